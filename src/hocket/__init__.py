@@ -1,0 +1,54 @@
+"""hocket: plan, train and serve any Hugging Face causal language model across many devices."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from hocket.jobs.api import check, export, generate, train
+    from hocket.runtime.parallelize import parallelize
+    from hocket.spec.errors import HocketError
+    from hocket.spec.layout import Layout
+    from hocket.spec.plan import ParallelPlan
+    from hocket.spec.schedule import Schedule
+    from hocket.spec.timeline import Timeline
+
+# Each public name is loaded when it is first asked for: `import hocket` loads nothing heavy.
+_HOME = {
+    "HocketError": "hocket.spec.errors",
+    "Layout": "hocket.spec.layout",
+    "ParallelPlan": "hocket.spec.plan",
+    "Schedule": "hocket.spec.schedule",
+    "Timeline": "hocket.spec.timeline",
+    "check": "hocket.jobs.api",
+    "export": "hocket.jobs.api",
+    "generate": "hocket.jobs.api",
+    "parallelize": "hocket.runtime.parallelize",
+    "train": "hocket.jobs.api",
+}
+
+__all__ = [
+    "HocketError",
+    "Layout",
+    "ParallelPlan",
+    "Schedule",
+    "Timeline",
+    "check",
+    "export",
+    "generate",
+    "parallelize",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'hocket' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

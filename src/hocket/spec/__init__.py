@@ -1,0 +1,1 @@
+"""The words everything is made of. Standard library only; imports nothing of ours above."""

@@ -1,0 +1,94 @@
+"""Errors by guilt: what the user can mend is a HocketError; what we broke is an assert.
+
+    HocketError                 message with the numbers, and one hint that can be pasted
+     +- OptionError             a flag, key or value that cannot be
+     +- LayoutError             a layout that does not fit the world, the model or the batch
+     +- ScheduleError           a schedule that would deadlock or forgets an action
+     +- ModelError              a model that is unknown, unreadable or breaks when cut
+     |   +- WeightsError        weight files whose names or shapes do not fit
+     +- DataError               data that is unreadable, empty or too short
+     +- RunFolderError          a run folder that already holds a run, or holds none
+     +- CheckpointError         a checkpoint that is incomplete or of another layout
+     +- RankFailure             a rank died; carries its traceback
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class HocketError(Exception):
+    """Something the user can mend.
+
+    `message` says what is wrong with the numbers in it; `hint`, if any, is one thing to paste.
+    """
+
+    exit_code = 2
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return self.message if self.hint is None else f"{self.message}\n  hint: {self.hint}"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), self.message, self.hint))
+
+
+def _rebuild(kind: type[HocketError], message: str, hint: str | None) -> HocketError:
+    return kind(message, hint=hint)
+
+
+class OptionError(HocketError):
+    """A flag, key or value that cannot be."""
+
+
+class LayoutError(HocketError):
+    """A layout that does not fit the world, the model or the batch."""
+
+
+class ScheduleError(HocketError):
+    """A schedule that would deadlock, forgets an action, or cannot be read."""
+
+
+class ModelError(HocketError):
+    """A model that is unknown, unreadable, or changes its result when cut."""
+
+
+class WeightsError(ModelError):
+    """Weight files whose names or shapes do not fit the model."""
+
+
+class DataError(HocketError):
+    """Data that is unreadable, empty or too short."""
+
+
+class RunFolderError(HocketError):
+    """A run folder that already holds a run, or holds none."""
+
+
+class CheckpointError(HocketError):
+    """A checkpoint that is incomplete, damaged, or of another layout."""
+
+
+class RankFailure(HocketError):
+    """A rank died. The message holds the first rank to fail and its own traceback."""
+
+    exit_code = 1
+
+
+def nearest(name: str, choices: Iterable[str]) -> str | None:
+    """The choice most like `name`, or None where nothing is near."""
+    found = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.5)
+    return found[0] if found else None
+
+
+def unknown(kind: str, name: str, choices: Iterable[str]) -> tuple[str, str]:
+    """Message and hint for an unknown name: `raise OptionError(m, hint=h)`."""
+    options = sorted(choices)
+    near = nearest(name, options)
+    message = f"unknown {kind} {name!r}; known: {', '.join(options)}"
+    return message, f"did you mean {near!r}?" if near else f"use one of {', '.join(options)}"

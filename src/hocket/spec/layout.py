@@ -1,0 +1,261 @@
+"""Layout: where everything lives.
+
+A layout says how many ways each thing is split, and which rank holds which part. Its text form
+names the axes (`dp2.pp2.tp2`, in any order, an absent axis is 1) and, after a colon, every field
+that differs from its default: `dp2.pp2:schedule=gpipe,microbatches=4`. Reading the text back
+gives an equal layout.
+
+World size = dp x pp x cp x tp. Expert parallelism reuses ranks: ep divides dp x cp.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from hocket.spec.errors import LayoutError, unknown
+
+AXES = ("dp", "pp", "cp", "tp")
+"""The mesh axes, in the order the text form prints them."""
+
+DEGREES = (*AXES, "ep")
+
+CUTS = ("balanced", "even")
+RECOMPUTE = ("none", "selective", "full")
+DATA_PARALLEL = ("processes", "threads")
+
+_TERM = re.compile(r"([a-z]+)([0-9]+)")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a job is split over ranks.
+
+    Attributes:
+        dp, pp, cp, tp: degrees of data, pipeline, context and tensor parallelism.
+        ep: degree of expert parallelism, over the ranks of dp x cp.
+        schedule: name of the pipeline schedule, or the path of a schedule file.
+        microbatches: microbatches per data rank and step (also gradient accumulation).
+            None: you choose; resolved to 1 without a pipeline, else to the largest divisor of
+            the rank's batch that is at most 2 x pp.
+        virtual_stages: stages held by each pipeline rank.
+        cut: layers per stage as a tuple, `"balanced"` (by cost, embedding and head counted) or
+            `"even"` (equal numbers of layers).
+        zero: ZeRO stage (0: plain data parallel).
+        shard: how many data ranks share one copy of the ZeRO state. None: all of dp.
+        recompute: activations recomputed in backward.
+        sequence_parallel: norms and residuals on 1/tp of the sequence.
+        data_parallel: `"processes"` (one rank a replica) or `"threads"` (one process).
+        order: mesh axes from the fastest-varying rank digit to the slowest.
+    """
+
+    dp: int = 1
+    pp: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    schedule: str = "1f1b"
+    microbatches: int | None = None
+    virtual_stages: int = 1
+    cut: str | tuple[int, ...] = "balanced"
+    zero: int = 0
+    shard: int | None = None
+    recompute: str = "none"
+    sequence_parallel: bool = False
+    data_parallel: str = "processes"
+    order: tuple[str, ...] = ("tp", "cp", "dp", "pp")
+
+    def __post_init__(self) -> None:
+        for name in (*DEGREES, "virtual_stages"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise LayoutError(f"{name} is {value!r}; a degree is a whole number of at least 1")
+        if self.microbatches is not None and self.microbatches < 1:
+            raise LayoutError(f"microbatches is {self.microbatches}; it must be at least 1")
+        if self.zero not in (0, 1, 2, 3):
+            raise LayoutError(f"zero is {self.zero}; ZeRO has the stages 0, 1, 2 and 3")
+        if self.shard is not None and (self.shard < 1 or self.dp % self.shard):
+            raise LayoutError(f"shard is {self.shard}; it must divide dp = {self.dp}")
+        for field, choices in (("recompute", RECOMPUTE), ("data_parallel", DATA_PARALLEL)):
+            if getattr(self, field) not in choices:
+                message, hint = unknown(field, str(getattr(self, field)), choices)
+                raise LayoutError(message, hint=hint)
+        if sorted(self.order) != sorted(AXES):
+            raise LayoutError(
+                f"order is {'-'.join(self.order)}; it must name each of {', '.join(AXES)} once",
+                hint="order=tp-cp-dp-pp",
+            )
+        if isinstance(self.cut, tuple):
+            if len(self.cut) != self.num_stages:
+                raise LayoutError(
+                    f"the cut {'-'.join(map(str, self.cut))} names {len(self.cut)} stages, "
+                    f"the layout has {self.num_stages} (pp {self.pp} x {self.virtual_stages})"
+                )
+            if any(n < 0 for n in self.cut):
+                raise LayoutError(f"the cut {self.cut} holds a negative number of layers")
+        elif self.cut not in CUTS:
+            message, hint = unknown("cut", self.cut, CUTS)
+            raise LayoutError(message, hint=hint + " Or layers per stage, as in cut=3-5.")
+        if (self.dp * self.cp) % self.ep:
+            raise LayoutError(f"ep {self.ep} must divide dp x cp = {self.dp * self.cp}")
+        if self.data_parallel == "threads" and self.pp * self.cp * self.tp > 1:
+            raise LayoutError(
+                "data_parallel=threads runs in one process and takes no other axis; "
+                f"the layout is {self.axes_text()}",
+                hint=f"dp{self.dp}:data_parallel=threads",
+            )
+
+    # --- sizes -----------------------------------------------------------------------------
+
+    @property
+    def world_size(self) -> int:
+        """Ranks (processes) the layout needs."""
+        if self.data_parallel == "threads":
+            return 1
+        return self.dp * self.pp * self.cp * self.tp
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages: pp x virtual_stages."""
+        return self.pp * self.virtual_stages
+
+    def degree(self, axis: str) -> int:
+        """The size of one mesh axis."""
+        assert axis in AXES, axis
+        return int(getattr(self, axis))
+
+    # --- rank and coordinate ---------------------------------------------------------------
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Axis to index, for one rank of 0 .. world_size - 1."""
+        if not 0 <= rank < self.world_size:
+            raise LayoutError(f"rank {rank} is outside the {self.world_size} ranks of {self}")
+        where = {}
+        for axis in self.order:
+            rank, where[axis] = divmod(rank, self.degree(axis))
+        return where
+
+    def rank(self, coordinate: Mapping[str, int]) -> int:
+        """The rank at a coordinate; an absent axis is index 0."""
+        rank, stride = 0, 1
+        for axis in self.order:
+            index = coordinate.get(axis, 0)
+            assert 0 <= index < self.degree(axis), (axis, index)
+            rank += index * stride
+            stride *= self.degree(axis)
+        return rank
+
+    def group(self, rank: int, axis: str) -> tuple[int, ...]:
+        """The ranks that differ from `rank` only along `axis`, in order of their index."""
+        where = self.coordinate(rank)
+        return tuple(self.rank({**where, axis: i}) for i in range(self.degree(axis)))
+
+    def groups(self, axis: str) -> list[tuple[int, ...]]:
+        """Every group of ranks along `axis`, each once, ordered by first rank."""
+        others = [a for a in self.order if a != axis]
+        found = []
+        for indices in itertools.product(*(range(self.degree(a)) for a in others)):
+            where = dict(zip(others, indices, strict=True))
+            found.append(tuple(self.rank({**where, axis: i}) for i in range(self.degree(axis))))
+        return sorted(found)
+
+    # --- text ------------------------------------------------------------------------------
+
+    def axes_text(self) -> str:
+        """The degrees alone: `dp2.pp2.tp2`; `dp1` when nothing is split."""
+        terms = [f"{name}{getattr(self, name)}" for name in DEGREES if getattr(self, name) > 1]
+        return ".".join(terms) or "dp1"
+
+    def __str__(self) -> str:
+        options = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name in DEGREES or value == field.default:
+                continue
+            if isinstance(value, tuple):
+                value = "-".join(map(str, value))
+            elif isinstance(value, bool):
+                value = str(value).lower()
+            options.append(f"{field.name}={value}")
+        return self.axes_text() + (":" + ",".join(options) if options else "")
+
+    @classmethod
+    def parse(cls, text: str, **flags: Any) -> Layout:
+        """Read a text form; `flags` fill the fields that the text leaves out.
+
+        A flag of None is absent.
+
+        Raises:
+            LayoutError: an unknown axis or field, a value that cannot be, or a flag that says
+                something else than the text.
+        """
+        axes, _, options = text.strip().partition(":")
+        given: dict[str, Any] = {}
+        for term in filter(None, re.split(r"[.\s]+", axes)):
+            match = _TERM.fullmatch(term)
+            if match is None:
+                raise LayoutError(
+                    f"{term!r} in layout {text!r} is not an axis and a degree",
+                    hint="dp2.pp2.tp2",
+                )
+            axis, degree = match.groups()
+            if axis not in DEGREES:
+                message, hint = unknown("axis", axis, DEGREES)
+                raise LayoutError(f"layout {text!r}: {message}", hint=hint)
+            if axis in given:
+                raise LayoutError(f"layout {text!r} names the axis {axis} twice")
+            given[axis] = int(degree)
+        names = [f.name for f in dataclasses.fields(cls)]
+        for option in filter(None, options.split(",")):
+            key, equals, value = option.partition("=")
+            key = key.strip()
+            if key not in names:
+                message, hint = unknown("layout field", key, names)
+                raise LayoutError(f"layout {text!r}: {message}", hint=hint)
+            if not equals:
+                raise LayoutError(f"layout {text!r}: {key} has no value", hint=f"{key}=...")
+            if key in given:
+                raise LayoutError(f"layout {text!r} gives {key} twice")
+            given[key] = _value(key, value.strip())
+        for key, value in flags.items():
+            if value is None:
+                continue
+            if key not in names:
+                message, hint = unknown("layout field", key, names)
+                raise LayoutError(message, hint=hint)
+            if isinstance(value, str):
+                value = _value(key, value)
+            if key in given and given[key] != value:
+                raise LayoutError(
+                    f"the layout says {key}={given[key]}, the flag says {value}",
+                    hint=f"say it once: --layout {text}",
+                )
+            given[key] = value
+        return cls(**given)
+
+
+def _value(key: str, text: str) -> Any:
+    """The value of one field from its text."""
+    if key in (*DEGREES, "microbatches", "virtual_stages", "zero", "shard"):
+        if not re.fullmatch(r"[0-9]+", text):
+            raise LayoutError(f"{key}={text!r} is not a whole number")
+        return int(text)
+    if key == "sequence_parallel":
+        if text not in ("true", "false"):
+            raise LayoutError(f"{key}={text!r} is neither true nor false")
+        return text == "true"
+    if key == "order":
+        return tuple(text.split("-"))
+    if key == "cut" and re.fullmatch(r"[0-9]+(-[0-9]+)*", text):
+        return tuple(int(n) for n in text.split("-"))
+    return text
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of a positive number, ascending."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})

@@ -1,0 +1,228 @@
+"""ParallelPlan: how one model may be split, as data.
+
+`models` writes a plan for a Hugging Face model; `runtime` carries it out on any `nn.Module`.
+
+    ParallelPlan
+     +- tensor: TensorPlan   which modules are column, row or vocabulary parallel, and how their
+     |                       fused weights fall into segments of indivisible units (heads)
+     +- stages: StagePlan    what runs before the layers, the layers, what runs after
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from hocket.spec.errors import LayoutError
+from hocket.spec.placement import Block, Placement
+
+STYLES = ("column", "row", "vocab_embedding", "vocab_head", "sum_grad", "experts")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Segment:
+    """A run of `units` indivisible units of `size` rows each, along the split dim.
+
+    `what` names the unit in errors ("attention heads"). `copies` allows fewer units than ranks:
+    each unit is then held by tp / units consecutive ranks (key/value heads). `uneven` allows
+    counts that do not divide (vocabulary rows): the first ranks hold ceil(units / tp).
+    """
+
+    units: int
+    size: int = 1
+    what: str = "units"
+    copies: bool = False
+    uneven: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Rows along the split dim."""
+        return self.units * self.size
+
+    def slice(self, index: int, degree: int) -> tuple[int, int, int]:
+        """(first row, number of rows, copies) held by rank `index` of `degree`."""
+        if self.units % degree == 0:
+            count = self.units // degree
+            return index * count * self.size, count * self.size, 1
+        if self.uneven:
+            count = -(-self.units // degree)
+            first = min(index * count, self.units)
+            return first * self.size, (min(first + count, self.units) - first) * self.size, 1
+        if self.copies and degree % self.units == 0:
+            copies = degree // self.units
+            return (index // copies) * self.size, self.size, copies
+        raise LayoutError(
+            f"{self.units} {self.what} do not divide over tp {degree}",
+            hint="a tp that divides: " + ", ".join(f"tp{n}" for n in self.degrees(degree)),
+        )
+
+    def degrees(self, near: int) -> list[int]:
+        """The legal tensor-parallel degrees up to twice `near`."""
+        return [n for n in range(1, 2 * near + 1) if self.fits(n)]
+
+    def fits(self, degree: int) -> bool:
+        """Whether `degree` ranks can share this segment."""
+        return self.uneven or self.units % degree == 0 or (self.copies and degree % self.units == 0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Split:
+    """How tensor parallelism treats one module (or, with `parameter`, one bare parameter).
+
+    Attributes:
+        style: `column` (weight split by output; the input's gradient is summed), `row` (weight
+            split by input; the output is summed), `vocab_embedding`, `vocab_head` (column, the
+            logits stay split for the vocabulary-parallel loss), `sum_grad` (held whole, but each
+            rank sees part of the heads: the gradient is summed over tp once a step), `experts`
+            (stacked expert weights, column then row inside one module).
+        segments: along the split dim, in storage order; their rows add up to that dim.
+        dims: parameter name to split dim; a parameter not named is held whole. For a Linear of
+            style column `{"weight": 0, "bias": 0}`, of style row `{"weight": 1}`, for GPT-2's
+            Conv1D (stored transposed) `{"weight": 1, "bias": 0}` and `{"weight": 0}`.
+        parameter_segments: segments of single parameters where they differ from `segments`.
+        gather_output: style column only: all-gather the output.
+        scatter_input: style row only: the input is whole and is split first.
+    """
+
+    style: str
+    segments: tuple[Segment, ...] = ()
+    dims: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    parameter_segments: Mapping[str, tuple[Segment, ...]] = dataclasses.field(default_factory=dict)
+    gather_output: bool = False
+    scatter_input: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.style in STYLES, self.style
+
+    def place(
+        self, name: str, parameter: str, shape: tuple[int, ...], index: int, degree: int
+    ) -> Placement:
+        """Placement of `parameter` (global name `name`, global `shape`) on one tensor rank."""
+        if parameter not in self.dims:
+            grad_sum = ("tp",) if self.style == "sum_grad" and degree > 1 else ()
+            return dataclasses.replace(
+                Placement.whole(name, shape, grad_sum=grad_sum), replicated=("tp",)
+            )
+        dim = self.dims[parameter]
+        segments = self.parameter_segments.get(parameter, self.segments)
+        assert sum(s.rows for s in segments) == shape[dim], (name, segments, shape)
+        blocks, local, first = [], 0, 0
+        for segment in segments:
+            try:
+                start, rows, copies = segment.slice(index, degree)
+            except LayoutError as error:
+                raise LayoutError(f"{name}: {error.message}", hint=error.hint) from None
+            at = [0] * len(shape)
+            to = [0] * len(shape)
+            size = list(shape)
+            at[dim], to[dim], size[dim] = first + start, local, rows
+            blocks.append(
+                Block(start=tuple(at), local=tuple(to), size=tuple(size), copies=copies)
+            )
+            local += rows
+            first += segment.rows
+        local_shape = (*shape[:dim], local, *shape[dim + 1 :])
+        assert sum(math.prod(b.size) for b in blocks) == math.prod(local_shape)
+        return Placement(
+            name=name, shape=shape, local_shape=local_shape, blocks=tuple(blocks), sharded=("tp",)
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Patch:
+    """An attribute that must hold the local count once its module is split.
+
+    `value` maps the tensor-parallel degree to the local value: an attribute `whole` becomes
+    `max(1, whole // tp)` for head counts. `on_config` sets it on a copy of `module.config` instead
+    of on the module. `ratio` instead recomputes `attribute` as the quotient of two local counts
+    (query heads over key/value heads).
+    """
+
+    attribute: str
+    whole: int
+    on_config: bool = False
+    ratio: tuple[int, int] | None = None
+
+    def local(self, degree: int) -> int:
+        """The value on each of `degree` ranks."""
+        if self.ratio is not None:
+            over, under = self.ratio
+            return max(1, (over // degree) // max(1, under // degree))
+        return max(1, self.whole // degree)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InputSlice:
+    """A keyword argument of a module's forward that carries all heads and must be sliced.
+
+    `dim` is sliced into the rank's share of `units` equal parts (BLOOM's alibi: batch x heads
+    along dim 0, so `groups` = batch is found as extent / units).
+    """
+
+    argument: str
+    dim: int
+    units: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TensorPlan:
+    """Module-name patterns (`*` stands for one name part) to splits, patches and input slices."""
+
+    splits: Mapping[str, Split] = dataclasses.field(default_factory=dict)
+    patches: Mapping[str, tuple[Patch, ...]] = dataclasses.field(default_factory=dict)
+    inputs: Mapping[str, tuple[InputSlice, ...]] = dataclasses.field(default_factory=dict)
+
+    def segments(self) -> list[Segment]:
+        """Every segment of the plan, for checking a degree before any rank starts."""
+        found = []
+        for split in self.splits.values():
+            found += [*split.segments, *(s for p in split.parameter_segments.values() for s in p)]
+        return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StagePlan:
+    """What a pipeline may cut. All names are relative to the root module, dotted.
+
+    Attributes:
+        decoder: module whose forward runs the layers (`model`, `transformer`); "" is the root.
+        layers: the ModuleList.
+        before: modules that run before the layers and belong to the first stage.
+        positions: those of `before` that add a position embedding: zero on later stages.
+        after: modules that run after the layers and belong to the last stage (final norm).
+        head: modules of the root that only the last stage holds (`lm_head`).
+        returns_tuple: length of the tuple a layer returns, 0 if it returns a tensor.
+        input_argument: keyword of the root's and decoder's forward for the first stage's input.
+        hidden_argument: keyword by which a later stage is fed the hidden state.
+    """
+
+    decoder: str
+    layers: str
+    num_layers: int
+    before: tuple[str, ...] = ()
+    positions: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    head: tuple[str, ...] = ()
+    returns_tuple: int = 0
+    input_argument: str = "input_ids"
+    hidden_argument: str = "inputs_embeds"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParallelPlan:
+    """How one model may be split. None: that kind of split is not possible for it."""
+
+    tensor: TensorPlan | None = None
+    stages: StagePlan | None = None
+    hidden_size: int | None = None
+    ties: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Tied parameter to the parameter that owns the values: `lm_head.weight` to the embedding."""
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a module name fits a pattern; `*` stands for exactly one dotted part."""
+    parts, names = pattern.split("."), name.split(".")
+    return len(parts) == len(names) and all(
+        p in ("*", n) for p, n in zip(parts, names, strict=True)
+    )

@@ -1,0 +1,228 @@
+"""RunSpec and the run folder: all that a job is at its start, and where its files lie.
+
+    RUN/
+      run.json            the RunSpec
+      schedule.txt        the Schedule that the runtime executes
+      data/               tokens.bin, valid.bin, tokens.json, tokenizer.json
+      metrics.jsonl       one JSON object a step
+      timeline.json       measured Timeline of one step; forecast.json: the predicted one
+      communication.json  every collective of that step, counted
+      checkpoints/        step-000100/ ..., latest
+      model/              the exported Hugging Face directory
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import typing
+from pathlib import Path
+from typing import Any
+
+from hocket.spec.errors import OptionError, RunFolderError, unknown
+from hocket.spec.layout import Layout
+
+VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What one step computes. `global_batch` counts sequences of `seq_len` tokens."""
+
+    seq_len: int = 256
+    global_batch: int = 32
+    dtype: str = "fp32"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """Every option of a training job besides model, data and layout. Names are the flags'.
+
+    Attributes:
+        steps: optimizer steps.
+        seed: of weights, data order and dropout.
+        lr: peak learning rate.
+        min_lr: learning rate at the end of the cosine decay.
+        warmup: steps of linear warm-up. None: a tenth of `steps`, at most 100.
+        weight_decay: not applied to norms and biases.
+        beta1, beta2, eps: of AdamW.
+        clip: largest global gradient norm; 0 clips nothing.
+        dropout: overrides every dropout probability of the model. None: as configured.
+        tokenizer: a directory, `model` (the model directory's own), `bytes`, or `train`.
+            None: the model directory's if it has one, else bytes.
+        vocab_size: of a tokenizer that is trained.
+        text_field: field of JSON lines, parquet and datasets that holds the text.
+        held_out: share of the documents kept for evaluation.
+        eval_every: steps between evaluations on held-out text; 0: only at the end.
+        eval_batches: global batches per evaluation.
+        save_every: steps between checkpoints; 0: only if asked at the end.
+        resume: continue from the run folder's latest checkpoint.
+        timeline_step: the step whose timeline is recorded. None: the middle of the run.
+        device: `auto`, `cpu` or `cuda`.
+        backend: `auto`, `shm`, `gloo` or `nccl`.
+        threads: CPU threads per rank.
+        bucket_mb: size of a gradient bucket in MB.
+        compile: torch.compile every block.
+        attention: attention implementation (`sdpa` or `eager`).
+        tensorboard: write TensorBoard events into the run folder.
+        trust_remote_code: run code that a model directory brings along.
+        timeout: seconds a rank may be silent before the run is ended.
+    """
+
+    steps: int = 100
+    seed: int = 0
+    lr: float = 1e-3
+    min_lr: float = 1e-4
+    warmup: int | None = None
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    clip: float = 1.0
+    dropout: float | None = None
+    tokenizer: str | None = None
+    vocab_size: int = 4096
+    text_field: str = "text"
+    held_out: float = 0.02
+    eval_every: int = 50
+    eval_batches: int = 2
+    save_every: int = 0
+    resume: bool = False
+    timeline_step: int | None = None
+    device: str = "auto"
+    backend: str = "auto"
+    threads: int = 1
+    bucket_mb: float = 25.0
+    compile: bool = False
+    attention: str = "sdpa"
+    tensorboard: bool = False
+    trust_remote_code: bool = False
+    timeout: float = 120.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunSpec:
+    """All that a run folder holds at its start. JSON form with an exact inverse.
+
+    Attributes:
+        model: a Hugging Face directory, a run folder, or a name of the catalogue.
+        config: the model's Hugging Face configuration as a dictionary (vocabulary resolved).
+        weights: directory that holds safetensors weights; None: random from the seed.
+        layout, workload, options: what the flags said, resolved.
+        data: the data paths.
+        command: `train`, `check`, `generate` or `demo`.
+    """
+
+    model: str
+    config: dict[str, Any]
+    layout: Layout
+    workload: Workload = dataclasses.field(default_factory=Workload)
+    options: TrainOptions = dataclasses.field(default_factory=TrainOptions)
+    weights: str | None = None
+    data: tuple[str, ...] = ()
+    command: str = "train"
+    version: int = VERSION
+
+    def to_json(self) -> str:
+        data = dataclasses.asdict(self)
+        data["layout"] = str(self.layout)
+        return json.dumps(data, indent=1, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> RunSpec:
+        """The inverse of `to_json`. Raises OptionError for a key this version does not know."""
+        data = json.loads(text)
+        data["layout"] = Layout.parse(data["layout"])
+        data["workload"] = from_dict(Workload, data.get("workload", {}))
+        data["options"] = from_dict(TrainOptions, data.get("options", {}))
+        data["data"] = tuple(data.get("data", ()))
+        return from_dict(cls, data)
+
+
+T = typing.TypeVar("T")
+
+
+def from_dict(kind: type[T], values: dict[str, Any]) -> T:
+    """A dataclass from a dictionary; an unknown key is refused with the nearest name."""
+    names = [f.name for f in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    for key in values:
+        if key not in names:
+            message, hint = unknown("key", key, names)
+            raise OptionError(message, hint=hint)
+    return kind(**values)
+
+
+class RunFolder:
+    """Paths of one run folder, and the rule that two runs never share one."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    @property
+    def spec_file(self) -> Path:
+        return self.path / "run.json"
+
+    @property
+    def schedule_file(self) -> Path:
+        return self.path / "schedule.txt"
+
+    @property
+    def data(self) -> Path:
+        return self.path / "data"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def timeline_file(self) -> Path:
+        return self.path / "timeline.json"
+
+    @property
+    def forecast_file(self) -> Path:
+        return self.path / "forecast.json"
+
+    @property
+    def communication_file(self) -> Path:
+        return self.path / "communication.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    def create(self, spec: RunSpec) -> None:
+        """Make the folder and write its spec.
+
+        Raises:
+            RunFolderError: the folder already holds a run, or is a file.
+        """
+        if self.spec_file.exists():
+            raise RunFolderError(
+                f"{self.path} already holds a run",
+                hint=f"--resume to continue it, or --run {self.path}-2",
+            )
+        if self.path.exists() and not self.path.is_dir():
+            raise RunFolderError(f"{self.path} is a file, not a folder")
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_text(self.spec_file, spec.to_json())
+
+    def load(self) -> RunSpec:
+        """Read the spec. Raises RunFolderError where there is none or it cannot be read."""
+        try:
+            return RunSpec.from_json(self.spec_file.read_text())
+        except FileNotFoundError:
+            raise RunFolderError(f"{self.path} holds no run (no run.json)") from None
+        except (ValueError, TypeError, KeyError, OptionError) as error:
+            raise RunFolderError(f"{self.spec_file} cannot be read: {error}") from None
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write aside, then rename: a reader sees the old file or the new one, never half."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside.write_text(text)
+    os.replace(aside, path)

@@ -1,0 +1,111 @@
+"""Timeline: what ran when, on each rank's compute and communication lane.
+
+Predicted (by `simulation`) and measured (by `runtime`) timelines are this same type.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable
+from typing import Any
+
+LANES = ("compute", "communication")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Event:
+    """One span on one lane of one rank. Times in seconds since the window's start.
+
+    `kind` is a schedule letter (`F`, `B`, `SEND_F` ...), a collective's name (`all-reduce`), or
+    `optimizer`; `name` is what to print (`1F0`); `axis` the mesh axis a collective ran over;
+    `bytes` its message size on this rank.
+    """
+
+    rank: int
+    lane: str
+    kind: str
+    name: str
+    start: float
+    end: float
+    stage: int | None = None
+    microbatch: int | None = None
+    axis: str | None = None
+    bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """A window of events.
+
+    Attributes:
+        source: `predicted` or `measured`.
+        num_ranks: ranks in the window.
+        events: ordered by rank, then start.
+        peak_bytes: counted tensor bytes at the worst moment, per rank; empty if unknown.
+    """
+
+    source: str
+    num_ranks: int
+    events: tuple[Event, ...]
+    peak_bytes: tuple[int, ...] = ()
+
+    @classmethod
+    def of(
+        cls, source: str, num_ranks: int, events: Iterable[Event], peak_bytes: Iterable[int] = ()
+    ) -> Timeline:
+        """Order the events and let the window begin at 0."""
+        found = sorted(events, key=lambda e: (e.rank, e.start, e.end))
+        first = min((e.start for e in found), default=0.0)
+        moved = tuple(dataclasses.replace(e, start=e.start - first, end=e.end - first) for e in found)
+        return cls(
+            source=source, num_ranks=num_ranks, events=moved, peak_bytes=tuple(peak_bytes)
+        )
+
+    @property
+    def duration(self) -> float:
+        """Seconds from the first event's start to the last one's end."""
+        return max((e.end for e in self.events), default=0.0)
+
+    def busy(self, rank: int, kinds: Iterable[str] = ("F", "B", "I", "W")) -> float:
+        """Seconds that `rank` spends in pipeline compute of the given kinds."""
+        wanted = set(kinds)
+        return sum(e.end - e.start for e in self.events if e.rank == rank and e.kind in wanted)
+
+    @property
+    def pipeline_span(self) -> float:
+        """Seconds from the first pipeline compute event's start to the last one's end."""
+        spans = [e for e in self.events if e.kind in ("F", "B", "I", "W")]
+        if not spans:
+            return 0.0
+        return max(e.end for e in spans) - min(e.start for e in spans)
+
+    @property
+    def bubble(self) -> float:
+        """Idle share of the pipeline: 1 - busy / (ranks x span), 0 for an empty window."""
+        span = self.pipeline_span
+        if span <= 0:
+            return 0.0
+        return 1 - sum(self.busy(r) for r in range(self.num_ranks)) / (self.num_ranks * span)
+
+    def to_json(self) -> str:
+        """A JSON form with an exact inverse."""
+        return json.dumps(
+            {
+                "source": self.source,
+                "num_ranks": self.num_ranks,
+                "peak_bytes": list(self.peak_bytes),
+                "events": [dataclasses.asdict(e) for e in self.events],
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Timeline:
+        """The inverse of `to_json`."""
+        data: dict[str, Any] = json.loads(text)
+        return cls(
+            source=data["source"],
+            num_ranks=data["num_ranks"],
+            events=tuple(Event(**e) for e in data["events"]),
+            peak_bytes=tuple(data["peak_bytes"]),
+        )

@@ -1,0 +1,47 @@
+"""Bytes, seconds and counts as a person writes them, and back."""
+
+from __future__ import annotations
+
+import re
+
+from hocket.spec.errors import OptionError
+
+_BYTES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
+
+
+def format_bytes(count: float) -> str:
+    """1234567 -> `1.23 MB` (decimal units)."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
+        if abs(count) >= size:
+            return f"{count / size:.3g} {unit}" if abs(count) < 999.5 * size else f"{count / size:.0f} {unit}"
+    return f"{count:.0f} B"
+
+
+def parse_bytes(text: str) -> int:
+    """`1.2GB`, `80 GiB`, `4096` -> bytes. Raises OptionError for anything else."""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].upper() not in _BYTES:
+        raise OptionError(f"{text!r} is not a size in bytes", hint="1.2GB, 512MB or 80GiB")
+    return round(float(match[1]) * _BYTES[match[2].upper()])
+
+
+def format_seconds(seconds: float) -> str:
+    """0.0123 -> `12.3 ms`; 75 -> `1m15s`."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.3g} us"
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m{rest:02d}s" if hours else f"{minutes}m{rest:02d}s"
+
+
+def format_count(count: float) -> str:
+    """3950000 -> `3.95M`."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if abs(count) >= size:
+            return f"{count / size:.3g}{unit}"
+    return f"{count:.0f}"
