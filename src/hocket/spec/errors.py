@@ -1,15 +1,15 @@
 """Errors by guilt: what the user can mend is a HocketError; what we broke is an assert.
 
-    HocketError                 message with the numbers, and one hint that can be pasted
-     +- OptionError             a flag, key or value that cannot be
-     +- LayoutError             a layout that does not fit the world, the model or the batch
-     +- ScheduleError           a schedule that would deadlock or forgets an action
-     +- ModelError              a model that is unknown, unreadable or breaks when cut
-     |   +- WeightsError        weight files whose names or shapes do not fit
-     +- DataError               data that is unreadable, empty or too short
-     +- RunFolderError          a run folder that already holds a run, or holds none
-     +- CheckpointError         a checkpoint that is incomplete or of another layout
-     +- RankFailure             a rank died; carries its traceback
+HocketError                 message with the numbers, and one hint that can be pasted
+ +- OptionError             a flag, key or value that cannot be
+ +- LayoutError             a layout that does not fit the world, the model or the batch
+ +- ScheduleError           a schedule that would deadlock or forgets an action
+ +- ModelError              a model that is unknown, unreadable or breaks when cut
+ |   +- WeightsError        weight files whose names or shapes do not fit
+ +- DataError               data that is unreadable, empty or too short
+ +- RunFolderError          a run folder that already holds a run, or holds none
+ +- CheckpointError         a checkpoint that is incomplete or of another layout
+ +- RankFailure             a rank died; carries its traceback
 """
 
 from __future__ import annotations

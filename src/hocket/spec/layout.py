@@ -193,6 +193,8 @@ class Layout:
             LayoutError: an unknown axis or field, a value that cannot be, or a flag that says
                 something else than the text.
         """
+        if not text.strip():
+            raise LayoutError("the layout is empty", hint="dp2.pp2.tp2, or dp1 for one process")
         axes, _, options = text.strip().partition(":")
         given: dict[str, Any] = {}
         for term in filter(None, re.split(r"[.\s]+", axes)):

@@ -117,15 +117,21 @@ class Placement:
 
         blocks = tuple(
             Block(
-                start=ints(b["start"]), local=ints(b["local"]), size=ints(b["size"]),
+                start=ints(b["start"]),
+                local=ints(b["local"]),
+                size=ints(b["size"]),
                 copies=int(b["copies"]),
             )
             for b in data["blocks"]  # type: ignore[attr-defined]
         )
         tie = data.get("tie")
         return cls(
-            name=str(data["name"]), shape=ints(data["shape"]),
-            local_shape=ints(data["local_shape"]), blocks=blocks,
-            sharded=words(data["sharded"]), replicated=words(data["replicated"]),
-            grad_sum=words(data["grad_sum"]), tie=None if tie is None else str(tie),
+            name=str(data["name"]),
+            shape=ints(data["shape"]),
+            local_shape=ints(data["local_shape"]),
+            blocks=blocks,
+            sharded=words(data["sharded"]),
+            replicated=words(data["replicated"]),
+            grad_sum=words(data["grad_sum"]),
+            tie=None if tie is None else str(tie),
         )

@@ -117,9 +117,7 @@ class Split:
             to = [0] * len(shape)
             size = list(shape)
             at[dim], to[dim], size[dim] = first + start, local, rows
-            blocks.append(
-                Block(start=tuple(at), local=tuple(to), size=tuple(size), copies=copies)
-            )
+            blocks.append(Block(start=tuple(at), local=tuple(to), size=tuple(size), copies=copies))
             local += rows
             first += segment.rows
         local_shape = (*shape[:dim], local, *shape[dim + 1 :])

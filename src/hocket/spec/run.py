@@ -1,14 +1,14 @@
 """RunSpec and the run folder: all that a job is at its start, and where its files lie.
 
-    RUN/
-      run.json            the RunSpec
-      schedule.txt        the Schedule that the runtime executes
-      data/               tokens.bin, valid.bin, tokens.json, tokenizer.json
-      metrics.jsonl       one JSON object a step
-      timeline.json       measured Timeline of one step; forecast.json: the predicted one
-      communication.json  every collective of that step, counted
-      checkpoints/        step-000100/ ..., latest
-      model/              the exported Hugging Face directory
+RUN/
+  run.json            the RunSpec
+  schedule.txt        the Schedule that the runtime executes
+  data/               tokens.bin, valid.bin, tokens.json, tokenizer.json
+  metrics.jsonl       one JSON object a step
+  timeline.json       measured Timeline of one step; forecast.json: the predicted one
+  communication.json  every collective of that step, counted
+  checkpoints/        step-000100/ ..., latest
+  model/              the exported Hugging Face directory
 """
 
 from __future__ import annotations

@@ -50,7 +50,9 @@ class Action:
     def __str__(self) -> str:
         if self.parts is not None:
             return f"({self.parts[0]};{self.parts[1]}){OVERLAP_F_B}"
-        return f"{self.stage}{self.kind}" + ("" if self.microbatch is None else str(self.microbatch))
+        return f"{self.stage}{self.kind}" + (
+            "" if self.microbatch is None else str(self.microbatch)
+        )
 
     @classmethod
     def parse(cls, text: str) -> Action:
@@ -144,7 +146,9 @@ class Schedule:
                 try:
                     rows.append(tuple(Action.parse(a) for a in line.split(",") if a.strip()))
                 except ScheduleError as error:
-                    raise ScheduleError(f"line {number}: {error.message}", hint=error.hint) from None
+                    raise ScheduleError(
+                        f"line {number}: {error.message}", hint=error.hint
+                    ) from None
         needed = ("name", "microbatches", "stage ranks")
         for key in fields:
             if key not in needed:
@@ -163,7 +167,9 @@ class Schedule:
                 f"the header places stages on ranks {stage_ranks}, the file has {len(rows)} ranks"
             )
         return cls(
-            name=fields["name"], num_microbatches=microbatches, stage_ranks=stage_ranks,
+            name=fields["name"],
+            num_microbatches=microbatches,
+            stage_ranks=stage_ranks,
             ranks=tuple(rows),
         )
 

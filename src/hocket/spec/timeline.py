@@ -57,10 +57,10 @@ class Timeline:
         """Order the events and let the window begin at 0."""
         found = sorted(events, key=lambda e: (e.rank, e.start, e.end))
         first = min((e.start for e in found), default=0.0)
-        moved = tuple(dataclasses.replace(e, start=e.start - first, end=e.end - first) for e in found)
-        return cls(
-            source=source, num_ranks=num_ranks, events=moved, peak_bytes=tuple(peak_bytes)
+        moved = tuple(
+            dataclasses.replace(e, start=e.start - first, end=e.end - first) for e in found
         )
+        return cls(source=source, num_ranks=num_ranks, events=moved, peak_bytes=tuple(peak_bytes))
 
     @property
     def duration(self) -> float:

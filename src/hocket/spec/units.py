@@ -14,7 +14,11 @@ def format_bytes(count: float) -> str:
     """1234567 -> `1.23 MB` (decimal units)."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
         if abs(count) >= size:
-            return f"{count / size:.3g} {unit}" if abs(count) < 999.5 * size else f"{count / size:.0f} {unit}"
+            return (
+                f"{count / size:.3g} {unit}"
+                if abs(count) < 999.5 * size
+                else f"{count / size:.0f} {unit}"
+            )
     return f"{count:.0f} B"
 
 
