@@ -1,0 +1,51 @@
+# The six commands of this project, the same for a person and for CI.
+# Everything is installed into .venv in this checkout; nothing outside it is touched.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.hocket-installed
+
+# A relative name: the checkout may lie in a folder whose name holds spaces.
+# `make test TESTS=tests/spec` runs a part; `make demo DEMO='--steps 20'` passes flags on.
+TESTS ?=
+DEMO ?=
+BENCH ?=
+
+.PHONY: help setup demo test check bench
+
+help: ## list these commands
+	@sed -nE 's/^([a-z]+):[^#]*## (.*)$$/  make \1\t\2/p' Makefile | expand -t 16
+
+setup: $(STAMP) ## make .venv and install everything into it
+
+# A checkout that was moved or copied finds its .venv pointing elsewhere: install again.
+ifneq ($(shell cat $(STAMP) 2> /dev/null),$(CURDIR))
+.PHONY: $(STAMP)
+endif
+
+# The stamp is written last: an interrupted install is done again, a finished one is not.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "hocket needs Python 3.11 or newer; say which with: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	@if $(BIN)/python -m pip --version > /dev/null 2>&1; then :; else $(PYTHON) -m venv --clear $(VENV); fi
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[train,tensorboard,dev]'
+	@pwd > $(STAMP)
+
+demo: $(STAMP) ## train a small Llama on eight ranks, end to end, in under four minutes
+	$(BIN)/python -m hocket demo $(DEMO)
+
+test: $(STAMP) ## run all tests
+	$(BIN)/python -m pytest $(TESTS)
+
+check: $(STAMP) ## lint, format and types
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+
+bench: $(STAMP) ## measure hocket beside its peers; writes JSON and prints a table
+	$(BIN)/python -m benchmarks $(BENCH)
