@@ -1,0 +1,1 @@
+"""The one room that knows Hugging Face: configurations, skeletons, plans and weights."""

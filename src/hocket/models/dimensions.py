@@ -1,0 +1,102 @@
+"""Dimensions: the numbers of a configuration that a layout must divide, read without torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from hocket.models import registry
+from hocket.spec.errors import ModelError
+
+_NAMES = {
+    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "num_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "num_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    "num_key_value_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv"),
+    "head_dim": ("head_dim",),
+    "intermediate_size": ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"),
+    "vocab_size": ("vocab_size",),
+    "max_positions": ("max_position_embeddings", "n_positions", "max_seq_len"),
+    "num_experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "tied": ("tie_word_embeddings",),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Dimensions:
+    """The sizes that decide which layouts fit a model.
+
+    Attributes:
+        hidden_size, num_layers, num_heads, head_dim, vocab_size: as they are called.
+        num_key_value_heads: fewer than `num_heads` under grouped-query attention.
+        intermediate_size: units of one feed-forward block (of one expert, where there are some).
+        max_positions: longest sequence the model has positions for, None if unbounded.
+        num_experts: 0 for a dense model.
+        tied: whether the output head shares the embedding's values.
+    """
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_positions: int | None
+    num_experts: int
+    tied: bool
+
+
+def dimensions(config: Mapping[str, Any]) -> Dimensions:
+    """Read the dimensions of a Hugging Face configuration dictionary.
+
+    What the dictionary leaves out is taken from the class defaults of the installed transformers.
+
+    Raises:
+        ModelError: a number that is needed is neither given nor has a default, or is not a
+            whole number of at least 1.
+    """
+    model_type = str(config.get("model_type", ""))
+    known = registry.defaults(model_type)
+
+    def find(noun: str) -> Any:
+        for source in (config, known.values):
+            for name in _NAMES[noun]:
+                for key in (name, known.aliases.get(name, name)):
+                    if source.get(key) is not None:
+                        return source[key]
+        return None
+
+    def need(noun: str) -> int:
+        value = find(noun)
+        if value is None:
+            raise ModelError(
+                f"the configuration of {model_type!r} says no {_NAMES[noun][0]}, "
+                "and transformers has no default for it"
+            )
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ModelError(
+                f"{_NAMES[noun][0]} is {value!r} in the model's configuration; "
+                "it must be a whole number of at least 1"
+            )
+        return value
+
+    hidden, heads = need("hidden_size"), need("num_heads")
+    kv = find("num_key_value_heads")
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):
+        kv = 1  # Falcon and GPT-BigCode say it with a switch
+    positions = find("max_positions")
+    feed_forward = find("intermediate_size")
+    return Dimensions(
+        hidden_size=hidden,
+        num_layers=need("num_layers"),
+        num_heads=heads,
+        num_key_value_heads=kv if isinstance(kv, int) and kv > 0 else heads,
+        head_dim=find("head_dim") or hidden // heads,
+        intermediate_size=feed_forward if isinstance(feed_forward, int) else 4 * hidden,
+        vocab_size=need("vocab_size"),
+        max_positions=positions if isinstance(positions, int) and model_type != "bloom" else None,
+        num_experts=find("num_experts") or 0,
+        tied=bool(find("tied")),
+    )

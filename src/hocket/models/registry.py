@@ -1,0 +1,101 @@
+"""What the installed transformers knows, read from its source files without importing it.
+
+Importing transformers costs seconds and brings torch along; a launch must be refused in
+milliseconds. Its tables of model types and the class defaults of its configurations are literals,
+so they can be read as text.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+from hocket.spec.errors import ModelError
+
+_PAIR = re.compile(r'\(\s*"([^"]+)",\s*"([^"]+)",?\s*\)')
+
+
+@dataclasses.dataclass(frozen=True)
+class Defaults:
+    """Class defaults of one configuration class, and its aliases (canonical name to own name)."""
+
+    values: dict[str, Any]
+    aliases: dict[str, str]
+
+
+@functools.cache
+def package() -> Path:
+    """The folder of the installed transformers.
+
+    Raises:
+        ModelError: it is not installed.
+    """
+    found = importlib.util.find_spec("transformers")
+    if found is None or found.origin is None:
+        raise ModelError("transformers is not installed", hint='pip install "hocket[train]"')
+    return Path(found.origin).parent
+
+
+@functools.cache
+def causal_classes() -> dict[str, str]:
+    """Model type to the class of its causal language model, of every type that has one."""
+    text = (package() / "models" / "auto" / "modeling_auto.py").read_text()
+    start = text.index("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = OrderedDict(")
+    return dict(_PAIR.findall(text, start, text.index("\n)\n", start)))
+
+
+@functools.cache
+def config_classes() -> dict[str, str]:
+    """Model type to the name of its configuration class, of every type."""
+    text = (package() / "models" / "auto" / "auto_mappings.py").read_text()
+    start = text.index("CONFIG_MAPPING_NAMES = OrderedDict(")
+    return dict(_PAIR.findall(text, start, text.index("\n)\n", start)))
+
+
+@functools.cache
+def defaults(model_type: str) -> Defaults:
+    """The class defaults of a model type's configuration; empty where they cannot be found."""
+    name = config_classes().get(model_type)
+    if name is None:
+        return Defaults({}, {})
+    head = f"class {name}("
+    folder = model_type.replace("-", "_")
+    likely = [
+        package() / "models" / part / f"configuration_{part}.py"
+        for part in (folder, folder.removesuffix("_text"))
+    ]
+    for file in (*likely, *sorted((package() / "models").glob("*/configuration_*.py"))):
+        if file.exists() and head in (text := file.read_text()):
+            return _read(text, name)
+    return Defaults({}, {})
+
+
+def _read(text: str, name: str) -> Defaults:
+    values: dict[str, Any] = {}
+    aliases: dict[str, str] = {}
+    for node in ast.parse(text).body:
+        if not (isinstance(node, ast.ClassDef) and node.name == name):
+            continue
+        for item in node.body:
+            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+                key, value = item.target.id, item.value
+            elif isinstance(item, ast.Assign) and isinstance(item.targets[0], ast.Name):
+                key, value = item.targets[0].id, item.value
+            else:
+                continue
+            if value is None:
+                continue
+            try:
+                literal = ast.literal_eval(value)
+            except ValueError:  # a default that is computed: `interval(...)(default=0.02)`
+                continue
+            if key == "attribute_map":
+                aliases = literal
+            else:
+                values[key] = literal
+    return Defaults(values, aliases)

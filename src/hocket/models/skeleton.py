@@ -1,0 +1,106 @@
+"""The skeleton: a whole causal language model on the meta device, without a byte of weights."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import initialization
+
+from hocket.spec.errors import ModelError, unknown
+
+ATTENTION = ("sdpa", "eager")
+
+
+def config_of(
+    values: dict[str, Any], *, dropout: float | None = None, code: Path | None = None
+) -> transformers.PreTrainedConfig:
+    """The transformers configuration of a dictionary, with no cache.
+
+    Args:
+        values: a Hugging Face configuration dictionary.
+        dropout: overrides every dropout probability; 0 also ends what else is random in training
+            (layer drop, router jitter). None: as configured.
+        code: directory whose own configuration class is used (trusted remote code).
+
+    Raises:
+        ModelError: transformers refuses the configuration; its reason is given.
+    """
+    values = copy.deepcopy(values)
+    values.pop("transformers_version", None)
+    try:
+        if code is not None:
+            config = transformers.AutoConfig.from_pretrained(code, trust_remote_code=True)
+            for key, value in values.items():
+                if key not in ("auto_map", "architectures", "model_type"):
+                    setattr(config, key, value)
+        else:
+            model_type = values.pop("model_type")
+            config = transformers.AutoConfig.for_model(model_type, **values)
+    except Exception as error:  # transformers raises many kinds for a configuration that is wrong
+        raise ModelError(f"transformers refuses the model's configuration: {error}") from error
+    config.use_cache = False
+    for key in ("output_router_logits", "output_attentions", "output_hidden_states"):
+        if getattr(config, key, False):
+            setattr(config, key, False)
+    if dropout is not None:
+        _set_dropout(config, dropout)
+    return config
+
+
+def build(
+    config: dict[str, Any] | transformers.PreTrainedConfig,
+    *,
+    attention: str = "sdpa",
+    dtype: torch.dtype = torch.float32,
+    dropout: float | None = None,
+    code: Path | None = None,
+    device: str | torch.device = "meta",
+) -> nn.Module:
+    """Build the whole model; on the meta device unless told otherwise, and never initialised.
+
+    The attention implementation is always given, so that a configuration cannot choose one. A
+    family that has no fused attention gets `eager`.
+
+    Raises:
+        ModelError: an unknown attention implementation, or a configuration that transformers
+            cannot build a causal language model from.
+    """
+    if attention not in ATTENTION:
+        message, hint = unknown("attention", attention, ATTENTION)
+        raise ModelError(message, hint=hint)
+    if isinstance(config, dict):
+        config = config_of(config, dropout=dropout, code=code)
+    elif dropout is not None:
+        config = copy.deepcopy(config)
+        _set_dropout(config, dropout)
+    trusted: dict[str, Any] = {"trust_remote_code": True} if code is not None else {}
+    if not trusted:
+        classes = transformers.AutoModelForCausalLM._model_mapping
+        if type(config) not in classes:
+            raise ModelError(f"transformers has no causal language model of {config.model_type!r}")
+        if not getattr(classes[type(config)], "_supports_sdpa", False):
+            attention = "eager"
+    with torch.device(device), initialization.no_init_weights():
+        try:
+            model = transformers.AutoModelForCausalLM.from_config(
+                config, attn_implementation=attention, dtype=dtype, **trusted
+            )
+        except Exception as error:  # many kinds, all of them the configuration's fault
+            raise ModelError(
+                f"transformers cannot build {config.model_type!r} from its configuration: {error}"
+            ) from error
+    model.tie_weights()  # part of the initialisation that was left out
+    return model
+
+
+def _set_dropout(config: transformers.PreTrainedConfig, probability: float) -> None:
+    for key, value in list(vars(config).items()):
+        drops = any(part in key for part in ("dropout", "pdrop", "layerdrop"))
+        random = probability == 0 and key in ("router_jitter_noise", "input_jitter_noise")
+        if (drops or random) and isinstance(value, (int, float)) and not isinstance(value, bool):
+            setattr(config, key, 0.0 if "layerdrop" in key else float(probability))

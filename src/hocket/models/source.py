@@ -1,0 +1,219 @@
+"""ModelSource: where a model comes from, checked in milliseconds, without torch or transformers.
+
+NAME is ...                                   config from            weights
+a directory with config.json and safetensors  its config.json        its files
+a directory with config.json alone            its config.json        random, by seed
+a config.json                                 the file               random, by seed
+a run folder                                  its exported model/    its exported model/
+a name of the catalogue                       the catalogue          random, by seed
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from hocket.models import registry
+from hocket.models.dimensions import Dimensions, dimensions
+from hocket.spec.errors import ModelError, nearest, unknown
+from hocket.spec.run import RunSpec
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+_FOREIGN = (
+    "_attn_implementation",
+    "_attn_implementation_internal",
+    "attn_implementation",
+    "_experts_implementation",
+    "experts_implementation",
+    "kernel_config",
+    "use_kernels",
+)  # keys of a configuration that name code to run: a model file never chooses that
+_OTHER_TASKS = (
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+    "ForMaskedLM",
+)
+_LARGEST_CONFIG = 8_000_000
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """Where a model comes from.
+
+    Attributes:
+        name: what the user wrote.
+        config: its Hugging Face configuration, without keys that name code to run.
+        directory: the Hugging Face directory, None for a catalogue name or a bare file.
+        weights: directory that holds safetensors weights; None: random from the seed.
+        tokenizer: directory that holds a tokenizer, None if there is none.
+        trust_remote_code: run code that the directory brings along.
+    """
+
+    name: str
+    config: dict[str, Any]
+    directory: Path | None = None
+    weights: Path | None = None
+    tokenizer: Path | None = None
+    trust_remote_code: bool = False
+
+    @functools.cached_property
+    def dimensions(self) -> Dimensions:
+        """The sizes a layout must divide. Raises ModelError where one is missing."""
+        return dimensions(self.config)
+
+    @property
+    def code(self) -> Path | None:
+        """Directory whose own model code is run, None for models of transformers itself."""
+        return self.directory if self.trust_remote_code and "auto_map" in self.config else None
+
+
+def resolve(
+    name: str | os.PathLike[str], *, trust_remote_code: bool = False, weights: bool = True
+) -> ModelSource:
+    """Find a model by directory, file, run folder or catalogue name, and check what it says.
+
+    Args:
+        name: see the table above.
+        trust_remote_code: allow a directory whose configuration names its own code.
+        weights: False takes the configuration alone, even where weights lie beside it.
+
+    Raises:
+        ModelError: nothing of that name, an unreadable configuration, a model type that the
+            installed transformers does not know or has no causal language model for, code that
+            is not trusted, quantized or pickled weights.
+    """
+    text = os.fspath(name)
+    path = Path(text).expanduser()
+    if path.is_dir():
+        return _directory(text, path, trust_remote_code, weights)
+    if path.is_file() and path.suffix == ".json":
+        config = _check(text, _read_config(path), trust_remote_code=False)
+        return ModelSource(name=text, config=config)
+
+    from hocket.catalogue import models as catalogue
+
+    if text in catalogue.names():
+        return ModelSource(name=text, config=_check(text, catalogue.config(text), False))
+    if path.exists():
+        raise ModelError(f"{text} is neither a directory nor a config.json")
+    if os.sep in text or text.startswith((".", "~")):
+        near = nearest(path.name, catalogue.names())
+        hub = f"hf download {text} --local-dir {path.name}" if text.count("/") == 1 else None
+        raise ModelError(
+            f"there is no directory {text}, and the catalogue has no such name",
+            hint=hub or (f"did you mean the catalogue's {near!r}?" if near else None),
+        )
+    message, hint = unknown("model", text, catalogue.names())
+    raise ModelError(message + ". A directory of that name does not exist either", hint=hint)
+
+
+def of_run(spec: RunSpec) -> ModelSource:
+    """The source that a RunSpec describes, for the ranks: nothing is looked up again."""
+    directory = Path(spec.model).expanduser()
+    weights = Path(spec.weights) if spec.weights else None
+    return ModelSource(
+        name=spec.model,
+        config=spec.config,
+        directory=directory if directory.is_dir() else weights,
+        weights=weights,
+        trust_remote_code=spec.options.trust_remote_code,
+    )
+
+
+def _directory(name: str, path: Path, trust_remote_code: bool, weights: bool) -> ModelSource:
+    if (path / "run.json").exists():
+        if not (path / "model" / "config.json").exists():
+            raise ModelError(
+                f"the run folder {name} holds no exported model",
+                hint=f"hocket export {name} --to {path / 'model'}",
+            )
+        path = path / "model"
+    if not (path / "config.json").exists():
+        raise ModelError(f"{path} is no Hugging Face directory: it has no config.json")
+    config = _check(name, _read_config(path / "config.json"), trust_remote_code)
+    return ModelSource(
+        name=name,
+        config=config,
+        directory=path,
+        weights=_weights(path) if weights else None,
+        tokenizer=path if any((path / file).exists() for file in _TOKENIZERS) else None,
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def _weights(path: Path) -> Path | None:
+    if (path / _INDEX).exists() or (path / _SINGLE).exists():
+        return path
+    pickled = sorted(path.glob("pytorch_model*.bin"))
+    if pickled:
+        raise ModelError(
+            f"{path} holds its weights as {pickled[0].name}, a pickle, which is never executed",
+            hint="save it again with transformers: model.save_pretrained(DIR)",
+        )
+    shards = sorted(path.glob("model*.safetensors"))
+    if shards:
+        raise ModelError(
+            f"{path} holds {shards[0].name} but no {_INDEX} that says which tensor lies where"
+        )
+    return None
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    try:
+        if file.stat().st_size > _LARGEST_CONFIG:
+            raise ModelError(f"{file} has {file.stat().st_size} bytes: that is no configuration")
+        config = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file} cannot be read as JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ModelError(f"{file} holds a {type(config).__name__}, not a JSON object")
+    return config
+
+
+def _check(name: str, config: dict[str, Any], trust_remote_code: bool) -> dict[str, Any]:
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        raise ModelError(f"the configuration of {name} says no model_type")
+    if "auto_map" in config:
+        if not trust_remote_code:
+            raise ModelError(
+                f"{name} brings its own model code (auto_map in its config.json), "
+                "which would be executed",
+                hint="read that code first, then add --trust-remote-code",
+            )
+        return _without_foreign(config)
+    if model_type not in registry.config_classes():
+        message, hint = unknown("model type", model_type, registry.causal_classes())
+        raise ModelError(f"{name}: {message.split(';')[0]} (transformers knows others)", hint=hint)
+    architecture = registry.causal_classes().get(model_type)
+    if architecture is None or architecture.endswith("ForConditionalGeneration"):
+        text = f"{model_type}_text"
+        raise ModelError(
+            f"{name} is of type {model_type!r}, which is no causal language model of text alone",
+            hint=f"its text_config as a config.json, with model_type {text!r}"
+            if text in registry.causal_classes()
+            else None,
+        )
+    for other in config.get("architectures") or ():
+        if str(other).endswith(_OTHER_TASKS):
+            raise ModelError(f"{name} was saved as {other}, not as a causal language model")
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "some way")
+        raise ModelError(
+            f"the weights of {name} are quantized ({method}); training needs whole ones"
+        )
+    return _without_foreign(config)
+
+
+def _without_foreign(config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_foreign(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if key not in _FOREIGN
+    }
