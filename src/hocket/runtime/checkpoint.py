@@ -1,0 +1,393 @@
+"""Checkpoints: every rank writes what it holds, and the folder appears only when all is there.
+
+    all ranks   rank-0000R.safetensors and its records, into a folder aside; flushed and read back
+    barrier     -------------------------------------------------------------------- (1)
+    rank 0      the manifest; the folder gets its name; `latest` moves; old ones go   (2)
+    barrier     -------------------------------------------------------------------- (3)
+
+A crash before (2) leaves a folder with a name that nobody reads; a crash after it, a checkpoint.
+Nothing is ever unpickled: files are safetensors and JSON, and each tensor carries a checksum.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hocket.spec import checkpoint as words
+from hocket.spec.checkpoint import Manifest, Shard, TensorRecord
+from hocket.spec.errors import CheckpointError
+from hocket.spec.placement import Placement
+from hocket.spec.run import write_text
+from hocket.spec.tensor_file import Entry, TensorFile, write_tensors
+
+DTYPES = {
+    torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint8: "U8", torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+_OF_NAME = {name: dtype for dtype, name in DTYPES.items()}
+
+OptimizerState = Mapping[str, Mapping[str, Tensor]]
+"""Global name of a parameter, to name of a state (`exp_avg`), to its tensor on this rank."""
+
+
+class Parallel(Protocol):
+    """What is saved: a rank's parameters by global name, and where each lies in the whole."""
+
+    @property
+    def placements(self) -> Mapping[str, Placement]: ...
+
+    def named_parameters(self) -> Iterable[tuple[str, Tensor]]: ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class World:
+    """The ranks that save together. The default is one rank alone.
+
+    Attributes:
+        rank, size: this rank among all.
+        barrier: returns when every rank has called it.
+        all_agree: whether every rank said True.
+    """
+
+    rank: int = 0
+    size: int = 1
+    barrier: Callable[[], None] = lambda: None
+    all_agree: Callable[[bool], bool] = lambda mine: mine
+
+    @classmethod
+    def of(cls, mesh: Any) -> World:
+        """The world of a mesh."""
+        if mesh.world_size == 1:
+            return cls()
+        from hocket.runtime import collectives
+
+        axis = mesh.axis("world")
+
+        def all_agree(mine: bool) -> bool:
+            vote = torch.tensor([float(mine)], device=mesh.device)
+            collectives.all_reduce(vote, axis, mesh.recorder, op="min")
+            return bool(vote.item() > 0)
+
+        def barrier() -> None:
+            all_agree(True)  # waiting for a value also waits for the device that carries it
+
+        return cls(rank=mesh.rank, size=mesh.world_size, barrier=barrier, all_agree=all_agree)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Restored:
+    """What a checkpoint gave back; the parameters were filled in place.
+
+    Attributes:
+        path: its folder.
+        step: optimizer steps done.
+        cursor, extra: as given to `save_checkpoint`.
+        optimizer_state: of this rank, on the device of its parameter (scalars on the CPU).
+        notes: one per newer checkpoint that was damaged and passed over.
+    """
+
+    path: Path
+    step: int
+    cursor: Mapping[str, Any]
+    extra: Mapping[str, Any]
+    optimizer_state: dict[str, dict[str, Tensor]]
+    notes: list[str]
+
+
+def latest(folder: str | os.PathLike[str]) -> Path | None:
+    """The checkpoint to resume from, or None. Looks at names only; loading verifies."""
+    return next(words.candidates(Path(folder)), None)
+
+
+def save_checkpoint(
+    folder: str | os.PathLike[str],
+    *,
+    step: int,
+    parallel: Parallel,
+    optimizer_state: OptimizerState,
+    layout: str,
+    model: str,
+    cursor: Mapping[str, Any] | None = None,
+    extra: Mapping[str, Any] | None = None,
+    world: World | None = None,
+    keep: int = 2,
+) -> Path:
+    """Save one step of all ranks into a new folder; every rank calls it.
+
+    Args:
+        folder: where the checkpoints lie.
+        step: optimizer steps done.
+        parallel: this rank's parameters and placements.
+        optimizer_state: per parameter; a tensor of the parameter's local shape is stored with the
+            parameter's blocks.
+        layout: text form of the layout.
+        model: `spec.checkpoint.config_hash` of the model's configuration.
+        cursor, extra: JSON values that loading gives back.
+        world: the ranks that save together; None: those of `parallel.mesh`, or this one alone.
+        keep: checkpoints that stay. Older ones are deleted once this one is verified.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        CheckpointError: what was written does not read back.
+        OSError: the disk is full, or not writable.
+    """
+    world = _world(parallel, world)
+    folder = Path(folder)
+    final = words.step_folder(folder, step)
+    aside = folder / f".{final.name}.partial"
+    if world.rank == 0:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+    world.barrier()
+    shard = _write_shard(aside, world.rank, parallel, optimizer_state)
+    write_text(aside / f"rank-{world.rank:05d}.json", json.dumps(shard.to_json()))
+    world.barrier()  # (1)
+    if world.rank == 0:
+        shards = []
+        for rank in range(world.size):
+            part = aside / f"rank-{rank:05d}.json"
+            shards.append(Shard.from_json(json.loads(part.read_text())))
+            part.unlink()
+        manifest = Manifest(
+            step=step,
+            layout=layout,
+            model=model,
+            cursor=dict(cursor or {}),
+            extra=dict(extra or {}),
+            versions={"torch": str(torch.__version__)},
+            shards=tuple(shards),
+        )
+        _commit(folder, aside, final, manifest, keep)
+    world.barrier()  # (3)
+    return final
+
+
+def load_checkpoint(
+    folder: str | os.PathLike[str],
+    *,
+    parallel: Parallel,
+    layout: str,
+    model: str,
+    world: World | None = None,
+) -> Restored:
+    """Fill this rank's parameters and random states from the newest whole checkpoint.
+
+    Every rank calls it and verifies its own file; if any rank finds its file damaged, all of them
+    fall back to the checkpoint before.
+
+    Raises:
+        CheckpointError: there is none, none is whole, or it is of another layout or model.
+    """
+    world = _world(parallel, world)
+    folder = Path(folder)
+    notes: list[str] = []
+    for path in words.candidates(folder):
+        file, why = None, ""
+        try:
+            manifest = words.read_manifest(path)
+            if world.rank < len(manifest.shards):
+                file = words.open_shard(path, manifest.shards[world.rank])
+        except CheckpointError as error:
+            why = error.message
+        if world.all_agree(not why):
+            _same(path, manifest, layout, model, world)
+            assert file is not None
+            with file:
+                state = _restore(file, manifest.shards[world.rank], parallel)
+            return Restored(
+                path=path,
+                step=manifest.step,
+                cursor=manifest.cursor,
+                extra=manifest.extra,
+                optimizer_state=state,
+                notes=notes,
+            )
+        notes.append(why or f"{path} is damaged on another rank")
+    if notes:
+        raise CheckpointError(f"no checkpoint in {folder} is whole: " + "; ".join(notes))
+    raise CheckpointError(f"{folder} holds no checkpoint", hint="--save-every N saves them")
+
+
+def _world(parallel: Parallel, world: World | None) -> World:
+    if world is not None:
+        return world
+    mesh = getattr(parallel, "mesh", None)
+    return World() if mesh is None else World.of(mesh)
+
+
+# --- writing ---------------------------------------------------------------------------------
+
+
+def _random_states() -> dict[str, Tensor]:
+    """The states of the generators that code outside the keyed streams may draw from."""
+    states = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states["cuda"] = torch.cuda.get_rng_state()
+    version, internal, _ = random.getstate()
+    states["python"] = torch.tensor([version, *internal], dtype=torch.int64)
+    return states
+
+
+def _write_shard(
+    aside: Path, rank: int, parallel: Parallel, optimizer_state: OptimizerState
+) -> Shard:
+    parameters = dict(parallel.named_parameters())
+    placements = {name: parallel.placements[name] for name in parameters}
+    tensors: list[tuple[str, str, str | None, Tensor]] = []
+    for name, tensor in parameters.items():
+        placement = placements[name]
+        assert tuple(tensor.shape) == placement.local_shape, (name, tensor.shape, placement)
+        tensors.append(("parameter", name, None, tensor))
+    for name, states in optimizer_state.items():
+        assert name in parameters, name
+        tensors += [("optimizer", name, key, tensor) for key, tensor in states.items()]
+    tensors += [("random", name, None, tensor) for name, tensor in _random_states().items()]
+
+    entries = [
+        Entry(
+            name="/".join(filter(None, (kind, state, name))),
+            dtype=DTYPES[tensor.dtype],
+            shape=tuple(tensor.shape),
+        )
+        for kind, name, state, tensor in tensors
+    ]
+    path = aside / words.shard_file(rank)
+    sums = write_tensors(path, entries, (_bytes(tensor) for *_, tensor in tensors))
+    records = [
+        TensorRecord(
+            key=entry.name,
+            kind=kind,
+            name=name,
+            state=state,
+            dtype=entry.dtype,
+            shape=entry.shape,
+            crc32=crc32,
+            placed=kind != "random" and entry.shape == placements[name].local_shape,
+        )
+        for (kind, name, state, _), entry, crc32 in zip(tensors, entries, sums, strict=True)
+    ]
+    shard = Shard(rank=rank, file=path.name, placements=placements, tensors=tuple(records))
+    _forget_cached(path)
+    with words.open_shard(aside, shard):
+        pass
+    return shard
+
+
+def _bytes(tensor: Tensor) -> Any:
+    """The bytes of one tensor, copied to the CPU where they are not there already."""
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy()
+
+
+def _forget_cached(path: Path) -> None:
+    """Let the next read come from the disk and not from the memory of what was written."""
+    if hasattr(os, "posix_fadvise"):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _commit(folder: Path, aside: Path, final: Path, manifest: Manifest, keep: int) -> None:
+    """Give the finished folder its name, move `latest` there, delete what is too old."""
+    target = aside / words.MANIFEST
+    with target.open("w") as file:
+        file.write(manifest.to_json())
+        file.flush()
+        os.fsync(file.fileno())
+    words.sync_folder(aside)
+    written = words.read_manifest(aside)
+    if written.to_json() != manifest.to_json():
+        raise CheckpointError(f"{target} does not read back as it was written")
+    replaced = folder / f".{final.name}.replaced"
+    shutil.rmtree(replaced, ignore_errors=True)
+    if final.exists():
+        os.rename(final, replaced)
+    os.rename(aside, final)  # (2)
+    words.sync_folder(folder)
+    write_text(folder / words.LATEST, final.name + "\n")
+    words.sync_folder(folder)
+    shutil.rmtree(replaced, ignore_errors=True)
+    found = words.checkpoints(folder)
+    for path in found[found.index(final) + max(keep, 1) :]:
+        # The manifest goes first: a folder half deleted must not look like a checkpoint.
+        (path / words.MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+# --- reading ---------------------------------------------------------------------------------
+
+
+def _same(path: Path, manifest: Manifest, layout: str, model: str, world: World) -> None:
+    if manifest.layout != layout or len(manifest.shards) != world.size:
+        raise CheckpointError(
+            f"{path} was written by the layout {manifest.layout} on {len(manifest.shards)} ranks; "
+            f"this run has {layout} on {world.size}",
+            hint=f"--layout {manifest.layout}",
+        )
+    if manifest.model != model:
+        raise CheckpointError(f"{path} is of another model: its configuration differs")
+
+
+def _differences(shard: Shard, parallel: Parallel) -> Iterator[str]:
+    mine = {name: parallel.placements[name] for name, _ in parallel.named_parameters()}
+    for name in sorted(mine.keys() | shard.placements.keys()):
+        ours, theirs = mine.get(name), shard.placements.get(name)
+        if ours is None:
+            yield f"{name} is not in the model"
+        elif theirs is None:
+            yield f"{name} is not in the checkpoint"
+        elif (ours.shape, ours.blocks) != (theirs.shape, theirs.blocks):
+            yield f"{name} lies elsewhere"
+
+
+def _restore(file: TensorFile, shard: Shard, parallel: Parallel) -> dict[str, dict[str, Tensor]]:
+    odd = list(_differences(shard, parallel))
+    if odd:
+        more = f" and {len(odd) - 5} more" if len(odd) > 5 else ""
+        raise CheckpointError(f"{file.path} does not fit: " + "; ".join(odd[:5]) + more)
+    parameters = dict(parallel.named_parameters())
+    state: dict[str, dict[str, Tensor]] = {}
+    for record in shard.tensors:
+        tensor = _tensor(file, record)
+        if record.kind == "parameter":
+            with torch.no_grad():
+                parameters[record.name].copy_(tensor)
+        elif record.kind == "optimizer":
+            device = parameters[record.name].device if record.placed else torch.device("cpu")
+            state.setdefault(record.name, {})[str(record.state)] = tensor.to(device)
+        else:
+            _set_random_state(record.name, tensor)
+    return state
+
+
+def _tensor(file: TensorFile, record: TensorRecord) -> Tensor:
+    dtype = _OF_NAME[record.dtype]
+    buffer = file.buffer(record.key)
+    if not len(buffer):
+        return torch.empty(record.shape, dtype=dtype)
+    # The offset of a tensor is not always a multiple of its element's size: through bytes.
+    raw = torch.frombuffer(buffer, dtype=torch.uint8).clone()  # and the map is let go
+    return raw.view(dtype).reshape(record.shape)
+
+
+def _set_random_state(name: str, state: Tensor) -> None:
+    if name == "torch":
+        torch.set_rng_state(state)
+    elif name == "python":
+        version, *internal = state.tolist()
+        random.setstate((version, tuple(internal), None))
+    elif name == "cuda" and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state)
