@@ -1,0 +1,1 @@
+"""Parallelism itself, on any `nn.Module`. Knows torch, and no model family."""

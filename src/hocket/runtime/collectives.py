@@ -1,0 +1,217 @@
+"""Collectives: the only place that calls torch.distributed to move tensors.
+
+Every function is recorded by name, axis and bytes, and does nothing on an axis of one rank. Bytes
+are those of the tensor handed in (of the output for all-gather). CPU backends sum bf16 and fp16
+scalar by scalar and round after each term: there the sum is taken in fp32 and rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hocket.runtime.mesh import Axis
+from hocket.runtime.record import Recorder
+
+_OPS: dict[str, Any] = {
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
+_HALF = (torch.bfloat16, torch.float16)
+
+
+class Work(Protocol):
+    """What an asynchronous call returns: hold the tensor until `wait` came back."""
+
+    def wait(self) -> Any: ...
+
+
+class _Rounded:
+    """An fp32 reduction under way, rounded into the half-precision tensor once it is there."""
+
+    def __init__(self, work: Work, wide: Tensor, target: Tensor) -> None:
+        self.work, self.wide, self.target = work, wide, target
+
+    def wait(self) -> bool:
+        self.work.wait()
+        self.target.copy_(self.wide)
+        return True
+
+
+def _options(op: str) -> Any:
+    options = dist.AllreduceOptions()
+    options.reduceOp = _OPS[op]
+    return options
+
+
+_ALL_REDUCE = {op: _options(op) for op in _OPS}
+
+
+def all_reduce(
+    tensor: Tensor, axis: Axis, recorder: Recorder, op: str = "sum", async_op: bool = False
+) -> Work | None:
+    """Reduce `tensor` in place over the axis; returns the work if asynchronous.
+
+    `op` is `sum`, `max` or `min`. The tensor must be contiguous.
+    """
+    if axis.group is None:
+        return None
+    nbytes = tensor.numel() * tensor.element_size()
+    recorder.count("all-reduce", axis.name, nbytes)
+    start = recorder.mark()
+    tensor = tensor.detach()
+    wide = tensor
+    if tensor.dtype in _HALF and not tensor.is_cuda:
+        wide = tensor.float()
+    work: Work = axis.group.allreduce([wide], _ALL_REDUCE[op])
+    if wide is not tensor:
+        work = _Rounded(work, wide, tensor)
+    if async_op:
+        return work
+    work.wait()
+    recorder.add(
+        start, "communication", "all-reduce", f"all-reduce {axis.name}", axis=axis.name,
+        bytes=nbytes,
+    )  # fmt: skip
+    return None
+
+
+def broadcast(
+    tensor: Tensor, axis: Axis, recorder: Recorder, source: int = 0, async_op: bool = False
+) -> Work | None:
+    """Overwrite `tensor` with that of index `source` on the axis."""
+    if axis.group is None:
+        return None
+    with _communication(recorder, "broadcast", axis, tensor):
+        return dist.broadcast(
+            tensor.detach(), axis.ranks[source], group=axis.group, async_op=async_op
+        )
+
+
+def all_gather(
+    tensor: Tensor,
+    axis: Axis,
+    recorder: Recorder,
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+) -> Tensor:
+    """The axis's tensors side by side along `dim`.
+
+    `sizes`: extent of each rank's tensor along `dim` where they differ; they travel padded to the
+    largest.
+    """
+    if axis.group is None:
+        return tensor
+    piece = tensor.detach().movedim(dim, 0)
+    if sizes is not None and len(set(sizes)) > 1:
+        padded = piece.new_zeros(max(sizes), *piece.shape[1:])
+        padded[: piece.shape[0]] = piece
+        piece = padded
+    else:
+        sizes = None
+    piece = piece.contiguous()
+    whole = piece.new_empty(axis.size * piece.shape[0], *piece.shape[1:])
+    with _communication(recorder, "all-gather", axis, whole):
+        dist.all_gather_single(whole, piece, group=axis.group)
+    if sizes is not None:
+        parts = whole.view(axis.size, -1, *whole.shape[1:])
+        whole = torch.cat([parts[i, :n] for i, n in enumerate(sizes)])
+    return whole.movedim(0, dim)
+
+
+def reduce_scatter(tensor: Tensor, axis: Axis, recorder: Recorder, dim: int = 0) -> Tensor:
+    """The sum over the axis, of which this rank gets its equal share along `dim`."""
+    if axis.group is None:
+        return tensor
+    whole = tensor.detach().movedim(dim, 0).contiguous()
+    assert whole.shape[0] % axis.size == 0, (tensor.shape, dim, axis.size)
+    if whole.dtype in _HALF and not whole.is_cuda:
+        whole = whole.float()
+    piece = whole.new_empty(whole.shape[0] // axis.size, *whole.shape[1:])
+    with _communication(recorder, "reduce-scatter", axis, tensor):
+        dist.reduce_scatter_single(piece, whole, group=axis.group)
+    return piece.to(tensor.dtype).movedim(0, dim)
+
+
+def scatter(
+    tensor: Tensor | None, like: Tensor, axis: Axis, recorder: Recorder, source: int = 0
+) -> Tensor:
+    """Split dim 0 of the source's `tensor` over the axis.
+
+    `like` has the shape, dtype and device of one piece and is overwritten; `tensor` is None on
+    the other ranks.
+    """
+    if axis.group is None:
+        assert tensor is not None
+        return tensor
+    pieces = None
+    if axis.index == source:
+        assert tensor is not None
+        pieces = [p.contiguous() for p in tensor.detach().chunk(axis.size)]
+        assert len(pieces) == axis.size, (tensor.shape, axis.size)
+    with _communication(recorder, "scatter", axis, like if tensor is None else tensor):
+        dist.scatter(like, pieces, src=axis.ranks[source], group=axis.group)
+    return like
+
+
+def gather(tensor: Tensor, axis: Axis, recorder: Recorder, target: int = 0) -> list[Tensor] | None:
+    """The axis's tensors (of equal shape) by index on `target`; None on the other ranks."""
+    if axis.group is None:
+        return [tensor]
+    tensor = tensor.detach().contiguous()
+    pieces = None
+    if axis.index == target:
+        pieces = [torch.empty_like(tensor) for _ in range(axis.size)]
+    with _communication(recorder, "gather", axis, tensor):
+        dist.gather(tensor, pieces, dst=axis.ranks[target], group=axis.group)
+    return pieces
+
+
+def reduce(tensor: Tensor, axis: Axis, recorder: Recorder, target: int = 0) -> None:
+    """Sum over the axis, in place on `target`; the other ranks' tensors are undefined after."""
+    if axis.group is None:
+        return
+    wide = tensor.detach()
+    if tensor.dtype in _HALF and not tensor.is_cuda:
+        wide = wide.float()
+    with _communication(recorder, "reduce", axis, tensor):
+        dist.reduce(wide, axis.ranks[target], group=axis.group)
+    if wide.dtype != tensor.dtype and axis.index == target:
+        tensor.detach().copy_(wide)
+
+
+def isend(tensor: Tensor, axis: Axis, peer: int, recorder: Recorder, tag: int = 0) -> Work:
+    """Begin to send to index `peer`. The tensor must stay unchanged until `wait` came back."""
+    assert axis.group is not None, axis.name
+    tensor = tensor.detach()
+    assert tensor.is_contiguous()
+    recorder.count("send", axis.name, tensor.numel() * tensor.element_size())
+    return axis.group.send([tensor], peer, tag)
+
+
+def irecv(tensor: Tensor, axis: Axis, peer: int, recorder: Recorder, tag: int = 0) -> Work:
+    """Begin to receive from index `peer` into `tensor`."""
+    assert axis.group is not None, axis.name
+    tensor = tensor.detach()
+    assert tensor.is_contiguous()
+    recorder.count("receive", axis.name, tensor.numel() * tensor.element_size())
+    return axis.group.recv([tensor], peer, tag)
+
+
+def barrier(axis: Axis, recorder: Recorder) -> None:
+    """Wait until every rank of the axis is here."""
+    if axis.group is None:
+        return
+    recorder.count("barrier", axis.name, 0)
+    dist.barrier(group=axis.group)
+
+
+def _communication(recorder: Recorder, name: str, axis: Axis, tensor: Tensor) -> Any:
+    nbytes = tensor.numel() * tensor.element_size()
+    recorder.count(name, axis.name, nbytes)
+    return recorder.span("communication", name, f"{name} {axis.name}", axis=axis.name, bytes=nbytes)
