@@ -1,0 +1,196 @@
+"""Request: what a person asked for, by the names of the flags, checked value by value.
+
+A flag, a key of `--config` and a keyword of `hocket.train` are the same word and pass through here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hocket.spec.errors import LayoutError, OptionError, unknown
+from hocket.spec.layout import Layout
+from hocket.spec.run import TrainOptions, Workload
+
+DTYPES = ("fp32", "bf16")
+DEVICES = ("auto", "cpu", "cuda")
+BACKENDS = ("auto", "shm", "gloo", "nccl")
+ATTENTION = ("sdpa", "eager")
+
+LAYOUT_FIELDS = tuple(field.name for field in dataclasses.fields(Layout))
+WORKLOAD_FIELDS = tuple(field.name for field in dataclasses.fields(Workload))
+OPTION_FIELDS = tuple(field.name for field in dataclasses.fields(TrainOptions))
+NAMES = ("model", "data", "run", "layout", *LAYOUT_FIELDS, *WORKLOAD_FIELDS, *OPTION_FIELDS)
+"""Every name a training job knows."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """A job's options, each with a value that can be.
+
+    Attributes:
+        model: a Hugging Face directory, a run folder, or a name of the catalogue.
+        data: files or directories of text.
+        run: the run folder. None: a new one under `runs/`.
+        layout, workload, options: as flags said, or their defaults.
+    """
+
+    model: str
+    data: tuple[str, ...] = ()
+    run: Path | None = None
+    layout: Layout = dataclasses.field(default_factory=Layout)
+    workload: Workload = dataclasses.field(default_factory=Workload)
+    options: TrainOptions = dataclasses.field(default_factory=TrainOptions)
+
+
+def request(values: Mapping[str, Any]) -> Request:
+    """Read options by name; a value of None is absent.
+
+    Raises:
+        OptionError: an unknown name (the nearest one is suggested), or a value that cannot be.
+        LayoutError: a layout that cannot be, or a flag that contradicts the layout's text.
+    """
+    given = {name: value for name, value in values.items() if value is not None}
+    for name in given:
+        if name not in NAMES:
+            message, hint = unknown("option", name, NAMES)
+            raise OptionError(message, hint=hint)
+    if not given.get("model"):
+        raise OptionError("no model was named", hint="hocket train tiny-llama --data FILE")
+    workload = Workload(**_typed(Workload, given, WORKLOAD_FIELDS))
+    options = TrainOptions(**_typed(TrainOptions, given, OPTION_FIELDS))
+    if "min_lr" not in given:
+        # The default suits the default peak; a smaller peak still decays to a tenth.
+        options = dataclasses.replace(options, min_lr=min(options.min_lr, options.lr / 10))
+    check_workload(workload)
+    check_options(options)
+    return Request(
+        model=str(given["model"]),
+        data=_paths(given.get("data", ())),
+        run=Path(given["run"]) if "run" in given else None,
+        layout=_layout(given),
+        workload=workload,
+        options=options,
+    )
+
+
+def _paths(value: Any) -> tuple[str, ...]:
+    if isinstance(value, str | Path):
+        return (str(value),)
+    if isinstance(value, Iterable):
+        return tuple(str(path) for path in value)
+    raise OptionError(f"data is {value!r}; it is one path or a list of paths")
+
+
+def _layout(given: Mapping[str, Any]) -> Layout:
+    layout = given.get("layout", "dp1")
+    fields = {name: given[name] for name in LAYOUT_FIELDS if name in given}
+    if isinstance(layout, Layout):
+        layout = str(layout)
+    if not isinstance(layout, str):
+        raise LayoutError(f"layout is {layout!r}; it is a text", hint="dp2.pp2.tp2")
+    # Numbers and lists of a TOML file or a keyword read the same as their text.
+    for name, value in fields.items():
+        if isinstance(value, list | tuple):
+            fields[name] = "-".join(str(v) for v in value)
+        elif isinstance(value, bool):
+            fields[name] = str(value).lower()
+        elif not isinstance(value, str):
+            fields[name] = str(value)
+    return Layout.parse(layout, **fields)
+
+
+def layout_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The layout that `values` describe, field by field, so that another source can override it.
+
+    The text form under `layout` and the fields beside it must not contradict each other. Where
+    there is a text, its axes are complete: those it leaves out are 1.
+    """
+    given = {name: value for name, value in values.items() if value is not None}
+    layout = _layout(given)
+    found = {name: given[name] for name in LAYOUT_FIELDS if name in given}
+    if "layout" in given:
+        default = Layout()
+        for name in LAYOUT_FIELDS:
+            value = getattr(layout, name)
+            if name in ("dp", "pp", "cp", "tp", "ep") or value != getattr(default, name):
+                found[name] = value
+    return found
+
+
+def _typed(kind: type[Any], given: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    hints = typing.get_type_hints(kind)
+    return {name: _value(name, given[name], hints[name]) for name in names if name in given}
+
+
+def _value(name: str, value: Any, hint: Any) -> Any:
+    """`value` as the type that the field declares; OptionError where it is another."""
+    wanted = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if float in wanted and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if bool not in wanted and isinstance(value, bool):
+        raise OptionError(f"{name} is {value}; {_say(wanted)} is needed")
+    if not isinstance(value, wanted):
+        raise OptionError(f"{name} is {value!r}; {_say(wanted)} is needed")
+    return value
+
+
+def _say(wanted: tuple[Any, ...]) -> str:
+    words = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+    return " or ".join(words[kind] for kind in wanted if kind in words)
+
+
+def _at_least(name: str, value: float, least: float) -> None:
+    if not value >= least or not math.isfinite(value):
+        raise OptionError(
+            f"{name} is {value}; it must be at least {least}",
+            hint=f"--{name.replace('_', '-')} {least}",
+        )
+
+
+def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        message, hint = unknown(name, value, choices)
+        raise OptionError(message, hint=hint)
+
+
+def check_workload(workload: Workload) -> None:
+    """Refuse sizes that cannot be. Raises OptionError."""
+    _at_least("seq_len", workload.seq_len, 2)
+    _at_least("global_batch", workload.global_batch, 1)
+    _one_of("dtype", workload.dtype, DTYPES)
+
+
+def check_options(options: TrainOptions) -> None:
+    """Refuse values that cannot be. Raises OptionError."""
+    for name, least in (
+        ("steps", 1), ("seed", 0), ("lr", 0), ("min_lr", 0), ("weight_decay", 0), ("eps", 0),
+        ("clip", 0), ("vocab_size", 257), ("eval_every", 0), ("eval_batches", 1),
+        ("save_every", 0), ("threads", 1), ("timeout", 1), ("bucket_mb", 0.001),
+    ):  # fmt: skip
+        _at_least(name, getattr(options, name), least)
+    for name in ("beta1", "beta2", "held_out"):
+        if not 0 <= getattr(options, name) < 1:
+            raise OptionError(f"{name} is {getattr(options, name)}; it lies in 0 .. 1, 1 excluded")
+    if options.dropout is not None and not 0 <= options.dropout < 1:
+        raise OptionError(f"dropout is {options.dropout}; it lies in 0 .. 1, 1 excluded")
+    if options.warmup is not None:
+        _at_least("warmup", options.warmup, 0)
+    if options.timeline_step is not None and not 1 <= options.timeline_step <= options.steps:
+        raise OptionError(
+            f"timeline_step is {options.timeline_step}; the run has the steps 1 .. {options.steps}"
+        )
+    if options.min_lr > options.lr:
+        raise OptionError(
+            f"min_lr {options.min_lr} is above lr {options.lr}", hint=f"--min-lr {options.lr / 10}"
+        )
+    _one_of("device", options.device, DEVICES)
+    _one_of("backend", options.backend, BACKENDS)
+    _one_of("attention", options.attention, ATTENTION)
+    if options.backend == "nccl" and options.device == "cpu":
+        raise OptionError("the backend nccl needs CUDA devices", hint="--backend auto")
