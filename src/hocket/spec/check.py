@@ -1,0 +1,178 @@
+"""CheckReport: how far a layout's run lies from one process, and what still counts as equal.
+
+The tolerances, in fp32 with parameters and optimizer state realigned from the reference after
+each step: the loss within 1e-5; each gradient within the larger of 1e-4 of its own largest entry
+and 1e-7 of the largest gradient of the model (some gradients are truly zero); each value after
+the optimizer step within 0.2 of the learning rate; the weights at the start bit for bit; and the
+blocks that the ranks hold must cover every entry of every parameter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from hocket.spec.placement import Block
+
+LOSS = 1e-5
+OWN_GRADIENT = 1e-4
+MODEL_GRADIENT = 1e-7
+VALUE = 0.2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepRow:
+    """The loss of one step, on one process and on the layout (the rank farthest from it)."""
+
+    step: int
+    reference_loss: float
+    loss: float
+
+    @property
+    def difference(self) -> float:
+        return abs(self.loss - self.reference_loss)
+
+    @property
+    def ok(self) -> bool:
+        return self.difference <= LOSS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParameterRow:
+    """One parameter in its global shape, over all ranks that hold a part of it.
+
+    Attributes:
+        step: 1, 2, ...; the differences are those of this step alone.
+        gradient: largest difference of its gradient, before clipping.
+        largest_gradient: largest entry of the reference's gradient.
+        gradient_limit: what is allowed.
+        value: largest difference of its value after the optimizer step.
+        value_limit: what is allowed.
+        start: largest difference of its value before the first step.
+        ranks: how many ranks hold a part of it.
+        covered: whether those parts together are all of it.
+        worst_rank: where the gradient differs most.
+    """
+
+    step: int
+    name: str
+    shape: tuple[int, ...]
+    gradient: float
+    largest_gradient: float
+    gradient_limit: float
+    value: float
+    value_limit: float
+    start: float = 0.0
+    ranks: int = 1
+    covered: bool = True
+    worst_rank: int = 0
+
+    @property
+    def ok(self) -> bool:
+        return (
+            self.gradient <= self.gradient_limit  # written so that NaN is not ok
+            and self.value <= self.value_limit
+            and self.start <= 0
+            and self.covered
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckReport:
+    """The outcome of a check. JSON form with an exact inverse."""
+
+    model: str
+    layout: str
+    world_size: int
+    learning_rate: float
+    steps: tuple[StepRow, ...]
+    rows: tuple[ParameterRow, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not self.failures and bool(self.steps) and bool(self.rows)
+
+    @property
+    def failures(self) -> list[str]:
+        """One line for everything that is out of tolerance."""
+        found = [
+            f"step {s.step}: loss {s.loss:.7g}, one process has {s.reference_loss:.7g}"
+            for s in self.steps
+            if not s.ok
+        ]
+        for row in self.rows:
+            if not row.covered:
+                found.append(f"{row.name}: the ranks do not hold all of it")
+            elif not row.start <= 0:
+                found.append(f"{row.name}: differs by {row.start:.2g} before the first step")
+            elif not row.ok:
+                found.append(
+                    f"step {row.step}: {row.name}: gradient differs by {row.gradient:.2g} "
+                    f"(limit {row.gradient_limit:.2g}, worst on rank {row.worst_rank}), "
+                    f"value by {row.value:.2g} (limit {row.value_limit:.2g})"
+                )
+        return found
+
+    def worst(self) -> list[ParameterRow]:
+        """One row per parameter: the step in which it came nearest to, or farthest over, a limit.
+
+        Ordered as the model names its parameters.
+        """
+
+        def strain(row: ParameterRow) -> float:
+            parts = [
+                (row.gradient / row.gradient_limit) if row.gradient_limit else row.gradient,
+                (row.value / row.value_limit) if row.value_limit else row.value,
+            ]
+            return float("inf") if any(map(math.isnan, parts)) or not row.ok else max(parts)
+
+        best: dict[str, ParameterRow] = {}
+        for row in self.rows:
+            if row.name not in best or strain(row) > strain(best[row.name]):
+                best[row.name] = row
+        return list(best.values())
+
+    def to_json(self) -> str:
+        return json.dumps({**dataclasses.asdict(self), "ok": self.ok})
+
+    @classmethod
+    def from_json(cls, text: str) -> CheckReport:
+        """The inverse of `to_json`."""
+        data: dict[str, Any] = json.loads(text)
+        data.pop("ok", None)
+        data["steps"] = tuple(StepRow(**s) for s in data["steps"])
+        data["rows"] = tuple(
+            ParameterRow(**{**r, "shape": tuple(r["shape"])}) for r in data["rows"]
+        )
+        return cls(**data)
+
+
+def gradient_limit(largest: float, model_largest: float) -> float:
+    """What a gradient may differ by: its largest entry, the model's largest entry."""
+    return max(OWN_GRADIENT * largest, MODEL_GRADIENT * model_largest)
+
+
+def covers(shape: Sequence[int], blocks: Iterable[Block]) -> bool:
+    """Whether boxes together hold every entry of a tensor; they may overlap.
+
+    The boxes' edges cut the tensor into a coarse grid whose cells are each held or not, so the
+    cost depends on the number of boxes and not on the size of the tensor.
+    """
+    boxes = {(b.start, b.size) for b in blocks}
+    if 0 in shape:
+        return True
+    edges = [
+        sorted({0, n, *(s[d] for s, _ in boxes), *(s[d] + e[d] for s, e in boxes)})
+        for d, n in enumerate(shape)
+    ]
+    for cell in itertools.product(*(e[:-1] for e in edges)):
+        if not any(
+            all(s <= c < s + e for c, s, e in zip(cell, start, size, strict=True))
+            for start, size in boxes
+        ):
+            return False
+    return True
