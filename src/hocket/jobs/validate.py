@@ -1,6 +1,6 @@
 """Validation: does the layout fit the model, the batch and the machine? Asked before ranks start.
 
-Torch-free: the model's configuration holds every number that is needed.
+Torch-free: the model's dimensions hold every number that is needed.
 """
 
 from __future__ import annotations
@@ -8,20 +8,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from hocket.spec.errors import LayoutError, OptionError
 from hocket.spec.layout import DEGREES, Layout, divisors
 from hocket.spec.run import Workload
 
-# One number, as the families of Hugging Face spell it.
-_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
-_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
-_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-_INNER = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
-_HIDDEN = ("hidden_size", "n_embd", "d_model")
-_POSITIONS = ("max_position_embeddings", "n_positions")
+if TYPE_CHECKING:
+    from hocket.models.dimensions import Dimensions
 
 _UNSUPPORTED = ("zero", "shard", "recompute", "sequence_parallel")
 
@@ -29,57 +24,23 @@ LARGEST_WORLD = 256
 """Ranks that hocket starts on one machine; more are joined through torchrun or Slurm."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """The numbers of a model that a layout must divide. None: the configuration is silent."""
-
-    heads: int | None = None
-    kv_heads: int | None = None
-    layers: int | None = None
-    inner: int | None = None
-    vocab: int | None = None
-    positions: int | None = None
-
-
-def sizes(config: Mapping[str, Any]) -> Sizes:
-    """Read the sizes out of a Hugging Face configuration, whatever its family calls them."""
-    text = config.get("text_config")
-    if isinstance(text, Mapping):
-        config = text
-
-    def first(names: tuple[str, ...]) -> int | None:
-        found = (config[name] for name in names if isinstance(config.get(name), int))
-        return next((n for n in found if n > 0), None)
-
-    heads, hidden = first(_HEADS), first(_HIDDEN)
-    return Sizes(
-        heads=heads,
-        kv_heads=first(_KV_HEADS) or heads,
-        layers=first(_LAYERS),
-        inner=first(_INNER) or (4 * hidden if hidden is not None else None),
-        vocab=first(("vocab_size",)),
-        positions=first(_POSITIONS),
-    )
-
-
 def validate(
-    config: Mapping[str, Any], layout: Layout, workload: Workload, *, world_size: int | None = None
+    model: Dimensions, layout: Layout, workload: Workload, *, world_size: int | None = None
 ) -> Layout:
     """The layout with its microbatches resolved, if it fits.
 
     Args:
-        config: the model's Hugging Face configuration.
+        model: the model's sizes.
         world_size: ranks that a launcher has started, None where hocket starts its own.
 
     Raises:
         LayoutError: the first number that does not fit, with the nearest layouts that do.
         OptionError: a sequence longer than the model has positions for.
     """
-    model = sizes(config)
-    if model.positions is not None and workload.seq_len > model.positions:
+    if model.max_positions is not None and workload.seq_len > model.max_positions:
         raise OptionError(
-            f"seq_len is {workload.seq_len}; the model has {model.positions} positions",
-            hint=f"--seq-len {model.positions}",
+            f"seq_len is {workload.seq_len}; the model has {model.max_positions} positions",
+            hint=f"--seq-len {model.max_positions}",
         )
     problem = next(_problems(model, layout, workload, world_size), None)
     if problem is not None:
@@ -100,7 +61,7 @@ def microbatches(layout: Layout, workload: Workload) -> int:
 
 
 def _problems(
-    model: Sizes, layout: Layout, workload: Workload, world_size: int | None
+    model: Dimensions, layout: Layout, workload: Workload, world_size: int | None
 ) -> Iterator[str]:
     yield from _unsupported(layout)
     if world_size is not None and layout.world_size != world_size:
@@ -139,23 +100,21 @@ def _unsupported(layout: Layout) -> Iterator[str]:
         yield "sequence_parallel is true: this release keeps whole sequences between layers"
 
 
-def _tensor(model: Sizes, tp: int) -> Iterator[str]:
-    if model.heads is not None and model.heads % tp:
-        yield f"{model.heads} attention heads do not divide over tp {tp}"
-    kv = model.kv_heads
-    if kv is not None and kv % tp and tp % kv:
+def _tensor(model: Dimensions, tp: int) -> Iterator[str]:
+    if model.num_heads % tp:
+        yield f"{model.num_heads} attention heads do not divide over tp {tp}"
+    kv = model.num_key_value_heads
+    if kv % tp and tp % kv:
         yield f"{kv} key/value heads neither divide over tp {tp} nor are a divisor of it"
-    if model.inner is not None and model.inner % tp:
-        yield f"the MLP's {model.inner} inner features do not divide over tp {tp}"
+    if model.intermediate_size % tp:
+        yield f"the MLP's {model.intermediate_size} inner features do not divide over tp {tp}"
     # Vocabulary rows may be uneven, but every rank must hold some.
-    if model.vocab is not None and (tp - 1) * -(-model.vocab // tp) >= model.vocab:
-        yield f"a vocabulary of {model.vocab} leaves a rank of tp {tp} without any row"
+    if (tp - 1) * -(-model.vocab_size // tp) >= model.vocab_size:
+        yield f"a vocabulary of {model.vocab_size} leaves a rank of tp {tp} without any row"
 
 
-def _pipeline(model: Sizes, layout: Layout) -> Iterator[str]:
-    stages, layers = layout.num_stages, model.layers
-    if layers is None:
-        return
+def _pipeline(model: Dimensions, layout: Layout) -> Iterator[str]:
+    stages, layers = layout.num_stages, model.num_layers
     if isinstance(layout.cut, tuple):
         if sum(layout.cut) != layers:
             yield (
@@ -169,7 +128,7 @@ def _pipeline(model: Sizes, layout: Layout) -> Iterator[str]:
 
 
 def nearest(
-    model: Sizes,
+    model: Dimensions,
     layout: Layout,
     workload: Workload,
     *,
@@ -200,7 +159,9 @@ def nearest(
     return found[:count]
 
 
-def _candidates(model: Sizes, layout: Layout, workload: Workload, size: int) -> Iterator[Layout]:
+def _candidates(
+    model: Dimensions, layout: Layout, workload: Workload, size: int
+) -> Iterator[Layout]:
     """Layouts of `size` ranks (or threads) that keep what they can of the options asked for."""
     if layout.data_parallel == "threads":
         degrees = [(size, 1, 1)]
@@ -211,9 +172,9 @@ def _candidates(model: Sizes, layout: Layout, workload: Workload, size: int) -> 
     for dp, pp, tp in degrees:
         virtual = layout.virtual_stages if pp == layout.pp else 1
         cut = layout.cut
-        if isinstance(cut, tuple) and (len(cut) != pp * virtual or sum(cut) != model.layers):
+        if isinstance(cut, tuple) and (len(cut) != pp * virtual or sum(cut) != model.num_layers):
             cut = "balanced"
-        if cut == "even" and model.layers is not None and model.layers % (pp * virtual):
+        if cut == "even" and model.num_layers % (pp * virtual):
             cut = "balanced"
         batch = workload.global_batch // dp
         asked = layout.microbatches
