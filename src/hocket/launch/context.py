@@ -1,0 +1,109 @@
+"""RankContext: what a rank knows of its world, and how it speaks to the parent."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+DEFAULT_TIMEOUT = 120.0
+
+
+@dataclasses.dataclass
+class RankContext:
+    """One rank's place in its world.
+
+    Attributes:
+        rank, world_size: of the whole job.
+        local_rank: among the ranks of this machine; picks the CUDA device.
+        device_kind: `cpu` or `cuda`.
+        one_machine: all ranks share this machine (and its memory).
+        attempt: 0 at first, counted up by every restart; keys of the store carry it.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device_kind: str
+    one_machine: bool
+    attempt: int
+    _send: Callable[[dict[str, Any]], None] = dataclasses.field(repr=False)
+    _open_store: Callable[[float], Store] = dataclasses.field(repr=False)
+    _store: Store | None = dataclasses.field(default=None, repr=False)
+
+    def emit(self, event: dict[str, Any]) -> None:
+        """Hand an event (a dictionary of plain values with a key `event`) to the parent.
+
+        It also counts as a sign of life. May be called from any thread.
+        """
+        self._send(event)
+
+    def beat(self) -> None:
+        """A sign of life and nothing else, for stretches that have no event of their own."""
+        self._send({"launch": "beat"})
+
+    def expect(self, seconds: float) -> None:
+        """The silence that begins now may last this long (a first step, a save, an evaluation).
+
+        Holds until the next sign of life of any rank that comes without it.
+        """
+        self._send({"launch": "expect", "seconds": seconds})
+
+    def store(self, timeout: float = DEFAULT_TIMEOUT) -> Store:
+        """The key-value store that all ranks of this attempt share."""
+        if self._store is None:
+            from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+            self._store = PrefixStore(f"hocket/{self.attempt}", self._open_store(timeout))
+        return self._store
+
+    def init_process_group(
+        self,
+        backend: str,
+        device: torch.device | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+    ) -> None:
+        """Make the default process group over all ranks.
+
+        `backend` is any that torch knows at this moment (a backend of our own has to be
+        registered before); `device` is given for CUDA, which binds the group to it at once;
+        `timeout` in seconds bounds every collective.
+        """
+        import torch.distributed as dist
+
+        dist.init_process_group(
+            backend,
+            store=self.store(timeout),
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=datetime.timedelta(seconds=timeout),
+            device_id=device if device is not None and device.type == "cuda" else None,
+        )
+
+
+def loopback_store(
+    rank: int, port: int, listener: int | None, timeout: float
+) -> Store:  # pragma: no cover - runs inside ranks
+    """The TCP store of a local run; rank 0 serves it on a socket already bound to loopback."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    wait = datetime.timedelta(seconds=timeout)
+    if rank == 0:
+        assert listener is not None
+        return TCPStore(
+            "127.0.0.1",
+            port,
+            None,
+            True,
+            timeout=wait,
+            wait_for_workers=False,
+            # The store closes the descriptor it is given, so it gets one of its own.
+            master_listen_fd=os.dup(listener),
+        )
+    return TCPStore("127.0.0.1", port, None, False, timeout=wait)

@@ -1,0 +1,144 @@
+"""Which rank failed first, and what to tell of it.
+
+When one rank dies the others lose their connections and fail in turn. Theirs are symptoms:
+the cause is the earliest failure that is not one, and only its traceback is shown.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+from collections.abc import Sequence
+from typing import Any
+
+from hocket.spec import errors
+
+# A stack that ends in one of these waits for other ranks: the one they wait for does not.
+_WAITING = (
+    "torch/distributed/",
+    "hocket/runtime/shm/",
+    "hocket/runtime/collectives.py",
+    "hocket/launch/rank.py",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """One rank's end before its time.
+
+    Attributes:
+        rank, pid, time: who and when (seconds since the epoch, one clock for all ranks).
+        report: what the rank itself said of its exception; None where it could not.
+        code: exit code, negative for a signal; None while it still lives.
+        tail: last lines of its output, with the stack of a crash after them.
+    """
+
+    rank: int
+    pid: int | None
+    time: float
+    report: dict[str, Any] | None
+    code: int | None = None
+    tail: tuple[str, ...] = ()
+
+    @property
+    def symptom(self) -> bool:
+        """It only says that another rank is gone."""
+        return self.report is not None and bool(self.report["lost_peer"])
+
+
+def first(failures: Sequence[Failure]) -> Failure:
+    """The cause: the earliest that is no symptom, or else the earliest."""
+    return min(failures, key=lambda f: (f.symptom, f.time))
+
+
+def to_error(failures: Sequence[Failure], world_size: int, stacks: str = "") -> errors.HocketError:
+    """The exception to raise in the parent.
+
+    A HocketError of the rank comes back as itself; everything else as RankFailure, with the
+    rank's own traceback. `stacks` tells of ranks that live on and may be what the others miss.
+    """
+    cause = first(failures)
+    who = f"rank {cause.rank} of {world_size}"
+    others = sorted(f.rank for f in failures if f is not cause)
+    after = ""
+    if others:
+        label = "rank" if len(others) == 1 else "ranks"
+        after = f"\n({label} {', '.join(map(str, others))} failed after it; not shown)"
+    report = cause.report
+    if report is None:
+        error: errors.HocketError = errors.RankFailure(
+            f"{who} (process {cause.pid}) {_end(cause.code)}" + _tail(cause) + after,
+            hint=_HINTS.get(cause.code) if cause.code is not None else None,
+        )
+    elif report["hocket"] not in (None, "RankFailure"):
+        kind: type[errors.HocketError] = getattr(errors, report["hocket"])
+        error = kind(report["message"], hint=report["hint"])
+        error.add_note(f"raised on {who}\n{report['traceback']}")
+    else:
+        text = f"{who} failed: {report['type']}: {report['message']}\n\n{report['traceback']}"
+        error = errors.RankFailure(text + after + stacks)
+    error.rank = cause.rank  # type: ignore[attr-defined]
+    return error
+
+
+_HINTS = {
+    -signal.SIGKILL: "if nobody killed it, memory ran out: a smaller batch, or more tp or pp",
+    -signal.SIGBUS: "shared memory may be full: see df /dev/shm, or take --backend gloo",
+}
+
+
+def _end(code: int | None) -> str:
+    if code is None:
+        return "ended"
+    if code < 0:
+        try:
+            return f"was killed by {signal.Signals(-code).name}"
+        except ValueError:
+            return f"was killed by signal {-code}"
+    return f"left with exit code {code} in the middle of the run"
+
+
+def _tail(failure: Failure) -> str:
+    if not failure.tail:
+        return ""
+    return "\nits last words:\n" + "\n".join(f"  {line}" for line in failure.tail)
+
+
+def silence(seconds: float, stacks: dict[int, str], begun: bool) -> errors.RankFailure:
+    """No rank has spoken for `seconds`: the stacks, those first that wait for no other rank."""
+    when = "" if begun else " since the start"
+    text = f"no rank gave a sign of life for {seconds:.0f} s{when}; the run was ended"
+    return errors.RankFailure(
+        text + show_stacks(stacks), hint="if a step may take this long, a larger --timeout"
+    )
+
+
+def show_stacks(stacks: dict[int, str]) -> str:
+    """Stacks in full of the ranks that hold up the others, a line for each that waits."""
+    suspects = [r for r, text in stacks.items() if not waits(text)]
+    full = suspects or list(stacks)[:1]
+    parts = [f"\n\nrank {r}{_role(r, suspects)}:\n{stacks[r].rstrip()}" for r in full[:4]]
+    rest = [r for r in stacks if r not in full[:4]]
+    parts += [f"\nrank {r}: {_top(stacks[r])}" for r in rest]
+    return "".join(parts)
+
+
+def _role(rank: int, suspects: list[int]) -> str:
+    return " (the others may be waiting for it)" if rank in suspects else ""
+
+
+def waits(stack: str) -> bool:
+    """Whether the main thread of this stack waits for other ranks."""
+    frames = _main_thread(stack)
+    return any(place in frame for frame in frames[:4] for place in _WAITING)
+
+
+def _main_thread(stack: str) -> list[str]:
+    # faulthandler prints the main thread last, each thread's newest frame first.
+    block = stack.rstrip().rsplit("(most recent call first):", 1)[-1]
+    return [line for line in block.splitlines() if line.strip().startswith("File ")]
+
+
+def _top(stack: str) -> str:
+    frames = _main_thread(stack)
+    return frames[0].strip() if frames else stack.strip()

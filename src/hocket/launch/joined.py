@@ -1,0 +1,177 @@
+"""Joining ranks that someone else started: torchrun, Slurm's srun, or any launcher like them."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from hocket.launch.context import RankContext
+from hocket.launch.rank import load
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+Event = dict[str, Any]
+_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclasses.dataclass(frozen=True)
+class _World:
+    rank: int
+    world_size: int
+    local_rank: int
+    one_machine: bool
+    attempt: int
+    address: str
+    port: int
+    agent_store: bool  # the launcher serves the store itself; rank 0 must not
+
+
+def joined(environment: Mapping[str, str] | None = None) -> RankContext | None:
+    """This process's place in a world that another launcher started; None if there is none.
+
+    Counted as such: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT all set (torchrun and its
+    like), or a task of an `srun` step of several tasks. Half a set is not enough: a shell may
+    carry leftovers.
+    """
+    world = _read(os.environ if environment is None else environment)
+    if world is None:
+        return None
+    return RankContext(
+        rank=world.rank,
+        world_size=world.world_size,
+        local_rank=world.local_rank,
+        device_kind=_device_kind(),
+        one_machine=world.one_machine,
+        attempt=world.attempt,
+        _send=lambda message: None,
+        _open_store=lambda timeout: _open(world, timeout),
+    )
+
+
+def _device_kind() -> str:
+    from hocket.launch.launcher import cuda_shows
+
+    return "cuda" if cuda_shows() else "cpu"
+
+
+def _read(environment: Mapping[str, str]) -> _World | None:
+    if all(environment.get(name) for name in _NEEDED):
+        world_size = int(environment["WORLD_SIZE"])
+        local_size = int(environment.get("LOCAL_WORLD_SIZE", 1 if world_size == 1 else 0))
+        return _World(
+            rank=int(environment["RANK"]),
+            world_size=world_size,
+            local_rank=int(environment.get("LOCAL_RANK", environment.get("SLURM_LOCALID", 0))),
+            one_machine=local_size == world_size,
+            attempt=int(environment.get("TORCHELASTIC_RESTART_COUNT", 0)),
+            address=environment["MASTER_ADDR"],
+            port=int(environment["MASTER_PORT"]),
+            agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        )
+    slurm = ("SLURM_PROCID", "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")
+    if all(environment.get(name) for name in slurm):
+        world_size = int(environment["SLURM_STEP_NUM_TASKS"])
+        if world_size == 1:  # an interactive shell of one task is no world to join
+            return None
+        job = int(environment.get("SLURM_JOB_ID", 0)) * 64 + int(environment["SLURM_STEP_ID"])
+        return _World(
+            rank=int(environment["SLURM_PROCID"]),
+            world_size=world_size,
+            local_rank=int(environment.get("SLURM_LOCALID", 0)),
+            one_machine=int(environment.get("SLURM_STEP_NUM_NODES", 0)) == 1,
+            attempt=int(environment.get("SLURM_RESTART_COUNT", 0)),
+            address=environment.get("MASTER_ADDR")
+            or first_host(environment["SLURM_STEP_NODELIST"]),
+            # Two jobs may share a node: a port from the job's own number keeps them apart.
+            port=int(environment.get("MASTER_PORT") or 20000 + job % 20000),
+            agent_store=False,
+        )
+    return None
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of Slurm's short form: `gpu[003-006,010],login1` begins with `gpu003`."""
+    found = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", nodelist)
+    assert found is not None, nodelist
+    stem, number, rest = found.groups(default="")
+    return stem + number + rest
+
+
+def _open(world: _World, timeout: float) -> Store:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    return TCPStore(
+        world.address,
+        world.port,
+        world.world_size,
+        world.rank == 0 and not world.agent_store,
+        timeout=datetime.timedelta(seconds=timeout),
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+
+
+def run_joined(
+    entry: str,
+    payload: dict[str, Any] | None = None,
+    on_event: Callable[[Event], None] | None = None,
+    *,
+    threads: int | None = 1,
+    device: str = "auto",
+) -> None:
+    """Be this process's rank: call `entry` here and return when it does.
+
+    `on_event` sees the events of this rank alone, each with its number under `rank`. What the
+    entry raises is raised; torchrun is told of it in its own way, so that it blames this rank.
+
+    Args:
+        entry: `module:function`, called as `function(context, payload)`.
+        payload: plain data, the same on every rank.
+        on_event: called with each event of this rank.
+        threads: CPU threads of this rank. None: as the launcher set them.
+        device: `cpu`, `cuda`, or `auto`: cuda where torch is built for it and a device shows.
+    """
+    context = joined()
+    assert context is not None, "run_joined outside of any launcher's world"
+    if device != "auto":
+        context.device_kind = device
+
+    def hear(message: Event) -> None:
+        if on_event is not None and "launch" not in message:
+            on_event({**message, "rank": context.rank})
+
+    context._send = hear
+    import torch
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+    @record
+    def call() -> None:
+        load(entry)(context, payload or {})
+        _leave_together(context)
+
+    call()
+
+
+def _leave_together(context: RankContext, seconds: float = 60.0) -> None:
+    """Rank 0 may serve the store, so it leaves last."""
+    import torch.distributed as dist
+
+    if context.world_size == 1 or context._store is None:
+        return
+    store = context._store
+    store.add("finished", 1)
+    if context.rank == 0:
+        end = time.monotonic() + seconds
+        while store.add("finished", 0) < context.world_size and time.monotonic() < end:
+            time.sleep(0.02)
+    if dist.is_initialized():
+        dist.destroy_process_group()

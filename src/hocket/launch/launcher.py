@@ -1,0 +1,276 @@
+"""Launcher: the parent's hold on a warm fork server, and through it on ranks.
+
+    with Launcher() as launcher:             # the server imports while the parent goes on
+        launcher.run("package.module:entry", world_size=8, payload={...})
+
+The parent never imports torch. Every rank speaks to it directly; the server only starts
+ranks and tells of their ends. Whatever happens to the parent, the kernel ends server and
+ranks with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+from hocket.launch import lines
+from hocket.launch.watch import Event, Watch
+from hocket.spec.errors import OptionError, RankFailure
+
+DEVICES = ("auto", "cpu", "cuda")
+
+
+class Terminated(SystemExit):
+    """SIGTERM came while ranks ran; they have been ended, and so ends the parent."""
+
+    def __init__(self) -> None:
+        super().__init__(128 + signal.SIGTERM)
+
+
+class Launcher:
+    """A warm server for any number of runs, one after the other.
+
+    Attributes:
+        device_kind: `cpu` (ranks are forked) or `cuda` (ranks are fresh interpreters).
+        times: seconds of each import in the server, and when each rank of the last run began.
+    """
+
+    def __init__(
+        self,
+        device: str = "cpu",
+        threads: int | None = 1,
+        *,
+        path: Iterable[str | os.PathLike[str]] = (),
+        preload: Iterable[str] = (),
+        quiet: bool = True,
+    ) -> None:
+        """Start the server and return at once.
+
+        Args:
+            device: `cpu`, `cuda`, or `auto`: cuda where torch is built for it and a device shows.
+            threads: CPU threads per rank. None: leave the choice to torch.
+            path: folders that ranks may import from besides this process's own.
+            preload: modules that the server imports before the first run is asked for.
+            quiet: warnings of torch and transformers are not shown.
+
+        Raises:
+            OptionError: an unknown device.
+        """
+        if device not in DEVICES:
+            raise OptionError(f"unknown device {device!r}", hint=f"use one of {', '.join(DEVICES)}")
+        self.device_kind = ("cuda" if cuda_shows() else "cpu") if device == "auto" else device
+        self.threads = threads
+        self.quiet = quiet
+        self.times: dict[str, float] = {}
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._words = os.memfd_create("hocket-server")
+        # The kernel's signal at a parent's death follows the thread that started the child, so
+        # it is asked for only where that thread lives as long as the process.
+        lasting = threading.current_thread() is threading.main_thread()
+        command = [sys.executable, "-m", "hocket.launch.server", "--control", str(theirs.fileno())]
+        command += ["--parent", str(os.getpid() if lasting else 0)]
+        if self.device_kind == "cuda":
+            command.append("--cold")
+        try:
+            self._server = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=self._words,
+                stderr=self._words,
+                pass_fds=[theirs.fileno()],
+                env=self._environment(path),
+                # A terminal's Ctrl-C reaches the parent only, which ends the ranks in order.
+                start_new_session=True,
+            )
+        finally:
+            theirs.close()
+        self.preload(preload)
+
+    def _environment(self, path: Iterable[str | os.PathLike[str]]) -> dict[str, str]:
+        # Forked ranks set their threads themselves; the server must never start a team of them.
+        count = str(self.threads or 1) if self.device_kind == "cuda" else "1"
+        environment = dict(os.environ)
+        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+            environment[name] = count
+        environment["TOKENIZERS_PARALLELISM"] = "false"
+        environment["PYTHONUNBUFFERED"] = "1"
+        if any(name == "lo" for _, name in socket.if_nameindex()):
+            environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if self.quiet:
+            environment.setdefault("TRANSFORMERS_VERBOSITY", "error")
+            environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        folders = [str(folder) for folder in (*path, *sys.path) if str(folder)]
+        environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(folders))
+        return environment
+
+    def preload(self, modules: Iterable[str]) -> None:
+        """Have the server import modules, so that no rank has to. Returns at once."""
+        names = list(modules)
+        if names and self.device_kind == "cpu":
+            with self._server_lives():
+                lines.send(self._control, {"do": "import", "modules": names})
+
+    def run(
+        self,
+        entry: str,
+        world_size: int,
+        payload: dict[str, Any] | None = None,
+        on_event: Callable[[Event], None] | None = None,
+        *,
+        on_output: Callable[[int, str], None] | None = None,
+        logs: str | os.PathLike[str] | None = None,
+        attempt: int = 0,
+        startup_timeout: float = 120.0,
+        silence_timeout: float = 120.0,
+    ) -> None:
+        """Run `entry` (`module:function`, called as `function(context, payload)`) in every rank.
+
+        Returns when all ranks have returned from it.
+
+        Args:
+            entry: what each rank calls with its RankContext and the payload.
+            world_size: number of ranks.
+            payload: plain data (JSON) for all ranks alike.
+            on_event: called with each event that a rank emits, its number under `rank`.
+            on_output: called with rank and line for what ranks print. None: standard error.
+            logs: a folder for `rank-N.log` files, which then take the output instead.
+            attempt: counted up by a caller that restarts; keeps stores of attempts apart.
+            startup_timeout: seconds until the first event of any rank.
+            silence_timeout: seconds without a sign of life of any rank that count as a hang.
+
+        Raises:
+            RankFailure: a rank died or hung; the first one's own traceback or stack.
+            HocketError: what a rank raised, as that very kind.
+            KeyboardInterrupt, Terminated: SIGINT or SIGTERM came; all ranks have been ended.
+        """
+        assert world_size >= 1
+        listener = socket.create_server(("127.0.0.1", 0), backlog=4 * world_size)
+        start = {
+            "entry": entry,
+            "payload": payload or {},
+            "world_size": world_size,
+            "device_kind": self.device_kind,
+            "attempt": attempt,
+            "threads": self.threads,
+            "quiet": self.quiet,
+            "port": listener.getsockname()[1],
+        }
+        watch = Watch(
+            self._control,
+            world_size,
+            on_event=on_event,
+            on_output=on_output,
+            logs=Path(logs) if logs is not None else None,
+            startup_timeout=startup_timeout,
+            silence_timeout=silence_timeout,
+        )
+        watch.times = self.times
+        ended = False
+        try:
+            with raising_on_sigterm(), self._server_lives():
+                self.times["asked"] = time.time()
+                self.preload([entry.partition(":")[0]])
+                with listener:
+                    watch.begin(json.dumps(start).encode(), listener, self.device_kind == "cuda")
+                watch.see_through()
+                ended = True
+        finally:
+            # A second Ctrl-C may not leave ranks behind: the server's death ends them surely.
+            try:
+                if not ended and not watch.end():
+                    self._kill()
+            except BaseException:
+                self._kill()
+                raise
+            finally:
+                watch.close()
+
+    @contextlib.contextmanager
+    def _server_lives(self) -> Iterator[None]:
+        """Tell of a server that is gone in its own words."""
+        try:
+            yield
+        except (BrokenPipeError, ConnectionError):
+            self._fail()
+        except RankFailure as error:
+            if "fork server ended" in error.message:
+                self._fail()
+            raise
+
+    def _fail(self) -> NoReturn:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._server.wait(5.0)
+        code = self._server.returncode
+        size = os.fstat(self._words).st_size
+        words = os.pread(self._words, size, 0).decode(errors="replace").rstrip()
+        how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+        raise RankFailure(f"the fork server ended ({how}); its ranks ended with it\n{words}")
+
+    def _kill(self) -> None:
+        self._server.kill()
+        self._server.wait()
+
+    def close(self) -> None:
+        """End the server, and with it any rank. May be called twice."""
+        if self._control.fileno() < 0:
+            return
+        self._control.close()
+        try:
+            # While it imports it cannot listen, and nothing is lost by killing it.
+            self._server.wait(0.5)
+        except subprocess.TimeoutExpired:
+            self._kill()
+        os.close(self._words)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+@contextlib.contextmanager
+def raising_on_sigterm() -> Iterator[None]:
+    """Within, SIGTERM raises Terminated instead of ending the process on the spot."""
+
+    def handler(number: int, frame: object) -> None:
+        raise Terminated
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def cuda_shows() -> bool:
+    """Whether torch is built for CUDA and this machine has a device; imports nothing."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        return False
+    version = Path(spec.submodule_search_locations[0]) / "version.py"
+    with contextlib.suppress(OSError):
+        built = re.search(r"^cuda\b[^=]*=\s*['\"]", version.read_text(), re.MULTILINE)
+        return built is not None and any(Path("/dev").glob("nvidia[0-9]*"))
+    return False

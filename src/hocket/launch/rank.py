@@ -1,0 +1,193 @@
+"""The rank's side: from a bare process to `entry(context, payload)`, and its last words.
+
+1 die with the parent    2 own output and stacks    3 read the start message
+4 import the entry       5 run it                   6 say how it ended, wait, leave
+
+A rank leaves by `os._exit`: nothing at interpreter exit may hold up or confuse the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import faulthandler
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from hocket.launch.context import RankContext, loopback_store
+from hocket.launch.lines import LineWriter
+from hocket.spec import errors
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+# What a rank sees when another one went away: never the cause of a failure.
+_PEER_LOST = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Broken pipe",
+    "Socket Closed",
+    "recvValue failed",
+    "sendBytes failed",
+    "failed to recv",
+    "Failed to recv",
+    "remote process exited",
+    "Timed out waiting",
+    "NCCL communicator was aborted",
+)
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when `parent` (its process id) ends."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the line above
+        os._exit(1)
+
+
+def load(entry: str) -> Callable[..., Any]:
+    """The function that `module:function` names.
+
+    Raises:
+        ImportError, AttributeError: there is no such module, or function in it.
+    """
+    module, _, name = entry.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def lost_peer(error: BaseException) -> bool:
+    """Whether `error` only says that another rank is gone or silent."""
+    if getattr(error, "lost_peer", False):
+        return True
+    if isinstance(error, ConnectionError):
+        return True
+    if isinstance(error, errors.HocketError):
+        return False
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _PEER_LOST)
+
+
+def describe(error: BaseException) -> dict[str, Any]:
+    """An exception as data: what the parent needs to show it or to raise it again."""
+    kinds = [k.__name__ for k in type(error).__mro__ if k.__module__ == errors.__name__]
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    text = "".join(traceback.format_exception(type(error), error, frames))
+    return {
+        "launch": "failed",
+        "time": time.time(),
+        "type": type(error).__name__,
+        "hocket": kinds[0] if kinds else None,
+        "message": getattr(error, "message", None) or str(error),
+        "hint": getattr(error, "hint", None),
+        "lost_peer": lost_peer(error),
+        "traceback": text.rstrip(),
+    }
+
+
+def run_rank(
+    rank: int, *, events: int, output: int, stacks: int, start: int, listener: int
+) -> NoReturn:
+    """Be rank `rank`: the descriptors are its event socket, its output, its stacks, the start
+    message (shared by all ranks, so never seeked) and the store's listening socket."""
+    connection = socket.socket(fileno=events)
+    writer = LineWriter(connection)
+    code = 1
+    try:
+        _own_streams(output, stacks)
+        size = os.fstat(start).st_size
+        message = json.loads(os.pread(start, size, 0))
+        code = _call(rank, message, writer, listener)
+    except BaseException as error:
+        code = _report(error, writer)
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Rank 0 serves the store and others may still read from any rank: leave together.
+        connection.settimeout(60.0)
+        connection.recv(1)
+    except OSError:
+        pass
+    os._exit(code)
+
+
+def _own_streams(output: int, stacks: int) -> None:
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    for fd in (null, output):
+        if fd > 2:
+            os.close(fd)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    # A terminal's Ctrl-C is the parent's to handle: it ends the ranks in good order.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    faulthandler.enable(file=stacks)
+    faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
+
+
+def _call(rank: int, message: dict[str, Any], writer: LineWriter, listener: int) -> int:
+    writer.write({"launch": "started", "time": time.time(), "pid": os.getpid()})
+    if message["quiet"]:
+        warnings.filterwarnings("ignore", module=r"(torch|transformers)\b")
+        warnings.filterwarnings("ignore", category=FutureWarning)
+    if message["threads"] is not None and "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(message["threads"])
+    context = RankContext(
+        rank=rank,
+        world_size=message["world_size"],
+        local_rank=rank,
+        device_kind=message["device_kind"],
+        one_machine=True,
+        attempt=message["attempt"],
+        _send=writer.write,
+        _open_store=lambda timeout: loopback_store(
+            rank, message["port"], listener if rank == 0 else None, timeout
+        ),
+    )
+    load(message["entry"])(context, message["payload"])
+    writer.write({"launch": "finished", "time": time.time()})
+    return 0
+
+
+def _report(error: BaseException, writer: LineWriter) -> int:
+    if isinstance(error, SystemExit) and error.code in (None, 0):
+        writer.write({"launch": "finished", "time": time.time()})
+        return 0
+    writer.write(describe(error))
+    return error.exit_code if isinstance(error, errors.HocketError) else 1
+
+
+def main() -> None:
+    """A rank in a fresh interpreter (CUDA): `python -m hocket.launch.rank --parent PID ...`."""
+    parser = argparse.ArgumentParser()
+    for name in ("parent", "rank", "events", "output", "stacks", "start", "listener"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    args = parser.parse_args()
+    die_with(args.parent)
+    run_rank(
+        args.rank,
+        events=args.events,
+        output=args.output,
+        stacks=args.stacks,
+        start=args.start,
+        listener=args.listener,
+    )
+
+
+if __name__ == "__main__":
+    main()

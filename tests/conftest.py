@@ -1,0 +1,38 @@
+"""One fork server for the session, and the order of tests: those that need least come first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.ranks import RankPool
+
+NEEDS = ("torch", "ranks", "gpu")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def need(item: pytest.Item) -> int:
+        return max(
+            (1 + NEEDS.index(m.name) for m in item.iter_markers() if m.name in NEEDS), default=0
+        )
+
+    items.sort(key=need)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu"):
+        torch = pytest.importorskip("torch")
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+    elif item.get_closest_marker("torch") or item.get_closest_marker("ranks"):
+        # In-process torch beside waiting ranks: one thread, or the two cores are fought over.
+        pytest.importorskip("torch").set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """`ranks.run("tests.room.cases:case", world_size=4, ...)`: see tests/ranks.py."""
+    pool = RankPool()
+    yield pool
+    pool.close()
