@@ -216,6 +216,8 @@ class ParallelPlan:
     hidden_size: int | None = None
     ties: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Tied parameter to the parameter that owns the values: `lm_head.weight` to the embedding."""
+    reasons: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """`tensor` or `stages` to the reason why that split is not possible, or only in part."""
 
 
 def matches(pattern: str, name: str) -> bool:
