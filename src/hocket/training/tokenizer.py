@@ -1,0 +1,338 @@
+"""Tokenizer: text to token ids and back, from a model directory, from bytes, or trained here.
+
+A thin face over the `tokenizers` library: byte-level, so that decoding gives back the text it was
+encoded from. Never imports torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hocket.spec.errors import DataError, ModelError, OptionError
+
+EOS = "<|endoftext|>"
+"""End-of-document token of the tokenizers made here."""
+
+FILE = "tokenizer.json"
+_BESIDE = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+_SOURCES = (FILE, "tokenizer.model", "vocab.json", "spiece.model")
+_USUAL_EOS = (EOS, "</s>", "<eos>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "[EOS]")
+_TRAINED_ON_CHARACTERS = 4_000_000
+_PIECE_CHARACTERS = 1 << 16
+
+Ids = npt.NDArray[np.uint32]
+
+
+class Tokenizer:
+    """Text to ids and back.
+
+    Attributes:
+        vocab_size: one more than the largest id.
+        eos_id: the token that ends a document; None if the tokenizer has none.
+        kind: `model`, `bytes` or `trained`.
+    """
+
+    def __init__(
+        self, backend: Any, *, eos: str | None, kind: str, directory: Path | None = None
+    ) -> None:
+        self._backend = backend
+        self._directory = directory
+        self.kind = kind
+        self.eos = eos
+        self.eos_id: int | None = None if eos is None else backend.token_to_id(eos)
+        self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+        # A document that happens to hold the text of a special token must not end early.
+        backend.encode_special_tokens = True
+        backend.no_truncation()
+        backend.no_padding()
+
+    # --- text to ids -----------------------------------------------------------------------
+
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        """Ids of one text. `special`: special tokens written in the text and those that the
+        tokenizer adds by itself (such as a begin token) become ids, as a prompt wants it.
+        """
+        self._backend.encode_special_tokens = not special
+        try:
+            return list(self._backend.encode(text, add_special_tokens=special).ids)
+        finally:
+            self._backend.encode_special_tokens = True
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        """Ids of many documents, without special tokens. Runs on all cores."""
+        if self.kind == "bytes":
+            return [np.frombuffer(t.encode(), np.uint8).astype(np.uint32) for t in texts]
+        # One very long text is encoded by one core and holds an object per token: where the
+        # tokens do not depend on what a text begins with, it is cut at line ends first.
+        pieces: list[str] = []
+        counts = []
+        for text in texts:
+            cut = list(_pieces(text)) if self._divisible else [text]
+            pieces += cut
+            counts.append(len(cut))
+        encoded = self._backend.encode_batch_fast(pieces, add_special_tokens=False)
+        found, at = [], 0
+        for count in counts:
+            ids = [np.array(e.ids, np.uint32) for e in encoded[at : at + count]]
+            found.append(ids[0] if count == 1 else np.concatenate(ids))
+            at += count
+        return found
+
+    def decode(self, ids: Sequence[int] | Ids, *, special: bool = False) -> str:
+        """The text of some ids; special tokens are shown only if asked for."""
+        return str(self._backend.decode([int(i) for i in ids], skip_special_tokens=not special))
+
+    @property
+    def _divisible(self) -> bool:
+        """Whether encoding two halves of a text gives the same text back when joined."""
+        return (
+            self._backend.normalizer is None and "ByteLevel" in type(self._backend.decoder).__name__
+        )
+
+    # --- files -----------------------------------------------------------------------------
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of the tokenizer's own file, the first 16 digits."""
+        self._backend.encode_special_tokens = False
+        try:
+            return hashlib.sha256(self._backend.to_str().encode()).hexdigest()[:16]
+        finally:
+            self._backend.encode_special_tokens = True
+
+    def save(self, to: Path | str) -> None:
+        """Write tokenizer.json and tokenizer_config.json, so that AutoTokenizer loads it."""
+        to = Path(to)
+        to.mkdir(parents=True, exist_ok=True)
+        for name in _BESIDE:
+            if self._directory is not None and (self._directory / name).is_file():
+                shutil.copyfile(self._directory / name, to / name)
+        self._backend.save(str(to / FILE))
+        settings = "tokenizer_config.json"
+        if self._directory is None or not (self._directory / settings).is_file():
+            (to / settings).write_text(
+                json.dumps(
+                    {
+                        "tokenizer_class": "PreTrainedTokenizerFast",
+                        "clean_up_tokenization_spaces": False,
+                        **({} if self.eos is None else {"eos_token": self.eos}),
+                        "hocket_kind": self.kind,
+                    },
+                    indent=1,
+                )
+            )
+
+    @classmethod
+    def load(cls, directory: Path | str, *, trust_remote_code: bool = False) -> Tokenizer:
+        """The tokenizer of a directory: a model's, or one that `save` wrote.
+
+        Raises:
+            ModelError: the directory holds none, or one that cannot be read.
+        """
+        from tokenizers import Tokenizer as Backend
+
+        directory = Path(directory)
+        if not has_tokenizer(directory):
+            raise ModelError(
+                f"{directory} holds no tokenizer (none of {', '.join(_SOURCES)})",
+                hint="--tokenizer bytes, --tokenizer train, or a directory that has one",
+            )
+        settings = _read_json(directory / "tokenizer_config.json")
+        try:
+            if (directory / FILE).is_file():
+                backend = Backend.from_file(str(directory / FILE))
+            else:
+                backend = _converted(directory, trust_remote_code)
+        except Exception as error:
+            raise ModelError(f"the tokenizer in {directory} cannot be read: {error}") from error
+        return cls(
+            backend,
+            eos=_eos(directory, settings, backend),
+            kind=str(settings.get("hocket_kind", "model")),
+            directory=directory,
+        )
+
+
+# --- making one ----------------------------------------------------------------------------
+
+
+def has_tokenizer(directory: Path | str) -> bool:
+    """Whether a directory holds a tokenizer's files."""
+    return any((Path(directory) / name).is_file() for name in _SOURCES)
+
+
+def resolve(
+    choice: str | None,
+    *,
+    model_dir: Path | str | None = None,
+    texts: Callable[[], Iterable[str]] | None = None,
+    vocab_size: int = 4096,
+    trust_remote_code: bool = False,
+) -> Tokenizer:
+    """The tokenizer that `--tokenizer` names.
+
+    Args:
+        choice: `bytes`, `train`, `model` (the model directory's own), a directory, or None: the
+            model directory's if it has one, else bytes.
+        model_dir: the model directory, if the model is one.
+        texts: gives the documents that `train` learns from.
+        vocab_size: of a trained tokenizer, its end token included.
+
+    Raises:
+        OptionError: `choice` is none of these.
+        ModelError: a directory without a readable tokenizer.
+        DataError: `train` found no text.
+    """
+    if choice is None:
+        choice = "model" if model_dir is not None and has_tokenizer(model_dir) else "bytes"
+    if choice == "bytes":
+        return byte_tokenizer()
+    if choice == "train":
+        assert texts is not None, "training a tokenizer needs documents"
+        return trained(texts(), vocab_size)
+    if choice == "model":
+        if model_dir is None:
+            raise OptionError(
+                "--tokenizer model: the model is a bare configuration without a tokenizer",
+                hint="--tokenizer bytes, or --tokenizer train",
+            )
+        return Tokenizer.load(model_dir, trust_remote_code=trust_remote_code)
+    if not Path(choice).is_dir():
+        raise OptionError(
+            f"--tokenizer {choice!r} is neither a directory nor one of bytes, model, train",
+            hint="--tokenizer bytes",
+        )
+    return Tokenizer.load(choice, trust_remote_code=trust_remote_code)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """256 byte tokens, id = byte, and an end token: 257 ids."""
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Backend
+
+    backend = Backend(models.BPE(vocab=_byte_characters(), merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(EOS, special=True, normalized=False)])
+    return Tokenizer(backend, eos=EOS, kind="bytes")
+
+
+def trained(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """A byte-level byte-pair tokenizer (Sennrich et al. 2016; bytes as in GPT-2) learned here.
+
+    Learns from about the first four million characters. Its end token has the last id.
+
+    Raises:
+        OptionError: a vocabulary too small for 256 bytes, an end token and one merge.
+        DataError: no text at all.
+    """
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer as Backend
+
+    if vocab_size < 258:
+        raise OptionError(
+            f"vocab_size is {vocab_size}; a trained tokenizer needs 256 bytes, an end token and "
+            "at least one merge",
+            hint="--vocab-size 4096, or --tokenizer bytes",
+        )
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    sample = _Sample(texts)
+    backend.train_from_iterator(
+        sample,
+        trainers.BpeTrainer(
+            vocab_size=vocab_size - 1,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    if not sample.characters:
+        raise DataError("there is no text to train a tokenizer on")
+    backend.add_special_tokens([AddedToken(EOS, special=True, normalized=False)])
+    return Tokenizer(backend, eos=EOS, kind="trained")
+
+
+class _Sample:
+    """The first documents up to a number of characters, counted as they pass."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._texts = texts
+        self.characters = 0
+
+    def __iter__(self) -> Iterator[str]:
+        for text in self._texts:
+            for piece in _pieces(text):
+                yield piece
+                self.characters += len(piece)
+                if self.characters >= _TRAINED_ON_CHARACTERS:
+                    return
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """A text in pieces of about 64 thousand characters that end with a line."""
+    start = 0
+    while len(text) - start > 2 * _PIECE_CHARACTERS:
+        end = text.find("\n", start + _PIECE_CHARACTERS)
+        if not 0 <= end < start + 2 * _PIECE_CHARACTERS:
+            end = start + 2 * _PIECE_CHARACTERS - 1
+        yield text[start : end + 1]
+        start = end + 1
+    yield text[start:]
+
+
+def _byte_characters() -> dict[str, int]:
+    """The printable character that byte-level tokenizers write for each byte, to its byte."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    other = [b for b in range(256) if b not in plain]
+    found = {chr(b): b for b in plain}
+    found.update({chr(256 + i): b for i, b in enumerate(other)})
+    return found
+
+
+def _eos(directory: Path, settings: dict[str, Any], backend: Any) -> str | None:
+    """The end token's text, from the tokenizer's settings, the model's, or what is usual."""
+    special = _read_json(directory / "special_tokens_map.json")
+    for found in (settings.get("eos_token"), special.get("eos_token")):
+        text = found.get("content") if isinstance(found, dict) else found
+        if isinstance(text, str) and backend.token_to_id(text) is not None:
+            return text
+    for name in ("generation_config.json", "config.json"):
+        found = _read_json(directory / name).get("eos_token_id")
+        number = found[0] if isinstance(found, list) and found else found
+        if isinstance(number, int) and backend.id_to_token(number) is not None:
+            return str(backend.id_to_token(number))
+    return next((t for t in _USUAL_EOS if backend.token_to_id(t) is not None), None)
+
+
+def _converted(directory: Path, trust_remote_code: bool) -> Any:
+    """The tokenizer of a directory that has only older files, converted by transformers."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(
+        directory, trust_remote_code=trust_remote_code, local_files_only=True
+    ).backend_tokenizer
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return data if isinstance(data, dict) else {}
