@@ -1,0 +1,47 @@
+"""How a Hugging Face model may be split: its tensors over ranks, its layers over stages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from hocket.models.plans.stages import stage_plan
+from hocket.models.plans.tensor import tensor_plan
+from hocket.models.twin import twin_of
+from hocket.spec.errors import ModelError
+from hocket.spec.plan import ParallelPlan
+
+
+def plan_for(model: nn.Module) -> ParallelPlan:
+    """The plan of a whole causal language model (a skeleton on the meta device will do).
+
+    A kind of split that is not possible is None in the plan, with the reason in `plan.reasons`;
+    a reason beside a split that is there names the blocks that are held whole.
+    """
+    config: Any = model.config
+    reasons: dict[str, str] = {}
+    stages = None
+    try:
+        stages = stage_plan(twin_of(config), int(config.num_hidden_layers))
+        decoder = stages.decoder
+    except ModelError as error:
+        reasons["stages"] = error.message
+        decoder = str(getattr(model, "base_model_prefix", ""))
+    except Exception as error:  # a forward of any family may fail in its own way
+        reasons["stages"] = f"its tiny twin does not run: {type(error).__name__}: {error}"
+        decoder = str(getattr(model, "base_model_prefix", ""))
+    try:
+        tensor, note = tensor_plan(model, decoder)
+    except (AttributeError, TypeError, ValueError) as error:
+        tensor, note = None, f"its configuration keeps head counts in another way ({error})"
+    if note:
+        reasons["tensor"] = note
+    ties = getattr(model, "all_tied_weights_keys", None) or {}
+    return ParallelPlan(
+        tensor=tensor,
+        stages=stages,
+        hidden_size=int(config.hidden_size),
+        ties=dict(ties),
+        reasons=reasons,
+    )

@@ -1,0 +1,122 @@
+"""StagePlan of any model, found by watching one tiny forward instead of trusting names.
+
+Four rules cut most causal language models while their own forward stays in use: (a) start at
+`get_decoder()`; (b) what runs before and after the layers is read from the order of execution;
+(c) a missing layer returns a tuple if the real one did; (d) position embeddings add nothing on
+later stages, and dropout or norms of the embedding are passed through.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hocket.models.twin import Twin
+from hocket.spec.errors import ModelError
+from hocket.spec.plan import StagePlan
+
+
+def stage_plan(twin: Twin, num_layers: int) -> StagePlan:
+    """Run the twin once on CPU and read its stages.
+
+    Args:
+        twin: the tiny twin of the model to cut.
+        num_layers: layers of the real model.
+
+    Raises:
+        ModelError: the layers are not one list that the decoder runs through.
+    """
+    model: Any = twin.build()
+    kind = model.config.model_type
+    names = {id(module): name for name, module in model.named_modules()}
+    decoder = _decoder(model)
+    path = names[id(decoder)]
+    lists = [
+        (name, child)
+        for name, child in decoder.named_children()
+        if isinstance(child, nn.ModuleList) and len(child) == len(twin.layers)
+    ]
+    if not lists:
+        raise ModelError(f"{kind!r} keeps its layers in no single list, so it cannot be cut")
+    layers_name, layers = lists[0]
+
+    order: list[str] = []
+    lengths: set[int] = set()
+    hooks = []
+
+    def watch(name: str) -> Any:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            order.append(name)
+
+        return hook
+
+    def measure(module: nn.Module, inputs: Any, output: Any) -> None:
+        lengths.add(len(output) if isinstance(output, tuple) else 0)
+
+    for name, child in decoder.named_children():
+        if name != layers_name:
+            hooks.append(child.register_forward_hook(watch(name)))
+    for index, layer in enumerate(layers):
+        hooks.append(layer.register_forward_hook(watch(f"<{index}>")))
+        hooks.append(layer.register_forward_hook(measure))
+    ids = torch.arange(3, 19).unsqueeze(0)
+    with torch.no_grad():
+        model(input_ids=ids, position_ids=torch.arange(ids.shape[1]).unsqueeze(0), use_cache=False)
+    for handle in hooks:
+        handle.remove()
+
+    ran = [name for name in order if name.startswith("<")]
+    if ran != [f"<{index}>" for index in range(len(layers))]:
+        raise ModelError(f"{kind!r} does not run each of its layers once, in order")
+    if len(lengths) != 1:
+        raise ModelError(f"the layers of {kind!r} return tuples of different lengths")
+    first, last = order.index(ran[0]), order.index(ran[-1])
+    children = dict(decoder.named_children())
+    before = [n for n in dict.fromkeys(order[:first]) if _matters(children[n])]
+    after = [n for n in dict.fromkeys(order[last + 1 :]) if _matters(children[n])]
+    embedding = model.get_input_embeddings()
+    positions = [
+        n for n in before if isinstance(children[n], nn.Embedding) and children[n] is not embedding
+    ]
+
+    def full(found: list[str]) -> tuple[str, ...]:
+        return tuple(f"{path}.{name}" if path else name for name in found)
+
+    return StagePlan(
+        decoder=path,
+        layers=full([layers_name])[0],
+        num_layers=num_layers,
+        before=full(before),
+        positions=full(positions),
+        after=full(after),
+        head=_head(model, path),
+        returns_tuple=lengths.pop(),
+    )
+
+
+def _decoder(model: Any) -> nn.Module:
+    """The module whose forward runs the layers."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    if decoder is None or decoder is model:
+        decoder = getattr(model, model.base_model_prefix, model)
+    inner = getattr(decoder, "get_decoder", lambda: None)()
+    return inner if isinstance(inner, nn.Module) else decoder
+
+
+def _matters(module: nn.Module) -> bool:
+    """Whether a module changes what passes through it; rotary tables only serve the layers."""
+    return isinstance(module, nn.Dropout) or any(True for _ in module.parameters())
+
+
+def _head(model: nn.Module, path: str) -> tuple[str, ...]:
+    """Modules beside the decoder's path that hold parameters: the output head."""
+    found = []
+    names = path.split(".") if path else []
+    for depth in range(len(names)):
+        parent = ".".join(names[:depth])
+        for name, child in model.get_submodule(parent).named_children():
+            if name != names[depth] and _matters(child):
+                found.append(f"{parent}.{name}" if parent else name)
+    return tuple(found)

@@ -1,0 +1,143 @@
+"""The tiny twin of a configuration: the same architecture at sizes that run in milliseconds.
+
+Switches stay as they are (layer types, ties, biases, parallel residuals, grouping of heads); sizes
+shrink. What holds for the twin's structure, which modules run in which order and what a cut does
+to gradients, holds for the real model.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from hocket.models import skeleton
+from hocket.spec.errors import ModelError
+
+NUM_LAYERS = 4
+VOCABULARY = 128
+
+_HIDDEN = ("hidden_size", "n_embd", "d_model", "n_embed")
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
+_KEY_VALUE = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_SIZES = {
+    **dict.fromkeys(_HIDDEN, 64),
+    **dict.fromkeys(_HEADS, 4),
+    **dict.fromkeys(_EXPERTS, 4),
+    "head_dim": 16, "intermediate_size": 96, "ffn_dim": 96, "n_inner": 96, "ffn_hidden_size": 96,
+    "decoder_ffn_dim": 96, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+    "num_experts_per_tok": 2, "moe_k": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "v_head_dim": 8, "rotary_dim": 8, "sliding_window": 8, "attention_window_size": 8,
+    "max_position_embeddings": 64, "n_positions": 64, "max_seq_len": 64, "seq_length": 64,
+    "original_max_position_embeddings": 32, "decoder_start_token_id": 0,
+}  # fmt: skip
+_VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input")
+_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_RESIDUAL_WIDTHS = ("word_embed_proj_dim", "embedding_size")
+
+
+@dataclasses.dataclass(frozen=True)
+class Twin:
+    """A tiny configuration and, for each of its layers, the layer of the real model it is like."""
+
+    config: transformers.PreTrainedConfig
+    layers: tuple[int, ...]
+
+    def build(self, *, seed: int = 0, attention: str = "sdpa") -> nn.Module:
+        """The twin with random weights, on CPU in fp32, in evaluation mode (no dropout)."""
+        model = skeleton.build(self.config, attention=attention, dropout=0.0, device="cpu")
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model.initialize_weights()  # type: ignore[operator]
+            model.tie_weights()  # type: ignore[operator]
+            with torch.no_grad():
+                # Norms at one and biases at zero would hide a norm applied twice.
+                for parameter in model.parameters():
+                    parameter.add_(torch.randn_like(parameter), alpha=0.05)
+        return model.eval()
+
+
+def twin_of(config: transformers.PreTrainedConfig) -> Twin:
+    """The tiny twin of a configuration.
+
+    Raises:
+        ModelError: no set of tiny sizes makes a model that transformers builds.
+    """
+    layers = _layers(config)
+    error: Exception | None = None
+    # Some families derive the head size and refuse one, or want it to follow other ranks.
+    for dropped in ((), ("head_dim",), ("num_key_value_heads",), ("layer_types",)):
+        values = _shrink(config.to_dict(), layers, dropped)
+        try:
+            tiny = skeleton.config_of({**values, "model_type": config.model_type}, dropout=0.0)
+            skeleton.build(tiny)
+        except (ModelError, RuntimeError, AttributeError, TypeError, ValueError) as failure:
+            error = error or failure
+            continue
+        return Twin(tiny, layers)
+    raise ModelError(f"no tiny twin of {config.model_type!r} can be built: {error}")
+
+
+def _layers(config: transformers.PreTrainedConfig) -> tuple[int, ...]:
+    """Which layers the twin has: the first four, or one of each kind where kinds differ."""
+    total = int(config.num_hidden_layers)
+    kinds = getattr(config, "layer_types", None)
+    if not kinds or len(kinds) < total:
+        return tuple(range(min(total, NUM_LAYERS)))
+    chosen = [kinds.index(kind) for kind in dict.fromkeys(kinds[:total])]
+    chosen += [i for i in range(total) if i not in chosen][: max(0, NUM_LAYERS - len(chosen))]
+    return tuple(sorted(chosen))
+
+
+def _shrink(
+    whole: dict[str, Any], layers: tuple[int, ...], dropped: tuple[str, ...]
+) -> dict[str, Any]:
+    total = next((whole[name] for name in _LAYERS if isinstance(whole.get(name), int)), None)
+    hidden = next((whole[name] for name in _HIDDEN if isinstance(whole.get(name), int)), None)
+    heads = next((whole[name] for name in _HEADS if isinstance(whole.get(name), int)), None)
+    tiny: dict[str, Any] = {}
+    for key, value in copy.deepcopy(whole).items():
+        if key in dropped or key in ("transformers_version", "dtype", "architectures"):
+            continue
+        if key in _LAYERS and isinstance(value, int):
+            value = len(layers)
+        elif key in _VOCABULARIES and isinstance(value, int):
+            value = VOCABULARY
+        elif key in _TOKENS and value is not None:
+            value = _TOKENS[key]
+        elif key in _KEY_VALUE and isinstance(value, int):
+            value = 4 if value == heads else 1 if value == 1 else 2
+        elif key in _RESIDUAL_WIDTHS and isinstance(value, int):
+            value = 64 if value == hidden else 32
+        elif key in _SIZES and isinstance(value, int) and not isinstance(value, bool):
+            value = min(value, _SIZES[key])
+        elif isinstance(value, list) and len(value) == total and key != "architectures":
+            value = [value[i] for i in layers]  # one entry a layer
+        elif isinstance(value, dict):
+            value = _shrink_rope(value)
+        tiny[key] = value
+    if isinstance(whole.get("max_window_layers"), int):
+        tiny["max_window_layers"] = min(whole["max_window_layers"], len(layers))
+    return tiny
+
+
+def _shrink_rope(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Rotary parameters for heads of 16: lists of factors, one for each pair, are cut."""
+    found: dict[str, Any] = {}
+    for key, value in parameters.items():
+        if isinstance(value, dict):
+            value = _shrink_rope(value)
+        elif key in ("short_factor", "long_factor") and isinstance(value, list):
+            share = float(parameters.get("partial_rotary_factor") or 1.0)
+            value = value[: int(16 * share) // 2]
+        elif key == "original_max_position_embeddings":
+            value = 32
+        found[key] = value
+    return found
