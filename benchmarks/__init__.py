@@ -1,0 +1,1 @@
+"""Measured figures: hocket beside its peers, and its collectives beside Gloo's."""

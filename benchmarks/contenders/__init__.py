@@ -1,0 +1,142 @@
+"""The contenders: hocket and its peers, axis by axis."""
+
+from __future__ import annotations
+
+from benchmarks.groups import Contender
+
+AXES = ("one", "data", "tensor", "pipeline", "three")
+"""Tables, in the order they are measured."""
+
+TITLES = {
+    "one": "one process",
+    "data": "data parallel, 2 ranks",
+    "tensor": "tensor parallel, 2 ranks",
+    "pipeline": "pipeline, 2 ranks, 4 microbatches",
+    "three": "dp2.pp2.tp2, 8 ranks",
+}
+
+REFERENCE = "one process, 1 thread"
+
+_DEEPSPEED = {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}
+
+
+def contenders(microbatches: int) -> list[Contender]:
+    """Every contender, extras included; `microbatches` is the pipeline's, per data rank."""
+    pytorch = "benchmarks.contenders.pytorch"
+    found = [
+        Contender(
+            name=f"one process, {threads} thread{'s' if threads > 1 else ''}",
+            axis="one",
+            entry="benchmarks.contenders.one_process:build",
+            world_size=1,
+            threads=threads,
+        )
+        for threads in (1, 2)
+    ]
+    found += [
+        Contender(name="PyTorch DDP", axis="data", entry=f"{pytorch}:data_parallel"),
+        Contender(
+            name="accelerate",
+            axis="data",
+            entry="benchmarks.contenders.accelerate:data_parallel",
+            requires=("accelerate",),
+        ),
+        Contender(
+            name="DeepSpeed ZeRO-1",
+            axis="data",
+            entry="benchmarks.contenders.deepspeed:zero",
+            requires=("deepspeed",),
+            environment=_DEEPSPEED,
+        ),
+        Contender(
+            name="Megatron-Core DDP",
+            axis="data",
+            entry="benchmarks.contenders.megatron:build",
+            options={"tp": 1},
+            requires=("megatron", "einops"),
+        ),
+        Contender(name="PyTorch DTensor", axis="tensor", entry=f"{pytorch}:tensor_parallel"),
+        Contender(
+            name="PyTorch DTensor, loss_parallel",
+            axis="tensor",
+            entry=f"{pytorch}:tensor_parallel",
+            options={"split_loss": True},
+        ),
+        Contender(
+            name="transformers",
+            axis="tensor",
+            entry="benchmarks.contenders.transformers:tensor_parallel",
+            requires=("accelerate",),
+        ),
+        Contender(
+            name="DeepSpeed AutoTP",
+            axis="tensor",
+            entry="benchmarks.contenders.deepspeed:tensor_parallel",
+            requires=("deepspeed",),
+            environment=_DEEPSPEED,
+        ),
+        Contender(
+            name="Megatron-Core",
+            axis="tensor",
+            entry="benchmarks.contenders.megatron:build",
+            options={"tp": 2},
+            requires=("megatron", "einops"),
+        ),
+    ]
+    schedules = {
+        "GPipe": "GPipe",
+        "1F1B": "1F1B",
+        "interleaved 1F1B": "Interleaved1F1B",
+        "ZB-V": "ZBVZeroBubble",
+    }
+    found += [
+        Contender(
+            name=f"PyTorch {name}",
+            axis="pipeline",
+            entry=f"{pytorch}:pipeline",
+            options={"schedule": schedule},
+        )
+        for name, schedule in schedules.items()
+    ]
+    found += [
+        Contender(
+            name="DeepSpeed pipeline",
+            axis="pipeline",
+            entry="benchmarks.contenders.deepspeed:pipeline",
+            requires=("deepspeed",),
+            environment=_DEEPSPEED,
+        ),
+        Contender(
+            name="PyTorch fully_shard x 1F1B x DTensor",
+            axis="three",
+            entry=f"{pytorch}:three_axes",
+            world_size=8,
+        ),
+    ]
+    return found + _ours(microbatches)
+
+
+def _ours(microbatches: int) -> list[Contender]:
+    pipelines = [
+        (f"pp2:schedule={schedule},microbatches={microbatches}", "pipeline", 2)
+        for schedule in ("1f1b", "gpipe")
+    ]
+    layouts = [
+        ("dp2", "data", 2),
+        ("tp2", "tensor", 2),
+        *pipelines,
+        (f"dp2.pp2.tp2:microbatches={microbatches}", "three", 8),
+    ]
+    return [
+        Contender(
+            name=f"hocket {layout.replace(f',microbatches={microbatches}', '').split(':micro')[0]}"
+            f" on {backend}",
+            axis=axis,
+            entry="benchmarks.contenders.hocket:build",
+            world_size=ranks,
+            options={"layout": layout, "backend": backend},
+            ours=True,
+        )
+        for layout, axis, ranks in layouts
+        for backend in ("shm", "gloo")
+    ]

@@ -1,0 +1,173 @@
+"""hocket beside its peers in one run: `python -m benchmarks.peers`.
+
+All contenders of an axis are alive together and take turns of a few steps, A B C A B C ..., so
+that a drift of the machine meets all alike. What is compared is the ratio of medians; the losses
+are compared too, and a contender that computes something else is flagged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.contenders import AXES, REFERENCE, TITLES, contenders
+from benchmarks.figures import Measured, best_peer, machine, table
+from benchmarks.groups import ROOT, Contender, Group, GroupError, missing_packages
+from benchmarks.workload import Workload, quiet
+
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def measure(
+    chosen: list[Contender],
+    workload: Workload,
+    *,
+    rounds: int,
+    steps: int,
+    warmup: int,
+    python: str,
+    timeout: float = 180.0,
+    say: Any = print,
+) -> list[Measured]:
+    """Let contenders take turns: `rounds` times `steps` steps each, after `warmup` steps."""
+    found = [Measured(contender) for contender in chosen]
+    with contextlib.ExitStack() as stack:
+        groups: list[tuple[Measured, Group]] = []
+        for measured in found:
+            contender = measured.contender
+            # A contender without special needs runs on the interpreter that runs this.
+            interpreter = python if contender.requires else sys.executable
+            missing = missing_packages(interpreter, contender.requires)
+            if missing:
+                measured.absent = f"not installed: {', '.join(missing)}"
+                say(f"  {contender.name}: {measured.absent}")
+                continue
+            log = RESULTS / "logs" / f"{contender.name.replace(' ', '-').replace('/', '-')}.log"
+            group = Group(contender, workload, interpreter, log, timeout)
+            stack.callback(group.end)
+            try:
+                ready = group.ready()
+                measured.base_bytes = [r["base_bytes"] for r in ready]
+                for answer in [group.steps(warmup)[0]] if warmup else []:
+                    measured.losses += answer["losses"]
+            except GroupError as error:
+                _fail(measured, group, error, say)
+                continue
+            groups.append((measured, group))
+            say(f"  {contender.name}: ready")
+        for turn in range(rounds):
+            # Every other round runs backwards, so that nobody always follows the same neighbour.
+            for measured, group in groups if turn % 2 == 0 else groups[::-1]:
+                if measured.failed:
+                    continue
+                try:
+                    answers = group.steps(steps)
+                except GroupError as error:
+                    _fail(measured, group, error, say)
+                    continue
+                measured.rounds.append(answers[0]["times"])
+                measured.losses += answers[0]["losses"]
+                measured.peak_bytes = [a["peak_bytes"] for a in answers]
+    return found
+
+
+def _fail(measured: Measured, group: Group, error: GroupError, say: Any) -> None:
+    measured.failed = str(error)
+    group.end()
+    say(f"  {measured.contender.name}: FAILED, {str(error).strip().splitlines()[-1]}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, print one table an axis, write JSON. Exit code 1 if one of ours failed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.peers", description=__doc__.splitlines()[0] if __doc__ else ""
+    )
+    parser.add_argument("--axis", nargs="+", choices=AXES, default=list(AXES))
+    parser.add_argument("--only", nargs="+", default=[], help="parts of contenders' names")
+    parser.add_argument("--rounds", type=int, default=6, help="turns of each contender")
+    parser.add_argument("--steps", type=int, default=4, help="steps of a turn")
+    parser.add_argument("--warmup", type=int, default=4, help="steps before the first turn")
+    parser.add_argument(
+        "--peers-python",
+        default=str(ROOT / ".venv-peers" / "bin" / "python"),
+        help="interpreter of the environment that holds the optional peers",
+    )
+    parser.add_argument("--json", type=Path, default=None, help="file for the figures")
+    options = parser.parse_args(arguments)
+
+    quiet()
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    model_dir = RESULTS / "model"
+    workload = Workload(model_dir=str(model_dir))
+    if not (model_dir / "model.safetensors").exists():
+        workload.write_model(model_dir)
+    every = contenders(workload.microbatches)
+    chosen = [
+        c
+        for c in every
+        if c.axis in options.axis
+        and (not options.only or any(part.lower() in c.name.lower() for part in options.only))
+    ]
+    python = options.peers_python if Path(options.peers_python).exists() else sys.executable
+    report: dict[str, Any] = {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S"),
+        "machine": machine(),
+        "workload": json.loads(workload.to_json()) | {"model_dir": "benchmarks/results/model"},
+        "rounds": options.rounds,
+        "steps": options.steps,
+        "warmup": options.warmup,
+        "axes": {},
+    }
+    reference: list[float] = []
+    if options.axis[0] != "one":
+        reference = _reference(every, workload, options)
+    failed = False
+    for axis in [a for a in AXES if a in options.axis]:
+        of_axis = [c for c in chosen if c.axis == axis]
+        if not of_axis:
+            continue
+        print(f"{TITLES[axis]}: starting {len(of_axis)} contenders", flush=True)
+        before = machine()["load"]
+        measured = measure(
+            of_axis,
+            workload,
+            rounds=options.rounds,
+            steps=options.steps,
+            warmup=options.warmup,
+            python=python,
+        )
+        if axis == "one" and not reference:
+            named = {m.contender.name: m for m in measured}
+            reference = named[REFERENCE].losses if REFERENCE in named else []
+        fastest = best_peer(measured, axis, reference)
+        rows = [m.row(workload, fastest, reference) for m in measured]
+        failed |= any(m.contender.ours and not m.times for m in measured)
+        report["axes"][axis] = {
+            "load_before": before,
+            "load_after": machine()["load"],
+            "rows": rows,
+        }
+        print("\n" + table(rows, TITLES[axis]) + "\n", flush=True)
+    path = options.json or RESULTS / f"peers-{time.strftime('%Y%m%d-%H%M%S')}.json"
+    path.write_text(json.dumps(report, indent=1))
+    print(f"written: {path}")
+    return int(failed)
+
+
+def _reference(every: list[Contender], workload: Workload, options: Any) -> list[float]:
+    """Losses of one process over as many steps as the others take, when it is not measured."""
+    one = [c for c in every if c.name == REFERENCE]
+    total = options.warmup + options.rounds * options.steps
+    measured = measure(
+        one, workload, rounds=1, steps=total, warmup=0, python=sys.executable, say=lambda text: None
+    )
+    return measured[0].losses
+
+
+if __name__ == "__main__":
+    sys.exit(main())
