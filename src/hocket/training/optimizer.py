@@ -1,0 +1,146 @@
+"""Optimizer: AdamW (Loshchilov and Hutter 2019) over named parameters, with fp32 master weights.
+
+torch's fused AdamW does the arithmetic: one kernel over all parameters on CUDA, and on CPU three
+to four times faster than its loops (3.2 ms against 9.3 and 13.2 for 4.2 million parameters on one
+thread). Parameters below fp32 get a master copy here, which is what AdamW steps; the parameter is
+its rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from hocket.spec.run import TrainOptions
+
+STATE = ("exp_avg", "exp_avg_sq")
+
+
+def decays(name: str, parameter: Tensor) -> bool:
+    """Whether weight decay applies: not to norms, biases and other one-dimensional parameters."""
+    return parameter.ndim >= 2 and not name.endswith("bias")
+
+
+class Optimizer:
+    """AdamW over the parameters of one rank.
+
+    Args:
+        parameters: (global name, parameter); a name stands for one parameter.
+        options: lr, weight_decay, beta1, beta2, eps.
+    """
+
+    def __init__(
+        self, parameters: Iterable[tuple[str, nn.Parameter]], options: TrainOptions
+    ) -> None:
+        self.parameters: dict[str, nn.Parameter] = {
+            name: p for name, p in parameters if p.requires_grad
+        }
+        self.masters: dict[str, Tensor] = {
+            name: p.detach().float().clone()
+            for name, p in self.parameters.items()
+            if p.dtype != torch.float32
+        }
+        for master in self.masters.values():
+            master.grad = torch.empty_like(master)
+        stepped = {**self.parameters, **self.masters}
+        groups = [
+            {
+                "params": [p for n, p in stepped.items() if decays(n, p) == decayed],
+                "weight_decay": options.weight_decay if decayed else 0.0,
+            }
+            for decayed in (True, False)
+        ]
+        groups = [group for group in groups if group["params"]]
+        self._stepped = stepped
+        self._adamw = (
+            torch.optim.AdamW(
+                groups,
+                lr=options.lr,
+                betas=(options.beta1, options.beta2),
+                eps=options.eps,
+                fused=True,
+            )
+            if groups
+            else None
+        )
+        self._rounded: list[Tensor] = [p for n, p in self.parameters.items() if n in self.masters]
+        self._exact = list(self.masters.values())
+
+    def step(self, lr: float) -> None:
+        """One step at learning rate `lr` from the gradients in `.grad`."""
+        if self._adamw is None:
+            return
+        for group in self._adamw.param_groups:
+            group["lr"] = lr
+        if not self._exact:
+            self._adamw.step()
+            return
+        for parameter, master in zip(self._rounded, self._exact, strict=True):
+            assert parameter.grad is not None, "a parameter without a gradient"
+            assert master.grad is not None
+        with torch.no_grad():
+            torch._foreach_copy_(
+                [m.grad for m in self._exact],  # type: ignore[misc]
+                [p.grad for p in self._rounded],  # type: ignore[misc]
+            )
+            self._adamw.step()
+            torch._foreach_copy_(self._rounded, self._exact)
+
+    @torch.no_grad()
+    def refresh_masters(self) -> None:
+        """Take the parameters' present values as the masters' (after values were set from
+        outside, as by loading a checkpoint that holds no masters)."""
+        if self._exact:
+            torch._foreach_copy_(self._exact, self._rounded)
+
+    # --- state -----------------------------------------------------------------------------
+
+    def state_tensors(self) -> dict[str, dict[str, Tensor]]:
+        """Global name to `exp_avg`, `exp_avg_sq` (local shapes, fp32), `step` (a scalar) and,
+        below fp32, `master`. The live tensors, not copies. Zeros before the first step.
+        """
+        if self._adamw is None:
+            return {}
+        found = {}
+        for name, tensor in self._stepped.items():
+            state = self._adamw.state[tensor]
+            if not state:
+                # What AdamW would make at its first step.
+                state["step"] = torch.zeros((), dtype=torch.float32, device=tensor.device)
+                for key in STATE:
+                    state[key] = torch.zeros_like(tensor, memory_format=torch.preserve_format)
+            found[name] = {"step": state["step"], **{key: state[key] for key in STATE}}
+            if name in self.masters:
+                found[name]["master"] = tensor
+        return found
+
+    @torch.no_grad()
+    def load_state_tensors(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Take over a state in the form of `state_tensors`.
+
+        Raises:
+            KeyError, RuntimeError: names or shapes that are not this optimizer's.
+        """
+        mine = self.state_tensors()
+        if state.keys() != mine.keys():
+            raise KeyError(f"optimizer state of other names: {sorted(state.keys() ^ mine.keys())}")
+        for name, tensors in mine.items():
+            for key, tensor in tensors.items():
+                if tensor.shape != state[name][key].shape:
+                    raise RuntimeError(
+                        f"optimizer state {name} {key} has the shape "
+                        f"{tuple(state[name][key].shape)}, expected {tuple(tensor.shape)}"
+                    )
+                tensor.copy_(state[name][key])
+
+    @property
+    def bytes(self) -> int:
+        """Counted bytes of the state once it exists: moments, masters and their gradients."""
+        total = 0
+        for name, tensor in self._stepped.items():
+            total += 4 * tensor.numel() * len(STATE) + 4
+            if name in self.masters:
+                total += 2 * tensor.nbytes
+        return total

@@ -1,0 +1,133 @@
+"""AdamW: which parameters decay, its state by name, masters below fp32, equal to the textbook."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+
+from hocket.spec.run import TrainOptions  # noqa: E402
+from hocket.training.optimizer import Optimizer, decays  # noqa: E402
+
+pytestmark = pytest.mark.torch
+OPTIONS = TrainOptions(lr=0.01, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+def parameters(dtype=torch.float32) -> dict[str, nn.Parameter]:
+    shapes = {"a.weight": (4, 3), "a.bias": (4,), "norm.weight": (3,), "experts.up_bias": (2, 3)}
+    return {n: nn.Parameter(torch.randn(s).to(dtype)) for n, s in shapes.items()}
+
+
+def gradients(params, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for p in params.values():
+        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+
+
+def by_hand(params, steps):
+    """AdamW as in algorithm 2 of Loshchilov and Hutter 2019, in double precision."""
+    values = {n: p.detach().double().clone() for n, p in params.items()}
+    m = {n: torch.zeros_like(v) for n, v in values.items()}
+    s = {n: torch.zeros_like(v) for n, v in values.items()}
+    for t in range(1, steps + 1):
+        gradients(params, t)
+        for n, v in values.items():
+            g = params[n].grad.double()
+            m[n] = 0.9 * m[n] + 0.1 * g
+            s[n] = 0.95 * s[n] + 0.05 * g * g
+            update = (m[n] / (1 - 0.9**t)) / ((s[n] / (1 - 0.95**t)).sqrt() + 1e-8)
+            v -= 0.01 * update + 0.01 * (0.1 if n == "a.weight" else 0.0) * v
+    return values
+
+
+def test_equals_the_textbook_and_decays_matrices_only() -> None:
+    params = parameters()
+    expected = by_hand(params, 5)
+    optimizer = Optimizer(params.items(), OPTIONS)
+    for t in range(1, 6):
+        gradients(params, t)
+        optimizer.step(0.01)
+    for name, value in expected.items():
+        torch.testing.assert_close(params[name].double(), value, rtol=0, atol=1e-6)
+
+
+def test_what_decays() -> None:
+    found = {n for n, p in parameters().items() if decays(n, p)}
+    assert found == {"a.weight"}
+
+
+def test_masters_keep_what_bf16_rounds_away() -> None:
+    params = parameters(torch.bfloat16)
+    optimizer = Optimizer(params.items(), OPTIONS)
+    start = {n: p.detach().clone() for n, p in params.items()}
+    exact = {n: nn.Parameter(p.detach().float()) for n, p in params.items()}
+    reference = Optimizer(exact.items(), OPTIONS)
+    for _ in range(30):
+        for n, p in params.items():
+            p.grad = torch.full_like(p, 0.5)
+            exact[n].grad = p.grad.float()
+        optimizer.step(1e-5)  # far below one bf16 rounding step of a value near 1
+        reference.step(1e-5)
+    for n, p in params.items():
+        assert torch.equal(optimizer.masters[n], exact[n]), n
+        assert torch.equal(p, exact[n].bfloat16()), n
+    assert any(not torch.equal(optimizer.masters[n], start[n].float()) for n in params)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_continues_bit_for_bit(dtype) -> None:
+    params = parameters(dtype)
+    optimizer = Optimizer(params.items(), OPTIONS)
+    for t in range(3):
+        gradients(params, t)
+        optimizer.step(0.01)
+    state = {n: {k: v.clone() for k, v in s.items()} for n, s in optimizer.state_tensors().items()}
+    keys = {"step", "exp_avg", "exp_avg_sq"} | ({"master"} if dtype != torch.float32 else set())
+    assert all(set(s) == keys for s in state.values())
+    others = {n: nn.Parameter(p.detach().clone()) for n, p in params.items()}
+    other = Optimizer(others.items(), OPTIONS)
+    other.load_state_tensors(state)
+    for t in range(3, 6):
+        for these, stepped in ((params, optimizer), (others, other)):
+            gradients(these, t)
+            stepped.step(0.01)
+    for n in params:
+        assert torch.equal(params[n], others[n]), n
+    held = sum(t.nbytes for s in other.state_tensors().values() for t in s.values())
+    held += sum(m.grad.nbytes for m in other.masters.values())
+    assert other.bytes == held
+
+
+def test_state_made_before_the_first_step_changes_nothing() -> None:
+    first, second = parameters(), parameters()
+    for n, p in second.items():
+        p.data.copy_(first[n])
+    one, two = Optimizer(first.items(), OPTIONS), Optimizer(second.items(), OPTIONS)
+    two.state_tensors()
+    for these, optimizer in ((first, one), (second, two)):
+        gradients(these, 1)
+        optimizer.step(0.01)
+    assert all(torch.equal(first[n], second[n]) for n in first)
+
+
+def test_state_of_another_model_is_refused() -> None:
+    optimizer = Optimizer(parameters().items(), OPTIONS)
+    state = {n: dict(s) for n, s in optimizer.state_tensors().items()}
+    with pytest.raises(KeyError, match=r"a\.bias"):
+        optimizer.load_state_tensors({n: s for n, s in state.items() if n != "a.bias"})
+    state["a.weight"]["exp_avg"] = torch.zeros(3, 4)
+    with pytest.raises(RuntimeError, match=r"a\.weight exp_avg"):
+        optimizer.load_state_tensors(state)
+
+
+def test_a_rank_without_parameters_steps() -> None:
+    optimizer = Optimizer([], OPTIONS)
+    optimizer.step(0.1)
+    assert optimizer.state_tensors() == {}
