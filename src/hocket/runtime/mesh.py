@@ -45,6 +45,9 @@ class Axis:
     ranks: tuple[int, ...] = (0,)
     group: dist.ProcessGroup | None = None
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Axis:
+        return self  # a copied module talks to the same ranks
+
 
 class Mesh:
     """One rank's view of a layout.

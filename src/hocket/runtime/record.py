@@ -54,6 +54,9 @@ class Recorder:
         self._spans: list[tuple[Any, Any, dict[str, Any]]] = []
         self._base: tuple[Any, float] | None = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Recorder:
+        return self  # a copied module is counted with its original
+
     # --- counting --------------------------------------------------------------------------
 
     def count(self, name: str, axis: str, nbytes: int) -> None:

@@ -1,0 +1,141 @@
+"""Column- and row-parallel linear layers, made by class swap.
+
+    x, whole -copy-> h = x W1[my outputs], in parts -> y = h W2[my inputs] -reduce-> y, whole
+
+A layer keeps its module's name, its parameters' names and Hugging Face's way of storing them
+(`Conv1D` keeps its weight transposed); only the parameters' values become local.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from hocket.runtime.linear import WeightGradients, linear
+from hocket.runtime.mesh import Axis
+from hocket.runtime.record import Recorder
+from hocket.runtime.tensor_parallel.regions import (
+    copy_to_axis,
+    gather_from_axis,
+    reduce_in_place,
+    split_to_axis,
+)
+from hocket.runtime.tensor_parallel.shards import Shards
+
+if TYPE_CHECKING:
+    from hocket.runtime.random import Streams
+
+
+class Entry:
+    """The way of one tensor into the split layers that share it.
+
+    Query, key and value (or gate and up) are fed the same tensor: all of them use one autograd
+    node, so that backward sums one gradient instead of three. References are dropped when the
+    last of the `layers` siblings has asked.
+    """
+
+    __slots__ = ("_asked", "_copied", "_source", "axis", "layers", "recorder")
+
+    def __init__(self, axis: Axis, recorder: Recorder) -> None:
+        self.axis = axis
+        self.recorder = recorder
+        self.layers = 0
+        self._source: Tensor | None = None
+        self._copied: Tensor | None = None
+        self._asked = 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not (x.requires_grad and torch.is_grad_enabled()):
+            return x
+        if self.layers == 1:
+            return copy_to_axis(x, self.axis, self.recorder)
+        if self._source is not x or self._copied is None:
+            self._source = x
+            self._copied = copy_to_axis(x, self.axis, self.recorder)
+            self._asked = 0
+        self._asked += 1
+        copied = self._copied
+        if self._asked == self.layers:
+            self._source = self._copied = None
+        return copied
+
+
+class _ParallelLinear(nn.Linear):
+    """What column- and row-parallel layers share; never made directly."""
+
+    axis: Axis
+    recorder: Recorder
+    transposed: bool
+    weight_gradients: WeightGradients | None = None
+    streams: Streams | None = None
+
+    def _linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return linear(
+            x,
+            self.weight,
+            bias,
+            transposed=self.transposed,
+            weight_gradients=self.weight_gradients,
+        )
+
+    def extra_repr(self) -> str:
+        rows, columns = self.weight.shape
+        return (
+            f"{rows} x {columns} of {self.in_features} -> {self.out_features}, tp {self.axis.size}"
+        )
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """A linear layer that holds some of its outputs.
+
+    Input [..., in], whole on every rank; output [..., out of this rank], or [..., out] if the
+    plan says `gather_output`.
+    """
+
+    entry: Entry
+    gather: Shards | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        y = self._linear(self.entry(input), self.bias)
+        if self.gather is not None:
+            return gather_from_axis(y, self.gather, self.axis, self.recorder)
+        if self.streams is not None and self.training:
+            self.streams.enter_sharded()
+        return y
+
+
+class RowParallelLinear(_ParallelLinear):
+    """A linear layer that holds some of its inputs.
+
+    Input [..., in of this rank], or [..., in] if the plan says `scatter_input`; output [..., out],
+    summed over the ranks; the bias is added once, after the sum.
+    """
+
+    scatter: Shards | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.streams is not None and self.training:
+            self.streams.leave_sharded()
+        if self.scatter is not None:
+            input = split_to_axis(input, self.scatter, self.axis, self.recorder)
+        y = reduce_in_place(self._linear(input, None), self.axis, self.recorder)
+        return y if self.bias is None else y + self.bias
+
+
+class VocabParallelHead(ColumnParallelLinear):
+    """The output head: logits stay split by vocabulary, for the vocabulary-parallel loss.
+
+    Input [B, S, H], output [B, S, V of this rank].
+
+    Attributes:
+        start: first vocabulary row of this rank.
+        sizes: vocabulary rows of each rank.
+    """
+
+    start: int
+    sizes: list[int]
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._linear(self.entry(input), self.bias)
