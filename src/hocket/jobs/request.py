@@ -46,6 +46,8 @@ class Request:
     layout: Layout = dataclasses.field(default_factory=Layout)
     workload: Workload = dataclasses.field(default_factory=Workload)
     options: TrainOptions = dataclasses.field(default_factory=TrainOptions)
+    given: frozenset[str] = frozenset()
+    """Names that were given a value, even if it is the default: what a resumed run must match."""
 
 
 def request(values: Mapping[str, Any]) -> Request:
@@ -55,28 +57,51 @@ def request(values: Mapping[str, Any]) -> Request:
         OptionError: an unknown name (the nearest one is suggested), or a value that cannot be.
         LayoutError: a layout that cannot be, or a flag that contradicts the layout's text.
     """
-    given = {name: value for name, value in values.items() if value is not None}
-    for name in given:
-        if name not in NAMES:
-            message, hint = unknown("option", name, NAMES)
-            raise OptionError(message, hint=hint)
+    given = typed(values)
     if not given.get("model"):
         raise OptionError("no model was named", hint="hocket train tiny-llama --data FILE")
-    workload = Workload(**_typed(Workload, given, WORKLOAD_FIELDS))
-    options = TrainOptions(**_typed(TrainOptions, given, OPTION_FIELDS))
+    workload = Workload(**{name: given[name] for name in WORKLOAD_FIELDS if name in given})
+    options = TrainOptions(**{name: given[name] for name in OPTION_FIELDS if name in given})
     if "min_lr" not in given:
         # The default suits the default peak; a smaller peak still decays to a tenth.
         options = dataclasses.replace(options, min_lr=min(options.min_lr, options.lr / 10))
     check_workload(workload)
     check_options(options)
     return Request(
-        model=str(given["model"]),
-        data=_paths(given.get("data", ())),
+        model=given["model"],
+        data=given.get("data", ()),
         run=Path(given["run"]) if "run" in given else None,
-        layout=_layout(given),
+        layout=layout_of(given),
         workload=workload,
         options=options,
+        given=frozenset({*given, *layout_values(given)}),
     )
+
+
+def typed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` without those that are None, each as the type its name asks for.
+
+    Raises:
+        OptionError: an unknown name (the nearest one is suggested), or a value of another type.
+    """
+    given = {name: value for name, value in values.items() if value is not None}
+    for name in given:
+        if name not in NAMES:
+            message, hint = unknown("option", name, NAMES)
+            raise OptionError(message, hint=hint)
+    for kind, names in ((Workload, WORKLOAD_FIELDS), (TrainOptions, OPTION_FIELDS)):
+        hints = typing.get_type_hints(kind)
+        given.update(
+            {name: _value(name, given[name], hints[name]) for name in given if name in names}
+        )
+    for name in ("model", "run"):
+        if name in given:
+            if not isinstance(given[name], str | Path):
+                raise OptionError(f"{name} is {given[name]!r}; a text is needed")
+            given[name] = str(given[name])
+    if "data" in given:
+        given["data"] = _paths(given["data"])
+    return given
 
 
 def _paths(value: Any) -> tuple[str, ...]:
@@ -87,7 +112,8 @@ def _paths(value: Any) -> tuple[str, ...]:
     raise OptionError(f"data is {value!r}; it is one path or a list of paths")
 
 
-def _layout(given: Mapping[str, Any]) -> Layout:
+def layout_of(given: Mapping[str, Any]) -> Layout:
+    """The layout of a text under `layout` and fields beside it. Raises LayoutError."""
     layout = given.get("layout", "dp1")
     fields = {name: given[name] for name in LAYOUT_FIELDS if name in given}
     if isinstance(layout, Layout):
@@ -112,7 +138,7 @@ def layout_values(values: Mapping[str, Any]) -> dict[str, Any]:
     there is a text, its axes are complete: those it leaves out are 1.
     """
     given = {name: value for name, value in values.items() if value is not None}
-    layout = _layout(given)
+    layout = layout_of(given)
     found = {name: given[name] for name in LAYOUT_FIELDS if name in given}
     if "layout" in given:
         default = Layout()
@@ -121,11 +147,6 @@ def layout_values(values: Mapping[str, Any]) -> dict[str, Any]:
             if name in ("dp", "pp", "cp", "tp", "ep") or value != getattr(default, name):
                 found[name] = value
     return found
-
-
-def _typed(kind: type[Any], given: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    hints = typing.get_type_hints(kind)
-    return {name: _value(name, given[name], hints[name]) for name in names if name in given}
 
 
 def _value(name: str, value: Any, hint: Any) -> Any:

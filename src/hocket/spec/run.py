@@ -28,7 +28,13 @@ VERSION = 1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What one step computes. `global_batch` counts sequences of `seq_len` tokens."""
+    """What one step computes.
+
+    Attributes:
+        seq_len: tokens of one sequence.
+        global_batch: sequences of one step, over all data ranks and microbatches.
+        dtype: `fp32` or `bf16` (with fp32 master weights).
+    """
 
     seq_len: int = 256
     global_batch: int = 32
@@ -46,7 +52,9 @@ class TrainOptions:
         min_lr: learning rate at the end of the cosine decay.
         warmup: steps of linear warm-up. None: a tenth of `steps`, at most 100.
         weight_decay: not applied to norms and biases.
-        beta1, beta2, eps: of AdamW.
+        beta1: of AdamW: decay of the mean of the gradient.
+        beta2: of AdamW: decay of the mean of its square.
+        eps: of AdamW: added to the root of that mean.
         clip: largest global gradient norm; 0 clips nothing.
         dropout: overrides every dropout probability of the model. None: as configured.
         tokenizer: a directory, `model` (the model directory's own), `bytes`, or `train`.

@@ -1,0 +1,80 @@
+"""Flags: the groups of options that verbs share, and the one way they are read.
+
+The names are those of `spec.run` and `spec.layout`; a test holds them together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Annotated, Any, TypeVar
+
+import tyro
+
+Model = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
+Paths = Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATH...")]
+Text = Annotated[str | None, tyro.conf.arg(metavar="TEXT")]
+Folder = Annotated[str | None, tyro.conf.arg(metavar="DIR")]
+File = Annotated[str | None, tyro.conf.arg(metavar="FILE")]
+Count = Annotated[int | None, tyro.conf.arg(metavar="INT")]
+
+Kind = TypeVar("Kind")
+
+CONFIG = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayoutFlags:
+    """Where everything lives. Flags fill what the text of --layout leaves out.
+
+    Attributes:
+        layout: degrees of data, pipeline and tensor parallelism, in any order: dp2.pp2.tp2.
+        schedule: sequential, gpipe, 1f1b, interleaved, or the path of a schedule file.
+            None: 1f1b.
+        microbatches: microbatches per data rank and step. None: 1 without a pipeline, else up
+            to twice the pipeline ranks.
+        cut: balanced (by cost), even, or layers per stage as in 3-5. None: balanced.
+        virtual_stages: stages on each pipeline rank. None: 1.
+        data_parallel: processes (one rank a replica) or threads (one process). None: processes.
+        order: mesh axes from the fastest-varying rank digit to the slowest. None: tp-cp-dp-pp.
+    """
+
+    layout: Text = None
+    schedule: Text = None
+    microbatches: Count = None
+    cut: Text = None
+    virtual_stages: Count = None
+    data_parallel: Text = None
+    order: Text = None
+
+
+def explicit(arguments: Sequence[str]) -> frozenset[str]:
+    """Names of the flags that were written, whatever their values."""
+    flags = (argument for argument in arguments if argument.startswith("--"))
+    return frozenset(f[2:].partition("=")[0].replace("-", "_") for f in flags)
+
+
+def values(group: Any, *, also: frozenset[str] = frozenset()) -> dict[str, Any]:
+    """The flags that differ from their defaults, and those named in `also`, by name.
+
+    Groups inside the group are flattened.
+    """
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(group):
+        value = getattr(group, field.name)
+        if dataclasses.is_dataclass(value):
+            found.update(values(value, also=also))
+        elif value != field.default or field.name in also:
+            found[field.name] = value
+    return found
+
+
+def with_defaults(kind: type[Kind], given: dict[str, Any]) -> Kind:
+    """A group of flags whose defaults are `given` where it has the name."""
+    names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: value for name, value in given.items() if name in names})
+
+
+def parse(kind: type[Kind], verb: str, arguments: Sequence[str], default: Kind) -> Kind:
+    """Read a verb's flags. A mistake ends the process with code 2 and the nearest name."""
+    return tyro.cli(kind, prog=f"hocket {verb}", args=arguments, default=default, config=CONFIG)

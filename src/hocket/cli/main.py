@@ -1,0 +1,71 @@
+"""The door: finds the verb, hands it the rest of the command line, and says what went wrong.
+
+`hocket --help` and an unknown verb are answered from the table below, without loading a parser.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from hocket.spec.errors import HocketError, OptionError, unknown
+
+VERBS = {
+    "demo": "train a small Llama on this machine's own text, on eight ranks, end to end",
+    "train": "train a model with data, tensor and pipeline parallelism",
+    "check": "prove that a layout computes what one process computes",
+    "generate": "continue a text with a trained model",
+    "export": "write a run's model as an ordinary Hugging Face directory",
+    "schedule": "print when each pipeline rank computes what",
+    "models": "list the models that come with hocket",
+}
+"""Each verb is a module of this room with a function `main(arguments) -> exit code`."""
+
+
+def usage() -> str:
+    """What `hocket --help` prints."""
+    width = max(len(verb) for verb in VERBS)
+    verbs = "\n".join(f"  {verb:<{width}}  {what}" for verb, what in VERBS.items())
+    return (
+        "usage: hocket VERB [OPTIONS]\n\n"
+        "Train any Hugging Face causal language model across many devices, from one layout.\n\n"
+        f"{verbs}\n\n"
+        "hocket VERB --help lists a verb's options; hocket --version prints the version.\n"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command. Returns its exit code: 0, 1 (a rank died, a check failed) or 2."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = _verb(arguments)
+        sys.stdout.flush()
+        return code
+    except HocketError as error:
+        print(f"hocket: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("hocket: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of stdout has gone, as `| head` does: nothing more can be said there.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _verb(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(usage(), end="", file=sys.stdout if arguments else sys.stderr)
+        return 0 if arguments else 2
+    verb, rest = arguments[0], arguments[1:]
+    if verb == "--version":
+        from hocket import __version__
+
+        print(f"hocket {__version__}")
+        return 0
+    if verb not in VERBS:
+        message, hint = unknown("verb", verb, VERBS)
+        raise OptionError(message, hint=hint)
+    return int(importlib.import_module(f"hocket.cli.{verb}").main(rest))

@@ -1,0 +1,35 @@
+"""`hocket models`: the models that come with hocket, each with its source."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from hocket.cli.flags import parse
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Models:
+    """List the models that come with hocket.
+
+    Attributes:
+        json: print one JSON object a model.
+    """
+
+    json: bool = False
+
+
+def main(arguments: Sequence[str]) -> int:
+    """List. Returns 0."""
+    flags = parse(Models, "models", arguments, Models())
+    import json
+
+    from hocket.jobs.models import known
+
+    found = known()
+    width = max(len(name) for name, _ in found)
+    for name, note in found:
+        print(
+            json.dumps({"name": name, "note": note}) if flags.json else f"{name:<{width}}  {note}"
+        )
+    return 0

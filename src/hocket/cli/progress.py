@@ -1,0 +1,168 @@
+"""Progress: a job's events as a bar on a terminal, as plain lines elsewhere, or as JSON rows.
+
+The live display exists in this process only: ranks are started from a server that has none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Protocol
+
+from hocket.spec.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+Event = dict[str, Any]
+PLAIN_LINES = 20
+"""About so many lines are printed for a whole run where there is no terminal."""
+
+
+class Listener(Protocol):
+    """Takes events. `heard` is False in a process that is not the one to speak for the job."""
+
+    heard: bool
+
+    def __call__(self, event: Event) -> None: ...
+
+
+@contextlib.contextmanager
+def progress(*, as_json: bool = False) -> Iterator[Listener]:
+    """The listener that suits where the output goes."""
+    if as_json:
+        yield JsonRows()
+    elif sys.stdout.isatty():
+        with _bar() as bar:
+            yield Bar(bar)
+    else:
+        yield PlainLines()
+
+
+class JsonRows:
+    """One JSON object a step on stdout; notes go to stderr."""
+
+    def __init__(self) -> None:
+        self.heard = False
+
+    def __call__(self, event: Event) -> None:
+        self.heard = True
+        if event["event"] == "step":
+            row = {key: value for key, value in event.items() if key not in ("event", "rank")}
+            print(json.dumps(row), flush=True)
+        elif event["event"] == "note":
+            print(event["text"], file=sys.stderr, flush=True)
+
+
+class PlainLines:
+    """A line for each phase, and for one in so many steps."""
+
+    def __init__(self) -> None:
+        self.heard = False
+
+    def __call__(self, event: Event) -> None:
+        self.heard = True
+        line = self.line(event)
+        if line is not None:
+            print(line, flush=True)
+
+    def line(self, event: Event) -> str | None:
+        """What is printed for an event, None for nothing."""
+        if event["event"] == "step":
+            every = max(1, event["steps"] // PLAIN_LINES)
+            if event["step"] in (1, event["steps"]) or event["step"] % every == 0:
+                return step_line(event)
+            return None
+        return said(event)
+
+
+def step_line(event: Event) -> str:
+    """One step in one line."""
+    return (
+        f"step {event['step']:>{len(str(event['steps']))}}/{event['steps']}  "
+        f"loss {event['loss']:.4f}  {event['tokens_per_second']:,.0f} tokens/s  "
+        f"{format_seconds(event['step_seconds'])} a step"
+        + (f"  grad norm {event['grad_norm']:.2f}" if event.get("grad_norm") is not None else "")
+        + _left(event)
+    )
+
+
+def _left(event: Event) -> str:
+    seconds = (event["steps"] - event["step"]) * event["step_seconds"]
+    return f"  {format_seconds(seconds)} left" if seconds else ""
+
+
+def said(event: Event) -> str | None:
+    """What an event other than a step says in one line, None for nothing."""
+    kind = event["event"]
+    if kind == "phase":
+        return f"{event['name']} ..."
+    if kind == "note":
+        return str(event["text"])
+    if kind == "eval":
+        return f"held-out loss {event['loss']:.4f} after step {event['step']}"
+    if kind == "saved":
+        return f"saved {event['path']}"
+    return None
+
+
+class Bar:
+    """A live bar: loss, tokens/s, step time and time left."""
+
+    def __init__(self, bar: Progress) -> None:
+        self.heard = False
+        self._bar = bar
+        self._task: TaskID | None = None
+        self._began = time.monotonic()
+        self._held_out = ""
+
+    def __call__(self, event: Event) -> None:
+        self.heard = True
+        kind = event["event"]
+        if kind == "step":
+            self._step(event)
+        elif kind == "tokenizing":
+            self._tell(
+                f"tokenizing {format_bytes(event['bytes'])} of {format_bytes(event['total'])}"
+            )
+        elif kind == "eval":
+            self._held_out = f"held-out {event['loss']:.3f}  "
+        elif kind == "phase" and self._task is None:
+            self._tell(event["name"])
+        else:
+            text = said(event)
+            if text is not None and kind != "phase":
+                self._bar.console.print(text, highlight=False, markup=False)
+
+    def _tell(self, what: str) -> None:
+        """Show what goes on before the first step."""
+        if not self._bar.tasks:
+            self._bar.add_task(what, total=None, numbers="")
+        self._bar.update(self._bar.task_ids[0], description=what)
+
+    def _step(self, event: Event) -> None:
+        if self._task is None:
+            for task in self._bar.task_ids:
+                self._bar.remove_task(task)
+            self._task = self._bar.add_task("training", total=event["steps"], numbers="")
+        numbers = (
+            f"loss {event['loss']:.3f}  {self._held_out}"
+            f"{event['tokens_per_second']:,.0f} tokens/s  {format_seconds(event['step_seconds'])}"
+            f" a step{_left(event)}"
+        )
+        self._bar.update(self._task, completed=event["step"], numbers=numbers)
+
+
+def _bar() -> Progress:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[numbers]}"),
+    )

@@ -1,0 +1,48 @@
+"""The last words of a training job: what came out, and what can be done with it."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING, TextIO
+
+from hocket.spec.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from hocket.jobs.train import Summary
+
+
+def print_summary(summary: Summary, *, to: TextIO) -> None:
+    """Print the result in a few lines."""
+    for line in lines(summary):
+        print(line, file=to)
+
+
+def lines(summary: Summary) -> list[str]:
+    """The result in a few lines."""
+    found = [""]
+    if summary.loss is not None and summary.first_loss is not None:
+        held = summary.held_out_loss
+        found.append(
+            f"loss {summary.first_loss:.4f} -> {summary.loss:.4f} after step {summary.steps}"
+            + ("" if held is None else f", {held:.4f} on held-out text")
+        )
+    if summary.tokens_per_second is not None and summary.step_seconds is not None:
+        found.append(
+            f"{summary.tokens_per_second:,.0f} tokens/s, "
+            f"{format_seconds(summary.step_seconds)} a step (medians)"
+        )
+    if summary.memory_bytes:
+        each = summary.memory_bytes
+        found.append(
+            f"peak tensor memory {format_bytes(min(each))} to {format_bytes(max(each))} a rank"
+            if len(each) > 1
+            else f"peak tensor memory {format_bytes(each[0])}"
+        )
+    run = shlex.quote(str(summary.run))
+    found += [
+        f"run folder {summary.run}",
+        "",
+        f"  hocket generate {run} --prompt TEXT",
+        f"  hocket export {run} --to DIR",
+    ]
+    return found

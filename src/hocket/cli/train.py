@@ -1,0 +1,100 @@
+"""`hocket train`: flags and configuration file to a Request, and its events to the screen."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import tyro
+
+from hocket.cli import config as config_file
+from hocket.cli.flags import (
+    File,
+    Folder,
+    LayoutFlags,
+    Model,
+    Paths,
+    explicit,
+    parse,
+    values,
+    with_defaults,
+)
+from hocket.spec.run import TrainOptions, Workload
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Train:
+    """Train a model with data, tensor and pipeline parallelism.
+
+    Attributes:
+        model: a Hugging Face directory (with safetensors weights, or a config.json alone for
+            random ones), a run folder, or a name that `hocket models` lists.
+        data: text files, JSON lines, parquet, `datasets` directories, or folders of text.
+        run: the run folder. None: a new one under runs/.
+        config: a TOML file of options by their flags' names; flags win over it.
+        json: print one JSON object a step on stdout, and nothing else there.
+        parallel: where everything lives.
+        workload: what one step computes.
+        training: everything else.
+    """
+
+    model: Model = ""
+    data: Paths = ()
+    run: Folder = None
+    config: File = None
+    json: bool = False
+    parallel: Annotated[LayoutFlags, tyro.conf.arg(name="layout")] = dataclasses.field(
+        default_factory=LayoutFlags
+    )
+    workload: Workload = dataclasses.field(default_factory=Workload)
+    training: TrainOptions = dataclasses.field(default_factory=TrainOptions)
+
+
+def read(arguments: Sequence[str]) -> tuple[Train, dict[str, Any]]:
+    """The flags, and the options of flags and configuration file together, by name."""
+    path = config_file.find(arguments)
+    given = {} if path is None else config_file.read(path)
+    default = Train(
+        model=given.get("model", ""),
+        data=given.get("data", ()),
+        run=given.get("run"),
+        workload=with_defaults(Workload, given),
+        training=with_defaults(TrainOptions, given),
+    )
+    flags = parse(Train, "train", arguments, default)
+    said = values(flags, also=explicit(arguments))
+    said.pop("json", None)
+    said.pop("config", None)
+    if path is not None:
+        from hocket.jobs.request import LAYOUT_FIELDS, layout_values
+
+        # Field by field, so that a flag wins over the file's text and not against it.
+        ours = layout_values(said)
+        theirs = layout_values(given)
+        for name in ("layout", *LAYOUT_FIELDS):
+            said.pop(name, None)
+        said.update({**theirs, **ours})
+    return flags, said
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Train. Returns 0."""
+    flags, said = read(arguments)
+    from hocket.cli.progress import progress
+    from hocket.jobs.request import request
+    from hocket.jobs.train import train
+
+    with progress(as_json=flags.json) as on_event:
+        summary = train(request({"model": _run_model(said), **said}), on_event=on_event)
+    from hocket.cli.summary import print_summary
+
+    if on_event.heard:
+        print_summary(summary, to=sys.stderr if flags.json else sys.stdout)
+    return 0
+
+
+def _run_model(said: dict[str, Any]) -> str | None:
+    """A resumed run knows its model; it need not be said again."""
+    return str(said.get("run")) if said.get("resume") else None

@@ -1,0 +1,224 @@
+"""Preparation: from a Request to a run folder that ranks can start from.
+
+    model, layout, schedule checked -> data tokenized -> vocabulary resolved
+        -> run.json, schedule.txt
+
+Torch-free throughout, so that it runs while the launcher's server still imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hocket.jobs.request import OPTION_FIELDS, WORKLOAD_FIELDS, Request
+from hocket.jobs.validate import validate
+from hocket.spec.errors import CheckpointError, DataError, OptionError, RunFolderError
+from hocket.spec.layout import Layout
+from hocket.spec.run import RunFolder, RunSpec, write_text
+from hocket.spec.schedule import Schedule
+
+if TYPE_CHECKING:
+    from hocket.models.source import ModelSource
+    from hocket.training.data import Tokens
+    from hocket.training.tokenizer import Tokenizer
+
+Progress = Callable[[int, int], None]
+
+_CHANGEABLE_ON_RESUME = frozenset(
+    {"steps", "resume", "eval_every", "eval_batches", "save_every", "timeline_step", "device",
+     "backend", "threads", "bucket_mb", "compile", "tensorboard", "trust_remote_code", "timeout"}
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A job whose model, layout and schedule fit each other. Nothing is written yet."""
+
+    request: Request
+    source: ModelSource
+    layout: Layout
+    schedule: Schedule
+
+
+def plan(request: Request, *, world_size: int | None = None) -> Plan:
+    """Check a request as far as that goes without reading through its data.
+
+    Args:
+        world_size: ranks that a launcher has started, None where hocket starts its own.
+
+    Raises:
+        HocketError: the model is unknown, the layout or the schedule does not fit, the data is
+            not there.
+    """
+    from hocket.models.source import resolve
+    from hocket.schedules.registry import build
+    from hocket.training import data_sources
+
+    source = resolve(request.model, trust_remote_code=request.options.trust_remote_code)
+    layout = validate(source.dimensions, request.layout, request.workload, world_size=world_size)
+    assert layout.microbatches is not None
+    schedule = build(layout, layout.microbatches)
+    if not request.data:
+        raise DataError("no data was named", hint="--data FILE_OR_FOLDER...")
+    data_sources.find(request.data)
+    return Plan(request=request, source=source, layout=layout, schedule=schedule)
+
+
+def run_folder(request: Request) -> RunFolder:
+    """The run folder asked for, or a new name under `runs/`.
+
+    Raises:
+        RunFolderError: the folder already holds a run, or is no folder.
+    """
+    if request.run is None:
+        name = Path(request.model).name or "run"
+        free = (Path("runs") / f"{name}-{k}" for k in itertools.count(1))
+        return RunFolder(next(path for path in free if not path.exists()))
+    folder = RunFolder(request.run)
+    if folder.spec_file.exists():
+        raise RunFolderError(
+            f"{folder.path} already holds a run",
+            hint=f"--resume to continue it, or another name: --run {_free_name(folder.path)}",
+        )
+    if folder.path.exists() and not folder.path.is_dir():
+        raise RunFolderError(f"{folder.path} is a file, not a folder", hint="--run runs/first")
+    return folder
+
+
+def _free_name(path: Path) -> Path:
+    names = (path.with_name(f"{path.name}-{k}") for k in itertools.count(2))
+    return next(name for name in names if not name.exists())
+
+
+def data(
+    job: Plan, folder: RunFolder, progress: Progress | None = None
+) -> tuple[Tokenizer, Tokens, dict[str, Any]]:
+    """Tokenize the data into the run folder; the model's configuration with its vocabulary.
+
+    A model of the catalogue with random weights gets as many embedding rows as the tokenizer has
+    ids; a configuration or weights of the user's own are never changed.
+
+    Raises:
+        DataError: unreadable, empty or too short data, or an id beyond the vocabulary.
+        OptionError: an unknown tokenizer.
+    """
+    from hocket.training import data as tokens_of
+    from hocket.training import data_sources, tokenizer
+
+    request, source = job.request, job.source
+    options, workload = request.options, request.workload
+    found = data_sources.find(request.data)
+    words = tokenizer.resolve(
+        options.tokenizer,
+        model_dir=source.tokenizer,
+        texts=lambda: data_sources.documents(found, options.text_field),
+        vocab_size=options.vocab_size,
+        trust_remote_code=options.trust_remote_code,
+    )
+    config = source.config
+    if source.directory is None and source.weights is None and not _is_file(source.name):
+        config = with_vocabulary(config, words.vocab_size, words.eos_id)
+        sizes = dataclasses.replace(source.dimensions, vocab_size=words.vocab_size)
+        validate(sizes, job.layout, workload, world_size=job.layout.world_size)
+    tokens = tokens_of.prepare(
+        folder.data,
+        words,
+        request.data,
+        seq_len=workload.seq_len,
+        global_batch=workload.global_batch,
+        text_field=options.text_field,
+        held_out=options.held_out,
+        seed=options.seed,
+        model_vocab_size=int(config.get("vocab_size") or source.dimensions.vocab_size),
+        progress=progress,
+    )
+    return words, tokens, config
+
+
+def _is_file(name: str) -> bool:
+    return Path(name).expanduser().exists()
+
+
+def with_vocabulary(config: dict[str, Any], vocab_size: int, eos: int | None) -> dict[str, Any]:
+    """A configuration with another vocabulary: no token id in it lies beyond its rows."""
+    changed = {**config, "vocab_size": vocab_size, "eos_token_id": eos}
+    for name in ("bos_token_id", "pad_token_id"):
+        value = changed.get(name)
+        if isinstance(value, int) and value >= vocab_size:
+            changed[name] = eos
+    return changed
+
+
+def write(job: Plan, folder: RunFolder, config: dict[str, Any], command: str) -> RunSpec:
+    """Write run.json and schedule.txt: from here on the folder holds a run."""
+    request, source = job.request, job.source
+    known = Path(request.model).expanduser()
+    spec = RunSpec(
+        model=str(known.resolve()) if known.exists() else request.model,
+        config=config,
+        layout=job.layout,
+        workload=request.workload,
+        options=request.options,
+        weights=str(source.weights.resolve()) if source.weights is not None else None,
+        data=tuple(str(Path(path).resolve()) for path in request.data),
+        command=command,
+    )
+    folder.path.mkdir(parents=True, exist_ok=True)
+    write_text(folder.schedule_file, str(job.schedule))
+    folder.create(spec)
+    return spec
+
+
+def resume(request: Request) -> tuple[RunFolder, RunSpec]:
+    """Continue a run: its own spec, with those of the given options that may change.
+
+    Raises:
+        RunFolderError: no run is there.
+        CheckpointError: it has no checkpoint, or an option was given that would change what the
+            run computes.
+    """
+    if request.run is None:
+        raise OptionError("--resume continues a run, and none was named", hint="--run DIR")
+    folder = RunFolder(request.run)
+    spec = folder.load()
+    if not any(folder.checkpoints.glob("step-*")):
+        raise CheckpointError(
+            f"{folder.path} holds no checkpoint to resume from",
+            hint=f"a new run: --run {_free_name(folder.path)}, with --save-every to have some",
+        )
+    asked = {**_fields(request), "layout": request.layout.axes_text()}
+    held = {**_fields(spec), "layout": spec.layout.axes_text()}
+    for name in sorted(request.given & asked.keys()):
+        if name not in _CHANGEABLE_ON_RESUME and asked[name] != held[name]:
+            raise CheckpointError(
+                f"{name} is {asked[name]}; the run in {folder.path} was started with "
+                f"{held[name]}, and this would change what it computes",
+                hint=f"leave --{name.replace('_', '-')} out, or start a new run",
+            )
+    changed = {
+        name: getattr(request.options, name)
+        for name in request.given & _CHANGEABLE_ON_RESUME
+        if name != "resume"
+    }
+    spec = dataclasses.replace(
+        spec, options=dataclasses.replace(spec.options, **changed, resume=True)
+    )
+    write_text(folder.spec_file, spec.to_json())
+    return folder, spec
+
+
+def _fields(job: Request | RunSpec) -> dict[str, Any]:
+    layout = {
+        field.name: getattr(job.layout, field.name)
+        for field in dataclasses.fields(Layout)
+        if field.name != "microbatches" or job.layout.microbatches is not None
+    }
+    return {
+        **layout,
+        **{name: getattr(job.workload, name) for name in WORKLOAD_FIELDS},
+        **{name: getattr(job.options, name) for name in OPTION_FIELDS},
+    }

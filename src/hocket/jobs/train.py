@@ -1,0 +1,221 @@
+"""The training job: checked, prepared, launched, summed up.
+
+    plan -> launcher warms up  |  data tokenized -> run.json, schedule.txt -> ranks -> Summary
+                  (at the same time)
+
+Under torchrun or Slurm this process is one rank of a world that exists already: rank 0 prepares
+the run folder, the others wait for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hocket.jobs import prepare
+from hocket.jobs.request import Request
+from hocket.spec.errors import HocketError, RunFolderError
+from hocket.spec.run import RunFolder, RunSpec
+
+if TYPE_CHECKING:
+    from hocket.launch import Launcher, RankContext
+
+Event = dict[str, Any]
+Listener = Callable[[Event], None]
+
+ENTRY = "hocket.training.rank:main"
+STARTUP = 300.0
+"""Seconds until the first word of a rank: imports, and building a large model."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class Summary:
+    """What a training job came to.
+
+    Attributes:
+        run: the run folder.
+        steps: optimizer steps done, those of an earlier start included.
+        first_loss, loss: of the first and the last step this job did (nats per token).
+        held_out_loss: of the last evaluation, None without one.
+        tokens_per_second: median over the steps.
+        step_seconds: median over the steps.
+        memory_bytes: peak tensor bytes counted on each rank.
+    """
+
+    run: Path
+    steps: int = 0
+    first_loss: float | None = None
+    loss: float | None = None
+    held_out_loss: float | None = None
+    tokens_per_second: float | None = None
+    step_seconds: float | None = None
+    memory_bytes: tuple[int, ...] = ()
+
+
+def train(request: Request, *, on_event: Listener | None = None) -> Summary:
+    """Run one training job to its end.
+
+    Args:
+        request: what was asked for; see `jobs.request`.
+        on_event: called with each event: `phase`, `step`, `eval`, `saved`, `timeline`, `done`.
+
+    Raises:
+        HocketError: what the user can mend, before any rank starts wherever it can be found there;
+            RankFailure with the first failing rank's own traceback.
+        KeyboardInterrupt: Ctrl-C; all ranks have been ended.
+    """
+    from hocket.launch import Launcher, joined
+
+    context = joined()
+    record = Record(on_event)
+    if context is not None:
+        return _join(request, context, record)
+    if request.options.resume:
+        folder, spec = prepare.resume(request)
+        with Launcher(spec.options.device, spec.options.threads) as launcher:
+            record.phase("starting ranks")
+            return launch(launcher, folder, spec, record)
+    job = prepare.plan(request)
+    folder = prepare.run_folder(request)
+    with Launcher(request.options.device, request.options.threads, preload=PRELOAD) as launcher:
+        spec = prepared(job, folder, record)
+        with unstarted_is_no_run(folder):
+            return launch(launcher, folder, spec, record)
+
+
+PRELOAD = ("hocket.training.rank",)
+
+
+def prepared(
+    job: prepare.Plan, folder: RunFolder, record: Record, command: str = "train"
+) -> RunSpec:
+    """Tokenize and write the run folder, telling of it."""
+    record.phase("tokenizing")
+    words, tokens, config = prepare.data(job, folder, record.tokenized)
+    record.note(
+        f"{tokens.train_tokens:,} tokens to train on, {tokens.valid_tokens:,} held out; "
+        f"{words.kind} tokenizer of {words.vocab_size} ids"
+    )
+    return prepare.write(job, folder, config, command)
+
+
+def launch(launcher: Launcher, folder: RunFolder, spec: RunSpec, record: Record) -> Summary:
+    """Run the ranks of a prepared run folder."""
+    record.phase("starting ranks")
+    launcher.run(
+        ENTRY,
+        spec.layout.world_size,
+        {"run": str(folder.path.resolve())},
+        record,
+        startup_timeout=max(STARTUP, spec.options.timeout),
+        silence_timeout=spec.options.timeout,
+    )
+    return record.summary(folder)
+
+
+def _join(request: Request, context: RankContext, record: Record) -> Summary:
+    """Be one rank of a foreign launcher's world."""
+    from hocket.launch import run_joined
+
+    world, options = context.world_size, request.options
+    if context.rank == 0:
+        try:
+            if options.resume:
+                folder, _ = prepare.resume(request)
+            else:
+                job = prepare.plan(request, world_size=world)
+                folder = prepare.run_folder(request)
+                prepared(job, folder, record)
+        except HocketError as error:
+            if world > 1:
+                context.store().set("hocket/prepared", json.dumps({"error": str(error)}))
+            raise
+        if world > 1:
+            ready = {"run": str(folder.path.resolve())}
+            context.store().set("hocket/prepared", json.dumps(ready))
+    else:
+        # Whatever can be refused alone is refused at once; the data is rank 0's.
+        if not options.resume:
+            prepare.plan(request, world_size=world)
+        context.store(STARTUP)
+        ready = json.loads(context.store().get("hocket/prepared"))
+        if "error" in ready:
+            raise HocketError(f"rank 0 refused: {ready['error']}")
+        folder = RunFolder(ready["run"])
+        if not folder.spec_file.exists():
+            raise RunFolderError(
+                f"rank {context.rank} does not see {folder.path}, which rank 0 has written",
+                hint="--run FOLDER on a file system that all machines share",
+            )
+    with unstarted_is_no_run(folder, mine=context.rank == 0):
+        run_joined(
+            ENTRY,
+            {"run": str(folder.path.resolve())},
+            record if context.rank == 0 else None,
+            threads=options.threads,
+            device=options.device,
+        )
+    return record.summary(folder)
+
+
+@contextlib.contextmanager
+def unstarted_is_no_run(folder: RunFolder, mine: bool = True) -> Iterator[None]:
+    """Within, a job that ends before its first step leaves no run behind, so that it can be
+    mended and started again under the same name."""
+    try:
+        yield
+    except BaseException:
+        metrics = folder.metrics_file
+        if mine and not (metrics.exists() and metrics.stat().st_size):
+            folder.spec_file.unlink(missing_ok=True)
+            folder.schedule_file.unlink(missing_ok=True)
+        raise
+
+
+class Record:
+    """Hands events on to a listener and keeps what the summary needs."""
+
+    def __init__(self, listener: Listener | None = None) -> None:
+        self.listener = listener
+        self.steps: list[Event] = []
+        self.held_out: list[Event] = []
+        self.done: Event = {}
+
+    def __call__(self, event: Event) -> None:
+        if event["event"] == "step":
+            self.steps.append(event)
+        elif event["event"] == "eval":
+            self.held_out.append(event)
+        elif event["event"] == "done":
+            self.done = event
+        if self.listener is not None:
+            self.listener(event)
+
+    def phase(self, name: str) -> None:
+        self({"event": "phase", "name": name})
+
+    def note(self, text: str) -> None:
+        self({"event": "note", "text": text})
+
+    def tokenized(self, done: int, total: int) -> None:
+        self({"event": "tokenizing", "bytes": done, "total": total})
+
+    def summary(self, folder: RunFolder) -> Summary:
+        import statistics
+
+        found = Summary(run=folder.path)
+        if self.held_out:
+            found.held_out_loss = float(self.held_out[-1]["loss"])
+        if not self.steps:
+            return found
+        found.steps = int(self.steps[-1]["step"])
+        found.first_loss = float(self.steps[0]["loss"])
+        found.loss = float(self.steps[-1]["loss"])
+        found.tokens_per_second = statistics.median(s["tokens_per_second"] for s in self.steps)
+        found.step_seconds = statistics.median(s["step_seconds"] for s in self.steps)
+        found.memory_bytes = tuple(self.steps[-1].get("memory_bytes") or ())
+        return found
