@@ -1,0 +1,170 @@
+"""Cut one pipeline stage out of any module.
+
+The module keeps its own `forward` and all its names; what the stage does not own is replaced by
+something that lets the hidden state through unchanged:
+
+    foreign layers, final norm, head     `Missing`: hands its first argument on
+    embedding, its norm and dropout      `Missing`, on later stages
+    additive position embeddings         `ZeroPositions`: contributes 0, on later stages
+
+so that the whole model's code runs on every stage and parameter names stay those of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hocket.spec.cut import stage_layers
+from hocket.spec.errors import ModelError
+from hocket.spec.plan import StagePlan
+
+_SIMPLE = (int, float, str, bool, type(None), torch.dtype)
+
+
+class Missing(nn.Module):
+    """Stands for a module of another stage: returns its first argument.
+
+    If the real module returned a tuple of `returns_tuple` entries, so does this one, the others
+    being None. Simple attributes of the real module (an attention type, a size) stay readable,
+    because some models read them off their layers.
+    """
+
+    def __init__(self, real: nn.Module, returns_tuple: int = 0) -> None:
+        super().__init__()
+        _carry_over(real, self)
+        self._returns_tuple = returns_tuple
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = args[0] if args else next(iter(kwargs.values()))
+        if not self._returns_tuple:
+            return hidden
+        return (hidden, *[None] * (self._returns_tuple - 1))
+
+
+class ZeroPositions(nn.Module):
+    """Stands for an additive position embedding on a later stage, where it was added already."""
+
+    def __init__(self, real: nn.Module) -> None:
+        super().__init__()
+        _carry_over(real, self)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor):
+                return torch.zeros((), device=value.device)
+        return torch.zeros(())
+
+
+def _carry_over(real: nn.Module, stand_in: nn.Module) -> None:
+    for name, value in vars(real).items():
+        if not name.startswith("_") and isinstance(value, _SIMPLE):
+            setattr(stand_in, name, value)
+
+
+def cut(module: nn.Module, plan: StagePlan, bounds: Sequence[int], stage: int) -> nn.Module:
+    """The part of `module` that `stage` owns, under the whole model's names.
+
+    Foreign modules are never copied, so that cutting a model on the meta device costs no memory
+    and little time. On a real module the owned parameters are the module's own, not copies,
+    except that a later stage copies one that it shares with another stage (a tied head).
+
+    Args:
+        module: the whole model, on the meta device or real.
+        plan: what may be cut.
+        bounds: layers per stage.
+        stage: which one.
+
+    Raises:
+        ModelError: the plan names a module that the model does not have.
+    """
+    num_stages = len(bounds)
+    assert 0 <= stage < num_stages, (stage, num_stages)
+    assert sum(bounds) == plan.num_layers, (bounds, plan.num_layers)
+    if num_stages == 1:
+        return module
+    first, last = stage == 0, stage == num_stages - 1
+    layers = _find(module, plan.layers)
+    if not isinstance(layers, nn.ModuleList) or len(layers) != plan.num_layers:
+        raise ModelError(
+            f"{plan.layers} is not a list of {plan.num_layers} layers, but {type(layers).__name__}"
+        )
+    owned = stage_layers(bounds, stage)
+    # deepcopy takes what stands in its memo instead of copying it.
+    memo: dict[int, Any] = {}
+    for index, layer in enumerate(layers):
+        if index not in owned:
+            memo[id(layer)] = Missing(layer, plan.returns_tuple)
+    if not first:
+        for name in plan.before:
+            real = _find(module, name)
+            positions = name in plan.positions
+            memo[id(real)] = ZeroPositions(real) if positions else Missing(real)
+    if not last:
+        for name in (*plan.after, *plan.head):
+            real = _find(module, name)
+            memo[id(real)] = Missing(real)
+    kept = _reached(module, memo)
+    inside = {id(p) for m in kept for p in m.parameters(recurse=False)}
+    for kept_module in kept:
+        for tensor in (
+            *kept_module.parameters(recurse=False),
+            *kept_module.buffers(recurse=False),
+        ):
+            memo[id(tensor)] = tensor
+    # A tie across stages becomes two tensors; the first stage keeps the module's own.
+    for parameter in _shared(module, memo, inside) if not first else ():
+        memo[id(parameter)] = nn.Parameter(
+            parameter.detach().clone(), requires_grad=parameter.requires_grad
+        )
+    return copy.deepcopy(module, memo)
+
+
+def _find(module: nn.Module, name: str) -> nn.Module:
+    try:
+        return module.get_submodule(name)
+    except AttributeError:
+        raise ModelError(f"the model has no module {name!r} that its plan names") from None
+
+
+def _reached(module: nn.Module, memo: Mapping[int, Any]) -> list[nn.Module]:
+    """The modules that stay: all that is reached without passing a replaced one."""
+    found = [module]
+    for child in module.children():
+        if id(child) not in memo:
+            found += _reached(child, memo)
+    return found
+
+
+def _shared(module: nn.Module, memo: Mapping[int, Any], inside: set[int]) -> list[nn.Parameter]:
+    """Owned parameters that a replaced module holds too: a tie across stages."""
+    outside: dict[int, nn.Parameter] = {}
+    for each in module.modules():
+        if isinstance(memo.get(id(each)), nn.Module):
+            for parameter in each.parameters():
+                outside[id(parameter)] = parameter
+    return [p for key, p in outside.items() if key in inside]
+
+
+def cut_costs(module: nn.Module, plan: StagePlan) -> dict[str, Any]:
+    """What `spec.cut.choose_cut` needs, counted on the whole model: arguments by name.
+
+    A layer costs its parameters (each is multiplied once per token), the head its own, tied or
+    not; an embedding is a lookup and costs nothing.
+    """
+
+    def count(name: str) -> int:
+        return sum(p.numel() for p in _find(module, name).parameters())
+
+    layers = _find(module, plan.layers)
+    return {
+        "layer_costs": [
+            float(sum(p.numel() for p in layer.parameters())) for layer in layers.children()
+        ],
+        "before_cost": 0.0,
+        "after_cost": float(sum(count(name) for name in (*plan.after, *plan.head))),
+    }

@@ -1,0 +1,137 @@
+"""Stage: one cut of a model, called with what its place in the pipeline asks for.
+
+    first   decoder(input_ids, position_ids)          -> hidden [B, S, H]
+    middle  decoder(inputs_embeds=hidden, ...)        -> hidden [B, S, H]
+    last    model(inputs_embeds=hidden, ...) -> logits -> loss_fn -> (sum of losses, tokens)
+
+Legend: B batch, S sequence, H hidden.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hocket.spec.placement import Placement
+from hocket.spec.plan import StagePlan
+
+Microbatch = Mapping[str, Tensor]
+LossFunction = Callable[[Any, Microbatch], tuple[Tensor, "Tensor | int"]]
+
+
+class Stage:
+    """One stage of a pipeline on this rank.
+
+    Attributes:
+        module: the cut model; its parameter names are the whole model's.
+        index, num_stages: place in the pipeline.
+        plan: how the model was cut. None: it is whole (`num_stages` is 1).
+        placements: where each parameter lies in the whole, by name.
+        loss_fn: `(output, microbatch) -> (sum of losses, number of tokens)`, on the last stage.
+        hidden_size: H of what travels between stages. None: only needed with several stages.
+        dtype: of what travels. None: that of the first floating-point parameter.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        index: int = 0,
+        num_stages: int = 1,
+        *,
+        plan: StagePlan | None = None,
+        placements: dict[str, Placement] | None = None,
+        loss_fn: LossFunction | None = None,
+        hidden_size: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        assert num_stages == 1 or plan is not None
+        self.module = module
+        self.index = index
+        self.num_stages = num_stages
+        self.plan = plan
+        self.placements = placements if placements is not None else {}
+        self.loss_fn = loss_fn
+        self.hidden_size = hidden_size
+        self._dtype = dtype
+        whole = self.is_last or plan is None
+        self._target = module if whole else module.get_submodule(_plan(plan).decoder)
+        input_argument = plan.input_argument if plan is not None else "input_ids"
+        self._hidden_argument = plan.hidden_argument if plan is not None else "inputs_embeds"
+        names = inspect.signature(self._target.forward).parameters
+        # A forward that names its arguments gets those it names; one that takes anything, all.
+        self._accepts = set(names) if input_argument in names else None
+        self._input_argument = input_argument
+        self._constants = {"use_cache": False} if "use_cache" in names else {}
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.num_stages - 1
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the hidden state."""
+        if self._dtype is None:
+            floating = (p.dtype for p in self.module.parameters() if p.is_floating_point())
+            self._dtype = next(floating, torch.get_default_dtype())
+        return self._dtype
+
+    def hidden_shape(self, microbatch: Microbatch) -> tuple[int, ...]:
+        """Shape of the hidden state that belongs to `microbatch`: (B, S, H)."""
+        assert self.hidden_size is not None, "a pipeline of several stages needs hidden_size"
+        tokens = microbatch.get(self._input_argument)
+        if tokens is None:
+            tokens = next(iter(microbatch.values()))
+        return (tokens.shape[0], tokens.shape[1], self.hidden_size)
+
+    def inputs(self, microbatch: Microbatch, hidden: Tensor | None) -> dict[str, Any]:
+        """The keyword arguments of this stage's call."""
+        arguments: dict[str, Any] = {
+            name: value
+            for name, value in microbatch.items()
+            if name != "labels" and (self._accepts is None or name in self._accepts)
+        }
+        if not self.is_first:
+            arguments.pop(self._input_argument, None)
+            arguments[self._hidden_argument] = hidden
+        return {**self._constants, **arguments}
+
+    def output(self, microbatch: Microbatch, hidden: Tensor | None = None, **extra: Any) -> Any:
+        """What the module returns: the hidden state [B, S, H], on the last stage its own output.
+
+        `extra` keyword arguments (a key/value cache, say) override those of the microbatch.
+        """
+        result = self._target(**{**self.inputs(microbatch, hidden), **extra})
+        return result if self.is_last else _hidden(result)
+
+    def forward(self, microbatch: Microbatch, hidden: Tensor | None = None) -> Any:
+        """The hidden state [B, S, H], or on the last stage (sum of losses, number of tokens)."""
+        result = self.output(microbatch, hidden)
+        if not self.is_last:
+            return result
+        assert self.loss_fn is not None, "the last stage needs a loss function"
+        return self.loss_fn(result, microbatch)
+
+
+def _plan(plan: StagePlan | None) -> StagePlan:
+    assert plan is not None
+    return plan
+
+
+def _hidden(result: Any) -> Tensor:
+    """The hidden state among what a decoder may return."""
+    if isinstance(result, Tensor):
+        return result
+    hidden = getattr(result, "last_hidden_state", None)
+    if hidden is None:
+        hidden = getattr(result, "logits", None)
+    found = result[0] if hidden is None else hidden
+    assert isinstance(found, Tensor), type(result)
+    return found

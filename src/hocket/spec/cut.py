@@ -1,0 +1,133 @@
+"""The cut: how many layers each pipeline stage holds.
+
+A cut is a tuple of layers per stage. It is given by hand, asked for as `even`, or chosen so that
+the slowest stage is as fast as it can be (`balanced`). Costs are in any one unit; only their
+ratios matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from hocket.spec.errors import LayoutError, unknown
+from hocket.spec.layout import CUTS, divisors
+
+Cut = tuple[int, ...]
+
+
+def choose_cut(
+    cut: str | Sequence[int],
+    num_layers: int,
+    num_stages: int,
+    *,
+    layer_costs: Sequence[float] | None = None,
+    before_cost: float = 0.0,
+    after_cost: float = 0.0,
+) -> Cut:
+    """Layers per stage.
+
+    Args:
+        cut: `balanced`, `even`, or layers per stage by hand.
+        num_layers: of the model.
+        num_stages: pp x virtual stages.
+        layer_costs: one per layer. None: all equal to 1.
+        before_cost: of what the first stage holds besides layers (embedding: a lookup, near 0).
+        after_cost: of what the last stage holds besides layers (norm, output head, loss).
+
+    Raises:
+        LayoutError: the layers do not divide, do not suffice, or do not add up.
+    """
+    if not isinstance(cut, str):
+        by_hand = tuple(cut)
+        text = "-".join(map(str, by_hand))
+        if len(by_hand) != num_stages:
+            raise LayoutError(
+                f"the cut {text} names {len(by_hand)} stages, the layout has {num_stages}",
+                hint=_hint(num_layers, num_stages),
+            )
+        if sum(by_hand) != num_layers:
+            raise LayoutError(
+                f"the cut {text} places {sum(by_hand)} layers, the model has {num_layers}",
+                hint=_hint(num_layers, num_stages),
+            )
+        return by_hand
+    if cut not in CUTS:
+        message, hint = unknown("cut", cut, CUTS)
+        raise LayoutError(message, hint=hint)
+    if num_stages > num_layers:
+        raise LayoutError(
+            f"{num_layers} layers do not fill {num_stages} stages; each needs at least one",
+            hint=f"pp{num_layers}" if num_layers > 1 else "pp1",
+        )
+    if cut == "even":
+        return _even(num_layers, num_stages)
+    costs = [1.0] * num_layers if layer_costs is None else list(layer_costs)
+    assert len(costs) == num_layers, (len(costs), num_layers)
+    return _balanced(costs, num_stages, before_cost, after_cost)
+
+
+def stage_layers(cut: Sequence[int], stage: int) -> range:
+    """The indices of the layers that `stage` holds."""
+    first = sum(cut[:stage])
+    return range(first, first + cut[stage])
+
+
+def _hint(num_layers: int, num_stages: int) -> str:
+    if num_stages > num_layers:
+        return f"pp{num_layers}"
+    return "cut=" + "-".join(map(str, _spread(num_layers, num_stages)))
+
+
+def _spread(num_layers: int, num_stages: int) -> Cut:
+    """As even as it goes, the first stages taking one more."""
+    each, rest = divmod(num_layers, num_stages)
+    return tuple(each + (s < rest) for s in range(num_stages))
+
+
+def _even(num_layers: int, num_stages: int) -> Cut:
+    if num_layers % num_stages:
+        near = sorted(divisors(num_layers), key=lambda n: abs(n - num_stages))[:2]
+        raise LayoutError(
+            f"{num_layers} layers do not divide over {num_stages} stages; "
+            f"stages that divide them: {', '.join(map(str, divisors(num_layers)))}",
+            hint=" or ".join(f"pp{n}" for n in sorted(near))
+            + f", or {_hint(num_layers, num_stages)}",
+        )
+    return (num_layers // num_stages,) * num_stages
+
+
+def _balanced(costs: list[float], num_stages: int, before: float, after: float) -> Cut:
+    """The cut whose dearest stage is cheapest; among those, the one of least squares.
+
+    Exact, by dynamic programming over (stages, layers): best[k] is for the first k layers.
+    """
+    num_layers = len(costs)
+    prefix = [0.0, *accumulate(costs)]
+    best: list[tuple[float, float, Cut] | None] = [
+        (before + prefix[k], (before + prefix[k]) ** 2, (k,)) if k else None
+        for k in range(num_layers + 1)
+    ]
+    if num_stages == 1:
+        return (num_layers,)
+    for stage in range(1, num_stages):
+        extra = after if stage == num_stages - 1 else 0.0
+        new: list[tuple[float, float, Cut] | None] = [None] * (num_layers + 1)
+        for k in range(stage + 1, num_layers + 1):
+            for j in range(stage, k):
+                head = best[j]
+                if head is None:
+                    continue
+                cost = prefix[k] - prefix[j] + extra
+                found = (max(head[0], cost), head[1] + cost**2, (*head[2], k - j))
+                # Equal within rounding: fewer layers late, where the loss is on top.
+                now = new[k]
+                if now is None or (round(found[0], 9), round(found[1], 9)) <= (
+                    round(now[0], 9),
+                    round(now[1], 9),
+                ):
+                    new[k] = found
+        best = new
+    chosen = best[num_layers]
+    assert chosen is not None
+    return chosen[2]
