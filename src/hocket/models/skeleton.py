@@ -87,14 +87,14 @@ def build(
             attention = "eager"
     with torch.device(device), initialization.no_init_weights():
         try:
-            model = transformers.AutoModelForCausalLM.from_config(
-                config, attn_implementation=attention, dtype=dtype, **trusted
-            )
+            auto: Any = transformers.AutoModelForCausalLM
+            model = auto.from_config(config, attn_implementation=attention, dtype=dtype, **trusted)
         except Exception as error:  # many kinds, all of them the configuration's fault
             raise ModelError(
                 f"transformers cannot build {config.model_type!r} from its configuration: {error}"
             ) from error
     model.tie_weights()  # part of the initialisation that was left out
+    assert isinstance(model, nn.Module)
     return model
 
 

@@ -183,7 +183,8 @@ def _linear(name: str, module: nn.Module, rule: Rule, parent: nn.Module, config:
     transposed = isinstance(module, Conv1D)
     if not transposed and type(module).forward is not nn.Linear.forward:
         raise Unsplittable(f"{type(module).__name__} is no plain linear layer")
-    shape = tuple(module.weight.shape)  # type: ignore[union-attr]
+    weight: Any = module.weight
+    shape = tuple(weight.shape)
     outer, inner = (shape[1], shape[0]) if transposed else (shape[0], shape[1])
     if rule.style == "column":
         dims = {"weight": 1 if transposed else 0}
@@ -311,8 +312,8 @@ def _key_value_heads(block: _Block, config: Any) -> int:
     size = head_size(block.module, config)
     for name, rule in block.rules.items():
         if rule.units == "kv":
-            linear = block.module.get_submodule(name[len(block.name) :].lstrip("."))
-            return int(linear.weight.shape[0]) // size  # type: ignore[union-attr,operator]
+            linear: Any = block.module.get_submodule(name[len(block.name) :].lstrip("."))
+            return int(linear.weight.shape[0]) // size
     count = getattr(config, "num_key_value_heads", None)
     return int(count or config.num_attention_heads)
 
