@@ -1,0 +1,1 @@
+"""Serving: text from a model split over ranks."""
