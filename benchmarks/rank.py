@@ -5,7 +5,7 @@ Commands come as lines on standard input; rank 0 answers on a pipe of its own, s
 libraries print can do no harm:
 
     parent -> every rank   steps N        take N steps
-    rank   -> parent       {"ready": ...} or {"times": [...], "losses": [...], ...} or {"error": ...}
+    rank   -> parent       {"ready": ...}, {"times": ..., "losses": ...} or {"error": ...}
 
 End of input ends the rank, so none outlives its parent.
 """
@@ -52,15 +52,15 @@ def reset_peak() -> None:
 class Steps:
     """Takes steps in turn and measures each from a barrier to the loss being known."""
 
-    def __init__(self, workload: Workload, step: Step, barrier: Callable[[], None]) -> None:
-        self.workload, self.step, self.barrier = workload, step, barrier
+    def __init__(self, workload: Workload, step: Step, meet: Callable[[], None]) -> None:
+        self.workload, self.step, self.meet = workload, step, meet
         self.done = 0
 
     def take(self, count: int) -> dict[str, Any]:
         times, losses = [], []
         for _ in range(count):
             ids = self.workload.batch(self.done)
-            self.barrier()
+            self.meet()
             start = time.perf_counter()
             loss = self.step(ids)
             times.append(time.perf_counter() - start)
@@ -87,8 +87,8 @@ def main() -> None:
         built = getattr(importlib.import_module(module), function)
         before = resident_bytes()
         step = built(workload, **json.loads(options))
-        barrier = _barrier()
-        steps = Steps(workload, step, barrier)
+        # What measures something else than training steps brings its own `take`.
+        steps = step if hasattr(step, "take") else Steps(workload, step, barrier())
         reset_peak()
         answer({"ready": True, "base_bytes": before})
         for line in sys.stdin:
@@ -104,7 +104,7 @@ def main() -> None:
     os._exit(0)
 
 
-def _barrier() -> Callable[[], None]:
+def barrier() -> Callable[[], None]:
     """A barrier over all ranks; nothing where there is one process."""
     import torch.distributed as dist
 

@@ -1,0 +1,102 @@
+"""The harness of the benchmarks: groups start, step, fail and end; figures are what they say."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from benchmarks.contenders import AXES, contenders
+from benchmarks.figures import Measured, best_peer, table
+from benchmarks.groups import Contender, Group, GroupError, missing_packages
+from benchmarks.peers import measure
+from benchmarks.workload import Workload
+
+TINY = Workload(
+    vocab=64, hidden=16, intermediate=32, layers=2, heads=2, kv_heads=1, seq_len=8, global_batch=4
+)
+
+
+def contender(name: str, entry: str, **fields: object) -> Contender:
+    return Contender(name=name, axis="data", entry=entry, **fields)  # type: ignore[arg-type]
+
+
+def measured(name: str, times: list[float], losses: list[float], ours: bool = False) -> Measured:
+    found = Measured(contender(name, "m:f", ours=ours), rounds=[times], losses=losses)
+    found.base_bytes, found.peak_bytes = [1_000_000] * 2, [3_000_000, 5_000_000]
+    return found
+
+
+def test_every_axis_has_peers_and_hocket_on_both_backends() -> None:
+    every = contenders(4)
+    assert len({c.name for c in every}) == len(every)
+    for axis in AXES:
+        assert any(c.axis == axis and not c.ours for c in every)
+        if axis != "one":
+            backends = {c.options["backend"] for c in every if c.axis == axis and c.ours}
+            assert backends == {"shm", "gloo"}
+
+
+def test_ratio_is_of_medians_to_the_best_peer_that_trains_the_same() -> None:
+    rows = [
+        measured("hocket", [0.1, 0.1, 0.4], [7.0, 7.1], ours=True),
+        measured("slow", [0.2, 0.2, 0.2], [7.0, 7.1]),
+        measured("wrong", [0.01, 0.01, 0.01], [7.0, 5.0]),
+    ]
+    reference = [7.0, 7.1]
+    assert best_peer(rows, "data", reference) == pytest.approx(0.2)
+    found = [m.row(TINY, 0.2, reference) for m in rows]
+    assert found[0]["ratio_to_best_peer"] == pytest.approx(2.0)
+    assert found[0]["tokens_per_second"] == pytest.approx(TINY.tokens / 0.1)
+    assert found[0]["peak_bytes_above_imports"] == [2_000_000, 4_000_000]
+    assert found[2]["status"] == "computes something else"
+    text = table(found, "data")
+    assert "NOT THE SAME TRAINING" in text.splitlines()[-1]
+    assert text.splitlines()[2].split()[1:5] == ["100.0", "150%", "320", "2.00"]
+
+
+def test_a_missing_package_makes_a_contender_absent() -> None:
+    assert missing_packages(sys.executable, ("json", "no_such_package")) == ["no_such_package"]
+    nowhere = contender("nowhere", "m:f", requires=("no_such_package",))
+    (found,) = measure(
+        [nowhere], TINY, rounds=1, steps=1, warmup=0, python=sys.executable, say=lambda text: None
+    )
+    assert found.absent == "not installed: no_such_package"
+    assert "absent" in table([found.row(TINY, None, [])], "data")
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(60)
+def test_groups_take_turns_and_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.peers.RESULTS", tmp_path)
+    one = contender("one", "benchmarks.contenders.one_process:build", world_size=1)
+    two = contender("two", "benchmarks.contenders.pytorch:data_parallel")
+    broken = contender("broken", "benchmarks.contenders.one_process:no_such", world_size=1)
+    found = measure(
+        [one, two, broken],
+        TINY,
+        rounds=2,
+        steps=1,
+        warmup=1,
+        python=sys.executable,
+        say=lambda text: None,
+    )
+    assert [len(m.losses) for m in found] == [3, 3, 0]
+    assert found[1].loss_error(found[0].losses) < 1e-5
+    assert len(found[1].peak_bytes) == 2
+    assert all(p >= b for p, b in zip(found[1].peak_bytes, found[1].base_bytes, strict=True))
+    assert "no_such" in found[2].failed
+
+
+@pytest.mark.timeout(30)
+def test_a_group_that_dies_says_why_and_leaves_nobody(tmp_path: Path) -> None:
+    dying = dataclasses.replace(contender("dying", "benchmarks.no_such_module:build"), world_size=2)
+    with Group(dying, TINY, sys.executable, tmp_path / "log", timeout=25) as group:
+        with pytest.raises(GroupError, match="no_such_module"):
+            group.ready()
+        pids = [p.pid for p in group.processes]
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
