@@ -1,0 +1,85 @@
+"""What importing hocket loads, each in a fresh process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parents[2] / "src" / "hocket"
+HEAVY = {"torch", "transformers", "numpy", "datasets", "tokenizers", "pyarrow", "safetensors"}
+
+
+def loaded_by(code: str) -> set[str]:
+    """Top-level packages in sys.modules after `code` ran in a fresh interpreter."""
+    script = f"{code}\nimport sys\nprint(*sorted({{m.partition('.')[0] for m in sys.modules}}))"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split("\n")[-2].split())
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import hocket",
+        "from hocket import Layout, Schedule, Timeline, ParallelPlan, HocketError",
+        "import hocket.jobs.api",
+        "from hocket import train, check, generate, export",
+        "import hocket.launch",
+        "from hocket.models import source; source.resolve('tiny-llama')",
+        "import hocket.schedules.registry",
+    ],
+)
+def test_loads_nothing_heavy(code: str) -> None:
+    assert not loaded_by(code) & HEAVY
+
+
+def test_a_heavy_import_would_be_seen() -> None:
+    assert "numpy" in loaded_by("import numpy")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["tarin"]])
+def test_the_door_alone_loads_no_parser(arguments: list[str]) -> None:
+    code = f"from hocket.cli.main import main\nmain({arguments!r})"
+    assert not loaded_by(code) & {*HEAVY, "tyro", "rich", "argparse"}
+
+
+@pytest.mark.parametrize("verb", ["train", "demo", "check", "generate", "export", "schedule"])
+def test_help_of_a_verb_loads_nothing_heavy(verb: str) -> None:
+    code = (
+        "from hocket.cli.main import main\n"
+        f"try: main([{verb!r}, '--help'])\nexcept SystemExit as end: assert end.code == 0"
+    )
+    assert not loaded_by(code) & HEAVY
+
+
+def numpy_wing() -> list[str]:
+    rooms = ("spec", "catalogue", "schedules", "cost", "simulation", "reporting")
+    return [
+        "hocket." + ".".join(f.relative_to(SOURCE).with_suffix("").parts)
+        for room in rooms
+        for f in sorted((SOURCE / room).rglob("*.py"))
+    ]
+
+
+def test_the_numpy_wing_imports_where_torch_is_not_installed() -> None:
+    modules = numpy_wing()
+    blocked = ("torch", "transformers", "safetensors", "tokenizers", "datasets")
+    block = f"import sys, importlib\nfor name in {blocked!r}: sys.modules[name] = None\n"
+    found = loaded_by(block + f"for name in {modules!r}: importlib.import_module(name)")
+    assert len(modules) > 15
+    assert "hocket" in found
+
+
+def test_the_base_commands_work_where_torch_is_not_installed() -> None:
+    code = (
+        "import sys\nsys.modules['torch'] = sys.modules['transformers'] = None\n"
+        "from hocket.cli.main import main\n"
+        "assert main(['schedule', '--layout', 'pp4', '--microbatches', '8']) == 0\n"
+        "assert main(['models']) == 0"
+    )
+    assert "hocket" in loaded_by(code)

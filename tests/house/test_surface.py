@@ -1,0 +1,82 @@
+"""The public surface: names, verbs and flags, pinned. Change these tables on purpose only."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+from typing import Any
+
+import pytest
+
+import hocket
+from hocket.cli.main import VERBS
+
+PUBLIC = [
+    "HocketError", "Layout", "ParallelPlan", "Schedule", "Timeline", "check", "export",
+    "generate", "parallelize", "train",
+]  # fmt: skip
+
+LAYOUT = {
+    "layout", "schedule", "microbatches", "cut", "virtual_stages", "data_parallel", "order",
+}  # fmt: skip
+WORKLOAD = {"seq_len", "global_batch", "dtype"}
+TRAINING = {
+    "steps", "seed", "lr", "min_lr", "warmup", "weight_decay", "beta1", "beta2", "eps", "clip",
+    "dropout", "tokenizer", "vocab_size", "text_field", "held_out", "eval_every", "eval_batches",
+    "save_every", "resume", "timeline_step", "device", "backend", "threads", "bucket_mb",
+    "compile", "attention", "tensorboard", "trust_remote_code", "timeout",
+}  # fmt: skip
+
+FLAGS = {
+    "train": {"model", "data", "run", "config", "json", *LAYOUT, *WORKLOAD, *TRAINING},
+    "schedule": {*LAYOUT, "text", "json"},
+    "models": {"json"},
+}
+
+
+def flags_of(verb: str) -> set[str]:
+    """The names of a verb's flags, those of its groups included."""
+    module = importlib.import_module(f"hocket.cli.{verb}")
+    kinds = [
+        kind
+        for _, kind in inspect.getmembers(module, dataclasses.is_dataclass)
+        if kind.__module__ == module.__name__
+    ]
+    assert len(kinds) == 1, kinds
+    return set(names(kinds[0]()))
+
+
+def names(group: Any) -> list[str]:
+    found = []
+    for field in dataclasses.fields(group):
+        value = getattr(group, field.name)
+        found += names(value) if dataclasses.is_dataclass(value) else [field.name]
+    return found
+
+
+def test_public_names() -> None:
+    assert sorted(hocket.__all__) == PUBLIC
+    assert all(getattr(hocket, name) is not None for name in PUBLIC if name != "parallelize")
+
+
+def test_an_unknown_public_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="plan"):
+        _ = hocket.plan
+
+
+def test_every_verb_is_pinned() -> None:
+    assert set(VERBS) == set(FLAGS)
+
+
+@pytest.mark.parametrize("verb", sorted(FLAGS))
+def test_flags(verb: str) -> None:
+    assert flags_of(verb) == FLAGS[verb]
+
+
+def test_flags_bear_the_names_of_the_words() -> None:
+    from hocket.jobs.request import LAYOUT_FIELDS, OPTION_FIELDS, WORKLOAD_FIELDS
+
+    assert set(OPTION_FIELDS) == TRAINING
+    assert set(WORKLOAD_FIELDS) == WORKLOAD
+    assert set(LAYOUT_FIELDS) >= LAYOUT - {"layout"}
