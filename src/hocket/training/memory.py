@@ -1,0 +1,162 @@
+"""Memory: counted tensor bytes of one rank, by what they are for.
+
+    parameters   storages of the parameters          gradients    theirs, bucketed or not
+    optimizer    moments and masters                 activations  the most of everything else that
+                                                                  lives at once in one step
+
+On CPU a dispatch mode sees every tensor that a step makes and counts its storage while it lives:
+the process's own total would count torch's code and cannot tell threads apart. Counting slows a
+step down and is done in one step only. On CUDA the allocator knows its peak.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Counted bytes of one rank."""
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes at the worst moment."""
+        return self.parameters + self.gradients + self.optimizer + self.activations
+
+    def to_json(self) -> dict[str, int]:
+        """The four counts and their total."""
+        return {**dataclasses.asdict(self), "total": self.total}
+
+
+def storage_bytes(tensors: Iterable[Tensor | None]) -> int:
+    """Bytes of the storages behind some tensors, each storage once."""
+    found = {}
+    for tensor in tensors:
+        if tensor is not None:
+            storage = tensor.untyped_storage()
+            found[storage._cdata] = storage.nbytes()
+    return sum(found.values())
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While active, the bytes of the storages that operations make, as long as they live.
+
+    Attributes:
+        bytes: alive now.
+        peak: the most that were alive at once.
+    """
+
+    def __init__(self, known: Iterable[Tensor | None] = ()) -> None:
+        """Storages of the `known` tensors are not counted."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.bytes = 0
+        self.peak = 0
+        self._alive: dict[int, Any] = {}
+        for tensor in known:
+            if tensor is not None:
+                self._watch(tensor, counted=False)
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor):
+            self._watch(out)
+        else:
+            for leaf in tree_leaves(out):
+                if isinstance(leaf, Tensor):
+                    self._watch(leaf)
+        return out
+
+    def _watch(self, tensor: Tensor, counted: bool = True) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._alive:
+            return
+        nbytes = storage.nbytes() if counted else 0
+        self._alive[key] = weakref.finalize(storage, self._gone, key, nbytes)
+        self._alive[key].atexit = False
+        self.bytes += nbytes
+        self.peak = max(self.peak, self.bytes)
+
+    def _gone(self, key: int, nbytes: int) -> None:
+        self._alive.pop(key, None)
+        self.bytes -= nbytes
+
+    def close(self) -> None:
+        """Let go of what is still watched."""
+        for watched in self._alive.values():
+            watched.detach()
+        self._alive.clear()
+
+
+class MemoryCount:
+    """Counts the memory of one rank over one step.
+
+    Args:
+        parameters: this rank's parameters.
+        optimizer_tensors: gives the optimizer's state, which must exist when counting begins.
+        device: of the rank.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Tensor],
+        optimizer_tensors: Callable[[], Iterable[Tensor]],
+        device: torch.device,
+    ) -> None:
+        self._parameters = list(parameters)
+        self._optimizer_tensors = optimizer_tensors
+        self._device = device
+        self._found: Memory | None = None
+
+    @property
+    def memory(self) -> Memory:
+        """What was counted; what is known without counting before that."""
+        return self._found or self._standing(0)
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count within the block, which runs one step."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            yield
+            peak = torch.cuda.max_memory_allocated(self._device)
+            standing = self._standing(0).total
+            self._found = self._standing(max(0, peak - standing))
+            return
+        gradients = [p.grad for p in self._parameters]
+        before = storage_bytes(gradients)
+        live = LiveBytes([*self._parameters, *gradients, *self._optimizer_tensors()])
+        with live:
+            yield
+        live.close()
+        # Gradients that this step made were counted among the rest, and are not of it.
+        made = storage_bytes(p.grad for p in self._parameters) - before
+        self._found = self._standing(max(0, live.peak - max(0, made)))
+
+    def _standing(self, activations: int) -> Memory:
+        return Memory(
+            parameters=storage_bytes(self._parameters),
+            gradients=storage_bytes(p.grad for p in self._parameters),
+            optimizer=storage_bytes(self._optimizer_tensors()),
+            activations=activations,
+        )

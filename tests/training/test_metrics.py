@@ -1,0 +1,52 @@
+"""metrics.jsonl: a row a step, on the disk at once, and without a lost future after a resume."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hocket.training.metrics import Metrics
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_rows_are_readable_before_the_end(tmp_path) -> None:
+    metrics = Metrics(tmp_path / "metrics.jsonl")
+    metrics.write({"step": 1, "loss": 2.5})
+    assert rows(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 2.5}]
+    metrics.close()
+
+
+def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"ste')
+    metrics = Metrics(path, done=2)
+    metrics.write({"step": 3, "loss": 1.0})
+    metrics.close()
+    assert rows(path) == [{"step": 1}, {"step": 2}, {"step": 3, "loss": 1.0}]
+
+
+def test_a_new_run_begins_a_new_file(tmp_path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 9}\n')
+    metrics = Metrics(path)
+    metrics.close()
+    assert rows(path) == []
+
+
+@pytest.mark.torch
+def test_tensorboard_events(tmp_path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    metrics = Metrics(tmp_path / "m.jsonl", tensorboard=tmp_path / "tensorboard")
+    metrics.write({"step": 1, "loss": 2.5, "grad_norm": None})
+    metrics.write({"step": 2, "loss": 1.5, "held_out_loss": 1.75})
+    metrics.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 2.5), (2, 1.5)]
+    assert [(e.step, e.value) for e in events.Scalars("held_out_loss")] == [(2, 1.75)]
