@@ -157,4 +157,4 @@ def reference(module: nn.Module, whole: dict[str, Tensor]) -> tuple[float, dict[
         if p.grad is not None
     }
     module.zero_grad(set_to_none=True)
-    return float(loss), gradients
+    return float(loss.detach()), gradients
