@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from hocket.jobs.request import OPTION_FIELDS, WORKLOAD_FIELDS, Request
 from hocket.jobs.validate import validate
-from hocket.spec.errors import CheckpointError, DataError, OptionError, RunFolderError
+from hocket.spec.errors import (
+    CheckpointError,
+    DataError,
+    OptionError,
+    RunFolderError,
+    ScheduleError,
+)
 from hocket.spec.layout import Layout
 from hocket.spec.run import RunFolder, RunSpec, write_text
 from hocket.spec.schedule import Schedule
@@ -56,15 +62,26 @@ def plan(request: Request, *, world_size: int | None = None) -> Plan:
     """
     from hocket.models.source import resolve
     from hocket.schedules.registry import build
-    from hocket.training import data_sources
+    from hocket.training import data_sources, tokenizer
 
     source = resolve(request.model, trust_remote_code=request.options.trust_remote_code)
     layout = validate(source.dimensions, request.layout, request.workload, world_size=world_size)
     assert layout.microbatches is not None
+    if "," in layout.schedule:
+        raise ScheduleError(
+            f"the path {layout.schedule!r} holds a comma, which separates a layout's fields",
+            hint="rename the schedule file",
+        )
     schedule = build(layout, layout.microbatches)
     if not request.data:
         raise DataError("no data was named", hint="--data FILE_OR_FOLDER...")
     data_sources.find(request.data)
+    if request.options.tokenizer not in (None, "train"):
+        tokenizer.resolve(
+            request.options.tokenizer,
+            model_dir=source.tokenizer,
+            trust_remote_code=request.options.trust_remote_code,
+        )
     return Plan(request=request, source=source, layout=layout, schedule=schedule)
 
 

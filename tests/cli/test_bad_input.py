@@ -1,0 +1,277 @@
+"""Bad input: one clear message with the numbers and a hint, code 2, and nothing started."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hocket.cli.main import main
+from hocket.spec.run import RunFolder
+
+TINY = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
+    "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6,
+    "num_key_value_heads": 3, "vocab_size": 300, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    file = tmp_path / "text.txt"
+    file.write_text("One melody, dealt note by note to several voices. " * 400)
+    return str(file)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(TINY))
+    return str(folder)
+
+
+@pytest.fixture(autouse=True)
+def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A refused job starts no process."""
+    real = subprocess.Popen
+
+    def refuse(*arguments: object, **_: object) -> None:
+        raise AssertionError(f"a process was started: {arguments}")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    monkeypatch.chdir(tmp_path)
+    assert real is not subprocess.Popen
+
+
+Run = Callable[..., str]
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+    """Runs a command that must be refused; what it said."""
+
+    def run(*arguments: str) -> str:
+        before = sorted(tmp_path.rglob("*"))
+        try:
+            code = main(arguments)
+        except SystemExit as end:  # the parser's own refusals
+            code = end.code if isinstance(end.code, int) else 1
+        said = capsys.readouterr()
+        assert code == 2, said
+        assert said.out == ""
+        assert "Traceback" not in said.err
+        assert sorted(tmp_path.rglob("*")) == before, "a refused job leaves nothing behind"
+        return said.err
+
+    return run
+
+
+def test_heads_that_do_not_divide(refused: Run, model: str, text: str) -> None:
+    said = refused("train", model, "--data", text, "--layout", "tp4", "--seq-len", "32")
+    assert "6 attention heads do not divide over tp 4" in said
+    assert "hint: --layout tp3" in said
+
+
+def test_key_value_heads_that_do_not_divide(refused: Run, model: str, text: str) -> None:
+    said = refused("train", model, "--data", text, "--layout", "tp2", "--seq-len", "32")
+    assert "3 key/value heads neither divide over tp 2 nor are a divisor of it" in said
+    assert "hint: --layout" in said
+
+
+def test_layers_that_are_too_few(refused: Run, model: str, text: str) -> None:
+    said = refused("train", model, "--data", text, "--layout", "pp4", "--seq-len", "32")
+    assert "3 layers cannot be cut into 4 stages" in said
+    assert "--layout pp3" in said
+
+
+def test_layers_that_do_not_divide_evenly(refused: Run, model: str, text: str) -> None:
+    said = refused(
+        "train", model, "--data", text, "--layout", "pp2", "--cut", "even", "--seq-len", "32"
+    )
+    assert "3 layers do not divide evenly into 2 stages" in said
+    assert "hint: --cut balanced" in said
+
+
+def test_a_cut_of_another_number_of_layers(refused: Run, model: str, text: str) -> None:
+    said = refused(
+        "train", model, "--data", text, "--layout", "pp2", "--cut", "2-2", "--seq-len", "32"
+    )
+    assert "the cut 2-2 places 4 layers; the model has 3" in said
+
+
+def test_a_cut_of_another_number_of_stages(refused: Run, model: str, text: str) -> None:
+    said = refused("train", model, "--data", text, "--layout", "pp2", "--cut", "1-1-1")
+    assert "names 3 stages, the layout has 2" in said
+
+
+def test_a_batch_that_does_not_divide(refused: Run, model: str, text: str) -> None:
+    said = refused(
+        "train", model, "--data", text, "--layout", "dp3", "--global-batch", "8", "--seq-len", "32"
+    )
+    assert "global batch of 8 does not divide over dp 3" in said
+    assert "--layout dp2" in said
+
+
+def test_microbatches_that_do_not_divide(refused: Run, model: str, text: str) -> None:
+    said = refused(
+        "train", model, "--data", text, "--layout", "dp2", "--microbatches", "3",
+        "--global-batch", "8", "--seq-len", "32",
+    )  # fmt: skip
+    assert "batch of 4 sequences" in said
+    assert "does not divide into 3 microbatches" in said
+    assert "--microbatches 4" in said
+
+
+def test_a_vocabulary_smaller_than_the_ranks(refused: Run, tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**TINY, "vocab_size": 4}))
+    said = refused("train", str(tmp_path), "--data", text, "--layout", "tp3", "--seq-len", "32")
+    assert "vocabulary of 4" in said
+    assert "tp 3" in said
+
+
+def test_a_world_of_another_size(
+    refused: Run, model: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {
+        "RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1",
+        "LOCAL_RANK": "1",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("RANK", "1")
+    said = refused("train", model, "--data", text, "--layout", "dp2", "--seq-len", "32")
+    assert "the layout dp2 needs 2 ranks; the launcher started 3" in said
+    assert "--layout pp3" in said
+
+
+def test_a_sequence_longer_than_the_positions(refused: Run, model: str, text: str) -> None:
+    said = refused("train", model, "--data", text, "--seq-len", "128")
+    assert "seq_len is 128; the model has 64 positions" in said
+    assert "--seq-len 64" in said
+
+
+def test_an_unknown_flag(refused: Run, model: str, text: str) -> None:
+    said = refused("train", model, "--data", text, "--layuot", "dp2")
+    assert "--layuot" in said
+    assert "--layout" in said
+
+
+def test_an_unknown_verb(refused: Run) -> None:
+    assert "did you mean 'train'?" in refused("trian")
+
+
+def test_no_verb_at_all(refused: Run) -> None:
+    assert "usage: hocket VERB" in refused()
+
+
+def test_an_unknown_key(refused: Run, tmp_path: Path) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text('model = "tiny-llama"\nsteps = 3\nglobal_bach = 8\n')
+    said = refused("train", "--config", str(config))
+    assert "unknown option 'global_bach'" in said
+    assert "did you mean 'global_batch'?" in said
+    assert str(config) in said
+
+
+def test_a_key_of_another_type(refused: Run, tmp_path: Path) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text('steps = "many"\n')
+    assert "steps is 'many'; a whole number is needed" in refused(
+        "train", "tiny-llama", "--config", str(config)
+    )
+
+
+@pytest.mark.parametrize("body", ["steps = = 3", "[training]\nsteps = 3"])
+def test_a_file_that_is_no_configuration(refused: Run, tmp_path: Path, body: str) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text(body)
+    assert str(config) in refused("train", "tiny-llama", "--config", str(config))
+
+
+def test_a_configuration_that_is_not_there(refused: Run) -> None:
+    assert "there is no file nowhere.toml" in refused("train", "--config", "nowhere.toml")
+
+
+def test_an_unknown_schedule(refused: Run, text: str) -> None:
+    said = refused("train", "tiny-llama", "--data", text, "--layout", "pp2", "--schedule", "1b1f")
+    assert "unknown schedule '1b1f'" in said
+    assert "did you mean '1f1b'?" in said
+
+
+def test_a_schedule_that_deadlocks(refused: Run, text: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.txt"
+    file.write_text(
+        "# hocket schedule 1\n# name: mine\n# microbatches: 2\n# stage ranks: 0 1\n"
+        "0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n"
+    )
+    said = refused(
+        "train", "tiny-llama", "--data", text, "--layout", "pp2", "--schedule", str(file),
+        "--microbatches", "2",
+    )  # fmt: skip
+    assert ">>" in said, "the board is printed, the failing cell marked"
+    assert "rank 1" in said
+
+
+def test_an_unknown_model(refused: Run, text: str) -> None:
+    said = refused("train", "tiny-lama", "--data", text)
+    assert "unknown model 'tiny-lama'" in said
+    assert "did you mean 'tiny-llama'?" in said
+
+
+def test_no_model(refused: Run) -> None:
+    assert "no model was named" in refused("train")
+
+
+def test_no_data(refused: Run) -> None:
+    assert "no data was named" in refused("train", "tiny-llama")
+
+
+def test_data_that_is_not_there(refused: Run) -> None:
+    assert "data nowhere.txt" in refused("train", "tiny-llama", "--data", "nowhere.txt")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--layout", "dp2.xp2"], "unknown axis 'xp'"),
+        (["--layout", "dp0"], "dp is 0"),
+        (["--layout", "dp2:schedule=gpipe", "--schedule", "1f1b"], "the flag says 1f1b"),
+        (["--layout", "cp2"], "no context parallelism"),
+        (["--layout", "dp2:zero=1"], "zero is 1"),
+        (["--layout", "dp2.tp2", "--data-parallel", "threads"], "takes no other axis"),
+        (["--steps", "0"], "steps is 0; it must be at least 1"),
+        (["--dtype", "fp61"], "unknown dtype 'fp61'"),
+        (["--device", "gpu"], "unknown device 'gpu'"),
+        (["--lr", "-1"], "lr is -1.0"),
+        (["--held-out", "1.5"], "held_out is 1.5"),
+        (["--seq-len", "many"], "--seq-len"),
+        (["--resume"], "--resume continues a run, and none was named"),
+        (["--tokenizer", "nowhere"], "--tokenizer 'nowhere'"),
+    ],
+)
+def test_a_value_that_cannot_be(refused: Run, text: str, flags: list[str], said: str) -> None:
+    assert said in refused("train", "tiny-llama", "--data", text, *flags)
+
+
+def test_a_folder_that_holds_a_run(refused: Run, text: str, tmp_path: Path) -> None:
+    run = tmp_path / "first"
+    run.mkdir()
+    RunFolder(run).spec_file.write_text("{}")
+    said = refused("train", "tiny-llama", "--data", text, "--run", str(run))
+    assert f"{run} already holds a run" in said
+    assert "--resume to continue it" in said
+    assert f"--run {run}-2" in said
+
+
+def test_resuming_what_is_no_run(refused: Run, tmp_path: Path) -> None:
+    said = refused("train", "--run", str(tmp_path), "--resume")
+    assert "holds no run" in said
+
+
+def test_the_wrong_kind_of_value_for_a_flag(refused: Run, text: str) -> None:
+    said = refused("train", "tiny-llama", "--data", text, "--steps", "three")
+    assert "--steps" in said
+    assert "three" in said
