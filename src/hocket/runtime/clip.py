@@ -1,0 +1,89 @@
+"""The gradient's norm over all axes, each global element counted once, and clipping by it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from hocket.runtime.collectives import all_reduce
+from hocket.runtime.mesh import Mesh
+from hocket.spec.placement import Placement
+
+
+class GradientNorm:
+    """The global norm of the gradients of one rank's parameters.
+
+    What several ranks hold is counted by one of them: a replicated parameter by the first tensor
+    rank, a key/value head by the first of its copies, a tied parameter by its owner's stage. Data
+    ranks hold equal gradients. So one all-reduce of one number over the ranks of a replica gives
+    the norm of one process.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        placements: Mapping[str, Placement],
+        mesh: Mesh,
+    ) -> None:
+        self.mesh = mesh
+        self.parameters: list[nn.Parameter] = []
+        self._whole: list[nn.Parameter] = []
+        self._slices: list[tuple[nn.Parameter, tuple[slice, ...]]] = []
+        index = mesh.axis("tp").index
+        for name, parameter in named_parameters:
+            if not parameter.requires_grad:
+                continue
+            self.parameters.append(parameter)
+            placement = placements[name]
+            if placement.tie is not None:
+                continue
+            if "tp" not in placement.sharded:
+                if index == 0:
+                    self._whole.append(parameter)
+                continue
+            mine = [block for block in placement.blocks if index % block.copies == 0]
+            if len(mine) == len(placement.blocks):
+                self._whole.append(parameter)
+            else:
+                self._slices += [(parameter, block.in_local) for block in mine]
+
+    @torch.no_grad()
+    def norm(self) -> Tensor:
+        """The global norm, fp32, equal on every rank."""
+        parts = [p.grad for p in self._whole if p.grad is not None]
+        parts += [p.grad[where] for p, where in self._slices if p.grad is not None]
+        total = torch.zeros((), device=self.mesh.device)
+        if parts:
+            norms = torch._foreach_norm(parts, 2, dtype=torch.float32)
+            total = torch.stack(list(norms)).square_().sum()
+        all_reduce(total, self.mesh.axis("model"), self.mesh.recorder)
+        return total.sqrt_()
+
+    @torch.no_grad()
+    def clip(self, max_norm: float) -> Tensor:
+        """Scale the gradients so that their norm is at most `max_norm`; returns it before that.
+
+        `max_norm` 0 clips nothing. The scale is `max_norm / (norm + 1e-6)`, as torch's own.
+        """
+        norm = self.norm()
+        if max_norm <= 0:
+            return norm
+        scale = (max_norm / (norm + 1e-6)).clamp_(max=1.0)
+        # On CUDA reading the scale would wait for the device; on CPU it may save the pass.
+        if norm.is_cuda or not float(scale) >= 1.0:
+            grads = [p.grad for p in self.parameters if p.grad is not None]
+            if grads:
+                torch._foreach_mul_(grads, scale)
+        return norm
+
+
+def clip_grad_norm(
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    placements: Mapping[str, Placement],
+    mesh: Mesh,
+    max_norm: float,
+) -> Tensor:
+    """Clip once. In a loop keep a `GradientNorm` instead."""
+    return GradientNorm(named_parameters, placements, mesh).clip(max_norm)
