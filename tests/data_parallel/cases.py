@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tests.runtime_pipeline.models import HIDDEN, batch, loss_fn, plain, reference, slices
 from torch import nn
 
 from hocket.runtime.data_parallel import Buckets
@@ -14,6 +13,7 @@ from hocket.runtime.pipeline import Executor, Stage, cut
 from hocket.runtime.record import Recorder
 from hocket.schedules import build
 from hocket.spec.layout import Layout
+from tests.runtime_pipeline.models import HIDDEN, batch, loss_fn, plain, reference, slices
 
 
 def difference(mine: torch.Tensor, other: torch.Tensor) -> float:
@@ -49,8 +49,8 @@ def equality(
     ]  # fmt: skip
     buckets = {
         stage.index: Buckets(
-            stage.module.named_parameters(), dp, mesh.recorder, bucket_bytes=bucket_bytes,
-            first_bytes=bucket_bytes,
+            stage.module.named_parameters(), dp, mesh.recorder, bucket_mb=bucket_bytes / 1e6,
+            first_mb=bucket_bytes / 1e6,
         )
         for stage in stages
     }  # fmt: skip
@@ -62,10 +62,10 @@ def equality(
         mesh.recorder.clear()
         mesh.recorder.phase = "microbatch"
         for bucket in buckets.values():
-            bucket.begin()
+            bucket.zero_grad()
         loss = executor.step(mine, tokens)
         for bucket in buckets.values():
-            bucket.finish()
+            bucket.wait()
         losses.append(float(loss))
         for stage in stages:
             for name, p in stage.module.named_parameters():
@@ -99,11 +99,11 @@ def half_precision(context: Any) -> dict[str, Any]:
                 p.grad_dtype = torch.float32
         mesh = Mesh(Layout(dp=2), context.rank)
         buckets = Buckets(layer.named_parameters(), mesh.axis("dp"), mesh.recorder)
-        buckets.begin()
+        buckets.zero_grad()
         buckets.last_backward()
         x = torch.full((2, 8), float(context.rank + 1), dtype=torch.bfloat16)
         layer(x).sum().backward()
-        buckets.finish()
+        buckets.wait()
         results[str(layer.weight.grad.dtype)] = [
             float(layer.weight.grad.min()),
             float(layer.weight.grad.max()),

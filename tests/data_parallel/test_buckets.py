@@ -13,8 +13,8 @@ from hocket.runtime.data_parallel import bucket_sizes
 
 @pytest.mark.torch
 def test_buckets_go_from_the_last_parameter_to_the_first() -> None:
-    assert bucket_sizes([4, 4, 4, 4, 4], 8, 4) == [[4], [3, 2], [1, 0]]
-    assert bucket_sizes([4, 100, 4], 8, 8) == [[2], [1], [0]]
+    assert bucket_sizes([4, 4, 4, 4, 4], 8e-6, 4e-6) == [[4], [3, 2], [1, 0]]
+    assert bucket_sizes([4, 100, 4], 8e-6, 8e-6) == [[2], [1], [0]]
     assert bucket_sizes([], 8, 8) == []
 
 

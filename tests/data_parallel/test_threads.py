@@ -8,6 +8,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from hocket.runtime.data_parallel import ThreadedReplicas
+from hocket.runtime.record import Recorder
 from tests.runtime_pipeline.models import (
     HIDDEN,
     SEQUENCE,
@@ -19,9 +21,6 @@ from tests.runtime_pipeline.models import (
     reference,
     slices,
 )
-
-from hocket.runtime.data_parallel import ThreadedReplicas
-from hocket.runtime.record import Recorder
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(60)]
 

@@ -27,15 +27,15 @@ from hocket.runtime.collectives import Work, all_reduce
 from hocket.runtime.mesh import Axis
 from hocket.runtime.record import Recorder
 
-BUCKET_BYTES = 25_000_000
-FIRST_BUCKET_BYTES = 1_000_000
+BUCKET_MB = 25.0
+FIRST_BUCKET_MB = 1.0
 """The first bucket is small, so that communication begins early."""
 
 
 def bucket_sizes(
     sizes: Sequence[int],
-    bucket_bytes: float = BUCKET_BYTES,
-    first_bytes: float = FIRST_BUCKET_BYTES,
+    bucket_mb: float = BUCKET_MB,
+    first_mb: float = FIRST_BUCKET_MB,
 ) -> list[list[int]]:
     """Which of `sizes` (bytes, in order of parameters) share a bucket: lists of indices.
 
@@ -45,7 +45,7 @@ def bucket_sizes(
     room = 0.0
     for index in reversed(range(len(sizes))):
         if not buckets or sizes[index] > room:
-            room = min(first_bytes, bucket_bytes) if not buckets else bucket_bytes
+            room = 1e6 * (bucket_mb if buckets else min(first_mb, bucket_mb))
             buckets.append([])
         buckets[-1].append(index)
         room -= sizes[index]
@@ -75,15 +75,16 @@ class _Bucket:
 class Buckets:
     """The gradients of one stage, summed over the data ranks.
 
-    A step is `begin`, backwards, `last_backward` before the last of them, `launch`, `finish`.
+    A step is `zero_grad`, backwards, `last_backward` before the last of them, `launch`, `wait`.
 
     Args:
         parameters: (name, parameter) pairs, in the order of use; those that need no gradient
             are left out. A parameter's `grad_dtype` (fp32 for a bf16 one, say) is kept.
         axis: the data ranks.
         recorder: counts each all-reduce under the phase `step`.
-        bucket_bytes: capacity of a bucket; one larger parameter has a bucket of its own.
-        first_bytes: capacity of the first one.
+        bucket_mb: capacity of a bucket in MB (10**6 bytes); one larger parameter has a bucket of
+            its own.
+        first_mb: capacity of the first one.
     """
 
     def __init__(
@@ -92,8 +93,8 @@ class Buckets:
         axis: Axis,
         recorder: Recorder,
         *,
-        bucket_bytes: float = BUCKET_BYTES,
-        first_bytes: float = FIRST_BUCKET_BYTES,
+        bucket_mb: float = BUCKET_MB,
+        first_mb: float = FIRST_BUCKET_MB,
     ) -> None:
         self.axis = axis
         self.recorder = recorder
@@ -106,7 +107,7 @@ class Buckets:
                 kinds.setdefault(kind, []).append(parameter)
         for kind, found in kinds.items():
             sizes = [p.numel() * kind[0].itemsize for p in found]
-            for indices in bucket_sizes(sizes, bucket_bytes, first_bytes):
+            for indices in bucket_sizes(sizes, bucket_mb, first_mb):
                 self._buckets.append(_Bucket([found[i] for i in indices]))
         self._handles = [
             _on_gradient(parameter, partial(self._arrived, bucket, view))
@@ -119,11 +120,11 @@ class Buckets:
         """Bytes of gradients held, which is what one step sends."""
         return sum(b.flat.numel() * b.flat.element_size() for b in self._buckets)
 
-    def begin(self) -> None:
+    def zero_grad(self) -> None:
         """Forget the last step's gradients."""
         self._last = False
         for bucket in self._buckets:
-            assert bucket.work is None, "finish() the last step first"
+            assert bucket.work is None, "wait() for the last step first"
             bucket.missing = len(bucket.parameters)
             bucket.launched = False
             for parameter in bucket.parameters:
@@ -142,7 +143,7 @@ class Buckets:
                         parameter.grad = view.zero_()
                 self._reduce(bucket)
 
-    def finish(self) -> None:
+    def wait(self) -> None:
         """Wait until every `.grad` holds the sum over the data ranks."""
         self.launch()
         for bucket in self._buckets:
