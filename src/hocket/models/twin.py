@@ -86,12 +86,14 @@ def twin_of(config: transformers.PreTrainedConfig) -> Twin:
 
 
 def _layers(config: transformers.PreTrainedConfig) -> tuple[int, ...]:
-    """Which layers the twin has: the first four, or one of each kind where kinds differ."""
+    """Which layers the twin has: the first four, or two of each kind (they may share a block)."""
     total = int(config.num_hidden_layers)
     kinds = getattr(config, "layer_types", None)
     if not kinds or len(kinds) < total:
         return tuple(range(min(total, NUM_LAYERS)))
-    chosen = [kinds.index(kind) for kind in dict.fromkeys(kinds[:total])]
+    chosen: list[int] = []
+    for kind in dict.fromkeys(kinds[:total]):
+        chosen += [i for i in range(total) if kinds[i] == kind][:2]
     chosen += [i for i in range(total) if i not in chosen][: max(0, NUM_LAYERS - len(chosen))]
     return tuple(sorted(chosen))
 
@@ -118,6 +120,8 @@ def _shrink(
             value = 64 if value == hidden else 32
         elif key in _SIZES and isinstance(value, int) and not isinstance(value, bool):
             value = min(value, _SIZES[key])
+        elif isinstance(value, int) and not isinstance(value, bool) and hidden and heads:
+            value = _in_proportion(key, value, hidden, heads)
         elif isinstance(value, list) and len(value) == total and key != "architectures":
             value = [value[i] for i in layers]  # one entry a layer
         elif isinstance(value, dict):
@@ -126,6 +130,15 @@ def _shrink(
     if isinstance(whole.get("max_window_layers"), int):
         tiny["max_window_layers"] = min(whole["max_window_layers"], len(layers))
     return tiny
+
+
+def _in_proportion(key: str, value: int, hidden: int, heads: int) -> int:
+    """Widths that families derive from the hidden size in their own configuration."""
+    if key.endswith("head_dim") and (value * heads) % hidden == 0:
+        return value * heads // hidden * (64 // 4)
+    if key.endswith(("_size", "_dim", "_width")) and value >= hidden and value % hidden == 0:
+        return value // hidden * 64
+    return value
 
 
 def _shrink_rope(parameters: dict[str, Any]) -> dict[str, Any]:

@@ -119,7 +119,10 @@ class WeightFiles:
         operations: list[Any] = stored.converter.operations if stored.converter else []
         kinds = [type(operation) for operation in operations]
         dims = [getattr(operation, "dim", None) for operation in operations]
-        if (kinds, dims) not in (([MergeModulelist, Concatenate], [0, 1]), ([MergeModulelist], [0])):
+        if (kinds, dims) not in (
+            ([MergeModulelist, Concatenate], [0, 1]),
+            ([MergeModulelist], [0]),
+        ):
             return None
         assert stored.converter is not None
         patterns = [p for p in stored.converter.source_patterns if p in stored.sources]

@@ -1,0 +1,383 @@
+"""The tiny-twin check: does this architecture compute the same when it is split?
+
+Some architectures break in silence: a norm that runs again on every stage, one block that many
+layers share, positions added twice. So before the ranks of a job start, the user's own
+architecture, at sizes that run in milliseconds, is cut into stages of one layer and split over
+two ranks; its logits and every gradient are compared with the whole. The verdict is kept in the
+user's cache folder, keyed by the architecture and the versions of what runs it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import hocket
+from hocket.spec.errors import ModelError
+from hocket.spec.layout import Layout
+from hocket.spec.run import write_text
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from hocket.launch import Launcher, RankContext
+    from hocket.models.source import ModelSource
+    from hocket.models.twin import Twin
+    from hocket.spec.plan import ParallelPlan
+
+TOLERANCE = 1e-5
+"""Largest difference of a logit, relative to the largest one."""
+
+GRADIENT_TOLERANCE = (1e-4, 1e-7)
+"""Largest difference of a gradient: of its own largest entry, of the model's largest gradient."""
+
+_IRRELEVANT = (
+    "_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache",
+    "vocab_size", "bos_token_id", "eos_token_id", "pad_token_id",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What the twin showed. Empty text: equal. None: not tried.
+
+    Attributes:
+        stages: why the model cannot be cut into stages.
+        tensors: why its tensors cannot be split over ranks.
+        note: blocks that tensor parallelism holds whole, and why.
+    """
+
+    stages: str | None = None
+    tensors: str | None = None
+    note: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything that was tried came out equal."""
+        return not self.stages and not self.tensors
+
+    @property
+    def reason(self) -> str:
+        """Why not; empty where `ok`."""
+        return "; ".join(text for text in (self.stages, self.tensors) if text)
+
+
+def require(
+    launcher: Launcher, source: ModelSource, layout: Layout, *, attention: str = "sdpa"
+) -> Verdict:
+    """Refuse a layout that would change what this model computes, before its ranks start.
+
+    Takes no time where the layout splits nothing or the verdict is cached.
+
+    Raises:
+        ModelError: the twin differs, by name and with the reason.
+    """
+    wanted = {"stages": layout.num_stages > 1, "tensors": layout.tp > 1}
+    if not any(wanted.values()):
+        return Verdict()
+    file = _cache_file(source.config, attention) if source.code is None else None
+    known = _read(file)
+    missing = [part for part, want in wanted.items() if want and getattr(known, part) is None]
+    if missing:
+        heard: list[dict[str, Any]] = []
+        payload = {
+            "config": source.config,
+            "attention": attention,
+            "code": None if source.code is None else str(source.code),
+            "parts": missing,
+        }
+        launcher.run(
+            entry="hocket.jobs.twin:main",
+            world_size=2 if "tensors" in missing else 1,
+            payload=payload,
+            on_event=lambda event: heard.append(event) if event["event"] == "twin" else None,
+        )
+        found = {part: heard[-1][part] for part in missing}
+        known = dataclasses.replace(known, **found, note=heard[-1]["note"] or known.note)
+        _write(file, known)
+    kind = source.config.get("model_type")
+    if wanted["stages"] and known.stages:
+        raise ModelError(
+            f"{source.name} ({kind}) cannot be cut into pipeline stages: {known.stages}",
+            hint=str(dataclasses.replace(layout, pp=1, virtual_stages=1, cut="balanced")),
+        )
+    if wanted["tensors"] and known.tensors:
+        raise ModelError(
+            f"{source.name} ({kind}) cannot be split over tensor-parallel ranks: {known.tensors}",
+            hint=str(dataclasses.replace(layout, tp=1)),
+        )
+    return known
+
+
+def main(context: RankContext, payload: dict[str, Any]) -> None:
+    """Try the parts that `payload` names; rank 0 emits `{"event": "twin", "ok", "reason", ...}`.
+
+    Payload: `config`, `attention`, `code` (a directory or None), `parts` (of `stages`, `tensors`;
+    the latter needs two ranks).
+    """
+    from hocket.models.skeleton import config_of
+
+    code = payload.get("code")
+    config = config_of(payload["config"], dropout=0.0, code=Path(code) if code else None)
+    found = Verdict()
+    if "stages" in payload["parts"] and context.rank == 0:
+        found = dataclasses.replace(found, stages=try_stages(config, payload["attention"]))
+    if "tensors" in payload["parts"]:
+        context.init_process_group("gloo")
+        reason, note = try_tensors(
+            config, payload["attention"], index=context.rank, degree=context.world_size
+        )
+        found = dataclasses.replace(found, tensors=reason, note=note)
+    if context.rank == 0:
+        context.emit(
+            {"event": "twin", "ok": found.ok, "reason": found.reason, **dataclasses.asdict(found)}
+        )
+
+
+def verdict(config: dict[str, Any], *, attention: str = "sdpa") -> Verdict:
+    """Cut the twin of a configuration into stages, here in this process; nothing is cached."""
+    from hocket.models.skeleton import config_of
+
+    return Verdict(stages=try_stages(config_of(config, dropout=0.0), attention))
+
+
+# --- the two trials ----------------------------------------------------------------------------
+
+
+def try_stages(config: Any, attention: str) -> str:
+    """Why the twin of a configuration cannot be cut; empty where the cut changes nothing."""
+    import copy
+
+    import torch
+
+    from hocket.models.plans import plan_for
+    from hocket.models.twin import twin_of
+    from hocket.runtime.pipeline.cut import cut
+    from hocket.runtime.pipeline.stage import Stage
+
+    try:
+        twin = twin_of(config)
+    except ModelError as error:
+        return error.message
+    model = twin.build(attention=attention).train()
+    plan = plan_for(model)
+    if plan.stages is None:
+        return plan.reasons["stages"]
+    if plan.stages.num_layers == 1:
+        return "it has one layer"
+    for end, owner in plan.ties.items():
+        if f"{end}.".startswith(f"{plan.stages.layers}."):
+            return f"its layers share parameters ({end} is {owner})"
+    # One layer a stage is the hardest cut: whatever two layers share lies on two stages.
+    bounds = (1,) * plan.stages.num_layers
+    inputs, weight = _microbatch(twin)
+    expected, gradients = _reference(model, inputs, weight)
+    if reason := _not_causal(model, inputs, expected):
+        return reason
+    stages = [
+        Stage(
+            cut(copy.deepcopy(model), plan.stages, bounds, index), index, len(bounds),
+            plan=plan.stages, hidden_size=plan.hidden_size,
+        )
+        for index in range(len(bounds))
+    ]  # fmt: skip
+    try:
+        ends: list[tuple[Tensor, Tensor]] = []
+        hidden = None
+        for stage in stages[:-1]:
+            sent = stage.output(inputs, hidden)
+            hidden = sent.detach().requires_grad_()
+            ends.append((sent, hidden))
+        logits = stages[-1].output(inputs, hidden).logits
+        torch.autograd.backward((logits * weight).sum())
+        for sent, received in reversed(ends):
+            assert received.grad is not None
+            torch.autograd.backward(sent, received.grad)
+    except Exception as error:  # the forward of a foreign family fails in its own way
+        return f"a stage of its tiny twin fails with {type(error).__name__}: {error}"
+    found: dict[str, Tensor] = {}
+    tied = {*plan.ties, *plan.ties.values()}
+    for stage in stages:
+        for name, parameter in stage.module.named_parameters():
+            if parameter.grad is None:
+                continue
+            owner = plan.ties.get(name, name)
+            if owner in found and name not in tied:
+                return f"{name} is used on more than one stage"
+            found[owner] = found[owner] + parameter.grad if owner in found else parameter.grad
+    return _compare(expected, logits.detach(), gradients, found, plan)
+
+
+def try_tensors(config: Any, attention: str, *, index: int, degree: int) -> tuple[str, str]:
+    """(why the twin cannot be split over ranks, what is held whole); on `degree` ranks at once."""
+    import copy
+
+    import torch
+    import torch.distributed as dist
+
+    from hocket.models.plans import plan_for
+    from hocket.models.twin import twin_of
+    from hocket.runtime.collectives import all_reduce
+    from hocket.runtime.mesh import Axis
+    from hocket.runtime.record import Recorder
+    from hocket.runtime.tensor_parallel.apply import apply_tensor_parallel
+
+    try:
+        twin = twin_of(config)
+    except ModelError as error:
+        return error.message, ""
+    model = twin.build(attention=attention).train()
+    plan = plan_for(model)
+    note = plan.reasons.get("tensor", "")
+    if plan.tensor is None:
+        return note, ""
+    inputs, weight = _microbatch(twin)
+    expected, gradients = _reference(model, inputs, weight)
+    axis = Axis("tp", degree, index, tuple(range(degree)), dist.group.WORLD)
+    recorder = Recorder(index)
+    local = copy.deepcopy(model)
+    try:
+        placements = apply_tensor_parallel(local, plan.tensor, axis, recorder)
+        logits = _forward(local, inputs)
+        head = placements.get(_head_weight(local))
+        mine = slice(None)
+        if head is not None and head.sharded and logits.shape[-1] != expected.shape[-1]:
+            mine = head.blocks[0].in_global[0]
+        torch.autograd.backward((logits * weight[..., mine]).sum())
+    except Exception as error:  # every rank runs the same code on equal shapes: all fail alike
+        return f"its tiny twin fails with {type(error).__name__}: {error}", ""
+    found: dict[str, Tensor] = {}
+    wanted: dict[str, Tensor] = {}
+    for name, parameter in local.named_parameters():
+        if parameter.grad is None:
+            continue
+        placement = placements[name]
+        grad = parameter.grad.contiguous()
+        if "tp" in placement.grad_sum or placement.has_copies:
+            all_reduce(grad, axis, recorder)
+        for there, here in placement.pairs():
+            key = f"{name} {there}"
+            found[key], wanted[key] = grad[here], gradients[name][there]
+    reason = _compare(expected[..., mine], logits.detach(), wanted, found, plan)
+    verdicts: list[str] = [""] * degree
+    dist.all_gather_object(verdicts, reason)
+    return next((text for text in verdicts if text), ""), note
+
+
+def _microbatch(twin: Twin) -> tuple[dict[str, Tensor], Tensor]:
+    """Two sequences of 16 tokens, and weights [2, 16, V] that turn logits into one number."""
+    import torch
+
+    from hocket.models.twin import VOCABULARY
+
+    generator = torch.Generator().manual_seed(1)
+    vocabulary = int(getattr(twin.config, "vocab_size", VOCABULARY))
+    ids = torch.randint(3, vocabulary, (2, 16), generator=generator)
+    positions = torch.arange(16).expand(2, 16).contiguous()
+    weight = torch.randn((2, 16, vocabulary), generator=generator)
+    return {"input_ids": ids, "position_ids": positions}, weight
+
+
+def _forward(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    from hocket.runtime.pipeline.stage import Stage
+
+    logits: Tensor = Stage(model).output(inputs).logits
+    return logits
+
+
+def _reference(
+    model: nn.Module, inputs: dict[str, Tensor], weight: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    import torch
+
+    logits = _forward(model, inputs)
+    torch.autograd.backward((logits * weight).sum())
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return logits.detach(), gradients
+
+
+def _not_causal(model: nn.Module, inputs: dict[str, Tensor], expected: Tensor) -> str:
+    import torch
+
+    changed = inputs["input_ids"].clone()
+    changed[:, -1] = torch.where(changed[:, -1] == 5, 6, 5)
+    with torch.no_grad():
+        logits = _forward(model, {**inputs, "input_ids": changed})
+    off = float((logits - expected)[:, :-1].abs().max())
+    if off > TOLERANCE * float(expected.abs().max()):
+        return "it is not causal: a later token changes earlier logits"
+    return ""
+
+
+def _compare(
+    expected: Tensor,
+    logits: Tensor,
+    gradients: dict[str, Tensor],
+    found: dict[str, Tensor],
+    plan: ParallelPlan,
+) -> str:
+    scale = float(expected.abs().max())
+    off = float((logits - expected).abs().max())
+    if not off <= TOLERANCE * scale:
+        return f"the logits of its tiny twin differ by {off:.1e} (the largest is {scale:.1e})"
+    own, model = GRADIENT_TOLERANCE
+    floor = model * max(float(g.abs().max()) for g in gradients.values())
+    for name, gradient in gradients.items():
+        parameter = name.split(" ")[0]
+        if name not in found:
+            return f"{plan.ties.get(parameter, parameter)} of its tiny twin gets no gradient"
+        largest = float(gradient.abs().max())
+        off = float((found[name] - gradient).abs().max())
+        if not off <= max(own * largest, floor):
+            share = off / largest if largest else float("inf")
+            return f"the gradient of {parameter} in its tiny twin differs by {100 * share:.2g}%"
+    return ""
+
+
+def _head_weight(model: nn.Module) -> str:
+    head: Any = model.get_output_embeddings()  # type: ignore[operator]
+    return next((f"{n}.weight" for n, m in model.named_modules() if m is head), "")
+
+
+# --- the cache ---------------------------------------------------------------------------------
+
+
+def _cache_file(config: dict[str, Any], attention: str) -> Path:
+    relevant = {key: value for key, value in config.items() if key not in _IRRELEVANT}
+    versions = [hocket.__version__, *(_version(name) for name in ("transformers", "torch"))]
+    key = json.dumps([relevant, attention, versions], sort_keys=True, default=str)
+    name = f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(home).expanduser() / "hocket" / "twins" / name
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _read(file: Path | None) -> Verdict:
+    if file is None:
+        return Verdict()
+    try:
+        return Verdict(**json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError):  # none yet, or of another version: try again
+        return Verdict()
+
+
+def _write(file: Path | None, found: Verdict) -> None:
+    if file is None:
+        return
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_text(file, json.dumps(dataclasses.asdict(found)))
+    except OSError:
+        return  # a cache that cannot be written only costs the next run its second
