@@ -172,22 +172,28 @@ def with_vocabulary(config: dict[str, Any], vocab_size: int, eos: int | None) ->
 
 def write(job: Plan, folder: RunFolder, config: dict[str, Any], command: str) -> RunSpec:
     """Write run.json and schedule.txt: from here on the folder holds a run."""
-    request, source = job.request, job.source
+    spec = spec_of(job.source, job.request, job.layout, config, command)
+    folder.path.mkdir(parents=True, exist_ok=True)
+    write_text(folder.schedule_file, str(job.schedule))
+    folder.create(spec)
+    return spec
+
+
+def spec_of(
+    source: ModelSource, request: Request, layout: Layout, config: dict[str, Any], command: str
+) -> RunSpec:
+    """The RunSpec of a job; its paths hold from any working folder."""
     known = Path(request.model).expanduser()
-    spec = RunSpec(
+    return RunSpec(
         model=str(known.resolve()) if known.exists() else request.model,
         config=config,
-        layout=job.layout,
+        layout=layout,
         workload=request.workload,
         options=request.options,
         weights=str(source.weights.resolve()) if source.weights is not None else None,
         data=tuple(str(Path(path).resolve()) for path in request.data),
         command=command,
     )
-    folder.path.mkdir(parents=True, exist_ok=True)
-    write_text(folder.schedule_file, str(job.schedule))
-    folder.create(spec)
-    return spec
 
 
 def resume(request: Request) -> tuple[RunFolder, RunSpec]:

@@ -105,6 +105,7 @@ def prepared(
 
 def launch(launcher: Launcher, folder: RunFolder, spec: RunSpec, record: Record) -> Summary:
     """Run the ranks of a prepared run folder."""
+    verify(launcher, spec, record)
     record.phase("starting ranks")
     launcher.run(
         ENTRY,
@@ -117,9 +118,21 @@ def launch(launcher: Launcher, folder: RunFolder, spec: RunSpec, record: Record)
     return record.summary(folder)
 
 
+def verify(launcher: Launcher, spec: RunSpec, record: Record) -> None:
+    """Refuse an architecture that would compute something else when it is split."""
+    from hocket.jobs import twin
+    from hocket.models.source import of_run
+
+    if spec.layout.num_stages > 1 or spec.layout.tp > 1:
+        record.phase("checking that the architecture can be split")
+    verdict = twin.require(launcher, of_run(spec), spec.layout, attention=spec.options.attention)
+    if verdict.note and spec.layout.tp > 1:
+        record.note(f"held whole on every rank of tp: {verdict.note}")
+
+
 def _join(request: Request, context: RankContext, record: Record) -> Summary:
     """Be one rank of a foreign launcher's world."""
-    from hocket.launch import run_joined
+    from hocket.launch import Launcher, run_joined
 
     world, options = context.world_size, request.options
     if context.rank == 0:
@@ -129,7 +142,10 @@ def _join(request: Request, context: RankContext, record: Record) -> Summary:
             else:
                 job = prepare.plan(request, world_size=world)
                 folder = prepare.run_folder(request)
-                prepared(job, folder, record)
+                with Launcher("cpu", options.threads) as launcher:
+                    spec = prepared(job, folder, record)
+                    with unstarted_is_no_run(folder):
+                        verify(launcher, spec, record)
         except HocketError as error:
             if world > 1:
                 context.store().set("hocket/prepared", json.dumps({"error": str(error)}))

@@ -1,0 +1,110 @@
+"""`hocket check`: prove that a layout computes what one process computes."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from hocket.cli.flags import LayoutFlags, Model, explicit, parse, values
+
+if TYPE_CHECKING:
+    from hocket.spec.check import CheckReport
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Check:
+    """Run the same steps on one process and on a layout, from the same weights and data.
+
+    Prints the loss of both for each step, and for each parameter the largest difference of its
+    gradient and of its value after the optimizer step. Exits 1 if any is above the tolerance.
+
+    Attributes:
+        model: a Hugging Face directory, a run folder, or a name that `hocket models` lists.
+        parallel: where everything lives.
+        steps: optimizer steps to compare.
+        seq_len: tokens of one sequence.
+        global_batch: sequences of one step.
+        seed: of the weights, if they are random, and of the tokens.
+        lr: learning rate of the steps.
+        attention: attention implementation, `sdpa` or `eager`.
+        device: `auto`, `cpu` or `cuda`.
+        backend: `auto`, `shm`, `gloo` or `nccl`.
+        threads: CPU threads per rank.
+        trust_remote_code: run code that a model directory brings along.
+        json: print the whole report as one JSON object.
+    """
+
+    model: Model = ""
+    parallel: Annotated[LayoutFlags, tyro.conf.arg(name="layout")] = dataclasses.field(
+        default_factory=LayoutFlags
+    )
+    steps: int = 3
+    seq_len: int = 32
+    global_batch: int = 8
+    seed: int = 0
+    lr: float = 1e-3
+    attention: str = "sdpa"
+    device: str = "auto"
+    backend: str = "auto"
+    threads: int = 1
+    trust_remote_code: bool = False
+    json: bool = False
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Check. Returns 0 where everything is equal, else 1."""
+    flags = parse(Check, "check", arguments, Check())
+    said = values(flags, also=explicit(arguments))
+    said.pop("json", None)
+    from hocket.jobs.check import check
+    from hocket.jobs.request import request
+
+    sizes = {"steps": flags.steps, "seq_len": flags.seq_len, "global_batch": flags.global_batch}
+
+    def tell(event: dict[str, object]) -> None:
+        if event["event"] == "phase" and not flags.json:
+            print(f"{event['name']} ...", file=sys.stderr, flush=True)
+
+    report = check(request({**said, **sizes}), on_event=tell)
+    if flags.json:
+        print(report.to_json())
+    else:
+        print("\n".join(lines(report)))
+    return 0 if report.ok else 1
+
+
+def lines(report: CheckReport) -> list[str]:
+    """The report as a table."""
+    found = ["", "step  one process    layout         difference"]
+    found += [
+        f"{s.step:>4}  {s.reference_loss:<13.7f}  {s.loss:<13.7f}  {s.difference:.1e}"
+        f"{'' if s.ok else '  ABOVE TOLERANCE'}"
+        for s in report.steps
+    ]
+    rows = report.worst()
+    width = max([len(row.name) for row in rows] + [len("parameter")])
+    shapes = {row.name: "x".join(map(str, row.shape)) for row in rows}
+    wide = max([len(shape) for shape in shapes.values()] + [len("shape")])
+    found += [
+        "",
+        "largest difference of each parameter over the steps (limit)",
+        f"{'parameter':<{width}}  {'shape':<{wide}}  {'gradient':<18}  value after the step",
+    ]
+    found += [
+        f"{row.name:<{width}}  {shapes[row.name]:<{wide}}  "
+        f"{row.gradient:.1e} ({row.gradient_limit:.1e})  {row.value:.1e} ({row.value_limit:.1e})"
+        f"{'' if row.ok else '  ABOVE TOLERANCE'}"
+        for row in rows
+    ]
+    found.append("")
+    if report.ok:
+        found.append(
+            f"equal: {report.layout} on {report.world_size} ranks computes what one process does"
+        )
+    else:
+        found += ["NOT equal:", *report.failures]
+    return found

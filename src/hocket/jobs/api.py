@@ -1,0 +1,104 @@
+"""The public functions: thin callers of the jobs, with the flags' names as keywords.
+
+    import hocket
+    summary = hocket.train("tiny-llama", data=["notes.txt"], layout="dp2.tp2", steps=50)
+    hocket.export(summary.run, to="model")
+
+Importing this loads nothing heavy; each function imports its room when it is called.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from hocket.jobs.generate import Completion
+    from hocket.jobs.train import Summary
+    from hocket.spec.check import CheckReport
+    from hocket.spec.layout import Layout
+
+Listener = Callable[[dict[str, Any]], None]
+
+
+def train(
+    model: str | os.PathLike[str],
+    data: Sequence[str | os.PathLike[str]] | str = (),
+    *,
+    layout: str | Layout = "dp1",
+    run: str | os.PathLike[str] | None = None,
+    on_event: Listener | None = None,
+    **options: Any,
+) -> Summary:
+    """Train a model; the same as `hocket train`.
+
+    Args:
+        model: a Hugging Face directory, a run folder, or a name of the catalogue.
+        data: files or folders of text.
+        layout: where everything lives: `dp2.pp2.tp2`.
+        run: the run folder. None: a new one under `runs/`.
+        on_event: called with each event: `step`, `eval`, `saved` ...
+        **options: any other flag of `hocket train`, with underscores: `global_batch=16`.
+
+    Raises:
+        HocketError: what the caller can mend, found before any rank starts wherever possible.
+    """
+    from hocket.jobs.request import request
+    from hocket.jobs.train import train as job
+
+    values = {"model": model, "data": data, "layout": layout, "run": run, **options}
+    return job(request(values), on_event=on_event)
+
+
+def check(
+    model: str | os.PathLike[str],
+    *,
+    layout: str | Layout,
+    steps: int = 3,
+    seq_len: int = 32,
+    global_batch: int = 8,
+    on_event: Listener | None = None,
+    **options: Any,
+) -> CheckReport:
+    """Compare a layout with one process; the same as `hocket check`. `report.ok` is the verdict.
+
+    Raises:
+        HocketError: what the caller can mend.
+    """
+    from hocket.jobs.check import check as job
+    from hocket.jobs.request import request
+
+    sizes = {"steps": steps, "seq_len": seq_len, "global_batch": global_batch}
+    return job(request({"model": model, "layout": layout, **sizes, **options}), on_event=on_event)
+
+
+def generate(
+    model: str | os.PathLike[str],
+    prompts: Sequence[str] | str,
+    *,
+    layout: str | Layout = "dp1",
+    **options: Any,
+) -> list[Completion]:
+    """Continue texts; the same as `hocket generate`, whose flags are the keywords.
+
+    Raises:
+        HocketError: what the caller can mend.
+    """
+    from hocket.jobs.generate import generate as job
+
+    texts = [prompts] if isinstance(prompts, str) else list(prompts)
+    return job(os.fspath(model), texts, layout=layout, **options)
+
+
+def export(run: str | os.PathLike[str], to: str | os.PathLike[str]) -> Path:
+    """Write a run's model as a Hugging Face directory; the same as `hocket export`.
+
+    Raises:
+        HocketError: what the caller can mend.
+    """
+    from hocket.jobs.export import export as job
+
+    return job(run, to)

@@ -1,0 +1,92 @@
+"""The check: the same steps on one process and on a layout, from the same weights and data."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+from hocket.jobs.prepare import spec_of
+from hocket.jobs.request import Request
+from hocket.jobs.validate import validate
+from hocket.spec.check import CheckReport
+from hocket.spec.errors import OptionError
+
+Event = dict[str, Any]
+
+
+def check(request: Request, *, on_event: Callable[[Event], None] | None = None) -> CheckReport:
+    """Compare a layout with one process on seeded tokens; see `training.check` for how.
+
+    Dropout is off, the precision is fp32, and `request.data` is not looked at.
+
+    Raises:
+        HocketError: the layout does not fit the model, or the model breaks when it is cut;
+            RankFailure with a rank's own traceback.
+    """
+    from hocket.jobs import twin
+    from hocket.launch import Launcher, joined
+    from hocket.models.source import resolve
+    from hocket.schedules.registry import build
+
+    if joined() is not None:
+        raise OptionError(
+            "check starts its own ranks; it was started as one of another launcher's",
+            hint="run it without torchrun",
+        )
+    if request.workload.dtype != "fp32":
+        raise OptionError(
+            f"dtype is {request.workload.dtype}; equality is checked in fp32", hint="--dtype fp32"
+        )
+    request = dataclasses.replace(
+        request, data=(), options=dataclasses.replace(request.options, dropout=0.0)
+    )
+    options = request.options
+    source = resolve(request.model, trust_remote_code=options.trust_remote_code)
+    layout = validate(source.dimensions, request.layout, request.workload)
+    assert layout.microbatches is not None
+    build(layout, layout.microbatches)
+    spec = spec_of(source, request, layout, source.config, "check")
+
+    def say(text: str) -> None:
+        if on_event is not None:
+            on_event({"event": "phase", "name": text})
+
+    reports: list[Event] = []
+
+    def listen(event: Event) -> None:
+        if event["event"] == "check":
+            reports.append(event["report"])
+        elif on_event is not None:
+            on_event(event)
+
+    preload = ("hocket.training.check", "hocket.training.build")
+    with (
+        Launcher(options.device, options.threads, preload=preload) as launcher,
+        tempfile.TemporaryDirectory(prefix="hocket-check-") as folder,
+    ):
+        say("checking that the architecture can be split")
+        twin.require(launcher, source, layout, attention=options.attention)
+        payload = {"spec": spec.to_json(), "folder": folder, "steps": options.steps}
+        say("one process")
+        launcher.run(
+            "hocket.training.check:reference",
+            1,
+            payload,
+            listen,
+            startup_timeout=300.0,
+            silence_timeout=max(600.0, options.timeout),
+        )
+        say(f"{layout.axes_text()}, {layout.world_size} ranks")
+        launcher.run(
+            "hocket.training.check:compare",
+            layout.world_size,
+            payload,
+            listen,
+            startup_timeout=300.0,
+            silence_timeout=max(600.0, options.timeout),
+        )
+    assert len(reports) == 1, reports
+    return CheckReport.from_json(json.dumps(reports[0]))
