@@ -9,6 +9,7 @@ HocketError                 message with the numbers, and one hint that can be p
  +- DataError               data that is unreadable, empty or too short
  +- RunFolderError          a run folder that already holds a run, or holds none
  +- CheckpointError         a checkpoint that is incomplete or of another layout
+ +- TrainingError           training that cannot go on: a loss that is not finite
  +- RankFailure             a rank died; carries its traceback
 """
 
@@ -72,6 +73,12 @@ class RunFolderError(HocketError):
 
 class CheckpointError(HocketError):
     """A checkpoint that is incomplete, damaged, or of another layout."""
+
+
+class TrainingError(HocketError):
+    """Training that cannot go on: a loss or gradient that is not finite."""
+
+    exit_code = 1
 
 
 class RankFailure(HocketError):

@@ -8,7 +8,7 @@ its rounding.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -135,12 +135,10 @@ class Optimizer:
                     )
                 tensor.copy_(state[name][key])
 
-    @property
-    def bytes(self) -> int:
-        """Counted bytes of the state once it exists: moments, masters and their gradients."""
-        total = 0
-        for name, tensor in self._stepped.items():
-            total += 4 * tensor.numel() * len(STATE) + 4
-            if name in self.masters:
-                total += 2 * tensor.nbytes
-        return total
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor it holds: moments, masters and their gradients."""
+        for name, state in self.state_tensors().items():
+            yield from state.values()
+            gradient = self.masters[name].grad if name in self.masters else None
+            if gradient is not None:
+                yield gradient

@@ -1,0 +1,175 @@
+"""Build: everything one rank of a training job is made of, composed from its RunSpec.
+
+    world     device, process group, mesh
+    source    where the model comes from         skeleton  the whole model on the meta device
+    plan      how it may be split                parallel  this rank's stages, still without memory
+    weights   memory and values for those        finish    buckets, ties, norms
+    optimizer
+
+Nothing here communicates but the making of groups, so every rank builds at its own pace.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from hocket.models.plans import plan_for
+from hocket.models.skeleton import build as build_skeleton
+from hocket.models.source import ModelSource, of_run
+from hocket.models.weights import materialize
+from hocket.runtime.device import pick_backend, pick_device
+from hocket.runtime.mesh import Mesh
+from hocket.runtime.parallelize import Parallel, parallelize
+from hocket.runtime.record import Recorder
+from hocket.spec.errors import OptionError, unknown
+from hocket.spec.layout import Layout
+from hocket.spec.plan import ParallelPlan
+from hocket.spec.run import RunSpec
+from hocket.spec.schedule import Schedule
+from hocket.training.optimizer import Optimizer
+from hocket.training.threads import ThreadedParallel
+
+if TYPE_CHECKING:
+    from hocket.launch import RankContext
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclasses.dataclass(kw_only=True)
+class Job:
+    """What one rank trains with.
+
+    Attributes:
+        source, skeleton, plan: the whole model: where from, without memory, how it may be split.
+        parallel: this rank's part of it.
+        optimizer: over the parameters of that part.
+    """
+
+    spec: RunSpec
+    mesh: Mesh
+    source: ModelSource
+    skeleton: nn.Module
+    plan: ParallelPlan
+    parallel: Parallel | ThreadedParallel
+    optimizer: Optimizer
+
+
+def join_world(spec: RunSpec, context: RankContext) -> Mesh:
+    """Choose this rank's device and backend, meet the other ranks, and make the mesh.
+
+    Raises:
+        OptionError: a device or backend that this machine does not have.
+        LayoutError: the world has another size than the layout.
+    """
+    options = spec.options
+    wanted = context.device_kind if options.device == "auto" else options.device
+    device = pick_device(wanted, context.local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high" if spec.workload.dtype == "bf16" else "highest")
+    if context.world_size > 1:
+        backend = pick_backend(options.backend, device, context.world_size, context.one_machine)
+        if backend == "shm":
+            import hocket.runtime.shm  # noqa: F401  registers the backend
+        # The parent sees silence sooner and says more of it; this is for worlds without one.
+        context.init_process_group(backend, device, timeout=max(options.timeout, 600.0))
+    return Mesh(spec.layout, context.rank, device, Recorder(context.rank, device))
+
+
+def build_model(
+    spec: RunSpec, mesh: Mesh, schedule: Schedule | None
+) -> tuple[ModelSource, nn.Module, ParallelPlan, Parallel | ThreadedParallel]:
+    """This rank's part of the model that a RunSpec names, with its values, ready to step.
+
+    Raises:
+        ModelError: the model cannot be built, or not split as the layout asks.
+        WeightsError: weight files whose names or shapes do not fit.
+    """
+    options = spec.options
+    dtype = dtype_of(spec.workload.dtype)
+    source = of_run(spec)
+    skeleton = build_skeleton(
+        source.config,
+        attention=options.attention,
+        dtype=dtype,
+        dropout=options.dropout,
+        code=source.code,
+    )
+    plan = plan_for(skeleton)
+    threads = spec.layout.data_parallel == "threads"
+    layout = Layout(microbatches=spec.layout.microbatches) if threads else spec.layout
+    parallel = parallelize(
+        skeleton,
+        layout,
+        plan,
+        mesh=mesh,
+        schedule=schedule,
+        seed=options.seed,
+        bucket_mb=options.bucket_mb,
+    )
+    for stage in parallel.stages:
+        materialize(
+            stage.module,
+            stage.placements,
+            skeleton,
+            source,
+            device=mesh.device,
+            dtype=dtype,
+            seed=options.seed,
+        )
+        if options.compile:
+            compile_blocks(stage.module, plan)
+    parallel.finish()
+    parallel.train()
+    if threads:
+        return source, skeleton, plan, ThreadedParallel(parallel, spec.layout.dp)
+    return source, skeleton, plan, parallel
+
+
+def build(spec: RunSpec, context: RankContext, schedule: Schedule | None = None) -> Job:
+    """All of it, from the process group to the optimizer. Every rank calls it.
+
+    Args:
+        spec: what is trained.
+        context: this rank's place.
+        schedule: when everything runs; with one stage None accumulates gradients.
+    """
+    mesh = join_world(spec, context)
+    source, skeleton, plan, parallel = build_model(spec, mesh, schedule)
+    optimizer = Optimizer(parallel.named_parameters(), spec.options)
+    return Job(
+        spec=spec,
+        mesh=mesh,
+        source=source,
+        skeleton=skeleton,
+        plan=plan,
+        parallel=parallel,
+        optimizer=optimizer,
+    )
+
+
+def compile_blocks(module: nn.Module, plan: ParallelPlan) -> None:
+    """Compile each layer by itself: one small graph, compiled once for all equal layers."""
+    if plan.stages is None:
+        return
+    for layer in module.get_submodule(plan.stages.layers).children():
+        if any(True for _ in layer.parameters()):
+            layer.compile(dynamic=False)
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype that `--dtype` names. Raises OptionError for another name."""
+    if name not in DTYPES:
+        message, hint = unknown("dtype", name, DTYPES)
+        raise OptionError(message, hint=hint)
+    return DTYPES[name]
+
+
+def read_schedule(path: Path) -> Schedule:
+    """The schedule that a run folder holds."""
+    return Schedule.parse(path.read_text())

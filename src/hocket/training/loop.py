@@ -1,0 +1,334 @@
+"""The loop: batch, forward and backward, clip, optimizer; and what is said about it.
+
+    for each step                                     every so many steps
+        1 microbatches of this data rank                  5 loss on held-out text
+        2 forward_backward: loss and whole gradient       6 checkpoint
+        3 clip by the global norm                     at the end
+        4 AdamW at this step's learning rate              7 export
+
+On CPU a step's loss and norm are looked at before the optimizer moves anything. On CUDA nothing
+waits for the device: they are read when the next step's work is queued.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hocket.runtime.checkpoint import load_checkpoint, save_checkpoint
+from hocket.spec.checkpoint import config_hash
+from hocket.spec.errors import TrainingError
+from hocket.spec.run import RunFolder
+from hocket.training import timeline
+from hocket.training.build import Job
+from hocket.training.data import TRAIN, VALID, BatchOrder, TokenDataset, Tokens
+from hocket.training.evaluate import held_out_loss, num_batches
+from hocket.training.export import ModelFiles, export_ranks
+from hocket.training.inputs import Inputs
+from hocket.training.learning_rate import learning_rate
+from hocket.training.memory import MemoryCount
+from hocket.training.metrics import Metrics
+from hocket.training.threads import ThreadedParallel
+from hocket.training.utilization import flops_per_token, peak_flops
+
+if TYPE_CHECKING:
+    from hocket.launch import RankContext
+
+LONG = 900.0
+"""Seconds of silence allowed where compilation, a disk or held-out text may take their time."""
+
+
+class Reading:
+    """Loss and gradient norm of one step, on their way from the device."""
+
+    def __init__(self, step: int, lr: float, loss: Tensor, norm: Tensor) -> None:
+        self.step = step
+        self.lr = lr
+        self._event: Any = None
+        values = torch.stack([loss.detach().float(), norm.detach().float()])
+        if values.is_cuda:
+            self._values = torch.empty(2, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+        else:
+            self._values = values
+
+    def values(self) -> tuple[float, float]:
+        """(loss, norm), once the device is there.
+
+        Raises:
+            TrainingError: one of them is not finite.
+        """
+        if self._event is not None:
+            self._event.synchronize()
+        loss, norm = self._values.tolist()
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise TrainingError(
+                f"step {self.step}: the loss is {loss:g} and the gradient's norm {norm:g} "
+                f"at learning rate {self.lr:.3g}",
+                hint=f"a lower --lr (such as {self.lr / 4:.1g}), more --warmup, or --clip 1",
+            )
+        return loss, norm
+
+
+class Loop:
+    """A training run on one rank, from its first step (or its checkpoint) to its export.
+
+    Args:
+        job: what to train with.
+        folder: the run folder.
+        context: this rank's place, and its voice: rank 0 speaks for all.
+    """
+
+    def __init__(self, job: Job, folder: RunFolder, context: RankContext) -> None:
+        self.job = job
+        self.folder = folder
+        self.context = context
+        self.spec = job.spec
+        self.options = job.spec.options
+        self.parallel = job.parallel
+        self.leads = context.rank == 0
+        workload, layout = job.spec.workload, job.spec.layout
+        self.num_tokens = workload.global_batch * workload.seq_len
+        tokens = Tokens.load(folder.data)
+        threads = layout.data_parallel == "threads"
+        order = BatchOrder(
+            workload.global_batch, 1 if threads else layout.dp, layout.microbatches or 1
+        )
+        rank = 0 if threads else job.mesh.coordinate["dp"]
+
+        def inputs(name: str, seed: int | None) -> Inputs:
+            dataset = TokenDataset(folder.data / name, tokens.dtype, workload.seq_len, seed)
+            return Inputs(dataset, order, rank, job.mesh.device)
+
+        self.inputs = inputs(TRAIN, self.options.seed)
+        self.held_out = inputs(VALID, None)
+        self.cuda = job.mesh.device.type == "cuda"
+        self.memory_bytes: list[int] = []
+        self.done = 0
+        self._memory = MemoryCount(
+            self.parallel.parameters(), job.optimizer.tensors, job.mesh.device
+        )
+        self._flops = flops_per_token(job.skeleton, workload.seq_len)
+        name = torch.cuda.get_device_name(job.mesh.device) if self.cuda else ""
+        peak = peak_flops(name) if workload.dtype == "bf16" else None
+        self._peak = None if peak is None else peak * context.world_size
+        self._clock = 0.0
+
+    # --- the run ---------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Train to the last step. Every rank calls it.
+
+        Raises:
+            TrainingError: a loss or a gradient that is not finite.
+            CheckpointError: nothing to resume from.
+        """
+        if self.options.resume:
+            self._resume()
+        steps = self.options.steps
+        metrics = None
+        if self.leads:
+            metrics = Metrics(
+                self.folder.metrics_file,
+                done=self.done,
+                tensorboard=self.folder.path / "tensorboard" if self.options.tensorboard else None,
+            )
+        try:
+            self._say(event="phase", name="training")
+            self._steps(self.done, steps, metrics)
+        finally:
+            if metrics is not None:
+                metrics.close()
+        self._export()
+        self._say(event="done", steps=steps, memory=self._memory.memory.to_json())
+
+    def _steps(self, first: int, steps: int, metrics: Metrics | None) -> None:
+        recorded = self._timeline_step(first)
+        unread: Reading | None = None
+        self._clock = time.perf_counter()
+        for index in range(first, steps):
+            step = index + 1
+            counted = index == first
+            with ExitStack() as stack:
+                if counted:
+                    self.context.expect(max(LONG, self.options.timeout))
+                    self.job.optimizer.state_tensors()  # so that its state counts as such
+                    stack.enter_context(self._memory.counting())
+                if step == recorded:
+                    one_machine = self.context.one_machine
+                    stack.enter_context(timeline.recorded(self.job.mesh, one_machine))
+                reading = self._step(index)
+            if counted:
+                self._gather_memory()
+            pause = self._evaluates(step) or self._saves(step) or step == recorded
+            if not self.cuda or counted or pause or step == steps:
+                # Read now: nothing is queued behind it, or the device has to be waited for.
+                if unread is not None:
+                    self._report(unread, metrics)
+                    unread = None
+                self._report(reading, metrics, held_out=self._evaluates(step))
+            else:
+                if unread is not None:
+                    self._report(unread, metrics)
+                unread = reading
+            self.done = step
+            if step == recorded:
+                self._write_timeline(step)
+            if self._saves(step):
+                self._save(step)
+            if counted:
+                # What lives now lives to the end: later collections need not walk it again.
+                gc.collect()
+                gc.freeze()
+            if counted or pause:
+                self._clock = time.perf_counter()
+
+    def _step(self, index: int) -> Reading:
+        """One optimizer step; `index` counts from 0."""
+        parallel, options = self.parallel, self.options
+        microbatches = self.inputs.step(index)  # 1
+        loss = parallel.forward_backward(microbatches, self.num_tokens)  # 2
+        norm = parallel.clip_grad_norm(options.clip)  # 3
+        lr = learning_rate(index, options)
+        reading = Reading(index + 1, lr, loss, norm)
+        if not self.cuda:
+            reading.values()
+        with parallel.recorder.span("compute", "optimizer", "optimizer"):
+            self.job.optimizer.step(lr)  # 4
+        self.inputs.prefetch(index + 1)
+        return reading
+
+    def _report(self, reading: Reading, metrics: Metrics | None, held_out: bool = False) -> None:
+        """Say what a step gave, after evaluating if it is its turn."""
+        loss, norm = reading.values()
+        now = time.perf_counter()
+        seconds, self._clock = now - self._clock, now
+        row: dict[str, Any] = {
+            "step": reading.step,
+            "steps": self.options.steps,
+            "loss": loss,
+            "lr": reading.lr,
+            "grad_norm": norm,
+            "step_seconds": seconds,
+            "tokens_per_second": self.num_tokens / seconds,
+            "memory_bytes": self.memory_bytes,
+        }
+        if self._peak is not None:
+            row["mfu"] = self._flops * row["tokens_per_second"] / self._peak
+        if metrics is not None:
+            self.context.emit({"event": "step", **row})
+        if held_out:
+            row["held_out_loss"] = self._evaluate(reading.step)
+        if metrics is not None:
+            metrics.write(row)
+
+    # --- what happens now and then ---------------------------------------------------------
+
+    def _evaluates(self, step: int) -> bool:
+        if not num_batches(self.held_out, self.options.eval_batches):
+            return False
+        every = self.options.eval_every
+        return step == self.options.steps or (every > 0 and step % every == 0)
+
+    def _saves(self, step: int) -> bool:
+        every = self.options.save_every
+        return every > 0 and (step % every == 0 or step == self.options.steps)
+
+    def _timeline_step(self, first: int) -> int:
+        """The step to record (counted from 1): as asked, else the middle, but not the first."""
+        if self.options.timeline_step is not None:
+            return self.options.timeline_step
+        return min(self.options.steps, max(first + 2, (first + self.options.steps) // 2 + 1))
+
+    def _evaluate(self, step: int) -> float | None:
+        with self._long():
+            loss = held_out_loss(self.parallel, self.held_out, self.options.eval_batches)
+        if loss is not None:
+            self._say(event="eval", step=step, loss=loss)
+        return loss
+
+    def _write_timeline(self, step: int) -> None:
+        found = timeline.write(self.folder, self.context, self.job.mesh, step, self.memory_bytes)
+        if found is not None:
+            self._say(
+                event="timeline",
+                step=step,
+                path=str(self.folder.timeline_file),
+                seconds=found.duration,
+                bubble=found.bubble,
+            )
+
+    def _gather_memory(self) -> None:
+        """Every rank's count, to rank 0."""
+        rows = timeline.gather(self.context, "memory", self._memory.memory.to_json())
+        if rows is None:
+            return
+        self.memory_bytes = [row["total"] for row in rows]
+        event: dict[str, Any] = {"event": "memory", "ranks": rows}
+        if isinstance(self.parallel, ThreadedParallel):
+            event["replicas"] = self.parallel.replica_bytes()
+        self.context.emit(event)
+
+    # --- checkpoints -----------------------------------------------------------------------
+
+    def _save(self, step: int) -> None:
+        with self._long():
+            path = save_checkpoint(
+                self.folder.checkpoints,
+                step=step,
+                parallel=self.parallel,
+                optimizer_state=self.job.optimizer.state_tensors(),
+                layout=str(self.spec.layout),
+                model=config_hash(self.spec.config),
+                cursor={"samples": step * self.spec.workload.global_batch},
+            )
+        self._say(event="saved", step=step, path=str(path))
+
+    def _resume(self) -> None:
+        with self._long():
+            restored = load_checkpoint(
+                self.folder.checkpoints,
+                parallel=self.parallel,
+                layout=str(self.spec.layout),
+                model=config_hash(self.spec.config),
+            )
+        self.job.optimizer.load_state_tensors(restored.optimizer_state)
+        assert restored.cursor["samples"] == restored.step * self.spec.workload.global_batch
+        self.done = self.parallel.step = restored.step
+        for text in restored.notes:
+            self._say(event="note", text=text)
+        self._say(event="note", text=f"resumed from {restored.path}")
+
+    def _export(self) -> None:
+        self._say(event="phase", name="exporting the model")
+        source = self.job.source
+        files = ModelFiles(
+            config=source.config,
+            directory=source.directory,
+            tokenizer=self.folder.data,
+            code=source.code,
+        )
+        with self._long():
+            export_ranks(self.parallel, self.folder.model, files)
+
+    # --- saying ----------------------------------------------------------------------------
+
+    def _say(self, **event: Any) -> None:
+        if self.leads:
+            self.context.emit(event)
+
+    @contextmanager
+    def _long(self) -> Iterator[None]:
+        """Within, silence may last."""
+        self.context.expect(max(LONG, self.options.timeout))
+        yield
+        self.context.beat()

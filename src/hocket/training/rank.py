@@ -1,0 +1,30 @@
+"""The rank's entry: `main(context, payload)`, called in every rank of a training job."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hocket.spec.run import RunFolder
+from hocket.training.build import build, read_schedule
+from hocket.training.loop import LONG, Loop
+
+if TYPE_CHECKING:
+    from hocket.launch import RankContext
+
+
+def main(context: RankContext, payload: dict[str, Any]) -> None:
+    """Train as the run folder says.
+
+    Args:
+        context: this rank's place in the world.
+        payload: `run`, the run folder's path; it holds run.json, schedule.txt and data/.
+
+    Raises:
+        HocketError: what the user can mend.
+    """
+    folder = RunFolder(payload["run"])
+    spec = folder.load()
+    if context.rank == 0:
+        context.emit({"event": "phase", "name": "building the model"})
+    context.expect(max(LONG, spec.options.timeout))
+    Loop(build(spec, context, read_schedule(folder.schedule_file)), folder, context).run()

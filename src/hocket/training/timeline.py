@@ -1,0 +1,90 @@
+"""One step seen whole: every rank's events and counted collectives, brought together on rank 0.
+
+The ranks of one machine share its monotonic clock, so their times need no correction. On several
+machines each clock starts at a barrier, which is right to about a message's latency.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from hocket.runtime.collectives import barrier
+from hocket.runtime.mesh import Mesh
+from hocket.spec.run import RunFolder, write_text
+from hocket.spec.timeline import Event, Timeline
+
+if TYPE_CHECKING:
+    from hocket.launch import RankContext
+
+
+@contextmanager
+def recorded(mesh: Mesh, one_machine: bool) -> Iterator[None]:
+    """Record the step that runs within; all ranks enter together."""
+    recorder = mesh.recorder
+    barrier(mesh.axis("world"), recorder)
+    recorder.clear()
+    recorder.origin = 0.0 if one_machine else time.perf_counter()
+    recorder.recording = True
+    try:
+        yield
+    finally:
+        recorder.recording = False
+
+
+def gather(context: RankContext, name: str, value: Any) -> list[Any] | None:
+    """Every rank's `value` (plain data), by rank, on rank 0; None on the others.
+
+    Goes through the store and not through a collective: nothing is counted, nothing waits but
+    rank 0.
+    """
+    if context.world_size == 1:
+        return [value]
+    store = context.store()
+    key = f"training/{name}"
+    if context.rank > 0:
+        store.set(f"{key}/{context.rank}", json.dumps(value))
+        return None
+    others = range(1, context.world_size)
+    return [value, *(json.loads(store.get(f"{key}/{rank}")) for rank in others)]
+
+
+def write(
+    folder: RunFolder, context: RankContext, mesh: Mesh, step: int, peak_bytes: list[int]
+) -> Timeline | None:
+    """Write timeline.json and communication.json of the step recorded last; rank 0 returns it."""
+    mine = {
+        "events": [dataclasses.asdict(event) for event in mesh.recorder.timeline_events()],
+        "collectives": mesh.recorder.collectives(),
+    }
+    rows = gather(context, f"timeline/{step}", mine)
+    if rows is None:
+        return None
+    events = [Event(**event) for row in rows for event in row["events"]]
+    timeline = Timeline.of("measured", context.world_size, events, peak_bytes)
+    write_text(folder.timeline_file, timeline.to_json())
+    communication = {
+        "step": step,
+        "layout": str(mesh.layout),
+        "ranks": [row["collectives"] for row in rows],
+        "total": total(row["collectives"] for row in rows),
+    }
+    write_text(folder.communication_file, json.dumps(communication, indent=1))
+    return timeline
+
+
+def total(ranks: Any) -> list[dict[str, Any]]:
+    """The rows of all ranks added up: name, axis and phase, with count and bytes."""
+    sums: dict[tuple[str, str, str], list[int]] = {}
+    for row in (row for rows in ranks for row in rows):
+        entry = sums.setdefault((row["name"], row["axis"], row["phase"]), [0, 0])
+        entry[0] += row["count"]
+        entry[1] += row["bytes"]
+    return [
+        {"name": name, "axis": axis, "phase": phase, "count": count, "bytes": nbytes}
+        for (name, axis, phase), (count, nbytes) in sorted(sums.items())
+    ]
