@@ -194,7 +194,7 @@ class Parallel:
                     stage.module.named_parameters(),
                     mesh.axis("dp"),
                     self.recorder,
-                    bucket_bytes=self.bucket_mb * 1e6,
+                    bucket_mb=self.bucket_mb,
                 )
         self._streams: Streams | None = None
         if any(draws_random_numbers(stage.module) for stage in self.stages):
@@ -252,7 +252,7 @@ class Parallel:
                 share = engine.step(microbatches, max(1, num_tokens))
         with recorder.in_phase("step"):
             for buckets in self._buckets.values():
-                buckets.finish()
+                buckets.wait()
             if self._ties is not None:
                 self._ties.sum(self.mesh.axis("embedding"))
             self._partial.sum()
@@ -297,7 +297,7 @@ class Parallel:
         for stage in self.stages:
             buckets = self._buckets.get(stage.index)
             if buckets is not None:
-                buckets.begin()
+                buckets.zero_grad()
             else:
                 for parameter in stage.module.parameters():
                     parameter.grad = None

@@ -45,8 +45,8 @@ def vocab_parallel_cross_entropy(
         start: first vocabulary row of this rank.
         recorder: where the all-gather is counted; needed on an axis of several ranks.
     """
-    flat = logits.reshape(-1, logits.shape[-1])
     target = labels.reshape(-1)
+    flat = logits.reshape(target.numel(), logits.shape[-1])
     assert flat.shape[0] == target.shape[0], (logits.shape, labels.shape)
     assert axis.size == 1 or recorder is not None
     if logits.requires_grad and torch.is_grad_enabled():
