@@ -1,0 +1,48 @@
+"""Backend `shm` of torch.distributed: collectives through shared memory, for ranks of one machine.
+
+Importing this package registers it. On machines where ranks outnumber cores, waiting ranks sleep
+in the kernel and cost nothing.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch.distributed as dist
+
+from hocket.runtime.shm import futex
+from hocket.runtime.shm.peers import Mismatch, PeerLost, PeerTimeout
+from hocket.runtime.shm.process_group import ShmProcessGroup, create
+from hocket.runtime.shm.segment import needed
+
+__all__ = ["Mismatch", "PeerLost", "PeerTimeout", "ShmProcessGroup", "available", "why_not"]
+
+NAME = "shm"
+
+if NAME not in dist.Backend.backend_list:
+    dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
+
+
+def why_not(world_size: int = 2) -> str | None:
+    """Why ranks of this machine cannot use the backend, in words; None if they can."""
+    if not futex.supported():
+        return "shared-memory collectives need Linux on x86-64"
+    if not os.access(f"/proc/{os.getpid()}/fd", os.X_OK):
+        return "/proc is not mounted, through which ranks find the shared memory"
+    if not futex.works():
+        return "the kernel refuses the futex calls that ranks wait by"
+    free, least = _free_memory(), needed(world_size)
+    if free < least:
+        return f"{free >> 20} MB of memory are free, {world_size} ranks may share {least >> 20} MB"
+    return None
+
+
+def available(world_size: int = 2) -> bool:
+    """Whether `world_size` ranks of this machine can use the backend."""
+    return why_not(world_size) is None
+
+
+def _free_memory() -> int:
+    with open("/proc/meminfo") as file:
+        fields = dict(line.split(":") for line in file)
+    return int(fields["MemAvailable"].split()[0]) << 10
