@@ -1,0 +1,155 @@
+"""Theory beside measurement: what the ranks of a run should have said to each other.
+
+The expected rows need the model's plan, so they are made by one rank of the launcher, on the meta
+device; the parent stays without torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Any
+
+from hocket.spec.run import RunFolder, RunSpec
+
+if TYPE_CHECKING:
+    from hocket.cost.share import StageShare
+    from hocket.launch import Launcher, RankContext
+
+Row = dict[str, Any]
+
+
+def expected_communication(launcher: Launcher, folder: RunFolder) -> list[list[Row]]:
+    """Per rank, every collective of one training step: name, axis, phase, count and bytes."""
+    found: list[Row] = []
+
+    def listen(event: Row) -> None:
+        if event["event"] == "theory":
+            found.append(event)
+
+    launcher.run(
+        "hocket.jobs.theory:main",
+        1,
+        {"run": str(folder.path.resolve())},
+        listen,
+        startup_timeout=300.0,
+    )
+    ranks: list[list[Row]] = found[0]["ranks"]
+    return ranks
+
+
+def compared(launcher: Launcher, folder: RunFolder) -> list[Row]:
+    """The recorded step beside theory, summed over ranks; `equal` holds where every rank agrees.
+
+    Rows of name, axis, phase, count, bytes, expected_count, expected_bytes, equal.
+    """
+    from hocket.cost.communication import differences
+
+    recorded = json.loads(folder.communication_file.read_text())["ranks"]
+    expected = expected_communication(launcher, folder)
+    assert len(recorded) == len(expected)
+    sums: dict[tuple[str, str, str], Row] = {}
+    for measured, theory in zip(recorded, expected, strict=True):
+        for row in differences(measured, theory):
+            key = (row["name"], row["axis"], row["phase"])
+            into = sums.setdefault(key, {**dict.fromkeys(_COUNTS, 0), "equal": True})
+            for name in _COUNTS:
+                into[name] += row[name]
+            into["equal"] = into["equal"] and row["equal"]
+    return [
+        {"name": name, "axis": axis, "phase": phase, **row}
+        for (name, axis, phase), row in sorted(sums.items(), key=lambda item: _order(item[0]))
+    ]
+
+
+_COUNTS = ("count", "bytes", "expected_count", "expected_bytes")
+
+
+def _order(key: tuple[str, str, str]) -> tuple[bool, str, str]:
+    """What is sent each microbatch before what is sent once a step; then by axis and name."""
+    name, axis, phase = key
+    return phase != "microbatch", axis, name
+
+
+def main(context: RankContext, payload: dict[str, Any]) -> None:
+    """In one rank: emit the expected rows of every rank of the run."""
+    folder = RunFolder(payload["run"])
+    from hocket.training.build import read_schedule
+
+    schedule = read_schedule(folder.schedule_file)
+    context.emit({"event": "theory", "ranks": rows(folder.load(), schedule.stage_ranks)})
+
+
+def rows(spec: RunSpec, stage_ranks: tuple[int, ...]) -> list[list[Row]]:
+    """The expected rows of every rank, from the plan of the model and nothing that ran."""
+    import torch
+
+    from hocket.cost.communication import Step, communication
+    from hocket.cost.share import StageShare
+    from hocket.models.plans import plan_for
+    from hocket.models.skeleton import build as build_skeleton
+    from hocket.models.source import of_run
+    from hocket.runtime.mesh import Axis
+    from hocket.runtime.pipeline.cut import cut, cut_costs
+    from hocket.runtime.record import Recorder
+    from hocket.runtime.tensor_parallel import apply_tensor_parallel
+    from hocket.spec.cut import choose_cut
+    from hocket.training.build import dtype_of
+
+    layout, workload = spec.layout, spec.workload
+    dtype = dtype_of(workload.dtype)
+    source = of_run(spec)
+    skeleton = build_skeleton(
+        source.config, attention=spec.options.attention, dtype=dtype, code=source.code
+    )
+    plan = plan_for(skeleton)
+    num_stages = len(stage_ranks)
+    bounds: tuple[int, ...] | None = None
+    if num_stages > 1:
+        assert plan.stages is not None
+        costs = cut_costs(skeleton, plan.stages)
+        bounds = choose_cut(layout.cut, plan.stages.num_layers, num_stages, **costs)
+    element_bytes = torch.empty(0, dtype=dtype).element_size()
+    step = Step(
+        seq_len=workload.seq_len,
+        microbatch_size=workload.global_batch // layout.dp // (layout.microbatches or 1),
+        num_microbatches=layout.microbatches or 1,
+        hidden_size=source.dimensions.hidden_size,
+        element_bytes=element_bytes,
+        counts_tokens=False,  # the training loop knows the number: no sequence is padded
+        bucket_bytes=spec.options.bucket_mb * 1e6,
+    )
+
+    def share(stage: int, tp_index: int) -> StageShare:
+        import copy
+
+        part = copy.deepcopy(skeleton)
+        if bounds is not None:
+            assert plan.stages is not None
+            part = cut(skeleton, plan.stages, bounds, stage)
+        axis = Axis("tp", layout.tp, tp_index, tuple(range(layout.tp)), None)
+        placements = apply_tensor_parallel(part, plan.tensor, axis, Recorder(0))
+        for tied, owner in plan.ties.items() if num_stages > 1 else ():
+            if tied in placements:
+                placements[tied] = dataclasses.replace(placements[tied], tie=owner)
+        return StageShare.of_plan(
+            plan,
+            placements,
+            stage=stage,
+            tp=layout.tp,
+            num_stages=num_stages,
+            element_bytes=element_bytes,
+            experts_per_token=int(source.config.get("num_experts_per_tok") or 0),
+        )
+
+    shares: dict[tuple[int, int], StageShare] = {}
+    found = []
+    for rank in range(layout.world_size):
+        where = layout.coordinate(rank)
+        held = [stage for stage, place in enumerate(stage_ranks) if place == where["pp"]]
+        for stage in held:
+            if (stage, where["tp"]) not in shares:
+                shares[stage, where["tp"]] = share(stage, where["tp"])
+        mine = [shares[stage, where["tp"]] for stage in held]
+        found.append(communication(layout, rank, step, mine, stage_ranks))
+    return found
