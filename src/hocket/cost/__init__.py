@@ -1,0 +1,1 @@
+"""What a layout costs, in numbers alone: never imports torch."""

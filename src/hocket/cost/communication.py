@@ -1,0 +1,247 @@
+"""Communication: every collective of one training step of one rank, from the layout alone.
+
+What the runtime records, the theory says beforehand, in the same convention: name, mesh axis,
+phase, count, and bytes as the sum of message sizes on this rank (the whole tensor for all-reduce,
+send and receive, the output for all-gather).
+
+    once a microbatch
+        tp   all-reduce    2 forward and 2 backward a layer, each T H e   (Shoeybi et al. 2019, 3)
+             all-reduce    1 forward after the embedding, 1 backward before the output head
+             all-gather    of two numbers a token and rank, for the loss
+        pp   send, receive T H e to and from each neighbouring stage, forward and backward
+    once a step
+        dp   all-reduce    of all gradients, in buckets; of the number of valid tokens
+        tp   all-reduce    of gradients that are partial sums (norms over heads, key/value copies)
+        embedding all-reduce  of tied gradients, between first and last stage
+        world all-reduce   of the loss; model: of the squared norm
+
+Legend: B rows of a microbatch, S sequence, T = B S tokens, H hidden, V vocabulary, e bytes of an
+element. Axes of one rank do not communicate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from hocket.cost.share import StageShare
+from hocket.spec.layout import Layout
+
+FIRST_BUCKET_BYTES = 1_000_000
+FLOAT, INTEGER = 4, 8
+
+Key = tuple[str, str, str]
+"""(name, axis, phase)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Step:
+    """One training step of one data rank, in numbers.
+
+    Attributes:
+        seq_len: S.
+        microbatch_size: B, rows of one microbatch on one data rank.
+        num_microbatches: of one data rank.
+        hidden_size: H.
+        element_bytes: e, of activations that travel.
+        counts_tokens: the number of valid tokens is summed over dp (not known beforehand).
+        clips: the norm of the gradient is computed.
+        bucket_bytes: capacity of a gradient bucket; the first holds at most 1 MB.
+    """
+
+    seq_len: int
+    microbatch_size: int
+    num_microbatches: int
+    hidden_size: int
+    element_bytes: int = 4
+    counts_tokens: bool = True
+    clips: bool = True
+    bucket_bytes: float = 25_000_000
+
+    @property
+    def tokens(self) -> int:
+        """T, tokens of one microbatch."""
+        return self.microbatch_size * self.seq_len
+
+    @property
+    def hidden_bytes(self) -> int:
+        """T H e, the message between stages and of a tensor-parallel all-reduce."""
+        return self.tokens * self.hidden_size * self.element_bytes
+
+
+class _Table:
+    """Counts and bytes by (name, axis, phase)."""
+
+    def __init__(self) -> None:
+        self.rows: dict[Key, list[int]] = {}
+
+    def add(self, name: str, axis: str, phase: str, count: int, nbytes: int) -> None:
+        """`count` messages of `nbytes` each."""
+        if count:
+            row = self.rows.setdefault((name, axis, phase), [0, 0])
+            row[0] += count
+            row[1] += count * nbytes
+
+    def list(self) -> list[dict[str, Any]]:
+        return [
+            {"name": name, "axis": axis, "phase": phase, "count": count, "bytes": nbytes}
+            for (name, axis, phase), (count, nbytes) in sorted(self.rows.items())
+        ]
+
+
+def communication(
+    layout: Layout,
+    rank: int,
+    step: Step,
+    shares: Iterable[StageShare],
+    stage_ranks: Sequence[int] | None = None,
+) -> list[dict[str, Any]]:
+    """Rows of name, axis, phase, count and bytes of one step on one rank, sorted.
+
+    Args:
+        layout: the layout.
+        rank: global rank, 0 .. world_size - 1.
+        step: the sizes of the step.
+        shares: what this rank holds of each of its stages.
+        stage_ranks: stage to pipeline rank. None: stage s lies on rank s mod pp.
+    """
+    place = list(stage_ranks or [s % layout.pp for s in range(layout.num_stages)])
+    here = layout.coordinate(rank)["pp"]
+    held = list(shares)
+    assert sorted(s.stage for s in held) == [s for s, r in enumerate(place) if r == here], held
+    table = _Table()
+    for share in held:
+        if layout.tp > 1:
+            _tensor(table, step, share)
+            _loss(table, step, share, layout.tp)
+            for axis, nbytes in share.partial_bytes.items():
+                table.add("all-reduce", axis, "step", 1, nbytes)
+        _pipeline(table, step, share.stage, place)
+        if layout.dp > 1:
+            for nbytes in bucket_bytes(share.gradient_bytes, step.bucket_bytes):
+                table.add("all-reduce", "dp", "step", 1, nbytes)
+    if held and here in (place[0], place[-1]) and place[0] != place[-1]:
+        for nbytes in held[0].tied_bytes or held[-1].tied_bytes:
+            table.add("all-reduce", "embedding", "step", 1, nbytes)
+    if layout.dp > 1 and step.counts_tokens:
+        table.add("all-reduce", "dp", "step", 1, INTEGER)
+    if layout.world_size > 1:
+        table.add("all-reduce", "world", "step", 1, FLOAT)
+    if layout.tp * layout.cp * layout.pp > 1 and step.clips:
+        table.add("all-reduce", "model", "step", 1, FLOAT)
+    return table.list()
+
+
+def _tensor(table: _Table, step: Step, share: StageShare) -> None:
+    """What split layers cost each microbatch."""
+    number, e = step.num_microbatches, step.element_bytes
+    sums = share.forward_sums + share.backward_sums
+    table.add("all-reduce", "tp", "microbatch", number * sums, step.hidden_bytes)
+    if share.expert_weights:
+        # They ride along with a gradient of T x H: bytes, but no message of their own.
+        row = table.rows["all-reduce", "tp", "microbatch"]
+        row[1] += number * share.expert_weights * step.tokens * e
+    for width in (*share.forward_gathers, *share.backward_gathers):
+        table.add("all-gather", "tp", "microbatch", number, step.tokens * width * e)
+
+
+def _loss(table: _Table, step: Step, share: StageShare, tp: int) -> None:
+    """The split loss: of each token and rank, a log-sum-exp and a label's logit, in fp32."""
+    if share.split_loss:
+        nbytes = tp * 2 * step.tokens * FLOAT
+        table.add("all-gather", "tp", "microbatch", step.num_microbatches, nbytes)
+
+
+def _pipeline(table: _Table, step: Step, stage: int, place: Sequence[int]) -> None:
+    """Hidden states forward and their gradients back, where the neighbour is another rank."""
+    for neighbour in (stage - 1, stage + 1):
+        if 0 <= neighbour < len(place) and place[neighbour] != place[stage]:
+            for name in ("send", "receive"):
+                table.add(name, "pp", "microbatch", step.num_microbatches, step.hidden_bytes)
+
+
+def bucket_bytes(gradients: Sequence[int], capacity: float) -> list[int]:
+    """Bytes of each gradient bucket: filled from the last parameter to the first.
+
+    Backward reaches the last parameters first. The first bucket holds at most 1 MB, so that
+    communication begins early; a parameter larger than a bucket has one of its own (after Li et
+    al. 2020, section 3.2).
+    """
+    filled: list[int] = []
+    limit = min(FIRST_BUCKET_BYTES, capacity)
+    for nbytes in reversed(gradients):
+        if filled and filled[-1] + nbytes <= limit:
+            filled[-1] += nbytes
+        else:
+            limit = capacity if filled else limit
+            filled.append(nbytes)
+    return filled
+
+
+def threads_communication(
+    *,
+    replicas: int,
+    num_microbatches: int,
+    input_bytes: int,
+    output_bytes: int,
+    state_bytes: int,
+    gradient_bytes: int,
+) -> list[dict[str, Any]]:
+    """The collectives of `data_parallel=threads`: replicas as threads of one process.
+
+    Args:
+        replicas: the degree dp.
+        num_microbatches: of the step; everything happens in each.
+        input_bytes: of one whole microbatch's inputs, scattered.
+        output_bytes: of its outputs (logits), gathered; their gradient is scattered.
+        state_bytes: of parameters and buffers, broadcast.
+        gradient_bytes: of the parameters' gradients, reduced onto the master.
+    """
+    table = _Table()
+    if replicas > 1:
+        for name, nbytes in (
+            ("scatter", input_bytes),
+            ("broadcast", state_bytes),
+            ("gather", output_bytes),
+            ("scatter", output_bytes),
+            ("reduce", gradient_bytes),
+        ):
+            table.add(name, "dp", "microbatch", num_microbatches, nbytes)
+    return table.list()
+
+
+def differences(
+    recorded: Iterable[Mapping[str, Any]], expected: Iterable[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Theory beside the recording, row by row.
+
+    Rows of the phase `other` (set-up, saves, evaluation) are no part of a step and left out.
+
+    Returns:
+        Rows of name, axis, phase, count, bytes, expected_count, expected_bytes and equal.
+    """
+    left = {_key(row): row for row in recorded if row["phase"] != "other"}
+    right = {_key(row): row for row in expected}
+    rows = []
+    for key in sorted({*left, *right}):
+        name, axis, phase = key
+        measured, theory = (side.get(key, {"count": 0, "bytes": 0}) for side in (left, right))
+        pair = (measured["count"], measured["bytes"]), (theory["count"], theory["bytes"])
+        rows.append(
+            {
+                "name": name,
+                "axis": axis,
+                "phase": phase,
+                "count": measured["count"],
+                "bytes": measured["bytes"],
+                "expected_count": theory["count"],
+                "expected_bytes": theory["bytes"],
+                "equal": pair[0] == pair[1],
+            }
+        )
+    return rows
+
+
+def _key(row: Mapping[str, Any]) -> Key:
+    return row["name"], row["axis"], row["phase"]

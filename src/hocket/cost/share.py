@@ -1,0 +1,185 @@
+"""Share: what one rank holds of one stage, as far as it makes the rank communicate.
+
+A share is read off the plan and the placements of a stage (`StageShare.of_plan`), or made of
+whole layers split as Megatron-LM does (`StageShare.of_layers`). Legend: B batch rows, S sequence,
+H hidden; T = B x S tokens of one microbatch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from hocket.spec.placement import Placement
+from hocket.spec.plan import ParallelPlan, Segment, Split, TensorPlan, matches
+
+HALVES = 2
+"""Half-layers of a transformer layer: attention and MLP, each a column then a row product."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StageShare:
+    """What one rank holds of one stage.
+
+    Attributes:
+        stage: its number.
+        forward_sums: all-reduces over tp of one forward, each of T x H elements.
+        backward_sums: the same of one backward.
+        expert_weights: routing weights per token whose gradient travels with one of the
+            `backward_sums`, summed over the layers (experts per token, for each expert layer).
+        forward_gathers, backward_gathers: widths (elements per token, all ranks' parts together)
+            of the all-gathers over tp of one forward and one backward.
+        split_loss: the logits stay split by vocabulary, and the loss is found in parts.
+        gradient_bytes: of each parameter with a gradient, in the module's order.
+        partial_bytes: axis to bytes of gradients that are partial sums over it, once a step.
+        tied_bytes: bytes of gradients that another stage holds too; one entry per tie.
+    """
+
+    stage: int = 0
+    forward_sums: int = 0
+    backward_sums: int = 0
+    expert_weights: int = 0
+    forward_gathers: tuple[int, ...] = ()
+    backward_gathers: tuple[int, ...] = ()
+    split_loss: bool = False
+    gradient_bytes: tuple[int, ...] = ()
+    partial_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    tied_bytes: tuple[int, ...] = ()
+
+    @classmethod
+    def of_layers(
+        cls,
+        num_layers: int,
+        *,
+        stage: int = 0,
+        embedding: bool = False,
+        head: bool = False,
+        **fields: Any,
+    ) -> StageShare:
+        """`num_layers` layers of two split halves, with a split embedding or output head.
+
+        `fields` are those of the class that layers do not tell (`gradient_bytes` ...).
+        """
+        return cls(
+            stage=stage,
+            forward_sums=HALVES * num_layers + embedding,
+            backward_sums=HALVES * num_layers + head,
+            split_loss=head,
+            **fields,
+        )
+
+    @classmethod
+    def of_plan(
+        cls,
+        plan: ParallelPlan,
+        placements: Mapping[str, Placement],
+        *,
+        stage: int = 0,
+        tp: int = 1,
+        num_stages: int = 1,
+        gradient_element_bytes: int = 4,
+        experts_per_token: int = 0,
+    ) -> StageShare:
+        """Read off a stage's plan and placements (by global parameter name, in module order).
+
+        Row products and the embedding are summed forward. Column products that share a parent
+        module are fed the same tensor, whose gradient is summed once backward.
+        """
+        own = [p for p in placements.values() if _is_own(p, placements)]
+        e = gradient_element_bytes
+        fields = _sums(plan.tensor, placements, tp, experts_per_token) if tp > 1 else {}
+        partial: dict[str, int] = {}
+        for placement in own if tp > 1 else []:
+            if "tp" in placement.grad_sum:
+                _count(partial, "tp", math.prod(placement.local_shape) * e)
+            for block in placement.blocks:
+                if block.copies > 1:
+                    axis = "tp" if block.copies == tp else f"tp_copies{block.copies}"
+                    _count(partial, axis, math.prod(block.size) * e)
+        tied = []
+        for name, owner in sorted(plan.ties.items()) if num_stages > 1 else []:
+            held = placements.get(owner, placements.get(name))
+            if held is not None:
+                tied.append(math.prod(held.local_shape) * e)
+        return cls(
+            stage=stage,
+            gradient_bytes=tuple(math.prod(p.local_shape) * e for p in own),
+            partial_bytes=partial,
+            tied_bytes=tuple(tied),
+            **fields,
+        )
+
+
+def _is_own(placement: Placement, placements: Mapping[str, Placement]) -> bool:
+    """Whether a name is a parameter of its own here, not a second name of one on this stage."""
+    return placement.tie is None or placement.tie not in placements
+
+
+def _count(table: dict[str, int], key: str, number: int) -> None:
+    table[key] = table.get(key, 0) + number
+
+
+def _sums(
+    plan: TensorPlan | None, placements: Mapping[str, Placement], tp: int, experts_per_token: int
+) -> dict[str, Any]:
+    """The fields of a share that come from how its modules are split."""
+    if plan is None:
+        return {}
+    forward = weights = 0
+    entries: set[str] = set()
+    forward_gathers: list[int] = []
+    backward_gathers: list[int] = []
+    split_loss = False
+    for module, owned in _modules(placements).items():
+        split = _split_of(plan, module)
+        if split is None:
+            continue
+        if split.style == "column" and "weight" in owned:
+            entries.add(module.rpartition(".")[0])
+            if split.gather_output:
+                forward_gathers.append(_gathered(split, tp))
+        elif split.style == "vocab_head":
+            entries.add(module)
+            split_loss = True
+        elif split.style in ("row", "vocab_embedding"):
+            forward += 1
+            if split.scatter_input:
+                backward_gathers.append(_gathered(split, tp))
+        elif split.style == "experts":
+            forward += 1
+            entries.add(module)
+            weights += experts_per_token
+    return {
+        "forward_sums": forward,
+        "backward_sums": len(entries),
+        "expert_weights": weights,
+        "forward_gathers": tuple(forward_gathers),
+        "backward_gathers": tuple(backward_gathers),
+        "split_loss": split_loss,
+    }
+
+
+def _modules(placements: Mapping[str, Placement]) -> dict[str, set[str]]:
+    """Module name to the names of its own parameters."""
+    found: dict[str, set[str]] = {}
+    for name in placements:
+        module, _, parameter = name.rpartition(".")
+        found.setdefault(module, set()).add(parameter)
+    return found
+
+
+def _split_of(plan: TensorPlan, module: str) -> Split | None:
+    if module in plan.splits:
+        return plan.splits[module]
+    return next((s for pattern, s in plan.splits.items() if matches(pattern, module)), None)
+
+
+def _gathered(split: Split, tp: int) -> int:
+    """Elements per token that an all-gather of one split dim ends with; parts travel padded."""
+    return tp * max(_rows(split.segments, rank, tp) for rank in range(tp))
+
+
+def _rows(segments: tuple[Segment, ...], rank: int, tp: int) -> int:
+    return sum(segment.slice(rank, tp)[1] for segment in segments)

@@ -1,0 +1,153 @@
+"""What the ranks of tests/cost do: take a step and hand back what was recorded and expected."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from hocket.cost.communication import Step, communication, threads_communication
+from hocket.cost.share import StageShare
+from hocket.runtime.mesh import Mesh
+from hocket.schedules import build as build_schedule
+from hocket.spec.layout import Layout
+from hocket.spec.run import RunSpec, TrainOptions, Workload
+from hocket.training.build import build_model
+
+ROWS, S, H, V = 4, 16, 32, 64
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": V,
+    "hidden_size": H,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": S,
+    "tie_word_embeddings": False,
+}
+GPT2 = {
+    "model_type": "gpt2",
+    "vocab_size": V + 1,
+    "n_embd": H,
+    "n_layer": 4,
+    "n_head": 4,
+    "n_positions": S,
+}
+QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 8}
+MIXTRAL = {
+    **LLAMA,
+    "model_type": "mixtral",
+    "num_hidden_layers": 2,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "gpt2": GPT2,
+    "qwen3": QWEN3,
+    "mixtral": MIXTRAL,
+}
+
+
+def _built(layout: Layout, config: dict[str, Any], mesh: Mesh, bucket_mb: float) -> Any:
+    spec = RunSpec(
+        model=config["model_type"],
+        config=config,
+        layout=layout,
+        workload=Workload(seq_len=S, global_batch=ROWS * layout.dp),
+        options=TrainOptions(device="cpu", dropout=0.0, bucket_mb=bucket_mb),
+    )
+    count = layout.microbatches or 1
+    schedule = build_schedule(layout, count) if layout.num_stages > 1 else None
+    _, _, plan, parallel = build_model(spec, mesh, schedule)
+    return plan, parallel
+
+
+def _microbatches(layout: Layout, config: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
+    ids = torch.randint(0, config["vocab_size"], (ROWS, S))
+    batch = {
+        "input_ids": ids,
+        "position_ids": torch.arange(S).expand(ROWS, S).contiguous(),
+        "labels": ids.roll(-1, 1),
+    }
+    count = layout.microbatches or 1
+    parts = {key: value.chunk(count) for key, value in batch.items()}
+    return [{key: value[m] for key, value in parts.items()} for m in range(count)]
+
+
+def recorded_and_expected(context: Any, layout: str, model: str, bucket_mb: float = 25.0) -> Any:
+    """One step of `model`: (what the recorder counted, what theory says)."""
+    split, config = Layout.parse(layout), CONFIGS[model]
+    mesh = Mesh(split, context.rank, "cpu")
+    plan, parallel = _built(split, config, mesh, bucket_mb)
+    mesh.recorder.clear()
+    torch.manual_seed(mesh.axis("dp").index)
+    parallel.forward_backward(_microbatches(split, config))
+    parallel.clip_grad_norm(1.0)
+    count = split.microbatches or 1
+    schedule = parallel.schedule
+    expected = communication(
+        split,
+        context.rank,
+        Step(
+            seq_len=S,
+            microbatch_size=ROWS // count,
+            num_microbatches=count,
+            hidden_size=H,
+            bucket_bytes=bucket_mb * 1e6,
+        ),
+        [
+            StageShare.of_plan(
+                plan,
+                stage.placements,
+                stage=stage.index,
+                tp=split.tp,
+                num_stages=1 if schedule is None else schedule.num_stages,
+                experts_per_token=config.get("num_experts_per_tok", 0),
+            )
+            for stage in parallel.stages
+        ],
+        None if schedule is None else schedule.stage_ranks,
+    )
+    return mesh.recorder.collectives(), expected
+
+
+def threads(context: Any, replicas: int, microbatches: int) -> Any:
+    """One step of replicas in threads: (recorded, expected)."""
+    layout = Layout(dp=replicas, microbatches=microbatches, data_parallel="threads")
+    mesh = Mesh(layout, context.rank, "cpu")
+    _, parallel = _built(layout, LLAMA, mesh, 25.0)
+    mesh.recorder.clear()
+    batch = _microbatches(layout, LLAMA)
+    parallel.forward_backward(batch)
+    module = parallel.stages[0].module
+    parameters = sum(p.nbytes for p in module.parameters())
+    expected = threads_communication(
+        replicas=replicas,
+        num_microbatches=microbatches,
+        input_bytes=batch[0]["input_ids"].nbytes + batch[0]["position_ids"].nbytes,
+        output_bytes=batch[0]["input_ids"].numel() * V * 4,
+        state_bytes=parameters + sum(b.nbytes for b in module.buffers()),
+        gradient_bytes=parameters,
+    )
+    return mesh.recorder.collectives(), expected
+
+
+def of_layers(context: Any) -> Any:
+    """dp1.pp2.tp2 of the Llama: (what plan and placements say, what whole layers say)."""
+    layout = Layout(pp=2, tp=2, microbatches=2)
+    mesh = Mesh(layout, context.rank, "cpu")
+    plan, parallel = _built(layout, LLAMA, mesh, 25.0)
+    (stage,) = parallel.stages
+    share = StageShare.of_plan(plan, stage.placements, stage=stage.index, tp=2, num_stages=2)
+    layers = StageShare.of_layers(
+        parallel.bounds[stage.index],
+        stage=stage.index,
+        embedding=stage.is_first,
+        head=stage.is_last,
+        gradient_bytes=share.gradient_bytes,
+    )
+    return dataclasses.asdict(share), dataclasses.asdict(layers)

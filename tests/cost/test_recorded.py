@@ -1,0 +1,67 @@
+"""What the ranks record in one step is what theory says, row by row."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from hocket.cost.communication import differences
+
+if TYPE_CHECKING:
+    from tests.ranks import RankPool
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(90)]
+
+CASES = [
+    ("dp2", "llama", 2),
+    ("tp2", "llama", 2),
+    ("tp4", "qwen3", 4),
+    ("tp2:microbatches=2", "mixtral", 2),
+    ("pp2:microbatches=4,schedule=gpipe", "gpt2", 2),
+    ("pp2:microbatches=2,virtual_stages=2,schedule=interleaved", "gpt2", 2),
+    ("dp2.pp2.tp2:microbatches=2", "gpt2", 8),
+]
+
+
+def differing(pair: list[Any]) -> list[dict[str, Any]]:
+    rows = differences(*pair)
+    assert rows
+    return [row for row in rows if not row["equal"]]
+
+
+@pytest.mark.parametrize(("layout", "model", "world_size"), CASES)
+def test_recorded_equals_theory(ranks: RankPool, layout: str, model: str, world_size: int) -> None:
+    found = ranks.run(
+        "tests.cost.cases:recorded_and_expected", world_size, layout=layout, model=model
+    )
+    for pair in found:
+        assert differing(pair) == []
+
+
+def test_small_buckets_are_counted(ranks: RankPool) -> None:
+    found = ranks.run(
+        "tests.cost.cases:recorded_and_expected",
+        2,
+        layout="dp2:microbatches=2",
+        model="llama",
+        bucket_mb=0.02,
+    )
+    for recorded, expected in found:
+        assert differing([recorded, expected]) == []
+        (row,) = [r for r in expected if r["axis"] == "dp"]
+        assert row["count"] > 3
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_threads(ranks: RankPool, microbatches: int) -> None:
+    (pair,) = ranks.run(
+        "tests.cost.cases:threads", 1, backend=None, replicas=2, microbatches=microbatches
+    )
+    assert differing(pair) == []
+    assert {row["name"] for row in pair[0]} == {"scatter", "broadcast", "gather", "reduce"}
+
+
+def test_a_plan_of_a_llama_says_what_whole_layers_say(ranks: RankPool) -> None:
+    for of_plan, of_layers in ranks.run("tests.cost.cases:of_layers", 4):
+        assert of_plan == of_layers
