@@ -162,9 +162,15 @@ def try_stages(config: Any, attention: str) -> str:
 
     try:
         twin = twin_of(config)
+        model = twin.build(attention=attention).train()
+        inputs, weight = _microbatch(twin)
+        expected, gradients = _reference(model, inputs, weight)
     except ModelError as error:
         return error.message
-    model = twin.build(attention=attention).train()
+    except Exception as error:  # the forward of a foreign family fails in its own way
+        return f"its tiny twin does not run: {type(error).__name__}: {error}"
+    if reason := _not_causal(model, inputs, expected):
+        return reason
     plan = plan_for(model)
     if plan.stages is None:
         return plan.reasons["stages"]
@@ -175,10 +181,6 @@ def try_stages(config: Any, attention: str) -> str:
             return f"its layers share parameters ({end} is {owner})"
     # One layer a stage is the hardest cut: whatever two layers share lies on two stages.
     bounds = (1,) * plan.stages.num_layers
-    inputs, weight = _microbatch(twin)
-    expected, gradients = _reference(model, inputs, weight)
-    if reason := _not_causal(model, inputs, expected):
-        return reason
     stages = [
         Stage(
             cut(copy.deepcopy(model), plan.stages, bounds, index), index, len(bounds),
@@ -229,15 +231,17 @@ def try_tensors(config: Any, attention: str, *, index: int, degree: int) -> tupl
 
     try:
         twin = twin_of(config)
+        model = twin.build(attention=attention).train()
+        inputs, weight = _microbatch(twin)
+        expected, gradients = _reference(model, inputs, weight)
     except ModelError as error:
         return error.message, ""
-    model = twin.build(attention=attention).train()
+    except Exception as error:  # the forward of a foreign family fails in its own way
+        return f"its tiny twin does not run: {type(error).__name__}: {error}", ""
     plan = plan_for(model)
     note = plan.reasons.get("tensor", "")
     if plan.tensor is None:
         return note, ""
-    inputs, weight = _microbatch(twin)
-    expected, gradients = _reference(model, inputs, weight)
     axis = Axis("tp", degree, index, tuple(range(degree)), dist.group.WORLD)
     recorder = Recorder(index)
     local = copy.deepcopy(model)

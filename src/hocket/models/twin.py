@@ -29,14 +29,17 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 _SIZES = {
     **dict.fromkeys(_HIDDEN, 64),
     **dict.fromkeys(_HEADS, 4),
-    **dict.fromkeys(_EXPERTS, 4),
     "head_dim": 16, "intermediate_size": 96, "ffn_dim": 96, "n_inner": 96, "ffn_hidden_size": 96,
     "decoder_ffn_dim": 96, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
-    "num_experts_per_tok": 2, "moe_k": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
     "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
-    "v_head_dim": 8, "rotary_dim": 8, "sliding_window": 8, "attention_window_size": 8,
-    "max_position_embeddings": 64, "n_positions": 64, "max_seq_len": 64, "seq_length": 64,
-    "original_max_position_embeddings": 32, "decoder_start_token_id": 0,
+    "v_head_dim": 8, "rotary_dim": 8, "max_position_embeddings": 64, "n_positions": 64,
+    "max_seq_len": 64, "seq_length": 64, "original_max_position_embeddings": 32,
+}  # fmt: skip
+_AT_MOST = {
+    **dict.fromkeys(_EXPERTS, 4),
+    "num_experts_per_tok": 2, "moe_k": 2, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1, "sliding_window": 8, "attention_window_size": 8,
+    "decoder_start_token_id": 0,
 }  # fmt: skip
 _VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input")
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -118,10 +121,10 @@ def _shrink(
             value = 4 if value == heads else 1 if value == 1 else 2
         elif key in _RESIDUAL_WIDTHS and isinstance(value, int):
             value = 64 if value == hidden else 32
-        elif key in _SIZES and isinstance(value, int) and not isinstance(value, bool):
-            value = min(value, _SIZES[key])
-        elif isinstance(value, int) and not isinstance(value, bool) and hidden and heads:
-            value = _in_proportion(key, value, hidden, heads)
+        elif isinstance(value, int) and not isinstance(value, bool):
+            value = _SIZES.get(key, min(value, _AT_MOST.get(key, value)))
+            if key not in _SIZES and hidden and heads:
+                value = _in_proportion(key, value, hidden, heads)
         elif isinstance(value, list) and len(value) == total and key != "architectures":
             value = [value[i] for i in layers]  # one entry a layer
         elif isinstance(value, dict):

@@ -1,0 +1,18 @@
+"""Cases of the models' tests that run inside ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def tensors(context: Any, configs: dict[str, dict[str, Any]]) -> dict[str, tuple[str, str]]:
+    """The twin's verdict on splitting tensors, of many configurations."""
+    from hocket.jobs.twin import try_tensors
+    from hocket.models.skeleton import config_of
+
+    return {
+        name: try_tensors(
+            config_of(config, dropout=0.0), "sdpa", index=context.rank, degree=context.world_size
+        )
+        for name, config in configs.items()
+    }

@@ -1,0 +1,77 @@
+import pytest
+
+from hocket.models import registry
+from hocket.models.dimensions import dimensions
+from hocket.models.source import resolve
+from hocket.spec.errors import ModelError
+from tests.families import FAMILIES, LLAMA
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture
+def skeleton():
+    from hocket.models import skeleton
+
+    return skeleton
+
+
+def test_a_large_model_takes_no_memory(skeleton):
+    model = skeleton.build(resolve("llama-3.1-405b").config)
+    assert all(t.is_meta for t in [*model.parameters(), *model.buffers()])
+    assert sum(p.numel() for p in model.parameters()) == 405_853_388_800
+    assert model.config.use_cache is False
+
+
+def test_tied_embeddings_are_one_parameter(skeleton):
+    model = skeleton.build(resolve("gpt2").config)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert sum(p.numel() for p in model.parameters()) == 124_439_808
+
+
+def test_attention_is_chosen_here(skeleton):
+    foreign = {**LLAMA, "_attn_implementation": "someone/their-kernel"}
+    assert skeleton.build(foreign).config._attn_implementation == "sdpa"
+    assert skeleton.build(LLAMA, attention="eager").config._attn_implementation == "eager"
+    # BLOOM has no fused attention.
+    assert skeleton.build(FAMILIES["bloom"]).config._attn_implementation == "eager"
+    with pytest.raises(ModelError, match="unknown attention 'flash'"):
+        skeleton.build(LLAMA, attention="flash")
+
+
+def test_dropout_is_overridden_everywhere(skeleton):
+    from torch import nn
+
+    for family in ("gpt2", "opt", "bloom"):
+        model = skeleton.build(FAMILIES[family], dropout=0.0)
+        drops = [m.p for m in model.modules() if isinstance(m, nn.Dropout)]
+        drops += [m.dropout for m in model.modules() if isinstance(getattr(m, "dropout", 0), float)]
+        assert drops == [0.0] * len(drops)
+        assert drops
+    model = skeleton.build(FAMILIES["gpt2"], dropout=0.3)
+    assert model.transformer.drop.p == 0.3
+
+
+def test_a_configuration_that_cannot_be_built(skeleton):
+    with pytest.raises(ModelError, match="transformers"):
+        skeleton.build({**LLAMA, "num_attention_heads": "four"})
+
+
+def test_dimensions_are_those_of_transformers(skeleton):
+    """What is read without transformers is what transformers builds."""
+    for family, config in FAMILIES.items():
+        built, sizes = skeleton.config_of(config), dimensions(config)
+        assert sizes.num_layers == built.num_hidden_layers, family
+        assert sizes.num_heads == built.num_attention_heads, family
+        assert sizes.hidden_size == built.hidden_size, family
+        assert sizes.vocab_size == built.vocab_size, family
+        assert sizes.tied == built.tie_word_embeddings, family
+
+
+def test_the_registry_reads_what_transformers_holds():
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    assert registry.causal_classes() == dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    assert registry.defaults("llama").values["num_hidden_layers"] == 32
+    assert registry.defaults("gemma3_text").values["head_dim"] == 256
+    assert registry.defaults("bloom").aliases["num_attention_heads"] == "n_head"

@@ -1,0 +1,146 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from hocket.models.source import of_run, resolve
+from hocket.spec.errors import ModelError
+from hocket.spec.layout import Layout
+from hocket.spec.run import RunSpec
+from tests.families import LLAMA
+
+
+def write(folder, **config):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_catalogue_name():
+    source = resolve("llama-3-70b")
+    assert (source.directory, source.weights, source.tokenizer) == (None, None, None)
+    sizes = source.dimensions
+    assert (sizes.num_layers, sizes.num_heads, sizes.num_key_value_heads) == (80, 64, 8)
+    assert (sizes.hidden_size, sizes.vocab_size, sizes.max_positions) == (8192, 128256, 8192)
+
+
+def test_no_torch_and_no_transformers_are_imported():
+    code = (
+        "import sys; from hocket.models.source import resolve\n"
+        "assert resolve('gpt2').dimensions.num_heads == 12\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_dimensions_left_out_are_the_class_defaults(tmp_path):
+    sizes = resolve(write(tmp_path, model_type="gpt2", n_head=6)).dimensions
+    assert (sizes.hidden_size, sizes.num_layers, sizes.num_heads) == (768, 12, 6)
+    assert (sizes.intermediate_size, sizes.vocab_size, sizes.tied) == (3072, 50257, True)
+    sizes = resolve(write(tmp_path, model_type="mixtral")).dimensions
+    assert (sizes.num_key_value_heads, sizes.num_experts) == (8, 8)
+
+
+def test_directory_with_and_without_weights(tmp_path):
+    folder = write(tmp_path / "m", **LLAMA)
+    source = resolve(folder)
+    assert (source.directory, source.weights, source.tokenizer) == (folder, None, None)
+    (folder / "model.safetensors").write_bytes(b"")
+    (folder / "tokenizer.json").write_text("{}")
+    source = resolve(folder)
+    assert (source.weights, source.tokenizer) == (folder, folder)
+    assert resolve(folder, weights=False).weights is None
+    assert resolve(folder / "config.json").directory is None
+
+
+def test_run_folder_stands_for_its_exported_model(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "run.json").write_text("{}")
+    with pytest.raises(ModelError, match="holds no exported model") as caught:
+        resolve(run)
+    assert "hocket export" in str(caught.value.hint)
+    write(run / "model", **LLAMA)
+    assert resolve(run).directory == run / "model"
+
+
+def test_run_spec_gives_the_source_back(tmp_path):
+    folder = write(tmp_path / "m", **LLAMA)
+    (folder / "model.safetensors").write_bytes(b"")
+    spec = RunSpec(model=str(folder), config=LLAMA, layout=Layout(), weights=str(folder))
+    source = of_run(spec)
+    assert (source.config, source.weights, source.directory) == (LLAMA, folder, folder)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "llamma"}, "unknown model type 'llamma'"),
+        ({}, "says no model_type"),
+        ({"model_type": "llama", "auto_map": {"AutoConfig": "x.Y"}}, "auto_map"),
+        ({"model_type": "gemma3"}, "no causal language model of text alone"),
+        ({"model_type": "vit"}, "no causal language model"),
+        ({**LLAMA, "architectures": ["LlamaForSequenceClassification"]}, "was saved as"),
+        ({**LLAMA, "quantization_config": {"quant_method": "gptq"}}, "quantized .gptq."),
+    ],
+)
+def test_what_is_refused(tmp_path, config, words):
+    with pytest.raises(ModelError, match=words):
+        resolve(write(tmp_path, **config))
+
+
+def test_hints_that_can_be_pasted(tmp_path):
+    with pytest.raises(ModelError) as caught:
+        resolve(write(tmp_path, model_type="gemma3"))
+    assert "gemma3_text" in str(caught.value.hint)
+    with pytest.raises(ModelError) as caught:
+        resolve("meta-llama/Llama-3.1-8B")
+    assert "hf download meta-llama/Llama-3.1-8B" in str(caught.value.hint)
+    with pytest.raises(ModelError) as caught:
+        resolve("tiny-lama")
+    assert "tiny-llama" in str(caught.value.hint)
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        resolve(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="cannot be read as JSON"):
+        resolve(tmp_path)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ModelError, match="holds a list"):
+        resolve(tmp_path)
+
+
+def test_pickled_weights_are_refused(tmp_path):
+    write(tmp_path, **LLAMA)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80")
+    with pytest.raises(ModelError, match="a pickle"):
+        resolve(tmp_path)
+
+
+def test_a_configuration_never_chooses_code(tmp_path):
+    write(
+        tmp_path,
+        **LLAMA,
+        _attn_implementation="someone/their-kernel",
+        rope_parameters={"rope_type": "default", "rope_theta": 1.0, "use_kernels": True},
+    )
+    config = resolve(tmp_path).config
+    assert "their-kernel" not in json.dumps(config)
+    assert config["rope_parameters"] == {"rope_type": "default", "rope_theta": 1.0}
+
+
+def test_trusted_code_keeps_its_directory(tmp_path):
+    write(tmp_path, **LLAMA, auto_map={"AutoConfig": "x.Y"})
+    assert resolve(tmp_path, trust_remote_code=True).code == tmp_path
+    write(tmp_path, **LLAMA)
+    assert resolve(tmp_path, trust_remote_code=True).code is None
+
+
+def test_a_size_that_cannot_be():
+    from hocket.models.dimensions import dimensions
+
+    with pytest.raises(ModelError, match="num_attention_heads is 0"):
+        dimensions({**LLAMA, "num_attention_heads": 0})

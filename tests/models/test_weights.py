@@ -1,0 +1,221 @@
+import json
+
+import pytest
+
+from hocket.spec.errors import WeightsError
+from tests.families import FAMILIES, LLAMA
+from tests.models.variants import VARIANTS
+
+pytestmark = pytest.mark.torch
+
+
+class Case:
+    """A family's skeleton and plan, and its stages at any place of any layout, without ranks."""
+
+    def __init__(self, config):
+        from hocket.models import skeleton
+        from hocket.models.plans import plan_for
+
+        self.config = config
+        self.skeleton = skeleton.build(config)
+        self.plan = plan_for(self.skeleton)
+
+    def stage(self, source=None, *, degree=1, index=0, bounds=(4,), stage=0, seed=3, **more):
+        from hocket.models import skeleton
+        from hocket.models.weights import materialize
+        from hocket.runtime.mesh import Axis
+        from hocket.runtime.pipeline.cut import cut
+        from hocket.runtime.record import Recorder
+        from hocket.runtime.tensor_parallel.apply import apply_tensor_parallel
+
+        module = cut(skeleton.build(self.config), self.plan.stages, bounds, stage)
+        axis = Axis("tp", degree, index, tuple(range(degree)), None)
+        placements = apply_tensor_parallel(module, self.plan.tensor, axis, Recorder())
+        materialize(module, placements, self.skeleton, source, seed=seed, **more)
+        return module, placements
+
+    def everywhere(self, source=None):
+        for degree in (1, 2, 4):
+            for index in range(degree):
+                for stage in range(2):
+                    yield self.stage(source, degree=degree, index=index, bounds=(1, 3), stage=stage)
+
+
+def shake(module):
+    """Norms not at one and biases not at zero."""
+    import torch
+
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+
+
+@pytest.mark.parametrize("family", VARIANTS)
+def test_every_layout_holds_the_same_values(family, tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from hocket.models.source import resolve
+
+    case = Case(VARIANTS[family])
+    whole, _ = case.stage()
+    buffers = dict(whole.named_buffers())
+
+    def agree(source):
+        full = dict(whole.named_parameters(remove_duplicate=False))
+        seen = set()
+        for module, placements in case.everywhere(source):
+            for name, parameter in module.named_parameters(remove_duplicate=False):
+                seen.add(name)
+                for there, here in placements[name].pairs():
+                    assert torch.equal(parameter[here], full[name][there]), name
+            for name, buffer in module.named_buffers():
+                assert torch.equal(buffer, buffers[name]), name
+        assert seen == set(full)
+
+    agree(None)
+    shake(whole)
+    whole.save_pretrained(tmp_path)
+    source = resolve(tmp_path)
+    agree(source)
+
+    ids = torch.randint(3, 60, (2, 12))
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation=whole.config._attn_implementation, dtype=torch.float32
+    )
+    loaded, _ = Case(source.config).stage(source)
+    with torch.no_grad():
+        expected = theirs.eval()(input_ids=ids).logits
+        assert torch.equal(loaded.eval()(input_ids=ids).logits, expected)
+
+
+def test_random_weights_are_those_of_the_family():
+    import torch
+
+    gpt2, _ = Case({**FAMILIES["gpt2"], "n_embd": 64}).stage()
+    layer = gpt2.transformer.h[1]
+    assert float(layer.attn.c_attn.weight.detach().std()) == pytest.approx(0.02, rel=0.1)
+    # Projections onto the residual stream are scaled by the depth (Radford et al. 2019).
+    assert float(layer.mlp.c_proj.weight.detach().std()) == pytest.approx(0.02 / 8**0.5, rel=0.1)
+    assert torch.equal(layer.ln_1.weight, torch.ones(64))
+    assert not layer.mlp.c_fc.bias.any()
+    same, _ = Case({**FAMILIES["gpt2"], "n_embd": 64}).stage()
+    other, _ = Case({**FAMILIES["gpt2"], "n_embd": 64}).stage(seed=4)
+    assert torch.equal(same.lm_head.weight, gpt2.lm_head.weight)
+    assert not torch.equal(other.lm_head.weight, gpt2.lm_head.weight)
+    assert not torch.equal(layer.attn.c_attn.weight, gpt2.transformer.h[2].attn.c_attn.weight)
+
+
+def test_the_global_random_state_is_left_alone():
+    import torch
+
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    Case(LLAMA).stage()
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_dtype_device_and_buffers():
+    import torch
+
+    module, _ = Case(FAMILIES["gemma3"]).stage(dtype=torch.bfloat16, device="cpu")
+    assert {p.dtype for p in module.parameters()} == {torch.bfloat16}
+    assert module.model.rotary_emb.full_attention_inv_freq.dtype == torch.float32
+    assert float(module.model.embed_tokens.embed_scale) == pytest.approx(32**0.5)
+
+
+def save(tmp_path, tensors, config=LLAMA, *, shards=1):
+    from safetensors.torch import save_file
+
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    names = sorted(tensors)
+    if shards == 1:
+        save_file(tensors, tmp_path / "model.safetensors")
+    else:
+        where = {}
+        for k in range(shards):
+            file = f"model-{k}.safetensors"
+            part = {name: tensors[name] for name in names[k::shards]}
+            save_file(part, tmp_path / file)
+            where |= dict.fromkeys(part, file)
+        index = {"metadata": {}, "weight_map": where}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    from hocket.models.source import resolve
+
+    return resolve(tmp_path)
+
+
+def tensors_of(config):
+    whole, _ = Case(config).stage()
+    shake(whole)
+    return {n: p.detach().clone() for n, p in whole.named_parameters()}
+
+
+def test_shards_half_precision_and_foreign_prefixes(tmp_path):
+    import torch
+
+    tensors = tensors_of(LLAMA)
+    halved = {n: t.to(torch.bfloat16 if "mlp" in n else torch.float16) for n, t in tensors.items()}
+    source = save(tmp_path, halved, shards=3)
+    module, placements = Case(LLAMA).stage(source, degree=2, index=1, bounds=(2, 2), stage=1)
+    for name, parameter in module.named_parameters():
+        assert parameter.dtype == torch.float32
+        for there, here in placements[name].pairs():
+            assert torch.equal(parameter[here], halved[name][there].float())
+
+
+def test_a_prefix_may_be_missing(tmp_path):
+    import torch
+
+    # OpenAI's GPT-2 was saved without `transformer.`, and with its mask tables.
+    tensors = {n.removeprefix("transformer."): t for n, t in tensors_of(FAMILIES["gpt2"]).items()}
+    tensors["h.0.attn.bias"] = torch.ones(1, 1, 8, 8)
+    source = save(tmp_path, tensors, FAMILIES["gpt2"])
+    module, _ = Case(FAMILIES["gpt2"]).stage(source, bounds=(2, 2), stage=0)
+    assert torch.equal(module.transformer.wte.weight, tensors["wte.weight"])
+    # The head is tied and lies on the last stage, where there is no embedding.
+    last, _ = Case(FAMILIES["gpt2"]).stage(source, bounds=(2, 2), stage=1)
+    assert torch.equal(last.lm_head.weight, tensors["wte.weight"])
+
+
+def test_a_tied_weight_may_stand_under_either_name(tmp_path):
+    import torch
+
+    config = FAMILIES["llama_tied"]
+    tensors = tensors_of(config)
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    source = save(tmp_path, tensors, config)
+    first, _ = Case(config).stage(source, bounds=(2, 2), stage=0)
+    assert torch.equal(first.model.embed_tokens.weight, tensors["lm_head.weight"])
+
+
+def test_everything_that_does_not_fit_is_listed_at_once(tmp_path):
+    import torch
+
+    tensors = tensors_of(LLAMA)
+    del tensors["model.layers.2.mlp.up_proj.weight"]
+    tensors["model.norm.weight"] = torch.ones(31)
+    tensors["score.weight"] = torch.ones(2, 2)
+    source = save(tmp_path, tensors)
+    with pytest.raises(WeightsError) as caught:
+        Case(LLAMA).stage(source)
+    text = caught.value.message
+    assert "missing model.layers.2.mlp.up_proj.weight [48, 32]" in text
+    assert "model.norm.weight is [31] in the file, [32] in the model" in text
+    assert "unexpected score.weight" in text
+    source = save(tmp_path, {"a": torch.ones(1)})
+    with pytest.raises(WeightsError, match="and 20 more") as caught:
+        Case(LLAMA).stage(source)
+    assert len(caught.value.message.splitlines()) == 22
+
+
+def test_damaged_files_are_refused(tmp_path):
+    source = save(tmp_path, tensors_of(LLAMA))
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(WeightsError, match="not a whole safetensors file"):
+        Case(LLAMA).stage(source)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b"}}')
+    with pytest.raises(WeightsError, match="no file beside it"):
+        Case(LLAMA).stage(source)
