@@ -1,0 +1,46 @@
+"""Every collective of a step by its name, beside what theory says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from hocket.reporting.table import table_text
+from hocket.spec.units import format_bytes
+
+_PER = {"microbatch": "microbatches", "step": "step", "other": "other"}
+
+
+def collectives_text(rows: Iterable[Mapping[str, Any]]) -> str:
+    """A table of collectives.
+
+    Args:
+        rows: of name, axis, phase, count and bytes, as a recorder gives them; with
+            `expected_count` and `expected_bytes` too, as `cost.communication.differences` gives
+            them, theory is printed beside, and a line says whether all is equal.
+    """
+    found = list(rows)
+    if not found:
+        return "no communication"
+    theory = all("expected_count" in row for row in found)
+    headers = ["collective", "axis", "counted by", "count", "bytes"]
+    if theory:
+        headers += ["in theory", "bytes in theory", "equal"]
+    lines = []
+    for row in found:
+        line = [row["name"], row["axis"], _PER[row["phase"]], row["count"], row["bytes"]]
+        if theory:
+            equal = (row["count"], row["bytes"]) == (row["expected_count"], row["expected_bytes"])
+            line += [row["expected_count"], row["expected_bytes"], "yes" if equal else "NO"]
+        lines.append(line)
+    text = table_text(headers, lines)
+    total = sum(row["bytes"] for row in found)
+    text += f"\n{sum(row['count'] for row in found):,} collectives, {format_bytes(total)}"
+    if theory:
+        wrong = sum(line[-1] == "NO" for line in lines)
+        text += (
+            f"; {wrong} of {len(lines)} rows differ from theory"
+            if wrong
+            else "; every count and every byte as in theory"
+        )
+    return text
