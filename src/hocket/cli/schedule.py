@@ -9,6 +9,7 @@ from typing import Annotated
 import tyro
 
 from hocket.cli.flags import LayoutFlags, explicit, parse, values
+from hocket.cli.terminal import terminal
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,5 +55,6 @@ def main(arguments: Sequence[str]) -> int:
     elif flags.text:
         print(found, end="")
     else:
-        print(picture(timeline))
+        color, width = terminal()
+        print(picture(found, timeline, color=color, width=width))
     return 0

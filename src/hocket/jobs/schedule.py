@@ -15,12 +15,23 @@ if TYPE_CHECKING:
 def schedule(layout: Layout) -> tuple[Schedule, Timeline]:
     """The schedule that a layout asks for, and its timeline where a backward takes two forwards.
 
+    Microbatches that are left open are two for each pipeline rank.
+
     Raises:
         ScheduleError: it cannot be read, or does not run; the board is printed.
     """
     from hocket.schedules.registry import build
-    from hocket.simulation.simulate import simulate
+    from hocket.simulation import simulate
 
     count = layout.microbatches or (2 * layout.pp if layout.num_stages > 1 else 1)
     found = build(dataclasses.replace(layout, microbatches=count), count)
     return found, simulate(found)
+
+
+def picture(found: Schedule, timeline: Timeline, *, width: int = 100, color: bool = False) -> str:
+    """The schedule drawn rank by time, one forward two columns wide where that fits."""
+    from hocket.reporting import timeline_text
+
+    title = f"{found.name}, {found.num_stages} stages on {found.num_ranks} ranks"
+    title += f", {found.num_microbatches} microbatches"
+    return timeline_text(timeline, width, title=title, color=color)

@@ -1,0 +1,18 @@
+"""What stdout can show."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+
+WIDTH = 100
+"""Columns where there is no terminal to ask."""
+
+
+def terminal() -> tuple[bool, int]:
+    """(whether colours help, columns) of stdout."""
+    if not sys.stdout.isatty():
+        return False, WIDTH
+    color = "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+    return color, shutil.get_terminal_size((WIDTH, 24)).columns
