@@ -71,7 +71,7 @@ def test_communication_has_a_line_of_its_own() -> None:
     timeline = Timeline.of("measured", 1, events)
     compute, talk = drawn(timeline_text(timeline, 64))
     assert re.fullmatch(r"F0░+·+o+", compute)
-    assert re.fullmatch(r" +>+=+< +", talk)
+    assert re.fullmatch(r" +>+=+ +< +", talk)
     assert "measured timeline: 10 s, bubble 0.0%" in timeline_text(timeline, 64)
 
 

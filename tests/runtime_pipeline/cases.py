@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.runtime_pipeline.models import HIDDEN, MODELS, batch, loss_fn, reference, slices
 
 from hocket.runtime.mesh import Mesh
 from hocket.runtime.pipeline import Executor, Stage, cut
@@ -14,6 +13,7 @@ from hocket.runtime.record import Recorder
 from hocket.schedules import build
 from hocket.spec.layout import Layout
 from hocket.spec.schedule import Schedule
+from tests.runtime_pipeline.models import HIDDEN, MODELS, batch, loss_fn, reference, slices
 
 ROWS = 12
 
