@@ -79,16 +79,17 @@ class StageShare:
         stage: int = 0,
         tp: int = 1,
         num_stages: int = 1,
-        gradient_element_bytes: int = 4,
+        element_bytes: int = 4,
         experts_per_token: int = 0,
     ) -> StageShare:
         """Read off a stage's plan and placements (by global parameter name, in module order).
 
         Row products and the embedding are summed forward. Column products that share a parent
-        module are fed the same tensor, whose gradient is summed once backward.
+        module are fed the same tensor, whose gradient is summed once backward. `element_bytes`
+        are those of a gradient.
         """
         own = [p for p in placements.values() if _is_own(p, placements)]
-        e = gradient_element_bytes
+        e = element_bytes
         fields = _sums(plan.tensor, placements, tp, experts_per_token) if tp > 1 else {}
         partial: dict[str, int] = {}
         for placement in own if tp > 1 else []:
