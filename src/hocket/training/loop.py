@@ -33,7 +33,7 @@ from hocket.training.evaluate import held_out_loss, num_batches
 from hocket.training.export import ModelFiles, export_ranks
 from hocket.training.inputs import Inputs
 from hocket.training.learning_rate import learning_rate
-from hocket.training.memory import MemoryCount
+from hocket.training.memory import MemoryCount, of_replicas
 from hocket.training.metrics import Metrics
 from hocket.training.threads import ThreadedParallel
 from hocket.training.utilization import flops_per_token, peak_flops
@@ -149,7 +149,7 @@ class Loop:
             if metrics is not None:
                 metrics.close()
         self._export()
-        self._say(event="done", steps=steps, memory=self._memory.memory.to_json())
+        self._say(event="done", steps=steps)
 
     def _steps(self, first: int, steps: int, metrics: Metrics | None) -> None:
         recorded = self._timeline_step(first)
@@ -268,15 +268,16 @@ class Loop:
             )
 
     def _gather_memory(self) -> None:
-        """Every rank's count, to rank 0."""
-        rows = timeline.gather(self.context, "memory", self._memory.memory.to_json())
-        if rows is None:
-            return
-        self.memory_bytes = [row["total"] for row in rows]
-        event: dict[str, Any] = {"event": "memory", "ranks": rows}
+        """Every rank's count, to rank 0; with replicas in threads, every replica's."""
+        memory = self._memory.memory
         if isinstance(self.parallel, ThreadedParallel):
-            event["replicas"] = self.parallel.replica_bytes()
-        self.context.emit(event)
+            found = of_replicas(self.parallel.replica_bytes(), memory.optimizer)
+            rows: list[Any] | None = [each.to_json() for each in found]
+        else:
+            rows = timeline.gather(self.context, "memory", memory.to_json())
+        if rows is not None:
+            self.memory_bytes = [row["total"] for row in rows]
+            self.context.emit({"event": "memory", "ranks": rows})
 
     # --- checkpoints -----------------------------------------------------------------------
 

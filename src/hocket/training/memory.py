@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,6 +50,23 @@ def storage_bytes(tensors: Iterable[Tensor | None]) -> int:
             storage = tensor.untyped_storage()
             found[storage._cdata] = storage.nbytes()
     return sum(found.values())
+
+
+def of_replicas(rows: Iterable[Mapping[str, int]], optimizer: int) -> list[Memory]:
+    """The counts of replicas in threads (`ThreadedReplicas.replica_bytes`), the master first.
+
+    A dispatch mode sees one thread only, so replicas count for themselves. The optimizer's state
+    is the master's.
+    """
+    return [
+        Memory(
+            parameters=row["parameters"],
+            gradients=row["gradients"],
+            optimizer=optimizer if index == 0 else 0,
+            activations=row["total"] - row["parameters"] - row["gradients"],
+        )
+        for index, row in enumerate(rows)
+    ]
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
