@@ -17,11 +17,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+Parameters = tuple[Tensor, Tensor | None]
+Pending = tuple[Tensor, Tensor | None, Tensor, Tensor, bool]
+"""Weight, bias, input, gradient of the output, whether the weight is transposed."""
+
+
 class WeightGradients:
     """Weight gradients put off: collected while `deferring`, computed by `run`."""
 
     def __init__(self) -> None:
-        self._pending: list[tuple[Tensor, Tensor | None, Tensor, Tensor, bool]] = []
+        self._pending: list[Pending] = []
         self._deferring = False
 
     @contextmanager
@@ -33,18 +38,27 @@ class WeightGradients:
         finally:
             self._deferring = False
 
-    def take(self) -> list[tuple[Tensor, Tensor | None, Tensor, Tensor, bool]]:
+    def _add(self, pending: Pending) -> None:
+        if self._deferring:
+            self._pending.append(pending)
+        else:
+            self.run([pending])
+
+    def take(self) -> list[Pending]:
         """What was put off so far, to be handed to `run` later."""
         pending, self._pending = self._pending, []
         return pending
 
     @staticmethod
-    def run(pending: list[tuple[Tensor, Tensor | None, Tensor, Tensor, bool]]) -> None:
+    def run(pending: list[Pending]) -> None:
         """Accumulate the gradients of `pending`. Hooks on the parameters fire as in backward."""
         for weight, bias, x, grad, transposed in pending:
-            dweight, dbias = _weight_gradient(x, grad, bias is not None, transposed)
-            leaves = [weight] if bias is None else [weight, bias]
-            torch.autograd.backward(leaves, [dweight] if dbias is None else [dweight, dbias])
+            x, grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
+            if weight.requires_grad:
+                gradient = x.t() @ grad if transposed else grad.t() @ x
+                torch.autograd.backward(weight, gradient)
+            if bias is not None and bias.requires_grad:
+                torch.autograd.backward(bias, grad.sum(0))
 
 
 def linear(
@@ -56,8 +70,8 @@ def linear(
     weight_gradients: WeightGradients | None = None,
 ) -> Tensor:
     """`x` [..., in] times `weight` [out, in] (if `transposed`, [in, out]), plus `bias` [out]."""
-    if weight_gradients is not None and torch.is_grad_enabled():
-        y: Tensor = _Halved.apply(x, weight, bias, transposed, weight_gradients)  # type: ignore[no-untyped-call]
+    if weight_gradients is not None and x.requires_grad and torch.is_grad_enabled():
+        y: Tensor = _Halved.apply(x, (weight, bias), transposed, weight_gradients)  # type: ignore[no-untyped-call]
         return y
     return F.linear(x, weight.t() if transposed else weight, bias)
 
@@ -81,38 +95,26 @@ def defer_weight_gradients(module: nn.Module, weight_gradients: WeightGradients)
             child.weight_gradients = weight_gradients
 
 
-def _weight_gradient(
-    x: Tensor, grad: Tensor, with_bias: bool, transposed: bool
-) -> tuple[Tensor, Tensor | None]:
-    x2, grad2 = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
-    dweight = x2.t() @ grad2 if transposed else grad2.t() @ x2
-    return dweight, grad2.sum(0) if with_bias else None
-
-
 class _Halved(torch.autograd.Function):
+    """A linear layer whose parameters are no part of the graph.
+
+    As part of it they would be visited by every backward, and their hooks would fire for a
+    gradient that has not come.
+    """
+
     @staticmethod
-    def forward(  # type: ignore[override]  # noqa: PLR0917 (autograd passes by position)
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        transposed: bool,
-        weight_gradients: WeightGradients,
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, parameters: Parameters, transposed: bool, queue: WeightGradients
     ) -> Tensor:
-        ctx.save_for_backward(x, weight, bias)
-        ctx.transposed, ctx.weight_gradients = transposed, weight_gradients
+        weight, bias = parameters
+        ctx.save_for_backward(x)
+        ctx.parameters, ctx.transposed, ctx.queue = parameters, transposed, queue
         return F.linear(x, weight.t() if transposed else weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, weight, bias = ctx.saved_tensors
-        dx = dweight = dbias = None
-        if ctx.needs_input_grad[0]:
-            dx = grad @ (weight.t() if ctx.transposed else weight)
-        if ctx.needs_input_grad[1]:
-            queue: WeightGradients = ctx.weight_gradients
-            if queue._deferring:
-                queue._pending.append((weight, bias, x, grad, ctx.transposed))
-            else:
-                dweight, dbias = _weight_gradient(x, grad, bias is not None, ctx.transposed)
-        return dx, dweight, dbias, None, None
+        (x,) = ctx.saved_tensors
+        weight, bias = ctx.parameters
+        dx = grad @ (weight.t() if ctx.transposed else weight)
+        ctx.queue._add((weight, bias, x, grad, ctx.transposed))
+        return dx, None, None, None
