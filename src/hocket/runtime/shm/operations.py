@@ -98,6 +98,10 @@ class Reduction:
         parts = [segment.bytes[o : o + nbytes].view(kind) for o in offsets]
         target = out.view(kind)
         reduce = NUMPY_OPS[self.op]
+        with np.errstate(all="ignore"):  # infinities are the caller's to judge
+            self._sum(parts, target, reduce, kind)
+
+    def _sum(self, parts: list[Any], target: Any, reduce: _Reducer, kind: Any) -> None:
         if len(parts) == 1:
             target[:] = parts[0]
             return

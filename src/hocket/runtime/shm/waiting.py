@@ -54,18 +54,17 @@ def until(
         missed: called at times with the seconds waited; raises where a peer is dead or late.
         me: the group that waits.
     """
-    address, seen, nap = word()
-    if ready():
-        return
     begin = time.monotonic()
     while True:
-        others = [group for group in UNFINISHED if group is not me]
-        futex.wait(address, seen, _SHORT_NAP if others else nap)
-        for group in others:
-            group.go_on()
-        address, seen, nap = word()
+        before = word()
         if ready():
             return
+        others = [group for group in UNFINISHED if group is not me]
+        if word() == before:  # else another word is awaited by now, or this one has changed
+            address, seen, nap = before
+            futex.wait(address, seen, _SHORT_NAP if others else nap)
+        for group in others:
+            group.go_on()
         waited = time.monotonic() - begin
         if waited > 0.15:
             missed(waited)
