@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-
 Parameters = tuple[Tensor, Tensor | None]
 Pending = tuple[Tensor, Tensor | None, Tensor, Tensor, bool]
 """Weight, bias, input, gradient of the output, whether the weight is transposed."""
