@@ -47,7 +47,7 @@ def check(request: Request, *, on_event: Callable[[Event], None] | None = None) 
     source = resolve(request.model, trust_remote_code=options.trust_remote_code)
     layout = validate(source.dimensions, request.layout, request.workload)
     assert layout.microbatches is not None
-    build(layout, layout.microbatches)
+    schedule = build(layout, layout.microbatches)
     spec = spec_of(source, request, layout, source.config, "check")
 
     def say(text: str) -> None:
@@ -69,7 +69,12 @@ def check(request: Request, *, on_event: Callable[[Event], None] | None = None) 
     ):
         say("checking that the architecture can be split")
         twin.require(launcher, source, layout, attention=options.attention)
-        payload = {"spec": spec.to_json(), "folder": folder, "steps": options.steps}
+        payload = {
+            "spec": spec.to_json(),
+            "folder": folder,
+            "steps": options.steps,
+            "schedule": str(schedule),
+        }
         say("one process")
         launcher.run(
             "hocket.training.check:reference",
