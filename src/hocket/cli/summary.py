@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 def print_summary(summary: Summary, *, to: TextIO) -> None:
     """Print the result in a few lines."""
-    for line in lines(summary):
+    for line in ["", *result(summary), *next_steps(summary)]:
         print(line, file=to)
 
 
-def lines(summary: Summary) -> list[str]:
-    """The result in a few lines."""
-    found = [""]
+def result(summary: Summary) -> list[str]:
+    """What came out."""
+    found = []
     if summary.loss is not None and summary.first_loss is not None:
         held = summary.held_out_loss
         found.append(
@@ -38,11 +38,15 @@ def lines(summary: Summary) -> list[str]:
             if len(each) > 1
             else f"peak tensor memory {format_bytes(each[0])}"
         )
+    return found
+
+
+def next_steps(summary: Summary) -> list[str]:
+    """Where it lies, and commands to paste."""
     run = shlex.quote(str(summary.run))
-    found += [
+    return [
         f"run folder {summary.run}",
         "",
         f"  hocket generate {run} --prompt TEXT",
         f"  hocket export {run} --to DIR",
     ]
-    return found

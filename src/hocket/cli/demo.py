@@ -1,0 +1,80 @@
+"""`hocket demo`: the main job, end to end, on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Annotated
+
+import tyro
+
+from hocket.cli.flags import Folder, LayoutFlags, explicit, parse, values
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Demo:
+    """Train a small Llama on the text of this machine's own Python, on eight ranks.
+
+    Then draw one step rank by time, count what the ranks said to each other beside theory, compare
+    memory with one process, export the model and let it write.
+
+    Attributes:
+        parallel: where everything lives. None: dp2.pp2.tp2, 1f1b, 4 microbatches.
+        steps: optimizer steps.
+        seq_len: tokens of one sequence.
+        global_batch: sequences of one step.
+        vocab_size: of the tokenizer that is trained first.
+        run: the run folder. None: a new one under runs/.
+        seed: of weights, data order and sampling.
+        device: `auto`, `cpu` or `cuda`.
+        backend: `auto`, `shm`, `gloo` or `nccl`.
+        threads: CPU threads per rank.
+        tensorboard: write TensorBoard events into the run folder.
+    """
+
+    parallel: Annotated[LayoutFlags, tyro.conf.arg(name="layout")] = dataclasses.field(
+        default_factory=LayoutFlags
+    )
+    steps: int = 100
+    seq_len: int = 128
+    global_batch: int = 16
+    vocab_size: int = 2048
+    run: Folder = None
+    seed: int = 0
+    device: str = "auto"
+    backend: str = "auto"
+    threads: int = 1
+    tensorboard: bool = False
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run it. Returns 0 where every collective was as theory says, else 1."""
+    began = time.monotonic()
+    flags = parse(Demo, "demo", arguments, Demo())
+    said = values(flags, also=explicit(arguments))
+    from hocket.cli.progress import progress
+    from hocket.cli.summary import next_steps
+    from hocket.cli.terminal import terminal
+    from hocket.jobs.demo import demo, options
+
+    wanted = options(said)
+    color, width = terminal()
+    print(
+        f"hocket demo: {wanted.layout.axes_text()}, {wanted.layout.world_size} ranks; "
+        f"{wanted.options.steps} steps of {wanted.workload.global_batch} sequences of "
+        f"{wanted.workload.seq_len} tokens of the Python standard library's own text\n",
+        flush=True,
+    )
+    with contextlib.ExitStack() as stack:
+        on_event = stack.enter_context(progress())
+
+        def show(text: str) -> None:
+            stack.close()  # the bar is done: what follows is printed below it
+            print(f"\n{text}", flush=True)
+
+        outcome = demo(wanted, on_event=on_event, show=show, width=width, color=color)
+    print("\n".join(next_steps(outcome.summary)))
+    print(f"\n{time.monotonic() - began:.0f} s in all")
+    return 0 if outcome.equal else 1

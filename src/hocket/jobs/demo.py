@@ -1,0 +1,225 @@
+"""The demo: the main job end to end, on the text that every machine with Python has.
+
+standard library's text -> tokenizer -> eight ranks train -> timeline, collectives, memory
+    beside one process -> Hugging Face directory -> a sample
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hocket.jobs import prepare
+from hocket.jobs.corpus import write
+from hocket.jobs.request import Request, request
+from hocket.jobs.train import (
+    PRELOAD,
+    Listener,
+    Record,
+    Summary,
+    launch,
+    prepared,
+    unstarted_is_no_run,
+)
+from hocket.spec.run import RunFolder
+
+if TYPE_CHECKING:
+    from hocket.launch import Launcher
+
+LAYOUT = "dp2.pp2.tp2"
+DEFAULTS: dict[str, Any] = {
+    "model": "tiny-llama",
+    "layout": LAYOUT,
+    "schedule": "1f1b",
+    "microbatches": 4,
+    "seq_len": 128,
+    "global_batch": 16,
+    "steps": 100,
+    "lr": 3e-3,
+    "eval_every": 25,
+    "tokenizer": "train",
+    "vocab_size": 2048,
+}
+ALONE_STEPS = 4
+"""Steps that one process takes for comparison; the first warms up."""
+
+PROMPT = "def __init__(self, "
+
+
+@dataclasses.dataclass(kw_only=True)
+class Outcome:
+    """What the demo found.
+
+    Attributes:
+        summary: of the run on the layout.
+        pictures: the measured timeline of one step, the predicted one, the table of collectives.
+        alone: of the short run in one process.
+        equal: whether every collective was as theory says.
+        model: the exported Hugging Face directory.
+        sample: text that the model wrote after `PROMPT`.
+    """
+
+    summary: Summary
+    pictures: list[str]
+    alone: Summary
+    equal: bool
+    model: Path
+    sample: str
+
+
+def options(changes: dict[str, Any]) -> Request:
+    """The demo's options with some changed; see `jobs.request`."""
+    layout = {} if "layout" not in changes else {"schedule": None, "microbatches": None}
+    return request({**DEFAULTS, **layout, **changes})
+
+
+def demo(
+    wanted: Request,
+    *,
+    on_event: Listener | None = None,
+    show: Callable[[str], None] = print,
+    width: int = 100,
+    color: bool = False,
+) -> Outcome:
+    """Run all of it.
+
+    Args:
+        wanted: see `options`; its data is the standard library's text.
+        on_event: called with each event of the training run.
+        show: called with each part of what there is to tell afterwards, as soon as it is known.
+        width, color: of the terminal.
+    """
+    from hocket.launch import Launcher
+
+    folder = prepare.run_folder(dataclasses.replace(wanted, model="demo"))
+    corpus = folder.path / "corpus.jsonl"
+    record = Record(on_event)
+    with Launcher(wanted.options.device, wanted.options.threads, preload=PRELOAD) as launcher:
+        write(corpus)
+        wanted = dataclasses.replace(wanted, data=(str(corpus),), run=folder.path)
+        job = prepare.plan(wanted)
+        spec = prepared(job, folder, record, "demo")
+        with unstarted_is_no_run(folder):
+            summary = launch(launcher, folder, spec, record)
+        show(losses(summary))
+        pictures, equal = report(launcher, folder, width=width, color=color)
+        for picture in pictures:
+            show(picture)
+        alone = _alone(launcher, folder, wanted)
+        show("\n".join(comparison(summary, alone, spec.layout.axes_text())))
+        sample = _sample(launcher, folder.model)
+        show(f"{folder.model} is an ordinary Hugging Face directory; from it, after {PROMPT!r}:\n")
+        show("\n".join("    " + line for line in sample.splitlines()))
+    return Outcome(
+        summary=summary,
+        pictures=pictures,
+        alone=alone,
+        equal=equal,
+        model=folder.model,
+        sample=sample,
+    )
+
+
+def losses(summary: Summary) -> str:
+    """How the loss fell, in one line."""
+    return (
+        f"loss {summary.first_loss:.3f} at the first step, {summary.loss:.3f} at step "
+        f"{summary.steps}, {summary.held_out_loss:.3f} on held-out text"
+    )
+
+
+def report(
+    launcher: Launcher, folder: RunFolder, *, width: int, color: bool
+) -> tuple[list[str], bool]:
+    """The recorded step: its timeline, what its prices predict, its collectives beside theory."""
+    from hocket.jobs.theory import compared
+    from hocket.reporting import collectives_text, timeline_text
+    from hocket.simulation import measured_prices, simulate, theoretical_bubble
+    from hocket.spec.schedule import Schedule
+    from hocket.spec.timeline import Timeline
+
+    measured = Timeline.from_json(folder.timeline_file.read_text())
+    schedule = Schedule.parse(folder.schedule_file.read_text())
+    predicted = simulate(schedule, measured_prices(measured, schedule.num_stages))
+    step = json.loads(folder.communication_file.read_text())["step"]
+    rows = compared(launcher, folder)
+    pictures = [
+        timeline_text(
+            measured,
+            width,
+            theoretical=theoretical_bubble(schedule),
+            title=f"step {step} as measured",
+            color=color,
+        ),
+        timeline_text(
+            predicted,
+            width,
+            title=f"the {schedule.name} schedule simulated with the measured times",
+            color=color,
+        ),
+        "all ranks of that step together\n" + collectives_text(rows),
+    ]
+    return pictures, all(row["equal"] for row in rows)
+
+
+def _alone(launcher: Launcher, folder: RunFolder, wanted: Request) -> Summary:
+    """A few steps of the same batch in one process, in a folder of their own."""
+    values = dataclasses.replace(
+        wanted,
+        run=folder.path / "one-process",
+        layout=dataclasses.replace(
+            wanted.layout, dp=1, pp=1, tp=1, schedule="1f1b", cut="balanced",
+            microbatches=wanted.layout.dp * (wanted.layout.microbatches or 1),
+        ),
+        options=dataclasses.replace(
+            wanted.options, steps=ALONE_STEPS, eval_every=0, held_out=0.0, save_every=0,
+            timeline_step=None, warmup=None,
+        ),
+    )  # fmt: skip
+    alone = RunFolder(folder.path / "one-process")
+    shutil.copytree(folder.data, alone.data)
+    job = prepare.plan(values)
+    spec = prepare.write(job, alone, folder.load().config, "demo")
+    return launch(launcher, alone, spec, Record())
+
+
+def comparison(summary: Summary, alone: Summary, layout: str) -> list[str]:
+    """What splitting bought on this machine, and what it cost."""
+    from hocket.reporting import table_text
+    from hocket.spec.units import format_bytes, format_seconds
+
+    assert summary.step_seconds is not None
+    assert alone.step_seconds is not None
+    most, one = max(summary.memory_bytes), alone.memory_bytes[0]
+    rows = [
+        ["one process", "1", format_bytes(one), format_seconds(alone.step_seconds),
+         f"{alone.tokens_per_second:,.0f}"],
+        [layout, str(len(summary.memory_bytes)), format_bytes(most),
+         format_seconds(summary.step_seconds), f"{summary.tokens_per_second:,.0f}"],
+    ]  # fmt: skip
+    ratio = summary.step_seconds / alone.step_seconds
+    cores = os.cpu_count() or 1
+    slower = f"{ratio:.1f} times slower" if ratio > 1 else f"{1 / ratio:.1f} times faster"
+    return [
+        table_text(["", "ranks", "peak memory of a rank", "a step", "tokens/s"], rows),
+        "",
+        f"What this machine can show: that {len(summary.memory_bytes)} ranks compute together what "
+        "one process does,",
+        f"that each needs {most / one:.0%} of its memory, and exactly what they say to each other.",
+        f"What it cannot show: speed. The ranks share {cores} cores, and a step is {slower} than in",
+        "one process. Splitting pays where each rank has a device of its own.",
+    ]
+
+
+def _sample(launcher: Launcher, model: Path) -> str:
+    from hocket.jobs.generate import generate
+
+    (found,) = generate(
+        str(model), [PROMPT], max_new_tokens=80, temperature=0.7, top_k=40, launcher=launcher
+    )
+    return PROMPT + found.text
