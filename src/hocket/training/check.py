@@ -1,0 +1,259 @@
+"""The rank side of `hocket check`: a layout's run beside one process, step by step.
+
+    reference   one rank: the plain Hugging Face model, the whole global batch, plain AdamW;
+                writes weights, gradients and optimizer state of every step to a folder
+    compare     the layout's ranks: the same steps through hocket; every rank holds its blocks
+                against the reference's, then takes over the reference's values
+
+What is realigned after each step: parameters and optimizer state, since Adam amplifies rounding
+(an entry whose gradient is all but zero moves by a learning rate in either direction).
+
+FOLDER/
+  step-0.safetensors   start/NAME: as made by the seed or read from files; value/NAME: as trained
+  step-K.safetensors   gradient/NAME, value/NAME, exp_avg/NAME, exp_avg_sq/NAME after step K
+  reference.json       losses, largest gradients
+  rank-N.json          what rank N found
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from hocket.runtime.checkpoint import World
+from hocket.spec.check import VALUE, CheckReport, ParameterRow, StepRow, covers, gradient_limit
+from hocket.spec.placement import Block, Placement
+from hocket.spec.run import RunSpec, write_text
+from hocket.spec.schedule import Schedule
+from hocket.spec.schedule import Schedule
+from hocket.spec.tensor_file import TensorFile
+from hocket.training.optimizer import STATE, Optimizer
+from hocket.training.reference import global_batch, gradient, microbatches, write_reference
+
+if TYPE_CHECKING:
+    from hocket.launch import RankContext
+
+STEPS = 3
+
+
+def reference(context: RankContext, payload: Mapping[str, Any]) -> None:
+    """Run the steps in one process and write them down.
+
+    Args:
+        context: of a world of one rank.
+        payload: `spec` (a RunSpec's JSON), `folder`, and optionally `steps`.
+    """
+    spec, folder = RunSpec.from_json(payload["spec"]), Path(payload["folder"])
+    write_reference(spec, folder, int(payload.get("steps", STEPS)))
+    context.emit({"event": "reference", "folder": str(folder)})
+
+
+def compare(context: RankContext, payload: Mapping[str, Any]) -> None:
+    """Run the steps on a layout and compare; rank 0 emits `{"event": "check", "report": ...}`.
+
+    Args:
+        context: of the layout's world.
+        payload: as for `reference`, and `schedule` (its text) where there are several stages.
+    """
+    from hocket.training.build import build
+
+    spec = RunSpec.from_json(payload["spec"])
+    schedule = Schedule.parse(payload["schedule"]) if "schedule" in payload else None
+    job = build(spec, context, schedule)
+    report = compare_layout(
+        spec, job.parallel, job.optimizer, Path(payload["folder"]), int(payload.get("steps", STEPS))
+    )
+    if report is not None:
+        context.emit({"event": "check", "report": json.loads(report.to_json())})
+
+
+# --- the layout ------------------------------------------------------------------------------
+
+
+class Reference:
+    """One file of the reference, of which only the entries asked for are read from the disk."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = TensorFile(path)
+
+    def part(self, kind: str, name: str, placement: Placement) -> Tensor:
+        """This rank's part of one tensor."""
+        key = f"{kind}/{name}"
+        entry = self._file.entries[key]
+        assert entry.shape == placement.shape, (key, entry.shape, placement.shape)
+        local = torch.empty(placement.local_shape)
+        if local.numel():
+            whole = torch.frombuffer(self._file.buffer(key), dtype=torch.float32)
+            whole = whole.reshape(entry.shape)
+            for in_global, in_local in placement.pairs():
+                local[in_local] = whole[in_global]
+        return local
+
+
+def compare_layout(
+    spec: RunSpec, parallel: Any, optimizer: Optimizer, folder: Path, steps: int
+) -> CheckReport | None:
+    """Run the steps on this rank, compare with the reference, and merge what all ranks found.
+
+    Returns:
+        The report on rank 0, None on the others.
+    """
+    mesh = parallel.mesh
+    known = json.loads((folder / "reference.json").read_text())
+    rank = _Rank(parallel, optimizer, known["shapes"])
+    before = Reference(folder / "step-0.safetensors")
+    found: dict[str, Any] = {
+        "losses": [],
+        "gradient": [],
+        "value": [],
+        "start": rank.differences(before, "start"),
+        "owners": rank.owners,
+        "blocks": {name: p.to_json()["blocks"] for name, p in rank.placements.items()},
+    }
+    _realign(rank, before, 0)
+    data_rank = 0 if spec.layout.data_parallel == "threads" else mesh.coordinate["dp"]
+    for step in range(1, steps + 1):
+        batch = global_batch(spec, step)
+        parts = [
+            {key: value.to(mesh.device) for key, value in part.items()}
+            for part in microbatches(spec, batch, data_rank)
+        ]
+        loss = parallel.forward_backward(parts, int((batch["labels"] != -100).sum()))
+        after = Reference(folder / f"step-{step}.safetensors")
+        found["losses"].append(float(loss))
+        found["gradient"].append(rank.differences(after, "gradient"))
+        optimizer.step(spec.options.lr)
+        found["value"].append(rank.differences(after, "value"))
+        _realign(rank, after, step)
+    world = World.of(mesh)
+    write_text(folder / f"rank-{mesh.rank}.json", json.dumps(found))
+    world.barrier()
+    if mesh.rank:
+        return None
+    ranks = [json.loads((folder / f"rank-{r}.json").read_text()) for r in range(world.size)]
+    return merge(spec, known, ranks)
+
+
+class _Rank:
+    """What one rank holds, and which parameter of the reference each of its tensors is.
+
+    A tied tensor of another stage is compared with the parameter that owns the values.
+    """
+
+    def __init__(self, parallel: Any, optimizer: Optimizer, shapes: Mapping[str, Any]) -> None:
+        self.optimizer = optimizer
+        self.parameters: dict[str, nn.Parameter] = dict(parallel.named_parameters())
+        self.placements: dict[str, Placement] = {
+            name: parallel.placements[name] for name in self.parameters
+        }
+        self.owners = {
+            name: p.tie if p.tie is not None and p.tie in shapes else name
+            for name, p in self.placements.items()
+        }
+
+    def part(self, file: Reference, kind: str, name: str) -> Tensor:
+        """This rank's part of the reference's tensor for its parameter `name`."""
+        return file.part(kind, self.owners[name], self.placements[name])
+
+    def differences(self, file: Reference, kind: str) -> dict[str, float]:
+        """By parameter, the largest difference of its value (or gradient) from the reference's."""
+        return {
+            name: _difference(gradient(p) if kind == "gradient" else p, self.part(file, kind, name))
+            for name, p in self.parameters.items()
+        }
+
+
+def _difference(ours: Tensor, theirs: Tensor) -> float:
+    """The largest difference of two local tensors; NaN if any entry is NaN."""
+    ours = ours.detach().float().cpu()
+    return float((ours - theirs).abs().max()) if ours.numel() else 0.0
+
+
+@torch.no_grad()
+def _realign(rank: _Rank, file: Reference, step: int) -> None:
+    """Take over the reference's values and, after the first step, its optimizer state."""
+    for name, parameter in rank.parameters.items():
+        parameter.copy_(rank.part(file, "value", name))
+    if step == 0:
+        return
+    state: dict[str, dict[str, Tensor]] = {}
+    for name in rank.optimizer.state_tensors():
+        state[name] = {"step": torch.tensor(float(step))}
+        for key in STATE:
+            state[name][key] = rank.part(file, key, name)
+    rank.optimizer.load_state_tensors(state)
+
+
+# --- the merge -------------------------------------------------------------------------------
+
+
+def merge(spec: RunSpec, known: Mapping[str, Any], ranks: list[Mapping[str, Any]]) -> CheckReport:
+    """One report of what every rank found, over the reference's parameters in their order."""
+    held: dict[str, list[tuple[int, str]]] = {name: [] for name in known["shapes"]}
+    for rank, found in enumerate(ranks):
+        for name, owner in found["owners"].items():
+            held.setdefault(owner, []).append((rank, name))
+    covered = {
+        name: covers(known["shapes"].get(name, ()), _blocks(ranks, parts)) and bool(parts)
+        for name, parts in held.items()
+    }
+    steps, rows = [], []
+    for index, loss in enumerate(known["losses"]):
+        losses = [found["losses"][index] for found in ranks]
+        far = max(losses, key=lambda value: _or_inf(abs(value - loss)))
+        steps.append(StepRow(step=index + 1, reference_loss=loss, loss=far))
+        largest = known["largest"][index]
+        model_largest = max(largest.values(), default=0.0)
+        for name, parts in held.items():
+            gradients = [(ranks[r]["gradient"][index][n], r) for r, n in parts]
+            gradient, worst_rank = max(gradients, key=lambda g: _or_inf(g[0]), default=(0.0, 0))
+            rows.append(
+                ParameterRow(
+                    step=index + 1,
+                    name=name,
+                    shape=tuple(known["shapes"].get(name, ())),
+                    gradient=gradient,
+                    largest_gradient=largest.get(name, 0.0),
+                    gradient_limit=gradient_limit(largest.get(name, 0.0), model_largest),
+                    value=_worst(ranks[r]["value"][index][n] for r, n in parts),
+                    value_limit=VALUE * spec.options.lr,
+                    start=_worst(ranks[r]["start"][n] for r, n in parts),
+                    ranks=len({r for r, _ in parts}),
+                    covered=covered[name],
+                    worst_rank=worst_rank,
+                )
+            )
+    return CheckReport(
+        model=spec.model,
+        layout=str(spec.layout),
+        world_size=len(ranks),
+        learning_rate=spec.options.lr,
+        steps=tuple(steps),
+        rows=tuple(rows),
+    )
+
+
+def _blocks(ranks: list[Mapping[str, Any]], parts: list[tuple[int, str]]) -> list[Block]:
+    return [
+        Block(
+            start=tuple(block["start"]),
+            local=tuple(block["local"]),
+            size=tuple(block["size"]),
+        )
+        for rank, name in parts
+        for block in ranks[rank]["blocks"][name]
+    ]
+
+
+def _or_inf(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+def _worst(values: Iterable[float]) -> float:
+    return max(values, key=_or_inf, default=0.0)

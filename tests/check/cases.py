@@ -1,0 +1,107 @@
+"""What ranks run for the matrix: many checks in one world, each with a mesh of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from hocket.spec.layout import Layout
+from hocket.spec.run import RunSpec, TrainOptions, Workload
+from tests.families import FAMILIES
+
+
+def spec_of(family: str, layout: str) -> RunSpec:
+    return RunSpec(
+        model=family,
+        config=FAMILIES[family],
+        layout=Layout.parse(layout),
+        workload=Workload(seq_len=16, global_batch=8),
+        options=TrainOptions(seed=3, lr=1e-3, dropout=0.0),
+        command="check",
+    )
+
+
+def references(context: Any, folder: str, families: list[str]) -> str:
+    from hocket.training.reference import write_reference
+
+    for family in families:
+        write_reference(spec_of(family, "dp1"), Path(folder) / family, 3)
+    return "done"
+
+
+def matrix(context: Any, folder: str, cases: list[list[str]], fault: str = "") -> list[Any]:
+    """One [family, layout, report or error, seconds] per case; rank 0 reports."""
+    from hocket.training.check import compare_layout
+
+    found: list[Any] = []
+    meshes: dict[str, Any] = {}
+    for family, layout in cases:
+        begun = time.perf_counter()
+        spec = spec_of(family, layout)
+        where = Path(folder) / family
+        key = dataclasses.replace(spec.layout, schedule="1f1b", microbatches=None, cut="balanced")
+        try:
+            parallel, optimizer = compose(context, spec, meshes, str(key))
+            break_something(parallel, fault)
+            report = compare_layout(spec, parallel, optimizer, where, 3)
+            result = report and json.loads(report.to_json())
+        except Exception:
+            result = "".join(traceback.format_exc())
+            if context.world_size > 1:  # the other ranks wait in a collective
+                raise RuntimeError(f"{family} {layout}:\n{result}") from None
+        found.append([family, layout, result, time.perf_counter() - begun])
+    return found
+
+
+def compose(context: Any, spec: RunSpec, meshes: dict[str, Any], key: str) -> tuple[Any, Any]:
+    """A rank as training composes it, on a mesh that earlier cases have made already."""
+    from hocket.runtime.mesh import Mesh
+    from hocket.schedules.registry import build
+    from hocket.training.build import build_model
+    from hocket.training.optimizer import Optimizer
+
+    if key not in meshes:
+        meshes[key] = Mesh(spec.layout, context.rank)
+    threads = spec.layout.data_parallel == "threads"
+    schedule = None if threads else build(spec.layout, spec.layout.microbatches or 1)
+    *_, parallel = build_model(spec, meshes[key], schedule)
+    return parallel, Optimizer(parallel.named_parameters(), spec.options)
+
+
+def break_something(parallel: Any, fault: str) -> None:
+    """Leave out one thing that parallelism needs; the check must notice."""
+    import torch
+
+    if fault == "input gradient not summed over tp":
+        from hocket.runtime.tensor_parallel import layers
+
+        layers.copy_to_axis = lambda x, axis, recorder: x
+    elif fault == "shared heads' gradient not summed":
+        parallel._partial.sum = lambda: None
+    elif fault == "gradients not summed over dp":
+        for buckets in parallel._buckets.values():
+            buckets.axis = dataclasses.replace(buckets.axis, group=None)
+    elif fault == "tie forgotten":
+        parallel._ties = None
+    elif fault == "one weight off by a little":
+        if parallel.mesh.rank == parallel.mesh.world_size - 1:
+            with torch.no_grad():
+                next(parallel.parameters()).view(-1)[0] += 1e-6
+    elif fault == "loss divided by its own tokens":
+        whole = parallel.forward_backward
+
+        def own(microbatches: Any, num_tokens: int) -> Any:
+            mine = sum(int((m["labels"] != -100).sum()) for m in microbatches)
+            return whole(microbatches, mine * parallel.mesh.axis("dp").size)
+
+        parallel.forward_backward = own
+    elif fault == "a norm applied twice":
+        if parallel.stages[-1].is_last:
+            norm = parallel.stages[-1].module.model.norm
+            norm.register_forward_hook(lambda module, args, out: module.weight * out)
+    else:
+        assert not fault, fault

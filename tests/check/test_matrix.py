@@ -1,0 +1,125 @@
+"""Every family at every layout computes what one process computes; and the check can fail."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hocket.spec.check import CheckReport
+from hocket.spec.errors import HocketError
+from hocket.spec.layout import Layout
+from tests.families import FAMILIES
+from tests.ranks import RankPool
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(240)]
+
+EVERY = ("dp2", "tp2", "pp2:microbatches=4", "tp2.pp2:microbatches=2", "dp2.pp2.tp2:microbatches=2")
+MORE = {
+    "dp2:data_parallel=threads": ("llama", "gpt2", "mixtral"),
+    "dp2:microbatches=2": ("llama_tied",),
+    "pp2:schedule=gpipe,microbatches=4": ("llama", "opt"),
+    "pp2:schedule=sequential,microbatches=4": ("llama", "bloom"),
+    "pp2:schedule=interleaved,microbatches=4,virtual_stages=2": ("llama_tied", "gemma3"),
+    "tp4:microbatches=2": ("llama", "qwen3", "phi3", "gemma3"),  # key/value heads < tp
+    "dp2.tp2:order=dp-tp-cp-pp": ("llama_tied",),
+    "dp2.pp2:cut=1-3": ("gpt2",),
+    "pp4.tp2:microbatches=4": ("llama_tied", "gpt_neox"),
+}
+CASES = [(family, layout) for layout in EVERY for family in FAMILIES]
+CASES += [(family, layout) for layout, families in MORE.items() for family in families]
+
+FAULTS = [
+    ("input gradient not summed over tp", "llama", "tp2", "gradient"),
+    ("shared heads' gradient not summed", "qwen3", "tp2", "q_norm"),
+    ("shared heads' gradient not summed", "llama", "tp4", "k_proj"),
+    ("gradients not summed over dp", "llama", "dp2", "gradient"),
+    ("tie forgotten", "llama_tied", "pp2:microbatches=2", "embed_tokens"),
+    ("one weight off by a little", "llama", "tp2", "before the first step"),
+    ("loss divided by its own tokens", "llama", "dp2", "gradient"),
+    ("a norm applied twice", "llama", "pp2:microbatches=2", "loss"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The references of all families."""
+    path = tmp_path_factory.mktemp("references")
+    ranks.run(
+        "tests.check.cases:references", 1, backend=None, folder=str(path), families=list(FAMILIES)
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def outcomes(ranks: RankPool, folder: Path) -> dict[tuple[str, str], Any]:
+    """Every case's report, or what went wrong; one world for all cases of a size."""
+    found: dict[tuple[str, str], Any] = {}
+    worlds: dict[int, list[tuple[str, str]]] = {}
+    for case in CASES:
+        worlds.setdefault(Layout.parse(case[1]).world_size, []).append(case)
+    for size, cases in worlds.items():
+        try:
+            rows = ranks.run(
+                "tests.check.cases:matrix", size, folder=str(folder), cases=cases, timeout=120.0
+            )[0]
+        except HocketError as error:
+            found |= dict.fromkeys(cases, str(error))
+            continue
+        found |= {(family, layout): report for family, layout, report, _ in rows}
+    return found
+
+
+@pytest.mark.parametrize(("family", "layout"), CASES)
+def test_a_layout_changes_nothing(
+    outcomes: dict[tuple[str, str], Any], family: str, layout: str
+) -> None:
+    outcome = outcomes[family, layout]
+    assert isinstance(outcome, dict), outcome
+    report = CheckReport.from_json(json.dumps(outcome))
+    assert report.ok, "\n".join(report.failures)
+    assert len(report.steps) == 3
+    assert report.world_size == Layout.parse(layout).world_size
+    # every replica is compared, not only enough of them to cover the parameter
+    whole = next(
+        row for row in report.rows if row.name.endswith("norm.weight") or "ln_" in row.name
+    )
+    assert whole.ranks == report.world_size // Layout.parse(layout).pp
+
+
+@pytest.mark.parametrize(("fault", "family", "layout", "seen"), FAULTS)
+def test_a_fault_is_found(
+    ranks: RankPool, folder: Path, fault: str, family: str, layout: str, seen: str
+) -> None:
+    size = Layout.parse(layout).world_size
+    rows = ranks.run(
+        "tests.check.cases:matrix", size, folder=str(folder), cases=[(family, layout)], fault=fault
+    )[0]
+    report = CheckReport.from_json(json.dumps(rows[0][2]))
+    assert not report.ok
+    assert any(seen in failure for failure in report.failures), report.failures[:5]
+
+
+def test_a_part_that_nobody_holds_is_found() -> None:
+    pytest.importorskip("torch")
+    from hocket.training.check import merge
+    from tests.check.cases import spec_of
+
+    def rank(start: int) -> dict[str, Any]:
+        return {
+            "losses": [1.0],
+            "gradient": [{"w": 0.0}],
+            "value": [{"w": 0.0}],
+            "start": {"w": 0.0},
+            "owners": {"w": "w"},
+            "blocks": {"w": [{"start": [start, 0], "local": [0, 0], "size": [2, 3]}]},
+        }
+
+    known = {"shapes": {"w": [4, 3], "v": [2]}, "losses": [1.0], "largest": [{"w": 1.0, "v": 1.0}]}
+    spec = spec_of("llama", "tp2")
+    failures = merge(spec, known, [rank(0), rank(2)]).failures
+    assert failures == ["v: the ranks do not hold all of it"]
+    failures = merge(spec, known, [rank(0), rank(0)]).failures
+    assert "w: the ranks do not hold all of it" in failures
