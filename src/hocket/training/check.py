@@ -31,7 +31,6 @@ from hocket.spec.check import VALUE, CheckReport, ParameterRow, StepRow, covers,
 from hocket.spec.placement import Block, Placement
 from hocket.spec.run import RunSpec, write_text
 from hocket.spec.schedule import Schedule
-from hocket.spec.schedule import Schedule
 from hocket.spec.tensor_file import TensorFile
 from hocket.training.optimizer import STATE, Optimizer
 from hocket.training.reference import global_batch, gradient, microbatches, write_reference
