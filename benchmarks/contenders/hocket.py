@@ -12,7 +12,6 @@ from hocket.spec.layout import Layout
 from hocket.spec.run import RunSpec, TrainOptions
 from hocket.spec.run import Workload as Sizes
 from hocket.training.build import build as build_job
-from hocket.training.build import join_world
 
 if TYPE_CHECKING:
     import torch
@@ -39,11 +38,10 @@ def build(workload: Workload, layout: str, backend: str) -> Step:
     )
     context = joined()
     assert context is not None
-    mesh = join_world(spec, context)
     count = split.microbatches or 1
     schedule = build_schedule(split, count) if split.num_stages > 1 else None
-    job = build_job(spec, mesh, schedule)
-    data_rank = mesh.axis("dp").index
+    job = build_job(spec, context, schedule)
+    data_rank = job.mesh.axis("dp").index
 
     def step(ids: torch.Tensor) -> float:
         mine = ids.chunk(split.dp)[data_rank]
