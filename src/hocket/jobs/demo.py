@@ -211,8 +211,8 @@ def comparison(summary: Summary, alone: Summary, layout: str) -> list[str]:
         f"What this machine can show: that {len(summary.memory_bytes)} ranks compute together what "
         "one process does,",
         f"that each needs {most / one:.0%} of its memory, and exactly what they say to each other.",
-        f"What it cannot show: speed. The ranks share {cores} cores, and a step is {slower} than in",
-        "one process. Splitting pays where each rank has a device of its own.",
+        f"What it cannot show: speed. The ranks share {cores} cores: a step is {slower} than in one",
+        "process. Splitting pays where each rank has a device of its own.",
     ]
 
 
