@@ -26,6 +26,7 @@ CASES = [
 FOUR = [
     {"layout": "dp2.pp2", "microbatches": 3, "bucket_bytes": 4000},
     {"layout": "dp2.pp2:schedule=gpipe,virtual_stages=2", "microbatches": 2, "bucket_bytes": 1e9},
+    {"layout": "dp2.pp2:schedule=zero-bubble", "microbatches": 3, "bucket_bytes": 4000},
     {"layout": "dp4", "microbatches": 1, "bucket_bytes": 4000},
 ]
 

@@ -60,6 +60,15 @@ PICTURES = {
         0F0 0F1 2F0 2F1 ..  2B0 2B1 ..  0B0 0B1
         ..  1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1 ..
     """,
+    ("pp2:schedule=zero-bubble", 4): """
+        0F0 0F1 ..  0I0 0W0 0F2 0I1 0W1 0F3 0I2 0W2 0I3 0W3
+        ..  1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1F3 1I3 1W2 1W3
+    """,
+    ("pp3:schedule=zero-bubble", 3): """
+        0F0 0F1 0F2 ..  ..  0I0 0W0 0I1 0W1 0I2 0W2
+        ..  1F0 1F1 ..  1I0 1F2 1I1 1W0 1I2 1W1 1W2
+        ..  ..  2F0 2I0 2F1 2I1 2F2 2I2 2W0 2W1 2W2
+    """,
     ("dp2", 3): "0F0 0B0 0F1 0B1 0F2 0B2",
 }
 
@@ -87,23 +96,28 @@ def test_1f1b_holds_few_activations_where_gpipe_holds_all() -> None:
     def held(schedule: Schedule, rank: int) -> int:
         now = most = 0
         for action in schedule.ranks[rank]:
-            now += {"F": 1, "B": -1}.get(action.kind, 0)
+            now += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
             most = max(most, now)
         return most
 
     pipeline, flush = build(Layout(pp=4), 8), build(Layout(pp=4, schedule="gpipe"), 8)
     assert [held(pipeline, r) for r in range(4)] == [4, 3, 2, 1]
     assert [held(flush, r) for r in range(4)] == [8, 8, 8, 8]
+    # Zero bubble: nowhere more than 1F1B's first rank.
+    halved = build(Layout(pp=4, schedule="zero-bubble"), 8)
+    assert [held(halved, r) for r in range(4)] == [4, 4, 4, 4]
 
 
 @given(
     st.integers(1, 6),
     st.integers(1, 3),
     st.integers(1, 9),
-    st.sampled_from(["sequential", "gpipe"]),
+    st.sampled_from(["sequential", "gpipe", "zero-bubble"]),
 )
 @settings(max_examples=40, deadline=None)
 def test_every_built_schedule_is_sound_and_reads_back(pp: int, v: int, m: int, name: str) -> None:
+    if name == "zero-bubble":
+        v = 1
     schedule = build(Layout(pp=pp, virtual_stages=v, schedule=name), m)
     validate(schedule, layout=Layout(dp=2, pp=pp, virtual_stages=v), num_microbatches=m)
     assert Schedule.parse(str(schedule)) == schedule
@@ -126,13 +140,15 @@ def test_the_interleaved_schedule_says_which_counts_fit() -> None:
     assert "6" in caught.value.hint
     with pytest.raises(ScheduleError, match="virtual_stages is 1"):
         build(Layout(pp=2, schedule="interleaved"), 4)
+    with pytest.raises(ScheduleError, match="one stage on a rank"):
+        build(Layout(pp=2, virtual_stages=2, schedule="zero-bubble"), 4)
 
 
 def test_an_unknown_name_proposes_the_nearest() -> None:
     with pytest.raises(ScheduleError, match="unknown schedule 'gpip'") as caught:
         build(Layout(pp=2, schedule="gpip"), 4)
     assert caught.value.hint == "did you mean 'gpipe'?"
-    assert set(NAMES) == {"sequential", "gpipe", "1f1b", "interleaved"}
+    assert set(NAMES) == {"sequential", "gpipe", "1f1b", "interleaved", "zero-bubble"}
 
 
 def test_no_microbatch_is_refused() -> None:

@@ -80,21 +80,15 @@ def test_a_timeline_worked_out_by_hand() -> None:
     assert timeline.peak_bytes == (100 + 2 * 10, 200 + 7)
 
 
-def test_the_weights_gradients_fill_the_rests() -> None:
-    """Zero bubble: I and W apart make the step shorter than B in one piece."""
-    lines = (
-        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0I0 0RECV_B1 0I1 0W0 0W1",
-        "1RECV_F0 1F0 1I0 1SEND_B0 1RECV_F1 1F1 1I1 1SEND_B1 1W0 1W1",
-    )
-    halved = Schedule(
-        name="zb",
-        num_microbatches=2,
-        stage_ranks=(0, 1),
-        ranks=tuple(tuple(map(Action.parse, line.split())) for line in lines),
-    )
-    whole = build(Layout(pp=2), 2)
-    assert simulate(halved).duration < simulate(whole).duration
-    assert simulate(halved).busy(0) == simulate(whole).busy(0) == 6
+@pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 2), (2, 8), (4, 4), (4, 12), (8, 8)])
+def test_the_weights_gradients_fill_the_rests(p: int, m: int) -> None:
+    """ZB-H1: with F = I = W the bubble of 1F1B is divided by three."""
+    halved = simulate(build(Layout(pp=p, schedule="zero-bubble"), m))
+    assert halved.duration == 3 * m + p - 1
+    assert halved.bubble == pytest.approx((p - 1) / (3 * m + p - 1))
+    whole = simulate(build(Layout(pp=p), m))
+    assert whole.duration == 3 * (m + p - 1)
+    assert halved.busy(0) == whole.busy(0)
 
 
 def test_measured_prices_give_the_timeline_back() -> None:

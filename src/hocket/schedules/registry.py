@@ -11,6 +11,7 @@ from hocket.schedules.lower import lower
 from hocket.schedules.one_f_one_b import interleaved, one_f_one_b
 from hocket.schedules.sequential import sequential
 from hocket.schedules.validate import validate
+from hocket.schedules.zero_bubble import zero_bubble
 from hocket.spec.errors import ScheduleError, unknown
 from hocket.spec.layout import Layout
 from hocket.spec.schedule import Action, Schedule
@@ -22,6 +23,7 @@ _BUILDERS: dict[str, Builder] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "interleaved": interleaved,
+    "zero-bubble": zero_bubble,
 }
 
 NAMES = tuple(_BUILDERS)
