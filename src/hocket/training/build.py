@@ -23,7 +23,7 @@ from hocket.models.skeleton import build as build_skeleton
 from hocket.models.source import ModelSource, of_run
 from hocket.models.weights import materialize
 from hocket.runtime.device import pick_backend, pick_device
-from hocket.runtime.mesh import Mesh
+from hocket.runtime.mesh import Axis, Mesh
 from hocket.runtime.parallelize import Parallel, parallelize
 from hocket.runtime.record import Recorder
 from hocket.spec.errors import OptionError, unknown
@@ -122,9 +122,10 @@ def build_model(
             dtype=dtype,
             seed=options.seed,
         )
-        if options.compile:
-            compile_blocks(stage.module, plan)
     parallel.finish()
+    if options.compile:
+        for stage in parallel.stages:
+            compile_blocks(stage.module, plan)
     parallel.train()
     if threads:
         return source, skeleton, plan, ThreadedParallel(parallel, spec.layout.dp)
@@ -154,12 +155,23 @@ def build(spec: RunSpec, context: RankContext, schedule: Schedule | None = None)
 
 
 def compile_blocks(module: nn.Module, plan: ParallelPlan) -> None:
-    """Compile each layer by itself: one small graph, compiled once for all equal layers."""
+    """Compile each layer by itself: one small graph, compiled once for all equal layers.
+
+    What communicates or seeds random numbers runs as it is, between compiled parts: collectives
+    of our own are nothing that a graph can hold.
+    """
     if plan.stages is None:
         return
     for layer in module.get_submodule(plan.stages.layers).children():
-        if any(True for _ in layer.parameters()):
-            layer.compile(dynamic=False)
+        if not any(True for _ in layer.parameters()):
+            continue  # cut away
+        for child in layer.modules():
+            if isinstance(getattr(child, "axis", None), Axis):
+                child.forward = torch.compiler.disable(child.forward)  # type: ignore[no-untyped-call]
+            hooks = child._forward_pre_hooks
+            for key, hook in hooks.items():
+                hooks[key] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+        layer.compile(dynamic=False)
 
 
 def dtype_of(name: str) -> torch.dtype:

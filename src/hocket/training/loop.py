@@ -115,7 +115,10 @@ class Loop:
         self.memory_bytes: list[int] = []
         self.done = 0
         self._memory = MemoryCount(
-            self.parallel.parameters(), job.optimizer.tensors, job.mesh.device
+            self.parallel.parameters(),
+            job.optimizer.tensors,
+            job.mesh.device,
+            compiled=self.options.compile,
         )
         self._flops = flops_per_token(job.skeleton, workload.seq_len)
         name = torch.cuda.get_device_name(job.mesh.device) if self.cuda else ""
@@ -159,8 +162,9 @@ class Loop:
             step = index + 1
             counted = index == first
             with ExitStack() as stack:
-                if counted:
+                if counted or (self.options.compile and index == first + 1):
                     self.context.expect(max(LONG, self.options.timeout))
+                if counted:
                     self.job.optimizer.state_tensors()  # so that its state counts as such
                     stack.enter_context(self._memory.counting())
                 if step == recorded:

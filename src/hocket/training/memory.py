@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -132,6 +132,8 @@ class MemoryCount:
         parameters: this rank's parameters.
         optimizer_tensors: gives the optimizer's state, which must exist when counting begins.
         device: of the rank.
+        compiled: blocks are compiled: on CPU they run uncompiled while they are counted, since
+            what a compiled one makes is not seen.
     """
 
     def __init__(
@@ -139,7 +141,10 @@ class MemoryCount:
         parameters: Iterable[Tensor],
         optimizer_tensors: Callable[[], Iterable[Tensor]],
         device: torch.device,
+        *,
+        compiled: bool = False,
     ) -> None:
+        self._compiled = compiled
         self._parameters = list(parameters)
         self._optimizer_tensors = optimizer_tensors
         self._device = device
@@ -163,7 +168,8 @@ class MemoryCount:
         gradients = [p.grad for p in self._parameters]
         before = storage_bytes(gradients)
         live = LiveBytes([*self._parameters, *gradients, *self._optimizer_tensors()])
-        with live:
+        eager = torch.compiler.set_stance("force_eager") if self._compiled else nullcontext()
+        with eager, live:
             yield
         live.close()
         # Gradients that this step made were counted among the rest, and are not of it.
