@@ -41,8 +41,8 @@ class RankPool:
     ) -> list[Any]:
         """The results of `case` (`module:function`), by rank.
 
-        `backend` None makes no process group; `timeout` bounds each collective, each silence
-        and so the run.
+        `backend` None makes no process group; `timeout` bounds each collective, and 30 s more
+        each silence.
         """
         results: dict[int, Any] = {}
 
@@ -56,7 +56,7 @@ class RankPool:
             {"case": case, "backend": backend, "timeout": timeout, "kwargs": kwargs},
             on_event=hear,
             startup_timeout=timeout + 60.0,
-            silence_timeout=timeout,
+            silence_timeout=timeout + 30.0,
         )
         return [results[rank] for rank in range(world_size)]
 

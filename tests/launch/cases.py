@@ -22,43 +22,106 @@ def add(context: RankContext, start: int) -> list[int]:
     return [int(value), context.rank, context.world_size, torch.get_num_threads()]
 
 
+def place(context: RankContext) -> list[Any]:
+    """What a local rank is told, and what is imported already when it begins."""
+    warm = [name for name in ("torch", "transformers", "torch._dynamo") if name in sys.modules]
+    return [context.local_rank, context.one_machine, context.device_kind, context.attempt, warm]
+
+
+def listeners(context: RankContext) -> list[str]:
+    """Addresses on which this rank listens, in the kernel's hexadecimal."""
+    context.store().set(f"here {context.rank}", "yes")
+    context.store().wait([f"here {r}" for r in range(context.world_size)])
+    inodes = set()
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            link = os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:
+            continue
+        if link.startswith("socket:["):
+            inodes.add(link[8:-1])
+    found = []
+    for table in ("tcp", "tcp6"):
+        with open(f"/proc/net/{table}") as file:
+            for line in list(file)[1:]:
+                words = line.split()
+                if words[3] == "0A" and words[9] in inodes:
+                    found.append(words[1].split(":")[0])
+    return found
+
+
+def speak(context: RankContext, payload: dict[str, Any]) -> None:
+    print(f"out of {context.rank}")
+    print(f"err of {context.rank}", file=sys.stderr)
+    os.write(1, b"no newline")
+    for number in range(payload["events"]):
+        context.emit({"event": "number", "number": number, "text": "x" * payload["size"]})
+
+
 def fail(context: RankContext, payload: dict[str, Any]) -> None:
     """One rank ends as `how` says while the others wait for it in a collective."""
     import torch
     import torch.distributed as dist
 
-    if payload.get("backend"):
-        if payload["backend"] == "shm":
-            import hocket.runtime.shm  # noqa: F401
-        context.init_process_group(payload["backend"], timeout=payload.get("timeout", 30.0))
-        dist.all_reduce(torch.ones(4))
+    if payload["backend"] == "shm":
+        import hocket.runtime.shm  # noqa: F401
+    context.init_process_group(payload["backend"], timeout=payload.get("timeout", 30.0))
+    dist.all_reduce(torch.ones(4))
     context.emit({"event": "ready", "pid": os.getpid()})
     if context.rank == payload["rank"]:
         print("about to fail", flush=True)
-        match payload["how"]:
-            case "raise":
-                raise ValueError("boom in the middle")
-            case "hocket":
-                raise LayoutError("8 heads over tp3", hint="--layout tp2")
-            case "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            case "segv":
-                os.kill(os.getpid(), signal.SIGSEGV)
-            case "exit":
-                os._exit(3)
-            case "leave":
-                os._exit(0)
-            case "sys.exit":
-                sys.exit("cannot go on")
-            case "hang":
-                dwell()
-            case "stop":
-                os.kill(os.getpid(), signal.SIGSTOP)
-    if payload.get("backend"):
-        dist.all_reduce(torch.ones(4))
-    elif payload["how"] != "leave":
-        time.sleep(60)
+        end_as(payload["how"])
+    dist.all_reduce(torch.ones(4))
+
+
+def end_as(how: str) -> None:
+    match how:
+        case "raise":
+            raise ValueError("boom in the middle")
+        case "hocket":
+            raise LayoutError("8 heads over tp3", hint="--layout tp2")
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "segv":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        case "exit":
+            os._exit(3)
+        case "leave":
+            os._exit(0)
+        case "sys.exit":
+            sys.exit("cannot go on")
+        case "hang":
+            dwell()
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def dwell() -> None:
     threading.Event().wait(60)
+
+
+def wait(context: RankContext, payload: dict[str, Any]) -> None:
+    context.emit({"event": "ready", "pid": os.getpid()})
+    time.sleep(60)
+
+
+def long_step(context: RankContext, payload: dict[str, Any]) -> None:
+    """Silent for longer than the bound, twice: once announced, once with beats."""
+    context.emit({"event": "ready"})
+    context.expect(30.0)
+    time.sleep(1.2)
+    for _ in range(6):
+        context.beat()
+        time.sleep(0.2)
+
+
+def exchange(context: RankContext, payload: dict[str, Any]) -> None:
+    """A rank of another launcher's world: sums over it, tells what it was told."""
+    import torch
+    import torch.distributed as dist
+
+    context.init_process_group("gloo", timeout=60.0)
+    value = torch.tensor([context.rank + payload["start"]])
+    dist.all_reduce(value)
+    told = [context.rank, context.world_size, context.local_rank, context.one_machine]
+    context.emit({"event": "sum", "value": int(value), "told": told})

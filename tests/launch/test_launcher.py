@@ -1,11 +1,210 @@
+"""One warm server, many runs; the first failure is told in its own words and ends all ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from tests.ranks import RankPool
+from hocket.launch import Launcher
+from hocket.spec.errors import LayoutError, OptionError, RankFailure
+from tests.ranks import ROOT, RankPool
+
+ranks_needed = pytest.mark.ranks
+CASES = "tests.launch.cases:"
 
 
-@pytest.mark.ranks
+def test_the_parent_imports_nothing_heavy() -> None:
+    code = "import hocket.launch, sys; print([m for m in ('torch', 'numpy') if m in sys.modules])"
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert found.stdout.strip() == "[]"
+
+
+def test_an_unknown_device_is_refused() -> None:
+    with pytest.raises(OptionError, match="unknown device 'tpu'"):
+        Launcher(device="tpu")
+
+
+@ranks_needed
 def test_several_runs_from_one_server(ranks: RankPool) -> None:
     for world_size, start in ((2, 1), (4, 10), (1, 5)):
         total = sum(start + r for r in range(world_size))
-        found = ranks.run("tests.launch.cases:add", world_size, start=start)
+        found = ranks.run(CASES + "add", world_size, start=start)
         assert found == [[total, r, world_size, 1] for r in range(world_size)]
+
+
+@ranks_needed
+def test_ranks_begin_warm_and_listen_on_loopback_only(ranks: RankPool) -> None:
+    warm = ["torch", "transformers", "torch._dynamo"]
+    found = ranks.run(CASES + "place", 2, backend=None)
+    assert found == [[r, True, "cpu", 0, warm] for r in range(2)]
+    addresses = ranks.run(CASES + "listeners", 3, backend="gloo")
+    assert addresses[0]
+    loopback = {"0100007F", "0000000000000000FFFF00000100007F"}
+    assert {a for of_rank in addresses for a in of_rank} <= loopback
+
+
+@ranks_needed
+def test_the_server_keeps_no_thread_but_its_own(ranks: RankPool) -> None:
+    ranks.run(CASES + "place", 1, backend=None)
+    assert len(os.listdir(f"/proc/{ranks.launcher._server.pid}/task")) == 1
+
+
+@ranks_needed
+def test_output_and_events_arrive_whole(ranks: RankPool, tmp_path: Path) -> None:
+    events: list[dict[str, Any]] = []
+    lines: list[tuple[int, str]] = []
+    payload = {"events": 20, "size": 50_000}
+    ranks.launcher.run(
+        CASES + "speak",
+        2,
+        payload,
+        events.append,
+        on_output=lambda r, text: lines.append((r, text)),
+    )
+    for rank in range(2):
+        mine = [e for e in events if e["rank"] == rank]
+        assert [e["number"] for e in mine] == list(range(20))
+        assert {len(e["text"]) for e in mine} == {50_000}
+        said = [text for r, text in lines if r == rank]
+        assert said == [f"out of {rank}", f"err of {rank}", "no newline"]
+    ranks.launcher.run(CASES + "speak", 2, {"events": 0, "size": 0}, logs=tmp_path / "logs")
+    assert (tmp_path / "logs" / "rank-1.log").read_text().splitlines()[0] == "out of 1"
+
+
+def failing(ranks: RankPool, how: str, **options: Any) -> tuple[Exception, float]:
+    """What a run raises whose rank 1 of 3 ends as `how` says, and after how long."""
+    payload = {"how": how, "rank": 1, "backend": options.pop("backend", "gloo")}
+    pids: list[int] = []
+    begin = time.monotonic()
+    with pytest.raises(Exception) as caught:  # noqa: PT011  the callers look at it
+        ranks.launcher.run(
+            CASES + "fail",
+            3,
+            payload,
+            on_event=lambda event: pids.append(event["pid"]),
+            on_output=lambda rank, line: None,
+            **options,
+        )
+    seconds = time.monotonic() - begin
+    assert len(pids) == 3
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert seconds < 10.0
+    return caught.value, seconds
+
+
+@ranks_needed
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_the_first_failing_rank_shows_its_own_traceback(ranks: RankPool, backend: str) -> None:
+    error, _ = failing(ranks, "raise", backend=backend)
+    assert isinstance(error, RankFailure)
+    assert str(error).startswith("rank 1 of 3 failed: ValueError: boom in the middle")
+    assert 'raise ValueError("boom in the middle")' in str(error)
+    assert str(error).count("Traceback") == 1
+    assert "hocket/launch" not in str(error)
+
+
+@ranks_needed
+def test_a_hocket_error_comes_back_as_itself(ranks: RankPool) -> None:
+    error, _ = failing(ranks, "hocket")
+    assert type(error) is LayoutError
+    assert (error.message, error.hint) == ("8 heads over tp3", "--layout tp2")
+
+
+@ranks_needed
+@pytest.mark.parametrize(
+    ("how", "telling"),
+    [
+        ("kill", "was killed by SIGKILL"),
+        ("segv", "was killed by SIGSEGV"),
+        ("exit", "left with exit code 3 in the middle of the run"),
+        ("leave", "left with exit code 0 in the middle of the run"),
+        ("sys.exit", "SystemExit: cannot go on"),
+    ],
+)
+def test_every_other_end_is_told(ranks: RankPool, how: str, telling: str) -> None:
+    error, _ = failing(ranks, how, backend="shm" if how == "kill" else "gloo")
+    assert isinstance(error, RankFailure)
+    assert str(error).startswith("rank 1 of 3")
+    assert telling in str(error)
+    if how != "sys.exit":
+        assert "about to fail" in str(error)
+    if how == "segv":
+        assert "in end_as" in str(error)  # the stack of the crash
+
+
+@ranks_needed
+@pytest.mark.parametrize(("how", "telling"), [("hang", "in dwell"), ("stop", "is stopped")])
+def test_a_hung_rank_is_found_and_its_stack_shown(ranks: RankPool, how: str, telling: str) -> None:
+    error, _ = failing(ranks, how, silence_timeout=1.0, backend="shm")
+    assert isinstance(error, RankFailure)
+    assert "no rank gave a sign of life for 1 s" in str(error)
+    suspect = str(error).index("rank 1 (the others may be waiting for it)")
+    assert telling in str(error)[suspect:]
+    assert suspect < str(error).index("rank 0:")
+    assert suspect < str(error).index("rank 2:")
+
+
+@ranks_needed
+def test_a_time_out_shows_where_the_missing_rank_is(ranks: RankPool) -> None:
+    """The peers give up first: their time-out is a symptom, the silent rank's stack the cause."""
+    payload = {"how": "hang", "rank": 1, "backend": "shm", "timeout": 1.0}
+    with pytest.raises(RankFailure) as caught:
+        ranks.launcher.run(CASES + "fail", 2, payload, on_output=lambda rank, line: None)
+    assert "did not come: rank 1" in str(caught.value)
+    assert "in dwell" in str(caught.value)
+
+
+@ranks_needed
+def test_announced_silence_and_beats_are_no_hang(ranks: RankPool) -> None:
+    ranks.launcher.run(CASES + "long_step", 2, {}, silence_timeout=0.8)
+
+
+@ranks_needed
+def test_an_entry_that_is_not_there(ranks: RankPool) -> None:
+    with pytest.raises(RankFailure, match="no attribute 'nowhere'"):
+        ranks.launcher.run("tests.launch.cases:nowhere", 1)
+
+
+@ranks_needed
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
+)
+def test_a_signal_to_the_parent_leaves_no_process(number: int, code: int) -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-m", "tests.launch.parent", "2"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert parent.stdout is not None
+    try:
+        pids = [int(parent.stdout.readline().split()[1])]
+        pids += [int(parent.stdout.readline().split()[1]) for _ in range(2)]
+        parent.send_signal(number)
+        assert parent.wait(timeout=10.0) == code
+        end = time.monotonic() + 5.0
+        while any(alive(pid) for pid in pids) and time.monotonic() < end:
+            time.sleep(0.05)
+        assert not [pid for pid in pids if alive(pid)]
+        assert ("interrupted" in parent.stdout.read()) == (number == signal.SIGINT)
+    finally:
+        parent.kill()
+        parent.stdout.close()
+
+
+def alive(pid: int) -> bool:
+    """Not gone, and not merely waiting to be counted by whoever adopted it."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False

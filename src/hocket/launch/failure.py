@@ -7,6 +7,7 @@ the cause is the earliest failure that is not one, and only its traceback is sho
 from __future__ import annotations
 
 import dataclasses
+import re
 import signal
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +19,6 @@ _WAITING = (
     "torch/distributed/",
     "hocket/runtime/shm/",
     "hocket/runtime/collectives.py",
-    "hocket/launch/rank.py",
 )
 
 
@@ -130,7 +130,15 @@ def _role(rank: int, suspects: list[int]) -> str:
 def waits(stack: str) -> bool:
     """Whether the main thread of this stack waits for other ranks."""
     frames = _main_thread(stack)
-    return any(place in frame for frame in frames[:4] for place in _WAITING)
+    return any(place in frame for frame in frames[:5] for place in _WAITING)
+
+
+def trim(stack: str) -> str:
+    """A stack without the frames that merely carried the rank to its entry."""
+    return "\n".join(line for line in stack.splitlines() if not _CARRYING.search(line))
+
+
+_CARRYING = re.compile(r"/hocket/launch/(rank|server)\.py\"|<frozen runpy>")
 
 
 def _main_thread(stack: str) -> list[str]:

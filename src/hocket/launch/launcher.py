@@ -55,6 +55,7 @@ class Launcher:
         *,
         path: Iterable[str | os.PathLike[str]] = (),
         preload: Iterable[str] = (),
+        warm: bool = True,
         quiet: bool = True,
     ) -> None:
         """Start the server and return at once.
@@ -64,6 +65,8 @@ class Launcher:
             threads: CPU threads per rank. None: leave the choice to torch.
             path: folders that ranks may import from besides this process's own.
             preload: modules that the server imports before the first run is asked for.
+            warm: import torch and transformers in the server. False: each rank that needs them
+                imports them.
             quiet: warnings of torch and transformers are not shown.
 
         Raises:
@@ -82,7 +85,7 @@ class Launcher:
         lasting = threading.current_thread() is threading.main_thread()
         command = [sys.executable, "-m", "hocket.launch.server", "--control", str(theirs.fileno())]
         command += ["--parent", str(os.getpid() if lasting else 0)]
-        if self.device_kind == "cuda":
+        if self.device_kind == "cuda" or not warm:
             command.append("--cold")
         try:
             self._server = subprocess.Popen(

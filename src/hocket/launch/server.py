@@ -195,7 +195,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--control", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
-    parser.add_argument("--cold", action="store_true", help="import nothing: ranks are spawned")
+    parser.add_argument("--cold", action="store_true", help="import nothing slow")
     args = parser.parse_args()
     if args.parent:
         die_with(args.parent)

@@ -233,7 +233,8 @@ class Watch:
 
     def stacks(self, ranks: list[int] | None = None) -> dict[int, str]:
         """Where each living rank is, asked by SIGUSR2; a rank that cannot answer is described."""
-        asked = [e for e in self.ranks if not e.ended and (ranks is None or e.rank in ranks)]
+        alive = [e for e in self.ranks if not (e.ended or e.finished or e.failure)]
+        asked = [e for e in alive if ranks is None or e.rank in ranks]
         before = {e.rank: os.fstat(e.stacks).st_size for e in asked}
         self._signal(signal.SIGUSR2, asked)
         end = time.monotonic() + 2.0
@@ -247,7 +248,7 @@ class Watch:
             sizes = now
         found = {}
         for entry in asked:
-            text = read_all(entry.stacks, before[entry.rank])
+            text = failure.trim(read_all(entry.stacks, before[entry.rank]))
             found[entry.rank] = (
                 text or f"  gave no stack (process {entry.pid} is {state(entry.pid)})"
             )

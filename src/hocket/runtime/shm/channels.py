@@ -307,7 +307,11 @@ class Channels:
                     anyone = wanted is not None and wanted.source is None
                     self._pull(source, wanted if anyone else None)
         large = self.segment.ring_size - _HEADER.size
-        behind = any(self.outgoing.values()) or any(r.nbytes > large for r in self.receives)
+        behind = (
+            any(self.outgoing.values())
+            or any(place.nbytes > large for place in self.receives)
+            or any(inbox.reading for inbox in self.inboxes)
+        )
         (waiting.UNFINISHED.add if behind else waiting.UNFINISHED.discard)(self)
 
     def _word(self) -> tuple[int, int, futex.Nap]:

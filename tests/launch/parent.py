@@ -1,0 +1,26 @@
+"""A parent of its own for the tests of signals: `python -m tests.launch.parent RANKS`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from hocket.launch import Launcher
+
+
+def hear(event: dict[str, Any]) -> None:
+    print(event["event"], event.get("pid"), flush=True)
+
+
+def main() -> None:
+    try:
+        with Launcher(warm=False) as launcher:
+            print("server", launcher._server.pid, flush=True)
+            launcher.run("tests.launch.cases:wait", int(sys.argv[1]), on_event=hear)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

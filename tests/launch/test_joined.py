@@ -1,0 +1,108 @@
+"""Joining the ranks of torchrun or Slurm, and only those."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hocket.launch import joined
+from hocket.launch.joined import first_host
+from tests.ranks import ROOT
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
+SRUN = {
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_ID": "0",
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NODELIST": "gpu[03-04]",
+}
+
+
+def test_torchrun() -> None:
+    context = joined({**TORCHRUN, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
+    assert context is not None
+    assert (context.rank, context.world_size, context.local_rank) == (3, 4, 1)
+    assert not context.one_machine
+    context = joined({**TORCHRUN, "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"})
+    assert context is not None
+    assert context.one_machine
+    context = joined({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "2"})
+    assert context is not None
+    assert context.attempt == 2
+
+
+@pytest.mark.parametrize("missing", list(TORCHRUN))
+def test_half_a_set_of_variables_is_no_world(missing: str) -> None:
+    assert joined({k: v for k, v in TORCHRUN.items() if k != missing}) is None
+    assert joined({**TORCHRUN, missing: ""}) is None
+    assert joined({}) is None
+
+
+def test_srun() -> None:
+    context = joined(SRUN)
+    assert context is not None
+    assert (context.rank, context.world_size, context.local_rank) == (5, 8, 1)
+    assert not context.one_machine
+    context = joined({**SRUN, "SLURM_STEP_NUM_NODES": "1"})
+    assert context is not None
+    assert context.one_machine
+    assert joined({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}) is None
+    batch_script = {k: v for k, v in SRUN.items() if not k.startswith("SLURM_STEP")}
+    assert joined(batch_script) is None
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "host"),
+    [
+        ("node1", "node1"),
+        ("node1,node2", "node1"),
+        ("gpu[003-006,010],login1", "gpu003"),
+        ("a[7]-ib,b1", "a7-ib"),
+    ],
+)
+def test_the_first_host_of_a_nodelist(nodelist: str, host: str) -> None:
+    assert first_host(nodelist) == host
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(110)
+def test_two_torchrun_agents_on_one_machine(tmp_path: Path) -> None:
+    """Two machines as far as PyTorch is concerned: each agent has one of the two ranks."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    environment = {k: v for k, v in os.environ.items() if k not in TORCHRUN}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    agents = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2"),
+                *("--nproc-per-node=1", f"--node-rank={node}", "--master-addr=127.0.0.1"),
+                *(f"--master-port={port}", "-m", "tests.launch.joiner", str(tmp_path)),
+            ],
+            cwd=ROOT,
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for node in range(2)
+    ]
+    try:
+        for agent in agents:
+            _, errors = agent.communicate(timeout=100)
+            assert agent.returncode == 0, errors
+    finally:
+        for agent in agents:
+            agent.kill()
+    for rank in range(2):
+        (event,) = json.loads((tmp_path / f"rank-{rank}.json").read_text())
+        assert event["value"] == 11
+        assert event["told"] == [rank, 2, 0, False]
