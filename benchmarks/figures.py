@@ -18,13 +18,15 @@ LOSS_TOLERANCE = 2e-3
 
 @dataclasses.dataclass
 class Measured:
-    """One contender's figures: step times in seconds by round, losses by step, peak bytes."""
+    """One contender's figures: step times in seconds by round, losses by step, peak bytes,
+    processor seconds of a step over all ranks by round."""
 
     contender: Contender
     rounds: list[list[float]] = dataclasses.field(default_factory=list)
     losses: list[float] = dataclasses.field(default_factory=list)
     base_bytes: list[int] = dataclasses.field(default_factory=list)
     peak_bytes: list[int] = dataclasses.field(default_factory=list)
+    processor_seconds: list[float] = dataclasses.field(default_factory=list)
     absent: str = ""
     failed: str = ""
 
@@ -62,6 +64,7 @@ class Measured:
             "spread": self.spread(),
             "tokens_per_second": workload.tokens / self.median,
             "ratio_to_best_peer": best_peer / self.median if best_peer else None,
+            "processor_seconds": statistics.median(self.processor_seconds),
             "peak_bytes_per_rank": self.peak_bytes,
             "peak_bytes_above_imports": [
                 p - b for p, b in zip(self.peak_bytes, self.base_bytes, strict=True)
@@ -111,12 +114,22 @@ def _processor() -> str:
 
 def table(rows: list[dict[str, Any]], title: str) -> str:
     """One axis as text; `x best peer` above 1 is faster than the best peer of this run."""
-    head = ("", "step ms", "+-", "tokens/s", "x best peer", "peak MB", "above imports", "loss")
+    head = (
+        "",
+        "step ms",
+        "+-",
+        "tokens/s",
+        "x best peer",
+        "cpu ms",
+        "peak MB",
+        "above imports",
+        "loss",
+    )
     lines = [head]
     for row in rows:
         if "step_seconds" not in row:
             why = row["why"].strip().splitlines()[-1][:60]
-            lines.append((row["name"], row["status"], "", "", "", "", "", why))
+            lines.append((row["name"], row["status"], "", "", "", "", "", "", why))
             continue
         ratio = row["ratio_to_best_peer"]
         note = f"{row['first_loss']:.5f} .. {row['last_loss']:.5f}"
@@ -129,6 +142,7 @@ def table(rows: list[dict[str, Any]], title: str) -> str:
                 f"{row['spread'] * 100:.0f}%",
                 f"{row['tokens_per_second']:.0f}",
                 "" if ratio is None else f"{ratio:.2f}",
+                f"{row['processor_seconds'] * 1e3:.0f}",
                 f"{max(row['peak_bytes_per_rank']) / 1e6:.0f}",
                 f"{max(row['peak_bytes_above_imports']) / 1e6:.0f}",
                 note,

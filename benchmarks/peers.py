@@ -72,6 +72,7 @@ def measure(
                     continue
                 measured.rounds.append(answers[0]["times"])
                 measured.losses += answers[0]["losses"]
+                measured.processor_seconds.append(sum(a["processor_seconds"] for a in answers))
                 measured.peak_bytes = [a["peak_bytes"] for a in answers]
     return found
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from benchmarks.contenders import AXES, contenders
 from benchmarks.figures import Measured, best_peer, table
 from benchmarks.groups import Contender, Group, GroupError, missing_packages
@@ -25,6 +26,7 @@ def contender(name: str, entry: str, **fields: object) -> Contender:
 
 def measured(name: str, times: list[float], losses: list[float], ours: bool = False) -> Measured:
     found = Measured(contender(name, "m:f", ours=ours), rounds=[times], losses=losses)
+    found.processor_seconds = [0.5, 0.7]
     found.base_bytes, found.peak_bytes = [1_000_000] * 2, [3_000_000, 5_000_000]
     return found
 
@@ -51,6 +53,7 @@ def test_ratio_is_of_medians_to_the_best_peer_that_trains_the_same() -> None:
     assert found[0]["ratio_to_best_peer"] == pytest.approx(2.0)
     assert found[0]["tokens_per_second"] == pytest.approx(TINY.tokens / 0.1)
     assert found[0]["peak_bytes_above_imports"] == [2_000_000, 4_000_000]
+    assert found[0]["processor_seconds"] == pytest.approx(0.6)
     assert found[2]["status"] == "computes something else"
     text = table(found, "data")
     assert "NOT THE SAME TRAINING" in text.splitlines()[-1]
@@ -86,6 +89,8 @@ def test_groups_take_turns_and_agree(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [len(m.losses) for m in found] == [3, 3, 0]
     assert found[1].loss_error(found[0].losses) < 1e-5
     assert len(found[1].peak_bytes) == 2
+    assert len(found[1].processor_seconds) == 2
+    assert min(found[1].processor_seconds) > 0
     assert all(p >= b for p, b in zip(found[1].peak_bytes, found[1].base_bytes, strict=True))
     assert "no_such" in found[2].failed
 
