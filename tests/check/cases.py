@@ -46,7 +46,7 @@ def matrix(context: Any, folder: str, cases: list[list[str]], fault: str = "") -
         key = dataclasses.replace(spec.layout, schedule="1f1b", microbatches=None, cut="balanced")
         try:
             parallel, optimizer = compose(context, spec, meshes, str(key))
-            break_something(parallel, fault)
+            break_something(parallel, optimizer, fault)
             report = compare_layout(spec, parallel, optimizer, where, 3)
             result = report and json.loads(report.to_json())
         except Exception:
@@ -72,7 +72,7 @@ def compose(context: Any, spec: RunSpec, meshes: dict[str, Any], key: str) -> tu
     return parallel, Optimizer(parallel.named_parameters(), spec.options)
 
 
-def break_something(parallel: Any, fault: str) -> None:
+def break_something(parallel: Any, optimizer: Any, fault: str) -> None:
     """Leave out one thing that parallelism needs; the check must notice."""
     import torch
 
@@ -99,6 +99,13 @@ def break_something(parallel: Any, fault: str) -> None:
             return whole(microbatches, mine * parallel.mesh.axis("dp").size)
 
         parallel.forward_backward = own
+    elif fault == "a learning rate of its own":
+        step = optimizer.step
+        optimizer.step = lambda lr: step(0.7 * lr)
+    elif fault == "norm counted once a rank":
+        parallel.clip_grad_norm = lambda largest: torch.stack(
+            [p.grad.norm() for p in parallel.parameters()]
+        ).norm()
     elif fault == "a norm applied twice":
         if parallel.stages[-1].is_last:
             norm = parallel.stages[-1].module.model.norm

@@ -39,6 +39,8 @@ FAULTS = [
     ("tie forgotten", "llama_tied", "pp2:microbatches=2", "embed_tokens"),
     ("one weight off by a little", "llama", "tp2", "before the first step"),
     ("loss divided by its own tokens", "llama", "dp2", "gradient"),
+    ("a learning rate of its own", "llama", "dp2", "value"),
+    ("norm counted once a rank", "llama", "tp2", "gradient norm"),
     ("a norm applied twice", "llama", "pp2:microbatches=2", "loss"),
 ]
 
@@ -110,14 +112,20 @@ def test_a_part_that_nobody_holds_is_found() -> None:
     def rank(start: int) -> dict[str, Any]:
         return {
             "losses": [1.0],
+            "norms": [1.0],
             "gradient": [{"w": 0.0}],
-            "value": [{"w": 0.0}],
+            "value": [{"w": [0.0, 2e-4]}],
             "start": {"w": 0.0},
             "owners": {"w": "w"},
             "blocks": {"w": [{"start": [start, 0], "local": [0, 0], "size": [2, 3]}]},
         }
 
-    known = {"shapes": {"w": [4, 3], "v": [2]}, "losses": [1.0], "largest": [{"w": 1.0, "v": 1.0}]}
+    known = {
+        "shapes": {"w": [4, 3], "v": [2]},
+        "losses": [1.0],
+        "norms": [1.0],
+        "largest": [{"w": 1.0, "v": 1.0}],
+    }
     spec = spec_of("llama", "tp2")
     failures = merge(spec, known, [rank(0), rank(2)]).failures
     assert failures == ["v: the ranks do not hold all of it"]

@@ -3,8 +3,13 @@
 The tolerances, in fp32 with parameters and optimizer state realigned from the reference after
 each step: the loss within 1e-5; each gradient within the larger of 1e-4 of its own largest entry
 and 1e-7 of the largest gradient of the model (some gradients are truly zero); each value after
-the optimizer step within 0.2 of the learning rate; the weights at the start bit for bit; and the
-blocks that the ranks hold must cover every entry of every parameter.
+the optimizer step within 0.2 of the learning rate; the norm of the gradient within 1e-4 of itself;
+the weights at the start bit for bit; and the blocks that the ranks hold must cover every entry of
+every parameter.
+
+Adam divides by the gradient's own size: where that is as small as the rounding of a sum (1e-8, say)
+an entry moves by a learning rate in either direction, however right both gradients are. For such
+an entry what its own difference of gradient explains is allowed on top (`value_limit`).
 """
 
 from __future__ import annotations
@@ -22,15 +27,20 @@ LOSS = 1e-5
 OWN_GRADIENT = 1e-4
 MODEL_GRADIENT = 1e-7
 VALUE = 0.2
+NORM = 1e-4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepRow:
-    """The loss of one step, on one process and on the layout (the rank farthest from it)."""
+    """The loss and the gradient's global norm of one step, on one process and on the layout (of
+    the ranks, the one farthest from it).
+    """
 
     step: int
     reference_loss: float
     loss: float
+    reference_norm: float = 0.0
+    norm: float = 0.0
 
     @property
     def difference(self) -> float:
@@ -38,7 +48,10 @@ class StepRow:
 
     @property
     def ok(self) -> bool:
-        return self.difference <= LOSS
+        return (
+            self.difference <= LOSS
+            and abs(self.norm - self.reference_norm) <= NORM * self.reference_norm
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,8 +63,9 @@ class ParameterRow:
         gradient: largest difference of its gradient, before clipping.
         largest_gradient: largest entry of the reference's gradient.
         gradient_limit: what is allowed.
-        value: largest difference of its value after the optimizer step.
-        value_limit: what is allowed.
+        value: difference of its value after the optimizer step, of the entry where it comes
+            nearest to, or goes farthest over, what is allowed.
+        value_limit: what is allowed for that entry.
         start: largest difference of its value before the first step.
         ranks: how many ranks hold a part of it.
         covered: whether those parts together are all of it.
@@ -100,7 +114,8 @@ class CheckReport:
     def failures(self) -> list[str]:
         """One line for everything that is out of tolerance."""
         found = [
-            f"step {s.step}: loss {s.loss:.7g}, one process has {s.reference_loss:.7g}"
+            f"step {s.step}: loss {s.loss:.7g} and gradient norm {s.norm:.7g}, "
+            f"one process has {s.reference_loss:.7g} and {s.reference_norm:.7g}"
             for s in self.steps
             if not s.ok
         ]
@@ -154,6 +169,15 @@ class CheckReport:
 def gradient_limit(largest: float, model_largest: float) -> float:
     """What a gradient may differ by: its largest entry, the model's largest entry."""
     return max(OWN_GRADIENT * largest, MODEL_GRADIENT * model_largest)
+
+
+def value_limit(learning_rate: float) -> float:
+    """What a value may differ by after the optimizer step, besides what is explained.
+
+    AdamW moves an entry by lr x m / (sqrt(v) + eps), and a change d of its gradient changes that
+    by at most about 2 x lr x d / (sqrt(v) + eps): the part that d explains.
+    """
+    return VALUE * learning_rate
 
 
 def covers(shape: Sequence[int], blocks: Iterable[Block]) -> bool:

@@ -27,9 +27,16 @@ import torch
 from torch import Tensor, nn
 
 from hocket.runtime.checkpoint import World
-from hocket.spec.check import VALUE, CheckReport, ParameterRow, StepRow, covers, gradient_limit
+from hocket.spec.check import (
+    CheckReport,
+    ParameterRow,
+    StepRow,
+    covers,
+    gradient_limit,
+    value_limit,
+)
 from hocket.spec.placement import Block, Placement
-from hocket.spec.run import RunSpec, write_text
+from hocket.spec.run import RunSpec, TrainOptions, write_text
 from hocket.spec.schedule import Schedule
 from hocket.spec.tensor_file import TensorFile
 from hocket.training.optimizer import STATE, Optimizer
@@ -109,6 +116,7 @@ def compare_layout(
     before = Reference(folder / "step-0.safetensors")
     found: dict[str, Any] = {
         "losses": [],
+        "norms": [],
         "gradient": [],
         "value": [],
         "start": rank.differences(before, "start"),
@@ -124,11 +132,13 @@ def compare_layout(
             for part in microbatches(spec, batch, data_rank)
         ]
         loss = parallel.forward_backward(parts, int((batch["labels"] != -100).sum()))
+        norm = parallel.clip_grad_norm(0.0)
         after = Reference(folder / f"step-{step}.safetensors")
         found["losses"].append(float(loss))
+        found["norms"].append(float(norm))
         found["gradient"].append(rank.differences(after, "gradient"))
         optimizer.step(spec.options.lr)
-        found["value"].append(rank.differences(after, "value"))
+        found["value"].append(rank.value_differences(after, step, spec.options))
         _realign(rank, after, step)
     world = World.of(mesh)
     write_text(folder / f"rank-{mesh.rank}.json", json.dumps(found))
@@ -166,6 +176,29 @@ class _Rank:
             name: _difference(gradient(p) if kind == "gradient" else p, self.part(file, kind, name))
             for name, p in self.parameters.items()
         }
+
+    @torch.no_grad()
+    def value_differences(
+        self, file: Reference, step: int, options: TrainOptions
+    ) -> dict[str, tuple[float, float]]:
+        """By parameter, the difference of its value that is largest beside what is allowed for
+        that entry, and what is allowed (`spec.check.value_limit`).
+        """
+        found = {}
+        for name, parameter in self.parameters.items():
+            if not parameter.numel():
+                found[name] = (0.0, value_limit(options.lr))
+                continue
+            theirs = self.part(file, "gradient", name)
+            rounding = (gradient(parameter).float().cpu() - theirs).abs()
+            second = self.part(file, "exp_avg_sq", name) / (1 - options.beta2**step)
+            amplified = rounding / (second.sqrt() + options.eps)
+            allowed = value_limit(options.lr) + 2 * options.lr * amplified
+            ours = parameter.detach().float().cpu()
+            difference = (ours - self.part(file, "value", name)).abs()
+            at = int((difference / allowed).argmax())  # the first NaN, if there is one
+            found[name] = (float(difference.view(-1)[at]), float(allowed.view(-1)[at]))
+        return found
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> float:
@@ -206,12 +239,29 @@ def merge(spec: RunSpec, known: Mapping[str, Any], ranks: list[Mapping[str, Any]
     for index, loss in enumerate(known["losses"]):
         losses = [found["losses"][index] for found in ranks]
         far = max(losses, key=lambda value: _or_inf(abs(value - loss)))
-        steps.append(StepRow(step=index + 1, reference_loss=loss, loss=far))
+        norm = known["norms"][index]
+        steps.append(
+            StepRow(
+                step=index + 1,
+                reference_loss=loss,
+                loss=far,
+                reference_norm=norm,
+                norm=max(
+                    (found["norms"][index] for found in ranks), key=lambda n: _or_inf(abs(n - norm))
+                ),
+            )
+        )
         largest = known["largest"][index]
         model_largest = max(largest.values(), default=0.0)
         for name, parts in held.items():
             gradients = [(ranks[r]["gradient"][index][n], r) for r, n in parts]
             gradient, worst_rank = max(gradients, key=lambda g: _or_inf(g[0]), default=(0.0, 0))
+            values = [ranks[r]["value"][index][n] for r, n in parts]
+            value, allowed = max(
+                values,
+                key=lambda v: _or_inf(v[0] / v[1]),
+                default=(0.0, value_limit(spec.options.lr)),
+            )
             rows.append(
                 ParameterRow(
                     step=index + 1,
@@ -220,8 +270,8 @@ def merge(spec: RunSpec, known: Mapping[str, Any], ranks: list[Mapping[str, Any]
                     gradient=gradient,
                     largest_gradient=largest.get(name, 0.0),
                     gradient_limit=gradient_limit(largest.get(name, 0.0), model_largest),
-                    value=_worst(ranks[r]["value"][index][n] for r, n in parts),
-                    value_limit=VALUE * spec.options.lr,
+                    value=value,
+                    value_limit=allowed,
                     start=_worst(ranks[r]["start"][n] for r, n in parts),
                     ranks=len({r for r, _ in parts}),
                     covered=covered[name],

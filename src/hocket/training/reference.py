@@ -96,7 +96,7 @@ def write_reference(spec: RunSpec, folder: Path, steps: int) -> None:
     _write(folder / "step-0.safetensors", {**start, **_values(parameters)})
     optimizer = _plain_adamw(parameters, spec)
     known = inspect.signature(model.forward).parameters  # BLOOM takes no positions
-    found: dict[str, Any] = {"losses": [], "largest": [], "shapes": {}}
+    found: dict[str, Any] = {"losses": [], "norms": [], "largest": [], "shapes": {}}
     found["shapes"] = {n: list(p.shape) for n, p in parameters.items()}
     for step in range(1, steps + 1):
         batch = global_batch(spec, step)
@@ -122,6 +122,8 @@ def write_reference(spec: RunSpec, folder: Path, steps: int) -> None:
             for key in STATE
         }
         _write(folder / f"step-{step}.safetensors", {**gradients, **_values(parameters), **state})
+        norms = torch.stack([g.double().norm() for g in gradients.values()])
+        found["norms"].append(float(norms.norm()))
         found["losses"].append(float(loss.detach()))
         found["largest"].append({n: _largest(gradient(p)) for n, p in parameters.items()})
     write_text(folder / "reference.json", json.dumps(found))
