@@ -31,6 +31,9 @@ MORE = {
 CASES = [(family, layout) for layout in EVERY for family in FAMILIES]
 CASES += [(family, layout) for layout, families in MORE.items() for family in families]
 
+TYPES = {str(config["model_type"]).removesuffix("_text") for config in FAMILIES.values()}
+MODEL_CODE = [f"transformers.models.{kind}.modeling_{kind}" for kind in sorted(TYPES)]
+
 FAULTS = [
     ("input gradient not summed over tp", "llama", "tp2", "gradient"),
     ("shared heads' gradient not summed", "qwen3", "tp2", "q_norm"),
@@ -49,6 +52,8 @@ FAULTS = [
 def folder(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The references of all families."""
     path = tmp_path_factory.mktemp("references")
+    # What every forked rank would otherwise import for itself, the model code above all.
+    ranks.launcher.preload(["hocket.training.check", "hocket.training.build", *MODEL_CODE])
     ranks.run(
         "tests.check.cases:references", 1, backend=None, folder=str(path), families=list(FAMILIES)
     )
@@ -102,32 +107,3 @@ def test_a_fault_is_found(
     report = CheckReport.from_json(json.dumps(rows[0][2]))
     assert not report.ok
     assert any(seen in failure for failure in report.failures), report.failures[:5]
-
-
-def test_a_part_that_nobody_holds_is_found() -> None:
-    pytest.importorskip("torch")
-    from hocket.training.check import merge
-    from tests.check.cases import spec_of
-
-    def rank(start: int) -> dict[str, Any]:
-        return {
-            "losses": [1.0],
-            "norms": [1.0],
-            "gradient": [{"w": 0.0}],
-            "value": [{"w": [0.0, 2e-4]}],
-            "start": {"w": 0.0},
-            "owners": {"w": "w"},
-            "blocks": {"w": [{"start": [start, 0], "local": [0, 0], "size": [2, 3]}]},
-        }
-
-    known = {
-        "shapes": {"w": [4, 3], "v": [2]},
-        "losses": [1.0],
-        "norms": [1.0],
-        "largest": [{"w": 1.0, "v": 1.0}],
-    }
-    spec = spec_of("llama", "tp2")
-    failures = merge(spec, known, [rank(0), rank(2)]).failures
-    assert failures == ["v: the ranks do not hold all of it"]
-    failures = merge(spec, known, [rank(0), rank(0)]).failures
-    assert "w: the ranks do not hold all of it" in failures

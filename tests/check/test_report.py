@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
-from hocket.spec.check import CheckReport, ParameterRow, StepRow, covers, gradient_limit
+from hocket.spec.check import CheckReport, ParameterRow, StepRow, covers, gradient_limit, merge
 from hocket.spec.placement import Block
 
 ROW = ParameterRow(
@@ -82,3 +83,31 @@ def test_boxes_cover() -> None:
     assert covers((), [box((), ())])
     assert not covers((), [])
     assert covers((0, 3), [])
+
+
+def test_a_part_that_nobody_holds_is_found() -> None:
+    def rank(start: int) -> dict[str, Any]:
+        return {
+            "losses": [1.0],
+            "norms": [1.0],
+            "gradient": [{"w": 0.0}],
+            "value": [{"w": [0.0, 2e-4]}],
+            "start": {"w": 0.0},
+            "owners": {"w": "w"},
+            "blocks": {"w": [{"start": [start, 0], "local": [0, 0], "size": [2, 3]}]},
+        }
+
+    known = {
+        "shapes": {"w": [4, 3], "v": [2]},
+        "losses": [1.0],
+        "norms": [1.0],
+        "largest": [{"w": 1.0, "v": 1.0}],
+    }
+
+    def failures_of(*ranks: dict[str, Any]) -> list[str]:
+        return merge(known, ranks, model="m", layout="tp2", lr=1e-3).failures
+
+    failures = failures_of(rank(0), rank(2))
+    assert failures == ["v: the ranks do not hold all of it"]
+    failures = failures_of(rank(0), rank(0))
+    assert "w: the ranks do not hold all of it" in failures

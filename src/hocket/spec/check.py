@@ -18,7 +18,7 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hocket.spec.placement import Block
@@ -200,3 +200,101 @@ def covers(shape: Sequence[int], blocks: Iterable[Block]) -> bool:
         ):
             return False
     return True
+
+
+def merge(
+    known: Mapping[str, Any],
+    ranks: Sequence[Mapping[str, Any]],
+    *,
+    model: str,
+    layout: str,
+    lr: float,
+) -> CheckReport:
+    """One report of what every rank found, over the reference's parameters in their order.
+
+    Args:
+        known: of the reference: `shapes` by name, and per step `losses`, `norms` and `largest`
+            gradient by name.
+        ranks: of each rank: per step `losses`, `norms`, `gradient` and `value` (difference and
+            limit) by name; `start`, the `owners` of its names and their `blocks`.
+        model, layout, lr: what was checked.
+    """
+    held: dict[str, list[tuple[int, str]]] = {name: [] for name in known["shapes"]}
+    for rank, found in enumerate(ranks):
+        for name, owner in found["owners"].items():
+            held.setdefault(owner, []).append((rank, name))
+    covered = {
+        name: covers(known["shapes"].get(name, ()), _blocks(ranks, parts)) and bool(parts)
+        for name, parts in held.items()
+    }
+    steps, rows = [], []
+    for index, loss in enumerate(known["losses"]):
+        losses = [found["losses"][index] for found in ranks]
+        far = max(losses, key=lambda value: _or_inf(abs(value - loss)))
+        norm = known["norms"][index]
+        steps.append(
+            StepRow(
+                step=index + 1,
+                reference_loss=loss,
+                loss=far,
+                reference_norm=norm,
+                norm=max(
+                    (found["norms"][index] for found in ranks), key=lambda n: _or_inf(abs(n - norm))
+                ),
+            )
+        )
+        largest = known["largest"][index]
+        model_largest = max(largest.values(), default=0.0)
+        for name, parts in held.items():
+            gradients = [(ranks[r]["gradient"][index][n], r) for r, n in parts]
+            gradient, worst_rank = max(gradients, key=lambda g: _or_inf(g[0]), default=(0.0, 0))
+            values = [ranks[r]["value"][index][n] for r, n in parts]
+            value, allowed = max(
+                values,
+                key=lambda v: _or_inf(v[0] / v[1]),
+                default=(0.0, value_limit(lr)),
+            )
+            rows.append(
+                ParameterRow(
+                    step=index + 1,
+                    name=name,
+                    shape=tuple(known["shapes"].get(name, ())),
+                    gradient=gradient,
+                    largest_gradient=largest.get(name, 0.0),
+                    gradient_limit=gradient_limit(largest.get(name, 0.0), model_largest),
+                    value=value,
+                    value_limit=allowed,
+                    start=_worst(ranks[r]["start"][n] for r, n in parts),
+                    ranks=len({r for r, _ in parts}),
+                    covered=covered[name],
+                    worst_rank=worst_rank,
+                )
+            )
+    return CheckReport(
+        model=model,
+        layout=layout,
+        world_size=len(ranks),
+        learning_rate=lr,
+        steps=tuple(steps),
+        rows=tuple(rows),
+    )
+
+
+def _blocks(ranks: Sequence[Mapping[str, Any]], parts: list[tuple[int, str]]) -> list[Block]:
+    return [
+        Block(
+            start=tuple(block["start"]),
+            local=tuple(block["local"]),
+            size=tuple(block["size"]),
+        )
+        for rank, name in parts
+        for block in ranks[rank]["blocks"][name]
+    ]
+
+
+def _or_inf(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+def _worst(values: Iterable[float]) -> float:
+    return max(values, key=_or_inf, default=0.0)

@@ -18,8 +18,7 @@ FOLDER/
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,15 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from hocket.runtime.checkpoint import World
-from hocket.spec.check import (
-    CheckReport,
-    ParameterRow,
-    StepRow,
-    covers,
-    gradient_limit,
-    value_limit,
-)
-from hocket.spec.placement import Block, Placement
+from hocket.spec.check import CheckReport, merge, value_limit
+from hocket.spec.placement import Placement
 from hocket.spec.run import RunSpec, TrainOptions, write_text
 from hocket.spec.schedule import Schedule
 from hocket.spec.tensor_file import TensorFile
@@ -146,7 +138,7 @@ def compare_layout(
     if mesh.rank:
         return None
     ranks = [json.loads((folder / f"rank-{r}.json").read_text()) for r in range(world.size)]
-    return merge(spec, known, ranks)
+    return merge(known, ranks, model=spec.model, layout=str(spec.layout), lr=spec.options.lr)
 
 
 class _Rank:
@@ -220,89 +212,3 @@ def _realign(rank: _Rank, file: Reference, step: int) -> None:
         for key in STATE:
             state[name][key] = rank.part(file, key, name)
     rank.optimizer.load_state_tensors(state)
-
-
-# --- the merge -------------------------------------------------------------------------------
-
-
-def merge(spec: RunSpec, known: Mapping[str, Any], ranks: list[Mapping[str, Any]]) -> CheckReport:
-    """One report of what every rank found, over the reference's parameters in their order."""
-    held: dict[str, list[tuple[int, str]]] = {name: [] for name in known["shapes"]}
-    for rank, found in enumerate(ranks):
-        for name, owner in found["owners"].items():
-            held.setdefault(owner, []).append((rank, name))
-    covered = {
-        name: covers(known["shapes"].get(name, ()), _blocks(ranks, parts)) and bool(parts)
-        for name, parts in held.items()
-    }
-    steps, rows = [], []
-    for index, loss in enumerate(known["losses"]):
-        losses = [found["losses"][index] for found in ranks]
-        far = max(losses, key=lambda value: _or_inf(abs(value - loss)))
-        norm = known["norms"][index]
-        steps.append(
-            StepRow(
-                step=index + 1,
-                reference_loss=loss,
-                loss=far,
-                reference_norm=norm,
-                norm=max(
-                    (found["norms"][index] for found in ranks), key=lambda n: _or_inf(abs(n - norm))
-                ),
-            )
-        )
-        largest = known["largest"][index]
-        model_largest = max(largest.values(), default=0.0)
-        for name, parts in held.items():
-            gradients = [(ranks[r]["gradient"][index][n], r) for r, n in parts]
-            gradient, worst_rank = max(gradients, key=lambda g: _or_inf(g[0]), default=(0.0, 0))
-            values = [ranks[r]["value"][index][n] for r, n in parts]
-            value, allowed = max(
-                values,
-                key=lambda v: _or_inf(v[0] / v[1]),
-                default=(0.0, value_limit(spec.options.lr)),
-            )
-            rows.append(
-                ParameterRow(
-                    step=index + 1,
-                    name=name,
-                    shape=tuple(known["shapes"].get(name, ())),
-                    gradient=gradient,
-                    largest_gradient=largest.get(name, 0.0),
-                    gradient_limit=gradient_limit(largest.get(name, 0.0), model_largest),
-                    value=value,
-                    value_limit=allowed,
-                    start=_worst(ranks[r]["start"][n] for r, n in parts),
-                    ranks=len({r for r, _ in parts}),
-                    covered=covered[name],
-                    worst_rank=worst_rank,
-                )
-            )
-    return CheckReport(
-        model=spec.model,
-        layout=str(spec.layout),
-        world_size=len(ranks),
-        learning_rate=spec.options.lr,
-        steps=tuple(steps),
-        rows=tuple(rows),
-    )
-
-
-def _blocks(ranks: list[Mapping[str, Any]], parts: list[tuple[int, str]]) -> list[Block]:
-    return [
-        Block(
-            start=tuple(block["start"]),
-            local=tuple(block["local"]),
-            size=tuple(block["size"]),
-        )
-        for rank, name in parts
-        for block in ranks[rank]["blocks"][name]
-    ]
-
-
-def _or_inf(value: float) -> float:
-    return math.inf if math.isnan(value) else value
-
-
-def _worst(values: Iterable[float]) -> float:
-    return max(values, key=_or_inf, default=0.0)
