@@ -30,9 +30,23 @@ TRAINING = {
 
 FLAGS = {
     "train": {"model", "data", "run", "config", "json", *LAYOUT, *WORKLOAD, *TRAINING},
+    "demo": {
+        "steps", "seq_len", "global_batch", "vocab_size", "run", "seed", "device", "backend",
+        "threads", "tensorboard", *LAYOUT,
+    },
+    "check": {
+        "model", "steps", "seq_len", "global_batch", "seed", "lr", "attention", "device", "backend",
+        "threads", "trust_remote_code", "json", *LAYOUT,
+    },
+    "generate": {
+        "model", "prompt", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "dtype",
+        "tokenizer", "attention", "device", "backend", "threads", "trust_remote_code", "json",
+        *LAYOUT,
+    },
+    "export": {"run", "to"},
     "schedule": {*LAYOUT, "text", "json"},
     "models": {"json"},
-}
+}  # fmt: skip
 
 
 def flags_of(verb: str) -> set[str]:

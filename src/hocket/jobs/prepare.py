@@ -23,7 +23,7 @@ from hocket.spec.errors import (
     RunFolderError,
     ScheduleError,
 )
-from hocket.spec.layout import Layout
+from hocket.spec.layout import DEGREES, Layout
 from hocket.spec.run import RunFolder, RunSpec, write_text
 from hocket.spec.schedule import Schedule
 
@@ -215,7 +215,8 @@ def resume(request: Request) -> tuple[RunFolder, RunSpec]:
         )
     asked = {**_fields(request), "layout": request.layout.axes_text()}
     held = {**_fields(spec), "layout": spec.layout.axes_text()}
-    for name in sorted(request.given & asked.keys()):
+    # The degrees are compared together, as the layout's axes.
+    for name in sorted((request.given & asked.keys()) - set(DEGREES)):
         if name not in _CHANGEABLE_ON_RESUME and asked[name] != held[name]:
             raise CheckpointError(
                 f"{name} is {asked[name]}; the run in {folder.path} was started with "

@@ -114,7 +114,7 @@ def _paths(value: Any) -> tuple[str, ...]:
 
 def layout_of(given: Mapping[str, Any]) -> Layout:
     """The layout of a text under `layout` and fields beside it. Raises LayoutError."""
-    layout = given.get("layout", "dp1")
+    layout = given.get("layout", "")
     fields = {name: given[name] for name in LAYOUT_FIELDS if name in given}
     if isinstance(layout, Layout):
         layout = str(layout)

@@ -1,0 +1,128 @@
+"""Docs cannot rot: every command in them is run, every page they link to is there."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hocket.cli.main import VERBS, main
+from tests.jobs.warm import warm  # noqa: F401  a fixture
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+GENERATED = ROOT / "docs" / "reference" / "cli.md"
+FEW = {"--steps": "2", "--max-new-tokens": "4"}
+"""What the test makes smaller; everything else runs as it is written."""
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The `hocket ...` lines of a page's code, without the placeholders' lines."""
+    if page == GENERATED:
+        return []
+    code = "\n".join(blocks(page, ""))
+    code += "\n".join(
+        re.findall(r"^    (\S.*)$", re.sub(r"(?s)```.*?```", "", page.read_text()), re.M)
+    )
+    lines = [line.strip().removeprefix(".venv/bin/") for line in code.splitlines()]
+    found = [shlex.split(line)[1:] for line in lines if re.match(r"hocket [a-z]", line)]
+    return [words for words in found if "..." not in words]
+
+
+def fewer(words: list[str]) -> list[str]:
+    return [
+        FEW.get(words[at - 1], word) if at and words[at - 1] in FEW else word
+        for at, word in enumerate(words)
+    ]
+
+
+def quick(words: list[str]) -> bool:
+    return words[0] in ("schedule", "models")
+
+
+def test_the_pages_hold_commands() -> None:
+    verbs = {words[0] for page in PAGES for words in commands(page)}
+    assert verbs >= set(VERBS) - {"demo"}
+
+
+@pytest.mark.parametrize(
+    "words", [w for page in PAGES for w in commands(page) if quick(w)], ids=shlex.join
+)
+def test_quick_commands_run(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 0
+    assert capsys.readouterr().out
+
+
+@pytest.mark.ranks
+@pytest.mark.usefixtures("warm")
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if any(not quick(words) for words in commands(page))],
+    ids=lambda page: page.name,
+)
+def test_commands_run_in_their_order(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(ROOT / "README.md", tmp_path)
+    for number, code in enumerate(blocks(page, "toml")):
+        (tmp_path / f"{'run' if number == 0 else number}.toml").write_text(code)
+    for words in commands(page):
+        if not quick(words) and words[0] != "demo":
+            assert main(fewer(words)) == 0, shlex.join(words)
+
+
+@pytest.mark.ranks
+@pytest.mark.usefixtures("warm")
+@pytest.mark.parametrize(
+    ("page", "code"),
+    [
+        pytest.param(page, code, id=f"{page.name}-{number}")
+        for page in PAGES
+        for number, code in enumerate(blocks(page, "python"))
+    ],
+)
+def test_python_blocks_run(
+    page: Path, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(ROOT / "README.md", tmp_path)
+    exec(compile(code, str(page), "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("target", ["setup", "demo", "test", "check", "bench", "help"])
+def test_make_knows_its_targets(target: str) -> None:
+    done = subprocess.run(
+        ["make", "-n", target], cwd=ROOT, capture_output=True, text=True, timeout=20, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"make {target}" in (ROOT / "CONTRIBUTING.md").read_text()
+
+
+def test_the_readme_begins_with_the_two_commands() -> None:
+    code = blocks(ROOT / "README.md", "")
+    assert code[0].split("\n")[:2] == ["make demo", "make test"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+def test_the_reference_is_what_the_commands_say() -> None:
+    sys.path.insert(0, str(GENERATED.parent))
+    try:
+        from write_cli import page
+    finally:
+        sys.path.pop(0)
+    assert GENERATED.read_text() == page(), "run: .venv/bin/python docs/reference/write_cli.py"
