@@ -84,13 +84,19 @@ def failing(ranks: RankPool, how: str, **options: Any) -> tuple[Exception, float
     """What a run raises whose rank 1 of 3 ends as `how` says, and after how long."""
     payload = {"how": how, "rank": 1, "backend": options.pop("backend", "gloo")}
     pids: list[int] = []
-    begin = time.monotonic()
+    begin = 0.0
+
+    def hear(event: dict[str, Any]) -> None:
+        nonlocal begin
+        pids.append(event["pid"])
+        begin = time.monotonic()
+
     with pytest.raises(Exception) as caught:  # noqa: PT011  the callers look at it
         ranks.launcher.run(
             CASES + "fail",
             3,
             payload,
-            on_event=lambda event: pids.append(event["pid"]),
+            on_event=hear,
             on_output=lambda rank, line: None,
             **options,
         )

@@ -69,8 +69,8 @@ class Cells:
             return
         limit = self.timeout if timeout is None else timeout
         index, target = self._wanted()
-        if index >= 0:
-            waiting.look(self._words, index, target)
+        if index >= 0 and waiting.look(self._words, index, target) and self._ready(operation):
+            return
         waiting.until(
             lambda: self._ready(operation),
             self._word,

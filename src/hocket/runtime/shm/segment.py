@@ -22,7 +22,7 @@ from hocket.runtime.shm.peers import Peers
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-NUM_CELLS = 4
+NUM_CELLS = 8
 LINE = 64  # bytes of a cache line: words of different writers stay apart
 CHANNEL = 4 * LINE
 
@@ -30,7 +30,7 @@ CHANNEL = 4 * LINE
 def sizes(num_ranks: int) -> tuple[int, int]:
     """Bytes of a slot and of a ring; smaller where many ranks multiply them."""
     if num_ranks <= 8:
-        return 1 << 20, 1 << 22
+        return 1 << 19, 1 << 22
     return 1 << 18, 1 << 20
 
 
