@@ -20,7 +20,10 @@ from hocket.runtime.collectives import all_gather
 from hocket.runtime.mesh import Axis
 from hocket.runtime.record import Recorder
 
-_CHUNK_BYTES = {"cpu": 2**19, "cuda": 2**28}
+_CHUNK_BYTES = {"cpu": 2**21, "cuda": 2**28}
+
+Labels = tuple[Tensor, "Tensor | None"]
+"""[N, 1] column of each token's label, [N] whether that row is this rank's (None: always)."""
 
 # Operations whose backward does not read their own result, which may therefore be overwritten.
 _KEEPS_NO_RESULT = ("Addmm", "Mm", "Bmm", "Linear", "Mul", "Div", "ToCopy", "Clone", "_Halved")
@@ -47,16 +50,24 @@ def vocab_parallel_cross_entropy(
     """
     target = labels.reshape(-1)
     flat = logits.reshape(target.numel(), logits.shape[-1])
-    assert flat.shape[0] == target.shape[0], (logits.shape, labels.shape)
     assert axis.size == 1 or recorder is not None
+    ignored = target == ignore_index
+    labelled = _labels(target, ignored, axis.size, start, flat.shape[1])
     if logits.requires_grad and torch.is_grad_enabled():
         if not _may_overwrite(logits):
             flat = flat.clone()
-        loss: Tensor = _CrossEntropy.apply(flat, target, axis, start, ignore_index, recorder)  # type: ignore[no-untyped-call]
+        loss: Tensor = _CrossEntropy.apply(flat, labelled, ignored, axis, recorder)  # type: ignore[no-untyped-call]
     else:
-        parts = _partial(flat, target - start, keep=False)
-        loss, _ = _combine(parts, target == ignore_index, axis, recorder)
+        loss, _ = _combine(_partial(flat, labelled, keep=False), ignored, axis, recorder)
     return loss.view(labels.shape)
+
+
+def _labels(target: Tensor, ignored: Tensor, size: int, start: int, vocabulary: int) -> Labels:
+    if size == 1:
+        return target.masked_fill(ignored, 0).unsqueeze(1), None
+    local = target - start
+    mine = (local >= 0) & (local < vocabulary)
+    return local.clamp_(0, max(0, vocabulary - 1)).unsqueeze(1), mine
 
 
 def _may_overwrite(logits: Tensor) -> bool:
@@ -66,12 +77,16 @@ def _may_overwrite(logits: Tensor) -> bool:
     return node is not None and node.name().startswith(_KEEPS_NO_RESULT)
 
 
-def _chunk_rows(logits: Tensor) -> int:
+def _scratch(logits: Tensor) -> tuple[int, Tensor]:
+    """Rows of a chunk, and an fp32 buffer for one: memory fresh from the system costs more to
+    touch for the first time than the softmax itself."""
+    n, vocabulary = logits.shape
     budget = _CHUNK_BYTES["cuda" if logits.is_cuda else "cpu"]
-    return max(1, budget // max(1, 4 * logits.shape[-1]))
+    rows = max(1, min(n, budget // max(1, 4 * vocabulary)))
+    return rows, torch.empty(rows, vocabulary, dtype=torch.float32, device=logits.device)
 
 
-def _partial(logits: Tensor, local: Tensor, keep: bool) -> Tensor:
+def _partial(logits: Tensor, labels: Labels, keep: bool) -> Tensor:
     """[2, N]: log of the sum of exponentials over this rank's rows; the label's logit or 0.
 
     `keep` leaves this rank's softmax in place of fp32 logits.
@@ -82,15 +97,15 @@ def _partial(logits: Tensor, local: Tensor, keep: bool) -> Tensor:
         parts[0].fill_(-torch.inf)
         parts[1].zero_()
         return parts
-    mine = (local >= 0) & (local < vocabulary)
-    label_logit = logits.gather(1, local.clamp(0, vocabulary - 1).unsqueeze(1)).squeeze(1)
-    torch.mul(label_logit.float(), mine, out=parts[1])
-    rows = _chunk_rows(logits)
+    column, mine = labels
+    parts[1].copy_(logits.gather(1, column).squeeze(1))
+    if mine is not None:
+        parts[1].mul_(mine)
+    rows, scratch = _scratch(logits)
     for chunk, lse in zip(torch.split(logits, rows), torch.split(parts[0], rows), strict=True):
-        largest = chunk.amax(-1).float()
-        softmax = torch.softmax(chunk, -1, dtype=torch.float32)
+        softmax = torch.softmax(chunk, -1, dtype=torch.float32, out=scratch[: len(chunk)])
         # The largest entry of a softmax is 1 / sum exp(x - max x).
-        torch.sub(largest, softmax.amax(-1).log_(), out=lse)
+        torch.sub(chunk.amax(-1), softmax.amax(-1).log_(), out=lse)
         if keep:
             chunk.copy_(softmax)
     return parts
@@ -114,47 +129,38 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(  # type: ignore[override]  # noqa: PLR0917 (autograd passes by position)
         ctx: Any,
         logits: Tensor,
-        labels: Tensor,
+        labels: Labels,
+        ignored: Tensor,
         axis: Axis,
-        start: int,
-        ignore_index: int,
         recorder: Recorder | None,
     ) -> Tensor:
-        local, ignored = labels - start, labels == ignore_index
         # Half precision keeps its logits and takes the softmax again: kept in bf16 it would be
         # rounded twice.
         keep = logits.dtype == torch.float32
-        loss, share = _combine(_partial(logits, local, keep), ignored, axis, recorder)
+        loss, share = _combine(_partial(logits, labels, keep), ignored, axis, recorder)
         # Not save_for_backward: the buffer is overwritten on purpose.
-        ctx.buffer, ctx.local, ctx.ignored, ctx.share, ctx.keep = (
-            logits,
-            local,
-            ignored,
-            share,
-            keep,
-        )
+        ctx.buffer, ctx.labels, ctx.ignored, ctx.share, ctx.keep = (
+            logits, labels, ignored, share, keep,
+        )  # fmt: skip
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        buffer, local = ctx.buffer, ctx.local
+        buffer, (column, mine) = ctx.buffer, ctx.labels
         assert buffer is not None, "the logits were overwritten by the first backward"
         ctx.buffer = None
-        grad = grad.masked_fill(ctx.ignored, 0)
-        weight = (grad if ctx.share is None else grad * ctx.share).unsqueeze(1)
-        vocabulary = buffer.shape[1]
-        if vocabulary == 0:
-            return buffer, None, None, None, None, None
-        mine = (local >= 0) & (local < vocabulary)
-        column = local.clamp(0, vocabulary - 1).unsqueeze(1)
-        minus = (-grad * mine).unsqueeze(1)
-        rows = _chunk_rows(buffer)
-        pieces = (buffer, weight, column, minus)
         with torch.no_grad():
-            for chunk, w, c, m in zip(*(torch.split(p, rows) for p in pieces), strict=True):
-                if ctx.keep:
-                    chunk.mul_(w).scatter_add_(1, c, m)
-                else:
-                    softmax = torch.softmax(chunk, -1, dtype=torch.float32)
-                    chunk.copy_(softmax.mul_(w).scatter_add_(1, c, m))
-        return buffer, None, None, None, None, None
+            grad = grad.masked_fill(ctx.ignored, 0)
+            weight = (grad if ctx.share is None else grad * ctx.share).unsqueeze(1)
+            minus = grad.neg().unsqueeze(1) if mine is None else (grad.neg() * mine).unsqueeze(1)
+            if buffer.shape[1] == 0:
+                pass
+            elif ctx.keep:
+                buffer.mul_(weight).scatter_add_(1, column, minus)
+            else:
+                rows, scratch = _scratch(buffer)
+                pieces = (buffer, weight, column, minus)
+                for chunk, w, c, m in zip(*(torch.split(p, rows) for p in pieces), strict=True):
+                    part = torch.softmax(chunk, -1, dtype=torch.float32, out=scratch[: len(chunk)])
+                    chunk.copy_(part.mul_(w).scatter_add_(1, c, m))
+        return buffer, None, None, None, None

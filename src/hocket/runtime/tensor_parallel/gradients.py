@@ -53,17 +53,19 @@ class PartialGradients:
     def sum(self) -> None:
         """Sum the parts, in place."""
         for axis, entries in self._slices.values():
-            parts: list[Tensor] = []
+            kinds: dict[torch.dtype, list[Tensor]] = {}
             for parameter, where in entries:
                 if parameter.grad is None:  # unused here, and maybe not on the other ranks
-                    parameter.grad = torch.zeros_like(parameter)
-                parts.append(parameter.grad[where] if where else parameter.grad)
-            flat = torch.cat([part.reshape(-1) for part in parts])
-            all_reduce(flat, axis, self.mesh.recorder)
-            for part, total in zip(
-                parts, torch.split(flat, [p.numel() for p in parts]), strict=True
-            ):
-                part.copy_(total.view_as(part))
+                    dtype = parameter.grad_dtype or parameter.dtype
+                    parameter.grad = torch.zeros_like(parameter, dtype=dtype)
+                part = parameter.grad[where] if where else parameter.grad
+                kinds.setdefault(part.dtype, []).append(part)
+            for parts in kinds.values():
+                flat = torch.cat([part.reshape(-1) for part in parts])
+                all_reduce(flat, axis, self.mesh.recorder)
+                totals = torch.split(flat, [part.numel() for part in parts])
+                for part, total in zip(parts, totals, strict=True):
+                    part.copy_(total.view_as(part))
 
 
 def sum_partial_gradients(
