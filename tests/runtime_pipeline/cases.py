@@ -104,3 +104,22 @@ def loss_fn_of(module: Any, plan: Any, piece: Any) -> tuple[torch.Tensor, torch.
 def batch_of_cases(context: Any, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Several cases in one start of the ranks."""
     return [transparency(context, **case) for case in cases]
+
+
+def faults(context: Any) -> list[int]:
+    """Page faults of ten rounds of 8 MB, before and after freed memory is kept."""
+    import resource
+
+    from hocket.runtime.heap import keep_freed_memory
+
+    def rounds() -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(10):
+            pieces = [torch.zeros(1 << 18) for _ in range(8)]
+            del pieces
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    first = rounds()
+    assert keep_freed_memory()
+    rounds()
+    return [first, rounds()]
