@@ -19,7 +19,7 @@ LOSS_TOLERANCE = 2e-3
 @dataclasses.dataclass
 class Measured:
     """One contender's figures: step times in seconds by round, losses by step, peak bytes,
-    processor seconds of a step over all ranks by round."""
+    processor seconds of a step over all ranks by round, processors used by others by round."""
 
     contender: Contender
     rounds: list[list[float]] = dataclasses.field(default_factory=list)
@@ -27,6 +27,7 @@ class Measured:
     base_bytes: list[int] = dataclasses.field(default_factory=list)
     peak_bytes: list[int] = dataclasses.field(default_factory=list)
     processor_seconds: list[float] = dataclasses.field(default_factory=list)
+    disturbed: list[float] = dataclasses.field(default_factory=list)
     absent: str = ""
     failed: str = ""
 
@@ -65,6 +66,7 @@ class Measured:
             "tokens_per_second": workload.tokens / self.median,
             "ratio_to_best_peer": best_peer / self.median if best_peer else None,
             "processor_seconds": statistics.median(self.processor_seconds),
+            "processors_used_by_others": statistics.median(self.disturbed),
             "peak_bytes_per_rank": self.peak_bytes,
             "peak_bytes_above_imports": [
                 p - b for p, b in zip(self.peak_bytes, self.base_bytes, strict=True)
@@ -121,6 +123,7 @@ def table(rows: list[dict[str, Any]], title: str) -> str:
         "tokens/s",
         "x best peer",
         "cpu ms",
+        "others",
         "peak MB",
         "above imports",
         "loss",
@@ -129,7 +132,7 @@ def table(rows: list[dict[str, Any]], title: str) -> str:
     for row in rows:
         if "step_seconds" not in row:
             why = row["why"].strip().splitlines()[-1][:60]
-            lines.append((row["name"], row["status"], "", "", "", "", "", "", why))
+            lines.append((row["name"], row["status"], *[""] * 7, why))
             continue
         ratio = row["ratio_to_best_peer"]
         note = f"{row['first_loss']:.5f} .. {row['last_loss']:.5f}"
@@ -143,6 +146,7 @@ def table(rows: list[dict[str, Any]], title: str) -> str:
                 f"{row['tokens_per_second']:.0f}",
                 "" if ratio is None else f"{ratio:.2f}",
                 f"{row['processor_seconds'] * 1e3:.0f}",
+                f"{row['processors_used_by_others']:.1f}",
                 f"{max(row['peak_bytes_per_rank']) / 1e6:.0f}",
                 f"{max(row['peak_bytes_above_imports']) / 1e6:.0f}",
                 note,

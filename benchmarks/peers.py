@@ -18,6 +18,7 @@ from typing import Any
 from benchmarks.contenders import AXES, REFERENCE, TITLES, contenders
 from benchmarks.figures import Measured, best_peer, machine, table
 from benchmarks.groups import ROOT, Contender, Group, GroupError, missing_packages
+from benchmarks.quiet import DISTURBED, Watch, wait_until_quiet
 from benchmarks.workload import Workload, quiet
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -31,10 +32,15 @@ def measure(
     steps: int,
     warmup: int,
     python: str,
+    patience: float = 0.0,
     timeout: float = 180.0,
     say: Any = print,
 ) -> list[Measured]:
-    """Let contenders take turns: `rounds` times `steps` steps each, after `warmup` steps."""
+    """Let contenders take turns: `rounds` times `steps` steps each, after `warmup` steps.
+
+    A turn disturbed by other programs is taken again, as long as `patience` seconds of waiting
+    for a quiet machine last.
+    """
     found = [Measured(contender) for contender in chosen]
     with contextlib.ExitStack() as stack:
         groups: list[tuple[Measured, Group]] = []
@@ -63,18 +69,30 @@ def measure(
         for turn in range(rounds):
             # Every other round runs backwards, so that nobody always follows the same neighbour.
             for measured, group in groups if turn % 2 == 0 else groups[::-1]:
-                if measured.failed:
-                    continue
                 try:
-                    answers = group.steps(steps)
+                    patience = _turn(measured, group, steps, patience)
                 except GroupError as error:
                     _fail(measured, group, error, say)
-                    continue
-                measured.rounds.append(answers[0]["times"])
-                measured.losses += answers[0]["losses"]
-                measured.processor_seconds.append(sum(a["processor_seconds"] for a in answers))
-                measured.peak_bytes = [a["peak_bytes"] for a in answers]
     return found
+
+
+def _turn(measured: Measured, group: Group, steps: int, patience: float) -> float:
+    """One turn, taken again while it was disturbed and there is patience; what is left of it."""
+    while not measured.failed:
+        if patience > 0:
+            patience = wait_until_quiet(patience)
+        watch = Watch(p.pid for p in group.processes)
+        answers = group.steps(steps)
+        disturbed = watch.foreign()
+        measured.losses += answers[0]["losses"]
+        if disturbed > DISTURBED and patience > 0:
+            continue
+        measured.disturbed.append(disturbed)
+        measured.rounds.append(answers[0]["times"])
+        measured.processor_seconds.append(sum(a["processor_seconds"] for a in answers))
+        measured.peak_bytes = [a["peak_bytes"] for a in answers]
+        break
+    return patience
 
 
 def _fail(measured: Measured, group: Group, error: GroupError, say: Any) -> None:
@@ -93,6 +111,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=6, help="turns of each contender")
     parser.add_argument("--steps", type=int, default=4, help="steps of a turn")
     parser.add_argument("--warmup", type=int, default=4, help="steps before the first turn")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=0.0,
+        help="seconds per table spent waiting for a quiet machine; disturbed turns are repeated",
+    )
     parser.add_argument(
         "--peers-python",
         default=str(ROOT / ".venv-peers" / "bin" / "python"),
@@ -141,6 +165,7 @@ def main(arguments: list[str] | None = None) -> int:
             steps=options.steps,
             warmup=options.warmup,
             python=python,
+            patience=options.patience,
         )
         if axis == "one" and not reference:
             named = {m.contender.name: m for m in measured}

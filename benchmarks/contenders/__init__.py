@@ -117,26 +117,26 @@ def contenders(microbatches: int) -> list[Contender]:
 
 
 def _ours(microbatches: int) -> list[Contender]:
-    pipelines = [
-        (f"pp2:schedule={schedule},microbatches={microbatches}", "pipeline", 2)
-        for schedule in ("1f1b", "gpipe")
-    ]
+    cut = f"microbatches={microbatches}"
+    # (text of the table, layout, axis, ranks)
     layouts = [
-        ("dp2", "data", 2),
-        ("tp2", "tensor", 2),
-        *pipelines,
-        (f"dp2.pp2.tp2:microbatches={microbatches}", "three", 8),
+        ("dp2", "dp2", "data", 2),
+        ("tp2", "tp2", "tensor", 2),
+        ("pp2 gpipe", f"pp2:schedule=gpipe,{cut}", "pipeline", 2),
+        ("pp2 1f1b", f"pp2:schedule=1f1b,{cut}", "pipeline", 2),
+        ("pp2 interleaved", f"pp2:schedule=interleaved,virtual_stages=2,{cut}", "pipeline", 2),
+        ("pp2 zero-bubble", f"pp2:schedule=zero-bubble,{cut}", "pipeline", 2),
+        ("dp2.pp2.tp2 1f1b", f"dp2.pp2.tp2:schedule=1f1b,{cut}", "three", 8),
     ]
     return [
         Contender(
-            name=f"hocket {layout.replace(f',microbatches={microbatches}', '').split(':micro')[0]}"
-            f" on {backend}",
+            name=f"hocket {text} on {backend}",
             axis=axis,
             entry="benchmarks.contenders.hocket:build",
             world_size=ranks,
             options={"layout": layout, "backend": backend},
             ours=True,
         )
-        for layout, axis, ranks in layouts
+        for text, layout, axis, ranks in layouts
         for backend in ("shm", "gloo")
     ]

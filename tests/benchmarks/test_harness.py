@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from benchmarks.contenders import AXES, contenders
 from benchmarks.figures import Measured, best_peer, table
 from benchmarks.groups import Contender, Group, GroupError, missing_packages
 from benchmarks.peers import measure
+from benchmarks.quiet import Watch
 from benchmarks.workload import Workload
 
 TINY = Workload(
@@ -26,7 +29,7 @@ def contender(name: str, entry: str, **fields: object) -> Contender:
 
 def measured(name: str, times: list[float], losses: list[float], ours: bool = False) -> Measured:
     found = Measured(contender(name, "m:f", ours=ours), rounds=[times], losses=losses)
-    found.processor_seconds = [0.5, 0.7]
+    found.processor_seconds, found.disturbed = [0.5, 0.7], [0.0, 0.1]
     found.base_bytes, found.peak_bytes = [1_000_000] * 2, [3_000_000, 5_000_000]
     return found
 
@@ -91,6 +94,7 @@ def test_groups_take_turns_and_agree(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(found[1].peak_bytes) == 2
     assert len(found[1].processor_seconds) == 2
     assert min(found[1].processor_seconds) > 0
+    assert min(found[1].disturbed) >= 0
     assert all(p >= b for p, b in zip(found[1].peak_bytes, found[1].base_bytes, strict=True))
     assert "no_such" in found[2].failed
 
@@ -105,3 +109,13 @@ def test_a_group_that_dies_says_why_and_leaves_nobody(tmp_path: Path) -> None:
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def test_a_watch_counts_others_and_not_its_own() -> None:
+    spin = "import time\nend = time.time() + 20\nwhile time.time() < end: pass"
+    with subprocess.Popen([sys.executable, "-c", spin]) as busy:
+        foreign, own = Watch([]), Watch([busy.pid])
+        time.sleep(1.0)
+        used, left = foreign.foreign(), own.foreign()
+        busy.kill()
+    assert used - left > 0.1
