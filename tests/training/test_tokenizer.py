@@ -125,3 +125,26 @@ def test_unreadable_directory_is_refused(tmp_path) -> None:
         tk.Tokenizer.load(tmp_path)
     with pytest.raises(OptionError, match="vocab_size is 256"):
         tk.trained(["abc"], 256)
+
+
+@pytest.mark.torch
+def test_a_directory_with_older_files_is_converted(trained: tk.Tokenizer, tmp_path) -> None:
+    pytest.importorskip("transformers")
+    model = json.loads((save_of(trained, tmp_path / "new") / "tokenizer.json").read_text())["model"]
+    old = tmp_path / "old"
+    old.mkdir()
+    vocab = {**model["vocab"], tk.EOS: trained.eos_id}
+    (old / "vocab.json").write_text(json.dumps(vocab))
+    merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
+    (old / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
+    (old / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    found = tk.Tokenizer.load(old)
+    text = TEXT.replace(tk.EOS, "")
+    assert found.encode(text) == trained.encode(text)
+    assert found.decode(found.encode(text)) == text
+    assert (found.eos_id, found.kind) == (trained.eos_id, "model")
+
+
+def save_of(tokenizer: tk.Tokenizer, to):
+    tokenizer.save(to)
+    return to

@@ -154,7 +154,7 @@ def build(spec: RunSpec, context: RankContext, schedule: Schedule | None = None)
     )
 
 
-def compile_blocks(module: nn.Module, plan: ParallelPlan) -> None:
+def compile_blocks(module: nn.Module, plan: ParallelPlan, backend: str = "inductor") -> None:
     """Compile each layer by itself: one small graph, compiled once for all equal layers.
 
     What communicates or seeds random numbers runs as it is, between compiled parts: collectives
@@ -171,7 +171,7 @@ def compile_blocks(module: nn.Module, plan: ParallelPlan) -> None:
             hooks = child._forward_pre_hooks
             for key, hook in hooks.items():
                 hooks[key] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
-        layer.compile(dynamic=False)
+        layer.compile(dynamic=False, backend=backend)
 
 
 def dtype_of(name: str) -> torch.dtype:

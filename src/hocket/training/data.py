@@ -13,9 +13,8 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,13 +23,11 @@ from hocket.spec.errors import DataError
 from hocket.spec.run import write_text
 from hocket.training import data_sources
 from hocket.training.order import permuted
+from hocket.training.token_files import BATCH_CHARACTERS, Dtype, choose, split, write
 from hocket.training.tokenizer import Tokenizer
 
 TRAIN, VALID, MANIFEST = "tokens.bin", "valid.bin", "tokens.json"
 _VERSION = 1
-_BATCH_CHARACTERS = 4_000_000
-
-Dtype = np.dtype[Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,14 +111,14 @@ def prepare(
         beside = folder / f".{VALID}.{os.getpid()}"
         try:
             texts = _counted(sources, text_field, progress)
-            lengths, largest = _write(aside, texts, tokenizer, dtype)
+            lengths, largest = write(aside, texts, tokenizer, dtype)
             if lengths.size == 0:
                 raise DataError(
                     f"data {', '.join(map(str, paths))}: there is no text in it",
                     hint="give files that hold text",
                 )
-            chosen = _choose(lengths, held_out, seed, seq_len)
-            counts = _split(
+            chosen = choose(lengths, held_out, seed, seq_len)
+            counts = split(
                 aside, beside, lengths, chosen, dtype=dtype, share=held_out, seq_len=seq_len
             )
             os.replace(beside, folder / VALID)
@@ -250,7 +247,7 @@ class BatchOrder:
         return np.arange(first, first + size)
 
 
-# --- writing -------------------------------------------------------------------------------
+# --- parts of preparing ---------------------------------------------------------------------
 
 
 def _existing(folder: Path, key: str) -> Tokens | None:
@@ -273,107 +270,16 @@ def _counted(
 ) -> Iterator[str]:
     total, done = sum(s.bytes for s in sources), 0
     for source in sources:
-        yield from data_sources.documents([source], text_field)
+        read = said = 0
+        for text in data_sources.documents([source], text_field):
+            yield text
+            read += len(text)
+            if progress is not None and read - said >= BATCH_CHARACTERS:
+                said = read
+                progress(min(done + read, total), total)
         done += source.bytes
         if progress is not None:
             progress(done, total)
-
-
-def _write(
-    path: Path, texts: Iterable[str], tokenizer: Tokenizer, dtype: Dtype
-) -> tuple[npt.NDArray[np.int64], int]:
-    """Write all documents one after the other; their lengths and the largest id."""
-    end = np.array([] if tokenizer.eos_id is None else [tokenizer.eos_id], dtype)
-    lengths: list[int] = []
-    largest = 0 if tokenizer.eos_id is None else tokenizer.eos_id
-    with path.open("wb") as file:
-        for texts_together in _batches(texts):
-            for ids in tokenizer.encode_batch(texts_together):
-                if ids.size == 0:
-                    continue
-                largest = max(largest, int(ids.max()))
-                file.write(ids.astype(dtype).tobytes())
-                file.write(end.tobytes())
-                lengths.append(ids.size + end.size)
-    return np.array(lengths, np.int64), largest
-
-
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Documents in groups of some million characters, so that encoding fills all cores."""
-    together: list[str] = []
-    size = 0
-    for text in texts:
-        together.append(text)
-        size += len(text)
-        if size >= _BATCH_CHARACTERS:
-            yield together
-            together, size = [], 0
-    if together:
-        yield together
-
-
-def _choose(
-    lengths: npt.NDArray[np.int64], share: float, seed: int, seq_len: int
-) -> npt.NDArray[np.bool_]:
-    """Which documents are held out: none where that would not come near the share."""
-    chosen = np.zeros(len(lengths), bool)
-    target = max(share * lengths.sum(), seq_len + 1)
-    if share <= 0:
-        return chosen
-    held = 0
-    for index in permuted(np.arange(len(lengths)), len(lengths), (seed, -1)):
-        if held >= target:
-            break
-        if held + lengths[index] <= 1.5 * target:
-            chosen[index] = True
-            held += int(lengths[index])
-    if held < target / 2 or held < seq_len + 1:
-        chosen[:] = False
-    return chosen
-
-
-def _split(
-    train: Path,
-    valid: Path,
-    lengths: npt.NDArray[np.int64],
-    chosen: npt.NDArray[np.bool_],
-    *,
-    dtype: Dtype,
-    share: float,
-    seq_len: int,
-) -> dict[str, int]:
-    """Move the chosen documents, or the end of the text, from one file to the other; counts."""
-    total = int(lengths.sum())
-    tokens = np.memmap(train, dtype=dtype, mode="r+")
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    with valid.open("wb") as file:
-        if chosen.any():
-            for index in np.flatnonzero(chosen):
-                file.write(tokens[starts[index] : starts[index + 1]].tobytes())
-            kept = 0
-            for index in np.flatnonzero(~chosen):
-                length = int(lengths[index])
-                if kept != starts[index]:
-                    tokens[kept : kept + length] = tokens[starts[index] : starts[index] + length]
-                kept += length
-            train_documents, valid_documents = int((~chosen).sum()), int(chosen.sum())
-        else:
-            tail = max(round(share * total), seq_len + 1) if share > 0 else 0
-            if 2 * tail > total:
-                tail = 0
-            kept = total - tail
-            file.write(tokens[kept:].tobytes())
-            train_documents = int((starts[:-1] < kept).sum())
-            valid_documents = int((starts[1:] > kept).sum())
-    tokens.flush()
-    del tokens
-    os.truncate(train, kept * dtype.itemsize)
-    return {
-        "train_tokens": kept,
-        "valid_tokens": total - kept,
-        "train_documents": train_documents,
-        "valid_documents": valid_documents,
-    }
 
 
 def _hash(*parts: object) -> str:

@@ -13,18 +13,15 @@ waits for the device: they are read when the next step's work is queued.
 from __future__ import annotations
 
 import gc
-import math
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from hocket.runtime.checkpoint import load_checkpoint, save_checkpoint
 from hocket.spec.checkpoint import config_hash
-from hocket.spec.errors import TrainingError
 from hocket.spec.run import RunFolder
 from hocket.training import timeline
 from hocket.training.build import Job
@@ -35,6 +32,7 @@ from hocket.training.inputs import Inputs
 from hocket.training.learning_rate import learning_rate
 from hocket.training.memory import MemoryCount, of_replicas
 from hocket.training.metrics import Metrics
+from hocket.training.reading import Reading
 from hocket.training.threads import ThreadedParallel
 from hocket.training.utilization import flops_per_token, peak_flops
 
@@ -43,40 +41,6 @@ if TYPE_CHECKING:
 
 LONG = 900.0
 """Seconds of silence allowed where compilation, a disk or held-out text may take their time."""
-
-
-class Reading:
-    """Loss and gradient norm of one step, on their way from the device."""
-
-    def __init__(self, step: int, lr: float, loss: Tensor, norm: Tensor) -> None:
-        self.step = step
-        self.lr = lr
-        self._event: Any = None
-        values = torch.stack([loss.detach().float(), norm.detach().float()])
-        if values.is_cuda:
-            self._values = torch.empty(2, pin_memory=True)
-            self._values.copy_(values, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
-        else:
-            self._values = values
-
-    def values(self) -> tuple[float, float]:
-        """(loss, norm), once the device is there.
-
-        Raises:
-            TrainingError: one of them is not finite.
-        """
-        if self._event is not None:
-            self._event.synchronize()
-        loss, norm = self._values.tolist()
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise TrainingError(
-                f"step {self.step}: the loss is {loss:g} and the gradient's norm {norm:g} "
-                f"at learning rate {self.lr:.3g}",
-                hint=f"a lower --lr (such as {self.lr / 4:.1g}), more --warmup, or --clip 1",
-            )
-        return loss, norm
 
 
 class Loop:
@@ -149,6 +113,7 @@ class Loop:
             self._say(event="phase", name="training")
             self._steps(self.done, steps, metrics)
         finally:
+            gc.unfreeze()
             if metrics is not None:
                 metrics.close()
         self._export()
@@ -230,6 +195,8 @@ class Loop:
             row["mfu"] = self._flops * row["tokens_per_second"] / self._peak
         if metrics is not None:
             self.context.emit({"event": "step", **row})
+            if seconds > self.options.timeout / 4:
+                self.context.expect(10 * seconds)  # slow, and not silent
         if held_out:
             row["held_out_loss"] = self._evaluate(reading.step)
         if metrics is not None:

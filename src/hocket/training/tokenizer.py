@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,19 @@ import numpy as np
 import numpy.typing as npt
 
 from hocket.spec.errors import DataError, ModelError, OptionError
+from hocket.training.pieces import Sample, groups, pieces_of
+from hocket.training.tokenizer_files import (
+    FILE,
+    SOURCES,
+    converted,
+    eos_of,
+    has_tokenizer,
+    read_json,
+)
 
 EOS = "<|endoftext|>"
 """End-of-document token of the tokenizers made here."""
 
-FILE = "tokenizer.json"
 _BESIDE = (
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -31,11 +39,6 @@ _BESIDE = (
     "merges.txt",
     "tokenizer.model",
 )
-_SOURCES = (FILE, "tokenizer.model", "vocab.json", "spiece.model")
-_USUAL_EOS = (EOS, "</s>", "<eos>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "[EOS]")
-_TRAINED_ON_CHARACTERS = 4_000_000
-_PIECE_CHARACTERS = 1 << 16
-
 Ids = npt.NDArray[np.uint32]
 
 
@@ -78,21 +81,20 @@ class Tokenizer:
         """Ids of many documents, without special tokens. Runs on all cores."""
         if self.kind == "bytes":
             return [np.frombuffer(t.encode(), np.uint8).astype(np.uint32) for t in texts]
-        # One very long text is encoded by one core and holds an object per token: where the
-        # tokens do not depend on what a text begins with, it is cut at line ends first.
-        pieces: list[str] = []
-        counts = []
-        for text in texts:
-            cut = list(_pieces(text)) if self._divisible else [text]
-            pieces += cut
-            counts.append(len(cut))
-        encoded = self._backend.encode_batch_fast(pieces, add_special_tokens=False)
-        found, at = [], 0
-        for count in counts:
-            ids = [np.array(e.ids, np.uint32) for e in encoded[at : at + count]]
-            found.append(ids[0] if count == 1 else np.concatenate(ids))
-            at += count
-        return found
+        # One very long text would be encoded by one core: where the tokens do not depend on what
+        # a text begins with, it is cut at line ends. Encodings hold a hundred bytes a token, so
+        # that only some million characters are under way at once.
+        pieces: list[tuple[int, str]] = []
+        for number, text in enumerate(texts):
+            pieces += [(number, p) for p in (pieces_of(text) if self._divisible else [text])]
+        found: list[list[Ids]] = [[] for _ in texts]
+        for together in groups(pieces):
+            encoded = self._backend.encode_batch_fast(
+                [piece for _, piece in together], add_special_tokens=False
+            )
+            for (number, _), each in zip(together, encoded, strict=True):
+                found[number].append(np.array(each.ids, np.uint32))
+        return [ids[0] if len(ids) == 1 else np.concatenate(ids) for ids in found]
 
     def decode(self, ids: Sequence[int] | Ids, *, special: bool = False) -> str:
         """The text of some ids; special tokens are shown only if asked for."""
@@ -150,31 +152,26 @@ class Tokenizer:
         directory = Path(directory)
         if not has_tokenizer(directory):
             raise ModelError(
-                f"{directory} holds no tokenizer (none of {', '.join(_SOURCES)})",
+                f"{directory} holds no tokenizer (none of {', '.join(SOURCES)})",
                 hint="--tokenizer bytes, --tokenizer train, or a directory that has one",
             )
-        settings = _read_json(directory / "tokenizer_config.json")
+        settings = read_json(directory / "tokenizer_config.json")
         try:
             if (directory / FILE).is_file():
                 backend = Backend.from_file(str(directory / FILE))
             else:
-                backend = _converted(directory, trust_remote_code)
+                backend = converted(directory, trust_remote_code)
         except Exception as error:
             raise ModelError(f"the tokenizer in {directory} cannot be read: {error}") from error
         return cls(
             backend,
-            eos=_eos(directory, settings, backend),
+            eos=eos_of(directory, settings, backend),
             kind=str(settings.get("hocket_kind", "model")),
             directory=directory,
         )
 
 
 # --- making one ----------------------------------------------------------------------------
-
-
-def has_tokenizer(directory: Path | str) -> bool:
-    """Whether a directory holds a tokenizer's files."""
-    return any((Path(directory) / name).is_file() for name in _SOURCES)
 
 
 def resolve(
@@ -254,7 +251,7 @@ def trained(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    sample = _Sample(texts)
+    sample = Sample(texts)
     backend.train_from_iterator(
         sample,
         trainers.BpeTrainer(
@@ -269,34 +266,6 @@ def trained(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return Tokenizer(backend, eos=EOS, kind="trained")
 
 
-class _Sample:
-    """The first documents up to a number of characters, counted as they pass."""
-
-    def __init__(self, texts: Iterable[str]) -> None:
-        self._texts = texts
-        self.characters = 0
-
-    def __iter__(self) -> Iterator[str]:
-        for text in self._texts:
-            for piece in _pieces(text):
-                yield piece
-                self.characters += len(piece)
-                if self.characters >= _TRAINED_ON_CHARACTERS:
-                    return
-
-
-def _pieces(text: str) -> Iterator[str]:
-    """A text in pieces of about 64 thousand characters that end with a line."""
-    start = 0
-    while len(text) - start > 2 * _PIECE_CHARACTERS:
-        end = text.find("\n", start + _PIECE_CHARACTERS)
-        if not 0 <= end < start + 2 * _PIECE_CHARACTERS:
-            end = start + 2 * _PIECE_CHARACTERS - 1
-        yield text[start : end + 1]
-        start = end + 1
-    yield text[start:]
-
-
 def _byte_characters() -> dict[str, int]:
     """The printable character that byte-level tokenizers write for each byte, to its byte."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -304,35 +273,3 @@ def _byte_characters() -> dict[str, int]:
     found = {chr(b): b for b in plain}
     found.update({chr(256 + i): b for i, b in enumerate(other)})
     return found
-
-
-def _eos(directory: Path, settings: dict[str, Any], backend: Any) -> str | None:
-    """The end token's text, from the tokenizer's settings, the model's, or what is usual."""
-    special = _read_json(directory / "special_tokens_map.json")
-    for found in (settings.get("eos_token"), special.get("eos_token")):
-        text = found.get("content") if isinstance(found, dict) else found
-        if isinstance(text, str) and backend.token_to_id(text) is not None:
-            return text
-    for name in ("generation_config.json", "config.json"):
-        found = _read_json(directory / name).get("eos_token_id")
-        number = found[0] if isinstance(found, list) and found else found
-        if isinstance(number, int) and backend.id_to_token(number) is not None:
-            return str(backend.id_to_token(number))
-    return next((t for t in _USUAL_EOS if backend.token_to_id(t) is not None), None)
-
-
-def _converted(directory: Path, trust_remote_code: bool) -> Any:
-    """The tokenizer of a directory that has only older files, converted by transformers."""
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(
-        directory, trust_remote_code=trust_remote_code, local_files_only=True
-    ).backend_tokenizer
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return data if isinstance(data, dict) else {}

@@ -1,0 +1,115 @@
+"""Token files: documents written one after the other, and some of them held out again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hocket.training.order import permuted
+from hocket.training.tokenizer import Tokenizer
+
+Dtype = np.dtype[Any]
+
+BATCH_CHARACTERS = 4_000_000
+
+
+def write(
+    path: Path, texts: Iterable[str], tokenizer: Tokenizer, dtype: Dtype
+) -> tuple[npt.NDArray[np.int64], int]:
+    """Write all documents one after the other; their lengths and the largest id."""
+    end = np.array([] if tokenizer.eos_id is None else [tokenizer.eos_id], dtype)
+    lengths: list[int] = []
+    largest = 0 if tokenizer.eos_id is None else tokenizer.eos_id
+    with path.open("wb") as file:
+        for texts_together in _batches(texts):
+            for ids in tokenizer.encode_batch(texts_together):
+                if ids.size == 0:
+                    continue
+                largest = max(largest, int(ids.max()))
+                file.write(ids.astype(dtype).tobytes())
+                file.write(end.tobytes())
+                lengths.append(ids.size + end.size)
+    return np.array(lengths, np.int64), largest
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Documents in groups of some million characters, so that encoding fills all cores."""
+    together: list[str] = []
+    size = 0
+    for text in texts:
+        together.append(text)
+        size += len(text)
+        if size >= BATCH_CHARACTERS:
+            yield together
+            together, size = [], 0
+    if together:
+        yield together
+
+
+def choose(
+    lengths: npt.NDArray[np.int64], share: float, seed: int, seq_len: int
+) -> npt.NDArray[np.bool_]:
+    """Which documents are held out: none where that would not come near the share."""
+    chosen = np.zeros(len(lengths), bool)
+    target = max(share * lengths.sum(), seq_len + 1)
+    if share <= 0:
+        return chosen
+    held = 0
+    for index in permuted(np.arange(len(lengths)), len(lengths), (seed, -1)):
+        if held >= target:
+            break
+        if held + lengths[index] <= 1.5 * target:
+            chosen[index] = True
+            held += int(lengths[index])
+    if held < target / 2 or held < seq_len + 1:
+        chosen[:] = False
+    return chosen
+
+
+def split(
+    train: Path,
+    valid: Path,
+    lengths: npt.NDArray[np.int64],
+    chosen: npt.NDArray[np.bool_],
+    *,
+    dtype: Dtype,
+    share: float,
+    seq_len: int,
+) -> dict[str, int]:
+    """Move the chosen documents, or the end of the text, from one file to the other; counts."""
+    total = int(lengths.sum())
+    tokens = np.memmap(train, dtype=dtype, mode="r+")
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    with valid.open("wb") as file:
+        if chosen.any():
+            for index in np.flatnonzero(chosen):
+                file.write(tokens[starts[index] : starts[index + 1]].tobytes())
+            kept = 0
+            for index in np.flatnonzero(~chosen):
+                length = int(lengths[index])
+                if kept != starts[index]:
+                    tokens[kept : kept + length] = tokens[starts[index] : starts[index] + length]
+                kept += length
+            train_documents, valid_documents = int((~chosen).sum()), int(chosen.sum())
+        else:
+            tail = max(round(share * total), seq_len + 1) if share > 0 else 0
+            if 2 * tail > total:
+                tail = 0
+            kept = total - tail
+            file.write(tokens[kept:].tobytes())
+            train_documents = int((starts[:-1] < kept).sum())
+            valid_documents = int((starts[1:] > kept).sum())
+    tokens.flush()
+    del tokens
+    os.truncate(train, kept * dtype.itemsize)
+    return {
+        "train_tokens": kept,
+        "valid_tokens": total - kept,
+        "train_documents": train_documents,
+        "valid_documents": valid_documents,
+    }

@@ -1,0 +1,56 @@
+"""Tokenizer files: what a model directory says of its tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+FILE = "tokenizer.json"
+SOURCES = (FILE, "tokenizer.model", "vocab.json", "spiece.model")
+_USUAL_EOS = (
+    "<|endoftext|>",
+    "</s>",
+    "<eos>",
+    "<|end_of_text|>",
+    "<|im_end|>",
+    "<|eot_id|>",
+    "[EOS]",
+)
+
+
+def has_tokenizer(directory: Path | str) -> bool:
+    """Whether a directory holds a tokenizer's files."""
+    return any((Path(directory) / name).is_file() for name in SOURCES)
+
+
+def eos_of(directory: Path, settings: dict[str, Any], backend: Any) -> str | None:
+    """The end token's text, from the tokenizer's settings, the model's, or what is usual."""
+    special = read_json(directory / "special_tokens_map.json")
+    for found in (settings.get("eos_token"), special.get("eos_token")):
+        text = found.get("content") if isinstance(found, dict) else found
+        if isinstance(text, str) and backend.token_to_id(text) is not None:
+            return text
+    for name in ("generation_config.json", "config.json"):
+        found = read_json(directory / name).get("eos_token_id")
+        number = found[0] if isinstance(found, list) and found else found
+        if isinstance(number, int) and backend.id_to_token(number) is not None:
+            return str(backend.id_to_token(number))
+    return next((t for t in _USUAL_EOS if backend.token_to_id(t) is not None), None)
+
+
+def converted(directory: Path, trust_remote_code: bool) -> Any:
+    """The tokenizer of a directory that has only older files, converted by transformers."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(
+        directory, trust_remote_code=trust_remote_code, local_files_only=True
+    ).backend_tokenizer
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return data if isinstance(data, dict) else {}

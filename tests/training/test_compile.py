@@ -1,0 +1,36 @@
+"""Compiled blocks compute what plain ones do, with collectives between their graphs."""
+
+from __future__ import annotations
+
+import pytest
+
+from hocket.catalogue import models as catalogue
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(110)]
+
+
+def test_compiled_blocks_on_two_tensor_ranks(ranks) -> None:
+    config = {
+        **catalogue.config("tiny-llama"),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "vocab_size": 64,
+    }
+    found = ranks.run("tests.training.cases:compiled", 2, timeout=90.0, config=config, dropout=0.0)
+    assert found[0] == found[1]
+    plain, compiled = found[0]
+    assert compiled == pytest.approx(plain, abs=1e-5)
+
+
+def test_compiled_blocks_with_dropout_seed_as_plain_ones_do(ranks) -> None:
+    config = {
+        **catalogue.config("tiny-gpt2"),
+        "n_embd": 32,
+        "n_layer": 1,
+        "n_head": 4,
+        "vocab_size": 64,
+    }
+    found = ranks.run("tests.training.cases:compiled", 1, timeout=90.0, config=config, dropout=0.3)
+    plain, compiled = found[0]
+    assert compiled == pytest.approx(plain, abs=1e-5)
