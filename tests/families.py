@@ -60,6 +60,8 @@ def whole_model(family: str) -> Any:
         model.initialize_weights()
         model.tie_weights()
         with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(torch.randn_like(parameter), alpha=0.08)
+            # Layers that outweigh the embedding: a tied head would only repeat the last token.
+            for name, parameter in model.named_parameters():
+                spread = 0.6 if ".layers." in name or ".h." in name else 0.05
+                parameter.add_(torch.randn_like(parameter), alpha=spread)
     return model.eval()

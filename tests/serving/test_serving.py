@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 
 import pytest
-from tests.families import FAMILIES, PROMPTS, whole_model
 
 from hocket.serving.request import Sampling, check_prompts, refuse_replicas
 from hocket.serving.text import TextPieces
 from hocket.spec.errors import LayoutError, OptionError
 from hocket.spec.layout import Layout
+from tests.families import FAMILIES, PROMPTS, whole_model
 
 # --- nothing needed ----------------------------------------------------------------------------
 
