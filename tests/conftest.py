@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 
 import pytest
@@ -25,9 +26,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         torch = pytest.importorskip("torch")
         if not torch.cuda.is_available():
             pytest.skip("needs a CUDA device")
-    elif item.get_closest_marker("torch") or item.get_closest_marker("ranks"):
+    elif item.get_closest_marker("torch"):
         # In-process torch beside waiting ranks: one thread, or the two cores are fought over.
         pytest.importorskip("torch").set_num_threads(1)
+    elif item.get_closest_marker("ranks") and importlib.util.find_spec("torch") is None:
+        pytest.skip("needs torch in its ranks")
 
 
 @pytest.fixture(scope="session")

@@ -28,6 +28,14 @@ def place(context: RankContext) -> list[Any]:
     return [context.local_rank, context.one_machine, context.device_kind, context.attempt, warm]
 
 
+def tell_place(context: RankContext, payload: dict[str, Any]) -> None:
+    context.emit({"event": "place", "told": place(context)})
+
+
+def only_fail(context: RankContext, payload: dict[str, Any]) -> None:
+    end_as("raise")
+
+
 def listeners(context: RankContext) -> list[str]:
     """Addresses on which this rank listens, in the kernel's hexadecimal."""
     context.store().set(f"here {context.rank}", "yes")

@@ -53,6 +53,18 @@ def test_ranks_begin_warm_and_listen_on_loopback_only(ranks: RankPool) -> None:
 
 
 @ranks_needed
+def test_spawned_ranks_begin_as_forked_ones_do() -> None:
+    """CUDA ranks are fresh interpreters; what they are told does not need a device."""
+    events: list[dict[str, Any]] = []
+    with Launcher(device="cuda") as launcher:
+        launcher.run(CASES + "tell_place", 2, {}, events.append, attempt=3)
+        with pytest.raises(RankFailure, match="rank 0 of 1 failed: ValueError: boom"):
+            launcher.run(CASES + "only_fail", 1)
+    told = {event["rank"]: event["told"] for event in events}
+    assert told == {r: [r, True, "cuda", 3, []] for r in range(2)}
+
+
+@ranks_needed
 def test_the_server_keeps_no_thread_but_its_own(ranks: RankPool) -> None:
     ranks.run(CASES + "place", 1, backend=None)
     assert len(os.listdir(f"/proc/{ranks.launcher._server.pid}/task")) == 1

@@ -36,13 +36,17 @@ from hocket.launch.rank import die_with, run_rank
 SLOW = ("torch", "torch.distributed", "torch._dynamo", "transformers")
 # What they leave to their first use; a name that a version lacks is passed over.
 LATE = (
+    "numpy.ma",
+    "safetensors.torch",
     "torch.distributed.distributed_c10d",
     "torch.optim.adamw",
     "torch.utils.checkpoint",
-    "transformers.modeling_utils",
+    "transformers.generation.utils",
     "transformers.masking_utils",
+    "transformers.modeling_layers",
+    "transformers.modeling_utils",
     "transformers.models.auto.modeling_auto",
-    "safetensors.torch",
+    "transformers.processing_utils",
 )
 
 
