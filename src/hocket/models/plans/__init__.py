@@ -23,7 +23,7 @@ def plan_for(model: nn.Module) -> ParallelPlan:
     reasons: dict[str, str] = {}
     stages = None
     try:
-        stages = stage_plan(twin_of(config), int(config.num_hidden_layers))
+        stages = stage_plan(twin_of(config), model)
         decoder = stages.decoder
     except ModelError as error:
         reasons["stages"] = error.message
@@ -41,7 +41,7 @@ def plan_for(model: nn.Module) -> ParallelPlan:
     return ParallelPlan(
         tensor=tensor,
         stages=stages,
-        hidden_size=int(config.hidden_size),
+        hidden_size=int(config.get_text_config().hidden_size),
         ties=dict(ties),
         reasons=reasons,
     )
