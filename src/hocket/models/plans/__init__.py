@@ -33,7 +33,7 @@ def plan_for(model: nn.Module) -> ParallelPlan:
         decoder = str(getattr(model, "base_model_prefix", ""))
     try:
         tensor, note = tensor_plan(model, decoder)
-    except (AttributeError, TypeError, ValueError) as error:
+    except Exception as error:  # heads that vary by layer raise kinds of their own
         tensor, note = None, f"its configuration keeps head counts in another way ({error})"
     if note:
         reasons["tensor"] = note
