@@ -37,7 +37,7 @@ class Demo:
     parallel: Annotated[LayoutFlags, tyro.conf.arg(name="layout")] = dataclasses.field(
         default_factory=LayoutFlags
     )
-    steps: int = 100
+    steps: int = 120
     seq_len: int = 128
     global_batch: int = 16
     vocab_size: int = 2048

@@ -44,6 +44,8 @@ class Summary:
         tokens_per_second: median over the steps.
         step_seconds: median over the steps.
         memory_bytes: peak tensor bytes counted on each rank.
+        memory: the same by what they are for, a dictionary a rank: `parameters`, `gradients`,
+            `optimizer`, `activations`, `total`.
     """
 
     run: Path
@@ -54,6 +56,7 @@ class Summary:
     tokens_per_second: float | None = None
     step_seconds: float | None = None
     memory_bytes: tuple[int, ...] = ()
+    memory: tuple[dict[str, int], ...] = ()
 
 
 def train(request: Request, *, on_event: Listener | None = None) -> Summary:
@@ -199,15 +202,15 @@ class Record:
         self.listener = listener
         self.steps: list[Event] = []
         self.held_out: list[Event] = []
-        self.done: Event = {}
+        self.memory: tuple[dict[str, int], ...] = ()
 
     def __call__(self, event: Event) -> None:
         if event["event"] == "step":
             self.steps.append(event)
         elif event["event"] == "eval":
             self.held_out.append(event)
-        elif event["event"] == "done":
-            self.done = event
+        elif event["event"] == "memory":
+            self.memory = tuple(event["ranks"])
         if self.listener is not None:
             self.listener(event)
 
@@ -223,7 +226,7 @@ class Record:
     def summary(self, folder: RunFolder) -> Summary:
         import statistics
 
-        found = Summary(run=folder.path)
+        found = Summary(run=folder.path, memory=self.memory)
         if self.held_out:
             found.held_out_loss = float(self.held_out[-1]["loss"])
         if not self.steps:
