@@ -84,6 +84,9 @@ class Parallel:
         """Set every stage to training (or evaluation) mode."""
         for stage in self.stages:
             stage.module.train(mode)
+        if self.replicas is not None:
+            for replica in self.replicas.replicas:
+                replica.train(mode)
 
     def finish(self) -> None:
         """Build what needs real tensors. Once, after the stages were given their values."""

@@ -27,12 +27,10 @@ from hocket.runtime.mesh import Axis, Mesh
 from hocket.runtime.parallelize import Parallel, parallelize
 from hocket.runtime.record import Recorder
 from hocket.spec.errors import OptionError, unknown
-from hocket.spec.layout import Layout
 from hocket.spec.plan import ParallelPlan
 from hocket.spec.run import RunSpec
 from hocket.spec.schedule import Schedule
 from hocket.training.optimizer import Optimizer
-from hocket.training.threads import ThreadedParallel
 
 if TYPE_CHECKING:
     from hocket.launch import RankContext
@@ -55,7 +53,7 @@ class Job:
     source: ModelSource
     skeleton: nn.Module
     plan: ParallelPlan
-    parallel: Parallel | ThreadedParallel
+    parallel: Parallel
     optimizer: Optimizer
 
 
@@ -83,7 +81,7 @@ def join_world(spec: RunSpec, context: RankContext) -> Mesh:
 
 def build_model(
     spec: RunSpec, mesh: Mesh, schedule: Schedule | None
-) -> tuple[ModelSource, nn.Module, ParallelPlan, Parallel | ThreadedParallel]:
+) -> tuple[ModelSource, nn.Module, ParallelPlan, Parallel]:
     """This rank's part of the model that a RunSpec names, with its values, ready to step.
 
     Raises:
@@ -101,11 +99,9 @@ def build_model(
         code=source.code,
     )
     plan = plan_for(skeleton)
-    threads = spec.layout.data_parallel == "threads"
-    layout = Layout(microbatches=spec.layout.microbatches) if threads else spec.layout
     parallel = parallelize(
         skeleton,
-        layout,
+        spec.layout,
         plan,
         mesh=mesh,
         schedule=schedule,
@@ -122,13 +118,14 @@ def build_model(
             dtype=dtype,
             seed=options.seed,
         )
+    for parameter in parallel.parameters():
+        # A sum of many small terms: microbatches and data ranks are added up in fp32.
+        parameter.grad_dtype = torch.float32
     parallel.finish()
     if options.compile:
         for stage in parallel.stages:
             compile_blocks(stage.module, plan)
     parallel.train()
-    if threads:
-        return source, skeleton, plan, ThreadedParallel(parallel, spec.layout.dp)
     return source, skeleton, plan, parallel
 
 
