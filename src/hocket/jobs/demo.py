@@ -39,9 +39,9 @@ DEFAULTS: dict[str, Any] = {
     "microbatches": 4,
     "seq_len": 128,
     "global_batch": 16,
-    "steps": 120,
+    "steps": 300,
     "lr": 3e-3,
-    "eval_every": 30,
+    "eval_every": 50,
     "tokenizer": "train",
     "vocab_size": 2048,
 }
@@ -217,10 +217,10 @@ def comparison(summary: Summary, alone: Summary, layout: str) -> list[str]:
             ["", "ranks", "weights, gradients, AdamW", "activations", "a step", "tokens/s"], rows
         ),
         "",
-        f"What this machine can show: that {len(summary.memory)} ranks compute together what one",
-        f"process does, that each needs at most {share:.0%} of its memory, and exactly what they",
-        f"say to each other. What it cannot show: speed. The ranks share {cores} cores, and a step",
-        f"is {slower} than in one process; splitting pays where each rank has a device of its own.",
+        f"What this machine can show: {len(summary.memory)} ranks compute together what one",
+        f"process does, each with at most {share:.0%} of its memory, and every message is counted.",
+        f"What it cannot show: speed. The ranks share {cores} cores, and a step is {slower}",
+        "than in one process; splitting pays where each rank has a device of its own.",
     ]
 
 
