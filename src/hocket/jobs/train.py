@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +79,7 @@ def train(request: Request, *, on_event: Listener | None = None) -> Summary:
         return _join(request, context, record)
     if request.options.resume:
         folder, spec = prepare.resume(request)
-        with Launcher(spec.options.device, spec.options.threads) as launcher:
+        with Launcher(spec.options.device, spec.options.threads, preload=PRELOAD) as launcher:
             record.phase("starting ranks")
             return launch(launcher, folder, spec, record)
     job = prepare.plan(request)
@@ -90,7 +90,7 @@ def train(request: Request, *, on_event: Listener | None = None) -> Summary:
             return launch(launcher, folder, spec, record)
 
 
-PRELOAD = ("hocket.training.rank",)
+PRELOAD = ("hocket.training.rank", "hocket.runtime.shm")
 
 
 def prepared(
@@ -106,8 +106,17 @@ def prepared(
     return prepare.write(job, folder, config, command)
 
 
+def modeling_modules(config: Mapping[str, Any]) -> list[str]:
+    """Where transformers keeps a model's family: imported once by the server, not by each rank."""
+    from hocket.models.registry import modeling_module
+
+    found = modeling_module(str(config.get("model_type")))
+    return [] if found is None else [found]
+
+
 def launch(launcher: Launcher, folder: RunFolder, spec: RunSpec, record: Record) -> Summary:
     """Run the ranks of a prepared run folder."""
+    launcher.preload(modeling_modules(spec.config))
     verify(launcher, spec, record)
     record.phase("starting ranks")
     launcher.run(

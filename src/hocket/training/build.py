@@ -23,6 +23,7 @@ from hocket.models.skeleton import build as build_skeleton
 from hocket.models.source import ModelSource, of_run
 from hocket.models.weights import materialize
 from hocket.runtime.device import pick_backend, pick_device
+from hocket.runtime.heap import keep_freed_memory
 from hocket.runtime.mesh import Axis, Mesh
 from hocket.runtime.parallelize import Parallel, parallelize
 from hocket.runtime.record import Recorder
@@ -71,12 +72,23 @@ def join_world(spec: RunSpec, context: RankContext) -> Mesh:
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high" if spec.workload.dtype == "bf16" else "highest")
     if context.world_size > 1:
-        backend = pick_backend(options.backend, device, context.world_size, context.one_machine)
+        backend = _agreed_backend(options.backend, device, context)
         if backend == "shm":
             import hocket.runtime.shm  # noqa: F401  registers the backend
         # The parent sees silence sooner and says more of it; this is for worlds without one.
         context.init_process_group(backend, device, timeout=max(options.timeout, 600.0))
+    if device.type == "cpu":
+        keep_freed_memory()
     return Mesh(spec.layout, context.rank, device, Recorder(context.rank, device))
+
+
+def _agreed_backend(wanted: str, device: torch.device, context: RankContext) -> str:
+    """Rank 0's choice: what `auto` finds (free memory, say) may differ from rank to rank."""
+    mine = pick_backend(wanted, device, context.world_size, context.one_machine)
+    store = context.store()
+    if context.rank == 0:
+        store.set("backend", mine)
+    return str(store.get("backend").decode())
 
 
 def build_model(
