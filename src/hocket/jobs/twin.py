@@ -276,7 +276,7 @@ def try_tensors(config: Any, attention: str, *, index: int, degree: int) -> tupl
 
 
 def _said(text: str, axis: Axis, recorder: Recorder) -> list[str]:
-    """What each rank of the axis says, in their order; it travels as bytes, filled up to equal."""
+    """What each rank of the axis says, in their order; it travels as bytes, filled up with zeros."""
     import torch
 
     from hocket.runtime.collectives import all_gather, all_reduce
@@ -284,8 +284,8 @@ def _said(text: str, axis: Axis, recorder: Recorder) -> list[str]:
     said = text.encode()
     longest = torch.tensor([len(said)])
     all_reduce(longest, axis, recorder, op="max")
-    row = torch.tensor([*said.ljust(int(longest), b"\0")], dtype=torch.uint8)
-    rows = all_gather(row, axis, recorder).view(axis.size, -1).tolist() if len(row) else []
+    row = torch.tensor([*said.ljust(int(longest) + 1, b"\0")], dtype=torch.uint8)
+    rows = all_gather(row, axis, recorder).view(axis.size, -1).tolist()
     return [bytes(row).rstrip(b"\0").decode() for row in rows]
 
 
