@@ -276,7 +276,7 @@ def try_tensors(config: Any, attention: str, *, index: int, degree: int) -> tupl
 
 
 def _said(text: str, axis: Axis, recorder: Recorder) -> list[str]:
-    """What each rank of the axis says, in their order; it travels as bytes, filled up with zeros."""
+    """What each rank of the axis says, in their order; it travels as bytes filled up with zeros."""
     import torch
 
     from hocket.runtime.collectives import all_gather, all_reduce
