@@ -12,6 +12,8 @@ import hocket.launch
 from hocket.cli.main import main
 from tests.cli.test_bad_input import TINY
 
+pytestmark = pytest.mark.train
+
 
 class NoRanks:
     """Stands for the launcher: its server may warm up, its ranks may not start."""

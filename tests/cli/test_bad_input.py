@@ -12,6 +12,8 @@ import pytest
 from hocket.cli.main import main
 from hocket.spec.run import RunFolder
 
+pytestmark = pytest.mark.train
+
 TINY = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
     "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6,

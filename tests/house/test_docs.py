@@ -121,7 +121,7 @@ def test_python_blocks_run(
     exec(compile(code, str(page), "exec"), {"__name__": "__main__"})
 
 
-@pytest.mark.parametrize("target", ["setup", "demo", "test", "check", "bench", "help"])
+@pytest.mark.parametrize("target", ["setup", "demo", "test", "test-base", "check", "bench", "help"])
 def test_make_knows_its_targets(target: str) -> None:
     done = subprocess.run(
         ["make", "-n", target], cwd=ROOT, capture_output=True, text=True, timeout=20, check=False

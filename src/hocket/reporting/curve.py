@@ -46,5 +46,5 @@ def curve_text(values: Sequence[float], width: int = 80, height: int = 5) -> str
         label = {height - 1: f"{high:.3g}", 0: f"{low:.3g}"}.get(row, "")
         cells = "".join(_FILL[min(8, max(0, e - 8 * row))] for e in eighths)
         lines.append(f"{label:>{margin - 2}} |{cells}".rstrip())
-    last = str(len(values)).rjust(columns - 1) if columns > 1 else ""
-    return "\n".join([*lines, " " * margin + "1" + last])
+    end = str(len(values)).rjust(columns - 1) if columns > 1 else ""
+    return "\n".join([*lines, " " * margin + "1" + end])
