@@ -74,7 +74,7 @@ def test_a_missing_package_makes_a_contender_absent() -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(200)
 def test_groups_take_turns_and_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.peers.RESULTS", tmp_path)
     one = contender("one", "benchmarks.contenders.one_process:build", world_size=1)
@@ -100,7 +100,7 @@ def test_groups_take_turns_and_agree(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.ranks
-@pytest.mark.timeout(100)
+@pytest.mark.timeout(120)
 def test_a_group_that_dies_says_why_and_leaves_nobody(tmp_path: Path) -> None:
     dying = dataclasses.replace(contender("dying", "benchmarks.no_such_module:build"), world_size=2)
     with Group(dying, TINY, sys.executable, tmp_path / "log", timeout=80) as group:

@@ -12,7 +12,7 @@ from hocket.cli.main import main
 from hocket.spec.run import RunFolder
 from tests.jobs.warm import warm  # noqa: F401  a fixture
 
-pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("warm"), pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("warm"), pytest.mark.timeout(200)]
 
 SMALL = ["--seq-len", "32", "--global-batch", "8", "--eval-batches", "1"]
 LINE = "One melody is dealt note by note to several voices, one sounding while another rests.\n"

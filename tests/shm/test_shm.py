@@ -10,7 +10,7 @@ import pytest
 from hocket.spec.errors import RankFailure
 from tests.ranks import RankPool
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(200)]
 CASES = "tests.shm.cases:"
 
 
