@@ -101,6 +101,7 @@ def test_resume_gives_the_same_losses(
         (["--layout", "tp2"], "was started with dp2.tp2"),
         (["--seq-len", "64"], "seq_len is 64"),
         (["--lr", "0.1"], "lr is 0.1"),
+        (["--steps", "5"], "steps is 5"),
     ],
 )
 def test_resume_refuses_what_would_change_the_result(
