@@ -264,6 +264,10 @@ def test_a_folder_that_holds_a_run(refused: Run, text: str, tmp_path: Path) -> N
     run.mkdir()
     RunFolder(run).spec_file.write_text("{}")
     said = refused("train", "tiny-llama", "--data", text, "--run", str(run))
+    assert "ended before its first step" in said
+    assert f"rm -r {run}" in said
+    RunFolder(run).metrics_file.write_text("{}")
+    said = refused("train", "tiny-llama", "--data", text, "--run", str(run))
     assert f"{run} already holds a run" in said
     assert "--resume to continue it" in said
     assert f"--run {run}-2" in said

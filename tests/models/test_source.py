@@ -146,3 +146,13 @@ def test_a_size_that_cannot_be():
 
     with pytest.raises(ModelError, match="num_attention_heads is 0"):
         dimensions({**LLAMA, "num_attention_heads": 0})
+
+
+def test_an_encoder_is_no_causal_model_unless_it_says_so(tmp_path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text('{"model_type": "bert"}')
+    with pytest.raises(ModelError, match="is an encoder") as caught:
+        resolve(tmp_path)
+    assert '"is_decoder": true' in (caught.value.hint or "")
+    file.write_text('{"model_type": "bert", "is_decoder": true}')
+    assert resolve(tmp_path).config["is_decoder"]

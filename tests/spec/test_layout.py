@@ -82,6 +82,7 @@ def test_threads_run_in_one_process() -> None:
         ("", "is empty", "dp2.pp2.tp2"),
         ("dp2.dp2", "names the axis dp twice", None),
         ("dp0", "at least 1", None),
+        ("tp2..pp2", "'' in layout", "dp2.pp2.tp2"),
         ("2dp", "not an axis and a degree", "dp2.pp2.tp2"),
         ("pp2:schedul=gpipe", "unknown layout field 'schedul'", "schedule"),
         ("pp2:microbatches=many", "not a whole number", None),

@@ -62,10 +62,15 @@ def plan(request: Request, *, world_size: int | None = None) -> Plan:
         HocketError: the model is unknown, the layout or the schedule does not fit, the data is
             not there.
     """
+    from hocket.launch.launcher import cuda_shows
     from hocket.models.source import resolve
     from hocket.schedules.registry import build
     from hocket.training import data_sources, tokenizer
 
+    if request.options.device == "cuda" and not cuda_shows():
+        raise OptionError(
+            "--device cuda: torch sees no CUDA device on this machine", hint="--device cpu"
+        )
     source = resolve(request.model, trust_remote_code=request.options.trust_remote_code)
     layout = validate(source.dimensions, request.layout, request.workload, world_size=world_size)
     assert layout.microbatches is not None
@@ -99,6 +104,12 @@ def run_folder(request: Request) -> RunFolder:
         return RunFolder(next(path for path in free if not path.exists()))
     folder = RunFolder(request.run)
     if folder.spec_file.exists():
+        if not folder.metrics_file.exists() and not folder.checkpoints.exists():
+            raise RunFolderError(
+                f"{folder.path} already holds a run: one that was ended before its first step, "
+                "or that is just starting",
+                hint=f"rm -r {folder.path}, or another name: --run {_free_name(folder.path)}",
+            )
         raise RunFolderError(
             f"{folder.path} already holds a run",
             hint=f"--resume to continue it, or another name: --run {_free_name(folder.path)}",

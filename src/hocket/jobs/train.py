@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,10 +85,11 @@ def train(request: Request, *, on_event: Listener | None = None) -> Summary:
             return launch(launcher, folder, spec, record)
     job = prepare.plan(request)
     folder = prepare.run_folder(request)
-    with Launcher(request.options.device, request.options.threads, preload=PRELOAD) as launcher:
-        spec = prepared(job, folder, record)
-        with unstarted_is_no_run(folder):
-            return launch(launcher, folder, spec, record)
+    with (
+        unstarted_is_no_run(folder, fresh=request.run is None),
+        Launcher(request.options.device, request.options.threads, preload=PRELOAD) as launcher,
+    ):
+        return launch(launcher, folder, prepared(job, folder, record), record)
 
 
 PRELOAD = ("hocket.training.rank", "hocket.runtime.shm")
@@ -191,9 +193,14 @@ def _join(request: Request, context: RankContext, record: Record) -> Summary:
 
 
 @contextlib.contextmanager
-def unstarted_is_no_run(folder: RunFolder, mine: bool = True) -> Iterator[None]:
+def unstarted_is_no_run(
+    folder: RunFolder, *, mine: bool = True, fresh: bool = False
+) -> Iterator[None]:
     """Within, a job that ends before its first step leaves no run behind, so that it can be
-    mended and started again under the same name."""
+    mended and started again under the same name.
+
+    `fresh`: hocket named the folder itself, and nobody would look for it.
+    """
     try:
         yield
     except BaseException:
@@ -201,6 +208,8 @@ def unstarted_is_no_run(folder: RunFolder, mine: bool = True) -> Iterator[None]:
         if mine and not (metrics.exists() and metrics.stat().st_size):
             folder.spec_file.unlink(missing_ok=True)
             folder.schedule_file.unlink(missing_ok=True)
+            if fresh:
+                shutil.rmtree(folder.path, ignore_errors=True)
         raise
 
 

@@ -34,10 +34,10 @@ DEVICES = ("auto", "cpu", "cuda")
 
 
 class Terminated(SystemExit):
-    """SIGTERM came while ranks ran; they have been ended, and so ends the parent."""
+    """SIGTERM or SIGHUP came while ranks ran; they have been ended, and so ends the parent."""
 
-    def __init__(self) -> None:
-        super().__init__(128 + signal.SIGTERM)
+    def __init__(self, number: int = signal.SIGTERM) -> None:
+        super().__init__(128 + number)
 
 
 class Launcher:
@@ -252,19 +252,25 @@ class Launcher:
 
 @contextlib.contextmanager
 def raising_on_sigterm() -> Iterator[None]:
-    """Within, SIGTERM raises Terminated instead of ending the process on the spot."""
+    """Within, SIGTERM and a closed terminal raise Terminated instead of ending the process on
+    the spot. A SIGHUP that is ignored (nohup) stays ignored.
+    """
 
     def handler(number: int, frame: object) -> None:
-        raise Terminated
+        raise Terminated(number)
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, handler)
+    numbers = [signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+        numbers.append(signal.SIGHUP)
+    before = [(number, signal.signal(number, handler)) for number in numbers]
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, old in before:
+            signal.signal(number, old)
 
 
 def cuda_shows() -> bool:

@@ -203,12 +203,28 @@ def _check(name: str, config: dict[str, Any], trust_remote_code: bool) -> dict[s
     for other in config.get("architectures") or ():
         if str(other).endswith(_OTHER_TASKS):
             raise ModelError(f"{name} was saved as {other}, not as a causal language model")
+    if _is_encoder(model_type, config):
+        raise ModelError(
+            f"{name} is an encoder: every token of a {model_type} sees those after it, "
+            "so there is nothing to predict",
+            hint='"is_decoder": true in its config.json makes it a causal language model',
+        )
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method", "some way")
         raise ModelError(
             f"the weights of {name} are quantized ({method}); training needs whole ones"
         )
     return _without_foreign(config)
+
+
+def _is_encoder(model_type: str, config: dict[str, Any]) -> bool:
+    """Whether the type attends both ways unless its configuration says `is_decoder`.
+
+    GPT-NeoX has the field and never reads it.
+    """
+    if config.get("is_decoder") or model_type.startswith("gpt_neox"):
+        return False
+    return registry.defaults(model_type).values.get("is_decoder") is False
 
 
 def _without_foreign(config: dict[str, Any]) -> dict[str, Any]:

@@ -99,7 +99,7 @@ class Layout:
                 raise LayoutError(f"the cut {self.cut} holds a negative number of layers")
         elif self.cut not in CUTS:
             message, hint = unknown("cut", self.cut, CUTS)
-            raise LayoutError(message, hint=hint + " Or layers per stage, as in cut=3-5.")
+            raise LayoutError(message, hint=f"{hint}; or layers per stage: cut=3-5")
         if (self.dp * self.cp) % self.ep:
             raise LayoutError(f"ep {self.ep} must divide dp x cp = {self.dp * self.cp}")
         if self.data_parallel == "threads" and self.pp * self.cp * self.tp > 1:
@@ -197,8 +197,8 @@ class Layout:
             raise LayoutError("the layout is empty", hint="dp2.pp2.tp2, or dp1 for one process")
         axes, _, options = text.strip().partition(":")
         given: dict[str, Any] = {}
-        for term in filter(None, re.split(r"[.\s]+", axes)):
-            match = _TERM.fullmatch(term)
+        for term in axes.strip().split(".") if axes.strip() else ():
+            match = _TERM.fullmatch(term.strip())
             if match is None:
                 raise LayoutError(
                     f"{term!r} in layout {text!r} is not an axis and a degree",

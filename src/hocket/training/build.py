@@ -71,7 +71,9 @@ def join_world(spec: RunSpec, context: RankContext) -> Mesh:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high" if spec.workload.dtype == "bf16" else "highest")
-    if context.world_size > 1:
+    if context.world_size == 1:
+        pick_backend(options.backend, device, 1, context.one_machine)  # refuses what cannot be
+    else:
         backend = _agreed_backend(options.backend, device, context)
         if backend == "shm":
             import hocket.runtime.shm  # noqa: F401  registers the backend
