@@ -13,6 +13,7 @@ import pytest
 
 from hocket.launch import joined
 from hocket.launch.joined import first_host
+from hocket.spec.errors import LayoutError
 from tests.ranks import ROOT
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
@@ -45,6 +46,15 @@ def test_half_a_set_of_variables_is_no_world(missing: str) -> None:
     assert joined({k: v for k, v in TORCHRUN.items() if k != missing}) is None
     assert joined({**TORCHRUN, missing: ""}) is None
     assert joined({}) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("RANK", "a"), ("RANK", "4"), ("RANK", "-1"), ("WORLD_SIZE", "0"), ("MASTER_PORT", "none")],
+)
+def test_variables_that_make_no_world_are_refused(name: str, value: str) -> None:
+    with pytest.raises(LayoutError, match=value):
+        joined({**TORCHRUN, name: value})
 
 
 def test_srun() -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hocket.launch.context import RankContext
 from hocket.launch.rank import load
+from hocket.spec.errors import LayoutError
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -38,10 +39,22 @@ def joined(environment: Mapping[str, str] | None = None) -> RankContext | None:
     Counted as such: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT all set (torchrun and its
     like), or a task of an `srun` step of several tasks. Half a set is not enough: a shell may
     carry leftovers.
+
+    Raises:
+        LayoutError: a variable that holds no number, or a rank outside of its world.
     """
-    world = _read(os.environ if environment is None else environment)
+    try:
+        world = _read(os.environ if environment is None else environment)
+    except ValueError as error:
+        raise LayoutError(f"the launcher's variables cannot be read: {error}") from None
     if world is None:
         return None
+    if not 0 <= world.rank < world.world_size:
+        # Such a rank would wait for a world that never comes together.
+        raise LayoutError(
+            f"the launcher set RANK={world.rank} and WORLD_SIZE={world.world_size}; "
+            "ranks count from 0 to one below the world size"
+        )
     return RankContext(
         rank=world.rank,
         world_size=world.world_size,
