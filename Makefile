@@ -56,4 +56,4 @@ check: $(STAMP) ## lint, format and types
 	$(BIN)/python -m mypy
 
 bench: $(STAMP) ## measure hocket beside its peers; writes JSON and prints a table
-	$(BIN)/python -m benchmarks $(BENCH)
+	$(BIN)/python -m benchmarks.peers $(BENCH)
