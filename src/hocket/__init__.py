@@ -9,7 +9,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from hocket.jobs.api import check, export, generate, train
-    from hocket.runtime.parallelize import parallelize
+    from hocket.jobs.parallelize import parallelize
     from hocket.spec.errors import HocketError
     from hocket.spec.layout import Layout
     from hocket.spec.plan import ParallelPlan
@@ -26,7 +26,7 @@ _HOME = {
     "check": "hocket.jobs.api",
     "export": "hocket.jobs.api",
     "generate": "hocket.jobs.api",
-    "parallelize": "hocket.runtime.parallelize",
+    "parallelize": "hocket.jobs.parallelize",
     "train": "hocket.jobs.api",
 }
 

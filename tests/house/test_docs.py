@@ -21,20 +21,42 @@ FEW = {"--steps": "2", "--max-new-tokens": "4"}
 """What the test makes smaller; everything else runs as it is written."""
 
 
+def split(page: Path) -> tuple[dict[str, list[str]], str]:
+    """Fenced blocks by language, and the page without them."""
+    fenced: dict[str, list[str]] = {}
+    rest: list[str] = []
+    inside: list[str] | None = None
+    for line in page.read_text().splitlines():
+        if line.startswith("```"):
+            if inside is None:
+                inside = []
+                language = line[3:].strip()
+            else:
+                fenced.setdefault(language, []).append("\n".join(inside) + "\n")
+                inside = None
+        else:
+            (rest if inside is None else inside).append(line)
+    assert inside is None, f"{page}: a block is not closed"
+    return fenced, "\n".join(rest)
+
+
 def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    return split(page)[0].get(language, [])
 
 
 def commands(page: Path) -> list[list[str]]:
-    """The `hocket ...` lines of a page's code, without the placeholders' lines."""
+    """The `hocket ...` lines of a page's code, in their order; a line with `...` is no command."""
     if page == GENERATED:
         return []
-    code = "\n".join(blocks(page, ""))
-    code += "\n".join(
-        re.findall(r"^    (\S.*)$", re.sub(r"(?s)```.*?```", "", page.read_text()), re.M)
-    )
-    lines = [line.strip().removeprefix(".venv/bin/") for line in code.splitlines()]
-    found = [shlex.split(line)[1:] for line in lines if re.match(r"hocket [a-z]", line)]
+    lines = page.read_text().splitlines()
+    found = []
+    fenced = False
+    for line in lines:
+        if line.startswith("```"):
+            fenced = not fenced
+        text = line.strip().removeprefix(".venv/bin/")
+        if (fenced or line.startswith("    ")) and re.match(r"hocket [a-z]", text):
+            found.append(shlex.split(text)[1:])
     return [words for words in found if "..." not in words]
 
 

@@ -246,8 +246,9 @@ def asynchronous(context: RankContext, seed: int) -> float:
             tensor = torch.full((size,), -1.0)
             sent = torch.full((size,), value)
             work = dist.irecv(tensor, (context.rank - 1) % n, group=group, tag=step)
-            dist.isend(sent, (context.rank + 1) % n, group=group, tag=step)
             open_works.append((work, tensor, value))
+            work = dist.isend(sent, (context.rank + 1) % n, group=group, tag=step)
+            open_works.append((work, sent, value))
             if own.random() < 0.5:  # a rank that is late, with work open
                 time.sleep(0.002)
         while len(open_works) > 5:
@@ -331,10 +332,7 @@ def late(context: RankContext, seconds: float) -> list[Any]:
 
 
 def bereaved(context: RankContext, how: str) -> str:
-    """The last rank dies in the middle; what each other one is told.
-
-    A child of the rank does the dying, so that the run itself goes on.
-    """
+    """The last rank dies in the middle; each other one emits what it is told."""
     dist.barrier()
     group = dist.group.WORLD
     victim = context.world_size - 1

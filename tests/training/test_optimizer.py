@@ -101,7 +101,7 @@ def test_state_continues_bit_for_bit(dtype) -> None:
     for n in params:
         assert torch.equal(params[n], others[n]), n
     numbers = sum(p.numel() for p in params.values())
-    each = 8 if dtype == torch.float32 else 16
+    each = 8 if dtype == torch.float32 else 12  # moments, and a master
     assert sum(t.nbytes for t in other.tensors()) == each * numbers + 4 * len(params)
 
 

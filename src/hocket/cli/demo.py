@@ -37,7 +37,7 @@ class Demo:
     parallel: Annotated[LayoutFlags, tyro.conf.arg(name="layout")] = dataclasses.field(
         default_factory=LayoutFlags
     )
-    steps: int = 100
+    steps: int = 300
     seq_len: int = 128
     global_batch: int = 16
     vocab_size: int = 2048
@@ -75,6 +75,6 @@ def main(arguments: Sequence[str]) -> int:
             print(f"\n{text}", flush=True)
 
         outcome = demo(wanted, on_event=on_event, show=show, width=width, color=color)
-    print("\n".join(next_steps(outcome.summary)))
+    print("\n" + "\n".join(next_steps(outcome.summary)))
     print(f"\n{time.monotonic() - began:.0f} s in all")
     return 0 if outcome.equal else 1

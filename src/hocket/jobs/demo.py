@@ -39,9 +39,9 @@ DEFAULTS: dict[str, Any] = {
     "microbatches": 4,
     "seq_len": 128,
     "global_batch": 16,
-    "steps": 100,
+    "steps": 300,
     "lr": 3e-3,
-    "eval_every": 25,
+    "eval_every": 50,
     "tokenizer": "train",
     "vocab_size": 2048,
 }
@@ -195,24 +195,32 @@ def comparison(summary: Summary, alone: Summary, layout: str) -> list[str]:
 
     assert summary.step_seconds is not None
     assert alone.step_seconds is not None
-    most, one = max(summary.memory_bytes), alone.memory_bytes[0]
+    most, one = (max(s.memory, key=lambda rank: rank["total"]) for s in (summary, alone))
     rows = [
-        ["one process", "1", format_bytes(one), format_seconds(alone.step_seconds),
-         f"{alone.tokens_per_second:,.0f}"],
-        [layout, str(len(summary.memory_bytes)), format_bytes(most),
-         format_seconds(summary.step_seconds), f"{summary.tokens_per_second:,.0f}"],
-    ]  # fmt: skip
+        [
+            name,
+            str(len(found.memory)),
+            format_bytes(rank["total"] - rank["activations"]),
+            format_bytes(rank["activations"]),
+            format_seconds(found.step_seconds or 0.0),
+            f"{found.tokens_per_second:,.0f}",
+        ]
+        for name, found, rank in (("one process", alone, one), (layout, summary, most))
+    ]
     ratio = summary.step_seconds / alone.step_seconds
     cores = os.cpu_count() or 1
     slower = f"{ratio:.1f} times slower" if ratio > 1 else f"{1 / ratio:.1f} times faster"
+    share = most["total"] / one["total"]
     return [
-        table_text(["", "ranks", "peak memory of a rank", "a step", "tokens/s"], rows),
+        "peak memory of the fullest rank, and speed",
+        table_text(
+            ["", "ranks", "weights, gradients, AdamW", "activations", "a step", "tokens/s"], rows
+        ),
         "",
-        f"What this machine can show: that {len(summary.memory_bytes)} ranks compute together what "
-        "one process does,",
-        f"that each needs {most / one:.0%} of its memory, and exactly what they say to each other.",
-        f"What it cannot show: speed. The ranks share {cores} cores: a step is {slower} than in one",
-        "process. Splitting pays where each rank has a device of its own.",
+        f"What this machine can show: {len(summary.memory)} ranks compute together what one",
+        f"process does, each with at most {share:.0%} of its memory, and every message is counted.",
+        f"What it cannot show: speed. The ranks share {cores} cores, and a step is {slower}",
+        "than in one process; splitting pays where each rank has a device of its own.",
     ]
 
 

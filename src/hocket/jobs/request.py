@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hocket.spec.errors import LayoutError, OptionError, unknown
-from hocket.spec.layout import Layout
+from hocket.spec.layout import DEGREES, Layout
 from hocket.spec.run import TrainOptions, Workload
 
 DTYPES = ("fp32", "bf16")
@@ -114,8 +114,12 @@ def _paths(value: Any) -> tuple[str, ...]:
 
 def layout_of(given: Mapping[str, Any]) -> Layout:
     """The layout of a text under `layout` and fields beside it. Raises LayoutError."""
-    layout = given.get("layout", "")
     fields = {name: given[name] for name in LAYOUT_FIELDS if name in given}
+    layout = given.get("layout")
+    if layout is None:
+        # Without a text, the degrees among the fields are the axes.
+        degrees = [name for name in DEGREES if name in fields]
+        layout = ".".join(f"{name}{fields.pop(name)}" for name in degrees) or "dp1"
     if isinstance(layout, Layout):
         layout = str(layout)
     if not isinstance(layout, str):
@@ -144,7 +148,7 @@ def layout_values(values: Mapping[str, Any]) -> dict[str, Any]:
         default = Layout()
         for name in LAYOUT_FIELDS:
             value = getattr(layout, name)
-            if name in ("dp", "pp", "cp", "tp", "ep") or value != getattr(default, name):
+            if name in DEGREES or value != getattr(default, name):
                 found[name] = value
     return found
 

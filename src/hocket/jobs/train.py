@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +44,8 @@ class Summary:
         tokens_per_second: median over the steps.
         step_seconds: median over the steps.
         memory_bytes: peak tensor bytes counted on each rank.
+        memory: the same by what they are for, a dictionary a rank: `parameters`, `gradients`,
+            `optimizer`, `activations`, `total`.
     """
 
     run: Path
@@ -54,6 +56,7 @@ class Summary:
     tokens_per_second: float | None = None
     step_seconds: float | None = None
     memory_bytes: tuple[int, ...] = ()
+    memory: tuple[dict[str, int], ...] = ()
 
 
 def train(request: Request, *, on_event: Listener | None = None) -> Summary:
@@ -76,7 +79,7 @@ def train(request: Request, *, on_event: Listener | None = None) -> Summary:
         return _join(request, context, record)
     if request.options.resume:
         folder, spec = prepare.resume(request)
-        with Launcher(spec.options.device, spec.options.threads) as launcher:
+        with Launcher(spec.options.device, spec.options.threads, preload=PRELOAD) as launcher:
             record.phase("starting ranks")
             return launch(launcher, folder, spec, record)
     job = prepare.plan(request)
@@ -87,7 +90,7 @@ def train(request: Request, *, on_event: Listener | None = None) -> Summary:
             return launch(launcher, folder, spec, record)
 
 
-PRELOAD = ("hocket.training.rank",)
+PRELOAD = ("hocket.training.rank", "hocket.runtime.shm")
 
 
 def prepared(
@@ -103,8 +106,17 @@ def prepared(
     return prepare.write(job, folder, config, command)
 
 
+def modeling_modules(config: Mapping[str, Any]) -> list[str]:
+    """Where transformers keeps a model's family: imported once by the server, not by each rank."""
+    from hocket.models.registry import modeling_module
+
+    found = modeling_module(str(config.get("model_type")))
+    return [] if found is None else [found]
+
+
 def launch(launcher: Launcher, folder: RunFolder, spec: RunSpec, record: Record) -> Summary:
     """Run the ranks of a prepared run folder."""
+    launcher.preload(modeling_modules(spec.config))
     verify(launcher, spec, record)
     record.phase("starting ranks")
     launcher.run(
@@ -199,15 +211,15 @@ class Record:
         self.listener = listener
         self.steps: list[Event] = []
         self.held_out: list[Event] = []
-        self.done: Event = {}
+        self.memory: tuple[dict[str, int], ...] = ()
 
     def __call__(self, event: Event) -> None:
         if event["event"] == "step":
             self.steps.append(event)
         elif event["event"] == "eval":
             self.held_out.append(event)
-        elif event["event"] == "done":
-            self.done = event
+        elif event["event"] == "memory":
+            self.memory = tuple(event["ranks"])
         if self.listener is not None:
             self.listener(event)
 
@@ -223,7 +235,7 @@ class Record:
     def summary(self, folder: RunFolder) -> Summary:
         import statistics
 
-        found = Summary(run=folder.path)
+        found = Summary(run=folder.path, memory=self.memory)
         if self.held_out:
             found.held_out_loss = float(self.held_out[-1]["loss"])
         if not self.steps:

@@ -181,14 +181,14 @@ def try_stages(config: Any, attention: str) -> str:
             return f"its layers share parameters ({end} is {owner})"
     # One layer a stage is the hardest cut: whatever two layers share lies on two stages.
     bounds = (1,) * plan.stages.num_layers
-    stages = [
-        Stage(
-            cut(copy.deepcopy(model), plan.stages, bounds, index), index, len(bounds),
-            plan=plan.stages, hidden_size=plan.hidden_size,
-        )
-        for index in range(len(bounds))
-    ]  # fmt: skip
     try:
+        stages = [
+            Stage(
+                cut(copy.deepcopy(model), plan.stages, bounds, index), index, len(bounds),
+                plan=plan.stages, hidden_size=plan.hidden_size,
+            )
+            for index in range(len(bounds))
+        ]  # fmt: skip
         ends: list[tuple[Tensor, Tensor]] = []
         hidden = None
         for stage in stages[:-1]:
@@ -201,6 +201,8 @@ def try_stages(config: Any, attention: str) -> str:
             assert received.grad is not None
             torch.autograd.backward(sent, received.grad)
     except Exception as error:  # the forward of a foreign family fails in its own way
+        if isinstance(error, ModelError):
+            return error.message
         return f"a stage of its tiny twin fails with {type(error).__name__}: {error}"
     found: dict[str, Tensor] = {}
     tied = {*plan.ties, *plan.ties.values()}

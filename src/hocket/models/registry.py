@@ -99,3 +99,11 @@ def _read(text: str, name: str) -> Defaults:
             else:
                 values[key] = literal
     return Defaults(values, aliases)
+
+
+def modeling_module(model_type: str) -> str | None:
+    """The transformers module that holds a model type's code; None where there is none."""
+    for name in (model_type, model_type.removesuffix("_text")):
+        if name.isidentifier() and (package() / "models" / name / f"modeling_{name}.py").is_file():
+            return f"transformers.models.{name}.modeling_{name}"
+    return None

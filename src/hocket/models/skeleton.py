@@ -93,9 +93,24 @@ def build(
             raise ModelError(
                 f"transformers cannot build {config.model_type!r} from its configuration: {error}"
             ) from error
+    if str(device) == "meta":
+        _drop_values(model)
     model.tie_weights()  # part of the initialisation that was left out
     assert isinstance(model, nn.Module)
     return model
+
+
+def _drop_values(model: nn.Module) -> None:
+    """Some constructors make a tensor by a function that ignores the default device."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not parameter.is_meta:
+                module._parameters[name] = nn.Parameter(
+                    parameter.to("meta"), requires_grad=parameter.requires_grad
+                )
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                module._buffers[name] = buffer.to("meta")
 
 
 def _set_dropout(config: transformers.PreTrainedConfig, probability: float) -> None:

@@ -37,10 +37,20 @@ _SIZES = {
 }  # fmt: skip
 _AT_MOST = {
     **dict.fromkeys(_EXPERTS, 4),
-    "num_experts_per_tok": 2, "moe_k": 2, "n_group": 1, "topk_group": 1,
-    "first_k_dense_replace": 1, "sliding_window": 8, "attention_window_size": 8,
-    "decoder_start_token_id": 0,
+    "num_experts_per_tok": 2, "num_experts_per_token": 2, "moe_topk": 2, "moe_k": 2,
+    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "sliding_window": 8,
+    "attention_window_size": 8, "decoder_start_token_id": 0,
 }  # fmt: skip
+_LEFT_OUT = object()
+# Some families derive the head size and refuse one, or want it to follow other widths.
+_VARIANTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"head_dim": _LEFT_OUT},
+    {"num_key_value_heads": _LEFT_OUT},
+    {"layer_types": _LEFT_OUT},
+    {"mamba_n_heads": 8, "mamba_d_head": 16, "head_dim": _LEFT_OUT},
+)
+_LARGEST = 5_000_000
 _VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input")
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _RESIDUAL_WIDTHS = ("word_embed_proj_dim", "embedding_size")
@@ -71,21 +81,33 @@ def twin_of(config: transformers.PreTrainedConfig) -> Twin:
     """The tiny twin of a configuration.
 
     Raises:
-        ModelError: no set of tiny sizes makes a model that transformers builds.
+        ModelError: no set of tiny sizes makes a model that transformers builds and runs.
     """
     layers = _layers(config)
     error: Exception | None = None
-    # Some families derive the head size and refuse one, or want it to follow other ranks.
-    for dropped in ((), ("head_dim",), ("num_key_value_heads",), ("layer_types",)):
-        values = _shrink(config.to_dict(), layers, dropped)
+    for changes in _VARIANTS:
+        values = _shrink(config.to_dict(), layers)
+        values |= {key: value for key, value in changes.items() if key in values}
+        values = {key: value for key, value in values.items() if value is not _LEFT_OUT}
         try:
-            tiny = skeleton.config_of({**values, "model_type": config.model_type}, dropout=0.0)
-            skeleton.build(tiny)
-        except (ModelError, RuntimeError, AttributeError, TypeError, ValueError) as failure:
+            twin = Twin(
+                skeleton.config_of({**values, "model_type": config.model_type}, dropout=0.0), layers
+            )
+            size = sum(p.numel() for p in skeleton.build(twin.config).parameters())
+            if size > _LARGEST:
+                raise ModelError(f"{size:,} parameters are left at sizes it names in its own way")
+            _run(twin)
+        except Exception as failure:  # each family refuses sizes, or fails on them, in its own way
             error = error or failure
             continue
-        return Twin(tiny, layers)
-    raise ModelError(f"no tiny twin of {config.model_type!r} can be built: {error}")
+        return twin
+    reason = error.message if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
+    raise ModelError(f"no tiny twin of {config.model_type!r} can be made: {reason}")
+
+
+def _run(twin: Twin) -> None:
+    with torch.no_grad():
+        twin.build()(input_ids=torch.arange(3, 19).unsqueeze(0), use_cache=False)
 
 
 def _layers(config: transformers.PreTrainedConfig) -> tuple[int, ...]:
@@ -101,15 +123,13 @@ def _layers(config: transformers.PreTrainedConfig) -> tuple[int, ...]:
     return tuple(sorted(chosen))
 
 
-def _shrink(
-    whole: dict[str, Any], layers: tuple[int, ...], dropped: tuple[str, ...]
-) -> dict[str, Any]:
+def _shrink(whole: dict[str, Any], layers: tuple[int, ...]) -> dict[str, Any]:
     total = next((whole[name] for name in _LAYERS if isinstance(whole.get(name), int)), None)
     hidden = next((whole[name] for name in _HIDDEN if isinstance(whole.get(name), int)), None)
     heads = next((whole[name] for name in _HEADS if isinstance(whole.get(name), int)), None)
     tiny: dict[str, Any] = {}
     for key, value in copy.deepcopy(whole).items():
-        if key in dropped or key in ("transformers_version", "dtype", "architectures"):
+        if key in ("transformers_version", "dtype", "architectures"):
             continue
         if key in _LAYERS and isinstance(value, int):
             value = len(layers)
@@ -127,6 +147,8 @@ def _shrink(
                 value = _in_proportion(key, value, hidden, heads)
         elif isinstance(value, list) and len(value) == total and key != "architectures":
             value = [value[i] for i in layers]  # one entry a layer
+        elif isinstance(value, dict) and value and all(str(k).isdigit() for k in value):
+            value = {layers.index(int(k)): v for k, v in value.items() if int(k) in layers}
         elif isinstance(value, dict):
             value = _shrink_rope(value)
         tiny[key] = value

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from hocket.spec.errors import OptionError, unknown
@@ -63,7 +61,7 @@ def pick_backend(
     if backend == "auto":
         if kind == "cuda":
             return "nccl"
-        return "shm" if one_machine and world_size > 1 and _has_shared_memory() else "gloo"
+        return "shm" if one_machine and world_size > 1 and _shared_memory(world_size) else "gloo"
     if (backend == "nccl") != (kind == "cuda"):
         raise OptionError(
             f"backend {backend} does not serve tensors on {kind}", hint="--backend auto"
@@ -75,5 +73,7 @@ def pick_backend(
     return backend
 
 
-def _has_shared_memory() -> bool:
-    return os.access("/dev/shm", os.W_OK)
+def _shared_memory(world_size: int) -> bool:
+    from hocket.runtime import shm  # registers the backend, which only CPU ranks want
+
+    return shm.available(world_size)

@@ -7,6 +7,7 @@
     cp         cp                        context parallelism
     model      tp, cp and pp             one replica: the gradient's norm
     world      all                       the loss, barriers
+    pp_back    pp                        messages to earlier stages
     embedding  first and last stage      gradients of tied embeddings (after `prepare`)
     tp_copies  n neighbours along tp     key/value heads held n times (after `prepare`)
 
@@ -88,6 +89,7 @@ class Mesh:
             self._add(name, layout.groups(name) if degree > 1 else [])
         self._add("world", [tuple(range(world_size))])
         self._add("model", self._model_groups())
+        self._axes["pp_back"] = self._back(self._axes["pp"])
 
     @classmethod
     def single(cls, device: torch.device | str = "cpu", recorder: Recorder | None = None) -> Mesh:
@@ -98,7 +100,7 @@ class Mesh:
         mesh.recorder = recorder or Recorder(0, mesh.device)
         mesh.coordinate = mesh.layout.coordinate(0)
         mesh._groups = {}
-        mesh._axes = {name: Axis(name) for name in (*AXES, "world", "model")}
+        mesh._axes = {name: Axis(name) for name in (*AXES, "world", "model", "pp_back")}
         return mesh
 
     def axis(self, name: str) -> Axis:
@@ -130,6 +132,17 @@ class Mesh:
             first, last = (0, self.layout.pp - 1) if tie is True else tie
             rows = self.layout.groups("pp") if first != last else []
             self._add("embedding", [tuple(sorted((row[first], row[last]))) for row in rows])
+
+    def _back(self, pp: Axis) -> Axis:
+        """The pipeline's ranks once more. NCCL runs the messages of a pair in one queue, where a
+        send would wait behind a receive of the other direction: there it has its own group."""
+        if pp.group is None or dist.get_backend() != "nccl":
+            return pp
+        for row in self.layout.groups("pp"):
+            group = dist.new_group(list(row))
+            if self.rank in row:
+                pp = dataclasses.replace(pp, group=group)
+        return pp
 
     def _model_groups(self) -> list[tuple[int, ...]]:
         if self.layout.data_parallel == "threads":

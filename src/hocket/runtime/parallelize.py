@@ -10,30 +10,27 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from hocket.runtime.clip import GradientNorm
 from hocket.runtime.collectives import all_reduce
-from hocket.runtime.data_parallel import Buckets, ThreadedReplicas
 from hocket.runtime.device import pick_device
-from hocket.runtime.loss import IGNORED, NextTokenLoss
+from hocket.runtime.loss import NextTokenLoss
 from hocket.runtime.mesh import Mesh
+from hocket.runtime.parallel import Parallel
 from hocket.runtime.pipeline.cut import cut, cut_costs
-from hocket.runtime.pipeline.executor import Executor
-from hocket.runtime.pipeline.stage import LossFunction, Microbatch, Stage
-from hocket.runtime.random import Streams, draws_random_numbers
-from hocket.runtime.tensor_parallel import PartialGradients, apply_tensor_parallel, copies_needed
-from hocket.runtime.ties import Ties
+from hocket.runtime.pipeline.stage import LossFunction, Stage
+from hocket.runtime.tensor_parallel import apply_tensor_parallel, copies_needed
 from hocket.spec.cut import choose_cut
-from hocket.spec.errors import LayoutError, ModelError, OptionError
+from hocket.spec.errors import LayoutError, ModelError
 from hocket.spec.layout import Layout
-from hocket.spec.placement import Placement
 from hocket.spec.plan import ParallelPlan
-from hocket.spec.schedule import BACKWARD, FORWARD, Action, Schedule
+from hocket.spec.schedule import Schedule
+
+__all__ = ["Parallel", "parallelize"]
 
 
 def parallelize(
@@ -121,233 +118,6 @@ def parallelize(
             stage.module.to(mesh.device)
         parallel.finish()
     return parallel
-
-
-class Parallel:
-    """This rank's part of a module in a layout.
-
-    Attributes:
-        layout, mesh, plan, schedule: as given; `schedule` None is plain gradient accumulation.
-        stages: those that this rank holds.
-        placements: global name to placement, over those stages.
-        recorder: of the mesh.
-        bounds: layers per stage, None if uncut.
-        step: number of the next step; keys random numbers. Set it when a run is resumed.
-        bucket_mb: size of a gradient bucket in MB, used by `finish`.
-        replicas: after `finish`, the threads of a layout that asks for them, else None.
-    """
-
-    def __init__(
-        self,
-        layout: Layout,
-        mesh: Mesh,
-        plan: ParallelPlan,
-        stages: Sequence[Stage],
-        schedule: Schedule | None = None,
-        *,
-        bounds: Sequence[int] | None = None,
-        seed: int = 0,
-    ) -> None:
-        self.layout = layout
-        self.mesh = mesh
-        self.plan = plan
-        self.stages = list(stages)
-        self.schedule = schedule
-        self.bounds = None if bounds is None else tuple(bounds)
-        self.recorder = mesh.recorder
-        self.placements: dict[str, Placement] = {}
-        for stage in self.stages:
-            self.placements.update(stage.placements)
-        self.step = 0
-        self.bucket_mb = 25.0
-        self._seed = seed
-        self._count = 1
-        self._finished = False
-        self.replicas: ThreadedReplicas | None = None
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(global name, local parameter) of this rank's stages, each parameter once."""
-        for stage in self.stages:
-            yield from stage.module.named_parameters()
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """The local parameters of this rank's stages."""
-        for _, parameter in self.named_parameters():
-            yield parameter
-
-    def train(self, mode: bool = True) -> None:
-        """Set every stage to training (or evaluation) mode."""
-        for stage in self.stages:
-            stage.module.train(mode)
-
-    def finish(self) -> None:
-        """Build what needs real tensors. Once, after the stages were given their values."""
-        assert not self._finished, "finish() was called already"
-        empty = [name for name, p in self.named_parameters() if p.is_meta]
-        assert not empty, f"still on the meta device: {', '.join(empty[:5])}"
-        self._finished = True
-        mesh = self.mesh
-        self._buckets: dict[int, Buckets] = {}
-        if mesh.axis("dp").size > 1:
-            for stage in self.stages:
-                self._buckets[stage.index] = Buckets(
-                    stage.module.named_parameters(),
-                    mesh.axis("dp"),
-                    self.recorder,
-                    bucket_mb=self.bucket_mb,
-                )
-        self._streams: Streams | None = None
-        if any(draws_random_numbers(stage.module) for stage in self.stages):
-            self._streams = Streams(self._seed, mesh)
-            for stage in self.stages:
-                self._streams.install(stage.module, self.plan.stages)
-        self._partial = PartialGradients(self.named_parameters(), self.placements, mesh)
-        self._norm = GradientNorm(self.named_parameters(), self.placements, mesh)
-        self._ties: Ties | None = None
-        if self.plan.ties and self._num_stages > 1:
-            held = [dict(stage.module.named_parameters()) for stage in self.stages]
-            self._ties = Ties(self.plan.ties, held, mesh)
-        self._executors: dict[int, Executor] = {}
-        if self.layout.data_parallel == "threads":
-            (stage,) = self.stages
-            assert stage.loss_fn is not None
-            self.replicas = ThreadedReplicas(
-                stage.module, self.layout.dp, stage.loss_fn, self.recorder
-            )
-
-    @property
-    def _num_stages(self) -> int:
-        return 1 if self.schedule is None else self.schedule.num_stages
-
-    # --- a step ------------------------------------------------------------------------------
-
-    def forward_backward(
-        self, microbatches: Sequence[Microbatch], num_tokens: int | None = None
-    ) -> Tensor:
-        """One step's forwards and backwards; afterwards `.grad` holds the whole gradient.
-
-        Gradients of the step before are forgotten first.
-
-        Args:
-            microbatches: of this data rank, in order; every rank of a replica is given the same.
-            num_tokens: valid tokens of the global batch. None: counted from `labels`.
-
-        Returns:
-            The mean loss over the valid tokens of the global batch, fp32, equal on every rank.
-
-        Raises:
-            OptionError: the number of microbatches is not the schedule's.
-        """
-        assert self._finished, "finish() comes first"
-        recorder, engine = self.recorder, self._executor(len(microbatches))
-        self._count = len(microbatches)
-        self.zero_grad()
-        with recorder.in_phase("step"):
-            if num_tokens is None:
-                num_tokens = self.count_tokens(microbatches)
-        with recorder.in_phase("microbatch"):
-            if self.replicas is not None:
-                share = self.replicas.forward_backward(microbatches, max(1, num_tokens))
-            else:
-                share = engine.step(microbatches, max(1, num_tokens))
-        with recorder.in_phase("step"):
-            for buckets in self._buckets.values():
-                buckets.wait()
-            if self._ties is not None:
-                self._ties.sum(self.mesh.axis("embedding"))
-            self._partial.sum()
-            loss = self._everywhere(share)
-        self.step += 1
-        return loss
-
-    def count_tokens(self, microbatches: Sequence[Microbatch]) -> int:
-        """Labels of the global batch that are not ignored."""
-        if any("labels" not in microbatch for microbatch in microbatches):
-            raise OptionError(
-                "the microbatches hold no labels to count",
-                hint="forward_backward(..., num_tokens=N)",
-            )
-        found = [(microbatch["labels"] != IGNORED).sum() for microbatch in microbatches]
-        total = torch.stack(found).sum()
-        all_reduce(total, self.mesh.axis("dp"), self.recorder)
-        return int(total)
-
-    @torch.no_grad()
-    def evaluate(self, microbatches: Sequence[Microbatch]) -> tuple[float, int]:
-        """(sum of losses, valid tokens) of a global batch of which this data rank has a part."""
-        modes = [stage.module.training for stage in self.stages]
-        self.train(False)
-        with self.recorder.in_phase("other"):
-            total, tokens = self._executor(None).evaluate(microbatches)
-            both = torch.stack([total.double(), tokens.double()])
-            first = self.mesh.axis("tp").index == 0
-            both = both if first else torch.zeros_like(both)
-            all_reduce(both, self.mesh.axis("world"), self.recorder)
-        for stage, mode in zip(self.stages, modes, strict=True):
-            stage.module.train(mode)
-        return float(both[0]), int(both[1])
-
-    def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Clip by the global norm (0: do not clip); returns the norm before, on every rank."""
-        with self.recorder.in_phase("step"):
-            return self._norm.clip(max_norm)
-
-    def zero_grad(self) -> None:
-        """Forget the gradients."""
-        for stage in self.stages:
-            buckets = self._buckets.get(stage.index)
-            if buckets is not None:
-                buckets.zero_grad()
-            else:
-                for parameter in stage.module.parameters():
-                    parameter.grad = None
-
-    def _everywhere(self, share: Tensor) -> Tensor:
-        """The sum over the world of each last stage's share, counted by one tensor rank."""
-        if self.mesh.axis("tp").index > 0:
-            share = torch.zeros_like(share)
-        all_reduce(share, self.mesh.axis("world"), self.recorder)
-        return share
-
-    def _executor(self, num_microbatches: int | None) -> Executor:
-        """The executor for a number of microbatches; None: any, for forwards alone."""
-        if self.schedule is not None:
-            count = self.schedule.num_microbatches
-            if num_microbatches not in (None, count):
-                raise OptionError(
-                    f"{num_microbatches} microbatches, the schedule {self.schedule.name} "
-                    f"has {count}"
-                )
-        else:
-            count = num_microbatches or 1
-        if count not in self._executors:
-            self._executors[count] = Executor(
-                self.stages,
-                self.schedule or _accumulation(count),
-                self.mesh.axis("pp"),
-                self.recorder,
-                device=self.mesh.device,
-                reducers=self._buckets,
-                before_forward=self._key if self._streams is not None else None,
-            )
-        return self._executors[count]
-
-    def _key(self, stage: int, microbatch: int) -> None:
-        """Tell the random streams which microbatch runs, among those of all data ranks."""
-        assert self._streams is not None
-        self._streams.step = self.step
-        self._streams.microbatch = self.mesh.axis("dp").index * self._count + microbatch
-
-
-def _accumulation(num_microbatches: int) -> Schedule:
-    """Without a pipeline: one microbatch after the other."""
-    line = [Action(0, kind, m) for m in range(num_microbatches) for kind in (FORWARD, BACKWARD)]
-    return Schedule(
-        name="accumulation",
-        num_microbatches=num_microbatches,
-        stage_ranks=(0,),
-        ranks=(tuple(line),),
-    )
 
 
 def _check(layout: Layout, plan: ParallelPlan, schedule: Schedule | None) -> None:

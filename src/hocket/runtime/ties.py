@@ -50,7 +50,8 @@ class Ties:
                 if parameter.grad is not None:
                     total = parameter.grad if total is None else total.add_(parameter.grad)
             if total is None:
-                total = torch.zeros_like(group[0])
+                dtype = group[0].grad_dtype or group[0].dtype
+                total = torch.zeros_like(group[0], dtype=dtype)
             all_reduce(total, axis, self.mesh.recorder)
             for parameter in group:
                 if parameter.grad is None:

@@ -23,16 +23,15 @@ from hocket.models.skeleton import build as build_skeleton
 from hocket.models.source import ModelSource, of_run
 from hocket.models.weights import materialize
 from hocket.runtime.device import pick_backend, pick_device
+from hocket.runtime.heap import keep_freed_memory
 from hocket.runtime.mesh import Axis, Mesh
 from hocket.runtime.parallelize import Parallel, parallelize
 from hocket.runtime.record import Recorder
 from hocket.spec.errors import OptionError, unknown
-from hocket.spec.layout import Layout
 from hocket.spec.plan import ParallelPlan
 from hocket.spec.run import RunSpec
 from hocket.spec.schedule import Schedule
 from hocket.training.optimizer import Optimizer
-from hocket.training.threads import ThreadedParallel
 
 if TYPE_CHECKING:
     from hocket.launch import RankContext
@@ -55,7 +54,7 @@ class Job:
     source: ModelSource
     skeleton: nn.Module
     plan: ParallelPlan
-    parallel: Parallel | ThreadedParallel
+    parallel: Parallel
     optimizer: Optimizer
 
 
@@ -73,17 +72,28 @@ def join_world(spec: RunSpec, context: RankContext) -> Mesh:
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high" if spec.workload.dtype == "bf16" else "highest")
     if context.world_size > 1:
-        backend = pick_backend(options.backend, device, context.world_size, context.one_machine)
+        backend = _agreed_backend(options.backend, device, context)
         if backend == "shm":
             import hocket.runtime.shm  # noqa: F401  registers the backend
         # The parent sees silence sooner and says more of it; this is for worlds without one.
         context.init_process_group(backend, device, timeout=max(options.timeout, 600.0))
+    if device.type == "cpu":
+        keep_freed_memory()
     return Mesh(spec.layout, context.rank, device, Recorder(context.rank, device))
+
+
+def _agreed_backend(wanted: str, device: torch.device, context: RankContext) -> str:
+    """Rank 0's choice: what `auto` finds (free memory, say) may differ from rank to rank."""
+    mine = pick_backend(wanted, device, context.world_size, context.one_machine)
+    store = context.store()
+    if context.rank == 0:
+        store.set("backend", mine)
+    return str(store.get("backend").decode())
 
 
 def build_model(
     spec: RunSpec, mesh: Mesh, schedule: Schedule | None
-) -> tuple[ModelSource, nn.Module, ParallelPlan, Parallel | ThreadedParallel]:
+) -> tuple[ModelSource, nn.Module, ParallelPlan, Parallel]:
     """This rank's part of the model that a RunSpec names, with its values, ready to step.
 
     Raises:
@@ -101,11 +111,9 @@ def build_model(
         code=source.code,
     )
     plan = plan_for(skeleton)
-    threads = spec.layout.data_parallel == "threads"
-    layout = Layout(microbatches=spec.layout.microbatches) if threads else spec.layout
     parallel = parallelize(
         skeleton,
-        layout,
+        spec.layout,
         plan,
         mesh=mesh,
         schedule=schedule,
@@ -122,13 +130,14 @@ def build_model(
             dtype=dtype,
             seed=options.seed,
         )
+    for parameter in parallel.parameters():
+        # A sum of many small terms: microbatches and data ranks are added up in fp32.
+        parameter.grad_dtype = torch.float32
     parallel.finish()
     if options.compile:
         for stage in parallel.stages:
             compile_blocks(stage.module, plan)
     parallel.train()
-    if threads:
-        return source, skeleton, plan, ThreadedParallel(parallel, spec.layout.dp)
     return source, skeleton, plan, parallel
 
 

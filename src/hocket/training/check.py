@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from hocket.runtime.checkpoint import World
+from hocket.runtime.device import pick_device
 from hocket.spec.check import CheckReport, merge, value_limit
 from hocket.spec.placement import Placement
 from hocket.spec.run import RunSpec, TrainOptions, write_text
@@ -48,7 +49,9 @@ def reference(context: RankContext, payload: Mapping[str, Any]) -> None:
         payload: `spec` (a RunSpec's JSON), `folder`, and optionally `steps`.
     """
     spec, folder = RunSpec.from_json(payload["spec"]), Path(payload["folder"])
-    write_reference(spec, folder, int(payload.get("steps", STEPS)))
+    kind = spec.options.device
+    device = pick_device(context.device_kind if kind == "auto" else kind, context.local_rank)
+    write_reference(spec, folder, int(payload.get("steps", STEPS)), device)
     context.emit({"event": "reference", "folder": str(folder)})
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from hocket.runtime.parallelize import Parallel
 from hocket.training.inputs import Inputs
-from hocket.training.threads import ThreadedParallel
 
 
 def num_batches(inputs: Inputs, most: int) -> int:
@@ -12,9 +11,7 @@ def num_batches(inputs: Inputs, most: int) -> int:
     return min(most, -(-len(inputs.dataset) // inputs.order.global_batch))
 
 
-def held_out_loss(
-    parallel: Parallel | ThreadedParallel, inputs: Inputs, batches: int
-) -> float | None:
+def held_out_loss(parallel: Parallel, inputs: Inputs, batches: int) -> float | None:
     """Mean loss per token (nats) over the first `batches` global batches of the held-out text.
 
     Without dropout. Every rank calls it. None where there is no held-out text.

@@ -33,7 +33,6 @@ from hocket.training.learning_rate import learning_rate
 from hocket.training.memory import MemoryCount, of_replicas
 from hocket.training.metrics import Metrics
 from hocket.training.reading import Reading
-from hocket.training.threads import ThreadedParallel
 from hocket.training.utilization import flops_per_token, peak_flops
 
 if TYPE_CHECKING:
@@ -241,8 +240,8 @@ class Loop:
     def _gather_memory(self) -> None:
         """Every rank's count, to rank 0; with replicas in threads, every replica's."""
         memory = self._memory.memory
-        if isinstance(self.parallel, ThreadedParallel):
-            found = of_replicas(self.parallel.replica_bytes(), memory.optimizer)
+        if self.parallel.replicas is not None:
+            found = of_replicas(self.parallel.replicas.replica_bytes(), memory.optimizer)
             rows: list[Any] | None = [each.to_json() for each in found]
         else:
             rows = timeline.gather(self.context, "memory", memory.to_json())

@@ -42,8 +42,6 @@ class Optimizer:
             for name, p in self.parameters.items()
             if p.dtype != torch.float32
         }
-        for master in self.masters.values():
-            master.grad = torch.empty_like(master)
         stepped = {**self.parameters, **self.masters}
         groups = [
             {
@@ -79,13 +77,11 @@ class Optimizer:
             return
         for parameter, master in zip(self._rounded, self._exact, strict=True):
             assert parameter.grad is not None, "a parameter without a gradient"
-            assert master.grad is not None
+            master.grad = parameter.grad.float()  # the very tensor, if gradients are fp32
+        self._adamw.step()
+        for master in self._exact:
+            master.grad = None
         with torch.no_grad():
-            torch._foreach_copy_(
-                [m.grad for m in self._exact],  # type: ignore[misc]
-                [p.grad for p in self._rounded],  # type: ignore[misc]
-            )
-            self._adamw.step()
             torch._foreach_copy_(self._rounded, self._exact)
 
     @torch.no_grad()
@@ -136,9 +132,6 @@ class Optimizer:
                 tensor.copy_(state[name][key])
 
     def tensors(self) -> Iterator[Tensor]:
-        """Every tensor it holds: moments, masters and their gradients."""
-        for name, state in self.state_tensors().items():
+        """Every tensor it holds: moments and masters."""
+        for state in self.state_tensors().values():
             yield from state.values()
-            gradient = self.masters[name].grad if name in self.masters else None
-            if gradient is not None:
-                yield gradient

@@ -72,7 +72,9 @@ def microbatches(spec: RunSpec, batch: Mapping[str, Tensor], data_rank: int) -> 
 # --- one process -----------------------------------------------------------------------------
 
 
-def write_reference(spec: RunSpec, folder: Path, steps: int) -> None:
+def write_reference(
+    spec: RunSpec, folder: Path, steps: int, device: torch.device | str = "cpu"
+) -> None:
     """The plain model in one process: every step's gradients, values and losses, into files."""
 
     source = of_run(spec)
@@ -86,7 +88,7 @@ def write_reference(spec: RunSpec, folder: Path, steps: int) -> None:
         n: Placement.whole(n, tuple(p.shape))
         for n, p in model.named_parameters(remove_duplicate=False)
     }
-    weights.materialize(model, placements, whole, source, seed=spec.options.seed)
+    weights.materialize(model, placements, whole, source, device=device, seed=spec.options.seed)
     model.train()
     parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
     folder.mkdir(parents=True, exist_ok=True)
@@ -99,7 +101,7 @@ def write_reference(spec: RunSpec, folder: Path, steps: int) -> None:
     found: dict[str, Any] = {"losses": [], "norms": [], "largest": [], "shapes": {}}
     found["shapes"] = {n: list(p.shape) for n, p in parameters.items()}
     for step in range(1, steps + 1):
-        batch = global_batch(spec, step)
+        batch = {key: value.to(device) for key, value in global_batch(spec, step).items()}
         optimizer.zero_grad(set_to_none=True)
         labels = batch.pop("labels")
         logits = model(**{k: v for k, v in batch.items() if k in known}, use_cache=False).logits
@@ -134,7 +136,8 @@ def _disturb(parameters: Mapping[str, nn.Parameter], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in parameters.values():
-            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=_NOISE)
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(noise.to(parameter.device), alpha=_NOISE)
 
 
 def _plain_adamw(parameters: Mapping[str, nn.Parameter], spec: RunSpec) -> torch.optim.AdamW:
@@ -173,6 +176,6 @@ def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
         Entry(name=n, dtype=DTYPES[t.dtype], shape=tuple(t.shape)) for n, t in tensors.items()
     ]
     buffers: Iterator[Any] = (
-        t.contiguous().reshape(-1).view(torch.uint8).numpy() for t in tensors.values()
+        t.cpu().contiguous().reshape(-1).view(torch.uint8).numpy() for t in tensors.values()
     )
     write_tensors(path, entries, buffers)

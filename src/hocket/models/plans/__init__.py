@@ -23,7 +23,7 @@ def plan_for(model: nn.Module) -> ParallelPlan:
     reasons: dict[str, str] = {}
     stages = None
     try:
-        stages = stage_plan(twin_of(config), int(config.num_hidden_layers))
+        stages = stage_plan(twin_of(config), model)
         decoder = stages.decoder
     except ModelError as error:
         reasons["stages"] = error.message
@@ -33,7 +33,7 @@ def plan_for(model: nn.Module) -> ParallelPlan:
         decoder = str(getattr(model, "base_model_prefix", ""))
     try:
         tensor, note = tensor_plan(model, decoder)
-    except (AttributeError, TypeError, ValueError) as error:
+    except Exception as error:  # heads that vary by layer raise kinds of their own
         tensor, note = None, f"its configuration keeps head counts in another way ({error})"
     if note:
         reasons["tensor"] = note
@@ -41,7 +41,7 @@ def plan_for(model: nn.Module) -> ParallelPlan:
     return ParallelPlan(
         tensor=tensor,
         stages=stages,
-        hidden_size=int(config.hidden_size),
+        hidden_size=int(config.get_text_config().hidden_size),
         ties=dict(ties),
         reasons=reasons,
     )

@@ -18,12 +18,12 @@ from hocket.spec.errors import ModelError
 from hocket.spec.plan import StagePlan
 
 
-def stage_plan(twin: Twin, num_layers: int) -> StagePlan:
+def stage_plan(twin: Twin, whole: nn.Module) -> StagePlan:
     """Run the twin once on CPU and read its stages.
 
     Args:
         twin: the tiny twin of the model to cut.
-        num_layers: layers of the real model.
+        whole: the real model; only its number of layers is read.
 
     Raises:
         ModelError: the layers are not one list that the decoder runs through.
@@ -46,9 +46,14 @@ def stage_plan(twin: Twin, num_layers: int) -> StagePlan:
     lengths: set[int] = set()
     hooks = []
 
+    carries: set[str] = set()
+    ids = torch.arange(3, 19).unsqueeze(0)
+
     def watch(name: str) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             order.append(name)
+            if _carries(module, inputs, output):
+                carries.add(name)
 
         return hook
 
@@ -61,7 +66,6 @@ def stage_plan(twin: Twin, num_layers: int) -> StagePlan:
     for index, layer in enumerate(layers):
         hooks.append(layer.register_forward_hook(watch(f"<{index}>")))
         hooks.append(layer.register_forward_hook(measure))
-    ids = torch.arange(3, 19).unsqueeze(0)
     with torch.no_grad():
         model(input_ids=ids, position_ids=torch.arange(ids.shape[1]).unsqueeze(0), use_cache=False)
     for handle in hooks:
@@ -74,8 +78,10 @@ def stage_plan(twin: Twin, num_layers: int) -> StagePlan:
         raise ModelError(f"the layers of {kind!r} return tuples of different lengths")
     first, last = order.index(ran[0]), order.index(ran[-1])
     children = dict(decoder.named_children())
-    before = [n for n in dict.fromkeys(order[:first]) if _matters(children[n])]
-    after = [n for n in dict.fromkeys(order[last + 1 :]) if _matters(children[n])]
+    before = [n for n in dict.fromkeys(order[:first]) if n in carries]
+    after = [n for n in dict.fromkeys(order[last + 1 :]) if n in carries]
+    if both := set(before) & set(after):
+        raise ModelError(f"{kind!r} runs its {both.pop()} before its layers and again after them")
     embedding = model.get_input_embeddings()
     positions = [
         n for n in before if isinstance(children[n], nn.Embedding) and children[n] is not embedding
@@ -87,7 +93,7 @@ def stage_plan(twin: Twin, num_layers: int) -> StagePlan:
     return StagePlan(
         decoder=path,
         layers=full([layers_name])[0],
-        num_layers=num_layers,
+        num_layers=_num_layers(whole, full([layers_name])[0], kind),
         before=full(before),
         positions=full(positions),
         after=full(after),
@@ -105,9 +111,25 @@ def _decoder(model: Any) -> nn.Module:
     return inner if isinstance(inner, nn.Module) else decoder
 
 
-def _matters(module: nn.Module) -> bool:
-    """Whether a module changes what passes through it; rotary tables only serve the layers."""
-    return isinstance(module, nn.Dropout) or any(True for _ in module.parameters())
+def _carries(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> bool:
+    """Whether the hidden state passes through a module; rotary tables only serve the layers.
+
+    A norm may have no parameters (OLMo): it is known by what goes in and comes out.
+    """
+    if isinstance(module, nn.Dropout) or _has_parameters(module):
+        return True
+    given = inputs[0] if inputs else None
+    return (
+        isinstance(given, torch.Tensor)
+        and isinstance(output, torch.Tensor)
+        and given.is_floating_point()
+        and given.ndim == 3
+        and given.shape == output.shape
+    )
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
 
 
 def _head(model: nn.Module, path: str) -> tuple[str, ...]:
@@ -117,6 +139,13 @@ def _head(model: nn.Module, path: str) -> tuple[str, ...]:
     for depth in range(len(names)):
         parent = ".".join(names[:depth])
         for name, child in model.get_submodule(parent).named_children():
-            if name != names[depth] and _matters(child):
+            if name != names[depth] and _has_parameters(child):
                 found.append(f"{parent}.{name}" if parent else name)
     return tuple(found)
+
+
+def _num_layers(whole: nn.Module, name: str, kind: str) -> int:
+    layers = whole.get_submodule(name)
+    if not isinstance(layers, nn.ModuleList):
+        raise ModelError(f"{kind!r} keeps its layers in no list, so it cannot be cut")
+    return len(layers)

@@ -1,0 +1,71 @@
+"""What ranks run: a few training steps, saved, resumed and exported."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+from typing import Any
+
+from hocket.spec.checkpoint import config_hash
+from hocket.spec.layout import Layout
+from hocket.spec.run import RunSpec, TrainOptions, Workload
+from tests.families import FAMILIES
+
+
+def train(
+    context: Any, family: str, layout: str, first: int, last: int, folder: str, to: str = ""
+) -> dict[str, Any]:
+    """Steps `first` .. `last` - 1, from the checkpoint in `folder` unless `first` is 0; saves at
+    the end. Returns losses and norms, a checksum of every tensor, and where each one lies.
+    """
+    from hocket.runtime.checkpoint import load_checkpoint, save_checkpoint
+    from hocket.runtime.mesh import Mesh
+    from hocket.schedules.registry import build
+    from hocket.training.build import build_model
+    from hocket.training.export import ModelFiles, export_ranks
+    from hocket.training.optimizer import Optimizer
+    from hocket.training.reference import global_batch, microbatches
+
+    spec = RunSpec(
+        model=family,
+        config=FAMILIES[family],
+        layout=Layout.parse(layout),
+        workload=Workload(seq_len=16, global_batch=8),
+        options=TrainOptions(seed=1, dropout=0.1 if family == "gpt2" else None),
+    )
+    schedule = build(spec.layout, spec.layout.microbatches or 1)
+    mesh = Mesh(spec.layout, context.rank)
+    *_, parallel = build_model(spec, mesh, schedule)
+    optimizer = Optimizer(parallel.named_parameters(), spec.options)
+    common = {"parallel": parallel, "layout": str(spec.layout), "model": config_hash(spec.config)}
+    if first:
+        restored = load_checkpoint(folder, **common)
+        assert restored.step == first
+        assert restored.cursor == {"step": first}
+        optimizer.load_state_tensors(restored.optimizer_state)
+        parallel.step = restored.step
+    told = []
+    for step in range(first, last):
+        parts = microbatches(spec, global_batch(spec, step), mesh.coordinate["dp"])
+        loss = parallel.forward_backward(parts)
+        norm = parallel.clip_grad_norm(0.5)
+        optimizer.step(1e-3 * (step + 1))
+        told.append([float(loss), float(norm)])
+    save_checkpoint(
+        folder,
+        step=last,
+        optimizer_state=optimizer.state_tensors(),
+        cursor={"step": last},
+        **common,
+    )
+    if to:
+        export_ranks(parallel, Path(to), ModelFiles(config=spec.config))
+    sums = {f"parameter {name}": _sum(p) for name, p in parallel.named_parameters()}
+    for name, state in optimizer.state_tensors().items():
+        sums |= {f"{key} {name}": _sum(tensor) for key, tensor in state.items()}
+    where = {name: p.to_json() for name, p in parallel.placements.items()}
+    return {"told": told, "sums": sums, "where": where}
+
+
+def _sum(tensor: Any) -> int:
+    return zlib.crc32(tensor.detach().contiguous().reshape(-1).numpy().tobytes())

@@ -1,0 +1,59 @@
+"""The demo, with few steps on few ranks: every part of it is there and says what is true."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hocket.cli.main import main
+from hocket.jobs.corpus import standard_library, write
+from hocket.jobs.demo import DEFAULTS, options
+from hocket.spec.run import RunFolder
+from tests.jobs.warm import warm  # noqa: F401  a fixture
+
+
+def test_the_corpus_is_this_pythons_own(tmp_path: Path) -> None:
+    count = write(tmp_path / "corpus.jsonl", largest=300_000)
+    assert count >= 300_000
+    paths = [path for path, _ in zip((p for p, _ in standard_library()), range(50), strict=False)]
+    assert paths[0].startswith("pydoc_data/"), "the docs come first"
+    assert not any("test" in path.split("/") for path in paths)
+
+
+def test_defaults_and_changes() -> None:
+    asked = options({})
+    assert asked.layout.axes_text() == "dp2.pp2.tp2"
+    assert asked.layout.world_size == 8
+    changed = options({"layout": "pp2", "steps": 2})
+    assert (changed.layout.pp, changed.layout.dp) == (2, 1)
+    assert changed.layout.microbatches is None
+    assert changed.options.steps == 2
+    assert changed.workload.seq_len == DEFAULTS["seq_len"]
+
+
+@pytest.mark.ranks
+@pytest.mark.usefixtures("warm")
+@pytest.mark.timeout(90)
+def test_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    code = main(
+        ["demo", "--layout", "pp2", "--microbatches", "4", "--steps", "3", "--seq-len", "32",
+         "--global-batch", "8", "--vocab-size", "300", "--run", str(run)]
+    )  # fmt: skip
+    said = capsys.readouterr().out
+    assert code == 0, said
+    for part in (
+        "step 3/3",
+        "held-out loss",
+        "as measured",
+        "the schedule's own: 20.0%",
+        "every count and every byte as in theory",
+        "one process",
+        "What it cannot show: speed",
+        "is an ordinary Hugging Face directory",
+        "def __init__(self, ",
+    ):
+        assert part in said, part
+    assert (RunFolder(run).model / "model.safetensors").exists()
+    assert RunFolder(run).load().command == "demo"
