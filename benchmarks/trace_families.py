@@ -1,0 +1,82 @@
+"""Trace every decoder family transformers has a plan for, and compare parameter counts.
+
+    python -m benchmarks.trace_families [FAMILY ...]
+
+The configuration of each family is its class's default, at real size. The count of parameters is
+that of the real modules, built on the meta device.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+from typing import Any
+
+
+def families() -> list[str]:
+    """Model types with a causal language model and a tensor- or pipeline-parallel plan."""
+    import transformers
+
+    from hocket.models import registry
+    from hocket.models.plans.families import FAMILIES
+
+    found = []
+    for kind in sorted(registry.causal_classes()):
+        try:
+            config: Any = transformers.AutoConfig.for_model(kind)
+        except Exception:
+            continue
+        plans = (
+            getattr(config, "base_model_tp_plan", None),
+            getattr(config, "base_model_pp_plan", None),
+        )
+        if kind in FAMILIES or any(plans):
+            found.append(kind)
+    return found
+
+
+def compare(kind: str) -> tuple[str, str]:
+    """(verdict, detail) of one family; the verdict is `equal`, `differs` or `fails`."""
+    import torch
+    import transformers
+
+    from hocket.models import skeleton
+    from hocket.models.trace import trace
+    from hocket.spec.errors import ModelError
+
+    config: Any = transformers.AutoConfig.for_model(kind)
+    start = time.perf_counter()
+    try:
+        shape = trace(config)
+    except ModelError as error:
+        return "fails", error.message
+    seconds = time.perf_counter() - start
+    real = skeleton.build(config.to_dict(), dtype=torch.bfloat16)
+    count = sum(p.numel() for p in real.parameters())
+    verdict = "equal" if count == shape.num_parameters else "differs"
+    kinds = ", ".join(sorted({*shape.layers}))
+    return verdict, f"{count:,} ({shape.num_parameters:,}) in {seconds:.2f} s; {kinds}"
+
+
+def main(wanted: list[str]) -> int:
+    warnings.filterwarnings("ignore")
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    verdicts: dict[str, list[str]] = {"equal": [], "differs": [], "fails": []}
+    for kind in wanted or families():
+        try:
+            verdict, detail = compare(kind)
+        except Exception as error:
+            verdict, detail = "fails", f"{type(error).__name__}: {str(error)[:120]}"
+        verdicts[verdict].append(kind)
+        print(f"{verdict:8}{kind:24}{detail}", flush=True)
+    print({verdict: len(kinds) for verdict, kinds in verdicts.items()})
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
