@@ -8,10 +8,14 @@ that of the real modules, built on the meta device.
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 import warnings
 from typing import Any
+
+LONGEST = 60
+"""Seconds for one family."""
 
 
 def families() -> list[str]:
@@ -64,14 +68,21 @@ def main(wanted: list[str]) -> int:
     import torch
     import transformers
 
+    def too_long(number: int, frame: Any) -> None:
+        raise TimeoutError(f"not traced within {LONGEST} s")
+
+    signal.signal(signal.SIGALRM, too_long)
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     verdicts: dict[str, list[str]] = {"equal": [], "differs": [], "fails": []}
     for kind in wanted or families():
+        signal.alarm(LONGEST)
         try:
             verdict, detail = compare(kind)
         except Exception as error:
             verdict, detail = "fails", f"{type(error).__name__}: {str(error)[:120]}"
+        finally:
+            signal.alarm(0)
         verdicts[verdict].append(kind)
         print(f"{verdict:8}{kind:24}{detail}", flush=True)
     print({verdict: len(kinds) for verdict, kinds in verdicts.items()})

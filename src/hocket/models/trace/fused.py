@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Mapping
 
 from hocket.models.trace import eager
 from hocket.models.trace.graph import INSIDE, OUTSIDE, VOCAB, Graph, short
@@ -79,74 +80,76 @@ class Costs(Graph):
 
     def memory_bound(self) -> tuple[MemoryBound, ...]:
         """Kernels of the fused view that are neither products nor attention."""
-        found = []
+        found = [self._kernel(unit) for unit in self.units if unit[0].kind == "pointwise"]
+        return tuple(_merged([kernel for kernel in found if kernel] + self._gradients()))
+
+    def _kernel(self, unit: list[Op]) -> MemoryBound | None:
+        """One kernel's elements; None where it only makes what nobody reads."""
+        reads, writes = self.edges(unit)
+        read, written = sum(reads.values()), sum(writes.values())
+        if unit[0].path == "loss":
+            wide = 2 * read  # the log-softmax in fp32
+            forward, backward = read + wide, wide + read
+        elif not writes:
+            return None
+        else:
+            masks = self._masks(unit)
+            looked_up = sum(
+                self.elements(r.value) for o in unit if o.name == "embedding" for r in o.outs
+            )
+            forward = read + written + masks + looked_up
+            backward = 2.0 * looked_up
+            if unit[0].path in self.norms:
+                changed, held = read, read
+            else:
+                added = self._added(unit, writes)
+                changed = sum(size for value, size in reads.items() if value not in added)
+                held = sum(reads.get(v, self.elements(v)) for v in self._held(unit))
+            if changed or held:
+                backward += written + changed + held + masks
+        return MemoryBound(
+            name=self.unit_name(unit),
+            forward=forward,
+            backward=backward,
+            split=self.side([*reads, *writes]),
+            backward_kernels=1 if backward else 0,
+        )
+
+    def _gradients(self) -> list[MemoryBound]:
+        """What only a backward does: gradients of biases, sums where a tensor had more readers."""
         readers: collections.Counter[int] = collections.Counter()
         for unit in self.units:
-            reads, writes = self.edges(unit)
-            readers.update(reads)
-            if unit[0].kind != "pointwise":
-                continue
-            bytes_read, bytes_written = self.total(reads), self.total(writes)
-            if unit[0].path == "loss":
-                wide = 2 * bytes_read  # the log-softmax in fp32
-                forward, backward = bytes_read + wide, wide + bytes_read
-            elif not writes:
-                continue
-            else:
-                held, masks = self._held(unit), self._masks(unit)
-                forward = bytes_read + bytes_written + masks
-                looked_up = self.total(
-                    r.value for o in unit if o.name == "embedding" for r in o.outs
-                )
-                forward += looked_up
-                if unit[0].path in self.norms:
-                    changed, held = reads, reads
-                else:
-                    changed = [v for v in reads if v not in self._added(unit, writes)]
-                backward = 2 * looked_up
-                if changed or held:
-                    backward += bytes_written + self.total(changed) + self.total(held) + masks
-            found.append(
-                MemoryBound(
-                    name=self.unit_name(unit),
-                    forward=forward,
-                    backward=backward,
-                    split=self.side([*reads, *writes]),
-                    backward_kernels=1 if backward else 0,
-                )
-            )
+            readers.update(self.edges(unit)[0])  # type: ignore[arg-type]
+        found = []
         for label in (OUTSIDE, INSIDE):
-            biased = [
+            biases = [
                 op.n * op.rows / TOKENS
                 for op in self.part.forward
                 if op.name == "addmm" and self.labels.get(op.outs[0].value) == label
             ]
-            if biased:
-                found.append(
-                    MemoryBound(
-                        name="bias gradients",
-                        forward=0.0,
-                        backward=sum(biased),
-                        split=label,
-                        kernels=0,
-                        backward_kernels=len(biased),
+            # Readers of disjoint views need no sum: whole readings less one.
+            sums = {
+                value: int(size / self.elements(value) + 1e-6) - 1
+                for value, size in readers.items()
+                if self.labels.get(value, OUTSIDE) == label
+            }
+            summed = sum(3 * n * self.elements(v) for v, n in sums.items() if n > 0)
+            for name, elements, kernels in (
+                ("bias gradients", sum(biases), len(biases)),
+                ("gradient sums", summed, sum(n for n in sums.values() if n > 0)),
+            ):
+                if kernels:
+                    found.append(
+                        MemoryBound(
+                            name=name,
+                            forward=0.0,
+                            backward=elements,
+                            split=label,
+                            kernels=0,
+                            backward_kernels=kernels,
+                        )
                     )
-                )
-        sums = {v: n - 1 for v, n in readers.items() if n > 1}
-        for label in (OUTSIDE, INSIDE):
-            mine = {v: n for v, n in sums.items() if self.labels.get(v, OUTSIDE) == label}
-            if mine:
-                found.append(
-                    MemoryBound(
-                        name="gradient sums",
-                        forward=0.0,
-                        backward=sum(3 * n * self.elements(v) for v, n in mine.items()),
-                        split=label,
-                        kernels=0,
-                        backward_kernels=sum(mine.values()),
-                    )
-                )
-        return tuple(_merged(found))
+        return found
 
     def unfused(self) -> tuple[MemoryBound, ...]:
         """The same work operation by operation, and what attention adds without a flash kernel."""
@@ -216,7 +219,7 @@ class Costs(Graph):
         ]
         return (*found, *self._core_saved(), *eager.saved(self))
 
-    def _added(self, unit: list[Op], writes: list[int]) -> set[int]:
+    def _added(self, unit: list[Op], writes: Mapping[int, float]) -> set[int]:
         """Inputs of a region that are only added to its output: their gradient is the output's."""
         return {
             self.source(ref.value)

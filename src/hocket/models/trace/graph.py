@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 
-from hocket.models.trace.record import COPIES, NORMS, Op, Part, Value
+from hocket.models.trace.record import COPIES, NORMS, TOKENS, Op, Part, Value
 
 INSIDE, OUTSIDE, VOCAB = "inside", "outside", "vocab"
 
@@ -175,8 +175,11 @@ class Graph:
             return False
         return any(self.activation(ref.value) for ref in op.outs)
 
-    def edges(self, unit: list[Op]) -> tuple[list[int], list[int]]:
-        """Activations that a kernel reads from memory and writes to it."""
+    def edges(self, unit: list[Op]) -> tuple[dict[int, float], dict[int, float]]:
+        """Activations that a kernel reads from memory and writes to it: value to elements.
+
+        Of a value of which it reads views only, the views count.
+        """
         made = {ref.value for op in unit for ref in op.outs}
         inside = {id(op) for op in unit}
         later = {
@@ -185,23 +188,26 @@ class Graph:
             if id(op) not in inside
             for ref in op.ins
         }
-        reads = dict.fromkeys(
-            self.source(ref.value)
-            for op in unit
-            for ref in op.ins
-            if ref.value not in made and self.activation(self.source(ref.value))
-        )
-        writes = dict.fromkeys(
-            ref.value
+        views: dict[int, dict[tuple[int, int], float]] = {}
+        for op in unit:
+            for ref in op.ins:
+                value = self.source(ref.value)
+                if ref.value in made or value in made or not self.activation(value):
+                    continue
+                whole = self.elements(value)
+                share = min(1.0, ref.numel / self.values[value].numel)
+                if value != ref.value:  # a copy was read: all of what it was made of
+                    views.setdefault(value, {})[0, self.values[value].numel] = whole
+                else:
+                    views.setdefault(value, {})[ref.offset, ref.numel] = whole * share
+        reads = {v: min(self.elements(v), _union(found)) for v, found in views.items()}
+        writes = {
+            ref.value: self.elements(ref.value)
             for op in unit
             for ref in op.outs
             if self.activation(ref.value) and ref.value in later | self.returned
-        )
-        # A result that is read as a copy only: the copy is what is written.
-        return [v for v in reads if v not in made], list(writes)
-
-    def total(self, values: Iterable[int]) -> float:
-        return sum(self.elements(v) for v in values)
+        }
+        return reads, writes
 
     def elements(self, value: int) -> float:
         known = self.values[value]
@@ -237,6 +243,16 @@ class Graph:
         alike = [v for v, known in self.named.items() if known == name and v != value]
         self.named[value] = name
         return f"{name}#{len(alike) + 1}" if alike else name
+
+
+def _union(views: Mapping[tuple[int, int], float]) -> float:
+    """Elements of views of one value, those inside another (halves of heads) not counted twice."""
+    taken: dict[tuple[int, int], float] = {}
+    for (offset, numel), size in sorted(views.items(), key=lambda item: -item[0][1]):
+        within = any(at <= offset < at + whole / TOKENS for at, whole in taken)
+        if not within:
+            taken[offset, numel] = size
+    return sum(taken.values())
 
 
 def short(path: str) -> str:
