@@ -18,6 +18,7 @@ VERBS = {
     "check": "prove that a layout computes what one process computes",
     "generate": "continue a text with a trained model",
     "export": "write a run's model as an ordinary Hugging Face directory",
+    "plan": "find the best layout of a model on a cluster, without a GPU",
     "schedule": "print when each pipeline rank computes what",
     "models": "list the models that come with hocket",
 }
