@@ -7,7 +7,8 @@
                      products and the passes over b a s^2 scores of softmax and dropout
     memory-bound     bytes / bandwidth
     launch           a step cannot be faster than the CPU starts its kernels:
-                     T = (GPU^8 + CPU^8)^(1/8) for forward, and for backward with its recompute
+                     T = (GPU^q + CPU^q)^(1/q) for forward, and for backward with its recompute;
+                     q = 8, or 1 where the stack waits for the GPU between layers
 
 Products run on their local sizes: [T, n/t] x [k], [T, n] x [k/t], and for backward
 [T, k] over n (input gradient) and [n, k] over T (weight gradient).
@@ -54,7 +55,6 @@ KERNEL_FLOOR = 3e-6
 MISALIGNED_RATE = 1 / 32
 """Of the dense rate: attention products whose head width is no multiple of 8 (no tensor cores)."""
 
-LAUNCH_NORM = 8.0
 FLASH_BACKWARD = 2.5
 
 
@@ -143,19 +143,20 @@ def block_times(
     if block.reductions == 0:  # embedding and head are not recomputed
         again, again_cpu = np.zeros_like(tokens), np.zeros_like(tokens)
         cpu = np.zeros_like(tokens)
-    whole = _bound(inputs + weights + talk_backward + again, cpu + again_cpu)
+    norm = constants.launch_norm
+    whole = _bound(inputs + weights + talk_backward + again, cpu + again_cpu, norm)
     return BlockTimes(
-        forward=_bound(forward + talk, cpu),
+        forward=_bound(forward + talk, cpu, norm),
         inputs=whole - weights,
         weights=weights,
         exposed=talk + talk_backward + np.where(full, talk, 0.0),
     )
 
 
-def _bound(gpu: Floats, cpu: Floats) -> Floats:
+def _bound(gpu: Floats, cpu: Floats, norm: Floats | float) -> Floats:
     large = np.maximum(np.maximum(gpu, cpu), 1e-30)
     small = np.minimum(gpu, cpu) / large
-    found: Floats = large * (1 + small**LAUNCH_NORM) ** (1 / LAUNCH_NORM)
+    found: Floats = large * (1 + small**norm) ** (1 / norm)
     return found
 
 
@@ -231,7 +232,7 @@ def _communication(
         pieces = group(ALL_GATHER, size, at.tp, one, platform)
         pieces = pieces + group(REDUCE_SCATTER, size, at.tp, one, platform)
         whole = np.where(at.sequence_parallel > 0, pieces, whole)
-    forward = block.reductions * whole * constants.contention
+    forward = block.reductions * whole * constants.contention * constants.tensor_exposed
     backward = forward
     if np.any(at.cp > 1):
         for c in block.cores:

@@ -63,6 +63,10 @@ class Constants:
         per_layer_state: ZeRO-2 and 3 gather and reduce layer by layer beside compute (FSDP).
         overlap_gradients: gradients are reduced during the last backward.
         gradient_bytes: of one element of a gradient.
+        launch_norm: 8 where the CPU runs ahead of the GPU, 1 where the stack waits for it.
+        tensor_exposed: share of tensor-parallel communication that compute does not hide (1: the
+            stack does not overlap it).
+        whole_gradients: ZeRO-1 sums whole gradients on every rank (DeepSpeed before 0.7).
         selective_halves: selective recompute takes every second layer (torchtitan), not the
             attention core alone (Megatron).
     """
@@ -92,6 +96,9 @@ class Constants:
     overlap_gradients: Any
     gradient_bytes: Any
     selective_halves: Any
+    tensor_exposed: Any
+    launch_norm: Any
+    whole_gradients: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,4 +153,10 @@ def constants(gpu: str, stack: str, **changes: Any) -> Constants:
 def quantiles() -> tuple[float, float]:
     """Measured over predicted step time at the 10th and 90th percentile of validation."""
     low, high = file()["residuals"]["step_time"]
+    return low, high
+
+
+def memory_quantiles() -> tuple[float, float]:
+    """Measured over predicted peak memory at the 5th and 95th percentile of validation."""
+    low, high = file()["residuals"]["memory"]
     return low, high

@@ -227,6 +227,9 @@ def _data_parallel(held: Floats, at: Layouts, platform: Platform) -> Floats:
     plain = group(ALL_REDUCE, size, at.dp * at.cp, at.tp, platform)
     each = np.broadcast_to(constants.per_layer_state, at.dp.shape) > 0
     split = group(REDUCE_SCATTER, size, shard, stride, platform)
+    if np.any(np.asarray(constants.whole_gradients) > 0):
+        summed = group(ALL_REDUCE, size, shard, stride, platform)
+        split = np.where(np.asarray(constants.whole_gradients) > 0, summed, split)
     split = split + group(ALL_GATHER, ELEMENT * held, shard, stride, platform)
     copies = at.dp / at.shard
     if np.any(copies > 1):

@@ -53,7 +53,9 @@ STACKS = (
     (r"torchtitan|fms-fsdp|\bfsdp2\b", "fsdp"),
     (r"bloom|bigscience", "deepspeed"),
     (r"internevo", "internevo"),
-    (r"nemo|bridge|golden|megatron-core|h100", "megatron-core"),
+    (r"nemo|megatron-bridge", "nemo"),
+    (r"megascale(?!.*megatron-lm)", "megascale"),
+    (r"golden|megatron-core|megascale|h100|llama.?3", "megatron-core"),
     (r"", "megatron"),
 )
 """Software by what a row says of its source (first match): the words it is known by."""
@@ -173,7 +175,7 @@ def _parse(row: Mapping[str, str]) -> Row:
             *(row.get(name, "") for name in ("precision", "inter_link", "gpus_per_node")),
             stack,
         ),
-        key=tuple(row[name] for name in names),
+        key=(stack, *(row[name] for name in names)),
         stack=stack,
         shape=_shape(row, stack),
         cluster=cluster,
