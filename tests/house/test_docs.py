@@ -68,7 +68,7 @@ def fewer(words: list[str]) -> list[str]:
 
 
 def quick(words: list[str]) -> bool:
-    return words[0] in ("schedule", "models", "plan")
+    return words[0] in ("schedule", "models", "plan", "validate")
 
 
 def test_the_pages_hold_commands() -> None:

@@ -19,6 +19,7 @@ VERBS = {
     "generate": "continue a text with a trained model",
     "export": "write a run's model as an ordinary Hugging Face directory",
     "plan": "find the best layout of a model on a cluster, without a GPU",
+    "validate": "price the runs of a table of published measurements, and print the errors",
     "schedule": "print when each pipeline rank computes what",
     "models": "list the models that come with hocket",
 }
