@@ -67,12 +67,14 @@ def trace(
 
 def _shape(done: Run, name: str) -> ModelShape:
     config: Any = done.model.config
-    plan, _ = tensor_plan(done.model, done.layers.rpartition(".")[0])
+    try:
+        plan, _ = tensor_plan(done.model, done.layers.rpartition(".")[0])
+    except (AttributeError, RuntimeError, TypeError, ValueError):  # heads counted another way
+        plan = None
     picked = sorted(set(done.kinds))
     names = _names(done, picked)
     weights, splits = _weights(done, plan, picked)
-    heads = int(config.num_attention_heads or 1) if plan is not None else 1
-    kv_heads = int(getattr(config, "num_key_value_heads", None) or 0)
+    kv_heads = _number(config, "num_key_value_heads")
     blocks: dict[str, BlockShape] = {}
     for key, part in done.parts.items():
         kind = names[int(key)] if key.isdigit() else key
@@ -94,19 +96,28 @@ def _shape(done: Run, name: str) -> ModelShape:
             weights=tuple(weights[key]),
         )
     found = [core for block in blocks.values() for core in block.attention]
+    heads = max((core.heads for core in found), default=_number(config, "num_attention_heads"))
     products = [p for block in blocks.values() for p in block.products if p.groups > 1]
     return ModelShape(
         name=name,
         hidden=int(config.hidden_size),
         vocab=int(config.vocab_size),
-        heads=heads,
-        kv_heads=min([core.kv_heads for core in found], default=heads) if plan else 1,
+        heads=heads if plan is not None else 1,
+        kv_heads=min((core.kv_heads for core in found), default=heads) if plan is not None else 1,
         layers=tuple(names[index] for index in done.kinds),
         blocks=blocks,
         tied=bool({w.name for w in weights["head"]} & {w.name for w in weights["embedding"]}),
         experts=max((p.groups for p in products), default=0),
         experts_per_token=round(max((p.count for p in products), default=0)),
     )
+
+
+def _number(config: Any, key: str) -> int:
+    """A count of the configuration; 0 where it has none for the whole model."""
+    try:
+        return int(getattr(config, key, None) or 0)
+    except (AttributeError, RuntimeError, TypeError, ValueError):  # it differs by layer
+        return 0
 
 
 def _names(done: Run, picked: list[int]) -> dict[int, str]:

@@ -237,26 +237,28 @@ class Costs(Graph):
         found: dict[int, None] = {}
         for value in wanted:
             if value in made:
-                for ref in self._origins(value, made, unit):
+                for ref in self._origins(value, made):
                     found[ref] = None
             elif (source := self.source(value)) in reads:
                 found[source] = None
         return [v for v in found if self.activation(v)]
 
-    def _origins(self, value: int, made: set[int], unit: list[Op]) -> list[int]:
+    def _origins(self, value: int, made: set[int]) -> list[int]:
         """Activations from outside a region that a value inside it was computed from."""
-        op = self.maker[value]
-        if op.name == "native_dropout" and not self.values[value].floating:
-            return []
         found: list[int] = []
-        for ref in op.ins:
-            source = self.source(ref.value)
-            if source in self.anchored and source in made:
-                continue
-            if source in made and source != value:
-                found += self._origins(source, made, unit)
-            elif source not in made:
-                found.append(source)
+        seen, ahead = {value}, [value]
+        while ahead:
+            value = ahead.pop()
+            op = self.maker[value]
+            if op.name == "native_dropout" and not self.values[value].floating:
+                continue  # a mask, which is held itself
+            for ref in op.ins:
+                source = self.source(ref.value)
+                if source not in made:
+                    found.append(source)
+                elif source not in seen and source not in self.anchored:
+                    seen.add(source)
+                    ahead.append(source)
         return found
 
     def _masks(self, unit: list[Op]) -> float:

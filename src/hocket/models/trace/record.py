@@ -167,8 +167,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kind="pointwise",
             path=self.path[-1],
             ins=tuple(self.ref(t) for t in given if _key(t) not in self.parameters),
-            outs=tuple(self.ref(t) for t in outs),
+            outs=tuple(self.ref(t) for t in outs if _key(t) not in self.parameters),
         )
+        if not op.outs:
+            return
         if name in PRODUCTS:
             _product(op, name, given, self.parameters)
         elif used := [self.parameters[k] for k in keys if k in self.parameters]:

@@ -124,6 +124,8 @@ class _Layers:
             given = self._fresh(hidden)
             part.inputs = [self.recorder.ref(given)]
             args, kwargs = put(given)
+            args = tuple(_cut(value, given) for value in args)
+            kwargs = {key: _cut(value, given) for key, value in kwargs.items()}
             result = forward(*args, **kwargs)
             self.seen = result
             output = result[0] if isinstance(result, tuple) else result
@@ -173,13 +175,22 @@ class _Layers:
         recorder.ref(ahead)
         recorder.in_backward = True
         try:
-            torch.autograd.grad(output, wanted, ahead, allow_unused=True)
+            torch.autograd.grad(output, wanted, ahead, allow_unused=True, retain_graph=True)
         finally:
             recorder.in_backward = False
 
     def close(self, loss: torch.Tensor) -> None:
         """Run the head's backward."""
         self._finish("head", loss, self.last)
+
+
+def _cut(value: Any, given: torch.Tensor) -> Any:
+    """An argument without the graph it was made in, so that a block's backward ends there."""
+    if isinstance(value, torch.Tensor) and value is not given:
+        return value.detach()
+    if type(value) is tuple:
+        return tuple(_cut(item, given) for item in value)
+    return value
 
 
 def _used(output: torch.Tensor) -> list[torch.Tensor]:
