@@ -74,6 +74,16 @@ def test_one_layout(capsys: pytest.CaptureFixture[str]) -> None:
     assert "hocket train" not in said
 
 
+def test_a_sequence_beyond_the_models_positions_is_noted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = ["--cluster", "8xH100", "--global-batch", "16", "--seq-len"]
+    assert main(["plan", "gpt2", *asked, "2048"]) == 0
+    assert "configured for 1024 positions" in capsys.readouterr().out
+    assert main(["plan", "gpt2", *asked, "1024"]) == 0
+    assert "positions" not in capsys.readouterr().out
+
+
 def test_pins(capsys: pytest.CaptureFixture[str]) -> None:
     data = json.loads(plan(capsys, "--pin", "tp=2", "pp=4", "--json"))
     assert all("pp4.tp2" in found["layout"] for found in data["layouts"])

@@ -201,6 +201,15 @@ def test_objectives_differ_as_they_say() -> None:
     assert cheap.num_gpus < fast.num_gpus
 
 
+def test_what_differs_in_nothing_but_names_is_shown_once(seventy: Plan) -> None:
+    seen = set()
+    for found in seventy.layouts:
+        same = dataclasses.replace(found.layout, dp=found.layout.dp * found.layout.cp, cp=1)
+        key = str(same), f"{found.step_seconds.mid:.4g}", f"{found.memory_high:.4g}"
+        assert key not in seen
+        seen.add(key)
+
+
 def test_a_pinned_axis_keeps_its_value() -> None:
     found = plan(SEVENTY, pins={"tp": 4, "recompute": "full"}, everything=True)
     assert {(f.layout.tp, f.layout.recompute) for f in found.layouts} == {(4, "full")}

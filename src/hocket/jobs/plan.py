@@ -75,6 +75,10 @@ def plan(
         found = plan_one(problem, one)
     else:
         found = search(problem, objective=objective, top=top, pins=pins, everything=all)
+    positions = _positions(os.fspath(model))
+    if positions is not None and seq_len > positions:
+        note = f"The model is configured for {positions} positions; the plan is for {seq_len}."
+        found = dataclasses.replace(found, notes=(*found.notes, note))
     if explain and found.best.fits:
         here = not all and found.best.runs_here
         told = sentences(problem, found.best, objective=objective, pins=pins, here=here)
@@ -97,6 +101,17 @@ def shape_of(model: str) -> ModelShape:
 
     found = source.resolve(model, weights=False)
     return trace(found.config, name=os.path.basename(os.path.abspath(model)))
+
+
+def _positions(model: str) -> int | None:
+    """Positions that a model of the catalogue was made for, None where it does not say."""
+    from hocket.catalogue import models
+
+    if model not in models.names():
+        return None
+    config = models.config(model)
+    keys = ("max_position_embeddings", "n_positions")
+    return next((int(config[key]) for key in keys if config.get(key)), None)
 
 
 # --- what is printed -----------------------------------------------------------------------------

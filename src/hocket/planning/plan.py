@@ -10,7 +10,7 @@ import numpy as np
 from hocket.planning.forecast import Forecast, forecast
 from hocket.planning.layouts import Pins, legal, row
 from hocket.planning.problem import Problem
-from hocket.planning.search import Found, price, search, simulate_all
+from hocket.planning.search import Found, Priced, price, search, simulate_all
 from hocket.spec.cluster import Cluster
 from hocket.spec.errors import LayoutError, OptionError
 from hocket.spec.layout import Layout
@@ -94,12 +94,13 @@ def plan(
             f"No layout with a global batch of {problem.global_batch} uses all "
             f"{problem.cluster.num_gpus} GPUs; these use at most {found.num_gpus}."
         )
-    here = np.flatnonzero(found.best.here)
-    rows = np.arange(len(found.best)) if everything else here
+    distinct = _distinct(found.best)
+    here = distinct[found.best.here[distinct]]
+    rows = distinct if everything else here
     beyond: np.ndarray = np.empty(0, dtype=int)
     if not everything:
         before = here[0] if len(here) else len(found.best)
-        beyond = np.flatnonzero(~found.best.here)
+        beyond = distinct[~found.best.here[distinct]]
         beyond = beyond[beyond < before][:BEYOND]
     if not len(here) and not everything:
         notes.append("Nothing that this hocket can run today fits; what it lacks is said beside.")
@@ -171,6 +172,18 @@ def smallest_cluster(
             break
     name = f"{most}x{cluster.node.num_gpus}x{cluster.node.gpu.name}"
     return dataclasses.replace(cluster, num_nodes=most, name=name)
+
+
+def _distinct(best: Priced) -> np.ndarray:
+    """Rows without those that are another one with cp and dp exchanged, at the same price."""
+    at = best.layouts
+    kept: dict[tuple[float, ...], int] = {}
+    names = ("pp", "tp", "ep", "virtual", "microbatches", "schedule", "zero", "recompute")
+    for i in range(len(best)):
+        split = [float(getattr(at, name)[i]) for name in (*names, "sequence_parallel")]
+        numbers = (float(f"{best.seconds[i]:.4g}"), float(f"{best.high[i]:.4g}"))
+        kept.setdefault((*split, *numbers), i)
+    return np.array(list(kept.values()), dtype=int)
 
 
 def _impossible(problem: Problem, found: Found, pins: Pins | None) -> LayoutError:
