@@ -75,6 +75,7 @@ class Measured:
             "last_loss": self.losses[-1],
             "loss_error": error,
             "rounds": self.rounds,
+            "processors_used_by_others_by_round": self.disturbed,
             "losses": self.losses,
         }
 

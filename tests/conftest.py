@@ -6,10 +6,16 @@ import importlib.util
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.ranks import RankPool
 
 NEEDS = ("torch", "ranks", "gpu")
+
+
+# A machine that others use as well is slow now and then: that is no fault of what is tested.
+settings.register_profile("hocket", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("hocket")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -22,6 +28,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("train") and importlib.util.find_spec("transformers") is None:
+        pytest.skip("needs the extra train")
     if item.get_closest_marker("gpu"):
         torch = pytest.importorskip("torch")
         if not torch.cuda.is_available():

@@ -14,7 +14,7 @@ from hocket.spec.layout import Layout
 from tests.families import FAMILIES
 from tests.ranks import RankPool
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
 EVERY = ("dp2", "tp2", "pp2:microbatches=4", "tp2.pp2:microbatches=2", "dp2.pp2.tp2:microbatches=2")
 MORE = {

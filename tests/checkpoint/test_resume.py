@@ -14,7 +14,7 @@ from tests.check.test_matrix import MODEL_CODE
 from tests.families import FAMILIES
 from tests.ranks import RankPool
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(240)]
 
 TRAIN = "tests.checkpoint.cases:train"
 

@@ -12,6 +12,8 @@ import hocket.launch
 from hocket.cli.main import main
 from tests.cli.test_bad_input import TINY
 
+pytestmark = pytest.mark.train
+
 
 class NoRanks:
     """Stands for the launcher: its server may warm up, its ranks may not start."""
@@ -76,3 +78,18 @@ def test_a_token_beyond_the_vocabulary(capsys: pytest.CaptureFixture[str]) -> No
     Path("text.txt").write_text("word " * 4000)
     said = refused(capsys, "config.json", "--data", "text.txt", "--seq-len", "32")
     assert "vocabulary has 100 rows" in said
+
+
+def test_json_lines_whose_field_is_no_text(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("rows.jsonl").write_text('{"text": 5}\n' * 10)
+    said = refused(capsys, "tiny-llama", "--data", "rows.jsonl")
+    assert "holds no text in its field 'text'" in said
+    assert "hint: --text-field" not in said
+
+
+def test_the_proposed_sequence_length_is_legal(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("short.txt").write_text("hello")
+    said = refused(
+        capsys, "tiny-llama", "--data", "short.txt", "--seq-len", "64", "--global-batch", "4"
+    )
+    assert "--seq-len 1" not in said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 
 from hocket.cli.main import main
 from hocket.spec.run import RunFolder
+
+pytestmark = pytest.mark.train
 
 TINY = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
@@ -275,3 +278,29 @@ def test_the_wrong_kind_of_value_for_a_flag(refused: Run, text: str) -> None:
     said = refused("train", "tiny-llama", "--data", text, "--steps", "three")
     assert "--steps" in said
     assert "three" in said
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "text.txt/run"])
+def test_a_run_folder_that_no_file_system_holds(refused: Run, text: str, name: str) -> None:
+    said = refused("train", "tiny-llama", "--data", text, "--run", name)
+    assert name in said
+
+
+def test_data_of_a_name_that_no_file_system_holds(refused: Run) -> None:
+    assert "name too long" in refused("train", "tiny-llama", "--data", "x" * 300).lower()
+
+
+def test_a_name_does_not_steer_the_terminal(refused: Run) -> None:
+    said = refused("train", "tiny-llama", "--data", "red\x1b[31m.txt")
+    assert "\x1b" not in said
+    assert r"red\x1b[31m.txt" in said
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "pipe"])
+def test_data_that_may_never_end(refused: Run, tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert "is a device or a pipe" in refused("train", "tiny-llama", "--data", name)
+
+
+def test_data_of_no_name_is_not_the_current_folder(refused: Run, text: str) -> None:
+    assert "there is no such file" in refused("train", "tiny-llama", "--data", "")

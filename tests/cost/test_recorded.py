@@ -11,7 +11,7 @@ from hocket.cost.communication import differences
 if TYPE_CHECKING:
     from tests.ranks import RankPool
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(200)]
 
 CASES = [
     ("dp2", "llama", 2),

@@ -48,7 +48,7 @@ def check(results: list[list[dict[str, Any]]], cases: list[dict[str, Any]], pp: 
 
 
 @pytest.mark.ranks
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 def test_two_data_ranks(ranks: Any) -> None:
     results = ranks.run("tests.data_parallel.cases:batch_of_cases", 2, cases=CASES)
     check(results, CASES, [1, 1, 1])
@@ -64,14 +64,14 @@ def test_two_data_ranks(ranks: Any) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 def test_data_ranks_and_a_pipeline(ranks: Any) -> None:
     results = ranks.run("tests.data_parallel.cases:batch_of_cases", 4, cases=FOUR)
     check(results, FOUR, [2, 2, 1])
 
 
 @pytest.mark.ranks
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 def test_half_precision_gradients(ranks: Any) -> None:
     for result in ranks.run("tests.data_parallel.cases:half_precision", 2):
         # Two rows of ones and two of twos: 2 + 4 everywhere.

@@ -22,7 +22,7 @@ from tests.runtime_pipeline.models import (
     slices,
 )
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(120)]
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -121,10 +122,39 @@ def test_python_blocks_run(
     exec(compile(code, str(page), "exec"), {"__name__": "__main__"})
 
 
-@pytest.mark.parametrize("target", ["setup", "demo", "test", "check", "bench", "help"])
+@pytest.mark.ranks
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("page", "code"),
+    [
+        pytest.param(page, code, id=f"{page.name}-{number}")
+        for page in PAGES
+        for number, code in enumerate(blocks(page, "python torchrun"))
+    ],
+)
+def test_torchrun_blocks_run_and_print_what_the_page_says(
+    page: Path, code: str, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(code)
+    (said,) = (b for b in blocks(page, "") if b.startswith("torchrun") and "train.py" in b)
+    command, _, output = said.partition("\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *shlex.split(command)[1:]],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=220,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == output
+
+
+@pytest.mark.parametrize("target", ["setup", "demo", "test", "test-base", "check", "bench", "help"])
 def test_make_knows_its_targets(target: str) -> None:
     done = subprocess.run(
-        ["make", "-n", target], cwd=ROOT, capture_output=True, text=True, timeout=20, check=False
+        ["make", "-n", target], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
     assert f"make {target}" in (ROOT / "CONTRIBUTING.md").read_text()

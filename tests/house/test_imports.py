@@ -30,7 +30,10 @@ def loaded_by(code: str) -> set[str]:
         "import hocket.jobs.api",
         "from hocket import train, check, generate, export, plan",
         "import hocket.launch",
-        "from hocket.models import source; source.resolve('tiny-llama')",
+        pytest.param(
+            "from hocket.models import source; source.resolve('tiny-llama')",
+            marks=pytest.mark.train,
+        ),
         "import hocket.schedules.registry",
     ],
 )

@@ -34,7 +34,7 @@ def test_defaults_and_changes() -> None:
 
 @pytest.mark.ranks
 @pytest.mark.usefixtures("warm")
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(200)
 def test_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     code = main(

@@ -12,7 +12,7 @@ from hocket.cli.main import main
 from hocket.spec.run import RunFolder
 from tests.jobs.warm import warm  # noqa: F401  a fixture
 
-pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("warm"), pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("warm"), pytest.mark.timeout(200)]
 
 SMALL = ["--seq-len", "32", "--global-batch", "8", "--eval-batches", "1"]
 LINE = "One melody is dealt note by note to several voices, one sounding while another rests.\n"
@@ -101,6 +101,7 @@ def test_resume_gives_the_same_losses(
         (["--layout", "tp2"], "was started with dp2.tp2"),
         (["--seq-len", "64"], "seq_len is 64"),
         (["--lr", "0.1"], "lr is 0.1"),
+        (["--steps", "5"], "steps is 5"),
     ],
 )
 def test_resume_refuses_what_would_change_the_result(

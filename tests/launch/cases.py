@@ -117,10 +117,10 @@ def long_step(context: RankContext, payload: dict[str, Any]) -> None:
     """Silent for longer than the bound, twice: once announced, once with beats."""
     context.emit({"event": "ready"})
     context.expect(30.0)
-    time.sleep(1.2)
+    time.sleep(3.0)
     for _ in range(6):
         context.beat()
-        time.sleep(0.2)
+        time.sleep(0.5)
 
 
 def exchange(context: RankContext, payload: dict[str, Any]) -> None:

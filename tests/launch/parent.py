@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from typing import Any
 
@@ -13,6 +14,9 @@ def hear(event: dict[str, Any]) -> None:
 
 
 def main() -> None:
+    # A shell without job control starts what it puts in the background deaf to Ctrl-C, and that is
+    # inherited: the tests may run so, a person who presses Ctrl-C does not.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with Launcher(warm=False) as launcher:
             print("server", launcher._server.pid, flush=True)

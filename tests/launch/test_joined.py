@@ -74,7 +74,7 @@ def test_the_first_host_of_a_nodelist(nodelist: str, host: str) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.timeout(110)
+@pytest.mark.timeout(220)
 def test_two_torchrun_agents_on_one_machine(tmp_path: Path) -> None:
     """Two machines as far as PyTorch is concerned: each agent has one of the two ranks."""
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -97,7 +97,7 @@ def test_two_torchrun_agents_on_one_machine(tmp_path: Path) -> None:
     ]
     try:
         for agent in agents:
-            _, errors = agent.communicate(timeout=100)
+            _, errors = agent.communicate(timeout=200)
             assert agent.returncode == 0, errors
     finally:
         for agent in agents:

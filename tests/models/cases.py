@@ -16,3 +16,16 @@ def tensors(context: Any, configs: dict[str, dict[str, Any]]) -> dict[str, tuple
         )
         for name, config in configs.items()
     }
+
+
+def said(context: Any, texts: list[str]) -> list[str]:
+    """What every rank hears when each says its own text."""
+    import torch.distributed as dist
+
+    from hocket.jobs.twin import _said
+    from hocket.runtime.mesh import Axis
+    from hocket.runtime.record import Recorder
+
+    size = context.world_size
+    axis = Axis("tp", size, context.rank, tuple(range(size)), dist.group.WORLD)
+    return _said(texts[context.rank], axis, Recorder(context.rank))

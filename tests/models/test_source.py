@@ -10,6 +10,8 @@ from hocket.spec.layout import Layout
 from hocket.spec.run import RunSpec
 from tests.families import LLAMA
 
+pytestmark = pytest.mark.train
+
 
 def write(folder, **config):
     folder.mkdir(exist_ok=True)

@@ -70,6 +70,12 @@ def test_two_ranks_split_every_family(ranks):
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("texts", [["", ""], ["", "größer"], ["a longer one", "b"]])
+def test_a_verdict_of_any_rank_is_heard_by_all(ranks, texts):
+    assert ranks.run("tests.models.cases:said", world_size=2, texts=texts) == [texts, texts]
+
+
+@pytest.mark.ranks
 def test_a_verdict_is_kept_and_refuses_by_name(ranks, cache):
     source = Source(**LLAMA)
     assert twin.require(ranks.launcher, source, Layout(dp=4)) == twin.Verdict()

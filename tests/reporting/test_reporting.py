@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import re
 
-from hocket.reporting import collectives_text, compare_text, table_text, timeline_text
+from hocket.reporting import (
+    collectives_text,
+    compare_text,
+    curve_text,
+    table_text,
+    timeline_text,
+)
 from hocket.schedules import build
 from hocket.simulation import simulate, theoretical_bubble
 from hocket.spec.layout import Layout
@@ -122,3 +128,24 @@ def test_predicted_beside_measured() -> None:
     assert re.search(r"pipeline +30 s +15 s +2.00", text)
     assert re.search(r"bubble +20.0% +20.0%", text)
     assert re.search(r"rank 1 backward +16 s +8 s +2.00", text)
+
+
+def test_a_curve_falls_from_the_top_to_one_eighth() -> None:
+    text = curve_text([8.0, 8.0, 4.0, 4.0, 2.0, 2.0, 1.0, 1.0], width=7, height=2)
+    assert text.splitlines() == ["8 |█", "1 |█▇▃▁", "   1  8"]
+    assert len(curve_text([float(n) for n in range(1000)], width=80).splitlines()[0]) <= 80
+
+
+def test_a_curve_without_a_slope_or_a_number_is_no_crash() -> None:
+    assert curve_text([]) == curve_text([float("nan")]) == ""
+    assert curve_text([2.0], height=1).splitlines() == ["2 |▁", "   1"]
+    assert curve_text([1.0, float("inf"), 3.0], height=1).splitlines()[0] == "1 |▁ █"
+
+
+def test_what_the_demo_prints_fits_into_80_columns() -> None:
+    schedule = build(Layout(pp=2), 4)
+    timeline = simulate(schedule, Prices.uniform(2, forward=1.0, backward=2.0))
+    assert max(map(len, timeline_text(timeline, 80, theoretical=0.2).splitlines())) <= 80
+    row = {"name": "all-reduce", "axis": "model", "phase": "microbatch"}
+    sizes = {"count": 288, "expected_count": 288, "bytes": 37748736, "expected_bytes": 37748736}
+    assert max(map(len, collectives_text([{**row, **sizes}]).splitlines())) <= 80

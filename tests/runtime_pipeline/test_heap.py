@@ -9,7 +9,7 @@ import pytest
 
 
 @pytest.mark.ranks
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(120)
 @pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
 def test_freed_memory_is_not_asked_for_again(ranks: Any) -> None:
     ((before, after),) = ranks.run("tests.runtime_pipeline.cases:faults", 1, backend=None)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(200)]
 
 HEADER = """# hocket schedule 1
 # name: by hand

@@ -10,7 +10,7 @@ import pytest
 from hocket.spec.errors import RankFailure
 from tests.ranks import RankPool
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(200)]
 CASES = "tests.shm.cases:"
 
 
@@ -75,12 +75,12 @@ def test_ranks_that_call_different_things_are_told(ranks: RankPool, how: str, te
 
 
 def test_a_late_rank_is_named(ranks: RankPool) -> None:
-    found = ranks.run(CASES + "late", 3, backend="shm", timeout=1.0, seconds=3.0)
+    found = ranks.run(CASES + "late", 3, backend="shm", timeout=2.5, seconds=8.0)
     for rank in (0, 2):
         text, seconds = found[rank]
         assert "did not come: rank 1" in text
         assert "all-reduce" in text
-        assert seconds < 2.5
+        assert seconds < 6.0
 
 
 @pytest.mark.parametrize("how", ["collective", "receive"])
@@ -88,7 +88,7 @@ def test_a_dead_rank_is_named_to_its_peers_and_to_the_parent(
     ranks: RankPool, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The parent would end the peers before they notice; under torchrun nobody does.
-    monkeypatch.setattr("hocket.launch.watch.GRACE", 1.5)
+    monkeypatch.setattr("hocket.launch.watch.GRACE", 4.0)
     events: list[dict[str, Any]] = []
     payload = {"case": CASES + "bereaved", "backend": "shm", "timeout": 30, "kwargs": {"how": how}}
     begin = time.monotonic()

@@ -6,7 +6,7 @@ import pytest
 
 from hocket.catalogue import models as catalogue
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(110)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(240)]
 
 
 def test_compiled_blocks_on_two_tensor_ranks(ranks) -> None:
@@ -17,7 +17,7 @@ def test_compiled_blocks_on_two_tensor_ranks(ranks) -> None:
         "num_hidden_layers": 2,
         "vocab_size": 64,
     }
-    found = ranks.run("tests.training.cases:compiled", 2, timeout=90.0, config=config, dropout=0.0)
+    found = ranks.run("tests.training.cases:compiled", 2, timeout=200.0, config=config, dropout=0.0)
     assert found[0] == found[1]
     plain, compiled = found[0]
     assert compiled == pytest.approx(plain, abs=1e-5)
@@ -31,6 +31,6 @@ def test_compiled_blocks_with_dropout_seed_as_plain_ones_do(ranks) -> None:
         "n_head": 4,
         "vocab_size": 64,
     }
-    found = ranks.run("tests.training.cases:compiled", 1, timeout=90.0, config=config, dropout=0.3)
+    found = ranks.run("tests.training.cases:compiled", 1, timeout=200.0, config=config, dropout=0.3)
     plain, compiled = found[0]
     assert compiled == pytest.approx(plain, abs=1e-5)

@@ -18,6 +18,8 @@ from hocket.training import data, data_sources
 from hocket.training.order import permuted
 from hocket.training.tokenizer import byte_tokenizer, trained
 
+pytest.importorskip("tokenizers")
+
 BYTES = byte_tokenizer()
 TEXTS = [f"document {i}: " + "abc def " * (5 + i % 7) for i in range(60)]
 

@@ -19,7 +19,7 @@ from hocket.spec.timeline import Timeline
 from hocket.training import data
 from hocket.training.tokenizer import byte_tokenizer
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(100)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(200)]
 
 OPTIONS = TrainOptions(steps=4, lr=5e-3, warmup=1, eval_every=2, held_out=0.1, timeline_step=3)
 WORKLOAD = Workload(seq_len=16, global_batch=8)

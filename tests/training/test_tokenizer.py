@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from hocket.spec.errors import DataError, ModelError, OptionError
 from hocket.training import tokenizer as tk
 
+pytest.importorskip("tokenizers")
+
 TEXT = "def f(x):\n\treturn x  # héllo, 你好 🙂\r\n\n   <|endoftext|> end\n"
 
 

@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
     wanted = options(said)
     color, width = terminal()
     print(
-        f"hocket demo: {wanted.layout.axes_text()}, {wanted.layout.world_size} ranks; "
+        f"hocket demo: {wanted.layout.axes_text()}, {wanted.layout.world_size} ranks\n"
         f"{wanted.options.steps} steps of {wanted.workload.global_batch} sequences of "
         f"{wanted.workload.seq_len} tokens of the Python standard library's own text\n",
         flush=True,

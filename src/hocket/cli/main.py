@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except HocketError as error:
-        print(f"hocket: {error}", file=sys.stderr)
+        print(f"hocket: {_printable(str(error))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("hocket: interrupted", file=sys.stderr)
@@ -55,6 +56,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader of stdout has gone, as `| head` does: nothing more can be said there.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        if error.errno not in _THE_FILE_SYSTEMS:
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"hocket: {_printable(where)}{error.strerror}", file=sys.stderr)
+        return HocketError.exit_code
+
+
+_THE_FILE_SYSTEMS = frozenset(
+    {
+        errno.EACCES, errno.EDQUOT, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT,
+        errno.ENOSPC, errno.ENOTDIR, errno.EPERM, errno.EROFS,
+    }
+)  # fmt: skip
+"""What a path or a disk can refuse wherever it is touched; the user can mend each of them."""
+
+
+def _printable(text: str) -> str:
+    """The text with control characters written out: a file's name must not steer the terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
 def _verb(arguments: list[str]) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,6 +19,8 @@ if TYPE_CHECKING:
 Event = dict[str, Any]
 PLAIN_LINES = 20
 """About so many lines are printed for a whole run where there is no terminal."""
+SMALLEST_BAR = 8
+"""Columns of the bar that numbers may not take."""
 
 
 class Listener(Protocol):
@@ -110,14 +111,12 @@ def said(event: Event) -> str | None:
 
 
 class Bar:
-    """A live bar: loss, tokens/s, step time and time left."""
+    """A live bar: loss, tokens/s, step time and time left; what else is said stays above it."""
 
     def __init__(self, bar: Progress) -> None:
         self.heard = False
         self._bar = bar
         self._task: TaskID | None = None
-        self._began = time.monotonic()
-        self._held_out = ""
 
     def __call__(self, event: Event) -> None:
         self.heard = True
@@ -128,8 +127,6 @@ class Bar:
             self._tell(
                 f"tokenizing {format_bytes(event['bytes'])} of {format_bytes(event['total'])}"
             )
-        elif kind == "eval":
-            self._held_out = f"held-out {event['loss']:.3f}  "
         elif kind == "phase" and self._task is None:
             self._tell(event["name"])
         else:
@@ -147,13 +144,22 @@ class Bar:
         if self._task is None:
             for task in self._bar.task_ids:
                 self._bar.remove_task(task)
-            self._task = self._bar.add_task("training", total=event["steps"], numbers="")
-        numbers = (
-            f"loss {event['loss']:.3f}  {self._held_out}"
-            f"{event['tokens_per_second']:,.0f} tokens/s  {format_seconds(event['step_seconds'])}"
-            f" a step{_left(event)}"
-        )
-        self._bar.update(self._task, completed=event["step"], numbers=numbers)
+            self._task = self._bar.add_task("", total=event["steps"], numbers="")
+        room = self._bar.console.width - SMALLEST_BAR - 2 * len(str(event["steps"])) - 6
+        self._bar.update(self._task, completed=event["step"], numbers=numbers(event, room))
+
+
+def numbers(event: Event, room: int) -> str:
+    """A step in `room` columns: where they are few the speed goes first, and the loss never."""
+    parts = [
+        f"loss {event['loss']:.3f}",
+        f"{event['tokens_per_second']:,.0f} tokens/s",
+        f"{format_seconds(event['step_seconds'])} a step",
+        _left(event).strip(),
+    ]
+    while len(parts) > 1 and len("  ".join(parts).rstrip()) > room:
+        parts.pop(1)
+    return "  ".join(parts).rstrip()
 
 
 def _bar() -> Progress:
@@ -165,4 +171,5 @@ def _bar() -> Progress:
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
         TextColumn("{task.fields[numbers]}"),
+        refresh_per_second=4,  # the ranks need the cores more
     )

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import shlex
+import shutil
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from hocket.spec.units import format_bytes, format_seconds
@@ -43,10 +46,19 @@ def result(summary: Summary) -> list[str]:
 
 def next_steps(summary: Summary) -> list[str]:
     """Where it lies, and commands to paste."""
-    run = shlex.quote(str(summary.run))
+    run, hocket = shlex.quote(str(summary.run)), shlex.quote(program())
     return [
         f"run folder {summary.run}",
         "",
-        f"  hocket generate {run} --prompt TEXT",
-        f"  hocket export {run} --to DIR",
+        f"  {hocket} generate {run} --prompt TEXT",
+        f"  {hocket} export {run} --to DIR",
     ]
+
+
+def program() -> str:
+    """What to type for `hocket` here: its path where the shell would not find this very one."""
+    own = Path(sys.executable).parent / "hocket"
+    found = shutil.which("hocket")
+    if not own.exists() or (found is not None and Path(found).samefile(own)):
+        return "hocket"
+    return str(own.relative_to(Path.cwd()) if own.is_relative_to(Path.cwd()) else own)

@@ -106,7 +106,7 @@ def demo(
         spec = prepared(job, folder, record, "demo")
         with unstarted_is_no_run(folder):
             summary = launch(launcher, folder, spec, record)
-        show(losses(summary))
+        show(losses(summary, folder, width))
         pictures, equal = report(launcher, folder, width=width, color=color)
         for picture in pictures:
             show(picture)
@@ -125,11 +125,15 @@ def demo(
     )
 
 
-def losses(summary: Summary) -> str:
-    """How the loss fell, in one line."""
+def losses(summary: Summary, folder: RunFolder, width: int) -> str:
+    """How the loss fell, in one line and as a curve."""
+    from hocket.reporting import curve_text
+
+    rows = [json.loads(line) for line in folder.metrics_file.read_text().splitlines()]
     return (
         f"loss {summary.first_loss:.3f} at the first step, {summary.loss:.3f} at step "
-        f"{summary.steps}, {summary.held_out_loss:.3f} on held-out text"
+        f"{summary.steps}, {summary.held_out_loss:.3f} on held-out text\n\n"
+        + curve_text([row["loss"] for row in rows], width)
     )
 
 

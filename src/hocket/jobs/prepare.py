@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hocket.jobs.request import OPTION_FIELDS, WORKLOAD_FIELDS, Request
 from hocket.jobs.validate import validate
+from hocket.spec.checkpoint import candidates
 from hocket.spec.errors import (
     CheckpointError,
     DataError,
@@ -103,6 +105,14 @@ def run_folder(request: Request) -> RunFolder:
         )
     if folder.path.exists() and not folder.path.is_dir():
         raise RunFolderError(f"{folder.path} is a file, not a folder", hint="--run runs/first")
+    # Found here, before the launcher warms up, rather than when the first file is written.
+    path = folder.path.absolute()
+    there = next(p for p in (path, *path.parents) if p.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        why = "cannot be written to" if there.is_dir() else "is a file, not a folder"
+        raise RunFolderError(
+            f"{folder.path} cannot be made: {there} {why}", hint="--run runs/first"
+        )
     return folder
 
 
@@ -223,6 +233,13 @@ def resume(request: Request) -> tuple[RunFolder, RunSpec]:
                 f"{held[name]}, and this would change what it computes",
                 hint=f"leave --{name.replace('_', '-')} out, or start a new run",
             )
+    steps = request.options.steps if "steps" in request.given else spec.options.steps
+    newest = next((int(p.name.split("-")[1]) for p in candidates(folder.checkpoints)), 0)
+    if steps < newest:
+        raise CheckpointError(
+            f"steps is {steps}; the run in {folder.path} holds a checkpoint of step {newest}",
+            hint=f"--steps {max(newest, spec.options.steps)}",
+        )
     changed = {
         name: getattr(request.options, name)
         for name in request.given & _CHANGEABLE_ON_RESUME

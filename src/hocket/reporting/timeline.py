@@ -71,7 +71,7 @@ def timeline_text(
         if talk:
             row = _communication(talk, timeline.duration, columns)
             lines.append(" " * margin + _row(row, color))
-    lines.append(_legend(timeline, fill))
+    lines += _legend(timeline, fill, width)
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -167,10 +167,15 @@ def _ruler(duration: float, columns: int) -> str:
         count += 1
 
 
-def _legend(timeline: Timeline, fill: dict[str, str]) -> str:
+def _legend(timeline: Timeline, fill: dict[str, str], width: int) -> list[str]:
     kinds = {e.kind for e in timeline.events}
     words = [f"{fill[k]} {_WORDS[k]}" for k in fill if k in kinds]
     marks = {_mark(e.kind) for e in timeline.events if e.lane == "communication"}
     meaning = {">": "send", "<": "receive", "=": "collective"}
     words += [f"{mark} {meaning[mark]}" for mark in meaning if mark in marks]
-    return "   ".join([*words, f"{fill['']} idle", "at the right: share computing"])
+    lines = [""]
+    for word in [*words, f"{fill['']} idle", "at the right: share computing"]:
+        if lines[-1] and len(lines[-1]) + 3 + len(word) > width:
+            lines.append("")
+        lines[-1] += ("   " if lines[-1] else "") + word
+    return lines

@@ -160,7 +160,7 @@ def check(
             f"the training data holds {tokens.train_tokens} tokens; one step takes "
             f"{global_batch} sequences of {seq_len} and needs {global_batch * seq_len + 1}",
             hint=f"--seq-len {fits}, or more data"
-            if fits >= 1
+            if fits >= 2
             else f"--global-batch {max(1, samples)}, or more data",
         )
 

@@ -61,12 +61,17 @@ def find(paths: Sequence[str | os.PathLike[str]]) -> list[Source]:
     found: list[Source] = []
     for given in paths:
         path = Path(given)
-        if not path.exists():
+        if not os.fspath(given) or not path.exists():
             there = path.parent.iterdir() if path.parent.is_dir() else iter(())
             near = nearest(path.name, (p.name for p in there))
             raise DataError(
                 f"data {given}: there is no such file or directory",
                 hint=f"did you mean {path.parent / near}?" if near else None,
+            )
+        if not path.is_dir() and not path.is_file():
+            raise DataError(
+                f"data {given} is a device or a pipe, which may never end; it is read twice",
+                hint="write it into a file first",
             )
         if path.is_dir() and not _is_dataset(path):
             inside = list(_walk(path))
@@ -254,6 +259,8 @@ def _strings(column: Any) -> Iterator[str]:
 
 
 def _wrong_field(source: Source, field: str, fields: Sequence[str], where: str) -> DataError:
+    if field in fields:
+        return DataError(f"data {source.path}: {where} holds no text in its field {field!r}")
     near = nearest(field, fields) or (fields[0] if len(fields) == 1 else None)
     return DataError(
         f"data {source.path}: {where} has no text field {field!r}"

@@ -8,7 +8,7 @@ A layer keeps its module's name, its parameters' names and Hugging Face's way of
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,6 @@ from hocket.runtime.tensor_parallel.regions import (
     split_to_axis,
 )
 from hocket.runtime.tensor_parallel.shards import Shards
-
-if TYPE_CHECKING:
-    from hocket.runtime.random import Streams
 
 
 class Entry:
@@ -62,6 +59,16 @@ class Entry:
         return copied
 
 
+class RegionStreams(Protocol):
+    """Random streams that differ between tensor ranks only where tensors are in parts."""
+
+    def enter_sharded(self) -> None:
+        """From here on tensors are in parts."""
+
+    def leave_sharded(self) -> None:
+        """From here on they are whole again."""
+
+
 class _ParallelLinear(nn.Linear):
     """What column- and row-parallel layers share; never made directly."""
 
@@ -69,7 +76,7 @@ class _ParallelLinear(nn.Linear):
     recorder: Recorder
     transposed: bool
     weight_gradients: WeightGradients | None = None
-    streams: Streams | None = None
+    streams: RegionStreams | None = None
 
     def _linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return linear(
