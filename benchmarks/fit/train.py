@@ -189,7 +189,8 @@ def main() -> None:
         ratios = [p.target / p.step for p in priced if p.target and p.row.kind == MAINSTREAM]
         low, high = np.percentile(ratios, [10, 90])
         fitted["residuals"]["step_time"] = [round(float(low), 4), round(float(high), 4)]
-        held = [p.row.memory / p.memory for p in priced if p.row.memory]
+        main = [p for p in priced if p.row.kind == MAINSTREAM]
+        held = [p.row.memory / p.memory for p in main if p.row.memory]
         fitted["residuals"]["memory"] = [round(float(np.percentile(held, q)), 4) for q in (5, 95)]
         for part, name, field, _ in FREE:
             fitted[part][name][field] = float(f"{fitted[part][name][field]:.4g}")

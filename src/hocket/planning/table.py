@@ -53,9 +53,9 @@ STACKS = (
     (r"torchtitan|fms-fsdp|\bfsdp2\b", "fsdp"),
     (r"bloom|bigscience", "deepspeed"),
     (r"internevo", "internevo"),
-    (r"nemo|megatron-bridge", "nemo"),
     (r"megascale(?!.*megatron-lm)", "megascale"),
-    (r"golden|megatron-core|megascale|h100|llama.?3", "megatron-core"),
+    (r"nemo|megatron-bridge|overlap", "nemo"),
+    (r"golden|megatron-core|megascale|[hb][12]00|llama.?3", "megatron-core"),
     (r"", "megatron"),
 )
 """Software by what a row says of its source (first match): the words it is known by."""
@@ -135,7 +135,7 @@ class _LeftOut(Exception):
 
 
 def _parse(row: Mapping[str, str]) -> Row:
-    said = f"{row['source']} {row.get('notes', '')}".lower()
+    said = f"{row['source']} {row.get('notes', '')} {row['gpu']}".lower()
     model = row["model"]
     if re.search(EXPERTS, model, re.I):
         raise _LeftOut("mixture of experts: the number of experts is not among the columns")
@@ -209,10 +209,11 @@ def _need(row: Mapping[str, str], name: str) -> float:
 
 def _precision(text: str) -> str:
     text = text.lower()
-    for name in ("fp4", "fp8", "fp16"):
-        if name in text and not text.startswith("bf16"):
-            return name
-    return "bf16"
+    if "fp4" in text:
+        return "fp4"
+    if "fp8" in text or "float8" in text:
+        return "fp8"
+    return "fp16" if text.startswith("fp16") else "bf16"
 
 
 def _gradient_bytes(precision: str, stack: str) -> float:
