@@ -183,3 +183,27 @@ def test_what_cannot_be_read(monkeypatch):
     monkeypatch.setattr(record, "MOST_OPERATIONS", 20)
     with pytest.raises(ModelError, match="more than 20 operations"):
         trace({**LLAMA, "hidden_size": 40})
+
+
+LARGE = {
+    "deepseek_v3": {},  # latent attention, dense then expert blocks
+    "gemma3n_text": {},  # key/value heads shared between layers
+    "gpt_oss": {},  # sinks, biased experts
+    "llama4": {},  # configuration of a model of text and images
+    "falcon": {},
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_families_that_are_built_otherwise_at_real_size(name):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(name, **LARGE[name])
+    shape = trace(config)
+    real = skeleton.build(config.to_dict(), dtype=torch.bfloat16)
+    assert shape.num_parameters == sum(p.numel() for p in real.parameters())
+    for kind in set(shape.layers):
+        block = shape.blocks[kind]
+        assert block.attention
+        # Six operations for each parameter that a token meets, at the least.
+        met = sum(p.n * p.k * p.count for p in block.products)
+        assert 0 < met <= block.num_parameters

@@ -58,6 +58,8 @@ def trace(
         config: Any = skeleton.config_of(dict(values), dropout=dropout)
     else:
         config = skeleton.config_of(values.to_dict(), dropout=dropout)
+    if not hasattr(config, "num_hidden_layers"):  # a model of text and images: its text part
+        config = config.get_text_config()
     text = json.dumps([config.to_dict(), name], sort_keys=True, default=str)
     key = hashlib.sha256(text.encode()).hexdigest()
     if key not in _cache:

@@ -221,16 +221,21 @@ def _hidden(args: Any, kwargs: Any) -> tuple[torch.Tensor, Any]:
 
 
 def _layers(model: nn.Module, count: int) -> tuple[str, nn.ModuleList]:
-    found = [
-        (name, module)
+    """The list of layers: as long as the configuration says, or else where most weights are."""
+    lists = [
+        (name, module, _size(module))
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList)
-        and len(module) == count
-        and any(True for _ in module.parameters())
     ]
-    if not found:
+    fits = [found for found in lists if len(found[1]) == count and found[2]]
+    if fits:
+        name, layers, _ = max(fits, key=lambda found: (-found[0].count("."), found[2]))
+        return name, layers
+    top = [f for f in lists if not any(f[0].startswith(f"{other[0]}.") for other in lists)]
+    largest = max(top, key=lambda found: found[2], default=None)
+    if largest is None or largest[2] < 0.9 * sum(found[2] for found in top):
         raise ModelError("its layers are in no single list, so they cannot be told apart")
-    return max(found, key=lambda pair: (-pair[0].count("."), _size(pair[1])))
+    return largest[0], largest[1]
 
 
 def _size(module: nn.Module) -> int:
