@@ -21,9 +21,6 @@ from hocket.spec.errors import HocketError
 from hocket.spec.layout import RECOMPUTE, Layout
 from hocket.spec.units import format_bytes, format_seconds
 
-NEIGHBOURS = 20
-"""Layouts that are simulated for each neighbour."""
-
 SHOWN = 8
 
 NVLINK = 450e9
@@ -234,7 +231,7 @@ def _same(one: Layout, other: Layout) -> bool:
 
 
 def _search(problem: Problem, objective: str, pins: Pins, here: bool) -> Found:
-    found = search(problem, objective=objective, pins=pins, here=here, simulated=NEIGHBOURS)
+    found = search(problem, objective=objective, pins=pins, here=here)
     assert found.num_fitting == 0 or np.all(found.best.high <= problem.usable)
     return found
 

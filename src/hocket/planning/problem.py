@@ -38,7 +38,7 @@ BACKWARD_SHARE = 2 / 3
 CHUNK = 65536
 """Rows priced at once: their columns stay in the processor's cache."""
 
-SHORT = 4
+SHORT = 2
 """Rounds of pp microbatches that are played of a long schedule, besides the one that repeats."""
 
 MEMORY_HIGH = 1.08

@@ -25,7 +25,7 @@ OBJECTIVES = ("time", "tokens-per-dollar", "memory")
 SIMULATED = 200
 """Layouts that are simulated, of those that run here and of the others each."""
 
-MOST_ACTIONS = 100_000
+MOST_ACTIONS = 200_000
 """Of all simulated schedules together: a limit in work, so that an answer never depends on how
 fast a machine is. Schedules are taken in the order of their best layout."""
 
