@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from hocket.jobs.api import check, export, generate, train
+    from hocket.jobs.api import check, export, generate, plan, train
     from hocket.jobs.parallelize import parallelize
     from hocket.spec.errors import HocketError
     from hocket.spec.layout import Layout
@@ -27,6 +27,7 @@ _HOME = {
     "export": "hocket.jobs.api",
     "generate": "hocket.jobs.api",
     "parallelize": "hocket.jobs.parallelize",
+    "plan": "hocket.jobs.api",
     "train": "hocket.jobs.api",
 }
 
@@ -40,6 +41,7 @@ __all__ = [
     "export",
     "generate",
     "parallelize",
+    "plan",
     "train",
 ]
 

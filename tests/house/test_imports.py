@@ -28,7 +28,7 @@ def loaded_by(code: str) -> set[str]:
         "import hocket",
         "from hocket import Layout, Schedule, Timeline, ParallelPlan, HocketError",
         "import hocket.jobs.api",
-        "from hocket import train, check, generate, export",
+        "from hocket import train, check, generate, export, plan",
         "import hocket.launch",
         pytest.param(
             "from hocket.models import source; source.resolve('tiny-llama')",
@@ -51,7 +51,9 @@ def test_the_door_alone_loads_no_parser(arguments: list[str]) -> None:
     assert not loaded_by(code) & {*HEAVY, "tyro", "rich", "argparse"}
 
 
-@pytest.mark.parametrize("verb", ["train", "demo", "check", "generate", "export", "schedule"])
+@pytest.mark.parametrize(
+    "verb", ["train", "demo", "check", "generate", "export", "plan", "schedule"]
+)
 def test_help_of_a_verb_loads_nothing_heavy(verb: str) -> None:
     code = (
         "from hocket.cli.main import main\n"
@@ -79,7 +81,7 @@ def test_the_block_blocks() -> None:
 
 
 def numpy_wing() -> list[str]:
-    rooms = ("spec", "catalogue", "schedules", "cost", "simulation", "reporting")
+    rooms = ("spec", "catalogue", "schedules", "cost", "simulation", "reporting", "planning")
     return [
         "hocket." + ".".join(f.relative_to(SOURCE).with_suffix("").parts)
         for room in rooms
@@ -100,6 +102,8 @@ def test_the_base_commands_work_where_torch_is_not_installed() -> None:
         f"{WITHOUT_TORCH}\n"
         "from hocket.cli.main import main\n"
         "assert main(['schedule', '--layout', 'pp4', '--microbatches', '8']) == 0\n"
-        "assert main(['models']) == 0"
+        "assert main(['models']) == 0\n"
+        "assert main(['plan', 'llama-3-8b', '--cluster', '2x8xH100-SXM', '--global-batch', '64',"
+        " '--explain']) == 0"
     )
     assert "hocket" in loaded_by(code)

@@ -72,3 +72,16 @@ def test_by_hand_a_stage_may_hold_no_layer() -> None:
     assert choose_cut((0, 8), 8, 2) == (0, 8)
     assert list(stage_layers((3, 0, 5), 1)) == []
     assert list(stage_layers((3, 0, 5), 2)) == [3, 4, 5, 6, 7]
+
+
+def test_equal_layers_are_cut_as_any_layers_are() -> None:
+    """The short way for equal layers finds what the search over all cuts finds."""
+    for layers, stages, after in itertools.product((2, 5, 12, 23), (2, 3, 5), (0.0, 1.5, 7.0)):
+        if stages <= layers:
+            nearly = [3.0] * (layers - 1) + [3.0 * (1 + 1e-12)]
+            found = choose_cut(
+                "balanced", layers, stages, layer_costs=[3.0] * layers, after_cost=after
+            )
+            assert found == choose_cut(
+                "balanced", layers, stages, layer_costs=nearly, after_cost=after
+            )

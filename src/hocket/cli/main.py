@@ -19,6 +19,8 @@ VERBS = {
     "check": "prove that a layout computes what one process computes",
     "generate": "continue a text with a trained model",
     "export": "write a run's model as an ordinary Hugging Face directory",
+    "plan": "find the best layout of a model on a cluster, without a GPU",
+    "validate": "price the runs of a table of published measurements, and print the errors",
     "schedule": "print when each pipeline rank computes what",
     "models": "list the models that come with hocket",
 }

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from hocket.jobs.generate import Completion
     from hocket.jobs.train import Summary
+    from hocket.planning.plan import Plan
     from hocket.spec.check import CheckReport
     from hocket.spec.layout import Layout
 
@@ -91,6 +92,30 @@ def generate(
 
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     return job(os.fspath(model), texts, layout=layout, **options)
+
+
+def plan(
+    model: str | os.PathLike[str],
+    *,
+    cluster: str,
+    seq_len: int,
+    global_batch: int,
+    **options: Any,
+) -> Plan:
+    """The best layouts of a model on a cluster; the same as `hocket plan`.
+
+    Args:
+        model: a name of the catalogue, a Hugging Face directory, or a run folder.
+        cluster: `2x8xH100-SXM`, or a TOML file.
+        **options: any other flag of `hocket plan`, with underscores: `objective="memory"`.
+
+    Raises:
+        HocketError: what the caller can mend; for a model that does not fit, with the smallest
+            cluster that it fits.
+    """
+    from hocket.jobs.plan import plan as job
+
+    return job(model, cluster=cluster, seq_len=seq_len, global_batch=global_batch, **options)
 
 
 def export(run: str | os.PathLike[str], to: str | os.PathLike[str]) -> Path:

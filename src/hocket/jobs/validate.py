@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from hocket.spec.capabilities import TABLE, absent
 from hocket.spec.errors import LayoutError, OptionError
 from hocket.spec.layout import DEGREES, Layout, divisors
 from hocket.spec.run import Workload
@@ -18,7 +19,7 @@ from hocket.spec.run import Workload
 if TYPE_CHECKING:
     from hocket.models.dimensions import Dimensions
 
-_UNSUPPORTED = ("zero", "shard", "recompute", "sequence_parallel")
+_UNSUPPORTED = tuple(row.field for row in TABLE if row.field not in DEGREES)
 
 LARGEST_WORLD = 256
 """Ranks that hocket starts on one machine; more are joined through torchrun or Slurm."""
@@ -63,7 +64,7 @@ def microbatches(layout: Layout, workload: Workload) -> int:
 def _problems(
     model: Dimensions, layout: Layout, workload: Workload, world_size: int | None
 ) -> Iterator[str]:
-    yield from _unsupported(layout)
+    yield from (row.reason(layout) for row in absent(layout))
     if world_size is not None and layout.world_size != world_size:
         yield (
             f"the layout {layout.axes_text()} needs {layout.world_size} ranks; "
@@ -84,20 +85,6 @@ def _problems(
             f"the batch of {batch} sequences of each data rank ({workload.global_batch} / dp "
             f"{layout.dp}) does not divide into {layout.microbatches} microbatches"
         )
-
-
-def _unsupported(layout: Layout) -> Iterator[str]:
-    """What a layout can say but this release cannot run."""
-    if layout.cp > 1:
-        yield f"cp is {layout.cp}: this release has no context parallelism"
-    if layout.ep > 1:
-        yield f"ep is {layout.ep}: this release splits experts over tp, not over ep"
-    if layout.zero or layout.shard is not None:
-        yield f"zero is {layout.zero}: this release replicates the optimizer state over dp"
-    if layout.recompute != "none":
-        yield f"recompute is {layout.recompute}: this release keeps every activation"
-    if layout.sequence_parallel:
-        yield "sequence_parallel is true: this release keeps whole sequences between layers"
 
 
 def _tensor(model: Dimensions, tp: int) -> Iterator[str]:

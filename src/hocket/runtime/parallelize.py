@@ -24,6 +24,7 @@ from hocket.runtime.parallel import Parallel
 from hocket.runtime.pipeline.cut import cut, cut_costs
 from hocket.runtime.pipeline.stage import LossFunction, Stage
 from hocket.runtime.tensor_parallel import apply_tensor_parallel, copies_needed
+from hocket.spec.capabilities import absent, runnable
 from hocket.spec.cut import choose_cut
 from hocket.spec.errors import LayoutError, ModelError
 from hocket.spec.layout import Layout
@@ -122,21 +123,13 @@ def parallelize(
 
 def _check(layout: Layout, plan: ParallelPlan, schedule: Schedule | None) -> None:
     """Refuse what the layout asks for and the plan, or this version, does not have."""
-    absent = {
-        "cp": layout.cp > 1,
-        "ep": layout.ep > 1,
-        "zero": layout.zero > 0,
-        "sequence_parallel": layout.sequence_parallel,
-        "recompute": layout.recompute != "none",
-    }
-    asked = [name for name, wanted in absent.items() if wanted]
+    asked = absent(layout)
     if asked:
         raise LayoutError(
-            f"parallelize does not do {', '.join(asked)}; the layout is {layout}",
-            hint=dataclasses.replace(
-                layout, cp=1, ep=1, zero=0, sequence_parallel=False, recompute="none"
-            ).axes_text(),
-        )  # fmt: skip
+            f"parallelize does not do {', '.join(row.field for row in asked)}; "
+            f"the layout is {layout}",
+            hint=runnable(layout).axes_text(),
+        )
     if layout.tp > 1 and plan.tensor is None:
         reason = plan.reasons.get("tensor", "its plan splits no tensors")
         raise ModelError(f"the module cannot be split over tp {layout.tp}: {reason}", hint="tp1")

@@ -107,10 +107,9 @@ def add_reduce_grad(schedule: Schedule) -> Schedule:
             while step + 1 < len(line) and line[step + 1].kind in SENDS:
                 step += 1
             final[stage] = step
-        new: list[Action] = []
-        for step, action in enumerate(line):
-            new.append(action)
-            new += [Action(s, REDUCE_GRAD) for s, at in sorted(final.items()) if at == step]
+        new = list(line)
+        for stage, step in sorted(final.items(), key=lambda item: (item[1], item[0]), reverse=True):
+            new.insert(step + 1, Action(stage, REDUCE_GRAD))
         ranks.append(tuple(new))
     return dataclasses.replace(schedule, ranks=tuple(ranks))
 

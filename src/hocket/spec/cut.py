@@ -64,6 +64,8 @@ def choose_cut(
         return _even(num_layers, num_stages)
     costs = [1.0] * num_layers if layer_costs is None else list(layer_costs)
     assert len(costs) == num_layers, (len(costs), num_layers)
+    if before_cost == 0 and num_stages > 1 and len(set(costs)) == 1:
+        return _balanced_equal(num_layers, num_stages, costs[0], after_cost)
     return _balanced(costs, num_stages, before_cost, after_cost)
 
 
@@ -95,6 +97,22 @@ def _even(num_layers: int, num_stages: int) -> Cut:
             + f", or {_hint(num_layers, num_stages)}",
         )
     return (num_layers // num_stages,) * num_stages
+
+
+def _balanced_equal(num_layers: int, num_stages: int, cost: float, after: float) -> Cut:
+    """`_balanced` where all layers cost the same and the first stage holds nothing more.
+
+    What the last stage does not hold is then spread evenly over the others.
+    """
+    found: list[tuple[tuple[float, float], Cut]] = []
+    for last in range(1, num_layers - num_stages + 2):
+        others = _spread(num_layers - last, num_stages - 1)
+        stages = [cost * n for n in others] + [cost * last + after]
+        key = round(max(stages), 9), round(sum(c**2 for c in stages), 9)
+        found.append((key, (*others, last)))
+        if stages[-1] > max(stages[:-1]):
+            break  # from here on the last stage alone decides
+    return min(found, key=lambda item: item[0])[1]
 
 
 def _balanced(costs: list[float], num_stages: int, before: float, after: float) -> Cut:

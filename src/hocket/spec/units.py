@@ -30,6 +30,32 @@ def parse_bytes(text: str) -> int:
     return round(float(match[1]) * _BYTES[match[2].upper()])
 
 
+_RATES = {"B/s": 1.0, "KB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9, "TB/s": 1e12,
+          "Mb/s": 1e6 / 8, "Gb/s": 1e9 / 8, "Tb/s": 1e12 / 8,
+          "GiB/s": 2.0**30, "TiB/s": 2.0**40}  # fmt: skip
+_OPERATIONS = {"FLOP/s": 1.0, "GFLOP/s": 1e9, "TFLOP/s": 1e12, "PFLOP/s": 1e15}
+
+
+def parse_bandwidth(text: str) -> float:
+    """`450 GB/s` (bytes), `400 Gb/s` (bits) -> bytes/s. Raises OptionError without a unit."""
+    return _rate(text, _RATES, "a bandwidth", "450 GB/s for bytes, 400 Gb/s for bits")
+
+
+def parse_flops(text: str) -> float:
+    """`989 TFLOP/s` -> operations/s. Raises OptionError without a unit."""
+    return _rate(text, _OPERATIONS, "a rate of operations", "989 TFLOP/s")
+
+
+def _rate(text: str, units: dict[str, float], what: str, example: str) -> float:
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([A-Za-z]+/s)\s*", str(text))
+    if match is None or match[2] not in units:
+        raise OptionError(f"{text!r} is not {what} with its unit", hint=example)
+    try:
+        return float(match[1]) * units[match[2]]
+    except ValueError:
+        raise OptionError(f"{text!r} is not {what}", hint=example) from None
+
+
 def format_seconds(seconds: float) -> str:
     """0.0123 -> `12.3 ms`; 75 -> `1m15s`."""
     if seconds < 1e-3:

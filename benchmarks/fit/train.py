@@ -1,0 +1,202 @@
+"""Fit the constants of training to a table of published runs, and say how well they carry over.
+
+    python -m benchmarks.fit.train TABLE.csv [--leave-one-out] [--halves] [--write]
+
+Fitted together, on the mainstream rows, by least squares on logarithms with a soft loss (an
+outlier of 20% counts as one of 5%), every source weighted by the root of its rows. Rows that are
+one run measured several times count with their median. The shape of the matrix rate (`small_tile`,
+`inner_overhead`, `memory_rate`) comes from `benchmarks.fit.products`, not from here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from hocket.cost.constants import Constants, constants, file
+from hocket.planning.pricing import Batch, batch
+from hocket.planning.table import MAINSTREAM, Row, read, rows
+from hocket.planning.validate import Priced, average, group_of, price, scores
+
+FREE = (
+    ("gpus", "A100", "matrix_rate", 0.8),
+    ("gpus", "A100", "flash_rate", 0.3),
+    ("gpus", "A100", "contention", 1.2),
+    ("gpus", "H100", "matrix_rate", 0.8),
+    ("stacks", "megatron", "kernel_time", 2e-05),
+    ("stacks", "megatron", "softmax", 1.0),
+    ("stacks", "megatron", "network", 0.6),
+    ("stacks", "megatron", "skew", 5e-05),
+    ("stacks", "megatron", "hop", 4e-06),
+    ("stacks", "megatron", "step_overhead", 0.01),
+    ("stacks", "deepspeed", "network", 0.6),
+    ("stacks", "deepspeed", "sharded_network", 0.4),
+    ("stacks", "fsdp", "traffic", 1.2),
+    ("stacks", "fsdp", "network", 0.6),
+    ("stacks", "fsdp", "overlap", 0.3),
+    ("stacks", "fsdp", "step_overhead", 0.01),
+    ("stacks", "fsdp", "hop", 4e-06),
+    ("pairs", "A100 fsdp-triton", "flash_rate", 0.3),
+    ("pairs", "H100 fsdp-triton", "flash_rate", 0.3),
+)
+"""Where in the data file each fitted number stands, and what is believed before any row is seen."""
+
+SHARED_NETWORK = ("fsdp", "megatron")
+"""Stacks whose sharded collectives reach the network as their others do."""
+
+DATA = Path(__file__).resolve().parents[2] / "src/hocket/cost/data/constants.json"
+
+
+def changed(data: dict[str, Any], values: Sequence[float]) -> dict[str, Any]:
+    """The data file with the free numbers replaced."""
+    data = json.loads(json.dumps(data))
+    for (part, name, field, _), value in zip(FREE, values, strict=True):
+        data[part][name][field] = float(value)
+    for name in SHARED_NETWORK:
+        data["stacks"][name]["sharded_network"] = data["stacks"][name]["network"]
+    return data
+
+
+class Problem:
+    """Rows and where each takes its constants from."""
+
+    def __init__(self, found: Sequence[Row]) -> None:
+        self.rows = list(found)
+        self.batch: Batch = batch(self.rows)
+        self.kinds = sorted({(row.cluster.node.gpu.name, row.stack) for row in self.rows})
+        self.place = np.array(
+            [self.kinds.index((row.cluster.node.gpu.name, row.stack)) for row in self.rows]
+        )
+
+        parts = [constants(gpu, stack) for gpu, stack in self.kinds]
+        own = np.array([float(part.flash_rate) for part in parts])[self.place]
+        self.flash = self.batch.constants.flash_rate / own  # 8-bit rows keep attention in 16
+
+    def constants(self, data: dict[str, Any]) -> Constants:
+        """Arrays of constants under another data file; what rows change themselves stays."""
+        from hocket.cost import constants as module
+
+        original = module.file
+        module.file = lambda: data  # type: ignore[assignment]
+        try:
+            parts = [module.constants(gpu, stack) for gpu, stack in self.kinds]
+        finally:
+            module.file = original
+        values = {}
+        for field in dataclasses.fields(Constants):
+            if field.name == "gradient_bytes":
+                values[field.name] = self.batch.constants.gradient_bytes
+                continue
+            column = np.array([float(getattr(part, field.name)) for part in parts])
+            values[field.name] = column[self.place]
+        values["flash_rate"] = values["flash_rate"] * self.flash
+        return Constants(**values)
+
+
+def fit(found: Sequence[Row], data: dict[str, Any], evaluations: int = 30) -> dict[str, Any]:
+    """The data file with constants fitted to these rows, from what is believed before: nothing of
+    an earlier fit enters. A number that the rows say nothing about stays at that belief."""
+    problem = Problem(found)
+    priced = price(problem.rows)
+    target = np.log([p.target for p in priced])
+    counts: dict[str, int] = {}
+    for row in problem.rows:
+        counts[row.source] = counts.get(row.source, 0) + 1
+    weight = np.array([1 / math.sqrt(counts[row.source]) for row in problem.rows])
+    weight = np.sqrt(weight / weight.sum() * 1000)
+    start = np.array([value for *_, value in FREE])
+
+    def residuals(logs: np.ndarray) -> np.ndarray:
+        values = problem.constants(changed(data, start * np.exp(logs)))
+        step = problem.batch.times(values).step
+        return np.concatenate([weight * (np.log(step) - target), 0.03 * logs])
+
+    found_at = least_squares(
+        residuals,
+        np.zeros(len(start)),
+        loss="soft_l1",
+        f_scale=0.05,
+        max_nfev=evaluations,
+        diff_step=1e-3,
+    )
+    return changed(data, start * np.exp(found_at.x))
+
+
+def predictions(found: Sequence[Row], data: dict[str, Any]) -> list[Priced]:
+    """Prices of rows under a data file."""
+    problem = Problem(found)
+    return price(problem.rows, lambda _: problem.constants(data))
+
+
+def show(title: str, priced: Sequence[Priced]) -> None:
+    """A table by source."""
+    names: dict[str, list[Priced]] = {}
+    for one in priced:
+        names.setdefault(group_of(one.row), []).append(one)
+    table = {name: scores(members) for name, members in names.items()}
+    print(f"\n{title}\n{'source':52s} rows   mean median  p90   bias    tau regret memory unfit")
+    for name, s in table.items():
+        errors = np.array([p.error for p in names[name] if p.error is not None])
+        p90 = f"{100 * np.percentile(abs(errors), 90):5.1f}" if len(errors) else "    -"
+        bias = f"{100 * np.median(errors):+6.1f}" if len(errors) else "     -"
+        line = [s.step_time_mape, s.step_time_median_ape]
+        more = [s.kendall_tau, s.mean_regret, s.memory_median_ape]
+        text = [f"{x:6.1f}" if x is not None else "     -" for x in line]
+        last = [f"{x:6.2f}" if x is not None else "     -" for x in more]
+        print(f"{name[:52]:52s} {s.rows_used:4d} {''.join(text)} {p90} {bias} {''.join(last)} "
+              f"{s.false_fits:4d}")  # fmt: skip
+    main = [s for name, s in table.items() if not name.startswith("other:")]
+    print("overall", dataclasses.asdict(average(main, 0)))
+
+
+def main() -> None:
+    """Fit, report, and write the data file if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("table")
+    parser.add_argument("--leave-one-out", action="store_true")
+    parser.add_argument("--halves", action="store_true")
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args()
+    everything, _ = rows(read(options.table))
+    found = [r for r in everything if r.kind == MAINSTREAM and r.measured is not None]
+    data = json.loads(json.dumps(file()))
+    fitted = fit(found, data)
+    for part, name, field, _ in FREE:
+        print(f"{part:6s} {name:18s} {field:16s} {fitted[part][name][field]:.4g}")
+    priced = predictions(everything, fitted)
+    show("fitted on all", priced)
+    if options.halves:
+        draw = np.random.default_rng(0).random(len(found)) < 0.5
+        left = fit([r for r, half in zip(found, draw, strict=True) if half], fitted)
+        rest = [r for r, half in zip(found, draw, strict=True) if not half]
+        show("fitted on one half, shown on the other", predictions(rest, left))
+    if options.leave_one_out:
+        out: list[Priced] = []
+        for source in dict.fromkeys(r.source for r in found):
+            rest = [r for r in found if r.source != source]
+            own = fit(rest, data, evaluations=20)
+            out += predictions([r for r in found if r.source == source], own)
+        show("each source predicted by constants fitted without it", out)
+    if options.write:
+        ratios = [p.target / p.step for p in priced if p.target and p.row.kind == MAINSTREAM]
+        low, high = np.percentile(ratios, [10, 90])
+        fitted["residuals"]["step_time"] = [round(float(low), 4), round(float(high), 4)]
+        main = [p for p in priced if p.row.kind == MAINSTREAM]
+        held = [p.row.memory / p.memory for p in main if p.row.memory]
+        fitted["residuals"]["memory"] = [round(float(np.percentile(held, q)), 4) for q in (5, 95)]
+        for part, name, field, _ in FREE:
+            fitted[part][name][field] = float(f"{fitted[part][name][field]:.4g}")
+        DATA.write_text(json.dumps(fitted, indent=1) + "\n")
+        print(f"written: {DATA}")
+
+
+if __name__ == "__main__":
+    main()

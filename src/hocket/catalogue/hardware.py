@@ -1,0 +1,267 @@
+"""Hardware by name: GPUs, nodes and clusters from data files, each figure with its source.
+
+    gpu("H100")                     the first entry that has these parts in its name
+    node("DGX-H100")                with the GPU it is sold with; node("aws-p5", gpu("H200"))
+    cluster("2x8xH100-SXM")         two nodes of eight
+    cluster("16xA100-40-PCIe")      sixteen GPUs, on as few of the GPU's nodes as hold them
+    cluster("4xaws-p5")             four nodes of a catalogue's kind
+    cluster("4x8xH200@aws-p5en")    a kind of node, and the GPU in it
+    cluster("mine.toml")            a machine of one's own (see `machine_file`)
+
+All bandwidths are bytes per second per direction.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import functools
+import re
+import statistics
+import tomllib
+from collections.abc import Iterable
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from hocket.catalogue import machine_file
+from hocket.spec.cluster import Cluster, Gpu, Node
+from hocket.spec.errors import OptionError, nearest
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Quote:
+    """One price that was read: dollars per GPU and hour."""
+
+    gpu: str
+    dollars: float
+    provider: str
+    product: str
+    tier: str
+    region: str
+    date: str
+    source: str
+
+
+def gpu_names() -> tuple[str, ...]:
+    """Every GPU, in the order in which parts of a name are looked up."""
+    return tuple(_gpus())
+
+
+def node_names() -> tuple[str, ...]:
+    """Every kind of node."""
+    return tuple(_tables("nodes"))
+
+
+def gpu(name: str) -> Gpu:
+    """A GPU by its name, an alias, or parts of them in any order.
+
+    Raises:
+        OptionError: no entry has these parts; the nearest name is suggested.
+    """
+    wanted = _parts(name)
+    for entry in _gpus().values():
+        if any(wanted == _parts(known) for known in (entry.name, *entry.aliases)):
+            return entry
+    for entry in _gpus().values():
+        if wanted and any(wanted <= _parts(known) for known in (entry.name, *entry.aliases)):
+            return entry
+    raise _unknown("GPU", name, gpu_names())
+
+
+@functools.cache
+def quotes(name: str) -> tuple[Quote, ...]:
+    """Every dated price of a GPU. Raises OptionError as `gpu`."""
+    return tuple(quote for quote in _quotes() if quote.gpu == gpu(name).name)
+
+
+def node(name: str, device: Gpu | None = None, num_gpus: int | None = None) -> Node:
+    """A node of the catalogue.
+
+    Args:
+        name: `DGX-H100`, `aws-p5`.
+        device: the GPU in it, where it is sold with several; None: the first.
+        num_gpus: fewer than the node holds, with its share of the network cards; None: all.
+
+    Raises:
+        OptionError: an unknown name, a GPU that this node is not sold with, or too many of them.
+    """
+    key = _node_key(name)
+    if key is None:
+        raise _unknown("node", name, node_names())
+    table = _tables("nodes")[key]
+    device = gpu(table["gpus"][0]) if device is None else device
+    if device.name not in table["gpus"]:
+        raise OptionError(
+            f"{key} is not sold with {device.name}, but with {', '.join(table['gpus'])}",
+            hint=f"one of: {', '.join(_nodes_of(device.name))}",
+        )
+    most = int(table["num_gpus"])
+    count = most if num_gpus is None else num_gpus
+    if not 1 <= count <= most:
+        raise OptionError(
+            f"a node {key} holds {most} {device.name}, not {count}",
+            hint=_spread(count, most, device.name),
+        )
+    nics = max(1, int(table["nics"]) * count // most)
+    values = {k: v for k, v in table.items() if k not in ("aliases", "gpus", "unverified", "note")}
+    values |= {"num_gpus": count, "nics": nics, "pcie": _pcie(device.name)}
+    return machine_file.node_of(values, device, links=_own_links(device.name), name=key)
+
+
+def cluster(text: str) -> Cluster:
+    """A cluster from its text form or a TOML file.
+
+    Raises:
+        OptionError: text that is none of the forms, unknown names (with the nearest), more GPUs
+            than a node holds, or a file that `machine_file` refuses.
+    """
+    if text.endswith(".toml"):
+        path = Path(text)
+        if not path.is_file():
+            raise OptionError(f"there is no file {text}")
+        return machine_file.read(path.read_text(), gpu=gpu, node=node, origin=text)
+    match = re.fullmatch(r"(?:(\d+)x)?(?:(\d+)x)?([^@]+?)(?:@(.+))?", text.strip())
+    if match is None:
+        raise OptionError(f"{text!r} is not a cluster", hint="2x8xH100-SXM, 16xA100-40-PCIe")
+    first, second, name, kind = match.groups()
+    if kind is None and not _is_gpu(name) and _node_key(name) is not None:
+        if second is not None:
+            raise OptionError(
+                f"{name} is a kind of node; {text!r} counts its GPUs as well",
+                hint=f"{first}x{name}",
+            )
+        return _named(int(first or 1), node(name))
+    if kind is None and not _is_gpu(name):
+        raise _unknown("GPU or node", name, (*gpu_names(), *node_names()))
+    device = gpu(name)
+    kind = _nodes_of(device.name)[0] if kind is None else kind
+    whole = node(kind, device)
+    if second is not None:
+        return _named(int(first), node(kind, device, int(second)))
+    total = int(first or 1)
+    if total < 1:
+        raise OptionError(f"{text!r} has no GPU", hint=f"8x{device.name}")
+    if total > whole.num_gpus and total % whole.num_gpus:
+        raise OptionError(
+            f"{total} {device.name} do not fill nodes of {whole.num_gpus}",
+            hint=_spread(total, whole.num_gpus, device.name),
+        )
+    per_node = min(total, whole.num_gpus)
+    return _named(total // per_node, node(kind, device, per_node))
+
+
+def to_toml(cluster: Cluster) -> str:
+    """The TOML form of a cluster; `cluster` of that file is equal to it."""
+    return machine_file.write(cluster)
+
+
+def _named(num_nodes: int, node: Node) -> Cluster:
+    if num_nodes < 1:
+        raise OptionError("a cluster needs at least one node", hint=f"1x{node.name}")
+    name = f"{num_nodes}x{node.num_gpus}x{node.gpu.name}"
+    if node.name != _nodes_of(node.gpu.name)[0]:
+        name += f"@{node.name}"
+    return Cluster(name=name, num_nodes=num_nodes, node=node)
+
+
+def _spread(count: int, most: int, name: str) -> str:
+    per_node = max((n for n in range(1, most + 1) if count % n == 0), default=1)
+    return f"{count // per_node}x{per_node}x{name}"
+
+
+def _is_gpu(name: str) -> bool:
+    try:
+        gpu(name)
+    except OptionError:
+        return False
+    return True
+
+
+def _unknown(kind: str, name: str, choices: Iterable[str]) -> OptionError:
+    options = list(choices)
+    spellings: dict[str, str] = {}
+    for option in options:  # the first entry that begins so: `h10o` is near `h100`
+        parts = option.lower().split("-")
+        for end in range(1, len(parts) + 1):
+            spellings.setdefault("-".join(parts[:end]), option)
+    near = nearest(name.lower(), spellings)
+    hint = f"did you mean {spellings[near]!r}?" if near else f"known: {', '.join(options)}"
+    return OptionError(f"unknown {kind} {name!r}", hint=hint)
+
+
+def _parts(name: str) -> frozenset[str]:
+    """`NVIDIA A100-SXM4-80GB` -> {a100, sxm, 80}."""
+    text = re.sub(r"\b(nvidia|geforce|tesla|amd|instinct)\b", " ", name.lower())
+    text = re.sub(r"\brtx[\s_-]*((?:pro|a)?)[\s_-]*(?=[a0-9])", r"rtx\1", text)
+    text = re.sub(r"sxm\d", "sxm", text)
+    text = re.sub(r"(\d)\s*gb\b", r"\1", text)
+    return frozenset(part for part in re.split(r"[\s_/-]+", text) if part)
+
+
+def _node_key(name: str) -> str | None:
+    for key, table in _tables("nodes").items():
+        if name.lower() in (key.lower(), *(alias.lower() for alias in table.get("aliases", ()))):
+            return key
+    return None
+
+
+def _nodes_of(name: str) -> list[str]:
+    found = [key for key, table in _tables("nodes").items() if name in table["gpus"]]
+    assert found, f"no node of the catalogue holds {name}"
+    return found
+
+
+@functools.cache
+def _tables(file: str) -> dict[str, dict[str, Any]]:
+    data = resources.files("hocket.catalogue") / "data" / "hardware" / f"{file}.toml"
+    return tomllib.loads(data.read_text())
+
+
+@functools.cache
+def _gpus() -> dict[str, Gpu]:
+    found = {}
+    for name, table in _tables("gpus").items():
+        entry = machine_file.gpu_of({k: v for k, v in table.items() if k not in _NOTES}, name)
+        prices = sorted((q for q in _quotes() if q.gpu == name), key=lambda q: q.date)
+        on_demand = [quote for quote in prices if quote.tier.startswith("on-demand")]
+        if on_demand:
+            entry = dataclasses.replace(
+                entry,
+                price=round(statistics.median(quote.dollars for quote in on_demand), 4),
+                price_source=f"median of {len(on_demand)} on-demand quotes read "
+                f"{on_demand[0].date} to {on_demand[-1].date}",
+            )
+        short = tuple(n.removeprefix("RTX") for n in (name, *entry.aliases) if n.startswith("RTX"))
+        found[name] = dataclasses.replace(entry, aliases=(*entry.aliases, *short))
+    return found
+
+
+_NOTES = ("architecture", "pcie", "watts", "unverified", "note")
+
+
+def _pcie(name: str) -> str:
+    return str(_tables("gpus")[name].get("pcie", {}).get("bandwidth", "31.5 GB/s"))
+
+
+def _own_links(name: str) -> dict[str, Any]:
+    """What a node's links are where its entry leaves them to the GPU."""
+    return dict(_tables("gpus")[name].get("nvlink", {}))
+
+
+@functools.cache
+def _quotes() -> tuple[Quote, ...]:
+    data = resources.files("hocket.catalogue") / "data" / "hardware" / "prices.csv"
+    return tuple(
+        Quote(
+            gpu=row["gpu"],
+            dollars=float(row["dollars_per_gpu_hour"]),
+            provider=row["provider"],
+            product=row["product"],
+            tier=row["tier"],
+            region=row["region"],
+            date=row["date_read"],
+            source=row["source"],
+        )
+        for row in csv.DictReader(data.read_text().splitlines())
+    )

@@ -1,0 +1,46 @@
+"""`hocket validate`: how far the planner's prices are from what others measured."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Annotated
+
+import tyro
+
+from hocket.cli.flags import File, parse
+
+Table = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="TABLE.csv")]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ValidateFlags:
+    """Price each run of a table of published runs and print the errors by source and overall.
+
+    Attributes:
+        table: a CSV file, one measured run a row.
+        rows: write each row's prediction to this CSV file.
+        json: print one JSON object instead: `overall` and `groups`.
+    """
+
+    table: Table = ""
+    rows: File = None
+    json: bool = False
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print. Returns 0."""
+    flags = parse(ValidateFlags, "validate", arguments, ValidateFlags())
+    from hocket.jobs.accuracy import accuracy, text
+    from hocket.spec.errors import OptionError
+
+    if not flags.table:
+        raise OptionError("no table is given", hint="hocket validate TABLE.csv")
+    report = accuracy(flags.table, rows=flags.rows)
+    if flags.json:
+        import json
+
+        print(json.dumps(report.to_json()))
+    else:
+        print(text(report), end="")
+    return 0

@@ -1,0 +1,94 @@
+"""Collectives: how long a group of ranks talks, on the links that it really crosses.
+
+inside a domain      measured curves by size and group (NCCL), else latency + volume / bandwidth
+over the network     every ring crosses each node's boundary, so
+
+    T = max( volume / (network x ranks of the group in a node / ranks of the node x efficiency),
+             the part inside the node )  +  latency of each hop x ranks
+
+since the groups that share a node share its network cards. Volume is per rank: 2 (n-1)/n of the
+message for an all-reduce, (n-1)/n for an all-gather, a reduce-scatter and an all-to-all.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hocket.cost.constants import Platform
+from hocket.cost.machine import Machine
+from hocket.cost.terms import Floats
+
+ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-scatter"
+ALL_TO_ALL = "all-to-all"
+
+LATENCY = 10e-6
+"""Seconds of one step of a collective inside a node where none was measured."""
+
+LINK_SHARE = 0.78
+"""Of a link's nominal rate that rings reach: A100 78%, H200 82% (nccl-tests)."""
+
+NETWORK_LATENCY = 30e-6
+
+
+def inside(operation: str, size: Floats, ranks: Floats, machine: Machine) -> Floats:
+    """Seconds of one collective of `size` bytes among `ranks` GPUs of one domain."""
+    size, ranks, which = np.broadcast_arrays(size, ranks, machine.which)
+    link = np.broadcast_to(machine.link, size.shape)
+    out = np.zeros(size.shape)
+    for index, curves in enumerate(machine.curves):
+        rows = (which == index) & (ranks > 1)
+        measured = curves.ranks(operation)
+        if not measured:
+            share = _volume(operation, ranks[rows])
+            out[rows] = LATENCY * np.log2(ranks[rows]) + share * size[rows] / (
+                LINK_SHARE * link[rows]
+            )
+            continue
+        below = 1
+        for n in measured:
+            last = n == measured[-1]
+            at = rows & (ranks > below) & ((ranks <= n) | last)
+            if at.any():
+                scale = ((ranks[at] - 1) / ranks[at]) / ((n - 1) / n)
+                out[at] = _curve(*curves.points[operation, n], size[at]) * scale
+            below = n
+    return out
+
+
+def group(
+    operation: str,
+    size: Floats,
+    degree: Floats,
+    stride: Floats,
+    platform: Platform,
+) -> Floats:
+    """Seconds of one collective among `degree` ranks that lie `stride` ranks apart."""
+    machine, constants = platform.machine, platform.constants
+    local = np.clip(machine.domain // stride, 1, degree)
+    crosses = degree * stride > machine.domain
+    within = inside(operation, size, np.where(crosses, local, degree), machine)
+    rate = machine.network * np.minimum(local, machine.per_node) / machine.per_node
+    ring = operation != ALL_REDUCE
+    hops = constants.hop * degree if ring else 0.0
+    volume = _volume(operation, degree) * size
+    network = np.maximum(volume / (rate * constants.network), within) + hops + NETWORK_LATENCY
+    return np.where(degree > 1, np.where(crosses, network, within), 0.0)
+
+
+def point_to_point(size: Floats, stride: Floats, platform: Platform) -> Floats:
+    """Seconds to send `size` bytes to the rank `stride` ranks away; all ranks of a node do."""
+    machine, constants = platform.machine, platform.constants
+    within = inside(ALL_GATHER, 2 * size, np.full_like(size, 2.0), machine)
+    share = machine.network / machine.per_node * constants.network
+    return np.where(stride >= machine.domain, size / share + 20e-6, within)
+
+
+def _volume(operation: str, ranks: Floats) -> Floats:
+    return (2.0 if operation == ALL_REDUCE else 1.0) * (ranks - 1) / ranks
+
+
+def _curve(sizes: Floats, seconds: Floats, size: Floats) -> Floats:
+    """Between logarithms; beyond the largest measured size time grows with size."""
+    at = np.log(np.maximum(size, 1.0))
+    found: Floats = np.exp(np.interp(at, sizes, seconds) + np.maximum(at - sizes[-1], 0.0))
+    return found

@@ -1,0 +1,250 @@
+"""Compute: seconds that one block takes on one microbatch, forward and backward.
+
+    matrix product   the best tile shape:  waves = ceil(tiles / SMs),
+                     T = waves x 2 tile (K + K0) / (rate of an SM x relative rate of the tile),
+                     not below its bytes over the memory bandwidth
+    attention        fused: 4 b s^2 q visible / (rate x share), backward 2.5 times; else two
+                     products and the passes over b a s^2 scores of softmax and dropout
+    memory-bound     bytes / bandwidth
+    launch           a step cannot be faster than the CPU starts its kernels:
+                     T = (GPU^q + CPU^q)^(1/q) for forward, and for backward with its recompute;
+                     q = 8, or 1 where the stack waits for the GPU between layers
+
+Products run on their local sizes: [T, n/t] x [k], [T, n] x [k/t], and for backward
+[T, k] over n (input gradient) and [n, k] over T (weight gradient).
+
+Legend: b samples of a microbatch, s sequence, T tokens on this rank, q query width, a heads,
+t tensor ranks, r rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from hocket.cost.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    REDUCE_SCATTER,
+    group,
+    point_to_point,
+)
+from hocket.cost.columns import Layouts
+from hocket.cost.constants import Platform
+from hocket.cost.terms import BlockTerms, Floats, Product, Terms
+
+TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
+
+ELEMENT = 2.0
+"""Bytes of an activation or weight in compute."""
+
+SCORE_PASSES_FORWARD, SCORE_PASSES_BACKWARD = 6.5, 9.5
+"""Elements read and written per attention score by Megatron's kernels with dropout: the product
+writes 1; softmax reads and writes 1 each; dropout reads 1, writes 1 and a mask of 1/2; the product
+reads 1. Backward likewise with the gradients."""
+
+UNFUSED_SOFTMAX_PASSES, UNFUSED_SOFTMAX_KERNELS = 4.0, 6.0
+"""More where Megatron's fused softmax refuses: (samples x heads of a rank) % 4 != 0."""
+
+EAGER_ATTENTION_KERNELS = 4.0
+KERNEL_FLOOR = 3e-6
+"""Seconds of the shortest kernel (measured products of a few rows)."""
+
+MISALIGNED_RATE = 1 / 32
+"""Of the dense rate: attention products whose head width is no multiple of 8 (no tensor cores)."""
+
+FLASH_BACKWARD = 2.5
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockTimes:
+    """Seconds of one block and microbatch on one rank, [r].
+
+    Attributes:
+        forward: with its communication.
+        inputs: backward to the inputs, with its communication and recompute.
+        weights: backward to the weights.
+        exposed: of these, tensor-, context- and expert-parallel communication.
+    """
+
+    forward: Floats
+    inputs: Floats
+    weights: Floats
+    exposed: Floats
+
+
+def product(
+    rows: Floats,
+    columns: Floats,
+    inner: Floats,
+    platform: Platform,
+    batch: Floats | float = 1.0,
+) -> Floats:
+    """Seconds of `batch` products [rows, inner] x [inner, columns]."""
+    machine, constants = platform.machine, platform.constants
+    unit = machine.sms / (machine.flops * constants.matrix_rate)
+    best: Floats | None = None
+    for height, width in TILES:
+        relative = constants.small_tile ** np.log2(32768 / (height * width))
+        tiles = np.ceil(rows / height) * np.ceil(columns / width) * batch
+        waves = np.ceil(tiles / machine.sms)
+        time = waves * (2.0 * height * width) * unit / relative
+        best = time if best is None else np.minimum(best, time)
+    assert best is not None
+    moved = ELEMENT * batch * (rows * inner + inner * columns + rows * columns)
+    by_memory = moved / (machine.bandwidth * constants.memory_rate)
+    return np.maximum(best * (inner + constants.inner_overhead), by_memory)
+
+
+def block_times(
+    block: BlockTerms,
+    model: Terms,
+    layouts: Layouts,
+    seq_len: Floats,
+    platform: Platform,
+) -> BlockTimes:
+    """Seconds of one block, see the head of the file. `seq_len`: [r] or one number."""
+    at = layouts
+    machine, constants = platform.machine, platform.constants
+    tokens = at.microbatch * seq_len / at.cp
+    memory = machine.bandwidth * constants.memory_rate
+    forward = inputs = weights = np.zeros_like(tokens)
+    for p in block.products:
+        m, n, k, batch = _local(p, tokens, model, at)
+        forward = forward + product(m, n, k, platform, batch)
+        inputs = inputs + product(m, k, n, platform, batch)
+        weights = weights + product(k, n, m, platform, batch)
+    local = (block.weights_inside / at.tp) + block.weights_outside
+    local = local + block.weights_expert / (at.tp * at.ep)
+    adding = local * (ELEMENT + 2 * constants.gradient_bytes) / memory
+    weights = weights + np.where((at.microbatches > 1) & (block.reductions > 0), adding, 0.0)
+
+    core_forward, core_backward, core_kernels = _attention(block, at, tokens, seq_len, platform)
+    split = np.where(at.sequence_parallel > 0, at.tp, 1.0)
+    traffic = ELEMENT * constants.traffic * tokens / memory
+    kernels = block.kernels + core_kernels
+    floor = KERNEL_FLOOR * kernels
+    moved = traffic * (block.forward_inside / at.tp + block.forward_outside / split)
+    forward = forward + core_forward + moved + floor
+    moved = traffic * (block.backward_inside / at.tp + block.backward_outside / split)
+    inputs = inputs + core_backward + moved + floor
+
+    talk, talk_backward = _communication(block, model, at, tokens, platform, core=core_forward)
+    reductions = float(block.reductions)
+    waiting = np.where(at.tp > 1, reductions * constants.skew * (at.tp / 8.0) ** 2, 0.0)
+    cpu = kernels * constants.kernel_time + waiting
+    full, selective = at.recompute == 2, at.recompute == 1
+    half = np.asarray(constants.selective_halves) > 0
+    again = np.where(selective, np.where(half, 0.5 * (forward + talk), core_forward), 0.0)
+    again = np.where(full, forward + talk, again)
+    again_cpu = np.where(full, cpu, np.where(selective, np.where(half, 0.5, 0.3) * cpu, 0.0))
+    if block.reductions == 0:  # embedding and head are not recomputed
+        again, again_cpu = np.zeros_like(tokens), np.zeros_like(tokens)
+        cpu = np.zeros_like(tokens)
+    norm = constants.launch_norm
+    whole = _bound(inputs + weights + talk_backward + again, cpu + again_cpu, norm)
+    return BlockTimes(
+        forward=_bound(forward + talk, cpu, norm),
+        inputs=whole - weights,
+        weights=weights,
+        exposed=talk + talk_backward + np.where(full, talk, 0.0),
+    )
+
+
+def _bound(gpu: Floats, cpu: Floats, norm: Floats | float) -> Floats:
+    large = np.maximum(np.maximum(gpu, cpu), 1e-30)
+    small = np.minimum(gpu, cpu) / large
+    found: Floats = large * (1 + small**norm) ** (1 / norm)
+    return found
+
+
+def _local(
+    one: Product, tokens: Floats, model: Terms, at: Layouts
+) -> tuple[Floats, Floats, Floats, Floats | float]:
+    split, n, k, count = one.split, one.n, one.k, one.count
+    if split in ("column", "vocab"):
+        return tokens, n / at.tp, k, count
+    if split == "row":
+        return tokens, n, k / at.tp, count
+    if split == "inside":
+        return tokens, n, k, count / at.tp
+    if split == "outside":
+        return tokens / np.where(at.sequence_parallel > 0, at.tp, 1.0), n, k, count
+    assert split == "expert", split
+    held = np.maximum(model.experts / at.ep, 1.0)
+    return tokens * count / held, n / at.tp, k, held
+
+
+def _attention(
+    block: BlockTerms,
+    at: Layouts,
+    tokens: Floats,
+    seq_len: Floats,
+    platform: Platform,
+) -> tuple[Floats, Floats, Floats]:
+    """Forward and backward seconds of the cores, and kernels more than counted."""
+    machine, constants = platform.machine, platform.constants
+    forward = backward = kernels = np.zeros_like(tokens)
+    memory = machine.bandwidth * constants.memory_rate
+    queries = seq_len / at.cp
+    for core in block.cores:
+        heads = np.maximum(core.heads / at.tp, 1.0)
+        keys = np.minimum(seq_len, core.window)
+        visible = np.where(keys < seq_len, 1.0, core.visible)
+        width = core.head_dim + core.value_dim
+        pairs = at.microbatch * heads * queries * keys
+        fused = 2 * pairs * visible * width / (machine.flops * constants.flash_rate)
+        plain = product(queries, keys, core.head_dim, platform, at.microbatch * heads)
+        plain = plain + product(queries, core.value_dim, keys, platform, at.microbatch * heads)
+        odd = 2 * pairs * width / (machine.flops * MISALIGNED_RATE)
+        plain = np.where(core.head_dim % 8 != 0, odd, plain)
+        scores = ELEMENT * pairs / memory
+        refused = (at.microbatch * heads) % 4 != 0
+        more = np.where(refused, UNFUSED_SOFTMAX_PASSES * scores, 0.0)
+        flash = np.broadcast_to(constants.flash, tokens.shape) > 0
+        passes = scores * constants.softmax
+        forward = forward + np.where(flash, fused, plain + SCORE_PASSES_FORWARD * passes + more)
+        backward = backward + np.where(
+            flash, FLASH_BACKWARD * fused, 2 * plain + SCORE_PASSES_BACKWARD * passes + more
+        )
+        started = EAGER_ATTENTION_KERNELS + np.where(refused, UNFUSED_SOFTMAX_KERNELS, 0.0)
+        kernels = kernels + np.where(flash, 0.0, started)
+    return forward, backward, kernels
+
+
+def _communication(
+    block: BlockTerms,
+    model: Terms,
+    at: Layouts,
+    tokens: Floats,
+    platform: Platform,
+    *,
+    core: Floats,
+) -> tuple[Floats, Floats]:
+    """Seconds of exposed tensor, context and expert communication, forward and backward."""
+    constants = platform.constants
+    size = ELEMENT * tokens * model.hidden
+    one = np.ones_like(tokens)
+    whole = group(ALL_REDUCE, size, at.tp, one, platform)
+    if np.any(at.sequence_parallel > 0):
+        pieces = group(ALL_GATHER, size, at.tp, one, platform)
+        pieces = pieces + group(REDUCE_SCATTER, size, at.tp, one, platform)
+        whole = np.where(at.sequence_parallel > 0, pieces, whole)
+    forward = block.reductions * whole * constants.contention * constants.tensor_exposed
+    backward = forward
+    if np.any(at.cp > 1):
+        for c in block.cores:
+            width = c.kv_heads * (c.head_dim + c.value_dim) / np.minimum(at.tp, c.kv_heads)
+            ring = point_to_point(ELEMENT * tokens * width, at.tp, platform)
+            ring = np.where(at.cp > 1, (at.cp - 1) * ring, 0.0)
+            # Hidden behind the core of the previous piece, as far as that lasts.
+            forward = forward + np.maximum(ring - core, 0.0)
+            backward = backward + np.maximum(2 * ring - FLASH_BACKWARD * core, 0.0)
+    if np.any(at.ep > 1) and np.any(block.weights_expert > 0):
+        sent = size * model.experts_per_token / np.where(at.sequence_parallel > 0, at.tp, 1.0)
+        moved = 2 * group(ALL_TO_ALL, sent, at.ep, at.tp * at.cp, platform)
+        moved = np.where(block.weights_expert > 0, moved, 0.0)
+        forward, backward = forward + moved, backward + moved
+    return forward, backward

@@ -1,0 +1,162 @@
+"""Constants: what was fitted, per kind of GPU and software stack, in one data file.
+
+`data/constants.json` holds every number with how it was fitted; `benchmarks/fit/train.py` writes
+it. A GPU has six: the shape of its matrix rate, its memory's and its attention kernel's efficiency
+and how much slower collectives are beside compute. A software stack has at most six of the others;
+what is not fitted for a stack is written down as assumed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from importlib import resources
+from typing import Any
+
+from hocket.cost.machine import Machine
+from hocket.spec.errors import OptionError, unknown
+
+GPU_FIELDS = (
+    "matrix_rate",
+    "small_tile",
+    "inner_overhead",
+    "memory_rate",
+    "flash_rate",
+    "contention",
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Constants:
+    """Floats, or arrays with one number per row.
+
+    Of the GPU:
+        matrix_rate: share of the dense rate that large products reach in a training step.
+        small_tile: rate of a tile half as large, relative.
+        inner_overhead: start and end of a tile's inner loop, in elements of k.
+        memory_rate: share of the memory bandwidth that memory-bound kernels reach.
+        flash_rate: share of the dense rate that the fused attention kernel reaches.
+        contention: of a tensor-parallel collective in a step, relative to alone.
+
+    Of the software:
+        kernel_time: seconds of CPU to start one kernel.
+        traffic: memory traffic of norms, activations and the loss, relative to fused kernels.
+        softmax: memory traffic of attention without a fused kernel, relative to counted passes.
+        network: share of the network cards' rate that collectives reach.
+        skew: seconds that a tensor-parallel collective of eight ranks waits while CPU-bound.
+        overlap: share of the shorter of compute and communication that stays exposed, where the
+            stack overlaps them.
+        step_overhead: seconds of a step outside compute: data, logging.
+        hop: seconds of each hop of a ring over the network.
+        sharded_network: as `network`, of ZeRO-3's collectives.
+
+        optimizer_copies: bytes a parameter that the update holds beside master and moments
+            (gradients in 32 bits, temporaries).
+        memory_slack: held by the allocator, relative to what is allocated.
+        memory_overhead: bytes of the CUDA context, workspaces and communication buffers.
+
+    Assumed of the software:
+        flash: a fused attention kernel is used.
+        scatter_gather: stages send each tensor rank's 1/tp and gather (Narayanan et al. 2021, 4.1).
+        sharded_calls: collectives of one layer's parameters under ZeRO-3.
+        per_layer_state: ZeRO-2 and 3 gather and reduce layer by layer beside compute (FSDP).
+        overlap_gradients: gradients are reduced during the last backward.
+        gradient_bytes: of one element of a gradient.
+        launch_norm: 8 where the CPU runs ahead of the GPU, 1 where the stack waits for it.
+        tensor_exposed: share of tensor-parallel communication that compute does not hide (1: the
+            stack does not overlap it).
+        whole_gradients: ZeRO-1 sums whole gradients on every rank (DeepSpeed before 0.7).
+        selective_halves: selective recompute takes every second layer (torchtitan), not the
+            attention core alone (Megatron).
+    """
+
+    matrix_rate: Any
+    small_tile: Any
+    inner_overhead: Any
+    memory_rate: Any
+    flash_rate: Any
+    contention: Any
+    kernel_time: Any
+    traffic: Any
+    softmax: Any
+    network: Any
+    skew: Any
+    overlap: Any
+    step_overhead: Any
+    hop: Any
+    sharded_network: Any
+    optimizer_copies: Any
+    memory_slack: Any
+    memory_overhead: Any
+    flash: Any
+    scatter_gather: Any
+    sharded_calls: Any
+    per_layer_state: Any
+    overlap_gradients: Any
+    gradient_bytes: Any
+    selective_halves: Any
+    tensor_exposed: Any
+    launch_norm: Any
+    whole_gradients: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Platform:
+    """What a step runs on: the machine, and the constants of its GPU and software."""
+
+    machine: Machine
+    constants: Constants
+
+
+@functools.cache
+def file() -> dict[str, Any]:
+    """The data file as it stands."""
+    data = resources.files("hocket.cost") / "data" / "constants.json"
+    found: dict[str, Any] = json.loads(data.read_text())
+    return found
+
+
+def stacks() -> tuple[str, ...]:
+    """The software stacks that have constants."""
+    return tuple(file()["stacks"])
+
+
+def constants(gpu: str, stack: str, **changes: Any) -> Constants:
+    """Constants of a GPU (by name: `H100-SXM-80`) under a software stack.
+
+    A GPU of a family that was not fitted takes the constants of the nearest that was.
+
+    Raises:
+        OptionError: an unknown stack.
+    """
+    data = file()
+    if stack not in data["stacks"]:
+        message, hint = unknown("stack", stack, stacks())
+        raise OptionError(message, hint=hint)
+    family = gpu.split("-", maxsplit=1)[0]
+    known = data["gpus"]
+    entry = known.get(family) or known[data["nearest"].get(family, "H100")]
+    values: dict[str, Any] = {name: entry[name] for name in GPU_FIELDS}
+    chain = []
+    name: str | None = stack
+    while name is not None:
+        chain.append(name)
+        name = data["stacks"][name].get("based_on")
+    fields = {f.name for f in dataclasses.fields(Constants)}
+    for name in reversed(chain):
+        values |= {k: v for k, v in data["stacks"][name].items() if k in fields}
+        values |= data["pairs"].get(f"{family} {name}", {})
+    return Constants(**(values | changes))
+
+
+def quantiles() -> tuple[float, float]:
+    """Measured over predicted step time at the 10th and 90th percentile of validation."""
+    low, high = file()["residuals"]["step_time"]
+    return low, high
+
+
+def memory_quantiles() -> tuple[float, float]:
+    """Measured over predicted peak memory at the 5th and 95th percentile of validation."""
+    low, high = file()["residuals"]["memory"]
+    return low, high

@@ -1,0 +1,115 @@
+"""Machine: what pricing needs of a cluster, as numbers.
+
+Bytes and seconds; bandwidths per direction. Measured collectives come as curves, given from
+outside: this room knows numbers, not catalogues.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Protocol
+
+import numpy as np
+
+from hocket.cost.terms import Floats
+from hocket.spec.cluster import Cluster
+
+
+class MeasuredCurve(Protocol):
+    """One collective on one group: sizes in bytes, ascending, and seconds."""
+
+    @property
+    def operation(self) -> str: ...
+    @property
+    def num_gpus(self) -> int: ...
+    @property
+    def num_nodes(self) -> int: ...
+    @property
+    def sizes(self) -> tuple[int, ...]: ...
+    @property
+    def seconds(self) -> tuple[float, ...]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class CurveSet:
+    """Measured collectives inside one node: (operation, ranks) to logarithms of both."""
+
+    points: dict[tuple[str, int], tuple[Floats, Floats]] = dataclasses.field(default_factory=dict)
+
+    def ranks(self, operation: str) -> list[int]:
+        """Group sizes that were measured, ascending."""
+        return sorted(n for name, n in self.points if name == operation)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Machine:
+    """A cluster in numbers, [r] each (one, or one for each row of a table).
+
+    Attributes:
+        flops: dense rate in the precision that is trained in, operations/s.
+        bandwidth: of device memory. link: per GPU to all peers of its domain together.
+        domain: GPUs that reach each other without the network; per_node: GPUs of one node.
+        network: of all network cards of a node together.
+        memory: bytes that a process can have. gpus: of the whole cluster.
+        which: the curve set of each row.
+    """
+
+    flops: Floats
+    sms: Floats
+    bandwidth: Floats
+    link: Floats
+    domain: Floats
+    per_node: Floats
+    network: Floats
+    memory: Floats
+    gpus: Floats
+    which: Floats
+    curves: tuple[CurveSet, ...]
+
+
+def machine(
+    cluster: Cluster, precision: str = "bf16", curves: Iterable[MeasuredCurve] = ()
+) -> Machine:
+    """The numbers of one cluster. Raises KeyError where the GPU lacks the precision."""
+    node = cluster.node
+    points = {
+        (c.operation, c.num_gpus): (
+            np.log(np.array(c.sizes, dtype=np.float64)),
+            np.log(np.array(c.seconds, dtype=np.float64)),
+        )
+        for c in curves
+        if c.num_nodes == 1
+    }
+
+    def one(value: float) -> Floats:
+        return np.array([float(value)])
+
+    return Machine(
+        flops=one(node.gpu.flops[precision]),
+        sms=one(node.gpu.sms or 100),
+        bandwidth=one(node.gpu.bandwidth),
+        link=one(node.link.bandwidth if node.link.kind != "none" else node.pcie),
+        domain=one(cluster.domain),
+        per_node=one(min(node.num_gpus, cluster.num_gpus)),
+        network=one(node.network),
+        memory=one(node.gpu.usable),
+        gpus=one(cluster.num_gpus),
+        which=one(0),
+        curves=(CurveSet(points),),
+    )
+
+
+def stack_machines(machines: list[Machine]) -> Machine:
+    """One row for each machine; curve sets that are the same object are kept once."""
+    sets: list[CurveSet] = []
+    which = []
+    for m in machines:
+        found = next((i for i, s in enumerate(sets) if s is m.curves[0]), None)
+        if found is None:
+            sets.append(m.curves[0])
+            found = len(sets) - 1
+        which.append(float(found))
+    names = [f.name for f in dataclasses.fields(Machine) if f.name not in ("which", "curves")]
+    values = {name: np.concatenate([getattr(m, name) for m in machines]) for name in names}
+    return Machine(**values, which=np.array(which), curves=tuple(sets))

@@ -1,0 +1,165 @@
+"""Memory: the most that one rank holds at once, in bytes, of many layouts at once.
+
+    state         weights 2, gradients 2 or 4, master weights and two moments 12 bytes a parameter,
+                  divided over the ranks that share them: ZeRO-1 the 12, ZeRO-2 the gradients too,
+                  ZeRO-3 all, with two layers whole at a time (Rajbhandari et al. 2020)
+    activations   what every microbatch in flight has saved on the first stage, where most are:
+                  1F1B min(p, m); interleaved p + (p - 1)/v; GPipe m; ZB-H1 as 1F1B; ZB-H2 2p - 1;
+                  ZB-V p, of whole stages. Under full recompute a layer saves its input, and one
+                  layer is whole while it runs backward (Korthikanti et al. 2022, section 4)
+    last stage    one microbatch's logits and their gradient
+    around it     the allocator's slack, the CUDA context, communication buffers
+
+The larger of the first and the last stage counts. Legend: p pipeline ranks, m microbatches,
+v stages of a rank; r rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from hocket.cost.columns import SCHEDULES, Layouts
+from hocket.cost.constants import Constants
+from hocket.cost.terms import BlockTerms, Floats, Terms
+
+WEIGHT, MASTER_AND_MOMENTS = 2.0, 12.0
+
+SELECTIVE, FULL = 1, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes of the fullest rank, [r].
+
+    Attributes:
+        allocated: tensors at the worst moment, as torch.cuda.max_memory_allocated counts them.
+        peak: of the device, with slack, context and buffers, as nvidia-smi shows it.
+        weights, gradients, optimizer, activations: parts of `allocated`.
+    """
+
+    allocated: Floats
+    peak: Floats
+    weights: Floats
+    gradients: Floats
+    optimizer: Floats
+    activations: Floats
+
+
+def memory(
+    model: Terms,
+    layouts: Layouts,
+    seq_len: Floats,
+    constants: Constants,
+    *,
+    ends_lighter: Floats | float = 0.0,
+) -> Memory:
+    """What the fullest rank of every layout holds.
+
+    Args:
+        seq_len: tokens of a sample, [r] or one number.
+        ends_lighter: 1 where the first and the last stage hold one layer fewer than the others.
+    """
+    at = layouts
+    shape = at.dp.shape
+    seq_len = np.broadcast_to(np.asarray(seq_len, dtype=np.float64), shape)
+    tokens = at.microbatch * seq_len / at.cp
+    extra = 2.0 * np.asarray(ends_lighter)
+    stage = (model.layers + extra) / at.pp / model.layers  # of all layers, on a full stage
+    layer_weights = live_layer = held = largest = np.zeros(shape)
+    for count, block in model.kinds:
+        whole, kept = _saved(block, model, at, seq_len, constants)
+        held = held + count * kept * tokens
+        live_layer = np.maximum(live_layer, np.where(at.recompute == FULL, whole * tokens, 0.0))
+        local = _local(block, at)
+        layer_weights = layer_weights + count * local
+        largest = np.maximum(largest, local)
+    ends = _local(model.embedding, at), _local(model.head, at)
+    flight = _in_flight(at)
+    lighter = np.where(np.asarray(ends_lighter) > 0, 1.0, 0.0) / model.layers
+    logits = _end(model.head, at) * tokens
+    looked_up = _end(model.embedding, at) * tokens
+    tied = np.where((model.tied > 0) & (at.pp == 1), 0.0, ends[1])
+
+    first = layer_weights * (stage - lighter) + ends[0] + np.where(at.pp > 1, 0.0, tied)
+    last = layer_weights * (stage - lighter) + ends[1]
+    middle = layer_weights * stage
+    acts_first = held * (stage - lighter) * flight + live_layer + looked_up * flight
+    acts_first = acts_first + np.where(at.pp > 1, 0.0, logits)
+    acts_last = held * (stage - lighter) + live_layer + logits
+    # The first stage has most in flight; a lighter first stage leaves the second as the fullest.
+    acts_second = held * stage * np.maximum(flight * (1 - 1 / np.maximum(at.pp, 1.0)), 1.0)
+    totals = []
+    for weights, activations in (
+        (first, acts_first),
+        (last, acts_last),
+        (np.where(at.pp > 2, middle, first), np.where(at.pp > 2, acts_second + live_layer, 0.0)),
+    ):
+        totals.append((*_state(weights, largest, at, constants), activations))
+    sums = np.stack([sum(parts, np.zeros(shape)) for parts in totals])
+    fullest = sums.argmax(axis=0)
+    parts = [np.choose(fullest, [np.broadcast_to(t[i], shape) for t in totals]) for i in range(4)]
+    allocated = sums.max(axis=0)
+    return Memory(
+        allocated=allocated,
+        peak=allocated * (1 + constants.memory_slack) + constants.memory_overhead,
+        weights=parts[0],
+        gradients=parts[1],
+        optimizer=parts[2],
+        activations=parts[3],
+    )
+
+
+def _local(block: BlockTerms, at: Layouts) -> Floats:
+    inside = block.weights_inside / at.tp + block.weights_outside
+    return inside + block.weights_expert / (at.tp * at.ep)
+
+
+def _saved(
+    block: BlockTerms, model: Terms, at: Layouts, seq_len: Floats, constants: Constants
+) -> tuple[Floats, Floats]:
+    """Bytes per token of a layer: all that its backward needs, and what is held until then."""
+    split = np.where(at.sequence_parallel > 0, at.tp, 1.0)
+    plain = block.saved_inside / at.tp + block.saved_outside / split
+    flash = np.broadcast_to(constants.flash, at.dp.shape) > 0
+    scores = np.where(flash, 0.0, block.saved_square * seq_len / at.tp)
+    core = block.saved_core / at.tp + scores
+    inputs = 2.0 * model.hidden / split
+    whole = plain + core
+    half = np.asarray(constants.selective_halves) > 0
+    kept = np.where(at.recompute == SELECTIVE, np.where(half, 0.5 * (whole + inputs), plain), whole)
+    return whole, np.where(at.recompute == FULL, inputs, kept)
+
+
+def _end(block: BlockTerms, at: Layouts) -> Floats:
+    """Bytes per token of the embedding or the head; the gradient of logits is a second copy."""
+    split = np.where(at.sequence_parallel > 0, at.tp, 1.0)
+    return 2.0 * block.saved_inside / at.tp + block.saved_outside / split
+
+
+def _in_flight(at: Layouts) -> Floats:
+    """Microbatches whose activations the first stage holds, of whole stages."""
+    p, m, v = at.pp, at.microbatches, at.virtual
+    flight = np.minimum(p, m)
+    flight = np.where((v > 1) & (p > 1), np.minimum(p + (p - 1) / v, m), flight)
+    flight = np.where(at.schedule == SCHEDULES.index("gpipe"), m, flight)
+    two = np.minimum(2 * p - 1, m)
+    return np.where(at.schedule == SCHEDULES.index("zb-h2"), two, flight)
+
+
+def _state(
+    parameters: Floats, largest: Floats, at: Layouts, constants: Constants
+) -> tuple[Floats, Floats, Floats]:
+    """Bytes of weights, gradients and optimizer of so many parameters."""
+    ranks = np.where(at.shard >= at.dp, at.dp * at.cp, at.shard)
+    gradient = np.asarray(constants.gradient_bytes)
+    weights = np.where(
+        at.zero >= 3, WEIGHT * parameters / ranks + 2 * WEIGHT * largest, WEIGHT * parameters
+    )
+    gradients = np.where(
+        at.zero >= 2, gradient * parameters / ranks + gradient * largest, gradient * parameters
+    )
+    state = MASTER_AND_MOMENTS + np.asarray(constants.optimizer_copies)
+    optimizer = state * parameters / np.where(at.zero >= 1, ranks, 1.0)
+    return weights, gradients, optimizer

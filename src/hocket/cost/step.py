@@ -1,0 +1,266 @@
+"""Step: seconds of one training step of many layouts at once.
+
+    stage     layers of the stage x (forward + backward) + exchange with its neighbours
+    pipeline  1F1B, GPipe    sum of all stages + (m - 1) x the slowest
+              interleaved    m x slowest + (p - 1)/v x stage            (Narayanan et al. 2021, 2.2)
+              ZB-H1          m x slowest + (p - 1)(F + B - 2W)          (Qi et al. 2024, table 2)
+              ZB-H2, ZB-V    m x slowest
+    step      pipeline + gradients and parameters over data ranks that compute does not hide
+              + tied embeddings + optimizer + overhead
+
+The closed forms serve to sort a million layouts; the best few are then simulated event by event.
+FSDP gathers and reduces layer by layer beside compute: T = max(C, K) + overlap x min(C, K).
+
+Legend: m microbatches, p pipeline ranks, v stages of a rank, F B W seconds of forward, backward to
+inputs, backward to weights; r rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from hocket.cost.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, group, point_to_point
+from hocket.cost.columns import SCHEDULES, Layouts
+from hocket.cost.compute import ELEMENT, BlockTimes, block_times
+from hocket.cost.constants import Constants, Platform
+from hocket.cost.machine import Machine
+from hocket.cost.terms import BlockTerms, Floats, Terms
+
+OPTIMIZER_BYTES = 45.0
+"""Moved per parameter by an Adam step in mixed precision: gradient read twice (norm, update), a
+32-bit copy, master and two moments read and written, weight written."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTimes:
+    """Seconds, [r].
+
+    Attributes:
+        step: the whole step. pipeline: of it, all microbatches with the bubble.
+        bubble: seconds that the slowest stage waits within the pipeline.
+        tensor: exposed communication inside blocks; data: between data ranks, exposed.
+        optimizer: its update.
+        forward, inputs, weights: one microbatch on a middle stage.
+        exchange: one activation to the next stage.
+        embedding, head: one microbatch, forward and backward.
+    """
+
+    step: Floats
+    pipeline: Floats
+    bubble: Floats
+    tensor: Floats
+    data: Floats
+    optimizer: Floats
+    forward: Floats
+    inputs: Floats
+    weights: Floats
+    exchange: Floats
+    embedding: Floats
+    head: Floats
+
+
+def step_times(
+    model: Terms,
+    layouts: Layouts,
+    seq_len: Floats,
+    machine: Machine,
+    constants: Constants,
+    *,
+    ends_lighter: Floats | float = 0.0,
+) -> StepTimes:
+    """Seconds of a step of every layout.
+
+    Args:
+        seq_len: tokens of a sample, [r] or one number.
+        ends_lighter: 1 where the first and the last stage hold one layer fewer than the others.
+    """
+    at = layouts
+    platform = Platform(machine, constants)
+    seq_len = np.broadcast_to(np.asarray(seq_len, dtype=np.float64), at.dp.shape)
+    unique, back = _unique(layouts, model, machine)
+    small = at.take(unique) if back is not None else at
+    span = seq_len[unique] if back is not None else seq_len
+
+    def spread(values: Floats) -> Floats:
+        values = np.broadcast_to(values, small.dp.shape)
+        return values if back is None else values[back]
+
+    m, p, v = at.microbatches, at.pp, at.virtual
+    zero = np.zeros_like(at.dp)
+    forward = inputs = weights = exposed = sharded = zero
+    total_weights = zero
+    for count, block in model.kinds:
+        times = block_times(block, model, small, span, platform)
+        local = _local_weights(block, at)
+        per_layer, gather, scatter = _sharded(block, at, platform)
+        f, b, w = spread(times.forward), spread(times.inputs), spread(times.weights)
+        share = np.broadcast_to(constants.overlap, at.dp.shape)
+        f2 = np.where(per_layer, _beside(f, gather, share), f)
+        again = np.where(at.zero >= 3, gather, 0.0)
+        whole = np.where(per_layer, _beside(b + w, again + scatter, share), b + w)
+        forward = forward + count * f2
+        inputs = inputs + count * (whole - w)
+        weights = weights + count * w
+        exposed = exposed + count * spread(times.exposed)
+        sharded = sharded + count * (f2 + whole - f - b - w)
+        total_weights = total_weights + count * local
+    extra = 2.0 * np.asarray(ends_lighter)  # a pipeline as long as if every stage were full
+    per_stage = (model.layers + extra) / (p * model.layers)
+    forward, inputs, weights = forward * per_stage, inputs * per_stage, weights * per_stage
+    layer = (forward + inputs + weights) * p / (model.layers + extra)
+
+    head = block_times(model.head, model, small, span, platform)
+    first = block_times(model.embedding, model, small, span, platform)
+    head_time = spread(_sum(head))
+    embedding_time = spread(_sum(first))
+
+    size = ELEMENT * at.microbatch * seq_len / at.cp * model.hidden
+    exchange = _exchange(size, at, platform)
+    stage = forward + inputs + weights + 2 * exchange * v
+    lighter = np.where(np.asarray(ends_lighter) > 0, layer, 0.0)
+    last = stage + head_time - lighter + np.where(p > 1, 0.0, embedding_time)
+    start = np.where(p > 1, stage + embedding_time - lighter, last)
+    slowest = np.maximum(stage, np.maximum(last, start))
+    fill = np.where(p > 1, start + last + (p - 2) * stage, last)
+
+    pipeline = fill + (m - 1) * slowest
+    pipeline = np.where((v > 1) & (p > 1), m * slowest + (p - 1) / v * stage, pipeline)
+    late = (p - 1) * np.maximum(forward + inputs - weights, 0.0)
+    pipeline = np.where(at.schedule == SCHEDULES.index("zb-h1"), m * slowest + late, pipeline)
+    no_bubble = (at.schedule == SCHEDULES.index("zb-h2")) | (at.schedule == SCHEDULES.index("zb-v"))
+    pipeline = np.where(no_bubble, m * slowest, pipeline)
+
+    ends = _local_weights(model.embedding, at) + _local_weights(model.head, at)
+    tied = np.where((model.tied > 0) & (p == 1), 0.5, 1.0)
+    held = total_weights * (model.layers + extra) / (p * model.layers)
+    held = held + ends * tied * np.where(p > 1, 0.5, 1.0)
+    data = _data_parallel(held, at, platform)
+    last_backward = (inputs + weights) / np.maximum(v, 1.0)
+    hidden = np.asarray(constants.overlap_gradients) > 0
+    data = np.where(hidden, np.maximum(data - 0.5 * last_backward, 0.1 * data), data)
+    ties = _tied(model, at, platform)
+    sharing = np.where(at.zero > 0, _state_ranks(at)[0], 1.0)
+    rate = machine.bandwidth * constants.memory_rate
+    optimizer = OPTIMIZER_BYTES * held / sharing / rate
+    step = pipeline + data + ties + optimizer + constants.step_overhead
+    return StepTimes(
+        step=step,
+        pipeline=pipeline,
+        bubble=pipeline - m * slowest,
+        tensor=exposed / p * m,
+        data=data + ties + sharded / p * m,
+        optimizer=optimizer,
+        forward=forward,
+        inputs=inputs,
+        weights=weights,
+        exchange=exchange,
+        embedding=embedding_time,
+        head=head_time,
+    )
+
+
+def _unique(at: Layouts, model: Terms, machine: Machine) -> tuple[np.ndarray, np.ndarray | None]:
+    """Rows that differ in what a block's time depends on, and the way back to all rows."""
+    if len(at) < 64 or len(model.hidden) > 1 or len(machine.flops) > 1:
+        return np.arange(len(at)), None
+    key = np.zeros(len(at))
+    for name in ("tp", "cp", "ep", "microbatch", "recompute", "sequence_parallel"):
+        column = getattr(at, name)
+        values, place = np.unique(column, return_inverse=True)
+        key = key * len(values) + place
+    key = key * 2 + (at.microbatches > 1)
+    _, first, back = np.unique(key, return_index=True, return_inverse=True)
+    return first, back
+
+
+def _sum(times: BlockTimes) -> Floats:
+    return times.forward + times.inputs + times.weights
+
+
+def _beside(compute: Floats, talk: Floats, share: Floats) -> Floats:
+    return np.maximum(compute, talk) + share * np.minimum(compute, talk)
+
+
+def _local_weights(block: BlockTerms, at: Layouts) -> Floats:
+    inside = block.weights_inside / at.tp + block.weights_outside
+    return inside + block.weights_expert / (at.tp * at.ep)
+
+
+def _sharded(
+    block: BlockTerms, at: Layouts, platform: Platform
+) -> tuple[np.ndarray, Floats, Floats]:
+    """Whether a layer's state is gathered layer by layer; seconds to gather and to reduce it."""
+    constants = platform.constants
+    each = np.broadcast_to(constants.per_layer_state, at.dp.shape) > 0
+    per_layer = ((at.zero >= 2) & each) | (at.zero >= 3)
+    if not np.any(per_layer):
+        return per_layer, np.zeros_like(at.dp), np.zeros_like(at.dp)
+    local = _local_weights(block, at)
+    slow = Platform(
+        platform.machine, dataclasses.replace(constants, network=constants.sharded_network)
+    )
+    shard, stride = _state_ranks(at)
+    calls = (constants.sharded_calls - 1) * constants.hop * shard
+    gather = group(ALL_GATHER, ELEMENT * local, shard, stride, slow) + calls
+    size = constants.gradient_bytes * local
+    scatter = group(REDUCE_SCATTER, size, shard, stride, slow) + calls
+    copies = at.dp / at.shard
+    if np.any(copies > 1):
+        scatter = scatter + group(ALL_REDUCE, size / shard, copies, stride * shard, slow)
+    return per_layer, gather, scatter
+
+
+def _state_ranks(at: Layouts) -> tuple[Floats, Floats]:
+    """Ranks that share one state, and how far apart they lie: of dp x cp, or a shard of dp."""
+    whole = at.shard >= at.dp
+    stride = np.where(whole, at.tp, at.tp * at.cp)
+    return np.where(whole, at.dp * at.cp, at.shard), stride
+
+
+def _data_parallel(held: Floats, at: Layouts, platform: Platform) -> Floats:
+    """Seconds to sum gradients once a step, and to gather parameters under ZeRO-1 and 2."""
+    constants = platform.constants
+    shard, stride = _state_ranks(at)
+    size = constants.gradient_bytes * held
+    plain = group(ALL_REDUCE, size, at.dp * at.cp, at.tp, platform)
+    each = np.broadcast_to(constants.per_layer_state, at.dp.shape) > 0
+    split = group(REDUCE_SCATTER, size, shard, stride, platform)
+    if np.any(np.asarray(constants.whole_gradients) > 0):
+        summed = group(ALL_REDUCE, size, shard, stride, platform)
+        split = np.where(np.asarray(constants.whole_gradients) > 0, summed, split)
+    split = split + group(ALL_GATHER, ELEMENT * held, shard, stride, platform)
+    copies = at.dp / at.shard
+    if np.any(copies > 1):
+        split = split + group(ALL_REDUCE, size / shard, copies, stride * shard, platform)
+    found = np.where(at.zero >= 1, split, plain)
+    return np.where((at.zero >= 3) | ((at.zero >= 2) & each), 0.0, found)
+
+
+def _tied(model: Terms, at: Layouts, platform: Platform) -> Floats:
+    """Gradients of tied embeddings, between the first and the last stage."""
+    constants = platform.constants
+    size = constants.gradient_bytes * _local_weights(model.head, at)
+    stride = at.tp * at.cp * at.dp * (at.pp - 1)
+    machine = platform.machine
+    crossing = (at.tp * at.cp * at.dp * at.pp) > machine.domain
+    away = np.where(crossing, machine.domain, np.minimum(stride, machine.domain - 1))
+    time = point_to_point(size, away, platform)
+    return np.where((at.pp > 1) & (model.tied > 0), time, 0.0)
+
+
+def _exchange(size: Floats, at: Layouts, platform: Platform) -> Floats:
+    """Seconds to send one microbatch's activations to the next stage."""
+    constants = platform.constants
+    whole = (at.sequence_parallel == 0) & (np.asarray(constants.scatter_gather) == 0)
+    piece = size / np.where(whole, 1.0, at.tp)
+    stride = at.tp * at.cp * at.dp
+    machine = platform.machine
+    far = np.where(stride * at.pp > machine.domain, stride, np.minimum(stride, machine.domain - 1))
+    time = point_to_point(piece, far, platform)
+    gathers = (at.sequence_parallel == 0) & (at.tp > 1) & (np.asarray(constants.scatter_gather) > 0)
+    if np.any(gathers):
+        gathered = group(ALL_GATHER, size, at.tp, np.ones_like(size), platform)
+        time = time + np.where(gathers, gathered * constants.contention, 0.0)
+    return np.where(at.pp > 1, time, 0.0)

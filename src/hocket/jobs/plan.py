@@ -1,0 +1,203 @@
+"""The job behind `hocket plan`: names become shapes and clusters, the planner answers.
+
+A model of the catalogue ships with its shape, so torch is imported only for a directory's model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hocket.spec.errors import OptionError
+from hocket.spec.layout import Layout
+from hocket.spec.units import format_bytes, format_count, format_seconds
+
+if TYPE_CHECKING:
+    from hocket.planning.forecast import Forecast, Range
+    from hocket.planning.plan import Plan
+    from hocket.spec.model_shape import ModelShape
+
+
+def plan(
+    model: str | os.PathLike[str],
+    *,
+    cluster: str,
+    seq_len: int,
+    global_batch: int,
+    objective: str = "time",
+    top: int = 10,
+    layout: str | Layout | None = None,
+    pin: Sequence[str] | Mapping[str, Any] = (),
+    all: bool = False,
+    explain: bool = False,
+    precision: str = "bf16",
+    stack: str | None = None,
+) -> Plan:
+    """The best layouts of a model on a cluster, or one layout priced.
+
+    Args:
+        model: a name of the catalogue, a Hugging Face directory, or a run folder.
+        cluster: `2x8xH100-SXM`, `16xA100-40-PCIe`, `4xaws-p5`, or a TOML file.
+        layout: price this one alone. None: search.
+        pin: `tp=8`, or a mapping: axes and the only values that they may have.
+        all: rank also what this hocket cannot run today.
+        explain: say why the winner wins, and what would change the answer.
+        stack: the software whose constants price it. None: fused kernels, gradients overlapped.
+
+    Raises:
+        HocketError: what the caller can mend: an unknown name, or a model that does not fit, with
+            the smallest cluster that it fits.
+    """
+    from hocket.catalogue.hardware import cluster as find_cluster
+    from hocket.planning.explain import explain as sentences
+    from hocket.planning.layouts import parse_pins
+    from hocket.planning.plan import plan as search
+    from hocket.planning.plan import plan_one
+    from hocket.planning.problem import STACK, Problem
+
+    texts = [f"{k}={v}" for k, v in pin.items()] if isinstance(pin, Mapping) else list(pin)
+    pins = parse_pins(texts)
+    if layout is not None and pins:
+        raise OptionError("--layout prices one layout, and --pin searches", hint="one of the two")
+    problem = Problem(
+        shape=shape_of(os.fspath(model)),
+        cluster=find_cluster(cluster),
+        seq_len=seq_len,
+        global_batch=global_batch,
+        precision=precision,
+        stack=STACK if stack is None else stack,
+    )
+    if layout is not None:
+        one = layout if isinstance(layout, Layout) else Layout.parse(layout)
+        found = plan_one(problem, one)
+    else:
+        found = search(problem, objective=objective, top=top, pins=pins, everything=all)
+    positions = _positions(os.fspath(model))
+    if positions is not None and seq_len > positions:
+        note = f"The model is configured for {positions} positions; the plan is for {seq_len}."
+        found = dataclasses.replace(found, notes=(*found.notes, note))
+    if explain and found.best.fits:
+        here = not all and found.best.runs_here
+        told = sentences(problem, found.best, objective=objective, pins=pins, here=here)
+        found = dataclasses.replace(found, explanation=told)
+    return found
+
+
+def shape_of(model: str) -> ModelShape:
+    """The shape of a model: shipped for the catalogue's, traced for a directory's.
+
+    Raises:
+        ModelError: nothing of that name, with the nearest; or a configuration that does not run.
+    """
+    from hocket.catalogue import shapes
+
+    if model in shapes.names() or not os.path.exists(model):
+        return shapes.shape(model)
+    from hocket.models import source
+    from hocket.models.trace import trace
+
+    found = source.resolve(model, weights=False)
+    return trace(found.config, name=os.path.basename(os.path.abspath(model)))
+
+
+def _positions(model: str) -> int | None:
+    """Positions that a model of the catalogue was made for, None where it does not say."""
+    from hocket.catalogue import models
+
+    if model not in models.names():
+        return None
+    config = models.config(model)
+    keys = ("max_position_embeddings", "n_positions")
+    return next((int(config[key]) for key in keys if config.get(key)), None)
+
+
+# --- what is printed -----------------------------------------------------------------------------
+
+HEADERS = (
+    "layout", "step", "tokens/s/GPU", "MFU", "memory", "bubble", "exposed", "$/B tokens", "",
+)  # fmt: skip
+
+
+def table(found: Plan) -> str:
+    """The answer as text: what was asked, the best layouts, and how to run the first."""
+    from hocket.reporting.table import table_text
+
+    lines = [
+        f"{found.model} on {found.cluster}, {found.precision}: sequences of {found.seq_len:,}, "
+        f"global batch {found.global_batch:,}",
+        f"{found.num_legal:,} legal layouts, {found.num_fitting:,} fit; best by {found.objective}"
+        if found.num_legal > 1
+        else "one layout, priced",
+        "",
+    ]
+    lines += [*found.notes, ""] if found.notes else []
+    if found.layouts:
+        lines.append(table_text(HEADERS, [_row(one) for one in found.layouts]))
+    if found.beyond:
+        better = "Better, but not run by this hocket today:" if found.layouts else "These fit:"
+        lines += ["", better, "", table_text(HEADERS, [_row(one) for one in found.beyond])]
+        lines += ["", *(f"* {reason}" for reason in _reasons(found.beyond))]
+    elif any(one.lacks for one in found.layouts):
+        lines += ["", *(f"* {reason}" for reason in _reasons(found.layouts))]
+    lines += [
+        "",
+        "Ranges are the 10th to the 90th percentile; memory is the 95th of the fullest GPU, which "
+        "must fit.",
+    ]
+    if found.explanation:
+        lines += ["", *found.explanation]
+    if found.best.fits and found.best.runs_here:
+        lines += ["", "  " + command(found)]
+    return "\n".join(lines)
+
+
+def command(found: Plan) -> str:
+    """The command that trains in the best layout."""
+    words = ["hocket", "train", found.model, "--layout", str(found.best.layout)]
+    words += ["--seq-len", str(found.seq_len), "--global-batch", str(found.global_batch)]
+    return shlex.join([*words, "--dtype", found.precision])
+
+
+def emitted(found: Plan, tool: str) -> str:
+    """The best layout as another tool's flags. Raises OptionError for an unknown tool."""
+    from hocket.planning.emit import emit
+
+    return emit(
+        tool,
+        found.best,
+        seq_len=found.seq_len,
+        global_batch=found.global_batch,
+        model=found.model,
+    )
+
+
+def _row(one: Forecast) -> tuple[str, ...]:
+    cost = one.dollars_per_billion_tokens
+    return (
+        str(one.layout),
+        _range(one.step_seconds, format_seconds),
+        _range(one.tokens_per_second_per_gpu, format_count),
+        _range(one.mfu, lambda value: f"{value:.0%}"),
+        format_bytes(one.memory_high) + ("" if one.fits else " !"),
+        f"{one.bubble:.1%}",
+        f"{one.exposed:.1%}",
+        "unknown" if cost is None else _range(cost, lambda value: f"{value:,.0f}"),
+        "" if one.runs_here else "*",
+    )
+
+
+def _range(values: Range, text: Any) -> str:
+    return f"{text(values.mid)} ({text(values.low)}-{text(values.high)})"
+
+
+def _reasons(layouts: Sequence[Forecast]) -> list[str]:
+    """Why they do not run here, each once by what the runtime does instead."""
+    found: dict[str, str] = {}
+    for one in layouts:
+        for reason in one.lacks:
+            field, _, instead = reason.partition(": ")
+            found.setdefault(instead, f"{field.split(' ')[0]}: {instead}")
+    return list(dict.fromkeys(found.values()))

@@ -1,0 +1,201 @@
+"""A model reads itself: one run on fake tensors tells every size that a plan needs.
+
+    trace(config) -> ModelShape
+
+Nothing here knows a family. The model is built at its real size without memory, the first layer of
+each kind runs forward and backward once, and the graph of what ran is turned into products,
+memory-bound kernels, bytes held for backward, and weights; the model's parallel plan says how each
+is split.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from hocket.models import skeleton
+from hocket.models.plans.tensor import tensor_plan
+from hocket.models.trace.fused import Costs
+from hocket.models.trace.graph import Splits
+from hocket.models.trace.run import Run, run
+from hocket.spec.model_shape import BlockShape, ModelShape, Weight
+from hocket.spec.plan import Split, TensorPlan, matches
+
+_STYLES = {
+    "column": "column",
+    "row": "row",
+    "vocab_embedding": "vocab",
+    "vocab_head": "vocab",
+    "sum_grad": "outside",
+    "experts": "expert",
+}
+
+_cache: dict[str, ModelShape] = {}
+
+
+def trace(
+    model: Mapping[str, Any] | nn.Module | Any, *, name: str = "", dropout: float | None = None
+) -> ModelShape:
+    """The shape of a causal language model.
+
+    Args:
+        model: a Hugging Face configuration (dictionary or object), or a model that carries one.
+        name: what the shape is called; its model type if not given.
+        dropout: overrides every dropout probability; None: as configured.
+
+    Returns:
+        its shape; the same configuration is traced once in a process.
+
+    Raises:
+        ModelError: transformers cannot build it, or it cannot be run without values.
+    """
+    values: Any = model.config if isinstance(model, nn.Module) else model
+    if isinstance(values, Mapping):
+        config: Any = skeleton.config_of(dict(values), dropout=dropout)
+    else:
+        config = skeleton.config_of(values.to_dict(), dropout=dropout)
+    if not hasattr(config, "num_hidden_layers"):  # a model of text and images: its text part
+        config = config.get_text_config()
+    text = json.dumps([config.to_dict(), name], sort_keys=True, default=str)
+    key = hashlib.sha256(text.encode()).hexdigest()
+    if key not in _cache:
+        _cache[key] = _shape(run(config), name or str(config.model_type))
+    return _cache[key]
+
+
+def _shape(done: Run, name: str) -> ModelShape:
+    config: Any = done.model.config
+    try:
+        plan, _ = tensor_plan(done.model, done.layers.rpartition(".")[0])
+    except (AttributeError, RuntimeError, TypeError, ValueError):  # heads counted another way
+        plan = None
+    picked = sorted(set(done.kinds))
+    names = _names(done, picked)
+    weights, splits = _weights(done, plan, picked)
+    kv_heads = _number(config, "num_key_value_heads")
+    blocks: dict[str, BlockShape] = {}
+    for key, part in done.parts.items():
+        kind = names[int(key)] if key.isdigit() else key
+        costs = Costs(
+            part,
+            done.recorder.values,
+            splits,
+            window=_window(done, int(key)) if key.isdigit() else None,
+            kv_heads=kv_heads,
+            leaves=done.leaves,
+        )
+        blocks[kind] = BlockShape(
+            kind=kind,
+            products=costs.products(),
+            attention=costs.attention(),
+            memory_bound=costs.memory_bound(),
+            saved=costs.saved(),
+            unfused=costs.unfused(),
+            weights=tuple(weights[key]),
+        )
+    found = [core for block in blocks.values() for core in block.attention]
+    heads = max((core.heads for core in found), default=_number(config, "num_attention_heads"))
+    products = [p for block in blocks.values() for p in block.products if p.groups > 1]
+    return ModelShape(
+        name=name,
+        hidden=int(config.hidden_size),
+        vocab=int(config.vocab_size),
+        heads=heads if plan is not None else 1,
+        kv_heads=min((core.kv_heads for core in found), default=heads) if plan is not None else 1,
+        layers=tuple(names[index] for index in done.kinds),
+        blocks=blocks,
+        tied=bool({w.name for w in weights["head"]} & {w.name for w in weights["embedding"]}),
+        experts=max((p.groups for p in products), default=0),
+        experts_per_token=round(max((p.count for p in products), default=0)),
+    )
+
+
+def _number(config: Any, key: str) -> int:
+    """A count of the configuration; 0 where it has none for the whole model."""
+    try:
+        return int(getattr(config, key, None) or 0)
+    except (AttributeError, RuntimeError, TypeError, ValueError):  # it differs by layer
+        return 0
+
+
+def _names(done: Run, picked: list[int]) -> dict[int, str]:
+    """A name for each kind of layer: what its configuration calls it, or its first index."""
+    if len(picked) == 1:
+        return {picked[0]: "block"}
+    types = getattr(done.model.config, "layer_types", None)
+    found: dict[int, str] = {}
+    for index in picked:
+        name = str(types[index]) if types and index < len(types) else "block"
+        found[index] = name if name not in found.values() else f"{name}-{index}"
+    return found
+
+
+def _window(done: Run, index: int) -> int | None:
+    """How far back the attention of a layer looks; None: to the beginning."""
+    config: Any = done.model.config
+    types = getattr(config, "layer_types", None)
+    if types:
+        kind = str(types[index])
+        if "sliding" in kind:
+            return int(config.sliding_window) if config.sliding_window else None
+        if "chunked" in kind:
+            return int(config.attention_chunk_size)
+        return None
+    if getattr(config, "use_sliding_window", True) is False:
+        return None
+    window = getattr(config, "sliding_window", None)
+    return int(window) if isinstance(window, int) and window > 0 else None
+
+
+def _weights(
+    done: Run, plan: TensorPlan | None, picked: list[int]
+) -> tuple[dict[str, list[Weight]], Splits]:
+    """The weights of every part, and how each is split."""
+    depth = done.layers.count(".") + 1
+    parts: dict[str, list[Weight]] = {key: [] for key in done.parts}
+    kinds: dict[str, str] = {}
+    gathers, up = set(), set()
+    used = {
+        key: {op.weight for op in (*part.forward, *part.backward)}
+        for key, part in done.parts.items()
+    }
+    order = list(done.model.named_parameters())
+    for full, parameter in order:
+        module, _, own = full.rpartition(".")
+        if full.startswith(f"{done.layers}."):
+            key = full.split(".")[depth]
+            if int(key) not in picked:
+                continue
+            name = ".".join(full.split(".")[depth + 1 :])
+        else:
+            key = "embedding" if full in used["embedding"] else "head"
+            name = full
+        split = _split_of(plan, module)
+        style, units = "outside", 1
+        if split is not None and own in split.dims:
+            style = _STYLES[split.style]
+            segments = split.parameter_segments.get(own, split.segments)
+            units = min((s.units for s in segments), default=1)
+            if split.gather_output:
+                gathers.add(full)
+            if style == "expert" and split.dims[own] in (1, -2):
+                up.add(full)
+        kinds[full] = style
+        parts[key].append(Weight(name=name, elements=parameter.numel(), split=style, units=units))
+        if key == "embedding" and full in used["head"]:
+            tied = Weight(name=name, elements=parameter.numel(), split=style, units=units)
+            parts["head"].append(tied)
+    return parts, Splits(weights=kinds, gathers=frozenset(gathers), up=frozenset(up))
+
+
+def _split_of(plan: TensorPlan | None, module: str) -> Split | None:
+    if plan is None:
+        return None
+    for pattern, split in plan.splits.items():
+        if matches(pattern, module):
+            return split
+    return None

@@ -1,0 +1,79 @@
+"""What one part costs operation by operation, as PyTorch runs it without a compiler.
+
+Scores and probabilities are left out: attention is a flash kernel here too, and what it costs
+written out is told beside it (view `core`).
+"""
+
+from __future__ import annotations
+
+import collections
+
+from hocket.models.trace.graph import INSIDE, OUTSIDE, Graph
+from hocket.models.trace.record import Op
+from hocket.spec.model_shape import MemoryBound, Saved
+
+
+def saved(graph: Graph) -> list[Saved]:
+    """Bytes that autograd held, by where they lie."""
+    amounts: dict[tuple[str, str], float] = collections.defaultdict(float)
+    for value, size in graph.part.saved.items():
+        known = graph.values[value]
+        if value not in graph.maker and value not in graph.given:
+            continue  # tables that all blocks share
+        if not known.by_token or known.square:
+            continue
+        name = "input" if value in graph.given else "saved"
+        amount = size / known.numel * known.per_token
+        amounts[name, graph.labels.get(value, OUTSIDE)] += amount
+    return [
+        Saved(name=name, bytes=amount, split=label, view="eager")
+        for (name, label), amount in amounts.items()
+    ]
+
+
+def kernels(graph: Graph) -> list[MemoryBound]:
+    """Elements moved by all operations but products and attention."""
+    amounts: dict[str, list[float]] = collections.defaultdict(lambda: [0.0] * 4)
+    for at, ops in ((0, graph.part.forward), (1, graph.part.backward)):
+        for op in ops:
+            if at:
+                _follow_backward(graph, op)
+            if op.kind != "pointwise" or not (at or _carries(graph, op)):
+                continue
+            refs = [r for r in (*op.ins, *op.outs) if r.value in graph.values]
+            sizes = [(r, graph.values[r.value]) for r in refs if graph.values[r.value].by_token]
+            if not sizes or any(value.square for _, value in sizes):
+                continue
+            label = graph.side([r.value for r, _ in sizes])
+            total = sum(
+                min(ref.numel, value.numel) / value.numel * value.per_token * value.itemsize / 2
+                for ref, value in sizes
+            )
+            amounts[label][at] += total
+            amounts[label][2 + at] += 1
+    return [
+        MemoryBound(
+            name="operations",
+            forward=row[0],
+            backward=row[1],
+            split=label,
+            kernels=int(row[2]),
+            backward_kernels=int(row[3]),
+            view="eager",
+        )
+        for label, row in amounts.items()
+    ]
+
+
+def _follow_backward(graph: Graph, op: Op) -> None:
+    if op.kind == "product":
+        ahead = graph.splits.product(op.weight)
+        label = {"row": INSIDE}.get(ahead, OUTSIDE)
+    else:
+        label = graph.side([ref.value for ref in op.ins])
+    for ref in op.outs:
+        graph.labels.setdefault(ref.value, label)
+
+
+def _carries(graph: Graph, op: Op) -> bool:
+    return any(ref.value in graph.carrying for ref in (*op.ins, *op.outs))

@@ -1,0 +1,287 @@
+"""Running a model once on fake tensors: its embedding, one block of each kind, its head."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
+
+from hocket.models import skeleton
+from hocket.models.trace.record import BATCH, SEQUENCE, Kernels, Part, Recorder
+from hocket.spec.errors import ModelError
+
+_OWN = ("idx", "layer_i", "layer_n", "training")
+"""Parts of attribute names that say which layer a module is, not what it does."""
+
+
+@dataclasses.dataclass
+class Run:
+    """What was recorded: the parts, the values, and the model they are of.
+
+    `kinds` maps every layer to the first layer that is like it.
+    """
+
+    model: nn.Module
+    layers: str
+    kinds: tuple[int, ...]
+    parts: dict[str, Part]
+    recorder: Recorder
+    leaves: frozenset[str]
+
+
+def run(config: Any) -> Run:
+    """Build the model on fake tensors (real sizes, no memory) and run what differs once.
+
+    Raises:
+        ModelError: the model cannot be built, keeps its layers in no single list, or does
+            something that depends on the values of its tensors.
+    """
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake:
+        model = skeleton.build(config, dtype=torch.bfloat16, device="cpu").train()
+    name, layers = _layers(model, int(config.num_hidden_layers))
+    kinds = _kinds(layers)
+    picked = sorted(set(kinds))
+    parameters = dict(model.named_parameters())
+    recorder = Recorder(parameters)
+    parts = {"embedding": recorder.part, "head": Part()}
+    parts |= {str(index): Part() for index in picked}
+    following = _Layers(recorder, parts, layers, kinds)
+    watched = {f"{name}.{index}" for index in picked}
+    try:
+        with fake, _watched(model, name, watched, recorder), following, recorder:
+            with (
+                Kernels(recorder),
+                torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor),
+            ):
+                ids = torch.zeros(BATCH, SEQUENCE, dtype=torch.long)
+                logits = model(input_ids=ids, use_cache=False).logits
+                recorder.path.append("loss")
+                width = logits.shape[-1]
+                loss = functional.cross_entropy(logits.float().view(-1, width), ids.view(-1))
+                recorder.path.pop()
+            following.close(loss)
+    except ModelError:
+        raise
+    except Exception as error:  # the forward of any family may fail in its own way
+        raise ModelError(
+            f"{config.model_type!r} cannot be traced without values: "
+            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        ) from error
+    return Run(
+        model=model,
+        layers=name,
+        kinds=kinds,
+        parts=parts,
+        recorder=recorder,
+        leaves=frozenset(n for n, m in model.named_modules() if not any(m.children())),
+    )
+
+
+class _Layers:
+    """Replaces the layers' forwards: the first of each kind is recorded, the others are passed.
+
+    Every recorded part is cut from the one before it, so that its backward is its own.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        parts: dict[str, Part],
+        layers: nn.ModuleList,
+        kinds: tuple[int, ...],
+    ) -> None:
+        self.recorder, self.parts, self.layers, self.kinds = recorder, parts, layers, kinds
+        self.seen: Any = None
+        self.last: torch.Tensor | None = None
+
+    def __enter__(self) -> _Layers:
+        for index, layer in enumerate(self.layers):
+            layer.forward = (
+                self._recorded(index, layer.forward)
+                if self.kinds[index] == index
+                else self._passed(index)
+            )
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for layer in self.layers:
+            layer.__dict__.pop("forward", None)
+
+    def _recorded(self, index: int, forward: Any) -> Any:
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            hidden, put = _hidden(args, kwargs)
+            if index == 0:
+                self._finish("embedding", hidden, None)
+            part = self.parts[str(index)]
+            self.recorder.part = part
+            given = self._fresh(hidden)
+            part.inputs = [self.recorder.ref(given)]
+            args, kwargs = put(given)
+            args = tuple(_cut(value, given) for value in args)
+            kwargs = {key: _cut(value, given) for key, value in kwargs.items()}
+            result = forward(*args, **kwargs)
+            self.seen = result
+            output = result[0] if isinstance(result, tuple) else result
+            self._finish(str(index), output, given)
+            fresh = self._start_head(index, output)
+            return (fresh, *result[1:]) if isinstance(result, tuple) else fresh
+
+        return replacement
+
+    def _passed(self, index: int) -> Any:
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            hidden, _ = _hidden(args, kwargs)
+            fresh = self._start_head(index, hidden)
+            if isinstance(self.seen, tuple):
+                return (fresh, *(None for _ in self.seen[1:]))
+            return fresh
+
+        return replacement
+
+    def _fresh(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of its own storage, cut from what came before."""
+        self.recorder.paused = True
+        fresh = torch.empty_like(tensor).requires_grad_()
+        self.recorder.paused = False
+        self.recorder.ref(fresh)
+        return fresh
+
+    def _start_head(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
+        if index != len(self.layers) - 1:
+            return tensor.detach()
+        self.recorder.part = self.parts["head"]
+        self.last = self._fresh(tensor)
+        self.recorder.part.inputs = [self.recorder.ref(self.last)]
+        return self.last
+
+    def _finish(self, name: str, output: torch.Tensor, given: torch.Tensor | None) -> None:
+        """Run the backward of the part that ends with `output`."""
+        recorder = self.recorder
+        part = self.parts[name]
+        part.outputs = [recorder.ref(output)]
+        wanted = [given] if given is not None else []
+        # Gradients of what the part used; what it did not is None.
+        wanted += [p for p in _used(output)]
+        recorder.paused = True
+        ahead = torch.empty_like(output)
+        recorder.paused = False
+        recorder.ref(ahead)
+        recorder.in_backward = True
+        try:
+            torch.autograd.grad(output, wanted, ahead, allow_unused=True, retain_graph=True)
+        finally:
+            recorder.in_backward = False
+
+    def close(self, loss: torch.Tensor) -> None:
+        """Run the head's backward."""
+        self._finish("head", loss, self.last)
+
+
+def _cut(value: Any, given: torch.Tensor) -> Any:
+    """An argument without the graph it was made in, so that a block's backward ends there."""
+    if isinstance(value, torch.Tensor) and value is not given:
+        return value.detach()
+    if type(value) is tuple:
+        return tuple(_cut(item, given) for item in value)
+    return value
+
+
+def _used(output: torch.Tensor) -> list[torch.Tensor]:
+    """Leaves that an output was computed from."""
+    found: list[torch.Tensor] = []
+    seen: set[Any] = set()
+    stack = [output.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, nn.Parameter):
+            found.append(variable)
+        stack += [following for following, _ in node.next_functions]
+    return found
+
+
+def _hidden(args: Any, kwargs: Any) -> tuple[torch.Tensor, Any]:
+    """The hidden state among a layer's arguments, and how to put another in its place."""
+    if args and isinstance(args[0], torch.Tensor):
+        return args[0], lambda new: ((new, *args[1:]), kwargs)
+    for key, value in kwargs.items():
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim == 3:
+            return value, lambda new, key=key: (args, {**kwargs, key: new})
+    raise ModelError("a layer is given no hidden state")
+
+
+def _layers(model: nn.Module, count: int) -> tuple[str, nn.ModuleList]:
+    """The list of layers: as long as the configuration says, or else where most weights are."""
+    lists = [
+        (name, module, _size(module))
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+    ]
+    fits = [found for found in lists if len(found[1]) == count and found[2]]
+    if fits:
+        name, layers, _ = max(fits, key=lambda found: (-found[0].count("."), found[2]))
+        return name, layers
+    top = [f for f in lists if not any(f[0].startswith(f"{other[0]}.") for other in lists)]
+    largest = max(top, key=lambda found: found[2], default=None)
+    if largest is None or largest[2] < 0.9 * sum(found[2] for found in top):
+        raise ModelError("its layers are in no single list, so they cannot be told apart")
+    return largest[0], largest[1]
+
+
+def _size(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _kinds(layers: nn.ModuleList) -> tuple[int, ...]:
+    """For each layer the first that has the same modules, sizes and switches."""
+    first: dict[Any, int] = {}
+    return tuple(first.setdefault(_signature(layer), i) for i, layer in enumerate(layers))
+
+
+def _signature(layer: nn.Module) -> Any:
+    found: list[Any] = []
+    for name, module in layer.named_modules():
+        plain = tuple(
+            (key, value)
+            for key, value in vars(module).items()
+            if isinstance(value, (int, str, type(None)))
+            and not key.startswith("_")
+            and not any(part in key for part in _OWN)
+        )
+        sizes = tuple((n, tuple(p.shape)) for n, p in module.named_parameters(recurse=False))
+        found.append((name, type(module), plain, sizes))
+    return tuple(found)
+
+
+@contextlib.contextmanager
+def _watched(model: nn.Module, layers: str, picked: set[str], recorder: Recorder) -> Iterator[None]:
+    """Keep the name of the running module, of all modules but the layers that are passed."""
+    hooks = []
+    for name, module in model.named_modules():
+        inside = name.startswith(f"{layers}.")
+        if inside and ".".join(name.split(".")[: layers.count(".") + 2]) not in picked:
+            continue
+
+        def enter(module: nn.Module, args: Any, name: str = name) -> None:
+            recorder.path.append(name)
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            recorder.path.pop()
+
+        hooks.append(module.register_forward_pre_hook(enter))
+        hooks.append(module.register_forward_hook(leave))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,1 @@
+"""From a model and a cluster to the best layout, without torch."""

@@ -1,0 +1,147 @@
+"""Emit: a layout as other tools' flags, so that a plan is of use to who runs something else.
+
+What a tool does not have is said in a comment above its flags, with what stands there instead.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from hocket.planning.forecast import Forecast
+from hocket.spec.errors import OptionError, unknown
+
+
+def emit(tool: str, forecast: Forecast, *, seq_len: int, global_batch: int, model: str) -> str:
+    """The layout of a forecast, as text for one of `TOOLS`.
+
+    Raises:
+        OptionError: an unknown tool.
+    """
+    if tool not in TOOLS:
+        message, hint = unknown("tool", tool, TOOLS)
+        raise OptionError(f"--emit: {message}", hint=hint)
+    return TOOLS[tool](forecast, seq_len, global_batch, model)
+
+
+def _flags(command: str, flags: dict[str, Any], notes: list[str]) -> str:
+    """One flag a line, as a shell reads it; True is a flag without a value, None is left out."""
+    lines = [f"# {note}" for note in notes]
+    words = [command] if command else []
+    for name, value in flags.items():
+        if value is None or value is False:
+            continue
+        words.append(name if value is True else f"{name} {value}")
+    return "\n".join([*lines, " \\\n  ".join(words)]) + "\n"
+
+
+def _torchtitan(found: Forecast, seq_len: int, global_batch: int, model: str) -> str:
+    layout, notes = found.layout, []
+    sharded = layout.zero > 0
+    if layout.zero in (1, 2):
+        notes.append(f"torchtitan shards as ZeRO-3 (FSDP2); the plan is for ZeRO-{layout.zero}")
+    if layout.tp > 1 and not layout.sequence_parallel:
+        notes.append("torchtitan's tensor parallelism is always sequence parallel")
+    names = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B"}
+    schedule = names.get(layout.schedule)
+    if layout.pp > 1 and schedule is None:
+        notes.append(f"torchtitan has no {layout.schedule} with one stage a rank; 1F1B instead")
+        schedule = "1F1B"
+    shard = (layout.shard or layout.dp) if sharded else 1
+    p = "--parallelism."
+    flags = {
+        f"{p}data_parallel_replicate_degree": layout.dp // shard,
+        f"{p}data_parallel_shard_degree": shard,
+        f"{p}fsdp_reshard_after_forward": "always" if layout.zero == 3 else "never",
+        f"{p}tensor_parallel_degree": layout.tp,
+        f"{p}pipeline_parallel_degree": layout.pp,
+        f"{p}pipeline_parallel_schedule": schedule if layout.pp > 1 else None,
+        f"{p}pipeline_parallel_microbatch_size": found.microbatch if layout.pp > 1 else None,
+        f"{p}context_parallel_degree": layout.cp,
+        f"{p}expert_parallel_degree": layout.ep if layout.ep > 1 else None,
+        "--activation_checkpoint.mode": layout.recompute,
+        "--training.local_batch_size": global_batch // layout.dp
+        if layout.pp > 1
+        else found.microbatch,
+        "--training.global_batch_size": global_batch,
+        "--training.seq_len": seq_len,
+    }
+    return _flags("", flags, notes)
+
+
+def _megatron(found: Forecast, seq_len: int, global_batch: int, model: str) -> str:
+    layout, notes = found.layout, []
+    if layout.schedule not in ("1f1b", "interleaved") and layout.pp > 1:
+        notes.append(f"Megatron-LM has no {layout.schedule} schedule; 1F1B instead")
+    strategy = {2: "optim_grads", 3: "optim_grads_params"}.get(layout.zero)
+    full = layout.recompute == "full"
+    several = layout.virtual_stages > 1
+    flags = {
+        "--tensor-model-parallel-size": layout.tp,
+        "--pipeline-model-parallel-size": layout.pp,
+        "--num-virtual-stages-per-pipeline-rank": layout.virtual_stages if several else None,
+        "--context-parallel-size": layout.cp,
+        "--expert-model-parallel-size": layout.ep if layout.ep > 1 else None,
+        "--sequence-parallel": layout.sequence_parallel,
+        "--use-distributed-optimizer": layout.zero > 0,
+        "--use-megatron-fsdp": strategy is not None,
+        "--data-parallel-sharding-strategy": strategy,
+        "--overlap-grad-reduce": layout.dp > 1,
+        "--overlap-param-gather": layout.zero > 0,
+        "--recompute-granularity": layout.recompute if layout.recompute != "none" else None,
+        "--recompute-method": "uniform" if full else None,
+        "--recompute-num-layers": 1 if full else None,
+        "--micro-batch-size": found.microbatch,
+        "--global-batch-size": global_batch,
+        "--seq-length": seq_len,
+        "--use-flash-attn": True,
+        "--bf16": True,
+    }
+    return _flags("", flags, notes)
+
+
+def _deepspeed(found: Forecast, seq_len: int, global_batch: int, model: str) -> str:
+    layout = found.layout
+    config: dict[str, Any] = {
+        "train_batch_size": global_batch,
+        "train_micro_batch_size_per_gpu": found.microbatch,
+        "gradient_accumulation_steps": layout.microbatches or 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {
+            "stage": layout.zero,
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+        },
+    }
+    if layout.tp > 1:
+        config["tensor_parallel"] = {"autotp_size": layout.tp}
+    if layout.pp > 1:
+        config["pipeline"] = {"stages": layout.pp}
+    if layout.cp > 1:
+        config["sequence_parallel_size"] = layout.cp
+    if layout.recompute != "none":
+        config["activation_checkpointing"] = {"partition_activations": layout.tp > 1}
+    return json.dumps(config, indent=2) + "\n"
+
+
+def _vllm(found: Forecast, seq_len: int, global_batch: int, model: str) -> str:
+    layout = found.layout
+    notes = ["the ranks of a training layout, for serving; cp, ZeRO and recompute have no meaning"]
+    flags = {
+        "--tensor-parallel-size": layout.tp,
+        "--pipeline-parallel-size": layout.pp,
+        "--data-parallel-size": layout.dp if layout.dp > 1 else None,
+        "--enable-expert-parallel": layout.ep > 1,
+        "--max-model-len": seq_len,
+    }
+    return _flags(f"vllm serve {model}", flags, notes)
+
+
+TOOLS: dict[str, Callable[[Forecast, int, int, str], str]] = {
+    "torchtitan": _torchtitan,
+    "megatron": _megatron,
+    "deepspeed": _deepspeed,
+    "vllm": _vllm,
+}
+"""The tools whose flags can be printed."""

@@ -1,0 +1,244 @@
+"""Explain: why the winner wins, why its neighbours lose, and what would change the answer.
+
+Every sentence is computed: a neighbour is the best layout with one axis changed, a counterfactual
+the best layout on a machine with one property changed, both priced as the winner was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from hocket.planning.forecast import Forecast, forecast
+from hocket.planning.layouts import Pins, tensor_degrees
+from hocket.planning.problem import Problem
+from hocket.planning.search import Found, search
+from hocket.spec.capabilities import TABLE
+from hocket.spec.errors import HocketError
+from hocket.spec.layout import RECOMPUTE, Layout
+from hocket.spec.units import format_bytes, format_seconds
+
+SHOWN = 8
+
+NVLINK = 450e9
+"""Bytes/s per GPU and direction of the NVLink put in where there is none (4th generation)."""
+
+Neighbour = tuple[str, dict[str, Any]]
+
+
+def explain(
+    problem: Problem,
+    best: Forecast,
+    *,
+    objective: str = "time",
+    pins: Pins | None = None,
+    here: bool = False,
+) -> tuple[str, ...]:
+    """Sentences about the best layout of a problem.
+
+    Args:
+        best: the winner. pins, here: as it was searched with.
+    """
+    given = dict(pins or {})
+    return (
+        *_winner(problem, best),
+        *_losers(problem, best, objective, given, here),
+        *_changes(problem, best, objective, given, here),
+    )
+
+
+# --- the winner ----------------------------------------------------------------------------------
+
+
+def _winner(problem: Problem, best: Forecast) -> Iterator[str]:
+    step = best.step_seconds.mid
+    shares = sorted(best.parts.items(), key=lambda item: -item[1])
+    told = ", ".join(f"{value / step:.0%} {name}" for name, value in shares if value > 0.005 * step)
+    yield f"{best.layout} takes {format_seconds(step)} a step: {told}."
+    largest = sorted(best.memory_by_kind.items(), key=lambda item: -item[1])[:2]
+    kinds = " and ".join(f"{format_bytes(size)} {name}" for name, size in largest)
+    yield (
+        f"Its fullest GPU holds {format_bytes(best.memory_high)} at the 95th percentile, of "
+        f"{format_bytes(problem.usable)} that it can; most of it {kinds}."
+    )
+
+
+# --- its neighbours ------------------------------------------------------------------------------
+
+
+def _losers(
+    problem: Problem, best: Forecast, objective: str, pins: dict[str, Any], here: bool
+) -> Iterator[str]:
+    names: dict[Layout, list[str]] = {}  # several changes may lead to one layout
+    told: dict[Layout, tuple[float, str]] = {}
+    for name, change in _neighbours(problem, best, here):
+        if any(key in pins for key in change):
+            continue
+        try:
+            found = _search(problem, objective, {**pins, **change}, here)
+        except HocketError:
+            continue  # no layout is legal with it
+        if found.num_fitting == 0:
+            assert found.least is not None
+            layout, high = found.least
+            told[layout] = high / problem.usable, f"does not fit: at least {format_bytes(high)}"
+        else:
+            other = forecast(problem, found.best, 0)
+            layout = other.layout
+            ratio = _value(other, objective) / _value(best, objective)
+            told[layout] = ratio - 1, _loses(problem, best, other, objective)
+        names.setdefault(layout, []).append(name)
+    told.pop(best.layout, None)
+    for layout, (_, sentence) in sorted(told.items(), key=lambda item: item[1])[:SHOWN]:
+        yield f"{_either(names[layout])} {sentence} ({layout})."
+
+
+def _either(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " or " + names[-1]
+
+
+def _neighbours(problem: Problem, best: Forecast, here: bool) -> Iterator[Neighbour]:
+    """One axis changed: the next degree on either side, and every other option."""
+    layout = best.layout
+    frozen = {row.field: row.runs for row in TABLE} if here else {}
+    for axis in ("tp", "pp", "cp"):
+        now = layout.degree(axis)
+        choices = tensor_degrees(problem.shape) if axis == "tp" else [now // 2, now, now * 2]
+        below = [n for n in choices if 1 <= n < now][-1:]
+        above = [n for n in choices if n > now][:1]
+        for degree in (*below, *above):
+            if degree in frozen.get(axis, (degree,)):
+                yield f"{axis}{degree}", {axis: degree}
+    for size in (best.microbatch // 2, best.microbatch * 2):
+        if size >= 1:
+            yield f"microbatches of {size}", {"microbatch": size}
+    options: tuple[tuple[str, tuple[Any, ...]], ...] = (
+        ("zero", (0, 1, 3)),
+        ("recompute", RECOMPUTE),
+        ("sequence_parallel", (False, True)),
+        ("schedule", ("1f1b", "interleaved", "zero-bubble") if layout.pp > 1 else ()),
+    )
+    for field, values in options:
+        for value in values:
+            if value != getattr(layout, field) and value in frozen.get(field, (value,)):
+                text = str(value).lower() if isinstance(value, bool) else value
+                yield f"{field}={text}", {field: value}
+
+
+def _loses(problem: Problem, best: Forecast, other: Forecast, objective: str) -> str:
+    ratio = _value(other, objective) / _value(best, objective)
+    what = {"time": "step time", "memory": "memory", "tokens-per-dollar": "cost"}[objective]
+    if abs(ratio - 1) < 0.0005:
+        return "is as good"
+    if objective == "memory":
+        return f"at best: {ratio - 1:+.1%} {what}"
+    return f"{_reason(problem, best, other)}: {ratio - 1:+.1%} {what}"
+
+
+def _reason(problem: Problem, best: Forecast, other: Forecast) -> str:
+    """What costs the other layout most of its time, next to the best one."""
+    step, against = other.step_seconds.mid, best.step_seconds.mid
+    more = {name: other.parts[name] / step - best.parts[name] / against for name in other.parts}
+    costs = {
+        name: other.parts[name] * other.num_gpus - best.parts[name] * best.num_gpus
+        for name in other.parts
+    }
+    worst = max(costs, key=lambda name: costs[name])
+    domain = problem.cluster.domain
+    a, b = other.layout, best.layout
+    if worst == "communication inside layers" and a.tp > domain >= b.tp:
+        return f"leaves the {'NVLink ' if problem.cluster.node.link.generation else ''}domain"
+    if worst == "compute":
+        if RECOMPUTE.index(a.recompute) > RECOMPUTE.index(b.recompute):
+            return "computes activations twice"
+        return "computes longer, in smaller products or uneven stages"
+    if worst == "other":
+        return "comes close"
+    before = best.parts[worst] / against
+    return f"spends {before + more[worst]:.1%} of the step on {worst}, not {before:.1%}"
+
+
+# --- other machines ------------------------------------------------------------------------------
+
+
+def _changes(
+    problem: Problem, best: Forecast, objective: str, pins: dict[str, Any], here: bool
+) -> Iterator[str]:
+    unmoved = []
+    for name, changed in _counterfactuals(problem):
+        try:
+            found = _search(changed, objective, pins, here)
+        except HocketError:
+            continue
+        if found.num_fitting == 0:
+            yield f"With {name} nothing would fit."
+            continue
+        other = forecast(changed, found.best, 0)
+        # Tokens rather than seconds: a batch of another size takes another time.
+        ratio = best.tokens_per_second_per_gpu.mid / other.tokens_per_second_per_gpu.mid
+        if _same(other.layout, best.layout):
+            if abs(ratio - 1) < 0.01:
+                unmoved.append(name)
+            else:
+                yield f"With {name} the same layout wins, at {ratio - 1:+.0%} time a token."
+        else:
+            yield f"With {name} {other.layout} wins, at {ratio - 1:+.0%} time a token."
+    if unmoved:
+        yield f"It makes no difference: {', '.join(unmoved)}."
+
+
+def _counterfactuals(problem: Problem) -> Iterator[tuple[str, Problem]]:
+    """The problem on machines with one property changed, and with another batch."""
+    cluster, node = problem.cluster, problem.cluster.node
+    link, gpu = node.link, node.gpu
+
+    def on(**changes: Any) -> Problem:
+        new = dataclasses.replace(cluster, node=dataclasses.replace(node, **changes))
+        return dataclasses.replace(problem, cluster=new)
+
+    if node.num_gpus > 1 and link.kind.startswith("nv"):
+        pcie = dataclasses.replace(
+            link, kind="pcie", bandwidth=node.pcie, domain=node.num_gpus, generation=0
+        )
+        yield "PCIe instead of NVLink", on(link=pcie)
+    elif node.num_gpus > 1:
+        nvlink = dataclasses.replace(
+            link, kind="nvswitch", bandwidth=NVLINK, domain=node.num_gpus, generation=4
+        )
+        yield "NVLink instead of PCIe", on(link=nvlink)
+    if cluster.num_nodes > 1:
+        yield "half the network", on(network=node.network / 2)
+        yield "twice the network", on(network=node.network * 2)
+    for name, factor in (("half the memory", 0.5), ("twice the memory", 2.0)):
+        card = dataclasses.replace(
+            gpu, memory=round(gpu.memory * factor), usable=round(gpu.usable * factor)
+        )
+        yield name, on(gpu=card)
+    yield (
+        f"a global batch of {2 * problem.global_batch}",
+        dataclasses.replace(problem, global_batch=2 * problem.global_batch),
+    )
+
+
+def _same(one: Layout, other: Layout) -> bool:
+    """Whether layouts differ in nothing but the number of microbatches."""
+    return dataclasses.replace(one, microbatches=None) == dataclasses.replace(
+        other, microbatches=None
+    )
+
+
+def _search(problem: Problem, objective: str, pins: Pins, here: bool) -> Found:
+    found = search(problem, objective=objective, pins=pins, here=here)
+    assert found.num_fitting == 0 or np.all(found.best.high <= problem.usable)
+    return found
+
+
+def _value(found: Forecast, objective: str) -> float:
+    if objective == "memory":
+        return float(found.memory_high)
+    if objective == "tokens-per-dollar":
+        return found.step_seconds.mid * found.num_gpus
+    return found.step_seconds.mid

@@ -1,0 +1,157 @@
+"""Forecast: what one layout would give, as plain numbers with their uncertainty.
+
+Ranges are the 10th and the 90th percentile, from the residuals of the validation against published
+runs; memory's `high` is the 95th, and what must fit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from hocket.planning.layouts import layout_at
+from hocket.planning.problem import Problem
+from hocket.planning.search import Priced
+from hocket.spec.capabilities import PRECISIONS, absent
+from hocket.spec.layout import Layout
+
+BILLION = 1e9
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """An expected value between its 10th and 90th percentile."""
+
+    low: float
+    mid: float
+    high: float
+
+    def scaled(self, factor: float) -> Range:
+        """Each times `factor`."""
+        return Range(self.low * factor, self.mid * factor, self.high * factor)
+
+    def inverse(self, numerator: float) -> Range:
+        """`numerator` over each: the high end of one is the low end of the other."""
+        return Range(numerator / self.high, numerator / self.mid, numerator / self.low)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """What one layout would give.
+
+    Attributes:
+        layout: with its microbatches. microbatch: sequences in one.
+        num_gpus: that it uses.
+        step_seconds: of one step.
+        tokens_per_second_per_gpu: of the step.
+        mfu: model FLOP/s utilisation: the model's own operations (attention unmasked, nothing
+            recomputed) over the dense rate.
+        memory: bytes expected on the fullest GPU; `memory_high` at the 95th percentile.
+        memory_by_kind: `memory` by what it holds.
+        fits: whether `memory_high` is no more than a process can have.
+        bubble: share of the pipeline in which a rank waits, on average.
+        exposed: share of the step that is communication beside which nothing is computed.
+        parts: seconds of the step by what they go to.
+        dollars_per_billion_tokens: None where the catalogue has no price.
+        simulated: whether the pipeline was played event by event, not by a closed form.
+        lacks: why this hocket cannot run it today; empty if it can.
+    """
+
+    layout: Layout
+    microbatch: int
+    num_gpus: int
+    step_seconds: Range
+    tokens_per_second_per_gpu: Range
+    mfu: Range
+    memory: int
+    memory_high: int
+    memory_by_kind: dict[str, int]
+    fits: bool
+    bubble: float
+    exposed: float
+    parts: dict[str, float]
+    dollars_per_billion_tokens: Range | None
+    simulated: bool
+    lacks: tuple[str, ...]
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether this hocket can run it today."""
+        return not self.lacks
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values; the layout as text."""
+        data = dataclasses.asdict(self)
+        return {**data, "layout": str(self.layout), "runs_here": self.runs_here}
+
+
+def forecast(problem: Problem, priced: Priced, index: int) -> Forecast:
+    """The forecast of one priced row."""
+    row = priced.take(np.array([index]))
+    at, times = row.layouts, row.times
+    layout = layout_at(at, 0)
+    seconds, pipeline = float(row.seconds[0]), float(row.pipeline[0])
+    low, high = problem.time_range
+    step = Range(seconds * low, seconds, seconds * high)
+    gpus = layout.world_size
+    gpu = problem.cluster.node.gpu
+    held = problem.memory(at)
+    busy = _busy(problem, row)
+    exchanged = 2 * float(times.exchange[0]) * float(at.microbatches[0] * at.virtual[0])
+    waiting = max(pipeline - busy, 0.0)
+    exchanged = min(exchanged, waiting)  # messages that somebody waits for
+    inside, between = float(times.tensor[0]), float(times.data[0])
+    inside = min(inside, busy)
+    parts = {
+        "compute": busy - inside,
+        "communication inside layers": inside,
+        "communication between stages": exchanged,
+        "pipeline bubble": waiting - exchanged,
+        "communication between data ranks": between,
+        "optimizer": float(times.optimizer[0]),
+    }
+    parts["other"] = max(seconds - sum(parts.values()), 0.0)
+    if parts["other"] == 0.0:  # data-parallel traffic that stays beside compute is in both
+        parts["compute"] += seconds - sum(parts.values())
+    rate = gpus * gpu.flops[problem.precision]
+    price = gpu.price
+    per_token = None if price is None else price * gpus / 3600 / problem.tokens
+    known = {
+        "weights": float(held.weights[0]),
+        "gradients": float(held.gradients[0]),
+        "optimizer": float(held.optimizer[0]),
+        "activations": float(held.activations[0]),
+    }
+    peak = float(held.peak[0])
+    known["buffers and context"] = peak - sum(known.values())
+    lacks = [one.reason(layout) for one in absent(layout)]
+    if problem.precision not in PRECISIONS:
+        lacks.append(f"precision is {problem.precision}: this release computes in bf16 or fp32")
+    return Forecast(
+        layout=layout,
+        microbatch=int(at.microbatch[0]),
+        num_gpus=gpus,
+        step_seconds=step,
+        tokens_per_second_per_gpu=step.inverse(problem.tokens / gpus),
+        mfu=step.inverse(problem.flops / rate),
+        memory=round(peak),
+        memory_high=round(float(row.high[0])),
+        memory_by_kind={name: round(value) for name, value in known.items()},
+        fits=bool(row.high[0] <= problem.usable),
+        bubble=waiting / pipeline if pipeline else 0.0,
+        exposed=(inside + exchanged + between) / seconds,
+        parts=parts,
+        dollars_per_billion_tokens=None if per_token is None else step.scaled(per_token * BILLION),
+        simulated=bool(row.simulated[0]),
+        lacks=tuple(lacks),
+    )
+
+
+def _busy(problem: Problem, row: Priced) -> float:
+    """Seconds that the average rank computes in a step's pipeline."""
+    times, at = row.times, row.layouts
+    whole = float(times.forward[0] + times.inputs[0] + times.weights[0])
+    ends = float(times.embedding[0] + times.head[0]) / float(at.pp[0])
+    return float(at.microbatches[0]) * (whole + ends)

@@ -1,0 +1,331 @@
+"""Every legal layout of a model on a number of GPUs, as columns of numbers.
+
+    mesh        dp x pp x cp x tp = GPUs ; tp divides heads, feed-forward and, or is divided by,
+                key/value heads ; pp x virtual stages <= layers ; 2 cp divides the sequence
+                (causal work is dealt in two halves) ; ep divides experts and dp x cp
+    batch       dp x microbatch x microbatches = global batch
+    options     schedule, ZeRO stage, recompute, sequence parallel
+
+Left out, unless pinned, is what another layout beats in everything: gpipe has the step time of
+1f1b and holds more, sequential waits more than either.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hocket.cost.columns import SCHEDULES, Layouts
+from hocket.cost.terms import Floats
+from hocket.spec.capabilities import TABLE
+from hocket.spec.errors import LayoutError, OptionError, unknown
+from hocket.spec.layout import RECOMPUTE, Layout, divisors
+from hocket.spec.model_shape import ModelShape
+
+ZERO_BUBBLE = "zero-bubble"
+NAMES = tuple(ZERO_BUBBLE if name == "zb-h1" else name for name in SCHEDULES)
+"""The schedules of `SCHEDULES` by the names that `schedules.registry` knows them by."""
+
+PINS = (
+    "dp", "pp", "cp", "tp", "ep", "virtual_stages", "microbatch", "microbatches", "schedule",
+    "zero", "recompute", "sequence_parallel",
+)  # fmt: skip
+"""What can be pinned. `microbatch` is the sequences of one; the others are fields of a layout."""
+
+SEARCHED = ("1f1b", "interleaved", ZERO_BUBBLE)
+MOST_VIRTUAL = 16
+
+Pins = Mapping[str, Any]
+
+
+def parse_pins(texts: Sequence[str]) -> dict[str, Any]:
+    """Pins from `tp=8`, `recompute=full`, or a layout's text form, whose fields are all pinned.
+
+    Raises:
+        OptionError: no such axis (with the nearest), or a value that it cannot have.
+    """
+    found: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        key = key.strip().replace("-", "_")
+        if not equals:
+            raise OptionError(f"--pin {text!r} has no value", hint="--pin tp=8")
+        if key not in PINS:
+            message, hint = unknown("axis", key, PINS)
+            raise OptionError(f"--pin: {message}", hint=hint)
+        if key == "microbatch":
+            if not value.strip().isdigit() or int(value) < 1:
+                raise OptionError(f"--pin {text!r} is not a whole number of sequences")
+            found[key] = int(value)
+            continue
+        # Read, and judged, as a layout's field; ep divides dp x cp.
+        fields = {key: value.strip(), **({"cp": value.strip()} if key == "ep" else {})}
+        found[key] = getattr(Layout.parse("dp1" if key != "dp" else "tp1", **fields), key)
+        if key == "schedule" and found[key] not in NAMES:
+            message, hint = unknown("schedule", str(found[key]), NAMES)
+            raise OptionError(f"--pin: {message}", hint=hint)
+    return found
+
+
+def legal(
+    shape: ModelShape,
+    num_gpus: int,
+    seq_len: int,
+    global_batch: int,
+    *,
+    pins: Pins | None = None,
+    here: bool = False,
+) -> Layouts:
+    """Every legal layout of exactly `num_gpus` GPUs; empty if there is none.
+
+    Args:
+        pins: axis (one of PINS) to the only value it may have.
+        here: only what this hocket can carry out itself.
+    """
+    pins = dict(pins or {})
+    meshes = _meshes(shape, num_gpus, seq_len, global_batch, pins=pins, here=here)
+    base = _with_batches(meshes, shape, global_batch, pins)
+    parts = []
+    for option in _options(pins, here):
+        schedule, zero, recompute, parallel = option
+        keep = _allowed(base, option, seq_len=seq_len, pins=pins)
+        chosen = {name: column[keep] for name, column in base.items()}
+        count = int(keep.sum())
+        for name, value in (
+            ("schedule", NAMES.index(schedule)),
+            ("zero", zero),
+            ("recompute", RECOMPUTE.index(recompute)),
+            ("sequence_parallel", parallel),
+        ):
+            chosen[name] = np.full(count, float(value))
+        chosen["shard"] = chosen["dp"]
+        parts.append(chosen)
+    names = [field.name for field in dataclasses.fields(Layouts)]
+    empty = np.empty(0)
+    return Layouts(**{n: np.concatenate([p[n] for p in parts]) if parts else empty for n in names})
+
+
+def layout_at(layouts: Layouts, index: int) -> Layout:
+    """One row as a Layout."""
+    row = {f.name: int(getattr(layouts, f.name)[index]) for f in dataclasses.fields(Layouts)}
+    return Layout(
+        dp=row["dp"],
+        pp=row["pp"],
+        cp=row["cp"],
+        tp=row["tp"],
+        ep=row["ep"],
+        schedule=NAMES[row["schedule"]],
+        microbatches=row["microbatches"],
+        virtual_stages=row["virtual"],
+        zero=row["zero"],
+        shard=row["shard"] if row["zero"] and row["shard"] != row["dp"] else None,
+        recompute=RECOMPUTE[row["recompute"]],
+        sequence_parallel=bool(row["sequence_parallel"]),
+    )
+
+
+def row(layout: Layout, shape: ModelShape, seq_len: int, global_batch: int) -> Layouts:
+    """One layout as one row. Microbatches that are left open are resolved as for a run.
+
+    Raises:
+        LayoutError: it does not fit the model or the batch.
+        OptionError: a schedule that has no price.
+    """
+    problem = next(_problems(layout, shape, seq_len, global_batch), None)
+    if problem is not None:
+        raise LayoutError(f"the layout {layout}: {problem[0]}", hint=problem[1])
+    interleaved = layout.schedule == "1f1b" and layout.num_stages > layout.pp > 1
+    name = "interleaved" if interleaved else layout.schedule
+    if name not in NAMES:
+        message, hint = unknown("schedule", name, NAMES)
+        raise OptionError(f"only schedules with a name have a price; {message}", hint=hint)
+    batch = global_batch // layout.dp
+    count = layout.microbatches or 1
+    if layout.microbatches is None and layout.pp > 1:
+        count = max(n for n in divisors(batch) if n <= 2 * layout.pp)
+    values = {
+        **{axis: getattr(layout, axis) for axis in ("dp", "pp", "cp", "tp", "ep", "zero")},
+        "virtual": layout.virtual_stages,
+        "microbatch": batch // count,
+        "microbatches": count,
+        "shard": layout.shard or layout.dp,
+        "recompute": RECOMPUTE.index(layout.recompute),
+        "sequence_parallel": layout.sequence_parallel,
+        "schedule": NAMES.index(name),
+    }
+    return Layouts(**{name: np.array([float(value)]) for name, value in values.items()})
+
+
+def _problems(
+    layout: Layout, shape: ModelShape, seq_len: int, global_batch: int
+) -> Iterator[tuple[str, str | None]]:
+    """What does not fit, each with a hint."""
+    degrees, layers = tensor_degrees(shape), len(shape.layers)
+    if layout.tp not in degrees:
+        near = min(degrees, key=lambda n: abs(n - layout.tp))
+        yield f"{shape.heads} heads do not divide over tp {layout.tp}", f"tp{near}"
+    if layout.num_stages > layers:
+        yield f"{layers} layers cannot be cut into {layout.num_stages} stages", f"pp{layers}"
+    if layout.cp > 1 and seq_len % (2 * layout.cp):
+        yield f"a sequence of {seq_len} does not divide over 2 x cp {layout.cp}", None
+    if layout.ep > 1 and (not shape.experts or shape.experts % layout.ep):
+        yield f"{shape.experts} experts do not divide over ep {layout.ep}", "ep1"
+    if layout.sequence_parallel and seq_len % (layout.cp * layout.tp):
+        yield f"a sequence of {seq_len} does not divide over cp x tp", "sequence_parallel=false"
+    batch, rest = divmod(global_batch, layout.dp)
+    if rest:
+        yield f"the global batch of {global_batch} does not divide over dp {layout.dp}", None
+    elif batch % (layout.microbatches or 1):
+        fits = [n for n in divisors(batch) if n <= (layout.microbatches or 1)]
+        yield (
+            f"the batch of {batch} of each data rank does not divide into "
+            f"{layout.microbatches} microbatches",
+            f"microbatches={fits[-1]}",
+        )
+
+
+def runs_here(layouts: Layouts) -> np.ndarray:
+    """[r] bool: which rows the runtime can carry out, by `spec.capabilities`."""
+    columns = {
+        "cp": layouts.cp,
+        "ep": layouts.ep,
+        "zero": layouts.zero,
+        "recompute": layouts.recompute,
+        "sequence_parallel": layouts.sequence_parallel,
+    }
+    found = np.ones(len(layouts), dtype=bool)
+    for row in TABLE:
+        if row.field == "shard":  # without a ZeRO stage there is nothing to shard
+            continue
+        values = [RECOMPUTE.index(v) if row.field == "recompute" else v for v in row.runs]
+        found &= np.isin(columns[row.field], [float(v) for v in values])
+    return found
+
+
+def concatenate(parts: Sequence[Layouts]) -> Layouts:
+    """The rows of all parts, in order."""
+    names = [field.name for field in dataclasses.fields(Layouts)]
+    return Layouts(**{n: np.concatenate([getattr(p, n) for p in parts]) for n in names})
+
+
+def tensor_degrees(shape: ModelShape) -> list[int]:
+    """The degrees of tensor parallelism that divide a model."""
+    units = [
+        weight.units
+        for block in shape.blocks.values()
+        for weight in block.weights
+        if weight.split in ("column", "row", "inside") and weight.units > 1
+    ]
+    return [
+        tp
+        for tp in divisors(shape.heads)
+        if (shape.kv_heads % tp == 0 or tp % shape.kv_heads == 0)
+        and all(u % tp == 0 or tp % u == 0 for u in units)
+        and (tp - 1) * -(-shape.vocab // tp) < shape.vocab
+    ]
+
+
+# --- the parts of `legal` ----------------------------------------------------------------------
+
+
+def _degrees(field: str, choices: Sequence[int], pins: Pins, here: bool) -> list[int]:
+    """The choices that pins and, where asked, the runtime leave over."""
+    allowed = next((row.runs for row in TABLE if row.field == field), None) if here else None
+    return [
+        c
+        for c in choices
+        if c == pins.get(field, c) and (allowed is None or field in pins or c in allowed)
+    ]
+
+
+def _meshes(
+    shape: ModelShape, num_gpus: int, seq_len: int, global_batch: int, *, pins: Pins, here: bool
+) -> list[tuple[int, int, int, int, int]]:
+    """(dp, pp, cp, tp, ep), each a way to use all GPUs."""
+    sizes = divisors(num_gpus)
+    tensor = _degrees("tp", [n for n in tensor_degrees(shape) if num_gpus % n == 0], pins, here)
+    stages = _degrees("pp", [n for n in sizes if n <= len(shape.layers)], pins, here)
+    halves = [n for n in sizes if n == 1 or seq_len % (2 * n) == 0]
+    context = _degrees("cp", halves, pins, here)
+    expert = _degrees("ep", divisors(shape.experts) if shape.experts else [1], pins, here)
+    found = []
+    for tp, pp, cp in itertools.product(tensor, stages, context):
+        dp, rest = divmod(num_gpus, tp * pp * cp)
+        if rest or not dp or global_batch % dp or dp != pins.get("dp", dp):
+            continue
+        found += [(dp, pp, cp, tp, ep) for ep in expert if dp * cp % ep == 0]
+    return found
+
+
+def _with_batches(
+    meshes: list[tuple[int, int, int, int, int]], shape: ModelShape, global_batch: int, pins: Pins
+) -> dict[str, Floats]:
+    """Each mesh with every number of virtual stages and every size of a microbatch."""
+    rows = []
+    for dp, pp, cp, tp, ep in meshes:
+        most = min(MOST_VIRTUAL, len(shape.layers) // pp) if pp > 1 else 1
+        virtual = [v for v in range(1, most + 1) if v == pins.get("virtual_stages", v)]
+        batch = global_batch // dp
+        sizes = [
+            b
+            for b in divisors(batch)
+            if b == pins.get("microbatch", b) and batch // b == pins.get("microbatches", batch // b)
+        ]
+        rows += [
+            (dp, pp, cp, tp, ep, v, b, batch // b) for v, b in itertools.product(virtual, sizes)
+        ]
+    names = ("dp", "pp", "cp", "tp", "ep", "virtual", "microbatch", "microbatches")
+    table = np.array(rows, dtype=np.float64).reshape(-1, len(names))
+    return {name: np.ascontiguousarray(table[:, i]) for i, name in enumerate(names)}
+
+
+def _options(pins: Pins, here: bool) -> Iterator[tuple[str, int, str, bool]]:
+    """(schedule, ZeRO stage, recompute, sequence parallel)."""
+    allowed = {row.field: row.runs for row in TABLE} if here else {}
+
+    def choices(field: str, all_of_them: Sequence[Any]) -> Sequence[Any]:
+        if field in pins:
+            return (pins[field],)
+        return [c for c in all_of_them if field not in allowed or c in allowed[field]]
+
+    return itertools.product(
+        choices("schedule", SEARCHED),
+        choices("zero", (0, 1, 2, 3)),
+        choices("recompute", RECOMPUTE),
+        choices("sequence_parallel", (False, True)),
+    )
+
+
+def _allowed(
+    base: Mapping[str, Floats],
+    option: tuple[str, int, str, bool],
+    *,
+    seq_len: int,
+    pins: Pins,
+) -> np.ndarray:
+    """[r] bool: the rows of `base` that these options fit."""
+    schedule, zero, recompute, parallel = option
+    pp, virtual, m = base["pp"], base["virtual"], base["microbatches"]
+    piped = pp > 1
+    if schedule == "interleaved":
+        # Rounds of microbatches must be equal, as the schedule's builder asks.
+        keep = piped & (virtual > 1) & (m % np.maximum(1, m // pp) == 0)
+    elif schedule == ZERO_BUBBLE:
+        # A weight's gradient waits for what full recompute has thrown away.
+        keep = piped & (virtual == 1) & (recompute != "full")
+    elif schedule == "1f1b" or "schedule" in pins:
+        keep = (virtual == 1) & (piped | (schedule in ("1f1b", pins.get("schedule"))))
+    else:
+        keep = np.zeros(len(pp), dtype=bool)
+    if zero and "zero" not in pins:
+        keep = keep & (base["dp"] > 1)
+    if zero == 2 and "zero" not in pins:
+        # Over several microbatches it holds whole gradients, as ZeRO-1, or sums them every time.
+        keep = keep & (m == 1)
+    if parallel:
+        keep = keep & (base["tp"] > 1) & (seq_len % (base["cp"] * base["tp"]) == 0)
+    return keep

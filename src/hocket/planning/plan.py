@@ -1,0 +1,221 @@
+"""Plan: the answer to how a model is split over a cluster, or why it cannot be."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from hocket.planning.forecast import Forecast, forecast
+from hocket.planning.layouts import Pins, legal, row
+from hocket.planning.problem import Problem
+from hocket.planning.search import Found, Priced, price, search, simulate_all
+from hocket.spec.cluster import Cluster
+from hocket.spec.errors import LayoutError, OptionError
+from hocket.spec.layout import Layout
+from hocket.spec.units import format_bytes
+
+BEYOND = 3
+"""Better layouts that this hocket cannot run today, shown beside those that it can."""
+
+LARGEST = 1 << 14
+"""Nodes looked at for the smallest cluster that fits."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The best layouts of one model on one cluster.
+
+    Attributes:
+        model, cluster: names. objective: what they are sorted by.
+        seq_len, global_batch, precision: of the step.
+        layouts: best first; by default those that this hocket can run today.
+        beyond: better ones that it cannot, best first; none where `layouts` holds all kinds.
+        num_legal, num_fitting: layouts looked at, and of them those that fit in memory.
+        explanation: sentences, where asked for.
+        notes: what a reader should know.
+    """
+
+    model: str
+    cluster: str
+    objective: str
+    seq_len: int
+    global_batch: int
+    precision: str
+    layouts: tuple[Forecast, ...]
+    beyond: tuple[Forecast, ...] = ()
+    num_legal: int = 0
+    num_fitting: int = 0
+    explanation: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def best(self) -> Forecast:
+        """The first of `layouts`; of `beyond` where nothing that runs here fits."""
+        return (*self.layouts, *self.beyond)[0]
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        for name in ("layouts", "beyond"):
+            data[name] = [one.to_json() for one in data[name]]
+        return data
+
+
+def plan(
+    problem: Problem,
+    *,
+    objective: str = "time",
+    top: int = 10,
+    pins: Pins | None = None,
+    everything: bool = False,
+) -> Plan:
+    """The best layouts of a problem.
+
+    Args:
+        objective: `time`, `tokens-per-dollar` or `memory`.
+        top: how many.
+        pins: axis to the only value that it may have.
+        everything: rank what this hocket cannot run today together with what it can.
+
+    Raises:
+        OptionError: an unknown objective, or a batch that nothing divides.
+        LayoutError: nothing fits; with what is missing and the smallest cluster that fits.
+    """
+    if top < 1:
+        raise OptionError(f"top is {top}; it must be at least 1")
+    found = search(problem, objective=objective, pins=pins)
+    if found.num_fitting == 0:
+        raise _impossible(problem, found, pins)
+    notes = []
+    if found.num_gpus < problem.cluster.num_gpus:
+        notes.append(
+            f"No layout with a global batch of {problem.global_batch} uses all "
+            f"{problem.cluster.num_gpus} GPUs; these use at most {found.num_gpus}."
+        )
+    distinct = _distinct(found.best)
+    here = distinct[found.best.here[distinct]]
+    rows = distinct if everything else here
+    beyond: np.ndarray = np.empty(0, dtype=int)
+    if not everything:
+        before = here[0] if len(here) else len(found.best)
+        beyond = distinct[~found.best.here[distinct]]
+        beyond = beyond[beyond < before][:BEYOND]
+    if not len(here) and not everything:
+        notes.append("Nothing that this hocket can run today fits; what it lacks is said beside.")
+        smallest = smallest_cluster(problem, pins, here=True)
+        if smallest is not None:
+            notes.append(f"The smallest cluster that fits what it can run is {smallest.name}.")
+    return Plan(
+        **_asked(problem, objective),
+        layouts=tuple(forecast(problem, found.best, i) for i in rows[:top]),
+        beyond=tuple(forecast(problem, found.best, i) for i in beyond),
+        num_legal=found.num_legal,
+        num_fitting=found.num_fitting,
+        notes=tuple(notes),
+    )
+
+
+def plan_one(problem: Problem, layout: Layout) -> Plan:
+    """One given layout, priced, whether it fits or not.
+
+    Raises:
+        LayoutError: it does not fit the model, the batch, or the number of GPUs.
+    """
+    if layout.world_size > problem.cluster.num_gpus:
+        raise LayoutError(
+            f"the layout {layout.axes_text()} needs {layout.world_size} GPUs; "
+            f"{problem.cluster.name} has {problem.cluster.num_gpus}",
+        )
+    only = row(layout, problem.shape, problem.seq_len, problem.global_batch)
+    priced = simulate_all(problem, price(problem, only))
+    found = forecast(problem, priced, 0)
+    notes = []
+    if not found.fits:
+        notes.append(
+            f"It does not fit: {format_bytes(found.memory_high)} at the 95th percentile, of "
+            f"{format_bytes(problem.usable)} that a process can have."
+        )
+    return Plan(
+        **_asked(problem, "time"),
+        layouts=(found,),
+        num_legal=1,
+        num_fitting=int(found.fits),
+        notes=tuple(notes),
+    )
+
+
+def smallest_cluster(
+    problem: Problem, pins: Pins | None = None, *, here: bool = False
+) -> Cluster | None:
+    """The fewest nodes of the same kind that some layout fits on; None if none was found."""
+    cluster = problem.cluster
+
+    def fits(nodes: int) -> bool:
+        size = nodes * cluster.node.num_gpus
+        # Nothing holds less than one sequence at a time without stages that take turns.
+        asked = {"microbatch": 1, "schedule": "1f1b", **(pins or {})}
+        found = legal(
+            problem.shape, size, problem.seq_len, problem.global_batch, pins=asked, here=here
+        )
+        return bool((problem.high_memory(found) <= problem.usable).any())
+
+    most = 1
+    while not fits(most):
+        most *= 2
+        if most > LARGEST:
+            return None
+    for nodes in range(most // 2 + 1, most):
+        if fits(nodes):
+            most = nodes
+            break
+    name = f"{most}x{cluster.node.num_gpus}x{cluster.node.gpu.name}"
+    return dataclasses.replace(cluster, num_nodes=most, name=name)
+
+
+def _distinct(best: Priced) -> np.ndarray:
+    """Rows without those that are another one with cp and dp exchanged, at the same price."""
+    at = best.layouts
+    kept: dict[tuple[float, ...], int] = {}
+    names = ("pp", "tp", "ep", "virtual", "microbatches", "schedule", "zero", "recompute")
+    for i in range(len(best)):
+        split = [float(getattr(at, name)[i]) for name in (*names, "sequence_parallel")]
+        numbers = (float(f"{best.seconds[i]:.4g}"), float(f"{best.high[i]:.4g}"))
+        kept.setdefault((*split, *numbers), i)
+    return np.array(list(kept.values()), dtype=int)
+
+
+def _impossible(problem: Problem, found: Found, pins: Pins | None) -> LayoutError:
+    assert found.least is not None
+    layout, high = found.least
+    only = row(layout, problem.shape, problem.seq_len, problem.global_batch)
+    held = forecast(problem, price(problem, only), 0).memory_by_kind
+    kinds = ", ".join(f"{name} {format_bytes(size)}" for name, size in held.items())
+    asked = "".join(f", {k}={v}" for k, v in (pins or {}).items())
+    message = (
+        f"{problem.shape.name} does not fit {problem.cluster.name} in any of {found.num_legal:,} "
+        f"layouts (sequences of {problem.seq_len}, global batch {problem.global_batch}{asked}): "
+        f"the least that the fullest GPU must hold is {format_bytes(high)}, of "
+        f"{format_bytes(problem.usable)} that it can; {format_bytes(high - problem.usable)} are "
+        f"missing. That is {layout}: {kinds}."
+    )
+    smallest = smallest_cluster(problem, pins)
+    if smallest is None:
+        return LayoutError(message, hint="a GPU with more memory, or a shorter --seq-len")
+    runnable = smallest_cluster(problem, pins, here=True)
+    text = f"--cluster {smallest.name} is the smallest that fits"
+    if runnable is not None and runnable != smallest:
+        text += f"; {runnable.name} with what this hocket can run today"
+    return LayoutError(message, hint=text)
+
+
+def _asked(problem: Problem, objective: str) -> dict[str, Any]:
+    return {
+        "model": problem.shape.name,
+        "cluster": problem.cluster.name,
+        "objective": objective,
+        "seq_len": problem.seq_len,
+        "global_batch": problem.global_batch,
+        "precision": problem.precision,
+    }

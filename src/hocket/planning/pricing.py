@@ -1,0 +1,65 @@
+"""Pricing rows of a table together: one column per run, whatever its model, machine and stack."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hocket.cost.columns import Layouts
+from hocket.cost.constants import Constants
+from hocket.cost.machine import Machine, stack_machines
+from hocket.cost.step import StepTimes, step_times
+from hocket.cost.terms import Floats, Terms, stack, terms
+from hocket.planning.table import Row
+from hocket.spec.model_shape import ModelShape
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Rows as columns; `constants` holds arrays."""
+
+    model: Terms
+    layouts: Layouts
+    seq_len: Floats
+    machine: Machine
+    constants: Constants
+    ends_lighter: Floats
+
+    def times(self, constants: Constants | None = None) -> StepTimes:
+        """Seconds of every row, under its own constants or those given."""
+        return step_times(
+            self.model,
+            self.layouts,
+            self.seq_len,
+            self.machine,
+            self.constants if constants is None else constants,
+            ends_lighter=self.ends_lighter,
+        )
+
+
+def batch(rows: Sequence[Row]) -> Batch:
+    """Rows of one structure of model as one batch."""
+    known: dict[int, Terms] = {}
+    models: dict[int, ModelShape] = {}
+    for row in rows:
+        if id(row.shape) not in known:
+            known[id(row.shape)] = terms(row.shape)
+            models[id(row.shape)] = row.shape
+    names = [f.name for f in dataclasses.fields(Layouts)]
+    return Batch(
+        model=stack([known[id(row.shape)] for row in rows]),
+        layouts=Layouts(**{n: np.array([row.layout[n] for row in rows]) for n in names}),
+        seq_len=np.array([row.seq_len for row in rows]),
+        machine=stack_machines([row.machine for row in rows]),
+        constants=_constants([row.constants for row in rows]),
+        ends_lighter=np.array([row.ends_lighter for row in rows]),
+    )
+
+
+def _constants(parts: Sequence[Constants]) -> Constants:
+    names = [f.name for f in dataclasses.fields(Constants)]
+    values: dict[str, Any] = {n: np.array([float(getattr(p, n)) for p in parts]) for n in names}
+    return Constants(**values)

@@ -1,0 +1,221 @@
+"""Problem: one model, one cluster, one batch; its layouts are priced through `cost`.
+
+The machine's numbers are those of the links that are there: measured collectives are taken from
+the same kind of GPU and link, and bridged pairs count as PCIe for anything wider than a pair.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+
+from hocket.catalogue.curves import curves
+from hocket.cost.columns import Layouts
+from hocket.cost.constants import Constants, constants, file, quantiles
+from hocket.cost.machine import Machine, machine
+from hocket.cost.memory import Memory, memory
+from hocket.cost.step import StepTimes, step_times
+from hocket.cost.terms import Floats, Terms, terms
+from hocket.schedules.registry import build
+from hocket.simulation import durations
+from hocket.spec.cluster import Cluster
+from hocket.spec.cut import Cut, choose_cut
+from hocket.spec.errors import OptionError, unknown
+from hocket.spec.layout import Layout
+from hocket.spec.model_shape import ModelShape
+from hocket.spec.schedule import Schedule
+
+STACK = "megatron-core"
+"""The software whose constants stand for a runtime that fuses attention and overlaps gradients."""
+
+BACKWARD_SHARE = 2 / 3
+"""Of an embedding's or head's time: its two backward products of three."""
+
+
+CHUNK = 65536
+"""Rows priced at once: their columns stay in the processor's cache."""
+
+SHORT = 2
+"""Rounds of pp microbatches that are played of a long schedule, besides the one that repeats."""
+
+MEMORY_HIGH = 1.08
+"""Where the constants' file says nothing of memory."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What is asked.
+
+    Attributes:
+        shape: the model. cluster: the GPUs.
+        seq_len: tokens of a sequence. global_batch: sequences of a step.
+        precision: of matrix products, one of `spec.cluster.PRECISIONS`.
+        stack: software whose constants price it, one of `cost.constants.stacks()`.
+    """
+
+    shape: ModelShape
+    cluster: Cluster
+    seq_len: int
+    global_batch: int
+    precision: str = "bf16"
+    stack: str = STACK
+
+    def __post_init__(self) -> None:
+        for name in ("seq_len", "global_batch"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise OptionError(f"{name} is {value!r}; it must be a whole number of at least 1")
+        rates = self.cluster.node.gpu.flops
+        if self.precision not in rates:
+            message, hint = unknown("precision", self.precision, rates)
+            raise OptionError(f"{self.cluster.node.gpu.name}: {message}", hint=hint)
+
+    @functools.cached_property
+    def model(self) -> Terms:
+        return terms(self.shape)
+
+    @functools.cached_property
+    def constants(self) -> Constants:
+        return constants(self.cluster.node.gpu.name, self.stack)
+
+    @functools.cached_property
+    def machine(self) -> Machine:
+        node = self.cluster.node
+        kind, device = node.link.kind, node.gpu.name
+        known = [c for c in curves() if c.topology == kind and c.num_nodes == 1]
+        exact = [c for c in known if c.gpu == device]
+        family = [c for c in known if c.gpu.partition("-")[0] == device.partition("-")[0]]
+        numbers = machine(self.cluster, self.precision, exact or family)
+        if kind == "nvlink-pairs" and node.num_gpus > 2:
+            numbers = dataclasses.replace(numbers, link=np.array([float(node.pcie)]))
+        return numbers
+
+    @property
+    def usable(self) -> int:
+        """Bytes of a GPU that a plan may fill."""
+        return self.cluster.node.gpu.usable
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.seq_len * self.global_batch
+
+    @property
+    def flops(self) -> float:
+        """Operations of the model in a step, as published utilisation counts them: without
+        recompute, and with the masked half of attention."""
+        return self.tokens * self.shape.flops_per_token(self.seq_len, causal=False)
+
+    def times(self, layouts: Layouts) -> StepTimes:
+        """Seconds by closed forms, [r]."""
+        length = np.array(float(self.seq_len))
+        return step_times(self.model, layouts, length, self.machine, self.constants)
+
+    def memory(self, layouts: Layouts) -> Memory:
+        """Bytes of the fullest GPU at the worst moment, [r]."""
+        length = np.array(float(self.seq_len))
+        return memory(self.model, layouts, length, self.constants)
+
+    def high_memory(self, layouts: Layouts) -> Floats:
+        """Bytes of the fullest GPU at the 95th percentile, [r]; what must fit."""
+        parts = [
+            self.memory(layouts.take(np.arange(start, min(start + CHUNK, len(layouts))))).peak
+            for start in range(0, len(layouts), CHUNK)
+        ]
+        return self.memory_range * np.concatenate([np.empty(0), *parts])
+
+    # --- event by event ----------------------------------------------------------------------
+
+    def cut(self, layout: Layout) -> Cut:
+        """Layers per stage, as the runtime cuts: by parameters, the head's counted."""
+        return _cut(
+            layout.cut,
+            tuple(self.shape.blocks[kind].num_parameters for kind in self.shape.layers),
+            self.shape.blocks["head"].num_parameters,
+            layout.num_stages,
+        )
+
+    def pipelines(self, layouts: Sequence[Layout], times: StepTimes) -> Floats:
+        """Seconds of the pipeline, [r], by playing the schedule that the runtime would run.
+
+        Args:
+            layouts: alike in pp, virtual stages, microbatches and schedule.
+            times: their prices.
+        """
+        first = layouts[0]
+        assert first.microbatches is not None
+        count = first.microbatches
+        num_stages = first.num_stages
+        cut = np.array(self.cut(first), dtype=np.float64)
+        # Seconds of one layer: what a middle rank takes, over the layers it holds on average.
+        layers = len(self.shape.layers) / first.pp
+        ends = np.zeros((2, num_stages))
+        ends[0, 0] = ends[1, -1] = 1.0
+
+        def stages(each: Floats, share: float) -> Floats:
+            inside = np.outer(each / layers, cut)
+            return (
+                inside
+                + share * np.outer(times.embedding, ends[0])
+                + share * np.outer(times.head, ends[1])
+            )
+
+        message = np.repeat(times.exchange[:, None], num_stages, axis=1)
+        half = BACKWARD_SHARE / 2
+        inputs, weights = stages(times.inputs, half), stages(times.weights, half)
+        seconds = {
+            "F": stages(times.forward, 1 - BACKWARD_SHARE),
+            "B": inputs + weights,
+            "I": inputs,
+            "W": weights,
+            "SEND_F": message,
+            "SEND_B": message,
+        }
+
+        def played(microbatches: int) -> Floats:
+            plain = Layout(
+                pp=first.pp, virtual_stages=first.virtual_stages, schedule=first.schedule
+            )
+            return durations(_schedule(plain, microbatches), seconds)
+
+        short = SHORT * first.pp + count % first.pp
+        if count <= short + first.pp:
+            return played(count)
+        # Long past its warm-up a schedule repeats itself with every round of pp microbatches.
+        before, after = played(short), played(short + first.pp)
+        return before + (after - before) * ((count - short) / first.pp)
+
+    @functools.cached_property
+    def time_range(self) -> tuple[float, float]:
+        """Measured over predicted step time, 10th and 90th percentile of the validation."""
+        return quantiles()
+
+    @functools.cached_property
+    def memory_range(self) -> float:
+        """Measured over predicted memory, 95th percentile of the validation."""
+        return float(file()["residuals"].get("memory_high", MEMORY_HIGH))
+
+
+def played_microbatches(pp: int, count: int) -> int:
+    """Microbatches that `Problem.pipelines` plays of `count`, both times together."""
+    short = SHORT * pp + count % pp
+    return count if count <= short + pp else 2 * short + pp
+
+
+@functools.lru_cache(maxsize=512)
+def _schedule(layout: Layout, microbatches: int) -> Schedule:
+    return build(layout, microbatches, checked=False)
+
+
+@functools.lru_cache(maxsize=512)
+def _cut(cut: str | Cut, layers: tuple[int, ...], head: int, num_stages: int) -> Cut:
+    return choose_cut(
+        cut,
+        len(layers),
+        num_stages,
+        layer_costs=[float(n) for n in layers],
+        after_cost=float(head),
+    )

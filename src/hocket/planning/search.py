@@ -1,0 +1,263 @@
+"""The search: every legal layout, discarded by memory, sorted by closed forms, the best simulated.
+
+legal layouts -> fit at the 95th percentile -> priced at once -> the best few hundred are played
+event by event over the schedule that the runtime would run -> sorted again
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+
+from hocket.cost.columns import Layouts
+from hocket.cost.step import StepTimes
+from hocket.cost.terms import Floats
+from hocket.planning.layouts import Pins, concatenate, layout_at, legal, runs_here
+from hocket.planning.problem import Problem, played_microbatches
+from hocket.spec.errors import OptionError, unknown
+from hocket.spec.layout import Layout
+
+OBJECTIVES = ("time", "tokens-per-dollar", "memory")
+
+SIMULATED = 200
+"""Layouts that are simulated, of those that run here and of the others each."""
+
+MOST_ACTIONS = 200_000
+"""Of all simulated schedules together: a limit in work, so that an answer never depends on how
+fast a machine is. Schedules are taken in the order of their best layout."""
+
+SIZES = 6
+"""Numbers of GPUs looked at where fewer may be cheaper, each half of the one before."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Priced:
+    """Layouts with what they cost, [r], best first.
+
+    Attributes:
+        here: whether the runtime can carry out the layout.
+        seconds: of a step; where `simulated`, with the pipeline played event by event.
+        pipeline: of it, the pipeline.
+        times: by closed forms.
+        high: bytes at the 95th percentile.
+    """
+
+    layouts: Layouts
+    here: np.ndarray
+    seconds: Floats
+    pipeline: Floats
+    simulated: np.ndarray
+    times: StepTimes
+    high: Floats
+
+    def __len__(self) -> int:
+        return len(self.layouts)
+
+    def take(self, index: np.ndarray) -> Priced:
+        """Some of the rows."""
+        return Priced(
+            layouts=self.layouts.take(index),
+            here=self.here[index],
+            seconds=self.seconds[index],
+            pipeline=self.pipeline[index],
+            simulated=self.simulated[index],
+            times=_take(self.times, index),
+            high=self.high[index],
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What a search found.
+
+    Attributes:
+        best: the simulated layouts, best first.
+        num_legal: layouts looked at. num_fitting: of them, those that fit.
+        num_gpus: most GPUs that a layout of these uses.
+        least: the layout of least memory where nothing fits, else None.
+    """
+
+    best: Priced
+    num_legal: int
+    num_fitting: int
+    num_gpus: int
+    least: tuple[Layout, float] | None
+
+
+def search(
+    problem: Problem,
+    *,
+    objective: str = "time",
+    pins: Pins | None = None,
+    here: bool = False,
+    simulated: int = SIMULATED,
+) -> Found:
+    """The best layouts.
+
+    Args:
+        objective: `time` of a step, `tokens-per-dollar` (fewer GPUs are looked at as well), or
+            `memory` of the fullest GPU.
+        pins: axis to the only value that it may have, see `layouts.parse_pins`.
+        here: only what this hocket can carry out itself.
+        simulated: how many layouts are simulated, of those that run here and of the others each.
+
+    Raises:
+        OptionError: an unknown objective, or a batch that no number of these GPUs divides.
+    """
+    if objective not in OBJECTIVES:
+        message, hint = unknown("objective", objective, OBJECTIVES)
+        raise OptionError(message, hint=hint)
+    pins = dict(pins or {})
+    parts = []
+    for size in _sizes(problem, objective, pins, here):
+        found = legal(
+            problem.shape, size, problem.seq_len, problem.global_batch, pins=pins, here=here
+        )
+        parts.append(found)
+    layouts = concatenate(parts)
+    high = problem.high_memory(layouts)
+    fits = high <= problem.usable
+    num_gpus = int(world(layouts).max())
+    if not fits.any():
+        at = int(high.argmin())
+        least = layout_at(layouts, at), float(high[at])
+        empty = price(problem, layouts.take(np.arange(0)))
+        return Found(empty, len(layouts), 0, num_gpus, least)
+    kept = np.flatnonzero(fits)
+    priced = price(problem, layouts.take(kept), high=high[kept])
+    best = _best(problem, priced, objective, simulated)
+    return Found(best, len(layouts), len(kept), num_gpus, None)
+
+
+def price(problem: Problem, layouts: Layouts, *, high: Floats | None = None) -> Priced:
+    """Layouts priced by closed forms, in their order."""
+    high = problem.high_memory(layouts) if high is None else high
+    times = problem.times(layouts)
+    count = len(layouts)
+    return Priced(
+        layouts=layouts,
+        here=runs_here(layouts),
+        seconds=times.step,
+        pipeline=times.pipeline,
+        simulated=np.zeros(count, dtype=bool),
+        times=times,
+        high=high,
+    )
+
+
+def simulate_all(problem: Problem, priced: Priced, *, most: int = MOST_ACTIONS) -> Priced:
+    """With the pipelines played event by event, in the order of the rows, `most` actions in all."""
+    at = priced.layouts
+    groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for i in range(len(priced)):
+        if at.pp[i] > 1:
+            key = at.pp[i], at.virtual[i], at.microbatches[i], at.schedule[i]
+            groups[tuple(map(int, key))].append(i)
+    pipeline = priced.pipeline.copy()
+    simulated = at.pp == 1  # microbatch after microbatch: nothing to play
+    for (pp, virtual, microbatches, _), rows in groups.items():
+        actions = 6 * pp * virtual * played_microbatches(pp, microbatches)
+        if actions > most:
+            continue
+        most -= actions
+        layouts = [layout_at(at, i) for i in rows]
+        pipeline[rows] = problem.pipelines(layouts, _take(priced.times, np.array(rows)))
+        simulated[rows] = True
+    return dataclasses.replace(
+        priced,
+        pipeline=pipeline,
+        seconds=priced.seconds - priced.pipeline + pipeline,
+        simulated=simulated,
+    )
+
+
+def world(layouts: Layouts) -> Floats:
+    """GPUs that each layout uses, [r]."""
+    found: Floats = layouts.dp * layouts.pp * layouts.cp * layouts.tp
+    return found
+
+
+def score(priced: Priced, objective: str) -> Floats:
+    """What is made small, [r]."""
+    if objective == "memory":
+        return priced.high
+    if objective == "tokens-per-dollar":
+        return priced.seconds * world(priced.layouts)
+    return priced.seconds
+
+
+def order(priced: Priced, objective: str) -> np.ndarray:
+    """Rows from best to worst; equals by memory, then by how little they ask for."""
+    at = priced.layouts
+    asks = at.zero + at.recompute + at.sequence_parallel + np.log2(at.cp) + (at.virtual > 1)
+    rounded = np.array([float(f"{value:.4g}") for value in score(priced, objective)])
+    second = priced.seconds if objective == "memory" else priced.high
+    return np.lexsort((second, asks, rounded))
+
+
+def _best(problem: Problem, priced: Priced, objective: str, simulated: int) -> Priced:
+    chosen = []
+    for rows in (np.flatnonzero(priced.here), np.flatnonzero(~priced.here)):
+        values = score(priced, objective)[rows]
+        count = min(simulated, len(rows))
+        if count:
+            first = np.argpartition(values, count - 1)[:count]
+            chosen.append(rows[first[np.argsort(values[first], kind="stable")]])
+    played = [
+        simulate_all(problem, priced.take(rows), most=MOST_ACTIONS // len(chosen))
+        for rows in chosen
+    ]
+    joined = played[0] if len(played) == 1 else _join(*played)
+    return joined.take(order(joined, objective))
+
+
+def _join(one: Priced, other: Priced) -> Priced:
+    def both(name: str) -> Any:
+        return np.concatenate([getattr(one, name), getattr(other, name)])
+
+    names = [f.name for f in dataclasses.fields(StepTimes)]
+    times = {
+        n: np.concatenate(
+            [np.broadcast_to(getattr(part.times, n), part.high.shape) for part in (one, other)]
+        )
+        for n in names
+    }
+    return Priced(
+        layouts=concatenate([one.layouts, other.layouts]),
+        times=StepTimes(**times),
+        **{n: both(n) for n in ("here", "seconds", "pipeline", "simulated", "high")},
+    )
+
+
+def _take(times: StepTimes, index: np.ndarray) -> StepTimes:
+    rows = len(times.step)
+    names = [f.name for f in dataclasses.fields(StepTimes)]
+    return StepTimes(**{n: np.broadcast_to(getattr(times, n), (rows,))[index] for n in names})
+
+
+def _sizes(problem: Problem, objective: str, pins: Pins, here: bool) -> list[int]:
+    """Numbers of GPUs to look at: all that are there, or the most for which a layout is legal."""
+    cluster = problem.cluster
+    step = cluster.node.num_gpus if cluster.num_nodes > 1 else 1
+    most = 0
+    for size in range(cluster.num_gpus, 0, -step):
+        if len(
+            legal(problem.shape, size, problem.seq_len, problem.global_batch, pins=pins, here=here)
+        ):
+            most = size
+            break
+    if not most:
+        asked = ", ".join(f"{k}={v}" for k, v in pins.items())
+        raise OptionError(
+            f"no layout of {problem.shape.name} with a global batch of {problem.global_batch} is "
+            f"legal on {cluster.name}" + (f" with {asked}" if asked else ""),
+            hint="drop a --pin" if asked else f"--global-batch {cluster.num_gpus}",
+        )
+    sizes = [most]
+    if objective == "tokens-per-dollar":
+        while len(sizes) < SIZES and sizes[-1] % 2 == 0:
+            sizes.append(sizes[-1] // 2)
+    return sizes

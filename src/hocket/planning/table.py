@@ -1,0 +1,398 @@
+"""Rows of a table of published training runs, as what can be priced: model, layout, machine, stack.
+
+The columns are those of a table that lists, for each measured step, the model's dimensions, the
+degrees of its layout, the machine and free notes. What a row lacks and cannot be assumed is the
+reason for which it is left out. Assumed, with the reason beside the rule:
+
+    vocabulary absent            50304, GPT-2's padded
+    feed-forward width absent    4 x hidden
+    key/value heads absent       as many as heads
+    microbatch absent            the whole share of a data rank, one microbatch
+    recompute absent             full under Megatron-LM before 2022 and Pax; none after
+    network absent               the cards that the catalogue's node for this GPU is sold with
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from hocket.catalogue import hardware
+from hocket.catalogue.curves import curves
+from hocket.cost.columns import SCHEDULES
+from hocket.cost.constants import Constants, constants
+from hocket.cost.machine import CurveSet, Machine, machine
+from hocket.planning.decoder import decoder
+from hocket.spec.cluster import Cluster
+from hocket.spec.errors import HocketError, OptionError
+from hocket.spec.model_shape import ModelShape
+
+REQUIRED = ("id", "source", "model", "gpu", "layers", "hidden", "heads", "seq", "global_batch")
+OPTIONAL = (
+    "n_gpus", "gpus_per_node", "inter_link", "tp", "pp", "vp", "cp", "ep", "dp", "sp",
+    "zero_stage", "recompute", "precision", "schedule", "kv_heads", "ffn", "vocab", "micro_batch",
+    "measured_iter_s", "measured_mem_gb", "mem_kind", "notes",
+)  # fmt: skip
+
+NOT_COMPARED = (
+    "id", "measured_iter_s", "measured_tflops_per_gpu", "measured_mfu",
+    "measured_tokens_per_s_per_gpu", "measured_mem_gb", "verified", "mem_kind", "tflops_def",
+    "iter_s_derived", "notes",
+)  # fmt: skip
+"""Columns that do not make two rows different runs."""
+
+STACKS = (
+    (r"maxtext|\bpax\b|\bjax", "jax"),
+    (r"llm-foundry", "fsdp-triton"),
+    (r"compile(?!r)", "fsdp-compiled"),
+    (r"torchtitan|fms-fsdp|\bfsdp2\b", "fsdp"),
+    (r"bloom|bigscience", "deepspeed"),
+    (r"internevo", "internevo"),
+    (r"megascale(?!.*megatron-lm)", "megascale"),
+    (r"nemo|megatron-bridge|overlap", "nemo"),
+    (r"golden|megatron-core|megascale|[hb][12]00|llama.?3", "megatron-core"),
+    (r"", "megatron"),
+)
+"""Software by what a row says of its source (first match): the words it is known by."""
+
+GATED = r"llama|intern|qwen|mistral|gemma|phi|mixtral|deepseek"
+EXPERTS = r"moe|expert|gpt.oss|a\d+b\b|deepseek|mixtral|8x\d+b"
+
+MAINSTREAM = "mainstream"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """One run that can be priced.
+
+    Attributes:
+        kind: MAINSTREAM (dense, 16 bits, A100 or H100), else what it is reported under.
+        group: rows of one group differ only in layout.
+        key: rows of one key are the same run, measured again.
+        measured: seconds; memory: bytes; None where it was not measured.
+        memory_unit: bytes of the table's unit; memory_counted: a field of cost.memory.Memory.
+        layout: one number for each field of cost.columns.Layouts.
+    """
+
+    id: str
+    source: str
+    kind: str
+    group: tuple[str, ...]
+    key: tuple[str, ...]
+    stack: str
+    shape: ModelShape
+    cluster: Cluster
+    machine: Machine
+    constants: Constants
+    layout: dict[str, float]
+    seq_len: float
+    recompute_known: bool
+    ends_lighter: float
+    measured: float | None
+    memory: float | None
+    memory_unit: float
+    memory_counted: str
+
+
+def read(path: str | Path) -> list[dict[str, str]]:
+    """The rows of a CSV file.
+
+    Raises:
+        OptionError: no such file, or columns that are needed are missing; the nearest is named.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise OptionError(f"there is no file {path}")
+    with path.open(newline="") as file:
+        reader = csv.DictReader(file)
+        names = reader.fieldnames or []
+        missing = [name for name in REQUIRED if name not in names]
+        if missing:
+            raise OptionError(
+                f"{path} has no column {', '.join(missing)}; it has {', '.join(names)}",
+                hint=f"columns: {', '.join((*REQUIRED, *OPTIONAL))}",
+            )
+        return [{k: v or "" for k, v in row.items() if k is not None} for row in reader]
+
+
+def parse(row: Mapping[str, str]) -> Row | str:
+    """What a row describes, or why it cannot be priced."""
+    try:
+        return _parse(row)
+    except _LeftOut as reason:
+        return str(reason)
+    except HocketError as error:
+        return error.message
+
+
+class _LeftOut(Exception):
+    pass
+
+
+def _parse(row: Mapping[str, str]) -> Row:
+    said = f"{row['source']} {row.get('notes', '')} {row['gpu']}".lower()
+    model = row["model"]
+    if re.search(EXPERTS, model, re.I):
+        raise _LeftOut("mixture of experts: the number of experts is not among the columns")
+    if re.search(r"\blora\b", model, re.I):
+        raise _LeftOut("LoRA: which weights are trained is not among the columns")
+    for name in ("layers", "hidden", "heads", "seq", "global_batch"):
+        if _number(row, name) is None:
+            raise _LeftOut(f"{name} is not given")
+    precision = _precision(row.get("precision", ""))
+    stack = next(name for pattern, name in STACKS if re.search(pattern, said))
+    zero = _number(row, "zero_stage") or 0.0
+    if stack == "megatron" and zero == 3:
+        stack = "deepspeed"
+    layout = _layout(row, stack, said)
+    cluster = _cluster(row, layout)
+    if precision not in cluster.node.gpu.flops:
+        raise _LeftOut(f"{cluster.node.gpu.name} has no rate for {precision}")
+    numbers = _machine(cluster, precision)
+    changes: dict[str, float] = {}
+    changes["gradient_bytes"] = _gradient_bytes(row.get("precision", ""), stack)
+    values = constants(cluster.node.gpu.name, stack, **changes)
+    if precision.startswith("fp8"):
+        # The attention core stays in 16 bits.
+        flops = cluster.node.gpu.flops
+        values = dataclasses.replace(
+            values, flash_rate=values.flash_rate * flops["bf16"] / flops[precision]
+        )
+    memory = _number(row, "measured_mem_gb")
+    names = [name for name in row if name not in NOT_COMPARED]
+    return Row(
+        id=row["id"],
+        source=row["source"],
+        kind=_kind(cluster, precision),
+        group=(
+            *(row.get(name, "") for name in ("source", "layers", "hidden", "heads", "ffn")),
+            *(row.get(name, "") for name in ("vocab", "seq", "global_batch", "gpu", "n_gpus")),
+            *(row.get(name, "") for name in ("precision", "inter_link", "gpus_per_node")),
+            stack,
+        ),
+        key=(stack, *(row[name] for name in names)),
+        stack=stack,
+        shape=_shape(row, stack),
+        cluster=cluster,
+        machine=numbers,
+        constants=values,
+        layout=layout,
+        seq_len=_need(row, "seq"),
+        recompute_known=row.get("recompute", "").lower() not in ("", "nan"),
+        ends_lighter=float("one layer fewer" in said),
+        measured=_number(row, "measured_iter_s"),
+        memory=None if memory is None else memory * _unit(row.get("mem_kind", "")),
+        memory_unit=_unit(row.get("mem_kind", "")),
+        memory_counted=_counted(row.get("mem_kind", "")),
+    )
+
+
+def _number(row: Mapping[str, str], name: str) -> float | None:
+    text = row.get(name, "").strip()
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return None if math.isnan(value) else value
+
+
+def _need(row: Mapping[str, str], name: str) -> float:
+    value = _number(row, name)
+    assert value is not None, name
+    return value
+
+
+def _precision(text: str) -> str:
+    text = text.lower()
+    if "fp4" in text:
+        return "fp4"
+    if "fp8" in text or "float8" in text:
+        return "fp8"
+    return "fp16" if text.startswith("fp16") else "bf16"
+
+
+def _gradient_bytes(precision: str, stack: str) -> float:
+    """fp16 training sums in 16 bits, Megatron's and FSDP2's bf16 in 32; stated otherwise in 16."""
+    if precision.startswith("fp16") or stack == "internevo":
+        return 2.0
+    if stack == "fsdp-triton":
+        return 4.0 if "fp32" in precision else 2.0
+    return 4.0
+
+
+def _unit(kind: str) -> float:
+    return 2.0**30 if "gib" in kind.lower() or "nvidia-smi" in kind.lower() else 1e9
+
+
+def _counted(kind: str) -> str:
+    """Tensors alone (`allocated`), or all that the device shows (`peak`)."""
+    return "allocated" if re.search("allocated|as printed", kind) else "peak"
+
+
+def _kind(cluster: Cluster, precision: str) -> str:
+    family = re.split(r"[-\s]", cluster.node.gpu.name)[0]
+    if family in ("A100", "A800", "H100") and precision in ("bf16", "fp16"):
+        return MAINSTREAM
+    if precision in ("fp8", "fp4") and family in ("A100", "H100"):
+        return f"{family} {precision}"
+    return family if family.startswith(("V100", "TPU")) else f"{family} {precision}"
+
+
+@functools.cache
+def _decoder(model: str, values: tuple[int | None, ...], dropout: bool) -> ModelShape:
+    layers, hidden, heads, kv_heads, ffn, vocab, positions = values
+    assert layers is not None
+    assert hidden is not None
+    assert heads is not None
+    gated = re.search(GATED, model, re.I) is not None
+    if gated and ffn is not None and ffn % 64:
+        ffn = -(-ffn // 256) * 256  # a width printed before its rounding up
+    return decoder(
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn=ffn,
+        vocab=vocab or 50304,
+        gated=gated,
+        dropout=dropout and not gated,
+        positions=0 if gated else positions or 0,
+        name=model,
+    )
+
+
+def _shape(row: Mapping[str, str], stack: str) -> ModelShape:
+    names = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq")
+    numbers = (_number(row, name) for name in names)
+    sizes = tuple(None if n is None else int(n) for n in numbers)
+    return _decoder(row["model"], sizes, not stack.startswith("fsdp"))
+
+
+def _layout(row: Mapping[str, str], stack: str, said: str) -> dict[str, float]:
+    def degree(name: str) -> float:
+        value = _number(row, name)
+        return 1.0 if value is None or value < 1 else value
+
+    tp, pp, cp, ep = (degree(name) for name in ("tp", "pp", "cp", "ep"))
+    gpus, dp = _number(row, "n_gpus"), _number(row, "dp")
+    if dp is None:
+        if gpus is None:
+            raise _LeftOut("neither dp nor n_gpus is given")
+        dp = gpus / (tp * pp * cp)
+    if dp < 1 or (gpus is not None and abs(dp * tp * pp * cp - gpus) > 0.01 * gpus):
+        raise _LeftOut(f"dp {dp:g} x tp {tp:g} x pp {pp:g} x cp {cp:g} is not n_gpus {gpus}")
+    batch = _need(row, "global_batch")
+    micro = _number(row, "micro_batch") or batch / dp
+    named = row.get("schedule", "").lower()
+    virtual = _number(row, "vp") or (2.0 if "interleaved" in named else 1.0)
+    schedule = "1f1b"
+    for pattern, name in (("zb-?1p|h1", "zb-h1"), ("zb-?2p|h2", "zb-h2"), ("zb-?v", "zb-v")):
+        if re.search(pattern, named):
+            schedule = name
+    if pp > 1 and virtual > 1 and schedule == "1f1b":
+        schedule = "interleaved"
+    zero = _number(row, "zero_stage") or 0.0
+    shard = dp
+    stated = re.search(r"zero1 group size (\d+)", said)
+    if stated:
+        shard = min(dp, float(stated[1]))
+    elif re.search(r"\bhsdp\b", said):
+        shard = min(dp, _number(row, "gpus_per_node") or 8.0)
+    recompute = row.get("recompute", "").lower()
+    if recompute in ("", "nan"):
+        recompute = "full" if stack in ("jax", "megatron", "deepspeed") else "none"
+    return {
+        "dp": dp,
+        "tp": tp,
+        "pp": pp,
+        "cp": cp,
+        "ep": ep,
+        "virtual": virtual if pp > 1 else 1.0,
+        "microbatch": micro,
+        "microbatches": max(1.0, round(batch / (micro * dp))),
+        "zero": zero,
+        "shard": shard,
+        "recompute": 2.0 if "full" in recompute else 1.0 if "selective" in recompute else 0.0,
+        "sequence_parallel": float((_number(row, "sp") or 0.0) > 0 and tp > 1),
+        "schedule": float(SCHEDULES.index(schedule)),
+    }
+
+
+@functools.cache
+def _hardware(gpu: str, network: float | None, gpus: int, per_node: int) -> Cluster:
+    name = re.sub(r"\(.*?\)|\bNVL\d+\b", "", gpu).strip()
+    name = re.sub(r"\bA800\b", "A100", name)
+    if re.fullmatch(r"(A100|H100)-(40|80)", name):
+        name = f"{name}-SXM"
+    name = name.replace(" ", "-")
+    try:
+        device = hardware.gpu(name)
+    except OptionError:  # other memory sizes are printed: usable ones
+        device = hardware.gpu(re.sub(r"-\d+\b", "", name))
+    nodes = [hardware.node(kind, device) for kind in _kinds_of(device.name)]
+    fitting = [n for n in nodes if n.num_gpus >= per_node] or nodes
+    node = dataclasses.replace(fitting[0], num_gpus=per_node)
+    if network is not None:
+        node = dataclasses.replace(node, network=network)
+    count = max(1, -(-gpus // per_node))
+    return Cluster(name=f"{count}x{per_node}x{device.name}", num_nodes=count, node=node)
+
+
+def _kinds_of(device: str) -> list[str]:
+    found = []
+    for kind in hardware.node_names():
+        try:
+            hardware.node(kind, hardware.gpu(device))
+        except OptionError:
+            continue
+        found.append(kind)
+    return found
+
+
+def _cluster(row: Mapping[str, str], layout: Mapping[str, float]) -> Cluster:
+    per_node = int(_number(row, "gpus_per_node") or 8)
+    gpus = int(layout["dp"] * layout["tp"] * layout["pp"] * layout["cp"])
+    return _hardware(row["gpu"], _network(row.get("inter_link", "")), gpus, per_node)
+
+
+def _network(text: str) -> float | None:
+    """Bytes/s of a node from `4x Omni-Path 100Gb/s per node`; None where no rate is said."""
+    rate = re.search(r"(\d+)\s*Gb/s", text)
+    if rate is None:
+        return None
+    cards = re.match(r"\s*(\d+)x", text)
+    return float(rate[1]) * (float(cards[1]) if cards else 1.0) * 1e9 / 8
+
+
+@functools.cache
+def _curves(gpu: str) -> CurveSet:
+    family = gpu.split("-", maxsplit=1)[0]
+    found = [c for c in curves() if c.gpu.split("-", maxsplit=1)[0] == family and c.num_nodes == 1]
+    switched = [c for c in found if c.topology == "nvswitch"] or found
+    return machine(hardware.cluster(f"1x{gpu}"), _any_precision(gpu), switched).curves[0]
+
+
+def _any_precision(gpu: str) -> str:
+    return next(iter(hardware.gpu(gpu).flops))
+
+
+def _machine(cluster: Cluster, precision: str) -> Machine:
+    numbers = machine(cluster, precision)
+    return dataclasses.replace(numbers, curves=(_curves(cluster.node.gpu.name),))
+
+
+def rows(table: Iterable[Mapping[str, str]]) -> tuple[list[Row], dict[str, str]]:
+    """Those that can be priced, and of the others why not, by id."""
+    found, left_out = [], {}
+    for line in table:
+        row = parse(line)
+        if isinstance(row, str):
+            left_out[line["id"]] = row
+        else:
+            found.append(row)
+    return found, left_out

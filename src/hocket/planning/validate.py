@@ -1,0 +1,263 @@
+"""Validation: how far the prices are from what was measured, row by row, source by source.
+
+    error       |predicted / measured - 1| of step time; rows that are the same run in every column
+                are compared with their median
+    ranking     groups of at least two runs that differ only in layout: Kendall's tau between
+                predicted and measured order, and the regret of the layout that the prediction
+                picks: its measured time over the best measured time, less 1
+    memory      of what the source counted: tensors, or all that the device shows
+    false fits  runs that were measured and are called not fitting: even the 5th percentile of the
+                memory error would not hold them (a plan must fit at the 95th)
+
+`overall` is of the mainstream (dense models in 16 bits on A100 and H100) and averages its sources,
+so that no single large one decides; everything else is reported in groups of its own.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import itertools
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hocket.cost.columns import Layouts
+from hocket.cost.constants import Constants, memory_quantiles
+from hocket.cost.memory import Memory, memory
+from hocket.planning.pricing import Batch, batch
+from hocket.planning.table import MAINSTREAM, Row, read, rows
+
+FIELDS = (
+    "rows_used",
+    "rows_left_out",
+    "step_time_mape",
+    "step_time_median_ape",
+    "memory_median_ape",
+    "false_fits",
+    "kendall_tau",
+    "mean_regret",
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Priced:
+    """One row with its prediction: seconds, bytes as its source counts them, whether it fits."""
+
+    row: Row
+    step: float
+    memory: float
+    fits: bool
+    target: float | None
+    """Median of the runs that are the same in every column, seconds."""
+
+    @property
+    def error(self) -> float | None:
+        """Of step time, relative and signed."""
+        return None if self.target is None else self.step / self.target - 1
+
+    @property
+    def memory_error(self) -> float | None:
+        """Of peak memory, relative and signed."""
+        return None if self.row.memory is None else self.memory / self.row.memory - 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scores:
+    """Figures of a group of rows; None where nothing was measured. Errors in percent."""
+
+    rows_used: int
+    rows_left_out: int
+    step_time_mape: float | None
+    step_time_median_ape: float | None
+    memory_median_ape: float | None
+    false_fits: int
+    kendall_tau: float | None
+    mean_regret: float | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """What `hocket validate` found. `groups`: by source, others than the mainstream by kind."""
+
+    overall: Scores
+    groups: dict[str, Scores]
+    priced: tuple[Priced, ...]
+    left_out: dict[str, str]
+    ids: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """`overall` and `groups`, each with the fields of Scores."""
+        return {
+            "overall": dataclasses.asdict(self.overall),
+            "groups": {name: dataclasses.asdict(s) for name, s in self.groups.items()},
+        }
+
+
+def validate(path: str | Path) -> Report:
+    """Price every row of a table.
+
+    Raises:
+        OptionError: the file is missing or lacks columns that are needed.
+    """
+    return report(read(path))
+
+
+def report(table: Sequence[Mapping[str, str]]) -> Report:
+    """Price every row of a table that has been read."""
+    found, left_out = rows(table)
+    priced = price(found)
+    source = {line["id"]: line["source"] for line in table}
+    names: dict[str, list[Priced]] = {}
+    for one in priced:
+        names.setdefault(group_of(one.row), []).append(one)
+    missing: dict[str, int] = {}
+    for name in left_out:
+        missing[source[name]] = missing.get(source[name], 0) + 1
+    groups = {
+        name: scores(members, missing.pop(name, 0) if not name.startswith("other:") else 0)
+        for name, members in names.items()
+    }
+    main = [s for name, s in groups.items() if not name.startswith("other:")]
+    for name, count in missing.items():  # sources of which no row could be priced
+        groups[name] = dataclasses.replace(scores([], count))
+    return Report(
+        overall=average(main, len(left_out)),
+        groups=groups,
+        priced=tuple(priced),
+        left_out=left_out,
+        ids=tuple(line["id"] for line in table),
+    )
+
+
+def group_of(row: Row) -> str:
+    """The group that a row is reported under."""
+    return row.source if row.kind == MAINSTREAM else f"other: {row.kind}"
+
+
+def price(
+    found: Sequence[Row],
+    change: Callable[[Batch], Constants] | None = None,
+) -> list[Priced]:
+    """Predictions of rows; `change` gives other constants than the rows' own (fitting)."""
+    if not found:
+        return []
+    together = batch(found)
+    values = together.constants if change is None else change(together)
+    times = together.times(values)
+    held = _memory(together, together.layouts, values)
+    saving = dataclasses.replace(
+        together.layouts,
+        recompute=np.where([r.recompute_known for r in found], together.layouts.recompute, 2.0),
+    )
+    least = _memory(together, saving, values).peak
+    low, _ = memory_quantiles()
+    medians = _medians(found)
+    result = []
+    for i, row in enumerate(found):
+        result.append(
+            Priced(
+                row=row,
+                step=float(times.step[i]),
+                memory=float(getattr(held, row.memory_counted)[i]),
+                fits=bool(least[i] * low <= row.cluster.node.gpu.usable),
+                target=None if row.measured is None else medians[row.key],
+            )
+        )
+    return result
+
+
+def scores(members: Sequence[Priced], left_out: int = 0) -> Scores:
+    """The figures of one group."""
+    errors = [abs(p.error) for p in members if p.error is not None]
+    held = [abs(p.memory_error) for p in members if p.memory_error is not None]
+    taus, regrets = ranking(members)
+    return Scores(
+        rows_used=len(members),
+        rows_left_out=left_out,
+        step_time_mape=_percent(statistics.fmean, errors),
+        step_time_median_ape=_percent(statistics.median, errors),
+        memory_median_ape=_percent(statistics.median, held),
+        false_fits=sum(1 for p in members if not p.fits),
+        kendall_tau=round(statistics.fmean(taus), 4) if taus else None,
+        mean_regret=_percent(statistics.fmean, regrets),
+    )
+
+
+def average(groups: Sequence[Scores], left_out: int) -> Scores:
+    """Figures averaged over groups; counts are summed."""
+
+    def mean(name: str) -> float | None:
+        values = [getattr(s, name) for s in groups if getattr(s, name) is not None]
+        return round(statistics.fmean(values), 4) if values else None
+
+    return Scores(
+        rows_used=sum(s.rows_used for s in groups),
+        rows_left_out=left_out,
+        step_time_mape=mean("step_time_mape"),
+        step_time_median_ape=mean("step_time_median_ape"),
+        memory_median_ape=mean("memory_median_ape"),
+        false_fits=sum(s.false_fits for s in groups),
+        kendall_tau=mean("kendall_tau"),
+        mean_regret=mean("mean_regret"),
+    )
+
+
+def ranking(members: Sequence[Priced]) -> tuple[list[float], list[float]]:
+    """Tau and regret of every group of layouts, in order of appearance."""
+    groups: dict[tuple[str, ...], dict[tuple[str, ...], Priced]] = {}
+    for one in members:
+        if one.target is not None:
+            groups.setdefault(one.row.group, {}).setdefault(one.row.key, one)
+    taus, regrets = [], []
+    for group in groups.values():
+        runs = list(group.values())
+        if len(runs) < 2:
+            continue
+        measured = np.array([p.target for p in runs], dtype=np.float64)
+        predicted = np.array([p.step for p in runs])
+        pairs = list(itertools.combinations(range(len(runs)), 2))
+        agree = [
+            np.sign(measured[i] - measured[j]) * np.sign(predicted[i] - predicted[j])
+            for i, j in pairs
+        ]
+        taus.append(float(np.mean(agree)))
+        regrets.append(float(measured[predicted.argmin()] / measured.min() - 1))
+    return taus, regrets
+
+
+def write_rows(report: Report, path: str | Path) -> None:
+    """`id`, `predicted_iter_s`, `predicted_mem_gb` (in the unit and the way of counting of the
+    row's source), `fits` and `left_out` of every row, in the table's order."""
+    known = {p.row.id: p for p in report.priced}
+    with Path(path).open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(("id", "predicted_iter_s", "predicted_mem_gb", "fits", "left_out"))
+        for name in report.ids:
+            one = known.get(name)
+            if one is None:
+                writer.writerow((name, "", "", "", report.left_out.get(name, "")))
+                continue
+            held = f"{one.memory / one.row.memory_unit:.3f}"
+            writer.writerow((name, f"{one.step:.6g}", held, str(one.fits).lower(), ""))
+
+
+def _medians(found: Iterable[Row]) -> dict[tuple[str, ...], float]:
+    runs: dict[tuple[str, ...], list[float]] = {}
+    for row in found:
+        if row.measured is not None:
+            runs.setdefault(row.key, []).append(row.measured)
+    return {key: statistics.median(values) for key, values in runs.items()}
+
+
+def _memory(together: Batch, layouts: Layouts, values: Constants) -> Memory:
+    return memory(
+        together.model, layouts, together.seq_len, values, ends_lighter=together.ends_lighter
+    )
+
+
+def _percent(how: Callable[[list[float]], float], values: list[float]) -> float | None:
+    return round(100 * how(values), 4) if values else None

@@ -1,0 +1,68 @@
+"""Capabilities: what of a layout the runtime can carry out today.
+
+One table. The runtime refuses by it, and the planner marks by it: what is proposed here and what
+runs here cannot drift apart. A row is taken out when the runtime learns what it names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from hocket.spec.layout import Layout
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Capability:
+    """One field of a layout that the runtime takes only some values of.
+
+    Attributes:
+        field: of `Layout`.
+        runs: the values that run; the first one is what to fall back to.
+        instead: what the runtime does instead of anything else, to be read after "this release".
+    """
+
+    field: str
+    runs: tuple[Any, ...]
+    instead: str
+
+    def allows(self, layout: Layout) -> bool:
+        """Whether the runtime can carry out this field of a layout."""
+        return getattr(layout, self.field) in self.runs
+
+    def reason(self, layout: Layout) -> str:
+        """Why it cannot: the value, and what happens instead."""
+        value = getattr(layout, self.field)
+        text = str(value).lower() if isinstance(value, bool) else value
+        return f"{self.field} is {text}: this release {self.instead}"
+
+
+TABLE = (
+    Capability(field="cp", runs=(1,), instead="has no context parallelism"),
+    Capability(field="ep", runs=(1,), instead="splits experts over tp, not over ep"),
+    Capability(field="zero", runs=(0,), instead="replicates the optimizer state over dp"),
+    Capability(field="shard", runs=(None,), instead="replicates the optimizer state over dp"),
+    Capability(field="recompute", runs=("none",), instead="keeps every activation"),
+    Capability(
+        field="sequence_parallel", runs=(False,), instead="keeps whole sequences between layers"
+    ),
+)
+"""Fields that are not here run with any value that a layout can have."""
+
+PRECISIONS = ("bf16", "fp32")
+"""Precisions that the runtime trains in."""
+
+
+def absent(layout: Layout) -> list[Capability]:
+    """The rows of the table that keep a layout from running here; empty if it runs."""
+    return [row for row in TABLE if not row.allows(layout)]
+
+
+def runs(layout: Layout) -> bool:
+    """Whether the runtime can carry out a layout."""
+    return not absent(layout)
+
+
+def runnable(layout: Layout) -> Layout:
+    """The layout with every field that the runtime lacks set to what it falls back to."""
+    return dataclasses.replace(layout, **{row.field: row.runs[0] for row in absent(layout)})

@@ -1,0 +1,131 @@
+"""Cluster: the devices and the links between them.
+
+All bandwidths are bytes per second per direction. (NVLink is marketed as the sum of both
+directions, PCIe per direction.) Memory is in bytes, prices in US dollars per GPU and hour.
+
+    Cluster = num_nodes x Node ; Node = num_gpus x Gpu + links inside + network cards
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+LINKS = (
+    "nvswitch",
+    "nvlink-mesh",
+    "nvlink-pairs",
+    "full-mesh",
+    "torus",
+    "pcie-switch",
+    "pcie",
+    "none",
+)
+"""Ways GPUs of one domain reach each other, from the fastest to the slowest kind."""
+
+PRECISIONS = ("bf16", "fp16", "fp8", "fp4", "fp32")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One kind of device.
+
+    Attributes:
+        flops: dense matrix rate by precision (`PRECISIONS`), operations/s; a precision that is
+            absent is not supported.
+        memory: bytes on the card, as marketed; `usable`: what the driver gives to processes.
+        bandwidth: of its memory, bytes/s.
+        sms: streaming multiprocessors (waves of tiles); 0 if unknown.
+        l2: bytes of last-level cache; 0 if unknown.
+        nvlink: generation of its NVLink, 0 without.
+        price: median on-demand dollars per hour, None where none was read; `price_source` says
+            of how many quotes and when they were read.
+        aliases: other names it goes by.
+    """
+
+    name: str
+    flops: Mapping[str, float]
+    memory: int
+    usable: int
+    bandwidth: float
+    sms: int = 0
+    l2: int = 0
+    nvlink: int = 0
+    price: float | None = None
+    price_source: str = ""
+    source: str = ""
+    vendor: str = ""
+    aliases: tuple[str, ...] = ()
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.memory, self.bandwidth))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Link:
+    """How the GPUs of a node reach each other.
+
+    Attributes:
+        kind: one of `LINKS`: `nvswitch` (any pair at full rate; several groups talking at once
+            keep it), `nvlink-mesh` (hybrid cube mesh, 1 or 2 links per neighbour, no switch),
+            `nvlink-pairs` (bridges, PCIe beyond the pair), `full-mesh` (a link to each peer),
+            `torus`, `pcie-switch`, `pcie` (through the host), `none`.
+        bandwidth: bytes/s per GPU and direction, to all peers of the domain together.
+        domain: GPUs that reach each other over it: 2 for bridged pairs; more than a node's GPUs
+            where a switch spans machines (72 for NVL72).
+        generation: of NVLink; 0 for anything else.
+    """
+
+    kind: str
+    bandwidth: float
+    domain: int
+    generation: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Node:
+    """One machine: its GPUs, the links inside, PCIe beneath, and its network cards.
+
+    Attributes:
+        pcie: bytes/s per GPU and direction.
+        network: bytes/s per direction of ALL its network cards together.
+        nics: how many cards those are; ranks of a node share them.
+        host_memory: bytes; 0 if unknown.
+        name: the entry of the catalogue it was read from, empty for one of one's own.
+    """
+
+    gpu: Gpu
+    num_gpus: int
+    link: Link
+    pcie: float
+    network: float
+    nics: int
+    host_memory: int = 0
+    name: str = ""
+    source: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Equal nodes on one network.
+
+    Attributes:
+        name: text that reads back to an equal cluster: `2x8xH100-SXM-80`, `4x8xH100-SXM-80@aws-p5`,
+            or the name given in a file of one's own.
+        measured: where measurements of this very machine lie, if there are some.
+    """
+
+    name: str
+    num_nodes: int
+    node: Node
+    measured: str | None = None
+
+    @property
+    def num_gpus(self) -> int:
+        return self.num_nodes * self.node.num_gpus
+
+    @property
+    def domain(self) -> int:
+        """GPUs of this cluster that reach each other without the network."""
+        link = self.node.link
+        return min(max(link.domain, self.node.num_gpus), self.num_gpus)

@@ -1,0 +1,256 @@
+"""ModelShape: what one model costs, as data.
+
+One instance of each kind of block is described: its operations with their sizes, its parameters,
+and what it saves for backward. Sizes are per token (times S where a size grows with the sequence),
+so that one description serves every batch, sequence length and layout.
+
+`split` says how tensor parallelism divides a thing over t ranks, and sequence parallelism:
+
+    column   outputs n / t            row   inputs k / t          vocab  vocabulary rows / t
+    inside   between column and row: everything / t
+    outside  replicated: whole on every rank; activations / t under sequence parallelism
+    expert   a weight of stacked experts: / ep, then / t
+
+Context parallelism divides everything that is per token by cp. Expert parallelism leaves the rows
+of a product per rank as they are (on average) and divides its `groups`.
+
+`view` says with which kernels a thing is there:
+
+    fused    norms, activations and residuals in one kernel each, flash attention
+    core     in addition where attention is no flash kernel: scores and probabilities, times S
+    eager    the model's own operations one by one, flash attention (PyTorch without a compiler)
+    both     in `fused` and `eager`
+
+Activations are of 16 bits: bytes are bytes, an element is two of them (fp32 counts as two
+elements, a dropout mask as half of one).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+SPLITS = ("column", "row", "vocab", "inside", "outside", "expert")
+VIEWS = ("fused", "core", "eager", "both")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MatrixProduct:
+    """[tokens x count, k] x [k, n].
+
+    Attributes:
+        split: `column`, `row`, `vocab` or `outside`.
+        count: rows for each token (experts reached by each token; 1 elsewhere).
+        groups: matrices among which the rows are divided (experts; divided by ep).
+        input: products with the same `input` read the same tensor, and may be run as one.
+    """
+
+    name: str
+    n: int
+    k: int
+    split: str
+    count: float = 1.0
+    groups: int = 1
+    input: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Attention:
+    """Softmax(QK^T)V: heads, key/value heads, widths, and the window (None: all).
+
+    `split` is `inside` where heads are divided over t, `outside` where every rank has them all.
+    """
+
+    name: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    causal: bool = True
+    window: int | None = None
+    split: str = "inside"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryBound:
+    """An operation limited by memory: elements read and written per token, forward and backward.
+
+    `square`: per token and position of the sequence. `kernels`: launched in a forward;
+    `backward_kernels`: in a backward.
+    """
+
+    name: str
+    forward: float
+    backward: float
+    split: str
+    kernels: int = 1
+    backward_kernels: int = 1
+    square: bool = False
+    view: str = "fused"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Saved:
+    """Bytes held per token from forward to backward (`square`: times sequence length as well).
+
+    `selective`: not held under selective recompute (the attention core). Under full recompute a
+    block holds none of its entries, but what it was given: hidden x 2 bytes, `outside`.
+    """
+
+    name: str
+    bytes: float
+    split: str
+    square: bool = False
+    view: str = "both"
+    selective: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Weight:
+    """One parameter: elements, how it is split, and the units that must divide.
+
+    `units` are query heads, key/value heads (each may be held by several ranks where there are
+    fewer of them than ranks), feed-forward units or vocabulary rows; 1 where nothing is split.
+    """
+
+    name: str
+    elements: int
+    split: str
+    units: int = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockShape:
+    """One kind of block.
+
+    `memory_bound` holds what is there with fused kernels and flash attention (view `fused`);
+    `unfused` the same work one operation at a time (view `eager`, in place of `memory_bound`) and
+    what attention without a flash kernel adds to either (view `core`).
+    """
+
+    kind: str
+    products: tuple[MatrixProduct, ...] = ()
+    attention: tuple[Attention, ...] = ()
+    memory_bound: tuple[MemoryBound, ...] = ()
+    saved: tuple[Saved, ...] = ()
+    weights: tuple[Weight, ...] = ()
+    unfused: tuple[MemoryBound, ...] = ()
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(w.elements for w in self.weights)
+
+
+def block_flops(block: BlockShape, sequence: int, causal: bool = True) -> float:
+    """Forward operations of one block for each token."""
+    products = sum(2.0 * p.n * p.k * p.count for p in block.products)
+    attention = 0.0
+    for core in block.attention:
+        seen = _positions(sequence, core.window, causal and core.causal)
+        attention += 2.0 * core.heads * (core.head_dim + core.value_dim) * seen
+    return products + attention
+
+
+def _positions(sequence: int, window: int | None, causal: bool) -> float:
+    """Positions a token attends to, on average."""
+    if not causal:
+        return float(sequence if window is None else min(window, sequence))
+    if window is None or window >= sequence:
+        return (sequence + 1) / 2
+    return window - window * (window - 1) / (2 * sequence)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """A whole model: the kinds of its blocks, and which kind each layer is.
+
+    Attributes:
+        layers: kind of each layer, in order.
+        blocks: kind to shape; holds every kind in `layers`, and `embedding` and `head`.
+        heads, kv_heads: what tensor parallelism must divide (kv_heads may be held by several).
+            heads is 1 where no tensor-parallel plan exists.
+        tied: the head's matrix is the embedding's: the same name stands in both blocks' weights.
+        experts, experts_per_token: 0 for dense models.
+    """
+
+    name: str
+    hidden: int
+    vocab: int
+    heads: int
+    kv_heads: int
+    layers: tuple[str, ...]
+    blocks: dict[str, BlockShape]
+    tied: bool = False
+    experts: int = 0
+    experts_per_token: int = 0
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters, tied ones once."""
+        total = sum(self.blocks[kind].num_parameters for kind in self.layers)
+        embedding, head = self.blocks["embedding"].weights, self.blocks["head"].weights
+        held = {weight.name for weight in embedding}
+        total += sum(weight.elements for weight in embedding)
+        return total + sum(weight.elements for weight in head if weight.name not in held)
+
+    def flops_per_token(
+        self, sequence: int, *, causal: bool = True, backward: bool = True
+    ) -> float:
+        """Operations of the model itself for each token, as model FLOP/s utilisation counts them.
+
+        Matrix products and attention, forward and (twice that) backward, nothing recomputed;
+        the embedding's lookup is none.
+
+        Args:
+            sequence: length of the sequence a token stands in.
+            causal: whether masked positions are left out; many published figures count them.
+            backward: False for the forward alone.
+        """
+        total = sum(block_flops(self.blocks[kind], sequence, causal) for kind in self.layers)
+        total += block_flops(self.blocks["head"], sequence, causal)
+        total += block_flops(self.blocks["embedding"], sequence, causal)
+        return (3 if backward else 1) * total
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON form with an exact inverse: fields at their defaults are left out."""
+        return {
+            **_said(self),
+            "layers": [[kind, len(list(run))] for kind, run in itertools.groupby(self.layers)],
+            "blocks": {
+                name: {field: [_said(row) for row in getattr(block, field)] for field in _ROWS}
+                for name, block in self.blocks.items()
+            },
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> ModelShape:
+        """The inverse of `to_json`."""
+        blocks = {
+            name: BlockShape(
+                kind=name,
+                **{f: tuple(kind(**row) for row in block[f]) for f, kind in _ROWS.items()},
+            )
+            for name, block in data["blocks"].items()
+        }
+        layers = tuple(kind for kind, count in data["layers"] for _ in range(count))
+        return cls(**{**data, "blocks": blocks, "layers": layers})
+
+
+_ROWS: dict[str, type[Any]] = {
+    "products": MatrixProduct,
+    "attention": Attention,
+    "memory_bound": MemoryBound,
+    "saved": Saved,
+    "weights": Weight,
+    "unfused": MemoryBound,
+}
+
+
+def _said(row: Any) -> dict[str, Any]:
+    """The fields of a dataclass that are not at their defaults."""
+    return {
+        field.name: getattr(row, field.name)
+        for field in dataclasses.fields(row)
+        if getattr(row, field.name) != field.default
+    }

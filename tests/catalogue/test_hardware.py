@@ -1,0 +1,161 @@
+"""Hardware by name: forms that read back, figures per direction, errors with the nearest name."""
+
+import dataclasses
+from importlib import resources
+
+import pytest
+
+from hocket.catalogue import hardware
+from hocket.spec.cluster import LINKS, PRECISIONS
+from hocket.spec.errors import OptionError
+from hocket.spec.units import parse_bandwidth, parse_flops
+
+GB = 1e9
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "num_nodes", "per_node"),
+    [
+        ("2x8xH100-SXM", "2x8xH100-SXM-80", 2, 8),
+        ("16xA100-40-PCIe", "2x8xA100-PCIe-40", 2, 8),
+        ("8xH100-SXM", "1x8xH100-SXM-80", 1, 8),
+        ("4xh100", "1x4xH100-SXM-80", 1, 4),
+        ("H100-96", "1x1xH100-SXM-96", 1, 1),
+        ("8xNVIDIA H100 80GB HBM3", "1x8xH100-SXM-80", 1, 8),
+        ("8xRTX 4090", "1x8xRTX4090-24", 1, 8),
+        ("2x3090", "1x2xRTX3090-24", 1, 2),
+        ("4xaws-p5", "4x8xH100-SXM-80@aws-p5", 4, 8),
+        ("4x8xH200@aws-p5en", "4x8xH200-SXM-141@aws-p5en", 4, 8),
+        ("DGX-A100", "1x8xA100-SXM-80", 1, 8),
+        ("16xGB200", "4x4xGB200-186", 4, 4),
+    ],
+)
+def test_text_forms(text, name, num_nodes, per_node):
+    found = hardware.cluster(text)
+    assert (found.name, found.num_nodes, found.node.num_gpus) == (name, num_nodes, per_node)
+    assert found.num_gpus == num_nodes * per_node
+    assert hardware.cluster(found.name) == found
+
+
+@pytest.mark.parametrize("name", hardware.gpu_names())
+def test_every_gpu_has_a_node_and_both_forms_read_back(name, tmp_path):
+    entry = hardware.gpu(name)
+    assert hardware.gpu(name.lower()) is entry
+    assert entry.source
+    assert set(entry.flops) <= set(PRECISIONS)
+    assert 0.8 * entry.memory < entry.usable < 1.1 * entry.memory
+    found = hardware.cluster(f"2x1x{name}")
+    assert hardware.cluster(found.name) == found
+    file = tmp_path / "machine.toml"
+    file.write_text(hardware.to_toml(found))
+    assert hardware.cluster(str(file)) == found
+
+
+@pytest.mark.parametrize("name", hardware.node_names())
+def test_every_node_reads(name):
+    found = hardware.node(name)
+    assert found.link.kind in LINKS
+    assert found.source
+    assert found.network / found.nics <= 100 * GB
+    file = resources.files("hocket.catalogue") / "data" / "hardware" / "nodes.toml"
+    assert "PER DIRECTION" in file.read_text()
+
+
+def test_bandwidths_are_per_direction():
+    link = hardware.cluster("8xA100-80").node.link
+    assert (link.kind, link.bandwidth, link.generation) == ("nvswitch", 300 * GB, 3)
+    assert hardware.cluster("8xH100").node.link.bandwidth == 450 * GB
+    assert hardware.cluster("8xA100-PCIe").node.pcie == 31.5 * GB
+    assert hardware.cluster("8xH100").node.network == 8 * 50 * GB  # eight cards of 400 Gb/s
+    assert "PER DIRECTION" in (
+        (resources.files("hocket.catalogue") / "data" / "hardware" / "gpus.toml").read_text()
+    )
+
+
+def test_topologies():
+    bridged = hardware.cluster("4xRTX3090").node.link
+    assert (bridged.kind, bridged.domain, bridged.bandwidth) == ("nvlink-pairs", 2, 56.25 * GB)
+    assert hardware.cluster("4xRTX4090").node.link.kind == "pcie"
+    assert hardware.cluster("8xV100").node.link.kind == "nvlink-mesh"
+    assert hardware.cluster("72xGB200").domain == 72
+    assert hardware.cluster("8xGB200").domain == 8
+    assert hardware.cluster("4x8xH100").domain == 8
+    assert hardware.gpu("H100").memory == 80 * GB
+    assert hardware.gpu("H100-94").memory == 94 * GB
+    assert hardware.gpu("H100-96").memory == 96 * GB
+
+
+def test_prices_are_dated():
+    entry = hardware.gpu("H100")
+    quotes = hardware.quotes("H100")
+    assert entry.price is not None
+    assert min(q.dollars for q in quotes) <= entry.price <= max(q.dollars for q in quotes)
+    assert "on-demand quotes" in entry.price_source
+    assert all(quote.date and quote.source for quote in quotes)
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "hint"),
+    [
+        ("8xH10O", "unknown GPU", "H100"),
+        ("8xA10O-SXM", "unknown GPU", "A100-SXM"),
+        ("1x16xH100", "holds 8", "2x8xH100-SXM-80"),
+        ("12xH100", "do not fill", "2x6xH100-SXM-80"),
+        ("2x8xDGX-H100", "kind of node", "2xDGX-H100"),
+        ("0xH100", "no GPU", "8xH100"),
+        ("8xRTX4090@DGX-H100", "not sold with", "pcie"),
+        ("nowhere.toml", "no file", ""),
+    ],
+)
+def test_errors_name_what_is_near(text, message, hint):
+    with pytest.raises(OptionError) as error:
+        hardware.cluster(text)
+    assert message in error.value.message
+    assert hint in (error.value.hint or "")
+
+
+MINE = """
+gpu = "H100"
+num_nodes = 2
+[node]
+num_gpus = 8
+network = "400 Gb/s"
+nics = 8
+pcie = "63 GB/s"
+link = { kind = "nvswitch", domain = 8, bandwidth = "450 GB/s", generation = 4 }
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message", "hint"),
+    [
+        ("450 GB/s", "900 GB/s", "NVLink 4", "sum of both directions"),
+        ("400 Gb/s", "400 GB/s", "network", "bits"),
+        ('"63 GB/s"', "63", "unit", "GB/s"),
+        ("network", "netwrok", "netwrok", "network"),
+        ("nvswitch", "nv-switch", "nv-switch", "nvswitch"),
+        ('gpu = "H100"', 'gpu = "H1000"', "H1000", "H100"),
+        ("nics = 8", "nics = 0", "nics", ""),
+        ("nics = 8", "", "nics", ""),
+        ("num_nodes = 2", "num_nodes = ", "TOML", ""),
+    ],
+)
+def test_a_file_of_ones_own_is_checked(tmp_path, old, new, message, hint):
+    file = tmp_path / "mine.toml"
+    file.write_text(MINE)
+    found = hardware.cluster(str(file))
+    assert found.node == dataclasses.replace(hardware.cluster("2x8xH100").node, name="", source="")
+    file.write_text(MINE.replace(old, new, 1))
+    with pytest.raises(OptionError) as error:
+        hardware.cluster(str(file))
+    assert message in error.value.message
+    assert hint in (error.value.hint or "")
+
+
+def test_units():
+    assert parse_bandwidth("400 Gb/s") == 50 * GB
+    assert parse_bandwidth("1.8 TB/s") == 1.8e12
+    assert parse_flops("989 TFLOP/s") == 989e12
+    for text in ("400", "400 GB", "1..2 GB/s"):
+        with pytest.raises(OptionError):
+            parse_bandwidth(text)

@@ -1,0 +1,167 @@
+"""`hocket plan` from the command line: what it prints, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hocket
+from hocket.cli.main import main
+from hocket.spec.layout import Layout
+
+ASKED = ["llama-3-8b", "--cluster", "2x8xH100-SXM", "--seq-len", "2048", "--global-batch", "32"]
+
+
+def plan(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    assert main(["plan", *ASKED, *flags]) == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    return said.out
+
+
+def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    said = plan(capsys, "--top", "4")
+    rows = [line for line in said.splitlines() if re.match(r"(dp|pp|tp|cp)\d", line)]
+    assert len(rows) == 4 + 3
+    assert "legal layouts" in said
+    assert "not run by this hocket today" in said
+    assert "* zero: this release replicates the optimizer state over dp" in said
+    command = said.splitlines()[-1].split()
+    assert command[:4] == ["hocket", "train", "llama-3-8b", "--layout"]
+    assert str(Layout.parse(command[4])) == rows[0].split()[0]
+
+
+def test_the_command_is_one_that_train_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    from hocket.jobs.request import request
+
+    words = plan(capsys).splitlines()[-1].split()
+    flags = {f[2:].replace("-", "_"): v for f, v in zip(words[3::2], words[4::2], strict=True)}
+    sizes = {name: int(flags[name]) for name in ("seq_len", "global_batch")}
+    found = request({"model": words[2], **flags, **sizes})
+    assert found.layout == Layout.parse(flags["layout"])
+    assert (found.workload.seq_len, found.workload.dtype) == (2048, "bf16")
+
+
+def test_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+    data = json.loads(plan(capsys, "--json", "--all", "--top", "2"))
+    assert len(data["layouts"]) == 2
+    best = data["layouts"][0]
+    assert best["step_seconds"]["low"] < best["step_seconds"]["high"]
+    assert {"mfu", "memory_high", "bubble", "exposed", "runs_here", "lacks"} <= set(best)
+
+
+def test_the_library_answers_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    data = json.loads(plan(capsys, "--json"))
+    found = hocket.plan("llama-3-8b", cluster="2x8xH100-SXM", seq_len=2048, global_batch=32)
+    assert json.loads(json.dumps(found.to_json())) == data
+
+
+def test_explanations_follow_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    said = plan(capsys, "--explain")
+    assert " takes " in said
+    assert "step time" in said
+    assert "PCIe instead of NVLink" in said
+
+
+def test_one_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    said = plan(capsys, "--layout", "dp16")
+    assert "It does not fit" in said
+    assert "hocket train" not in said
+
+
+def test_a_sequence_beyond_the_models_positions_is_noted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = ["--cluster", "8xH100", "--global-batch", "16", "--seq-len"]
+    assert main(["plan", "gpt2", *asked, "2048"]) == 0
+    assert "configured for 1024 positions" in capsys.readouterr().out
+    assert main(["plan", "gpt2", *asked, "1024"]) == 0
+    assert "positions" not in capsys.readouterr().out
+
+
+def test_pins(capsys: pytest.CaptureFixture[str]) -> None:
+    data = json.loads(plan(capsys, "--pin", "tp=2", "pp=4", "--json"))
+    assert all("pp4.tp2" in found["layout"] for found in data["layouts"])
+
+
+def test_emit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--tensor-model-parallel-size" in plan(capsys, "--emit", "megatron")
+
+
+def test_a_machine_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    from hocket.catalogue.hardware import cluster, to_toml
+
+    file = tmp_path / "mine.toml"
+    file.write_text(to_toml(cluster("2x8xH100-SXM")))
+    assert main(["plan", "llama-3-8b", "--cluster", str(file), *ASKED[3:]]) == 0
+    assert "dp" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["llama-3-9b", *ASKED[1:]], "did you mean 'llama-3-8b'"),
+        (["llama-3-8b", "--cluster", "8xH10O", "--global-batch", "8"], "did you mean 'H100"),
+        (["llama-3-8b", "--global-batch", "8"], "which GPUs?"),
+        (["llama-3-8b", "--cluster", "8xH100"], "how many sequences"),
+        (["--cluster", "8xH100"], "which model?"),
+        ([*ASKED, "--objective", "speed"], "unknown objective 'speed'"),
+        ([*ASKED, "--pin", "tpp=4"], "did you mean 'tp'"),
+        ([*ASKED, "--pin", "tp=3"], "is legal on"),
+        ([*ASKED, "--layout", "tp3.dp2"], "heads do not divide over tp 3"),
+        ([*ASKED, "--layout", "dp2", "--pin", "tp=2"], "one of the two"),
+        ([*ASKED, "--emit", "megatorn"], "did you mean 'megatron'"),
+        ([*ASKED, "--precision", "bf17"], "unknown precision 'bf17'"),
+        ([*ASKED, "--stack", "megatrom"], "unknown stack"),
+        ([*ASKED, "--seq-len", "0"], "seq_len is 0"),
+        ([*ASKED, "--top", "0"], "top is 0"),
+        (["llama-3-70b", "--cluster", "4xH100", "--global-batch", "8"], "is the smallest that"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be(capsys: pytest.CaptureFixture[str], flags: list[str], said: str) -> None:
+    assert main(["plan", *flags]) == 2
+    found = capsys.readouterr()
+    assert found.out == ""
+    assert said in found.err
+    assert "Traceback" not in found.err
+
+
+@pytest.mark.timeout(60)
+def test_405b_on_16384_gpus_without_torch() -> None:
+    """Half a million layouts; the work is bounded, so that it takes seconds."""
+    code = (
+        "from hocket.cli.main import main\n"
+        "import sys\n"
+        "assert main(['plan', 'llama-3.1-405b', '--cluster', '2048x8xH100-SXM', '--seq-len',"
+        " '8192', '--global-batch', '2048', '--all']) == 0\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=55, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    considered = int(re.search(r"([\d,]+) legal layouts", done.stdout)[1].replace(",", ""))  # type: ignore[index]
+    assert considered > 100_000
+
+
+@pytest.mark.torch
+def test_a_directorys_model_reads_itself(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    from hocket.catalogue import models
+
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(models.config("tiny-llama")))
+    asked = ["--cluster", "8xA100-80", "--seq-len", "64", "--global-batch", "16", "--json"]
+    assert main(["plan", str(folder), *asked]) == 0
+    own = json.loads(capsys.readouterr().out)
+    assert main(["plan", "tiny-llama", *asked]) == 0
+    known = json.loads(capsys.readouterr().out)
+    assert own["model"] == "mine"
+    assert own["layouts"] == known["layouts"]

@@ -1,0 +1,224 @@
+"""Prices at points worked by hand, and the order that they must keep."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from hocket.catalogue import hardware
+from hocket.catalogue.curves import curves
+from hocket.cost import collectives, compute
+from hocket.cost.collectives import ALL_GATHER, ALL_REDUCE, group, inside
+from hocket.cost.columns import Layouts, columns
+from hocket.cost.constants import Constants, Platform, constants, stacks
+from hocket.cost.machine import Machine, machine
+from hocket.cost.memory import memory
+from hocket.cost.step import StepTimes, step_times
+from hocket.cost.terms import Terms, stack, terms
+from hocket.planning.decoder import decoder
+from hocket.spec.layout import Layout
+
+GPT = decoder(layers=96, hidden=12288, heads=96, vocab=51200, name="gpt3")
+
+
+def one(value: float) -> np.ndarray:
+    return np.array([float(value)])
+
+
+def a100(nodes: int = 1, *, measured: bool = True) -> Machine:
+    found = hardware.cluster(f"{nodes}x8xA100-SXM-80")
+    lines = curves(gpu="A100-SXM-80") if measured else ()
+    return machine(found, "bf16", lines)
+
+
+def price(layout: Layout, batch: int, nodes: int, model: Terms | None = None) -> StepTimes:
+    return step_times(
+        terms(GPT) if model is None else model,
+        columns([layout], batch),
+        one(2048),
+        a100(nodes),
+        constants("A100-SXM-80", "megatron"),
+    )
+
+
+def test_a_product_of_one_wave() -> None:
+    """108 SMs, each one tile of 256 x 128 with k = 4096."""
+    k = dataclasses.replace(constants("A100-SXM-80", "megatron"), small_tile=0.5)
+    time = compute.product(one(256 * 12), one(128 * 9), one(4096), Platform(a100(), k))
+    rate = 312e12 * k.matrix_rate / 108
+    assert time[0] == pytest.approx(2 * 256 * 128 * (4096 + k.inner_overhead) / rate)
+    more = compute.product(one(256 * 12 + 1), one(128 * 9), one(4096), Platform(a100(), k))
+    assert more[0] > 1.4 * time[0]  # one tile more is a second wave, or smaller tiles
+
+
+def test_a_thin_product_is_bound_by_memory() -> None:
+    k = constants("A100-SXM-80", "megatron")
+    time = compute.product(one(1), one(12288), one(12288), Platform(a100(), k))
+    moved = 2 * (12288 + 12288 * 12288 + 12288)
+    assert time[0] >= moved / (2.039e12 * k.memory_rate) * 0.99
+
+
+def test_collectives_read_the_measured_curve() -> None:
+    curve = next(
+        c
+        for c in curves(gpu="A100-SXM-80", operation=ALL_REDUCE)
+        if c.num_gpus == 8 and c.num_nodes == 1
+    )
+    size = curve.sizes[-3]
+    time = inside(ALL_REDUCE, one(size), one(8), a100())
+    assert time[0] == pytest.approx(curve.seconds[-3], rel=1e-6)
+
+
+def test_collectives_over_the_network_share_the_cards() -> None:
+    """Two nodes: a group of one GPU a node has an eighth of the cards, a whole node all."""
+    k = dataclasses.replace(constants("A100-SXM-80", "megatron"), network=1.0, hop=0.0)
+    cluster = Platform(a100(2), k)
+    rate = cluster.machine.network[0]
+    alone = group(ALL_GATHER, one(16e9), one(2), one(8), cluster)[0]
+    assert alone == pytest.approx(8e9 / (rate / 8) + collectives.NETWORK_LATENCY)
+    whole = group(ALL_GATHER, one(16e9), one(16), one(1), cluster)[0]
+    wire = 15e9 / rate
+    assert whole >= wire
+    assert whole < alone
+
+
+def test_without_measurements_links_give_the_time() -> None:
+    plain = inside(ALL_REDUCE, one(8e9), one(8), a100(measured=False))[0]
+    link = a100().link[0]
+    expected = 3 * collectives.LATENCY + 2 * 7 / 8 * 8e9 / (collectives.LINK_SHARE * link)
+    assert plain == pytest.approx(expected)
+
+
+def test_the_pipeline_is_its_closed_form() -> None:
+    found = price(Layout(pp=8, tp=8, microbatches=16), 16, 8)
+    stage = found.forward + found.inputs + found.weights + 2 * found.exchange
+    fill = 8 * stage + found.head + found.embedding
+    slowest = stage + np.maximum(found.head, found.embedding)
+    assert found.pipeline[0] == pytest.approx((fill + 15 * slowest)[0])
+    assert found.bubble[0] > 0
+
+
+def test_interleaving_and_zero_bubble_shorten_it() -> None:
+    def of(name: str, virtual: int = 1) -> float:
+        layout = Layout(pp=8, tp=8, microbatches=16, schedule=name, virtual_stages=virtual)
+        return float(price(layout, 16, 8).step[0])
+
+    assert of("zb-h2") < of("zb-h1") < of("1f1b") == of("gpipe")
+    assert of("1f1b", 3) < of("1f1b")
+
+
+def test_a_million_layouts_cost_one_block_for_each_kind() -> None:
+    """What a block takes is worked out once for layouts that agree in what it depends on."""
+    few = columns([Layout(tp=t, dp=64 // t, microbatches=8) for t in (1, 2, 4, 8)], 512)
+    many = few.take(np.arange(40000) % 4)
+    counted: list[int] = []
+    original = compute.product
+
+    def counting(*arguments: object) -> np.ndarray:
+        counted.append(len(np.atleast_1d(arguments[0])))
+        return original(*arguments)  # type: ignore[arg-type]
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(compute, "product", counting)
+    try:
+        k = constants("A100-SXM-80", "megatron")
+        found = step_times(terms(GPT), many, one(2048), a100(8), k)
+    finally:
+        patch.undo()
+    assert len(found.step) == 40000
+    assert max(counted) == 4
+    alone = step_times(terms(GPT), few, one(2048), a100(8), constants("A100-SXM-80", "megatron"))
+    np.testing.assert_allclose(found.step[:4], alone.step)
+
+
+def test_stacked_rows_cost_what_they_cost_alone() -> None:
+    small = decoder(layers=24, hidden=2048, heads=16, vocab=51200)
+    layout = Layout(dp=8, microbatches=4)
+    together = step_times(
+        stack([terms(GPT), terms(small)]),
+        columns([layout, layout], 64),
+        one(2048),
+        a100(),
+        constants("A100-SXM-80", "megatron"),
+    )
+    for i, shape in enumerate((GPT, small)):
+        assert together.step[i] == pytest.approx(price(layout, 64, 1, terms(shape)).step[0])
+
+
+@pytest.mark.parametrize("stack_name", stacks())
+def test_more_work_takes_longer(stack_name: str) -> None:
+    k = constants("H100-SXM-80", stack_name)
+    model = terms(decoder(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, gated=True))
+    base = Layout(dp=8, tp=2, zero=1, microbatches=4)
+
+    def step(layout: Layout, batch: int = 64, seq: int = 4096) -> float:
+        found = step_times(model, columns([layout], batch), one(seq), a100(2), k)
+        return float(found.step[0])
+
+    assert step(base) < step(base, 128)
+    assert step(base) < step(base, seq=8192)
+    assert step(base) < step(dataclasses.replace(base, recompute="full"))
+    assert step(base) < step(dataclasses.replace(base, dp=4))
+
+
+def held(layout: Layout, batch: int, flash: int = 0, gradient: float = 4.0) -> float:
+    k = dataclasses.replace(
+        constants("A100-SXM-80", "megatron"), flash=flash, gradient_bytes=gradient
+    )
+    return float(memory(terms(GPT), columns([layout], batch), one(2048), k).allocated[0])
+
+
+def test_activations_are_korthikantis() -> None:
+    """Section 4.1: s b h (34 + 5 a s / h) of a layer, one microbatch on one of 96 stages."""
+    k = constants("A100-SXM-80", "megatron")
+    layout = columns([Layout(pp=96, microbatches=1)], 1)
+    small = decoder(layers=96, hidden=12288, heads=96, vocab=8)
+    found = memory(terms(small), layout, one(2048), k)
+    layer = 2048 * 12288 * (34 + 5 * 96 * 2048 / 12288)
+    ends = 2048 * 4 * 12288  # the head's norm
+    assert found.activations[0] == pytest.approx(layer + ends, rel=0.01)
+
+
+def test_state_by_zero_stage() -> None:
+    def parts(zero: int) -> tuple[float, float, float]:
+        k = constants("A100-SXM-80", "megatron", gradient_bytes=4.0)
+        layout = columns([Layout(dp=64, zero=zero, microbatches=1, recompute="full")], 64)
+        found = memory(terms(GPT), layout, one(2048), k)
+        return found.weights[0], found.gradients[0], found.optimizer[0]
+
+    n = GPT.num_parameters
+    layer = GPT.blocks["decoder"].num_parameters
+    assert parts(0) == pytest.approx((2 * n, 4 * n, 12 * n), rel=1e-6)
+    assert parts(1) == pytest.approx((2 * n, 4 * n, 12 * n / 64), rel=1e-6)
+    assert parts(2)[1] == pytest.approx(4 * n / 64 + 4 * layer, rel=1e-6)
+    assert parts(3)[0] == pytest.approx(2 * n / 64 + 4 * layer, rel=1e-6)
+
+
+def test_memory_falls_with_what_saves_it() -> None:
+    base = Layout(pp=8, tp=8, microbatches=16)
+    plain = held(base, 16)
+    assert held(base, 16, flash=1) < plain
+    assert held(dataclasses.replace(base, sequence_parallel=True), 16) < plain
+    selective = held(dataclasses.replace(base, recompute="selective"), 16)
+    assert held(dataclasses.replace(base, recompute="full"), 16) < selective < plain
+    assert held(dataclasses.replace(base, schedule="gpipe"), 16) > plain
+    assert held(dataclasses.replace(base, virtual_stages=3), 16) > plain
+
+
+def test_constants_are_few_and_explained() -> None:
+    fields = {f.name for f in dataclasses.fields(Constants)}
+    for name in stacks():
+        known = constants("A100-SXM-80", name)
+        assert {f.name for f in dataclasses.fields(known)} == fields
+    assert constants("H200-SXM-141", "megatron").matrix_rate == (
+        constants("H100-SXM-80", "megatron").matrix_rate
+    )
+
+
+def test_columns_follow_their_fields() -> None:
+    found = columns([Layout(dp=2, pp=4, tp=2, virtual_stages=2, microbatches=8, zero=1)], 64)
+    assert isinstance(found, Layouts)
+    assert (found.microbatch[0], found.microbatches[0], found.shard[0]) == (4, 8, 2)
+    assert found.schedule[0] == 2  # interleaved

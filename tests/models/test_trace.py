@@ -1,0 +1,209 @@
+"""A model reads itself: counts of the real modules, published formulas, every part of the shape."""
+
+import math
+
+import pytest
+import torch
+
+from hocket.catalogue import models as catalogue
+from hocket.models import skeleton
+from hocket.models.trace import record, trace
+from hocket.spec.errors import ModelError
+from hocket.spec.model_shape import SPLITS, VIEWS, ModelShape
+from tests.families import FAMILIES, LLAMA
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(120)]
+
+GPT2 = {
+    "model_type": "gpt2",
+    "n_embd": 768,
+    "n_layer": 12,
+    "n_head": 12,
+    "vocab_size": 50257,
+    "n_positions": 1024,
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+def held(block, *, t=1, sequence_parallel=False, view="fused", sequence=0, selective=False):
+    """Bytes per token held for backward, without the small statistics of rows."""
+    total = 0.0
+    for row in block.saved:
+        core = row.view == "core" and view == "core" and not selective
+        if not (core or row.view in ("both", "fused")):
+            continue
+        if "statistics" in row.name or "row sums" in row.name:
+            continue
+        size = row.bytes * (sequence if row.square else 1)
+        total += size / t if row.split != "outside" or sequence_parallel else size
+    return total
+
+
+def test_korthikanti_2022():
+    """Equations 1 to 4 and section 5 of Reducing Activation Recomputation, in bytes per token."""
+    block = trace(GPT2).blocks["block"]
+    h, a, s, t = 768, 12, 2048, 4
+    square = 5 * a * s
+    assert held(block) == 34 * h
+    assert held(block, view="core", sequence=s) == 34 * h + square
+    assert held(block, view="core", sequence=s, t=t) == 10 * h + (24 * h + square) / t
+    both = {"t": t, "sequence_parallel": True}
+    assert held(block, view="core", sequence=s, **both) == (34 * h + square) / t
+    assert held(block, view="core", sequence=s, selective=True, **both) == 34 * h / t
+    small = [row for row in block.saved if "statistics" in row.name or "row sums" in row.name]
+    assert sum(row.bytes for row in small) < 0.01 * 34 * h
+
+
+def test_korthikanti_2022_outside_the_blocks():
+    """Section 4.3: dropout of the embedding, norm and head inputs, logits in fp32."""
+    shape = trace(GPT2)
+    assert held(shape.blocks["embedding"]) == 768
+    assert held(shape.blocks["head"]) == 2 * 768 + 2 * 768 + 4 * 50257
+
+
+def test_llama_saves_what_its_gated_block_needs():
+    values = {**LLAMA, "hidden_size": 512, "intermediate_size": 1376, "head_dim": 64,
+              "num_attention_heads": 8, "num_key_value_heads": 2}  # fmt: skip
+    shape = trace(values)
+    block = shape.blocks["block"]
+    h, q, kv, f = 512, 512, 2 * 128, 1376
+    assert held(block) == 8 * h + 4 * q + 2 * kv + 6 * f
+    assert held(block, t=2) == 8 * h + (4 * q + 2 * kv + 6 * f) / 2
+    products = {p.name: (p.k, p.n, p.split) for p in block.products}
+    assert products["self_attn.k_proj"] == (512, 128, "column")
+    assert products["mlp.down_proj"] == (1376, 512, "row")
+    (core,) = block.attention
+    assert (core.heads, core.kv_heads, core.head_dim, core.window) == (8, 2, 64, None)
+    fed = [p.input for p in block.products]
+    assert fed[0] == fed[1] == fed[2] != fed[3]
+    assert fed[4] == fed[5] not in (fed[0], fed[6])
+    eager = sum(s.bytes for s in block.saved if s.view == "eager")
+    assert eager > held(block)  # norms in fp32 and activations step by step
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_parameters_are_those_of_the_real_modules(name):
+    shape = trace(FAMILIES[name], name=name)
+    real = skeleton.build(FAMILIES[name])
+    assert shape.num_parameters == sum(p.numel() for p in real.parameters())
+    assert ModelShape.from_json(shape.to_json()) == shape
+    assert len(shape.layers) == real.config.num_hidden_layers
+    for block in shape.blocks.values():
+        assert all(row.split in SPLITS for row in (*block.weights, *block.products))
+        assert all(row.view in VIEWS for row in (*block.saved, *block.unfused))
+        assert all(row.view == "fused" for row in block.memory_bound)
+    for kind in shape.layers:
+        block = shape.blocks[kind]
+        assert len(block.attention) == 1
+        assert block.products
+        assert block.memory_bound
+        assert held(block) > 0
+        # Every matrix that a token meets is there once.
+        matrices = sum(p.n * p.k * p.groups for p in block.products)
+        weights = [w.elements for w in block.weights if w.split in ("column", "row", "expert")]
+        assert matrices >= 0.95 * sum(weights)
+
+
+def test_operations_are_what_torch_counts():
+    """Products and attention against PyTorch's own counter on a real forward."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    values = {**FAMILIES["qwen3"], "max_position_embeddings": 64}
+    model = skeleton.build(values, attention="eager", device="cpu")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=torch.zeros(2, 32, dtype=torch.long), use_cache=False)
+    shape = trace(values)
+    counted = counter.get_total_flops() / 64
+    assert shape.flops_per_token(32, causal=False, backward=False) == counted
+    assert shape.flops_per_token(32) == 3 * shape.flops_per_token(32, backward=False)
+    assert shape.flops_per_token(32) < shape.flops_per_token(32, causal=False)
+
+
+def test_gpt3_175b_and_llama_405b():
+    for name, parameters in (("gpt3-175b", 174.6e9), ("llama-3.1-405b", 405.85e9)):
+        config = catalogue.config(name)
+        shape = trace(config, name=name)
+        assert math.isclose(shape.num_parameters, parameters, rel_tol=1e-3)
+        assert set(shape.layers) == {"block"}
+        assert trace(config, name=name) is shape  # traced once
+        # 6 x parameters, and 12 x layers x hidden x sequence (Narayanan et al. 2021, appendix).
+        flops = shape.flops_per_token(2048, causal=False)
+        about = 6 * parameters + 12 * len(shape.layers) * shape.hidden * 2048
+        assert math.isclose(flops, about, rel_tol=0.01)
+
+
+def test_experts():
+    shape = trace(FAMILIES["mixtral"])
+    block = shape.blocks["block"]
+    experts = [p for p in block.products if p.groups > 1]
+    assert [p.split for p in experts] == ["column", "row"]
+    assert {(p.groups, p.count) for p in experts} == {(4, 2.0)}
+    assert (shape.experts, shape.experts_per_token) == (4, 2)
+    stacked = sum(w.elements for w in block.weights if w.split == "expert")
+    assert stacked == 4 * 3 * 32 * 48
+
+
+def test_kinds_of_blocks():
+    config = catalogue.config("gemma-3-27b")
+    shape = trace(config)
+    windows = {kind: shape.blocks[kind].attention[0].window for kind in set(shape.layers)}
+    assert windows == {"sliding_attention": 1024, "full_attention": None}
+    assert shape.layers.count("full_attention") == len(shape.layers) // 6
+    assert shape.tied
+
+
+def test_dropout_is_as_configured_or_as_told():
+    assert held(trace(GPT2, dropout=0.0).blocks["block"]) == 32 * 768
+    names = [s.name for s in trace(GPT2).blocks["block"].saved]
+    assert any("dropout mask" in name for name in names)
+
+
+def test_attention_without_a_fused_kernel_is_recognised():
+    values = {"model_type": "gptj", "n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8,
+              "vocab_size": 96, "n_positions": 2048}  # fmt: skip
+    block = trace(values).blocks["block"]
+    (core,) = block.attention
+    assert (core.heads, core.kv_heads, core.head_dim) == (4, 4, 16)
+    assert {row.split for row in block.saved if row.square} == {"inside"}
+    assert held(block, view="core", sequence=100) > held(block)
+
+
+def test_a_skeleton_will_do():
+    shape = trace(skeleton.build(LLAMA))
+    assert shape.num_parameters == trace(LLAMA).num_parameters
+
+
+def test_what_cannot_be_read(monkeypatch):
+    with pytest.raises(ModelError):
+        trace({"model_type": "no-such-model"})
+    monkeypatch.setattr(record, "MOST_OPERATIONS", 20)
+    with pytest.raises(ModelError, match="more than 20 operations"):
+        trace({**LLAMA, "hidden_size": 40})
+
+
+LARGE = {
+    "deepseek_v3": {},  # latent attention, dense then expert blocks
+    "gemma3n_text": {},  # key/value heads shared between layers
+    "gpt_oss": {},  # sinks, biased experts
+    "llama4": {},  # configuration of a model of text and images
+    "falcon": {},
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_families_that_are_built_otherwise_at_real_size(name):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(name, **LARGE[name])
+    shape = trace(config)
+    real = skeleton.build(config.to_dict(), dtype=torch.bfloat16)
+    assert shape.num_parameters == sum(p.numel() for p in real.parameters())
+    for kind in set(shape.layers):
+        block = shape.blocks[kind]
+        assert block.attention
+        # Six operations for each parameter that a token meets, at the least.
+        met = sum(p.n * p.k * p.count for p in block.products)
+        assert 0 < met <= block.num_parameters

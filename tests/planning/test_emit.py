@@ -1,0 +1,84 @@
+"""A plan as other tools' flags."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hocket.catalogue.hardware import cluster
+from hocket.catalogue.shapes import shape
+from hocket.planning.emit import TOOLS, emit
+from hocket.planning.plan import plan_one
+from hocket.planning.problem import Problem
+from hocket.spec.errors import OptionError
+from hocket.spec.layout import Layout
+
+PROBLEM = Problem(
+    shape=shape("llama-3-8b"), cluster=cluster("4x8xH100-SXM"), seq_len=4096, global_batch=64
+)
+
+
+def flags(tool: str, text: str) -> str:
+    found = plan_one(PROBLEM, Layout.parse(text)).best
+    return emit(tool, found, seq_len=4096, global_batch=64, model="llama-3-8b")
+
+
+def words(text: str) -> dict[str, str]:
+    lines = [line.rstrip(" \\").split() for line in text.splitlines() if line[0] != "#"]
+    return {line[0]: " ".join(line[1:]) for line in lines}
+
+
+def test_megatron() -> None:
+    found = words(
+        flags(
+            "megatron",
+            "dp4.pp4.tp2:schedule=interleaved,microbatches=8,virtual_stages=2,zero=1,"
+            "recompute=full,sequence_parallel=true",
+        )
+    )
+    assert found["--tensor-model-parallel-size"] == "2"
+    assert found["--pipeline-model-parallel-size"] == "4"
+    assert found["--num-virtual-stages-per-pipeline-rank"] == "2"
+    assert found["--micro-batch-size"] == "2"
+    assert found["--global-batch-size"] == "64"
+    assert found["--recompute-granularity"] == "full"
+    assert {"--sequence-parallel", "--use-distributed-optimizer", "--bf16"} <= set(found)
+
+
+def test_torchtitan() -> None:
+    found = words(flags("torchtitan", "dp8.tp4:microbatches=2,zero=3,shard=4,recompute=selective"))
+    p = "--parallelism."
+    assert found[f"{p}data_parallel_replicate_degree"] == "2"
+    assert found[f"{p}data_parallel_shard_degree"] == "4"
+    assert found[f"{p}tensor_parallel_degree"] == "4"
+    assert found["--training.local_batch_size"] == "4"
+    assert found["--activation_checkpoint.mode"] == "selective"
+
+
+def test_deepspeed_is_a_configuration_whose_batch_adds_up() -> None:
+    found = json.loads(flags("deepspeed", "dp8.pp2.tp2:microbatches=4,zero=1"))
+    assert found["train_batch_size"] == 64
+    assert found["train_micro_batch_size_per_gpu"] * found["gradient_accumulation_steps"] * 8 == 64
+    assert found["zero_optimization"]["stage"] == 1
+    assert found["pipeline"] == {"stages": 2}
+
+
+def test_vllm() -> None:
+    text = flags("vllm", "dp2.pp2.tp8:microbatches=4")
+    assert "vllm serve llama-3-8b" in text
+    assert "--tensor-parallel-size 8" in text
+    assert "--pipeline-parallel-size 2" in text
+
+
+def test_what_a_tool_lacks_is_said() -> None:
+    text = flags("megatron", "dp8.pp4:schedule=zero-bubble,microbatches=8")
+    assert text.startswith("# Megatron-LM has no zero-bubble schedule")
+    assert "always sequence parallel" in flags("torchtitan", "dp16.tp2")
+
+
+def test_an_unknown_tool_gets_the_nearest_name() -> None:
+    with pytest.raises(OptionError, match="unknown tool") as caught:
+        flags("megatrn", "dp32")
+    assert "megatron" in (caught.value.hint or "")
+    assert set(TOOLS) == {"torchtitan", "megatron", "deepspeed", "vllm"}

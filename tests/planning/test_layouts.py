@@ -1,0 +1,157 @@
+"""Every legal layout, and no other."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from hocket.planning.decoder import decoder
+from hocket.planning.layouts import (
+    NAMES,
+    Layouts,
+    layout_at,
+    legal,
+    parse_pins,
+    row,
+    runs_here,
+    tensor_degrees,
+)
+from hocket.schedules.registry import build
+from hocket.spec.capabilities import runs
+from hocket.spec.errors import HocketError, LayoutError, OptionError
+from hocket.spec.layout import Layout
+
+SMALL = decoder(
+    layers=6, hidden=512, heads=8, kv_heads=2, ffn=1024, vocab=1000, gated=True, name="small"
+)
+
+
+def layouts(found: Layouts) -> list[Layout]:
+    return [layout_at(found, i) for i in range(len(found))]
+
+
+def test_every_legal_mesh_and_no_other() -> None:
+    """Against a loop over all degrees, each asked about alone."""
+    found = {(one.dp, one.pp, one.cp, one.tp) for one in layouts(legal(SMALL, 8, 64, 12))}
+    expected = {
+        (dp, pp, cp, tp)
+        for dp, pp, cp, tp in itertools.product((1, 2, 4, 8), repeat=4)
+        if dp * pp * cp * tp == 8 and 12 % dp == 0 and pp <= 6 and tp in (1, 2, 4, 8)
+    }
+    assert found == expected
+
+
+def test_every_row_is_a_layout_that_its_schedule_can_be_built_for() -> None:
+    seen = set()
+    for one in layouts(legal(SMALL, 8, 64, 12)):
+        assert one.world_size == 8
+        assert one.microbatches is not None
+        assert 12 % (one.dp * one.microbatches) == 0
+        key = one.schedule, one.pp, one.virtual_stages, one.microbatches
+        if key not in seen:
+            seen.add(key)
+            build(one, one.microbatches)  # checked: it would not hang
+    assert {name for name, *_ in seen} == {"1f1b", "interleaved", "zero-bubble"}
+
+
+def test_rows_differ() -> None:
+    found = layouts(legal(SMALL, 8, 64, 12))
+    assert len(set(found)) == len(found) > 100
+
+
+def test_pins_leave_only_what_they_name() -> None:
+    pins = parse_pins(["tp=2", "recompute=full", "microbatch=2", "zero=3", "schedule=gpipe"])
+    found = legal(SMALL, 8, 64, 16, pins=pins)
+    assert len(found)
+    assert set(found.microbatch) == {2.0}
+    for one in layouts(found):
+        assert (one.tp, one.recompute, one.zero, one.schedule) == (2, "full", 3, "gpipe")
+
+
+@pytest.mark.parametrize(
+    ("pin", "said"),
+    [
+        ("tpp=2", "did you mean 'tp'"),
+        ("tp", "has no value"),
+        ("tp=two", "not a whole number"),
+        ("schedule=1f1c", "did you mean '1f1b'"),
+        ("microbatch=0", "whole number of sequences"),
+        ("recompute=som", "unknown recompute"),
+    ],
+)
+def test_a_pin_that_cannot_be(pin: str, said: str) -> None:
+    with pytest.raises(HocketError, match=said):
+        parse_pins([pin])
+
+
+def test_ep_may_be_pinned_by_itself() -> None:
+    assert parse_pins(["ep=4", "dp=8"]) == {"ep": 4, "dp": 8}
+
+
+def test_what_runs_here_is_what_the_table_of_capabilities_says() -> None:
+    found = legal(SMALL, 8, 64, 12)
+    assert runs_here(found).tolist() == [runs(one) for one in layouts(found)]
+    here = legal(SMALL, 8, 64, 12, here=True)
+    assert sorted(map(str, layouts(here))) == sorted(
+        str(one) for one in layouts(found) if runs(one)
+    )
+
+
+def test_a_degree_that_divides_no_heads_is_not_there() -> None:
+    assert tensor_degrees(SMALL) == [1, 2, 4, 8]
+    odd = decoder(layers=2, hidden=480, heads=6, kv_heads=3, ffn=960, vocab=100, gated=True)
+    assert tensor_degrees(odd) == [1, 3, 6]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dp2.pp2.tp2:microbatches=3,zero=1,recompute=full,sequence_parallel=true",
+        "dp4:microbatches=1,zero=3,shard=2",
+        "pp2.tp2:schedule=interleaved,microbatches=4,virtual_stages=3",
+        "pp4:schedule=zero-bubble,microbatches=6",
+    ],
+)
+def test_a_layout_goes_into_a_row_and_comes_back(text: str) -> None:
+    layout = Layout.parse(text)
+    assert layout_at(row(layout, SMALL, 64, 12), 0) == layout
+
+
+def test_open_microbatches_are_resolved() -> None:
+    assert layout_at(row(Layout.parse("dp2.pp2"), SMALL, 64, 16), 0).microbatches == 4
+    assert layout_at(row(Layout.parse("dp2"), SMALL, 64, 16), 0).microbatches == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("tp3", "8 heads do not divide over tp 3"),
+        ("pp8", "6 layers cannot be cut into 8 stages"),
+        ("dp5", "global batch of 12 does not divide over dp 5"),
+        ("dp2:microbatches=4", "does not divide into 4 microbatches"),
+        ("cp64", "does not divide over 2 x cp"),
+        ("dp2.ep2", "experts do not divide"),
+    ],
+)
+def test_a_layout_that_does_not_fit(text: str, said: str) -> None:
+    with pytest.raises(LayoutError, match=said):
+        row(Layout.parse(text), SMALL, 64, 12)
+
+
+def test_a_schedule_file_has_no_price() -> None:
+    with pytest.raises(OptionError, match="only schedules with a name"):
+        row(Layout.parse("pp2:schedule=mine.txt"), SMALL, 64, 12)
+
+
+def test_names_are_those_of_the_registry() -> None:
+    from hocket.schedules import NAMES as KNOWN
+
+    assert set(KNOWN) <= set(NAMES)
+
+
+def test_nothing_legal_is_an_empty_answer() -> None:
+    found = legal(SMALL, 7, 64, 12)
+    assert len(found) == 0
+    assert runs_here(found).dtype == np.bool_

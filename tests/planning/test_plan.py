@@ -1,0 +1,311 @@
+"""The search, the forecast, the explanation: what a plan answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from hocket.catalogue.hardware import cluster
+from hocket.catalogue.shapes import shape
+from hocket.planning.explain import explain
+from hocket.planning.forecast import Forecast
+from hocket.planning.layouts import layout_at, legal, row
+from hocket.planning.plan import Plan, plan, plan_one, smallest_cluster
+from hocket.planning.problem import Problem
+from hocket.planning.search import price, search, simulate_all
+from hocket.schedules.registry import build
+from hocket.simulation import simulate
+from hocket.spec.errors import LayoutError, OptionError
+from hocket.spec.layout import Layout
+from hocket.spec.prices import Prices
+
+EIGHT = Problem(
+    shape=shape("llama-3-8b"), cluster=cluster("2x8xH100-SXM"), seq_len=8192, global_batch=64
+)
+SEVENTY = Problem(
+    shape=shape("llama-3-70b"), cluster=cluster("16x8xH100-SXM"), seq_len=8192, global_batch=512
+)
+ROOMY = dataclasses.replace(SEVENTY, cluster=cluster("16x8xH200-SXM"))
+"""Where memory does not decide."""
+
+
+@pytest.fixture(scope="module")
+def eight() -> Plan:
+    return plan(EIGHT)
+
+
+@pytest.fixture(scope="module")
+def seventy() -> Plan:
+    return plan(SEVENTY, everything=True)
+
+
+def one(problem: Problem, text: str) -> Forecast:
+    return plan_one(problem, Layout.parse(text)).best
+
+
+def test_the_best_is_best_and_fits(seventy: Plan) -> None:
+    steps = [found.step_seconds.mid for found in seventy.layouts]
+    assert len(steps) == 10
+    # Equal to four digits is equal: then the layout that asks for less comes first.
+    assert all(one <= next * 1.001 for one, next in itertools.pairwise(steps))
+    assert all(found.memory_high <= SEVENTY.usable for found in seventy.layouts)
+    assert 0 < seventy.num_fitting < seventy.num_legal
+
+
+def test_the_best_is_a_layout_that_people_use(seventy: Plan) -> None:
+    """Llama 70B on 128 H100: published runs reach 40 to 55% of the dense rate."""
+    best = seventy.best
+    assert 0.35 < best.mfu.mid < 0.6
+    assert best.layout.tp <= 8
+    assert best.num_gpus == 128
+
+
+def test_no_layout_of_the_whole_space_is_faster_by_closed_forms() -> None:
+    """What is simulated is chosen well: nothing that was left out is priced below the best."""
+    problem = dataclasses.replace(EIGHT, seq_len=2048, global_batch=32)
+    space = legal(problem.shape, 16, 2048, 32)
+    high = problem.high_memory(space)
+    times = np.where(high <= problem.usable, problem.times(space).step, np.inf)
+    found = search(problem)
+    assert found.num_legal == len(space)
+    assert found.num_fitting == int((high <= problem.usable).sum())
+    assert times.min() in found.best.times.step
+
+
+def test_by_default_only_what_runs_here_is_proposed(eight: Plan) -> None:
+    assert eight.layouts
+    assert all(found.runs_here for found in eight.layouts)
+    best = eight.layouts[0].step_seconds.mid
+    assert eight.beyond
+    for better in eight.beyond:
+        assert not better.runs_here
+        assert better.step_seconds.mid <= best * 1.0001
+        assert all(": this release" in reason for reason in better.lacks)
+
+
+def test_everything_is_ranked_together_and_marked(seventy: Plan) -> None:
+    marks = [found.runs_here for found in plan(SEVENTY, everything=True, top=400).layouts]
+    assert True in marks
+    assert False in marks
+    assert seventy.beyond == ()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dp4.pp4:schedule=zero-bubble,microbatches=16",
+        "dp4.pp4:microbatches=8",
+        "dp2.pp4.tp2:schedule=interleaved,microbatches=8,virtual_stages=4",
+    ],
+)
+def test_the_pipeline_is_the_simulators(text: str) -> None:
+    """The very timeline of `simulate`, from prices put together by hand."""
+    layout = Layout.parse(text)
+    priced = simulate_all(EIGHT, price(EIGHT, row(layout, EIGHT.shape, 8192, 64)))
+    times = priced.times
+    cut = EIGHT.cut(layout)
+    per = len(EIGHT.shape.layers) / layout.pp
+    last = layout.num_stages - 1
+
+    def stage(each: float, s: int, share: float) -> float:
+        ends = (s == 0) * times.embedding[0] + (s == last) * times.head[0]
+        return float(each / per * cut[s] + share * ends)
+
+    stages = range(layout.num_stages)
+    kinds = {
+        "F": tuple(stage(times.forward[0], s, 1 / 3) for s in stages),
+        "I": tuple(stage(times.inputs[0], s, 1 / 3) for s in stages),
+        "W": tuple(stage(times.weights[0], s, 1 / 3) for s in stages),
+        "SEND_F": (float(times.exchange[0]),) * layout.num_stages,
+        "SEND_B": (float(times.exchange[0]),) * layout.num_stages,
+    }
+    assert layout.microbatches is not None
+    timeline = simulate(build(layout, layout.microbatches), Prices(seconds=kinds))
+    assert priced.simulated[0]
+    assert priced.pipeline[0] == pytest.approx(timeline.duration, rel=1e-9)
+    best = one(EIGHT, text)
+    assert best.step_seconds.mid == pytest.approx(
+        times.step[0] - times.pipeline[0] + timeline.duration
+    )
+    assert best.bubble == pytest.approx(timeline.bubble, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["pp4.tp4:microbatches={m}", "pp4.tp4:schedule=zero-bubble,microbatches={m}",
+     "pp4.tp4:schedule=interleaved,microbatches={m},virtual_stages=2"],
+)  # fmt: skip
+def test_a_long_schedule_is_as_long_as_if_it_were_played_whole(text: str) -> None:
+    problem = dataclasses.replace(EIGHT, global_batch=64)
+    long = row(Layout.parse(text.format(m=64)), problem.shape, 8192, 64)
+    times = price(problem, long).times
+    layout = layout_at(long, 0)
+    whole = dataclasses.replace(layout, microbatches=64)
+    found = problem.pipelines([whole], times)[0]
+    from hocket.planning import problem as module
+
+    before, module.SHORT = module.SHORT, 1000  # so long that all of it is played
+    try:
+        expected = problem.pipelines([whole], times)[0]
+    finally:
+        module.SHORT = before
+    assert found == pytest.approx(expected, rel=2e-3)
+
+
+def test_parts_add_up_to_the_step(seventy: Plan, eight: Plan) -> None:
+    for found in (*seventy.layouts, *eight.layouts, *eight.beyond):
+        assert sum(found.parts.values()) == pytest.approx(found.step_seconds.mid)
+        assert sum(found.memory_by_kind.values()) == pytest.approx(found.memory, rel=1e-6)
+        assert 0 <= found.bubble < 1
+        assert 0 <= found.exposed < 1
+
+
+def test_ranges_are_ranges(eight: Plan) -> None:
+    best = eight.best
+    cost = best.dollars_per_billion_tokens
+    assert cost is not None
+    for values in (best.step_seconds, best.tokens_per_second_per_gpu, best.mfu, cost):
+        assert values.low < values.mid < values.high
+    assert best.memory < best.memory_high
+
+
+def test_money_and_speed_are_the_same_story(eight: Plan) -> None:
+    best = eight.best
+    price_per_hour = EIGHT.cluster.node.gpu.price
+    assert price_per_hour is not None
+    assert best.dollars_per_billion_tokens is not None
+    seconds = 1e9 / (best.tokens_per_second_per_gpu.mid * best.num_gpus)
+    dollars = seconds / 3600 * price_per_hour * best.num_gpus
+    assert best.dollars_per_billion_tokens.mid == pytest.approx(dollars)
+
+
+def test_utilisation_counts_six_operations_a_parameter_and_token() -> None:
+    short = dataclasses.replace(EIGHT, seq_len=128)
+    parameters = short.shape.num_parameters - 128256 * 4096  # a lookup computes nothing
+    assert short.flops == pytest.approx(6 * parameters * short.tokens, rel=0.02)
+
+
+def test_objectives_differ_as_they_say() -> None:
+    problem = dataclasses.replace(EIGHT, seq_len=512, global_batch=16)
+    fast, cheap, small = (
+        plan(problem, objective=name, everything=True).best
+        for name in ("time", "tokens-per-dollar", "memory")
+    )
+    assert fast.step_seconds.mid <= min(cheap.step_seconds.mid, small.step_seconds.mid)
+    assert small.memory_high <= min(cheap.memory_high, fast.memory_high)
+    costs = [found.dollars_per_billion_tokens for found in (fast, cheap, small)]
+    assert all(cost is not None for cost in costs)
+    assert min(costs, key=lambda cost: cost.mid) == cheap.dollars_per_billion_tokens  # type: ignore[union-attr]
+    assert cheap.num_gpus < fast.num_gpus
+
+
+def test_what_differs_in_nothing_but_names_is_shown_once(seventy: Plan) -> None:
+    seen = set()
+    for found in seventy.layouts:
+        same = dataclasses.replace(found.layout, dp=found.layout.dp * found.layout.cp, cp=1)
+        key = str(same), f"{found.step_seconds.mid:.4g}", f"{found.memory_high:.4g}"
+        assert key not in seen
+        seen.add(key)
+
+
+def test_a_pinned_axis_keeps_its_value() -> None:
+    found = plan(SEVENTY, pins={"tp": 4, "recompute": "full"}, everything=True)
+    assert {(f.layout.tp, f.layout.recompute) for f in found.layouts} == {(4, "full")}
+
+
+def test_what_does_not_fit_is_said_with_what_is_missing_and_what_would_fit() -> None:
+    problem = dataclasses.replace(SEVENTY, cluster=cluster("1x8xH100-SXM"))
+    with pytest.raises(LayoutError, match="does not fit 1x8xH100-SXM-80") as caught:
+        plan(problem)
+    assert "are missing" in caught.value.message
+    assert "optimizer" in caught.value.message
+    hint = caught.value.hint or ""
+    assert "is the smallest that fits" in hint
+    larger = dataclasses.replace(SEVENTY, cluster=cluster(hint.split()[1]))
+    assert plan(larger, everything=True).num_fitting > 0
+
+
+def test_the_smallest_cluster_fits_and_one_node_less_does_not() -> None:
+    found = smallest_cluster(SEVENTY)
+    assert found is not None
+    plan(dataclasses.replace(SEVENTY, cluster=found))
+    assert found.num_nodes > 1
+    less = dataclasses.replace(found, num_nodes=found.num_nodes - 1)
+    with pytest.raises(LayoutError, match="does not fit"):
+        plan(dataclasses.replace(SEVENTY, cluster=less))
+
+
+def test_a_batch_that_leaves_gpus_idle_is_noted() -> None:
+    tiny = Problem(
+        shape=shape("tiny-llama"), cluster=cluster("7xA100-80"), seq_len=64, global_batch=4
+    )
+    found = plan(tiny)
+    assert found.best.num_gpus < 7
+    assert "uses all 7 GPUs" in found.notes[0]
+
+
+def test_one_layout_is_priced_whether_it_fits_or_not() -> None:
+    found = plan_one(EIGHT, Layout.parse("dp16"))
+    assert not found.best.fits
+    assert "does not fit" in found.notes[0]
+    assert one(EIGHT, "dp2.pp2.tp4:microbatches=32").fits
+
+
+def test_a_layout_of_more_gpus_than_there_are() -> None:
+    with pytest.raises(LayoutError, match="needs 32 GPUs; 2x8xH100-SXM-80 has 16"):
+        plan_one(EIGHT, Layout.parse("dp32"))
+
+
+def test_an_unknown_objective() -> None:
+    with pytest.raises(OptionError, match="unknown objective 'speed'"):
+        plan(EIGHT, objective="speed")
+
+
+def test_a_gpu_without_the_precision() -> None:
+    with pytest.raises(OptionError, match="A100-SXM-80: unknown precision 'fp8'"):
+        dataclasses.replace(EIGHT, cluster=cluster("8xA100-80"), precision="fp8")
+
+
+def test_a_plan_is_json(eight: Plan) -> None:
+    data = json.loads(json.dumps(eight.to_json()))
+    assert Layout.parse(data["layouts"][0]["layout"]) == eight.best.layout
+    assert data["layouts"][0]["runs_here"] is True
+    assert data["beyond"][0]["runs_here"] is False
+
+
+# --- why ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def why() -> list[str]:
+    return list(explain(ROOMY, plan(ROOMY).best, here=True))
+
+
+def test_a_wider_tp_leaves_the_domain(why: list[str]) -> None:
+    pins = {"pp": 8}
+    told = explain(ROOMY, plan(ROOMY, pins={"tp": 8, "pp": 8}).best, pins=pins, here=True)
+    (sentence,) = [s for s in told if s.startswith("tp16 leaves the NVLink domain")]
+    slower = float(sentence.split(": +")[1].split("%")[0])
+    assert slower > 10
+
+
+def test_what_would_change_the_answer_is_priced(why: list[str]) -> None:
+    (sentence,) = [s for s in why if "PCIe instead of NVLink" in s]
+    assert float(sentence.split("at +")[1].split("%")[0]) > 20
+    assert any("memory" in s for s in why if s.startswith("With "))
+
+
+def test_the_winner_is_told_first(why: list[str]) -> None:
+    best = plan(ROOMY).best
+    assert why[0].startswith(f"{best.layout} takes")
+    assert "at the 95th percentile" in why[1]
+
+
+def test_every_loser_loses(why: list[str]) -> None:
+    for sentence in why[2:]:
+        if "step time" in sentence:
+            assert ": -" not in sentence, sentence

@@ -1,0 +1,123 @@
+"""Prices against an extract of published runs: each row holds its source and where it was read."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from hocket.cli.main import main
+from hocket.planning.table import MAINSTREAM, parse, read
+from hocket.planning.validate import FIELDS, Report, ranking, report, validate
+from hocket.spec.errors import OptionError
+
+EXTRACT = Path(__file__).parent / "published_extract.csv"
+
+
+@pytest.fixture(scope="module")
+def found() -> Report:
+    return validate(EXTRACT)
+
+
+def test_errors_of_the_mainstream_stay_small(found: Report) -> None:
+    overall = found.overall
+    assert overall.rows_used >= 30
+    assert overall.step_time_mape is not None
+    assert overall.step_time_mape < 6
+    assert overall.step_time_median_ape is not None
+    assert overall.step_time_median_ape < 5
+    assert overall.memory_median_ape is not None
+    assert overall.memory_median_ape < 6
+    assert overall.false_fits == 0
+
+
+def test_layouts_of_one_run_are_ranked(found: Report) -> None:
+    assert found.overall.kendall_tau is not None
+    assert found.overall.kendall_tau > 0.6
+    assert found.overall.mean_regret is not None
+    assert found.overall.mean_regret < 3
+
+
+def test_every_row_is_priced_or_has_its_reason(found: Report) -> None:
+    assert len(found.priced) + len(found.left_out) == len(found.ids)
+    assert "LoRA" in found.left_out["nemo2407-031"]
+    assert "experts" in found.left_out["golden-013"]
+    assert found.overall.rows_left_out == 2
+    counted = sum(s.rows_used + s.rows_left_out for s in found.groups.values())
+    assert counted == len(found.ids)
+
+
+def test_eight_bits_are_reported_apart(found: Report) -> None:
+    kinds = {p.row.id: p.row.kind for p in found.priced}
+    assert kinds["nemo2407-023"] == "H100 fp8"
+    assert kinds["sc21t1-001"] == MAINSTREAM
+    assert "other: H100 fp8" in found.groups
+
+
+def test_equal_runs_are_scored_against_their_median() -> None:
+    rows = [r for r in read(EXTRACT) if r["id"] == "bloom-074"]
+    again = [rows[0] | {"id": "again", "measured_iter_s": "120.48"}]
+    both = report(rows + again)
+    middle = (float(rows[0]["measured_iter_s"]) + 120.48) / 2
+    assert [p.target for p in both.priced] == [pytest.approx(middle)] * 2
+    assert both.overall.kendall_tau is None  # one run is no ranking
+
+
+def test_regret_is_what_the_pick_loses() -> None:
+    base = next(r for r in read(EXTRACT) if r["id"] == "vtrainN-001")
+    slow = base | {"id": "slow", "tp": "8.0", "dp": "8.0", "measured_iter_s": "9.0"}
+    priced = report([base, slow]).priced
+    assert ranking(priced) == ([1.0], [0.0])
+    assert priced[0].target is not None
+    swapped = [
+        dataclasses.replace(priced[0], target=9.0),
+        dataclasses.replace(priced[1], target=6.0),
+    ]
+    assert ranking(swapped) == ([-1.0], [pytest.approx(0.5)])
+
+
+def test_rows_are_written_in_the_units_of_their_source(found: Report, tmp_path: Path) -> None:
+    out = tmp_path / "rows.csv"
+    assert main(["validate", str(EXTRACT), "--rows", str(out), "--json"]) == 0
+    rows = {r["id"]: r for r in csv.DictReader(out.open())}
+    assert list(rows) == list(found.ids)
+    assert float(rows["golden-001"]["predicted_mem_gb"]) == pytest.approx(56.33, rel=0.1)  # GiB
+    assert rows["golden-001"]["fits"] == "true"
+    assert rows["golden-013"]["predicted_iter_s"] == ""
+    assert rows["golden-013"]["left_out"]
+
+
+def test_json_holds_the_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", str(EXTRACT), "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert set(data) == {"overall", "groups"}
+    for scores in (data["overall"], *data["groups"].values()):
+        assert tuple(scores) == FIELDS
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"layers": ""}, "layers is not given"),
+        ({"gpu": "H10O-80 SXM"}, "unknown GPU"),
+        ({"dp": "3.0"}, "is not n_gpus"),
+        ({"n_gpus": "", "dp": ""}, "neither dp nor n_gpus"),
+    ],
+)
+def test_a_row_that_lacks_something_says_what(change: dict[str, str], reason: str) -> None:
+    row = next(r for r in read(EXTRACT) if r["id"] == "sc21t1-005")
+    said = parse(row | change)
+    assert isinstance(said, str)
+    assert reason in said
+
+
+def test_a_table_without_columns_is_refused(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.csv"
+    bad.write_text("id,model\n1,gpt\n")
+    with pytest.raises(OptionError, match="has no column source, gpu"):
+        read(bad)
+    with pytest.raises(OptionError, match="there is no file"):
+        read(tmp_path / "none.csv")

@@ -1,0 +1,44 @@
+"""The one table of what runs here."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from hocket.spec.capabilities import TABLE, absent, runnable, runs
+from hocket.spec.layout import Layout
+
+
+@pytest.mark.parametrize(
+    ("text", "fields"),
+    [
+        ("dp2.pp2.tp2:schedule=zero-bubble", []),
+        ("dp4:zero=3", ["zero"]),
+        ("cp2", ["cp"]),
+        ("dp2.ep2", ["ep"]),
+        ("dp4:zero=1,shard=2", ["zero", "shard"]),
+        ("tp2:recompute=full,sequence_parallel=true", ["recompute", "sequence_parallel"]),
+    ],
+)
+def test_what_a_layout_asks_for_and_the_runtime_lacks(text: str, fields: list[str]) -> None:
+    layout = Layout.parse(text)
+    assert [row.field for row in absent(layout)] == fields
+    assert runs(layout) == (not fields)
+    assert runs(runnable(layout))
+
+
+def test_a_reason_holds_the_value() -> None:
+    (row,) = absent(Layout.parse("tp2:sequence_parallel=true"))
+    said = row.reason(Layout.parse("tp2:sequence_parallel=true"))
+    assert said == "sequence_parallel is true: this release keeps whole sequences between layers"
+
+
+def test_every_row_names_a_field_and_runs_its_default() -> None:
+    defaults = {field.name: field.default for field in dataclasses.fields(Layout)}
+    assert all(row.runs[0] == defaults[row.field] for row in TABLE)
+
+
+def test_what_runs_is_left_as_it_is() -> None:
+    layout = Layout.parse("dp2.pp2:schedule=gpipe,microbatches=4")
+    assert runnable(layout) == layout
