@@ -37,7 +37,7 @@ def export(run: str | os.PathLike[str], to: str | os.PathLike[str]) -> Path:
         last is None or finished.stat().st_mtime >= (last / checkpoint.MANIFEST).stat().st_mtime
     ):
         if folder.model.resolve() != to.resolve():
-            shutil.copytree(folder.model, to, dirs_exist_ok=True)
+            _copy(folder.model, to)
         return to
     if last is None:
         raise RunFolderError(
@@ -51,3 +51,20 @@ def export(run: str | os.PathLike[str], to: str | os.PathLike[str]) -> Path:
         code=source.code,
     )
     return export_checkpoint(last, to, files)
+
+
+def _copy(model: Path, to: Path) -> None:
+    """Copy a directory so that it appears when it is complete; the disk's own error, if any."""
+    aside = to.with_name(f".{to.name}.partial")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        for source in sorted(model.iterdir()):
+            # copytree would collect the errors of all files into one that names no cause.
+            copy = shutil.copytree if source.is_dir() else shutil.copy2
+            copy(source, aside / source.name)
+        if to.exists():
+            shutil.rmtree(to)
+        aside.rename(to)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
