@@ -41,6 +41,8 @@ class Measured:
 
     def spread(self) -> float:
         """Half the distance between the quartiles of the step time, as a share of the median."""
+        if len(self.times) < 2:
+            return 0.0
         quartiles = statistics.quantiles(self.times, n=4)
         return (quartiles[2] - quartiles[0]) / 2 / self.median
 
