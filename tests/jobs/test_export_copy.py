@@ -35,7 +35,7 @@ def test_a_full_disk_leaves_nothing_and_says_so(
         raise OSError(errno.ENOSPC, "No space left on device", str(to))
 
     monkeypatch.setattr(shutil, "copy2", full)
-    with pytest.raises(OSError) as raised:
+    with pytest.raises(OSError, match="No space left") as raised:
         _copy(model, tmp_path / "copy")
     assert raised.value.errno == errno.ENOSPC
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
