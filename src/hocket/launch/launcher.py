@@ -207,6 +207,10 @@ class Launcher:
         try:
             yield
         except (BrokenPipeError, ConnectionError):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._server.wait(1.0)
+            if self._server.returncode is None:
+                raise  # the server is well: it was a pipe of the listener's, as under `| head`
             self._fail()
         except RankFailure as error:
             if "fork server ended" in error.message:

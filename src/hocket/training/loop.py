@@ -13,15 +13,18 @@ waits for the device: they are read when the next step's work is queued.
 from __future__ import annotations
 
 import gc
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hocket.runtime.checkpoint import load_checkpoint, save_checkpoint
 from hocket.spec.checkpoint import config_hash
+from hocket.spec.errors import TrainingError
 from hocket.spec.run import RunFolder
 from hocket.training import timeline
 from hocket.training.build import Job
@@ -252,7 +255,7 @@ class Loop:
     # --- checkpoints -----------------------------------------------------------------------
 
     def _save(self, step: int) -> None:
-        with self._long():
+        with self._long(), self._disk(self.folder.checkpoints, ".*.partial"):
             path = save_checkpoint(
                 self.folder.checkpoints,
                 step=step,
@@ -288,7 +291,7 @@ class Loop:
             tokenizer=self.folder.data,
             code=source.code,
         )
-        with self._long():
+        with self._long(), self._disk(self.folder.path, f".{self.folder.model.name}.*"):
             export_ranks(self.parallel, self.folder.model, files)
 
     # --- saying ----------------------------------------------------------------------------
@@ -296,6 +299,20 @@ class Loop:
     def _say(self, **event: Any) -> None:
         if self.leads:
             self.context.emit(event)
+
+    @contextmanager
+    def _disk(self, folder: Path, parts: str) -> Iterator[None]:
+        """Within, a disk that refuses is told as such, and gets back what was half-written."""
+        try:
+            yield
+        except OSError as error:
+            for half in folder.glob(parts):
+                shutil.rmtree(half, ignore_errors=True)
+            saved = "--resume continues from the last checkpoint" if self.options.save_every else ""
+            raise TrainingError(
+                f"step {self.done}: {folder} cannot be written to: {error.strerror or error}",
+                hint="; ".join(filter(None, ["free the disk, or another --run", saved])),
+            ) from error
 
     @contextmanager
     def _long(self) -> Iterator[None]:
