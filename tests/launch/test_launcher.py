@@ -187,6 +187,16 @@ def test_announced_silence_and_beats_are_no_hang(ranks: RankPool) -> None:
 
 
 @ranks_needed
+def test_a_reader_that_has_gone_is_not_blamed_on_the_server(ranks: RankPool) -> None:
+    def gone(event: dict[str, Any]) -> None:
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        ranks.launcher.run(CASES + "tell_place", 2, {}, gone)
+    ranks.launcher.run(CASES + "tell_place", 2, {}, lambda event: None)
+
+
+@ranks_needed
 def test_an_entry_that_is_not_there(ranks: RankPool) -> None:
     with pytest.raises(RankFailure, match="no attribute 'nowhere'"):
         ranks.launcher.run("tests.launch.cases:nowhere", 1)
