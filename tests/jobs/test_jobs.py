@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 import hocket
 from hocket.cli.main import main
+from hocket.spec.errors import WeightsError
 from hocket.spec.run import RunFolder
 from tests.jobs.warm import warm  # noqa: F401  a fixture
 
@@ -248,3 +250,20 @@ def test_the_library_takes_the_flags_names(folder: Path) -> None:
     with pytest.raises(hocket.HocketError, match="did you mean") as caught:
         hocket.train("tiny-llama", data=folder / "text.txt", global_bach=4)
     assert "global_batch" in (caught.value.hint or "")
+
+
+def test_weights_that_do_not_fit_are_listed_before_ranks_start(run: Path, folder: Path) -> None:
+    model = folder / "misfit"
+    shutil.copytree(run / "model", model)
+    config = json.loads((model / "config.json").read_text())
+    config["intermediate_size"] *= 2
+    (model / "config.json").write_text(json.dumps(config))
+    events: list[dict[str, object]] = []
+    with pytest.raises(WeightsError, match=r"mlp\.up_proj\.weight is \[.* in the file"):
+        hocket.train(
+            model, data=[folder / "text.txt"], layout="dp2", seq_len=32, global_batch=8, steps=1,
+            run=folder / "misfitting", on_event=events.append,
+        )  # fmt: skip
+    phases = [event["name"] for event in events if event["event"] == "phase"]
+    assert phases
+    assert "starting ranks" not in phases

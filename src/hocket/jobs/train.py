@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hocket.jobs import prepare
+from hocket.jobs import prepare, weights
 from hocket.jobs.request import Request
 from hocket.spec.errors import HocketError, RunFolderError
 from hocket.spec.run import RunFolder, RunSpec
@@ -120,6 +120,7 @@ def launch(launcher: Launcher, folder: RunFolder, spec: RunSpec, record: Record)
     """Run the ranks of a prepared run folder."""
     launcher.preload(modeling_modules(spec.config))
     verify(launcher, spec, record)
+    weights.require(launcher, folder)
     record.phase("starting ranks")
     launcher.run(
         ENTRY,
