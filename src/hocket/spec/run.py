@@ -7,6 +7,7 @@ RUN/
   metrics.jsonl       one JSON object a step
   timeline.json       measured Timeline of one step; forecast.json: the predicted one
   communication.json  every collective of that step, counted
+  memory.json         peak tensor bytes by kind, a row a rank
   checkpoints/        step-000100/ ..., latest
   model/              the exported Hugging Face directory
 """
@@ -194,6 +195,10 @@ class RunFolder:
     @property
     def communication_file(self) -> Path:
         return self.path / "communication.json"
+
+    @property
+    def memory_file(self) -> Path:
+        return self.path / "memory.json"
 
     @property
     def checkpoints(self) -> Path:

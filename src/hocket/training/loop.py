@@ -13,6 +13,7 @@ waits for the device: they are read when the next step's work is queued.
 from __future__ import annotations
 
 import gc
+import json
 import shutil
 import time
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ import torch
 from hocket.runtime.checkpoint import load_checkpoint, save_checkpoint
 from hocket.spec.checkpoint import config_hash
 from hocket.spec.errors import TrainingError
-from hocket.spec.run import RunFolder
+from hocket.spec.run import RunFolder, write_text
 from hocket.training import timeline
 from hocket.training.build import Job
 from hocket.training.data import TRAIN, VALID, BatchOrder, TokenDataset, Tokens
@@ -250,6 +251,7 @@ class Loop:
             rows = timeline.gather(self.context, "memory", memory.to_json())
         if rows is not None:
             self.memory_bytes = [row["total"] for row in rows]
+            write_text(self.folder.memory_file, json.dumps(rows))
             self.context.emit({"event": "memory", "ranks": rows})
 
     # --- checkpoints -----------------------------------------------------------------------
