@@ -11,6 +11,8 @@
     pcie = "63 GB/s"                # per GPU and direction
     link = { kind = "nvswitch", domain = 8, bandwidth = "450 GB/s", generation = 4 }
 
+    [measured]                      # what `hocket probe` measured on this very machine
+
 Every quantity carries its unit. Bandwidths are per direction: figures that can only be the sum of
 both directions, or bits taken for bytes, are refused.
 """
@@ -23,8 +25,10 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from hocket.catalogue import measured_file
 from hocket.spec.cluster import LINKS, PRECISIONS, Cluster, Gpu, Link, Node
 from hocket.spec.errors import OptionError, unknown
+from hocket.spec.measured import Measured
 from hocket.spec.units import parse_bandwidth, parse_bytes, parse_flops
 
 _NVLINK = {1: 80e9, 2: 150e9, 3: 300e9, 4: 450e9, 5: 900e9, 6: 1800e9}
@@ -77,7 +81,7 @@ def read(
         name=str(table.get("name", origin)),
         num_nodes=_count(table, "num_nodes", 1),
         node=found,
-        measured=table.get("measured"),
+        measured=Measured.from_dict(table["measured"]) if "measured" in table else None,
     )
 
 
@@ -167,8 +171,6 @@ def write(cluster: Cluster) -> str:
     """The TOML that `read` turns into an equal cluster."""
     gpu, node = cluster.node.gpu, cluster.node
     lines = [f"name = {json.dumps(cluster.name)}", f"num_nodes = {cluster.num_nodes}"]
-    if cluster.measured is not None:
-        lines.append(f"measured = {json.dumps(cluster.measured)}")
     rates = ", ".join(f'{p} = "{_exact(rate, "FLOP/s")}"' for p, rate in gpu.flops.items())
     lines += [
         "",
@@ -205,6 +207,8 @@ def write(cluster: Cluster) -> str:
         f"domain = {link.domain}, generation = {link.generation} }}",
         "",
     ]
+    if cluster.measured is not None:
+        lines.append(measured_file.write(cluster.measured))
     return "\n".join(lines)
 
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from hocket.spec.measured import Measured
+
 LINKS = (
     "nvswitch",
     "nvlink-mesh",
@@ -19,9 +21,11 @@ LINKS = (
     "torus",
     "pcie-switch",
     "pcie",
+    "shared-memory",
     "none",
 )
-"""Ways GPUs of one domain reach each other, from the fastest to the slowest kind."""
+"""Ways GPUs of one domain reach each other, from the fastest to the slowest kind; ranks on CPU
+reach each other by `shared-memory`."""
 
 PRECISIONS = ("bf16", "fp16", "fp8", "fp4", "fp32")
 
@@ -69,7 +73,7 @@ class Link:
         kind: one of `LINKS`: `nvswitch` (any pair at full rate; several groups talking at once
             keep it), `nvlink-mesh` (hybrid cube mesh, 1 or 2 links per neighbour, no switch),
             `nvlink-pairs` (bridges, PCIe beyond the pair), `full-mesh` (a link to each peer),
-            `torus`, `pcie-switch`, `pcie` (through the host), `none`.
+            `torus`, `pcie-switch`, `pcie` (through the host), `shared-memory` (CPU), `none`.
         bandwidth: bytes/s per GPU and direction, to all peers of the domain together.
         domain: GPUs that reach each other over it: 2 for bridged pairs; more than a node's GPUs
             where a switch spans machines (72 for NVL72).
@@ -112,17 +116,41 @@ class Cluster:
     Attributes:
         name: text that reads back to an equal cluster: `2x8xH100-SXM-80`, `4x8xH100-SXM-80@aws-p5`,
             or the name given in a file of one's own.
-        measured: where measurements of this very machine lie, if there are some.
+        measured: what was measured on this very machine, if anything was.
     """
 
     name: str
     num_nodes: int
     node: Node
-    measured: str | None = None
+    measured: Measured | None = None
 
     @property
     def num_gpus(self) -> int:
         return self.num_nodes * self.node.num_gpus
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether its devices are ranks on CPU cores, of which there may be more than cores."""
+        return self.node.link.kind == "shared-memory"
+
+    def with_ranks(self, num_ranks: int) -> Cluster:
+        """A CPU machine as so many devices: ranks beyond its cores share them, and its memory.
+
+        `measured.host.cores` still says how many cores there are.
+        """
+        assert self.is_cpu, self.name
+        assert num_ranks >= 1
+        node, now = self.node, self.node.num_gpus
+        if num_ranks == now:
+            return self
+        gpu = dataclasses.replace(
+            node.gpu,
+            memory=node.gpu.memory * now // num_ranks,
+            usable=node.gpu.usable * now // num_ranks,
+        )
+        link = dataclasses.replace(node.link, domain=num_ranks)
+        node = dataclasses.replace(node, gpu=gpu, num_gpus=num_ranks, link=link)
+        return dataclasses.replace(self, node=node)
 
     @property
     def domain(self) -> int:

@@ -1,0 +1,133 @@
+"""Rows: frozen dataclasses as plain lists and tables, read back with every number checked.
+
+A field's annotation says what its value may be, by these names:
+
+    Seconds, Rate     above zero and finite      Share    zero or more, finite
+    Count             whole, at least one        Index    whole, at least zero
+    str, bool         as they are                tuple[X, ...]  of any of these
+
+Fields may be added at the end, with a default: older rows are then shorter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+from hocket.spec.errors import OptionError, unknown
+
+Seconds: TypeAlias = float
+Rate: TypeAlias = float
+Share: TypeAlias = float
+Count: TypeAlias = int
+Index: TypeAlias = int
+
+Kind = TypeVar("Kind")
+
+_LARGEST = 1e18
+"""No figure of a machine reaches it: bytes, bytes/s, operations/s of one device, seconds."""
+
+
+def to_row(value: Any) -> list[Any]:
+    """The values of a dataclass in the order of its fields, tuples as lists."""
+    return [_plain(getattr(value, field.name)) for field in dataclasses.fields(value)]
+
+
+def to_table(value: Any) -> dict[str, Any]:
+    """The same by name."""
+    return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+
+
+def from_row(kind: type[Kind], row: Any, what: str) -> Kind:
+    """The inverse of `to_row`.
+
+    Raises:
+        OptionError: no list, too short or too long, or a value that cannot be; `what` names it.
+    """
+    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
+    if not isinstance(row, Sequence) or isinstance(row, str):
+        raise OptionError(f"{what} is {_short(row)}; it must be a list")
+    if len(row) > len(fields):
+        raise OptionError(
+            f"{what} has {len(row)} values, not {len(fields)}: " + ", ".join(f.name for f in fields)
+        )
+    names = [field.name for field in fields]
+    return from_table(kind, dict(zip(names, row, strict=False)), what)
+
+
+def from_table(kind: type[Kind], table: Any, what: str) -> Kind:
+    """The inverse of `to_table`. Raises OptionError as `from_row`, and for unknown keys."""
+    if not isinstance(table, Mapping):
+        raise OptionError(f"{what} is {_short(table)}; it must be a table")
+    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    for key in table:
+        if key not in fields:
+            message, hint = unknown(f"key of {what}", key, fields)
+            raise OptionError(message, hint=hint)
+    missing = [
+        name for name, field in fields.items()
+        if name not in table and field.default is dataclasses.MISSING
+    ]  # fmt: skip
+    if missing:
+        raise OptionError(f"{what} says no {', '.join(missing)}")
+    values = {
+        name: checked(str(fields[name].type), value, f"{name} of {what}")
+        for name, value in table.items()
+    }
+    return kind(**values)
+
+
+def checked(annotation: str, value: Any, what: str) -> Any:
+    """`value` as the annotation wants it. Raises OptionError."""
+    if annotation.startswith("tuple["):
+        inside = annotation[len("tuple[") : -1].removesuffix(", ...")
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            raise OptionError(f"{what} is {_short(value)}; it must be a list")
+        return tuple(checked(inside, one, what) for one in value)
+    return _KINDS[annotation](value, what)
+
+
+def _number(least: float, whole: bool, strict: bool) -> Callable[[Any, str], float]:
+    words = "a whole number" if whole else "a number"
+    words += f" above {least:g}" if strict else f" of at least {least:g}"
+
+    def check(value: Any, what: str) -> float:
+        right = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+        if right and _LARGEST < value < math.inf:
+            raise OptionError(f"{what} is {_short(value)}; no machine has that much")
+        if not right or not least <= value < math.inf or (strict and value == least):
+            raise OptionError(f"{what} is {_short(value)}; it must be {words}")
+        return int(value) if whole else float(value)
+
+    return check
+
+
+def _of(kind: type, words: str) -> Callable[[Any, str], Any]:
+    def check(value: Any, what: str) -> Any:
+        if not isinstance(value, kind):
+            raise OptionError(f"{what} is {_short(value)}; it must be {words}")
+        return value
+
+    return check
+
+
+_KINDS: dict[str, Callable[[Any, str], Any]] = {
+    "Seconds": _number(0, whole=False, strict=True),
+    "Rate": _number(0, whole=False, strict=True),
+    "Share": _number(0, whole=False, strict=False),
+    "Count": _number(1, whole=True, strict=False),
+    "Index": _number(0, whole=True, strict=False),
+    "str": _of(str, "a text"),
+    "bool": _of(bool, "true or false"),
+}
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(one) for one in value] if isinstance(value, tuple) else value
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
