@@ -38,6 +38,11 @@ FLAGS = {
         "model", "steps", "seq_len", "global_batch", "seed", "lr", "attention", "device", "backend",
         "threads", "trust_remote_code", "json", *LAYOUT,
     },
+    "compare": {
+        "model", "devices", "ways", "microbatches", "sweep", "input_work", "steps", "seq_len",
+        "global_batch", "seed", "attention", "device", "backend", "threads", "trust_remote_code",
+        "json",
+    },
     "generate": {
         "model", "prompt", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "dtype",
         "tokenizer", "attention", "device", "backend", "threads", "trust_remote_code", "json",

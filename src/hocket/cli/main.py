@@ -17,6 +17,7 @@ VERBS = {
     "demo": "train a small Llama on this machine's own text, on eight ranks, end to end",
     "train": "train a model with data, tensor and pipeline parallelism",
     "check": "prove that a layout computes what one process computes",
+    "compare": "run one model in every way of splitting it, and put them side by side",
     "generate": "continue a text with a trained model",
     "export": "write a run's model as an ordinary Hugging Face directory",
     "plan": "find the best layout of a model on a cluster, without a GPU",

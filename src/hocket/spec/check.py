@@ -111,6 +111,16 @@ class CheckReport:
         return not self.failures and bool(self.steps) and bool(self.rows)
 
     @property
+    def worst_ratio(self) -> float:
+        """The largest difference relative to what is allowed, over losses, gradients and values;
+        1 and less is equal, a difference that is no number is infinite.
+        """
+        ratios = [s.difference / LOSS for s in self.steps]
+        ratios += [r.gradient / r.gradient_limit for r in self.rows if r.gradient_limit > 0]
+        ratios += [r.value / r.value_limit for r in self.rows if r.value_limit > 0]
+        return max((math.inf if math.isnan(r) else r for r in ratios), default=0.0)
+
+    @property
     def failures(self) -> list[str]:
         """One line for everything that is out of tolerance."""
         found = [

@@ -12,6 +12,9 @@ from typing import Any
 
 LANES = ("compute", "communication")
 
+_BLOCKING = ("tp", "cp")
+"""Axes whose collectives stand between two operations of one action."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Event:
@@ -88,6 +91,23 @@ class Timeline:
             return 0.0
         return 1 - sum(self.busy(r) for r in range(self.num_ranks)) / (self.num_ranks * span)
 
+    @property
+    def idle(self) -> float:
+        """Share of the window in which ranks, on average, do not compute; 0 for an empty window.
+
+        Nothing computes while a rank waits inside an action for the collectives of tensor or
+        context parallelism; collectives beside compute (gradient buckets) cost nothing here.
+        """
+        if self.duration <= 0:
+            return 0.0
+        busy = 0.0
+        for rank in range(self.num_ranks):
+            mine = [e for e in self.events if e.rank == rank]
+            waits = [(e.start, e.end) for e in mine if e.axis in _BLOCKING]
+            work = [(e.start, e.end) for e in mine if e.lane == LANES[0]]
+            busy += _covered(work + waits) - _covered(waits)
+        return 1 - busy / (self.num_ranks * self.duration)
+
     def to_json(self) -> str:
         """A JSON form with an exact inverse."""
         return json.dumps(
@@ -109,3 +129,12 @@ class Timeline:
             events=tuple(Event(**e) for e in data["events"]),
             peak_bytes=tuple(data["peak_bytes"]),
         )
+
+
+def _covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Seconds that lie in at least one of the spans."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total

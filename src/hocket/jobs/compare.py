@@ -1,0 +1,329 @@
+"""The comparison: one model, the same weights and data, run in every way, one after the other.
+
+one process writes the reference -> each way: ranks -> equal? memory, collectives, idle, speed
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hocket.jobs.prepare import spec_of
+from hocket.jobs.request import Request
+from hocket.jobs.validate import validate
+from hocket.spec.comparison import SWEEPS, Comparison, Outcome, Point, Way, chosen, ways
+from hocket.spec.errors import LayoutError, ModelError, OptionError, unknown
+from hocket.spec.layout import Layout, divisors
+from hocket.spec.timeline import Event, Timeline
+
+if TYPE_CHECKING:
+    from hocket.launch import Launcher
+    from hocket.models.source import ModelSource
+
+CHECKED = 2
+"""Steps that are held against one process."""
+
+_DEPTH = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_PER_LAYER = ("layer_types", "mlp_layer_types")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What to compare besides the job itself.
+
+    Attributes:
+        devices: ranks of each pure way. wanted: ways by name or layout; empty: all.
+        microbatches: of the pipelines.
+        input_work: milliseconds of Python for each sequence in the loaded measurement; 0: none.
+    """
+
+    devices: int = 2
+    wanted: tuple[str, ...] = ()
+    microbatches: int = 4
+    input_work: float = 5.0
+
+
+def asked(**values: Any) -> Asked:
+    """`Asked`, with values that can be. Raises OptionError."""
+    found = Asked(**values)
+    if not 2 <= found.devices <= 64:
+        raise OptionError(f"devices is {found.devices}; it lies in 2 .. 64", hint="--devices 2")
+    if found.microbatches < 1:
+        raise OptionError(
+            f"microbatches is {found.microbatches}; it must be at least 1", hint="--microbatches 4"
+        )
+    if not 0 <= found.input_work <= 1000:
+        raise OptionError(
+            f"input_work is {found.input_work}; it lies in 0 .. 1000 ms", hint="--input-work 5"
+        )
+    return found
+
+
+def text(found: Comparison) -> str:
+    """A comparison as tables."""
+    from hocket.reporting.comparison import comparison_text
+
+    return comparison_text(found)
+
+
+def sweep_text(request: Request, axis: str, points: list[Point], width: int) -> str:
+    """A sweep as curves."""
+    from hocket.reporting import comparison
+
+    tokens = request.workload.global_batch * request.workload.seq_len
+    return comparison.sweep_text(axis, points, tokens, width)
+
+
+def compare(
+    request: Request, asked: Asked, *, on_way: Callable[[str], None] | None = None
+) -> Comparison:
+    """Run every way.
+
+    Args:
+        request: model, sizes and options; its layout and data are not looked at.
+        on_way: called with each way's name before it runs.
+
+    Raises:
+        HocketError: the model cannot be found; RankFailure with a rank's own traceback.
+    """
+    workload = request.workload
+    known = ways(asked.devices, asked.microbatches, workload.global_batch)
+    runs = chosen(asked.wanted, known)
+    with _Bench(request, asked) as bench:
+        if on_way is not None:
+            on_way("the reference: one process, plain transformers")
+        bench.reference()
+        outcomes = []
+        for way in runs:
+            if on_way is not None:
+                on_way(f"{way.title}: {way.layout.axes_text()}")
+            outcomes.append(bench.run(way))
+    return Comparison(
+        model=request.model,
+        tokens=workload.global_batch * workload.seq_len,
+        cores=_cores(),
+        input_work=asked.input_work,
+        outcomes=tuple(outcomes),
+    )
+
+
+def sweep(
+    request: Request, asked: Asked, axis: str, *, on_way: Callable[[str], None] | None = None
+) -> list[Point]:
+    """Run the pipelines (or, over devices, each kind of parallelism) along one number.
+
+    Args:
+        axis: `microbatches`, `layers` or `devices`.
+
+    Raises:
+        OptionError: another axis.
+    """
+    if axis not in SWEEPS:
+        message, hint = unknown("sweep", axis, SWEEPS)
+        raise OptionError(message, hint=hint)
+    points = []
+    with _Bench(request, dataclasses.replace(asked, input_work=0.0)) as bench:
+        for at, way, layers in _points(request, asked, axis, bench.source):
+            if on_way is not None:
+                on_way(f"{axis} {at}: {way.title}")
+            points.append(Point(at=at, outcome=bench.run(way, layers=layers)))
+    return points
+
+
+def _points(
+    request: Request, asked: Asked, axis: str, source: ModelSource
+) -> Iterator[tuple[int, Way, int | None]]:
+    batch, n = request.workload.global_batch, asked.devices
+    if axis == "devices":
+        yield 1, ways(2, 1, batch)[0], None
+        count = 2
+        while count <= n:
+            for way in ways(count, asked.microbatches, batch):
+                if way.name in ("data", "1f1b", "tensor"):
+                    yield count, way, None
+            count *= 2
+        return
+    pipelines = [("gpipe", "GPipe"), ("1f1b", "1F1B")]
+    if axis == "microbatches":
+        for count in divisors(batch):
+            for name, title in pipelines:
+                layout = Layout(pp=n, schedule=name, microbatches=count)
+                yield count, Way(name=name, title=title, layout=layout), None
+        return
+    for layers in (n * 2**k for k in range(4)):
+        for name, title in pipelines:
+            layout = Layout(pp=n, schedule=name, microbatches=min(asked.microbatches, batch))
+            yield layers, Way(name=name, title=title, layout=layout), layers
+
+
+class _Bench:
+    """A warm launcher, the model, and a folder for what one process computed."""
+
+    def __init__(self, request: Request, asked: Asked) -> None:
+        from hocket.launch import joined
+        from hocket.models.source import resolve
+
+        if joined() is not None:
+            raise OptionError(
+                "compare starts its own ranks; it was started as one of another launcher's",
+                hint="run it without torchrun",
+            )
+        if request.workload.dtype != "fp32":
+            raise OptionError(
+                f"dtype is {request.workload.dtype}; equality is checked in fp32",
+                hint="--dtype fp32",
+            )
+        options = dataclasses.replace(request.options, dropout=0.0)
+        self.request = dataclasses.replace(request, data=(), options=options)
+        self.asked = asked
+        self.source = resolve(request.model, trust_remote_code=options.trust_remote_code)
+        self.loops = _loops(asked.input_work) if asked.input_work > 0 else 0
+        self._reference: str | None = None
+
+    def __enter__(self) -> _Bench:
+        from hocket.launch import Launcher
+
+        options = self.request.options
+        preload = ("hocket.training.compare", "hocket.runtime.shm")
+        with contextlib.ExitStack() as stack:
+            folder = tempfile.TemporaryDirectory(prefix="hocket-compare-")
+            self._folder = Path(stack.enter_context(folder))
+            launcher = Launcher(options.device, options.threads, preload=preload)
+            self.launcher: Launcher = stack.enter_context(launcher)
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def reference(self) -> None:
+        """What one process computes, with plain transformers and torch."""
+        workload = self.request.workload
+        layout = validate(self.source.dimensions, Layout(), workload)
+        spec = spec_of(self.source, self.request, layout, self.source.config, "compare")
+        folder = str(self._folder / "reference")
+        payload = {"spec": spec.to_json(), "folder": folder, "steps": CHECKED}
+        self._launch("hocket.training.check:reference", 1, payload)
+        self._reference = folder
+
+    def run(self, way: Way, *, layers: int | None = None) -> Outcome:
+        """One way; with another number of layers than the model has, if asked."""
+        from hocket.jobs import twin
+        from hocket.schedules.registry import build
+
+        source = self.source if layers is None else with_layers(self.source, layers)
+        try:
+            layout = validate(source.dimensions, way.layout, self.request.workload)
+            assert layout.microbatches is not None
+            schedule = build(layout, layout.microbatches)
+            attention = self.request.options.attention
+            twin.require(self.launcher, source, layout, attention=attention)
+        except (LayoutError, ModelError) as error:
+            return Outcome(way=way, reason=error.message)
+        way = dataclasses.replace(way, layout=layout)
+        spec = spec_of(source, self.request, layout, source.config, "compare")
+        payload = {
+            "spec": spec.to_json(),
+            "schedule": str(schedule),
+            "steps": self.request.options.steps,
+            "loops": self.loops,
+        }
+        if self._reference is not None:
+            payload |= {"reference": self._reference, "checked": CHECKED}
+        found = self._launch("hocket.training.compare:main", layout.world_size, payload)
+        (event,) = (e for e in found if e["event"] == "way")
+        return outcome(way, event)
+
+    def _launch(self, entry: str, ranks: int, payload: dict[str, Any]) -> list[dict[str, Any]]:
+        events: list[dict[str, Any]] = []
+        self.launcher.run(
+            entry,
+            ranks,
+            payload,
+            events.append,
+            startup_timeout=300.0,
+            silence_timeout=max(600.0, self.request.options.timeout),
+        )
+        return events
+
+
+def outcome(way: Way, event: dict[str, Any]) -> Outcome:
+    """What the ranks of a way said, put together."""
+    from hocket.spec.check import CheckReport
+
+    ranks = event["ranks"]
+    events = [Event(**each) for rank in ranks for each in rank["events"]]
+    timeline = Timeline.of("measured", len(ranks), events)
+    equal = worst = None
+    if event["report"] is not None:
+        report = CheckReport.from_json(json.dumps(event["report"]))
+        equal, worst = report.ok, report.worst_ratio
+    return Outcome(
+        way=way,
+        step_seconds=max(rank["step_seconds"] for rank in ranks),
+        processor_seconds=sum(rank["processor_seconds"] for rank in ranks),
+        loaded_seconds=max((rank["loaded_seconds"] for rank in ranks), default=None)
+        if "loaded_seconds" in ranks[0]
+        else None,
+        idle=timeline.idle,
+        bubble=timeline.bubble,
+        memory=tuple(row for rank in ranks for row in rank["memory"]),
+        collectives=tuple(_total([rank["collectives"] for rank in ranks])),
+        equal=equal,
+        worst=worst,
+    )
+
+
+def _total(ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    sums: dict[tuple[str, str, str], list[int]] = {}
+    for row in (row for rows in ranks for row in rows):
+        entry = sums.setdefault((row["name"], row["axis"], row["phase"]), [0, 0])
+        entry[0] += row["count"]
+        entry[1] += row["bytes"]
+    return [
+        {"name": name, "axis": axis, "phase": phase, "count": count, "bytes": nbytes}
+        for (name, axis, phase), (count, nbytes) in sorted(sums.items())
+    ]
+
+
+def with_layers(source: ModelSource, layers: int) -> ModelSource:
+    """The model with another number of layers, and random weights.
+
+    Raises:
+        ModelError: its configuration does not say how many it has.
+    """
+    config = dict(source.config)
+    name = next((name for name in _DEPTH if name in config), None)
+    if name is None:
+        raise ModelError(f"the configuration of {source.name} does not say how many layers it has")
+    config[name] = layers
+    for key in _PER_LAYER:
+        if isinstance(config.get(key), list) and config[key]:
+            kinds = config[key]
+            config[key] = [kinds[i % len(kinds)] for i in range(layers)]
+    return dataclasses.replace(source, config=config, weights=None)
+
+
+def _loops(milliseconds: float) -> int:
+    """Rounds of `training.compare.spend` that take so long on this processor by itself."""
+    tried = 20_000
+    best = min(_seconds_of(tried) for _ in range(5))
+    return max(1, round(tried * milliseconds / 1e3 / best))
+
+
+def _seconds_of(loops: int) -> float:
+    began, total = time.thread_time(), 0
+    for number in range(loops):
+        total = (total * 31 + number) & 0xFFFFFFFF
+    return max(1e-6, time.thread_time() - began)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,181 @@
+"""The comparison: every way runs the same job, and says truly what it came to."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from hocket.cli.main import main
+from hocket.jobs.compare import asked, outcome, with_layers
+from hocket.models.source import resolve
+from hocket.reporting.comparison import comparison_text, sweep_text
+from hocket.spec.comparison import Comparison, Outcome, Point, Way, chosen, ways
+from hocket.spec.errors import ModelError, OptionError
+from hocket.spec.layout import Layout
+from hocket.spec.timeline import Event, Timeline
+from tests.jobs.warm import warm  # noqa: F401  a fixture
+
+
+def test_the_ways_cover_every_kind_and_fit_the_batch() -> None:
+    found = {way.name: way.layout for way in ways(2, 4, 8)}
+    assert found["one"].world_size == 1
+    assert found["threads"].data_parallel == "threads"
+    assert found["layerwise"].schedule == "sequential"
+    assert found["layerwise"].microbatches == 1
+    assert found["gpipe"].microbatches == found["1f1b"].microbatches == 4
+    assert found["data+pipeline"].axes_text() == "dp2.pp2"
+    assert {way.layout.world_size for way in ways(8, 4, 8)} == {1, 8}
+    # Six sequences over two data ranks: three each, so four microbatches become three.
+    assert {w.name: w.layout for w in ways(2, 4, 6)}["data+pipeline"].microbatches == 3
+
+
+def test_ways_are_chosen_by_name_or_layout_and_one_process_stays() -> None:
+    known = ways(2, 4, 8)
+    found = chosen(("tensor", "dp2.tp2", "tp2"), known)
+    assert [way.layout.axes_text() for way in found] == ["dp1", "tp2", "dp2.tp2", "tp2"]
+    with pytest.raises(OptionError, match="tensorr") as error:
+        chosen(("tensorr",), known)
+    assert "tensor" in str(error.value.hint)
+
+
+@pytest.mark.parametrize(
+    "values", [{"devices": 1}, {"microbatches": 0}, {"input_work": -1.0}, {"input_work": 1e9}]
+)
+def test_values_that_cannot_be(values: dict[str, float]) -> None:
+    with pytest.raises(OptionError, match=next(iter(values))):
+        asked(**values)
+
+
+def test_idle_counts_what_waits_inside_an_action() -> None:
+    def event(rank: int, lane: str, kind: str, start: float, end: float, axis: str = "") -> Event:
+        return Event(
+            rank=rank, lane=lane, kind=kind, name=kind, start=start, end=end, axis=axis or None
+        )
+
+    events = [
+        event(0, "compute", "F", 0.0, 4.0),
+        event(0, "communication", "all-reduce", 1.0, 2.0, "tp"),  # inside, blocking
+        event(0, "communication", "all-reduce", 2.5, 4.0, "dp"),  # beside
+        event(1, "compute", "F", 5.0, 10.0),
+    ]
+    timeline = Timeline.of("measured", 2, events)
+    assert timeline.idle == pytest.approx(1 - (3 + 5) / 20)
+    assert Timeline.of("measured", 1, []).idle == 0.0
+
+
+def test_layers_are_changed_and_what_is_per_layer_follows() -> None:
+    source = resolve("tiny-qwen3")
+    deeper = with_layers(dataclasses.replace(source, weights=None), 6)
+    assert deeper.dimensions.num_layers == 6
+    config = {**source.config, "layer_types": ["full_attention", "sliding_attention"]}
+    changed = with_layers(dataclasses.replace(source, config=config), 3).config
+    assert changed["layer_types"] == ["full_attention", "sliding_attention", "full_attention"]
+    with pytest.raises(ModelError, match="how many layers"):
+        with_layers(dataclasses.replace(source, config={"model_type": "qwen3"}), 2)
+
+
+def fake(name: str, title: str, layout: str, **values: object) -> Outcome:
+    way = Way(name=name, title=title, layout=Layout.parse(layout))
+    row = {"parameters": 1, "gradients": 1, "optimizer": 2, "activations": 6, "total": 10}
+    values = {"step_seconds": 0.1, "memory": (row,), "equal": True, **values}
+    return Outcome(way=way, **values)  # type: ignore[arg-type]
+
+
+def test_the_tables_say_what_is_wrong_and_what_was_not_run() -> None:
+    first = {"parameters": 1, "gradients": 1, "optimizer": 2, "activations": 9, "total": 2000}
+    other = {**first, "optimizer": 0, "total": 1000}
+    rows = (
+        fake("one", "one process", "dp1"),
+        fake(
+            "threads", "DataParallel (threads)", "dp2:data_parallel=threads",
+            memory=(first, other), loaded_seconds=0.15,
+        ),
+        fake("data", "DistributedDataParallel", "dp2", loaded_seconds=0.11, equal=False),
+        fake("tensor", "tensor parallel", "tp64", reason="4 heads do not divide over tp 64"),
+    )  # fmt: skip
+    found = Comparison(model="m", tokens=1000, cores=1, input_work=5.0, outcomes=rows)
+    text = comparison_text(found)
+    assert not found.equal
+    assert "NO" in text
+    assert "10,000" in text, "tokens a second"
+    assert "tensor parallel was not run: 4 heads do not divide over tp 64" in text
+    assert "first device holds 2 KB, each other 1 KB" in text
+    assert "costs threads +50 ms a step (one interpreter lock), processes +10 ms" in text
+    assert json.loads(json.dumps(found.to_json()))["ways"][1]["tokens_per_second"] == 10000
+
+
+def test_a_sweep_is_drawn_with_what_equal_stages_would_give() -> None:
+    points = [
+        Point(at=m, outcome=fake("1f1b", "1F1B", f"pp2:microbatches={m}", bubble=1 / (m + 1)))
+        for m in (1, 3)
+    ]
+    text = sweep_text("microbatches", points, 1000)
+    assert "50.0%" in text
+    assert "equal stages: 25.0%" in text
+    speed = sweep_text("devices", points, 1000)
+    assert "10,000" in speed
+
+
+@pytest.mark.ranks
+@pytest.mark.usefixtures("warm")
+@pytest.mark.timeout(200)
+def test_compare(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(
+        ["compare", "tiny-llama", "--ways", "threads", "data", "gpipe", "tensor", "pp64",
+         "--steps", "2", "--seq-len", "32", "--input-work", "1", "--json"]
+    )  # fmt: skip
+    found = json.loads(capsys.readouterr().out)
+    assert code == 0, found
+    by_name = {row["way"]: row for row in found["ways"]}
+    assert all(by_name[name]["equal"] for name in ("one", "threads", "data", "gpipe", "tensor"))
+    assert "64 stages" in by_name["pp64"]["reason"]
+    names = {name: {row["name"] for row in by_name[name]["collectives"]} for name in by_name}
+    assert names["threads"] == {"broadcast", "scatter", "gather", "reduce"}
+    assert names["data"] == {"all-reduce"}
+    assert {"send", "receive"} <= names["gpipe"]
+    assert "all-reduce" in names["tensor"]
+    first, other = (row["total"] for row in by_name["threads"]["memory"])
+    assert first > other, "the first device bears the optimizer and all outputs"
+    parameters = {name: by_name[name]["memory"][0]["parameters"] for name in ("one", "tensor")}
+    assert parameters["tensor"] < 0.6 * parameters["one"]
+    assert by_name["gpipe"]["bubble"] > 0
+    assert all(by_name[n]["loaded_seconds"] > 0 for n in ("one", "threads", "data"))
+
+
+@pytest.mark.ranks
+@pytest.mark.usefixtures("warm")
+@pytest.mark.timeout(200)
+def test_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(
+        ["compare", "tiny-llama", "--sweep", "microbatches", "--steps", "1", "--seq-len", "16",
+         "--global-batch", "2", "--json"]
+    )  # fmt: skip
+    points = json.loads(capsys.readouterr().out)["points"]
+    assert code == 0
+    assert [(p["at"], p["way"]) for p in points] == [
+        (1, "gpipe"), (1, "1f1b"), (2, "gpipe"), (2, "1f1b"),
+    ]  # fmt: skip
+    assert all(p["step_seconds"] > 0 for p in points)
+    assert points[0]["bubble"] > 0.3, "one microbatch leaves a stage idle half the time"
+
+
+def test_an_unknown_sweep_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "tiny-llama", "--sweep", "layer"]) == 2
+    assert "layers" in capsys.readouterr().err
+
+
+def test_ranks_together_make_an_outcome() -> None:
+    rank = {
+        "step_seconds": 0.2, "processor_seconds": 0.1, "memory": [{"total": 1}],
+        "events": [], "collectives": [
+            {"name": "send", "axis": "pp", "phase": "microbatch", "count": 1, "bytes": 8}
+        ],
+    }  # fmt: skip
+    way = ways(2, 4, 8)[0]
+    found = outcome(way, {"report": None, "ranks": [rank, {**rank, "step_seconds": 0.3}]})
+    assert found.step_seconds == 0.3
+    assert found.collectives[0]["bytes"] == 16
+    assert found.equal is None
+    assert found.loaded_seconds is None
