@@ -1,4 +1,4 @@
-"""Links as words and numbers: text that reads back, rates each way, groups on the wires they cross."""
+"""Links as words and numbers: text that reads back, rates each way, groups on their wires."""
 
 from __future__ import annotations
 

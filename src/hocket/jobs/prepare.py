@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hocket.jobs import links
 from hocket.jobs.request import OPTION_FIELDS, WORKLOAD_FIELDS, Request
 from hocket.jobs.validate import validate
 from hocket.spec.checkpoint import candidates
@@ -38,7 +39,8 @@ Progress = Callable[[int, int], None]
 
 _CHANGEABLE_ON_RESUME = frozenset(
     {"steps", "resume", "eval_every", "eval_batches", "save_every", "timeline_step", "device",
-     "backend", "threads", "bucket_mb", "compile", "tensorboard", "trust_remote_code", "timeout"}
+     "backend", "threads", "bucket_mb", "compile", "tensorboard", "trust_remote_code", "timeout",
+     "links", "memory_per_rank"}
 )  # fmt: skip
 
 
@@ -80,6 +82,7 @@ def plan(request: Request, *, world_size: int | None = None) -> Plan:
             hint="rename the schedule file",
         )
     schedule = build(layout, layout.microbatches)
+    links.checked(request.options, layout, joined=world_size is not None)
     if not request.data:
         raise DataError("no data was named", hint="--data FILE_OR_FOLDER...")
     data_sources.find(request.data)

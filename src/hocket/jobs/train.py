@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hocket.jobs import prepare, weights
+from hocket.jobs import links, prepare, weights
 from hocket.jobs.request import Request
 from hocket.spec.errors import HocketError, RunFolderError
 from hocket.spec.run import RunFolder, RunSpec
@@ -121,6 +121,9 @@ def launch(launcher: Launcher, folder: RunFolder, spec: RunSpec, record: Record)
     launcher.preload(modeling_modules(spec.config))
     verify(launcher, spec, record)
     weights.require(launcher, folder)
+    if spec.options.links is not None:
+        spec = links.settle(launcher, folder, spec)
+        record.note(f"links are felt as {spec.options.links}")
     record.phase("starting ranks")
     launcher.run(
         ENTRY,

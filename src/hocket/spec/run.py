@@ -77,6 +77,9 @@ class TrainOptions:
         tensorboard: write TensorBoard events into the run folder.
         trust_remote_code: run code that a model directory brings along.
         timeout: seconds a rank may be silent before the run is ended.
+        links: links between CPU ranks that are to be felt, as in nvlink3, pcie4,
+            nvlink3x2+net100g or pcie4@H100-SXM-80. None: as fast as this machine's memory.
+        memory_per_rank: tensor bytes that a rank may hold, as in 1.2GB. None: what there is.
     """
 
     steps: int = 100
@@ -108,6 +111,8 @@ class TrainOptions:
     tensorboard: bool = False
     trust_remote_code: bool = False
     timeout: float = 120.0
+    links: str | None = None
+    memory_per_rank: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

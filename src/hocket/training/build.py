@@ -28,6 +28,7 @@ from hocket.runtime.mesh import Axis, Mesh
 from hocket.runtime.parallelize import Parallel, parallelize
 from hocket.runtime.record import Recorder
 from hocket.spec.errors import OptionError, unknown
+from hocket.spec.links import Links
 from hocket.spec.plan import ParallelPlan
 from hocket.spec.run import RunSpec
 from hocket.spec.schedule import Schedule
@@ -66,22 +67,45 @@ def join_world(spec: RunSpec, context: RankContext) -> Mesh:
         LayoutError: the world has another size than the layout.
     """
     options = spec.options
+    if options.links is not None and not context.one_machine:
+        raise OptionError("--links joins ranks of one machine, these are on several")
     wanted = context.device_kind if options.device == "auto" else options.device
     device = pick_device(wanted, context.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high" if spec.workload.dtype == "bf16" else "highest")
+    recorder = Recorder(context.rank, device)
     if context.world_size == 1:
         pick_backend(options.backend, device, 1, context.one_machine)  # refuses what cannot be
     else:
         backend = _agreed_backend(options.backend, device, context)
         if backend == "shm":
             import hocket.runtime.shm  # noqa: F401  registers the backend
+        if options.links is not None:
+            install_links(Links.parse(options.links), backend, context, recorder)
+            backend = "links"
         # The parent sees silence sooner and says more of it; this is for worlds without one.
         context.init_process_group(backend, device, timeout=max(options.timeout, 600.0))
     if device.type == "cpu":
         keep_freed_memory()
-    return Mesh(spec.layout, context.rank, device, Recorder(context.rank, device))
+    return Mesh(spec.layout, context.rank, device, recorder)
+
+
+def install_links(links: Links, inner: str, context: RankContext, recorder: Recorder) -> None:
+    """Let the groups that are made from now on feel `links`, in what belongs to a step.
+
+    What is recorded as `other` (building, evaluating, saving, exporting) costs nothing on them.
+    """
+    from hocket.runtime.links import install
+
+    install(
+        links,
+        rank=context.rank,
+        world_size=context.world_size,
+        store=context.store(),
+        inner=inner,
+        felt=lambda: recorder.phase != "other",
+    )
 
 
 def _agreed_backend(wanted: str, device: torch.device, context: RankContext) -> str:

@@ -1,0 +1,146 @@
+"""Links of a job: named before ranks start, and scaled to what this machine computes.
+
+`--links` slows messages until they cost, beside this machine's computing, what they would cost
+beside the GPU's. How many times slower this machine is than that GPU is measured by as many ranks
+as the job has, all multiplying at once; ranks that share a core have a share of its rate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import statistics
+from typing import TYPE_CHECKING, Any
+
+from hocket.spec.errors import OptionError
+from hocket.spec.layout import Layout
+from hocket.spec.links import Links
+from hocket.spec.run import RunFolder, RunSpec, TrainOptions, write_text
+
+if TYPE_CHECKING:
+    from hocket.launch import Launcher, RankContext
+
+ACHIEVED = 0.77
+"""Of a GPU's dense bf16 rate that large products reach: A100 83%, H100 77%, B200 66% (published
+tables of matrix products)."""
+
+SECONDS = 0.4
+"""Of multiplying, for each rank."""
+
+
+def checked(options: TrainOptions, layout: Layout, *, joined: bool = False) -> Links | None:
+    """The links that were asked for; None without.
+
+    Raises:
+        OptionError: links, GPU or domains that cannot be; or ranks that cannot feel any.
+    """
+    if options.links is None:
+        return None
+    from hocket.catalogue.hardware import gpu
+
+    links = Links.parse(options.links)
+    found = gpu(links.gpu)
+    if "bf16" not in found.flops:
+        raise OptionError(f"{found.name} has no bf16 rate to scale to", hint="--links pcie4")
+    if options.device == "cuda" or options.backend == "nccl":
+        raise OptionError(
+            "--links slows the messages of CPU ranks; those of GPUs take their own time",
+            hint="--device cpu",
+        )
+    if options.device == "auto":
+        from hocket.launch.launcher import cuda_shows
+
+        if cuda_shows():
+            raise OptionError(
+                "--links slows the messages of CPU ranks, and this machine shows GPUs",
+                hint="--device cpu",
+            )
+    if layout.data_parallel == "threads":
+        raise OptionError(
+            "--links joins ranks, and data_parallel=threads has one",
+            hint="--data-parallel processes",
+        )
+    if joined:
+        raise OptionError(
+            "--links needs ranks that hocket starts on one machine; another launcher started these",
+            hint="run it without torchrun",
+        )
+    links.check(layout.world_size)
+    return dataclasses.replace(links, gpu=found.name)
+
+
+def settled(launcher: Launcher, spec: RunSpec) -> RunSpec:
+    """The spec with its links' scale, measured if it was not given."""
+    links = checked(spec.options, spec.layout)
+    if links is None:
+        return spec
+    if links.scale is None:
+        links = dataclasses.replace(links, scale=scale(launcher, spec, links))
+    options = dataclasses.replace(spec.options, links=str(links))
+    return dataclasses.replace(spec, options=options)
+
+
+def settle(launcher: Launcher, folder: RunFolder, spec: RunSpec) -> RunSpec:
+    """As `settled`, written into the run folder where that changed it."""
+    found = settled(launcher, spec)
+    if found != spec:
+        write_text(folder.spec_file, found.to_json())
+    return found
+
+
+def scale(launcher: Launcher, spec: RunSpec, links: Links) -> float:
+    """How many times faster the GPU multiplies than a rank of this job, to three digits."""
+    from hocket.catalogue.hardware import gpu
+
+    rates: list[float] = []
+
+    def hear(event: dict[str, Any]) -> None:
+        if event["event"] == "rate":
+            rates.append(event["rate"])
+
+    layout, workload = spec.layout, spec.workload
+    rows = workload.global_batch // layout.dp // (layout.microbatches or 1)
+    hidden = spec.config.get("hidden_size") or spec.config.get("n_embd") or 256
+    launcher.run(
+        "hocket.jobs.links:measure",
+        layout.world_size,
+        {
+            "tokens": min(rows * workload.seq_len, 4096),
+            "hidden": int(hidden),
+            "tp": layout.tp,
+            "dtype": workload.dtype,
+            "seconds": SECONDS,
+        },
+        hear,
+    )
+    share = min(1.0, _cores() / (layout.world_size * spec.options.threads))
+    mine = statistics.median(rates) * share
+    return float(f"{ACHIEVED * gpu(links.gpu).flops['bf16'] / mine:.3g}")
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def measure(context: RankContext, payload: dict[str, Any]) -> None:
+    """In each rank: emit the rate of products like a layer's, operations/s.
+
+    The ninth decile of single products, so that what else runs on the machine does not count.
+    """
+    import time
+
+    import torch
+
+    dtype = torch.bfloat16 if payload["dtype"] == "bf16" else torch.float32
+    tokens, hidden = payload["tokens"], payload["hidden"]
+    width = max(1, 4 * hidden // payload["tp"])
+    rows = torch.randn(tokens, hidden, dtype=dtype)
+    weight = torch.randn(hidden, width, dtype=dtype)
+    rows @ weight
+    rates: list[float] = []
+    end = time.perf_counter() + payload["seconds"]
+    while (begin := time.perf_counter()) < end or not rates:
+        rows @ weight
+        rates.append(2.0 * tokens * hidden * width / (time.perf_counter() - begin))
+    quiet = statistics.quantiles(rates, n=10)[-1] if len(rates) > 1 else rates[0]
+    context.emit({"event": "rate", "rate": quiet})
