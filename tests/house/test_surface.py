@@ -26,6 +26,7 @@ TRAINING = {
     "dropout", "tokenizer", "vocab_size", "text_field", "held_out", "eval_every", "eval_batches",
     "save_every", "resume", "timeline_step", "device", "backend", "threads", "bucket_mb",
     "compile", "attention", "tensorboard", "trust_remote_code", "timeout",
+    "links", "memory_per_rank",
 }  # fmt: skip
 
 FLAGS = {
