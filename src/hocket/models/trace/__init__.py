@@ -15,6 +15,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from hocket.models import skeleton
@@ -34,11 +35,17 @@ _STYLES = {
     "experts": "expert",
 }
 
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
 _cache: dict[str, ModelShape] = {}
 
 
 def trace(
-    model: Mapping[str, Any] | nn.Module | Any, *, name: str = "", dropout: float | None = None
+    model: Mapping[str, Any] | nn.Module | Any,
+    *,
+    name: str = "",
+    dropout: float | None = None,
+    dtype: str = "bf16",
 ) -> ModelShape:
     """The shape of a causal language model.
 
@@ -46,6 +53,8 @@ def trace(
         model: a Hugging Face configuration (dictionary or object), or a model that carries one.
         name: what the shape is called; its model type if not given.
         dropout: overrides every dropout probability; None: as configured.
+        dtype: of weights and activations, `bf16` or `fp32`. Rows of the view `eager` hold the
+            bytes of that very type (an element is two of them still); `fused` ones are of bf16.
 
     Returns:
         its shape; the same configuration is traced once in a process.
@@ -60,10 +69,10 @@ def trace(
         config = skeleton.config_of(values.to_dict(), dropout=dropout)
     if not hasattr(config, "num_hidden_layers"):  # a model of text and images: its text part
         config = config.get_text_config()
-    text = json.dumps([config.to_dict(), name], sort_keys=True, default=str)
+    text = json.dumps([config.to_dict(), name, dtype], sort_keys=True, default=str)
     key = hashlib.sha256(text.encode()).hexdigest()
     if key not in _cache:
-        _cache[key] = _shape(run(config), name or str(config.model_type))
+        _cache[key] = _shape(run(config, _DTYPES[dtype]), name or str(config.model_type))
     return _cache[key]
 
 

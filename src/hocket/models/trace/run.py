@@ -35,8 +35,10 @@ class Run:
     leaves: frozenset[str]
 
 
-def run(config: Any) -> Run:
+def run(config: Any, dtype: torch.dtype = torch.bfloat16) -> Run:
     """Build the model on fake tensors (real sizes, no memory) and run what differs once.
+
+    `dtype` is that of its weights: what a model casts to fp32 and back costs nothing in fp32.
 
     Raises:
         ModelError: the model cannot be built, keeps its layers in no single list, or does
@@ -44,7 +46,7 @@ def run(config: Any) -> Run:
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake:
-        model = skeleton.build(config, dtype=torch.bfloat16, device="cpu").train()
+        model = skeleton.build(config, dtype=dtype, device="cpu").train()
     name, layers = _layers(model, int(config.num_hidden_layers))
     kinds = _kinds(layers)
     picked = sorted(set(kinds))

@@ -1,0 +1,113 @@
+"""Links: what messages and collectives take between the ranks of a machine that was measured.
+
+A measured collective is three things to a rank: what it gives (its copy into shared memory), the
+way (the others' waking), what it takes (reading what the others gave). With more ranks than cores
+the measured seconds hold the others' turns as well; a rank's own share of the cores is its work.
+"""
+
+from __future__ import annotations
+
+import math
+
+from hocket.cost.measured_rates import between
+from hocket.spec.measured import Curve, Measured
+from hocket.spec.step_prices import Collective
+
+GIVEN = 1 / 3
+"""Of a collective's work, what is done before the others can go on: one copy in; summing or
+reading out is two (one read from each of two slots and one write)."""
+
+SENT = 1 / 2
+"""Of a message's work: one copy in, one copy out."""
+
+ASLEEP = 1 / 2
+"""Of the smallest message's time, what is the sleepers' waking; the rest is the ranks' own work."""
+
+
+class Links:
+    """Seconds of communication on one machine.
+
+    Args:
+        measured: of the machine.
+        backend: `shm`, `gloo` or `nccl`.
+    """
+
+    def __init__(self, measured: Measured, backend: str = "shm") -> None:
+        self.measured = measured
+        self.backend = backend
+        self.notes: list[str] = []
+        self._cores = measured.host.cores if measured.device == "cpu" else 0
+
+    def collective(self, name: str, axis: str, nbytes: int, ranks: int) -> Collective | None:
+        """One collective over `ranks` ranks; None for one rank alone."""
+        if ranks < 2:
+            return None
+        operation = "all-reduce" if name in ("all-reduce", "barrier") else name
+        return self._priced((name, axis, nbytes), operation, ranks)
+
+    def message(self, nbytes: int) -> Collective:
+        """One message to a neighbouring stage."""
+        return self._priced(("send", "pp", nbytes), "send", 2)
+
+    def _priced(self, what: tuple[str, str, int], operation: str, ranks: int) -> Collective:
+        name, axis, nbytes = what
+        given = SENT if operation == "send" else GIVEN
+        curve = self._curve(operation, ranks)
+        if curve is None:
+            self._note(f"{operation} over {ranks} ranks was not measured by {self.backend}: free")
+            return Collective(name=name, axis=axis, bytes=nbytes, give=0.0, wait=0.0, take=0.0)
+        points = list(zip(map(float, curve.sizes), curve.seconds, strict=True))
+        size = float(nbytes)
+        if curve.ranks != ranks:
+            # As much again for every other rank whose part has to be read.
+            size *= ranks / curve.ranks
+        whole = between(points, max(size, 1.0))
+        asleep = min(ASLEEP * points[0][1], whole)
+        work = whole - asleep
+        if self._cores and curve.world > self._cores:
+            turns = curve.world / self._cores
+            work, asleep = whole / turns, 0.0
+        if self.measured.device != "cpu":  # copy engines work, and no rank shares them
+            work, asleep = 0.0, whole
+        return Collective(
+            name=name,
+            axis=axis,
+            bytes=nbytes,
+            give=given * work,
+            wait=asleep,
+            take=(1 - given) * work,
+        )
+
+    def _curve(self, operation: str, ranks: int) -> Curve | None:
+        """The curve of so many ranks alone on the machine, or of the nearest number."""
+        known = [
+            c
+            for c in self.measured.curves
+            if c.operation == operation and c.backend == self.backend and c.sizes
+        ]
+        if not known and operation != "all-reduce":
+            known = [
+                c
+                for c in self.measured.curves
+                if c.operation == "all-reduce" and c.backend == self.backend
+            ]
+            if known:
+                self._note(f"{operation} was not measured by {self.backend}; priced as all-reduce")
+        if not known:
+            return None
+
+        def far(curve: Curve) -> tuple[float, float, int]:
+            apart = abs(math.log2(curve.ranks / ranks))
+            # One group alone says most; several at once hold each other's turns.
+            return apart, abs(math.log2(curve.world / curve.ranks)), curve.world
+
+        found = min(known, key=far)
+        if found.ranks != ranks:
+            self._note(
+                f"{operation} over {ranks} ranks was not measured; scaled from {found.ranks}"
+            )
+        return found
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)

@@ -1,0 +1,252 @@
+"""A whole step's prices on a machine that was measured: ModelShape x Layout x batch to StepPrices.
+
+The model's shape must be traced in the type it is trained in (`trace(config, dtype=...)`): what is
+cast to fp32 and back in bf16 is no work at all in fp32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from hocket.cost.communication import Step, bucket_bytes, communication
+from hocket.cost.measured_links import Links
+from hocket.cost.measured_rates import BYTES, Rates
+from hocket.cost.measured_stage import (
+    GRADIENT_BYTES,
+    Microbatch,
+    local,
+    saved_bytes,
+    stage_blocks,
+    stage_seconds,
+    weights,
+)
+from hocket.cost.share import StageShare
+from hocket.spec.cut import choose_cut, stage_layers
+from hocket.spec.layout import Layout
+from hocket.spec.model_shape import ModelShape, Weight
+from hocket.spec.run import Workload
+from hocket.spec.schedule import Schedule
+from hocket.spec.step_prices import Collective, RankStep, StageStep, StepPrices
+
+LOOP_CALLS = 60
+"""Small operations that a step takes beside the model: the batch, the gradients' clearing, what
+the loop reads and reports; as many as `training.loop` runs."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is priced.
+
+    Attributes:
+        shape: of the model, traced in `workload.dtype`. layout: with its microbatches.
+        schedule: of the layout's pipeline ranks. bucket_mb: of gradients. clip: whether the norm
+            is computed and gradients are scaled.
+    """
+
+    shape: ModelShape
+    layout: Layout
+    workload: Workload
+    schedule: Schedule
+    bucket_mb: float = 25.0
+    clip: bool = True
+
+    @property
+    def microbatches(self) -> int:
+        """Of one data rank."""
+        return self.layout.microbatches or 1
+
+    @property
+    def microbatch(self) -> Microbatch:
+        """What one forward is given."""
+        return Microbatch(
+            batch=self.workload.global_batch // self.layout.dp // self.microbatches,
+            sequence=self.workload.seq_len,
+            tp=self.layout.tp,
+            dp=self.layout.dp,
+        )
+
+    @property
+    def element_bytes(self) -> int:
+        """Of weights and activations."""
+        return BYTES[self.workload.dtype]
+
+    @property
+    def hidden_bytes(self) -> int:
+        """What stages and tensor ranks send each other."""
+        return self.microbatch.tokens * self.shape.hidden * self.element_bytes
+
+    def blocks(self, stage: int) -> list[str]:
+        """The kinds of the blocks of one stage, in order."""
+        bounds = self.bounds()
+        last = stage == len(bounds) - 1
+        return stage_blocks(self.shape, stage_layers(bounds, stage), stage == 0, last)
+
+    def bounds(self) -> tuple[int, ...]:
+        """Layers per stage, cut as the runtime cuts: a layer costs its parameters."""
+        shape, number = self.shape, self.schedule.num_stages
+        if number == 1:
+            return (len(shape.layers),)
+        return choose_cut(
+            self.layout.cut,
+            len(shape.layers),
+            number,
+            layer_costs=[float(shape.blocks[kind].num_parameters) for kind in shape.layers],
+            after_cost=float(shape.blocks["head"].num_parameters),
+        )
+
+    def share(self, stage: int) -> StageShare:
+        """What a tensor rank holds of a stage, as far as it makes it communicate."""
+        blocks, tp = self.blocks(stage), self.layout.tp
+        held = weights(self.shape, blocks)
+        forward = backward = 0
+        split_loss = False
+        for kind in blocks if tp > 1 else ():
+            block = self.shape.blocks[kind]
+            forward += sum(p.split == "row" for p in block.products)
+            backward += len({p.input or p.name for p in block.products if p.split == "column"})
+            if kind == "embedding":
+                forward += any(w.split == "vocab" for w in block.weights)
+            if kind == "head" and any(p.split == "vocab" for p in block.products):
+                backward += 1
+                split_loss = True
+        return StageShare(
+            stage=stage,
+            forward_sums=forward,
+            backward_sums=backward,
+            split_loss=split_loss,
+            gradient_bytes=tuple(local(w, tp) * GRADIENT_BYTES for w in held),
+            partial_bytes=_partial(held, tp),
+            tied_bytes=self._tied(blocks),
+        )
+
+    def _tied(self, blocks: Sequence[str]) -> tuple[int, ...]:
+        if not self.shape.tied or self.schedule.num_stages == 1:
+            return ()
+        ends = [self.shape.blocks[kind].weights for kind in blocks if kind in ("embedding", "head")]
+        other = {w.name for kind in ("embedding", "head") for w in self.shape.blocks[kind].weights}
+        both = [
+            w
+            for w in self.shape.blocks["head"].weights
+            if w.name in {e.name for e in self.shape.blocks["embedding"].weights} & other
+        ]
+        return tuple(local(w, self.layout.tp) * GRADIENT_BYTES for w in both) if ends else ()
+
+    def communication(self) -> list[list[dict[str, Any]]]:
+        """By rank: every collective of one step, as the runtime counts them."""
+        step = Step(
+            seq_len=self.workload.seq_len,
+            microbatch_size=self.microbatch.batch,
+            num_microbatches=self.microbatches,
+            hidden_size=self.shape.hidden,
+            element_bytes=self.element_bytes,
+            counts_tokens=False,
+            bucket_bytes=self.bucket_mb * 1e6,
+        )
+        place = self.schedule.stage_ranks
+        shares = [self.share(stage) for stage in range(len(place))]
+        found = []
+        for rank in range(self.layout.world_size):
+            here = self.layout.coordinate(rank)["pp"]
+            held = [share for share, owner in zip(shares, place, strict=True) if owner == here]
+            found.append(communication(self.layout, rank, step, held, place))
+        return found
+
+
+def _partial(held: Sequence[Weight], tp: int) -> dict[str, int]:
+    """Key/value heads that several tensor ranks hold: their gradients are summed once a step."""
+    found: dict[str, int] = {}
+    for weight in held:
+        units = max(1, weight.units)
+        if weight.split == "column" and 1 < units < tp:
+            axis = "tp" if units == 1 else f"tp_copies{tp // units}"
+            found[axis] = found.get(axis, 0) + local(weight, tp) * GRADIENT_BYTES
+    return found
+
+
+def step_prices(job: Job, rates: Rates, links: Links) -> StepPrices:
+    """The prices of everything that a step does."""
+    layout, place = job.layout, job.schedule.stage_ranks
+    stages = tuple(_stage(job, number, rates, links) for number in range(len(place)))
+    ranks = tuple(
+        _rank(job, [s for s, owner in enumerate(place) if owner == index], rates, links)
+        for index in range(layout.pp)
+    )
+    one_replica = layout.pp * layout.cp * layout.tp
+    return StepPrices(
+        stages=stages,
+        ranks=ranks,
+        loss=links.collective("all-reduce", "world", 4, layout.world_size),
+        norm=links.collective("all-reduce", "model", 4, one_replica) if job.clip else None,
+    )
+
+
+def _stage(job: Job, stage: int, rates: Rates, links: Links) -> StageStep:
+    blocks, share, tp = job.blocks(stage), job.share(stage), job.layout.tp
+    seconds = stage_seconds(job.shape, blocks, job.microbatch, rates)
+    one = links.collective("all-reduce", "tp", job.hidden_bytes, tp)
+    forward: list[Collective] = [one] * share.forward_sums if one else []
+    backward: list[Collective] = [one] * share.backward_sums if one else []
+    if share.split_loss:
+        found = links.collective("all-gather", "tp", tp * 2 * job.microbatch.tokens * 4, tp)
+        forward += [found] if found else []
+    dp = [
+        links.collective("all-reduce", "dp", nbytes, job.layout.dp)
+        for nbytes in bucket_bytes(share.gradient_bytes, job.bucket_mb * 1e6)
+    ]
+    last = stage == job.schedule.num_stages - 1
+    return StageStep(
+        forward=seconds.forward,
+        input=seconds.input,
+        weight=seconds.weight,
+        first_weight=seconds.first_weight,
+        forward_collectives=tuple(forward),
+        backward_collectives=tuple(backward),
+        message=None if last else links.message(job.hidden_bytes),
+        reductions=tuple(bucket for bucket in dp if bucket is not None),
+        activation_bytes=saved_bytes(job.shape, blocks, job.microbatch, job.element_bytes)
+        + (0 if last else job.hidden_bytes),
+    )
+
+
+def _rank(job: Job, stages: Sequence[int], rates: Rates, links: Links) -> RankStep:
+    layout, place = job.layout, job.schedule.stage_ranks
+    held = [w for stage in stages for w in weights(job.shape, job.blocks(stage))]
+    elements = sum(local(w, layout.tp) for w in held)
+    gradients = float(elements * GRADIENT_BYTES)
+    sums: list[Collective | None] = []
+    ends = [stage for stage in stages if stage in (0, len(place) - 1)]
+    if ends and place[0] != place[-1]:
+        sums += [
+            links.collective("all-reduce", "embedding", nbytes, 2)
+            for nbytes in job.share(ends[0]).tied_bytes
+        ]
+    for stage in stages:
+        for axis, nbytes in job.share(stage).partial_bytes.items():
+            ranks = layout.tp if axis == "tp" else int(axis.removeprefix("tp_copies"))
+            sums.append(links.collective("all-reduce", axis, nbytes, ranks))
+    loop = LOOP_CALLS * rates.call("add")
+    # The norm reads every gradient; clipping, where it happens, rewrites them.
+    norm = rates.streams(gradients, len(held)) + rates.streams(2 * gradients, len(held))
+    return RankStep(
+        before=loop / 2,
+        sums=tuple(one for one in sums if one is not None),
+        norm=norm if job.clip else 0.0,
+        optimizer=rates.update(elements, len(held)),
+        after=loop / 2,
+    )
+
+
+def resident_bytes(job: Job, index: int) -> dict[str, int]:
+    """Bytes that a pipeline rank holds all the time: `parameters`, `gradients`, `optimizer`."""
+    stages = [s for s, owner in enumerate(job.schedule.stage_ranks) if owner == index]
+    held = [w for stage in stages for w in weights(job.shape, job.blocks(stage))]
+    elements = sum(local(w, job.layout.tp) for w in held)
+    masters = 0 if job.element_bytes == GRADIENT_BYTES else 4 * elements
+    return {
+        "parameters": elements * job.element_bytes,
+        "gradients": elements * GRADIENT_BYTES,
+        # Two moments, a step's number for each tensor, and masters of what is not fp32.
+        "optimizer": 8 * elements + 4 * len(held) + masters,
+    }

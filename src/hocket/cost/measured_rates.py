@@ -1,0 +1,176 @@
+"""Rates: what one operation takes on a machine that was measured, at sizes that were not.
+
+    product     the rate of the nearest measured products of the same form, weighted by how near
+                their m, n and k are in doublings
+    memory      the time of the nearest measured working sets, straight between them in doublings
+    kernels     time for each unit of work (attention: B heads S^2 d; loss: tokens x vocabulary),
+                between the nearest shapes
+
+Everything is in a processor's seconds of a rank that is alone on its machine.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+
+from hocket.spec.errors import OptionError
+from hocket.spec.measured import Kernel, Measured, Product
+
+NEAREST = 6
+STEEPNESS = 4
+"""Neighbours that a product's rate is taken from, and the power of their nearness."""
+
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+class Rates:
+    """Seconds of operations, from what was measured.
+
+    Args:
+        measured: of the machine.
+        dtype: `fp32` or `bf16`, of weights and activations.
+
+    Raises:
+        OptionError: not even products were measured.
+    """
+
+    def __init__(self, measured: Measured, dtype: str = "fp32") -> None:
+        self.measured = measured
+        self.dtype = dtype
+        self.notes: list[str] = []
+        self._products: dict[str, list[Product]] = {}
+        known = {p.dtype for p in measured.products}
+        if not known:
+            raise OptionError("no matrix product was measured", hint="hocket probe")
+        taken = dtype if dtype in known else ("fp32" if "fp32" in known else sorted(known)[0])
+        if taken != dtype:
+            self.notes.append(f"{dtype} products were not measured; priced as {taken}")
+        for product in measured.products:
+            if product.dtype == taken:
+                self._products.setdefault(product.form, []).append(product)
+        self._streams = _points(measured, "add") or _points(measured, "copy")
+        self._dispatch = {d.operation: d for d in measured.dispatch}
+        self._seconds: dict[tuple[str, int, int, int], float] = {}
+
+    # --- products --------------------------------------------------------------------------
+
+    def product(self, form: str, m: int, n: int, k: int) -> float:
+        """Seconds of one product [m, n] over k."""
+        key = (form, m, n, k)
+        if key not in self._seconds:
+            self._seconds[key] = self._product(*key)
+        return self._seconds[key]
+
+    def _product(self, form: str, m: int, n: int, k: int) -> float:
+        if min(m, n, k) <= 0:
+            return 0.0
+        known = self._products.get(form) or next(iter(self._products.values()))
+        wanted = _doublings((m, n, k))
+        near = sorted((math.dist(wanted, _doublings((p.m, p.n, p.k))), p.rate) for p in known)
+        if near[0][0] < 1e-9:
+            return 2.0 * m * n * k / near[0][1]
+        weights = [(1 / distance**STEEPNESS, rate) for distance, rate in near[:NEAREST]]
+        total = sum(weight for weight, _ in weights)
+        rate = math.exp(sum(w * math.log(r) for w, r in weights) / total)
+        return 2.0 * m * n * k / rate
+
+    # --- memory ----------------------------------------------------------------------------
+
+    def stream(self, nbytes: float) -> float:
+        """Seconds of one operation that reads and writes so many bytes together."""
+        if nbytes <= 0 or not self._streams:
+            return 0.0
+        return between(self._streams, nbytes)
+
+    def streams(self, nbytes: float, calls: float) -> float:
+        """Seconds of `calls` operations of so many bytes together."""
+        return calls * self.stream(nbytes / calls) if calls else 0.0
+
+    # --- overheads -------------------------------------------------------------------------
+
+    def recorded(self, operation: str) -> float:
+        """What autograd adds to one small operation of a forward, in seconds."""
+        found = self._dispatch.get(operation)
+        return max(0.0, found.recorded - found.forward) if found else 0.0
+
+    def call(self, operation: str) -> float:
+        """One small operation with autograd, forward."""
+        found = self._dispatch.get(operation)
+        return found.recorded if found else 0.0
+
+    def backward(self, operation: str) -> float:
+        """The share of one small operation in the backward."""
+        found = self._dispatch.get(operation)
+        return found.backward if found else 0.0
+
+    # --- kernels and optimizer -------------------------------------------------------------
+
+    def kernel(self, name: str, shape: Sequence[int]) -> tuple[float, float] | None:
+        """(forward, backward) seconds of a kernel; None where it was not measured."""
+        known = [k for k in self.measured.kernels if k.name == name]
+        same = [k for k in known if k.dtype == self.dtype] or known
+        if not same:
+            return None
+        wanted = _doublings(shape)
+        near = sorted(same, key=lambda k: math.dist(wanted, _doublings(k.shape)))[:3]
+        first = math.dist(wanted, _doublings(near[0].shape))
+        if first < 1e-9:
+            return near[0].forward, near[0].backward
+        found = []
+        for field in ("forward", "backward"):
+            total = amount = 0.0
+            for one in near:
+                weight = 1 / math.dist(wanted, _doublings(one.shape)) ** STEEPNESS
+                total += weight
+                amount += weight * math.log(max(getattr(one, field), 1e-12) / _units(one))
+            found.append(math.exp(amount / total) * _work(name, shape))
+        return found[0], found[1]
+
+    def update(self, elements: int, tensors: int) -> float:
+        """Seconds of one AdamW step."""
+        points = sorted((u.elements, u.seconds) for u in self.measured.updates if u.name == "adamw")
+        if not points or not elements:
+            return self.streams(28.0 * elements, max(1, tensors))
+        return between(points, elements)
+
+
+def between(points: Sequence[tuple[float, float]], size: float) -> float:
+    """Seconds of `size` from (size, seconds) points: straight in doublings between two of them.
+
+    Below the first the time stays; above the last it grows with the size.
+    """
+    ordered = sorted(points)
+    if size <= ordered[0][0]:
+        return ordered[0][1]
+    if size >= ordered[-1][0]:
+        return ordered[-1][1] * size / ordered[-1][0]
+    for (low, fast), (high, slow) in itertools.pairwise(ordered):
+        if size <= high:
+            share = (math.log(size) - math.log(low)) / (math.log(high) - math.log(low))
+            return math.exp(math.log(fast) + share * (math.log(slow) - math.log(fast)))
+    raise AssertionError(size)
+
+
+def _points(measured: Measured, operation: str) -> list[tuple[float, float]]:
+    return [(float(s.bytes), s.seconds) for s in measured.streams if s.operation == operation]
+
+
+def _doublings(sizes: Iterable[int]) -> tuple[float, ...]:
+    return tuple(math.log2(size) for size in sizes)
+
+
+def _units(kernel: Kernel) -> float:
+    return _work(kernel.name, kernel.shape)
+
+
+def _work(name: str, shape: Sequence[int]) -> float:
+    """What a kernel's time grows with."""
+    if name == "attention":
+        batch, heads, sequence, width = shape
+        return float(batch * heads * sequence * sequence * width)
+    if name == "embedding":
+        tokens, vocabulary, hidden = shape
+        return float(tokens * hidden + vocabulary * hidden)
+    return float(math.prod(shape))

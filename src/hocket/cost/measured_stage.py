@@ -1,0 +1,251 @@
+"""A stage on a measured machine: seconds of its forward and backward for one microbatch.
+
+Operation by operation, as the model's own code runs without a compiler:
+
+    products      x W^T forward; g W for the input and g^T x for the weight backward
+    attention     one flash kernel each way
+    the rest      one call each, of so many bytes
+    gradients     added to those of the microbatch before, or copied into their bucket
+
+Legend: B rows of a microbatch, S sequence, T = B S tokens, t tensor ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from hocket.cost.measured_rates import BYTES, Rates
+from hocket.spec.model_shape import (
+    Attention,
+    BlockShape,
+    MatrixProduct,
+    MemoryBound,
+    ModelShape,
+    Saved,
+    Weight,
+)
+
+GRADIENT_BYTES = 4
+"""Of an element: gradients are summed in fp32."""
+
+TIMED = ("eager",)
+KEPT = ("eager", "both")
+"""Views of rows that an uncompiled model has."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Seconds:
+    """A processor's seconds of one microbatch: F, I, W, and what W takes more in a step's first."""
+
+    forward: float = 0.0
+    input: float = 0.0
+    weight: float = 0.0
+    first_weight: float = 0.0
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(
+            forward=self.forward + other.forward,
+            input=self.input + other.input,
+            weight=self.weight + other.weight,
+            first_weight=self.first_weight + other.first_weight,
+        )
+
+    def times(self, count: int) -> Seconds:
+        """As often."""
+        return Seconds(
+            forward=self.forward * count,
+            input=self.input * count,
+            weight=self.weight * count,
+            first_weight=self.first_weight * count,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Microbatch:
+    """What one forward is given: B rows of S tokens, on t tensor ranks of d replicas."""
+
+    batch: int
+    sequence: int
+    tp: int = 1
+    dp: int = 1
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return self.batch * self.sequence
+
+
+def local(weight: Weight, tp: int) -> int:
+    """Elements of a weight that the fullest tensor rank holds."""
+    if weight.split == "outside" or tp == 1:
+        return weight.elements
+    units = max(1, weight.units)
+    return weight.elements // units * max(1, -(-units // tp))
+
+
+def stage_blocks(shape: ModelShape, layers: Iterable[int], first: bool, last: bool) -> list[str]:
+    """The kinds of the blocks of one stage, in order."""
+    found = ["embedding"] if first else []
+    found += [shape.layers[index] for index in layers]
+    return found + (["head"] if last else [])
+
+
+def weights(shape: ModelShape, blocks: Iterable[str]) -> list[Weight]:
+    """The parameters of a stage in the order of use; a tied one once."""
+    found: dict[str, Weight] = {}
+    for number, kind in enumerate(blocks):
+        for weight in shape.blocks[kind].weights:
+            ends = kind in ("embedding", "head")
+            found.setdefault(weight.name if ends else f"{number}.{weight.name}", weight)
+    return list(found.values())
+
+
+def stage_seconds(
+    shape: ModelShape, blocks: Iterable[str], microbatch: Microbatch, rates: Rates
+) -> Seconds:
+    """Of all blocks of a stage."""
+    kinds = list(blocks)
+    total = Seconds()
+    for kind in dict.fromkeys(kinds):
+        total += block_seconds(shape.blocks[kind], microbatch, rates).times(kinds.count(kind))
+    return total + _gradients(weights(shape, kinds), microbatch, rates)
+
+
+def block_seconds(block: BlockShape, microbatch: Microbatch, rates: Rates) -> Seconds:
+    """Of one block, without its gradients' accumulation."""
+    total = Seconds()
+    for product in block.products:
+        total += _product(product, block, microbatch, rates)
+    for attention in block.attention:
+        total += _attention(attention, microbatch, rates)
+    loss = block.kind == "head"
+    for row in block.unfused:
+        if row.view in TIMED and not (loss and row.split == "vocab"):
+            total += _memory_bound(row, microbatch, rates)
+    if loss:
+        total += _loss(block, microbatch, rates)
+    if block.kind == "embedding":
+        total += _embedding(block, microbatch, rates)
+    modules = len(block.products) + len(block.memory_bound)
+    return total + Seconds(forward=modules * rates.call("module"))
+
+
+def _product(
+    product: MatrixProduct, block: BlockShape, microbatch: Microbatch, rates: Rates
+) -> Seconds:
+    tp = microbatch.tp
+    share = _share(product, block, tp)
+    n = max(1, round(product.n * (share if product.split in ("column", "vocab") else 1)))
+    k = max(1, round(product.k * (share if product.split == "row" else 1)))
+    rows = max(1, round(microbatch.tokens * product.count / product.groups))
+    overhead = rates.call("linear"), rates.backward("linear")
+    one = Seconds(
+        forward=rates.product("nt", rows, n, k),
+        input=rates.product("nn", rows, k, n),
+        weight=rates.product("tn", n, k, rows),
+    ).times(product.groups)
+    return one + Seconds(forward=overhead[0], input=overhead[1] / 2, weight=overhead[1] / 2)
+
+
+def _share(product: MatrixProduct, block: BlockShape, tp: int) -> float:
+    """The part of a product's split side that a tensor rank has."""
+    if tp == 1 or product.split == "outside":
+        return 1.0
+    own = next((w for w in block.weights if w.name.startswith(f"{product.name}.")), None)
+    if own is None or own.split == "outside":
+        return 1.0 / tp
+    return local(own, tp) / own.elements
+
+
+def _attention(core: Attention, microbatch: Microbatch, rates: Rates) -> Seconds:
+    heads = core.heads if core.split == "outside" else max(1, core.heads // microbatch.tp)
+    shape = (microbatch.batch, heads, microbatch.sequence, core.head_dim)
+    known = rates.kernel("attention", shape)
+    if known is None:  # as its four products, forward two
+        b, s = microbatch.batch * heads, microbatch.sequence
+        forward = b * 2 * rates.product("nn", s, s, core.head_dim)
+        return Seconds(forward=forward, input=2.5 * forward)
+    forward, backward = known
+    seen = _seen(core, microbatch.sequence)
+    return Seconds(forward=forward * seen, input=backward * seen)
+
+
+def _seen(core: Attention, sequence: int) -> float:
+    """Of the positions that a causal kernel looks at, those within a window."""
+    if core.window is None or core.window >= sequence:
+        return 1.0
+    return min(1.0, core.window * (2 * sequence - core.window) / sequence**2)
+
+
+def _memory_bound(row: MemoryBound, microbatch: Microbatch, rates: Rates) -> Seconds:
+    split = microbatch.tp if row.split in ("inside", "vocab", "column", "row") else 1
+    # Elements are of 16 bits, whatever they stand for.
+    forward = 2.0 * row.forward * microbatch.tokens / split
+    backward = 2.0 * row.backward * microbatch.tokens / split
+    return Seconds(
+        forward=rates.streams(forward, row.kernels) + row.kernels * rates.recorded("add"),
+        input=rates.streams(backward, row.backward_kernels) + row.kernels * rates.backward("add"),
+    )
+
+
+def _loss(block: BlockShape, microbatch: Microbatch, rates: Rates) -> Seconds:
+    """The runtime's own cross-entropy, over this rank's part of the vocabulary."""
+    head = max(block.products, key=lambda p: p.n)
+    rows = max(1, round(head.n * _share(head, block, microbatch.tp)))
+    known = rates.kernel("cross-entropy", (microbatch.tokens, rows))
+    if known is None:
+        nbytes = float(microbatch.tokens * rows * BYTES[rates.dtype])
+        return Seconds(forward=rates.streams(6 * nbytes, 3), input=rates.streams(2 * nbytes, 1))
+    return Seconds(forward=known[0], input=known[1])
+
+
+def _embedding(block: BlockShape, microbatch: Microbatch, rates: Rates) -> Seconds:
+    total = Seconds()
+    for weight in block.weights:
+        if weight.split != "vocab" and weight.units <= 1:
+            continue
+        rows = max(1, weight.units)
+        width = max(1, weight.elements // rows)
+        held = max(1, local(weight, microbatch.tp) // width)
+        known = rates.kernel("embedding", (microbatch.tokens, held, width))
+        if known is not None:
+            total += Seconds(forward=known[0], input=known[1])
+        else:
+            read = 2.0 * microbatch.tokens * width * BYTES[rates.dtype]
+            dense = float(held * width * GRADIENT_BYTES)
+            total += Seconds(forward=rates.stream(read), input=rates.stream(read + dense))
+    return total
+
+
+def _gradients(held: list[Weight], microbatch: Microbatch, rates: Rates) -> Seconds:
+    """Adding to the gradients of the microbatches before; the first are taken as they come, or
+    copied into the bucket that is summed over the replicas."""
+    sizes = [local(w, microbatch.tp) * GRADIENT_BYTES for w in held]
+    added = sum(rates.stream(3.0 * size) for size in sizes)
+    copied = sum(rates.stream(2.0 * size) for size in sizes) if microbatch.dp > 1 else 0.0
+    calls = len(sizes) * rates.backward("add")
+    return Seconds(weight=added + calls, first_weight=copied - added)
+
+
+def saved_bytes(
+    shape: ModelShape, blocks: Iterable[str], microbatch: Microbatch, element_bytes: int
+) -> int:
+    """What a stage holds of one microbatch from forward to backward."""
+    total = 0.0
+    for kind in blocks:
+        block = shape.blocks[kind]
+        for row in block.saved:
+            if row.view in KEPT and not (kind == "head" and row.split == "vocab"):
+                total += _bytes(row, microbatch)
+        if kind == "head":  # the logits, which the loss overwrites by their gradient
+            head = max(block.products, key=lambda p: p.n)
+            rows = head.n * _share(head, block, microbatch.tp)
+            total += rows * element_bytes * microbatch.tokens
+    return round(total)
+
+
+def _bytes(row: Saved, microbatch: Microbatch) -> float:
+    split = microbatch.tp if row.split in ("inside", "vocab", "column", "row") else 1
+    square = microbatch.sequence if row.square else 1
+    return row.bytes * microbatch.tokens * square / split

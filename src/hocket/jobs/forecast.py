@@ -1,0 +1,264 @@
+"""The forecast of a training job on this machine, written into its run folder.
+
+    RunSpec -> ModelShape (traced once for each architecture and kept) x Measured (hocket probe)
+        -> forecast.json, timeline.predicted.json
+
+Where the machine was measured before, the forecast is there before the first step. Where it was
+not, a run whose layout was given is not held up: the machine is measured when the run has ended.
+No failure to foretell anything fails a run: forecast.json then says why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import hocket
+from hocket.spec.errors import HocketError, OptionError
+from hocket.spec.forecast import Forecast
+from hocket.spec.layout import Layout
+from hocket.spec.measured import Measured
+from hocket.spec.model_shape import ModelShape
+from hocket.spec.run import RunFolder, RunSpec, write_text
+from hocket.spec.schedule import Schedule
+from hocket.spec.timeline import Timeline
+from hocket.spec.units import parse_bytes
+
+if TYPE_CHECKING:
+    from hocket.launch import Launcher, RankContext
+    from hocket.planning.machine_forecast import Machine
+
+Told = tuple[Forecast, Timeline | None]
+
+
+def forecast(spec: RunSpec, cluster: str = "auto", *, launcher: Launcher | None = None) -> Forecast:
+    """What a run will take; `why` says why nothing could be foretold.
+
+    Args:
+        spec: of the run, its layout with microbatches.
+        cluster: `auto` (this machine, as measured before) or the file that `hocket probe` wrote.
+        launcher: whose ranks may trace a model; None: one is started if the trace is not kept.
+    """
+    return told(spec, measurements(cluster), launcher=launcher)[0]
+
+
+def told(
+    spec: RunSpec,
+    measured: Measured | None,
+    *,
+    launcher: Launcher | None = None,
+    schedule: Schedule | None = None,
+) -> Told:
+    """The forecast and the predicted Timeline of one step. Never raises for what cannot be told."""
+    from hocket.planning.machine_forecast import forecast as foretell
+
+    layout = str(spec.layout)
+    if measured is None:
+        return Forecast.none(layout, "this machine was not measured; hocket probe does"), None
+    try:
+        machine = machine_of(spec, measured)
+        shape = shape_of(spec, launcher)
+        return foretell(
+            shape,
+            spec.layout,
+            spec.workload,
+            machine,
+            schedule=schedule,
+            bucket_mb=spec.options.bucket_mb,
+            clip=True,
+        )
+    except HocketError as error:
+        return Forecast.none(layout, error.message), None
+
+
+def write(folder: RunFolder, found: Told) -> None:
+    """forecast.json and, where there is one, timeline.predicted.json."""
+    write_text(folder.forecast_file, found[0].to_json())
+    if found[1] is not None:
+        write_text(predicted_timeline_file(folder), found[1].to_json())
+
+
+def predicted_timeline_file(folder: RunFolder) -> Path:
+    """Where the predicted Timeline of a run lies."""
+    return folder.path / "timeline.predicted.json"
+
+
+def read(folder: RunFolder) -> Told | None:
+    """What was foretold of a run; None where its folder holds nothing of the kind."""
+    try:
+        found = Forecast.from_json(folder.forecast_file.read_text())
+    except FileNotFoundError:
+        return None
+    file = predicted_timeline_file(folder)
+    return found, Timeline.from_json(file.read_text()) if file.exists() else None
+
+
+# --- the machine ---------------------------------------------------------------------------------
+
+
+def measurements(cluster: str = "auto") -> Measured | None:
+    """What was measured of this machine; None where nothing is kept.
+
+    Raises:
+        OptionError: a file that cannot be read or holds no measurements.
+    """
+    from hocket.jobs import machine
+
+    found = machine.kept() if cluster == machine.AUTO else machine.cluster(cluster)
+    return None if found is None else found.measured
+
+
+def machine_of(spec: RunSpec, measured: Measured) -> Machine:
+    """The machine as a run uses it.
+
+    Raises:
+        OptionError: it was measured on another kind of device.
+    """
+    from hocket.launch.launcher import cuda_shows
+    from hocket.planning.machine_forecast import Machine
+
+    options = spec.options
+    device = options.device if options.device != "auto" else ("cuda" if cuda_shows() else "cpu")
+    if measured.device != device:
+        raise OptionError(f"the machine was measured on {measured.device}, the run is on {device}")
+    capacity = 0 if options.memory_per_rank is None else int(parse_bytes(options.memory_per_rank))
+    return Machine(
+        measured=measured,
+        backend=backend_of(options.backend, measured),
+        name=measured.host.name,
+        capacity=capacity,
+    )
+
+
+def backend_of(asked: str, measured: Measured) -> str:
+    """The backend that `auto` comes to: NCCL on CUDA, shared memory where it was measured."""
+    if asked != "auto":
+        return asked
+    if measured.device == "cuda":
+        return "nccl"
+    known = {curve.backend for curve in measured.curves}
+    return "shm" if "shm" in known or not known else sorted(known)[0]
+
+
+# --- the model -----------------------------------------------------------------------------------
+
+
+def shape_of(spec: RunSpec, launcher: Launcher | None = None) -> ModelShape:
+    """The model's shape in the type it is trained in, traced by a rank and kept.
+
+    Raises:
+        ModelError: it cannot be traced.
+    """
+    file = _cache_file(spec)
+    known = _read(file)
+    if known is not None:
+        return known
+    if launcher is None:
+        from hocket.launch import Launcher as Started
+
+        with Started("cpu", 1) as started:
+            found = _traced(started, spec)
+    else:
+        found = _traced(launcher, spec)
+    _write(file, found)
+    return found
+
+
+def _traced(launcher: Launcher, spec: RunSpec) -> ModelShape:
+    heard: list[dict[str, Any]] = []
+    launcher.run(
+        "hocket.jobs.forecast:main",
+        1,
+        {
+            "config": spec.config,
+            "dtype": spec.workload.dtype,
+            "dropout": spec.options.dropout,
+            "model": spec.model,
+        },
+        lambda event: heard.append(event) if event["event"] == "shape" else None,
+        startup_timeout=300.0,
+    )
+    event = heard[-1]
+    if "error" in event:
+        raise OptionError(event["error"])
+    return ModelShape.from_json(event["shape"])
+
+
+def main(context: RankContext, payload: dict[str, Any]) -> None:
+    """In one rank: trace the model and emit its shape, or why that cannot be done."""
+    from hocket.models.trace import trace
+
+    try:
+        name = os.path.basename(payload["model"])
+        found = trace(
+            payload["config"], name=name, dropout=payload["dropout"], dtype=payload["dtype"]
+        )
+        context.emit({"event": "shape", "shape": found.to_json()})
+    except HocketError as error:
+        context.emit({"event": "shape", "error": error.message})
+
+
+def _cache_file(spec: RunSpec) -> Path:
+    from importlib.metadata import version
+
+    versions = [hocket.__version__, *(version(name) for name in ("transformers", "torch"))]
+    key = json.dumps(
+        [spec.config, spec.workload.dtype, spec.options.dropout, versions],
+        sort_keys=True,
+        default=str,
+    )
+    name = f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(home).expanduser() / "hocket" / "shapes" / name
+
+
+def _read(file: Path) -> ModelShape | None:
+    try:
+        return ModelShape.from_json(json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError, KeyError):  # none yet, or of another version
+        return None
+
+
+def _write(file: Path, shape: ModelShape) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_text(file, json.dumps(shape.to_json()))
+    except OSError:
+        return  # a cache that cannot be written only costs the next run its second
+
+
+# --- choosing ------------------------------------------------------------------------------------
+
+
+def chosen(
+    spec: RunSpec, measured: Measured, given: Iterable[str], *, launcher: Launcher | None = None
+) -> Told:
+    """The forecast of the best layout that this machine runs and that keeps what was given.
+
+    Args:
+        spec: its layout holds what the user gave beside `--layout auto`.
+        given: the names of those fields.
+
+    Raises:
+        HocketError: the model cannot be traced, or nothing fits.
+    """
+    from hocket.planning.machine_forecast import candidates, choose
+
+    machine = machine_of(spec, measured)
+    shape = shape_of(spec, launcher)
+    names = set(given) & {f.name for f in dataclasses.fields(Layout)}
+    most = max([measured.host.cores, *(c.world for c in measured.curves)])
+    if measured.device == "cuda":
+        most = max(1, len(measured.devices))
+
+    def keeps(layout: Layout) -> bool:
+        return all(getattr(layout, name) == getattr(spec.layout, name) for name in names)
+
+    found = [layout for layout in candidates(shape, spec.workload, most) if keeps(layout)]
+    options = spec.options
+    return choose(shape, spec.workload, machine, found, bucket_mb=options.bucket_mb)

@@ -1,0 +1,284 @@
+"""A whole training step of every rank of a machine, played: Schedule x StepPrices to Timeline.
+
+    batch | F and B of the schedule, sums over tp inside, messages between | gradients over dp |
+    ties | loss | norm, clip | optimizer | next step
+
+Ranks are those of the world, not of one pipeline: replicas and tensor ranks compute at the same
+time, and share the cores where there are fewer of them. As in `runtime`, a collective that is
+begun early (a bucket of gradients) gives its part at once and takes the others' when it is waited
+for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+from hocket.simulation.processors import (
+    Await,
+    Begin,
+    End,
+    Pause,
+    Post,
+    Slowdown,
+    Step,
+    Work,
+    alone,
+    play,
+)
+from hocket.spec.layout import Layout
+from hocket.spec.schedule import (
+    BACKWARD,
+    FORWARD,
+    INPUT,
+    RECEIVES,
+    SEND_F,
+    SENDS,
+    WEIGHT,
+    Action,
+    Schedule,
+)
+from hocket.spec.step_prices import Collective, StageStep, StepPrices
+from hocket.spec.timeline import Timeline
+
+MODEL_AXES = ("pp", "cp", "tp")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlayedStep:
+    """What a played step came to.
+
+    Attributes:
+        timeline: of one step that all ranks begin together, as a recorded step does.
+        seconds: of a step among others: ranks that end early begin the next one.
+        activation_bytes: by rank, the most that microbatches hold at once.
+    """
+
+    timeline: Timeline
+    seconds: float
+    activation_bytes: tuple[int, ...]
+
+
+def play_step(
+    schedule: Schedule, layout: Layout, prices: StepPrices, slowdown: Slowdown = alone
+) -> PlayedStep:
+    """Play one step of every rank.
+
+    Args:
+        schedule: lowered and valid, of the layout's pipeline ranks.
+        prices: of every stage and rank.
+        slowdown: how many times longer each of n working ranks takes.
+
+    Raises:
+        ScheduleError: the schedule never ends.
+    """
+    writer = _Writer(schedule, layout, prices)
+    world = layout.world_size
+    events = play([list(writer.step(rank, 0)) for rank in range(world)], slowdown)
+    timeline = Timeline.of("predicted", world, (e for e in events if e.kind != "step"))
+    several = 3
+    lines = [[s for n in range(several) for s in writer.step(r, n)] for r in range(world)]
+    ends = [e.end for e in play(lines, slowdown) if e.kind == "step" and e.rank == 0]
+    return PlayedStep(
+        timeline=timeline,
+        seconds=(ends[-1] - ends[0]) / (several - 1),
+        activation_bytes=tuple(held(schedule, prices, layout.coordinate(r)["pp"])
+                               for r in range(world)),
+    )  # fmt: skip
+
+
+def held(schedule: Schedule, prices: StepPrices, rank: int) -> int:
+    """The most bytes that microbatches hold at once on one pipeline rank."""
+    now = most = 0
+    for action in schedule.ranks[rank]:
+        for part in action.parts or (action,):
+            stage = prices.stages[part.stage]
+            if part.kind == FORWARD:
+                now += stage.activation_bytes
+            if part.kind in (FORWARD, BACKWARD, INPUT):
+                most = max(most, now + stage.peak_bytes)
+            if part.kind in (BACKWARD, WEIGHT):
+                now -= stage.activation_bytes
+    return most
+
+
+class _Writer:
+    """Writes the lines of ranks, step by step."""
+
+    def __init__(self, schedule: Schedule, layout: Layout, prices: StepPrices) -> None:
+        self.schedule = schedule
+        self.layout = layout
+        self.prices = prices
+
+    def step(self, rank: int, number: int) -> Iterator[Step]:
+        """One step of one rank of the world."""
+        where = self.layout.coordinate(rank)
+        index = where["pp"]
+        mine = self.prices.ranks[index]
+        dp = self.layout.group(rank, "dp")
+        stages = self.schedule.stages_of(index)
+        yield Begin("step")
+        yield Work(mine.before)
+        counts = itertools.count()
+        first = set(stages)
+        for action in self.schedule.ranks[index]:
+            for part in action.parts or (action,):
+                yield from self._action(part, rank, number, counts, first)
+        pending = [
+            (("dp", number, stage, at), one)
+            for stage in stages
+            for at, one in enumerate(self.prices.stages[stage].reductions)
+        ]
+        # A pipeline's schedule says when a stage's gradients are ready; without that, they are now.
+        for key, one in pending:
+            yield from _give(one, (key, dp))
+        for key, one in pending:
+            yield from _take(one, (key, dp), len(dp))
+            yield End((key, dp), _fields(one))
+        for at, one in enumerate(mine.sums):
+            yield from _collective(one, ("sum", number, at), self._ranks(rank, one.axis))
+        world = tuple(range(self.layout.world_size))
+        if self.prices.loss is not None:
+            yield from _collective(self.prices.loss, ("loss", number), world)
+        yield Work(mine.norm)
+        if self.prices.norm is not None:
+            yield from _collective(self.prices.norm, ("norm", number), self._ranks(rank, "model"))
+        yield from _span(Work(mine.optimizer), kind="optimizer", name="optimizer")
+        yield Work(mine.after)
+        yield End("step", {"lane": "compute", "kind": "step", "name": str(number)})
+
+    def _ranks(self, rank: int, axis: str) -> tuple[int, ...]:
+        """The ranks that one axis of the mesh joins with `rank`."""
+        where = self.layout.coordinate(rank)
+        if axis == "embedding":
+            ends = sorted({self.schedule.stage_ranks[0], self.schedule.stage_ranks[-1]})
+            return tuple(self.layout.rank({**where, "pp": i}) for i in ends)
+        if axis in ("dp", "pp", "cp", "tp"):
+            return self.layout.group(rank, axis)
+        if axis == "model":
+            sizes = [range(self.layout.degree(a)) for a in MODEL_AXES]
+            places = itertools.product(*sizes)
+            return tuple(
+                sorted(
+                    self.layout.rank({**where, **dict(zip(MODEL_AXES, p, strict=True))})
+                    for p in places
+                )
+            )
+        return tuple(range(self.layout.world_size))
+
+    def _action(
+        self, action: Action, rank: int, number: int, counts: Iterator[int], first: set[int]
+    ) -> Iterator[Step]:
+        stage = self.prices.stages[action.stage]
+        fields = {"stage": action.stage, "microbatch": action.microbatch}
+        if action.kind in (FORWARD, BACKWARD, INPUT, WEIGHT):
+            seconds, inside = _compute(stage, action.kind)
+            if action.kind in (BACKWARD, WEIGHT) and action.stage in first:
+                first.discard(action.stage)
+                seconds = max(0.0, seconds + stage.first_weight)
+            name = str(action)
+            yield Begin(name)
+            tp = self.layout.group(rank, "tp")
+            for one in inside:
+                yield Work(seconds / (len(inside) + 1))
+                yield from _collective(one, ("tp", number, next(counts)), tp)
+            yield Work(seconds / (len(inside) + 1))
+            yield End(name, {"lane": "compute", "kind": action.kind, "name": name, **fields})
+        elif action.kind in SENDS or action.kind in RECEIVES:
+            yield from self._message(action, rank, number, fields)
+
+    def _message(
+        self, action: Action, rank: int, number: int, fields: dict[str, int | None]
+    ) -> Iterator[Step]:
+        # What crosses between two stages is priced by the first of them, both ways.
+        one = self.prices.stages[min(action.stage, action.peer_stage)].message
+        assert one is not None, action
+        fields = {**fields, "bytes": one.bytes}
+        sends = action.kind in SENDS
+        forward = action.kind in (SEND_F, "RECV_F")
+        where = self.layout.coordinate(rank)
+        place = tuple(index for axis, index in where.items() if axis != "pp")
+        target = action.peer_stage if sends else action.stage
+        key = ("message", number, place, forward, target, action.microbatch)
+        name = str(action)
+        yield Begin(name)
+        if sends:
+            yield Work(one.give)
+            yield Post(key)
+        else:
+            yield Await(key)
+            yield Pause(one.wait)
+            yield Work(one.take)
+        yield End(
+            name,
+            {"lane": "communication", "kind": action.kind, "name": name, "axis": "pp", **fields},
+        )
+
+
+def _compute(stage: StageStep, kind: str) -> tuple[float, tuple[Collective, ...]]:
+    if kind == FORWARD:
+        return stage.forward, stage.forward_collectives
+    if kind == WEIGHT:
+        return stage.weight, ()
+    return (stage.backward if kind == BACKWARD else stage.input), stage.backward_collectives
+
+
+def _span(work: Work, *, kind: str, name: str) -> Iterator[Step]:
+    yield Begin(name)
+    yield work
+    yield End(name, {"lane": "compute", "kind": kind, "name": name})
+
+
+def _fields(one: Collective) -> dict[str, str | int]:
+    return {
+        "lane": "communication",
+        "kind": one.name,
+        "name": f"{one.name} {one.axis}",
+        "axis": one.axis,
+        "bytes": one.bytes,
+    }
+
+
+def _give(one: Collective, key: tuple[object, tuple[int, ...]]) -> Iterator[Step]:
+    yield Begin(key)
+    yield Work(one.give)
+    yield Post(key)
+
+
+def _take(one: Collective, key: tuple[object, tuple[int, ...]], ranks: int) -> Iterator[Step]:
+    yield Await(key, ranks)
+    yield Pause(one.wait)
+    yield Work(one.take)
+
+
+def _collective(one: Collective, name: object, ranks: tuple[int, ...]) -> Iterator[Step]:
+    key = (name, ranks)
+    yield from _give(one, key)
+    yield from _take(one, key, len(ranks))
+    yield End(key, _fields(one))
+
+
+def exposed(timeline: Timeline) -> dict[str, float]:
+    """Axis to seconds of communication in which its rank computes nothing, averaged over ranks.
+
+    What lies inside of a compute span, as the sums over tp do, counts: nothing is computed then.
+    A span that overlaps with one of compute that began before it on the same rank and ends after
+    it is such a one; what merely runs beside (a bucket under way) is not.
+    """
+    found: dict[str, float] = {}
+    for rank in range(timeline.num_ranks):
+        events = [e for e in timeline.events if e.rank == rank]
+        busy = [e for e in events if e.lane == "compute"]
+        for event in events:
+            if event.lane != "communication":
+                continue
+            hidden = 0.0
+            for span in busy:
+                if span.start <= event.start and event.end <= span.end:
+                    hidden = 0.0  # inside: nothing else is done
+                    break
+                hidden += max(0.0, min(span.end, event.end) - max(span.start, event.start))
+            axis = event.axis or "pp"
+            found[axis] = found.get(axis, 0.0) + max(0.0, event.end - event.start - hidden)
+    return {axis: seconds / timeline.num_ranks for axis, seconds in sorted(found.items())}

@@ -1,0 +1,108 @@
+"""Forecast: what a run will take on the very machine it runs on, said before it starts.
+
+forecast.json             this, or why there is none
+timeline.predicted.json   the Timeline of one step
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from hocket.spec.errors import RunFolderError
+
+KINDS = ("parameters", "gradients", "optimizer", "activations")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """A layout that was weighed, the chosen one among them.
+
+    Attributes:
+        layout: text form. step_seconds: of a step. memory: bytes of the fullest rank.
+        bubble: as `Timeline.bubble`. fits: whether `memory` is what a rank may hold.
+        chosen: whether it is the one that runs. reason: why it cannot be, where it cannot.
+    """
+
+    layout: str
+    step_seconds: float = 0.0
+    memory: int = 0
+    bubble: float = 0.0
+    fits: bool = True
+    chosen: bool = False
+    reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """What one layout is expected to give.
+
+    Attributes:
+        layout: text form, with its microbatches.
+        why: empty, or why nothing could be foretold; then the numbers are 0 and the rest empty.
+        step_seconds: of a step among others. tokens_per_second: of all ranks.
+        bubble, idle: as those of `Timeline`.
+        memory: for each rank, bytes by kind (`parameters`, `gradients`, `optimizer`,
+            `activations`) and their `total`.
+        peak_bytes: the totals alone.
+        exposed: axis to seconds of communication beside which nothing is computed, of an average
+            rank and step.
+        compute, communication: seconds of a step that an average rank spends in either.
+        collectives: of all ranks in one step: rows of name, axis, phase, count, bytes.
+        alternatives: what else was weighed, best first, where hocket weighed several.
+        capacity: bytes that a rank may hold; 0 if unknown. links: axis to what it runs over.
+        cluster: what it is for; measured: when it was probed, and how.
+        notes: what had to be assumed.
+    """
+
+    layout: str
+    why: str = ""
+    step_seconds: float = 0.0
+    tokens_per_second: float = 0.0
+    bubble: float = 0.0
+    idle: float = 0.0
+    memory: tuple[dict[str, int], ...] = ()
+    exposed: dict[str, float] = dataclasses.field(default_factory=dict)
+    compute: float = 0.0
+    communication: float = 0.0
+    collectives: tuple[dict[str, Any], ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
+    capacity: int = 0
+    links: dict[str, str] = dataclasses.field(default_factory=dict)
+    cluster: str = ""
+    measured: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def known(self) -> bool:
+        """Whether anything was foretold."""
+        return not self.why
+
+    @property
+    def peak_bytes(self) -> tuple[int, ...]:
+        """Bytes at the worst moment, by rank."""
+        return tuple(row["total"] for row in self.memory)
+
+    @classmethod
+    def none(cls, layout: str, why: str) -> Forecast:
+        """No forecast, and why."""
+        return cls(layout=layout, why=why)
+
+    def to_json(self) -> str:
+        """A JSON form with an exact inverse; `peak_bytes` is written for readers."""
+        data = dataclasses.asdict(self)
+        return json.dumps({**data, "peak_bytes": list(self.peak_bytes)}, indent=1, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Forecast:
+        """The inverse of `to_json`. Raises RunFolderError for what is no forecast."""
+        try:
+            data = json.loads(text)
+            data.pop("peak_bytes", None)
+            data["alternatives"] = tuple(Alternative(**one) for one in data["alternatives"])
+            for name in ("memory", "collectives", "notes"):
+                data[name] = tuple(data[name])
+            return cls(**data)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise RunFolderError(f"forecast.json cannot be read: {error}") from None
