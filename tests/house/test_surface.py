@@ -44,6 +44,7 @@ FLAGS = {
         "global_batch", "seed", "attention", "device", "backend", "threads", "trust_remote_code",
         "json",
     },
+    "tour": {"lang", "stops", "out", "backend", "json"},
     "generate": {
         "model", "prompt", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "dtype",
         "tokenizer", "attention", "device", "backend", "threads", "trust_remote_code", "json",
@@ -55,6 +56,7 @@ FLAGS = {
         "explain", "emit", "precision", "stack", "json",
     },
     "validate": {"table", "rows", "json"},
+    "probe": {"quick", "out", "device", "svg", "json"},
     "schedule": {*LAYOUT, "text", "json"},
     "models": {"json"},
 }  # fmt: skip

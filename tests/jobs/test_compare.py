@@ -169,7 +169,7 @@ def test_an_unknown_sweep_names_the_nearest(capsys: pytest.CaptureFixture[str]) 
 def test_ranks_together_make_an_outcome() -> None:
     rank = {
         "step_seconds": 0.2, "processor_seconds": 0.1, "memory": [{"total": 1}],
-        "events": [], "collectives": [
+        "layers": 2, "events": [], "collectives": [
             {"name": "send", "axis": "pp", "phase": "microbatch", "count": 1, "bytes": 8}
         ],
     }  # fmt: skip

@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from hocket.jobs.prepare import spec_of
 from hocket.jobs.request import Request
@@ -96,7 +96,7 @@ def compare(
     workload = request.workload
     known = ways(asked.devices, asked.microbatches, workload.global_batch)
     runs = chosen(asked.wanted, known)
-    with _Bench(request, asked) as bench:
+    with Bench(request, asked) as bench:
         if on_way is not None:
             on_way("the reference: one process, plain transformers")
         bench.reference()
@@ -108,7 +108,7 @@ def compare(
     return Comparison(
         model=request.model,
         tokens=workload.global_batch * workload.seq_len,
-        cores=_cores(),
+        cores=cores(),
         input_work=asked.input_work,
         outcomes=tuple(outcomes),
     )
@@ -129,7 +129,7 @@ def sweep(
         message, hint = unknown("sweep", axis, SWEEPS)
         raise OptionError(message, hint=hint)
     points = []
-    with _Bench(request, dataclasses.replace(asked, input_work=0.0)) as bench:
+    with Bench(request, dataclasses.replace(asked, input_work=0.0)) as bench:
         for at, way, layers in _points(request, asked, axis, bench.source):
             if on_way is not None:
                 on_way(f"{axis} {at}: {way.title}")
@@ -163,8 +163,11 @@ def _points(
             yield layers, Way(name=name, title=title, layout=layout), layers
 
 
-class _Bench:
-    """A warm launcher, the model, and a folder for what one process computed."""
+class Bench:
+    """A warm launcher, the model, and a folder for what one process computed.
+
+    A context: ways run inside it, one after the other.
+    """
 
     def __init__(self, request: Request, asked: Asked) -> None:
         from hocket.launch import joined
@@ -187,7 +190,7 @@ class _Bench:
         self.loops = _loops(asked.input_work) if asked.input_work > 0 else 0
         self._reference: str | None = None
 
-    def __enter__(self) -> _Bench:
+    def __enter__(self) -> Self:
         from hocket.launch import Launcher
 
         options = self.request.options
@@ -202,6 +205,11 @@ class _Bench:
 
     def __exit__(self, *_: object) -> None:
         self._open.close()
+
+    @property
+    def referred(self) -> bool:
+        """Whether the reference has been computed."""
+        return self._reference is not None
 
     def reference(self) -> None:
         """What one process computes, with plain transformers and torch."""
@@ -235,7 +243,7 @@ class _Bench:
             "steps": self.request.options.steps,
             "loops": self.loops,
         }
-        if self._reference is not None:
+        if self._reference is not None and layers is None:
             payload |= {"reference": self._reference, "checked": CHECKED}
         found = self._launch("hocket.training.compare:main", layout.world_size, payload)
         (event,) = (e for e in found if e["event"] == "way")
@@ -276,6 +284,7 @@ def outcome(way: Way, event: dict[str, Any]) -> Outcome:
         bubble=timeline.bubble,
         memory=tuple(row for rank in ranks for row in rank["memory"]),
         collectives=tuple(_total([rank["collectives"] for rank in ranks])),
+        layers=tuple(rank["layers"] for rank in ranks),
         equal=equal,
         worst=worst,
     )
@@ -325,5 +334,6 @@ def _seconds_of(loops: int) -> float:
     return max(1e-6, time.thread_time() - began)
 
 
-def _cores() -> int:
+def cores() -> int:
+    """Processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -38,6 +38,7 @@ class Outcome:
         bubble: share of the recorded step's pipeline span without compute.
         memory: of each rank (of each replica, under threads): bytes by kind, and their total.
         collectives: of all ranks in one step: rows of name, axis, phase, count, bytes.
+        layers: of the model, held by each rank.
         equal: whether losses, gradients and values are those of one process; None if not asked.
         worst: the largest difference found, relative to what is allowed.
         predicted: the same names (`step_seconds`, `idle`, `bubble`, `peak_bytes`) as forecast
@@ -53,6 +54,7 @@ class Outcome:
     bubble: float = 0.0
     memory: tuple[dict[str, int], ...] = ()
     collectives: tuple[dict[str, Any], ...] = ()
+    layers: tuple[int, ...] = ()
     equal: bool | None = None
     worst: float | None = None
     predicted: dict[str, float] = dataclasses.field(default_factory=dict)

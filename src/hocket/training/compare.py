@@ -156,7 +156,17 @@ class _Way:
             "memory": [row.to_json() for row in rows],
             "events": [dataclasses.asdict(event) for event in mesh.recorder.timeline_events()],
             "collectives": mesh.recorder.collectives(),
+            "layers": self._layers(),
         }
+
+    def _layers(self) -> int:
+        """How many of the model's layers this rank holds parameters of."""
+        stages = self.job.plan.stages
+        if stages is None:
+            return 0
+        prefix = f"{stages.layers}."
+        names = (name for name in self.job.parallel.placements if name.startswith(prefix))
+        return len({name.removeprefix(prefix).split(".")[0] for name in names})
 
     def timed(self, steps: int, *, loops: int = 0) -> dict[str, Any]:
         """Median seconds of a step, and this process's processor seconds."""

@@ -1,0 +1,63 @@
+"""`hocket tour`: a guided walk through the kinds of parallelism, each claim tested here."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import tyro
+
+from hocket.cli.flags import File, parse
+
+Names = Annotated[tuple[str, ...], tyro.conf.arg(metavar="STOP...")]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tour:
+    """Walk through the kinds of parallelism: a claim, its prediction, its measurement, a verdict.
+
+    Everything is run on this machine's processors as it is told. Exits 1 if a claim was not seen.
+
+    Attributes:
+        lang: en or ko.
+        stops: only these: threads processes layers microbatches columns half_layers three ...
+        out: write the tour as a Markdown page as well.
+        backend: `auto`, `shm` or `gloo`.
+        json: print one JSON object.
+    """
+
+    lang: str = "en"
+    stops: Names = ()
+    out: File = None
+    backend: str = "auto"
+    json: bool = False
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Walk. Returns 0 where every claim was seen to hold, else 1."""
+    flags = parse(Tour, "tour", arguments, Tour())
+    import json
+
+    from hocket.cli.terminal import terminal
+    from hocket.jobs.tour import STOPS, told, tour, written
+    from hocket.spec.tour import Stop
+
+    _, width = terminal()
+    numbers = {key: number for number, key in enumerate(flags.stops or STOPS, 1)}
+    told(None, 0, flags.lang)  # an unknown language is refused before anything runs
+
+    def show(stop: Stop) -> None:
+        if flags.json:
+            print(f"{stop.key} ...", file=sys.stderr, flush=True)
+        else:
+            print(told(stop, numbers[stop.key], flags.lang, width), flush=True)
+
+    found = tour(only=flags.stops, backend=flags.backend, on_stop=show)
+    if flags.json:
+        print(json.dumps([stop.to_json() for stop in found]))
+    if flags.out is not None:
+        written(flags.out, found, flags.lang)
+        print(f"{flags.out} written", file=sys.stderr)
+    return 0 if all(stop.verdict != "false" for stop in found) else 1

@@ -1,0 +1,116 @@
+"""A tour told: stops as text for a terminal and as Markdown for a page, in one of two languages."""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+import unicodedata
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any
+
+from hocket.spec.errors import OptionError, unknown
+from hocket.spec.tour import LANGUAGES, Stop
+from hocket.spec.units import format_seconds
+
+_PARTS = ("predicted", "measured")
+
+
+@functools.cache
+def words(language: str) -> dict[str, Any]:
+    """The sentences of a language. Raises OptionError for one that is not there."""
+    if language not in LANGUAGES:
+        message, hint = unknown("language", language, LANGUAGES)
+        raise OptionError(message, hint=hint)
+    file = resources.files("hocket.reporting") / "words" / f"tour.{language}.toml"
+    return tomllib.loads(file.read_text(encoding="utf-8"))
+
+
+def stop_text(stop: Stop, number: int, language: str = "en", width: int = 100) -> str:
+    """One stop for a terminal."""
+    said = words(language)
+    page = said["page"]
+    mine = _filled(stop, language)
+    lines = [f"{number}. {mine['title']}", "", *_wrapped(mine["claim"], width, "   ")]
+    label = max(_columns(page[part]) for part in (*_PARTS, "try", "verdict"))
+    lines.append("")
+    for part in _PARTS:
+        lines += _labelled(page[part], mine[part], label, width)
+    if stop.picture:
+        lines += ["", *(f"   {line}".rstrip() for line in stop.picture.splitlines()), ""]
+    lines += _labelled(page["verdict"], _verdict(stop, mine, said), label, width)
+    lines += _labelled(page["try"], stop.command, label, max(width, len(stop.command) + label + 6))
+    return "\n".join(lines)
+
+
+def page_markdown(stops: Sequence[Stop], cores: int, language: str = "en") -> str:
+    """All stops as one Markdown page."""
+    said = words(language)
+    page = said["page"]
+    parts = [f"# {page['title']}", page["intro"].strip().format(cores=cores)]
+    for number, stop in enumerate(stops, 1):
+        mine = _filled(stop, language)
+        parts.append(f"## {number}. {mine['title']}")
+        parts.append("\n".join(f"> {line}" for line in mine["claim"].splitlines()))
+        rows = [f"- **{page[part]}**: {mine[part]}" for part in _PARTS]
+        parts.append("\n".join(rows))
+        if stop.picture:
+            parts.append(f"```text\n{stop.picture}\n```")
+        parts.append(f"**{page['verdict']}**: {_verdict(stop, mine, said)}")
+        parts.append(f"{page['try']}:\n\n    {stop.command}")
+    parts.append(footer(stops, language))
+    return "\n\n".join(parts) + "\n"
+
+
+def footer(stops: Sequence[Stop], language: str = "en") -> str:
+    """How many stops there were and how long they took."""
+    seconds = format_seconds(sum(stop.seconds for stop in stops))
+    line: str = words(language)["page"]["footer"]
+    return line.format(count=len(stops), seconds=seconds)
+
+
+def bars(rows: Sequence[tuple[str, float, str]], width: int = 40) -> str:
+    """One bar a row: a label, a share of the longest bar from 0 to 1, and what to print after."""
+    label = max((len(name) for name, _, _ in rows), default=0)
+    return "\n".join(
+        f"{name:>{label}}  {'█' * max(0, round(width * share))} {after}".rstrip()
+        for name, share, after in rows
+    )
+
+
+def _filled(stop: Stop, language: str) -> dict[str, str]:
+    """A stop's sentences with its values in their places."""
+    said = words(language)["stops"][stop.key]
+    return {
+        name: sentence.strip() if name == "claim" else sentence.strip().format(**stop.values)
+        for name, sentence in said.items()
+    }
+
+
+def _verdict(stop: Stop, mine: dict[str, str], said: dict[str, Any]) -> str:
+    verdict: str = said["verdicts"][stop.verdict]
+    joint = " " if stop.verdict == "true_if" else ". "
+    return f"{verdict}{joint if stop.verdict != 'true_if' else ': '}{mine['because']}"
+
+
+def _labelled(label: str, text: str, room: int, width: int) -> list[str]:
+    first = f"   {label}{' ' * (room - _columns(label))}  "
+    rest = " " * (room + 5)
+    lines = _wrapped(text, width, rest)
+    return [first + lines[0].strip(), *lines[1:]]
+
+
+def _wrapped(text: str, width: int, indent: str) -> list[str]:
+    """Lines of at most `width` columns; an ideograph or a Hangul syllable takes two."""
+    lines, line = [], ""
+    for word in text.split():
+        longer = f"{line} {word}" if line else word
+        if line and _columns(indent + longer) > width:
+            lines.append(line)
+            longer = word
+        line = longer
+    return [indent + each for each in (*lines, line)]
+
+
+def _columns(text: str) -> int:
+    return sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)

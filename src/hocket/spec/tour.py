@@ -1,0 +1,43 @@
+"""Tour: claims about splitting a model, each with what was predicted and what was measured.
+
+A stop holds numbers, not sentences: the words come from one file for each language, so that a
+stop is run once and can be told in any of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+VERDICTS = ("true", "true_if", "units", "false")
+"""True; true under a condition that the text names; true once the units agree; not seen here."""
+
+LANGUAGES = ("en", "ko")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stop:
+    """One claim, tested.
+
+    Attributes:
+        key: its name, and that of its words.
+        command: what to type to test it oneself.
+        verdict: one of `VERDICTS`, decided by the numbers.
+        values: what the sentences leave open, formatted.
+        picture: a small drawing in text, of numbers only.
+        seconds: that testing it took.
+    """
+
+    key: str
+    command: str
+    verdict: str
+    values: dict[str, Any]
+    picture: str = ""
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        assert self.verdict in VERDICTS, self.verdict
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return dataclasses.asdict(self)

@@ -1,0 +1,79 @@
+"""The tour: every stop is run, predicts, measures and is told in two languages."""
+
+from __future__ import annotations
+
+import json
+import string
+from pathlib import Path
+
+import pytest
+
+from hocket.cli.main import main
+from hocket.jobs.tour import STOPS, columns, told
+from hocket.reporting.tour import page_markdown, words
+from hocket.spec.errors import OptionError
+from hocket.spec.tour import LANGUAGES, VERDICTS, Stop
+from tests.jobs.warm import warm  # noqa: F401  a fixture
+
+
+def test_both_languages_tell_the_same_stops_with_the_same_numbers() -> None:
+    english, korean = (words(language) for language in LANGUAGES)
+    assert list(english["stops"]) == list(korean["stops"])
+    assert set(STOPS) <= set(english["stops"])
+    assert set(english["verdicts"]) == set(korean["verdicts"]) == set(VERDICTS)
+    for key, stop in english["stops"].items():
+        for name, sentence in stop.items():
+            assert fields(sentence) == fields(korean["stops"][key][name]), (key, name)
+
+
+def fields(sentence: str) -> set[str]:
+    return {field for _, field, _, _ in string.Formatter().parse(sentence) if field}
+
+
+def test_an_unknown_stop_or_language_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tour", "--stops", "half_layer"]) == 2
+    assert "half_layers" in capsys.readouterr().err
+    with pytest.raises(OptionError, match="kor"):
+        told(None, 0, "kor")
+
+
+def test_the_split_by_columns_is_exact_and_by_rows_is_not() -> None:
+    stop = columns(None)  # type: ignore[arg-type]  needs nothing that runs
+    assert stop.verdict == "true"
+    assert float(stop.values["columns"]) < 1e-12 < float(stop.values["rows"])
+
+
+def test_a_stop_is_told_in_korean_within_the_width() -> None:
+    import unicodedata
+
+    text = told(columns(None), 5, "ko", 80)  # type: ignore[arg-type]
+    assert "판정" in text
+    for line in text.splitlines():
+        assert sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in line) <= 80, line
+
+
+def test_the_page_holds_every_stop() -> None:
+    stop = columns(None)  # type: ignore[arg-type]
+    page = page_markdown([stop, stop], 2)
+    assert page.count("## ") == 2
+    assert "hocket check tiny-llama --layout tp2" in page
+    assert "{" not in page
+
+
+@pytest.mark.ranks
+@pytest.mark.usefixtures("warm")
+@pytest.mark.timeout(240)
+def test_tour(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "tour.md"
+    code = main(
+        ["tour", "--stops", "threads", "columns", "half_layers", "three",
+         "--out", str(page), "--json"]
+    )  # fmt: skip
+    stops = [Stop(**row) for row in json.loads(capsys.readouterr().out)]
+    assert code == 0, stops
+    assert [stop.key for stop in stops] == ["threads", "columns", "half_layers", "three"]
+    assert all(stop.verdict == "true" for stop in stops)
+    assert stops[0].values["predicted"] == stops[0].values["measured"]
+    assert stops[2].values["measured"] == "4"
+    assert stops[3].values["measured"] == "25.0%"
+    assert "## 4." in page.read_text()
