@@ -23,11 +23,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": {"spec", "catalogue"},
     "runtime": {"spec"},
     "launch": {"spec"},
+    "probing": {"spec", "runtime"},
     "training": {"spec", "models", "runtime"},
     "serving": {"spec", "models", "runtime"},
     "jobs": {
         "spec", "catalogue", "schedules", "cost", "simulation", "reporting", "planning",
-        "models", "runtime", "launch", "training", "serving",
+        "models", "runtime", "launch", "probing", "training", "serving",
     },
     "cli": {"spec", "jobs"},
 }  # fmt: skip
@@ -39,11 +40,12 @@ OUTSIDE: dict[str, set[str]] = {
     "schedules": set(),
     "cost": {"numpy"},
     "simulation": {"numpy"},
-    "reporting": {"numpy", "rich"},
+    "reporting": {"numpy", "rich", "matplotlib"},
     "planning": {"numpy"},
     "models": {"torch", "transformers", "safetensors", "huggingface_hub", "numpy"},
     "runtime": {"torch", "numpy"},
     "launch": {"torch"},
+    "probing": {"torch", "numpy", "pynvml"},
     "training": {
         "torch", "numpy", "tokenizers", "transformers", "datasets", "pyarrow", "tensorboard",
     },

@@ -302,10 +302,7 @@ class Measured:
         found |= {"unknown": list(self.unknown), "catalogue": list(self.catalogue)}
         found["host"] = to_table(self.host)
         for name in _ROWS:
-            rows = getattr(self, name)
-            found[name] = [to_table(row) if name in _TABLES else to_row(row) for row in rows]
-        for table in found["curves"]:
-            table["lines"] = [to_row(line) for line in table["lines"]]
+            found[name] = to_rows(name, getattr(self, name))
         return found
 
     @classmethod
@@ -370,6 +367,17 @@ _ROWS: dict[str, type] = {
     "curves": Curve,
 }
 _TABLES = ("devices", "curves")
+
+
+def to_rows(name: str, values: Iterable[Any]) -> list[Any]:
+    """Some `products`, `streams` ... as plain values, as they stand in `Measured.to_dict`."""
+    if name not in _TABLES:
+        return [to_row(value) for value in values]
+    found = [to_table(value) for value in values]
+    for table in found:
+        if name == "curves":
+            table["lines"] = [to_row(line) for line in table["lines"]]
+    return found
 
 
 def fields_of(name: str) -> tuple[str, ...]:

@@ -1,0 +1,406 @@
+"""This machine as a Cluster: measured once and kept, for whoever asks for `auto`.
+
+cluster("auto")             what was measured here before, else a quick probe
+cluster("2x8xH100-SXM")     the catalogue's, or a TOML file
+require_here(cluster)       that its devices are on this machine, for what must run on it
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import importlib.util
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+
+import hocket
+from hocket.jobs.probe import Listener, Present, measure, present
+from hocket.spec.cluster import Cluster, Gpu, Link, Node
+from hocket.spec.errors import HocketError, OptionError
+from hocket.spec.measured import Measured
+from hocket.spec.run import write_text
+
+AUTO = "auto"
+PATIENCE = 120.0
+"""Seconds that `auto` waits for another probe of this machine."""
+
+
+def cluster(
+    text: str | os.PathLike[str],
+    *,
+    ranks: int | None = None,
+    device: str = "auto",
+    on_event: Listener | None = None,
+) -> Cluster:
+    """The cluster that a `--cluster` names.
+
+    Args:
+        text: `auto` is this machine: as it was probed before, else probed now in the quick form.
+            Anything else is a name of the catalogue or a TOML file.
+        ranks: as how many devices a CPU machine is looked at, cores or not. None: its cores.
+        device: of `auto`: `cpu`, `cuda`, or whichever it has.
+        on_event: as `jobs.probe.measure`.
+
+    Raises:
+        HocketError: what the caller can mend.
+    """
+    if str(text) == AUTO:
+        found = _auto(device, on_event)
+    else:
+        from hocket.catalogue.hardware import cluster as named
+
+        found = named(os.fspath(text))
+    return found.with_ranks(ranks) if ranks is not None and found.is_cpu else found
+
+
+def probe(
+    *, device: str = "auto", quick: bool = False, on_event: Listener | None = None
+) -> Cluster:
+    """Measure this machine now, and keep it for `auto`.
+
+    Raises:
+        HocketError: as `jobs.probe.measure`, or another probe is measuring.
+    """
+    here = present(device)
+    _require_torch()
+    with _alone(wait=0.0):
+        found = cluster_of(measure(device=device, quick=quick, on_event=on_event))
+        _keep(here, found)
+    return found
+
+
+def _auto(device: str, on_event: Listener | None) -> Cluster:
+    here = present(device)
+    kept = _kept(here)
+    if kept is not None:
+        return kept
+    _require_torch()
+    with _alone(wait=PATIENCE):
+        kept = _kept(here)  # by the one that was waited for
+        if kept is None:
+            kept = cluster_of(measure(device=device, quick=True, on_event=on_event))
+            _keep(here, kept)
+    return kept
+
+
+# --- what was measured becomes a cluster ----------------------------------------------------------
+
+
+def cluster_of(measured: Measured) -> Cluster:
+    """This machine as a cluster of one node.
+
+    On CPU a device is a core with its share of the memory. On CUDA a GPU is the catalogue's where
+    it is known, so that its rates are dense peaks as elsewhere; what was measured lies beside.
+    """
+    host = measured.host
+    if measured.device == "cuda" and measured.devices:
+        return _cuda(measured)
+    gpu = Gpu(
+        name=f"{host.cpu} core",
+        flops=_rates(measured),
+        memory=host.memory // host.cores,
+        usable=host.memory // host.cores,
+        bandwidth=_memory_rate(measured),
+        sms=1,
+        l2=next((size for size in reversed(host.caches) if size), 0),
+        source="hocket probe",
+    )
+    sends = [c for c in measured.curves if c.operation == "send" and c.ranks == c.world == 2]
+    rate = sends[0].lines[-1].rate if sends else gpu.bandwidth / 2
+    node = Node(
+        gpu=gpu,
+        num_gpus=host.cores,
+        link=Link(kind="shared-memory", bandwidth=rate, domain=host.cores),
+        pcie=0.0,
+        network=_network(),
+        nics=1,
+        host_memory=host.memory,
+        name="",
+        source=f"hocket probe, {measured.date}",
+    )
+    return Cluster(name=host.name, num_nodes=1, node=node, measured=measured)
+
+
+def _cuda(measured: Measured) -> Cluster:
+    from hocket.catalogue import hardware
+
+    first = measured.devices[0]
+    known: tuple[str, ...]
+    try:
+        gpu = hardware.gpu(first.name)
+        known = (f"{gpu.name}: rates of its data sheet, its price",)
+        gpu = dataclasses.replace(gpu, usable=min(gpu.usable, first.memory or gpu.usable))
+    except OptionError:
+        known = ()
+        gpu = Gpu(
+            name=first.name,
+            flops=_rates(measured),
+            memory=first.memory,
+            usable=first.memory,
+            bandwidth=_memory_rate(measured),
+            nvlink=first.nvlink,
+            source="hocket probe",
+        )
+    link = link_of(measured)
+    network = _network()
+    if not network:
+        known += ("the network cards: unknown, their rate is 0",)
+    node = Node(
+        gpu=gpu,
+        num_gpus=len(measured.devices),
+        link=link,
+        pcie=first.pcie_rate or 31.5e9,
+        network=network,
+        nics=max(1, len({nic for device in measured.devices for nic in device.nics})),
+        host_memory=measured.host.memory,
+        source=f"hocket probe, {measured.date}",
+    )
+    if not first.pcie_rate:
+        known += ("PCIe: 31.5 GB/s each way, 16 lanes of generation 4",)
+    measured = dataclasses.replace(measured, catalogue=(*measured.catalogue, *known))
+    return Cluster(name=measured.host.name, num_nodes=1, node=node, measured=measured)
+
+
+_LINK_RATE = {1: 20e9, 2: 25e9, 3: 25e9, 4: 25e9, 5: 50e9, 6: 100e9}
+"""Bytes/s each way of one NVLink by generation."""
+
+
+def link_of(measured: Measured) -> Link:
+    """The kind of link that NVML's facts amount to, with the rate of all links of a GPU."""
+    devices, pairs = measured.devices, measured.pairs
+    first, count = devices[0], len(devices)
+    rate = min((d.links for d in devices), default=0) * _LINK_RATE.get(first.nvlink, 0.0)
+    joined = [pair for pair in pairs if pair.links]
+    if joined and rate:
+        if all(device.switch for device in devices):
+            kind, domain = "nvswitch", count
+        elif len(joined) == len(pairs):
+            kind, domain = ("nvlink-pairs" if count == 2 else "nvlink-mesh"), count
+        elif all(sum(d.index in (p.first, p.second) for p in joined) <= 1 for d in devices):
+            kind, domain = "nvlink-pairs", 2
+        else:
+            kind, domain = "nvlink-mesh", count
+        return Link(kind=kind, bandwidth=rate, domain=domain, generation=first.nvlink)
+    if count == 1:
+        return Link(kind="none", bandwidth=0.0, domain=1)
+    switched = all(pair.path in ("PIX", "PXB") for pair in pairs) and bool(pairs)
+    pcie = min((d.pcie_rate for d in devices if d.pcie_rate), default=31.5e9)
+    return Link(kind="pcie-switch" if switched else "pcie", bandwidth=pcie, domain=count)
+
+
+def _rates(measured: Measured) -> dict[str, float]:
+    """The best rate of a product by precision."""
+    found: dict[str, float] = {}
+    for one in measured.products:
+        found[one.dtype] = max(_rounded(one.rate), found.get(one.dtype, 0.0))
+    if not found:
+        raise OptionError(
+            "no matrix product was measured, so that nothing can be priced here",
+            hint="hocket probe",
+        )
+    return found
+
+
+def _memory_rate(measured: Measured) -> float:
+    """Bytes/s of the largest stream, in no cache."""
+    if not measured.streams:
+        raise OptionError("no memory rate was measured", hint="hocket probe")
+    return _rounded(max(measured.streams, key=lambda one: one.bytes).rate)
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def _network() -> float:
+    from hocket.probing import network
+
+    return sum(card.rate for card in network.cards())
+
+
+# --- that it is this machine ----------------------------------------------------------------------
+
+
+def require_here(cluster: Cluster, *, ranks: int | None = None) -> None:
+    """That the devices of a measured cluster are on this machine, for what is to run on it.
+
+    A cluster that nobody measured (of the catalogue, or written by hand) promises nothing.
+
+    Args:
+        ranks: how many devices the run takes. None: all that were measured.
+
+    Raises:
+        OptionError: another machine, another kind of device, or fewer devices than were measured.
+    """
+    if cluster.measured is None:
+        return
+    told = cluster.measured
+    mend = "hocket probe --out FILE measures the machine as it is now"
+    here = present("auto" if told.device == "cuda" else "cpu")
+    if told.device == "cuda":
+        now, then = here.found.devices, told.devices
+        if here.kind != "cuda" or not now:
+            raise OptionError(
+                f"{cluster.name} was measured on {_count(len(then), then[0].name)}; "
+                "this machine shows no GPU that torch can use",
+                hint="--device cpu, or " + mend,
+            )
+        needed = len(then) if ranks is None else ranks
+        missing = [d for d in then[:needed] if d.name not in {n.name for n in now}]
+        if len(now) < needed or missing:
+            raise OptionError(
+                f"{cluster.name} was measured on {_count(len(then), then[0].name)} on "
+                f"{told.date[:10]}; this machine shows {_count(len(now), now[0].name)} now, "
+                f"and {needed} are needed",
+                hint=mend,
+            )
+        return
+    if (told.host.cpu, told.host.name) != (here.host.cpu, here.host.name):
+        raise OptionError(
+            f"{cluster.name} was measured on {told.host.name} ({told.host.cpu}); "
+            f"this is {here.host.name} ({here.host.cpu})",
+            hint=mend,
+        )
+    if here.host.cores < told.host.cores:
+        raise OptionError(
+            f"{cluster.name} was measured with {told.host.cores} cores on {told.date[:10]}; "
+            f"processes may use {here.host.cores} here now",
+            hint=mend,
+        )
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number} x {name}"
+
+
+# --- what is kept ---------------------------------------------------------------------------------
+
+
+def folder() -> Path:
+    """Where measurements of this user are kept."""
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(home).expanduser() / "hocket" / "probes"
+
+
+def kept_file(here: Present) -> Path:
+    """Where `auto` keeps this machine: another one, or other versions, have another file."""
+    host = dataclasses.replace(here.host, load=0.0)
+    devices = [dataclasses.astuple(one) for one in here.found.devices]
+    key = [here.kind, dataclasses.astuple(host), devices, _version("torch"), hocket.__version__]
+    digest = hashlib.sha256(json.dumps(key, default=str).encode()).hexdigest()[:24]
+    return folder() / f"{digest}.toml"
+
+
+def _kept(here: Present) -> Cluster | None:
+    from hocket.catalogue.hardware import cluster as named
+
+    try:
+        found = named(str(kept_file(here)))
+    except (HocketError, OSError):  # none yet, or one that was cut off: measure again
+        return None
+    return found if found.measured is not None else None
+
+
+def _keep(here: Present, found: Cluster) -> None:
+    from hocket.catalogue.hardware import to_toml
+
+    file = kept_file(here)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_text(file, to_toml(found))
+    except OSError:
+        return  # what cannot be kept is measured again
+
+
+@contextlib.contextmanager
+def _alone(wait: float) -> Iterator[None]:
+    """Two probes at once would measure each other: one at a time, of this user.
+
+    Raises:
+        OptionError: another one is measuring, and was not done within `wait` seconds.
+    """
+    try:
+        folder().mkdir(parents=True, exist_ok=True)
+        lock = open(folder() / "lock", "a+")  # noqa: SIM115  closed below, by the stack
+    except OSError:  # nowhere to keep anything: nobody to wait for
+        yield
+        return
+    with lock:
+        end = time.monotonic() + wait
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if time.monotonic() >= end:
+                    lock.seek(0)
+                    who = lock.read(32).strip() or "unknown"
+                    raise OptionError(
+                        f"another probe (process {who}) measures this machine; two at once would "
+                        "measure each other",
+                        hint="wait until it is done",
+                    ) from None
+                time.sleep(0.2)
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield
+
+
+def _require_torch() -> None:
+    if importlib.util.find_spec("torch") is None:
+        raise OptionError(
+            "measuring needs torch, which is not installed", hint="pip install 'hocket[train]'"
+        )
+
+
+def _version(package: str) -> str:
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    return ""
+
+
+# --- what the verb shows and writes ---------------------------------------------------------------
+
+
+def told(measured: Measured) -> str:
+    """What was measured, for the terminal."""
+    from hocket.reporting.measured import measured_text
+
+    return measured_text(measured)
+
+
+def writable(files: Sequence[str | os.PathLike[str]]) -> None:
+    """That each of these files can be written: asked before a minute is spent measuring.
+
+    Raises:
+        OptionError: a folder that is not there or does not let us, or a folder's own name.
+    """
+    for name in files:
+        path = Path(name)
+        if path.is_dir():
+            raise OptionError(f"{path} is a folder", hint=str(path / "cluster.toml"))
+        if not path.parent.is_dir():
+            raise OptionError(f"there is no folder {path.parent} to write {path.name} in")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise OptionError(f"{path} cannot be written")
+
+
+def save(found: Cluster, file: str | os.PathLike[str]) -> None:
+    """Write the file that every verb takes as `--cluster`."""
+    from hocket.catalogue.hardware import to_toml
+
+    write_text(Path(file), to_toml(found))
+
+
+def draw(measured: Measured, file: str | os.PathLike[str]) -> None:
+    """Write the topology as SVG."""
+    from hocket.reporting.topology import svg
+
+    write_text(Path(file), svg(measured))

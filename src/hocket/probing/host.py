@@ -1,0 +1,159 @@
+"""Host: cores, caches, memory and load of this machine, as a process of ours may use them.
+
+Read from /proc and /sys, of Linux; what is not there is unknown (0), except the cores.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import platform
+import re
+from pathlib import Path
+
+from hocket.spec.measured import Host
+
+CLOCK = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+
+
+def host(root: Path = Path("/"), cpus: frozenset[int] | None = None) -> Host:
+    """The machine as seen from this process.
+
+    Args:
+        root: where /proc and /sys hang.
+        cpus: CPUs that processes may run on. None: this process's affinity.
+    """
+    mine = cpus if cpus is not None else usable()
+    limit = cgroup_limit(root)
+    # Half a core's time is still one core: a process needs one to run at all.
+    cores = len(mine) if not limit else max(1, min(len(mine), int(limit + 0.5)))
+    topology = {cpu: _text(_cpu(root, cpu) / "topology/physical_package_id") for cpu in mine}
+    nodes = [
+        node for node in (root / "sys/devices/system/node").glob("node[0-9]*")
+        if mine & cpu_list(_text(node / "cpulist"))
+    ]  # fmt: skip
+    first = min(mine)
+    return Host(
+        name=platform.node() or "localhost",
+        cpu=cpu_name(root),
+        cores=cores,
+        sockets=len({package for package in topology.values() if package}),
+        numa_nodes=len(nodes),
+        limit=limit,
+        caches=tuple(cache_bytes(root, first, level) for level in (1, 2, 3)),
+        memory=memory(root),
+    )
+
+
+def usable() -> frozenset[int]:
+    """CPUs this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def cpu_name(root: Path = Path("/")) -> str:
+    """`AMD EPYC 9R14`; the architecture where the kernel says no name."""
+    text = _text(root / "proc/cpuinfo")
+    found = re.search(r"^(?:model name|Model|cpu model|uarch)\s*:\s*(.+)$", text, re.MULTILINE)
+    name = found[1] if found else platform.processor() or platform.machine() or "CPU"
+    return re.sub(r"\s+", " ", re.sub(r"\((?:R|TM|r|tm)\)|\bCPU\b|@.*", " ", name)).strip()
+
+
+def cgroup_limit(root: Path = Path("/")) -> float:
+    """Cores' worth of time that the control groups of this process grant; 0 without a limit."""
+    limits = []
+    for folder in _groups(root):
+        words = _text(folder / "cpu.max").split()
+        if len(words) == 2 and words[0] != "max" and float(words[1]) > 0:
+            limits.append(float(words[0]) / float(words[1]))
+        quota, period = (_text(folder / f"cpu.cfs_{key}_us") for key in ("quota", "period"))
+        if quota and period and float(quota) > 0 and float(period) > 0:
+            limits.append(float(quota) / float(period))
+    return min(limits, default=0.0)
+
+
+def memory(root: Path = Path("/")) -> int:
+    """Bytes that processes may use: what there is, or the control group's limit if that is less."""
+    found = re.search(r"^MemTotal:\s*(\d+) kB", _text(root / "proc/meminfo"), re.MULTILINE)
+    total = int(found[1]) << 10 if found else 0
+    limits = [
+        int(text)
+        for folder in _groups(root)
+        for text in (_text(folder / "memory.max"), _text(folder / "memory.limit_in_bytes"))
+        if text.isdigit()
+    ]
+    return min([total, *(one for one in limits if 0 < one < total)])
+
+
+def cache_bytes(root: Path, cpu: int, level: int) -> int:
+    """Bytes of the data cache of that level that a core reaches; 0 where there is none."""
+    for index in sorted((_cpu(root, cpu) / "cache").glob("index[0-9]*")):
+        said = re.fullmatch(r"(\d+)([KMG]?)", _text(index / "size"))
+        if (
+            said is not None
+            and _text(index / "level") == str(level)
+            and _text(index / "type") != "Instruction"
+        ):
+            return int(said[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[said[2]]
+    return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Clock:
+    """CPU seconds that all programs together have used on some CPUs, at a moment."""
+
+    busy: float
+    wall: float
+
+
+def clock(root: Path = Path("/"), cpus: frozenset[int] | None = None) -> Clock:
+    """That moment: two of them give the load between them. Time stolen by a hypervisor counts."""
+    mine = cpus if cpus is not None else usable()
+    busy = 0
+    for line in _text(root / "proc/stat").splitlines():
+        name, *values = line.split()
+        if re.fullmatch(r"cpu\d+", name) and int(name[3:]) in mine:
+            user, nice, system, _, _, irq, softirq, *rest = map(int, values)
+            busy += user + nice + system + irq + softirq + (rest[0] if rest else 0)
+    uptime = _text(root / "proc/uptime").split()
+    return Clock(busy / CLOCK, float(uptime[0]) if uptime else 0.0)
+
+
+def load_between(first: Clock, last: Clock, own: float) -> float:
+    """Cores' worth of time that others took, `own` CPU seconds being ours."""
+    wall = last.wall - first.wall
+    return max(0.0, last.busy - first.busy - own) / wall if wall > 0 else 0.0
+
+
+def cpu_list(text: str) -> frozenset[int]:
+    """`0-3,8` -> {0, 1, 2, 3, 8}."""
+    found: set[int] = set()
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
+    return frozenset(found)
+
+
+def _groups(root: Path) -> list[Path]:
+    """Folders of the control groups of this process, from its own up to the root."""
+    base = root / "sys/fs/cgroup"
+    found = [base, base / "cpu", base / "memory"]
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        start = base / controllers if controllers else base
+        while path.strip("/"):
+            found.append(start / path.strip("/"))
+            path = path.rpartition("/")[0]
+    return found
+
+
+def _cpu(root: Path, cpu: int) -> Path:
+    return root / f"sys/devices/system/cpu/cpu{cpu}"
+
+
+def _text(path: Path) -> str:
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return path.read_text().strip()
+    return ""

@@ -1,0 +1,183 @@
+"""The rank's entry: `main(context, payload)`, called in every rank of a probe.
+
+One run holds as many ranks as any part needs; those that a part does not need sleep meanwhile. Rank
+0 tells of each part as soon as it is done, so that what a later part breaks costs only that part.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hocket.probing import fit, host
+from hocket.probing.compute import Compute
+from hocket.probing.repeats import rounded
+from hocket.probing.sharing import sharing
+from hocket.probing.sizes import groups, sizes
+from hocket.probing.talking import COLLECTIVES, Room
+from hocket.runtime.device import pick_backend, pick_device
+from hocket.runtime.heap import keep_freed_memory
+from hocket.spec.measured import Curve, Pair, to_rows
+
+if TYPE_CHECKING:
+    from hocket.launch import RankContext
+
+LONG = 120.0
+"""Seconds that one part may be silent."""
+
+
+def main(context: RankContext, payload: dict[str, Any]) -> None:
+    """Measure.
+
+    Args:
+        context: this rank's place in the world.
+        payload: `quick`; `worlds`, the numbers of ranks that talk or compute at once; `pairs`,
+            how many devices or cores are tried two by two.
+
+    Raises:
+        HocketError: no such device, or fewer than ranks.
+    """
+    Probe(context, payload).run()
+
+
+class Probe:
+    """One rank's part of it."""
+
+    def __init__(self, context: RankContext, payload: dict[str, Any]) -> None:
+        self.context, self.payload = context, payload
+        self.device = pick_device(context.device_kind, context.local_rank)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        keep_freed_memory()
+        self.sizes = sizes(self.device.type, payload["quick"])
+        backend = pick_backend("auto", self.device, max(2, context.world_size), True)
+        context.expect(LONG)
+        context.init_process_group(backend, self.device, timeout=LONG)
+        self.room = Room(context.rank, context.world_size, self.device)
+        self.compute = Compute(self.device, self.sizes)
+        self.alone = context.rank == 0
+
+    def run(self) -> None:
+        """All parts, in their order."""
+        self.room.wait()
+        first, own = host.clock(), time.process_time()
+        self._alone()
+        self.room.wait()
+        worlds = [n for n in self.payload["worlds"] if n <= self.room.size]
+        if self.device.type == "cpu" and worlds:
+            self._say("ranks that compute at once")
+            found = sharing(self.room, self.compute, worlds, self.sizes.seconds["sharing"])
+            self._tell("sharing", found)
+        backends = self._backends()
+        self._pairs(backends[0])
+        cases = [(b, w, g) for b in backends for w in worlds for g in groups(w)]
+        for backend, world, ranks in cases:
+            self._curves(backend, world, ranks, self.sizes.seconds["collectives"] / len(cases))
+        own = self.room.total(time.process_time() - own)
+        if self.alone:
+            load = host.load_between(first, host.clock(), own)
+            self.context.emit({"event": "load", "cores": round(load, 3)})
+
+    def _backends(self) -> list[str]:
+        """What ranks of this machine can talk by, the runtime's own choice first."""
+        if self.device.type == "cuda":
+            return ["nccl"]
+        from hocket.runtime import shm
+
+        reason = shm.why_not(self.room.size)
+        if reason is None:
+            return ["shm", "gloo"]
+        if self.alone:
+            self.context.emit({"event": "lacking", "what": f"backend shm: {reason}"})
+        return ["gloo"]
+
+    def _alone(self) -> None:
+        """What one rank measures while the others sleep."""
+        if not self.alone:
+            return
+        for name, what in (
+            ("products", "matrix products"),
+            ("streams", "memory"),
+            ("dispatch", "small operations"),
+            ("kernels", "other operations"),
+            ("updates", "the optimizer"),
+        ):
+            self._say(what)
+            self._tell(name, getattr(self.compute, name)())
+
+    def _pairs(self, backend: str) -> None:
+        """A small and a large message between each two devices; on CPU between cores."""
+        count = min(self.room.size, self.payload["pairs"])
+        if count < 2:
+            return
+        self._say("pairs")
+        axis = self.room.axis(count, count, backend)
+        pairs = [(a, b) for a in range(count) for b in range(a + 1, count)]
+        messages = (self.sizes.messages[0], self.sizes.messages[-1])
+        before = self._pin()
+        found = []
+        for a, b in pairs:
+            calls = {
+                ("send", size): self.room.there_and_back(axis, a, b, size) for size in messages
+            }
+            each = self.sizes.seconds["pairs"] / len(pairs)
+            taken = self.room.rounds(calls, seconds=each, least=self.sizes.rounds)
+            small, large = (taken["send", size].seconds for size in messages)
+            rate = (messages[1] - messages[0]) / max(large - small, large / 2)
+            path = "MEM" if self.device.type == "cpu" else ""
+            found.append(
+                Pair(first=a, second=b, path=path, rate=rounded(rate), latency=small, measured=True)
+            )
+        if before:
+            os.sched_setaffinity(0, before)
+        self._tell("pairs", found)
+
+    def _pin(self) -> frozenset[int]:
+        """Give each rank a core of its own, so that pairs of ranks are pairs of cores."""
+        if self.device.type != "cpu" or not hasattr(os, "sched_setaffinity"):
+            return frozenset()
+        cpus = sorted(host.usable())
+        os.sched_setaffinity(0, {cpus[self.room.rank % len(cpus)]})
+        return frozenset(cpus)
+
+    def _curves(self, backend: str, world: int, ranks: int, seconds: float) -> None:
+        """Each collective by size, in all groups of `ranks` among `world` ranks at once."""
+        self._say(f"{backend}, groups of {ranks} among {world} ranks")
+        axis = self.room.axis(world, ranks, backend)
+        operations = (*COLLECTIVES, "send") if ranks == 2 else COLLECTIVES
+        taken = self.room.curves(
+            axis, operations, self.sizes.messages, seconds=seconds, least=self.sizes.rounds
+        )
+        curves = []
+        for operation in operations:
+            points = [taken[operation, size] for size in self.sizes.messages]
+            times = tuple(point.seconds for point in points)
+            line = fit.lines(self.sizes.messages, times)
+            wrong = fit.errors(self.sizes.messages, times, line)
+            curves.append(
+                Curve(
+                    backend=backend,
+                    operation=operation,
+                    ranks=ranks,
+                    world=world,
+                    sizes=self.sizes.messages,
+                    seconds=times,
+                    spread=tuple(point.spread for point in points),
+                    lines=line,
+                    error=round(float(sorted(wrong)[len(wrong) // 2]), 4),
+                    worst=round(float(max(wrong)), 4),
+                )
+            )
+        self._tell("curves", curves)
+
+    def _say(self, what: str) -> None:
+        if self.alone:
+            self.context.emit({"event": "phase", "name": f"measuring {what}"})
+            self.context.expect(LONG)
+
+    def _tell(self, key: str, rows: list[Any]) -> None:
+        if self.alone:
+            self.context.emit({"event": "measured", "key": key, "rows": to_rows(key, rows)})

@@ -1,0 +1,94 @@
+"""Repeats: medians of interleaved samples, so that what else the machine does falls on all alike.
+
+One round takes a sample of every case; a burst of another program then spoils one sample of each
+instead of all samples of one. A sample runs its case often enough to be long beside the clock.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+
+Reads = Callable[[], float]
+"""A clock: `time.perf_counter`, or `time.thread_time` for what one thread computes alone."""
+
+SHORTEST = 3e-4
+"""Seconds that a sample lasts at least; the clock is read to some 1e-7."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Taken:
+    """Seconds of one call: the median, and the distance of the quartiles over it."""
+
+    seconds: float
+    spread: float
+
+
+def summary(samples: Sequence[float]) -> Taken:
+    """Median and spread of at least one sample."""
+    assert samples
+    middle = statistics.median(samples)
+    if len(samples) < 2 or middle <= 0:
+        return Taken(rounded(middle), 0.0)
+    low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return Taken(rounded(middle), round((high - low) / middle, 3))
+
+
+def rounded(value: float) -> float:
+    """Four digits, which is more than a measurement knows."""
+    return float(f"{value:.4g}")
+
+
+def interleaved(
+    cases: Mapping[Key, Callable[[], object]],
+    *,
+    seconds: float,
+    least: int = 5,
+    most: int = 200,
+    settle: Callable[[], None] = lambda: None,
+    reads: Reads = time.perf_counter,
+) -> dict[Key, Taken]:
+    """Seconds of one call of each case.
+
+    Args:
+        cases: what to call.
+        seconds: that all of it may take; at least `least` rounds are made.
+        settle: waits until what was called has run (CUDA).
+        reads: the clock.
+    """
+    end = time.perf_counter() + seconds
+    counts = {key: _count(call, settle, reads) for key, call in cases.items()}
+    samples: dict[Key, list[float]] = {key: [] for key in cases}
+    for number in range(most):
+        if number >= least and time.perf_counter() >= end:
+            break
+        for key, call in cases.items():
+            samples[key].append(_sample(call, counts[key], settle, reads))
+    return {key: summary(taken) for key, taken in samples.items()}
+
+
+def _count(call: Callable[[], object], settle: Callable[[], None], reads: Reads) -> int:
+    """Calls that make a sample; also warms the case up."""
+    call()
+    settle()
+    count = 1
+    while True:
+        took = _sample(call, count, settle, reads) * count
+        if took >= SHORTEST:
+            return count
+        count = max(2 * count, min(10 * count, int(count * SHORTEST / max(took, 1e-7)) + 1))
+
+
+def _sample(
+    call: Callable[[], object], count: int, settle: Callable[[], None], reads: Reads
+) -> float:
+    start = reads()
+    for _ in range(count):
+        call()
+    settle()
+    return (reads() - start) / count

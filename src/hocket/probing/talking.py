@@ -1,0 +1,190 @@
+"""Talking: one collective or message between ranks, as the runtime performs it, timed.
+
+A round takes a sample of each case, and a sample repeats its case some times; how often is agreed
+among all ranks beforehand. A sample's seconds are those of the slowest rank. A message's are half
+of what there and back takes.
+
+On a machine that others use as well, a rank that is woken waits until a core is free. The kernel
+tells how long; of a case's samples the half that waited least is kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hocket.probing.repeats import Taken, summary
+from hocket.runtime import collectives
+from hocket.runtime.mesh import Axis
+from hocket.runtime.record import Recorder
+
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
+
+_SAMPLE = 1.5e-3
+"""Seconds of a sample: well above the time-slice noise of waking ranks, and short."""
+
+
+class Room:
+    """All ranks of a run, and the groups among them that talk.
+
+    Attributes:
+        rank, size: of the whole run, whose own group ranks wait and agree over.
+    """
+
+    def __init__(self, rank: int, size: int, device: torch.device) -> None:
+        self.rank, self.size, self.device = rank, size, device
+        self.recorder = Recorder(rank, device)
+        self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
+
+    def axis(self, world: int, ranks: int, backend: str) -> Axis:
+        """This rank's group where the first `world` ranks are cut into groups of `ranks`.
+
+        Called by all ranks of the run alike; those beyond `world` get an axis of themselves.
+        """
+        found = Axis("world", ranks=(self.rank,))
+        for first in range(0, world, ranks):
+            row = tuple(range(first, first + ranks))
+            group = self._group(row, backend)
+            if group is not None and self.rank in row:
+                found = Axis("world", ranks, row.index(self.rank), row, group)
+        return found
+
+    def _group(self, row: tuple[int, ...], backend: str) -> dist.ProcessGroup | None:
+        # NCCL may split a communicator, in which every rank must take part.
+        local = backend != "nccl"
+        if (row, backend) not in self._groups and (self.rank in row or not local):
+            group = dist.new_group(list(row), backend=backend, use_local_synchronization=local)
+            assert group is not None
+            self._groups[row, backend] = group
+        return self._groups.get((row, backend))
+
+    def wait(self) -> None:
+        """Until every rank is here."""
+        self.agree(0.0)
+
+    def total(self, value: float) -> float:
+        """The sum of all ranks' values, on all ranks."""
+        return self.agree(value, dist.ReduceOp.SUM)
+
+    def agree(self, value: float, op: Any = dist.ReduceOp.MAX) -> float:
+        """The largest value of all ranks, on all ranks."""
+        device = self.device if dist.get_backend() == "nccl" else "cpu"
+        told = torch.tensor([value], dtype=torch.float64, device=device)
+        dist.all_reduce(told, op=op)
+        return float(told)
+
+    def curves(
+        self,
+        axis: Axis,
+        operations: Sequence[str],
+        sizes: Sequence[int],
+        *,
+        seconds: float,
+        least: int,
+    ) -> dict[tuple[str, int], Taken]:
+        """Seconds of each operation and size on this rank's group, by interleaved rounds.
+
+        Called by all ranks of the run; those whose axis has no other rank only keep step.
+        """
+        calls = {
+            (operation, size): self._call(axis, operation, size)
+            for operation in operations
+            for size in sizes
+        }
+        return self.rounds(calls, seconds=seconds, least=least)
+
+    def rounds(
+        self,
+        calls: Mapping[tuple[str, int], Callable[[], None]],
+        *,
+        seconds: float,
+        least: int,
+    ) -> dict[tuple[str, int], Taken]:
+        """Seconds of each call, the slowest rank's; a `send` is half of its call."""
+        counts = {key: self._count(call) for key, call in calls.items()}
+        samples: dict[tuple[str, int], list[tuple[float, float]]] = {key: [] for key in calls}
+        end, number = time.perf_counter() + seconds, 0
+        while number < least or self.agree(float(time.perf_counter() < end)) > 0:
+            for key, call in calls.items():
+                took, waited = self._sample(call, counts[key])
+                samples[key].append((waited, took / 2 if key[0] == "send" else took))
+            number += 1
+        return {
+            key: summary([took for _, took in sorted(taken)[: (len(taken) + 1) // 2]])
+            for key, taken in samples.items()
+        }
+
+    def _count(self, call: Callable[[], None]) -> int:
+        """How often a sample repeats a case: the same on all ranks."""
+        self._sample(call, 1)
+        took, _ = self._sample(call, 2)
+        return max(1, min(100, round(_SAMPLE / max(took, 1e-7))))
+
+    def _sample(self, call: Callable[[], None], count: int) -> tuple[float, float]:
+        """Seconds of one call, and for how long a rank waited for a core meanwhile."""
+        waited = _waited()
+        self.wait()
+        start = time.perf_counter()
+        for _ in range(count):
+            call()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        took = (time.perf_counter() - start) / count
+        return self.agree(took), self.total(_waited() - waited)
+
+    def _call(self, axis: Axis, operation: str, size: int) -> Callable[[], None]:
+        if axis.group is None:
+            return lambda: None
+        recorder, group = self.recorder, axis.group
+        numel = max(axis.size, size // 4 // axis.size * axis.size)
+        whole = torch.zeros(numel, device=self.device)
+        piece = torch.zeros(numel // axis.size, device=self.device)
+        match operation:
+            case "all-reduce":
+                return lambda: _none(collectives.all_reduce(whole, axis, recorder))
+            case "all-gather":
+                return lambda: _none(collectives.all_gather(piece, axis, recorder))
+            case "reduce-scatter":
+                return lambda: _none(collectives.reduce_scatter(whole, axis, recorder))
+            case "all-to-all":
+                out = torch.empty_like(whole)
+                return lambda: _none(dist.all_to_all_single(out, whole, group=group))
+            case "broadcast":
+                return lambda: _none(collectives.broadcast(whole, axis, recorder))
+        assert operation == "send", operation
+        return self.there_and_back(axis, 0, 1, size)
+
+    def there_and_back(self, axis: Axis, first: int, second: int, size: int) -> Callable[[], None]:
+        """A message of `size` bytes from one index of the axis to another, and one back."""
+        if axis.index not in (first, second) or axis.group is None:
+            return lambda: None
+        message = torch.zeros(max(1, size // 4), device=self.device)
+        peer = second if axis.index == first else first
+        order = (collectives.isend, collectives.irecv)
+        if axis.index == second:
+            order = (collectives.irecv, collectives.isend)
+
+        def call() -> None:
+            for action in order:
+                action(message, axis, peer, self.recorder).wait()
+
+        return call
+
+
+def _waited() -> float:
+    """Seconds that this process's threads stood ready for a core that was not free."""
+    waited = 0
+    for file in glob.glob("/proc/self/task/*/schedstat"):
+        with contextlib.suppress(OSError, ValueError, IndexError), open(file) as opened:
+            waited += int(opened.read().split()[1])
+    return waited / 1e9
+
+
+def _none(_: object) -> None:
+    return None
