@@ -1,14 +1,22 @@
 """Memory of each rank of a job on CPU, as `training.memory` counts it: tensor bytes by kind.
 
-Activations are what microbatches in flight hold on a rank, at the worst moment of the very
-schedule, and what that moment's operation makes besides.
+The step is walked action by action, by the very schedule. Gradients come into being with the first
+backward of a stage, so a step of one microbatch is at its fullest when it has none of them yet:
+what is counted as activations is the fullest moment less all gradients.
 """
 
 from __future__ import annotations
 
 from hocket.cost.measured_prices import Job, resident_bytes
-from hocket.cost.measured_stage import saved_bytes
+from hocket.cost.measured_stage import GRADIENT_BYTES, local, saved_bytes, weights
+from hocket.spec.model_shape import BlockShape
 from hocket.spec.schedule import BACKWARD, FORWARD, INPUT, WEIGHT
+
+SCRATCH = 2**21
+"""Bytes of the buffer in which the loss takes its tokens, at most."""
+
+POSTED = 2
+"""Messages from each neighbour that have a place before they come (`runtime.pipeline`)."""
 
 
 def memory_rows(job: Job) -> list[dict[str, int]]:
@@ -16,26 +24,65 @@ def memory_rows(job: Job) -> list[dict[str, int]]:
     found: dict[int, dict[str, int]] = {}
     for index in range(job.layout.pp):
         row = resident_bytes(job, index)
-        row["activations"] = activations(job, index)
+        fullest = made(job, index)
+        row["activations"] = max(0, fullest - row["gradients"])
         found[index] = {**row, "total": sum(row.values())}
     return [dict(found[job.layout.coordinate(rank)["pp"]]) for rank in range(job.layout.world_size)]
 
 
-def activations(job: Job, index: int) -> int:
-    """The most bytes of activations that one pipeline rank holds at once."""
+def made(job: Job, index: int) -> int:
+    """The most bytes at once of what one pipeline rank makes in a step: activations, gradients."""
     last = job.schedule.num_stages - 1
+    stages = job.schedule.stages_of(index)
+    kinds = {stage: job.blocks(stage) for stage in stages}
     held = {
-        stage: saved_bytes(job.shape, job.blocks(stage), job.microbatch, job.element_bytes)
+        stage: saved_bytes(job.shape, kinds[stage], job.microbatch, job.element_bytes)
         + (0 if stage == last else job.hidden_bytes)
-        for stage in job.schedule.stages_of(index)
+        for stage in stages
     }
-    now = most = 0
+    gradients = {
+        stage: GRADIENT_BYTES * sum(local(w, job.layout.tp) for w in weights(job.shape, kind))
+        for stage, kind in kinds.items()
+    }
+    place = job.schedule.stage_ranks
+    neighbours = {s + d for s in stages for d in (-1, 1)} & set(range(last + 1))
+    posted = POSTED * job.hidden_bytes * sum(place[s] != index for s in neighbours)
+    working = {stage: backward_bytes(job, kind) for stage, kind in kinds.items()}
+    scratch = min(SCRATCH, job.microbatch.tokens * job.shape.vocab * 4)
+    now = most = posted
     for action in job.schedule.ranks[index]:
         for part in action.parts or (action,):
+            stage = part.stage
             if part.kind == FORWARD:
-                now += held[part.stage]
-            if part.kind in (FORWARD, BACKWARD, INPUT):
-                most = max(most, now)
+                now += held[stage]
+                most = max(most, now + (scratch if stage == last else 0))
+            if part.kind in (BACKWARD, INPUT):
+                most = max(most, now + working[stage])
             if part.kind in (BACKWARD, WEIGHT):
-                now -= held[part.stage]
+                now += gradients.pop(stage, 0)
+                now -= held[stage]
+                most = max(most, now)
     return most
+
+
+def backward_bytes(job: Job, kinds: list[str]) -> int:
+    """What a backward makes beside what is held, where it begins with a layer.
+
+    Where it begins with the loss, the gradient of the logits takes their place, and they are more
+    than what the layers before them make.
+    """
+    if kinds[-1] == "head":
+        return 0
+    return job.hidden_bytes + _widest(job, job.shape.blocks[kinds[-1]])
+
+
+def _widest(job: Job, block: BlockShape) -> int:
+    """Gradients of the widest inner tensors (gate and up are two) at once."""
+    rows = [p for p in block.products if p.split in ("row", "outside")]
+    if not rows or block.kind == "embedding":
+        return 0
+    down = max(rows, key=lambda p: p.k * p.count)
+    inner = sum(p.n == down.k for p in block.products if p is not down) or 1
+    tp = job.layout.tp if down.split == "row" else 1
+    elements = min(2, inner) * down.k * down.count / tp
+    return round(elements * job.microbatch.tokens * job.element_bytes)

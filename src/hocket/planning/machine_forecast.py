@@ -26,7 +26,7 @@ from hocket.spec.run import Workload
 from hocket.spec.schedule import Schedule
 from hocket.spec.timeline import LANES, Timeline
 
-SCHEDULES = ("1f1b", "gpipe", "zb-h1")
+SCHEDULES = ("1f1b", "gpipe", "zero-bubble")
 """Those that are weighed for a pipeline."""
 
 MOST_MICROBATCHES = 8
