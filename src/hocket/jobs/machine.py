@@ -59,6 +59,15 @@ def cluster(
     return found.with_ranks(ranks) if ranks is not None and found.is_cpu else found
 
 
+def kept(device: str = "auto") -> Cluster | None:
+    """What was measured of this machine before, by this hocket and torch; None where nothing was.
+
+    Raises:
+        OptionError: no such device here.
+    """
+    return _kept(present(device))
+
+
 def probe(
     *, device: str = "auto", quick: bool = False, on_event: Listener | None = None
 ) -> Cluster:
@@ -77,16 +86,16 @@ def probe(
 
 def _auto(device: str, on_event: Listener | None) -> Cluster:
     here = present(device)
-    kept = _kept(here)
-    if kept is not None:
-        return kept
+    found = _kept(here)
+    if found is not None:
+        return found
     _require_torch()
     with _alone(wait=PATIENCE):
-        kept = _kept(here)  # by the one that was waited for
-        if kept is None:
-            kept = cluster_of(measure(device=device, quick=True, on_event=on_event))
-            _keep(here, kept)
-    return kept
+        found = _kept(here)  # by the one that was waited for
+        if found is None:
+            found = cluster_of(measure(device=device, quick=True, on_event=on_event))
+            _keep(here, found)
+    return found
 
 
 # --- what was measured becomes a cluster ----------------------------------------------------------

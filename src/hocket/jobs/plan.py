@@ -40,7 +40,8 @@ def plan(
 
     Args:
         model: a name of the catalogue, a Hugging Face directory, or a run folder.
-        cluster: `2x8xH100-SXM`, `16xA100-40-PCIe`, `4xaws-p5`, or a TOML file.
+        cluster: `2x8xH100-SXM`, `16xA100-40-PCIe`, `4xaws-p5`, a TOML file, or `auto`, which is
+            this machine.
         layout: price this one alone. None: search.
         pin: `tp=8`, or a mapping: axes and the only values that they may have.
         all: rank also what this hocket cannot run today.
@@ -51,7 +52,7 @@ def plan(
         HocketError: what the caller can mend: an unknown name, or a model that does not fit, with
             the smallest cluster that it fits.
     """
-    from hocket.catalogue.hardware import cluster as find_cluster
+    from hocket.jobs.machine import cluster as find_cluster
     from hocket.planning.explain import explain as sentences
     from hocket.planning.layouts import parse_pins
     from hocket.planning.plan import plan as search

@@ -45,7 +45,7 @@ class Compute:
         return interleaved(
             cases,
             seconds=self.sizes.seconds[key],
-            least=self.sizes.rounds,
+            least=self.sizes.rounds // 2 + 1 if key == "products" else self.sizes.rounds,
             settle=self.settle,
             reads=self.reads,
         )

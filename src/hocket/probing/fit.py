@@ -60,7 +60,7 @@ def _with(s: Floats, t: Floats, count: int) -> tuple[float, tuple[Line, ...]] | 
     """The best fit of so many lines, with its root mean square error; None with too few points."""
     n = len(s)
     # Two points make a line that has no error, whatever they are: a third one needs more of them.
-    if n < (1, 4, 8)[min(count, 3) - 1]:
+    if n < (1, 4, 7)[min(count, 3) - 1]:
         return None
     best: tuple[float, tuple[Line, ...]] | None = None
     for cuts in itertools.combinations(range(2, n - 1), count - 1):

@@ -21,7 +21,7 @@ class Sizes:
         dtypes: of the products; the first one of everything else.
         streams: bytes of one tensor. heads: shapes of attention. widths: (tokens, width).
         updates: (elements, tensors). messages: bytes of collectives.
-        rounds: of repeats, at least. seconds: that each part may take.
+        rounds: of repeats, at least (of products half of them). seconds: that each part may take.
     """
 
     tokens: tuple[int, ...]
@@ -55,7 +55,7 @@ QUICK = Sizes(
     widths=((128, 64), (128, 256), (512, 1024)),
     vocabularies=((128, 512, 128), (512, 4096, 256)),
     updates=((2**16, 8), (2**20, 40)),
-    messages=(256, 4 * _KI, 32 * _KI, 256 * _KI, 2 * _MI, 8 * _MI),
+    messages=(256, 4 * _KI, 32 * _KI, 128 * _KI, 512 * _KI, 2 * _MI, 8 * _MI),
     rounds=5,
     seconds={
         "products": 3.0, "streams": 0.5, "kernels": 1.0, "updates": 0.3, "dispatch": 0.3,
@@ -67,7 +67,7 @@ FULL = dataclasses.replace(
     QUICK,
     tokens=(8, 32, 128, 512, 2048),
     weights=(*_CPU_WEIGHTS, (32, 256), (256, 32), (1024, 1024), (2048, 2048), (8192, 512)),
-    largest=1e10,
+    largest=2.5e9,
     dtypes=("fp32", "bf16"),
     streams=(4 * _KI, 16 * _KI, 64 * _KI, 256 * _KI, _MI, 4 * _MI, 16 * _MI, 64 * _MI, 128 * _MI),
     heads=(

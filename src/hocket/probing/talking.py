@@ -11,15 +11,16 @@ tells how long; of a case's samples the half that waited least is kept.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import glob
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from hocket.probing.repeats import Taken, summary
+from hocket.probing.repeats import rounded, summary
 from hocket.runtime import collectives
 from hocket.runtime.mesh import Axis
 from hocket.runtime.record import Recorder
@@ -28,6 +29,24 @@ COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 
 _SAMPLE = 1.5e-3
 """Seconds of a sample: well above the time-slice noise of waking ranks, and short."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Talk:
+    """Seconds of one call, their spread, and the processor seconds of one rank in it."""
+
+    seconds: float
+    spread: float
+    busy: float
+
+
+class _Sample(NamedTuple):
+    """Of one call: how long ranks waited for a core, the slowest rank's seconds, the processor
+    seconds of all ranks together. They sort by the first."""
+
+    waited: float
+    seconds: float
+    busy: float
 
 
 class Room:
@@ -87,7 +106,7 @@ class Room:
         *,
         seconds: float,
         least: int,
-    ) -> dict[tuple[str, int], Taken]:
+    ) -> dict[tuple[str, int], Talk]:
         """Seconds of each operation and size on this rank's group, by interleaved rounds.
 
         Called by all ranks of the run; those whose axis has no other rank only keep step.
@@ -97,46 +116,53 @@ class Room:
             for operation in operations
             for size in sizes
         }
-        return self.rounds(calls, seconds=seconds, least=least)
+        talking = self.total(float(axis.group is not None))
+        return self.rounds(calls, talking=talking, seconds=seconds, least=least)
 
     def rounds(
         self,
         calls: Mapping[tuple[str, int], Callable[[], None]],
         *,
+        talking: float,
         seconds: float,
         least: int,
-    ) -> dict[tuple[str, int], Taken]:
-        """Seconds of each call, the slowest rank's; a `send` is half of its call."""
+    ) -> dict[tuple[str, int], Talk]:
+        """Seconds of each call, the slowest rank's; a `send` is half of its call.
+
+        `talking`: how many ranks do something in it.
+        """
         counts = {key: self._count(call) for key, call in calls.items()}
-        samples: dict[tuple[str, int], list[tuple[float, float]]] = {key: [] for key in calls}
+        samples: dict[tuple[str, int], list[_Sample]] = {key: [] for key in calls}
         end, number = time.perf_counter() + seconds, 0
         while number < least or self.agree(float(time.perf_counter() < end)) > 0:
             for key, call in calls.items():
-                took, waited = self._sample(call, counts[key])
-                samples[key].append((waited, took / 2 if key[0] == "send" else took))
+                samples[key].append(self._sample(call, counts[key]))
             number += 1
-        return {
-            key: summary([took for _, took in sorted(taken)[: (len(taken) + 1) // 2]])
-            for key, taken in samples.items()
-        }
+        found = {}
+        for key, taken in samples.items():
+            kept = sorted(taken)[: (len(taken) + 1) // 2]
+            share = 0.5 if key[0] == "send" else 1.0
+            whole = summary([share * one.seconds for one in kept])
+            busy = share * summary([one.busy for one in kept]).seconds / talking
+            found[key] = Talk(whole.seconds, whole.spread, rounded(busy))
+        return found
 
     def _count(self, call: Callable[[], None]) -> int:
         """How often a sample repeats a case: the same on all ranks."""
         self._sample(call, 1)
-        took, _ = self._sample(call, 2)
+        took = self._sample(call, 2).seconds
         return max(1, min(100, round(_SAMPLE / max(took, 1e-7))))
 
-    def _sample(self, call: Callable[[], None], count: int) -> tuple[float, float]:
-        """Seconds of one call, and for how long a rank waited for a core meanwhile."""
+    def _sample(self, call: Callable[[], None], count: int) -> _Sample:
         waited = _waited()
         self.wait()
-        start = time.perf_counter()
+        start, own = time.perf_counter(), time.process_time()
         for _ in range(count):
             call()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        took = (time.perf_counter() - start) / count
-        return self.agree(took), self.total(_waited() - waited)
+        took, own = (time.perf_counter() - start) / count, (time.process_time() - own) / count
+        return _Sample(self.total(_waited() - waited), self.agree(took), self.total(own))
 
     def _call(self, axis: Axis, operation: str, size: int) -> Callable[[], None]:
         if axis.group is None:

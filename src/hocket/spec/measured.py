@@ -234,6 +234,9 @@ class Curve:
         spread: of each point.
         lines: the fit by regime. error: its median relative error over the points; worst: its
             largest.
+        busy: processor seconds of one rank in one call, of each point: the mean over ranks, with
+            the backend's own threads. The rest of `seconds` is waiting: for others to wake, for
+            the wire, or for a core.
     """
 
     backend: str
@@ -246,6 +249,7 @@ class Curve:
     lines: tuple[Line, ...] = ()
     error: Share = 0.0
     worst: Share = 0.0
+    busy: tuple[Share, ...] = ()
 
     def fitted(self, size: float) -> float:
         """Seconds of a message of `size` bytes by the fit."""
