@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hocket.jobs import links
+from hocket.jobs import links, memory
 from hocket.jobs.request import OPTION_FIELDS, WORKLOAD_FIELDS, Request
 from hocket.jobs.validate import validate
 from hocket.spec.checkpoint import candidates
@@ -83,6 +83,7 @@ def plan(request: Request, *, world_size: int | None = None) -> Plan:
         )
     schedule = build(layout, layout.microbatches)
     links.checked(request.options, layout, joined=world_size is not None)
+    memory.checked(request.options)
     if not request.data:
         raise DataError("no data was named", hint="--data FILE_OR_FOLDER...")
     data_sources.find(request.data)

@@ -13,11 +13,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from hocket.jobs import memory
 from hocket.spec.errors import LayoutError, OptionError, unknown
 from hocket.spec.layout import DEGREES, Layout
 from hocket.spec.links import Links
 from hocket.spec.run import TrainOptions, Workload
-from hocket.spec.units import parse_bytes
 
 DTYPES = ("fp32", "bf16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -216,8 +216,7 @@ def check_options(options: TrainOptions) -> None:
         raise OptionError(
             f"min_lr {options.min_lr} is above lr {options.lr}", hint=f"--min-lr {options.lr / 10}"
         )
-    if options.memory_per_rank is not None and parse_bytes(options.memory_per_rank) < 1:
-        raise OptionError("memory_per_rank is 0; a rank needs some", hint="--memory-per-rank 1.2GB")
+    memory.limit(options)
     if options.links is not None:
         Links.parse(options.links)
     _one_of("device", options.device, DEVICES)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hocket.jobs import links, prepare, weights
+from hocket.jobs import links, memory, prepare, weights
 from hocket.jobs.request import Request
 from hocket.spec.errors import HocketError, RunFolderError
 from hocket.spec.run import RunFolder, RunSpec
@@ -124,6 +124,10 @@ def launch(launcher: Launcher, folder: RunFolder, spec: RunSpec, record: Record)
     if spec.options.links is not None:
         spec = links.settle(launcher, folder, spec)
         record.note(f"links are felt as {spec.options.links}")
+    predicted = None
+    if spec.options.memory_per_rank is not None:
+        record.phase("foretelling what each rank holds")
+        predicted = memory.require(launcher, folder, spec)
     record.phase("starting ranks")
     launcher.run(
         ENTRY,
@@ -133,6 +137,8 @@ def launch(launcher: Launcher, folder: RunFolder, spec: RunSpec, record: Record)
         startup_timeout=max(STARTUP, spec.options.timeout),
         silence_timeout=spec.options.timeout,
     )
+    if predicted is not None and record.memory:
+        record.note(memory.beside(predicted, record.memory))
     return record.summary(folder)
 
 

@@ -27,6 +27,7 @@ from hocket.runtime.checkpoint import load_checkpoint, save_checkpoint
 from hocket.spec.checkpoint import config_hash
 from hocket.spec.errors import TrainingError
 from hocket.spec.run import RunFolder, write_text
+from hocket.spec.units import parse_bytes
 from hocket.training import timeline
 from hocket.training.build import Job
 from hocket.training.data import TRAIN, VALID, BatchOrder, TokenDataset, Tokens
@@ -81,11 +82,13 @@ class Loop:
         self.cuda = job.mesh.device.type == "cuda"
         self.memory_bytes: list[int] = []
         self.done = 0
+        limit = self.options.memory_per_rank
         self._memory = MemoryCount(
             self.parallel.parameters(),
             job.optimizer.tensors,
             job.mesh.device,
             compiled=self.options.compile,
+            limit=None if limit is None else parse_bytes(limit),
         )
         self._flops = flops_per_token(job.skeleton, workload.seq_len)
         name = torch.cuda.get_device_name(job.mesh.device) if self.cuda else ""
@@ -246,6 +249,7 @@ class Loop:
         memory = self._memory.memory
         if self.parallel.replicas is not None:
             found = of_replicas(self.parallel.replicas.replica_bytes(), memory.optimizer)
+            self._memory.require(max(each.total for each in found))
             rows: list[Any] | None = [each.to_json() for each in found]
         else:
             rows = timeline.gather(self.context, "memory", memory.to_json())

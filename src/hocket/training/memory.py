@@ -22,6 +22,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hocket.spec.errors import TrainingError
+from hocket.spec.units import format_bytes
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Memory:
@@ -77,9 +80,16 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         peak: the most that were alive at once.
     """
 
-    def __init__(self, known: Iterable[Tensor | None] = ()) -> None:
-        """Storages of the `known` tensors are not counted."""
+    def __init__(
+        self,
+        known: Iterable[Tensor | None] = (),
+        limit: int | None = None,
+        full: Callable[[int], Exception] = MemoryError,
+    ) -> None:
+        """Storages of the `known` tensors are not counted. A tensor that takes the count beyond
+        `limit` raises `full(bytes)`."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self.limit, self.full = limit, full
         self.bytes = 0
         self.peak = 0
         self._alive: dict[int, Any] = {}
@@ -113,6 +123,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive[key].atexit = False
         self.bytes += nbytes
         self.peak = max(self.peak, self.bytes)
+        if self.limit is not None and self.bytes > self.limit:
+            raise self.full(self.bytes)
 
     def _gone(self, key: int, nbytes: int) -> None:
         self._alive.pop(key, None)
@@ -134,6 +146,7 @@ class MemoryCount:
         device: of the rank.
         compiled: blocks are compiled: on CPU they run uncompiled while they are counted, since
             what a compiled one makes is not seen.
+        limit: bytes that the rank may hold. None: what there is.
     """
 
     def __init__(
@@ -143,8 +156,10 @@ class MemoryCount:
         device: torch.device,
         *,
         compiled: bool = False,
+        limit: int | None = None,
     ) -> None:
         self._compiled = compiled
+        self.limit = limit
         self._parameters = list(parameters)
         self._optimizer_tensors = optimizer_tensors
         self._device = device
@@ -157,7 +172,10 @@ class MemoryCount:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count within the block, which runs one step."""
+        """Count within the block, which runs one step.
+
+        Raises TrainingError where the rank holds more than its limit, at that very moment.
+        """
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             yield
@@ -167,7 +185,10 @@ class MemoryCount:
             return
         gradients = [p.grad for p in self._parameters]
         before = storage_bytes(gradients)
-        live = LiveBytes([*self._parameters, *gradients, *self._optimizer_tensors()])
+        standing = self._standing(0).total
+        left = None if self.limit is None else self.limit - standing
+        known = [*self._parameters, *gradients, *self._optimizer_tensors()]
+        live = LiveBytes(known, left, lambda more: self._full(standing + more))
         eager = torch.compiler.set_stance("force_eager") if self._compiled else nullcontext()
         with eager, live:
             yield
@@ -175,6 +196,19 @@ class MemoryCount:
         # Gradients that this step made were counted among the rest, and are not of it.
         made = storage_bytes(p.grad for p in self._parameters) - before
         self._found = self._standing(max(0, live.peak - max(0, made)))
+
+    def require(self, held: int) -> None:
+        """Raise TrainingError where `held` bytes are more than the rank may hold."""
+        if self.limit is not None and held > self.limit:
+            raise self._full(held)
+
+    def _full(self, held: int) -> TrainingError:
+        assert self.limit is not None
+        return TrainingError(
+            f"{format_bytes(held)} of tensors, and --memory-per-rank allows "
+            f"{format_bytes(self.limit)}",
+            hint="more ranks: a layout with a larger pp or tp",
+        )
 
     def _standing(self, activations: int) -> Memory:
         return Memory(

@@ -1,0 +1,191 @@
+"""Memory foretold: one step of each pipeline rank on tensors without memory, its bytes counted.
+
+The model is built, cut, split and stepped just as `build` and `loop` do it, but on fake tensors
+that know their sizes alone, and with groups that move nothing; the same count that later measures
+the run sees every tensor that the step makes. Nothing is estimated: what differs from the
+measurement is what a collective's own buffers hold.
+
+Ranks that differ in dp alone hold the same; of those along tp the first holds most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hocket.models.plans import plan_for
+from hocket.models.rows import one_sequence_each
+from hocket.models.skeleton import build as build_skeleton
+from hocket.models.source import of_run
+from hocket.runtime.mesh import Axis, Mesh
+from hocket.runtime.parallelize import parallelize
+from hocket.runtime.record import Recorder
+from hocket.spec.layout import AXES, Layout
+from hocket.spec.run import RunSpec
+from hocket.spec.schedule import Schedule
+from hocket.training.build import dtype_of
+from hocket.training.memory import Memory, MemoryCount
+from hocket.training.optimizer import Optimizer
+
+_Work: Any = dist._Work  # type: ignore[attr-defined]
+_ProcessGroup: Any = dist.ProcessGroup
+
+
+class _Done(_Work):
+    """A collective that has nothing to do."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class _Silent(_ProcessGroup):
+    """A group of one voice: its collectives move nothing and are done at once."""
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> _Done:
+        return _Done()
+
+    def all_gather_single(self, output: Tensor, piece: Tensor, opts: Any = None) -> _Done:
+        return _Done()
+
+    _allgather_base = reduce_scatter_single = _reduce_scatter_base = all_gather_single
+
+    def send(self, tensors: Any, target: int, tag: int) -> _Done:
+        return _Done()
+
+    def recv(self, tensors: Any, source: int, tag: int) -> _Done:
+        return _Done()
+
+
+def forecast(spec: RunSpec, schedule: Schedule | None) -> list[Memory]:
+    """What each rank will hold at the worst moment of its first step, by rank.
+
+    Args:
+        spec: of a training run; `data_parallel=threads` is not foretold.
+        schedule: as in the run folder.
+
+    Raises:
+        HocketError: the model cannot be built, or not split as the layout asks.
+    """
+    layout = spec.layout
+    assert layout.data_parallel != "threads", layout
+    found: dict[tuple[int, int], Memory] = {}
+    ranks = []
+    for rank in range(layout.world_size):
+        where = layout.coordinate(rank)
+        key = where["pp"], where["tp"] if _uneven(spec, layout) else 0
+        if key not in found:
+            found[key] = _one(spec, schedule, rank)
+        ranks.append(found[key])
+    return ranks
+
+
+def _uneven(spec: RunSpec, layout: Layout) -> bool:
+    """Whether vocabulary rows do not divide over tp, so that its last rank holds fewer."""
+    return bool(int(spec.config.get("vocab_size") or 0) % layout.tp)
+
+
+def _one(spec: RunSpec, schedule: Schedule | None, rank: int) -> Memory:
+    layout, options, workload = spec.layout, spec.options, spec.workload
+    source = of_run(spec)
+    skeleton = build_skeleton(
+        source.config,
+        attention=options.attention,
+        dtype=dtype_of(workload.dtype),
+        dropout=options.dropout,
+        code=source.code,
+    )
+    plan = plan_for(skeleton)
+    mesh = _mesh(layout, rank)
+    parallel = parallelize(
+        skeleton,
+        layout,
+        plan,
+        mesh=mesh,
+        schedule=schedule,
+        seed=options.seed,
+        bucket_mb=options.bucket_mb,
+    )
+    rows = workload.global_batch // layout.dp // (layout.microbatches or 1)
+    with _fake():
+        for stage in parallel.stages:
+            stage.module.to_empty(device="cpu")
+        for parameter in parallel.parameters():
+            parameter.grad_dtype = torch.float32
+        parallel.finish()
+        parallel.train()
+        optimizer = Optimizer(parallel.named_parameters(), options)
+        optimizer.state_tensors()
+        count = MemoryCount(parallel.parameters(), optimizer.tensors, torch.device("cpu"))
+        ids = torch.zeros(rows, workload.seq_len, dtype=torch.long)
+        positions = torch.arange(workload.seq_len).expand(rows, -1).contiguous()
+        batch = {"input_ids": ids, "position_ids": positions, "labels": ids.clone()}
+        microbatches = [dict(batch) for _ in range(layout.microbatches or 1)]
+        with count.counting():
+            parallel.forward_backward(microbatches, workload.global_batch * workload.seq_len)
+            parallel.clip_grad_norm(0.0)  # scaling in place holds nothing
+            optimizer.step(options.lr)
+    return count.memory
+
+
+@contextmanager
+def _fake() -> Iterator[None]:
+    with FakeTensorMode(allow_non_fake_inputs=True), one_sequence_each(), _CpuAttention():  # type: ignore[no-untyped-call]
+        yield
+
+
+class _CpuAttention(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Attention's output as the CPU kernel lays it out: token by token, heads inside.
+
+    The fake one takes its query's order, and a copy would be counted that is not made.
+    """
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
+            size, dtype = out[0].shape, out[0].dtype
+            laid = torch.empty_permuted(size, (0, 2, 1, 3), dtype=dtype, device=out[0].device)
+            return (laid, *out[1:])
+        return out
+
+
+def _mesh(layout: Layout, rank: int) -> Mesh:
+    """The mesh of one rank whose groups move nothing."""
+    mesh = Mesh.single("cpu", Recorder(rank))
+    mesh.layout, mesh.rank, mesh.world_size = layout, rank, layout.world_size
+    mesh.coordinate = layout.coordinate(rank)
+    rows = {name: layout.group(rank, name) for name in AXES}
+    rows["world"] = tuple(range(layout.world_size))
+    rows["pp_back"] = rows["pp"]
+    rows["model"] = tuple(
+        other for other in rows["world"] if layout.coordinate(other)["dp"] == mesh.coordinate["dp"]
+    )
+    for name, ranks in rows.items():
+        mesh._axes[name] = _axis(name, ranks, rank)
+    mesh._group = _group  # type: ignore[method-assign, assignment]
+    return mesh
+
+
+def _axis(name: str, ranks: tuple[int, ...], rank: int) -> Axis:
+    index = ranks.index(rank)
+    group = _Silent(index, len(ranks)) if len(ranks) > 1 else None
+    return Axis(name, len(ranks), index, ranks, group)
+
+
+def _group(ranks: tuple[int, ...]) -> Any:
+    return _Silent(0, len(ranks)) if len(ranks) > 1 else None
