@@ -30,7 +30,7 @@ TRAINING = {
 }  # fmt: skip
 
 FLAGS = {
-    "train": {"model", "data", "run", "config", "json", *LAYOUT, *WORKLOAD, *TRAINING},
+    "train": {"model", "data", "run", "config", "cluster", "json", *LAYOUT, *WORKLOAD, *TRAINING},
     "demo": {
         "steps", "seq_len", "global_batch", "vocab_size", "run", "seed", "device", "backend",
         "threads", "tensorboard", *LAYOUT,
@@ -57,6 +57,8 @@ FLAGS = {
     },
     "validate": {"table", "rows", "json"},
     "probe": {"quick", "out", "device", "svg", "json"},
+    "report": {"runs", "text", "png", "trace", "out"},
+    "ledger": {"by", "last", "json"},
     "schedule": {*LAYOUT, "text", "json"},
     "models": {"json"},
 }  # fmt: skip

@@ -41,7 +41,26 @@ def result(summary: Summary) -> list[str]:
             if len(each) > 1
             else f"peak tensor memory {format_bytes(each[0])}"
         )
-    return found
+    return found + foretold(summary)
+
+
+def foretold(summary: Summary) -> list[str]:
+    """What was predicted, beside what was measured."""
+    told = summary.forecast
+    if told is None:
+        return []
+    if not told.known:
+        return [f"not foretold: {told.why}"]
+    parts = []
+    if summary.step_seconds:
+        error = told.step_seconds / summary.step_seconds - 1
+        parts.append(f"{format_seconds(told.step_seconds)} a step ({error:+.0%})")
+    if summary.bubble is not None and max(told.bubble, summary.bubble) > 0.005:
+        parts.append(f"idle {told.bubble:.0%} of the pipeline (measured {summary.bubble:.0%})")
+    if summary.memory_bytes and told.peak_bytes:
+        most, seen = max(told.peak_bytes), max(summary.memory_bytes)
+        parts.append(f"{format_bytes(most)} on the fullest rank ({most / seen - 1:+.0%})")
+    return ["predicted: " + ", ".join(parts)] if parts else []
 
 
 def next_steps(summary: Summary) -> list[str]:

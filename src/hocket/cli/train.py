@@ -34,6 +34,8 @@ class Train:
         data: text files, JSON lines, parquet, `datasets` directories, or folders of text.
         run: the run folder. None: a new one under runs/.
         config: a TOML file of options by their flags' names; flags win over it.
+        cluster: what the run is foretold for, and what --layout auto chooses for: auto (this
+            machine; measured once, and kept), a file that `hocket probe` wrote, or none.
         json: print one JSON object a step on stdout, and nothing else there.
         parallel: where everything lives.
         workload: what one step computes.
@@ -44,6 +46,7 @@ class Train:
     data: Paths = ()
     run: Folder = None
     config: File = None
+    cluster: str = "auto"
     json: bool = False
     parallel: Annotated[LayoutFlags, tyro.conf.arg(name="layout")] = dataclasses.field(
         default_factory=LayoutFlags
@@ -60,6 +63,7 @@ def read(arguments: Sequence[str]) -> tuple[Train, dict[str, Any]]:
         model=given.get("model", ""),
         data=given.get("data", ()),
         run=given.get("run"),
+        cluster=given.get("cluster", "auto"),
         workload=with_defaults(Workload, given),
         training=with_defaults(TrainOptions, given),
     )
@@ -68,14 +72,21 @@ def read(arguments: Sequence[str]) -> tuple[Train, dict[str, Any]]:
     said.pop("json", None)
     said.pop("config", None)
     if path is not None:
-        from hocket.jobs.request import LAYOUT_FIELDS, layout_values
+        from hocket.jobs.request import AUTO, LAYOUT_FIELDS, layout_values
+        from hocket.spec.layout import DEGREES
 
         # Field by field, so that a flag wins over the file's text and not against it.
+        said_layout = "layout" in said
         ours = layout_values(said)
         theirs = layout_values(given)
         for name in ("layout", *LAYOUT_FIELDS):
             said.pop(name, None)
-        said.update({**theirs, **ours})
+        if ours.get("layout") == AUTO:  # chosen anew, whatever the file says of degrees
+            theirs = {name: value for name, value in theirs.items() if name not in DEGREES}
+        merged = {**theirs, **ours}
+        if merged.get("layout") == AUTO and "layout" not in ours and said_layout:
+            del merged["layout"]  # the flag's text was taken apart, the file asked for a choice
+        said.update(merged)
     return flags, said
 
 

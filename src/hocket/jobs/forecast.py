@@ -14,7 +14,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,7 +101,7 @@ def read(folder: RunFolder) -> Told | None:
 # --- the machine ---------------------------------------------------------------------------------
 
 
-def measurements(cluster: str = "auto") -> Measured | None:
+def measurements(cluster: str = "auto", device: str = "auto") -> Measured | None:
     """What was measured of this machine; None where nothing is kept.
 
     Raises:
@@ -109,7 +109,7 @@ def measurements(cluster: str = "auto") -> Measured | None:
     """
     from hocket.jobs import machine
 
-    found = machine.kept() if cluster == machine.AUTO else machine.cluster(cluster)
+    found = machine.kept(device) if cluster == machine.AUTO else machine.cluster(cluster)
     return None if found is None else found.measured
 
 
@@ -236,13 +236,19 @@ def _write(file: Path, shape: ModelShape) -> None:
 
 
 def chosen(
-    spec: RunSpec, measured: Measured, given: Iterable[str], *, launcher: Launcher | None = None
+    spec: RunSpec,
+    measured: Measured,
+    given: Iterable[str],
+    *,
+    legal: Callable[[Layout], Layout | None],
+    launcher: Launcher | None = None,
 ) -> Told:
     """The forecast of the best layout that this machine runs and that keeps what was given.
 
     Args:
         spec: its layout holds what the user gave beside `--layout auto`.
         given: the names of those fields.
+        legal: a layout with its microbatches, if the model and the batch allow it.
 
     Raises:
         HocketError: the model cannot be traced, or nothing fits.
@@ -255,10 +261,21 @@ def chosen(
     most = max([measured.host.cores, *(c.world for c in measured.curves)])
     if measured.device == "cuda":
         most = max(1, len(measured.devices))
+    found: dict[str, Layout] = {}
+    for layout in candidates(shape, spec.workload, most):
+        if any(getattr(layout, n) != getattr(spec.layout, n) for n in names & _WEIGHED):
+            continue
+        # The rest is not weighed: it is as it was given.
+        rest = {name: getattr(spec.layout, name) for name in names - _WEIGHED}
+        if layout.num_stages == 1 and names & {"virtual_stages", "cut"}:
+            continue  # what was given asks for a pipeline
+        try:
+            one = legal(dataclasses.replace(layout, **rest))
+        except HocketError:
+            continue
+        if one is not None:
+            found.setdefault(str(one), one)
+    return choose(shape, spec.workload, machine, found.values(), bucket_mb=spec.options.bucket_mb)
 
-    def keeps(layout: Layout) -> bool:
-        return all(getattr(layout, name) == getattr(spec.layout, name) for name in names)
 
-    found = [layout for layout in candidates(shape, spec.workload, most) if keeps(layout)]
-    options = spec.options
-    return choose(shape, spec.workload, machine, found, bucket_mb=options.bucket_mb)
+_WEIGHED = frozenset({"dp", "pp", "tp", "microbatches", "schedule"})

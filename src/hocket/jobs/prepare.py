@@ -74,7 +74,14 @@ def plan(request: Request, *, world_size: int | None = None) -> Plan:
             "--device cuda: torch sees no CUDA device on this machine", hint="--device cpu"
         )
     source = resolve(request.model, trust_remote_code=request.options.trust_remote_code)
-    layout = validate(source.dimensions, request.layout, request.workload, world_size=world_size)
+    if request.auto and world_size is not None:
+        raise OptionError(
+            "--layout auto starts as many ranks as it chooses; another launcher has started "
+            f"{world_size} already",
+            hint="run it without torchrun, or give a --layout",
+        )
+    asked = Layout() if request.auto else request.layout  # chosen once the vocabulary is known
+    layout = validate(source.dimensions, asked, request.workload, world_size=world_size)
     assert layout.microbatches is not None
     if "," in layout.schedule:
         raise ScheduleError(
@@ -195,6 +202,21 @@ def with_vocabulary(config: dict[str, Any], vocab_size: int, eos: int | None) ->
     return changed
 
 
+def placed(job: Plan, layout: Layout) -> Plan:
+    """The job in another layout, with its schedule.
+
+    Raises:
+        LayoutError, ScheduleError: the layout does not fit.
+    """
+    from hocket.schedules.registry import build
+
+    layout = validate(job.source.dimensions, layout, job.request.workload)
+    assert layout.microbatches is not None
+    links.checked(job.request.options, layout)
+    schedule = build(layout, layout.microbatches)
+    return dataclasses.replace(job, layout=layout, schedule=schedule)
+
+
 def write(job: Plan, folder: RunFolder, config: dict[str, Any], command: str) -> RunSpec:
     """Write run.json and schedule.txt: from here on the folder holds a run."""
     spec = spec_of(job.source, job.request, job.layout, config, command)
@@ -241,7 +263,8 @@ def resume(request: Request) -> tuple[RunFolder, RunSpec]:
     asked = {**_fields(request), "layout": request.layout.axes_text()}
     held = {**_fields(spec), "layout": spec.layout.axes_text()}
     # The degrees are compared together, as the layout's axes.
-    for name in sorted((request.given & asked.keys()) - set(DEGREES)):
+    kept = set(DEGREES) | ({"layout"} if request.auto else set())
+    for name in sorted((request.given & asked.keys()) - kept):
         if name not in _CHANGEABLE_ON_RESUME and asked[name] != held[name]:
             raise CheckpointError(
                 f"{name} is {asked[name]}; the run in {folder.path} was started with "

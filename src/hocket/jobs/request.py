@@ -27,8 +27,13 @@ ATTENTION = ("sdpa", "eager")
 LAYOUT_FIELDS = tuple(field.name for field in dataclasses.fields(Layout))
 WORKLOAD_FIELDS = tuple(field.name for field in dataclasses.fields(Workload))
 OPTION_FIELDS = tuple(field.name for field in dataclasses.fields(TrainOptions))
-NAMES = ("model", "data", "run", "layout", *LAYOUT_FIELDS, *WORKLOAD_FIELDS, *OPTION_FIELDS)
+NAMES = (
+    "model", "data", "run", "layout", "cluster", *LAYOUT_FIELDS, *WORKLOAD_FIELDS, *OPTION_FIELDS,
+)  # fmt: skip
 """Every name a training job knows."""
+
+AUTO = "auto"
+"""A layout that hocket chooses; a cluster that is this machine."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,6 +45,9 @@ class Request:
         data: files or directories of text.
         run: the run folder. None: a new one under `runs/`.
         layout, workload, options: as flags said, or their defaults.
+        auto: hocket chooses the layout; `layout` holds the fields that it must keep.
+        cluster: `auto` (this machine, as it was probed), a file that `hocket probe` wrote, or
+            `none`: nothing is foretold.
     """
 
     model: str
@@ -48,6 +56,8 @@ class Request:
     layout: Layout = dataclasses.field(default_factory=Layout)
     workload: Workload = dataclasses.field(default_factory=Workload)
     options: TrainOptions = dataclasses.field(default_factory=TrainOptions)
+    auto: bool = False
+    cluster: str = AUTO
     given: frozenset[str] = frozenset()
     """Names that were given a value, even if it is the default: what a resumed run must match."""
 
@@ -69,6 +79,12 @@ def request(values: Mapping[str, Any]) -> Request:
         options = dataclasses.replace(options, min_lr=min(options.min_lr, options.lr / 10))
     check_workload(workload)
     check_options(options)
+    auto = given.get("layout") == AUTO
+    if auto and given.get("data_parallel") == "threads":
+        raise LayoutError(
+            "--layout auto chooses among processes; replicas in threads are asked for by hand",
+            hint="--layout dp2 --data-parallel threads",
+        )
     return Request(
         model=given["model"],
         data=given.get("data", ()),
@@ -76,6 +92,8 @@ def request(values: Mapping[str, Any]) -> Request:
         layout=layout_of(given),
         workload=workload,
         options=options,
+        auto=auto,
+        cluster=given.get("cluster", AUTO),
         given=frozenset({*given, *layout_values(given)}),
     )
 
@@ -96,7 +114,7 @@ def typed(values: Mapping[str, Any]) -> dict[str, Any]:
         given.update(
             {name: _value(name, given[name], hints[name]) for name in given if name in names}
         )
-    for name in ("model", "run"):
+    for name in ("model", "run", "cluster"):
         if name in given:
             if not isinstance(given[name], str | Path):
                 raise OptionError(f"{name} is {given[name]!r}; a text is needed")
@@ -118,7 +136,7 @@ def layout_of(given: Mapping[str, Any]) -> Layout:
     """The layout of a text under `layout` and fields beside it. Raises LayoutError."""
     fields = {name: given[name] for name in LAYOUT_FIELDS if name in given}
     layout = given.get("layout")
-    if layout is None:
+    if layout is None or layout == AUTO:
         # Without a text, the degrees among the fields are the axes.
         degrees = [name for name in DEGREES if name in fields]
         layout = ".".join(f"{name}{fields.pop(name)}" for name in degrees) or "dp1"
@@ -146,6 +164,8 @@ def layout_values(values: Mapping[str, Any]) -> dict[str, Any]:
     given = {name: value for name, value in values.items() if value is not None}
     layout = layout_of(given)
     found = {name: given[name] for name in LAYOUT_FIELDS if name in given}
+    if given.get("layout") == AUTO:
+        return {"layout": AUTO, **found}
     if "layout" in given:
         default = Layout()
         for name in LAYOUT_FIELDS:

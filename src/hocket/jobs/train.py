@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hocket.jobs import links, memory, prepare, weights
+from hocket.jobs import forecast, foresight, links, memory, prepare, weights
 from hocket.jobs.request import Request
 from hocket.spec.errors import HocketError, RunFolderError
+from hocket.spec.forecast import Forecast
 from hocket.spec.run import RunFolder, RunSpec
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ class Summary:
         memory_bytes: peak tensor bytes counted on each rank.
         memory: the same by what they are for, a dictionary a rank: `parameters`, `gradients`,
             `optimizer`, `activations`, `total`.
+        forecast: what was foretold of the run, None where nothing was tried.
+        bubble: measured, of the recorded step; None without one.
     """
 
     run: Path
@@ -58,6 +61,8 @@ class Summary:
     step_seconds: float | None = None
     memory_bytes: tuple[int, ...] = ()
     memory: tuple[dict[str, int], ...] = ()
+    forecast: Forecast | None = None
+    bubble: float | None = None
 
 
 def train(request: Request, *, on_event: Listener | None = None) -> Summary:
@@ -82,30 +87,49 @@ def train(request: Request, *, on_event: Listener | None = None) -> Summary:
         folder, spec = prepare.resume(request)
         with Launcher(spec.options.device, spec.options.threads, preload=PRELOAD) as launcher:
             record.phase("starting ranks")
-            return launch(launcher, folder, spec, record)
+            return launch(launcher, folder, spec, record, cluster=request.cluster)
     job = prepare.plan(request)
     folder = prepare.run_folder(request)
     with (
         unstarted_is_no_run(folder, fresh=request.run is None),
         Launcher(request.options.device, request.options.threads, preload=PRELOAD) as launcher,
     ):
-        return launch(launcher, folder, prepared(job, folder, record), record)
+        return launch(
+            launcher,
+            folder,
+            prepared(job, folder, record, launcher=launcher),
+            record,
+            cluster=request.cluster,
+        )
 
 
 PRELOAD = ("hocket.training.rank", "hocket.runtime.shm")
 
 
 def prepared(
-    job: prepare.Plan, folder: RunFolder, record: Record, command: str = "train"
+    job: prepare.Plan,
+    folder: RunFolder,
+    record: Record,
+    command: str = "train",
+    *,
+    launcher: Launcher | None = None,
 ) -> RunSpec:
-    """Tokenize and write the run folder, telling of it."""
+    """Tokenize, choose the layout if that was asked for, and write the run folder, telling of it.
+
+    `launcher` may be asked to trace the model.
+    """
     record.phase("tokenizing")
     words, tokens, config = prepare.data(job, folder, record.tokenized)
     record.note(
         f"{tokens.train_tokens:,} tokens to train on, {tokens.valid_tokens:,} held out; "
         f"{words.kind} tokenizer of {words.vocab_size} ids"
     )
-    return prepare.write(job, folder, config, command)
+    if not job.request.auto:
+        return prepare.write(job, folder, config, command)
+    told, job = foresight.choose(job, config, record, launcher=launcher)
+    spec = prepare.write(job, folder, config, command)
+    forecast.write(folder, told)
+    return spec
 
 
 def modeling_modules(config: Mapping[str, Any]) -> list[str]:
@@ -116,14 +140,25 @@ def modeling_modules(config: Mapping[str, Any]) -> list[str]:
     return [] if found is None else [found]
 
 
-def launch(launcher: Launcher, folder: RunFolder, spec: RunSpec, record: Record) -> Summary:
-    """Run the ranks of a prepared run folder."""
+def launch(
+    launcher: Launcher,
+    folder: RunFolder,
+    spec: RunSpec,
+    record: Record,
+    *,
+    cluster: str = "kept",
+) -> Summary:
+    """Run the ranks of a prepared run folder.
+
+    `cluster` is what the run is foretold for, see `jobs.foresight.before`.
+    """
     launcher.preload(modeling_modules(spec.config))
     verify(launcher, spec, record)
     weights.require(launcher, folder)
     if spec.options.links is not None:
         spec = links.settle(launcher, folder, spec)
         record.note(f"links are felt as {spec.options.links}")
+    foresight.before(folder, spec, record, cluster=cluster, launcher=launcher)
     predicted = None
     if spec.options.memory_per_rank is not None:
         record.phase("foretelling what each rank holds")
@@ -137,6 +172,7 @@ def launch(launcher: Launcher, folder: RunFolder, spec: RunSpec, record: Record)
         startup_timeout=max(STARTUP, spec.options.timeout),
         silence_timeout=spec.options.timeout,
     )
+    foresight.after(folder, spec, record, cluster=cluster, launcher=launcher)
     if predicted is not None and record.memory:
         record.note(memory.beside(predicted, record.memory))
     return record.summary(folder)
@@ -231,12 +267,15 @@ class Record:
         self.steps: list[Event] = []
         self.held_out: list[Event] = []
         self.memory: tuple[dict[str, int], ...] = ()
+        self.bubble: float | None = None
 
     def __call__(self, event: Event) -> None:
         if event["event"] == "step":
             self.steps.append(event)
         elif event["event"] == "eval":
             self.held_out.append(event)
+        elif event["event"] == "timeline":
+            self.bubble = float(event["bubble"])
         elif event["event"] == "memory":
             self.memory = tuple(event["ranks"])
         if self.listener is not None:
@@ -254,7 +293,13 @@ class Record:
     def summary(self, folder: RunFolder) -> Summary:
         import statistics
 
-        found = Summary(run=folder.path, memory=self.memory)
+        told = forecast.read(folder)
+        found = Summary(
+            run=folder.path,
+            memory=self.memory,
+            forecast=None if told is None else told[0],
+            bubble=self.bubble,
+        )
         if self.held_out:
             found.held_out_loss = float(self.held_out[-1]["loss"])
         if not self.steps:

@@ -1,0 +1,171 @@
+"""When a run is foretold, and what is said of it.
+
+    --layout auto     the machine is measured if it was not (once, some seconds), a layout is
+                      chosen, and why is said; then the run starts
+    --layout given    measured before: foretold before the first step, which takes milliseconds
+                      not measured: the run starts at once, and the machine is measured after it
+    --cluster none    nothing is foretold
+
+A run of another launcher's ranks is foretold where its machine was measured before.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hocket.jobs import forecast, prepare
+from hocket.spec.errors import HocketError
+from hocket.spec.forecast import Forecast
+from hocket.spec.layout import Layout
+from hocket.spec.run import RunFolder, RunSpec
+from hocket.spec.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from hocket.jobs.train import Record
+    from hocket.launch import Launcher
+
+NONE, KEPT, AUTO = "none", "kept", "auto"
+"""Clusters that are no file: foretell nothing; only where it was measured; measure if need be."""
+
+LONGEST = 20.0
+"""Seconds that the quick probe takes at most on two cores."""
+
+
+def choose(
+    job: prepare.Plan,
+    config: dict[str, Any],
+    record: Record,
+    *,
+    launcher: Launcher | None = None,
+) -> tuple[forecast.Told, prepare.Plan]:
+    """The layout for `--layout auto`: its forecast, and the job in it. Says what and why.
+
+    Raises:
+        HocketError: the machine cannot be measured, the model cannot be traced, or nothing fits.
+    """
+    from hocket.jobs import machine
+    from hocket.jobs.validate import validate
+
+    request = job.request
+    cluster = AUTO if request.cluster in (NONE, KEPT) else request.cluster
+    if cluster == AUTO and machine.kept(request.options.device) is None:
+        record.note(f"measuring this machine, once: up to {LONGEST:.0f} s; hocket probe does more")
+    found = machine.cluster(
+        cluster, device=request.options.device, on_event=lambda event: _phase(record, event)
+    )
+    if found.measured is None:
+        raise HocketError(
+            f"{cluster} holds no measurements; a layout for this machine needs some",
+            hint="--cluster auto",
+        )
+    machine.require_here(found)
+    spec = prepare.spec_of(job.source, request, request.layout, config, "train")
+    record.phase("choosing a layout")
+
+    def legal(layout: Layout) -> Layout | None:
+        try:
+            return validate(job.source.dimensions, layout, request.workload)
+        except HocketError:
+            return None
+
+    told = forecast.chosen(spec, found.measured, request.given, legal=legal, launcher=launcher)
+    for line in reasons(told[0]):
+        record.note(line)
+    return told, prepare.placed(job, Layout.parse(told[0].layout))
+
+
+def before(
+    folder: RunFolder,
+    spec: RunSpec,
+    record: Record,
+    *,
+    cluster: str = KEPT,
+    launcher: Launcher | None = None,
+) -> None:
+    """Foretell a run that is about to start, unless that has been done or has to wait."""
+    if cluster == NONE:
+        forecast.write(folder, (Forecast.none(str(spec.layout), "--cluster none"), None))
+        return
+    told = forecast.read(folder)
+    if told is not None and told[0].known and told[0].layout == str(spec.layout):
+        return  # by whoever chose the layout, or an earlier start
+    try:
+        measured = forecast.measurements(AUTO if cluster == KEPT else cluster, spec.options.device)
+    except HocketError as error:
+        _untold(folder, spec, error.message)
+        return
+    if measured is None:
+        _untold(folder, spec, "this machine was not measured before the run; hocket probe does")
+        return
+    told = forecast.told(spec, measured, launcher=launcher)
+    forecast.write(folder, told)
+    if told[0].known:
+        record.note("foretold: " + _said(told[0]))
+
+
+def after(
+    folder: RunFolder,
+    spec: RunSpec,
+    record: Record,
+    *,
+    cluster: str = KEPT,
+    launcher: Launcher | None = None,
+) -> None:
+    """Where nothing was measured before the run, measure now, and foretell what has been run.
+
+    Nothing that goes wrong here is the run's fault: forecast.json says what it was.
+    """
+    from hocket.jobs import machine
+
+    told = forecast.read(folder)
+    if cluster != AUTO or told is None or told[0].known:
+        return
+    try:
+        if machine.kept(spec.options.device) is not None:
+            return  # it was measured, and still nothing could be foretold
+        record.phase(f"measuring this machine for forecasts, once: up to {LONGEST:.0f} s")
+        found = machine.cluster(
+            AUTO, device=spec.options.device, on_event=lambda event: _phase(record, event)
+        )
+        told = forecast.told(spec, found.measured, launcher=launcher)
+        forecast.write(folder, told)
+    except HocketError as error:
+        _untold(folder, spec, f"this machine could not be measured: {error.message}")
+
+
+def reasons(found: Forecast) -> list[str]:
+    """What was chosen among what, and why, in sentences."""
+    lines = [f"layout {found.layout}: {_said(found)}"]
+    others = [one for one in found.alternatives if not one.chosen]
+    close = next((one for one in others if one.fits), None)
+    if close is not None:
+        slower = close.step_seconds / found.step_seconds - 1
+        lines.append(
+            f"of {len(found.alternatives)} best layouts the next is {close.layout}, "
+            f"{slower:.0%} slower"
+        )
+    plain = next((one for one in found.alternatives if one.layout.startswith("dp1")), None)
+    if plain is not None and not plain.chosen:
+        gain = plain.step_seconds / found.step_seconds
+        lines.append(f"one process would take {gain:.2g} times as long")
+    for name, seconds in found.exposed.items():
+        if seconds > 0.05 * found.step_seconds:
+            lines.append(
+                f"{seconds / found.step_seconds:.0%} of a step goes to messages over {name}"
+            )
+    return lines
+
+
+def _said(found: Forecast) -> str:
+    text = f"{format_seconds(found.step_seconds)} a step, {found.tokens_per_second:,.0f} tokens/s, "
+    text += f"{format_bytes(max(found.peak_bytes))} on the fullest rank"
+    return text + (f", idle {found.bubble:.0%} of the pipeline" if found.bubble > 0.005 else "")
+
+
+def _untold(folder: RunFolder, spec: RunSpec, why: str) -> None:
+    forecast.write(folder, (Forecast.none(str(spec.layout), why), None))
+
+
+def _phase(record: Record, event: dict[str, Any]) -> None:
+    if event["event"] == "phase":
+        record.phase(event["name"])
