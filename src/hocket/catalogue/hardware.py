@@ -119,8 +119,12 @@ def cluster(text: str) -> Cluster:
     if text.endswith(".toml"):
         path = Path(text)
         if not path.is_file():
-            raise OptionError(f"there is no file {text}")
-        return machine_file.read(path.read_text(), gpu=gpu, node=node, origin=text)
+            raise OptionError(f"there is no file {text}", hint=f"hocket probe --out {text}")
+        try:
+            said = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise OptionError(f"{text} is no text: {error}") from None
+        return machine_file.read(said, gpu=gpu, node=node, origin=text)
     match = re.fullmatch(r"(?:(\d+)x)?(?:(\d+)x)?([^@]+?)(?:@(.+))?", text.strip())
     if match is None:
         raise OptionError(f"{text!r} is not a cluster", hint="2x8xH100-SXM, 16xA100-40-PCIe")

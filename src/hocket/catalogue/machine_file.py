@@ -36,6 +36,9 @@ _NVLINK = {1: 80e9, 2: 150e9, 3: 300e9, 4: 450e9, 5: 900e9, 6: 1800e9}
 
 _FASTEST_PCIE = 121e9
 _FASTEST_CARD = 200e9
+_MOST = 10**7
+_FASTEST_GPU = 1e18
+_FASTEST_MEMORY = 1e15
 
 _GPU = ("name", "flops", "memory", "usable", "bandwidth", "sms", "l2", "nvlink", "price",
         "price_source", "source", "vendor", "aliases")  # fmt: skip
@@ -63,31 +66,55 @@ def read(
     """
     try:
         table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    # Not only its own error: numbers of a million digits, and tables a thousand deep.
+    except (ValueError, RecursionError) as error:
         raise OptionError(f"{origin} is not TOML: {error}") from None
     _check(table, _CLUSTER, "cluster", needed=("node",))
-    device = table.get("gpu")
+    device: Any = table.get("gpu")
     if isinstance(device, str):
         device = gpu(device)
-    elif isinstance(device, Mapping):
-        device = gpu_of(device, str(device.get("name", origin)))
+    elif device is not None:
+        _check(device, _GPU, "gpu")
+        least = _LEAST_OF_A_CORE if _is_cpu(table["node"]) else _LEAST_OF_A_GPU
+        device = gpu_of(device, str(device.get("name", origin)), least=least)
     if isinstance(table["node"], str):
         found = node(table["node"], device)
     elif device is None:
         raise OptionError(f"{origin} says no gpu", hint='gpu = "H100-SXM-80"')
     else:
         found = node_of(table["node"], device, links={}, name="")
+    num_nodes = _count(table, "num_nodes", 1)
+    if num_nodes > 1 and found.network <= 0:
+        raise OptionError(
+            f"{num_nodes} nodes need a network between them; {origin} says 0",
+            hint='network = "100 Gb/s"',
+        )
     return Cluster(
         name=str(table.get("name", origin)),
-        num_nodes=_count(table, "num_nodes", 1),
+        num_nodes=num_nodes,
         node=found,
         measured=Measured.from_dict(table["measured"]) if "measured" in table else None,
     )
 
 
-def gpu_of(table: Mapping[str, Any], name: str) -> Gpu:
-    """A GPU from its table. Raises OptionError as `read`."""
+_LEAST_OF_A_GPU = 2**30
+_LEAST_OF_A_CORE = 2**24
+"""Bytes of memory: a core's is its share of the machine's."""
+
+
+def _is_cpu(node: Any) -> bool:
+    link = node.get("link") if isinstance(node, Mapping) else None
+    return isinstance(link, Mapping) and link.get("kind") == "shared-memory"
+
+
+def gpu_of(table: Mapping[str, Any], name: str, *, least: int = _LEAST_OF_A_GPU) -> Gpu:
+    """A GPU from its table, with at least so many bytes. Raises OptionError as `read`."""
     _check(table, _GPU, f"GPU {name}", needed=("flops", "memory", "bandwidth"))
+    if not isinstance(table["flops"], Mapping) or not table["flops"]:
+        raise OptionError(
+            f"flops of GPU {name} is {table['flops']!r}; it is a rate for each precision",
+            hint='flops = { bf16 = "989 TFLOP/s" }',
+        )
     for precision in table["flops"]:
         if precision not in PRECISIONS:
             message, hint = unknown("precision", precision, PRECISIONS)
@@ -96,23 +123,52 @@ def gpu_of(table: Mapping[str, Any], name: str) -> Gpu:
     nvlink = table.get("nvlink", 0)
     generation = nvlink.get("generation", 0) if isinstance(nvlink, Mapping) else nvlink
     usable = parse_bytes(str(table["usable"])) if "usable" in table else round(0.98 * memory)
-    if not 2**30 <= memory <= 2**41:
+    if not least <= memory <= 2**46:
         raise OptionError(f"{table['memory']} of memory on one GPU cannot be", hint="80 GB")
+    if not 0 < usable <= 1.1 * memory:  # 80 GB are sold, 81,559 MiB are there
+        raise OptionError(f"usable {table['usable']} of {table['memory']} of memory cannot be")
     return Gpu(
         name=name,
-        flops={p: parse_flops(str(rate)) for p, rate in table["flops"].items()},
+        flops={
+            p: _rate(parse_flops(str(rate)), _FASTEST_GPU, f"flops {p}", rate)
+            for p, rate in table["flops"].items()
+        },
         memory=memory,
         usable=usable,
-        bandwidth=parse_bandwidth(str(table["bandwidth"])),
+        bandwidth=_rate(
+            parse_bandwidth(str(table["bandwidth"])),
+            _FASTEST_MEMORY,
+            "bandwidth",
+            table["bandwidth"],
+        ),
         sms=_count(table, "sms", 0, least=0),
         l2=parse_bytes(str(table["l2"])) if "l2" in table else 0,
-        nvlink=int(generation),
-        price=float(table["price"]) if "price" in table else None,
+        nvlink=_count({"nvlink": generation}, "nvlink", 0, least=0),
+        price=_price(table["price"]) if "price" in table else None,
         price_source=str(table.get("price_source", "")),
         source=str(table.get("source", "")),
         vendor=str(table.get("vendor", "")),
-        aliases=tuple(table.get("aliases", ())),
+        aliases=_names(table.get("aliases", [])),
     )
+
+
+def _rate(value: float, most: float, what: str, said: object) -> float:
+    if not 0 < value <= most:
+        raise OptionError(f"{what} of {said} cannot be", hint=f"above 0, at most {most:g}")
+    return value
+
+
+def _price(said: object) -> float:
+    right = isinstance(said, int | float) and not isinstance(said, bool)
+    if not right or not 0 <= float(said) < 1e6:  # type: ignore[arg-type]
+        raise OptionError(f"price is {said!r}; it must be dollars per GPU and hour", hint="2.99")
+    return float(said)  # type: ignore[arg-type]
+
+
+def _names(said: object) -> tuple[str, ...]:
+    if not isinstance(said, list) or not all(isinstance(one, str) for one in said):
+        raise OptionError(f"aliases is {said!r}; it must be a list of names")
+    return tuple(said)
 
 
 def node_of(table: Mapping[str, Any], gpu: Gpu, *, links: Mapping[str, Any], name: str) -> Node:
@@ -126,6 +182,8 @@ def node_of(table: Mapping[str, Any], gpu: Gpu, *, links: Mapping[str, Any], nam
     _at_most(pcie, _FASTEST_PCIE, "pcie", table["pcie"], "is that both directions, or bits?")
     card = parse_bandwidth(str(table["network"]))
     _at_most(card, _FASTEST_CARD, "network", table["network"], "cards are sold in Gb/s: bits")
+    if pcie == 0 and not _is_cpu(table):
+        raise OptionError(f"pcie of {table['pcie']} cannot be", hint='pcie = "31.5 GB/s"')
     nics = _count(table, "nics", 1)
     return Node(
         gpu=gpu,
@@ -152,7 +210,9 @@ def _link(table: Mapping[str, Any], pcie: float, own: Mapping[str, Any]) -> Link
     said = table.get("bandwidth", default)
     if said is None:
         raise OptionError(f"a link of kind {kind} needs its bandwidth", hint='"450 GB/s"')
-    bandwidth = parse_bandwidth(said) if isinstance(said, str) else float(said)
+    bandwidth = said if isinstance(said, float) else parse_bandwidth(str(said))
+    if not math.isfinite(bandwidth) or (bandwidth <= 0 and kind != "none"):
+        raise OptionError(f"a link of {said} cannot be", hint='bandwidth = "450 GB/s"')
     if nvidia and generation in _NVLINK:
         most = _NVLINK[generation]
         why = f"{most / 1e9:g} GB/s each way; is {said} the sum of both directions?"
@@ -236,6 +296,8 @@ def _count(table: Mapping[str, Any], key: str, default: int, least: int = 1) -> 
     value = table.get(key, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise OptionError(f"{key} is {value!r}; it must be a whole number of at least {least}")
+    if value > _MOST:
+        raise OptionError(f"{key} is {str(value)[:20]}; no cluster has that many")
     return value
 
 
