@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -39,6 +40,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.importorskip("torch").set_num_threads(1)
     elif item.get_closest_marker("ranks") and importlib.util.find_spec("torch") is None:
         pytest.skip("needs torch in its ranks")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ledger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Runs of the tests stay out of the user's ledger."""
+    before = os.environ.get("HOCKET_LEDGER")
+    os.environ["HOCKET_LEDGER"] = str(tmp_path_factory.mktemp("ledger") / "ledger.jsonl")
+    yield
+    if before is None:
+        del os.environ["HOCKET_LEDGER"]
+    else:
+        os.environ["HOCKET_LEDGER"] = before
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,49 @@
+"""`hocket ledger`: how far predictions were off, over every run on record."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from hocket.cli.flags import parse
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LedgerFlags:
+    """Show how far the predictions of all runs were off, so that trust is earned in public.
+
+    Attributes:
+        by: group the runs by axis, machine or model.
+        last: runs to list one by one.
+        json: print one JSON object instead: `file`, `unreadable`, `errors` and `entries`.
+    """
+
+    by: str = "axis"
+    last: int = 10
+    json: bool = False
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print. Returns 0."""
+    flags = parse(LedgerFlags, "ledger", arguments, LedgerFlags())
+    from hocket.jobs import ledger
+    from hocket.spec.errors import OptionError
+
+    if flags.last < 0:
+        raise OptionError(f"--last is {flags.last}; it is a number of runs", hint="--last 10")
+    entries, torn = ledger.read_ledger()
+    errors = ledger.errors(entries, flags.by)
+    if flags.json:
+        import json
+
+        path = ledger.ledger_file()
+        found = {
+            "file": None if path is None else str(path),
+            "unreadable": torn,
+            "errors": errors,
+            "entries": [dataclasses.asdict(entry) for entry in entries],
+        }
+        print(json.dumps(found))
+    else:
+        print(ledger.text(entries, torn, flags.by, flags.last), end="")
+    return 0

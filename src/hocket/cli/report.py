@@ -1,0 +1,59 @@
+"""`hocket report`: what a run was predicted to do and what it did, on one page."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Annotated
+
+import tyro
+
+from hocket.cli.flags import File, parse
+from hocket.cli.terminal import terminal
+from hocket.spec.errors import OptionError
+
+Runs = Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN...")]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReportFlags:
+    """Show a run, or two side by side: predicted above measured, and where they differ.
+
+    Without another form, one HTML page that needs no network is written.
+
+    Attributes:
+        runs: one run folder, or two.
+        text: print the report in words instead.
+        png: draw a picture instead (needs matplotlib).
+        trace: write a trace instead, for ui.perfetto.dev or chrome://tracing.
+        out: the file to write. None: report.html, report.png or trace.json in the run folder.
+    """
+
+    runs: Runs = ()
+    text: bool = False
+    png: bool = False
+    trace: bool = False
+    out: File = None
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Report. Returns 0."""
+    flags = parse(ReportFlags, "report", arguments, ReportFlags())
+    forms = [form for form in ("text", "png", "trace") if getattr(flags, form)]
+    if len(forms) > 1:
+        raise OptionError(
+            f"--{forms[0]} and --{forms[1]} are two forms of one report", hint=f"--{forms[0]}"
+        )
+    from hocket.jobs import report
+
+    found = report.records(flags.runs)
+    if forms == ["text"]:
+        color, width = terminal()
+        words = report.text(found, width=width, color=color and flags.out is None)
+        if flags.out is None:
+            print(words, end="")
+        else:
+            print(report.save_text(words, flags.out))
+    else:
+        print(report.write(found, forms[0] if forms else "html", flags.out))
+    return 0

@@ -1,0 +1,255 @@
+"""The ledger: every run's prediction and measurement, one line each, in one file of the user.
+
+    $HOCKET_LEDGER, else $XDG_DATA_HOME/hocket/ledger.jsonl, else ~/.local/share/hocket/...
+
+An empty HOCKET_LEDGER keeps no ledger. Lines are appended whole, under a lock, so that runs that
+end together do not mix theirs; a line that a crash has torn is ended first and passed over later.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import os
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hocket.spec.errors import HocketError, OptionError, unknown
+from hocket.spec.ledger import FIGURES, Entry, Figures
+
+if TYPE_CHECKING:
+    from hocket.reporting.record import Record
+
+VARIABLE = "HOCKET_LEDGER"
+
+GROUPS: dict[str, Callable[[Entry], tuple[str, ...]]] = {
+    "axis": lambda entry: entry.axes,
+    "machine": lambda entry: (f"{entry.machine} ({entry.fingerprint})",),
+    "model": lambda entry: (entry.model,),
+}
+"""What entries can be grouped by; a run counts for each axis that it splits over."""
+
+
+def ledger_file() -> Path | None:
+    """Where the ledger lies; None where none is kept."""
+    asked = os.environ.get(VARIABLE)
+    if asked is not None:
+        return Path(asked).expanduser() if asked else None
+    home = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
+    return Path(home).expanduser() / "hocket" / "ledger.jsonl"
+
+
+def append(run: str | os.PathLike[str]) -> Entry | None:
+    """Add what a run folder holds; None where no ledger is kept, or nothing was measured.
+
+    Raises:
+        HocketError: the folder holds no run.
+        OSError: the ledger cannot be written.
+    """
+    from hocket.reporting.record import read
+
+    path = ledger_file()
+    if path is None:
+        return None
+    entry = entry_of(read(Path(run)))
+    if entry is None:
+        return None
+    line = entry.to_json().encode() + b"\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _append_whole(path, line)
+    return entry
+
+
+def _append_whole(path: Path, line: bytes) -> None:
+    import fcntl
+
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            line = b"\n" + line  # what was torn stays a line of its own
+        while line:
+            line = line[os.write(descriptor, line) :]
+    finally:
+        os.close(descriptor)  # and with it the lock
+
+
+def entry_of(record: Record) -> Entry | None:
+    """The line of one run; None where it took no step or its spec is gone."""
+    from hocket import __version__
+
+    spec = record.spec
+    if spec is None or record.step_seconds is None:
+        return None
+    fullest = max((row["total"] for row in record.memory), default=None)
+    if fullest is None and record.measured is not None:
+        fullest = max(record.measured.peak_bytes, default=None)
+    pipelined = spec.layout.pp > 1
+    measured = Figures(
+        step_seconds=record.step_seconds,
+        memory=fullest,
+        bubble=record.measured.bubble if record.measured is not None and pipelined else None,
+    )
+    predicted = None
+    if record.forecast is not None:
+        predicted = Figures(
+            step_seconds=record.forecast.step_seconds,
+            memory=max(record.forecast.peak_bytes, default=None),
+            bubble=record.forecast.bubble if pipelined else None,
+        )
+    words = machine_words(spec.options.device)
+    return Entry(
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        version=__version__,
+        run=str(record.path.resolve()),
+        command=spec.command,
+        model=spec.model,
+        layout=str(spec.layout),
+        machine=words,
+        fingerprint=hashlib.sha256(words.encode()).hexdigest()[:8],
+        steps=record.steps_done,
+        ranks=spec.layout.world_size,
+        seq_len=spec.workload.seq_len,
+        global_batch=spec.workload.global_batch,
+        dtype=spec.workload.dtype,
+        measured=measured,
+        predicted=predicted,
+    )
+
+
+def machine_words(device: str = "auto") -> str:
+    """This machine in words: its GPUs where runs use them, else its cores."""
+    from hocket.jobs.probe import present
+
+    here = present(device)
+    cpu = f"{here.host.cores} cores of {here.host.cpu}"
+    names = [found.name for found in here.found.devices] if here.kind == "cuda" else []
+    gpus = [f"{names.count(name)} x {name}" for name in dict.fromkeys(names)]
+    return ", ".join([*gpus, cpu])
+
+
+# --- reading -------------------------------------------------------------------------------
+
+
+def read_ledger() -> tuple[list[Entry], int]:
+    """The entries, the oldest first, and how many lines could not be read.
+
+    Raises:
+        OptionError: the ledger is a folder or cannot be read.
+    """
+    path = ledger_file()
+    if path is None or not path.exists():
+        return [], 0
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        raise OptionError(
+            f"the ledger {path} cannot be read: {error.strerror}", hint=f"{VARIABLE}=FILE"
+        ) from None
+    found, torn = [], 0
+    for line in filter(str.strip, lines):
+        try:
+            found.append(Entry.from_json(line))
+        except (ValueError, TypeError, KeyError, AttributeError, HocketError):
+            torn += 1
+    return found, torn
+
+
+def errors(entries: Iterable[Entry], by: str) -> list[dict[str, Any]]:
+    """How far predictions were off, a row a group and one over all.
+
+    Each row holds the group, its `runs`, how many of them were `predicted`, and for every figure
+    the median of the absolute error and of the signed one (`bias`), None where nothing is known.
+
+    Raises:
+        OptionError: `by` is not one of GROUPS.
+    """
+    if by not in GROUPS:
+        message, hint = unknown("group", by, GROUPS)
+        raise OptionError(message, hint=hint)
+    groups: dict[str, list[Entry]] = defaultdict(list)
+    everything = list(entries)
+    for entry in everything:
+        for name in GROUPS[by](entry):
+            groups[name].append(entry)
+    rows = [_row(name, groups[name]) for name in sorted(groups)]
+    return [*rows, _row("all", everything)] if everything else []
+
+
+def _row(name: str, entries: list[Entry]) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "group": name,
+        "runs": len(entries),
+        "predicted": sum(entry.predicted is not None for entry in entries),
+    }
+    for figure in FIGURES:
+        off = [error for entry in entries if (error := entry.error(figure)) is not None]
+        row[figure] = {
+            "count": len(off),
+            "error": statistics.median(map(abs, off)) if off else None,
+            "bias": statistics.median(off) if off else None,
+        }
+    return row
+
+
+def text(entries: list[Entry], torn: int, by: str, last: int) -> str:
+    """The ledger as tables: the errors by group, then the last runs."""
+    from hocket.reporting import table_text
+    from hocket.reporting.run_text import printable
+
+    path = ledger_file()
+    if not entries:
+        where = f"{path} holds no runs yet" if path else f"{VARIABLE} is empty: none is kept"
+        return f"{where}\n" + _torn(torn)
+    rows = []
+    for row in errors(entries, by):
+        line = [printable(row["group"]), row["runs"], row["predicted"]]
+        for figure in FIGURES:
+            line += _off(row[figure], points=figure == "bubble")
+        rows.append(line)
+    headers = [by, "runs", "predicted", "step off by", "bias", "memory off by", "bias",
+               "bubble off by", "bias"]  # fmt: skip
+    table = table_text(headers, rows)
+    recent = []
+    for entry in entries[-last:] if last else []:
+        recent.append(
+            [
+                entry.date[:16].replace("T", " "),
+                printable(Path(entry.model).name),
+                entry.layout,
+                *_both(entry, "step_seconds"),
+                *_both(entry, "memory"),
+            ]
+        )
+    told = table_text(
+        ["ended (UTC)", "model", "layout", "step", "predicted", "memory", "predicted"], recent
+    )
+    return (
+        f"{len(entries)} runs in {path}: medians of how far their predictions were off\n\n{table}\n"
+        + (f"\nthe last {len(recent)} runs\n\n{told}\n" if recent else "")
+        + _torn(torn)
+    )
+
+
+def _torn(torn: int) -> str:
+    return f"\n{torn} lines could not be read and are passed over\n" if torn else ""
+
+
+def _off(found: dict[str, Any], *, points: bool) -> list[str]:
+    if found["error"] is None:
+        return ["", ""]
+    unit = " points" if points else "%"
+    return [f"{100 * found['error']:.1f}{unit}", f"{100 * found['bias']:+.1f}{unit}"]
+
+
+def _both(entry: Entry, figure: str) -> list[str]:
+    from hocket.spec.units import format_bytes, format_seconds
+
+    form = format_seconds if figure == "step_seconds" else format_bytes
+    now = getattr(entry.measured, figure)
+    then = getattr(entry.predicted, figure) if entry.predicted is not None else None
+    return ["" if value is None else form(value) for value in (now, then)]

@@ -1,0 +1,139 @@
+"""The report of one run, or of two side by side: as a page, as text, as a picture, as a trace."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hocket.spec.errors import HocketError, OptionError, RunFolderError
+from hocket.spec.run import write_text
+
+if TYPE_CHECKING:
+    from hocket.reporting.record import Record
+
+MOST_RUNS = 2
+
+FILES = {"html": "report.html", "png": "report.png", "trace": "trace.json"}
+"""Form to the name of its file in the run folder."""
+
+
+def records(runs: Sequence[str | os.PathLike[str]]) -> list[Record]:
+    """Read the run folders.
+
+    Raises:
+        OptionError: no run, or more than two.
+        RunFolderError: one of them holds no run.
+    """
+    from hocket.reporting.record import read
+
+    if not runs:
+        raise OptionError("which run?", hint="hocket report runs/first")
+    if len(runs) > MOST_RUNS:
+        raise OptionError(
+            f"{len(runs)} runs were given; one is shown, or two side by side",
+            hint=f"hocket report {runs[0]} {runs[1]}",
+        )
+    return [read(Path(run)) for run in runs]
+
+
+def text(found: Sequence[Record], *, width: int = 100, color: bool = False) -> str:
+    """The report in words."""
+    from hocket.reporting.run_text import both_text, report_text
+
+    parts = [report_text(r, own_bubble(r), width=width, color=color) for r in found]
+    if len(found) > 1:
+        parts.append(both_text(found))
+    return ("\n" + "=" * min(width, 80) + "\n\n").join(parts)
+
+
+def write(found: Sequence[Record], form: str = "html", out: str | None = None) -> Path:
+    """Write the report into a file, and say where.
+
+    Args:
+        found: one or two records.
+        form: `html`, `png` or `trace`.
+        out: the file. None: in the folder of the first run.
+
+    Raises:
+        OptionError: `out` is a folder or cannot be written; a package that `form` needs is not
+            installed.
+        RunFolderError: there is no timeline to trace.
+    """
+    path = Path(out) if out is not None else _default(found, form)
+    _must_be_writable(path, asked=out is not None)
+    if form == "trace":
+        from hocket.reporting.trace import trace_json
+
+        if all(r.measured is None and r.predicted is None for r in found):
+            raise RunFolderError(
+                f"{found[0].path} holds no timeline: there is nothing to trace",
+                hint="a run records one in its middle, or at --timeline-step N",
+            )
+        write_text(path, trace_json(found))
+    elif form == "png":
+        from hocket.reporting.figures import save
+
+        save(found, [own_bubble(r) for r in found], path)
+    else:
+        assert form == "html", form
+        write_text(path, html(found))
+    return path
+
+
+def save_text(words: str, out: str) -> Path:
+    """Write the report in words into a file, and say where. Raises OptionError as `write`."""
+    path = Path(out)
+    _must_be_writable(path, asked=True)
+    write_text(path, words)
+    return path
+
+
+def html(found: Sequence[Record]) -> str:
+    """The page."""
+    from hocket import __version__
+    from hocket.reporting.page import page
+    from hocket.reporting.payload import payload
+
+    made = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
+    return page(
+        [payload(r, own_bubble(r)) for r in found],
+        version=__version__,
+        made=made,
+        text=text(found),
+    )
+
+
+def own_bubble(record: Record) -> float | None:
+    """The idle share that the run's schedule has by its own; None where it is not known."""
+    from hocket.simulation import theoretical_bubble
+
+    if record.schedule is None:
+        return None
+    try:
+        return theoretical_bubble(record.schedule)
+    except HocketError:  # written by hand and damaged since
+        return None
+
+
+def _default(found: Sequence[Record], form: str) -> Path:
+    name = FILES[form]
+    if len(found) > 1:
+        stem, _, ending = name.partition(".")
+        name = f"{stem}-beside-{found[1].name}.{ending}"
+    return found[0].path / name
+
+
+def _must_be_writable(path: Path, *, asked: bool) -> None:
+    if path.is_dir():
+        raise OptionError(f"{path} is a folder", hint=f"--out {path / 'report.html'}")
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise OptionError(f"{folder} is no folder", hint="--out report.html")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise OptionError(
+            f"{folder} cannot be written to",
+            hint="--out report.html" if not asked else "another --out",
+        )

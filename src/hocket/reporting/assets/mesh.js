@@ -1,0 +1,87 @@
+// The mesh: which rank holds what, and which ranks talk over which axis.
+
+const AXIS_COLOURS = { tp: "collective", dp: "backward", pp: "forward", cp: "weight" };
+const MOST_CELLS = 16;
+
+function meshPicture(mesh, traffic) {
+  const host = element("div", {});
+  const { degrees } = mesh;
+  const links = Object.fromEntries(traffic.map((row) => [row.axis, row]));
+  const split = ["pp", "dp", "tp", "cp"].filter((axis) => degrees[axis] > 1);
+  let lit = null; // the axis whose groups are picked out
+  let drawing = null;
+  const words = { dp: "rows: replicas (dp)", pp: "columns: pipeline stages (pp)", tp: "inside a cell: parts of each layer (tp)", cp: "inside a cell: parts of a sequence (cp)" };
+  const entries = split.map((axis) => {
+    const row = links[axis];
+    const detail = row ? `, ${bytes(row.bytes)} a step${row.link ? ` over ${row.link}` : ""}` : "";
+    return element("button", {
+      type: "button", "aria-pressed": "false",
+      onclick: (event) => {
+        lit = lit === axis ? null : axis;
+        for (const one of entries) one.setAttribute("aria-pressed", String(one === event.currentTarget && lit !== null));
+        if (drawing) host.replaceChildren(drawing());
+      },
+    }, element("span", { class: "swatch", colour: AXIS_COLOURS[axis] }), words[axis] + detail);
+  });
+  responsive(host, (width) => {
+    drawing = () => draw(width);
+    return drawing();
+  });
+
+  function draw(width) {
+    const rows = Math.min(degrees.dp, MOST_CELLS), columns = Math.min(degrees.pp, MOST_CELLS);
+    const inner = degrees.tp * degrees.cp;
+    const shown = Math.min(inner, MOST_CELLS);
+    const pad = 12, head = 26, between = columns > 1 ? Math.min(56, Math.max(14, width / columns / 6)) : 0;
+    const side = degrees.dp > 1 ? (width < 480 ? 34 : 78) : 0;
+    const cell = Math.min(220, (width - 2 * pad - side - between * (columns - 1) - 2) / columns);
+    const across = Math.max(1, Math.min(shown, Math.floor((cell - 12) / 44)));
+    const lines = Math.ceil(shown / across);
+    const box = { width: (cell - 12 - 6 * (across - 1)) / across, height: 34 };
+    const high = lines * (box.height + 6) + 6;
+    const down = rows > 1 ? 22 : 0;
+    const top = head + 26;
+    const height = top + rows * high + (rows - 1) * down + pad + (degrees.dp > rows || degrees.pp > columns ? 22 : 0) + 6;
+    const svg = shape("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "Ranks by replica, stage and part" });
+    const total = side + columns * cell + (columns - 1) * between;
+    svg.append(shape("rect", { x: 1, y: 1, width: Math.min(width - 2, total + 2 * pad), height: height - 8, rx: 10, fill: "none", ink: "soft", "stroke-dasharray": "5 4" }));
+    svg.append(shape("text", { x: pad, y: 18, class: "soft" }, clipped(mesh.machine, width - 2 * pad)));
+    const numbers = new Map(mesh.ranks.map((at, rank) => [[at.dp, at.pp, at.cp, at.tp].join(), rank]));
+    const faint = (axis) => (lit === null || lit === axis ? 1 : 0.15);
+    for (let c = 0; c < columns; c++) {
+      const x = pad + side + c * (cell + between);
+      const held = (mesh.stages[c] || []).map((stage) => stage + (mesh.layers.length ? ` (${mesh.layers[stage]} layers)` : ""));
+      if (degrees.pp > 1) svg.append(shape("text", { x: x + cell / 2, y: head + 14, "text-anchor": "middle", class: "soft" }, clipped(`${cell < 70 ? "" : "stage "}${held.join(", ") || c}`, cell + between - 4)));
+      for (let r = 0; r < rows; r++) {
+        const y = top + r * (high + down);
+        if (c === 0 && degrees.dp > 1) svg.append(shape("text", { x: pad, y: y + high / 2 + 4, class: "soft" }, width < 480 ? `dp${r}` : `replica ${r}`));
+        svg.append(shape("rect", { x, y, width: cell, height: high, rx: 7, colour: "idle", "fill-opacity": 0.45 }));
+        if (c + 1 < columns) svg.append(line(x + cell, y + high / 2, x + cell + between, y + high / 2, "pp", true));
+        if (r + 1 < rows) svg.append(line(x + cell / 2, y + high, x + cell / 2, y + high + down, "dp"));
+        for (let k = 0; k < shown; k++) {
+          const t = k % degrees.tp, cpAt = Math.floor(k / degrees.tp);
+          const rank = numbers.get([r, c, cpAt, t].join());
+          const bx = x + 6 + (k % across) * (box.width + 6), by = y + 6 + Math.floor(k / across) * (box.height + 6);
+          if (k % across && inner > 1) svg.append(line(bx - 6, by + box.height / 2, bx, by + box.height / 2, t > 0 ? "tp" : "cp"));
+          const mark = shape("rect", { x: bx, y: by, width: box.width, height: box.height, rx: 5, colour: "raised", ink: "soft", "stroke-width": 1 });
+          const place = split.map((axis) => `${axis} ${{ dp: r, pp: c, tp: t, cp: cpAt }[axis]} of ${degrees[axis]}`).join(", ");
+          svg.append(telling(mark, [`${mesh.threads ? "thread" : "rank"} ${rank}`, place || "the whole model"]));
+          const name = shape("text", { x: bx + box.width / 2, y: by + box.height / 2 + 4, "text-anchor": "middle" }, box.width < 52 ? `${rank}` : `${mesh.threads ? "thread" : "rank"} ${rank}`);
+          name.style.pointerEvents = "none";
+          svg.append(name);
+        }
+      }
+    }
+    if (degrees.dp > rows || degrees.pp > columns || inner > shown) {
+      svg.append(shape("text", { x: pad, y: height - 14, class: "soft" }, `drawn: ${rows} of ${degrees.dp} replicas, ${columns} of ${degrees.pp} pipeline ranks, ${shown} of ${inner} in a cell`));
+    }
+    return svg;
+
+    function line(x1, y1, x2, y2, axis, arrow = false) {
+      const group = shape("g", { opacity: faint(axis) }, shape("line", { x1, y1, x2, y2, ink: AXIS_COLOURS[axis], "stroke-width": lit === axis ? 4 : 2.5 }));
+      if (arrow && x2 - x1 > 12) group.append(shape("path", { d: `M${x2 - 7},${y2 - 5} L${x2},${y2} L${x2 - 7},${y2 + 5}`, fill: "none", ink: AXIS_COLOURS[axis], "stroke-width": 2.5 }));
+      return group;
+    }
+  }
+  return element("div", {}, entries.length ? element("div", { class: "legend" }, entries) : null, host);
+}

@@ -1,0 +1,250 @@
+"""Record: what a run folder tells of its run, as far as it goes.
+
+A run that died leaves files that are missing or torn. Whatever can be read is kept; what cannot is
+named in `notes`, and nothing is made up for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hocket.spec.errors import HocketError, RunFolderError, nearest
+from hocket.spec.forecast import KINDS, Forecast
+from hocket.spec.layout import Layout
+from hocket.spec.run import RunFolder, RunSpec
+from hocket.spec.schedule import Schedule
+from hocket.spec.timeline import Event, Timeline
+
+PREDICTED = "timeline.predicted.json"
+
+Read = TypeVar("Read")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Record:
+    """One run.
+
+    Attributes:
+        path: of its folder.
+        spec: what was asked for; None where run.json is gone.
+        metrics: a row a step, in their order.
+        schedule: what was executed.
+        measured, predicted: timelines of one step, of all ranks.
+        forecast: what was foretold of the run; None where nothing was.
+        traffic: collectives of the measured step, all ranks together: rows of name, axis, phase,
+            count and bytes.
+        memory: peak bytes by kind, a row a rank; of replicas under threads.
+        notes: sentences about what is missing or could not be read.
+    """
+
+    path: Path
+    spec: RunSpec | None = None
+    metrics: tuple[Mapping[str, Any], ...] = ()
+    schedule: Schedule | None = None
+    measured: Timeline | None = None
+    predicted: Timeline | None = None
+    forecast: Forecast | None = None
+    traffic: tuple[Mapping[str, Any], ...] = ()
+    memory: tuple[Mapping[str, int], ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The folder's own name."""
+        return self.path.resolve().name
+
+    @property
+    def layout(self) -> Layout | None:
+        return None if self.spec is None else self.spec.layout
+
+    @property
+    def steps_done(self) -> int:
+        return int(self.metrics[-1]["step"]) if self.metrics else 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last step that was asked for was taken."""
+        return self.spec is not None and self.steps_done >= self.spec.options.steps
+
+    def column(self, name: str) -> list[float]:
+        """The finite numbers of one metric, in order of the steps."""
+        values = (row.get(name) for row in self.metrics)
+        return [float(v) for v in values if isinstance(v, int | float) and math.isfinite(v)]
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Median over the steps; the first one, which warms up, only where there is no other."""
+        values = sorted(self.column("step_seconds")[1:] or self.column("step_seconds"))
+        if not values:
+            return None
+        middle = len(values) // 2
+        return values[middle] if len(values) % 2 else (values[middle - 1] + values[middle]) / 2
+
+
+def read(path: str | Path) -> Record:
+    """Read a run folder, complete or not.
+
+    Raises:
+        RunFolderError: there is no such folder, or it holds nothing of a run.
+    """
+    folder = RunFolder(path)
+    _must_be_a_run(folder)
+    notes: list[str] = []
+
+    def take(file: Path, reader: Callable[[str], Read], absent: str) -> Read | None:
+        try:
+            return reader(file.read_text(encoding="utf-8", errors="replace"))
+        except FileNotFoundError:
+            if absent:
+                notes.append(absent)
+        except OSError as error:
+            notes.append(f"{file.name} cannot be read: {error.strerror}")
+        except HocketError as error:
+            notes.append(f"{file.name} cannot be read: {error.message}")
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+            notes.append(f"{file.name} is damaged and left out: {_short(error)}")
+        return None
+
+    spec = take(folder.spec_file, RunSpec.from_json, "run.json is missing: the layout is unknown")
+    torn: list[int] = []
+    metrics = take(folder.metrics_file, lambda text: _metrics(text, torn), "")
+    if not metrics:
+        notes.append("no step was finished: there are no curves")
+    if torn:
+        notes.append(
+            f"metrics.jsonl: line {', '.join(map(str, torn[:5]))} is torn or no row of numbers, "
+            "and left out"
+        )
+    measured = take(
+        folder.timeline_file,
+        _timeline,
+        "no timeline was recorded: the run ended before the step that would have been",
+    )
+    predicted = take(folder.path / PREDICTED, _timeline, "")
+    forecast = take(folder.forecast_file, Forecast.from_json, "")
+    if forecast is not None and not forecast.known:
+        notes.append(f"nothing was predicted: {forecast.why}")
+        forecast = None
+    elif forecast is None and not any("forecast" in note for note in notes):
+        notes.append("nothing was predicted: the folder holds no forecast.json")
+    elif forecast is not None and predicted is None:
+        notes.append(f"the predicted timeline is missing ({PREDICTED})")
+    memory = take(folder.memory_file, _memory, "")
+    traffic = take(folder.communication_file, _traffic, "")
+    schedule = take(folder.schedule_file, Schedule.parse, "")
+    if spec is not None:
+        predicted = None if predicted is None else on_all_ranks(predicted, spec.layout)
+        if metrics and int(metrics[-1]["step"]) < spec.options.steps:
+            notes.insert(
+                0,
+                f"the run has taken {metrics[-1]['step']} of {spec.options.steps} steps: "
+                "it was ended, or is still going",
+            )
+    return Record(
+        path=Path(path),
+        spec=spec,
+        metrics=metrics or (),
+        schedule=schedule,
+        measured=measured,
+        predicted=predicted,
+        forecast=forecast,
+        traffic=traffic or (),
+        memory=memory or (),
+        notes=tuple(notes),
+    )
+
+
+def on_all_ranks(timeline: Timeline, layout: Layout) -> Timeline:
+    """A timeline of the pipeline's ranks alone, copied onto every rank at that place."""
+    world = layout.world_size
+    if timeline.num_ranks == world or timeline.num_ranks != layout.pp:
+        return timeline
+    lines: list[list[Event]] = [[] for _ in range(timeline.num_ranks)]
+    for event in timeline.events:
+        lines[event.rank].append(event)
+    places = [layout.coordinate(rank)["pp"] for rank in range(world)]
+    return dataclasses.replace(
+        timeline,
+        num_ranks=world,
+        events=tuple(
+            dataclasses.replace(event, rank=rank)
+            for rank, place in enumerate(places)
+            for event in lines[place]
+        ),
+        peak_bytes=tuple(timeline.peak_bytes[place] for place in places)
+        if timeline.peak_bytes
+        else (),
+    )
+
+
+def _must_be_a_run(folder: RunFolder) -> None:
+    path = folder.path
+    if path.is_file():
+        raise RunFolderError(
+            f"{path} is a file, not a run folder", hint=f"hocket report {path.parent}"
+        )
+    if not path.is_dir():
+        there = path.absolute().parent
+        names = [p.name for p in there.iterdir() if p.is_dir()] if there.is_dir() else []
+        near = nearest(path.name, names)
+        raise RunFolderError(
+            f"{path} is not there", hint=f"did you mean {path.parent / near}?" if near else None
+        )
+    if not any(
+        file.exists() for file in (folder.spec_file, folder.metrics_file, folder.timeline_file)
+    ):
+        inside = sorted(file.parent for file in path.glob("*/run.json"))
+        raise RunFolderError(
+            f"{path} holds no run: none of run.json, metrics.jsonl, timeline.json is there",
+            hint=f"hocket report {max(inside, key=lambda p: p.stat().st_mtime)}"
+            if inside
+            else "the folder that hocket train --run named",
+        )
+
+
+def _metrics(text: str, torn: list[int]) -> tuple[Mapping[str, Any], ...]:
+    rows = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            int(row["step"])
+            rows.append(row)
+        except (ValueError, TypeError, KeyError):
+            torn.append(number)
+    return tuple(rows)
+
+
+def _timeline(text: str) -> Timeline:
+    timeline = Timeline.from_json(text)
+    for event in timeline.events:
+        good = math.isfinite(event.start) and math.isfinite(event.end)
+        if not good or event.end < event.start or not 0 <= event.rank < timeline.num_ranks:
+            raise ValueError(f"the event {event.name!r} of rank {event.rank} cannot be")
+    return timeline
+
+
+def _memory(text: str) -> tuple[Mapping[str, int], ...]:
+    return tuple({kind: int(row[kind]) for kind in (*KINDS, "total")} for row in json.loads(text))
+
+
+def _traffic(text: str) -> tuple[Mapping[str, Any], ...]:
+    rows = json.loads(text)["total"]
+    return tuple(
+        {
+            **{name: str(row[name]) for name in ("name", "axis", "phase")},
+            **{name: int(row[name]) for name in ("count", "bytes")},
+        }
+        for row in rows
+    )
+
+
+def _short(error: Exception) -> str:
+    text = f"{type(error).__name__}: {error}"
+    return text if len(text) <= 120 else text[:117] + "..."

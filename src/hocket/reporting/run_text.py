@@ -1,0 +1,191 @@
+"""The report of one or two runs as text, for a terminal or where scripts do not run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hocket.reporting.curve import curve_text
+from hocket.reporting.decomposition import PARTS
+from hocket.reporting.payload import figures, in_words, parts_of, traffic, verdict
+from hocket.reporting.record import Record
+from hocket.reporting.table import table_text
+from hocket.reporting.timeline import timeline_text
+from hocket.spec.forecast import KINDS
+from hocket.spec.units import format_bytes, format_seconds
+
+TEN = 10
+"""Ranks whose memory is listed, and alternatives."""
+
+
+def report_text(
+    record: Record,
+    own_bubble: float | None = None,
+    *,
+    width: int = 100,
+    color: bool = False,
+    unicode: bool = True,
+) -> str:
+    """One run in words, tables and pictures of letters.
+
+    Args:
+        record: what its folder holds.
+        own_bubble: idle share of its schedule where all stages are equal; None if unknown.
+        width, color, unicode: of the terminal.
+    """
+    parts = parts_of(record, own_bubble)
+    blocks = [_head(record), *(f"note: {printable(note)}" for note in record.notes)]
+    rows = [
+        [
+            figure["title"],
+            _shown(figure["unit"], figure["predicted"]),
+            _shown(figure["unit"], figure["measured"]),
+            _off(figure["unit"], figure["measured"], figure["predicted"]),
+        ]
+        for figure in figures(record)
+    ]
+    if rows:
+        blocks.append("\n" + table_text(["", "predicted", "measured", "off by"], rows))
+    if parts.measured is not None:
+        blocks.append("\n" + verdict(parts))
+    for timeline, what in ((record.predicted, "predicted"), (record.measured, "measured")):
+        if timeline is not None:
+            drawn = timeline_text(
+                timeline, width, title=f"{what} step", color=color, unicode=unicode
+            )
+            blocks.append("\n" + printable(drawn) if not color else "\n" + drawn)
+    if parts.measured is not None:
+        blocks.append(
+            "\n" + _parts(parts.predicted.mean if parts.predicted else None, parts.measured.mean)
+        )
+    if record.memory:
+        blocks.append("\n" + _memory(record))
+    sent = traffic(record, parts)
+    if sent:
+        blocks.append(
+            "\n"
+            + table_text(
+                ["axis", "link", "messages", "bytes", "exposed a rank"],
+                [
+                    [
+                        row["axis"],
+                        row["link"] or "unknown",
+                        row["count"],
+                        format_bytes(row["bytes"]),
+                        "" if row["measured"] is None else format_seconds(row["measured"]),
+                    ]
+                    for row in sent
+                ],
+            )
+        )
+    losses = record.column("loss")
+    if unicode and len(losses) > 1:
+        blocks.append("\nloss over the steps\n" + curve_text(losses, width=min(width, 80)))
+    if record.forecast is not None and record.forecast.alternatives:
+        blocks.append("\n" + _alternatives(record))
+    return "\n".join(blocks) + "\n"
+
+
+def both_text(records: Sequence[Record]) -> str:
+    """The figures of several runs beside each other."""
+    titles: dict[str, str] = {}
+    columns = []
+    for record in records:
+        found = {f["title"]: f for f in figures(record)}
+        titles.update({title: f["unit"] for title, f in found.items()})
+        columns.append(found)
+    rows = [
+        ["layout", *(str(record.layout or "unknown") for record in records)],
+        *(
+            [
+                title,
+                *(
+                    _shown(unit, found[title]["measured"]) if title in found else ""
+                    for found in columns
+                ),
+            ]
+            for title, unit in titles.items()
+        ),
+    ]
+    return table_text(["measured", *(printable(record.name) for record in records)], rows) + "\n"
+
+
+def printable(text: str) -> str:
+    """The text with control characters written out: a name must not steer the terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+
+
+def _head(record: Record) -> str:
+    words = [printable(record.name)]
+    if record.spec is not None:
+        words.append(printable(record.spec.model))
+        words.append(f"{record.spec.layout} ({in_words(record.spec.layout)})")
+    steps = record.spec.options.steps if record.spec is not None else "?"
+    return ": ".join(words) + f"\n{record.steps_done} of {steps} steps"
+
+
+def _shown(unit: str, value: float | None) -> str:
+    if value is None:
+        return ""
+    if unit == "seconds":
+        return format_seconds(value)
+    if unit == "bytes":
+        return format_bytes(value)
+    if unit == "share":
+        return f"{value:.1%}"
+    return f"{value:,.0f} tokens/s" if unit == "rate" else f"{value:.4g}"
+
+
+def _off(unit: str, measured: float | None, predicted: float | None) -> str:
+    if measured is None or predicted is None:
+        return ""
+    if unit == "share":
+        return f"{100 * (predicted - measured):+.1f} points"
+    return f"{predicted / measured - 1:+.1%}" if measured else ""
+
+
+def _parts(predicted: dict[str, float] | None, measured: dict[str, float]) -> str:
+    rows = []
+    for part in PARTS:
+        row = [part]
+        if predicted is not None:
+            row.append(format_seconds(predicted[part]))
+        row.append(format_seconds(measured[part]))
+        if predicted is not None:
+            by = measured[part] - predicted[part]
+            row.append(("+" if by >= 0 else "-") + format_seconds(abs(by)))
+        rows.append(row)
+    headers = ["part of the step", "measured"]
+    if predicted is not None:
+        headers = ["part of the step", "predicted", "measured", "difference"]
+    return table_text(headers, rows)
+
+
+def _memory(record: Record) -> str:
+    predicted = record.forecast.memory if record.forecast else ()
+    rows = []
+    for rank, row in enumerate(record.memory[:TEN]):
+        line = [f"rank {rank}", *(format_bytes(row[kind]) for kind in KINDS)]
+        line.append(format_bytes(row["total"]))
+        if predicted:
+            line.append(format_bytes(predicted[rank]["total"]) if rank < len(predicted) else "")
+        rows.append(line)
+    text = table_text(["memory", *KINDS, "total", *(["predicted"] if predicted else [])], rows)
+    rest = len(record.memory) - TEN
+    return text + (f"\n... and {rest} ranks more" if rest > 0 else "")
+
+
+def _alternatives(record: Record) -> str:
+    assert record.forecast is not None
+    return table_text(
+        ["layout (predicted)", "step", "memory", "bubble", ""],
+        [
+            [
+                printable(a.layout),
+                _shown("seconds", a.step_seconds),
+                _shown("bytes", a.memory),
+                _shown("share", a.bubble),
+                "this run" if a.chosen else "does not fit" if a.fits is False else "",
+            ]
+            for a in record.forecast.alternatives[:TEN]
+        ],
+    )

@@ -1,0 +1,106 @@
+"""What a report can read from a run folder that is whole, torn, or none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hocket.reporting.record import on_all_ranks, read
+from hocket.schedules import build
+from hocket.simulation import simulate
+from hocket.spec.errors import RunFolderError
+from hocket.spec.forecast import Forecast
+from hocket.spec.layout import Layout
+from tests.reporting.run_folders import make
+
+
+def test_a_whole_run(tmp_path: Path) -> None:
+    record = read(make(tmp_path / "run"))
+    assert record.notes == ()
+    assert record.finished
+    assert record.step_seconds == 0.2
+    assert record.measured is not None
+    assert record.forecast is not None
+    assert len(record.memory) == 8
+    assert record.schedule is not None
+
+
+def test_a_run_that_died(tmp_path: Path) -> None:
+    path = make(tmp_path / "run", done=7, predicted=False)
+    for name in ("timeline.json", "communication.json"):
+        (path / name).unlink()
+    metrics = path / "metrics.jsonl"
+    metrics.write_text(metrics.read_text() + '{"step": 8, "lo')
+    record = read(path)
+    assert not record.finished
+    assert record.steps_done == 7
+    said = " ".join(record.notes)
+    assert "7 of 20 steps" in said
+    assert "line 8 is torn" in said
+    assert "no timeline was recorded" in said
+    assert "holds no forecast.json" in said
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["run.json", "timeline.json", "timeline.predicted.json", "forecast.json", "memory.json",
+     "communication.json", "schedule.txt"],
+)  # fmt: skip
+@pytest.mark.parametrize("damage", ["cut", "empty", "other", "bytes"])
+def test_a_damaged_file_is_named_and_left_out(tmp_path: Path, name: str, damage: str) -> None:
+    path = make(tmp_path / "run")
+    whole = (path / name).read_text()
+    wrong = {"cut": whole[: len(whole) // 2], "empty": "", "other": "[1, 2]"}
+    (path / name).write_bytes(wrong[damage].encode() if damage in wrong else b"\xff\xfe\x00{")
+    notes = read(path).notes
+    assert any(name in note for note in notes), notes
+
+
+def test_why_nothing_was_predicted_is_told(tmp_path: Path) -> None:
+    path = make(tmp_path / "run", predicted=False)
+    (path / "forecast.json").write_text(Forecast.none("dp1", "no probe").to_json())
+    record = read(path)
+    assert record.forecast is None
+    assert record.notes == ("nothing was predicted: no probe",)
+
+
+def test_numbers_that_are_none_leave_gaps(tmp_path: Path) -> None:
+    path = make(tmp_path / "run", metrics={"loss": float("nan")})
+    assert read(path).column("loss") == []
+
+
+def test_events_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    path = make(tmp_path / "run")
+    file = path / "timeline.json"
+    file.write_text(file.read_text().replace('"num_ranks": 8', '"num_ranks": 2'))
+    record = read(path)
+    assert record.measured is None
+    assert any("rank 2 cannot be" in note for note in record.notes)
+
+
+def test_what_is_no_run_is_an_error_with_the_nearest_one(tmp_path: Path) -> None:
+    make(tmp_path / "runs" / "first")
+    with pytest.raises(RunFolderError, match="is not there") as missing:
+        read(tmp_path / "runs" / "frist")
+    assert missing.value.hint is not None
+    assert missing.value.hint.endswith("first?")
+    with pytest.raises(RunFolderError, match="holds no run") as outer:
+        read(tmp_path / "runs")
+    assert str(outer.value.hint).endswith("first")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RunFolderError, match="holds no run"):
+        read(tmp_path / "empty")
+    with pytest.raises(RunFolderError, match="is a file"):
+        read(tmp_path / "runs" / "first" / "run.json")
+
+
+def test_a_prediction_of_the_pipeline_alone_goes_to_every_rank() -> None:
+    layout = Layout(dp=2, pp=2, tp=2)
+    pipeline = simulate(build(layout, 2))
+    spread = on_all_ranks(pipeline, layout)
+    assert spread.num_ranks == 8
+    for rank in range(8):
+        place = layout.coordinate(rank)["pp"]
+        mine = [e.name for e in spread.events if e.rank == rank]
+        assert mine == [e.name for e in pipeline.events if e.rank == place]
