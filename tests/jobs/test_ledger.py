@@ -87,6 +87,18 @@ def test_what_took_no_step_is_left_out(tmp_path: Path, file: Path) -> None:
     assert not file.exists()
 
 
+def test_a_ledger_that_cannot_be_written_fails_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HOCKET_LEDGER", str(tmp_path / "file" / "ledger"))
+    said: list[str] = []
+    ledger.enter(make(tmp_path / "run"), said.append)
+    ledger.enter(tmp_path / "nothing", said.append)
+    assert len(said) == 2
+    assert all(words.startswith("not entered in the ledger: ") for words in said)
+
+
 def test_a_torn_line_is_ended_and_passed_over(tmp_path: Path, file: Path) -> None:
     file.parent.mkdir()
     file.write_text(entry().to_json() + "\n" + entry().to_json()[:40])

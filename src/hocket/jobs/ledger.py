@@ -63,6 +63,14 @@ def append(run: str | os.PathLike[str]) -> Entry | None:
     return entry
 
 
+def enter(run: str | os.PathLike[str], say: Callable[[str], None]) -> None:
+    """Append a run that has ended well; whatever goes wrong here is said and fails nothing."""
+    try:
+        append(run)
+    except Exception as error:  # the run is done and saved: its line in a list cannot undo that
+        say(f"not entered in the ledger: {type(error).__name__}: {error}")
+
+
 def _append_whole(path: Path, line: bytes) -> None:
     import fcntl
 
@@ -102,6 +110,8 @@ def entry_of(record: Record) -> Entry | None:
             bubble=record.forecast.bubble if pipelined else None,
         )
     words = machine_words(spec.options.device)
+    if spec.options.links is not None:
+        words += f", links as {spec.options.links}"
     return Entry(
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         version=__version__,
@@ -229,9 +239,8 @@ def text(entries: list[Entry], torn: int, by: str, last: int) -> str:
         ["ended (UTC)", "model", "layout", "step", "predicted", "memory", "predicted"], recent
     )
     return (
-        f"{len(entries)} runs in {path}: medians of how far their predictions were off\n\n{table}\n"
-        + (f"\nthe last {len(recent)} runs\n\n{told}\n" if recent else "")
-        + _torn(torn)
+        f"how far predictions were off, medians; runs on record: {len(entries)}, in {path}\n\n"
+        f"{table}\n" + (f"\nthe last of them\n\n{told}\n" if recent else "") + _torn(torn)
     )
 
 

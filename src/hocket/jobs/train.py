@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hocket.jobs import forecast, foresight, links, memory, prepare, weights
+from hocket.jobs import forecast, foresight, ledger, links, memory, prepare, weights
 from hocket.jobs.request import Request
 from hocket.spec.errors import HocketError, RunFolderError
 from hocket.spec.forecast import Forecast
@@ -175,6 +175,7 @@ def launch(
     foresight.after(folder, spec, record, cluster=cluster, launcher=launcher)
     if predicted is not None and record.memory:
         record.note(memory.beside(predicted, record.memory))
+    ledger.enter(folder.path, record.note)
     return record.summary(folder)
 
 
@@ -235,6 +236,8 @@ def _join(request: Request, context: RankContext, record: Record) -> Summary:
             threads=options.threads,
             device=options.device,
         )
+    if context.rank == 0:
+        ledger.enter(folder.path, record.note)
     return record.summary(folder)
 
 
