@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hocket.catalogue import hardware, machine_file
-from hocket.jobs.machine import cluster_of
+from hocket.jobs.measured_cluster import cluster_of
 from hocket.probing import devices, network
 from hocket.probing.devices import Found
 from hocket.reporting.measured import measured_text

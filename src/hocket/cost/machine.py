@@ -92,7 +92,7 @@ def machine(
         link=one(node.link.bandwidth if node.link.kind != "none" else node.pcie),
         domain=one(cluster.domain),
         per_node=one(min(node.num_gpus, cluster.num_gpus)),
-        network=one(node.network),
+        network=one(node.network or 1.0),  # a machine without a card: nothing crosses it
         memory=one(node.gpu.usable),
         gpus=one(cluster.num_gpus),
         which=one(0),

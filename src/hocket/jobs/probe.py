@@ -44,7 +44,7 @@ def present(device: str = "auto") -> Present:
         OptionError: no such kind of device, or none of it here.
     """
     from hocket.launch.launcher import cuda_shows
-    from hocket.probing import devices, host
+    from hocket.probing import devices, host, network
 
     if device not in DEVICES:
         raise OptionError(f"unknown device {device!r}", hint=f"use one of {', '.join(DEVICES)}")
@@ -58,7 +58,8 @@ def present(device: str = "auto") -> Present:
         )
         raise OptionError(f"device cuda cannot be measured: {seen}", hint="--device cpu")
     kind = "cuda" if device != "cpu" and cuda_shows() else "cpu"
-    return Present(kind, host.host(), found)
+    rate = sum(card.rate for card in network.cards())
+    return Present(kind, dataclasses.replace(host.host(), network=rate), found)
 
 
 def measure(

@@ -16,7 +16,7 @@ from hocket.probing import fit, host
 from hocket.probing.compute import Compute
 from hocket.probing.repeats import rounded
 from hocket.probing.sharing import sharing
-from hocket.probing.sizes import groups, sizes
+from hocket.probing.sizes import Sizes, groups, sizes
 from hocket.probing.talking import COLLECTIVES, Room
 from hocket.runtime.device import pick_backend, pick_device
 from hocket.runtime.heap import keep_freed_memory
@@ -40,19 +40,18 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
     Raises:
         HocketError: no such device, or fewer than ranks.
     """
-    Probe(context, payload).run()
+    Probe(context, payload, sizes(context.device_kind, payload["quick"])).run()
 
 
 class Probe:
     """One rank's part of it."""
 
-    def __init__(self, context: RankContext, payload: dict[str, Any]) -> None:
-        self.context, self.payload = context, payload
+    def __init__(self, context: RankContext, payload: dict[str, Any], form: Sizes) -> None:
+        self.context, self.payload, self.sizes = context, payload, form
         self.device = pick_device(context.device_kind, context.local_rank)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         keep_freed_memory()
-        self.sizes = sizes(self.device.type, payload["quick"])
         backend = pick_backend("auto", self.device, max(2, context.world_size), True)
         context.expect(LONG)
         context.init_process_group(backend, self.device, timeout=LONG)

@@ -53,7 +53,8 @@ class Host:
         limit: cores' worth of time that a cgroup grants; 0 without a limit.
         caches: bytes of level 1 (data), 2 and 3 of one core; 0 where there is none.
         memory: bytes that processes may use. load: cores' worth of time that other programs took
-            while it was measured.
+            while it was measured. network: bytes/s each way of all its cards as they are sold,
+            0 if unknown.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Host:
     caches: tuple[Index, ...] = (0, 0, 0)
     memory: Index = 0
     load: Share = 0.0
+    network: Share = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,57 @@
+"""Lines by regime: exact data gives its own lines back, noise gives honest errors."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hocket.probing.fit import errors, lines
+
+
+def test_two_regimes_are_found() -> None:
+    sizes = [2**i for i in range(8, 26)]
+    seconds = [10e-6 + s / 2e9 if s <= 2**16 else 60e-6 + s / 8e9 for s in sizes]
+    low, high = lines(sizes, seconds)
+    assert low.bytes == 2**16
+    assert (low.latency, high.latency) == pytest.approx((10e-6, 60e-6), rel=1e-3)
+    assert (low.rate, high.rate) == pytest.approx((2e9, 8e9), rel=1e-3)
+    assert max(errors(sizes, seconds, (low, high))) < 1e-3
+
+
+def test_three_where_they_pay() -> None:
+    sizes = [2**i for i in range(8, 26)]
+    seconds = [
+        5e-6 if s <= 2**12 else 50e-6 + s / 1e9 if s <= 2**20 else 2e-3 + s / 2e8 for s in sizes
+    ]
+    assert len(lines(sizes, seconds)) == 3
+
+
+def test_few_points_have_few_lines() -> None:
+    assert len(lines([1024], [1e-5])) == 1
+    assert len(lines([1024, 2048, 4096], [1e-5, 2e-5, 4e-5])) == 1
+    assert len(lines([256, 4096, 65536, 2**20], [1e-5, 1.1e-5, 3e-5, 5e-4])) == 2
+    assert len(lines([2**i for i in range(6)], [1e-5] * 6)) == 2
+
+
+def test_the_error_is_that_of_the_points() -> None:
+    sizes = [2**i for i in range(10, 24)]
+    noise = np.random.default_rng(0).normal(0, 0.1, len(sizes))
+    seconds = [(20e-6 + s / 1e9) * (1 + e) for s, e in zip(sizes, noise, strict=True)]
+    found = errors(sizes, seconds, lines(sizes, seconds))
+    assert 0.01 < float(np.median(found)) < 0.15
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 2**34), st.floats(1e-7, 1e3)), min_size=1, max_size=12,
+        unique_by=lambda point: point[0],
+    )
+)  # fmt: skip
+def test_whatever_was_measured_the_fit_is_positive(points: list[tuple[int, float]]) -> None:
+    sizes, seconds = zip(*sorted(points), strict=True)
+    for line in lines(sizes, seconds):
+        assert line.latency >= 0
+        assert line.rate > 0
+        assert np.isfinite([line.latency, line.rate]).all()

@@ -1,0 +1,87 @@
+"""The ranks' side of the probe: everything is measured, and what it says can be believed."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from hocket.probing.repeats import interleaved, rounded, summary
+from hocket.spec.measured import Measured
+from tests.ranks import RankPool
+
+
+def test_the_median_and_the_quartiles() -> None:
+    taken = summary([1.0, 2.0, 3.0, 4.0, 100.0])
+    assert taken.seconds == 3.0
+    assert taken.spread == pytest.approx(2 / 3, abs=1e-3)
+    assert summary([5.0]).spread == 0.0
+    assert rounded(0.000123456) == 0.0001235
+
+
+def test_rounds_are_interleaved_and_short_calls_repeated() -> None:
+    order: list[str] = []
+    clock = [0.0]
+
+    def case(name: str, seconds: float) -> None:
+        order.append(name)
+        clock[0] += seconds
+
+    taken = interleaved(
+        {"long": lambda: case("long", 1.0), "short": lambda: case("short", 1e-5)},
+        seconds=0.0,
+        least=3,
+        reads=lambda: clock[0],
+    )
+    assert taken["long"].seconds == pytest.approx(1.0)
+    assert taken["short"].seconds == pytest.approx(1e-5)
+    runs = [name for i, name in enumerate(order) if i == 0 or order[i - 1] != name]
+    assert runs[-6:] == ["long", "short"] * 3
+    assert order.count("short") > 10 * order.count("long")
+
+
+def test_a_thread_of_another_does_not_count_as_its_own() -> None:
+    """The clock of the thread stands still while it waits."""
+    with_wait = interleaved(
+        {"wait": lambda: time.sleep(2e-3)}, seconds=0.0, least=3, reads=time.thread_time, most=3
+    )
+    assert with_wait["wait"].seconds < 1e-3
+    assert threading.active_count() >= 1
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(100)
+def test_four_ranks_measure_everything(ranks: RankPool) -> None:
+    events, *others = ranks.run(
+        "tests.probing.cases:probe", 4, backend=None, quick=True, worlds=[2, 4], pairs=2
+    )
+    assert not any(event["event"] == "measured" for other in others for event in other)
+    parts: dict[str, list[object]] = {}
+    for event in events:
+        if event["event"] == "measured":
+            parts.setdefault(event["key"], []).extend(event["rows"])
+    host = {"name": "here", "cpu": "x", "cores": 2}
+    head = {"device": "cpu", "date": "d", "torch": "t", "hocket": "h", "host": host}
+    found = Measured.from_dict({**head, **parts})
+
+    assert {p.form for p in found.products} == {"nt", "nn", "tn"}
+    assert {(p.m, p.n, p.k) for p in found.products} == {(16, 32, 16), (16, 16, 32), (32, 16, 16)}
+    assert {s.operation for s in found.streams} == {"copy", "add", "scale"}
+    assert {d.operation for d in found.dispatch} == {"add", "linear", "view", "module"}
+    assert {k.name for k in found.kernels} >= {"attention", "cross-entropy", "embedding"}
+    assert found.updates[0].elements == 2**10
+    assert [s.ranks for s in found.sharing] == [2, 4]
+    assert all(min(s.product, s.stream, s.dispatch) >= 1 for s in found.sharing)
+    (pair,) = found.pairs
+    assert (pair.first, pair.second, pair.measured) == (0, 1, True)
+    assert pair.rate > 0 < pair.latency
+    kinds = {(c.backend, c.operation, c.ranks, c.world) for c in found.curves}
+    for backend in ("shm", "gloo"):
+        for operation in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all"):
+            assert {(backend, operation, 2, 2), (backend, operation, 2, 4)} <= kinds
+            assert (backend, operation, 4, 4) in kinds
+        assert (backend, "send", 2, 2) in kinds
+    assert all(len(c.lines) >= 2 for c in found.curves)
+    assert all(len(c.busy) == len(c.sizes) for c in found.curves)
+    assert any(event["event"] == "load" for event in events)
