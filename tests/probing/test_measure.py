@@ -54,7 +54,7 @@ def test_a_thread_of_another_does_not_count_as_its_own() -> None:
 @pytest.mark.timeout(100)
 def test_four_ranks_measure_everything(ranks: RankPool) -> None:
     events, *others = ranks.run(
-        "tests.probing.cases:probe", 4, backend=None, quick=True, worlds=[2, 4], pairs=2
+        "tests.probing.cases:probe", 4, backend=None, quick=True, cores=2, worlds=[2, 4], pairs=2
     )
     assert not any(event["event"] == "measured" for other in others for event in other)
     parts: dict[str, list[object]] = {}
@@ -72,7 +72,7 @@ def test_four_ranks_measure_everything(ranks: RankPool) -> None:
     assert {k.name for k in found.kernels} >= {"attention", "cross-entropy", "embedding"}
     assert found.updates[0].elements == 2**10
     assert [s.ranks for s in found.sharing] == [2, 4]
-    assert all(min(s.product, s.stream, s.dispatch) >= 1 for s in found.sharing)
+    assert all(min(s.product, s.stream, s.dispatch) >= s.ranks / 2 for s in found.sharing)
     (pair,) = found.pairs
     assert (pair.first, pair.second, pair.measured) == (0, 1, True)
     assert pair.rate > 0 < pair.latency

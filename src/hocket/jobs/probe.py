@@ -88,6 +88,7 @@ def measure(
     count = max(1, len(here.found.devices)) if cuda else here.host.cores
     payload: dict[str, Any] = {
         "quick": quick,
+        "cores": here.host.cores,
         "worlds": worlds(here.kind, count, quick),
         "pairs": min(count, 16 if cuda else 4 if quick else 8),
     }

@@ -34,8 +34,8 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
 
     Args:
         context: this rank's place in the world.
-        payload: `quick`; `worlds`, the numbers of ranks that talk or compute at once; `pairs`,
-            how many devices or cores are tried two by two.
+        payload: `quick`; `cores` of the machine; `worlds`, the numbers of ranks that talk or
+            compute at once; `pairs`, how many devices or cores are tried two by two.
 
     Raises:
         HocketError: no such device, or fewer than ranks.
@@ -68,7 +68,8 @@ class Probe:
         worlds = [n for n in self.payload["worlds"] if n <= self.room.size]
         if self.device.type == "cpu" and worlds:
             self._say("ranks that compute at once")
-            found = sharing(self.room, self.compute, worlds, self.sizes.seconds["sharing"])
+            cores, seconds = self.payload["cores"], self.sizes.seconds["sharing"]
+            found = sharing(self.room, self.compute, worlds, cores, seconds)
             self._tell("sharing", found)
         backends = self._backends()
         self._pairs(backends[0])

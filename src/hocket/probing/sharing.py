@@ -1,8 +1,8 @@
 """Sharing: what ranks lose that compute at once: cores, caches and memory are shared.
 
-The same work is done by rank 0 alone and by the first n ranks together, in turns. More ranks than
-cores take turns on the cores; fewer still share the memory and, where two CPUs are one core's
-threads, the core.
+The same work is done by rank 0 alone and by the first n ranks together, in turns, and timed by the
+processor time of those who do it: what memory, caches and the threads of one core make of it, on a
+busy machine too. More ranks than cores moreover take turns on the cores, which is their number.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from hocket.spec.measured import Sharing
 WORKS = ("product", "stream", "dispatch")
 
 
-def sharing(room: Room, compute: Compute, counts: list[int], seconds: float) -> list[Sharing]:
-    """The slowdown of each number of ranks. Called by all ranks of the run alike."""
+def sharing(
+    room: Room, compute: Compute, counts: list[int], cores: int, seconds: float
+) -> list[Sharing]:
+    """The slowdown of each number of ranks on so many cores. Called by all ranks alike."""
     calls = _works(compute)
     turns = 3
     each = seconds / (turns * len(WORKS) * (1 + len(counts)))
@@ -37,7 +39,10 @@ def sharing(room: Room, compute: Compute, counts: list[int], seconds: float) -> 
         Sharing(
             ranks=ranks,
             # Never below one: ranks that compute beside it make no rank faster.
-            **{work: max(1.0, rounded(median[work, ranks] / median[work, 1])) for work in WORKS},
+            **{
+                work: rounded(max(1.0, ranks / cores) * max(1.0, median[work, ranks] / alone))
+                for work, alone in ((work, median[work, 1]) for work in WORKS)
+            },
         )
         for ranks in counts
     ]
@@ -55,20 +60,13 @@ def _works(compute: Compute) -> dict[str, Callable[[], object]]:
 
 
 def _together(room: Room, call: Callable[[], object], ranks: int, seconds: float) -> float:
-    """Wall seconds of one call to a rank while the first `ranks` ranks make them.
-
-    All begin and end at the same moments, so that a rank that gets no core meanwhile counts too.
-    """
-    begin = room.agree(time.perf_counter()) + _NOTICE
-    count = 0
+    """Processor seconds of one call while the first `ranks` ranks make them at the same time."""
+    end = room.agree(time.perf_counter()) + seconds
+    count, used = 0, 0.0
     if room.rank < ranks:
-        while time.perf_counter() < begin:
-            pass
-        while time.perf_counter() < begin + seconds:
+        start = time.thread_time()
+        while time.perf_counter() < end or count == 0:
             call()
             count += 1
-    return ranks * seconds / max(1.0, room.total(count))
-
-
-_NOTICE = 5e-4
-"""Seconds between the agreement on a moment and that moment: a rank has to wake up."""
+        used = time.thread_time() - start
+    return room.total(used) / room.total(count)
