@@ -129,11 +129,16 @@ def _parts(ax: Axes, records: Sequence[Record], own_bubbles: Sequence[float | No
 def _memory(ax: Axes, records: Sequence[Record]) -> None:
     rows = []
     for record in records:
-        for rank, row in enumerate(record.memory[:16]):
-            prefix = "" if len(records) == 1 else f"{record.name} "
-            rows.append((f"{prefix}rank {rank}", {k: float(row[k]) for k in KINDS}))
+        prefix = "" if len(records) == 1 else f"{record.name} "
+        then = record.forecast.memory if record.forecast else ()
+        for rank, row in enumerate(record.memory[:8]):
+            if rank < len(then):
+                foretold = {k: float(then[rank].get(k, 0)) for k in KINDS}
+                rows.append((f"{prefix}rank {rank} predicted", foretold))
+            now = " measured" if then else ""
+            rows.append((f"{prefix}rank {rank}{now}", {k: float(row[k]) for k in KINDS}))
     _stack(ax, rows, KINDS, _KINDS, 1e-6)
-    ax.set_title("peak tensor memory (MB)", loc="left", fontsize=11)
+    ax.set_title("peak tensor memory (MB), first 8 ranks", loc="left", fontsize=11)
 
 
 def _stack(

@@ -12,10 +12,12 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hocket.reporting.decomposition import PARTS, Decomposition, decompose
+from hocket.reporting.decomposition import PARTS, Decomposition, decompose, groups
 from hocket.reporting.record import Record
+from hocket.spec.errors import HocketError
 from hocket.spec.forecast import KINDS
 from hocket.spec.layout import AXES, Layout
+from hocket.spec.links import Links
 from hocket.spec.timeline import Timeline
 from hocket.spec.units import format_bytes, format_seconds
 
@@ -96,6 +98,7 @@ def payload(record: Record, own_bubble: float | None = None) -> dict[str, Any]:
                 dataclasses.asdict(a)
                 for a in (record.forecast.alternatives if record.forecast else ())
             ],
+            "recorded_step": record.recorded_step,
             "facts": _facts(record),
             "notes": list(record.notes),
         }
@@ -147,19 +150,19 @@ def verdict(parts: Parts) -> str:
             f"The recorded step took {format_seconds(measured.duration)}; "
             f"{share:.0%} of it, averaged over the ranks, is {largest}."
         )
-    gap = measured.duration - predicted.duration
+    gap = predicted.duration - measured.duration
     relative = gap / measured.duration if measured.duration else 0.0
     said = (
-        f"Predicted {format_seconds(predicted.duration)}, measured "
-        f"{format_seconds(measured.duration)}: the recorded step was "
-        f"{abs(relative):.1%} {'slower' if gap > 0 else 'faster'} than predicted."
+        f"Of the recorded step, {format_seconds(predicted.duration)} were predicted and "
+        f"{format_seconds(measured.duration)} measured: the prediction was "
+        f"{abs(relative):.1%} too {'high' if gap > 0 else 'low'}."
     )
     then = predicted.mean
     part = max(PARTS, key=lambda name: abs(where[name] - then[name]))
     by = where[part] - then[part]
     return said + (
-        f" The largest difference is in {part}: {format_seconds(abs(by))} "
-        f"{'more' if by > 0 else 'less'}."
+        f" The largest difference lies in {part}: {format_seconds(abs(by))} "
+        f"{'more' if by > 0 else 'less'} than predicted."
     )
 
 
@@ -255,23 +258,45 @@ def traffic(record: Record, parts: Parts) -> list[dict[str, Any]]:
         entry["bytes"] += row["bytes"]
         if row["name"] not in entry["names"]:
             entry["names"].append(row["name"])
-    links = record.forecast.links if record.forecast else {}
-    device = record.spec.options.device if record.spec else ""
-    found = []
-    for axis in sorted(rows, key=lambda a: -rows[a]["bytes"]):
-        found.append(
-            {
-                "axis": axis,
-                "what": AXIS_WORDS.get(axis, ""),
-                "link": links.get(axis, "memory of this machine" if device == "cpu" else ""),
-                **rows[axis],
-                "measured": None if parts.measured is None else parts.measured.axes.get(axis, 0.0),
-                "predicted": None
-                if parts.predicted is None
-                else parts.predicted.axes.get(axis, 0.0),
-            }
-        )
-    return found
+    links = links_of(record)
+    then: dict[str, int] = defaultdict(int)
+    for row in record.forecast.collectives if record.forecast else ():
+        then[str(row.get("axis"))] += int(row.get("bytes", 0))
+    return [
+        {
+            "axis": axis,
+            "what": AXIS_WORDS.get(axis, ""),
+            "link": links.get(axis, ""),
+            **rows[axis],
+            "predicted_bytes": then[axis] if then else None,
+            "measured": None if parts.measured is None else parts.measured.axes.get(axis, 0.0),
+            "predicted": None if parts.predicted is None else parts.predicted.axes.get(axis, 0.0),
+        }
+        for axis in sorted(rows, key=lambda a: -rows[a]["bytes"])
+    ]
+
+
+def links_of(record: Record) -> dict[str, str]:
+    """Axis to the name of the link that it crosses, as far as that is known."""
+    felt, layout = _felt(record), record.layout
+    known = dict(record.forecast.links) if record.forecast else {}
+    if felt is None or layout is None:
+        return known
+    axes = {row["axis"] for row in record.traffic} | {a for a in AXES if layout.degree(a) > 1}
+    for axis in axes:
+        found = [felt.tier(group) for group in groups(layout, axis) if len(group) > 1]
+        if found:
+            known[axis] = felt.tiers[max(found)][0].name
+    return known
+
+
+def _felt(record: Record) -> Links | None:
+    """The links that the run was made to feel (`--links`)."""
+    text = record.spec.options.links if record.spec else None
+    try:
+        return None if text is None else Links.parse(text)
+    except HocketError:  # of another version
+        return None
 
 
 def _timeline(timeline: Timeline) -> dict[str, Any]:
@@ -364,13 +389,19 @@ def _mesh(record: Record) -> dict[str, Any] | None:
         if rank < len(stages):
             stages[rank].append(stage)
     forecast = record.forecast
+    felt = _felt(record)
+    domain = felt.tiers[0][1] if felt is not None else None
     return {
+        "domain": domain or 0,
+        "within": felt.tiers[0][0].name if felt is not None else "",
+        "beyond": felt.tiers[-1][0].name if felt is not None else "",
+        "links": links_of(record),
         "degrees": {axis: layout.degree(axis) for axis in AXES},
         "order": list(layout.order),
         "ranks": at,
         "stages": stages,
         "layers": list(layout.cut) if isinstance(layout.cut, tuple) else [],
-        "machine": forecast.cluster if forecast and forecast.cluster else "one machine",
+        "machine": f"machine {forecast.cluster}" if forecast and forecast.cluster else "",
         "threads": threads,
     }
 
@@ -392,6 +423,12 @@ def _facts(record: Record) -> list[list[str]]:
             "Device",
             f"{options.device}, backend {options.backend}, {options.threads} threads a rank",
         ],
+        *([["Links", f"felt as {options.links}"]] if options.links else []),
+        *(
+            [["Memory per rank", f"held to {options.memory_per_rank}"]]
+            if options.memory_per_rank
+            else []
+        ),
         ["Learning rate", f"{options.lr:g} to {options.min_lr:g}, clipped at {options.clip:g}"],
     ]
     forecast = record.forecast

@@ -38,6 +38,7 @@ class Record:
         forecast: what was foretold of the run; None where nothing was.
         traffic: collectives of the measured step, all ranks together: rows of name, axis, phase,
             count and bytes.
+        recorded_step: whose timeline and traffic they are; 0 if unknown.
         memory: peak bytes by kind, a row a rank; of replicas under threads.
         notes: sentences about what is missing or could not be read.
     """
@@ -50,6 +51,7 @@ class Record:
     predicted: Timeline | None = None
     forecast: Forecast | None = None
     traffic: tuple[Mapping[str, Any], ...] = ()
+    recorded_step: int = 0
     memory: tuple[Mapping[str, int], ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -153,7 +155,8 @@ def read(path: str | Path) -> Record:
         measured=measured,
         predicted=predicted,
         forecast=forecast,
-        traffic=traffic or (),
+        traffic=traffic[1] if traffic else (),
+        recorded_step=traffic[0] if traffic else 0,
         memory=memory or (),
         notes=tuple(notes),
     )
@@ -234,14 +237,15 @@ def _memory(text: str) -> tuple[Mapping[str, int], ...]:
     return tuple({kind: int(row[kind]) for kind in (*KINDS, "total")} for row in json.loads(text))
 
 
-def _traffic(text: str) -> tuple[Mapping[str, Any], ...]:
-    rows = json.loads(text)["total"]
-    return tuple(
+def _traffic(text: str) -> tuple[int, tuple[Mapping[str, Any], ...]]:
+    """The step that was recorded, and its collectives of all ranks."""
+    data = json.loads(text)
+    return int(data.get("step", 0)), tuple(
         {
             **{name: str(row[name]) for name in ("name", "axis", "phase")},
             **{name: int(row[name]) for name in ("count", "bytes")},
         }
-        for row in rows
+        for row in data["total"]
     )
 
 

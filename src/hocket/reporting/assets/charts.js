@@ -5,18 +5,20 @@ function stackedBars(rows, { most, unit, limit = null, limitWord = "" }) {
   const host = element("div", { class: "bars" });
   return responsive(host, (width) => {
     const narrow = width < 480;
-    const label = Math.min(narrow ? 96 : 150, 12 + 7.2 * Math.max(...rows.map((row) => row.label.length)));
+    const named = (row) => (narrow && row.short) || row.label;
+    const label = Math.min(narrow ? 96 : 190, 12 + 7.2 * Math.max(...rows.map((row) => named(row).length)));
     const value = 70;
     const high = rows.length > 16 ? 12 : 20;
     const gap = rows.length > 16 ? 4 : 9;
     const room = Math.max(60, width - label - value);
     const scale = room / Math.max(most, limit || 0, 1e-12);
     const top = limit ? 20 : 2;
-    const height = top + rows.length * (high + gap) + 2;
+    const apart = rows.map((row, index) => rows.slice(0, index).filter((one) => one.apart).length * gap);
+    const height = top + rows.length * (high + gap) + (apart.at(-1) || 0) + 2;
     const svg = shape("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img" });
     rows.forEach((row, index) => {
-      const y = top + index * (high + gap);
-      const words = shape("text", { x: 0, y: y + high / 2 + 4 }, clipped(row.label, label - 8));
+      const y = top + index * (high + gap) + apart[index];
+      const words = shape("text", { x: 0, y: y + high / 2 + 4 }, clipped(named(row), label - 8));
       svg.append(words);
       let x = label;
       let total = 0;

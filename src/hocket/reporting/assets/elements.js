@@ -39,7 +39,7 @@ function three(value) {
 
 function seconds(value) {
   const size = Math.abs(value);
-  if (size === 0) return "0 s";
+  if (size < 5e-10) return "0 s";
   if (size < 1e-3) return `${three(value * 1e6)} µs`;
   if (size < 1) return `${three(value * 1e3)} ms`;
   if (size < 120) return `${three(value)} s`;
@@ -57,14 +57,22 @@ const share = (value) => `${(value * 100).toFixed(1)}%`;
 const whole = (value) => Math.round(value).toLocaleString("en-US");
 const UNITS = { seconds, bytes, share, rate: whole, loss: (value) => String(Number(value.toPrecision(4))) };
 
+// By how much `now` is more or less than `then`.
+function change(now, then) {
+  const by = seconds(Math.abs(now - then));
+  return by === "0 s" ? by : `${now > then ? "+" : "−"}${by}`;
+}
+
 // How far the prediction was from what was measured, as a person says it.
 function difference(unit, measured, predicted) {
   if (unit === "share") {
     const points = (predicted - measured) * 100;
     return `${points >= 0 ? "+" : "−"}${Math.abs(points).toFixed(1)} points`;
   }
-  const ratio = predicted / measured - 1;
-  return `${ratio >= 0 ? "+" : "−"}${Math.abs(ratio * 100).toFixed(1)}%`;
+  if (!(measured > 0)) return "not comparable";
+  const ratio = predicted / measured;
+  if (ratio >= 3) return `${three(ratio)} times as much`;
+  return `${ratio >= 1 ? "+" : "−"}${Math.abs((ratio - 1) * 100).toFixed(1)}%`;
 }
 
 // Round distances for a ruler: about `count` of them up to `most`.

@@ -13,7 +13,8 @@ function meshPicture(mesh, traffic) {
   const words = { dp: "rows: replicas (dp)", pp: "columns: pipeline stages (pp)", tp: "inside a cell: parts of each layer (tp)", cp: "inside a cell: parts of a sequence (cp)" };
   const entries = split.map((axis) => {
     const row = links[axis];
-    const detail = row ? `, ${bytes(row.bytes)} a step${row.link ? ` over ${row.link}` : ""}` : "";
+    const link = mesh.links[axis];
+    const detail = (row ? `, ${bytes(row.bytes)} a step` : "") + (link ? ` over ${link}` : "");
     return element("button", {
       type: "button", "aria-pressed": "false",
       onclick: (event) => {
@@ -37,15 +38,21 @@ function meshPicture(mesh, traffic) {
     const cell = Math.min(220, (width - 2 * pad - side - between * (columns - 1) - 2) / columns);
     const across = Math.max(1, Math.min(shown, Math.floor((cell - 12) / 44)));
     const lines = Math.ceil(shown / across);
-    const box = { width: (cell - 12 - 6 * (across - 1)) / across, height: 34 };
+    const domain = (rank) => (mesh.domain ? Math.floor(rank / mesh.domain) : 0);
+    const box = { width: (cell - 12 - 6 * (across - 1)) / across, height: mesh.domain ? 44 : 34 };
     const high = lines * (box.height + 6) + 6;
     const down = rows > 1 ? 22 : 0;
     const top = head + 26;
-    const height = top + rows * high + (rows - 1) * down + pad + (degrees.dp > rows || degrees.pp > columns ? 22 : 0) + 6;
+    const height = top + rows * high + (rows - 1) * down + pad + (degrees.dp > rows || degrees.pp > columns || inner > shown ? 22 : 0) + 6;
     const svg = shape("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "Ranks by replica, stage and part" });
+    const kinds = [...new Set(Object.values(mesh.links))];
+    const where = mesh.domain
+      ? `domains of ${mesh.domain} ranks: ${mesh.within} inside, ${mesh.beyond} between`
+      : [mesh.machine || "one machine", kinds.join(", ")].filter(Boolean).join(": ");
     const total = side + columns * cell + (columns - 1) * between;
     svg.append(shape("rect", { x: 1, y: 1, width: Math.min(width - 2, total + 2 * pad), height: height - 8, rx: 10, fill: "none", ink: "soft", "stroke-dasharray": "5 4" }));
-    svg.append(shape("text", { x: pad, y: 18, class: "soft" }, clipped(mesh.machine, width - 2 * pad)));
+    svg.append(shape("text", { x: pad, y: 18, class: "soft" }, clipped(where, Math.min(width, total + 2 * pad) - 2 * pad)));
+    const at = (r, c, k = 0) => numbers.get([r, c, Math.floor(k / degrees.tp), k % degrees.tp].join());
     const numbers = new Map(mesh.ranks.map((at, rank) => [[at.dp, at.pp, at.cp, at.tp].join(), rank]));
     const faint = (axis) => (lit === null || lit === axis ? 1 : 0.15);
     for (let c = 0; c < columns; c++) {
@@ -56,19 +63,24 @@ function meshPicture(mesh, traffic) {
         const y = top + r * (high + down);
         if (c === 0 && degrees.dp > 1) svg.append(shape("text", { x: pad, y: y + high / 2 + 4, class: "soft" }, width < 480 ? `dp${r}` : `replica ${r}`));
         svg.append(shape("rect", { x, y, width: cell, height: high, rx: 7, colour: "idle", "fill-opacity": 0.45 }));
-        if (c + 1 < columns) svg.append(line(x + cell, y + high / 2, x + cell + between, y + high / 2, "pp", true));
-        if (r + 1 < rows) svg.append(line(x + cell / 2, y + high, x + cell / 2, y + high + down, "dp"));
+        if (c + 1 < columns) svg.append(line(x + cell, y + high / 2, x + cell + between, y + high / 2, "pp", at(r, c), at(r, c + 1)));
+        if (r + 1 < rows) svg.append(line(x + cell / 2, y + high, x + cell / 2, y + high + down, "dp", at(r, c), at(r + 1, c)));
         for (let k = 0; k < shown; k++) {
           const t = k % degrees.tp, cpAt = Math.floor(k / degrees.tp);
           const rank = numbers.get([r, c, cpAt, t].join());
           const bx = x + 6 + (k % across) * (box.width + 6), by = y + 6 + Math.floor(k / across) * (box.height + 6);
-          if (k % across && inner > 1) svg.append(line(bx - 6, by + box.height / 2, bx, by + box.height / 2, t > 0 ? "tp" : "cp"));
+          if (k % across && inner > 1) svg.append(line(bx - 6, by + box.height / 2, bx, by + box.height / 2, t > 0 ? "tp" : "cp", at(r, c, k - 1), at(r, c, k)));
           const mark = shape("rect", { x: bx, y: by, width: box.width, height: box.height, rx: 5, colour: "raised", ink: "soft", "stroke-width": 1 });
           const place = split.map((axis) => `${axis} ${{ dp: r, pp: c, tp: t, cp: cpAt }[axis]} of ${degrees[axis]}`).join(", ");
-          svg.append(telling(mark, [`${mesh.threads ? "thread" : "rank"} ${rank}`, place || "the whole model"]));
-          const name = shape("text", { x: bx + box.width / 2, y: by + box.height / 2 + 4, "text-anchor": "middle" }, box.width < 52 ? `${rank}` : `${mesh.threads ? "thread" : "rank"} ${rank}`);
+          svg.append(telling(mark, [`${mesh.threads ? "thread" : "rank"} ${rank}`, place || "the whole model", ...(mesh.domain ? [`domain ${domain(rank)}: ${mesh.within} to its ${mesh.domain} ranks, ${mesh.beyond} beyond`] : [])]));
+          const name = shape("text", { x: bx + box.width / 2, y: by + box.height / 2 + (mesh.domain ? -3 : 4), "text-anchor": "middle" }, box.width < 52 ? `${rank}` : `${mesh.threads ? "thread" : "rank"} ${rank}`);
           name.style.pointerEvents = "none";
           svg.append(name);
+          if (mesh.domain) {
+            const home = shape("text", { x: bx + box.width / 2, y: by + box.height - 8, "text-anchor": "middle", class: "soft" }, box.width < 68 ? `d${domain(rank)}` : `domain ${domain(rank)}`);
+            home.style.pointerEvents = "none";
+            svg.append(home);
+          }
         }
       }
     }
@@ -77,9 +89,11 @@ function meshPicture(mesh, traffic) {
     }
     return svg;
 
-    function line(x1, y1, x2, y2, axis, arrow = false) {
-      const group = shape("g", { opacity: faint(axis) }, shape("line", { x1, y1, x2, y2, ink: AXIS_COLOURS[axis], "stroke-width": lit === axis ? 4 : 2.5 }));
-      if (arrow && x2 - x1 > 12) group.append(shape("path", { d: `M${x2 - 7},${y2 - 5} L${x2},${y2} L${x2 - 7},${y2 + 5}`, fill: "none", ink: AXIS_COLOURS[axis], "stroke-width": 2.5 }));
+    // Dashed where it leaves a domain; with a head where it has a direction.
+    function line(x1, y1, x2, y2, axis, from, to) {
+      const crosses = domain(from) !== domain(to);
+      const group = shape("g", { opacity: faint(axis) }, shape("line", { x1, y1, x2, y2, ink: AXIS_COLOURS[axis], "stroke-width": lit === axis ? 4 : 2.5, "stroke-dasharray": crosses ? "4 3" : null }));
+      if (axis === "pp" && x2 - x1 > 12) group.append(shape("path", { d: `M${x2 - 7},${y2 - 5} L${x2},${y2} L${x2 - 7},${y2 + 5}`, fill: "none", ink: AXIS_COLOURS[axis], "stroke-width": 2.5 }));
       return group;
     }
   }

@@ -54,7 +54,7 @@ function figureBoxes(run) {
     else if (measured === null) against = "predicted, not measured";
     return element("div", { class: "figure" },
       element("div", { class: "title" }, figure.title),
-      element("div", { class: "value" }, unit(measured === null ? predicted : measured) + (figure.unit === "rate" ? "/s" : "")),
+      element("div", { class: "value" }, unit(measured === null ? predicted : measured), figure.unit === "rate" ? element("span", { class: "per" }, " tokens/s") : null),
       against ? element("div", { class: "against" }, against) : null,
       element("div", { class: "what" }, figure.what));
   }));
@@ -94,7 +94,7 @@ function partsSection() {
       const now = measured.mean[name];
       if (!predicted) return [PART_WORDS[name], seconds(now), share(now / measured.duration || 0)];
       const then = predicted.mean[name];
-      return [PART_WORDS[name], seconds(then), seconds(now), `${now >= then ? "+" : "−"}${seconds(Math.abs(now - then))}`];
+      return [PART_WORDS[name], seconds(then), seconds(now), change(now, then)];
     })));
     if (measured.ranks.length > 1) {
       content.push(element("details", {}, element("summary", {}, `Measured, rank by rank${several ? ` (${run.name})` : ""}`), element("div", { class: "bars" }),
@@ -117,8 +117,8 @@ function memorySection() {
     if (!count) return missing("Nothing was counted.");
     const rows = [];
     for (let rank = 0; rank < count; rank++) {
-      if (predicted[rank]) rows.push({ label: `rank ${rank} predicted`, segments: segments(predicted[rank]), outline: true });
-      if (measured[rank]) rows.push({ label: predicted.length ? `rank ${rank} measured` : `rank ${rank}`, segments: segments(measured[rank]) });
+      if (predicted[rank]) rows.push({ label: `rank ${rank} predicted`, short: `${rank} predicted`, segments: segments(predicted[rank]), outline: true });
+      if (measured[rank]) rows.push({ label: predicted.length ? `rank ${rank} measured` : `rank ${rank}`, short: `${rank} measured`, segments: segments(measured[rank]), apart: predicted.length > 0 });
     }
     const shown = [...measured, ...predicted];
     const present = kinds.filter((kind) => shown.some((row) => row[kind]));
@@ -133,18 +133,25 @@ function memorySection() {
 
 function trafficSection() {
   if (!runs.some((run) => run.traffic.length)) return null;
-  return section("What the ranks sent each other", "In the recorded step, all ranks together. Seconds are those of the average rank beside which it computed nothing.", beside((run) => {
+  const exact = runs.every((run) => run.traffic.every((row) => row.predicted_bytes === row.bytes));
+  return section("What the ranks sent each other", (exact ? "Every byte was predicted exactly. " : "") + "In the recorded step, all ranks together. Exposed is the time of the average rank beside which it computed nothing.", beside((run) => {
     if (!run.traffic.length) return missing("Nothing was sent.");
     const most = Math.max(...run.traffic.map((row) => row.bytes));
     const predicted = run.traffic.some((row) => row.predicted !== null);
     const links = run.traffic.some((row) => row.link);
     const columns = [{ title: "Axis" }, ...(links ? [{ title: "Link" }] : []), { title: "Messages", number: true }, { title: "Bytes", number: true },
-      ...(predicted ? [{ title: "Predicted", number: true }] : []), { title: "Measured", number: true }];
+      ...(predicted ? [{ title: "Exposed, predicted", number: true }] : []), { title: predicted ? "Exposed, measured" : "Exposed", number: true }];
     return element("div", {},
       stackedBars(run.traffic.map((row) => ({ label: row.axis, title: `${whole(row.count)} messages: ${row.names.join(", ")}`, segments: [{ name: row.axis, value: row.bytes, colour: AXIS_COLOURS[row.axis] || "rest" }] })), { most, unit: bytes }),
-      table(columns, run.traffic.map((row) => [row.what ? `${row.axis}, ${row.what}` : row.axis, ...(links ? [row.link || "unknown"] : []), whole(row.count), bytes(row.bytes),
+      table(columns, run.traffic.map((row) => [row.what ? `${row.axis}, ${row.what}` : row.axis, ...(links ? [row.link || "unknown"] : []), whole(row.count), sent(row),
         ...(predicted ? [row.predicted === null ? "" : seconds(row.predicted)] : []), row.measured === null ? "" : seconds(row.measured)])));
   }));
+}
+
+// Bytes, and what was predicted where that is not the same.
+function sent(row) {
+  if (row.predicted_bytes === null || row.predicted_bytes === row.bytes) return bytes(row.bytes);
+  return `${bytes(row.bytes)} (predicted ${bytes(row.predicted_bytes)})`;
 }
 
 function curvesSection() {

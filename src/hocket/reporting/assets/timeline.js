@@ -124,7 +124,7 @@ function timelineBoard(panels) {
     const end = Math.min(x(timeline.duration * 1e6), left + room);
     // The ruler, and what stands still: a rank that is drawn over is not idle.
     pen.fillStyle = palette.soft;
-    const step = ticks(view.to - view.from, Math.max(2, room / 110));
+    const step = ticks(view.to - view.from, Math.max(2, room / (width < 560 ? 76 : 110)));
     const distance = step.length > 1 ? step[1] : view.to - view.from;
     for (let at = Math.ceil(view.from / distance) * distance; at <= view.to; at += distance) {
       const place = x(at);
