@@ -7,9 +7,13 @@ the measured seconds hold the others' turns as well; a rank's own share of the c
 
 from __future__ import annotations
 
+import itertools
 import math
 
 from hocket.cost.measured_rates import between
+from hocket.spec.layout import AXES, Layout
+from hocket.spec.links import ELEMENT
+from hocket.spec.links import Links as Wires
 from hocket.spec.measured import Curve, Measured
 from hocket.spec.step_prices import Collective
 
@@ -30,11 +34,26 @@ class Links:
     Args:
         measured: of the machine.
         backend: `shm`, `gloo` or `nccl`.
+        wires: links that are to be felt (`--links`), with their scale; a collective then ends when
+            its bytes have run over them as well. None: only what was measured.
+        layout: whose ranks lie on the wires. element_bytes: of what is sent here; on the wires an
+            element has that of the GPU that is emulated.
     """
 
-    def __init__(self, measured: Measured, backend: str = "shm") -> None:
+    def __init__(
+        self,
+        measured: Measured,
+        backend: str = "shm",
+        *,
+        wires: Wires | None = None,
+        layout: Layout | None = None,
+        element_bytes: int = 4,
+    ) -> None:
         self.measured = measured
         self.backend = backend
+        self.wires = wires
+        self.layout = layout
+        self.element_bytes = element_bytes
         self.notes: list[str] = []
         self._cores = measured.host.cores if measured.device == "cpu" else 0
 
@@ -69,13 +88,45 @@ class Links:
             work, asleep = whole / turns, 0.0
         if self.measured.device != "cpu":  # copy engines work, and no rank shares them
             work, asleep = 0.0, whole
+        give, take = given * work, (1 - given) * work
+        on_wires = self._on_wires(name, axis, nbytes)
         return Collective(
             name=name,
             axis=axis,
             bytes=nbytes,
-            give=given * work,
-            wait=asleep,
-            take=(1 - given) * work,
+            give=give,
+            # The wires are busy while the ranks take what is there already.
+            wait=max(asleep, on_wires - take),
+            take=take,
+        )
+
+    def _on_wires(self, name: str, axis: str, nbytes: int) -> float:
+        """Seconds that a collective's bytes run over the links that are to be felt.
+
+        All groups of an axis talk at the same time; those whose bytes leave by the same port share
+        it.
+        """
+        wires, layout = self.wires, self.layout
+        if wires is None or layout is None:
+            return 0.0
+        groups = groups_of(layout, axis)
+        size = nbytes / self.element_bytes * ELEMENT
+        world = layout.world_size
+        if name == "send":
+            pairs = [pair for group in groups for pair in itertools.pairwise(group)]
+            return max((wires.seconds(name, size, pair, world) for pair in pairs), default=0.0)
+        flows = [wires.traffic(name, size, group, world) for group in groups if len(group) > 1]
+        load: dict[int, int] = {}
+        for port in (port for flow in flows for port in flow.ports):
+            load[port] = load.get(port, 0) + 1
+        rates = wires.ports(world)
+        return max(
+            (
+                flow.latency
+                + flow.volume / min(flow.rate, *(rates[p] / load[p] for p in flow.ports))
+                for flow in flows
+            ),
+            default=0.0,
         )
 
     def _curve(self, operation: str, ranks: int) -> Curve | None:
@@ -111,3 +162,24 @@ class Links:
     def _note(self, text: str) -> None:
         if text not in self.notes:
             self.notes.append(text)
+
+
+def groups_of(layout: Layout, axis: str) -> list[tuple[int, ...]]:
+    """The groups of ranks that one axis of the mesh joins."""
+    if axis in AXES:
+        return layout.groups(axis)
+    if axis == "model":
+        members: dict[int, list[int]] = {}
+        for rank in range(layout.world_size):
+            members.setdefault(layout.coordinate(rank)["dp"], []).append(rank)
+        return [tuple(group) for group in members.values()]
+    if axis == "embedding":
+        return [(group[0], group[-1]) for group in layout.groups("pp")]
+    if axis.startswith("tp_copies"):
+        count = int(axis.removeprefix("tp_copies"))
+        return [
+            group[first : first + count]
+            for group in layout.groups("tp")
+            for first in range(0, len(group), count)
+        ]
+    return [tuple(range(layout.world_size))]

@@ -46,7 +46,8 @@ def made(job: Job, index: int) -> int:
     }
     place = job.schedule.stage_ranks
     neighbours = {s + d for s in stages for d in (-1, 1)} & set(range(last + 1))
-    posted = POSTED * job.hidden_bytes * sum(place[s] != index for s in neighbours)
+    places = min(POSTED, job.microbatches)
+    posted = places * job.hidden_bytes * sum(place[s] != index for s in neighbours)
     working = {stage: backward_bytes(job, kind) for stage, kind in kinds.items()}
     scratch = min(SCRATCH, job.microbatch.tokens * job.shape.vocab * 4)
     now = most = posted

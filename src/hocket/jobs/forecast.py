@@ -22,6 +22,7 @@ import hocket
 from hocket.spec.errors import HocketError, OptionError
 from hocket.spec.forecast import Forecast
 from hocket.spec.layout import Layout
+from hocket.spec.links import Links
 from hocket.spec.measured import Measured
 from hocket.spec.model_shape import ModelShape
 from hocket.spec.run import RunFolder, RunSpec, write_text
@@ -132,6 +133,7 @@ def machine_of(spec: RunSpec, measured: Measured) -> Machine:
         backend=backend_of(options.backend, measured),
         name=measured.host.name,
         capacity=capacity,
+        wires=None if options.links is None else Links.parse(options.links),
     )
 
 

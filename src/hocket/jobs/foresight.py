@@ -11,10 +11,11 @@ A run of another launcher's ranks is foretold where its machine was measured bef
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from hocket.jobs import forecast, prepare
-from hocket.spec.errors import HocketError
+from hocket.jobs import forecast, links, prepare
+from hocket.spec.errors import HocketError, OptionError
 from hocket.spec.forecast import Forecast
 from hocket.spec.layout import Layout
 from hocket.spec.run import RunFolder, RunSpec
@@ -29,6 +30,27 @@ NONE, KEPT, AUTO = "none", "kept", "auto"
 
 LONGEST = 20.0
 """Seconds that the quick probe takes at most on two cores."""
+
+
+def checked(cluster: str) -> None:
+    """Refuse a cluster that cannot be what a run is foretold for.
+
+    Raises:
+        OptionError: no such file or name, nonsense in it, no measurements, or those of devices
+            that are not on this machine.
+    """
+    if cluster in (NONE, KEPT, AUTO):
+        return
+    from hocket.jobs import machine
+
+    found = machine.cluster(cluster)
+    if found.measured is None:
+        raise OptionError(
+            f"cluster {cluster} holds no measurements: a run on this machine is foretold from "
+            "what was measured here",
+            hint="--cluster auto, or a file that hocket probe --out FILE wrote",
+        )
+    machine.require_here(found)
 
 
 def choose(
@@ -53,17 +75,19 @@ def choose(
     found = machine.cluster(
         cluster, device=request.options.device, on_event=lambda event: _phase(record, event)
     )
-    if found.measured is None:
-        raise HocketError(
-            f"{cluster} holds no measurements; a layout for this machine needs some",
-            hint="--cluster auto",
-        )
-    machine.require_here(found)
+    assert found.measured is not None  # `checked`
     spec = prepare.spec_of(job.source, request, request.layout, config, "train")
+    if request.options.links is not None and launcher is not None:
+        # As many ranks as are weighed at most: how slow they are decides how slow the links are.
+        most = max(curve.world for curve in found.measured.curves)
+        alike = dataclasses.replace(spec, layout=Layout(tp=most))
+        felt = links.settled(launcher, alike).options.links
+        spec = dataclasses.replace(spec, options=dataclasses.replace(spec.options, links=felt))
     record.phase("choosing a layout")
 
     def legal(layout: Layout) -> Layout | None:
         try:
+            links.checked(spec.options, layout)
             return validate(job.source.dimensions, layout, request.workload)
         except HocketError:
             return None
@@ -89,11 +113,7 @@ def before(
     told = forecast.read(folder)
     if told is not None and told[0].known and told[0].layout == str(spec.layout):
         return  # by whoever chose the layout, or an earlier start
-    try:
-        measured = forecast.measurements(AUTO if cluster == KEPT else cluster, spec.options.device)
-    except HocketError as error:
-        _untold(folder, spec, error.message)
-        return
+    measured = forecast.measurements(AUTO if cluster == KEPT else cluster, spec.options.device)
     if measured is None:
         _untold(folder, spec, "this machine was not measured before the run; hocket probe does")
         return

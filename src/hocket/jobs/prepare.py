@@ -89,7 +89,8 @@ def plan(request: Request, *, world_size: int | None = None) -> Plan:
             hint="rename the schedule file",
         )
     schedule = build(layout, layout.microbatches)
-    links.checked(request.options, layout, joined=world_size is not None)
+    if not request.auto:
+        links.checked(request.options, layout, joined=world_size is not None)
     memory.checked(request.options)
     if not request.data:
         raise DataError("no data was named", hint="--data FILE_OR_FOLDER...")

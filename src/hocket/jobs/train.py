@@ -83,6 +83,7 @@ def train(request: Request, *, on_event: Listener | None = None) -> Summary:
     record = Record(on_event)
     if context is not None:
         return _join(request, context, record)
+    foresight.checked(request.cluster)
     if request.options.resume:
         folder, spec = prepare.resume(request)
         with Launcher(spec.options.device, spec.options.threads, preload=PRELOAD) as launcher:
@@ -229,6 +230,9 @@ def _join(request: Request, context: RankContext, record: Record) -> Summary:
                 hint="--run FOLDER on a file system that all machines share",
             )
     with unstarted_is_no_run(folder, mine=context.rank == 0):
+        if context.rank == 0:
+            cluster = foresight.NONE if request.cluster == foresight.NONE else foresight.KEPT
+            foresight.before(folder, folder.load(), record, cluster=cluster)
         run_joined(
             ENTRY,
             {"run": str(folder.path.resolve())},

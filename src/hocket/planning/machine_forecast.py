@@ -17,14 +17,16 @@ from hocket.cost.measured_rates import Rates
 from hocket.schedules.registry import build
 from hocket.simulation.processors import Cores, Slowdown, alone
 from hocket.simulation.step import exposed, play_step
-from hocket.spec.errors import HocketError, LayoutError, OptionError
+from hocket.spec.errors import LayoutError, OptionError
 from hocket.spec.forecast import Alternative, Forecast
 from hocket.spec.layout import Layout, divisors
+from hocket.spec.links import Links as Wires
 from hocket.spec.measured import Measured
 from hocket.spec.model_shape import ModelShape
 from hocket.spec.run import Workload
 from hocket.spec.schedule import Schedule
 from hocket.spec.timeline import LANES, Timeline
+from hocket.spec.units import format_bytes
 
 SCHEDULES = ("1f1b", "gpipe", "zero-bubble")
 """Those that are weighed for a pipeline."""
@@ -39,13 +41,23 @@ class Machine:
 
     Attributes:
         measured: what was measured. backend: of communication.
-        name: for people. capacity: bytes that a rank may hold; 0 for what is not known.
+        name: for people. capacity: bytes that a rank may hold; 0: its share of the memory.
+        wires: links that are to be felt, with their scale.
     """
 
     measured: Measured
     backend: str = "shm"
     name: str = ""
     capacity: int = 0
+    wires: Wires | None = None
+
+    def room(self, ranks: int) -> int:
+        """Bytes that each of so many ranks may hold; 0 if unknown."""
+        if self.capacity:
+            return self.capacity
+        if self.measured.device == "cpu":
+            return self.measured.host.memory // ranks
+        return min((device.memory for device in self.measured.devices), default=0)
 
     @property
     def slowdown(self) -> Slowdown:
@@ -90,7 +102,14 @@ def forecast(
         bucket_mb=bucket_mb,
         clip=clip,
     )
-    rates, links = Rates(machine.measured, workload.dtype), Links(machine.measured, machine.backend)
+    rates = Rates(machine.measured, workload.dtype)
+    links = Links(
+        machine.measured,
+        machine.backend,
+        wires=machine.wires,
+        layout=layout,
+        element_bytes=job.element_bytes,
+    )
     prices = step_prices(job, rates, links)
     played = play_step(schedule, layout, prices, machine.slowdown)
     memory = memory_rows(job)
@@ -110,7 +129,7 @@ def forecast(
         compute=busy[0] / layout.world_size,
         communication=busy[1] / layout.world_size,
         collectives=tuple(total(job.communication())),
-        capacity=machine.capacity,
+        capacity=machine.room(layout.world_size),
         links=dict.fromkeys(exposed(timeline), _link(machine)),
         cluster=machine.name or measured.host.name,
         measured=f"{measured.date}, {'quick' if measured.quick else 'full'}",
@@ -120,6 +139,8 @@ def forecast(
 
 
 def _link(machine: Machine) -> str:
+    if machine.wires is not None:
+        return "+".join(link.name for link, _ in machine.wires.tiers)
     return {"shm": "shared memory", "gloo": "sockets"}.get(machine.backend, machine.backend)
 
 
@@ -204,18 +225,16 @@ def choose(
         )
 
     def fits(one: Forecast) -> bool:
-        return not machine.capacity or max(one.peak_bytes) <= machine.capacity
+        return not one.capacity or max(one.peak_bytes) <= one.capacity
 
     weighed.sort(key=lambda pair: (not fits(pair[0]), pair[0].step_seconds))
     best, timeline = weighed[0]
     if not fits(best):
         least = min(weighed, key=lambda pair: max(pair[0].peak_bytes))[0]
-        from hocket.spec.units import format_bytes
-
         raise OptionError(
             f"{shape.name} fits in no layout of this machine: the least is "
             f"{format_bytes(max(least.peak_bytes))} a rank in {least.layout}, a rank may hold "
-            f"{format_bytes(machine.capacity)}",
+            f"{format_bytes(least.capacity)}",
             hint="a smaller --global-batch or --seq-len, or more --microbatches",
         )
     rows = tuple(
@@ -230,6 +249,3 @@ def choose(
         for one, _ in weighed[:shown]
     )
     return dataclasses.replace(best, alternatives=rows), timeline
-
-
-__all__ = ["HocketError", "Machine", "candidates", "choose", "forecast", "total"]
