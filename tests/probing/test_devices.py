@@ -174,7 +174,7 @@ def test_the_matrix_and_the_drawing(tmp_path: Path) -> None:
     assert rows[2].split()[:4] == ["GPU1", "NV12", "-", "NV12"]
     assert "NVSwitch" in text
     drawing = svg(measured(found))
-    assert drawing.count("<line ") == 28
+    assert drawing.count("<line ") == 28 + 1
     assert drawing.count("stroke-dasharray") == 28
     assert "NaN" not in drawing
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
+import math
+import random
+import statistics
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +20,7 @@ def test_two_regimes_are_found() -> None:
     assert low.bytes == 2**16
     assert (low.latency, high.latency) == pytest.approx((10e-6, 60e-6), rel=1e-3)
     assert (low.rate, high.rate) == pytest.approx((2e9, 8e9), rel=1e-3)
-    assert max(errors(sizes, seconds, (low, high))) < 1e-3
+    assert statistics.median(errors(sizes, seconds)) < 1e-3
 
 
 def test_three_where_they_pay() -> None:
@@ -37,10 +40,15 @@ def test_few_points_have_few_lines() -> None:
 
 def test_the_error_is_that_of_the_points() -> None:
     sizes = [2**i for i in range(10, 24)]
-    noise = np.random.default_rng(0).normal(0, 0.1, len(sizes))
-    seconds = [(20e-6 + s / 1e9) * (1 + e) for s, e in zip(sizes, noise, strict=True)]
-    found = errors(sizes, seconds, lines(sizes, seconds))
-    assert 0.01 < float(np.median(found)) < 0.15
+    draw = random.Random(0)
+    seconds = [(20e-6 + s / 1e9) * (1 + draw.gauss(0, 0.1)) for s in sizes]
+    assert 0.02 < statistics.median(errors(sizes, seconds)) < 0.2
+
+
+def test_a_line_through_two_points_is_not_said_to_be_exact() -> None:
+    sizes = [2**i for i in range(8, 20, 2)]
+    seconds = [1e-5, 9e-5, 2e-5, 1e-4, 1e-5, 3e-4]
+    assert statistics.median(errors(sizes, seconds)) > 0.3
 
 
 @given(
@@ -54,4 +62,6 @@ def test_whatever_was_measured_the_fit_is_positive(points: list[tuple[int, float
     for line in lines(sizes, seconds):
         assert line.latency >= 0
         assert line.rate > 0
-        assert np.isfinite([line.latency, line.rate]).all()
+        assert math.isfinite(line.latency)
+        assert math.isfinite(line.rate)
+    assert all(math.isfinite(error) for error in errors(sizes, seconds))

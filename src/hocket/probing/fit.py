@@ -5,7 +5,8 @@
 Messages of different sizes take different ways (one copy or several, eager or by appointment, in
 cache or not), so one line is not enough. Neighbouring points share a regime of at least two points;
 the regimes are those whose relative errors have the least sum of squares, and one more is taken
-only where it pays. The lines of COST_MODEL's collectives are of this kind.
+only where it pays. Two points make a line without an error, so the error of a fit is taken from
+points that were held out of it, one after the other.
 """
 
 from __future__ import annotations
@@ -13,42 +14,45 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
 from hocket.probing.repeats import rounded
 from hocket.spec.measured import Line
 
-Floats = NDArray[np.float64]
-
 MOST = 3
+_POINTS = (1, 4, 7)
+"""Points from which one, two, three lines may be drawn."""
 _PAYS = 0.6
-"""A further line is taken if it brings the root mean square error below this share of before."""
-_EXACT = 0.005
-"""No line is added where the error is below this already."""
+"""A third line is taken if it brings the root mean square error below this share of before."""
 
 
-def lines(sizes: Sequence[int], seconds: Sequence[float], most: int = MOST) -> tuple[Line, ...]:
+def lines(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[Line, ...]:
     """The fit of ascending sizes (bytes) and their seconds; at least two lines from four points."""
     assert len(sizes) == len(seconds) >= 1
-    s, t = np.array(sizes, dtype=np.float64), np.array(seconds, dtype=np.float64)
-    best: tuple[float, tuple[Line, ...]] | None = None
-    for count in range(1, most + 1):
-        found = _with(s, t, count)
-        if found is None:
+    best = _with(sizes, seconds, 1)
+    for count in range(2, MOST + 1):
+        if len(sizes) < _POINTS[count - 1]:
             break
-        # Few points say little, but a latency and a bandwidth are two regimes wherever they can be.
-        if best is None or count == 2 or (best[0] > _EXACT and found[0] < _PAYS * best[0]):
+        found = _with(sizes, seconds, count)
+        # A latency and a bandwidth are two regimes wherever there are points for them.
+        if count == 2 or found[0] < _PAYS * best[0]:
             best = found
-    assert best is not None
     return best[1]
 
 
-def errors(sizes: Sequence[int], seconds: Sequence[float], fit: Sequence[Line]) -> Floats:
-    """Relative error of the fit at each point."""
-    found = np.array([_at(fit, size) for size in sizes])
-    t = np.array(seconds, dtype=np.float64)
-    return np.abs(found - t) / t
+def errors(sizes: Sequence[int], seconds: Sequence[float]) -> list[float]:
+    """Relative errors of fits at points that they were not given: of each but the first and the
+    last, which would have to be told from one side. With fewer than five points, of the fit itself.
+    """
+    if len(sizes) < 5:
+        return _off(sizes, seconds, lines(sizes, seconds))
+    found = []
+    for i in range(1, len(sizes) - 1):
+        fit = lines([*sizes[:i], *sizes[i + 1 :]], [*seconds[:i], *seconds[i + 1 :]])
+        found += _off(sizes[i : i + 1], seconds[i : i + 1], fit)
+    return found
+
+
+def _off(sizes: Sequence[int], seconds: Sequence[float], fit: Sequence[Line]) -> list[float]:
+    return [abs(_at(fit, s) - t) / t for s, t in zip(sizes, seconds, strict=True)]
 
 
 def _at(fit: Sequence[Line], size: float) -> float:
@@ -56,42 +60,46 @@ def _at(fit: Sequence[Line], size: float) -> float:
     return line.latency + size / line.rate
 
 
-def _with(s: Floats, t: Floats, count: int) -> tuple[float, tuple[Line, ...]] | None:
-    """The best fit of so many lines, with its root mean square error; None with too few points."""
-    n = len(s)
-    # Two points make a line that has no error, whatever they are: a third one needs more of them.
-    if n < (1, 4, 7)[min(count, 3) - 1]:
-        return None
-    best: tuple[float, tuple[Line, ...]] | None = None
+def _with(
+    sizes: Sequence[int], seconds: Sequence[float], count: int
+) -> tuple[float, tuple[Line, ...]]:
+    """The best fit of so many lines, with its root mean square error."""
+    n, best = len(sizes), None
     for cuts in itertools.combinations(range(2, n - 1), count - 1):
         bounds = [0, *cuts, n]
-        if any(b - a < 2 for a, b in itertools.pairwise(bounds)) and count > 1:
+        if count > 1 and any(b - a < 2 for a, b in itertools.pairwise(bounds)):
             continue
-        found = tuple(_line(s[a:b], t[a:b]) for a, b in itertools.pairwise(bounds))
-        error = float(np.sqrt(np.mean(errors([int(x) for x in s], list(t), found) ** 2)))
+        fit = tuple(_line(sizes[a:b], seconds[a:b]) for a, b in itertools.pairwise(bounds))
+        wrong = _off(sizes, seconds, fit)
+        error = (sum(e * e for e in wrong) / n) ** 0.5
         if best is None or error < best[0]:
-            best = (error, found)
+            best = (error, fit)
+    assert best is not None, (n, count)
     return best
 
 
-def _line(s: Floats, t: Floats) -> Line:
-    """Latency >= 0 and rate > 0 of least relative squares."""
-    a, b = 1 / t, s / t  # a * latency + b * (1 / rate) = 1
-    latency, slope = 0.0, 0.0
-    if len(s) > 1:
-        (latency, slope), *_ = np.linalg.lstsq(
-            np.stack([a, b], axis=1), np.ones(len(s)), rcond=None
-        )
-    if latency < 0 or len(s) == 1:
-        latency, slope = 0.0, float(b.sum() / (b * b).sum())
+def _line(sizes: Sequence[int], seconds: Sequence[float]) -> Line:
+    """Latency >= 0 and rate > 0 of least relative squares: the sum of
+    ((latency + slope size) / seconds - 1)^2 over the points."""
+    a, b = [1 / t for t in seconds], [s / t for s, t in zip(sizes, seconds, strict=True)]
+    aa, bb = sum(x * x for x in a), sum(y * y for y in b)
+    ab = sum(x * y for x, y in zip(a, b, strict=True))
+    determinant = aa * bb - ab * ab
+    latency = slope = -1.0
+    if determinant > 1e-12 * aa * bb:
+        latency = (sum(a) * bb - sum(b) * ab) / determinant
+        slope = (sum(b) * aa - sum(a) * ab) / determinant
+    if latency < 0:
+        latency, slope = 0.0, sum(b) / bb
+    last = sizes[-1]
     if slope <= 0:
-        # Flat within the noise: all latency. The rate is then only a bound: what the largest
-        # message shows at least.
-        latency, slope = float(a.sum() / (a * a).sum()), 0.0
-        rate = rounded(_HARDLY * float(s[-1]) / latency)
-        return Line(bytes=int(s[-1]), latency=rounded(latency), rate=rate)
-    return Line(bytes=int(s[-1]), latency=rounded(float(latency)), rate=rounded(1 / float(slope)))
+        # Flat within the noise: all latency, and the rate is only a bound.
+        latency = sum(a) / aa
+        slope = latency / (_HARDLY * last)
+    return Line(bytes=last, latency=rounded(latency), rate=rounded(min(1 / slope, _FASTEST)))
 
 
 _HARDLY = 1e3
 """Where no bandwidth shows, the largest message is let add a thousandth to the latency."""
+_FASTEST = 1e15
+"""Bytes/s, far above any link."""

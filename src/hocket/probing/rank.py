@@ -7,6 +7,7 @@ One run holds as many ranks as any part needs; those that a part does not need s
 from __future__ import annotations
 
 import os
+import statistics
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -155,8 +156,8 @@ class Probe:
         for operation in operations:
             points = [taken[operation, size] for size in self.sizes.messages]
             times = tuple(point.seconds for point in points)
-            line = fit.lines(self.sizes.messages, times)
-            wrong = fit.errors(self.sizes.messages, times, line)
+            lines = fit.lines(self.sizes.messages, times)
+            wrong = fit.errors(self.sizes.messages, times)
             curves.append(
                 Curve(
                     backend=backend,
@@ -166,10 +167,10 @@ class Probe:
                     sizes=self.sizes.messages,
                     seconds=times,
                     spread=tuple(point.spread for point in points),
-                    lines=line,
-                    error=round(float(sorted(wrong)[len(wrong) // 2]), 4),
+                    lines=lines,
+                    error=round(statistics.median(wrong), 4),
                     busy=tuple(point.busy for point in points),
-                    worst=round(float(max(wrong)), 4),
+                    worst=round(max(wrong), 4),
                 )
             )
         self._tell("curves", curves)

@@ -99,7 +99,8 @@ def _links(measured: Measured) -> str:
         for curve in measured.curves
     ]
     head = ("backend", "operation", "ranks", "latency + bandwidth, by regime", "error", "worst")
-    return table_text(head, rows)
+    legend = "error: median and worst, at sizes that were held out of the fit"
+    return f"{table_text(head, rows)}\n{legend}"
 
 
 def _regimes(curve: Curve) -> str:

@@ -1,8 +1,8 @@
 """Topology: what joins each two devices, as a matrix in the terminal and as a drawing (SVG).
 
-           GPU0              GPU1              NUMA  network cards
-    GPU0   -                 NV12  249 GB/s    0     mlx5_0
-    GPU1   NV12  249 GB/s    -                 0     mlx5_0
+           GPU0             GPU1             NUMA  network cards
+    GPU0   -                NV12 249 GB/s    0     mlx5_0
+    GPU1   NV12 249 GB/s    -                0     mlx5_0
 
 As `nvidia-smi topo -m`, with the rate of each link each way, in bytes per second: as it was
 measured, or in brackets what it ought to be.
@@ -79,7 +79,7 @@ def rate_text(pair: Pair) -> str:
 
 
 def _cell(pair: Pair | None) -> str:
-    return "-" if pair is None else f"{pair.path}  {rate_text(pair)}".rstrip()
+    return "-" if pair is None else f"{pair.path} {rate_text(pair)}".rstrip()
 
 
 def svg(measured: Measured, width: int = 720) -> str:
@@ -89,7 +89,9 @@ def svg(measured: Measured, width: int = 720) -> str:
     names = labels(measured)
     host = measured.host
     title = f"{host.name}: {_what(measured)}"
-    height = max(220, round(width * 0.62))
+    kinds = _kinds(measured)
+    circle = 90 if len(names) <= 2 else round(width * 0.5)
+    height = 130 + circle + 20 * len(kinds)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         f'width="{width}" height="{height}" role="img" '
@@ -99,13 +101,13 @@ def svg(measured: Measured, width: int = 720) -> str:
         f'<text x="20" y="28" font-size="16" fill="#1d2330">{_escaped(title)}</text>',
         f'<text x="20" y="48" fill="#5b6270">{_escaped(_when(measured))}</text>',
     ]
-    places = _circle(len(names), width, height)
+    places = _circle(len(names), width, circle)
     fastest = max((pair.rate for pair in measured.pairs), default=0.0)
     few = len(names) <= 4
     for pair in measured.pairs:
         (x, y), (u, v) = places[pair.first], places[pair.second]
         thick = 1.0 + 5.0 * math.sqrt(pair.rate / fastest) if fastest and pair.rate else 1.0
-        color = next((c for key, c in COLORS.items() if pair.path.startswith(key)), _PLAIN)
+        color = _color(pair.path)
         dashes = "" if pair.measured else ' stroke-dasharray="5 4"'
         parts.append(
             f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{u:.1f}" y2="{v:.1f}" stroke="{color}" '
@@ -129,6 +131,13 @@ def svg(measured: Measured, width: int = 720) -> str:
             f'<text x="{x:.1f}" y="{y + 13:.1f}" text-anchor="middle" font-size="10" '
             f'fill="#5b6270">{_escaped(below)}</text></g>',
         ]
+    for i, text in enumerate(kinds):
+        y = 110 + circle + 20 * i
+        color = _color(text)
+        parts += [
+            f'<line x1="20" y1="{y - 4}" x2="48" y2="{y - 4}" stroke="{color}" stroke-width="5"/>',
+            f'<text x="58" y="{y}" fill="#1d2330">{_escaped(text)}</text>',
+        ]
     if not names:
         parts.append(
             '<text x="20" y="90" fill="#1d2330">One device: nothing that joins two.</text>'
@@ -136,8 +145,8 @@ def svg(measured: Measured, width: int = 720) -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
-def _circle(count: int, width: int, height: int) -> list[tuple[float, float]]:
-    middle, across, down = (width / 2, (height + 40) / 2), width / 2 - 70, (height - 130) / 2
+def _circle(count: int, width: int, circle: int) -> list[tuple[float, float]]:
+    middle, across, down = (width / 2, 72 + circle / 2), width / 2 - 70, circle / 2 - 20
     turn = math.pi if count == 2 else -math.pi / 2
     return [
         (
@@ -146,6 +155,25 @@ def _circle(count: int, width: int, height: int) -> list[tuple[float, float]]:
         )
         for i in range(count)
     ]
+
+
+def _kinds(measured: Measured) -> list[str]:
+    """A line for each kind of path: how many pairs, and their rates."""
+    found = []
+    for path in dict.fromkeys(pair.path for pair in measured.pairs):
+        pairs = [pair for pair in measured.pairs if pair.path == path]
+        rates = sorted(pair.rate for pair in pairs if pair.rate)
+        words = f"{path}: {len(pairs)} pair{'s' if len(pairs) > 1 else ''}"
+        if rates:
+            low, high = (f"{format_bytes(rate)}/s" for rate in (rates[0], rates[-1]))
+            words += f", {low}" if low == high else f", {low} to {high}"
+        known = all(pair.measured for pair in pairs)
+        found.append(words + (", measured" if known else ", not measured (dashed)"))
+    return found
+
+
+def _color(path: str) -> str:
+    return next((color for key, color in COLORS.items() if path.startswith(key)), _PLAIN)
 
 
 def _what(measured: Measured) -> str:

@@ -234,8 +234,8 @@ class Curve:
         world: ranks of all groups that talked at once; `world // ranks` groups did. More of them
             than cores share the cores.
         spread: of each point.
-        lines: the fit by regime. error: its median relative error over the points; worst: its
-            largest.
+        lines: the fit by regime. error: the median of its relative errors at points that were held
+            out of it; worst: the largest.
         busy: processor seconds of one rank in one call, of each point: the mean over ranks, with
             the backend's own threads. The rest of `seconds` is waiting: for others to wake, for
             the wire, or for a core.
