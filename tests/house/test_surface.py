@@ -59,6 +59,7 @@ FLAGS = {
     "probe": {"quick", "out", "device", "svg", "json"},
     "report": {"runs", "text", "png", "trace", "out"},
     "ledger": {"by", "last", "json"},
+    "links": {"model", "cluster", "layout", "seq_len", "global_batch", "precision", "json"},
     "schedule": {*LAYOUT, "text", "json"},
     "models": {"json"},
 }  # fmt: skip

@@ -26,6 +26,7 @@ VERBS = {
     "report": "show a run as one page: predicted above measured, and where they differ",
     "ledger": "show how far the predictions of all runs were off, by axis and machine",
     "probe": "find this machine's devices, measure them and the links between them",
+    "links": "price what each axis says on the links it crosses, and on others",
     "schedule": "print when each pipeline rank computes what",
     "models": "list the models that come with hocket",
 }

@@ -1,0 +1,65 @@
+"""`hocket links`: what each axis of a layout costs on its links, and would cost on others."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from hocket.cli.flags import Model, Text, parse
+from hocket.spec.errors import OptionError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinksFlags:
+    """Price a layout's communication: bytes of each axis, the link it crosses, seconds there,
+    and on NVLink 2 to 5, PCIe and networks; and what GPUs that share links hold together.
+
+    Attributes:
+        model: a name of the catalogue, a Hugging Face directory, or a run folder.
+        cluster: 2x8xH100-SXM, 16xA100-40-PCIe, 4xaws-p5, or a TOML file.
+        layout: dp2.tp8, or with fields: dp2.pp2.tp4:microbatches=8,order=dp-tp-cp-pp.
+        seq_len: tokens of one sequence.
+        global_batch: sequences of one step.
+        precision: of matrix products: bf16, fp16, fp8.
+        json: print one JSON object.
+    """
+
+    model: Model = ""
+    cluster: Text = None
+    layout: Text = None
+    seq_len: int = 4096
+    global_batch: int | None = None
+    precision: str = "bf16"
+    json: bool = False
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Price and print. Returns 0."""
+    flags = parse(LinksFlags, "links", arguments, LinksFlags())
+    if not flags.model:
+        raise OptionError(
+            "which model?", hint="hocket links llama-2-7b --cluster 8xA100-SXM-80 --layout tp2.dp4"
+        )
+    if flags.cluster is None:
+        raise OptionError("which GPUs?", hint="--cluster 8xA100-SXM-80")
+    if flags.layout is None:
+        raise OptionError("which layout?", hint="--layout dp4.tp2")
+    if flags.global_batch is None:
+        raise OptionError("how many sequences make a step?", hint="--global-batch 64")
+    from hocket.jobs import link_prices
+
+    found = link_prices.links(
+        flags.model,
+        cluster=flags.cluster,
+        layout=flags.layout,
+        seq_len=flags.seq_len,
+        global_batch=flags.global_batch,
+        precision=flags.precision,
+    )
+    if flags.json:
+        import json
+
+        print(json.dumps(found.to_json()))
+    else:
+        print(link_prices.text(found))
+    return 0

@@ -1,0 +1,167 @@
+"""The job behind `hocket links`: a layout's axes on a cluster's links, and on every other kind."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import TYPE_CHECKING, Any
+
+from hocket.spec.errors import LayoutError
+from hocket.spec.layout import Layout
+from hocket.spec.link_kinds import KINDS
+from hocket.spec.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from hocket.planning.links import AxisLinks
+    from hocket.planning.pool import Pool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinkPrices:
+    """What `hocket links` found.
+
+    Attributes:
+        model, cluster, layout: as asked; the layout with its microbatches.
+        step_seconds: of the whole step, as `hocket plan` prices it.
+        axes: those that talk, the one that costs most first.
+        pool: the memory of a domain of links. link: what joins it.
+        bridged, unbridged: cards of the catalogue for desktops with NVLink, and without any.
+    """
+
+    model: str
+    cluster: str
+    layout: str
+    step_seconds: float
+    axes: tuple[AxisLinks, ...]
+    pool: Pool
+    link: str
+    bridged: tuple[str, ...]
+    unbridged: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values; every link with its rate per direction and its marketed figure."""
+        from hocket.planning.links import OTHERS
+
+        kinds = {name: KINDS[name] for name in OTHERS}
+        return {
+            **dataclasses.asdict(self),
+            "links": {
+                name: {"rate": k.rate, "share": k.share, "marketed": k.marketed, "source": k.source}
+                for name, k in kinds.items()
+            },
+        }
+
+
+def links(
+    model: str | os.PathLike[str],
+    *,
+    cluster: str,
+    layout: str | Layout,
+    seq_len: int,
+    global_batch: int,
+    precision: str = "bf16",
+) -> LinkPrices:
+    """What each axis of a layout costs on the links it crosses, and would cost on others.
+
+    Args:
+        model: a name of the catalogue, a Hugging Face directory, or a run folder.
+        cluster: as for `hocket plan`.
+        layout: `dp2.tp8`; its order of axes decides which links each axis crosses.
+
+    Raises:
+        HocketError: an unknown name, or a layout that fits neither model, batch nor cluster.
+    """
+    from hocket.catalogue import hardware
+    from hocket.jobs.plan import shape_of
+    from hocket.planning.links import axis_links, cluster_links
+    from hocket.planning.plan import plan_one
+    from hocket.planning.pool import pool
+    from hocket.planning.problem import Problem
+
+    problem = Problem(
+        shape=shape_of(os.fspath(model)),
+        cluster=hardware.cluster(cluster),
+        seq_len=seq_len,
+        global_batch=global_batch,
+        precision=precision,
+    )
+    one = layout if isinstance(layout, Layout) else Layout.parse(layout)
+    if one.data_parallel == "threads":
+        raise LayoutError("threads of one process cross no link", hint="--layout dp2")
+    priced = plan_one(problem, one).best
+    # The order is part of what was asked, and prices of the plan do not depend on it.
+    one = dataclasses.replace(priced.layout, order=one.order)
+    own = cluster_links(problem.cluster)
+    cards = [hardware.gpu(name) for name in hardware.gpu_names() if name.startswith("RTX")]
+    return LinkPrices(
+        model=problem.shape.name,
+        cluster=problem.cluster.name,
+        layout=str(one),
+        step_seconds=priced.step_seconds.mid,
+        axes=tuple(axis_links(problem, one)),
+        pool=pool(problem, one.microbatches or 1),
+        link=own.tiers[0][0].title if problem.cluster.domain > 1 else "no links",
+        bridged=tuple(card.name for card in cards if card.nvlink),
+        unbridged=tuple(card.name for card in cards if not card.nvlink),
+    )
+
+
+def text(found: LinkPrices) -> str:
+    """All of it for a terminal."""
+    from hocket.planning.links import MESH, OTHERS
+    from hocket.reporting.table import table_text
+
+    lines = [f"{found.model} as {found.layout} on {found.cluster}", ""]
+    if not found.axes:
+        lines += ["One rank talks to nobody.", ""]
+    else:
+        rows = [
+            (
+                one.axis,
+                one.ranks,
+                one.messages,
+                format_bytes(one.sent),
+                one.link,
+                _rate(one.rate),
+                format_seconds(one.seconds),
+                f"{one.seconds / found.step_seconds:.1%}",
+            )
+            for one in found.axes
+        ]
+        heads = ("axis", "ranks", "messages", "sent a step", "crosses", "each way", "costs", "step")
+        lines += [table_text(heads, rows), ""]
+        lines += [
+            f"A step is foretold to take {format_seconds(found.step_seconds)}; what talking costs "
+            "may be hidden behind computing.",
+            "",
+        ]
+    axes = [one for one in found.axes if one.seconds >= 1e-4 * found.step_seconds]
+    columns = ("link", "each way", "marketed as", *(f"{one.axis} on it" for one in axes))
+    others: list[tuple[str, ...]] = [
+        (
+            KINDS[name].title,
+            f"{KINDS[name].rate / 1e9:g} GB/s",
+            KINDS[name].marketed,
+            *(format_seconds(one.on[name]) for one in axes),
+        )
+        for name in OTHERS
+    ]
+    ratio = KINDS["nvlink3"].rate / KINDS["pcie4"].rate
+    lines += [
+        table_text(columns, others),
+        "",
+        "Rates are bytes per second per direction; seconds are at the share of them that rings",
+        "reach (NVLink 80%, PCIe 88%, networks 73%). Without a switch a GPU's links are spread",
+        f"over {MESH - 1} peers, and a group of n has n - 1 of them. NVLink is marketed as the sum of",
+        f"both directions: NVLink 3 is {ratio:.1f} times PCIe 4.0 x16, not 37 (600 beside the 16 of",
+        "a PCIe 4.0 x8 slot).",
+        "",
+        found.pool.words(found.link),
+        f"Desktop and workstation cards with NVLink: {', '.join(found.bridged)}; "
+        f"without: {', '.join(found.unbridged)}.",
+    ]
+    return "\n".join(lines)
+
+
+def _rate(rate: float) -> str:
+    return f"{rate / 1e9:.3g} GB/s"

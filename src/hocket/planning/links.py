@@ -1,0 +1,284 @@
+"""Links of a layout on a cluster: what each axis moves, over which link, and what others cost.
+
+Bytes are counted as the runtime's collectives are (`cost.communication`); seconds are those of
+rings that have their links for themselves, at the share of the rate that rings reach
+(`spec.link_kinds`). Overlap is not taken off: this is what talking costs, not what a step waits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from hocket.cost.communication import Step, communication
+from hocket.cost.share import StageShare
+from hocket.planning.problem import Problem
+from hocket.spec.cluster import Cluster
+from hocket.spec.layout import Layout
+from hocket.spec.link_kinds import KINDS, LinkKind
+from hocket.spec.links import Links, ring_share
+
+GRADIENT, ELEMENT = 4, 2
+"""Bytes of a gradient and of anything else that travels, in mixed precision."""
+
+OTHERS = (
+    "nvlink2", "nvlink2-mesh", "nvlink3", "nvlink3-mesh", "nvlink4", "nvlink4-mesh", "nvlink5",
+    "nvlink5-mesh", "pcie4", "pcie5", "net100g", "net200g", "net400g",
+)  # fmt: skip
+"""Links that every axis is priced on."""
+
+MESH = 8
+"""GPUs of the domain that links without a switch are spread over."""
+
+Call = tuple[str, str, int, float]
+"""(axis, operation, number of messages, bytes of all of them)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AxisLinks:
+    """One axis of a layout on its links.
+
+    Attributes:
+        axis: its name. ranks: of one group.
+        messages, bytes: of the fullest rank and step; what is handed to collectives and sent.
+        sent: bytes that this rank's links carry each way.
+        link: what it crosses. rate: bytes/s of that, per GPU and direction, shared rates divided.
+        seconds: of a step there.
+        on: link's name to seconds there.
+    """
+
+    axis: str
+    ranks: int
+    messages: int
+    bytes: float
+    sent: float
+    link: str
+    rate: float
+    seconds: float
+    on: dict[str, float]
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return dataclasses.asdict(self)
+
+
+def cluster_links(cluster: Cluster) -> Links:
+    """A cluster's links, from the pair outwards; rates are those of one end, per direction."""
+    node = cluster.node
+    per_node = min(node.num_gpus, cluster.num_gpus)
+    tiers: list[tuple[LinkKind, int | None]] = []
+    pcie = dataclasses.replace(KINDS["pcie4"], title="PCIe", name="pcie", rate=node.pcie)
+    domain = min(node.link.domain, cluster.num_gpus)
+    if node.link.kind.startswith("pcie"):
+        tiers.append((dataclasses.replace(pcie, rate=node.link.bandwidth), per_node))
+    elif node.link.kind != "none" and domain > 1:
+        generation = node.link.generation
+        spread = node.link.kind in ("nvlink-mesh", "full-mesh")
+        base = KINDS[f"nvlink{min(generation, 5) if generation > 1 else 3}"]
+        name = f"NVLink {generation}" if generation else node.link.kind
+        how = {"nvswitch": ", switch", "nvlink-pairs": ", bridge"}.get(node.link.kind, ", mesh")
+        found = dataclasses.replace(
+            base,
+            name=node.link.kind,
+            title=name + how if generation else name,
+            rate=node.link.bandwidth,
+            share=0.9 if spread else 0.8,
+            spread=spread,
+        )
+        tiers.append((found, domain))
+    if per_node > 1 and (not tiers or (tiers[-1][1] or 0) < per_node):
+        tiers.append((pcie, per_node))
+    if cluster.num_gpus > (tiers[-1][1] or 1 if tiers else 1):
+        each = 8 * node.network / 1e9
+        network = dataclasses.replace(
+            KINDS["net400g"], name="network", title=f"network {each:g} Gb/s a node",
+            rate=node.network, latency=5e-6,
+        )  # fmt: skip
+        tiers.append((network, None))
+    if not tiers:
+        tiers.append((dataclasses.replace(pcie, title="none"), None))
+    last, _ = tiers[-1]
+    return Links(tiers=(*tiers[:-1], (last, None)), gpu=node.gpu.name, scale=1.0)
+
+
+def card_of(cluster: Cluster) -> float | None:
+    """Bytes/s of the network cards of one GPU; None where a cluster needs no network."""
+    node = cluster.node
+    if cluster.num_gpus <= cluster.domain:
+        return None
+    return node.network / min(node.nics, node.num_gpus)
+
+
+def axis_links(problem: Problem, layout: Layout) -> list[AxisLinks]:
+    """Every axis of a layout that talks, the one that costs most first.
+
+    Args:
+        layout: with its microbatches; of no more ranks than the cluster has.
+    """
+    links, card = cluster_links(problem.cluster), card_of(problem.cluster)
+    found = [
+        _priced(layout, axis, calls, links, card) for axis, calls in _calls(problem, layout).items()
+    ]
+    return sorted(found, key=lambda each: -each.seconds)
+
+
+def members(layout: Layout, axis: str) -> list[tuple[int, ...]]:
+    """The groups of ranks of an axis that messages run among."""
+    if axis == "pp":
+        rows = layout.groups("pp")
+        return [pair for row in rows for pair in itertools.pairwise(row)]
+    if axis == "embedding":
+        return [(row[0], row[-1]) for row in layout.groups("pp")]
+    if axis in ("dp", "tp", "cp"):
+        return layout.groups(axis)
+    if axis == "ep":
+        rows = [tuple(sorted({r for d in row for r in layout.group(d, "cp")}))
+                for row in layout.groups("dp")]  # fmt: skip
+        return [row[i : i + layout.ep] for row in rows for i in range(0, len(row), layout.ep)]
+    if axis == "model":
+        replicas: dict[int, list[int]] = {}
+        for rank in range(layout.world_size):
+            replicas.setdefault(layout.coordinate(rank)["dp"], []).append(rank)
+        return [tuple(row) for row in replicas.values()]
+    return [tuple(range(layout.world_size))]
+
+
+def seconds_on(
+    links: Links, layout: Layout, axis: str, calls: list[Call], *, card: float | None = None
+) -> tuple[float, float, str]:
+    """(seconds of a step, bytes/s of one end, link crossed) of an axis; the slowest group's.
+
+    `card`: bytes/s of the network for each rank of a host, where the outermost links are one.
+    Groups that leave a host at the same time have a share of its cards each, and a group has no
+    more of them than its ranks there.
+    """
+    world, worst = layout.world_size, (0.0, 0.0, "")
+    rows = members(layout, axis)
+    outermost = len(links.tiers) - 1
+    host = links.unit(outermost)
+    load: dict[int, int] = {}
+    for row in rows:
+        for there in {rank // host for rank in row}:
+            load[there] = load.get(there, 0) + 1
+    for row in rows:
+        seconds = rate = 0.0
+        tier = links.tier(row)
+        for _, operation, count, nbytes in calls:
+            flow = links.traffic(operation, nbytes, row, world)
+            rate = flow.rate
+            if card is not None and tier == outermost:
+                hosts = [rank // host for rank in row]
+                local = min(hosts.count(there) for there in hosts)
+                # Messages between stages take turns with computing; only collectives coincide.
+                turns = operation in ("send", "receive")
+                crowd = 1 if turns else max(load[there] for there in hosts)
+                rate = min(rate / crowd, card * local * links.tiers[tier][0].share)
+            seconds += count * flow.latency + flow.volume / rate
+        if seconds >= worst[0]:
+            worst = seconds, rate, links.tiers[tier][0].title
+    return worst
+
+
+def alternative(name: str, ranks: int) -> Links:
+    """One kind of link for a group of `ranks`; without a switch, inside a domain of `MESH`."""
+    link = KINDS[name]
+    if link.spread:
+        share = min(1.0, (ranks - 1) / (MESH - 1))
+        link = dataclasses.replace(link, rate=link.rate * share, spread=False)
+    return Links(tiers=((link, None),), scale=1.0)
+
+
+def _priced(
+    layout: Layout, axis: str, calls: list[Call], links: Links, card: float | None
+) -> AxisLinks:
+    ranks = len(members(layout, axis)[0])
+    seconds, rate, link = seconds_on(links, layout, axis, calls, card=card)
+    return AxisLinks(
+        axis=axis,
+        ranks=ranks,
+        messages=sum(count for _, _, count, _ in calls),
+        bytes=sum(nbytes for *_, nbytes in calls),
+        sent=sum(ring_share(op, ranks) * nbytes for _, op, _, nbytes in calls),
+        link=link,
+        rate=rate,
+        seconds=seconds,
+        on={name: seconds_on(alternative(name, ranks), layout, axis, calls)[0] for name in OTHERS},
+    )
+
+
+def _calls(problem: Problem, layout: Layout) -> dict[str, list[Call]]:
+    """Axis to its collectives on the rank that has most of them."""
+    found: dict[str, list[Call]] = {}
+    for rank in (layout.rank({"pp": stage}) for stage in range(layout.pp)):
+        mine: dict[str, list[Call]] = {}
+        for call in _of_rank(problem, layout, rank):
+            if call[1] != "receive":
+                mine.setdefault(call[0], []).append(call)
+        for axis, calls in mine.items():
+            if sum(c[3] for c in calls) > sum(c[3] for c in found.get(axis, [])):
+                found[axis] = calls
+    return found
+
+
+def _of_rank(problem: Problem, layout: Layout, rank: int) -> Iterator[Call]:
+    count = layout.microbatches or 1
+    rows = max(1, problem.global_batch // (layout.dp * count))
+    step = Step(
+        seq_len=problem.seq_len // layout.cp,
+        microbatch_size=rows,
+        num_microbatches=count,
+        hidden_size=problem.shape.hidden,
+        element_bytes=ELEMENT,
+        counts_tokens=False,
+    )
+    place = [stage % layout.pp for stage in range(layout.num_stages)]
+    here = layout.coordinate(rank)["pp"]
+    cut = problem.cut(layout)
+    shares, weights = [], 0.0
+    first = 0
+    for stage, layers in enumerate(cut):
+        kinds = problem.shape.layers[first : first + layers]
+        first += layers
+        if place[stage] != here:
+            continue
+        ends = [n for n, at in (("embedding", 0), ("head", len(cut) - 1)) if at == stage]
+        gradients = [
+            round(w.elements / (layout.tp if w.split != "outside" else 1) * GRADIENT)
+            for name in (*kinds, *ends)
+            for w in problem.shape.blocks[name].weights
+        ]
+        weights += sum(gradients) / GRADIENT
+        tied = problem.shape.tied and layout.pp > 1 and bool(ends)
+        table = sum(w.elements for w in problem.shape.blocks["head"].weights) / layout.tp
+        share = StageShare.of_layers(
+            len(kinds),
+            stage=stage,
+            embedding="embedding" in ends,
+            head="head" in ends,
+            gradient_bytes=tuple(gradients),
+            tied_bytes=(round(table * GRADIENT),) if tied else (),
+        )
+        if layout.recompute == "full":
+            again = share.forward_sums + 2 * len(kinds)
+            share = dataclasses.replace(share, forward_sums=again)
+        shares.append(share)
+    layers = sum(len(problem.shape.layers) // len(cut) for _ in shares)
+    for row in communication(layout, rank, step, shares, place):
+        if row["axis"] == "dp" and layout.zero:
+            continue
+        yield row["axis"], row["name"], row["count"], float(row["bytes"])
+    if layout.dp > 1 and layout.zero:
+        gathers = 2 * count if layout.zero == 3 else 1
+        yield "dp", "all-gather", gathers, gathers * ELEMENT * weights
+        yield "dp", "reduce-scatter", 1, GRADIENT * weights
+    hidden = float(step.hidden_bytes)
+    if layout.cp > 1:
+        core = next(iter(problem.shape.blocks[problem.shape.layers[0]].attention), None)
+        width = 0 if core is None else core.kv_heads * (core.head_dim + core.value_dim)
+        turns = 3 * (layout.cp - 1) * layers * count  # keys and values twice, their gradient once
+        yield "cp", "send", turns, turns * step.tokens * width / layout.tp * ELEMENT
+    if layout.ep > 1:
+        turns = 4 * layers * count
+        yield "ep", "all-to-all", turns, turns * hidden * problem.shape.experts_per_token
