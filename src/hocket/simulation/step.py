@@ -259,26 +259,37 @@ def _collective(one: Collective, name: object, ranks: tuple[int, ...]) -> Iterat
     yield End(key, _fields(one))
 
 
-def exposed(timeline: Timeline) -> dict[str, float]:
-    """Axis to seconds of communication in which its rank computes nothing, averaged over ranks.
+def exposed(schedule: Schedule, layout: Layout, prices: StepPrices) -> dict[str, float]:
+    """Axis to seconds of a step that an average rank gives to communication and computes nothing.
 
-    What lies inside of a compute span, as the sums over tp do, counts: nothing is computed then.
-    A span that overlaps with one of compute that began before it on the same rank and ends after
-    it is such a one; what merely runs beside (a bucket under way) is not.
+    What ranks wait for each other (a bubble, a slower rank) is no communication and is left out.
     """
     found: dict[str, float] = {}
-    for rank in range(timeline.num_ranks):
-        events = [e for e in timeline.events if e.rank == rank]
-        busy = [e for e in events if e.lane == "compute"]
-        for event in events:
-            if event.lane != "communication":
-                continue
-            hidden = 0.0
-            for span in busy:
-                if span.start <= event.start and event.end <= span.end:
-                    hidden = 0.0  # inside: nothing else is done
-                    break
-                hidden += max(0.0, min(span.end, event.end) - max(span.start, event.start))
-            axis = event.axis or "pp"
-            found[axis] = found.get(axis, 0.0) + max(0.0, event.end - event.start - hidden)
-    return {axis: seconds / timeline.num_ranks for axis, seconds in sorted(found.items())}
+
+    def add(one: Collective | None, times: float, seconds: float | None = None) -> None:
+        if one is not None and times:
+            spent = one.seconds if seconds is None else seconds
+            found[one.axis] = found.get(one.axis, 0.0) + times * spent
+
+    for index in range(layout.pp):
+        share = 1 / layout.pp  # the ranks of one pipeline index are alike
+        for action in schedule.ranks[index]:
+            for part in action.parts or (action,):
+                stage = prices.stages[part.stage]
+                if part.kind in (FORWARD, BACKWARD, INPUT):
+                    for one in _compute(stage, part.kind)[1]:
+                        add(one, share)
+                elif part.kind in SENDS or part.kind in RECEIVES:
+                    message = prices.stages[min(part.stage, part.peer_stage)].message
+                    assert message is not None, part
+                    sends = part.kind in SENDS
+                    spent = message.give if sends else message.wait + message.take
+                    add(message, share, spent)
+        for stage_number in schedule.stages_of(index):
+            for one in prices.stages[stage_number].reductions:
+                add(one, share)
+        for one in prices.ranks[index].sums:
+            add(one, share)
+    add(prices.loss, 1.0)
+    add(prices.norm, 1.0)
+    return dict(sorted(found.items()))
