@@ -118,9 +118,8 @@ def axis_links(problem: Problem, layout: Layout) -> list[AxisLinks]:
         layout: with its microbatches; of no more ranks than the cluster has.
     """
     links, card = cluster_links(problem.cluster), card_of(problem.cluster)
-    found = [
-        _priced(layout, axis, calls, links, card) for axis, calls in _calls(problem, layout).items()
-    ]
+    calls = calls_of(problem, layout)
+    found = [_priced(layout, axis, each, links, card) for axis, each in calls.items()]
     return sorted(found, key=lambda each: -each.seconds)
 
 
@@ -208,8 +207,15 @@ def _priced(
     )
 
 
-def _calls(problem: Problem, layout: Layout) -> dict[str, list[Call]]:
-    """Axis to its collectives on the rank that has most of them."""
+def _ways(layout: Layout, split: str) -> int:
+    """How many ranks of a replica share a weight."""
+    if split == "outside":
+        return 1
+    return layout.tp * (layout.ep if split == "expert" else 1)
+
+
+def calls_of(problem: Problem, layout: Layout) -> dict[str, list[Call]]:
+    """Axis to its collectives on the rank that has most of them; the order changes none."""
     found: dict[str, list[Call]] = {}
     for rank in (layout.rank({"pp": stage}) for stage in range(layout.pp)):
         mine: dict[str, list[Call]] = {}
@@ -245,7 +251,7 @@ def _of_rank(problem: Problem, layout: Layout, rank: int) -> Iterator[Call]:
             continue
         ends = [n for n, at in (("embedding", 0), ("head", len(cut) - 1)) if at == stage]
         gradients = [
-            round(w.elements / (layout.tp if w.split != "outside" else 1) * GRADIENT)
+            round(w.elements / _ways(layout, w.split) * GRADIENT)
             for name in (*kinds, *ends)
             for w in problem.shape.blocks[name].weights
         ]
