@@ -19,7 +19,7 @@ SMALL = dataclasses.replace(
     vocabularies=((16, 64, 8),),
     updates=((2**10, 2),),
     messages=(64, 1024, 2**14, 2**16),
-    rounds=3,
+    rounds=2,
     seconds=dict.fromkeys(QUICK.seconds, 0.02),
 )
 

@@ -62,6 +62,9 @@ def test_eight_a100_behind_a_switch(tmp_path: Path) -> None:
     assert cluster.measured is not None
     assert "A100-SXM-80" in cluster.measured.catalogue[0]
     assert there_and_back(cluster) == cluster
+    # No message was measured, so the rates are what twelve links are sold for.
+    assert {(p.rate, p.measured) for p in cluster.measured.pairs} == {(300e9, False)}
+    assert "(300 GB/s)" in matrix_text(cluster.measured)
 
 
 def test_links_that_are_down_do_not_count(tmp_path: Path) -> None:

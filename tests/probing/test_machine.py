@@ -84,6 +84,8 @@ def test_a_full_probe_is_kept_for_auto(here: Here) -> None:
     assert found.measured is not None
     assert not found.measured.quick
     assert here.count == 1
+    machine.probe(quick=True)
+    assert machine.cluster("auto") == found
 
 
 def test_what_was_cut_off_is_measured_again(here: Here) -> None:

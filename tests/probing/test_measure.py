@@ -41,6 +41,23 @@ def test_rounds_are_interleaved_and_short_calls_repeated() -> None:
     assert order.count("short") > 10 * order.count("long")
 
 
+def test_a_case_that_takes_too_long_is_left_out() -> None:
+    clock = [0.0]
+
+    def case(seconds: float) -> None:
+        clock[0] += seconds
+
+    taken = interleaved(
+        {"slow": lambda: case(2.0), "fast": lambda: case(0.1)},
+        seconds=0.0,
+        least=2,
+        longest=1.0,
+        reads=lambda: clock[0],
+    )
+    assert list(taken) == ["fast"]
+    assert clock[0] == pytest.approx(2.0 + 4 * 0.1)
+
+
 def test_a_thread_of_another_does_not_count_as_its_own() -> None:
     """The clock of the thread stands still while it waits."""
     with_wait = interleaved(

@@ -51,6 +51,6 @@ def main(arguments: Sequence[str]) -> int:
     print(machine.told(found.measured))
     if flags.out is not None:
         print(f"\nwrote {flags.out}; hocket plan MODEL --cluster {flags.out}")
-    else:
+    elif machine.kept(flags.device) == found:
         print("\nkept for --cluster auto")
     return 0

@@ -72,7 +72,7 @@ def kept(device: str = "auto") -> Cluster | None:
 def probe(
     *, device: str = "auto", quick: bool = False, on_event: Listener | None = None
 ) -> Cluster:
-    """Measure this machine now, and keep it for `auto`.
+    """Measure this machine now, and keep it for `auto`; a quick form does not displace a full one.
 
     Raises:
         HocketError: as `jobs.probe.measure`, or another probe is measuring.
@@ -81,7 +81,9 @@ def probe(
     _require_torch()
     with _alone(wait=0.0):
         found = cluster_of(measure(device=device, quick=quick, on_event=on_event))
-        _keep(here, found)
+        before = _kept(here)
+        if not quick or before is None or before.measured is None or before.measured.quick:
+            _keep(here, found)
     return found
 
 

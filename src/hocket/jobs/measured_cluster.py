@@ -10,7 +10,7 @@ import dataclasses
 
 from hocket.spec.cluster import Cluster, Gpu, Link, Node
 from hocket.spec.errors import OptionError
-from hocket.spec.measured import Measured
+from hocket.spec.measured import Measured, Pair
 
 
 def cluster_of(measured: Measured) -> Cluster:
@@ -83,12 +83,24 @@ def _cuda(measured: Measured) -> Cluster:
     )
     if not first.pcie_rate:
         known += ("PCIe: 31.5 GB/s each way, 16 lanes of generation 4",)
-    measured = dataclasses.replace(measured, catalogue=(*measured.catalogue, *known))
+    pairs = tuple(_expected(pair, measured) for pair in measured.pairs)
+    if pairs != measured.pairs:
+        known += ("pairs in brackets: what their links carry as they are sold",)
+    measured = dataclasses.replace(measured, pairs=pairs, catalogue=(*measured.catalogue, *known))
     return Cluster(name=measured.host.name, num_nodes=1, node=node, measured=measured)
 
 
 _LINK_RATE = {1: 20e9, 2: 25e9, 3: 25e9, 4: 25e9, 5: 50e9, 6: 100e9}
 """Bytes/s each way of one NVLink by generation."""
+
+
+def _expected(pair: Pair, measured: Measured) -> Pair:
+    """The pair with the rate of its links as they are sold, where none was measured."""
+    if pair.measured or pair.rate:
+        return pair
+    one, other = measured.devices[pair.first], measured.devices[pair.second]
+    rate = pair.links * _LINK_RATE.get(one.nvlink, 0.0) or min(one.pcie_rate, other.pcie_rate)
+    return dataclasses.replace(pair, rate=rate)
 
 
 def link_of(measured: Measured) -> Link:

@@ -42,9 +42,13 @@ class Compute:
         self.reads: Reads = time.thread_time if alone else time.perf_counter
 
     def _interleaved(self, key: str, cases: dict[Key, Callable[[], object]]) -> dict[Key, Taken]:
+        seconds = self.sizes.seconds[key]
         return interleaved(
             cases,
-            seconds=self.sizes.seconds[key],
+            seconds=seconds,
+            # Half precision without instructions for it, or a slow machine: then a case would
+            # take the time of all others.
+            longest=max(0.05, seconds / 30),
             least=self.sizes.rounds // 2 + 1 if key == "products" else self.sizes.rounds,
             settle=self.settle,
             reads=self.reads,

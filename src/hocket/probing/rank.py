@@ -107,7 +107,11 @@ class Probe:
             ("updates", "the optimizer"),
         ):
             self._say(what)
-            self._tell(name, getattr(self.compute, name)())
+            try:
+                self._tell(name, getattr(self.compute, name)())
+            except torch.OutOfMemoryError:
+                torch.cuda.empty_cache()
+                self.context.emit({"event": "lacking", "what": f"{what}: too large for the GPU"})
 
     def _pairs(self, backend: str) -> None:
         """A small and a large message between each two devices; on CPU between cores."""

@@ -7,6 +7,7 @@ instead of all samples of one. A sample runs its case often enough to be long be
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -50,6 +51,7 @@ def interleaved(
     seconds: float,
     least: int = 5,
     most: int = 200,
+    longest: float = math.inf,
     settle: Callable[[], None] = lambda: None,
     reads: Reads = time.perf_counter,
 ) -> dict[Key, Taken]:
@@ -58,24 +60,26 @@ def interleaved(
     Args:
         cases: what to call.
         seconds: that all of it may take; at least `least` rounds are made.
+        longest: a case whose one call takes more is left out of what is returned.
         settle: waits until what was called has run (CUDA).
         reads: the clock.
     """
     end = time.perf_counter() + seconds
-    counts = {key: _count(call, settle, reads) for key, call in cases.items()}
-    samples: dict[Key, list[float]] = {key: [] for key in cases}
+    counts: dict[Key, int] = {}
+    for key, call in cases.items():
+        if _sample(call, 1, settle, reads) <= longest:
+            counts[key] = _count(call, settle, reads)
+    samples: dict[Key, list[float]] = {key: [] for key in counts}
     for number in range(most):
         if number >= least and time.perf_counter() >= end:
             break
-        for key, call in cases.items():
-            samples[key].append(_sample(call, counts[key], settle, reads))
+        for key, count in counts.items():
+            samples[key].append(_sample(cases[key], count, settle, reads))
     return {key: summary(taken) for key, taken in samples.items()}
 
 
 def _count(call: Callable[[], object], settle: Callable[[], None], reads: Reads) -> int:
-    """Calls that make a sample; also warms the case up."""
-    call()
-    settle()
+    """Calls that make a sample."""
     count = 1
     while True:
         took = _sample(call, count, settle, reads) * count

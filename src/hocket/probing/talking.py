@@ -15,7 +15,7 @@ import dataclasses
 import glob
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -89,14 +89,19 @@ class Room:
 
     def total(self, value: float) -> float:
         """The sum of all ranks' values, on all ranks."""
-        return self.agree(value, dist.ReduceOp.SUM)
+        return sum(row[0] for row in self._all(value))
 
-    def agree(self, value: float, op: Any = dist.ReduceOp.MAX) -> float:
+    def agree(self, value: float) -> float:
         """The largest value of all ranks, on all ranks."""
+        return max(row[0] for row in self._all(value))
+
+    def _all(self, *values: float) -> list[list[float]]:
+        """Every rank's values, on all ranks."""
         device = self.device if dist.get_backend() == "nccl" else "cpu"
-        told = torch.tensor([value], dtype=torch.float64, device=device)
-        dist.all_reduce(told, op=op)
-        return float(told)
+        mine = torch.tensor(values, dtype=torch.float64, device=device)
+        rows = mine.new_empty(self.size, len(values))
+        dist.all_gather_single(rows.view(-1), mine)
+        return rows.tolist()
 
     def curves(
         self,
@@ -154,15 +159,17 @@ class Room:
         return max(1, min(100, round(_SAMPLE / max(took, 1e-7))))
 
     def _sample(self, call: Callable[[], None], count: int) -> _Sample:
+        # All ranks are here: they have just told each other of the sample before this one.
         waited = _waited()
-        self.wait()
         start, own = time.perf_counter(), time.process_time()
         for _ in range(count):
             call()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         took, own = (time.perf_counter() - start) / count, (time.process_time() - own) / count
-        return _Sample(self.total(_waited() - waited), self.agree(took), self.total(own))
+        rows = self._all(_waited() - waited, took, own)
+        waits, seconds, used = zip(*rows, strict=True)
+        return _Sample(sum(waits), max(seconds), sum(used))
 
     def _call(self, axis: Axis, operation: str, size: int) -> Callable[[], None]:
         if axis.group is None:
