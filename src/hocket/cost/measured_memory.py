@@ -44,6 +44,13 @@ def made(job: Job, index: int) -> int:
         stage: GRADIENT_BYTES * sum(local(w, job.layout.tp) for w in weights(job.shape, kind))
         for stage, kind in kinds.items()
     }
+    put_off = {stage: min(held[stage], pending_bytes(job, kind)) for stage, kind in kinds.items()}
+    ends = {
+        stage: saved_bytes(job.shape, kind[-1:], job.microbatch, job.element_bytes)
+        if kind[-1] == "head"
+        else 0
+        for stage, kind in kinds.items()
+    }
     place = job.schedule.stage_ranks
     neighbours = {s + d for s in stages for d in (-1, 1)} & set(range(last + 1))
     places = min(POSTED, job.microbatches)
@@ -59,11 +66,31 @@ def made(job: Job, index: int) -> int:
                 most = max(most, now + (scratch if stage == last else 0))
             if part.kind in (BACKWARD, INPUT):
                 most = max(most, now + working[stage])
-            if part.kind in (BACKWARD, WEIGHT):
+            if part.kind == BACKWARD and job.layout.dp > 1:
+                # A bucket is there whole with the first gradient that is copied into it.
+                most = max(most, now - ends[stage] + gradients.get(stage, 0))
+            if part.kind == INPUT:
+                now -= held[stage] - put_off[stage]
+            elif part.kind in (BACKWARD, WEIGHT):
                 now += gradients.pop(stage, 0)
-                now -= held[stage]
+                now -= held[stage] if part.kind == BACKWARD else put_off[stage]
                 most = max(most, now)
     return most
+
+
+def pending_bytes(job: Job, kinds: list[str]) -> int:
+    """What is kept from I to W: inputs of products (once, where several read them), and the
+    gradients of their outputs."""
+    elements = 0.0
+    for kind in kinds:
+        inputs: dict[str, float] = {}
+        for p in job.shape.blocks[kind].products:
+            split_in = job.layout.tp if p.split == "row" else 1
+            split_out = job.layout.tp if p.split in ("column", "vocab") else 1
+            inputs[p.input or p.name] = p.k * p.count / split_in
+            elements += p.n * p.count / split_out
+        elements += sum(inputs.values())
+    return round(elements * job.microbatch.tokens * job.element_bytes)
 
 
 def backward_bytes(job: Job, kinds: list[str]) -> int:

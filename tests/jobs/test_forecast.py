@@ -1,0 +1,177 @@
+"""Runs are foretold: what lands in the folder, what `--layout auto` chooses, what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from hocket.cli.main import main
+from hocket.jobs import forecast, machine
+from hocket.jobs.request import request
+from hocket.spec.measured import Line, Measured
+from hocket.spec.run import RunFolder
+from tests.jobs.warm import warm  # noqa: F401  a fixture
+from tests.planning.test_machine_forecast import measured
+
+SMALL = ["--seq-len", "32", "--global-batch", "8", "--eval-batches", "1", "--steps", "3"]
+
+
+def here() -> Measured:
+    """The made machine, under this one's name."""
+    made = measured()
+    lined = tuple(
+        dataclasses.replace(c, lines=(Line(bytes=1, latency=1e-5, rate=1e9),)) for c in made.curves
+    )
+    host = dataclasses.replace(machine.present("cpu").host, cores=made.host.cores)
+    return dataclasses.replace(made, curves=lined, host=host)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Nothing is kept before a test, and nothing of it after."""
+    found = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(found))
+    return found
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> str:
+    """A cluster file of the made machine."""
+    file = tmp_path / "cluster.toml"
+    machine.save(machine.cluster_of(here()), file)
+    return str(file)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    file = tmp_path / "text.txt"
+    file.write_text("One melody is dealt note by note to several voices.\n" * 300)
+    return str(file)
+
+
+@pytest.mark.ranks
+@pytest.mark.usefixtures("warm")
+@pytest.mark.timeout(200)
+def test_a_run_is_foretold_whatever_its_layout(
+    tmp_path: Path, text: str, cluster: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main(
+        ["train", "tiny-llama", "--data", text, "--layout", "pp2", "--microbatches", "4", *SMALL,
+         "--cluster", cluster, "--run", str(tmp_path / "run")]
+    )  # fmt: skip
+    assert code == 0
+    folder = RunFolder(tmp_path / "run")
+    found = forecast.read(folder)
+    assert found is not None
+    told, timeline = found
+    assert told.known, told.why
+    assert told.layout == "pp2:microbatches=4"
+    assert told.step_seconds > 0
+    assert timeline is not None
+    assert timeline.source == "predicted"
+    assert timeline.num_ranks == 2
+    # Each action of the very schedule, once.
+    names = {e.name for e in timeline.events if e.kind in ("F", "B")}
+    assert names == {f"{s}{k}{m}" for s in (0, 1) for k in "FB" for m in range(4)}
+    # Counted bytes: within 5% of what the ranks counted.
+    counted = json.loads(folder.memory_file.read_text())
+    for row, seen in zip(told.memory, counted, strict=True):
+        for kind in ("parameters", "gradients", "optimizer"):
+            assert row[kind] == seen[kind], kind
+        assert row["total"] == pytest.approx(seen["total"], rel=0.05)
+    # The collectives are the recorded ones, to the byte.
+    recorded = json.loads(folder.communication_file.read_text())["total"]
+    assert list(told.collectives) == [row for row in recorded if row["phase"] != "other"]
+    assert "predicted: " in capsys.readouterr().out
+
+
+@pytest.mark.ranks
+@pytest.mark.usefixtures("warm")
+@pytest.mark.timeout(200)
+def test_a_layout_is_chosen_said_and_run(
+    tmp_path: Path, text: str, cluster: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main(
+        ["train", "tiny-llama", "--data", text, "--layout", "auto", "--schedule", "gpipe", *SMALL,
+         "--cluster", cluster, "--run", str(tmp_path / "run")]
+    )  # fmt: skip
+    assert code == 0
+    folder = RunFolder(tmp_path / "run")
+    found = forecast.read(folder)
+    assert found is not None
+    told = found[0]
+    spec = folder.load()
+    assert str(spec.layout) == told.layout
+    assert spec.layout.schedule == "gpipe", "what was given is kept"
+    assert [one.chosen for one in told.alternatives].count(True) == 1
+    assert min(one.step_seconds for one in told.alternatives) == told.step_seconds
+    assert f"layout {told.layout}: " in capsys.readouterr().out
+
+
+@pytest.mark.ranks
+@pytest.mark.usefixtures("warm")
+@pytest.mark.timeout(200)
+def test_a_run_without_measurements_says_so_and_runs(tmp_path: Path, text: str) -> None:
+    for cluster, why in (("kept", "was not measured"), ("none", "--cluster none")):
+        run = tmp_path / cluster
+        code = main(
+            ["train", "tiny-gpt2", "--data", text, *SMALL, "--cluster", cluster, "--run", str(run)]
+        )
+        assert code == 0
+        found = forecast.read(RunFolder(run))
+        assert found is not None
+        assert why in found[0].why
+        assert found[1] is None
+
+
+def test_a_cluster_that_cannot_be_is_refused_before_anything_starts(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    asked = ["train", "tiny-llama", "--data", text, "--layout", "auto", "--run", str(run)]
+    for cluster, said in (
+        ("2x8xH100-SXM", "holds no measurements"),
+        (str(tmp_path / "nowhere.toml"), "nowhere.toml"),
+    ):
+        assert main([*asked, "--cluster", cluster]) == 2
+        assert said in capsys.readouterr().err
+        assert not run.exists()
+
+
+def test_measurements_of_another_machine_are_refused(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "other.toml"
+    known = here()
+    other = dataclasses.replace(known, host=dataclasses.replace(known.host, name="elsewhere"))
+    machine.save(machine.cluster_of(other), file)
+    asked = ["train", "tiny-llama", "--data", text, "--cluster", str(file)]
+    assert main(asked) == 2
+    assert "was measured on elsewhere" in capsys.readouterr().err
+
+
+def test_threads_are_no_choice(text: str) -> None:
+    from hocket.spec.errors import LayoutError
+
+    with pytest.raises(LayoutError, match="chooses among processes"):
+        request({"model": "tiny-llama", "layout": "auto", "data_parallel": "threads"})
+
+
+def test_a_flag_wins_over_the_file_that_asks_for_a_choice(tmp_path: Path) -> None:
+    from hocket.cli.train import read
+
+    file = tmp_path / "job.toml"
+    file.write_text('model = "tiny-llama"\nlayout = "auto"\nschedule = "gpipe"\n')
+    asked = request(read(["--config", str(file)])[1])
+    assert asked.auto
+    assert asked.layout.schedule == "gpipe"
+    given = request(read(["--config", str(file), "--layout", "dp2"])[1])
+    assert not given.auto
+    assert given.layout.dp == 2
+    file.write_text('model = "tiny-llama"\nlayout = "dp4.tp2"\n')
+    again = request(read(["--config", str(file), "--layout", "auto"])[1])
+    assert again.auto
+    assert again.layout.world_size == 1

@@ -1,0 +1,276 @@
+"""Forecasts on a made machine whose numbers are round, so that what comes out can be said."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from hocket.catalogue import shapes
+from hocket.cost.measured_links import Links
+from hocket.cost.measured_rates import Rates, between
+from hocket.planning.machine_forecast import Machine, candidates, choose, forecast
+from hocket.spec.errors import LayoutError, OptionError
+from hocket.spec.forecast import Forecast
+from hocket.spec.layout import Layout
+from hocket.spec.links import Links as Wires
+from hocket.spec.measured import (
+    Curve,
+    Dispatch,
+    Host,
+    Kernel,
+    Measured,
+    Product,
+    Sharing,
+    Stream,
+    Update,
+)
+from hocket.spec.run import Workload
+
+RATE = 1e10
+"""Operations/s of every product."""
+
+SHAPE = shapes.shape("tiny-llama")
+WORK = Workload(seq_len=128, global_batch=8)
+
+
+def measured(cores: int = 2, *, latency: float = 5e-5, rate: float = 2e9) -> Measured:
+    """A machine on which everything has one rate."""
+    sizes = (256, 65536, 1 << 24)
+
+    def curve(operation: str, ranks: int) -> Curve:
+        turns = max(1.0, ranks / cores)
+        seconds = tuple(turns * (latency + size / rate) for size in sizes)
+        return Curve(
+            backend="shm",
+            operation=operation,
+            ranks=ranks,
+            world=ranks,
+            sizes=sizes,
+            seconds=seconds,
+        )
+
+    products = [
+        Product(dtype="fp32", form=form, m=m, n=n, k=k, seconds=2 * m * n * k / RATE)
+        for form in ("nt", "nn", "tn")
+        for m in (64, 1024)
+        for n in (64, 1024)
+        for k in (64, 1024)
+    ]
+    return Measured(
+        device="cpu",
+        date="2026-01-01T00:00:00Z",
+        torch="2",
+        hocket="0",
+        host=Host(name="made", cpu="made", cores=cores, memory=2**33),
+        products=tuple(products),
+        streams=tuple(
+            Stream(operation="add", bytes=n, seconds=1e-6 + n / 1e10) for n in (4096, 1 << 24)
+        ),
+        dispatch=(
+            Dispatch(operation="add", forward=1e-6, recorded=2e-6, backward=2e-6),
+            Dispatch(operation="linear", forward=1e-6, recorded=2e-6, backward=2e-6),
+            Dispatch(operation="module", forward=1e-6, recorded=1e-6, backward=0.0),
+        ),
+        kernels=(
+            Kernel(
+                name="attention", dtype="fp32", shape=(1, 4, 128, 32), forward=1e-3, backward=2e-3
+            ),
+            Kernel(
+                name="cross-entropy", dtype="fp32", shape=(128, 4096), forward=1e-3, backward=1e-3
+            ),
+        ),
+        updates=(Update(name="adamw", elements=10**6, tensors=40, seconds=1e-3),),
+        sharing=(
+            Sharing(ranks=2, product=1.0, stream=1.0, dispatch=1.0),
+            Sharing(ranks=4, product=4 / cores, stream=4 / cores, dispatch=4 / cores),
+        ),
+        curves=tuple(
+            curve(operation, ranks)
+            for operation in ("all-reduce", "all-gather", "send")
+            for ranks in (2, 4)
+        ),
+    )
+
+
+MACHINE = Machine(measured=measured())
+
+
+def told(layout: str, machine: Machine = MACHINE, work: Workload = WORK) -> Forecast:
+    return forecast(SHAPE, Layout.parse(layout), work, machine)[0]
+
+
+# --- rates ---------------------------------------------------------------------------------------
+
+
+def test_a_measured_product_is_taken_as_it_is_and_others_by_their_neighbours() -> None:
+    rates = Rates(measured())
+    assert rates.product("nt", 64, 1024, 64) == pytest.approx(2 * 64 * 1024 * 64 / RATE)
+    assert rates.product("tn", 100, 300, 70) == pytest.approx(2 * 100 * 300 * 70 / RATE)
+    assert rates.product("nn", 0, 5, 5) == 0.0
+
+
+def test_a_nearer_product_says_more() -> None:
+    known = [
+        Product(dtype="fp32", form="nt", m=m, n=64, k=64, seconds=2 * m * 64 * 64 / rate)
+        for m, rate in ((64, 1e9), (4096, 1e10))
+    ]
+    rates = Rates(dataclasses.replace(measured(), products=tuple(known)))
+    near, far = (2 * m * 64 * 64 / rates.product("nt", m, 64, 64) for m in (128, 2048))
+    assert 1e9 < near < 1.3e9
+    assert 7e9 < far < 1e10
+
+
+def test_an_unmeasured_type_is_said() -> None:
+    assert "bf16 products were not measured" in Rates(measured(), "bf16").notes[0]
+    with pytest.raises(OptionError, match="no matrix product"):
+        Rates(dataclasses.replace(measured(), products=()))
+
+
+def test_between_two_points_doublings_run_straight() -> None:
+    points = [(1.0, 1.0), (4.0, 16.0)]
+    assert between(points, 2.0) == pytest.approx(4.0)
+    assert between(points, 0.5) == 1.0
+    assert between(points, 8.0) == 32.0
+
+
+def test_a_kernel_grows_with_its_work() -> None:
+    rates = Rates(measured())
+    assert rates.kernel("attention", (1, 4, 128, 32)) == (1e-3, 2e-3)
+    assert rates.kernel("attention", (2, 4, 256, 32)) == pytest.approx((8e-3, 16e-3))
+    assert rates.kernel("never measured", (1,)) is None
+
+
+# --- communication -------------------------------------------------------------------------------
+
+
+def test_ranks_that_take_turns_have_a_share_of_the_measured_time() -> None:
+    links = Links(measured(cores=2))
+    two = links.collective("all-reduce", "dp", 65536, 2)
+    four = links.collective("all-reduce", "dp", 65536, 4)
+    assert two is not None
+    assert four is not None
+    # Alone on the machine the work is the same, and the turns come from the cores.
+    assert four.give + four.take == pytest.approx(two.seconds)
+    assert links.collective("all-reduce", "dp", 65536, 1) is None
+
+
+def test_a_group_that_was_not_measured_is_scaled_and_said() -> None:
+    links = Links(measured())
+    eight = links.collective("all-reduce", "dp", 1 << 20, 8)
+    four = links.collective("all-reduce", "dp", 1 << 20, 4)
+    assert eight is not None
+    assert four is not None
+    assert eight.seconds > 1.5 * four.seconds
+    assert "scaled from 4" in links.notes[0]
+
+
+def test_links_that_are_felt_are_waited_for() -> None:
+    slow = Wires.parse("net100g:scale=5000")
+    felt = dataclasses.replace(MACHINE, wires=slow)
+    nbytes = 128 * 8 * SHAPE.hidden * 2  # as bf16
+    one = slow.seconds("all-reduce", nbytes, (0, 1), 2)
+    plain, wired = told("tp2"), told("tp2", felt)
+    # Two sums each way of each layer, one after the embedding, one before the head.
+    sums = 4 * len(SHAPE.layers) + 2
+    assert wired.step_seconds - plain.step_seconds > 0.9 * sums * one
+    assert wired.links["tp"] == "net100g"
+
+
+def test_slow_links_turn_the_choice_away_from_tensor_parallelism() -> None:
+    pair = [Layout.parse("tp2:microbatches=1"), Layout.parse("pp2:microbatches=8")]
+    fast = Machine(measured=measured(latency=1e-7, rate=1e12))
+    slow = dataclasses.replace(fast, wires=Wires.parse("net100g:scale=20000"))
+    assert choose(SHAPE, WORK, fast, pair)[0].layout.startswith("tp2")
+    assert choose(SHAPE, WORK, slow, pair)[0].layout.startswith("pp2")
+
+
+# --- the whole -----------------------------------------------------------------------------------
+
+
+def test_one_process_takes_what_its_products_take_at_least() -> None:
+    found = told("dp1:microbatches=1")
+    products = sum(p.n * p.k for kind in SHAPE.layers for p in SHAPE.blocks[kind].products)
+    products += sum(p.n * p.k for p in SHAPE.blocks["head"].products)
+    least = 6.0 * products * WORK.seq_len * WORK.global_batch / RATE
+    assert least < found.step_seconds < 2 * least
+    assert found.bubble == pytest.approx(0.0)
+    assert found.tokens_per_second == pytest.approx(1024 / found.step_seconds)
+    assert found.exposed == {}
+
+
+def test_more_ranks_than_cores_gain_nothing() -> None:
+    two, four = told("dp2:microbatches=1"), told("dp4:microbatches=1")
+    one = told("dp1:microbatches=1")
+    assert two.step_seconds == pytest.approx(one.step_seconds / 2, rel=0.1)
+    assert four.step_seconds > 0.98 * two.step_seconds
+    roomy = Machine(measured=measured(cores=4))
+    assert told("dp4:microbatches=1", roomy).step_seconds < 0.6 * two.step_seconds
+
+
+def test_memory_is_that_of_each_rank() -> None:
+    whole, halves = told("dp1:microbatches=1"), told("pp2:microbatches=1")
+    count = SHAPE.num_parameters
+    assert whole.memory[0]["parameters"] == 4 * count
+    assert whole.memory[0]["gradients"] == 4 * count
+    assert 8 * count <= whole.memory[0]["optimizer"] < 8.01 * count
+    assert sum(row["parameters"] for row in halves.memory) == 4 * count
+    assert all(
+        row["total"] == sum(value for kind, value in row.items() if kind != "total")
+        for row in (*whole.memory, *halves.memory)
+    )
+
+
+def test_a_later_stage_holds_fewer_microbatches() -> None:
+    one_f, gpipe = (told(f"pp2:microbatches=8,schedule={name}") for name in ("1f1b", "gpipe"))
+    assert one_f.memory[0]["activations"] < 0.5 * gpipe.memory[0]["activations"]
+
+
+def test_collectives_are_those_that_the_runtime_counts() -> None:
+    rows = {(r["name"], r["axis"]): r for r in told("tp2:microbatches=2").collectives}
+    sums = rows["all-reduce", "tp"]
+    assert sums["count"] == 2 * 2 * (4 * len(SHAPE.layers) + 2)
+    assert sums["bytes"] == sums["count"] * 512 * SHAPE.hidden * 4
+
+
+def test_the_forecast_reads_back() -> None:
+    best, _ = choose(SHAPE, WORK, MACHINE, [Layout.parse("dp2"), Layout.parse("tp2")])
+    assert Forecast.from_json(best.to_json()) == best
+    assert Forecast.from_json(Forecast.none("dp2", "why not").to_json()).why == "why not"
+
+
+# --- choosing ------------------------------------------------------------------------------------
+
+
+def test_the_choice_is_the_fastest_that_fits() -> None:
+    layouts = candidates(SHAPE, WORK, 4)
+    best, timeline = choose(SHAPE, WORK, MACHINE, layouts)
+    assert best.alternatives[0].chosen
+    assert best.alternatives[0].layout == best.layout
+    seconds = [one.step_seconds for one in best.alternatives]
+    assert seconds == sorted(seconds)
+    assert timeline.num_ranks == Layout.parse(best.layout).world_size
+    # Half of what the fastest takes: another one is chosen, and it fits.
+    tight = dataclasses.replace(MACHINE, capacity=max(best.peak_bytes) // 2)
+    other, _ = choose(SHAPE, WORK, tight, layouts)
+    assert max(other.peak_bytes) <= tight.capacity
+    assert other.step_seconds >= best.step_seconds
+
+
+def test_what_fits_nowhere_is_refused_with_the_least() -> None:
+    tiny = dataclasses.replace(MACHINE, capacity=10**6)
+    with pytest.raises(OptionError, match=r"the least is .* MB a rank in"):
+        choose(SHAPE, WORK, tiny, candidates(SHAPE, WORK, 4))
+
+
+def test_candidates_are_legal_for_model_and_batch() -> None:
+    found = candidates(SHAPE, Workload(seq_len=128, global_batch=6), 4)
+    assert {layout.world_size for layout in found} == {1, 2, 3, 4}
+    for layout in found:
+        assert SHAPE.heads % layout.tp == 0
+        assert 6 % (layout.dp * (layout.microbatches or 1)) == 0
+
+
+def test_threads_are_not_foretold() -> None:
+    with pytest.raises(LayoutError, match="one interpreter"):
+        told("dp2:data_parallel=threads")
