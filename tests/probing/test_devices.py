@@ -82,7 +82,8 @@ def test_two_bridged_3090(tmp_path: Path) -> None:
     assert (pair.path, pair.links, found.devices[0].switch) == ("NV4", 4, False)
     assert found.devices[0].pcie_rate == pytest.approx(15.75e9, rel=0.01)
     cluster = cluster_of(measured(found))
-    assert cluster.node.link.kind == "nvlink-pairs"
+    link = cluster.node.link
+    assert (link.kind, link.bandwidth, link.domain) == ("nvlink-pairs", 56.25e9, 2)
     assert cluster.node.gpu.name == hardware.gpu("RTX 3090").name
     assert there_and_back(cluster) == cluster
 

@@ -27,6 +27,7 @@ from typing import Any
 from hocket.catalogue import machine_file
 from hocket.spec.cluster import Cluster, Gpu, Node
 from hocket.spec.errors import OptionError, nearest
+from hocket.spec.units import parse_bandwidth
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,6 +68,12 @@ def gpu(name: str) -> Gpu:
         if wanted and any(wanted <= _parts(known) for known in (entry.name, *entry.aliases)):
             return entry
     raise _unknown("GPU", name, gpu_names())
+
+
+def nvlink_rate(name: str) -> float | None:
+    """Bytes/s each way of one NVLink, None without. Raises OptionError as `gpu`."""
+    own = _own_links(gpu(name).name)
+    return parse_bandwidth(own["bandwidth"]) / int(own["links"]) if own.get("links") else None
 
 
 @functools.cache

@@ -6,11 +6,12 @@ known, so that its rates are dense peaks as elsewhere; what was measured lies be
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 from hocket.spec.cluster import Cluster, Gpu, Link, Node
 from hocket.spec.errors import OptionError
-from hocket.spec.measured import Measured, Pair
+from hocket.spec.measured import Device, Measured, Pair
 
 
 def cluster_of(measured: Measured) -> Cluster:
@@ -83,6 +84,8 @@ def _cuda(measured: Measured) -> Cluster:
     )
     if not first.pcie_rate:
         known += ("PCIe: 31.5 GB/s each way, 16 lanes of generation 4",)
+    if len({device.name for device in measured.devices}) > 1:
+        known += (f"unequal GPUs: all are taken as {first.name}",)
     pairs = tuple(_expected(pair, measured) for pair in measured.pairs)
     if pairs != measured.pairs:
         known += ("pairs in brackets: what their links carry as they are sold",)
@@ -91,7 +94,16 @@ def _cuda(measured: Measured) -> Cluster:
 
 
 _LINK_RATE = {1: 20e9, 2: 25e9, 3: 25e9, 4: 25e9, 5: 50e9, 6: 100e9}
-"""Bytes/s each way of one NVLink by generation."""
+"""Bytes/s each way of one NVLink by generation, of GPUs that the catalogue does not know."""
+
+
+def _link_rate(device: Device) -> float:
+    """Bytes/s each way of one of its links: those of gaming cards are narrower."""
+    from hocket.catalogue import hardware
+
+    with contextlib.suppress(OptionError):
+        return hardware.nvlink_rate(device.name) or 0.0
+    return _LINK_RATE.get(device.nvlink, 0.0)
 
 
 def _expected(pair: Pair, measured: Measured) -> Pair:
@@ -99,7 +111,7 @@ def _expected(pair: Pair, measured: Measured) -> Pair:
     if pair.measured or pair.rate:
         return pair
     one, other = measured.devices[pair.first], measured.devices[pair.second]
-    rate = pair.links * _LINK_RATE.get(one.nvlink, 0.0) or min(one.pcie_rate, other.pcie_rate)
+    rate = pair.links * _link_rate(one) or min(one.pcie_rate, other.pcie_rate)
     return dataclasses.replace(pair, rate=rate)
 
 
@@ -107,7 +119,7 @@ def link_of(measured: Measured) -> Link:
     """The kind of link that NVML's facts amount to, with the rate of all links of a GPU."""
     devices, pairs = measured.devices, measured.pairs
     first, count = devices[0], len(devices)
-    rate = min((d.links for d in devices), default=0) * _LINK_RATE.get(first.nvlink, 0.0)
+    rate = min((d.links for d in devices), default=0) * _link_rate(first)
     joined = [pair for pair in pairs if pair.links]
     if joined and rate:
         if all(device.switch for device in devices):
