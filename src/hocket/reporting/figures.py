@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 # The colours of the page (Okabe and Ito, 2008), which eyes that see no red or green tell apart.
 COLOURS = {
     "forward": "#0072b2", "backward": "#009e73", "weight gradient": "#cc79a7",
-    "optimizer": "#7a5c00", "send": "#e69f00", "receive": "#56b4e9", "collective": "#d55e00",
+    "optimizer": "#3f444c", "send": "#e69f00", "receive": "#56b4e9", "collective": "#d55e00",
     "idle": "#e4e4df",
 }  # fmt: skip
-_PARTS = ("#0072b2", "#d55e00", "#b9bcc2", "#cc79a7", "#e4e4df")
+_PARTS = ("#0072b2", "#d55e00", "#9aa0a9", "#cc79a7", "#e4e4df")
 _KINDS = ("#0072b2", "#009e73", "#cc79a7", "#e69f00")
 
 
