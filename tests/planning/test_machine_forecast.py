@@ -9,7 +9,8 @@ import pytest
 from hocket.catalogue import shapes
 from hocket.cost.measured_links import Links
 from hocket.cost.measured_rates import Rates, between
-from hocket.planning.machine_forecast import Machine, candidates, choose, forecast
+from hocket.planning.machine_choice import candidates, choose
+from hocket.planning.machine_forecast import Machine, forecast
 from hocket.spec.errors import LayoutError, OptionError
 from hocket.spec.forecast import Forecast
 from hocket.spec.layout import Layout
@@ -255,6 +256,14 @@ def test_the_choice_is_the_fastest_that_fits() -> None:
     other, _ = choose(SHAPE, WORK, tight, layouts)
     assert max(other.peak_bytes) <= tight.capacity
     assert other.step_seconds >= best.step_seconds
+
+
+def test_what_cannot_be_the_fastest_need_not_be_played() -> None:
+    layouts = candidates(SHAPE, WORK, 4)
+    few, _ = choose(SHAPE, WORK, MACHINE, layouts, shown=1)
+    every, _ = choose(SHAPE, WORK, MACHINE, layouts, shown=len(layouts))
+    assert len(every.alternatives) == len(layouts)
+    assert few.layout == every.layout
 
 
 def test_what_fits_nowhere_is_refused_with_the_least() -> None:

@@ -255,7 +255,7 @@ def chosen(
     Raises:
         HocketError: the model cannot be traced, or nothing fits.
     """
-    from hocket.planning.machine_forecast import candidates, choose
+    from hocket.planning.machine_choice import candidates, choose
 
     machine = machine_of(spec, measured)
     shape = shape_of(spec, launcher)

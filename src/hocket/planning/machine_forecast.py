@@ -1,4 +1,4 @@
-"""The forecast of a training job on a machine that was measured, and the choice among layouts.
+"""The forecast of a training job on a machine that was measured.
 
 ModelShape x Measured x Layout x batch -> StepPrices -> the very Schedule, played on the
 machine's cores -> Timeline, step time, memory
@@ -17,25 +17,15 @@ from hocket.cost.measured_rates import Rates
 from hocket.schedules.registry import build
 from hocket.simulation.processors import Cores, Slowdown, alone
 from hocket.simulation.step import exposed, play_step
-from hocket.spec.errors import LayoutError, OptionError
-from hocket.spec.forecast import Alternative, Forecast
-from hocket.spec.layout import Layout, divisors
+from hocket.spec.errors import LayoutError
+from hocket.spec.forecast import Forecast
+from hocket.spec.layout import Layout
 from hocket.spec.links import Links as Wires
 from hocket.spec.measured import Measured
 from hocket.spec.model_shape import ModelShape
 from hocket.spec.run import Workload
 from hocket.spec.schedule import Schedule
 from hocket.spec.timeline import LANES, Timeline
-from hocket.spec.units import format_bytes
-
-SCHEDULES = ("1f1b", "gpipe", "zero-bubble")
-"""Those that are weighed for a pipeline."""
-
-MOST_MICROBATCHES = 8
-"""Times pp: beyond that a bubble is small and every microbatch only costs its overhead."""
-
-MARGIN = 1.05
-"""What a chosen layout must leave free: peaks were foretold within 5%."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,14 +95,7 @@ def forecast(
         bucket_mb=bucket_mb,
         clip=clip,
     )
-    rates = Rates(machine.measured, workload.dtype)
-    links = Links(
-        machine.measured,
-        machine.backend,
-        wires=machine.wires,
-        layout=layout,
-        element_bytes=job.element_bytes,
-    )
+    rates, links = rates_of(job, machine)
     prices = step_prices(job, rates, links)
     played = play_step(schedule, layout, prices, machine.slowdown)
     memory = memory_rows(job)
@@ -142,6 +125,17 @@ def forecast(
     return found, timeline
 
 
+def rates_of(job: Job, machine: Machine) -> tuple[Rates, Links]:
+    """What a job's operations and its messages take."""
+    return Rates(machine.measured, job.workload.dtype), Links(
+        machine.measured,
+        machine.backend,
+        wires=machine.wires,
+        layout=job.layout,
+        element_bytes=job.element_bytes,
+    )
+
+
 def _link(machine: Machine) -> str:
     if machine.wires is not None:
         return "+".join(link.name for link, _ in machine.wires.tiers)
@@ -163,93 +157,3 @@ def total(ranks: Iterable[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
         {"name": name, "axis": axis, "phase": phase, "count": count, "bytes": nbytes}
         for (name, axis, phase), (count, nbytes) in sorted(sums.items())
     ]
-
-
-# --- choosing ------------------------------------------------------------------------------------
-
-
-def candidates(shape: ModelShape, workload: Workload, most_ranks: int) -> list[Layout]:
-    """Layouts of up to `most_ranks` ranks that a model and a batch allow, simplest first."""
-    found = []
-    for world in range(1, most_ranks + 1):
-        for tp in divisors(world):
-            if shape.heads % tp or (shape.kv_heads % tp and tp % max(1, shape.kv_heads)):
-                continue
-            for pp in divisors(world // tp):
-                dp = world // tp // pp
-                if pp > len(shape.layers) or workload.global_batch % dp:
-                    continue
-                batch = workload.global_batch // dp
-                if pp == 1:
-                    found.append(Layout(dp=dp, tp=tp, microbatches=1))
-                    found += [
-                        Layout(dp=dp, tp=tp, microbatches=n)
-                        for n in divisors(batch)
-                        if 1 < n <= MOST_MICROBATCHES
-                    ]
-                    continue
-                for count in divisors(batch):
-                    if pp <= count <= MOST_MICROBATCHES * pp:
-                        found += [
-                            Layout(dp=dp, tp=tp, pp=pp, microbatches=count, schedule=name)
-                            for name in SCHEDULES
-                        ]
-    return found
-
-
-def choose(
-    shape: ModelShape,
-    workload: Workload,
-    machine: Machine,
-    layouts: Iterable[Layout],
-    *,
-    bucket_mb: float = 25.0,
-    clip: bool = True,
-    shown: int = 12,
-) -> tuple[Forecast, Timeline]:
-    """The forecast of the fastest layout that fits, with what else was weighed.
-
-    Raises:
-        OptionError: none of the layouts fits into `machine.capacity`.
-    """
-    weighed: list[tuple[Forecast, Timeline]] = []
-    for layout in layouts:
-        try:
-            weighed.append(
-                forecast(shape, layout, workload, machine, bucket_mb=bucket_mb, clip=clip)
-            )
-        except (LayoutError, OptionError) as error:
-            if not machine.measured.products:
-                raise error from None
-    if not weighed:
-        raise OptionError(
-            f"no layout of {shape.name} with a global batch of {workload.global_batch} is legal "
-            "on this machine",
-            hint="--layout dp1",
-        )
-
-    def fits(one: Forecast) -> bool:
-        return not one.capacity or MARGIN * max(one.peak_bytes) <= one.capacity
-
-    weighed.sort(key=lambda pair: (not fits(pair[0]), pair[0].step_seconds))
-    best, timeline = weighed[0]
-    if not fits(best):
-        least = min(weighed, key=lambda pair: max(pair[0].peak_bytes))[0]
-        raise OptionError(
-            f"{shape.name} fits in no layout of this machine: the least is "
-            f"{format_bytes(max(least.peak_bytes))} a rank in {least.layout}, a rank may hold "
-            f"{format_bytes(least.capacity)}",
-            hint="a smaller --global-batch or --seq-len, or more --microbatches",
-        )
-    rows = tuple(
-        Alternative(
-            layout=one.layout,
-            step_seconds=one.step_seconds,
-            memory=max(one.peak_bytes),
-            bubble=one.bubble,
-            fits=fits(one),
-            chosen=one is best,
-        )
-        for one, _ in weighed[:shown]
-    )
-    return dataclasses.replace(best, alternatives=rows), timeline

@@ -1,0 +1,175 @@
+"""The choice among the layouts that a machine can run: the fastest that fits, with what was weighed.
+
+candidates -> what each can take at the least -> played from the least upwards, as long as a
+layout can still be the fastest
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+
+from hocket.cost.measured_prices import Job, step_prices
+from hocket.planning.machine_forecast import Machine, forecast, rates_of
+from hocket.schedules.registry import build
+from hocket.spec.errors import LayoutError, OptionError, ScheduleError
+from hocket.spec.forecast import Alternative, Forecast
+from hocket.spec.layout import Layout, divisors
+from hocket.spec.model_shape import ModelShape
+from hocket.spec.run import Workload
+from hocket.spec.schedule import Schedule
+from hocket.spec.step_prices import StepPrices
+from hocket.spec.timeline import Timeline
+from hocket.spec.units import format_bytes
+
+SCHEDULES = ("1f1b", "gpipe", "zero-bubble")
+"""Those that are weighed for a pipeline."""
+
+MOST_MICROBATCHES = 8
+"""Times pp: beyond that a bubble is small and every microbatch only costs its overhead."""
+
+MARGIN = 1.05
+"""What a chosen layout must leave free: peaks were foretold within 5%."""
+
+
+def candidates(shape: ModelShape, workload: Workload, most_ranks: int) -> list[Layout]:
+    """Layouts of up to `most_ranks` ranks that a model and a batch allow, simplest first."""
+    found = []
+    for world in range(1, most_ranks + 1):
+        for tp in divisors(world):
+            if shape.heads % tp or (shape.kv_heads % tp and tp % max(1, shape.kv_heads)):
+                continue
+            for pp in divisors(world // tp):
+                dp = world // tp // pp
+                if pp > len(shape.layers) or workload.global_batch % dp:
+                    continue
+                batch = workload.global_batch // dp
+                if pp == 1:
+                    found.append(Layout(dp=dp, tp=tp, microbatches=1))
+                    found += [
+                        Layout(dp=dp, tp=tp, microbatches=n)
+                        for n in divisors(batch)
+                        if 1 < n <= MOST_MICROBATCHES
+                    ]
+                    continue
+                for count in divisors(batch):
+                    if pp <= count <= MOST_MICROBATCHES * pp:
+                        found += [
+                            Layout(dp=dp, tp=tp, pp=pp, microbatches=count, schedule=name)
+                            for name in SCHEDULES
+                        ]
+    return found
+
+
+def choose(
+    shape: ModelShape,
+    workload: Workload,
+    machine: Machine,
+    layouts: Iterable[Layout],
+    *,
+    bucket_mb: float = 25.0,
+    clip: bool = True,
+    shown: int = 12,
+) -> tuple[Forecast, Timeline]:
+    """The forecast of the fastest layout that fits, with what else was weighed.
+
+    Raises:
+        OptionError: none of the layouts fits into `machine.capacity`.
+    """
+    weighed: list[tuple[Forecast, Timeline]] = []
+    best_yet = math.inf
+    for bound, job in _bounded(shape, workload, machine, layouts, bucket_mb=bucket_mb, clip=clip):
+        if bound > best_yet and len(weighed) >= shown:
+            continue  # it cannot be the fastest, and enough is shown
+        one, timeline = forecast(
+            shape,
+            job.layout,
+            workload,
+            machine,
+            schedule=job.schedule,
+            bucket_mb=bucket_mb,
+            clip=clip,
+        )
+        weighed.append((one, timeline))
+        if _fits(one):
+            best_yet = min(best_yet, one.step_seconds)
+    if not weighed:
+        raise OptionError(
+            f"no layout of {shape.name} with a global batch of {workload.global_batch} is legal "
+            "on this machine",
+            hint="--layout dp1",
+        )
+
+    weighed.sort(key=lambda pair: (not _fits(pair[0]), pair[0].step_seconds))
+    best, timeline = weighed[0]
+    if not _fits(best):
+        least = min(weighed, key=lambda pair: max(pair[0].peak_bytes))[0]
+        raise OptionError(
+            f"{shape.name} fits in no layout of this machine: the least is "
+            f"{format_bytes(max(least.peak_bytes))} a rank in {least.layout}, a rank may hold "
+            f"{format_bytes(least.capacity)}",
+            hint="a smaller --global-batch or --seq-len, or more --microbatches",
+        )
+    rows = tuple(
+        Alternative(
+            layout=one.layout,
+            step_seconds=one.step_seconds,
+            memory=max(one.peak_bytes),
+            bubble=one.bubble,
+            fits=_fits(one),
+            chosen=one is best,
+        )
+        for one, _ in weighed[:shown]
+    )
+    return dataclasses.replace(best, alternatives=rows), timeline
+
+
+def _fits(one: Forecast) -> bool:
+    return not one.capacity or MARGIN * max(one.peak_bytes) <= one.capacity
+
+
+def _bounded(
+    shape: ModelShape,
+    workload: Workload,
+    machine: Machine,
+    layouts: Iterable[Layout],
+    *,
+    bucket_mb: float,
+    clip: bool,
+) -> list[tuple[float, Job]]:
+    """The layouts with the least that each can take, the least first."""
+    found = []
+    for layout in layouts:
+        try:
+            schedule = build(layout, layout.microbatches or 1)
+            job = Job(
+                shape=shape,
+                layout=layout,
+                workload=workload,
+                schedule=schedule,
+                bucket_mb=bucket_mb,
+                clip=clip,
+            )
+            prices = step_prices(job, *rates_of(job, machine))
+        except (LayoutError, ScheduleError):
+            continue
+        found.append((least_seconds(prices, schedule, layout, machine), job))
+    return sorted(found, key=lambda pair: pair[0])
+
+
+def least_seconds(
+    prices: StepPrices, schedule: Schedule, layout: Layout, machine: Machine
+) -> float:
+    """What a step cannot be faster than: its slowest rank's work, and all work over the cores."""
+    each = []
+    for index, rank in enumerate(prices.ranks):
+        work = rank.before + rank.norm + rank.optimizer + rank.after
+        for stage in (prices.stages[number] for number in schedule.stages_of(index)):
+            inside = (*stage.forward_collectives, *stage.backward_collectives)
+            one = stage.forward + stage.backward + sum(c.give + c.take for c in inside)
+            work += schedule.num_microbatches * one + stage.first_weight
+        each.append(work)
+    ranks = layout.world_size
+    at_once = max(n / machine.slowdown(n) for n in range(1, ranks + 1))
+    return max(*each, sum(each) * ranks / layout.pp / at_once)
