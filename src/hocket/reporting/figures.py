@@ -27,7 +27,7 @@ COLOURS = {
     "optimizer": "#3f444c", "send": "#e69f00", "receive": "#56b4e9", "collective": "#d55e00",
     "idle": "#e4e4df",
 }  # fmt: skip
-_PARTS = ("#0072b2", "#d55e00", "#9aa0a9", "#cc79a7", "#e4e4df")
+_PARTS = ("#0072b2", "#d55e00", "#606670", "#cc79a7", "#e4e4df")
 _KINDS = ("#0072b2", "#009e73", "#cc79a7", "#e69f00")
 
 
