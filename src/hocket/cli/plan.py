@@ -20,7 +20,8 @@ class PlanFlags:
 
     Attributes:
         model: a name of the catalogue, a Hugging Face directory, or a run folder.
-        cluster: 2x8xH100-SXM, 16xA100-40-PCIe, 4xaws-p5, or a TOML file.
+        cluster: 2x8xH100-SXM, 16xA100-40-PCIe, 4xaws-p5, a TOML file, or auto (this machine, as
+            hocket probe measured it).
         seq_len: tokens of one sequence.
         global_batch: sequences of one step.
         objective: time, tokens-per-dollar (fewer GPUs are looked at as well) or memory.
