@@ -7,6 +7,7 @@ that is more than a rank may hold, it plays other layouts, from few ranks to man
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,9 @@ from hocket.spec.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from hocket.launch import Launcher, RankContext
+
+SEARCH = 20.0
+"""Seconds after which no larger worlds are looked at."""
 
 MOST_RANKS = 16
 """Ranks up to which layouts that fit are looked for."""
@@ -73,8 +77,8 @@ def require(launcher: Launcher, folder: RunFolder, spec: RunSpec) -> list[dict[s
     least = min(events[1:], key=lambda e: e["peak"], default=None)
     if least is not None:
         raise LayoutError(
-            f"{has}, and no layout of up to {MOST_RANKS} ranks fits: {least['layout']} comes "
-            f"nearest with {_gb(least['peak'])}",
+            f"{has}, and no layout that was tried fits: {least['layout']} comes nearest with "
+            f"{_gb(least['peak'])}",
             hint="a smaller --global-batch or --seq-len, or more memory",
         )
     standing = sum(row["total"] - row["activations"] for row in ranks) // spec.layout.dp
@@ -141,9 +145,12 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
     if standing > MOST_RANKS * allowed:
         return
     ranks, fits = 0, False
+    end = time.monotonic() + SEARCH
     for layout in candidates(spec):
-        if fits and layout.world_size > ranks:
+        if layout.world_size > ranks and (fits or time.monotonic() > end):
             return
+        if standing / layout.world_size * layout.dp > allowed:
+            continue
         ranks = layout.world_size
         peak = _peak(spec, layout)
         context.emit({"event": say, "layout": layout.axes_text(), "peak": peak})
