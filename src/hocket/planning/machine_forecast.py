@@ -120,7 +120,7 @@ def forecast(
         links=dict.fromkeys(talk, _link(machine)),
         cluster=machine.name or measured.host.name,
         measured=f"{measured.date}, {'quick' if measured.quick else 'full'}",
-        notes=(*rates.notes, *links.notes, *_threads(measured)),
+        notes=(*rates.notes, *links.notes, *_conditions(measured)),
     )
     return found, timeline
 
@@ -142,8 +142,21 @@ def _link(machine: Machine) -> str:
     return {"shm": "shared memory", "gloo": "sockets"}.get(machine.backend, machine.backend)
 
 
-def _threads(measured: Measured) -> list[str]:
-    return [] if measured.threads == 1 else [f"probed with {measured.threads} threads a rank"]
+BUSY = 0.1
+"""Cores' worth of other programs from which a probe was disturbed."""
+
+
+def _conditions(measured: Measured) -> list[str]:
+    """Under what the machine was measured, where that is not how a run finds it."""
+    found = []
+    if measured.threads != 1:
+        found.append(f"probed with {measured.threads} threads a rank")
+    if measured.host.load > BUSY:
+        found.append(
+            f"other programs took {measured.host.load:.2g} cores while it was measured; runs are "
+            "foretold as if they had the machine to themselves"
+        )
+    return found
 
 
 def total(ranks: Iterable[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
