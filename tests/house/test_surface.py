@@ -40,7 +40,8 @@ FLAGS = {
         "threads", "trust_remote_code", "json", *LAYOUT,
     },
     "compare": {
-        "model", "devices", "ways", "microbatches", "sweep", "input_work", "steps", "seq_len",
+        "model", "devices", "ways", "microbatches", "sweep", "input_work", "cluster", "links",
+        "steps", "seq_len",
         "global_batch", "seed", "attention", "device", "backend", "threads", "trust_remote_code",
         "json",
     },

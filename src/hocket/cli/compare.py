@@ -29,6 +29,10 @@ class Compare:
         microbatches: of the pipelines.
         sweep: microbatches, layers or devices: a curve instead of the tables.
         input_work: milliseconds of Python to prepare each sequence, in a second timing; 0: none.
+        cluster: auto (this machine, measured once), a file of `hocket probe`, or none: what
+            predictions are made for.
+        links: links that CPU ranks are to feel, as in nvlink3 or pcie4@H100-SXM-80. None: the
+            machine's own.
         steps: optimizer steps to time.
         seq_len: tokens of one sequence.
         global_batch: sequences of one step.
@@ -47,6 +51,8 @@ class Compare:
     microbatches: int = 4
     sweep: Text = None
     input_work: float = 5.0
+    cluster: str = "auto"
+    links: Text = None
     steps: int = 5
     seq_len: int = 128
     global_batch: int = 8
@@ -61,7 +67,7 @@ class Compare:
 
 _JOB = (
     "model", "steps", "seq_len", "global_batch", "seed", "attention", "device", "backend",
-    "threads", "trust_remote_code",
+    "threads", "trust_remote_code", "cluster", "links",
 )  # fmt: skip
 
 

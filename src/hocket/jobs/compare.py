@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from hocket.jobs import links
 from hocket.jobs.prepare import spec_of
 from hocket.jobs.request import Request
 from hocket.jobs.validate import validate
@@ -26,6 +27,9 @@ from hocket.spec.timeline import Event, Timeline
 if TYPE_CHECKING:
     from hocket.launch import Launcher
     from hocket.models.source import ModelSource
+    from hocket.spec.measured import Measured
+    from hocket.spec.run import RunSpec
+    from hocket.spec.schedule import Schedule
 
 CHECKED = 2
 """Steps that are held against one process."""
@@ -96,14 +100,12 @@ def compare(
     workload = request.workload
     known = ways(asked.devices, asked.microbatches, workload.global_batch)
     runs = chosen(asked.wanted, known)
-    with Bench(request, asked) as bench:
-        if on_way is not None:
-            on_way("the reference: one process, plain transformers")
+    with Bench(request, asked, on_way) as bench:
+        bench.say("the reference: one process, plain transformers")
         bench.reference()
         outcomes = []
         for way in runs:
-            if on_way is not None:
-                on_way(f"{way.title}: {way.layout.axes_text()}")
+            bench.say(f"{way.title}: {way.layout.axes_text()}")
             outcomes.append(bench.run(way))
     return Comparison(
         model=request.model,
@@ -129,10 +131,9 @@ def sweep(
         message, hint = unknown("sweep", axis, SWEEPS)
         raise OptionError(message, hint=hint)
     points = []
-    with Bench(request, dataclasses.replace(asked, input_work=0.0)) as bench:
+    with Bench(request, dataclasses.replace(asked, input_work=0.0), on_way) as bench:
         for at, way, layers in _points(request, asked, axis, bench.source):
-            if on_way is not None:
-                on_way(f"{axis} {at}: {way.title}")
+            bench.say(f"{axis} {at}: {way.title}")
             points.append(Point(at=at, outcome=bench.run(way, layers=layers)))
     return points
 
@@ -167,9 +168,15 @@ class Bench:
     """A warm launcher, the model, and a folder for what one process computed.
 
     A context: ways run inside it, one after the other.
+
+    Args:
+        request: what every way runs. asked: see `Asked`.
+        on_way: called with what is being done.
     """
 
-    def __init__(self, request: Request, asked: Asked) -> None:
+    def __init__(
+        self, request: Request, asked: Asked, on_way: Callable[[str], None] | None = None
+    ) -> None:
         from hocket.launch import joined
         from hocket.models.source import resolve
 
@@ -188,7 +195,10 @@ class Bench:
         self.asked = asked
         self.source = resolve(request.model, trust_remote_code=options.trust_remote_code)
         self.loops = _loops(asked.input_work) if asked.input_work > 0 else 0
+        self.say: Callable[[str], None] = on_way or (lambda text: None)
         self._reference: str | None = None
+        self._measured: Measured | None = None
+        links.checked(options, Layout(tp=asked.devices))
 
     def __enter__(self) -> Self:
         from hocket.launch import Launcher
@@ -201,7 +211,38 @@ class Bench:
             launcher = Launcher(options.device, options.threads, preload=preload)
             self.launcher: Launcher = stack.enter_context(launcher)
             self._open = stack.pop_all()
+        try:
+            self._measured = self._machine()
+            self._feel(self.asked.devices)
+        except BaseException:
+            self._open.close()
+            raise
         return self
+
+    def _machine(self) -> Measured | None:
+        """What was measured of this machine, now if need be; None where nothing is foretold."""
+        from hocket.jobs import foresight, machine
+
+        wanted, device = self.request.cluster, self.request.options.device
+        if wanted == foresight.NONE:
+            return None
+        if wanted == foresight.KEPT:
+            wanted = foresight.AUTO
+        if wanted == foresight.AUTO and machine.kept(device) is None:
+            self.say(f"measuring this machine, once: up to {foresight.LONGEST:.0f} s")
+        return machine.cluster(wanted, device=device).measured
+
+    def _feel(self, ranks: int) -> None:
+        """Scale the links once, so that every way feels the same ones."""
+        if self.request.options.links is None:
+            return
+        workload = self.request.workload
+        config = self.source.config
+        spec = spec_of(self.source, self.request, Layout(tp=ranks), config, "compare")
+        self.say(f"scaling {spec.options.links} to {workload.seq_len} x {workload.global_batch}")
+        felt = links.settled(self.launcher, spec).options.links
+        options = dataclasses.replace(self.request.options, links=felt)
+        self.request = dataclasses.replace(self.request, options=options)
 
     def __exit__(self, *_: object) -> None:
         self._open.close()
@@ -236,7 +277,12 @@ class Bench:
         except (LayoutError, ModelError) as error:
             return Outcome(way=way, reason=error.message)
         way = dataclasses.replace(way, layout=layout)
-        spec = spec_of(source, self.request, layout, source.config, "compare")
+        request = self.request
+        if layout.world_size == 1:  # threads and one process have no links
+            options = dataclasses.replace(request.options, links=None)
+            request = dataclasses.replace(request, options=options)
+        spec = spec_of(source, request, layout, source.config, "compare")
+        predicted = self._foretold(spec, schedule)
         payload = {
             "spec": spec.to_json(),
             "schedule": str(schedule),
@@ -247,7 +293,25 @@ class Bench:
             payload |= {"reference": self._reference, "checked": CHECKED}
         found = self._launch("hocket.training.compare:main", layout.world_size, payload)
         (event,) = (e for e in found if e["event"] == "way")
-        return outcome(way, event)
+        return dataclasses.replace(outcome(way, event), predicted=predicted)
+
+    def _foretold(self, spec: RunSpec, schedule: Schedule) -> dict[str, float]:
+        """What the way is expected to come to; empty where that cannot be told."""
+        from hocket.jobs import forecast
+
+        if self._measured is None or spec.layout.data_parallel == "threads":
+            return {}
+        found, timeline = forecast.told(
+            spec, self._measured, launcher=self.launcher, schedule=schedule
+        )
+        if not found.known:
+            return {}
+        known = {
+            "step_seconds": found.step_seconds,
+            "bubble": found.bubble,
+            "peak_bytes": float(max(found.peak_bytes)),
+        }
+        return known if timeline is None else {**known, "idle": timeline.idle}
 
     def _launch(self, entry: str, ranks: int, payload: dict[str, Any]) -> list[dict[str, Any]]:
         events: list[dict[str, Any]] = []

@@ -69,8 +69,8 @@ def tour(
 class Guide(Bench):
     """A bench that remembers what it ran: stops share runs."""
 
-    def __init__(self, job: Request) -> None:
-        super().__init__(job, Asked(input_work=5.0))
+    def __init__(self, job: Request, say: Callable[[str], None] | None = None) -> None:
+        super().__init__(job, Asked(input_work=5.0), say)
         self._ran: dict[tuple[str, int | None], Outcome] = {}
 
     def way(self, layout: str, layers: int | None = None) -> Outcome:

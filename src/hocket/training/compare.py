@@ -143,6 +143,7 @@ class _Way:
         )
         feed = _Feed(self.spec, self.data_rank, mesh.device, 0)
         job.optimizer.state_tensors()  # so that its state counts as such
+        job.parallel.zero_grad()  # as every step begins: gradients are not there beforehand
         with count.counting():
             self._step(feed.next(), 0)
         with timeline.recorded(mesh, self.context.one_machine):
