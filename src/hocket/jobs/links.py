@@ -12,6 +12,7 @@ import os
 import statistics
 from typing import TYPE_CHECKING, Any
 
+from hocket.spec.cluster import Gpu
 from hocket.spec.errors import OptionError
 from hocket.spec.layout import Layout
 from hocket.spec.links import Links
@@ -40,8 +41,10 @@ def checked(options: TrainOptions, layout: Layout, *, joined: bool = False) -> L
 
     links = Links.parse(options.links)
     found = gpu(links.gpu)
-    if "bf16" not in found.flops:
-        raise OptionError(f"{found.name} has no bf16 rate to scale to", hint="--links pcie4")
+    if not half_rate(found):
+        raise OptionError(
+            f"{found.name} has no rate in half precision to scale to", hint="--links pcie4"
+        )
     if options.device == "cuda" or options.backend == "nccl":
         raise OptionError(
             "--links slows the messages of CPU ranks; those of GPUs take their own time",
@@ -115,7 +118,12 @@ def scale(launcher: Launcher, spec: RunSpec, links: Links) -> float:
     )
     share = min(1.0, _cores() / (layout.world_size * spec.options.threads))
     mine = statistics.median(rates) * share
-    return float(f"{ACHIEVED * gpu(links.gpu).flops['bf16'] / mine:.3g}")
+    return float(f"{ACHIEVED * half_rate(gpu(links.gpu)) / mine:.3g}")
+
+
+def half_rate(gpu: Gpu) -> float:
+    """Its dense rate in bf16, or in fp16 where it is older than that; 0 without either."""
+    return gpu.flops.get("bf16") or gpu.flops.get("fp16") or 0.0
 
 
 def _cores() -> int:
