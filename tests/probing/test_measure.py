@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from hocket.probing.repeats import interleaved, rounded, summary
+from hocket.probing.repeats import enough, interleaved, rounded, summary
 from hocket.spec.measured import Measured
 from tests.ranks import RankPool
 
@@ -39,6 +39,14 @@ def test_rounds_are_interleaved_and_short_calls_repeated() -> None:
     runs = [name for i, name in enumerate(order) if i == 0 or order[i - 1] != name]
     assert runs[-6:] == ["long", "short"] * 3
     assert order.count("short") > 10 * order.count("long")
+
+
+def test_a_busy_machine_is_measured_in_fewer_rounds() -> None:
+    assert not enough(5, 5, 0.9, 1.0)
+    assert enough(5, 5, 1.0, 1.0)
+    assert not enough(2, 5, 2.9, 1.0)
+    assert enough(2, 5, 3.0, 1.0)
+    assert not enough(1, 5, 100.0, 1.0)
 
 
 def test_a_case_that_takes_too_long_is_left_out() -> None:

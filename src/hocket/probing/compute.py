@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hocket.probing.repeats import Reads, Taken, interleaved, rounded, summary
+from hocket.probing.repeats import Reads, Taken, enough, interleaved, rounded, summary
 from hocket.probing.sizes import Sizes
 from hocket.spec.measured import FORMS, Dispatch, Kernel, Product, Stream, Update
 
@@ -200,9 +200,9 @@ class Compute:
         """Forward and backward seconds: interleaved rounds of a few calls each."""
         samples: dict[Key, tuple[list[float], list[float]]] = {key: ([], []) for key in calls}
         gradients = {key: torch.ones_like(call()) for key, (call, _) in calls.items()}
-        end = time.perf_counter() + self.sizes.seconds["kernels"]
-        rounds = 0
-        while rounds < self.sizes.rounds + 1 or (time.perf_counter() < end and rounds < 100):
+        begin, rounds, seconds = time.perf_counter(), 0, self.sizes.seconds["kernels"]
+        # The first one warms up.
+        while not enough(rounds - 1, self.sizes.rounds, time.perf_counter() - begin, seconds):
             for key, (call, inputs) in calls.items():
                 forward = backward = 0.0
                 for _ in range(4):
@@ -215,7 +215,7 @@ class Compute:
                     self.settle()
                     forward += (middle - start) / 4
                     backward += (self.reads() - middle) / 4
-                if rounds:  # the first one warms up
+                if rounds:
                     samples[key][0].append(forward)
                     samples[key][1].append(backward)
             rounds += 1

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from hocket.probing.repeats import rounded, summary
+from hocket.probing.repeats import enough, rounded, summary
 from hocket.runtime import collectives
 from hocket.runtime.mesh import Axis
 from hocket.runtime.record import Recorder
@@ -136,10 +136,10 @@ class Room:
 
         `talking`: how many ranks do something in it.
         """
+        begin, number = time.perf_counter(), 0
         counts = {key: self._count(call) for key, call in calls.items()}
         samples: dict[tuple[str, int], list[_Sample]] = {key: [] for key in calls}
-        end, number = time.perf_counter() + seconds, 0
-        while number < least or self.agree(float(time.perf_counter() < end)) > 0:
+        while not enough(number, least, self.agree(time.perf_counter() - begin), seconds):
             for key, call in calls.items():
                 samples[key].append(self._sample(call, counts[key]))
             number += 1
