@@ -43,6 +43,19 @@ def test_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert any(line.startswith("measured") and "run" in line and "b" in line for line in beside)
 
 
+def test_in_words_where_only_ascii_can_be_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import io
+    import sys
+
+    out = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding="ascii"))
+    assert main(["report", str(make(tmp_path / "run", model="modèle")), "--text"]) == 0
+    assert b"mod\\xe8le" in out.getvalue()
+    assert b"forward" in out.getvalue()
+
+
 def test_a_trace(tmp_path: Path) -> None:
     run = make(tmp_path / "run")
     assert main(["report", str(run), "--trace"]) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -49,11 +50,21 @@ def main(arguments: Sequence[str]) -> int:
     found = report.records(flags.runs)
     if forms == ["text"]:
         color, width = terminal()
-        words = report.text(found, width=width, color=color and flags.out is None)
-        if flags.out is None:
-            print(words, end="")
-        else:
-            print(report.save_text(words, flags.out))
+        if flags.out is not None:
+            print(report.save_text(report.text(found, width=width), flags.out))
+            return 0
+        encoding = sys.stdout.encoding or "ascii"
+        words = report.text(found, width=width, color=color, unicode=_draws(encoding))
+        print(words.encode(encoding, "backslashreplace").decode(encoding), end="")
     else:
         print(report.write(found, forms[0] if forms else "html", flags.out))
     return 0
+
+
+def _draws(encoding: str) -> bool:
+    """Whether an output in this encoding can show the letters that pictures are made of."""
+    try:
+        "░█·▁".encode(encoding)
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -69,6 +69,7 @@ def next_steps(summary: Summary) -> list[str]:
     return [
         f"run folder {summary.run}",
         "",
+        f"  {hocket} report {run}",
         f"  {hocket} generate {run} --prompt TEXT",
         f"  {hocket} export {run} --to DIR",
     ]

@@ -39,11 +39,15 @@ def records(runs: Sequence[str | os.PathLike[str]]) -> list[Record]:
     return [read(Path(run)) for run in runs]
 
 
-def text(found: Sequence[Record], *, width: int = 100, color: bool = False) -> str:
+def text(
+    found: Sequence[Record], *, width: int = 100, color: bool = False, unicode: bool = True
+) -> str:
     """The report in words."""
     from hocket.reporting.run_text import both_text, report_text
 
-    parts = [report_text(r, own_bubble(r), width=width, color=color) for r in found]
+    parts = [
+        report_text(r, own_bubble(r), width=width, color=color, unicode=unicode) for r in found
+    ]
     if len(found) > 1:
         parts.append(both_text(found))
     return ("\n" + "=" * min(width, 80) + "\n\n").join(parts)

@@ -345,7 +345,9 @@ def _memory(record: Record) -> dict[str, Any]:
         measured = [{"total": size} for size in record.measured.peak_bytes]
     known = [k for row in (forecast.memory if forecast else ()) for k in row]
     kinds = [*KINDS, *sorted({k for k in known if k not in (*KINDS, "total")})]
+    threads = record.layout is not None and record.layout.data_parallel == "threads"
     return {
+        "holder": "replica" if threads else "rank",
         "kinds": kinds,
         "measured": [dict(row) for row in measured],
         "predicted": [dict(row) for row in forecast.memory] if forecast else [],

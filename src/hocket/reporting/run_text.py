@@ -140,7 +140,10 @@ def _off(unit: str, measured: float | None, predicted: float | None) -> str:
         return ""
     if unit == "share":
         return f"{100 * (predicted - measured):+.1f} points"
-    return f"{predicted / measured - 1:+.1%}" if measured else ""
+    if measured <= 0:
+        return ""
+    ratio = predicted / measured
+    return f"{ratio:.3g} times" if ratio >= 3 else f"{ratio - 1:+.1%}"
 
 
 def _parts(predicted: dict[str, float] | None, measured: dict[str, float]) -> str:

@@ -108,7 +108,7 @@ function memorySection() {
   if (!runs.some((run) => run.memory.measured.length || run.memory.predicted.length)) return null;
   const most = Math.max(...runs.flatMap((run) => [...run.memory.measured, ...run.memory.predicted].map((row) => row.total)));
   return section("Memory of each rank", "Bytes of tensors at the worst moment of a step, by what they are for.", beside((run) => {
-    const { kinds, measured, predicted, capacity } = run.memory;
+    const { holder, kinds, measured, predicted, capacity } = run.memory;
     const segments = (row) => {
       const found = kinds.filter((kind) => row[kind]).map((kind) => ({ name: kind, value: row[kind], colour: MEMORY_COLOURS[kind] || "rest" }));
       return found.length ? found : [{ name: "total", value: row.total, colour: "rest" }];
@@ -117,8 +117,8 @@ function memorySection() {
     if (!count) return missing("Nothing was counted.");
     const rows = [];
     for (let rank = 0; rank < count; rank++) {
-      if (predicted[rank]) rows.push({ label: `rank ${rank} predicted`, short: `${rank} predicted`, segments: segments(predicted[rank]), outline: true });
-      if (measured[rank]) rows.push({ label: predicted.length ? `rank ${rank} measured` : `rank ${rank}`, short: `${rank} measured`, segments: segments(measured[rank]), apart: predicted.length > 0 });
+      if (predicted[rank]) rows.push({ label: `${holder} ${rank} predicted`, short: `${rank} predicted`, segments: segments(predicted[rank]), outline: true });
+      if (measured[rank]) rows.push({ label: predicted.length ? `${holder} ${rank} measured` : `${holder} ${rank}`, short: `${rank} measured`, segments: segments(measured[rank]), apart: predicted.length > 0 });
     }
     const shown = [...measured, ...predicted];
     const present = kinds.filter((kind) => shown.some((row) => row[kind]));
