@@ -76,6 +76,9 @@ def test_a_run_is_foretold_whatever_its_layout(
     # Each action of the very schedule, once.
     names = {e.name for e in timeline.events if e.kind in ("F", "B")}
     assert names == {f"{s}{k}{m}" for s in (0, 1) for k in "FB" for m in range(4)}
+    (mine,) = (one for one in told.alternatives if one.chosen)
+    assert mine.layout == told.layout
+    assert len(told.alternatives) > 1
     # Counted bytes: within 5% of what the ranks counted.
     counted = json.loads(folder.memory_file.read_text())
     for row, seen in zip(told.memory, counted, strict=True):

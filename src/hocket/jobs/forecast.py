@@ -54,8 +54,13 @@ def told(
     *,
     launcher: Launcher | None = None,
     schedule: Schedule | None = None,
+    weighed: int = 0,
 ) -> Told:
-    """The forecast and the predicted Timeline of one step. Never raises for what cannot be told."""
+    """The forecast and the predicted Timeline of one step. Never raises for what cannot be told.
+
+    `weighed`: how many layouts, of as many ranks or cores at most, are set beside it.
+    """
+    from hocket.planning.machine_choice import beside, candidates, weigh
     from hocket.planning.machine_forecast import forecast as foretell
 
     layout = str(spec.layout)
@@ -64,15 +69,16 @@ def told(
     try:
         machine = machine_of(spec, measured)
         shape = shape_of(spec, launcher)
-        return foretell(
-            shape,
-            spec.layout,
-            spec.workload,
-            machine,
-            schedule=schedule,
-            bucket_mb=spec.options.bucket_mb,
-            clip=True,
+        bucket_mb = spec.options.bucket_mb
+        found, timeline = foretell(
+            shape, spec.layout, spec.workload, machine, schedule=schedule, bucket_mb=bucket_mb
         )
+        if weighed:
+            most = max(spec.layout.world_size, measured.host.cores)
+            others = candidates(shape, spec.workload, most)
+            rows = weigh(shape, spec.workload, machine, others, bucket_mb=bucket_mb, shown=weighed)
+            found = beside(found, (one for one, _ in rows), weighed)
+        return found, timeline
     except HocketError as error:
         return Forecast.none(layout, error.message), None
 

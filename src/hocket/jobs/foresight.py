@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 NONE, KEPT, AUTO = "none", "kept", "auto"
 """Clusters that are no file: foretell nothing; only where it was measured; measure if need be."""
 
+WEIGHED = 8
+"""Layouts that are set beside one that was given."""
+
 LONGEST = 20.0
 """Seconds that the quick probe takes at most on two cores."""
 
@@ -117,7 +120,7 @@ def before(
     if measured is None:
         _untold(folder, spec, "this machine was not measured before the run; hocket probe does")
         return
-    told = forecast.told(spec, measured, launcher=launcher)
+    told = forecast.told(spec, measured, launcher=launcher, weighed=WEIGHED)
     forecast.write(folder, told)
     if told[0].known:
         record.note("foretold: " + _said(told[0]))
@@ -147,7 +150,7 @@ def after(
         found = machine.cluster(
             AUTO, device=spec.options.device, on_event=lambda event: _phase(record, event)
         )
-        told = forecast.told(spec, found.measured, launcher=launcher)
+        told = forecast.told(spec, found.measured, launcher=launcher, weighed=WEIGHED)
         forecast.write(folder, told)
     except HocketError as error:
         _untold(folder, spec, f"this machine could not be measured: {error.message}")

@@ -1,4 +1,4 @@
-"""The choice among the layouts that a machine can run: the fastest that fits, with what was weighed.
+"""The choice among the layouts that a machine can run: the fastest that fits, and what was weighed.
 
 candidates -> what each can take at the least -> played from the least upwards, as long as a
 layout can still be the fastest
@@ -75,7 +75,62 @@ def choose(
     """The forecast of the fastest layout that fits, with what else was weighed.
 
     Raises:
-        OptionError: none of the layouts fits into `machine.capacity`.
+        OptionError: none of the layouts fits into what a rank may hold.
+    """
+    weighed = weigh(shape, workload, machine, layouts, bucket_mb=bucket_mb, clip=clip, shown=shown)
+    if not weighed:
+        raise OptionError(
+            f"no layout of {shape.name} with a global batch of {workload.global_batch} is legal "
+            "on this machine",
+            hint="--layout dp1",
+        )
+    best, timeline = weighed[0]
+    if not _fits(best):
+        least = min(weighed, key=lambda pair: max(pair[0].peak_bytes))[0]
+        raise OptionError(
+            f"{shape.name} fits in no layout of this machine: the least is "
+            f"{format_bytes(max(least.peak_bytes))} a rank in {least.layout}, a rank may hold "
+            f"{format_bytes(least.capacity)}",
+            hint="a smaller --global-batch or --seq-len, or more --microbatches",
+        )
+    return beside(best, (one for one, _ in weighed), shown), timeline
+
+
+def beside(best: Forecast, weighed: Iterable[Forecast], shown: int = 12) -> Forecast:
+    """A forecast with what else was weighed, itself among it, best first."""
+    others = [one for one in weighed if one.layout != best.layout]
+    rows = sorted([best, *others], key=_order)[:shown]
+    if best not in rows:
+        rows[-1] = best
+    return dataclasses.replace(
+        best,
+        alternatives=tuple(
+            Alternative(
+                layout=one.layout,
+                step_seconds=one.step_seconds,
+                memory=max(one.peak_bytes),
+                bubble=one.bubble,
+                fits=_fits(one),
+                chosen=one is best,
+            )
+            for one in rows
+        ),
+    )
+
+
+def weigh(
+    shape: ModelShape,
+    workload: Workload,
+    machine: Machine,
+    layouts: Iterable[Layout],
+    *,
+    bucket_mb: float = 25.0,
+    clip: bool = True,
+    shown: int = 12,
+) -> list[tuple[Forecast, Timeline]]:
+    """Forecasts of layouts, those that fit first, then the fastest first.
+
+    At least `shown` are played (as far as there are so many), and all that could be the fastest.
     """
     weighed: list[tuple[Forecast, Timeline]] = []
     best_yet = math.inf
@@ -94,35 +149,11 @@ def choose(
         weighed.append((one, timeline))
         if _fits(one):
             best_yet = min(best_yet, one.step_seconds)
-    if not weighed:
-        raise OptionError(
-            f"no layout of {shape.name} with a global batch of {workload.global_batch} is legal "
-            "on this machine",
-            hint="--layout dp1",
-        )
+    return sorted(weighed, key=lambda pair: _order(pair[0]))
 
-    weighed.sort(key=lambda pair: (not _fits(pair[0]), pair[0].step_seconds))
-    best, timeline = weighed[0]
-    if not _fits(best):
-        least = min(weighed, key=lambda pair: max(pair[0].peak_bytes))[0]
-        raise OptionError(
-            f"{shape.name} fits in no layout of this machine: the least is "
-            f"{format_bytes(max(least.peak_bytes))} a rank in {least.layout}, a rank may hold "
-            f"{format_bytes(least.capacity)}",
-            hint="a smaller --global-batch or --seq-len, or more --microbatches",
-        )
-    rows = tuple(
-        Alternative(
-            layout=one.layout,
-            step_seconds=one.step_seconds,
-            memory=max(one.peak_bytes),
-            bubble=one.bubble,
-            fits=_fits(one),
-            chosen=one is best,
-        )
-        for one, _ in weighed[:shown]
-    )
-    return dataclasses.replace(best, alternatives=rows), timeline
+
+def _order(one: Forecast) -> tuple[bool, float]:
+    return not _fits(one), one.step_seconds
 
 
 def _fits(one: Forecast) -> bool:
