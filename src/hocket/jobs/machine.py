@@ -14,6 +14,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from importlib import metadata
@@ -265,8 +266,11 @@ def writable(files: Sequence[str | os.PathLike[str]]) -> None:
             raise OptionError(f"{path} is a folder", hint=str(path / "cluster.toml"))
         if not path.parent.is_dir():
             raise OptionError(f"there is no folder {path.parent} to write {path.name} in")
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise OptionError(f"{path} cannot be written")
+        try:  # what permissions say is not the whole truth: a full disk, /proc
+            with tempfile.TemporaryFile(dir=path.parent):
+                pass
+        except OSError as error:
+            raise OptionError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def save(found: Cluster, file: str | os.PathLike[str]) -> None:

@@ -26,8 +26,9 @@ from hocket.spec.measured import Curve, Pair, to_rows
 if TYPE_CHECKING:
     from hocket.launch import RankContext
 
-LONG = 120.0
-"""Seconds that one part may be silent."""
+LONG = 600.0
+"""Seconds that one part may be silent, and that other ranks wait for it: a part is over in a few on
+an idle machine, and others may hold the cores for long."""
 
 
 def main(context: RankContext, payload: dict[str, Any]) -> None:
