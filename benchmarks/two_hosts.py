@@ -87,12 +87,16 @@ def train(folder: Path, name: str, order: str, steps: int) -> Path:
         sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2",
         f"--master-addr={ADDRESS[A]}", "--master-port=29555",
     ]  # fmt: skip
-    job = [
-        "-m", "hocket", "train", "tiny-llama", "--data", str(folder / "text.txt"), "--run",
-        str(run), "--layout", "dp2.tp2", "--order", order, "--backend", "gloo", "--tokenizer",
-        "bytes", "--seq-len", "128", "--global-batch", "16", "--steps", str(steps),
-        "--eval-every", "0", "--eval-batches", "1", "--device", "cpu", "--timeout", "300",
-    ]  # fmt: skip
+    # A file, since torchrun takes some of the flags for its own.
+    options = {
+        "model": "tiny-llama", "data": [str(folder / "text.txt")], "run": str(run),
+        "layout": "dp2.tp2", "order": order, "backend": "gloo", "tokenizer": "bytes",
+        "seq_len": 128, "global_batch": 16, "steps": steps, "eval_every": 0, "eval_batches": 1,
+        "device": "cpu", "timeout": 300.0,
+    }  # fmt: skip
+    config = folder / f"{name}.toml"
+    config.write_text("".join(f"{k} = {json.dumps(v)}\n" for k, v in options.items()))
+    job = ["-m", "hocket", "train", "--config", str(config)]
     environment = {
         **os.environ, "GLOO_SOCKET_IFNAME": "eth0", "TP_SOCKET_IFNAME": "eth0",
         "OMP_NUM_THREADS": "1",
