@@ -117,6 +117,10 @@ def test_right_at_every_width(opened: Open, tmp_path: Path, width: int, kind: st
     )
 
 
+def test_the_page_says_which_step_was_recorded(opened: Open, whole: Path) -> None:
+    assert "Measured is step 7." in opened(whole).inner_text("main")
+
+
 def test_no_name_runs(opened: Open, tmp_path: Path) -> None:
     run = make(
         tmp_path / "<img src=x onerror=owned=1>", model=HOSTILE, data=HOSTILE, reason=HOSTILE

@@ -66,7 +66,8 @@ function timelineSection() {
     title: (several ? `${run.name}: ` : "") + (which === "predicted" ? "Predicted" : "Measured"),
   })));
   const lead = "Each row is one rank. The broad bar is what it computes, the thin one beneath what it sends and receives; "
-    + "grey is rest. All pictures share one scale of time" + (panels.some((panel) => panel.which === "predicted") ? ", predicted above measured." : ".");
+    + "grey is rest. All pictures share one scale of time" + (panels.some((panel) => panel.which === "predicted") ? ", predicted above measured." : ".")
+    + (!several && runs[0].recorded_step ? ` Measured is step ${runs[0].recorded_step}.` : "");
   if (!panels.length) return section("One training step, rank by rank", null, missing("No timeline was recorded, and none predicted."));
   return section("One training step, rank by rank", lead, timelineBoard(panels));
 }
