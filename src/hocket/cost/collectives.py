@@ -7,7 +7,10 @@ over the network     every ring crosses each node's boundary, so
              the part inside the node )  +  latency of each hop x ranks
 
 since the groups that share a node share its network cards. Volume is per rank: 2 (n-1)/n of the
-message for an all-reduce, (n-1)/n for an all-gather, a reduce-scatter and an all-to-all.
+message for an all-reduce, (n-1)/n for an all-gather, a reduce-scatter and an all-to-all. In an
+all-to-all every rank sends through its own share of the cards what other nodes shall have:
+
+    T = max( (n - ranks inside)/n x message / (network / ranks of the node x efficiency), inside )
 """
 
 from __future__ import annotations
@@ -71,6 +74,9 @@ def group(
     ring = operation != ALL_REDUCE
     hops = constants.hop * degree if ring else 0.0
     volume = _volume(operation, degree) * size
+    if operation == ALL_TO_ALL:
+        volume = (degree - local) / degree * size
+        rate = machine.network / machine.per_node
     network = np.maximum(volume / (rate * constants.network), within) + hops + NETWORK_LATENCY
     return np.where(degree > 1, np.where(crosses, network, within), 0.0)
 

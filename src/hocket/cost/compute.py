@@ -11,7 +11,8 @@
                      q = 8, or 1 where the stack waits for the GPU between layers
 
 Products run on their local sizes: [T, n/t] x [k], [T, n] x [k/t], and for backward
-[T, k] over n (input gradient) and [n, k] over T (weight gradient).
+[T, k] over n (input gradient) and [n, k] over T (weight gradient). Experts are so many products of
+few rows each: on average a rank's tokens x experts per token, divided by the experts it holds.
 
 Legend: b samples of a microbatch, s sequence, T tokens on this rank, q query width, a heads,
 t tensor ranks, r rows.
@@ -39,11 +40,6 @@ TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
 
 ELEMENT = 2.0
 """Bytes of an activation or weight in compute."""
-
-SCORE_PASSES_FORWARD, SCORE_PASSES_BACKWARD = 6.5, 9.5
-"""Elements read and written per attention score by Megatron's kernels with dropout: the product
-writes 1; softmax reads and writes 1 each; dropout reads 1, writes 1 and a mask of 1/2; the product
-reads 1. Backward likewise with the gradients."""
 
 UNFUSED_SOFTMAX_PASSES, UNFUSED_SOFTMAX_KERNELS = 4.0, 6.0
 """More where Megatron's fused softmax refuses: (samples x heads of a rank) % 4 != 0."""
@@ -112,23 +108,21 @@ def block_times(
     memory = machine.bandwidth * constants.memory_rate
     forward = inputs = weights = np.zeros_like(tokens)
     for p in block.products:
-        m, n, k, batch = _local(p, tokens, model, at)
+        m, n, k, batch = _local(p, tokens, at)
         forward = forward + product(m, n, k, platform, batch)
         inputs = inputs + product(m, k, n, platform, batch)
         weights = weights + product(k, n, m, platform, batch)
-    local = (block.weights_inside / at.tp) + block.weights_outside
-    local = local + block.weights_expert / (at.tp * at.ep)
-    adding = local * (ELEMENT + 2 * constants.gradient_bytes) / memory
-    weights = weights + np.where((at.microbatches > 1) & (block.reductions > 0), adding, 0.0)
+    adding = local_weights(block, at) * (ELEMENT + 2 * constants.gradient_bytes) / memory
+    weights = weights + np.where((at.microbatches > 1) & block.layer, adding, 0.0)
 
     core_forward, core_backward, core_kernels = _attention(block, at, tokens, seq_len, platform)
     split = np.where(at.sequence_parallel > 0, at.tp, 1.0)
     traffic = ELEMENT * constants.traffic * tokens / memory
     kernels = block.kernels + core_kernels
-    floor = KERNEL_FLOOR * kernels
     moved = traffic * (block.forward_inside / at.tp + block.forward_outside / split)
-    forward = forward + core_forward + moved + floor
+    forward = forward + core_forward + moved + KERNEL_FLOOR * kernels
     moved = traffic * (block.backward_inside / at.tp + block.backward_outside / split)
+    floor = KERNEL_FLOOR * (block.kernels_backward + 2 * core_kernels)
     inputs = inputs + core_backward + moved + floor
 
     talk, talk_backward = _communication(block, model, at, tokens, platform, core=core_forward)
@@ -140,7 +134,7 @@ def block_times(
     again = np.where(selective, np.where(half, 0.5 * (forward + talk), core_forward), 0.0)
     again = np.where(full, forward + talk, again)
     again_cpu = np.where(full, cpu, np.where(selective, np.where(half, 0.5, 0.3) * cpu, 0.0))
-    if block.reductions == 0:  # embedding and head are not recomputed
+    if not block.layer:
         again, again_cpu = np.zeros_like(tokens), np.zeros_like(tokens)
         cpu = np.zeros_like(tokens)
     norm = constants.launch_norm
@@ -160,21 +154,39 @@ def _bound(gpu: Floats, cpu: Floats, norm: Floats | float) -> Floats:
     return found
 
 
+def expert_tp(at: Layouts) -> Floats:
+    """Tensor ranks that divide one expert; 1 where expert ranks reach over the tensor ranks."""
+    return np.where(at.ep > at.dp * at.cp, 1.0, at.tp)
+
+
+def local_weights(block: BlockTerms, at: Layouts) -> Floats:
+    """Parameters of a block on one rank."""
+    inside = block.weights_inside / at.tp + block.weights_outside
+    return inside + block.weights_expert / (expert_tp(at) * at.ep)
+
+
 def _local(
-    one: Product, tokens: Floats, model: Terms, at: Layouts
+    one: Product, tokens: Floats, at: Layouts
 ) -> tuple[Floats, Floats, Floats, Floats | float]:
-    split, n, k, count = one.split, one.n, one.k, one.count
-    if split in ("column", "vocab"):
-        return tokens, n / at.tp, k, count
-    if split == "row":
-        return tokens, n, k / at.tp, count
-    if split == "inside":
-        return tokens, n, k, count / at.tp
+    split, n, k = one.split, one.n, one.k
+    rows = tokens * one.count
+    if np.any(one.groups > 1):
+        each = expert_tp(at)
+        held = np.maximum(one.groups / at.ep, 1.0)
+        rows = rows / np.where(each < at.tp, at.tp, 1.0) / held
+        return rows, *_divided(split, n, k, each), held
     if split == "outside":
-        return tokens / np.where(at.sequence_parallel > 0, at.tp, 1.0), n, k, count
-    assert split == "expert", split
-    held = np.maximum(model.experts / at.ep, 1.0)
-    return tokens * count / held, n / at.tp, k, held
+        return rows / np.where(at.sequence_parallel > 0, at.tp, 1.0), n, k, 1.0
+    return rows, *_divided(split, n, k, at.tp), 1.0
+
+
+def _divided(split: str, n: Floats, k: Floats, ranks: Floats) -> tuple[Floats, Floats]:
+    if split in ("column", "vocab"):
+        return n / ranks, k
+    if split == "row":
+        return n, k / ranks
+    assert split == "outside", split
+    return n, k
 
 
 def _attention(
@@ -190,7 +202,8 @@ def _attention(
     memory = machine.bandwidth * constants.memory_rate
     queries = seq_len / at.cp
     for core in block.cores:
-        heads = np.maximum(core.heads / at.tp, 1.0)
+        divided = core.split != "outside"
+        heads = np.maximum(core.heads / at.tp, 1.0) if divided else core.heads
         keys = np.minimum(seq_len, core.window)
         visible = np.where(keys < seq_len, 1.0, core.visible)
         width = core.head_dim + core.value_dim
@@ -205,9 +218,9 @@ def _attention(
         more = np.where(refused, UNFUSED_SOFTMAX_PASSES * scores, 0.0)
         flash = np.broadcast_to(constants.flash, tokens.shape) > 0
         passes = scores * constants.softmax
-        forward = forward + np.where(flash, fused, plain + SCORE_PASSES_FORWARD * passes + more)
+        forward = forward + np.where(flash, fused, plain + core.passes * passes + more)
         backward = backward + np.where(
-            flash, FLASH_BACKWARD * fused, 2 * plain + SCORE_PASSES_BACKWARD * passes + more
+            flash, FLASH_BACKWARD * fused, 2 * plain + core.passes_backward * passes + more
         )
         started = EAGER_ATTENTION_KERNELS + np.where(refused, UNFUSED_SOFTMAX_KERNELS, 0.0)
         kernels = kernels + np.where(flash, 0.0, started)
@@ -243,8 +256,11 @@ def _communication(
             forward = forward + np.maximum(ring - core, 0.0)
             backward = backward + np.maximum(2 * ring - FLASH_BACKWARD * core, 0.0)
     if np.any(at.ep > 1) and np.any(block.weights_expert > 0):
-        sent = size * model.experts_per_token / np.where(at.sequence_parallel > 0, at.tp, 1.0)
-        moved = 2 * group(ALL_TO_ALL, sent, at.ep, at.tp * at.cp, platform)
+        over = expert_tp(at) < at.tp
+        sent = (
+            size * model.experts_per_token / np.where(over | (at.sequence_parallel > 0), at.tp, 1.0)
+        )
+        moved = 2 * group(ALL_TO_ALL, sent, at.ep, np.where(over, 1.0, at.tp), platform)
         moved = np.where(block.weights_expert > 0, moved, 0.0)
         forward, backward = forward + moved, backward + moved
     return forward, backward

@@ -21,6 +21,7 @@ import dataclasses
 import numpy as np
 
 from hocket.cost.columns import SCHEDULES, Layouts
+from hocket.cost.compute import local_weights
 from hocket.cost.constants import Constants
 from hocket.cost.terms import BlockTerms, Floats, Terms
 
@@ -72,10 +73,10 @@ def memory(
         whole, kept = _saved(block, model, at, seq_len, constants)
         held = held + count * kept * tokens
         live_layer = np.maximum(live_layer, np.where(at.recompute == FULL, whole * tokens, 0.0))
-        local = _local(block, at)
+        local = local_weights(block, at)
         layer_weights = layer_weights + count * local
         largest = np.maximum(largest, local)
-    ends = _local(model.embedding, at), _local(model.head, at)
+    ends = local_weights(model.embedding, at), local_weights(model.head, at)
     flight = _in_flight(at)
     lighter = np.where(np.asarray(ends_lighter) > 0, 1.0, 0.0) / model.layers
     logits = _end(model.head, at) * tokens
@@ -109,11 +110,6 @@ def memory(
         optimizer=parts[2],
         activations=parts[3],
     )
-
-
-def _local(block: BlockTerms, at: Layouts) -> Floats:
-    inside = block.weights_inside / at.tp + block.weights_outside
-    return inside + block.weights_expert / (at.tp * at.ep)
 
 
 def _saved(

@@ -23,7 +23,7 @@ import numpy as np
 
 from hocket.cost.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, group, point_to_point
 from hocket.cost.columns import SCHEDULES, Layouts
-from hocket.cost.compute import ELEMENT, BlockTimes, block_times
+from hocket.cost.compute import ELEMENT, BlockTimes, block_times, local_weights
 from hocket.cost.constants import Constants, Platform
 from hocket.cost.machine import Machine
 from hocket.cost.terms import BlockTerms, Floats, Terms
@@ -93,7 +93,7 @@ def step_times(
     total_weights = zero
     for count, block in model.kinds:
         times = block_times(block, model, small, span, platform)
-        local = _local_weights(block, at)
+        local = local_weights(block, at)
         per_layer, gather, scatter = _sharded(block, at, platform)
         f, b, w = spread(times.forward), spread(times.inputs), spread(times.weights)
         share = np.broadcast_to(constants.overlap, at.dp.shape)
@@ -132,7 +132,7 @@ def step_times(
     no_bubble = (at.schedule == SCHEDULES.index("zb-h2")) | (at.schedule == SCHEDULES.index("zb-v"))
     pipeline = np.where(no_bubble, m * slowest, pipeline)
 
-    ends = _local_weights(model.embedding, at) + _local_weights(model.head, at)
+    ends = local_weights(model.embedding, at) + local_weights(model.head, at)
     tied = np.where((model.tied > 0) & (p == 1), 0.5, 1.0)
     held = total_weights * (model.layers + extra) / (p * model.layers)
     held = held + ends * tied * np.where(p > 1, 0.5, 1.0)
@@ -171,6 +171,7 @@ def _unique(at: Layouts, model: Terms, machine: Machine) -> tuple[np.ndarray, np
         values, place = np.unique(column, return_inverse=True)
         key = key * len(values) + place
     key = key * 2 + (at.microbatches > 1)
+    key = key * 2 + (at.ep > at.dp * at.cp)
     _, first, back = np.unique(key, return_index=True, return_inverse=True)
     return first, back
 
@@ -183,11 +184,6 @@ def _beside(compute: Floats, talk: Floats, share: Floats) -> Floats:
     return np.maximum(compute, talk) + share * np.minimum(compute, talk)
 
 
-def _local_weights(block: BlockTerms, at: Layouts) -> Floats:
-    inside = block.weights_inside / at.tp + block.weights_outside
-    return inside + block.weights_expert / (at.tp * at.ep)
-
-
 def _sharded(
     block: BlockTerms, at: Layouts, platform: Platform
 ) -> tuple[np.ndarray, Floats, Floats]:
@@ -197,7 +193,7 @@ def _sharded(
     per_layer = ((at.zero >= 2) & each) | (at.zero >= 3)
     if not np.any(per_layer):
         return per_layer, np.zeros_like(at.dp), np.zeros_like(at.dp)
-    local = _local_weights(block, at)
+    local = local_weights(block, at)
     slow = Platform(
         platform.machine, dataclasses.replace(constants, network=constants.sharded_network)
     )
@@ -241,7 +237,7 @@ def _data_parallel(held: Floats, at: Layouts, platform: Platform) -> Floats:
 def _tied(model: Terms, at: Layouts, platform: Platform) -> Floats:
     """Gradients of tied embeddings, between the first and the last stage."""
     constants = platform.constants
-    size = constants.gradient_bytes * _local_weights(model.head, at)
+    size = constants.gradient_bytes * local_weights(model.head, at)
     stride = at.tp * at.cp * at.dp * (at.pp - 1)
     machine = platform.machine
     crossing = (at.tp * at.cp * at.dp * at.pp) > machine.domain
