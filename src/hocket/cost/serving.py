@@ -15,6 +15,7 @@ import numpy as np
 from hocket.cost.constants import Platform, constants
 from hocket.cost.machine import Machine, MeasuredCurve, machine
 from hocket.cost.serving_constants import default_engine, serving_constants
+from hocket.cost.serving_shape import served
 from hocket.cost.serving_step import (
     Load,
     Replica,
@@ -180,6 +181,7 @@ def serving_prices(
     Raises:
         OptionError: an unknown precision or engine.
     """
+    shape = served(shape)
     engine = default_engine() if engine is None else engine
     expert_precision = precision if expert_precision is None else expert_precision
     if cache_precision is None:

@@ -24,6 +24,7 @@ import numpy as np
 from hocket.cost.collectives import ALL_REDUCE, ALL_TO_ALL, group, point_to_point
 from hocket.cost.constants import Platform
 from hocket.cost.serving_constants import ServingConstants
+from hocket.cost.serving_shape import latent_width
 from hocket.cost.terms import Floats
 from hocket.spec.model_shape import Attention, BlockShape, MatrixProduct, ModelShape
 
@@ -83,10 +84,10 @@ class StepParts:
 def cached_elements(core: Attention, block: BlockShape) -> tuple[float, bool]:
     """Elements that a token leaves in the cache of one attention core, and whether heads divide
     them (a latent vector is whole on every rank)."""
-    latent = _latent(core, block)
+    latent = latent_width(core, block)
     if latent:
-        return latent, False
-    return core.kv_heads * (core.head_dim + core.value_dim), core.split != "outside"
+        return float(latent), False
+    return float(core.kv_heads * (core.head_dim + core.value_dim)), True
 
 
 def weight_bytes(shape: ModelShape, at: Replica) -> Floats:
@@ -219,8 +220,7 @@ def _attention(core: Attention, block: BlockShape, at: Replica, load: Load) -> F
     constants = at.constants
     machine = at.platform.machine
     window = np.inf if core.window is None else float(core.window)
-    divided = core.split != "outside"
-    heads = np.maximum(core.heads / at.tp, 1.0) if divided else float(core.heads)
+    heads = np.maximum(core.heads / at.tp, 1.0)
     width = core.head_dim + core.value_dim
     pairs = load.prefill_tokens / at.attention_dp * np.minimum(load.prefill_context, window)
     prompt = 2 * heads * width * pairs / (machine.flops * constants.prefill_rate)
@@ -268,18 +268,6 @@ def _held(block: BlockShape, at: Replica) -> Floats:
         else:
             total = total + w.elements * at.weight / np.minimum(at.tp, max(w.units, 1))
     return total
-
-
-def _latent(core: Attention, block: BlockShape) -> float:
-    """Width of the cached latent vector; 0 where keys and values are cached themselves."""
-    for p in block.products:
-        own = p.n / core.heads - core.value_dim
-        rotary = core.head_dim - own
-        if p.split == "column" and 0 < own < core.head_dim and rotary > 0:
-            width = p.k + rotary
-            if any(q.split == "outside" and q.n == width for q in block.products):
-                return width
-    return 0.0
 
 
 def _bandwidth(at: Replica) -> Floats:
