@@ -61,6 +61,10 @@ class Percentiles:
         """One of them by its number: 50, 90 or 99."""
         return float(getattr(self, f"p{percentile}"))
 
+    def later(self, seconds: float) -> Percentiles:
+        """Each later by so much."""
+        return Percentiles(self.p50 + seconds, self.p90 + seconds, self.p99 + seconds)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Latencies:
@@ -86,6 +90,12 @@ class Latencies:
     cache: float
     cache_peak: float
     busy: float
+
+    def later(self, seconds: float) -> Latencies:
+        """With first tokens, and ends, later by so much: what a request takes before its prompt."""
+        return dataclasses.replace(
+            self, ttft=self.ttft.later(seconds), end_to_end=self.end_to_end.later(seconds)
+        )
 
 
 class RoundTable:
@@ -125,7 +135,7 @@ class RoundTable:
             found = tuple(
                 sum(w * corner[t] for w, corner in zip(weights, corners, strict=True))
                 for t in range(3)
-            )  # type: ignore[assignment]
+            )
             assert found is not None
             self._known[n, b] = found
         return found

@@ -1,0 +1,80 @@
+"""The service need: GPUs over load and latency, every number searched for as the answer was."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from hocket.planning.service.problem import ServiceProblem
+from hocket.planning.service.search import Deployed, Pins, candidates, search
+
+COUNTED = 200
+"""Requests that are counted for a number of the map."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NeedMap:
+    """GPUs of one kind.
+
+    Attributes:
+        gpu: the kind.
+        rates: requests per second, one a row. tpots: goals in milliseconds, one a column; None:
+            no goal for either latency.
+        gpus: [row][column]; None where no number of GPUs that is looked at meets the goals.
+        layouts: as text, likewise.
+    """
+
+    gpu: str
+    rates: tuple[float, ...]
+    tpots: tuple[float | None, ...]
+    gpus: tuple[tuple[int | None, ...], ...]
+    layouts: tuple[tuple[str | None, ...], ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return dataclasses.asdict(self)
+
+
+def need_map(
+    problem: ServiceProblem,
+    *,
+    rates: tuple[float, ...],
+    tpots: tuple[float | None, ...],
+    pins: Pins | None = None,
+) -> NeedMap:
+    """GPUs that carry so many requests a second (rows) within so many milliseconds a token.
+
+    The goal for the first token is the service's, except where there is no goal at all.
+    """
+    rows = [[need(problem, rate, tpot, pins) for tpot in tpots] for rate in rates]
+    return NeedMap(
+        gpu=problem.gpu.name,
+        rates=rates,
+        tpots=tpots,
+        gpus=tuple(tuple(None if d is None else d.gpus for d in row) for row in rows),
+        layouts=tuple(tuple(None if d is None else text(d) for d in row) for row in rows),
+    )
+
+
+def need(
+    problem: ServiceProblem, rate: float, tpot: float | None, pins: Pins | None = None
+) -> Deployed | None:
+    """The fewest GPUs for one load and one goal."""
+    service = dataclasses.replace(
+        problem.service,
+        requests_per_second=rate,
+        tpot_ms=tpot,
+        ttft_ms=None if tpot is None else problem.service.ttft_ms,
+    )
+    other = dataclasses.replace(problem.under(service), bounded=False)
+    for name in ("_known", "_tables"):
+        other.__dict__[name] = getattr(problem, name)
+    found = search(other, top=1, pins=pins, found=candidates(other, pins), counted=COUNTED)
+    return found[0] if found else None
+
+
+def text(deployed: Deployed) -> str:
+    """The layout of a deployment: `dp2.tp4`."""
+    one = deployed.candidate
+    degrees = (("dp", deployed.replicas), ("pp", one.pp), ("tp", one.tp))
+    return ".".join(f"{axis}{degree}" for axis, degree in degrees if degree > 1) or "dp1"

@@ -1,0 +1,288 @@
+"""The search: fewest GPUs of one kind that meet a service's goals.
+
+every (tp, pp, token budget) that fits -> the rate it can carry in a steady state -> least replicas
+-> the most promising are played against the traffic, with more replicas until the goals are met
+
+In a steady state of b sequences a round of T(b) seconds gives b tokens and reads b x prompt /
+output prompt tokens: b / (output x T(b)) requests a second. T(b) is then about the TPOT.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from hocket.planning.service.forecast import (
+    ServiceForecast,
+    forecast,
+    misses,
+    nodes,
+    prefill_alone,
+)
+from hocket.planning.service.problem import CHUNKS, ServiceProblem
+from hocket.simulation.traffic import Latencies, poisson, simulate_requests
+
+COUNTED = 500
+"""Requests whose latencies are counted."""
+
+MOST_LOADED = 0.95
+"""Share of the rate at which a replica saturates that it is loaded with at most."""
+
+MOST_TRIES = 12
+"""Numbers of replicas that are played for one replica's layout."""
+
+PROMISING = 8
+"""Replicas' layouts that are played, at least."""
+
+Pins = Mapping[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A replica that fits.
+
+    Attributes:
+        most: requests per second at which it saturates. good: those at which the mean time per
+            token is still within the goal.
+        floor_ttft, floor_tpot: seconds of a request alone: no number of replicas is faster.
+    """
+
+    tp: int
+    pp: int
+    chunk: int
+    most: float
+    good: float
+    floor_ttft: float
+    floor_tpot: float
+
+    @property
+    def size(self) -> int:
+        """GPUs of the replica."""
+        return self.tp * self.pp
+
+
+def candidates(problem: ServiceProblem, pins: Pins | None = None) -> list[Candidate]:
+    """Every replica that fits and holds a request, whatever its latency, at one token budget."""
+    pins = pins or {}
+    chunk = pins.get("max_batch_tokens", CHUNKS[0])
+    return [
+        candidate(problem, tp, pp, chunk)
+        for tp, pp in problem.splits()
+        if pins.get("tp", tp) == tp
+        and pins.get("pp", pp) == pp
+        and problem.sequences(tp, pp, chunk) >= 1
+    ]
+
+
+def candidate(problem: ServiceProblem, tp: int, pp: int, chunk: int) -> Candidate:
+    """A replica's rates in a steady state."""
+    service = problem.service
+    table = problem.table(tp, pp, chunk)
+    slots = problem.sequences(tp, pp, chunk)
+    goal = math.inf if service.tpot_ms is None else service.tpot_ms / 1e3
+    budget = chunk * table.stages
+    share = service.prompt_len / service.output_len
+    batches = sorted({min(int(b), slots) for b in table.batches if b >= 1})
+    most = good = 0.0
+    for b in batches:
+        tokens = b * share
+        if b + tokens > budget:
+            tokens = budget - b
+        if tokens <= 0:
+            break
+        low, slope, each = table.terms(tokens, b)
+        seconds = low + slope * (service.context - 1) + each * service.prompt_len / 2
+        rate = min(b / service.output_len, tokens / service.prompt_len) / seconds
+        most = max(most, rate)
+        if seconds <= goal:
+            good = max(good, rate)
+    low, slope, _ = table.terms(0, 1)
+    return Candidate(
+        tp=tp,
+        pp=pp,
+        chunk=chunk,
+        most=most,
+        good=good,
+        floor_ttft=prefill_alone(problem, tp, pp, chunk),
+        floor_tpot=low + slope * (service.context - 1),
+    )
+
+
+def quick_enough(problem: ServiceProblem, one: Candidate) -> bool:
+    """Whether a token alone comes within the goal, and with some load too."""
+    goal = problem.service.tpot_ms
+    return one.good > 0 and (goal is None or one.floor_tpot * 1e3 <= goal)
+
+
+def too_slow(problem: ServiceProblem, one: Candidate) -> bool:
+    """Whether even a request alone misses a goal."""
+    service = problem.service
+    return (service.ttft_ms is not None and one.floor_ttft * 1e3 > service.ttft_ms) or (
+        service.tpot_ms is not None and one.floor_tpot * 1e3 > service.tpot_ms
+    )
+
+
+def least_replicas(problem: ServiceProblem, one: Candidate) -> int:
+    """Replicas below which the goals cannot be met."""
+    rate = min(one.good, MOST_LOADED * one.most)
+    if rate <= 0:
+        return most_replicas(problem, one) + 1
+    return max(1, math.ceil(problem.service.requests_per_second / rate - 1e-9))
+
+
+def most_replicas(problem: ServiceProblem, one: Candidate) -> int:
+    """Replicas that there is room for; a million where GPUs are not bounded."""
+    if not problem.bounded:
+        return 10**6
+    low, high = 0, problem.cluster.num_gpus
+    while low < high:
+        middle = (low + high + 1) // 2
+        if nodes(problem, one.size, middle) <= problem.cluster.num_nodes:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def played(
+    problem: ServiceProblem, one: Candidate, replicas: int, *, counted: int = COUNTED
+) -> Latencies | None:
+    """Latencies of a deployment; None: it is saturated."""
+    service = problem.service
+    rate = service.requests_per_second / replicas
+    if rate >= MOST_LOADED * one.most:
+        return None
+    table = problem.table(one.tp, one.pp, one.chunk)
+    # Before the first counted request the batch has filled up; after the last it stays full.
+    residence = one.floor_ttft + service.output_len * one.floor_tpot
+    full = min(2000, math.ceil(2 * rate * residence)) + 10
+    arrivals = poisson(service.requests_per_second, counted + 2 * full, seed=0, every=replicas)
+    found = simulate_requests(
+        table,
+        arrivals,
+        prompt=service.prompt_len,
+        output=service.output_len,
+        capacity=problem.cached_tokens(one.tp, one.pp, one.chunk),
+        most=problem.sequences(one.tp, one.pp, one.chunk),
+        warm_up=full,
+        tail=full,
+    )
+    return found.later(problem.begin_seconds(one.tp, one.pp, one.chunk))
+
+
+@dataclasses.dataclass(frozen=True)
+class Deployed:
+    """Replicas that meet the goals, with what they were measured at."""
+
+    candidate: Candidate
+    replicas: int
+    latencies: Latencies
+
+    @property
+    def gpus(self) -> int:
+        return self.candidate.size * self.replicas
+
+
+def deploy(
+    problem: ServiceProblem,
+    one: Candidate,
+    *,
+    most: int | None = None,
+    counted: int = COUNTED,
+    replicas: int | None = None,
+) -> Deployed | None:
+    """The fewest replicas of one layout that meet the goals; None: none up to `most` GPUs.
+
+    Args:
+        replicas: this number alone.
+    """
+    limit = most_replicas(problem, one)
+    if most is not None:
+        limit = min(limit, most // one.size)
+    least = least_replicas(problem, one)
+    if one.good <= 0 or too_slow(problem, one):
+        return None
+    if replicas is not None:
+        least = limit = replicas
+    known: dict[int, Latencies | None] = {}
+
+    def good(count: int) -> bool:
+        if count not in known:
+            known[count] = played(problem, one, count, counted=counted)
+        latencies = known[count]
+        return latencies is not None and not misses(problem, latencies)
+
+    low, count = least - 1, least  # low fails
+    tries = 0
+    while count <= limit and not good(count):
+        tries += 1
+        low, count = count, max(count + 1, math.ceil(count * 1.2))
+        if tries > MOST_TRIES:
+            return None
+        if low < limit < count:
+            count = limit
+    if count > limit:
+        return None
+    while count - low > 1:
+        middle = (low + count) // 2
+        if good(middle):
+            count = middle
+        else:
+            low = middle
+    latencies = known[count]
+    assert latencies is not None
+    return Deployed(one, count, latencies)
+
+
+def search(
+    problem: ServiceProblem,
+    *,
+    top: int = 10,
+    pins: Pins | None = None,
+    found: list[Candidate] | None = None,
+    counted: int = COUNTED,
+) -> list[Deployed]:
+    """The deployments that meet the goals, fewest GPUs first, then quickest answers.
+
+    Args:
+        top: how many, each with another (tp, pp).
+        pins: tp, pp, dp (replicas) or max_batch_tokens to the only value that each may have.
+        found: the candidates, where they are known.
+    """
+    pins = pins or {}
+    fitting = candidates(problem, pins) if found is None else found
+    hopeful = [one for one in fitting if quick_enough(problem, one)]
+    hopeful.sort(key=lambda one: (least_replicas(problem, one) * one.size, one.floor_tpot))
+    best: list[Deployed] = []
+    for number, one in enumerate(hopeful):
+        sizes = sorted(deployed.gpus for deployed in best)
+        enough = sizes[top - 1] if len(sizes) >= top else None
+        lower = least_replicas(problem, one) * one.size
+        if (enough is not None and lower > enough) or (best and number >= PROMISING + 2 * top):
+            break
+        deployed = None
+        for chunk in (one.chunk,) if "max_batch_tokens" in pins else CHUNKS:
+            other = one if chunk == one.chunk else candidate(problem, one.tp, one.pp, chunk)
+            most = enough if deployed is None else deployed.gpus - one.size
+            again = deploy(problem, other, most=most, counted=counted, replicas=pins.get("dp"))
+            deployed = again or deployed
+            if deployed is not None and deployed.gpus <= lower:
+                break
+        if deployed is not None:
+            best.append(deployed)
+    return sorted(best, key=lambda d: (d.gpus, d.latencies.end_to_end.p50))[:top]
+
+
+def told(problem: ServiceProblem, deployed: Deployed) -> ServiceForecast:
+    """The forecast of a deployment."""
+    one = deployed.candidate
+    return forecast(
+        problem,
+        tp=one.tp,
+        pp=one.pp,
+        chunk=one.chunk,
+        replicas=deployed.replicas,
+        most=one.most,
+        latencies=deployed.latencies,
+    )
