@@ -142,12 +142,11 @@ class Problem:
         """Seconds of the pipeline, [r], by playing the schedule that the runtime would run.
 
         Args:
-            layouts: alike in pp, virtual stages, microbatches and schedule.
+            layouts: alike in `played`: one schedule is played for all of them.
             times: their prices.
         """
         first = layouts[0]
-        assert first.microbatches is not None
-        count = first.microbatches
+        counts = np.array([float(layout.microbatches or 1) for layout in layouts])
         num_stages = first.num_stages
         cut = np.array(self.cut(first), dtype=np.float64)
         # Seconds of one layer: what a middle rank takes, over the layers it holds on average.
@@ -181,12 +180,12 @@ class Problem:
             )
             return durations(_schedule(plain, microbatches), seconds)
 
-        short = SHORT * first.pp + count % first.pp
-        if count <= short + first.pp:
-            return played(count)
+        short, long = played_microbatches(first.pp, int(counts[0]))
+        before = played(short)
+        if long == short:
+            return before
         # Long past its warm-up a schedule repeats itself with every round of pp microbatches.
-        before, after = played(short), played(short + first.pp)
-        return before + (after - before) * ((count - short) / first.pp)
+        return before + (played(long) - before) * ((counts - short) / first.pp)
 
     @functools.cached_property
     def time_range(self) -> tuple[float, float]:
@@ -199,10 +198,11 @@ class Problem:
         return float(file()["residuals"].get("memory_high", MEMORY_HIGH))
 
 
-def played_microbatches(pp: int, count: int) -> int:
-    """Microbatches that `Problem.pipelines` plays of `count`, both times together."""
+def played_microbatches(pp: int, count: int) -> tuple[int, int]:
+    """Microbatches that `Problem.pipelines` plays of `count`: all of them (twice the same number),
+    or two numbers a round apart, from which the rest follows."""
     short = SHORT * pp + count % pp
-    return count if count <= short + pp else 2 * short + pp
+    return (count, count) if count <= short + pp else (short, short + pp)
 
 
 @functools.lru_cache(maxsize=512)

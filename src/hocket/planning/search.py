@@ -154,12 +154,13 @@ def simulate_all(problem: Problem, priced: Priced, *, most: int = MOST_ACTIONS) 
     groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for i in range(len(priced)):
         if at.pp[i] > 1:
-            key = at.pp[i], at.virtual[i], at.microbatches[i], at.schedule[i]
-            groups[tuple(map(int, key))].append(i)
+            pp, virtual, schedule = int(at.pp[i]), int(at.virtual[i]), int(at.schedule[i])
+            played = played_microbatches(pp, int(at.microbatches[i]))
+            groups[pp, virtual, schedule, *played].append(i)
     pipeline = priced.pipeline.copy()
     simulated = at.pp == 1  # microbatch after microbatch: nothing to play
-    for (pp, virtual, microbatches, _), rows in groups.items():
-        actions = 6 * pp * virtual * played_microbatches(pp, microbatches)
+    for (pp, virtual, _, short, long), rows in groups.items():
+        actions = 6 * pp * virtual * (short if short == long else short + long)
         if actions > most:
             continue
         most -= actions
