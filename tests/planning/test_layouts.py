@@ -7,9 +7,9 @@ import itertools
 import numpy as np
 import pytest
 
+from hocket.cost.columns import NAMES, SCHEDULES, columns
 from hocket.planning.decoder import decoder
 from hocket.planning.layouts import (
-    NAMES,
     Layouts,
     layout_at,
     legal,
@@ -53,7 +53,7 @@ def test_every_row_is_a_layout_that_its_schedule_can_be_built_for() -> None:
         if key not in seen:
             seen.add(key)
             build(one, one.microbatches)  # checked: it would not hang
-    assert {name for name, *_ in seen} == {"1f1b", "interleaved", "zero-bubble"}
+    assert {name for name, *_ in seen} == {"1f1b", "interleaved", "zero-bubble", "zb-v"}
 
 
 def test_rows_differ() -> None:
@@ -112,6 +112,7 @@ def test_a_degree_that_divides_no_heads_is_not_there() -> None:
         "dp4:microbatches=1,zero=3,shard=2",
         "pp2.tp2:schedule=interleaved,microbatches=4,virtual_stages=3",
         "pp4:schedule=zero-bubble,microbatches=6",
+        "pp2:schedule=zb-v,microbatches=3,virtual_stages=2",
     ],
 )
 def test_a_layout_goes_into_a_row_and_comes_back(text: str) -> None:
@@ -148,7 +149,26 @@ def test_a_schedule_file_has_no_price() -> None:
 def test_names_are_those_of_the_registry() -> None:
     from hocket.schedules import NAMES as KNOWN
 
-    assert set(KNOWN) <= set(NAMES)
+    assert set(KNOWN) == set(NAMES)
+    assert set(NAMES.values()) <= set(SCHEDULES)
+
+
+@pytest.mark.parametrize(
+    ("text", "priced"),
+    [
+        ("dp8", "1f1b"),
+        ("pp2:schedule=interleaved,virtual_stages=2", "interleaved"),
+        ("pp2:virtual_stages=2", "interleaved"),
+        ("dp2:virtual_stages=2", "1f1b"),
+        ("pp2:schedule=gpipe,virtual_stages=2", "gpipe"),
+        ("pp2:schedule=zero-bubble", "zb-h1"),
+        ("pp2:schedule=zb-v,virtual_stages=2", "zb-v"),
+        ("pp2:schedule=sequential", "sequential"),
+    ],
+)
+def test_each_schedule_has_its_own_price(text: str, priced: str) -> None:
+    found = columns([Layout.parse(text)], 8)
+    assert SCHEDULES[int(found.schedule[0])] == priced
 
 
 def test_nothing_legal_is_an_empty_answer() -> None:

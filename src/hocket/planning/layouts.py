@@ -19,16 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from hocket.cost.columns import SCHEDULES, Layouts
+from hocket.cost.columns import NAMES, SCHEDULES, Layouts, schedule_number
 from hocket.cost.terms import Floats
 from hocket.spec.capabilities import TABLE
 from hocket.spec.errors import LayoutError, OptionError, unknown
 from hocket.spec.layout import RECOMPUTE, Layout, divisors
 from hocket.spec.model_shape import ModelShape
-
-ZERO_BUBBLE = "zero-bubble"
-NAMES = tuple(ZERO_BUBBLE if name == "zb-h1" else name for name in SCHEDULES)
-"""The schedules of `SCHEDULES` by the names that `schedules.registry` knows them by."""
 
 PINS = (
     "dp", "pp", "cp", "tp", "ep", "virtual_stages", "microbatch", "microbatches", "schedule",
@@ -36,8 +32,10 @@ PINS = (
 )  # fmt: skip
 """What can be pinned. `microbatch` is the sequences of one; the others are fields of a layout."""
 
-SEARCHED = ("1f1b", "interleaved", ZERO_BUBBLE)
+SEARCHED = ("1f1b", "interleaved", "zero-bubble", "zb-v")
 MOST_VIRTUAL = 16
+
+_NAMED = {priced: name for name, priced in NAMES.items()}
 
 Pins = Mapping[str, Any]
 
@@ -96,7 +94,7 @@ def legal(
         chosen = {name: column[keep] for name, column in base.items()}
         count = int(keep.sum())
         for name, value in (
-            ("schedule", NAMES.index(schedule)),
+            ("schedule", SCHEDULES.index(NAMES[schedule])),
             ("zero", zero),
             ("recompute", RECOMPUTE.index(recompute)),
             ("sequence_parallel", parallel),
@@ -118,7 +116,7 @@ def layout_at(layouts: Layouts, index: int) -> Layout:
         cp=row["cp"],
         tp=row["tp"],
         ep=row["ep"],
-        schedule=NAMES[row["schedule"]],
+        schedule=_NAMED[SCHEDULES[row["schedule"]]],
         microbatches=row["microbatches"],
         virtual_stages=row["virtual"],
         zero=row["zero"],
@@ -138,11 +136,7 @@ def row(layout: Layout, shape: ModelShape, seq_len: int, global_batch: int) -> L
     problem = next(_problems(layout, shape, seq_len, global_batch), None)
     if problem is not None:
         raise LayoutError(f"the layout {layout}: {problem[0]}", hint=problem[1])
-    interleaved = layout.schedule == "1f1b" and layout.num_stages > layout.pp > 1
-    name = "interleaved" if interleaved else layout.schedule
-    if name not in NAMES:
-        message, hint = unknown("schedule", name, NAMES)
-        raise OptionError(f"only schedules with a name have a price; {message}", hint=hint)
+    schedule = schedule_number(layout)
     batch = global_batch // layout.dp
     count = layout.microbatches or 1
     if layout.microbatches is None and layout.pp > 1:
@@ -155,7 +149,7 @@ def row(layout: Layout, shape: ModelShape, seq_len: int, global_batch: int) -> L
         "shard": layout.shard or layout.dp,
         "recompute": RECOMPUTE.index(layout.recompute),
         "sequence_parallel": layout.sequence_parallel,
-        "schedule": NAMES.index(name),
+        "schedule": schedule,
     }
     return Layouts(**{name: np.array([float(value)]) for name, value in values.items()})
 
@@ -314,9 +308,10 @@ def _allowed(
     if schedule == "interleaved":
         # Rounds of microbatches must be equal, as the schedule's builder asks.
         keep = piped & (virtual > 1) & (m % np.maximum(1, m // pp) == 0)
-    elif schedule == ZERO_BUBBLE:
+    elif schedule in ("zero-bubble", "zb-v"):
         # A weight's gradient waits for what full recompute has thrown away.
-        keep = piped & (virtual == 1) & (recompute != "full")
+        stages = 2 if schedule == "zb-v" else 1
+        keep = piped & (virtual == stages) & (recompute != "full")
     elif schedule == "1f1b" or "schedule" in pins:
         keep = (virtual == 1) & (piped | (schedule in ("1f1b", pins.get("schedule"))))
     else:
