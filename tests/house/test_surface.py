@@ -48,7 +48,7 @@ FLAGS = {
         "model", "cluster", "seq_len", "global_batch", "objective", "top", "layout", "pin", "all",
         "explain", "emit", "precision", "stack", "json",
     },
-    "validate": {"table", "rows", "json"},
+    "validate": {"table", "infer", "rows", "json"},
     "schedule": {*LAYOUT, "text", "json"},
     "models": {"json"},
 }  # fmt: skip

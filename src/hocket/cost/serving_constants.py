@@ -48,6 +48,9 @@ class ServingConstants:
     Assumed of the engine:
         max_batch_tokens: tokens of a step. max_sequences: sequences of a step.
         overhead_bytes: CUDA context, workspaces, graphs.
+        usable: share of the memory that the engine fills.
+        reserved: share of a request's output for which place is kept when it starts.
+        burst: of the prompts of all running requests, the share that one waits for on average.
     """
 
     weight_rate: Any
@@ -65,6 +68,9 @@ class ServingConstants:
     max_batch_tokens: Any
     max_sequences: Any
     overhead_bytes: Any
+    usable: Any
+    reserved: Any
+    burst: Any
 
 
 @functools.cache
