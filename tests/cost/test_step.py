@@ -105,7 +105,7 @@ def test_interleaving_and_zero_bubble_shorten_it() -> None:
         layout = Layout(pp=8, tp=8, microbatches=16, schedule=name, virtual_stages=virtual)
         return float(price(layout, 16, 8).step[0])
 
-    assert of("zb-h2") < of("zb-h1") < of("1f1b") == of("gpipe")
+    assert of("zb-v", 2) < of("zero-bubble") < of("1f1b") == of("gpipe") < of("sequential")
     assert of("1f1b", 3) < of("1f1b")
 
 

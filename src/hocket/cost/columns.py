@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hocket.cost.terms import Floats
+from hocket.cost.terms import Floats, Terms
 from hocket.spec.errors import OptionError, unknown
 from hocket.spec.layout import RECOMPUTE, Layout
 
@@ -57,6 +57,22 @@ class Layouts:
         """Some of the rows."""
         fields = dataclasses.fields(self)
         return Layouts(**{f.name: getattr(self, f.name)[index] for f in fields})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RankLayers:
+    """Layers that pipeline ranks hold, [r] each: the first, the last, and the fullest one."""
+
+    first: Floats
+    last: Floats
+    most: Floats
+
+
+def equal_layers(model: Terms, at: Layouts, ends_lighter: Floats | float = 0.0) -> RankLayers:
+    """As many on every rank; one fewer at both ends where `ends_lighter` is 1."""
+    lighter = np.where(np.asarray(ends_lighter) > 0, 1.0, 0.0)
+    most = (model.layers + 2.0 * lighter) / at.pp
+    return RankLayers(first=most - lighter, last=most - lighter, most=most)
 
 
 def columns(layouts: Sequence[Layout], global_batch: int) -> Layouts:
