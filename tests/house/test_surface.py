@@ -28,6 +28,11 @@ TRAINING = {
     "compile", "attention", "tensorboard", "trust_remote_code", "timeout",
 }  # fmt: skip
 
+SERVICE = {
+    "serve", "prompt_len", "output_len", "requests_per_second", "ttft_ms", "tpot_ms", "percentile",
+    "weights", "cache_precision", "engine", "usable",
+}  # fmt: skip
+
 FLAGS = {
     "train": {"model", "data", "run", "config", "json", *LAYOUT, *WORKLOAD, *TRAINING},
     "demo": {
@@ -46,7 +51,7 @@ FLAGS = {
     "export": {"run", "to"},
     "plan": {
         "model", "cluster", "seq_len", "global_batch", "objective", "top", "layout", "pin", "all",
-        "explain", "emit", "precision", "stack", "json",
+        "explain", "emit", "precision", "stack", "json", *SERVICE,
     },
     "validate": {"table", "infer", "rows", "json"},
     "schedule": {*LAYOUT, "text", "json"},

@@ -129,14 +129,14 @@ class RoundTable:
         if found is None:
             i, x = _between(self.prompts, n)
             j, y = _between(self.batches, b)
-            rows = self.rows
-            corners = rows[i][j], rows[i][j + 1], rows[i + 1][j], rows[i + 1][j + 1]
-            weights = (1 - x) * (1 - y), (1 - x) * y, x * (1 - y), x * y
-            found = tuple(
-                sum(w * corner[t] for w, corner in zip(weights, corners, strict=True))
-                for t in range(3)
+            near, far = self.rows[i], self.rows[i + 1]
+            p, q, r, s = near[j], near[j + 1], far[j], far[j + 1]
+            u, v, w, z = (1 - x) * (1 - y), (1 - x) * y, x * (1 - y), x * y
+            found = (
+                u * p[0] + v * q[0] + w * r[0] + z * s[0],
+                u * p[1] + v * q[1] + w * r[1] + z * s[1],
+                u * p[2] + v * q[2] + w * r[2] + z * s[2],
             )
-            assert found is not None
             self._known[n, b] = found
         return found
 
@@ -267,9 +267,12 @@ def simulate_requests(
             turn += rounds
             contexts += rounds * decoding
             batch = decoding
-        passed = _overlap(before, now, start, stop)
-        if passed > 0:
-            peak, most_held = max(peak, batch), max(most_held, held)
+        if now > start and before < stop:
+            passed = _overlap(before, now, start, stop)
+            if batch > peak:
+                peak = batch
+            if held > most_held:
+                most_held = held
             area_batch += batch * passed
             area_held += held * passed
         while ends and ends[0][0] <= turn:  # 3

@@ -54,17 +54,20 @@ def hypotheses(name: str, *, precision: str = "bf16") -> tuple[Hypothesis, ...]:
     """What a model of `names()` could be, smallest first."""
     assert name in names(), name
     quoted = "a size often named in questions about GPT-4, with no source that can be checked"
-    made = f"shape in the proportions of Llama 3 70B, {KEYS} key/value heads"
-    return (
-        *(
+    found = []
+    for size in (150_000_000_000, 200_000_000_000):
+        text = format_bytes(size)
+        shape = of_bytes(size, precision=precision, name=f"{name} as {text}")
+        found.append(
             Hypothesis(
-                name=f"{name}: {format_bytes(size)}",
-                claim=f"{format_bytes(size)} of weights in {precision}, dense; {made}",
+                name=f"{name}: {text}",
+                claim=claim_of(shape, size, precision),
                 source=quoted,
-                shape=of_bytes(size, precision=precision, name=f"{name} as {format_bytes(size)}"),
+                shape=shape,
             )
-            for size in (150_000_000_000, 200_000_000_000)
-        ),
+        )
+    return (
+        *found,
         Hypothesis(
             name=f"{name}: 175B dense",
             claim="175 billion parameters as GPT-3: 96 layers of 12,288, 96 key/value heads",
@@ -222,3 +225,12 @@ def _divided(shape: ModelShape) -> ModelShape:
         own = tuple(dataclasses.replace(w, name=f"head {w.name}") for w in head.weights)
         blocks["head"] = dataclasses.replace(head, weights=own)
     return dataclasses.replace(shape, blocks=blocks)
+
+
+def claim_of(shape: ModelShape, size: int, precision: str) -> str:
+    """What is assumed of a model of which only the bytes are known."""
+    return (
+        f"{format_bytes(size)} of weights in {precision}, dense, as {len(shape.layers)} layers of "
+        f"{shape.hidden:,} with {shape.heads} heads and {shape.kv_heads} key/value heads "
+        "(the proportions of Llama 3 70B)"
+    )

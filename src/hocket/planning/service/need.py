@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from hocket.planning.service.forecast import ServiceForecast
 from hocket.planning.service.problem import ServiceProblem
 from hocket.planning.service.search import Deployed, Pins, candidates, search
 
@@ -41,18 +42,30 @@ def need_map(
     rates: tuple[float, ...],
     tpots: tuple[float | None, ...],
     pins: Pins | None = None,
+    known: ServiceForecast | None = None,
 ) -> NeedMap:
     """GPUs that carry so many requests a second (rows) within so many milliseconds a token.
 
     The goal for the first token is the service's, except where there is no goal at all.
+
+    Args:
+        known: the answer for the service's own load and goals.
     """
-    rows = [[need(problem, rate, tpot, pins) for tpot in tpots] for rate in rates]
+    service = problem.service
+
+    def cell(rate: float, tpot: float | None) -> tuple[int | None, str | None]:
+        if known is not None and (rate, tpot) == (service.requests_per_second, service.tpot_ms):
+            return known.num_gpus, str(known.layout)
+        found = need(problem, rate, tpot, pins)
+        return (None, None) if found is None else (found.gpus, text(found))
+
+    cells = [[cell(rate, tpot) for tpot in tpots] for rate in rates]
     return NeedMap(
         gpu=problem.gpu.name,
         rates=rates,
         tpots=tpots,
-        gpus=tuple(tuple(None if d is None else d.gpus for d in row) for row in rows),
-        layouts=tuple(tuple(None if d is None else text(d) for d in row) for row in rows),
+        gpus=tuple(tuple(gpus for gpus, _ in row) for row in cells),
+        layouts=tuple(tuple(layout for _, layout in row) for row in cells),
     )
 
 
@@ -66,9 +79,7 @@ def need(
         tpot_ms=tpot,
         ttft_ms=None if tpot is None else problem.service.ttft_ms,
     )
-    other = dataclasses.replace(problem.under(service), bounded=False)
-    for name in ("_known", "_tables"):
-        other.__dict__[name] = getattr(problem, name)
+    other = problem.under(service, bounded=False)
     found = search(other, top=1, pins=pins, found=candidates(other, pins), counted=COUNTED)
     return found[0] if found else None
 

@@ -69,8 +69,9 @@ class ServicePlan:
     """GPUs for one service.
 
     Attributes:
-        model: its name. claim, source: of a hypothesis, what it assumes and who says so; else empty.
-        service: the load and its goals. precision, engine: what is priced. usable: share of memory.
+        model: its name. claim, source: of a hypothesis, what it assumes and who says so.
+        service: the load and its goals. precision, engine: what is priced.
+        usable: share of a GPU's memory.
         parameters, weight_bytes, cache_bytes_per_token: of the model.
         kinds: an answer for each kind of GPU, cheapest first, those without an answer last.
         need: GPUs over load and latency, one map for each kind that has an answer.
@@ -266,8 +267,8 @@ def why_not(
     if problem.bounded:
         return _too_few(problem, pins)
     if "dp" in pins:
-        least = min(both, key=lambda one: least_replicas(problem, one))
-        return f"{asked}: too few replicas; at least {least_replicas(problem, least)} are needed"
+        replicas = min(least_replicas(problem, one) for one in both)
+        return f"{asked}: too few replicas; at least {replicas} are needed"
     return "the goals are met by a request alone, but by no number of replicas under this load"
 
 

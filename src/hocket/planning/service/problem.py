@@ -184,11 +184,16 @@ class ServiceProblem:
         """Seconds of a request before its prompt is run: the engine's constant."""
         return float(self.prices(tp, pp, chunk).replica.constants.prefill_time)
 
-    def under(self, service: Service) -> ServiceProblem:
+    def under(self, service: Service, *, bounded: bool | None = None) -> ServiceProblem:
         """The problem under another load; with requests of the same length, prices are kept."""
-        other = dataclasses.replace(self, service=service)
+        kept = self.bounded if bounded is None else bounded
+        other = dataclasses.replace(self, service=service, bounded=kept)
         other.__dict__["_known"] = self._known
         same = (self.service.prompt_len, self.service.output_len)
         if same == (service.prompt_len, service.output_len):
             other.__dict__["_tables"] = self._tables
         return other
+
+    def unbounded(self) -> ServiceProblem:
+        """The problem with as many GPUs as are needed."""
+        return self.under(self.service, bounded=False)

@@ -1,0 +1,322 @@
+"""What `hocket plan --serve` prints: the answer, how it comes about, and how to run it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hocket.spec.errors import OptionError, unknown
+from hocket.spec.service import Service
+from hocket.spec.units import format_bytes, format_count, format_seconds
+
+if TYPE_CHECKING:
+    from hocket.planning.forecast import Range
+    from hocket.planning.service.forecast import ServiceForecast
+    from hocket.planning.service.need import NeedMap
+    from hocket.planning.service.plan import KindAnswer, ServicePlan
+
+TOOLS = ("vllm",)
+
+
+def text(plans: Sequence[ServicePlan]) -> str:
+    """The answers as text."""
+    if len(plans) == 1:
+        return "\n".join(_single(plans[0]))
+    name = plans[0].model.partition(" as ")[0]
+    lines = [
+        f"The size of {name} is not public: these are hypotheses, each answered by itself.",
+        _asked(plans[0].service),
+        "",
+    ]
+    for plan in plans:
+        lines += [*_hypothesis(plan), ""]
+    lines += [
+        *_legend(plans[0]),
+        "GPUs in the columns of rates meet the goals; the first goal is half the second.",
+    ]
+    return "\n".join(lines)
+
+
+def to_json(plans: Sequence[ServicePlan]) -> dict[str, Any]:
+    """One object: the plan, or the hypotheses with a plan each."""
+    if len(plans) == 1:
+        return plans[0].to_json()
+    name = plans[0].model.partition(" as ")[0]
+    return {"model": name, "hypotheses": [plan.to_json() for plan in plans]}
+
+
+def only(plans: Sequence[ServicePlan]) -> ServicePlan:
+    """The one plan that there is. Raises OptionError where there are hypotheses."""
+    if len(plans) > 1:
+        name = plans[0].model.partition(" as ")[0]
+        raise OptionError(
+            f"{name} stands for {len(plans)} hypotheses, and one is printed",
+            hint="--weights 180GB, or a model whose size is known",
+        )
+    return plans[0]
+
+
+def emitted(plan: ServicePlan, tool: str) -> str:
+    """The best deployment as another engine's command. Raises OptionError for an unknown one."""
+    if tool not in TOOLS:
+        message, hint = unknown("tool", tool, TOOLS)
+        raise OptionError(f"--emit with --serve: {message}", hint=hint)
+    best = plan.best
+    if best is None:
+        raise OptionError(f"{plan.model}: there is no deployment to print")
+    notes = [
+        f"# {best.num_gpus} {best.gpu}, {best.layout}: of each replica",
+        "# replicas are equal and share nothing; a load balancer deals requests in turn"
+        if best.layout.dp > 1
+        else "",
+    ]
+    flags = {
+        "--tensor-parallel-size": best.layout.tp,
+        "--pipeline-parallel-size": best.layout.pp,
+        "--data-parallel-size": best.layout.dp if best.layout.dp > 1 else None,
+        "--max-model-len": plan.service.tokens,
+        "--max-num-seqs": best.max_sequences,
+        "--max-num-batched-tokens": best.max_batch_tokens,
+        "--enable-chunked-prefill": "",
+        "--gpu-memory-utilization": f"{plan.usable:g}",
+        "--quantization": "fp8" if plan.precision == "fp8" else None,
+        "--kv-cache-dtype": "fp8" if plan.precision == "fp8" else None,
+    }
+    words = [f"vllm serve {shlex.quote(plan.model)}"]
+    words += [f"{k} {v}".strip() for k, v in flags.items() if v is not None]
+    return "\n".join([*filter(None, notes), " \\\n  ".join(words)]) + "\n"
+
+
+# --- one model -----------------------------------------------------------------------------------
+
+
+def _single(plan: ServicePlan) -> Iterator[str]:
+    from hocket.reporting.table import table_text
+
+    yield f"{plan.model}, {plan.precision}: {_model(plan)}"
+    if plan.claim:
+        yield f"Assumed: {plan.claim}."
+    yield _asked(plan.service)
+    yield ""
+    several = len(plan.kinds) > 1
+    answered = [kind for kind in plan.kinds if kind.deployments]
+    if several:
+        yield table_text(
+            ("GPU", "holds it", "GPUs", *_HEADERS),
+            [_kind_row(kind, plan) for kind in answered],
+        )
+        for kind in plan.kinds:
+            if kind.reason:
+                yield f"{kind.gpu}: {kind.reason}."
+    else:
+        (kind,) = plan.kinds
+        yield from _memory(kind, plan)
+        yield ""
+        yield table_text(
+            ("layout", "GPUs", *_HEADERS[1:]),
+            [(str(one.layout), one.num_gpus, *_row(one, plan)) for one in kind.deployments],
+        )
+        for one in kind.deployments:
+            if one.misses:
+                yield f"! {one.layout}: {', '.join(one.misses)}"
+    yield ""
+    yield from _legend(plan)
+    for need in plan.need:
+        yield ""
+        yield from _need(need, plan.service)
+        if need.gpu in plan.memory_map:
+            yield ""
+            yield from _memory_map(plan, need.gpu)
+    if plan.notes:
+        yield ""
+        yield from plan.notes
+    if plan.explanation:
+        yield ""
+        yield from plan.explanation
+
+
+_HEADERS = ("layout", "batch", "TTFT", "TPOT", "answer", "load", "tokens/s", "$/h", "$/M tokens")
+
+
+def _row(one: ServiceForecast, plan: ServicePlan) -> tuple[str, ...]:
+    at = plan.service.percentile
+    if one.ttft is None or one.tpot is None or one.end_to_end is None:
+        latency = ("-", "-", "-")
+    else:
+        latency = (
+            _with_range(one.ttft.at(at), one.ttft_range, format_seconds),
+            _with_range(one.tpot.at(at), one.tpot_range, format_seconds),
+            format_seconds(one.end_to_end.at(at)),
+        )
+    most = _with_range(one.most_output_tokens_per_second, one.most_range, format_count)
+    cost, hourly = one.dollars_per_million_output_tokens, one.dollars_per_hour
+    full = one.full_dollars_per_million_output_tokens
+    return (
+        f"{one.batch:.0f} of {one.max_sequences}",
+        *latency,
+        f"{one.load:.0%}" + ("" if one.meets else " !"),
+        f"{format_count(one.output_tokens_per_second)} of {most}",
+        "unknown" if hourly is None else f"{hourly:,.2f}",
+        "unknown" if cost is None or full is None else f"{cost:,.2f} ({full:,.2f} full)",
+    )
+
+
+def _kind_row(kind: KindAnswer, plan: ServicePlan) -> tuple[object, ...]:
+    best = kind.best
+    assert best is not None
+    return (kind.gpu, _holds(kind), best.num_gpus, str(best.layout), *_row(best, plan))
+
+
+def _holds(kind: KindAnswer) -> str:
+    memory = kind.memory
+    return f"{memory.gpus or '-'} ({memory.pool})"
+
+
+def _memory(kind: KindAnswer, plan: ServicePlan) -> Iterator[str]:
+    memory = kind.memory
+    request = (
+        f"{format_bytes(memory.weight_bytes)} of weights and {format_bytes(memory.cache_bytes)} "
+        f"for a request of {plan.service.tokens:,} tokens"
+    )
+    pool = f"{_gpus(memory.pool, kind.gpu)} by their memory alone"
+    if not memory.gpus:
+        yield f"Memory: {request}: {pool}."
+        return
+    yield (
+        f"Memory: {request}: {_gpus(memory.gpus, kind.gpu)} as pp{memory.pp}.tp{memory.tp}, with "
+        f"room for {memory.requests:,} at once ({pool})."
+    )
+
+
+def _need(need: NeedMap, service: Service) -> Iterator[str]:
+    from hocket.reporting.table import table_text
+
+    first = "" if service.ttft_ms is None else f", first token within {service.ttft_ms:g} ms"
+    yield f"{need.gpu} needed, by requests/s and TPOT{first}:"
+    goals = ["any" if goal is None else f"{goal:g} ms" for goal in need.tpots]
+    rows = [
+        (f"{rate:g}", *(_cell(gpus, layout) for gpus, layout in zip(*both, strict=True)))
+        for rate, *both in zip(need.rates, need.gpus, need.layouts, strict=True)
+    ]
+    yield table_text(("requests/s", *goals), rows)
+
+
+def _memory_map(plan: ServicePlan, gpu: str) -> Iterator[str]:
+    from hocket.reporting.table import table_text
+
+    yield f"{gpu} that hold so many requests at once, by tokens of each, however slowly:"
+    rows = [
+        (f"{count}", *("-" if n is None else f"{n}" for n in row))
+        for count, row in zip(plan.concurrent, plan.memory_map[gpu], strict=True)
+    ]
+    yield table_text(("at once", *(f"{context:,}" for context in plan.contexts)), rows)
+
+
+# --- a model of unknown size ---------------------------------------------------------------------
+
+
+def _hypothesis(plan: ServicePlan) -> Iterator[str]:
+    from hocket.reporting.table import table_text
+
+    yield f"HYPOTHESIS {plan.model}: {plan.claim}."
+    yield f"  source: {plan.source}."
+    yield f"  {_model(plan)}."
+    need = {one.gpu: one for one in plan.need}
+    rates = plan.need[0].rates if plan.need else ()
+    goals = plan.need[0].tpots if plan.need else ()
+    columns = [
+        f"{rate:g}/s" + ("" if goal is None else f" {goal:g} ms")
+        for rate in rates
+        for goal in goals
+    ]
+    rows = []
+    for kind in plan.kinds:
+        best = kind.best
+        if best is None:
+            continue
+        cells = [
+            "-" if count is None else f"{count}" for row in need[kind.gpu].gpus for count in row
+        ]
+        cost = best.dollars_per_million_output_tokens
+        rows.append(
+            (
+                kind.gpu,
+                _holds(kind),
+                f"{best.num_gpus} as {best.layout}",
+                "unknown" if cost is None else f"{cost:,.2f}",
+                *cells,
+            )
+        )
+    if rows:
+        yield table_text(("GPU", "holds it", "for the service", "$/M tokens", *columns), rows)
+    for kind in plan.kinds:
+        if kind.reason:
+            yield f"{kind.gpu}: holds it {_holds(kind)}; {kind.reason}."
+
+
+# --- words ---------------------------------------------------------------------------------------
+
+
+def _asked(service: Service) -> str:
+    goals = [
+        f"{name} {goal:g} ms"
+        for name, goal in (("TTFT", service.ttft_ms), ("TPOT", service.tpot_ms))
+        if goal is not None
+    ]
+    within = f"; {service.percentile}% of them within {' and '.join(goals)}" if goals else ""
+    return (
+        f"{service.requests_per_second:g} requests/s of {service.prompt_len:,} tokens, answers of "
+        f"{service.output_len:,}{within}"
+    )
+
+
+def _model(plan: ServicePlan) -> str:
+    weights, cache = format_bytes(plan.weight_bytes), format_bytes(plan.cache_bytes_per_token)
+    count = format_count(plan.parameters)
+    return f"{count} parameters, {weights} of weights, {cache} of cache a token"
+
+
+def _legend(plan: ServicePlan) -> Iterator[str]:
+    best = plan.best
+    at = plan.service.percentile
+    yield (
+        f"TTFT, TPOT and answer (in all) are the {at}th percentile of requests played as a Poisson "
+        "stream"
+        + (
+            "; ranges the 10th to the 90th percentile of the prices' error."
+            if best is not None and best.tpot_range is not None
+            else "."
+        )
+    )
+    yield (
+        f"batch: sequences that decode together on a replica, of those that fit; load: of the rate "
+        f"at which it saturates; prices of a {plan.engine} server, {plan.usable:.0%} of memory."
+    )
+    if len(plan.kinds) > 1:
+        yield (
+            "holds it: GPUs for weights and one request in a legal split; in brackets by the sum "
+            "of their memory."
+        )
+    priced = next(
+        (k.best for k in plan.kinds if k.best is not None and k.best.price is not None), None
+    )
+    if priced is not None:
+        yield (
+            f"dollars: {priced.gpu} at {priced.price:g} an hour, {priced.price_source}; a million "
+            "output tokens at this load, and where the GPUs are full."
+        )
+
+
+def _with_range(value: float, values: Range | None, form: Any) -> str:
+    if values is None:
+        return str(form(value))
+    return f"{form(value)} ({form(values.low)}-{form(values.high)})"
+
+
+def _cell(gpus: int | None, layout: str | None) -> str:
+    return "-" if gpus is None else f"{gpus} {layout}"
+
+
+def _gpus(count: int, name: str) -> str:
+    return f"{count} {name}"
