@@ -108,7 +108,13 @@ def main(arguments: Sequence[str]) -> int:
     if flags.global_batch is None:
         raise OptionError("how many sequences make a step?", hint="--global-batch 512")
     from hocket.jobs import plan as job
+    from hocket.jobs.serve_plan import size_is_public
 
+    if not size_is_public(flags.model):
+        raise OptionError(
+            f"the size of {flags.model} is not public; a service of it is answered by hypotheses",
+            hint=f"hocket plan {flags.model} --serve",
+        )
     found = job.plan(
         flags.model,
         cluster=flags.cluster,

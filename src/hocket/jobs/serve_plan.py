@@ -7,12 +7,13 @@ that one is answered for every hypothesis about it.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from hocket.spec.errors import HocketError, LayoutError, ModelError, OptionError
+from hocket.spec.errors import LayoutError, ModelError, OptionError
 from hocket.spec.layout import Layout
 from hocket.spec.service import Service
 from hocket.spec.units import parse_bytes
@@ -164,7 +165,7 @@ def _plan(
             told = "; ".join(f"{kind.gpu}: {kind.reason}" for kind in kinds)
             raise LayoutError(f"{shape.name}: none of these will do: {told}")
         problem = of[first.cluster]
-        raise planning.impossible(problem, first, _would_do(problem, pins))
+        raise planning.impossible(problem, first, _would_do(problem, pins), pins)
     maps = [kind for kind in kinds if kind.best is not None][: len(kinds) if small else 1]
     chosen = [] if layout is not None else maps
     rates = tuple(float(f"{service.requests_per_second * x:.3g}") for x in RATES)
@@ -264,20 +265,25 @@ def _known_context(model: str, service: Service) -> None:
 
 
 def _would_do(problem: ServiceProblem, pins: dict[str, int]) -> list[str]:
-    """Kinds of GPU that would meet the goals."""
+    """Kinds of GPU that would meet the goals, cheapest first, those without a price last."""
     from hocket.planning.service.search import search
 
-    found = []
+    found: list[tuple[float, str]] = []
     for name in KINDS:
-        if name == problem.gpu.name and not problem.bounded:
+        if name == problem.gpu.name:
             continue
-        try:
-            other = dataclasses.replace(problem, cluster=_cluster(name)[0], bounded=False)
-            if search(other, top=1, pins=pins, counted=200):
-                found.append(name)
-        except HocketError:
-            continue
-    return found
+        other = dataclasses.replace(problem, cluster=_cluster(name)[0], bounded=False)
+        (best,) = search(other, top=1, pins=pins, counted=200) or (None,)
+        if best is not None:
+            found.append((best.gpus * (other.gpu.price or math.inf), name))
+    return [name for _, name in sorted(found)]
+
+
+def size_is_public(model: str) -> bool:
+    """Whether a name is not one of those that only hypotheses answer."""
+    from hocket.planning.service import models
+
+    return model.lower() not in models.names()
 
 
 def _notes(shape: ModelShape, problem: ServiceProblem) -> tuple[str, ...]:

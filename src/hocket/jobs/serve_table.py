@@ -33,7 +33,8 @@ def text(plans: Sequence[ServicePlan]) -> str:
         lines += [*_hypothesis(plan), ""]
     lines += [
         *_legend(plans[0]),
-        "GPUs in the columns of rates meet the goals; the first goal is half the second.",
+        "hold n: GPUs for the weights and n requests at once; in brackets by their memory alone.",
+        "The last columns: GPUs by requests/s and TPOT.",
     ]
     return "\n".join(lines)
 
@@ -66,10 +67,8 @@ def emitted(plan: ServicePlan, tool: str) -> str:
     if best is None:
         raise OptionError(f"{plan.model}: there is no deployment to print")
     notes = [
-        f"# {best.num_gpus} {best.gpu}, {best.layout}: of each replica",
-        "# replicas are equal and share nothing; a load balancer deals requests in turn"
-        if best.layout.dp > 1
-        else "",
+        f"# {best.layout}: {best.num_gpus} {best.gpu}",
+        "# the plan deals requests to the replicas in turn" if best.layout.dp > 1 else "",
     ]
     flags = {
         "--tensor-parallel-size": best.layout.tp,
@@ -242,14 +241,16 @@ def _hypothesis(plan: ServicePlan) -> Iterator[str]:
         rows.append(
             (
                 kind.gpu,
-                _holds(kind),
+                *(f"{held.split or '-'} ({held.pool})" for held in kind.held),
                 f"{best.num_gpus} as {best.layout}",
                 "unknown" if cost is None else f"{cost:,.2f}",
                 *cells,
             )
         )
     if rows:
-        yield table_text(("GPU", "holds it", "for the service", "$/M tokens", *columns), rows)
+        holds = [f"hold {held.requests}" for held in plan.kinds[0].held]
+        headers = ("GPU", *holds, "for the service", "$/M tokens", *columns)
+        yield table_text(headers, rows)
     for kind in plan.kinds:
         if kind.reason:
             yield f"{kind.gpu}: holds it {_holds(kind)}; {kind.reason}."
@@ -293,7 +294,7 @@ def _legend(plan: ServicePlan) -> Iterator[str]:
         f"batch: sequences that decode together on a replica, of those that fit; load: of the rate "
         f"at which it saturates; prices of a {plan.engine} server, {plan.usable:.0%} of memory."
     )
-    if len(plan.kinds) > 1:
+    if len(plan.kinds) > 1 and not plan.claim:
         yield (
             "holds it: GPUs for weights and one request in a legal split; in brackets by the sum "
             "of their memory."

@@ -27,8 +27,6 @@ from hocket.planning.service.search import (
 )
 from hocket.spec.units import format_bytes, format_seconds
 
-COUNTED = 300
-
 
 def explain(
     problem: ServiceProblem,
@@ -255,7 +253,7 @@ def _counterfactuals(problem: ServiceProblem) -> Iterator[tuple[str, ServiceProb
 
 
 def _best(problem: ServiceProblem, pins: dict[str, int]) -> Deployed | None:
-    found = search(problem, top=1, pins=pins, counted=COUNTED)
+    found = search(problem, top=1, pins=pins)
     return found[0] if found else None
 
 

@@ -109,6 +109,40 @@ def memory_minimum(problem: ServiceProblem) -> MemoryMinimum:
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """GPUs that hold so many requests of the service at once: by one pool, and by legal replicas
+    (None: no replica holds one)."""
+
+    requests: int
+    pool: int
+    split: int | None
+
+
+LEVELS = (1, 8, 32)
+"""Requests at once for which GPUs are counted."""
+
+
+def held_levels(problem: ServiceProblem) -> tuple[Held, ...]:
+    """GPUs for each of `LEVELS`."""
+    context = problem.service.tokens
+    cache = problem.cache_per_token * context
+    return tuple(
+        Held(
+            requests=count,
+            pool=pool_gpus(
+                count,
+                memory=problem.gpu.memory,
+                weights=problem.weights,
+                cache=cache,
+                usable=problem.usable,
+            ),
+            split=gpus_for(problem, count, context),
+        )
+        for count in LEVELS
+    )
+
+
 def gpus_for(problem: ServiceProblem, requests: int, context: int) -> int | None:
     """Fewest GPUs of legal replicas that hold so many requests of so many tokens at once.
 

@@ -9,9 +9,6 @@ from hocket.planning.service.forecast import ServiceForecast
 from hocket.planning.service.problem import ServiceProblem
 from hocket.planning.service.search import Deployed, Pins, candidates, search
 
-COUNTED = 200
-"""Requests that are counted for a number of the map."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NeedMap:
@@ -80,7 +77,7 @@ def need(
         ttft_ms=None if tpot is None else problem.service.ttft_ms,
     )
     other = problem.under(service, bounded=False)
-    found = search(other, top=1, pins=pins, found=candidates(other, pins), counted=COUNTED)
+    found = search(other, top=1, pins=pins, found=candidates(other, pins))
     return found[0] if found else None
 
 

@@ -7,10 +7,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from hocket.planning.service.forecast import ServiceForecast, forecast
-from hocket.planning.service.memory import MemoryMinimum, memory_minimum
+from hocket.planning.layouts import tensor_degrees
+from hocket.planning.service.forecast import ServiceForecast, forecast, nodes
+from hocket.planning.service.memory import Held, MemoryMinimum, held_levels, memory_minimum
 from hocket.planning.service.need import NeedMap
-from hocket.planning.service.problem import CHUNKS, ServiceProblem
+from hocket.planning.service.problem import CHUNKS, LARGEST, ServiceProblem
 from hocket.planning.service.search import (
     Candidate,
     Pins,
@@ -27,6 +28,7 @@ from hocket.planning.service.search import (
 from hocket.spec.errors import LayoutError, OptionError, unknown
 from hocket.spec.layout import Layout
 from hocket.spec.service import Service
+from hocket.spec.units import format_bytes
 
 PINS = ("tp", "pp", "dp", "max_batch_tokens")
 """What can be pinned; dp is the number of replicas."""
@@ -38,7 +40,7 @@ class KindAnswer:
 
     Attributes:
         gpu: the kind. cluster: as it was asked for.
-        memory: fewest GPUs that hold the model and one request.
+        memory: fewest GPUs that hold the model and one request. held: those for several at once.
         deployments: those that meet the goals, best first; or the one that was asked for.
         reason: why there are none.
         floor_ttft, floor_tpot: seconds of a request alone, each on the layout that is quickest at
@@ -49,6 +51,7 @@ class KindAnswer:
     cluster: str
     memory: MemoryMinimum
     deployments: tuple[ServiceForecast, ...]
+    held: tuple[Held, ...] = ()
     reason: str = ""
     floor_ttft: float | None = None
     floor_tpot: float | None = None
@@ -138,6 +141,7 @@ def answer(problem: ServiceProblem, *, top: int = 10, pins: Pins | None = None) 
     if top < 1:
         raise OptionError(f"top is {top}; it must be at least 1")
     pins = pins or {}
+    _divides(problem, pins.get("tp", 1), pins.get("pp", 1))
     memory = memory_minimum(problem)
     fitting = candidates(problem, pins)
     found = search(problem, top=top, pins=pins, found=fitting)
@@ -147,6 +151,7 @@ def answer(problem: ServiceProblem, *, top: int = 10, pins: Pins | None = None) 
         cluster=problem.cluster.name,
         memory=memory,
         deployments=tuple(told(problem, one) for one in found),
+        held=held_levels(problem.unbounded()),
         reason=reason,
         floor_ttft=min((one.floor_ttft for one in fitting), default=None),
         floor_tpot=min((one.floor_tpot for one in fitting), default=None),
@@ -167,21 +172,7 @@ def answer_one(problem: ServiceProblem, layout: Layout, chunk: int | None = None
             f"{layout}: serving has replicas (dp), tensor (tp) and pipeline (pp) parallelism alone",
             hint=f"--layout {plain}",
         )
-    known = sorted({one for one, _ in problem.splits()})
-    from hocket.planning.layouts import tensor_degrees
-
-    if tp not in tensor_degrees(problem.shape):
-        raise LayoutError(
-            f"tp {tp} does not divide {problem.shape.name}, which has {problem.shape.heads} heads "
-            f"and {problem.shape.kv_heads} key/value heads",
-            hint="one of " + ", ".join(f"tp{n}" for n in known or tensor_degrees(problem.shape)),
-        )
-    if pp > len(problem.shape.layers):
-        raise LayoutError(
-            f"pp {pp} is more stages than the {len(problem.shape.layers)} layers of "
-            f"{problem.shape.name}",
-            hint=f"--layout pp{min(pp, len(problem.shape.layers))}.tp{tp}",
-        )
+    _divides(problem, tp, pp)
     chunk = CHUNKS[0] if chunk is None else chunk
     if problem.sequences(tp, pp, chunk) < 1:
         prices = problem.prices(tp, pp, chunk)
@@ -220,6 +211,24 @@ def answer_one(problem: ServiceProblem, layout: Layout, chunk: int | None = None
     )
 
 
+def _divides(problem: ServiceProblem, tp: int, pp: int) -> None:
+    """Raises LayoutError where a replica cannot be cut so."""
+    shape = problem.shape
+    degrees = tensor_degrees(shape)
+    if tp not in degrees:
+        most = 2 * problem.cluster.node.num_gpus
+        raise LayoutError(
+            f"tp {tp} does not divide {shape.name}, which has {shape.heads} heads and "
+            f"{shape.kv_heads} key/value heads",
+            hint="one of " + ", ".join(f"tp={n}" for n in degrees if n <= most),
+        )
+    if pp > len(shape.layers):
+        raise LayoutError(
+            f"pp {pp} is more stages than the {len(shape.layers)} layers of {shape.name}",
+            hint=f"pp={len(shape.layers)} at most",
+        )
+
+
 def cost_key(kind: KindAnswer) -> tuple[float, float]:
     """What kinds are sorted by: dollars an hour, those without a price after those with one."""
     if kind.best is None:
@@ -240,16 +249,13 @@ def why_not(
     if not fitting:
         if asked and memory.gpus:
             return f"no legal layout with {asked} holds the model and one request"
-        there = f"the {problem.num_gpus} {name} there are" if problem.bounded else f"any {name}"
-        if memory.gpus == 0 and problem.bounded:
-            free = dataclasses.replace(problem, bounded=False)
-            least = memory_minimum(free)
-            if least.gpus:
-                return (
-                    f"does not fit {there}: weights and one request need {least.gpus} "
-                    f"(tp{least.tp}.pp{least.pp})"
-                )
-        return f"does not fit {there} in a legal layout"
+        whole = f"{format_bytes(memory.weight_bytes)} of weights and a request of "
+        whole += format_bytes(memory.cache_bytes)
+        if not problem.bounded:
+            return f"{whole} fit no legal layout of up to {LARGEST} times the GPUs of the weights"
+        least = memory_minimum(problem.unbounded())
+        needed = f" {least.gpus} (pp{least.pp}.tp{least.tp})" if least.gpus else " more than any"
+        return f"{whole} need{needed}; there are {problem.num_gpus} {name}"
     for what, goal, floors in (
         ("TTFT", service.ttft_ms, [one.floor_ttft for one in fitting]),
         ("TPOT", service.tpot_ms, [one.floor_tpot for one in fitting]),
@@ -273,8 +279,7 @@ def why_not(
 
 
 def _too_few(problem: ServiceProblem, pins: Pins) -> str:
-    free = dataclasses.replace(problem, bounded=False)
-    enough = search(free, top=1, pins=pins)
+    enough = search(problem.unbounded(), top=1, pins=pins)
     there = problem.cluster.num_gpus
     found = most_rate(problem, pins)
     carries = f"; they carry {found:.3g} requests/s within the goals" if found else ""
@@ -304,19 +309,30 @@ def most_rate(problem: ServiceProblem, pins: Pins | None = None) -> float:
     return best
 
 
-def impossible(problem: ServiceProblem, kind: KindAnswer, others: Sequence[str]) -> LayoutError:
+def impossible(
+    problem: ServiceProblem, kind: KindAnswer, others: Sequence[str], pins: Pins
+) -> LayoutError:
     """The error where the only kind that was asked for will not do.
 
     Args:
-        others: other kinds that would.
+        others: other kinds that would, cheapest first.
     """
+    service = problem.service
     hint = None
-    if kind.memory.gpus == 0 or "needs" in kind.reason:
-        hint = f"--cluster {problem.gpu.name} says how many are needed"
-    if others:
-        hint = f"--cluster {others[0]} would do" + (
-            f", as would {', '.join(others[1:])}" if others[1:] else ""
-        )
+    if problem.bounded:
+        enough = search(problem.unbounded(), top=1, pins=pins)
+        if enough:
+            held = problem.cluster.node.num_gpus
+            size = enough[0].candidate.size
+            count = nodes(problem, size, enough[0].replicas)
+            hint = f"--cluster {count}x{held}x{problem.gpu.name} would do"
+    if hint is None and others:
+        hint = f"--cluster {others[0]} would do"
+        hint += f", as would {', '.join(others[1:])}" if others[1:] else ""
+    elif hint is None and service.tpot_ms is not None and kind.floor_tpot is not None:
+        floor = math.ceil(kind.floor_tpot * 1e3)
+        if floor > service.tpot_ms:
+            hint = f"--tpot-ms {math.ceil(1.2 * floor)}; no kind of GPU that is compared would do"
     return LayoutError(f"{problem.shape.name} on {problem.cluster.name}: {kind.reason}", hint=hint)
 
 

@@ -64,6 +64,12 @@ class ServiceProblem:
         if self.precision not in WEIGHT_BYTES:
             message, hint = unknown("precision", self.precision, WEIGHT_BYTES)
             raise OptionError(message, hint=hint)
+        rates = self.gpu.flops
+        if self.precision == "bf16" and "bf16" not in rates:
+            raise OptionError(
+                f"{self.gpu.name} does not compute in bf16, but in {', '.join(rates)}",
+                hint="--precision fp16" if "fp16" in rates else "another --cluster",
+            )
         if self.cache_precision is not None and self.cache_precision not in CACHE_BYTES:
             message, hint = unknown("cache precision", self.cache_precision, CACHE_BYTES)
             raise OptionError(message, hint=hint)
@@ -145,9 +151,13 @@ class ServiceProblem:
         if key not in self._known:
             node = self.cluster.node
             nodes = max(1, math.ceil(tp * pp / node.num_gpus))
+            rates = node.gpu.flops
+            if "bf16" not in rates:  # prices are those of 16 bits, whichever they are
+                gpu = dataclasses.replace(node.gpu, flops={**rates, "bf16": rates["fp16"]})
+                node = dataclasses.replace(node, gpu=gpu)
             self._known[key] = serving_prices(
                 self.shape,
-                dataclasses.replace(self.cluster, num_nodes=nodes),
+                dataclasses.replace(self.cluster, num_nodes=nodes, node=node),
                 tp=tp,
                 pp=pp,
                 precision=self.precision,

@@ -23,7 +23,7 @@ from hocket.planning.service.forecast import (
 from hocket.planning.service.problem import CHUNKS, ServiceProblem
 from hocket.simulation.traffic import Latencies, poisson, simulate_requests
 
-COUNTED = 500
+COUNTED = 400
 """Requests whose latencies are counted."""
 
 MOST_LOADED = 0.95
@@ -32,7 +32,7 @@ MOST_LOADED = 0.95
 MOST_TRIES = 12
 """Numbers of replicas that are played for one replica's layout."""
 
-PROMISING = 8
+PROMISING = 10
 """Replicas' layouts that are played, at least."""
 
 Pins = Mapping[str, int]
