@@ -5,8 +5,9 @@
                   ZeRO-3 all, with two layers whole at a time (Rajbhandari et al. 2020)
     activations   what every microbatch in flight has saved on the first stage, where most are:
                   1F1B min(p, m); interleaved p + (p - 1)/v; GPipe m; ZB-H1 as 1F1B, and so on every
-                  rank; ZB-H2 2p - 1; ZB-V p on every rank; sequential 1, of whole stages. Under full recompute a layer saves its input, and one
-                  layer is whole while it runs backward (Korthikanti et al. 2022, section 4)
+                  rank; ZB-H2 2p - 1; ZB-V p on every rank; sequential 1, of whole stages. Under
+                  full recompute a layer saves its input, and one layer is whole while it runs
+                  backward (Korthikanti et al. 2022, section 4)
     last stage    one microbatch's logits and their gradient; under ZB-H1 the gradients of all in
                   flight, which the head's weights wait for
     around it     the allocator's slack, the CUDA context, communication buffers

@@ -152,11 +152,13 @@ def simulate_all(problem: Problem, priced: Priced, *, most: int = MOST_ACTIONS) 
     """With the pipelines played event by event, in the order of the rows, `most` actions in all."""
     at = priced.layouts
     groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    found: dict[int, Layout] = {}
     for i in range(len(priced)):
         if at.pp[i] > 1:
-            pp, virtual, schedule = int(at.pp[i]), int(at.virtual[i]), int(at.schedule[i])
-            played = played_microbatches(pp, int(at.microbatches[i]))
-            groups[pp, virtual, schedule, *played].append(i)
+            layout = layout_at(at, i)
+            found[i] = layout
+            played = played_microbatches(layout, int(at.microbatches[i]))
+            groups[layout.pp, layout.virtual_stages, int(at.schedule[i]), *played].append(i)
     pipeline = priced.pipeline.copy()
     simulated = at.pp == 1  # microbatch after microbatch: nothing to play
     for (pp, virtual, _, short, long), rows in groups.items():
@@ -164,7 +166,7 @@ def simulate_all(problem: Problem, priced: Priced, *, most: int = MOST_ACTIONS) 
         if actions > most:
             continue
         most -= actions
-        layouts = [layout_at(at, i) for i in rows]
+        layouts = [found[i] for i in rows]
         pipeline[rows] = problem.pipelines(layouts, _take(priced.times, np.array(rows)))
         simulated[rows] = True
     return dataclasses.replace(
