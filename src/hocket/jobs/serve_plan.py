@@ -273,7 +273,7 @@ def _would_do(problem: ServiceProblem, pins: dict[str, int]) -> list[str]:
         if name == problem.gpu.name:
             continue
         other = dataclasses.replace(problem, cluster=_cluster(name)[0], bounded=False)
-        (best,) = search(other, top=1, pins=pins, counted=200) or (None,)
+        (best,) = search(other, top=1, pins=pins) or (None,)
         if best is not None:
             found.append((best.gpus * (other.gpu.price or math.inf), name))
     return [name for _, name in sorted(found)]

@@ -303,7 +303,7 @@ def most_rate(problem: ServiceProblem, pins: Pins | None = None) -> float:
             if rate <= best:
                 break
             service = dataclasses.replace(problem.service, requests_per_second=rate)
-            if deploy(problem.under(service), one, replicas=room, counted=200) is not None:
+            if deploy(problem.under(service), one, replicas=room) is not None:
                 best = rate
                 break
     return best
