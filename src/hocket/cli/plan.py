@@ -153,6 +153,8 @@ def _serve(flags: PlanFlags, written: frozenset[str]) -> int:
     from hocket.jobs import serve_plan as job
     from hocket.jobs import serve_table
 
+    if flags.emit is not None:
+        serve_table.check_tool(flags.emit, one=flags.weights is not None, model=flags.model)
     given = {name: getattr(flags, name) for name in SERVING if getattr(flags, name) is not None}
     found = job.serve_plan(
         flags.model,
@@ -169,7 +171,7 @@ def _serve(flags: PlanFlags, written: frozenset[str]) -> int:
 
         print(json.dumps(serve_table.to_json(found)))
     elif flags.emit is not None:
-        print(serve_table.emitted(serve_table.only(found), flags.emit), end="")
+        print(serve_table.emitted(found[0], flags.emit), end="")
     else:
         print(serve_table.text(found))
     return 0

@@ -89,6 +89,8 @@ def serve_plan(
         "tpot_ms": tpot_ms,
         "percentile": percentile,
     }
+    if top < 1:
+        raise OptionError(f"top is {top}; it must be at least 1", hint="--top 10")
     service = Service(**{k: v for k, v in asked.items() if v is not None})  # type: ignore[arg-type]
     pins = parse_pins(list(pin))
     if layout is not None and set(pins) - {"max_batch_tokens"}:
@@ -142,6 +144,7 @@ def _plan(
 ) -> ServicePlan:
     from hocket.planning.service import plan as planning
     from hocket.planning.service.explain import explain as sentences
+    from hocket.planning.service.explain import winner
     from hocket.planning.service.memory import memory_map
     from hocket.planning.service.need import need_map
     from hocket.planning.service.problem import ServiceProblem
@@ -175,6 +178,8 @@ def _plan(
     told_why: tuple[str, ...] = ()
     if explain and first.best is not None:
         told_why = sentences(first_problem, first.best, kinds, pins=pins)
+    elif small and first.best is not None:
+        told_why = tuple(winner(first_problem, first.best))
     return planning.ServicePlan(
         model=shape.name,
         service=service,
@@ -198,7 +203,7 @@ def _plan(
             for kind in chosen
         },
         explanation=told_why,
-        notes=_notes(shape, first_problem),
+        notes=_notes(shape, [kind.gpu for kind in kinds if kind.best is not None]),
     )
 
 
@@ -286,8 +291,16 @@ def size_is_public(model: str) -> bool:
     return model.lower() not in models.names()
 
 
-def _notes(shape: ModelShape, problem: ServiceProblem) -> tuple[str, ...]:
+def _notes(shape: ModelShape, gpus: Sequence[str]) -> tuple[str, ...]:
+    from hocket.cost.serving_constants import file
+
     notes = []
+    fitted = file()["gpus"]
+    strange = [name for name in gpus if name.partition("-")[0] not in fitted]
+    if strange:
+        nearest = {n: file()["nearest"].get(n.partition("-")[0], "H100") for n in strange}
+        told = ", ".join(f"{name} is priced with {of}'s" for name, of in nearest.items())
+        notes.append(f"No measured serving stands behind these constants: {told}.")
     if shape.experts:
         notes.append(
             f"{shape.experts} experts, {shape.experts_per_token} a token, divided over tp as all "

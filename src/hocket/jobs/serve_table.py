@@ -47,22 +47,27 @@ def to_json(plans: Sequence[ServicePlan]) -> dict[str, Any]:
     return {"model": name, "hypotheses": [plan.to_json() for plan in plans]}
 
 
-def only(plans: Sequence[ServicePlan]) -> ServicePlan:
-    """The one plan that there is. Raises OptionError where there are hypotheses."""
-    if len(plans) > 1:
-        name = plans[0].model.partition(" as ")[0]
+def check_tool(tool: str, *, model: str, one: bool) -> None:
+    """Raises OptionError for an unknown tool, or a model that stands for several hypotheses.
+
+    Args:
+        one: whether the model is one all the same.
+    """
+    from hocket.jobs.serve_plan import size_is_public
+
+    if tool not in TOOLS:
+        message, hint = unknown("tool", tool, TOOLS)
+        raise OptionError(f"--emit with --serve: {message}", hint=hint)
+    if not one and not size_is_public(model):
         raise OptionError(
-            f"{name} stands for {len(plans)} hypotheses, and one is printed",
+            f"{model} stands for several hypotheses, and one deployment is printed",
             hint="--weights 180GB, or a model whose size is known",
         )
-    return plans[0]
 
 
 def emitted(plan: ServicePlan, tool: str) -> str:
     """The best deployment as another engine's command. Raises OptionError for an unknown one."""
-    if tool not in TOOLS:
-        message, hint = unknown("tool", tool, TOOLS)
-        raise OptionError(f"--emit with --serve: {message}", hint=hint)
+    check_tool(tool, model=plan.model, one=True)
     best = plan.best
     if best is None:
         raise OptionError(f"{plan.model}: there is no deployment to print")
@@ -254,6 +259,16 @@ def _hypothesis(plan: ServicePlan) -> Iterator[str]:
     for kind in plan.kinds:
         if kind.reason:
             yield f"{kind.gpu}: holds it {_holds(kind)}; {kind.reason}."
+    memory = plan.kinds[0].memory
+    yield (
+        f"  memory: {format_bytes(memory.weight_bytes)} and {format_bytes(memory.cache_bytes)} for "
+        f"each request of {plan.service.tokens:,} tokens, in {plan.usable:.0%} of each GPU's."
+    )
+    if plan.explanation:
+        best = plan.best
+        yield f"  service{'' if best is None else f' on {best.gpu}'}:"
+        yield from (f"  {sentence}" for sentence in plan.explanation)
+    yield from (f"  {note}" for note in plan.notes)
 
 
 # --- words ---------------------------------------------------------------------------------------

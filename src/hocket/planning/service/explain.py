@@ -43,7 +43,7 @@ def explain(
     """
     given = dict(pins or {})
     return (
-        *_winner(problem, best),
+        *winner(problem, best),
         *_losers(problem, best, given),
         *_kinds(best, kinds),
         *_changes(problem, best, given),
@@ -53,7 +53,8 @@ def explain(
 # --- the winner ----------------------------------------------------------------------------------
 
 
-def _winner(problem: ServiceProblem, best: ServiceForecast) -> Iterator[str]:
+def winner(problem: ServiceProblem, best: ServiceForecast) -> Iterator[str]:
+    """How the numbers of a deployment come about: load, memory, time."""
     service = problem.service
     if best.ttft is None or best.tpot is None:
         yield f"{best.layout} saturates at {best.most_requests_per_second:.3g} requests/s."

@@ -138,8 +138,6 @@ def parse_pins(texts: Sequence[str]) -> dict[str, int]:
 
 def answer(problem: ServiceProblem, *, top: int = 10, pins: Pins | None = None) -> KindAnswer:
     """What one kind of GPU can do."""
-    if top < 1:
-        raise OptionError(f"top is {top}; it must be at least 1")
     pins = pins or {}
     _divides(problem, pins.get("tp", 1), pins.get("pp", 1))
     memory = memory_minimum(problem)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 from hocket.catalogue.curves import curves
 from hocket.cost import serving_constants
@@ -20,6 +21,8 @@ from hocket.spec.cluster import Cluster, Gpu
 from hocket.spec.errors import OptionError, unknown
 from hocket.spec.model_shape import ModelShape
 from hocket.spec.service import Service
+
+Kind = TypeVar("Kind")
 
 CHUNKS = (2048, 512, 8192)
 """Budgets of tokens of one step that are tried, the usual one first."""
@@ -105,6 +108,9 @@ class ServiceProblem:
         tp divides the model (see `layouts.tensor_degrees`) and a node, or is whole nodes, at most
         two; of all pp that leave the fullest stage as many layers, the least.
         """
+        return iter(self.remembered(("splits", self.bounded), self._splits))
+
+    def _splits(self) -> list[tuple[int, int]]:
         held = self.cluster.node.num_gpus
         least = self.weights / self.memory
         most = self.num_gpus or max(2 * held, math.ceil(LARGEST * least))
@@ -117,7 +123,7 @@ class ServiceProblem:
             for pp in stages
             if least <= tp * pp <= most
         ]
-        return iter(sorted(found, key=lambda split: (split[0] * split[1], split[1])))
+        return sorted(found, key=lambda split: (split[0] * split[1], split[1]))
 
     @functools.cached_property
     def weights(self) -> float:
@@ -134,8 +140,15 @@ class ServiceProblem:
         return {}
 
     @functools.cached_property
-    def _tables(self) -> dict[tuple[int, int, int], RoundTable]:
+    def _memory(self) -> dict[tuple[Any, ...], Any]:
         return {}
+
+    def remembered(self, key: tuple[Any, ...], compute: Callable[[], Kind]) -> Kind:
+        """What does not depend on the load, once for all loads of requests of the same length."""
+        if key not in self._memory:
+            self._memory[key] = compute()
+        found: Kind = self._memory[key]
+        return found
 
     @functools.cached_property
     def _curves(self) -> tuple[object, ...]:
@@ -174,21 +187,25 @@ class ServiceProblem:
 
     def sequences(self, tp: int, pp: int, chunk: int = CHUNKS[0]) -> int:
         """Whole requests that a replica holds at once; 0: not one."""
-        prices = self.prices(tp, pp, chunk)
-        fit = self.cached_tokens(tp, pp, chunk) // self.service.tokens
-        return int(max(0, min(fit, prices.max_sequences * prices.stages, MOST_SEQUENCES)))
+
+        def count() -> int:
+            prices = self.prices(tp, pp, chunk)
+            fit = self.cached_tokens(tp, pp, chunk) // self.service.tokens
+            return int(max(0, min(fit, prices.max_sequences * prices.stages, MOST_SEQUENCES)))
+
+        return self.remembered(("sequences", tp, pp, chunk), count)
 
     def table(self, tp: int, pp: int, chunk: int) -> RoundTable:
         """Seconds of rounds of a replica that fits."""
-        key = tp, pp, chunk
-        if key not in self._tables:
-            self._tables[key] = RoundTable(
+        return self.remembered(
+            ("table", tp, pp, chunk),
+            lambda: RoundTable(
                 self.prices(tp, pp, chunk),
                 chunk=chunk,
                 longest=self.service.tokens,
                 most=self.sequences(tp, pp, chunk),
-            )
-        return self._tables[key]
+            ),
+        )
 
     def begin_seconds(self, tp: int, pp: int, chunk: int) -> float:
         """Seconds of a request before its prompt is run: the engine's constant."""
@@ -201,7 +218,7 @@ class ServiceProblem:
         other.__dict__["_known"] = self._known
         same = (self.service.prompt_len, self.service.output_len)
         if same == (service.prompt_len, service.output_len):
-            other.__dict__["_tables"] = self._tables
+            other.__dict__["_memory"] = self._memory
         return other
 
     def unbounded(self) -> ServiceProblem:

@@ -77,36 +77,43 @@ def candidates(problem: ServiceProblem, pins: Pins | None = None) -> list[Candid
 
 def candidate(problem: ServiceProblem, tp: int, pp: int, chunk: int) -> Candidate:
     """A replica's rates in a steady state."""
+    goal = problem.service.tpot_ms
+    rounds, floor_ttft, floor_tpot = problem.remembered(
+        ("steady", tp, pp, chunk), lambda: _steady(problem, tp, pp, chunk)
+    )
+    kept = [rate for seconds, rate in rounds if goal is None or seconds * 1e3 <= goal]
+    return Candidate(
+        tp=tp,
+        pp=pp,
+        chunk=chunk,
+        most=max((rate for _, rate in rounds), default=0.0),
+        good=max(kept, default=0.0),
+        floor_ttft=floor_ttft,
+        floor_tpot=floor_tpot,
+    )
+
+
+def _steady(
+    problem: ServiceProblem, tp: int, pp: int, chunk: int
+) -> tuple[list[tuple[float, float]], float, float]:
+    """(seconds of a round, requests per second) of every batch, and a request alone."""
     service = problem.service
     table = problem.table(tp, pp, chunk)
     slots = problem.sequences(tp, pp, chunk)
-    goal = math.inf if service.tpot_ms is None else service.tpot_ms / 1e3
     budget = chunk * table.stages
     share = service.prompt_len / service.output_len
-    batches = sorted({min(int(b), slots) for b in table.batches if b >= 1})
-    most = good = 0.0
-    for b in batches:
-        tokens = b * share
-        if b + tokens > budget:
-            tokens = budget - b
+    found = []
+    for b in sorted({min(int(b), slots) for b in table.batches if b >= 1}):
+        tokens = min(b * share, budget - b)
         if tokens <= 0:
             break
         low, slope, each = table.terms(tokens, b)
         seconds = low + slope * (service.context - 1) + each * service.prompt_len / 2
         rate = min(b / service.output_len, tokens / service.prompt_len) / seconds
-        most = max(most, rate)
-        if seconds <= goal:
-            good = max(good, rate)
+        found.append((seconds, rate))
     low, slope, _ = table.terms(0, 1)
-    return Candidate(
-        tp=tp,
-        pp=pp,
-        chunk=chunk,
-        most=most,
-        good=good,
-        floor_ttft=prefill_alone(problem, tp, pp, chunk),
-        floor_tpot=low + slope * (service.context - 1),
-    )
+    alone = low + slope * (service.context - 1)
+    return found, prefill_alone(problem, tp, pp, chunk), alone
 
 
 def quick_enough(problem: ServiceProblem, one: Candidate) -> bool:
