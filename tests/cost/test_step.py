@@ -116,9 +116,9 @@ def test_a_million_layouts_cost_one_block_for_each_kind() -> None:
     counted: list[int] = []
     original = compute.product
 
-    def counting(*arguments: object) -> np.ndarray:
+    def counting(*arguments: object, **named: object) -> np.ndarray:
         counted.append(len(np.atleast_1d(arguments[0])))
-        return original(*arguments)  # type: ignore[arg-type]
+        return original(*arguments, **named)  # type: ignore[arg-type]
 
     patch = pytest.MonkeyPatch()
     patch.setattr(compute, "product", counting)

@@ -77,8 +77,11 @@ def product(
     inner: Floats,
     platform: Platform,
     batch: Floats | float = 1.0,
+    *,
+    result: Floats | float = ELEMENT,
 ) -> Floats:
-    """Seconds of `batch` products [rows, inner] x [inner, columns]."""
+    """Seconds of `batch` products [rows, inner] x [inner, columns]; `result`: bytes moved for each
+    element of theirs."""
     machine, constants = platform.machine, platform.constants
     unit = machine.sms / (machine.flops * constants.matrix_rate)
     best: Floats | None = None
@@ -89,7 +92,7 @@ def product(
         time = waves * (2.0 * height * width) * unit / relative
         best = time if best is None else np.minimum(best, time)
     assert best is not None
-    moved = ELEMENT * batch * (rows * inner + inner * columns + rows * columns)
+    moved = batch * (ELEMENT * inner * (rows + columns) + result * rows * columns)
     by_memory = moved / (machine.bandwidth * constants.memory_rate)
     return np.maximum(best * (inner + constants.inner_overhead), by_memory)
 
@@ -107,13 +110,17 @@ def block_times(
     tokens = at.microbatch * seq_len / at.cp
     memory = machine.bandwidth * constants.memory_rate
     forward = inputs = weights = np.zeros_like(tokens)
+    grad = np.asarray(constants.gradient_bytes)
+    fused = (np.asarray(constants.fused_gradients) > 0) & (grad > ELEMENT)
+    result = np.where(fused, 2 * grad, ELEMENT)  # read and written where gradients add up
     for p in block.products:
         m, n, k, batch = _local(p, tokens, at)
         forward = forward + product(m, n, k, platform, batch)
         inputs = inputs + product(m, k, n, platform, batch)
-        weights = weights + product(k, n, m, platform, batch)
-    adding = local_weights(block, at) * (ELEMENT + 2 * constants.gradient_bytes) / memory
-    weights = weights + np.where((at.microbatches > 1) & block.layer, adding, 0.0)
+        weights = weights + product(k, n, m, platform, batch, result=result)
+    adding = local_weights(block, at) * (ELEMENT + 2 * grad) / memory
+    apart = (at.microbatches > 1) & block.layer & ~fused
+    weights = weights + np.where(apart, adding, 0.0)
 
     core_forward, core_backward, core_kernels = _attention(block, at, tokens, seq_len, platform)
     split = np.where(at.sequence_parallel > 0, at.tp, 1.0)

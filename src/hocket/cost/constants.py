@@ -63,6 +63,8 @@ class Constants:
         per_layer_state: ZeRO-2 and 3 gather and reduce layer by layer beside compute (FSDP).
         overlap_gradients: gradients are reduced during the last backward.
         gradient_bytes: of one element of a gradient.
+        fused_gradients: products of 32-bit gradients add to the sum themselves (Megatron), no
+            kernel apart.
         launch_norm: 8 where the CPU runs ahead of the GPU, 1 where the stack waits for it.
         tensor_exposed: share of tensor-parallel communication that compute does not hide (1: the
             stack does not overlap it).
@@ -99,6 +101,7 @@ class Constants:
     tensor_exposed: Any
     launch_norm: Any
     whole_gradients: Any
+    fused_gradients: Any
 
 
 @dataclasses.dataclass(frozen=True)
