@@ -17,6 +17,7 @@ from hocket.planning.layouts import (
     row,
     runs_here,
     tensor_degrees,
+    why_not,
 )
 from hocket.schedules.registry import build
 from hocket.spec.capabilities import runs
@@ -79,11 +80,44 @@ def test_pins_leave_only_what_they_name() -> None:
         ("schedule=1f1c", "did you mean '1f1b'"),
         ("microbatch=0", "whole number of sequences"),
         ("recompute=som", "unknown recompute"),
+        ("schedule=zb-h2", "unknown schedule"),
     ],
 )
 def test_a_pin_that_cannot_be(pin: str, said: str) -> None:
     with pytest.raises(HocketError, match=said):
         parse_pins([pin])
+
+
+def test_a_pin_said_twice() -> None:
+    assert parse_pins(["tp=2", "tp=2"]) == {"tp": 2}
+    with pytest.raises(OptionError, match="gives tp twice: 2 and 4"):
+        parse_pins(["tp=2", "tp=4"])
+
+
+def test_state_is_shared_by_all_data_ranks_or_by_those_of_one_domain() -> None:
+    found = layouts(legal(SMALL, 8, 64, 16, pins={"zero": 3, "pp": 1, "cp": 1}, domain=4))
+    shards = {(one.dp, one.tp, one.shard) for one in found}
+    assert shards == {(8, 1, None), (8, 1, 4), (4, 2, None), (4, 2, 2), (2, 4, None), (1, 8, None)}
+    pinned = layouts(legal(SMALL, 8, 64, 16, pins=parse_pins(["shard=2", "zero=1"])))
+    assert pinned
+    assert all(one.shard == 2 or one.dp == 2 for one in pinned)
+    assert not any(one.shard for one in layouts(legal(SMALL, 8, 64, 16, here=True, domain=4)))
+
+
+@pytest.mark.parametrize(
+    ("pins", "said"),
+    [
+        ({"tp": 3}, "does not divide its 8 heads; it may be 1, 2, 4, 8"),
+        ({"pp": 7}, "6 layers, fewer than pp 7"),
+        ({"ep": 2}, "0 experts do not divide"),
+        ({"tp": 8, "pp": 2}, "use 16 GPUs, which does not divide 8"),
+        ({"microbatches": 5}, "global batch of 12 does not divide by microbatches 5"),
+        ({"tp": 2}, None),
+    ],
+)
+def test_why_pins_are_not_legal(pins: dict[str, int], said: str | None) -> None:
+    found = why_not(SMALL, 8, 64, 12, pins)
+    assert (found is None) if said is None else (found is not None and said in found)
 
 
 def test_ep_may_be_pinned_by_itself() -> None:

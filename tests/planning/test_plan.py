@@ -13,7 +13,7 @@ from hocket.catalogue.hardware import cluster
 from hocket.catalogue.shapes import shape
 from hocket.planning.explain import explain
 from hocket.planning.forecast import Forecast
-from hocket.planning.layouts import layout_at, legal, row
+from hocket.planning.layouts import layout_at, row
 from hocket.planning.plan import Plan, plan, plan_one, smallest_cluster
 from hocket.planning.problem import Problem
 from hocket.planning.search import price, search, simulate_all
@@ -67,7 +67,7 @@ def test_the_best_is_a_layout_that_people_use(seventy: Plan) -> None:
 def test_no_layout_of_the_whole_space_is_faster_by_closed_forms() -> None:
     """What is simulated is chosen well: nothing that was left out is priced below the best."""
     problem = dataclasses.replace(EIGHT, seq_len=2048, global_batch=32)
-    space = legal(problem.shape, 16, 2048, 32)
+    space = problem.legal(16)
     high = problem.high_memory(space)
     times = np.where(high <= problem.usable, problem.times(space).step, np.inf)
     found = search(problem)

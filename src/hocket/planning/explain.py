@@ -158,7 +158,8 @@ def _reason(problem: Problem, best: Forecast, other: Forecast) -> str:
     if worst == "other":
         return "comes close"
     before = best.parts[worst] / against
-    return f"spends {before + more[worst]:.1%} of the step on {worst}, not {before:.1%}"
+    now = f"spends {before + more[worst]:.1%} of the step on {worst}"
+    return f"{now}, not {before:.1%}" if before >= 0.0005 else f"{now} and this one none"
 
 
 # --- other machines ------------------------------------------------------------------------------

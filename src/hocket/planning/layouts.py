@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,12 +24,12 @@ from hocket.cost.columns import NAMES, SCHEDULES, Layouts, schedule_number
 from hocket.cost.terms import Floats
 from hocket.spec.capabilities import TABLE
 from hocket.spec.errors import LayoutError, OptionError, unknown
-from hocket.spec.layout import RECOMPUTE, Layout, divisors
+from hocket.spec.layout import AXES, RECOMPUTE, Layout, divisors
 from hocket.spec.model_shape import ModelShape
 
 PINS = (
     "dp", "pp", "cp", "tp", "ep", "virtual_stages", "microbatch", "microbatches", "schedule",
-    "zero", "recompute", "sequence_parallel",
+    "zero", "shard", "recompute", "sequence_parallel",
 )  # fmt: skip
 """What can be pinned. `microbatch` is the sequences of one; the others are fields of a layout."""
 
@@ -41,7 +42,7 @@ Pins = Mapping[str, Any]
 
 
 def parse_pins(texts: Sequence[str]) -> dict[str, Any]:
-    """Pins from `tp=8`, `recompute=full`, or a layout's text form, whose fields are all pinned.
+    """Pins from `tp=8`, `recompute=full`, `shard=8`.
 
     Raises:
         OptionError: no such axis (with the nearest), or a value that it cannot have.
@@ -60,13 +61,22 @@ def parse_pins(texts: Sequence[str]) -> dict[str, Any]:
                 raise OptionError(f"--pin {text!r} is not a whole number of sequences")
             found[key] = int(value)
             continue
-        # Read, and judged, as a layout's field; ep divides dp x cp.
-        fields = {key: value.strip(), **({"cp": value.strip()} if key == "ep" else {})}
-        found[key] = getattr(Layout.parse("dp1" if key != "dp" else "tp1", **fields), key)
+        # Read, and judged, as a layout's field; ep divides dp x cp, shard divides dp.
+        beside = {"ep": "cp", "shard": "dp"}
+        fields = {key: value.strip(), **({beside[key]: value.strip()} if key in beside else {})}
+        again = getattr(Layout.parse("tp1" if "dp" in fields else "dp1", **fields), key)
+        if found.get(key, again) != again:
+            raise OptionError(f"--pin gives {key} twice: {found[key]} and {again}")
+        found[key] = again
         if key == "schedule" and found[key] not in NAMES:
             message, hint = unknown("schedule", str(found[key]), NAMES)
             raise OptionError(f"--pin: {message}", hint=hint)
     return found
+
+
+def pins_text(pins: Pins | None) -> str:
+    """As they are written: `tp=8, sequence_parallel=true`."""
+    return ", ".join(f"{k}={str(v).lower()}" for k, v in (pins or {}).items())
 
 
 def legal(
@@ -77,12 +87,15 @@ def legal(
     *,
     pins: Pins | None = None,
     here: bool = False,
+    domain: int = 1,
 ) -> Layouts:
     """Every legal layout of exactly `num_gpus` GPUs; empty if there is none.
 
     Args:
         pins: axis (one of PINS) to the only value it may have.
         here: only what this hocket can carry out itself.
+        domain: GPUs that reach each other without the network: state is shared among all data
+            ranks, or among those of one domain alone (HSDP).
     """
     pins = dict(pins or {})
     meshes = _meshes(shape, num_gpus, seq_len, global_batch, pins=pins, here=here)
@@ -101,10 +114,34 @@ def legal(
         ):
             chosen[name] = np.full(count, float(value))
         chosen["shard"] = chosen["dp"]
-        parts.append(chosen)
+        parts += _sharded(chosen, zero, domain, pins=pins, here=here)
     names = [field.name for field in dataclasses.fields(Layouts)]
     empty = np.empty(0)
     return Layouts(**{n: np.concatenate([p[n] for p in parts]) if parts else empty for n in names})
+
+
+def _sharded(
+    rows: dict[str, Floats], zero: int, domain: int, *, pins: Pins, here: bool
+) -> Iterator[dict[str, Floats]]:
+    """Rows with every number of data ranks that may share one state."""
+    dp = rows["dp"]
+    asked = pins.get("shard")
+    if asked is not None:
+        keep = (dp % asked == 0) & ((zero > 0) | (dp == asked))
+        inner = np.full(len(dp), float(asked))
+    else:
+        yield rows
+        if not zero or (here and not _shards_here()):
+            return
+        inner = domain // (rows["tp"] * rows["cp"])
+        keep = (inner > 1) & (inner < dp) & (dp % np.maximum(inner, 1) == 0)
+    if keep.any():
+        yield {**{name: column[keep] for name, column in rows.items()}, "shard": inner[keep]}
+
+
+def _shards_here() -> bool:
+    """Whether the runtime can share a state among some of the data ranks."""
+    return all(row.runs != (None,) for row in TABLE if row.field == "shard")
 
 
 def layout_at(layouts: Layouts, index: int) -> Layout:
@@ -194,6 +231,8 @@ def runs_here(layouts: Layouts) -> np.ndarray:
     found = np.ones(len(layouts), dtype=bool)
     for row in TABLE:
         if row.field == "shard":  # without a ZeRO stage there is nothing to shard
+            if not _shards_here():
+                found &= (layouts.zero == 0) | (layouts.shard >= layouts.dp)
             continue
         values = [RECOMPUTE.index(v) if row.field == "recompute" else v for v in row.runs]
         found &= np.isin(columns[row.field], [float(v) for v in values])
@@ -204,6 +243,28 @@ def concatenate(parts: Sequence[Layouts]) -> Layouts:
     """The rows of all parts, in order."""
     names = [field.name for field in dataclasses.fields(Layouts)]
     return Layouts(**{n: np.concatenate([getattr(p, n) for p in parts]) for n in names})
+
+
+def why_not(shape: ModelShape, num_gpus: int, seq_len: int, batch: int, pins: Pins) -> str | None:
+    """What keeps pins from being legal, if it is one of them alone."""
+    degrees = tensor_degrees(shape)
+    if pins.get("tp", 1) not in degrees:
+        return f"tp {pins['tp']} does not divide its {shape.heads} heads; it may be " + ", ".join(
+            map(str, degrees)
+        )
+    if pins.get("pp", 1) > len(shape.layers):
+        return f"it has {len(shape.layers)} layers, fewer than pp {pins['pp']}"
+    if pins.get("ep", 1) > 1 and (not shape.experts or shape.experts % pins["ep"]):
+        return f"its {shape.experts} experts do not divide over ep {pins['ep']}"
+    used = math.prod(pins.get(axis, 1) for axis in AXES)
+    if num_gpus % used:
+        return f"the pinned axes use {used} GPUs, which does not divide {num_gpus}"
+    for name in ("dp", "microbatch", "microbatches"):
+        if batch % pins.get(name, 1):
+            return f"the global batch of {batch} does not divide by {name} {pins[name]}"
+    if seq_len % (2 * pins.get("cp", 1)) and pins.get("cp", 1) > 1:
+        return f"a sequence of {seq_len} does not divide over 2 x cp {pins['cp']}"
+    return None
 
 
 def tensor_degrees(shape: ModelShape) -> list[int]:
@@ -313,14 +374,15 @@ def _allowed(
         stages = 2 if schedule == "zb-v" else 1
         keep = piped & (virtual == stages) & (recompute != "full")
     elif schedule == "1f1b" or "schedule" in pins:
-        keep = (virtual == 1) & (piped | (schedule in ("1f1b", pins.get("schedule"))))
+        several = schedule != "1f1b" and "virtual_stages" in pins
+        keep = (several | (virtual == 1)) & (piped | (schedule in ("1f1b", pins.get("schedule"))))
     else:
         keep = np.zeros(len(pp), dtype=bool)
     if zero and "zero" not in pins:
         keep = keep & (base["dp"] > 1)
     if zero == 2 and "zero" not in pins:
-        # Over several microbatches it holds whole gradients, as ZeRO-1, or sums them every time.
-        keep = keep & (m == 1)
+        # Of a pipeline's many microbatches every one would be summed apart; nobody does that.
+        keep = keep & ((m == 1) | ~piped)
     if parallel:
         keep = keep & (base["tp"] > 1) & (seq_len % (base["cp"] * base["tp"]) == 0)
     return keep

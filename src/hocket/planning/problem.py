@@ -19,6 +19,7 @@ from hocket.cost.machine import Machine, machine
 from hocket.cost.memory import Memory, memory
 from hocket.cost.step import StepTimes, step_times
 from hocket.cost.terms import Floats, Terms, terms
+from hocket.planning.layouts import Pins, legal
 from hocket.schedules.registry import build, stage_ranks
 from hocket.simulation import durations
 from hocket.spec.cluster import Cluster
@@ -108,6 +109,14 @@ class Problem:
         """Operations of the model in a step, as published utilisation counts them: without
         recompute, and with the masked half of attention."""
         return self.tokens * self.shape.flops_per_token(self.seq_len, causal=False)
+
+    def legal(self, num_gpus: int, *, pins: Pins | None = None, here: bool = False) -> Layouts:
+        """Every legal layout of so many GPUs, as `layouts.legal`."""
+        domain = min(self.cluster.domain, num_gpus)
+        return legal(
+            self.shape, num_gpus, self.seq_len, self.global_batch,
+            pins=pins, here=here, domain=domain,
+        )  # fmt: skip
 
     def times(self, layouts: Layouts) -> StepTimes:
         """Seconds by closed forms, [r]."""

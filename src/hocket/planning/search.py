@@ -15,7 +15,7 @@ import numpy as np
 from hocket.cost.columns import Layouts
 from hocket.cost.step import StepTimes
 from hocket.cost.terms import Floats
-from hocket.planning.layouts import Pins, concatenate, layout_at, legal, runs_here
+from hocket.planning.layouts import Pins, concatenate, layout_at, pins_text, runs_here, why_not
 from hocket.planning.problem import Problem, played_microbatches
 from hocket.spec.errors import OptionError, unknown
 from hocket.spec.layout import Layout
@@ -113,10 +113,7 @@ def search(
     pins = dict(pins or {})
     parts = []
     for size in _sizes(problem, objective, pins, here):
-        found = legal(
-            problem.shape, size, problem.seq_len, problem.global_batch, pins=pins, here=here
-        )
-        parts.append(found)
+        parts.append(problem.legal(size, pins=pins, here=here))
     layouts = concatenate(parts)
     high = problem.high_memory(layouts)
     fits = high <= problem.usable
@@ -247,16 +244,17 @@ def _sizes(problem: Problem, objective: str, pins: Pins, here: bool) -> list[int
     step = cluster.node.num_gpus if cluster.num_nodes > 1 else 1
     most = 0
     for size in range(cluster.num_gpus, 0, -step):
-        if len(
-            legal(problem.shape, size, problem.seq_len, problem.global_batch, pins=pins, here=here)
-        ):
+        if len(problem.legal(size, pins=pins, here=here)):
             most = size
             break
     if not most:
-        asked = ", ".join(f"{k}={v}" for k, v in pins.items())
+        asked = pins_text(pins)
+        shape, seq_len, batch = problem.shape, problem.seq_len, problem.global_batch
+        reason = why_not(shape, cluster.num_gpus, seq_len, batch, pins)
+        why = f": {reason}" if reason else ""
         raise OptionError(
             f"no layout of {problem.shape.name} with a global batch of {problem.global_batch} is "
-            f"legal on {cluster.name}" + (f" with {asked}" if asked else ""),
+            f"legal on {cluster.name}" + (f" with {asked}" if asked else "") + why,
             hint="drop a --pin" if asked else f"--global-batch {cluster.num_gpus}",
         )
     sizes = [most]
