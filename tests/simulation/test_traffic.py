@@ -10,6 +10,8 @@ import pytest
 
 from hocket.simulation.traffic import (
     Floats,
+    Latencies,
+    Limits,
     RoundTable,
     poisson,
     round_seconds,
@@ -38,6 +40,12 @@ class Linear:
 
 def table(most: int = 64, chunk: int = 256, **rates: float) -> RoundTable:
     return RoundTable(Linear(**rates), chunk=chunk, longest=600, most=most)
+
+
+def play(rounds: RoundTable, arrivals: list[float], **asked: Any) -> Latencies:
+    found = simulate_requests(rounds, arrivals, **asked)
+    assert found is not None
+    return found
 
 
 def one_by_one(
@@ -82,9 +90,7 @@ def test_events_are_the_rounds_one_by_one(rate: float, slots: int) -> None:
     rounds = table()
     arrivals = poisson(rate, 60, seed=3)
     first, done = one_by_one(rounds, arrivals, prompt=300, output=40, slots=slots)
-    found = simulate_requests(
-        rounds, arrivals, prompt=300, output=40, capacity=340 * slots, most=64
-    )
+    found = play(rounds, arrivals, prompt=300, output=40, capacity=340 * slots, most=64)
     came = np.array(arrivals)
     for name, values in (
         ("ttft", first - came),
@@ -98,7 +104,7 @@ def test_events_are_the_rounds_one_by_one(rate: float, slots: int) -> None:
 
 def test_a_request_alone_takes_its_prompt_and_its_tokens() -> None:
     rounds = table(chunk=1024)
-    found = simulate_requests(rounds, [0.0, 100.0], prompt=500, output=101, capacity=1e6, most=8)
+    found = play(rounds, [0.0, 100.0], prompt=500, output=101, capacity=1e6, most=8)
     prompt = 0.01 + 500 * (2e-5 + 250 * 1e-9)
     # 100 tokens at contexts 501 to 600.
     tokens = 100 * (0.01 + 4e-5 + 550.5 * 3e-8)
@@ -115,7 +121,7 @@ def test_a_request_alone_takes_its_prompt_and_its_tokens() -> None:
 def test_one_at_a_time_is_a_queue() -> None:
     """Three at once, room for one: the k-th ends after k times its own time."""
     rounds = table(chunk=1024, context=0.0, read=0.0)
-    found = simulate_requests(rounds, [0.0] * 3, prompt=100, output=11, capacity=111, most=8)
+    found = play(rounds, [0.0] * 3, prompt=100, output=11, capacity=111, most=8)
     each = (0.01 + 100 * 2e-5) + 10 * (0.01 + 4e-5)
     assert found.end_to_end.p50 == pytest.approx(2 * each)
     assert found.end_to_end.p99 == pytest.approx(each * (2 + 0.98))
@@ -127,7 +133,7 @@ def test_littles_law() -> None:
     rounds = table(most=256)
     rate, output = 10.0, 100
     arrivals = poisson(rate, 3000, seed=1)
-    found = simulate_requests(
+    found = play(
         rounds, arrivals, prompt=200, output=output, capacity=1e6, most=256, warm_up=300, tail=300
     )
     mean_tpot = found.tpot.p50
@@ -140,7 +146,7 @@ def test_a_steady_state_carries_what_its_rounds_give() -> None:
     """All at once, so that the batch stays full: requests a second are batch / (output x round)."""
     rounds = table(most=32, chunk=512)
     count, output, prompt, slots = 800, 64, 128, 32
-    found = simulate_requests(
+    found = play(
         rounds, [0.0] * count, prompt=prompt, output=output, capacity=slots * 192, most=slots
     )
     low, slope, each = rounds.terms(slots * prompt / output, slots)
@@ -149,10 +155,25 @@ def test_a_steady_state_carries_what_its_rounds_give() -> None:
     assert count / found.end_to_end.p99 == pytest.approx(expected, rel=0.05)
 
 
+def test_it_gives_up_once_too_many_are_slow() -> None:
+    rounds, arrivals = table(), poisson(8.0, 300, seed=5)
+    asked: dict[str, Any] = {"prompt": 300, "output": 40, "capacity": 1e5, "most": 64}
+    whole = play(rounds, arrivals, **asked)
+    for name in ("ttft", "tpot"):
+        median = getattr(whole, name).p50
+        limits = {"ttft": 1e9, "tpot": 1e9, name: median}
+        assert (
+            simulate_requests(rounds, arrivals, **asked, limits=Limits(**limits, exceptions=140))
+            is None
+        )
+        kept = simulate_requests(rounds, arrivals, **asked, limits=Limits(**limits, exceptions=160))
+        assert kept == whole
+
+
 def test_more_requests_wait_longer() -> None:
     rounds = table(most=256)
     found = [
-        simulate_requests(
+        play(
             rounds,
             poisson(rate, 600, seed=0),
             prompt=300,

@@ -174,6 +174,15 @@ def poisson(rate: float, count: int, *, seed: int = 0, every: int = 1) -> list[f
     return found
 
 
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Seconds that a request may take, and how many may take longer."""
+
+    ttft: float
+    tpot: float
+    exceptions: int
+
+
 def simulate_requests(
     table: RoundTable,
     arrivals: list[float],
@@ -184,7 +193,8 @@ def simulate_requests(
     most: int,
     warm_up: int = 0,
     tail: int = 0,
-) -> Latencies:
+    limits: Limits | None = None,
+) -> Latencies | None:
     """Play one replica.
 
     Args:
@@ -194,6 +204,7 @@ def simulate_requests(
             put out again.
         most: sequences at once, the cache apart.
         warm_up: first requests that are not counted. tail: last ones, which keep it busy.
+        limits: None is returned as soon as more of the counted requests are slower.
     """
     need = prompt + output
     slots = min(most, int(capacity // need))
@@ -211,6 +222,11 @@ def simulate_requests(
     area_batch = area_held = idle = 0.0
     start, stop = arrivals[warm_up], arrivals[last - 1]
     span = max(stop - start, 1e-12)
+    slow = 0
+    latest, slowest, exceptions = math.inf, math.inf, count
+    if limits is not None:
+        latest, exceptions = limits.ttft, limits.exceptions
+        slowest = limits.tpot * max(output - 1, 1)
 
     while finished < count:
         while arrived < count and arrivals[arrived] <= now:
@@ -269,10 +285,8 @@ def simulate_requests(
             batch = decoding
         if now > start and before < stop:
             passed = _overlap(before, now, start, stop)
-            if batch > peak:
-                peak = batch
-            if held > most_held:
-                most_held = held
+            peak = max(peak, batch)
+            most_held = max(most_held, held)
             area_batch += batch * passed
             area_held += held * passed
         while ends and ends[0][0] <= turn:  # 3
@@ -281,6 +295,11 @@ def simulate_requests(
             finished += 1
             decoding -= 1
             contexts -= need
+            late = first[request] - arrivals[request] > latest or now - first[request] > slowest
+            if late and warm_up <= request < last:
+                slow += 1
+                if slow > exceptions:
+                    return None
     kept = slice(warm_up, last)
     came, began = np.array(arrivals[kept]), np.array(begun[kept])
     spoke, ended = np.array(first[kept]), np.array(done[kept])

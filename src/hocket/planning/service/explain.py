@@ -78,15 +78,14 @@ def winner(problem: ServiceProblem, best: ServiceForecast) -> Iterator[str]:
         f"{format_seconds(best.ttft.at(at))} and TPOT {format_seconds(best.tpot.at(at))} at "
         f"the {at}th percentile."
     )
-    yield _bound(problem, best)
+    if best.layout.dp > 1:
+        yield _bound(problem, best)
 
 
 def _bound(problem: ServiceProblem, best: ServiceForecast) -> str:
     """What sets the number of GPUs: what one replica fewer would miss."""
     layout = best.layout
     one = candidate(problem, layout.tp, layout.pp, best.max_batch_tokens)
-    if layout.dp == 1:
-        return "It is one replica: fewer GPUs are another split, see below."
     latencies = played(problem, one, layout.dp - 1)
     if latencies is None:
         return "One replica fewer could not keep up."

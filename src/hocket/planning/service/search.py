@@ -21,7 +21,8 @@ from hocket.planning.service.forecast import (
     prefill_alone,
 )
 from hocket.planning.service.problem import CHUNKS, ServiceProblem
-from hocket.simulation.traffic import Latencies, poisson, simulate_requests
+from hocket.simulation.traffic import Latencies, Limits, poisson, simulate_requests
+from hocket.spec.service import Service
 
 COUNTED = 400
 """Requests whose latencies are counted."""
@@ -153,14 +154,24 @@ def most_replicas(problem: ServiceProblem, one: Candidate) -> int:
 
 
 def played(
-    problem: ServiceProblem, one: Candidate, replicas: int, *, counted: int = COUNTED
+    problem: ServiceProblem,
+    one: Candidate,
+    replicas: int,
+    *,
+    counted: int = COUNTED,
+    hasty: bool = False,
 ) -> Latencies | None:
-    """Latencies of a deployment; None: it is saturated."""
+    """Latencies of a deployment; None: it is saturated.
+
+    Args:
+        hasty: None as well as soon as it is certain that a goal is missed.
+    """
     service = problem.service
     rate = service.requests_per_second / replicas
     if rate >= MOST_LOADED * one.most:
         return None
     table = problem.table(one.tp, one.pp, one.chunk)
+    begin = problem.begin_seconds(one.tp, one.pp, one.chunk)
     # Before the first counted request the batch has filled up; after the last it stays full.
     residence = one.floor_ttft + service.output_len * one.floor_tpot
     full = min(2000, math.ceil(2 * rate * residence)) + 10
@@ -174,8 +185,20 @@ def played(
         most=problem.sequences(one.tp, one.pp, one.chunk),
         warm_up=full,
         tail=full,
+        limits=_limits(service, counted, begin) if hasty else None,
     )
-    return found.later(problem.begin_seconds(one.tp, one.pp, one.chunk))
+    return None if found is None else found.later(begin)
+
+
+def _limits(service: Service, counted: int, begin: float) -> Limits:
+    """With more exceptions than these one of the goals is missed, whichever they miss."""
+    share = 1 - service.percentile / 100
+    goals = [goal for goal in (service.ttft_ms, service.tpot_ms) if goal is not None]
+    return Limits(
+        ttft=math.inf if service.ttft_ms is None else service.ttft_ms / 1e3 - begin,
+        tpot=math.inf if service.tpot_ms is None else service.tpot_ms / 1e3,
+        exceptions=max(len(goals), 1) * (math.ceil(share * counted) + 1),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,7 +239,7 @@ def deploy(
 
     def good(count: int) -> bool:
         if count not in known:
-            known[count] = played(problem, one, count, counted=counted)
+            known[count] = played(problem, one, count, counted=counted, hasty=True)
         latencies = known[count]
         return latencies is not None and not misses(problem, latencies)
 
