@@ -1,8 +1,9 @@
 """Serving constants: what was fitted of inference, per kind of GPU and engine, in one data file.
 
 `data/serving.json` holds every number with how it was fitted; `benchmarks/fit/serving.py` writes
-it. A GPU has six: the rates that its kernels reach. An engine has at most six fitted: what a layer,
-a step, a sequence and a collective take besides. What is assumed of an engine is marked so.
+it. A GPU has six: the rates that its kernels reach. An engine has at most six fitted of seven: what
+a layer, a step, a sequence and a sum take besides, how it runs experts, and what it holds. What is
+assumed of an engine stands beside; the file says which is which.
 """
 
 from __future__ import annotations
@@ -21,7 +22,17 @@ GPU_FIELDS = (
     "prefill_rate",
     "matrix_rate",
     "matrix_rate_8",
-    "traffic_rate",
+    "sum_time",
+)
+
+ENGINE_FIELDS = (
+    "layer_time",
+    "step_time",
+    "sequence_time",
+    "reduction_time",
+    "expert_time",
+    "expert_rate",
+    "overhead_bytes",
 )
 
 
@@ -35,22 +46,27 @@ class ServingConstants:
         prefill_rate: share of the dense 16-bit rate that attention over a prompt reaches.
         matrix_rate, matrix_rate_8: share of the dense rate of large products in 16 and in fewer
             bits.
-        traffic_rate: share of the memory bandwidth that norms and activations reach.
+        sum_time: time of a tensor-parallel sum relative to the collective library's alone.
 
     Of the engine:
         layer_time: seconds of a layer besides its work: starts and tails of its kernels.
         step_time: seconds of a step: scheduling, sampling, launching.
         sequence_time: seconds of each sequence in a step: its sampling and bookkeeping.
-        prefill_time: seconds of a request before its prompt is run.
-        reduction_time: seconds added to each tensor-parallel sum.
-        reduction_share: time of a tensor-parallel sum relative to the collective library's.
+        reduction_time: seconds that a sum of eight ranks waits for the last of them; in proportion
+            to the other ranks.
+        expert_time: seconds of a layer with experts besides: routing, sorting tokens by expert, and
+            gathering what comes back.
+        expert_rate: rates of products with experts, and of reading theirs, relative to dense ones.
+        overhead_bytes: CUDA context, workspaces, graphs.
 
     Assumed of the engine:
+        prefill_time: seconds of a request before its prompt is run and after.
         max_batch_tokens: tokens of a step. max_sequences: sequences of a step.
-        overhead_bytes: CUDA context, workspaces, graphs.
         usable: share of the memory that the engine fills.
         reserved: share of a request's output for which place is kept when it starts.
-        burst: of the prompts of all running requests, the share that one waits for on average.
+        waves: 1 where waiting prompts go before decoding, so that requests of equal length run in
+            waves; 0 where both share a step.
+        one_shot: 1 where small sums over NVLink are one kernel that reads all peers.
     """
 
     weight_rate: Any
@@ -58,19 +74,21 @@ class ServingConstants:
     prefill_rate: Any
     matrix_rate: Any
     matrix_rate_8: Any
-    traffic_rate: Any
+    sum_time: Any
     layer_time: Any
     step_time: Any
     sequence_time: Any
-    prefill_time: Any
     reduction_time: Any
-    reduction_share: Any
+    expert_time: Any
+    expert_rate: Any
+    overhead_bytes: Any
+    prefill_time: Any
     max_batch_tokens: Any
     max_sequences: Any
-    overhead_bytes: Any
     usable: Any
     reserved: Any
-    burst: Any
+    waves: Any
+    one_shot: Any
 
 
 @functools.cache
@@ -91,28 +109,44 @@ def default_engine() -> str:
     return str(file()["default"])
 
 
-def serving_constants(gpu: str, engine: str, **changes: Any) -> ServingConstants:
+def serving_constants(
+    gpu: str, engine: str, data: dict[str, Any] | None = None
+) -> ServingConstants:
     """Constants of a GPU (by name: `H100-SXM-80`) under an engine.
 
-    A GPU of a family that was not fitted takes the constants of the nearest that was.
+    A GPU of a kind that was not fitted takes the constants of the nearest that was. `data`: another
+    file's content (fitting).
 
     Raises:
         OptionError: an unknown engine.
     """
-    data = file()
+    data = file() if data is None else data
     if engine not in data["engines"]:
         message, hint = unknown("engine", engine, engines())
         raise OptionError(message, hint=hint)
-    family = gpu.partition("-")[0]
-    known = data["gpus"]
-    entry = known.get(family) or known[data["nearest"].get(family, "H100")]
-    values: dict[str, Any] = {name: entry[name] for name in GPU_FIELDS}
-    fields = {f.name for f in dataclasses.fields(ServingConstants)}
-    chain = []
+    values: dict[str, Any] = dict(data["gpus"][kind_of(gpu, data)])
+    for name in reversed(chain(engine, data)):
+        values |= data["engines"][name]
+    names = {f.name for f in dataclasses.fields(ServingConstants)}
+    return ServingConstants(**{k: v for k, v in values.items() if k in names})
+
+
+def kind_of(gpu: str, data: dict[str, Any] | None = None) -> str:
+    """The entry whose constants a GPU takes: its own, its family's, or the nearest family's."""
+    data = file() if data is None else data
+    known, parts = data["gpus"], gpu.split("-")
+    for name in ("-".join(parts[:2]), parts[0]):
+        if name in known:
+            return name
+    return str(data["nearest"].get(parts[0], "H100"))
+
+
+def chain(engine: str, data: dict[str, Any] | None = None) -> list[str]:
+    """An engine and those that it inherits from, nearest first."""
+    data = file() if data is None else data
+    found = []
     name: str | None = engine
     while name is not None:
-        chain.append(name)
+        found.append(name)
         name = data["engines"][name].get("based_on")
-    for name in reversed(chain):
-        values |= {k: v for k, v in data["engines"][name].items() if k in fields}
-    return ServingConstants(**(values | changes))
+    return found

@@ -31,6 +31,21 @@ from hocket.spec.model_shape import Attention, BlockShape, MatrixProduct, ModelS
 ACTIVATION = 2.0
 """Bytes of an activation."""
 
+TRAFFIC_RATE = 0.6
+"""Share of the memory bandwidth that norms, activations and rotations reach: short kernels."""
+
+ONE_SHOT, ONE_SHOT_SHARE = 6e-6, 0.6
+"""Seconds of a sum in one kernel without its bytes (published: 4 to 7 us), and the share of the
+link at which it reads the whole message of every peer."""
+
+NVLINK = 100e9
+"""Bytes/s per direction beyond which a link is no PCIe."""
+
+SOCKET_GPUS, SOCKET_SHARE = 4, 0.6
+"""GPUs behind one socket of a PCIe host, and what is left of a collective's rate where GPUs
+of both take part and nothing was measured. Measured from four to eight GPUs: 0.28 on an L40S host without peer access, 0.96 behind
+switches."""
+
 TILE = 128.0
 ROUNDED = 16.0
 """Rows of the smallest tensor-core tile."""
@@ -128,9 +143,7 @@ def step_parts(shape: ModelShape, at: Replica, load: Load) -> StepParts:
         layers = layers + shape.layers.count(kind) * _layer(shape, shape.blocks[kind], at, load)
     sampled = np.maximum(load.decode_batch, 1.0)
     head = _products(shape, shape.blocks["head"], at, sampled)
-    vocab = (
-        ACTIVATION * 4 * shape.vocab / at.tp * sampled / (_bandwidth(at) * constants.traffic_rate)
-    )
+    vocab = ACTIVATION * 4 * shape.vocab / at.tp * sampled / (_bandwidth(at) * TRAFFIC_RATE)
     head = head + vocab
     hop = point_to_point(ACTIVATION * tokens * shape.hidden / at.tp, at.tp, at.platform)
     hop = np.where(at.pp > 1, hop, 0.0)
@@ -152,7 +165,9 @@ def _layer(shape: ModelShape, block: BlockShape, at: Replica, load: Load) -> Flo
     inside = sum(m.forward for m in block.memory_bound if m.split != "outside")
     outside = sum(m.forward for m in block.memory_bound if m.split == "outside")
     moved = ACTIVATION * mine * (inside / at.tp + outside)
-    time = time + moved / (_bandwidth(at) * constants.traffic_rate)
+    time = time + moved / (_bandwidth(at) * TRAFFIC_RATE)
+    if any(p.groups > 1 for p in block.products):
+        time = time + constants.expert_time
     found: Floats = time + constants.layer_time + _sums(shape, block, at, tokens)
     return found
 
@@ -193,7 +208,7 @@ def _product(
     tiles = np.ceil(rows / TILE) * np.ceil(n / TILE)
     compute = 2 * padded * n * k / rate * (1 + sms / (2 * np.maximum(tiles, sms / 2)))
     moved = weight * n * k / constants.weight_rate
-    moved = moved + ACTIVATION * rows * (k + n) / constants.traffic_rate
+    moved = moved + ACTIVATION * rows * (k + n) / TRAFFIC_RATE
     found: Floats = np.where(rows > 0, np.maximum(compute, moved / _bandwidth(at)), 0.0)
     return found
 
@@ -209,9 +224,9 @@ def _expert_product(p: MatrixProduct, at: Replica, tokens: Floats) -> Floats:
     rows = tokens * p.count / at.ep
     rate = np.where(at.few_bits > 0, constants.matrix_rate_8, constants.matrix_rate) * at.flops
     size = p.n * p.k / inside
-    compute = 2 * np.maximum(rows, touched * ROUNDED) * size / rate
-    moved = at.expert_weight * touched * size / constants.weight_rate
-    moved = moved + ACTIVATION * rows * (p.n + p.k) / inside / constants.traffic_rate
+    compute = 2 * np.maximum(rows, touched * ROUNDED) * size / (rate * constants.expert_rate)
+    moved = at.expert_weight * touched * size / (constants.weight_rate * constants.expert_rate)
+    moved = moved + ACTIVATION * rows * (p.n + p.k) / inside / TRAFFIC_RATE
     found: Floats = np.where(tokens > 0, np.maximum(compute, moved / _bandwidth(at)), 0.0)
     return found
 
@@ -244,7 +259,16 @@ def _sums(shape: ModelShape, block: BlockShape, at: Replica, tokens: Floats) -> 
         dense = 1  # shared experts are summed with the routed ones
     size = ACTIVATION * tokens / at.attention_dp * shape.hidden
     one = group(ALL_REDUCE, size, at.tp, np.ones_like(at.tp), at.platform)
-    one = np.where(at.tp > 1, one * constants.reduction_share + constants.reduction_time, 0.0)
+    machine = at.platform.machine
+    unknown = np.array([not curves.points for curves in machine.curves])[machine.which.astype(int)]
+    both = unknown & (machine.link < NVLINK) & (at.tp > SOCKET_GPUS)
+    one = np.where(both, one / SOCKET_SHARE, one)
+    direct = ONE_SHOT + size * (at.tp - 1) / (ONE_SHOT_SHARE * machine.link)
+    possible = (constants.one_shot > 0) & (machine.link > NVLINK) & (at.tp <= machine.domain)
+    one = np.where(possible, np.minimum(one, direct), one)
+    one = np.where(
+        at.tp > 1, one * constants.sum_time + constants.reduction_time * (at.tp - 1) / 7, 0.0
+    )
     talk = dense * one
     if expert:
         top = max(p.count for p in rows if p.groups > 1)

@@ -28,6 +28,7 @@ from hocket.cost.machine import MeasuredCurve
 from hocket.cost.serving import ServingPrices, serving_prices
 from hocket.spec.cluster import Cluster
 from hocket.spec.errors import HocketError, OptionError
+from hocket.spec.model_shape import ModelShape
 
 REQUIRED = ("id", "source", "model", "gpu", "engine", "mode", "isl")
 OPTIONAL = (
@@ -67,6 +68,9 @@ MODELS = (
 """Models of a table by the words they are known by (first match), and the catalogue's name. Llama
 3.1 and 3.3 70B have Llama 3 70B's shape, as do MiniMax-M2.5 and Kimi K2.5 that of the first."""
 
+WINDOWLESS = ("mistral-7b",)
+"""Models whose window engines do not use: Mistral 7B since its version 0.2 has none."""
+
 UNKNOWN_MODELS = (
     (r"llama.?4", "how its experts are run is not described by its shape"),
     (r"qwen3\.5|hybrid|nano-v3", "linear attention is not priced"),
@@ -89,12 +93,17 @@ GPUS = {
 }
 
 ENGINES = (
+    (r"tensorrt-llm 0\.(\d|1\d)(\.|$)", "trtllm-engines"),
     (r"tensorrt|trtllm", "trtllm"),
     (r"vllm", "vllm"),
     (r"sglang", "sglang"),
     (r"gpt-fast", "gpt-fast"),
     (r"megatron", "megatron-inference"),
 )
+
+"""Engines by name and version. TensorRT-LLM is two stacks: before 0.20 it ran compiled TensorRT
+engines from a C++ loop without CUDA graphs, since then PyTorch with graphs and an overlapped
+scheduler."""
 
 MODES = (
     "agg",
@@ -105,6 +114,11 @@ MODES = (
     "disagg",
     "dynamic_batching",
 )
+
+VARIED = r"source_file=20\d\d-|db-dump"
+MEAN_SHARE = 0.9
+"""InferenceX draws lengths evenly between 0.8 and 1 of those it names (RANDOM_RANGE_RATIO in its
+README); notes name its exports by their date."""
 
 MAINSTREAM = r"(A100|H100|H200)"
 
@@ -127,7 +141,7 @@ class Row:
         experts: the model has some.
         key: rows of one key are the same run, measured again.
         load: sequences at once; infinity where as many as fit.
-        prompt, output: tokens of a request.
+        prompt, output: tokens of a request. varied: their lengths differ, these are means.
         prices: of one replica; `prefill` and `decode` where they are separated.
         replicas: of the model on the GPUs named.
         tpot, ttft: seconds; throughput: output tokens/s; None where it was not measured.
@@ -146,6 +160,7 @@ class Row:
     load: float
     prompt: float
     output: float
+    varied: bool
     prices: ServingPrices
     prefill: Workers | None = None
     decode: Workers | None = None
@@ -209,7 +224,7 @@ def _parse(row: Mapping[str, str]) -> Row:
     if row["gpu"] not in GPUS:
         raise _LeftOut(f"GPU {row['gpu']} has no constants or is not in the catalogue")
     gpu = GPUS[row["gpu"]]
-    engine = _first(ENGINES, row["engine"])
+    engine = _first(ENGINES, f"{row['engine']} {row.get('engine_version', '')}".strip())
     if engine is None:
         raise _LeftOut(f"engine {row['engine']} has no constants")
     prompt, output = _number(row, "isl"), _number(row, "osl")
@@ -236,6 +251,9 @@ def _parse(row: Mapping[str, str]) -> Row:
         prices = _prices(dataclasses.replace(asked, **_degrees(row)))
     if load is None:
         raise _LeftOut("no number of requests at once")
+    varied = re.search(VARIED, row.get("notes", "")) is not None
+    if varied:
+        prompt, output = MEAN_SHARE * prompt, MEAN_SHARE * output
     measured = {name: _number(row, name) for name in MEASURED}
     tpot, ttft = measured["tpot_ms"], measured["ttft_ms"]
     return Row(
@@ -252,6 +270,7 @@ def _parse(row: Mapping[str, str]) -> Row:
         load=load,
         prompt=prompt,
         output=output,
+        varied=varied,
         prices=prices,
         prefill=prefill,
         decode=decode,
@@ -325,6 +344,9 @@ def _degrees(row: Mapping[str, str]) -> dict[str, Any]:
         dp = moe
     if dp == 0:
         dp = max(moe * ep // tp, 1)
+    gpus = _whole(row, "n_gpus", 0)
+    if gpus and dp > 1 and tp * pp * dp > gpus and gpus % (pp * dp) == 0:
+        tp = gpus // (pp * dp)  # `DEPn` names n ranks of attention's data parallelism alone
     return {"tp": tp, "pp": pp, "ep": ep, "dp": dp}
 
 
@@ -347,13 +369,14 @@ def _workers(row: Mapping[str, str], side: str, asked: _Asked) -> Workers:
 
 @functools.lru_cache(maxsize=4096)
 def _prices(asked: _Asked) -> ServingPrices:
+    shape = _shape(asked.model)
     cluster, measured = _cluster(asked.gpu, asked.tp * asked.pp * asked.dp)
     precision = experts = asked.precision
     if asked.model.startswith("gpt-oss"):
         precision, experts = "bf16", "fp4"  # as published: experts in MXFP4, the rest in 16 bits
-    few = asked.precision in ("fp8", "fp4") and asked.engine == "trtllm"
+    few = asked.precision in ("fp8", "fp4") and asked.engine.startswith("trtllm")
     return serving_prices(
-        shapes.shape(asked.model),
+        shape,
         cluster,
         tp=asked.tp,
         pp=asked.pp,
@@ -365,6 +388,21 @@ def _prices(asked: _Asked) -> ServingPrices:
         engine=asked.engine,
         curves=measured,
     )
+
+
+@functools.cache
+def _shape(model: str) -> ModelShape:
+    shape = shapes.shape(model)
+    if model not in WINDOWLESS:
+        return shape
+    blocks = {
+        name: dataclasses.replace(
+            block,
+            attention=tuple(dataclasses.replace(core, window=None) for core in block.attention),
+        )
+        for name, block in shape.blocks.items()
+    }
+    return dataclasses.replace(shape, blocks=blocks)
 
 
 @functools.cache

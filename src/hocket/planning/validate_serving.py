@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hocket.planning.serving_load import Change, solve
+from hocket.planning.serving_load import Constants, answers, groups
 from hocket.planning.serving_table import Row, read, rows
 
 FIELDS = ("tpot", "ttft", "throughput")
@@ -107,7 +107,7 @@ def validate(path: str | Path) -> Report:
     return report(read(path))
 
 
-def report(table: Sequence[Mapping[str, str]], change: Change | None = None) -> Report:
+def report(table: Sequence[Mapping[str, str]], change: Constants | None = None) -> Report:
     """Price every row of a table that has been read."""
     found, left_out = rows(table)
     priced = price(found, change)
@@ -127,17 +127,17 @@ def report(table: Sequence[Mapping[str, str]], change: Change | None = None) -> 
     for name in left_out:
         missing[source[name]] = missing.get(source[name], 0) + 1
         lost[gpus[name]] = lost.get(gpus[name], 0) + 1
-    groups = {name: scores(members) for name, members in names.items()}
-    main = [s for name, s in groups.items() if not name.startswith("other:")]
+    figures = {name: scores(members) for name, members in names.items()}
+    main = [s for name, s in figures.items() if not name.startswith("other:")]
     for name, count in missing.items():
-        key = name if name in groups else f"{name}: left out"
-        groups[key] = dataclasses.replace(groups.get(key, scores([])), rows_left_out=count)
+        key = name if name in figures else f"{name}: left out"
+        figures[key] = dataclasses.replace(figures.get(key, scores([])), rows_left_out=count)
     chosen = [p for p in priced if p.row.mainstream]
     return Report(
         overall=scores(chosen, len(left_out)),
         averaged=average(main, len(left_out)),
         dense=scores([p for p in chosen if not p.row.experts]),
-        groups=groups,
+        groups=figures,
         families={name: scores(members) for name, members in families.items()},
         priced=tuple(priced),
         left_out=left_out,
@@ -153,11 +153,11 @@ def group_of(row: Row, several: Mapping[str, set[str]] | None = None) -> str:
     return f"{row.source}: {row.engine}" if len(engines) > 1 else row.source
 
 
-def price(found: Sequence[Row], change: Change | None = None) -> list[Priced]:
+def price(found: Sequence[Row], change: Constants | None = None) -> list[Priced]:
     """Predictions of rows; `change` gives other constants than the rows' own (fitting)."""
     if not found:
         return []
-    answer = solve(found, change)
+    answer = answers(groups(found), len(found), change)
     medians = {field: _medians(found, field) for field in FIELDS}
     return [
         Priced(
