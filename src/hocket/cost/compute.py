@@ -30,10 +30,10 @@ from hocket.cost.collectives import (
     ALL_TO_ALL,
     REDUCE_SCATTER,
     group,
-    point_to_point,
 )
 from hocket.cost.columns import Layouts
 from hocket.cost.constants import Platform
+from hocket.cost.context import context_times
 from hocket.cost.terms import BlockTerms, Floats, Product, Terms
 
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
@@ -63,12 +63,14 @@ class BlockTimes:
         inputs: backward to the inputs, with its communication and recompute.
         weights: backward to the weights.
         exposed: of these, tensor-, context- and expert-parallel communication.
+        ulysses: 1 where context parallelism is by all-to-alls, 0 where by a ring.
     """
 
     forward: Floats
     inputs: Floats
     weights: Floats
     exposed: Floats
+    ulysses: Floats
 
 
 def product(
@@ -131,8 +133,15 @@ def block_times(
     moved = traffic * (block.backward_inside / at.tp + block.backward_outside / split)
     floor = KERNEL_FLOOR * (block.kernels_backward + 2 * core_kernels)
     inputs = inputs + core_backward + moved + floor
+    if np.any(block.weights_expert > 0):
+        sorting = constants.expert_passes * model.experts_per_token * model.hidden / split
+        apart = ELEMENT * sorting * tokens / memory + constants.expert_time
+        apart = np.where(block.weights_expert > 0, apart, 0.0)
+        forward, inputs = forward + apart, inputs + apart
 
-    talk, talk_backward = _communication(block, model, at, tokens, platform, core=core_forward)
+    talk, talk_backward, ulysses = _communication(
+        block, model, at, tokens, platform, core=core_forward
+    )
     reductions = float(block.reductions)
     waiting = np.where(at.tp > 1, reductions * constants.skew * (at.tp / 8.0) ** 2, 0.0)
     cpu = kernels * constants.kernel_time + waiting
@@ -151,6 +160,7 @@ def block_times(
         inputs=whole - weights,
         weights=weights,
         exposed=talk + talk_backward + np.where(full, talk, 0.0),
+        ulysses=ulysses,
     )
 
 
@@ -242,8 +252,9 @@ def _communication(
     platform: Platform,
     *,
     core: Floats,
-) -> tuple[Floats, Floats]:
-    """Seconds of exposed tensor, context and expert communication, forward and backward."""
+) -> tuple[Floats, Floats, Floats]:
+    """Seconds of exposed tensor, context and expert communication, forward and backward; and 1
+    where context parallelism is by all-to-alls."""
     constants = platform.constants
     size = ELEMENT * tokens * model.hidden
     one = np.ones_like(tokens)
@@ -254,20 +265,21 @@ def _communication(
         whole = np.where(at.sequence_parallel > 0, pieces, whole)
     forward = block.reductions * whole * constants.contention * constants.tensor_exposed
     backward = forward
-    if np.any(at.cp > 1):
-        for c in block.cores:
-            width = c.kv_heads * (c.head_dim + c.value_dim) / np.minimum(at.tp, c.kv_heads)
-            ring = point_to_point(ELEMENT * tokens * width, at.tp, platform)
-            ring = np.where(at.cp > 1, (at.cp - 1) * ring, 0.0)
-            # Hidden behind the core of the previous piece, as far as that lasts.
-            forward = forward + np.maximum(ring - core, 0.0)
-            backward = backward + np.maximum(2 * ring - FLASH_BACKWARD * core, 0.0)
+    ulysses = np.zeros(tokens.shape)
+    if np.any(at.cp > 1) and block.cores:
+        exchange = context_times(block.cores, at, tokens, core, platform)
+        forward, backward = forward + exchange.forward, backward + exchange.backward
+        ulysses = exchange.ulysses.astype(np.float64)
     if np.any(at.ep > 1) and np.any(block.weights_expert > 0):
         over = expert_tp(at) < at.tp
-        sent = (
-            size * model.experts_per_token / np.where(over | (at.sequence_parallel > 0), at.tp, 1.0)
-        )
-        moved = 2 * group(ALL_TO_ALL, sent, at.ep, np.where(over, 1.0, at.tp), platform)
-        moved = np.where(block.weights_expert > 0, moved, 0.0)
+        stride = np.where(over, 1.0, at.tp)
+        nodes = np.maximum(at.ep * stride / platform.machine.domain, 1.0)
+        chosen = np.maximum(model.experts_per_token, 1.0)
+        reached = nodes * (1 - (1 - 1 / nodes) ** chosen) / chosen
+        once = (np.asarray(constants.once_per_node) > 0) & (nodes > 1)
+        copies = model.experts_per_token * np.where(once, reached, 1.0)
+        sent = size * copies / np.where(over | (at.sequence_parallel > 0), at.tp, 1.0)
+        moved = 2 * group(ALL_TO_ALL, sent, at.ep, stride, platform)
+        moved = np.where(block.weights_expert > 0, moved * constants.expert_exposed, 0.0)
         forward, backward = forward + moved, backward + moved
-    return forward, backward
+    return forward, backward, ulysses

@@ -46,6 +46,7 @@ class StepTimes:
         optimizer: its update.
         forward, inputs, weights: one microbatch on a middle stage.
         exchange: one activation to the next stage.
+        ulysses: 1 where context parallelism is by all-to-alls, 0 where by a ring.
         embedding, head: one microbatch, forward and backward.
     """
 
@@ -61,6 +62,7 @@ class StepTimes:
     exchange: Floats
     embedding: Floats
     head: Floats
+    ulysses: Floats
 
 
 def step_times(
@@ -94,7 +96,7 @@ def step_times(
     m, p, v = at.microbatches, at.pp, at.virtual
     zero = np.zeros_like(at.dp)
     forward = inputs = weights = exposed = sharded = zero
-    total_weights = zero
+    total_weights = ulysses = zero
     for count, block in model.kinds:
         times = block_times(block, model, small, span, platform)
         local = local_weights(block, at)
@@ -108,6 +110,7 @@ def step_times(
         inputs = inputs + count * (whole - w)
         weights = weights + count * w
         exposed = exposed + count * spread(times.exposed)
+        ulysses = np.maximum(ulysses, spread(times.ulysses))
         sharded = sharded + count * (f2 + whole - f - b - w)
         total_weights = total_weights + count * local
     extra = 2.0 * np.asarray(ends_lighter)  # a pipeline as long as if every stage were full
@@ -172,6 +175,7 @@ def step_times(
         exchange=exchange,
         embedding=embedding_time,
         head=head_time,
+        ulysses=ulysses,
     )
 
 
