@@ -42,9 +42,9 @@ NVLINK = 100e9
 """Bytes/s per direction beyond which a link is no PCIe."""
 
 SOCKET_GPUS, SOCKET_SHARE = 4, 0.6
-"""GPUs behind one socket of a PCIe host, and what is left of a collective's rate where GPUs
-of both take part and nothing was measured. Measured from four to eight GPUs: 0.28 on an L40S host without peer access, 0.96 behind
-switches."""
+"""GPUs behind one socket of a PCIe host, and what is left of a collective's rate where GPUs of
+both take part and nothing was measured. Measured from four to eight GPUs: 0.28 on an L40S host
+without peer access, 0.96 behind switches."""
 
 TILE = 128.0
 ROUNDED = 16.0
