@@ -27,7 +27,7 @@ from pathlib import Path
 from hocket.catalogue import hardware, shapes
 from hocket.catalogue.curves import curves
 from hocket.cost.columns import SCHEDULES
-from hocket.cost.constants import Constants, constants
+from hocket.cost.constants import FEW_BITS, Constants, constants, few_bits
 from hocket.cost.machine import CurveSet, Machine, machine
 from hocket.planning.decoder import decoder
 from hocket.spec.cluster import Cluster
@@ -182,12 +182,8 @@ def _parse(row: Mapping[str, str]) -> Row:
     changes: dict[str, float] = {}
     changes["gradient_bytes"] = _gradient_bytes(row.get("precision", ""), stack)
     values = constants(cluster.node.gpu.name, stack, **changes)
-    if precision.startswith("fp8"):
-        # The attention core stays in 16 bits.
-        flops = cluster.node.gpu.flops
-        values = dataclasses.replace(
-            values, flash_rate=values.flash_rate * flops["bf16"] / flops[precision]
-        )
+    if precision in FEW_BITS:
+        values = few_bits(values, cluster.node.gpu.flops, precision)
     memory = _number(row, "measured_mem_gb")
     names = [name for name in row if name not in NOT_COMPARED]
     return Row(
