@@ -33,10 +33,16 @@ LINK_SHARE = 0.78
 NETWORK_LATENCY = 30e-6
 
 
-def inside(operation: str, size: Floats, ranks: Floats, machine: Machine) -> Floats:
-    """Seconds of one collective of `size` bytes among `ranks` GPUs of one domain."""
-    size, ranks, which = np.broadcast_arrays(size, ranks, machine.which)
-    link = np.broadcast_to(machine.link, size.shape)
+def inside(
+    operation: str, size: Floats, ranks: Floats, machine: Machine, stride: Floats | float = 1.0
+) -> Floats:
+    """Seconds of one collective of `size` bytes among `ranks` GPUs of one domain, `stride` apart.
+
+    A group that reaches beyond a bridged pair goes over PCIe all the way, as its ring does.
+    """
+    reach = (ranks - 1) * stride + 1
+    link = np.where(reach > machine.bridge, machine.beyond, machine.link)
+    size, ranks, which, link = np.broadcast_arrays(size, ranks, machine.which, link)
     out = np.zeros(size.shape)
     for index, curves in enumerate(machine.curves):
         rows = (which == index) & (ranks > 1)
@@ -69,7 +75,7 @@ def group(
     machine, constants = platform.machine, platform.constants
     local = np.clip(machine.domain // stride, 1, degree)
     crosses = degree * stride > machine.domain
-    within = inside(operation, size, np.where(crosses, local, degree), machine)
+    within = inside(operation, size, np.where(crosses, local, degree), machine, stride)
     rate = machine.network * np.minimum(local, machine.per_node) / machine.per_node
     ring = operation != ALL_REDUCE
     hops = constants.hop * degree if ring else 0.0
@@ -84,7 +90,7 @@ def group(
 def point_to_point(size: Floats, stride: Floats, platform: Platform) -> Floats:
     """Seconds to send `size` bytes to the rank `stride` ranks away; all ranks of a node do."""
     machine, constants = platform.machine, platform.constants
-    within = inside(ALL_GATHER, 2 * size, np.full_like(size, 2.0), machine)
+    within = inside(ALL_GATHER, 2 * size, np.full_like(size, 2.0), machine, stride)
     share = machine.network / machine.per_node * constants.network
     return np.where(stride >= machine.domain, size / share + 20e-6, within)
 

@@ -173,6 +173,7 @@ def emitted(found: Plan, tool: str) -> str:
         seq_len=found.seq_len,
         global_batch=found.global_batch,
         model=found.model,
+        precision=found.precision,
     )
 
 

@@ -1,7 +1,7 @@
 """Problem: one model, one cluster, one batch; its layouts are priced through `cost`.
 
 The machine's numbers are those of the links that are there: measured collectives are taken from
-the same kind of GPU and link, and bridged pairs count as PCIe for anything wider than a pair.
+the same kind of GPU and link.
 """
 
 from __future__ import annotations
@@ -89,10 +89,7 @@ class Problem:
         known = [c for c in curves() if c.topology == kind and c.num_nodes == 1]
         exact = [c for c in known if c.gpu == device]
         family = [c for c in known if c.gpu.partition("-")[0] == device.partition("-")[0]]
-        numbers = machine(self.cluster, self.precision, exact or family)
-        if kind == "nvlink-pairs" and node.num_gpus > 2:
-            numbers = dataclasses.replace(numbers, link=np.array([float(node.pcie)]))
-        return numbers
+        return machine(self.cluster, self.precision, exact or family)
 
     @property
     def usable(self) -> int:
