@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hocket.spec.errors import OptionError, unknown
@@ -22,7 +23,7 @@ TOOLS = ("vllm",)
 def text(plans: Sequence[ServicePlan]) -> str:
     """The answers as text."""
     if len(plans) == 1:
-        return "\n".join(_single(plans[0]))
+        return "\n".join(_wrapped(_single(plans[0])))
     name = plans[0].model.partition(" as ")[0]
     lines = [
         f"The size of {name} is not public: these are hypotheses, each answered by itself.",
@@ -96,20 +97,19 @@ def emitted(plan: ServicePlan, tool: str) -> str:
 
 
 def _single(plan: ServicePlan) -> Iterator[str]:
-    from hocket.reporting.table import table_text
-
     yield f"{plan.model}, {plan.precision}: {_model(plan)}"
     if plan.claim:
         yield f"Assumed: {plan.claim}."
     yield _asked(plan.service)
     yield ""
-    several = len(plan.kinds) > 1
-    answered = [kind for kind in plan.kinds if kind.deployments]
-    if several:
-        yield table_text(
-            ("GPU", "holds it", "GPUs", *_HEADERS),
-            [_kind_row(kind, plan) for kind in answered],
-        )
+    answered = [kind for kind in plan.kinds if kind.best is not None]
+    if len(plan.kinds) > 1:
+        bests = [kind.best for kind in answered if kind.best is not None]
+        labels = [
+            f"{kind.gpu}: {one.num_gpus} as {one.layout}; {_holds(kind)} hold it"
+            for kind, one in zip(answered, bests, strict=True)
+        ]
+        yield from _rows(_HEADERS, labels, [_row(one, plan) for one in bests])
         for kind in plan.kinds:
             if kind.reason:
                 yield f"{kind.gpu}: {kind.reason}."
@@ -117,14 +117,15 @@ def _single(plan: ServicePlan) -> Iterator[str]:
         (kind,) = plan.kinds
         yield from _memory(kind, plan)
         yield ""
-        yield table_text(
-            ("layout", "GPUs", *_HEADERS[1:]),
-            [(str(one.layout), one.num_gpus, *_row(one, plan)) for one in kind.deployments],
-        )
+        labels = [f"{one.layout}  {one.num_gpus} GPUs" for one in kind.deployments]
+        yield from _rows(_HEADERS, labels, [_row(one, plan) for one in kind.deployments])
         for one in kind.deployments:
             if one.misses:
                 yield f"! {one.layout}: {', '.join(one.misses)}"
     yield ""
+    if plan.best is not None and plan.best.ttft is not None:
+        yield _percentiles(plan.best)
+        yield from _unsure(plan.best, plan.service)
     yield from _legend(plan)
     for need in plan.need:
         yield ""
@@ -140,36 +141,85 @@ def _single(plan: ServicePlan) -> Iterator[str]:
         yield from plan.explanation
 
 
-_HEADERS = ("layout", "batch", "TTFT", "TPOT", "answer", "load", "tokens/s", "$/h", "$/M tokens")
+_HEADERS = ("batch", "TTFT", "TPOT", "load", "tokens/s", "$/h", "$/M tokens")
+
+INDENT = "    "
+
+
+def _unsure(one: ServiceForecast, service: Service) -> Iterator[str]:
+    """Goals that are met as expected, and missed at the far end of the range."""
+    for name, goal, values in (
+        ("TTFT", service.ttft_ms, one.ttft_range),
+        ("TPOT", service.tpot_ms, one.tpot_range),
+    ):
+        if goal is not None and values is not None and values.mid * 1e3 <= goal < values.high * 1e3:
+            yield (
+                f"Its {name} meets the goal as expected, and would miss it at the far end of its "
+                "range; --explain says what meets it there."
+            )
+
+
+WIDTH = 110
+
+
+def _wrapped(lines: Iterable[str]) -> Iterator[str]:
+    """Sentences broken at `WIDTH`; a line of a table stays whole."""
+    for line in (part for text in lines for part in text.split("\n")):
+        if len(line) <= WIDTH or "  " in line.strip():
+            yield line
+            continue
+        indent = line[: len(line) - len(line.lstrip())]
+        yield from textwrap.wrap(
+            line, WIDTH, subsequent_indent=indent + "  ", break_long_words=False,
+            break_on_hyphens=False,
+        )  # fmt: skip
+
+
+def _rows(
+    headers: Sequence[str], labels: Sequence[str], rows: Sequence[Sequence[str]]
+) -> Iterator[str]:
+    """Two lines for each: what it is, and below it what it gives."""
+    from hocket.reporting.table import table_text
+
+    head, rule, *numbers = table_text(headers, rows).splitlines()
+    yield INDENT + head
+    yield INDENT + rule
+    for label, below in zip(labels, numbers, strict=True):
+        yield label
+        yield INDENT + below
 
 
 def _row(one: ServiceForecast, plan: ServicePlan) -> tuple[str, ...]:
     at = plan.service.percentile
-    if one.ttft is None or one.tpot is None or one.end_to_end is None:
-        latency = ("-", "-", "-")
+    if one.ttft is None or one.tpot is None:
+        latency = ("-", "-")
     else:
         latency = (
-            _with_range(one.ttft.at(at), one.ttft_range, format_seconds),
-            _with_range(one.tpot.at(at), one.tpot_range, format_seconds),
-            format_seconds(one.end_to_end.at(at)),
+            _with_range(one.ttft.at(at), one.ttft_range),
+            _with_range(one.tpot.at(at), one.tpot_range),
         )
-    most = _with_range(one.most_output_tokens_per_second, one.most_range, format_count)
     cost, hourly = one.dollars_per_million_output_tokens, one.dollars_per_hour
     full = one.full_dollars_per_million_output_tokens
     return (
         f"{one.batch:.0f} of {one.max_sequences}",
         *latency,
         f"{one.load:.0%}" + ("" if one.meets else " !"),
-        f"{format_count(one.output_tokens_per_second)} of {most}",
+        f"{format_count(one.output_tokens_per_second)} of {_count_range(one)}",
         "unknown" if hourly is None else f"{hourly:,.2f}",
         "unknown" if cost is None or full is None else f"{cost:,.2f} ({full:,.2f} full)",
     )
 
 
-def _kind_row(kind: KindAnswer, plan: ServicePlan) -> tuple[object, ...]:
-    best = kind.best
-    assert best is not None
-    return (kind.gpu, _holds(kind), best.num_gpus, str(best.layout), *_row(best, plan))
+def _percentiles(one: ServiceForecast) -> str:
+    """Every latency at its 50th, 90th and 99th percentile."""
+    assert one.ttft is not None
+    assert one.tpot is not None
+    assert one.end_to_end is not None
+    told = ", ".join(
+        f"{name} {' / '.join(format_seconds(x) for x in (values.p50, values.p90, values.p99))}"
+        for name, values in (("TTFT", one.ttft), ("TPOT", one.tpot), ("answer", one.end_to_end))
+    )
+    return f"{one.layout} on {one.gpu}, 50th / 90th / 99th percentile: {told}."
 
 
 def _holds(kind: KindAnswer) -> str:
@@ -221,41 +271,29 @@ def _memory_map(plan: ServicePlan, gpu: str) -> Iterator[str]:
 
 
 def _hypothesis(plan: ServicePlan) -> Iterator[str]:
-    from hocket.reporting.table import table_text
-
     yield f"HYPOTHESIS {plan.model}: {plan.claim}."
     yield f"  source: {plan.source}."
     yield f"  {_model(plan)}."
     need = {one.gpu: one for one in plan.need}
-    rates = plan.need[0].rates if plan.need else ()
-    goals = plan.need[0].tpots if plan.need else ()
-    columns = [
-        f"{rate:g}/s" + ("" if goal is None else f" {goal:g} ms")
-        for rate in rates
-        for goal in goals
-    ]
-    rows = []
-    for kind in plan.kinds:
+    answered = [kind for kind in plan.kinds if kind.best is not None]
+    labels, rows = [], []
+    for kind in answered:
         best = kind.best
-        if best is None:
-            continue
-        cells = [
-            "-" if count is None else f"{count}" for row in need[kind.gpu].gpus for count in row
-        ]
+        assert best is not None
         cost = best.dollars_per_million_output_tokens
-        rows.append(
-            (
-                kind.gpu,
-                *(f"{held.split or '-'} ({held.pool})" for held in kind.held),
-                f"{best.num_gpus} as {best.layout}",
-                "unknown" if cost is None else f"{cost:,.2f}",
-                *cells,
-            )
-        )
-    if rows:
-        holds = [f"hold {held.requests}" for held in plan.kinds[0].held]
-        headers = ("GPU", *holds, "for the service", "$/M tokens", *columns)
-        yield table_text(headers, rows)
+        dollars = "price unknown" if cost is None else f"${cost:,.2f} a million output tokens"
+        labels.append(f"{kind.gpu}: {best.num_gpus} as {best.layout}, {dollars}")
+        cells = ["-" if n is None else f"{n}" for row in need[kind.gpu].gpus for n in row]
+        rows.append((*(f"{held.split or '-'} ({held.pool})" for held in kind.held), *cells))
+    if answered:
+        first = need[answered[0].gpu]
+        columns = [
+            f"{rate:g}/s" + ("" if goal is None else f" {goal:g} ms")
+            for rate in first.rates
+            for goal in first.tpots
+        ]
+        holds = [f"hold {held.requests}" for held in answered[0].held]
+        yield from _rows((*holds, *columns), labels, rows)
     for kind in plan.kinds:
         if kind.reason:
             yield f"{kind.gpu}: holds it {_holds(kind)}; {kind.reason}."
@@ -297,22 +335,21 @@ def _legend(plan: ServicePlan) -> Iterator[str]:
     best = plan.best
     at = plan.service.percentile
     yield (
-        f"TTFT, TPOT and answer (in all) are the {at}th percentile of requests played as a Poisson "
-        "stream"
+        f"TTFT and TPOT are the {at}th percentile of requests played as a Poisson stream."
         + (
-            "; ranges the 10th to the 90th percentile of the prices' error."
+            " Ranges: the 10th to the 90th percentile of measured over predicted."
             if best is not None and best.tpot_range is not None
-            else "."
+            else ""
         )
     )
     yield (
-        f"batch: sequences that decode together on a replica, of those that fit; load: of the rate "
-        f"at which it saturates; prices of a {plan.engine} server, {plan.usable:.0%} of memory."
+        "batch: sequences that decode together on a replica, of those that fit; load: of the rate "
+        f"at which it saturates; {plan.engine}'s constants, {plan.usable:.0%} of memory."
     )
     if len(plan.kinds) > 1 and not plan.claim:
         yield (
-            "holds it: GPUs for weights and one request in a legal split; in brackets by the sum "
-            "of their memory."
+            "hold it: GPUs for weights and one request in a legal split; in brackets by the sum of "
+            "their memory."
         )
     priced = next(
         (k.best for k in plan.kinds if k.best is not None and k.best.price is not None), None
@@ -324,10 +361,28 @@ def _legend(plan: ServicePlan) -> Iterator[str]:
         )
 
 
-def _with_range(value: float, values: Range | None, form: Any) -> str:
+def _with_range(seconds: float, values: Range | None) -> str:
+    """`22.9 ms (19-28)`: the range in the unit of the value."""
+    text = format_seconds(seconds)
+    if values is None or seconds <= 0:
+        return text
+    unit = {"ms": 1e-3, "us": 1e-6, "s": 1.0}.get(text.rpartition(" ")[2])
+    if unit is None:
+        return text
+    return f"{text} ({_short(values.low / unit)}-{_short(values.high / unit)})"
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def _count_range(one: ServiceForecast) -> str:
+    text = format_count(one.most_output_tokens_per_second)
+    values = one.most_range
     if values is None:
-        return str(form(value))
-    return f"{form(value)} ({form(values.low)}-{form(values.high)})"
+        return text
+    unit = {"T": 1e12, "B": 1e9, "M": 1e6, "K": 1e3}.get(text[-1], 1.0)
+    return f"{text} ({_short(values.low / unit)}-{_short(values.high / unit)})"
 
 
 def _cell(gpus: int | None, layout: str | None) -> str:

@@ -152,18 +152,23 @@ def round_seconds(
 ) -> Floats:
     """Seconds in which each of `batch` sequences gets a token and so many prompt tokens are read.
 
-    With stages, the work is dealt to as many batches as keep them busy; see the module.
-    Arguments broadcast.
+    With stages, sequences are dealt evenly to as many batches as keep them busy, and prompt tokens
+    to as few of these as hold them. Arguments broadcast.
     """
     n, k, b, c = np.broadcast_arrays(
         *(np.asarray(x, dtype=np.float64) for x in (prompt_tokens, prompt_context, batch, context))
     )
-    parts = np.clip(np.maximum(b, np.ceil(n / chunk)), 1.0, float(prices.stages))
-    args = n / parts, k, b / parts, c
-    through = prices.step_seconds(*args)
     if prices.stages == 1:
-        return through
-    found: Floats = np.maximum(through, parts * prices.stage_seconds(*args))
+        return prices.step_seconds(n, k, b, c)
+    reading = np.ceil(n / chunk)
+    parts = np.clip(np.maximum(b, reading), 1.0, float(prices.stages))
+    heavy = n / np.maximum(reading, 1.0)
+    through = prices.step_seconds(heavy, k, b / parts, c)
+    most = np.minimum(np.maximum(reading, 1.0), parts)
+    rest = parts - most
+    slowest = most * prices.stage_seconds(heavy, k, b / parts, c)
+    slowest = slowest + rest * prices.stage_seconds(0.0, 0.0, b / parts, c)
+    found: Floats = np.maximum(through, slowest)
     return found
 
 

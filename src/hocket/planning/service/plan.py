@@ -11,7 +11,7 @@ from hocket.planning.layouts import tensor_degrees
 from hocket.planning.service.forecast import ServiceForecast, forecast, nodes
 from hocket.planning.service.memory import Held, MemoryMinimum, held_levels, memory_minimum
 from hocket.planning.service.need import NeedMap
-from hocket.planning.service.problem import CHUNKS, LARGEST, ServiceProblem
+from hocket.planning.service.problem import LARGEST, ServiceProblem, usual_chunk
 from hocket.planning.service.search import (
     Candidate,
     Pins,
@@ -171,7 +171,7 @@ def answer_one(problem: ServiceProblem, layout: Layout, chunk: int | None = None
             hint=f"--layout {plain}",
         )
     _divides(problem, tp, pp)
-    chunk = CHUNKS[0] if chunk is None else chunk
+    chunk = usual_chunk(pp) if chunk is None else chunk
     if problem.sequences(tp, pp, chunk) < 1:
         prices = problem.prices(tp, pp, chunk)
         gigabyte = 1e9

@@ -25,7 +25,7 @@ from hocket.spec.service import Service
 Kind = TypeVar("Kind")
 
 CHUNKS = (2048, 512, 8192)
-"""Budgets of tokens of one step that are tried, the usual one first."""
+"""Budgets of tokens of one step that are tried, see `usual_chunk`."""
 
 MOST_SEQUENCES = 1024
 """Sequences that a replica runs at once, however much cache there is."""
@@ -224,3 +224,9 @@ class ServiceProblem:
     def unbounded(self) -> ServiceProblem:
         """The problem with as many GPUs as are needed."""
         return self.under(self.service, bounded=False)
+
+
+def usual_chunk(pp: int) -> int:
+    """The budget that is tried first: small with stages, since a batch with a long chunk keeps the
+    others waiting (Agrawal et al. 2024, section 3.3)."""
+    return CHUNKS[0] if pp == 1 else CHUNKS[1]

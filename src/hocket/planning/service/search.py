@@ -20,8 +20,8 @@ from hocket.planning.service.forecast import (
     nodes,
     prefill_alone,
 )
-from hocket.planning.service.problem import CHUNKS, ServiceProblem
-from hocket.simulation.traffic import Latencies, Limits, poisson, simulate_requests
+from hocket.planning.service.problem import CHUNKS, ServiceProblem, usual_chunk
+from hocket.simulation.traffic import Latencies, Limits, RoundTable, poisson, simulate_requests
 from hocket.spec.service import Service
 
 COUNTED = 400
@@ -66,14 +66,13 @@ class Candidate:
 def candidates(problem: ServiceProblem, pins: Pins | None = None) -> list[Candidate]:
     """Every replica that fits and holds a request, whatever its latency, at one token budget."""
     pins = pins or {}
-    chunk = pins.get("max_batch_tokens", CHUNKS[0])
-    return [
-        candidate(problem, tp, pp, chunk)
-        for tp, pp in problem.splits()
-        if pins.get("tp", tp) == tp
-        and pins.get("pp", pp) == pp
-        and problem.sequences(tp, pp, chunk) >= 1
-    ]
+    found = []
+    for tp, pp in problem.splits():
+        chunk = pins.get("max_batch_tokens", usual_chunk(pp))
+        pinned = pins.get("tp", tp) == tp and pins.get("pp", pp) == pp
+        if pinned and problem.sequences(tp, pp, chunk) >= 1:
+            found.append(candidate(problem, tp, pp, chunk))
+    return found
 
 
 def candidate(problem: ServiceProblem, tp: int, pp: int, chunk: int) -> Candidate:
@@ -108,13 +107,21 @@ def _steady(
         tokens = min(b * share, budget - b)
         if tokens <= 0:
             break
-        low, slope, each = table.terms(tokens, b)
-        seconds = low + slope * (service.context - 1) + each * service.prompt_len / 2
+        share_read = tokens / (budget - b)
+        # Prompt tokens spread over all rounds, or filling some: the traffic is not worse than both.
+        spread = _round(table, service, tokens, b)
+        bunched = share_read * _round(table, service, budget - b, b)
+        bunched += (1 - share_read) * _round(table, service, 0, b)
+        seconds = min(spread, bunched)
         rate = min(b / service.output_len, tokens / service.prompt_len) / seconds
         found.append((seconds, rate))
-    low, slope, _ = table.terms(0, 1)
-    alone = low + slope * (service.context - 1)
-    return found, prefill_alone(problem, tp, pp, chunk), alone
+    return found, prefill_alone(problem, tp, pp, chunk), _round(table, service, 0, 1)
+
+
+def _round(table: RoundTable, service: Service, tokens: float, batch: int) -> float:
+    """Seconds of a round at the mean contexts of a steady state."""
+    low, slope, each = table.terms(tokens, batch)
+    return low + slope * (service.context - 1) + each * service.prompt_len / 2
 
 
 def quick_enough(problem: ServiceProblem, one: Candidate) -> bool:
@@ -292,7 +299,8 @@ def search(
         if (enough is not None and lower > enough) or (best and number >= PROMISING + 2 * top):
             break
         deployed = None
-        for chunk in (one.chunk,) if "max_batch_tokens" in pins else CHUNKS:
+        others = () if "max_batch_tokens" in pins else CHUNKS
+        for chunk in dict.fromkeys((one.chunk, *others)):
             other = one if chunk == one.chunk else candidate(problem, one.tp, one.pp, chunk)
             most = enough if deployed is None else deployed.gpus - one.size
             again = deploy(problem, other, most=most, counted=counted, replicas=pins.get("dp"))
