@@ -130,6 +130,9 @@ def _line(**changes: str) -> dict[str, str]:
         ({"concurrency_or_batch": ""}, "requests at once"),
         ({"precision": "fp12"}, "unknown precision"),
         ({"tpot_ms": "fast"}, "not a number"),
+        ({"isl": "-5"}, "must not be negative"),
+        ({"osl": "nan"}, "must not be negative"),
+        ({"concurrency_or_batch": "0"}, "requests at once"),
     ],
 )
 def test_what_a_row_lacks_is_said(changes: dict[str, str], words: str) -> None:
@@ -145,6 +148,13 @@ def test_a_table_without_its_columns_is_refused(tmp_path: Path) -> None:
         validate(path)
     with pytest.raises(OptionError, match="there is no file"):
         validate(tmp_path / "none.csv")
+
+
+def test_a_table_without_rows_has_no_errors(tmp_path: Path) -> None:
+    path = tmp_path / "table.csv"
+    path.write_text(EXTRACT.read_text().splitlines()[0] + "\n")
+    found = validate(path)
+    assert (found.overall.rows_used, found.overall.tpot_median_ape) == (0, None)
 
 
 def test_degrees_named_twice_count_once() -> None:

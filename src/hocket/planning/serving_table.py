@@ -228,9 +228,9 @@ def _parse(row: Mapping[str, str]) -> Row:
     if engine is None:
         raise _LeftOut(f"engine {row['engine']} has no constants")
     prompt, output = _number(row, "isl"), _number(row, "osl")
-    if prompt is None:
+    if not prompt:
         raise _LeftOut("no length of the prompts")
-    if output is None:
+    if not output:
         if mode not in ("batch1_decode", "static_batch_latency"):
             raise _LeftOut("no length of the outputs")
         output = 200.0
@@ -249,12 +249,13 @@ def _parse(row: Mapping[str, str]) -> Row:
             load = float(decode.number * decode.batch * _whole(row, "decode_dp"))
     else:
         prices = _prices(dataclasses.replace(asked, **_degrees(row)))
-    if load is None:
+    if not load:
         raise _LeftOut("no number of requests at once")
     varied = re.search(VARIED, row.get("notes", "")) is not None
     if varied:
         prompt, output = MEAN_SHARE * prompt, MEAN_SHARE * output
     measured = {name: _number(row, name) for name in MEASURED}
+    measured = {name: value or None for name, value in measured.items()}
     tpot, ttft = measured["tpot_ms"], measured["ttft_ms"]
     return Row(
         id=row["id"],
@@ -303,9 +304,12 @@ def _first(table: tuple[tuple[str, str], ...], text: str) -> str | None:
 def _number(row: Mapping[str, str], name: str) -> float | None:
     text = row.get(name, "")
     try:
-        return float(text) if text else None
+        value = float(text) if text else None
     except ValueError:
         raise _LeftOut(f"{name} is {text!r}, not a number") from None
+    if value is not None and not 0 <= value < float("inf"):
+        raise _LeftOut(f"{name} is {text}; it must not be negative, and must be a number")
+    return value
 
 
 def _precision(text: str) -> str:
