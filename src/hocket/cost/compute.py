@@ -113,7 +113,7 @@ def block_times(
     memory = machine.bandwidth * constants.memory_rate
     forward = inputs = weights = np.zeros_like(tokens)
     grad = np.asarray(constants.gradient_bytes)
-    fused = (np.asarray(constants.fused_gradients) > 0) & (grad > ELEMENT)
+    fused = np.asarray(constants.fused_gradients) > np.where(grad > ELEMENT, 0, 1)
     result = np.where(fused, 2 * grad, ELEMENT)  # read and written where gradients add up
     for p in block.products:
         m, n, k, batch = _local(p, tokens, at)

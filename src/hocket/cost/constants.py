@@ -71,8 +71,8 @@ class Constants:
         per_layer_state: ZeRO-2 and 3 gather and reduce layer by layer beside compute (FSDP).
         overlap_gradients: gradients are reduced during the last backward.
         gradient_bytes: of one element of a gradient.
-        fused_gradients: products of 32-bit gradients add to the sum themselves (Megatron), no
-            kernel apart.
+        fused_gradients: products of gradients add to the sum themselves, no kernel apart: 1 those
+            of 32 bits, 2 all.
         once_per_node: a token that several experts of one node get crosses the network once.
         launch_norm: 8 where the CPU runs ahead of the GPU, 1 where the stack waits for it.
         tensor_exposed: share of tensor-parallel communication that compute does not hide (1: the

@@ -29,6 +29,7 @@ from hocket.catalogue.curves import curves
 from hocket.cost.columns import SCHEDULES
 from hocket.cost.constants import FEW_BITS, Constants, constants, few_bits
 from hocket.cost.machine import CurveSet, Machine, machine
+from hocket.cost.memory import SELECTIVE
 from hocket.planning.decoder import decoder
 from hocket.spec.cluster import Cluster
 from hocket.spec.errors import HocketError, OptionError
@@ -55,6 +56,7 @@ STACKS = (
     (r"torchtitan|fms-fsdp|\bfsdp2\b", "fsdp"),
     (r"bloom|bigscience", "deepspeed"),
     (r"internevo", "internevo"),
+    (r"korthikanti|reducing activation recomput", "megatron-2022"),
     (r"megascale(?!.*megatron-lm)", "megascale"),
     (r"nemo|megatron-bridge|overlap", "nemo"),
     (r"golden|megatron-core|megascale|[hb][12]00|llama.?3", "megatron-core"),
@@ -175,6 +177,8 @@ def _parse(row: Mapping[str, str]) -> Row:
     if stack == "megatron" and zero == 3:
         stack = "deepspeed"
     layout = _layout(row, stack, said)
+    if stack == "megatron" and (layout["sequence_parallel"] or layout["recompute"] == SELECTIVE):
+        stack = "megatron-2022"  # which brought both
     cluster = _cluster(row, layout)
     if precision not in cluster.node.gpu.flops:
         raise _LeftOut(f"{cluster.node.gpu.name} has no rate for {precision}")
