@@ -29,6 +29,11 @@ SMALL = decoder(
 )
 
 
+LONG = decoder(
+    layers=24, hidden=512, heads=8, kv_heads=2, ffn=1024, vocab=1000, gated=True, name="long"
+)
+
+
 def layouts(found: Layouts) -> list[Layout]:
     return [layout_at(found, i) for i in range(len(found))]
 
@@ -209,3 +214,13 @@ def test_nothing_legal_is_an_empty_answer() -> None:
     found = legal(SMALL, 7, 64, 12)
     assert len(found) == 0
     assert runs_here(found).dtype == np.bool_
+
+
+def test_more_stages_of_a_rank_only_where_they_are_shorter() -> None:
+    found = layouts(legal(LONG, 4, 64, 16, pins={"pp": 4}))
+    # 24 layers on four ranks, six each: stages of 6, 3, 2 and 1 layers; 4 or 5 make none shorter
+    # than 3 does.
+    assert {one.virtual_stages for one in found} == {1, 2, 3, 6}
+    pinned = layouts(legal(LONG, 4, 64, 16, pins={"pp": 4, "virtual_stages": 5}))
+    assert {one.virtual_stages for one in pinned} == {5}
+    assert not len(legal(LONG, 4, 64, 16, pins={"pp": 4, "virtual_stages": 7}))

@@ -6,13 +6,15 @@
     batch       dp x microbatch x microbatches = global batch
     options     schedule, ZeRO stage, recompute, sequence parallel
 
-Left out, unless pinned, is what another layout beats in everything: gpipe has the step time of
-1f1b and holds more, sequential waits more than either.
+Left out, unless pinned, is what another layout beats: gpipe has the step time of 1f1b and holds
+more, sequential waits more than either, and more virtual stages whose longest has no fewer layers
+only send more.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -100,7 +102,7 @@ def legal(
     pins = dict(pins or {})
     meshes = _meshes(shape, num_gpus, seq_len, global_batch, pins=pins, here=here)
     base = _with_batches(meshes, shape, global_batch, pins)
-    parts = []
+    parts: list[dict[str, Floats]] = []
     for option in _options(pins, here):
         schedule, zero, recompute, parallel = option
         keep = _allowed(base, option, seq_len=seq_len, pins=pins)
@@ -321,9 +323,11 @@ def _with_batches(
 ) -> dict[str, Floats]:
     """Each mesh with every number of virtual stages and every size of a microbatch."""
     rows = []
+    layers = len(shape.layers)
     for dp, pp, cp, tp, ep in meshes:
-        most = min(MOST_VIRTUAL, len(shape.layers) // pp) if pp > 1 else 1
-        virtual = [v for v in range(1, most + 1) if v == pins.get("virtual_stages", v)]
+        virtual = _virtual_stages(layers, pp)
+        if "virtual_stages" in pins:
+            virtual = [pins["virtual_stages"]] if pins["virtual_stages"] * pp <= layers else []
         batch = global_batch // dp
         sizes = [
             b
@@ -336,6 +340,17 @@ def _with_batches(
     names = ("dp", "pp", "cp", "tp", "ep", "virtual", "microbatch", "microbatches")
     table = np.array(rows, dtype=np.float64).reshape(-1, len(names))
     return {name: np.ascontiguousarray(table[:, i]) for i, name in enumerate(names)}
+
+
+@functools.cache
+def _virtual_stages(layers: int, pp: int) -> list[int]:
+    """Numbers of stages of a rank that make the longest stage shorter than any smaller number does:
+    the others send more for no smaller bubble. Two are always there, for ZB-V."""
+    if pp == 1:
+        return [1]
+    most = min(MOST_VIRTUAL, layers // pp)
+    longest = {v: -(-layers // (pp * v)) for v in range(1, most + 1)}
+    return [v for v in longest if v <= 2 or longest[v] < longest[v - 1]]
 
 
 def _options(pins: Pins, here: bool) -> Iterator[tuple[str, int, str, bool]]:
