@@ -145,8 +145,10 @@ def step_parts(shape: ModelShape, at: Replica, load: Load) -> StepParts:
     head = _products(shape, shape.blocks["head"], at, sampled)
     vocab = ACTIVATION * 4 * shape.vocab / at.tp * sampled / (_bandwidth(at) * TRAFFIC_RATE)
     head = head + vocab
-    hop = point_to_point(ACTIVATION * tokens * shape.hidden / at.tp, at.tp, at.platform)
-    hop = np.where(at.pp > 1, hop, 0.0)
+    hop = np.zeros_like(layers)
+    if np.any(at.pp > 1):
+        sent = ACTIVATION * tokens * shape.hidden / at.tp
+        hop = np.where(at.pp > 1, point_to_point(sent, at.tp, at.platform), hop)
     around = constants.step_time + constants.sequence_time * load.decode_batch
     step = layers + head + hop * (at.pp - 1) + around
     share = stage_layers(shape, at) / len(shape.layers)
