@@ -23,6 +23,8 @@ MORE = {
     "pp2:schedule=gpipe,microbatches=4": ("llama", "opt"),
     "pp2:schedule=sequential,microbatches=4": ("llama", "bloom"),
     "pp2:schedule=interleaved,microbatches=4,virtual_stages=2": ("llama_tied", "gemma3"),
+    "pp2:schedule=zb-v,microbatches=4,virtual_stages=2": ("gpt2", "llama_tied"),
+    "dp2.pp2.tp2:schedule=zb-v,microbatches=2,virtual_stages=2": ("llama_tied",),
     "tp4:microbatches=2": ("llama", "qwen3", "phi3", "gemma3"),  # key/value heads < tp
     "dp2.tp2:order=dp-tp-cp-pp": ("llama_tied",),
     "dp2.pp2:cut=1-3": ("gpt2",),

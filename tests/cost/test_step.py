@@ -9,10 +9,11 @@ import pytest
 
 from hocket.catalogue import hardware
 from hocket.catalogue.curves import curves
+from hocket.catalogue.shapes import shape
 from hocket.cost import collectives, compute
 from hocket.cost.collectives import ALL_GATHER, ALL_REDUCE, group, inside
 from hocket.cost.columns import Layouts, columns
-from hocket.cost.constants import Constants, Platform, constants, stacks
+from hocket.cost.constants import GPU_FIELDS, Constants, Platform, constants, file, stacks
 from hocket.cost.machine import Machine, machine
 from hocket.cost.memory import memory
 from hocket.cost.step import StepTimes, step_times
@@ -105,7 +106,7 @@ def test_interleaving_and_zero_bubble_shorten_it() -> None:
         layout = Layout(pp=8, tp=8, microbatches=16, schedule=name, virtual_stages=virtual)
         return float(price(layout, 16, 8).step[0])
 
-    assert of("zb-h2") < of("zb-h1") < of("1f1b") == of("gpipe")
+    assert of("zb-v", 2) < of("zero-bubble") < of("1f1b") == of("gpipe") < of("sequential")
     assert of("1f1b", 3) < of("1f1b")
 
 
@@ -116,9 +117,9 @@ def test_a_million_layouts_cost_one_block_for_each_kind() -> None:
     counted: list[int] = []
     original = compute.product
 
-    def counting(*arguments: object) -> np.ndarray:
-        counted.append(len(np.atleast_1d(arguments[0])))
-        return original(*arguments)  # type: ignore[arg-type]
+    def counting(*arguments: object, **named: object) -> np.ndarray:
+        counted.append(np.size(arguments[0]))  # type: ignore[arg-type]
+        return original(*arguments, **named)  # type: ignore[arg-type]
 
     patch = pytest.MonkeyPatch()
     patch.setattr(compute, "product", counting)
@@ -143,8 +144,8 @@ def test_stacked_rows_cost_what_they_cost_alone() -> None:
         a100(),
         constants("A100-SXM-80", "megatron"),
     )
-    for i, shape in enumerate((GPT, small)):
-        assert together.step[i] == pytest.approx(price(layout, 64, 1, terms(shape)).step[0])
+    for i, model in enumerate((GPT, small)):
+        assert together.step[i] == pytest.approx(price(layout, 64, 1, terms(model)).step[0])
 
 
 @pytest.mark.parametrize("stack_name", stacks())
@@ -207,6 +208,35 @@ def test_memory_falls_with_what_saves_it() -> None:
     assert held(dataclasses.replace(base, virtual_stages=3), 16) > plain
 
 
+def grouped(tokens: float, at: Layout) -> float:
+    """Seconds of the forward products of one layer of Mixtral's, of so many tokens."""
+    found = compute.block_times(
+        terms(shape("mixtral-8x7b")).kinds[0][1],
+        terms(shape("mixtral-8x7b")),
+        columns([at], at.dp),
+        one(tokens),
+        Platform(a100(), dataclasses.replace(constants("A100-SXM-80", "megatron"), kernel_time=0)),
+    )
+    return float((found.forward - found.exposed / 2)[0])
+
+
+def test_experts_are_many_small_products() -> None:
+    """Eight experts at 64 tokens each cost about their weights' reading: no less for fewer rows;
+    expert ranks hold fewer experts, with as many rows in all."""
+    alone = Layout(dp=8, microbatches=1)
+    split = Layout(dp=8, ep=8, microbatches=1)
+    weights = (
+        2.0 * 3 * 8 * 4096 * 14336 / (2.039e12 * constants("A100-SXM-80", "megatron").memory_rate)
+    )
+    assert grouped(64, alone) > weights
+    assert grouped(64, split) < 0.5 * grouped(64, alone)
+    assert grouped(8192, split) == pytest.approx(grouped(8192, alone), rel=0.1)
+    block = terms(shape("mixtral-8x7b")).kinds[0][1]
+    at = columns([Layout(dp=8, ep=8, tp=2, microbatches=1)], 8)
+    held = compute.local_weights(block, at) - block.weights_inside / 2 - block.weights_outside
+    assert held[0] == 3 * 8 * 4096 * 14336 / 16
+
+
 def test_constants_are_few_and_explained() -> None:
     fields = {f.name for f in dataclasses.fields(Constants)}
     for name in stacks():
@@ -215,6 +245,44 @@ def test_constants_are_few_and_explained() -> None:
     assert constants("H200-SXM-141", "megatron").matrix_rate == (
         constants("H100-SXM-80", "megatron").matrix_rate
     )
+
+
+SWITCHES = {
+    "flash", "scatter_gather", "sharded_calls", "per_layer_state", "overlap_gradients",
+    "gradient_bytes", "launch_norm", "whole_gradients", "fused_gradients", "once_per_node",
+    "selective_halves",
+}  # fmt: skip
+"""What a stack does, not how well: no number that a fit could move."""
+
+
+def test_no_gpu_and_no_stack_has_more_than_six_numbers_of_its_own() -> None:
+    """Beside switches, and numbers that say `nothing`: 0 or 1, or what the stack inherits."""
+    data = file()
+    assert {len(gpu) for gpu in data["gpus"].values()} == {len(GPU_FIELDS)} == {6}
+    time = ("kernel_time", "softmax", "network", "skew", "hop", "step_overhead")
+    for name, stack_of in data["stacks"].items():
+        base = data["stacks"].get(stack_of.get("based_on", ""), {})
+        own = {
+            field
+            for field, value in stack_of.items()
+            if field not in SWITCHES and isinstance(value, (int, float))
+            if value not in {0, 1, base.get(field)} and value != stack_of.get("network")
+        }
+        pairs = [p for key, p in data["pairs"].items() if key.split()[1] == name]
+        own |= {field for pair in pairs for field in pair}
+        named = {
+            "memory_slack",
+            "memory_overhead",
+            "expert_passes",
+            "expert_time",
+            "sharded_network",
+        }
+        if not base:
+            own -= named  # assumed alike for both roots
+            assert own <= {*time, "network", "traffic", "overlap"}, name
+        else:
+            own |= {"network"} if "network" in stack_of else set()
+        assert len(own) <= 6, (name, own)
 
 
 def test_columns_follow_their_fields() -> None:

@@ -29,6 +29,11 @@ TRAINING = {
     "links", "memory_per_rank",
 }  # fmt: skip
 
+SERVICE = {
+    "serve", "prompt_len", "output_len", "requests_per_second", "ttft_ms", "tpot_ms", "percentile",
+    "weights", "cache_precision", "engine", "usable",
+}  # fmt: skip
+
 FLAGS = {
     "train": {"model", "data", "run", "config", "cluster", "json", *LAYOUT, *WORKLOAD, *TRAINING},
     "demo": {
@@ -54,9 +59,9 @@ FLAGS = {
     "export": {"run", "to"},
     "plan": {
         "model", "cluster", "seq_len", "global_batch", "objective", "top", "layout", "pin", "all",
-        "explain", "emit", "precision", "stack", "json",
+        "explain", "emit", "precision", "stack", "json", *SERVICE,
     },
-    "validate": {"table", "rows", "json"},
+    "validate": {"table", "infer", "rows", "json"},
     "probe": {"quick", "out", "device", "svg", "json"},
     "report": {"runs", "text", "png", "trace", "out"},
     "ledger": {"by", "last", "json"},

@@ -77,6 +77,32 @@ def test_what_a_tool_lacks_is_said() -> None:
     assert "always sequence parallel" in flags("torchtitan", "dp16.tp2")
 
 
+def test_zb_v_is_torchtitans_own_and_said_of_others() -> None:
+    text = "dp4.pp4.tp2:schedule=zb-v,microbatches=8,virtual_stages=2"
+    found = words(flags("torchtitan", text))
+    assert found["--parallelism.pipeline_parallel_schedule"] == "ZBVZeroBubble"
+    assert "no zb-v schedule" in flags("megatron", text)
+    assert "no zb-v schedule" in json.loads(flags("deepspeed", text))["comment"][0]
+
+
+def test_context_parallelism_is_named() -> None:
+    found = words(flags("megatron", "dp2.cp16:microbatches=8"))
+    assert found["--context-parallel-size"] == "16"
+    assert found["--cp-comm-type"] in ("p2p", "a2a")
+    assert "--cp-comm-type" not in words(flags("megatron", "dp8.tp4:microbatches=8"))
+
+
+def test_a_shard_and_a_precision() -> None:
+    found = plan_one(PROBLEM, Layout.parse("dp32:microbatches=2,zero=1,shard=8")).best
+    asked = {"seq_len": 4096, "global_batch": 64, "model": "llama-3-8b"}
+    told = words(emit("megatron", found, precision="fp8", **asked))
+    assert told["--num-distributed-optimizer-instances"] == "4"
+    assert told["--fp8-format"] == "hybrid"
+    assert json.loads(emit("deepspeed", found, precision="fp16", **asked))["fp16"]["enabled"]
+    text = flags("deepspeed", "dp32:microbatches=2,zero=3,shard=8")
+    assert json.loads(text)["zero_optimization"]["mics_shard_size"] == 8
+
+
 def test_an_unknown_tool_gets_the_nearest_name() -> None:
     with pytest.raises(OptionError, match="unknown tool") as caught:
         flags("megatrn", "dp32")

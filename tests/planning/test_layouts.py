@@ -7,9 +7,9 @@ import itertools
 import numpy as np
 import pytest
 
+from hocket.cost.columns import NAMES, SCHEDULES, columns
 from hocket.planning.decoder import decoder
 from hocket.planning.layouts import (
-    NAMES,
     Layouts,
     layout_at,
     legal,
@@ -17,6 +17,7 @@ from hocket.planning.layouts import (
     row,
     runs_here,
     tensor_degrees,
+    why_not,
 )
 from hocket.schedules.registry import build
 from hocket.spec.capabilities import runs
@@ -25,6 +26,11 @@ from hocket.spec.layout import Layout
 
 SMALL = decoder(
     layers=6, hidden=512, heads=8, kv_heads=2, ffn=1024, vocab=1000, gated=True, name="small"
+)
+
+
+LONG = decoder(
+    layers=24, hidden=512, heads=8, kv_heads=2, ffn=1024, vocab=1000, gated=True, name="long"
 )
 
 
@@ -53,7 +59,7 @@ def test_every_row_is_a_layout_that_its_schedule_can_be_built_for() -> None:
         if key not in seen:
             seen.add(key)
             build(one, one.microbatches)  # checked: it would not hang
-    assert {name for name, *_ in seen} == {"1f1b", "interleaved", "zero-bubble"}
+    assert {name for name, *_ in seen} == {"1f1b", "interleaved", "zero-bubble", "zb-v"}
 
 
 def test_rows_differ() -> None:
@@ -79,11 +85,44 @@ def test_pins_leave_only_what_they_name() -> None:
         ("schedule=1f1c", "did you mean '1f1b'"),
         ("microbatch=0", "whole number of sequences"),
         ("recompute=som", "unknown recompute"),
+        ("schedule=zb-h2", "unknown schedule"),
     ],
 )
 def test_a_pin_that_cannot_be(pin: str, said: str) -> None:
     with pytest.raises(HocketError, match=said):
         parse_pins([pin])
+
+
+def test_a_pin_said_twice() -> None:
+    assert parse_pins(["tp=2", "tp=2"]) == {"tp": 2}
+    with pytest.raises(OptionError, match="gives tp twice: 2 and 4"):
+        parse_pins(["tp=2", "tp=4"])
+
+
+def test_state_is_shared_by_all_data_ranks_or_by_those_of_one_domain() -> None:
+    found = layouts(legal(SMALL, 8, 64, 16, pins={"zero": 3, "pp": 1, "cp": 1}, domain=4))
+    shards = {(one.dp, one.tp, one.shard) for one in found}
+    assert shards == {(8, 1, None), (8, 1, 4), (4, 2, None), (4, 2, 2), (2, 4, None), (1, 8, None)}
+    pinned = layouts(legal(SMALL, 8, 64, 16, pins=parse_pins(["shard=2", "zero=1"])))
+    assert pinned
+    assert all(one.shard == 2 or one.dp == 2 for one in pinned)
+    assert not any(one.shard for one in layouts(legal(SMALL, 8, 64, 16, here=True, domain=4)))
+
+
+@pytest.mark.parametrize(
+    ("pins", "said"),
+    [
+        ({"tp": 3}, "does not divide its 8 heads; it may be 1, 2, 4, 8"),
+        ({"pp": 7}, "6 layers, fewer than pp 7"),
+        ({"ep": 2}, "0 experts do not divide"),
+        ({"tp": 8, "pp": 2}, "use 16 GPUs, which does not divide 8"),
+        ({"microbatches": 5}, "global batch of 12 does not divide by microbatches 5"),
+        ({"tp": 2}, None),
+    ],
+)
+def test_why_pins_are_not_legal(pins: dict[str, int], said: str | None) -> None:
+    found = why_not(SMALL, 8, 64, 12, pins)
+    assert (found is None) if said is None else (found is not None and said in found)
 
 
 def test_ep_may_be_pinned_by_itself() -> None:
@@ -112,6 +151,7 @@ def test_a_degree_that_divides_no_heads_is_not_there() -> None:
         "dp4:microbatches=1,zero=3,shard=2",
         "pp2.tp2:schedule=interleaved,microbatches=4,virtual_stages=3",
         "pp4:schedule=zero-bubble,microbatches=6",
+        "pp2:schedule=zb-v,microbatches=3,virtual_stages=2",
     ],
 )
 def test_a_layout_goes_into_a_row_and_comes_back(text: str) -> None:
@@ -148,10 +188,39 @@ def test_a_schedule_file_has_no_price() -> None:
 def test_names_are_those_of_the_registry() -> None:
     from hocket.schedules import NAMES as KNOWN
 
-    assert set(KNOWN) <= set(NAMES)
+    assert set(KNOWN) == set(NAMES)
+    assert set(NAMES.values()) <= set(SCHEDULES)
+
+
+@pytest.mark.parametrize(
+    ("text", "priced"),
+    [
+        ("dp8", "1f1b"),
+        ("pp2:schedule=interleaved,virtual_stages=2", "interleaved"),
+        ("pp2:virtual_stages=2", "interleaved"),
+        ("dp2:virtual_stages=2", "1f1b"),
+        ("pp2:schedule=gpipe,virtual_stages=2", "gpipe"),
+        ("pp2:schedule=zero-bubble", "zb-h1"),
+        ("pp2:schedule=zb-v,virtual_stages=2", "zb-v"),
+        ("pp2:schedule=sequential", "sequential"),
+    ],
+)
+def test_each_schedule_has_its_own_price(text: str, priced: str) -> None:
+    found = columns([Layout.parse(text)], 8)
+    assert SCHEDULES[int(found.schedule[0])] == priced
 
 
 def test_nothing_legal_is_an_empty_answer() -> None:
     found = legal(SMALL, 7, 64, 12)
     assert len(found) == 0
     assert runs_here(found).dtype == np.bool_
+
+
+def test_more_stages_of_a_rank_only_where_they_are_shorter() -> None:
+    found = layouts(legal(LONG, 4, 64, 16, pins={"pp": 4}))
+    # 24 layers on four ranks, six each: stages of 6, 3, 2 and 1 layers; 4 or 5 make none shorter
+    # than 3 does.
+    assert {one.virtual_stages for one in found} == {1, 2, 3, 6}
+    pinned = layouts(legal(LONG, 4, 64, 16, pins={"pp": 4, "virtual_stages": 5}))
+    assert {one.virtual_stages for one in pinned} == {5}
+    assert not len(legal(LONG, 4, 64, 16, pins={"pp": 4, "virtual_stages": 7}))

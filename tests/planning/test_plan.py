@@ -13,7 +13,7 @@ from hocket.catalogue.hardware import cluster
 from hocket.catalogue.shapes import shape
 from hocket.planning.explain import explain
 from hocket.planning.forecast import Forecast
-from hocket.planning.layouts import layout_at, legal, row
+from hocket.planning.layouts import layout_at, row
 from hocket.planning.plan import Plan, plan, plan_one, smallest_cluster
 from hocket.planning.problem import Problem
 from hocket.planning.search import price, search, simulate_all
@@ -67,7 +67,7 @@ def test_the_best_is_a_layout_that_people_use(seventy: Plan) -> None:
 def test_no_layout_of_the_whole_space_is_faster_by_closed_forms() -> None:
     """What is simulated is chosen well: nothing that was left out is priced below the best."""
     problem = dataclasses.replace(EIGHT, seq_len=2048, global_batch=32)
-    space = legal(problem.shape, 16, 2048, 32)
+    space = problem.legal(16)
     high = problem.high_memory(space)
     times = np.where(high <= problem.usable, problem.times(space).step, np.inf)
     found = search(problem)
@@ -135,16 +135,23 @@ def test_the_pipeline_is_the_simulators(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["pp4.tp4:microbatches={m}", "pp4.tp4:schedule=zero-bubble,microbatches={m}",
-     "pp4.tp4:schedule=interleaved,microbatches={m},virtual_stages=2"],
-)  # fmt: skip
-def test_a_long_schedule_is_as_long_as_if_it_were_played_whole(text: str) -> None:
-    problem = dataclasses.replace(EIGHT, global_batch=64)
-    long = row(Layout.parse(text.format(m=64)), problem.shape, 8192, 64)
+    ("text", "count", "within"),
+    [
+        ("pp4.tp4:microbatches={m}", 64, 1e-4),
+        ("pp4.tp4:schedule=zero-bubble,microbatches={m}", 63, 1e-4),
+        ("pp4.tp4:schedule=interleaved,microbatches={m},virtual_stages=2", 64, 2e-3),
+        ("pp8.tp2:schedule=interleaved,microbatches={m},virtual_stages=2", 64, 0.015),
+        ("pp8.tp2:schedule=interleaved,microbatches={m},virtual_stages=2", 63, 0.015),
+        ("pp4.tp4:schedule=zb-v,microbatches={m},virtual_stages=2", 64, 5e-3),
+    ],
+)
+def test_a_long_schedule_is_as_long_as_if_it_were_played_whole(
+    text: str, count: int, within: float
+) -> None:
+    problem = dataclasses.replace(EIGHT, global_batch=count)
+    long = row(Layout.parse(text.format(m=count)), problem.shape, 8192, count)
     times = price(problem, long).times
-    layout = layout_at(long, 0)
-    whole = dataclasses.replace(layout, microbatches=64)
+    whole = layout_at(long, 0)
     found = problem.pipelines([whole], times)[0]
     from hocket.planning import problem as module
 
@@ -153,7 +160,7 @@ def test_a_long_schedule_is_as_long_as_if_it_were_played_whole(text: str) -> Non
         expected = problem.pipelines([whole], times)[0]
     finally:
         module.SHORT = before
-    assert found == pytest.approx(expected, rel=2e-3)
+    assert found == pytest.approx(expected, rel=within)
 
 
 def test_parts_add_up_to_the_step(seventy: Plan, eight: Plan) -> None:
@@ -288,7 +295,7 @@ def why() -> list[str]:
 def test_a_wider_tp_leaves_the_domain(why: list[str]) -> None:
     pins = {"pp": 8}
     told = explain(ROOMY, plan(ROOMY, pins={"tp": 8, "pp": 8}).best, pins=pins, here=True)
-    (sentence,) = [s for s in told if s.startswith("tp16 leaves the NVLink domain")]
+    (sentence,) = [s for s in told if s.startswith("tp16") and "leaves the NVLink domain" in s]
     slower = float(sentence.split(": +")[1].split("%")[0])
     assert slower > 10
 

@@ -11,7 +11,7 @@ import pytest
 
 from hocket.cli.main import main
 from hocket.planning.table import MAINSTREAM, parse, read
-from hocket.planning.validate import FIELDS, Report, ranking, report, validate
+from hocket.planning.validate import FIELDS, Report, ranking, report, validate, write_rows
 from hocket.spec.errors import OptionError
 
 EXTRACT = Path(__file__).parent / "published_extract.csv"
@@ -44,10 +44,40 @@ def test_layouts_of_one_run_are_ranked(found: Report) -> None:
 def test_every_row_is_priced_or_has_its_reason(found: Report) -> None:
     assert len(found.priced) + len(found.left_out) == len(found.ids)
     assert "LoRA" in found.left_out["nemo2407-031"]
-    assert "experts" in found.left_out["golden-013"]
+    assert "neither dp nor n_gpus" in found.left_out["golden-013"]
     assert found.overall.rows_left_out == 2
     counted = sum(s.rows_used + s.rows_left_out for s in found.groups.values())
     assert counted == len(found.ids)
+
+
+def test_rows_that_share_an_id_are_all_counted(tmp_path: Path) -> None:
+    rows = [r for r in read(EXTRACT) if r["id"] in {"sc21t1-005", "nemo2407-031"}]
+    both = report([*rows, *rows])
+    assert both.overall.rows_used + both.overall.rows_left_out == 4
+    assert (len(both.priced), len(both.left_out)) == (2, 2)
+    write_rows(both, tmp_path / "rows.csv")
+    written = list(csv.DictReader((tmp_path / "rows.csv").open()))
+    assert [r["id"] for r in written] == [r["id"] for r in (*rows, *rows)]
+    assert [bool(r["left_out"]) for r in written].count(True) == 2
+
+
+def test_experts_come_from_the_model_of_that_name() -> None:
+    row = next(r for r in read(EXTRACT) if r["id"] == "golden-013") | {"n_gpus": "64", "dp": ""}
+    known = parse(row)
+    assert not isinstance(known, str)
+    assert (known.shape.name, known.shape.experts) == ("mixtral-8x7b", 8)
+    assert known.kind == "experts, H100 bf16"
+    assert "layers 31 is not mixtral-8x7b's 32" in str(parse(row | {"layers": "31"}))
+    assert "number of experts" in str(parse(row | {"model": "my-moe-3b"}))
+
+
+def test_a_name_stands_for_dimensions_that_are_left_out() -> None:
+    row = next(r for r in read(EXTRACT) if r["id"] == "nemo2407-023")
+    blank = {"model": "GPT3-20B", "layers": "", "hidden": "", "heads": "", "ffn": "", "vocab": ""}
+    known = parse(row | blank)
+    assert not isinstance(known, str)
+    assert (len(known.shape.layers), known.shape.hidden, known.shape.heads) == (44, 6144, 48)
+    assert parse(row | blank | {"model": "GPT3-21B"}) == "layers is not given"
 
 
 def test_eight_bits_are_reported_apart(found: Report) -> None:

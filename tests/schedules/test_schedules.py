@@ -69,6 +69,14 @@ PICTURES = {
         ..  1F0 1F1 ..  1I0 1F2 1I1 1W0 1I2 1W1 1W2
         ..  ..  2F0 2I0 2F1 2I1 2F2 2I2 2W0 2W1 2W2
     """,
+    ("pp2:schedule=zb-v,virtual_stages=2", 3): """
+        0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2
+        ..  1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2
+    """,
+    ("pp2:schedule=zb-v,virtual_stages=2", 1): """
+        0F0 ..  ..  3F0 3I0 3W0 ..  0I0 0W0
+        ..  1F0 2F0 ..  ..  2I0 2W0 1I0 1W0
+    """,
     ("dp2", 3): "0F0 0B0 0F1 0B1 0F2 0B2",
 }
 
@@ -106,18 +114,21 @@ def test_1f1b_holds_few_activations_where_gpipe_holds_all() -> None:
     # Zero bubble: nowhere more than 1F1B's first rank.
     halved = build(Layout(pp=4, schedule="zero-bubble"), 8)
     assert [held(halved, r) for r in range(4)] == [4, 4, 4, 4]
+    # ZB-V: two stages a rank, each half as large.
+    bent = build(Layout(pp=4, virtual_stages=2, schedule="zb-v"), 8)
+    assert [held(bent, r) for r in range(4)] == [8, 8, 8, 8]
+    assert bent.stage_ranks == (0, 1, 2, 3, 3, 2, 1, 0)
 
 
 @given(
     st.integers(1, 6),
     st.integers(1, 3),
     st.integers(1, 9),
-    st.sampled_from(["sequential", "gpipe", "zero-bubble"]),
+    st.sampled_from(["sequential", "gpipe", "zero-bubble", "zb-v"]),
 )
 @settings(max_examples=40, deadline=None)
 def test_every_built_schedule_is_sound_and_reads_back(pp: int, v: int, m: int, name: str) -> None:
-    if name == "zero-bubble":
-        v = 1
+    v = {"zero-bubble": 1, "zb-v": 2}.get(name, v)
     schedule = build(Layout(pp=pp, virtual_stages=v, schedule=name), m)
     validate(schedule, layout=Layout(dp=2, pp=pp, virtual_stages=v), num_microbatches=m)
     assert Schedule.parse(str(schedule)) == schedule
@@ -142,13 +153,15 @@ def test_the_interleaved_schedule_says_which_counts_fit() -> None:
         build(Layout(pp=2, schedule="interleaved"), 4)
     with pytest.raises(ScheduleError, match="one stage on a rank"):
         build(Layout(pp=2, virtual_stages=2, schedule="zero-bubble"), 4)
+    with pytest.raises(ScheduleError, match="two stages on a rank; virtual_stages is 3"):
+        build(Layout(pp=2, virtual_stages=3, schedule="zb-v"), 4)
 
 
 def test_an_unknown_name_proposes_the_nearest() -> None:
     with pytest.raises(ScheduleError, match="unknown schedule 'gpip'") as caught:
         build(Layout(pp=2, schedule="gpip"), 4)
     assert caught.value.hint == "did you mean 'gpipe'?"
-    assert set(NAMES) == {"sequential", "gpipe", "1f1b", "interleaved", "zero-bubble"}
+    assert set(NAMES) == {"sequential", "gpipe", "1f1b", "interleaved", "zero-bubble", "zb-v"}
 
 
 def test_no_microbatch_is_refused() -> None:

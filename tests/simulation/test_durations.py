@@ -20,6 +20,7 @@ KINDS = ("F", "B", "I", "W", "SEND_F", "SEND_B", "REDUCE_GRAD")
     [
         ("1f1b", 1, 1, 3), ("1f1b", 4, 1, 9), ("gpipe", 3, 2, 5), ("interleaved", 4, 3, 8),
         ("sequential", 3, 1, 2), ("zero-bubble", 4, 1, 7),
+        ("zb-v", 3, 2, 6),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("left_out", ["", "B", "I W", "SEND_F SEND_B"])

@@ -91,6 +91,27 @@ def test_the_weights_gradients_fill_the_rests(p: int, m: int) -> None:
     assert halved.busy(0) == whole.busy(0)
 
 
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("more", [-1, 0, 1, 6])
+def test_a_v_leaves_nothing_but_the_way_down(p: int, more: int) -> None:
+    """ZB-V: from 2p - 1 microbatches on, with F = I = W of a half-stage, 6 m + p - 1 of them."""
+    m = max(2 * p + more, 1)
+    ones = Prices(seconds={kind: (1.0,) * (2 * p) for kind in ("F", "I", "W")})
+    layout = Layout(pp=p, virtual_stages=2, schedule="zb-v")
+    found = simulate(build(layout, m), ones)
+    assert found.duration == 6 * m + p - 1
+    assert found.bubble == pytest.approx((p - 1) / (6 * m + p - 1))
+
+
+@pytest.mark.parametrize("ratio", [1.0, 1.5, 2.0])
+@pytest.mark.parametrize(("p", "v", "m"), [(2, 2, 4), (4, 2, 8), (4, 3, 12), (3, 4, 9)])
+def test_interleaving_takes_what_the_closed_form_says(p: int, v: int, m: int, ratio: float) -> None:
+    """Narayanan et al. 2021, 2.2: m (F + B) and a bubble of (p - 1)(F + B) / v."""
+    prices = Prices.uniform(p * v, forward=1.0 / v, backward=ratio / v)
+    found = simulate(build(Layout(pp=p, virtual_stages=v, schedule="interleaved"), m), prices)
+    assert found.duration == pytest.approx((m + (p - 1) / v) * (1 + ratio))
+
+
 def test_measured_prices_give_the_timeline_back() -> None:
     schedule = build(Layout(pp=3), 4)
     prices = Prices(seconds={"F": (1.0, 2.0, 1.5), "B": (2.0, 3.0, 4.0)})

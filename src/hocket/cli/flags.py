@@ -29,7 +29,7 @@ class LayoutFlags:
 
     Attributes:
         layout: degrees of data, pipeline and tensor parallelism, in any order: dp2.pp2.tp2.
-        schedule: sequential, gpipe, 1f1b, interleaved, zero-bubble, or the path of a
+        schedule: sequential, gpipe, 1f1b, interleaved, zero-bubble, zb-v, or the path of a
             schedule file.
             None: 1f1b.
         microbatches: microbatches per data rank and step. None: 1 without a pipeline, else up

@@ -1,4 +1,7 @@
-"""`hocket plan`: the best layout of a model on a cluster, before anything is rented."""
+"""`hocket plan`: the best layout of a model on a cluster, before anything is rented.
+
+With `--serve`: how many GPUs of which kind answer so many requests so quickly.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,10 @@ from typing import Annotated
 
 import tyro
 
-from hocket.cli.flags import Model, Text, parse
+from hocket.cli.flags import Count, Model, Text, explicit, parse
 from hocket.spec.errors import OptionError
 
+Number = Annotated[float | None, tyro.conf.arg(metavar="FLOAT")]
 Pins = Annotated[tuple[str, ...], tyro.conf.arg(metavar="AXIS=VALUE...")]
 
 
@@ -21,7 +25,8 @@ class PlanFlags:
     Attributes:
         model: a name of the catalogue, a Hugging Face directory, or a run folder.
         cluster: 2x8xH100-SXM, 16xA100-40-PCIe, 4xaws-p5, a TOML file, or auto (this machine, as
-            hocket probe measured it).
+            hocket probe measured it). With --serve also kinds of GPU, as many as are needed:
+            A100-40,A100-80,H100. None: with --serve, the usual kinds.
         seq_len: tokens of one sequence.
         global_batch: sequences of one step.
         objective: time, tokens-per-dollar (fewer GPUs are looked at as well) or memory.
@@ -35,6 +40,17 @@ class PlanFlags:
         stack: software whose constants price it: megatron-core, megatron, fsdp, fsdp-compiled,
             deepspeed ... None: megatron-core.
         json: print one JSON object.
+        serve: size a service instead of a training step; the flags below say what is asked of it.
+        prompt_len: tokens of a prompt. None: 1536.
+        output_len: tokens of an answer. None: 512.
+        requests_per_second: that arrive on average. None: 1.
+        ttft_ms: goal for the time to the first token, in milliseconds. None: 2000.
+        tpot_ms: goal for the time of each further token, in milliseconds. None: 100.
+        percentile: share of the requests that meet the goals: 50, 90 or 99. None: 90.
+        weights: bytes of a model of which nothing else is known: 180GB.
+        cache_precision: of keys and values: bf16 or fp8. None: fp8 with fp8 weights.
+        engine: server whose constants price it: trtllm, vllm ... None: a tuned server.
+        usable: share of a GPU's memory that the server may fill. None: 0.9.
     """
 
     model: Model = ""
@@ -51,11 +67,41 @@ class PlanFlags:
     precision: str = "bf16"
     stack: Text = None
     json: bool = False
+    serve: bool = False
+    prompt_len: Count = None
+    output_len: Count = None
+    requests_per_second: Number = None
+    ttft_ms: Number = None
+    tpot_ms: Number = None
+    percentile: Count = None
+    weights: Text = None
+    cache_precision: Text = None
+    engine: Text = None
+    usable: Number = None
+
+
+SERVING = (
+    "prompt_len", "output_len", "requests_per_second", "ttft_ms", "tpot_ms", "percentile",
+    "weights", "cache_precision", "engine", "usable",
+)  # fmt: skip
+"""Flags that mean something with --serve only."""
+
+TRAINING = ("seq_len", "global_batch", "objective", "all", "stack")
+"""Flags that mean nothing with --serve."""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Plan and print. Returns 0."""
     flags = parse(PlanFlags, "plan", arguments, PlanFlags())
+    written = explicit(arguments)
+    if flags.serve:
+        return _serve(flags, written)
+    for name in SERVING:
+        if name in written:
+            raise OptionError(
+                f"{_flag(name)} is about serving, and this plans a training step",
+                hint=f"hocket plan {flags.model or 'MODEL'} --serve {_flag(name)} ...",
+            )
     if not flags.model:
         raise OptionError("which model?", hint="hocket plan llama-3-70b --cluster 8x8xH100-SXM")
     if flags.cluster is None:
@@ -63,7 +109,13 @@ def main(arguments: Sequence[str]) -> int:
     if flags.global_batch is None:
         raise OptionError("how many sequences make a step?", hint="--global-batch 512")
     from hocket.jobs import plan as job
+    from hocket.jobs.serve_plan import size_is_public
 
+    if not size_is_public(flags.model):
+        raise OptionError(
+            f"the size of {flags.model} is not public; a service of it is answered by hypotheses",
+            hint=f"hocket plan {flags.model} --serve",
+        )
     found = job.plan(
         flags.model,
         cluster=flags.cluster,
@@ -87,3 +139,44 @@ def main(arguments: Sequence[str]) -> int:
     else:
         print(job.table(found))
     return 0
+
+
+def _serve(flags: PlanFlags, written: frozenset[str]) -> int:
+    for name in TRAINING:
+        if name in written:
+            instead = {"seq_len": "--prompt-len and --output-len", "stack": "--engine"}.get(name)
+            raise OptionError(
+                f"{_flag(name)} is about training, and --serve plans a service",
+                hint=f"{instead} instead" if instead else f"leave {_flag(name)} out",
+            )
+    if not flags.model and flags.weights is None:
+        raise OptionError("which model?", hint="hocket plan llama-3-70b --serve --cluster H100")
+    from hocket.jobs import serve_plan as job
+    from hocket.jobs import serve_table
+
+    if flags.emit is not None:
+        serve_table.check_tool(flags.emit, one=flags.weights is not None, model=flags.model)
+    given = {name: getattr(flags, name) for name in SERVING if getattr(flags, name) is not None}
+    found = job.serve_plan(
+        flags.model,
+        cluster=flags.cluster,
+        top=flags.top,
+        layout=flags.layout,
+        pin=flags.pin,
+        explain=flags.explain,
+        precision=flags.precision,
+        **given,
+    )
+    if flags.json:
+        import json
+
+        print(json.dumps(serve_table.to_json(found)))
+    elif flags.emit is not None:
+        print(serve_table.emitted(found[0], flags.emit), end="")
+    else:
+        print(serve_table.text(found))
+    return 0
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

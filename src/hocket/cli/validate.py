@@ -19,11 +19,13 @@ class ValidateFlags:
 
     Attributes:
         table: a CSV file, one measured run a row.
+        infer: the runs are of serving: time per output token, time to first token, tokens/s.
         rows: write each row's prediction to this CSV file.
         json: print one JSON object instead: `overall` and `groups`.
     """
 
     table: Table = ""
+    infer: bool = False
     rows: File = None
     json: bool = False
 
@@ -31,16 +33,21 @@ class ValidateFlags:
 def main(arguments: Sequence[str]) -> int:
     """Print. Returns 0."""
     flags = parse(ValidateFlags, "validate", arguments, ValidateFlags())
-    from hocket.jobs.accuracy import accuracy, text
+    from hocket.jobs.accuracy import accuracy, serving_accuracy, serving_text, text
     from hocket.spec.errors import OptionError
 
     if not flags.table:
         raise OptionError("no table is given", hint="hocket validate TABLE.csv")
-    report = accuracy(flags.table, rows=flags.rows)
+    if flags.infer:
+        serving = serving_accuracy(flags.table, rows=flags.rows)
+        found, printed = serving.to_json(), serving_text(serving)
+    else:
+        training = accuracy(flags.table, rows=flags.rows)
+        found, printed = training.to_json(), text(training)
     if flags.json:
         import json
 
-        print(json.dumps(report.to_json()))
+        print(json.dumps(found))
     else:
-        print(text(report), end="")
+        print(printed, end="")
     return 0

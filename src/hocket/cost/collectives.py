@@ -7,7 +7,10 @@ over the network     every ring crosses each node's boundary, so
              the part inside the node )  +  latency of each hop x ranks
 
 since the groups that share a node share its network cards. Volume is per rank: 2 (n-1)/n of the
-message for an all-reduce, (n-1)/n for an all-gather, a reduce-scatter and an all-to-all.
+message for an all-reduce, (n-1)/n for an all-gather, a reduce-scatter and an all-to-all. In an
+all-to-all every rank sends through its own share of the cards what other nodes shall have:
+
+    T = max( (n - ranks inside)/n x message / (network / ranks of the node x efficiency), inside )
 """
 
 from __future__ import annotations
@@ -30,10 +33,16 @@ LINK_SHARE = 0.78
 NETWORK_LATENCY = 30e-6
 
 
-def inside(operation: str, size: Floats, ranks: Floats, machine: Machine) -> Floats:
-    """Seconds of one collective of `size` bytes among `ranks` GPUs of one domain."""
-    size, ranks, which = np.broadcast_arrays(size, ranks, machine.which)
-    link = np.broadcast_to(machine.link, size.shape)
+def inside(
+    operation: str, size: Floats, ranks: Floats, machine: Machine, stride: Floats | float = 1.0
+) -> Floats:
+    """Seconds of one collective of `size` bytes among `ranks` GPUs of one domain, `stride` apart.
+
+    A group that reaches beyond a bridged pair goes over PCIe all the way, as its ring does.
+    """
+    reach = (ranks - 1) * stride + 1
+    link = np.where(reach > machine.bridge, machine.beyond, machine.link)
+    size, ranks, which, link = np.broadcast_arrays(size, ranks, machine.which, link)
     out = np.zeros(size.shape)
     for index, curves in enumerate(machine.curves):
         rows = (which == index) & (ranks > 1)
@@ -66,11 +75,14 @@ def group(
     machine, constants = platform.machine, platform.constants
     local = np.clip(machine.domain // stride, 1, degree)
     crosses = degree * stride > machine.domain
-    within = inside(operation, size, np.where(crosses, local, degree), machine)
+    within = inside(operation, size, np.where(crosses, local, degree), machine, stride)
     rate = machine.network * np.minimum(local, machine.per_node) / machine.per_node
     ring = operation != ALL_REDUCE
     hops = constants.hop * degree if ring else 0.0
     volume = _volume(operation, degree) * size
+    if operation == ALL_TO_ALL:
+        volume = (degree - local) / degree * size
+        rate = machine.network / machine.per_node
     network = np.maximum(volume / (rate * constants.network), within) + hops + NETWORK_LATENCY
     return np.where(degree > 1, np.where(crosses, network, within), 0.0)
 
@@ -78,7 +90,7 @@ def group(
 def point_to_point(size: Floats, stride: Floats, platform: Platform) -> Floats:
     """Seconds to send `size` bytes to the rank `stride` ranks away; all ranks of a node do."""
     machine, constants = platform.machine, platform.constants
-    within = inside(ALL_GATHER, 2 * size, np.full_like(size, 2.0), machine)
+    within = inside(ALL_GATHER, 2 * size, np.full_like(size, 2.0), machine, stride)
     share = machine.network / machine.per_node * constants.network
     return np.where(stride >= machine.domain, size / share + 20e-6, within)
 

@@ -7,11 +7,22 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hocket.cost.terms import Floats
+from hocket.cost.terms import Floats, Terms
+from hocket.spec.errors import OptionError, unknown
 from hocket.spec.layout import RECOMPUTE, Layout
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v", "sequential")
 """Schedules that have a price; the number in a column is the place in this list."""
+
+NAMES = {
+    "1f1b": "1f1b",
+    "gpipe": "gpipe",
+    "interleaved": "interleaved",
+    "zero-bubble": "zb-h1",
+    "zb-v": "zb-v",
+    "sequential": "sequential",
+}
+"""What `Layout.schedule` may name, to one of `SCHEDULES`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,13 +59,31 @@ class Layouts:
         return Layouts(**{f.name: getattr(self, f.name)[index] for f in fields})
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RankLayers:
+    """Layers that pipeline ranks hold, [r] each: the first, the last, and the fullest one."""
+
+    first: Floats
+    last: Floats
+    most: Floats
+
+
+def equal_layers(model: Terms, at: Layouts, ends_lighter: Floats | float = 0.0) -> RankLayers:
+    """As many on every rank; one fewer at both ends where `ends_lighter` is 1."""
+    lighter = np.where(np.asarray(ends_lighter) > 0, 1.0, 0.0)
+    most = (model.layers + 2.0 * lighter) / at.pp
+    return RankLayers(first=most - lighter, last=most - lighter, most=most)
+
+
 def columns(layouts: Sequence[Layout], global_batch: int) -> Layouts:
-    """Layouts as columns. Microbatches that are left open are one sample each."""
+    """Layouts as columns. Microbatches that are left open are one sample each.
+
+    Raises:
+        OptionError: a schedule that has no price, as one in a file.
+    """
     rows: list[tuple[float, ...]] = []
     for layout in layouts:
         count = layout.microbatches or max(1, global_batch // layout.dp)
-        interleaved = layout.virtual_stages > 1 and layout.schedule == "1f1b"
-        name = "interleaved" if interleaved else layout.schedule
         rows.append(
             (
                 layout.dp,
@@ -69,9 +98,24 @@ def columns(layouts: Sequence[Layout], global_batch: int) -> Layouts:
                 layout.shard or layout.dp,
                 RECOMPUTE.index(layout.recompute),
                 layout.sequence_parallel,
-                SCHEDULES.index(name) if name in SCHEDULES else 0,
+                schedule_number(layout),
             )
         )
     names = [f.name for f in dataclasses.fields(Layouts)]
     values = np.array(rows, dtype=np.float64).reshape(-1, len(names))
     return Layouts(**{name: np.ascontiguousarray(values[:, i]) for i, name in enumerate(names)})
+
+
+def schedule_number(layout: Layout) -> int:
+    """The place in `SCHEDULES` of a layout's schedule; 1F1B of several stages a rank interleaves.
+
+    Raises:
+        OptionError: a schedule that has no price, as one in a file.
+    """
+    name = layout.schedule
+    if name not in NAMES:
+        message, hint = unknown("schedule", name, NAMES)
+        raise OptionError(f"only schedules with a name have a price; {message}", hint=hint)
+    if name in ("1f1b", "interleaved"):
+        name = "interleaved" if layout.pp > 1 and layout.virtual_stages > 1 else "1f1b"
+    return SCHEDULES.index(NAMES[name])

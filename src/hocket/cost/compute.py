@@ -11,7 +11,8 @@
                      q = 8, or 1 where the stack waits for the GPU between layers
 
 Products run on their local sizes: [T, n/t] x [k], [T, n] x [k/t], and for backward
-[T, k] over n (input gradient) and [n, k] over T (weight gradient).
+[T, k] over n (input gradient) and [n, k] over T (weight gradient). Experts are so many products of
+few rows each: on average a rank's tokens x experts per token, divided by the experts it holds.
 
 Legend: b samples of a microbatch, s sequence, T tokens on this rank, q query width, a heads,
 t tensor ranks, r rows.
@@ -29,21 +30,16 @@ from hocket.cost.collectives import (
     ALL_TO_ALL,
     REDUCE_SCATTER,
     group,
-    point_to_point,
 )
 from hocket.cost.columns import Layouts
 from hocket.cost.constants import Platform
+from hocket.cost.context import context_times
 from hocket.cost.terms import BlockTerms, Floats, Product, Terms
 
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
 
 ELEMENT = 2.0
 """Bytes of an activation or weight in compute."""
-
-SCORE_PASSES_FORWARD, SCORE_PASSES_BACKWARD = 6.5, 9.5
-"""Elements read and written per attention score by Megatron's kernels with dropout: the product
-writes 1; softmax reads and writes 1 each; dropout reads 1, writes 1 and a mask of 1/2; the product
-reads 1. Backward likewise with the gradients."""
 
 UNFUSED_SOFTMAX_PASSES, UNFUSED_SOFTMAX_KERNELS = 4.0, 6.0
 """More where Megatron's fused softmax refuses: (samples x heads of a rank) % 4 != 0."""
@@ -67,12 +63,14 @@ class BlockTimes:
         inputs: backward to the inputs, with its communication and recompute.
         weights: backward to the weights.
         exposed: of these, tensor-, context- and expert-parallel communication.
+        ulysses: 1 where context parallelism is by all-to-alls, 0 where by a ring.
     """
 
     forward: Floats
     inputs: Floats
     weights: Floats
     exposed: Floats
+    ulysses: Floats
 
 
 def product(
@@ -81,8 +79,11 @@ def product(
     inner: Floats,
     platform: Platform,
     batch: Floats | float = 1.0,
+    *,
+    result: Floats | float = ELEMENT,
 ) -> Floats:
-    """Seconds of `batch` products [rows, inner] x [inner, columns]."""
+    """Seconds of `batch` products [rows, inner] x [inner, columns]; `result`: bytes moved for each
+    element of theirs."""
     machine, constants = platform.machine, platform.constants
     unit = machine.sms / (machine.flops * constants.matrix_rate)
     best: Floats | None = None
@@ -93,7 +94,7 @@ def product(
         time = waves * (2.0 * height * width) * unit / relative
         best = time if best is None else np.minimum(best, time)
     assert best is not None
-    moved = ELEMENT * batch * (rows * inner + inner * columns + rows * columns)
+    moved = batch * (ELEMENT * inner * (rows + columns) + result * rows * columns)
     by_memory = moved / (machine.bandwidth * constants.memory_rate)
     return np.maximum(best * (inner + constants.inner_overhead), by_memory)
 
@@ -111,27 +112,36 @@ def block_times(
     tokens = at.microbatch * seq_len / at.cp
     memory = machine.bandwidth * constants.memory_rate
     forward = inputs = weights = np.zeros_like(tokens)
+    grad = np.asarray(constants.gradient_bytes)
+    fused = np.asarray(constants.fused_gradients) > np.where(grad > ELEMENT, 0, 1)
+    result = np.where(fused, 2 * grad, ELEMENT)  # read and written where gradients add up
     for p in block.products:
-        m, n, k, batch = _local(p, tokens, model, at)
+        m, n, k, batch = _local(p, tokens, at)
         forward = forward + product(m, n, k, platform, batch)
         inputs = inputs + product(m, k, n, platform, batch)
-        weights = weights + product(k, n, m, platform, batch)
-    local = (block.weights_inside / at.tp) + block.weights_outside
-    local = local + block.weights_expert / (at.tp * at.ep)
-    adding = local * (ELEMENT + 2 * constants.gradient_bytes) / memory
-    weights = weights + np.where((at.microbatches > 1) & (block.reductions > 0), adding, 0.0)
+        weights = weights + product(k, n, m, platform, batch, result=result)
+    adding = local_weights(block, at) * (ELEMENT + 2 * grad) / memory
+    apart = (at.microbatches > 1) & block.layer & ~fused
+    weights = weights + np.where(apart, adding, 0.0)
 
     core_forward, core_backward, core_kernels = _attention(block, at, tokens, seq_len, platform)
     split = np.where(at.sequence_parallel > 0, at.tp, 1.0)
     traffic = ELEMENT * constants.traffic * tokens / memory
     kernels = block.kernels + core_kernels
-    floor = KERNEL_FLOOR * kernels
     moved = traffic * (block.forward_inside / at.tp + block.forward_outside / split)
-    forward = forward + core_forward + moved + floor
+    forward = forward + core_forward + moved + KERNEL_FLOOR * kernels
     moved = traffic * (block.backward_inside / at.tp + block.backward_outside / split)
+    floor = KERNEL_FLOOR * (block.kernels_backward + 2 * core_kernels)
     inputs = inputs + core_backward + moved + floor
+    if np.any(block.weights_expert > 0):
+        sorting = constants.expert_passes * model.experts_per_token * model.hidden / split
+        apart = ELEMENT * sorting * tokens / memory + constants.expert_time
+        apart = np.where(block.weights_expert > 0, apart, 0.0)
+        forward, inputs = forward + apart, inputs + apart
 
-    talk, talk_backward = _communication(block, model, at, tokens, platform, core=core_forward)
+    talk, talk_backward, ulysses = _communication(
+        block, model, at, tokens, platform, core=core_forward
+    )
     reductions = float(block.reductions)
     waiting = np.where(at.tp > 1, reductions * constants.skew * (at.tp / 8.0) ** 2, 0.0)
     cpu = kernels * constants.kernel_time + waiting
@@ -140,7 +150,7 @@ def block_times(
     again = np.where(selective, np.where(half, 0.5 * (forward + talk), core_forward), 0.0)
     again = np.where(full, forward + talk, again)
     again_cpu = np.where(full, cpu, np.where(selective, np.where(half, 0.5, 0.3) * cpu, 0.0))
-    if block.reductions == 0:  # embedding and head are not recomputed
+    if not block.layer:
         again, again_cpu = np.zeros_like(tokens), np.zeros_like(tokens)
         cpu = np.zeros_like(tokens)
     norm = constants.launch_norm
@@ -150,6 +160,7 @@ def block_times(
         inputs=whole - weights,
         weights=weights,
         exposed=talk + talk_backward + np.where(full, talk, 0.0),
+        ulysses=ulysses,
     )
 
 
@@ -160,21 +171,39 @@ def _bound(gpu: Floats, cpu: Floats, norm: Floats | float) -> Floats:
     return found
 
 
+def expert_tp(at: Layouts) -> Floats:
+    """Tensor ranks that divide one expert; 1 where expert ranks reach over the tensor ranks."""
+    return np.where(at.ep > at.dp * at.cp, 1.0, at.tp)
+
+
+def local_weights(block: BlockTerms, at: Layouts) -> Floats:
+    """Parameters of a block on one rank."""
+    inside = block.weights_inside / at.tp + block.weights_outside
+    return inside + block.weights_expert / (expert_tp(at) * at.ep)
+
+
 def _local(
-    one: Product, tokens: Floats, model: Terms, at: Layouts
+    one: Product, tokens: Floats, at: Layouts
 ) -> tuple[Floats, Floats, Floats, Floats | float]:
-    split, n, k, count = one.split, one.n, one.k, one.count
-    if split in ("column", "vocab"):
-        return tokens, n / at.tp, k, count
-    if split == "row":
-        return tokens, n, k / at.tp, count
-    if split == "inside":
-        return tokens, n, k, count / at.tp
+    split, n, k = one.split, one.n, one.k
+    rows = tokens * one.count
+    if np.any(one.groups > 1):
+        each = expert_tp(at)
+        held = np.maximum(one.groups / at.ep, 1.0)
+        rows = rows / np.where(each < at.tp, at.tp, 1.0) / held
+        return rows, *_divided(split, n, k, each), held
     if split == "outside":
-        return tokens / np.where(at.sequence_parallel > 0, at.tp, 1.0), n, k, count
-    assert split == "expert", split
-    held = np.maximum(model.experts / at.ep, 1.0)
-    return tokens * count / held, n / at.tp, k, held
+        return rows / np.where(at.sequence_parallel > 0, at.tp, 1.0), n, k, 1.0
+    return rows, *_divided(split, n, k, at.tp), 1.0
+
+
+def _divided(split: str, n: Floats, k: Floats, ranks: Floats) -> tuple[Floats, Floats]:
+    if split in ("column", "vocab"):
+        return n / ranks, k
+    if split == "row":
+        return n, k / ranks
+    assert split == "outside", split
+    return n, k
 
 
 def _attention(
@@ -190,7 +219,8 @@ def _attention(
     memory = machine.bandwidth * constants.memory_rate
     queries = seq_len / at.cp
     for core in block.cores:
-        heads = np.maximum(core.heads / at.tp, 1.0)
+        divided = core.split != "outside"
+        heads = np.maximum(core.heads / at.tp, 1.0) if divided else core.heads
         keys = np.minimum(seq_len, core.window)
         visible = np.where(keys < seq_len, 1.0, core.visible)
         width = core.head_dim + core.value_dim
@@ -205,9 +235,9 @@ def _attention(
         more = np.where(refused, UNFUSED_SOFTMAX_PASSES * scores, 0.0)
         flash = np.broadcast_to(constants.flash, tokens.shape) > 0
         passes = scores * constants.softmax
-        forward = forward + np.where(flash, fused, plain + SCORE_PASSES_FORWARD * passes + more)
+        forward = forward + np.where(flash, fused, plain + core.passes * passes + more)
         backward = backward + np.where(
-            flash, FLASH_BACKWARD * fused, 2 * plain + SCORE_PASSES_BACKWARD * passes + more
+            flash, FLASH_BACKWARD * fused, 2 * plain + core.passes_backward * passes + more
         )
         started = EAGER_ATTENTION_KERNELS + np.where(refused, UNFUSED_SOFTMAX_KERNELS, 0.0)
         kernels = kernels + np.where(flash, 0.0, started)
@@ -222,8 +252,9 @@ def _communication(
     platform: Platform,
     *,
     core: Floats,
-) -> tuple[Floats, Floats]:
-    """Seconds of exposed tensor, context and expert communication, forward and backward."""
+) -> tuple[Floats, Floats, Floats]:
+    """Seconds of exposed tensor, context and expert communication, forward and backward; and 1
+    where context parallelism is by all-to-alls."""
     constants = platform.constants
     size = ELEMENT * tokens * model.hidden
     one = np.ones_like(tokens)
@@ -234,17 +265,21 @@ def _communication(
         whole = np.where(at.sequence_parallel > 0, pieces, whole)
     forward = block.reductions * whole * constants.contention * constants.tensor_exposed
     backward = forward
-    if np.any(at.cp > 1):
-        for c in block.cores:
-            width = c.kv_heads * (c.head_dim + c.value_dim) / np.minimum(at.tp, c.kv_heads)
-            ring = point_to_point(ELEMENT * tokens * width, at.tp, platform)
-            ring = np.where(at.cp > 1, (at.cp - 1) * ring, 0.0)
-            # Hidden behind the core of the previous piece, as far as that lasts.
-            forward = forward + np.maximum(ring - core, 0.0)
-            backward = backward + np.maximum(2 * ring - FLASH_BACKWARD * core, 0.0)
+    ulysses = np.zeros(tokens.shape)
+    if np.any(at.cp > 1) and block.cores:
+        exchange = context_times(block.cores, at, tokens, core, platform)
+        forward, backward = forward + exchange.forward, backward + exchange.backward
+        ulysses = exchange.ulysses.astype(np.float64)
     if np.any(at.ep > 1) and np.any(block.weights_expert > 0):
-        sent = size * model.experts_per_token / np.where(at.sequence_parallel > 0, at.tp, 1.0)
-        moved = 2 * group(ALL_TO_ALL, sent, at.ep, at.tp * at.cp, platform)
-        moved = np.where(block.weights_expert > 0, moved, 0.0)
+        over = expert_tp(at) < at.tp
+        stride = np.where(over, 1.0, at.tp)
+        nodes = np.maximum(at.ep * stride / platform.machine.domain, 1.0)
+        chosen = np.maximum(model.experts_per_token, 1.0)
+        reached = nodes * (1 - (1 - 1 / nodes) ** chosen) / chosen
+        once = (np.asarray(constants.once_per_node) > 0) & (nodes > 1)
+        copies = model.experts_per_token * np.where(once, reached, 1.0)
+        sent = size * copies / np.where(over | (at.sequence_parallel > 0), at.tp, 1.0)
+        moved = 2 * group(ALL_TO_ALL, sent, at.ep, stride, platform)
+        moved = np.where(block.weights_expert > 0, moved * constants.expert_exposed, 0.0)
         forward, backward = forward + moved, backward + moved
-    return forward, backward
+    return forward, backward, ulysses

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
@@ -25,6 +26,9 @@ GPU_FIELDS = (
     "flash_rate",
     "contention",
 )
+
+
+FEW_BITS = ("fp8", "fp4")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,6 +54,10 @@ class Constants:
         step_overhead: seconds of a step outside compute: data, logging.
         hop: seconds of each hop of a ring over the network.
         sharded_network: as `network`, of ZeRO-3's collectives.
+        expert_passes: elements that sorting tokens by expert and back moves beside what a trace
+            counts, of each token that an expert sees; forward, and backward again.
+        expert_time: seconds that a layer of experts waits for the CPU to learn who gets how many.
+        expert_exposed: share of dispatching tokens to experts that compute does not hide.
 
         optimizer_copies: bytes a parameter that the update holds beside master and moments
             (gradients in 32 bits, temporaries).
@@ -63,6 +71,9 @@ class Constants:
         per_layer_state: ZeRO-2 and 3 gather and reduce layer by layer beside compute (FSDP).
         overlap_gradients: gradients are reduced during the last backward.
         gradient_bytes: of one element of a gradient.
+        fused_gradients: products of gradients add to the sum themselves, no kernel apart: 1 those
+            of 32 bits, 2 all.
+        once_per_node: a token that several experts of one node get crosses the network once.
         launch_norm: 8 where the CPU runs ahead of the GPU, 1 where the stack waits for it.
         tensor_exposed: share of tensor-parallel communication that compute does not hide (1: the
             stack does not overlap it).
@@ -99,6 +110,11 @@ class Constants:
     tensor_exposed: Any
     launch_norm: Any
     whole_gradients: Any
+    fused_gradients: Any
+    expert_passes: Any
+    expert_time: Any
+    expert_exposed: Any
+    once_per_node: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,6 +164,17 @@ def constants(gpu: str, stack: str, **changes: Any) -> Constants:
         values |= {k: v for k, v in data["stacks"][name].items() if k in fields}
         values |= data["pairs"].get(f"{family} {name}", {})
     return Constants(**(values | changes))
+
+
+def few_bits(values: Constants, flops: Mapping[str, float], precision: str) -> Constants:
+    """Constants where products run in 8 or 4 bits: the attention core stays in 16, and products
+    reach another share of the higher rate (scaling and transposing are part of them)."""
+    share = file()["precisions"][precision]["matrix_rate"]
+    return dataclasses.replace(
+        values,
+        flash_rate=values.flash_rate * flops["bf16"] / flops[precision],
+        matrix_rate=values.matrix_rate * share,
+    )
 
 
 def quantiles() -> tuple[float, float]:

@@ -51,6 +51,8 @@ class Machine:
         bandwidth: of device memory. link: per GPU to all peers of its domain together.
         domain: GPUs that reach each other without the network; per_node: GPUs of one node.
         network: of all network cards of a node together.
+        bridge: GPUs that the link joins: 2 for bridged pairs, else the domain; beyond: per GPU
+            between such groups of one domain (PCIe).
         memory: bytes that a process can have. gpus: of the whole cluster.
         which: the curve set of each row.
     """
@@ -62,6 +64,8 @@ class Machine:
     domain: Floats
     per_node: Floats
     network: Floats
+    bridge: Floats
+    beyond: Floats
     memory: Floats
     gpus: Floats
     which: Floats
@@ -93,6 +97,8 @@ def machine(
         domain=one(cluster.domain),
         per_node=one(min(node.num_gpus, cluster.num_gpus)),
         network=one(node.network or 1.0),  # a machine without a card: nothing crosses it
+        bridge=one(2 if node.link.kind == "nvlink-pairs" else cluster.domain),
+        beyond=one(node.pcie if node.link.kind == "nvlink-pairs" else node.link.bandwidth),
         memory=one(node.gpu.usable),
         gpus=one(cluster.num_gpus),
         which=one(0),

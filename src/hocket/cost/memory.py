@@ -4,10 +4,12 @@
                   divided over the ranks that share them: ZeRO-1 the 12, ZeRO-2 the gradients too,
                   ZeRO-3 all, with two layers whole at a time (Rajbhandari et al. 2020)
     activations   what every microbatch in flight has saved on the first stage, where most are:
-                  1F1B min(p, m); interleaved p + (p - 1)/v; GPipe m; ZB-H1 as 1F1B; ZB-H2 2p - 1;
-                  ZB-V p, of whole stages. Under full recompute a layer saves its input, and one
-                  layer is whole while it runs backward (Korthikanti et al. 2022, section 4)
-    last stage    one microbatch's logits and their gradient
+                  1F1B min(p, m); interleaved p + (p - 1)/v; GPipe m; ZB-H1 as 1F1B, and so on every
+                  rank; ZB-H2 2p - 1; ZB-V p on every rank; sequential 1, of whole stages. Under
+                  full recompute a layer saves its input, and one layer is whole while it runs
+                  backward (Korthikanti et al. 2022, section 4)
+    last stage    one microbatch's logits and their gradient; under ZB-H1 the gradients of all in
+                  flight, which the head's weights wait for
     around it     the allocator's slack, the CUDA context, communication buffers
 
 The larger of the first and the last stage counts. Legend: p pipeline ranks, m microbatches,
@@ -20,7 +22,8 @@ import dataclasses
 
 import numpy as np
 
-from hocket.cost.columns import SCHEDULES, Layouts
+from hocket.cost.columns import SCHEDULES, Layouts, RankLayers, equal_layers
+from hocket.cost.compute import local_weights
 from hocket.cost.constants import Constants
 from hocket.cost.terms import BlockTerms, Floats, Terms
 
@@ -54,42 +57,50 @@ def memory(
     constants: Constants,
     *,
     ends_lighter: Floats | float = 0.0,
+    ranks: RankLayers | None = None,
 ) -> Memory:
     """What the fullest rank of every layout holds.
 
     Args:
         seq_len: tokens of a sample, [r] or one number.
         ends_lighter: 1 where the first and the last stage hold one layer fewer than the others.
+        ranks: layers of pipeline ranks, where they are not equally many.
     """
     at = layouts
     shape = at.dp.shape
     seq_len = np.broadcast_to(np.asarray(seq_len, dtype=np.float64), shape)
     tokens = at.microbatch * seq_len / at.cp
-    extra = 2.0 * np.asarray(ends_lighter)
-    stage = (model.layers + extra) / at.pp / model.layers  # of all layers, on a full stage
+    ranks = ranks or equal_layers(model, at, ends_lighter)
+    # Shares of all layers.
+    stage, begin, end = (n / model.layers for n in (ranks.most, ranks.first, ranks.last))
     layer_weights = live_layer = held = largest = np.zeros(shape)
     for count, block in model.kinds:
         whole, kept = _saved(block, model, at, seq_len, constants)
         held = held + count * kept * tokens
         live_layer = np.maximum(live_layer, np.where(at.recompute == FULL, whole * tokens, 0.0))
-        local = _local(block, at)
+        local = local_weights(block, at)
         layer_weights = layer_weights + count * local
         largest = np.maximum(largest, local)
-    ends = _local(model.embedding, at), _local(model.head, at)
+    ends = local_weights(model.embedding, at), local_weights(model.head, at)
     flight = _in_flight(at)
-    lighter = np.where(np.asarray(ends_lighter) > 0, 1.0, 0.0) / model.layers
     logits = _end(model.head, at) * tokens
     looked_up = _end(model.embedding, at) * tokens
     tied = np.where((model.tied > 0) & (at.pp == 1), 0.0, ends[1])
 
-    first = layer_weights * (stage - lighter) + ends[0] + np.where(at.pp > 1, 0.0, tied)
-    last = layer_weights * (stage - lighter) + ends[1]
+    bent = (at.schedule == SCHEDULES.index("zb-v")) & (at.pp > 1)  # both ends on the first rank
+    split = (at.schedule == SCHEDULES.index("zb-h1")) | (at.schedule == SCHEDULES.index("zb-h2"))
+    first = layer_weights * begin + ends[0]
+    first = first + np.where(bent, ends[1], np.where(at.pp > 1, 0.0, tied))
+    last = layer_weights * end + np.where(bent, 0.0, ends[1])
     middle = layer_weights * stage
-    acts_first = held * (stage - lighter) * flight + live_layer + looked_up * flight
-    acts_first = acts_first + np.where(at.pp > 1, 0.0, logits)
-    acts_last = held * (stage - lighter) + live_layer + logits
+    acts_first = held * begin * flight + live_layer + looked_up * flight
+    acts_first = acts_first + np.where(bent | (at.pp <= 1), logits, 0.0)
+    late = np.where(split | bent, flight, 1.0)
+    acts_last = held * end * late + live_layer
+    acts_last = acts_last + np.where(bent, 0.0, logits * (late + 1) / 2)
     # The first stage has most in flight; a lighter first stage leaves the second as the fullest.
-    acts_second = held * stage * np.maximum(flight * (1 - 1 / np.maximum(at.pp, 1.0)), 1.0)
+    less = np.where(split | bent, 0.0, 1 / np.maximum(at.pp, 1.0))
+    acts_second = held * stage * np.maximum(flight * (1 - less), 1.0)
     totals = []
     for weights, activations in (
         (first, acts_first),
@@ -109,11 +120,6 @@ def memory(
         optimizer=parts[2],
         activations=parts[3],
     )
-
-
-def _local(block: BlockTerms, at: Layouts) -> Floats:
-    inside = block.weights_inside / at.tp + block.weights_outside
-    return inside + block.weights_expert / (at.tp * at.ep)
 
 
 def _saved(
@@ -144,6 +150,8 @@ def _in_flight(at: Layouts) -> Floats:
     flight = np.minimum(p, m)
     flight = np.where((v > 1) & (p > 1), np.minimum(p + (p - 1) / v, m), flight)
     flight = np.where(at.schedule == SCHEDULES.index("gpipe"), m, flight)
+    flight = np.where(at.schedule == SCHEDULES.index("zb-v"), np.minimum(p, m), flight)
+    flight = np.where(at.schedule == SCHEDULES.index("sequential"), 1.0, flight)
     two = np.minimum(2 * p - 1, m)
     return np.where(at.schedule == SCHEDULES.index("zb-h2"), two, flight)
 
@@ -152,7 +160,7 @@ def _state(
     parameters: Floats, largest: Floats, at: Layouts, constants: Constants
 ) -> tuple[Floats, Floats, Floats]:
     """Bytes of weights, gradients and optimizer of so many parameters."""
-    ranks = np.where(at.shard >= at.dp, at.dp * at.cp, at.shard)
+    ranks = np.minimum(at.shard, at.dp) * at.cp
     gradient = np.asarray(constants.gradient_bytes)
     weights = np.where(
         at.zero >= 3, WEIGHT * parameters / ranks + 2 * WEIGHT * largest, WEIGHT * parameters

@@ -4,7 +4,9 @@
     pipeline  1F1B, GPipe    sum of all stages + (m - 1) x the slowest
               interleaved    m x slowest + (p - 1)/v x stage            (Narayanan et al. 2021, 2.2)
               ZB-H1          m x slowest + (p - 1)(F + B - 2W)          (Qi et al. 2024, table 2)
-              ZB-H2, ZB-V    m x slowest
+              ZB-H2          m x slowest
+              ZB-V           m x slowest + (p - 1) F / 2, the way down the V
+              sequential     m x all stages
     step      pipeline + gradients and parameters over data ranks that compute does not hide
               + tied embeddings + optimizer + overhead
 
@@ -22,8 +24,8 @@ import dataclasses
 import numpy as np
 
 from hocket.cost.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, group, point_to_point
-from hocket.cost.columns import SCHEDULES, Layouts
-from hocket.cost.compute import ELEMENT, BlockTimes, block_times
+from hocket.cost.columns import SCHEDULES, Layouts, RankLayers, equal_layers
+from hocket.cost.compute import ELEMENT, BlockTimes, block_times, local_weights
 from hocket.cost.constants import Constants, Platform
 from hocket.cost.machine import Machine
 from hocket.cost.terms import BlockTerms, Floats, Terms
@@ -44,6 +46,7 @@ class StepTimes:
         optimizer: its update.
         forward, inputs, weights: one microbatch on a middle stage.
         exchange: one activation to the next stage.
+        ulysses: 1 where context parallelism is by all-to-alls, 0 where by a ring.
         embedding, head: one microbatch, forward and backward.
     """
 
@@ -59,6 +62,7 @@ class StepTimes:
     exchange: Floats
     embedding: Floats
     head: Floats
+    ulysses: Floats
 
 
 def step_times(
@@ -69,12 +73,14 @@ def step_times(
     constants: Constants,
     *,
     ends_lighter: Floats | float = 0.0,
+    ranks: RankLayers | None = None,
 ) -> StepTimes:
     """Seconds of a step of every layout.
 
     Args:
         seq_len: tokens of a sample, [r] or one number.
         ends_lighter: 1 where the first and the last stage hold one layer fewer than the others.
+        ranks: layers of pipeline ranks, where they are not equally many.
     """
     at = layouts
     platform = Platform(machine, constants)
@@ -90,10 +96,10 @@ def step_times(
     m, p, v = at.microbatches, at.pp, at.virtual
     zero = np.zeros_like(at.dp)
     forward = inputs = weights = exposed = sharded = zero
-    total_weights = zero
+    total_weights = ulysses = zero
     for count, block in model.kinds:
         times = block_times(block, model, small, span, platform)
-        local = _local_weights(block, at)
+        local = local_weights(block, at)
         per_layer, gather, scatter = _sharded(block, at, platform)
         f, b, w = spread(times.forward), spread(times.inputs), spread(times.weights)
         share = np.broadcast_to(constants.overlap, at.dp.shape)
@@ -104,6 +110,7 @@ def step_times(
         inputs = inputs + count * (whole - w)
         weights = weights + count * w
         exposed = exposed + count * spread(times.exposed)
+        ulysses = np.maximum(ulysses, spread(times.ulysses))
         sharded = sharded + count * (f2 + whole - f - b - w)
         total_weights = total_weights + count * local
     extra = 2.0 * np.asarray(ends_lighter)  # a pipeline as long as if every stage were full
@@ -118,32 +125,42 @@ def step_times(
 
     size = ELEMENT * at.microbatch * seq_len / at.cp * model.hidden
     exchange = _exchange(size, at, platform)
-    stage = forward + inputs + weights + 2 * exchange * v
-    lighter = np.where(np.asarray(ends_lighter) > 0, layer, 0.0)
-    last = stage + head_time - lighter + np.where(p > 1, 0.0, embedding_time)
-    start = np.where(p > 1, stage + embedding_time - lighter, last)
+    at_rank = ranks or equal_layers(model, at, ends_lighter)
+    both = (at.schedule == SCHEDULES.index("zb-v")) & (p > 1)  # ends that lie on one rank
+    send = 2 * exchange * v
+    stage = at_rank.most * layer + send
+    last = at_rank.last * layer + send + np.where(both, 0.0, head_time)
+    last = last + np.where(p > 1, 0.0, embedding_time)
+    start = at_rank.first * layer + send + embedding_time + np.where(both, head_time, 0.0)
+    start = np.where(p > 1, start, last)
     slowest = np.maximum(stage, np.maximum(last, start))
-    fill = np.where(p > 1, start + last + (p - 2) * stage, last)
+    between = (model.layers - at_rank.first - at_rank.last) * layer + (p - 2) * send
+    fill = np.where(p > 1, start + last + between, last)
 
     pipeline = fill + (m - 1) * slowest
     pipeline = np.where((v > 1) & (p > 1), m * slowest + (p - 1) / v * stage, pipeline)
     late = (p - 1) * np.maximum(forward + inputs - weights, 0.0)
     pipeline = np.where(at.schedule == SCHEDULES.index("zb-h1"), m * slowest + late, pipeline)
     no_bubble = (at.schedule == SCHEDULES.index("zb-h2")) | (at.schedule == SCHEDULES.index("zb-v"))
-    pipeline = np.where(no_bubble, m * slowest, pipeline)
+    pipeline = np.where(no_bubble, m * slowest + np.where(both, (p - 1) / 2 * forward, 0), pipeline)
+    pipeline = np.where(at.schedule == SCHEDULES.index("sequential"), m * fill, pipeline)
 
-    ends = _local_weights(model.embedding, at) + _local_weights(model.head, at)
+    ends = local_weights(model.embedding, at) + local_weights(model.head, at)
     tied = np.where((model.tied > 0) & (p == 1), 0.5, 1.0)
-    held = total_weights * (model.layers + extra) / (p * model.layers)
-    held = held + ends * tied * np.where(p > 1, 0.5, 1.0)
-    data = _data_parallel(held, at, platform)
+    local = total_weights * (model.layers + extra) / (p * model.layers)
+    local = local + ends * tied * np.where((p > 1) & ~both, 0.5, 1.0)
+    data, again = _data_parallel(local, at, platform)
     last_backward = (inputs + weights) / np.maximum(v, 1.0)
     hidden = np.asarray(constants.overlap_gradients) > 0
-    data = np.where(hidden, np.maximum(data - 0.5 * last_backward, 0.1 * data), data)
+
+    def exposed_of(talk: Floats) -> Floats:
+        return np.where(hidden, np.maximum(talk - 0.5 * last_backward, 0.1 * talk), talk)
+
+    data = exposed_of(data) + (m - 1) * exposed_of(again)
     ties = _tied(model, at, platform)
     sharing = np.where(at.zero > 0, _state_ranks(at)[0], 1.0)
     rate = machine.bandwidth * constants.memory_rate
-    optimizer = OPTIMIZER_BYTES * held / sharing / rate
+    optimizer = OPTIMIZER_BYTES * local / sharing / rate
     step = pipeline + data + ties + optimizer + constants.step_overhead
     return StepTimes(
         step=step,
@@ -158,6 +175,7 @@ def step_times(
         exchange=exchange,
         embedding=embedding_time,
         head=head_time,
+        ulysses=ulysses,
     )
 
 
@@ -171,6 +189,7 @@ def _unique(at: Layouts, model: Terms, machine: Machine) -> tuple[np.ndarray, np
         values, place = np.unique(column, return_inverse=True)
         key = key * len(values) + place
     key = key * 2 + (at.microbatches > 1)
+    key = key * 2 + (at.ep > at.dp * at.cp)
     _, first, back = np.unique(key, return_index=True, return_inverse=True)
     return first, back
 
@@ -183,11 +202,6 @@ def _beside(compute: Floats, talk: Floats, share: Floats) -> Floats:
     return np.maximum(compute, talk) + share * np.minimum(compute, talk)
 
 
-def _local_weights(block: BlockTerms, at: Layouts) -> Floats:
-    inside = block.weights_inside / at.tp + block.weights_outside
-    return inside + block.weights_expert / (at.tp * at.ep)
-
-
 def _sharded(
     block: BlockTerms, at: Layouts, platform: Platform
 ) -> tuple[np.ndarray, Floats, Floats]:
@@ -197,7 +211,7 @@ def _sharded(
     per_layer = ((at.zero >= 2) & each) | (at.zero >= 3)
     if not np.any(per_layer):
         return per_layer, np.zeros_like(at.dp), np.zeros_like(at.dp)
-    local = _local_weights(block, at)
+    local = local_weights(block, at)
     slow = Platform(
         platform.machine, dataclasses.replace(constants, network=constants.sharded_network)
     )
@@ -206,21 +220,25 @@ def _sharded(
     gather = group(ALL_GATHER, ELEMENT * local, shard, stride, slow) + calls
     size = constants.gradient_bytes * local
     scatter = group(REDUCE_SCATTER, size, shard, stride, slow) + calls
-    copies = at.dp / at.shard
+    copies = _copies(at)
     if np.any(copies > 1):
         scatter = scatter + group(ALL_REDUCE, size / shard, copies, stride * shard, slow)
     return per_layer, gather, scatter
 
 
 def _state_ranks(at: Layouts) -> tuple[Floats, Floats]:
-    """Ranks that share one state, and how far apart they lie: of dp x cp, or a shard of dp."""
-    whole = at.shard >= at.dp
-    stride = np.where(whole, at.tp, at.tp * at.cp)
-    return np.where(whole, at.dp * at.cp, at.shard), stride
+    """Ranks that share one state, and how far apart they lie: a shard of dp, and all of cp."""
+    return np.minimum(at.shard, at.dp) * at.cp, at.tp
 
 
-def _data_parallel(held: Floats, at: Layouts, platform: Platform) -> Floats:
-    """Seconds to sum gradients once a step, and to gather parameters under ZeRO-1 and 2."""
+def _copies(at: Layouts) -> Floats:
+    """How many such groups hold the same state (HSDP's replicas)."""
+    return at.dp / np.minimum(at.shard, at.dp)
+
+
+def _data_parallel(held: Floats, at: Layouts, platform: Platform) -> tuple[Floats, Floats]:
+    """Seconds to sum gradients once a step, and to gather parameters under ZeRO-1 and 2; and of
+    them, what ZeRO-2 repeats with every further microbatch, since it keeps no whole gradient."""
     constants = platform.constants
     shard, stride = _state_ranks(at)
     size = constants.gradient_bytes * held
@@ -230,18 +248,19 @@ def _data_parallel(held: Floats, at: Layouts, platform: Platform) -> Floats:
     if np.any(np.asarray(constants.whole_gradients) > 0):
         summed = group(ALL_REDUCE, size, shard, stride, platform)
         split = np.where(np.asarray(constants.whole_gradients) > 0, summed, split)
+    often = np.where((at.zero == 2) & ~each, split, 0.0)
     split = split + group(ALL_GATHER, ELEMENT * held, shard, stride, platform)
-    copies = at.dp / at.shard
+    copies = _copies(at)
     if np.any(copies > 1):
         split = split + group(ALL_REDUCE, size / shard, copies, stride * shard, platform)
     found = np.where(at.zero >= 1, split, plain)
-    return np.where((at.zero >= 3) | ((at.zero >= 2) & each), 0.0, found)
+    return np.where((at.zero >= 3) | ((at.zero >= 2) & each), 0.0, found), often
 
 
 def _tied(model: Terms, at: Layouts, platform: Platform) -> Floats:
     """Gradients of tied embeddings, between the first and the last stage."""
     constants = platform.constants
-    size = constants.gradient_bytes * _local_weights(model.head, at)
+    size = constants.gradient_bytes * local_weights(model.head, at)
     stride = at.tp * at.cp * at.dp * (at.pp - 1)
     machine = platform.machine
     crossing = (at.tp * at.cp * at.dp * at.pp) > machine.domain

@@ -1,8 +1,10 @@
 """Terms: the sizes of a ModelShape as numbers that price quickly.
 
 What is linear in tokens and split alike is summed beforehand; matrix products stay apart, since
-their efficiency depends on their sizes. Several shapes of one structure stack into columns, one
-column per row of a table, and are then priced at once.
+their efficiency depends on their sizes. Products that read the same tensor and are split alike run
+as one (query, key and value; gate and up), and the sums of their input's gradients go with them:
+so a model costs the same however its code stores these matrices. Several shapes of one structure
+stack into columns, one column per row of a table, and are then priced at once.
 
 Legend: r rows (1 for one shape), o operations of a block.
 """
@@ -16,22 +18,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hocket.spec.model_shape import BlockShape, ModelShape
+from hocket.spec.model_shape import BlockShape, MatrixProduct, ModelShape
 
 Floats = NDArray[np.float64]
 
-INSIDE = ("inside", "column", "row", "vocab", "expert")
-"""Splits that tensor parallelism divides always; `outside` only with sequence parallelism."""
+GRADIENT_SUMS = "gradient sums"
+"""The entry of a shape that adds gradients of a tensor with several readers: three elements each,
+two read and one written."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """A matrix product [tokens, k] x [k, n] with `count` equal ones; n, k, count: [r]."""
+    """[tokens x count, k] x [k, n], the rows divided among `groups` matrices (experts); [r]."""
 
     split: str
     n: Floats
     k: Floats
     count: Floats
+    groups: Floats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +50,11 @@ class Core:
     """Share of the S x S scores that is computed: 1/2 if causal."""
     window: Floats
     """Keys seen at most; infinity without a window."""
+    passes: Floats
+    """Elements read and written per score, forward, where attention is no fused kernel."""
+    passes_backward: Floats
+    split: str
+    """`inside` where heads are divided over tensor ranks, else `outside`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,12 +63,17 @@ class BlockTerms:
     divides only with sequence parallelism.
 
     Attributes:
+        layer: False for the embedding and the head, which are not recomputed.
+        reductions: partial sums of one forward under tensor parallelism: one for each half-layer.
         forward, backward: elements read and written by memory-bound operations.
         kernels: kernels started by one forward, the attention core counted as one.
+        kernels_backward: by one backward.
         saved: bytes held from forward to backward; `core` under selective recompute is not.
         weights: parameters by what divides them: tensor parallelism, nothing, experts.
     """
 
+    layer: bool
+    reductions: int
     products: tuple[Product, ...]
     cores: tuple[Core, ...]
     forward_inside: Floats
@@ -67,6 +81,7 @@ class BlockTerms:
     backward_inside: Floats
     backward_outside: Floats
     kernels: Floats
+    kernels_backward: Floats
     saved_inside: Floats
     saved_outside: Floats
     saved_core: Floats
@@ -74,13 +89,6 @@ class BlockTerms:
     weights_inside: Floats
     weights_outside: Floats
     weights_expert: Floats
-
-    @property
-    def reductions(self) -> int:
-        """Partial sums of one forward under tensor parallelism: one for each half-layer."""
-        return sum(1 for p in self.products if p.split == "row") + (
-            1 if any(p.split == "expert" for p in self.products) else 0
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +113,7 @@ class Terms:
 def terms(shape: ModelShape) -> Terms:
     """The terms of one model; every array holds one number."""
     kinds = tuple(
-        (_one(shape.layers.count(kind)), _block(shape.blocks[kind]))
+        (_one(shape.layers.count(kind)), _block(shape.blocks[kind], layer=True))
         for kind in dict.fromkeys(shape.layers)
     )
     return Terms(
@@ -143,10 +151,36 @@ def _one(value: float) -> Floats:
     return np.array([float(value)])
 
 
-def _block(block: BlockShape) -> BlockTerms:
+def structure(model: Terms) -> tuple[Any, ...]:
+    """What must be equal for `stack`."""
+    blocks = [block for _, block in model.kinds] + [model.embedding, model.head]
+    return tuple(
+        (b.reductions, tuple(p.split for p in b.products), tuple(c.split for c in b.cores))
+        for b in blocks
+    )
+
+
+def _products(block: BlockShape) -> list[MatrixProduct]:
+    """Products, those that read one tensor and are split alike as one."""
+    found: dict[tuple[Any, ...], MatrixProduct] = {}
+    for place, p in enumerate(block.products):
+        key = (p.input or place, p.split, p.k, p.count, p.groups)
+        if key in found:
+            p = dataclasses.replace(found[key], n=found[key].n + p.n)
+        found[key] = p
+    return list(found.values())
+
+
+def _block(block: BlockShape, *, layer: bool = False) -> BlockTerms:
+    products = _products(block)
+    joined = len(block.products) - len(products)
+    summed = sum(p.k for p in block.products) - sum(p.k for p in products)
+    sums = sum(m.backward for m in block.memory_bound if m.name == GRADIENT_SUMS)
+
     def elements(phase: str, outside: bool) -> Floats:
         chosen = [m for m in block.memory_bound if (m.split == "outside") == outside]
-        return _one(sum(getattr(m, phase) for m in chosen))
+        saved = min(3.0 * summed, sums) if phase == "backward" and outside else 0.0
+        return _one(sum(getattr(m, phase) for m in chosen) - saved)
 
     def held(outside: bool, *, core: bool = False, square: bool = False) -> Floats:
         chosen = [
@@ -158,14 +192,26 @@ def _block(block: BlockShape) -> BlockTerms:
         ]
         return _one(sum(s.bytes for s in chosen))
 
-    def weights(splits: tuple[str, ...]) -> Floats:
-        return _one(sum(w.elements for w in block.weights if w.split in splits))
+    experts = tuple(p.name for p in block.products if p.groups > 1)
 
-    kernels = len(block.products) + len(block.attention)
-    kernels += sum(m.kernels for m in block.memory_bound)
+    def weights(*splits: str) -> Floats:
+        """Stacked experts count as such even where tensor parallelism does not split them."""
+        found = 0.0
+        for w in block.weights:
+            expert = w.split == "expert" or (bool(experts) and w.name.startswith(experts))
+            found += w.elements * (("expert" if expert else w.split) in splits)
+        return _one(found)
+
+    squares = [m for m in block.unfused if m.square]
+    heads = max(sum(a.heads for a in block.attention), 1)
+    passes = sum(m.forward for m in squares) / heads
+    passes_backward = sum(m.backward for m in squares) / heads
+    others = len(products) + len(block.attention)
     return BlockTerms(
+        layer=layer,
+        reductions=len({p.name.split(".")[0] for p in products if p.split == "row"}),
         products=tuple(
-            Product(p.split, _one(p.n), _one(p.k), _one(p.count)) for p in block.products
+            Product(p.split, _one(p.n), _one(p.k), _one(p.count), _one(p.groups)) for p in products
         ),
         cores=tuple(
             Core(
@@ -175,6 +221,9 @@ def _block(block: BlockShape) -> BlockTerms:
                 value_dim=_one(a.value_dim),
                 visible=_one(0.5 if a.causal else 1.0),
                 window=_one(np.inf if a.window is None else a.window),
+                passes=_one(passes),
+                passes_backward=_one(passes_backward),
+                split=a.split,
             )
             for a in block.attention
         ),
@@ -182,12 +231,18 @@ def _block(block: BlockShape) -> BlockTerms:
         forward_outside=elements("forward", True),
         backward_inside=elements("backward", False),
         backward_outside=elements("backward", True),
-        kernels=_one(kernels),
+        kernels=_one(others + sum(m.kernels for m in block.memory_bound)),
+        kernels_backward=_one(
+            others
+            + len(products)
+            + sum(m.backward_kernels for m in block.memory_bound)
+            - (joined if sums else 0)
+        ),
         saved_inside=held(False),
         saved_outside=held(True),
         saved_core=held(False, core=True),
         saved_square=held(False, core=True, square=True) + held(False, square=True),
-        weights_inside=weights(("inside", "column", "row", "vocab")),
-        weights_outside=weights(("outside",)),
-        weights_expert=weights(("expert",)),
+        weights_inside=weights("inside", "column", "row", "vocab"),
+        weights_outside=weights("outside"),
+        weights_expert=weights("expert"),
     )

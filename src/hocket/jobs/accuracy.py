@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hocket.planning.validate import Report, Scores
+    from hocket.planning.validate_serving import Report as ServingReport
+    from hocket.planning.validate_serving import Scores as ServingScores
 
 
 def accuracy(table: str | Path, *, rows: str | Path | None = None) -> Report:
@@ -23,6 +25,50 @@ def accuracy(table: str | Path, *, rows: str | Path | None = None) -> Report:
     return report
 
 
+def serving_accuracy(table: str | Path, *, rows: str | Path | None = None) -> ServingReport:
+    """As `accuracy`, of a table of serving runs.
+
+    Raises:
+        OptionError: a file that is missing or lacks columns that are needed.
+    """
+    from hocket.planning.validate_serving import validate, write_rows
+
+    report = validate(table)
+    if rows is not None:
+        write_rows(report, rows)
+    return report
+
+
+def serving_text(report: ServingReport) -> str:
+    """The figures by group and by GPU, the overall ones, and why rows were left out."""
+    width = max([*(len(name) for name in report.groups), 40])
+    lines = [
+        f"{'':{width}}  rows   out unfit   time per token   to first token   tokens/s",
+        f"{'':{width}}                      mean  median     mean  median     mean  median",
+    ]
+    lines += [_serving_line(name, scores, width) for name, scores in report.groups.items()]
+    lines += ["", "by GPU:"]
+    lines += [_serving_line(name, scores, width) for name, scores in report.families.items()]
+    of = "A100, H100, H200"
+    lines += ["", _serving_line(f"overall ({of})", report.overall, width)]
+    lines += [_serving_line("  averaged over the groups above", report.averaged, width)]
+    lines += [_serving_line("  dense models alone", report.dense, width)]
+    lines += _reasons(report.left_out)
+    lines += ["", "mean, median: absolute error in %; unfit: measured, called not fitting"]
+    return "\n".join(lines) + "\n"
+
+
+def _serving_line(name: str, scores: ServingScores, width: int) -> str:
+    figures = (
+        (scores.tpot_mape, scores.tpot_median_ape),
+        (scores.ttft_mape, scores.ttft_median_ape),
+        (scores.throughput_mape, scores.throughput_median_ape),
+    )
+    columns = "  ".join(f"{_number(m, '.1f'):>7} {_number(d, '.1f'):>7}" for m, d in figures)
+    counts = f"{scores.rows_used:5d} {scores.rows_left_out:5d} {scores.unfit:5d}"
+    return f"{name:{width}} {counts}  {columns}".rstrip()
+
+
 def text(report: Report) -> str:
     """The figures of each group, the overall ones, and why rows were left out."""
     width = max([*(len(name) for name in report.groups), 24])
@@ -30,13 +76,7 @@ def text(report: Report) -> str:
     lines = [head]
     lines += [_line(name, scores, width) for name, scores in report.groups.items()]
     lines += ["", _line("overall (averaged over sources)", report.overall, width)]
-    reasons: dict[str, int] = {}
-    for reason in report.left_out.values():
-        reasons[reason] = reasons.get(reason, 0) + 1
-    if reasons:
-        lines += ["", "left out:"]
-        ordered = sorted(reasons.items(), key=lambda item: -item[1])
-        lines += [f"{count:6d}  {reason}" for reason, count in ordered]
+    lines += _reasons(report.left_out)
     lines += [
         "",
         "mean, median: error of step time in %; memory: median error of peak memory in %;",
@@ -47,14 +87,24 @@ def text(report: Report) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _line(name: str, scores: Scores, width: int) -> str:
-    def number(value: float | None, form: str) -> str:
-        return "-" if value is None else format(value, form)
+def _reasons(left_out: dict[str, str]) -> list[str]:
+    reasons: dict[str, int] = {}
+    for reason in left_out.values():
+        reasons[reason] = reasons.get(reason, 0) + 1
+    ordered = sorted(reasons.items(), key=lambda item: -item[1])
+    found = [f"{count:6d}  {reason}" for reason, count in ordered]
+    return ["", "left out:", *found] if found else []
 
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _line(name: str, scores: Scores, width: int) -> str:
     return (
         f"{name:{width}} {scores.rows_used:5d} {scores.rows_left_out:5d} "
-        f"{number(scores.step_time_mape, '.1f'):>7} "
-        f"{number(scores.step_time_median_ape, '.1f'):>7} "
-        f"{number(scores.memory_median_ape, '.1f'):>7} {scores.false_fits:6d} "
-        f"{number(scores.kendall_tau, '.2f'):>7} {number(scores.mean_regret, '.1f'):>7}"
+        f"{_number(scores.step_time_mape, '.1f'):>7} "
+        f"{_number(scores.step_time_median_ape, '.1f'):>7} "
+        f"{_number(scores.memory_median_ape, '.1f'):>7} {scores.false_fits:6d} "
+        f"{_number(scores.kendall_tau, '.2f'):>7} {_number(scores.mean_regret, '.1f'):>7}"
     ).rstrip()

@@ -117,15 +117,11 @@ def _positions(model: str) -> int | None:
 
 # --- what is printed -----------------------------------------------------------------------------
 
-HEADERS = (
-    "layout", "step", "tokens/s/GPU", "MFU", "memory", "bubble", "exposed", "$/B tokens", "",
-)  # fmt: skip
+HEADERS = ("step", "tokens/s/GPU", "MFU", "memory", "bubble", "exposed", "$/B tokens")
 
 
 def table(found: Plan) -> str:
     """The answer as text: what was asked, the best layouts, and how to run the first."""
-    from hocket.reporting.table import table_text
-
     lines = [
         f"{found.model} on {found.cluster}, {found.precision}: sequences of {found.seq_len:,}, "
         f"global batch {found.global_batch:,}",
@@ -136,10 +132,11 @@ def table(found: Plan) -> str:
     ]
     lines += [*found.notes, ""] if found.notes else []
     if found.layouts:
-        lines.append(table_text(HEADERS, [_row(one) for one in found.layouts]))
+        lines += _rows(found.layouts)
     if found.beyond:
         better = "Better, but not run by this hocket today:" if found.layouts else "These fit:"
-        lines += ["", better, "", table_text(HEADERS, [_row(one) for one in found.beyond])]
+        lines += ["", better, ""] if found.layouts else [better, ""]
+        lines += _rows(found.beyond)
         lines += ["", *(f"* {reason}" for reason in _reasons(found.beyond))]
     elif any(one.lacks for one in found.layouts):
         lines += ["", *(f"* {reason}" for reason in _reasons(found.layouts))]
@@ -148,6 +145,11 @@ def table(found: Plan) -> str:
         "Ranges are the 10th to the 90th percentile; memory is the 95th of the fullest GPU, which "
         "must fit.",
     ]
+    if any(one.alike for one in (*found.layouts, *found.beyond)):
+        lines.append(
+            "+n: so many layouts differ from it in microbatches, virtual stages or shard alone and "
+            "are no better."
+        )
     if found.explanation:
         lines += ["", *found.explanation]
     if found.best.fits and found.best.runs_here:
@@ -172,13 +174,28 @@ def emitted(found: Plan, tool: str) -> str:
         seq_len=found.seq_len,
         global_batch=found.global_batch,
         model=found.model,
+        precision=found.precision,
     )
+
+
+def _rows(layouts: Sequence[Forecast]) -> list[str]:
+    """Two lines for each: the layout, as --layout reads it, and below it what it gives."""
+    from hocket.reporting.table import table_text
+
+    head, rule, *numbers = table_text(HEADERS, [_row(one) for one in layouts]).splitlines()
+    lines = [INDENT + head, INDENT + rule]
+    for one, below in zip(layouts, numbers, strict=True):
+        more = f"  +{one.alike}" if one.alike else ""
+        lines += [str(one.layout) + ("" if one.runs_here else "  *") + more, INDENT + below]
+    return lines
+
+
+INDENT = "    "
 
 
 def _row(one: Forecast) -> tuple[str, ...]:
     cost = one.dollars_per_billion_tokens
     return (
-        str(one.layout),
         _range(one.step_seconds, format_seconds),
         _range(one.tokens_per_second_per_gpu, format_count),
         _range(one.mfu, lambda value: f"{value:.0%}"),
@@ -186,7 +203,6 @@ def _row(one: Forecast) -> tuple[str, ...]:
         f"{one.bubble:.1%}",
         f"{one.exposed:.1%}",
         "unknown" if cost is None else _range(cost, lambda value: f"{value:,.0f}"),
-        "" if one.runs_here else "*",
     )
 
 

@@ -1,14 +1,17 @@
 """A decoder from its dimensions: what one transformer costs whose code is not at hand.
 
 Published tables give dimensions, not code. The two architectures that they measure are described
-by what fused training kernels read and write (Korthikanti et al. 2022, section 4, for what is
-saved):
+as a trace of their modules in transformers describes them, entry by entry (a test compares):
 
-    GPT    layer norm, biases, GELU of width f, learned positions, dropout, tied embeddings
-    gated  RMS norm, no bias, SwiGLU of width f (two input matrices), rotary positions
+    GPT    GPT-2: layer norm, biases, GELU of width f, learned positions, tied embeddings
+    gated  Llama: RMS norm, no bias, SwiGLU of width f (two input matrices), rotary positions
+
+Legend: h hidden, q width of all query heads, kv of all key heads, f feed-forward, V vocabulary.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from hocket.spec.model_shape import (
     Attention,
@@ -40,119 +43,26 @@ def decoder(
     Args:
         kv_heads: None: as many as heads. ffn: None: 4 x hidden.
         tied: embedding and head are one matrix; None: as the architecture does.
-        dropout: masks are saved; None: as the architecture does.
+        dropout: masks are drawn and saved; None: as the architecture does.
         positions: learned ones.
     """
     kv_heads = heads if kv_heads is None else kv_heads
     ffn = 4 * hidden if ffn is None else ffn
     tied = (not gated) if tied is None else tied
     dropout = (not gated) if dropout is None else dropout
-    head_dim = hidden // heads if hidden % heads == 0 else hidden / heads
     kv = kv_heads * hidden // heads
-    inputs = 2 if gated else 1
-    fused = hidden + 2 * kv
-    products = (
-        MatrixProduct(name="query_key_value", n=fused, k=hidden, split="column"),
-        MatrixProduct(name="attention_output", n=hidden, k=hidden, split="row"),
-        MatrixProduct(name="up", n=inputs * ffn, k=hidden, split="column"),
-        MatrixProduct(name="down", n=hidden, k=ffn, split="row"),
-    )
-    core = Attention(
-        name="core",
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,  # type: ignore[arg-type]
-        value_dim=head_dim,  # type: ignore[arg-type]
-    )
-    rotary = 2 * (hidden + kv) if gated else 0
-    memory_bound = (
-        MemoryBound(
-            name="norms_and_residuals",
-            forward=10 * hidden,
-            backward=14 * hidden,
-            split="outside",
-            kernels=8,
-        ),
-        MemoryBound(
-            name="activation",
-            forward=(3 if gated else 2) * ffn,
-            backward=(5 if gated else 3) * ffn,
-            split="inside",
-            kernels=3 if gated else 2,
-        ),
-        MemoryBound(
-            name="heads",
-            forward=rotary + fused,
-            backward=rotary + fused,
-            split="inside",
-            kernels=6 if gated else 5,
-        ),
-    )
-    saved = [
-        Saved(name="norm_inputs", bytes=4 * hidden, split="outside"),
-        Saved(name="column_inputs", bytes=4 * hidden, split="outside"),
-        Saved(name="query_key_value", bytes=2 * fused, split="inside"),
-        Saved(name="attention_output", bytes=2 * hidden, split="inside"),
-        Saved(name="flash_statistics", bytes=4 * heads, split="inside", view="fused"),
-        # Softmax input or output, dropout's mask and its output, for each pair of tokens.
-        Saved(
-            name="scores",
-            bytes=(5 if dropout else 4) * heads,
-            split="inside",
-            square=True,
-            view="eager",
-            selective=True,
-        ),
-        Saved(name="activation", bytes=(6 if gated else 4) * ffn, split="inside"),
-    ]
-    if dropout:
-        saved.append(Saved(name="dropout_masks", bytes=2 * hidden, split="outside"))
-    bias = 0 if gated else 1
-    weights = (
-        Weight(name="query_key_value", elements=fused * (hidden + bias), split="column"),
-        Weight(name="attention_output", elements=hidden * hidden, split="row"),
-        Weight(name="up", elements=inputs * ffn * (hidden + bias), split="column"),
-        Weight(name="down", elements=ffn * hidden, split="row"),
-        Weight(name="norms_and_biases", elements=(2 + 4 * bias) * hidden, split="outside"),
-    )
-    table = Weight(name="table", elements=vocab * hidden, split="vocab")
     blocks = {
         "decoder": BlockShape(
             kind="decoder",
-            products=products,
-            attention=(core,),
-            memory_bound=memory_bound,
-            saved=tuple(saved),
-            weights=weights,
+            products=_products(hidden, kv, ffn, gated),
+            attention=(_attention(hidden, heads, kv_heads),),
+            memory_bound=tuple(_memory_bound(hidden, kv, ffn, gated, dropout)),
+            saved=tuple(_saved(hidden, heads, kv, ffn, gated=gated, dropout=dropout)),
+            weights=tuple(_weights(hidden, kv, ffn, gated)),
+            unfused=(_scores(heads, dropout),),
         ),
-        "embedding": BlockShape(
-            kind="embedding",
-            memory_bound=(
-                MemoryBound(
-                    name="lookup", forward=3 * hidden, backward=3 * hidden, split="outside"
-                ),
-            ),
-            saved=(Saved(name="ids", bytes=8, split="outside"),)
-            + ((Saved(name="mask", bytes=hidden, split="outside"),) if dropout else ()),
-            weights=(table,)
-            + (
-                (Weight(name="positions", elements=positions * hidden, split="outside"),)
-                if positions
-                else ()
-            ),
-        ),
-        "head": BlockShape(
-            kind="head",
-            products=(MatrixProduct(name="logits", n=vocab, k=hidden, split="vocab"),),
-            memory_bound=(
-                MemoryBound(name="loss", forward=4 * vocab, backward=4 * vocab, split="inside"),
-            ),
-            saved=(
-                Saved(name="norm_input", bytes=4 * hidden, split="outside"),
-                Saved(name="logits", bytes=4 * vocab, split="vocab"),
-            ),
-            weights=(table, Weight(name="norm", elements=hidden * (1 + bias), split="outside")),
-        ),
+        "embedding": _embedding(hidden, vocab, positions, dropout),
+        "head": _head(hidden, vocab, gated, tied),
     }
     return ModelShape(
         name=name,
@@ -163,4 +73,181 @@ def decoder(
         layers=("decoder",) * layers,
         blocks=blocks,
         tied=tied,
+    )
+
+
+def _products(hidden: int, kv: int, ffn: int, gated: bool) -> tuple[MatrixProduct, ...]:
+    def column(name: str, n: int) -> MatrixProduct:
+        return MatrixProduct(name=name, n=n, k=hidden, split="column", input=f"input of {name}")
+
+    return (
+        column("attention.query_key_value", hidden + 2 * kv),
+        MatrixProduct(name="attention.output", n=hidden, k=hidden, split="row"),
+        column("mlp.up", (2 if gated else 1) * ffn),
+        MatrixProduct(name="mlp.down", n=hidden, k=ffn, split="row"),
+    )
+
+
+def _attention(hidden: int, heads: int, kv_heads: int) -> Attention:
+    width = hidden // heads if hidden % heads == 0 else hidden / heads
+    return Attention(
+        name="attention",
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=width,  # type: ignore[arg-type]
+        value_dim=width,  # type: ignore[arg-type]
+    )
+
+
+def _memory_bound(
+    hidden: int, kv: int, ffn: int, gated: bool, dropout: bool
+) -> Iterable[MemoryBound]:
+    mask = 0.5 if dropout else 0.0
+    yield MemoryBound(
+        name="norms",
+        forward=4 * hidden,
+        backward=6 * hidden,
+        split="outside",
+        kernels=2,
+        backward_kernels=2,
+    )
+    # Both residual sums with dropout: the gradient of a plain sum is the sum's, and moves nothing.
+    yield MemoryBound(
+        name="add",
+        forward=(6 + 2 * mask) * hidden,
+        backward=(4 + 2 * mask) * hidden if dropout else 0.0,
+        split="outside",
+        kernels=2,
+        backward_kernels=2 if dropout else 0,
+    )
+    yield MemoryBound(
+        name="gradient sums",
+        forward=0.0,
+        backward=6 * hidden,
+        split="outside",
+        kernels=0,
+        backward_kernels=2,
+    )
+    yield MemoryBound(
+        name="activation",
+        forward=(3 if gated else 2) * ffn,
+        backward=(5 if gated else 3) * ffn,
+        split="inside",
+    )
+    if gated:
+        rotary = 2.0 * (hidden + kv)
+        yield MemoryBound(
+            name="rotary",
+            forward=rotary,
+            backward=rotary,
+            split="inside",
+            kernels=2,
+            backward_kernels=2,
+        )
+    else:
+        for split, width in (("outside", 2 * hidden), ("inside", hidden + 2 * kv + ffn)):
+            yield MemoryBound(
+                name="bias gradients",
+                forward=0.0,
+                backward=width,
+                split=split,
+                kernels=0,
+                backward_kernels=2,
+            )
+
+
+def _scores(heads: int, dropout: bool) -> MemoryBound:
+    """What attention without a fused kernel moves per score: the first product writes 1; softmax
+    reads and writes 1 each; dropout reads 1, writes 1 and a mask of 1/2; the second product reads
+    1. Backward likewise with the gradients."""
+    return MemoryBound(
+        name="softmax",
+        forward=(6.5 if dropout else 4.0) * heads,
+        backward=(9.5 if dropout else 7.0) * heads,
+        split="inside",
+        kernels=2 if dropout else 1,
+        backward_kernels=2 if dropout else 1,
+        square=True,
+        view="core",
+    )
+
+
+def _saved(
+    hidden: int, heads: int, kv: int, ffn: int, *, gated: bool, dropout: bool
+) -> Iterable[Saved]:
+    def fused(name: str, size: float, split: str) -> Saved:
+        return Saved(name=name, bytes=size, split=split, view="fused")
+
+    yield fused("statistics", 2 * (4 if gated else 8), "outside")
+    yield fused("norm inputs", 4 * hidden, "outside")
+    yield fused("column inputs", 4 * hidden, "outside")
+    yield fused("query, key, value", 2 * (hidden + 2 * kv), "inside")
+    yield fused("attention output", 2 * hidden, "inside")
+    yield fused("attention row sums", 4 * heads, "inside")
+    yield fused("activation", (6 if gated else 4) * ffn, "inside")
+    if dropout:
+        yield fused("dropout masks", 2 * hidden, "outside")
+    # Probabilities; with dropout its mask and its output, for each pair of tokens.
+    yield Saved(
+        name="scores",
+        bytes=(5 if dropout else 2) * heads,
+        split="inside",
+        square=True,
+        view="core",
+        selective=True,
+    )
+
+
+def _weights(hidden: int, kv: int, ffn: int, gated: bool) -> Iterable[Weight]:
+    bias = 0 if gated else 1
+    fused, inputs = hidden + 2 * kv, 2 if gated else 1
+    yield Weight(name="query_key_value", elements=fused * (hidden + bias), split="column")
+    yield Weight(name="attention_output", elements=hidden * hidden, split="row")
+    yield Weight(name="up", elements=inputs * ffn * (hidden + bias), split="column")
+    yield Weight(name="down", elements=ffn * hidden, split="row")
+    yield Weight(name="norms_and_biases", elements=(2 + 4 * bias) * hidden, split="outside")
+
+
+def _table(hidden: int, vocab: int, name: str = "table") -> Weight:
+    return Weight(name=name, elements=vocab * hidden, split="vocab")
+
+
+def _embedding(hidden: int, vocab: int, positions: int, dropout: bool) -> BlockShape:
+    learned = positions > 0
+    weights = [_table(hidden, vocab)]
+    if learned:
+        weights.append(Weight(name="positions", elements=positions * hidden, split="outside"))
+    return BlockShape(
+        kind="embedding",
+        memory_bound=(
+            MemoryBound(
+                name="lookup",
+                forward=(2 + 0.5 * dropout) * hidden,
+                backward=2 * hidden,
+                split="outside",
+            ),
+        ),
+        saved=(Saved(name="mask", bytes=hidden, split="outside", view="fused"),) * dropout,
+        weights=tuple(weights),
+    )
+
+
+def _head(hidden: int, vocab: int, gated: bool, tied: bool) -> BlockShape:
+    bias = 0 if gated else 1
+    return BlockShape(
+        kind="head",
+        products=(MatrixProduct(name="logits", n=vocab, k=hidden, split="vocab"),),
+        memory_bound=(
+            MemoryBound(name="norm", forward=2 * hidden, backward=3 * hidden, split="outside"),
+            MemoryBound(name="loss", forward=3 * vocab, backward=3 * vocab, split="vocab"),
+        ),
+        saved=(
+            Saved(name="statistics", bytes=4 * (1 + bias), split="outside", view="fused"),
+            Saved(name="norm input", bytes=4 * hidden, split="outside", view="fused"),
+            Saved(name="logits", bytes=4 * vocab, split="vocab", view="fused"),
+        ),
+        weights=(
+            _table(hidden, vocab, "table" if tied else "head"),
+            Weight(name="norm", elements=hidden * (1 + bias), split="outside"),
+        ),
     )

@@ -5,6 +5,7 @@ What a tool does not have is said in a comment above its flags, with what stands
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +14,19 @@ from hocket.planning.forecast import Forecast
 from hocket.spec.errors import OptionError, unknown
 
 
-def emit(tool: str, forecast: Forecast, *, seq_len: int, global_batch: int, model: str) -> str:
+def emit(
+    tool: str,
+    forecast: Forecast,
+    *,
+    seq_len: int,
+    global_batch: int,
+    model: str,
+    precision: str = "bf16",
+) -> str:
     """The layout of a forecast, as text for one of `TOOLS`.
+
+    Args:
+        precision: of matrix products.
 
     Raises:
         OptionError: an unknown tool.
@@ -22,7 +34,17 @@ def emit(tool: str, forecast: Forecast, *, seq_len: int, global_batch: int, mode
     if tool not in TOOLS:
         message, hint = unknown("tool", tool, TOOLS)
         raise OptionError(f"--emit: {message}", hint=hint)
-    return TOOLS[tool](forecast, seq_len, global_batch, model)
+    return TOOLS[tool](forecast, Asked(seq_len, global_batch, model, precision))
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What a layout was planned for."""
+
+    seq_len: int
+    global_batch: int
+    model: str
+    precision: str
 
 
 def _flags(command: str, flags: dict[str, Any], notes: list[str]) -> str:
@@ -36,18 +58,30 @@ def _flags(command: str, flags: dict[str, Any], notes: list[str]) -> str:
     return "\n".join([*lines, " \\\n  ".join(words)]) + "\n"
 
 
-def _torchtitan(found: Forecast, seq_len: int, global_batch: int, model: str) -> str:
+def _torchtitan(found: Forecast, asked: Asked) -> str:
     layout, notes = found.layout, []
     sharded = layout.zero > 0
     if layout.zero in (1, 2):
         notes.append(f"torchtitan shards as ZeRO-3 (FSDP2); the plan is for ZeRO-{layout.zero}")
     if layout.tp > 1 and not layout.sequence_parallel:
         notes.append("torchtitan's tensor parallelism is always sequence parallel")
-    names = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B"}
+    if asked.precision != "bf16":
+        notes.append(f"the plan is for {asked.precision}; these flags leave torchtitan in bf16")
+    names = {
+        "1f1b": "1F1B",
+        "gpipe": "GPipe",
+        "interleaved": "Interleaved1F1B",
+        "zb-v": "ZBVZeroBubble",
+    }
     schedule = names.get(layout.schedule)
     if layout.pp > 1 and schedule is None:
         notes.append(f"torchtitan has no {layout.schedule} with one stage a rank; 1F1B instead")
         schedule = "1F1B"
+    if layout.virtual_stages > 2:
+        notes.append(
+            f"the plan has {layout.virtual_stages} stages a rank; torchtitan sets that by "
+            "--parallelism.pipeline_parallel_layers_per_stage"
+        )
     shard = (layout.shard or layout.dp) if sharded else 1
     p = "--parallelism."
     flags = {
@@ -59,21 +93,23 @@ def _torchtitan(found: Forecast, seq_len: int, global_batch: int, model: str) ->
         f"{p}pipeline_parallel_schedule": schedule if layout.pp > 1 else None,
         f"{p}pipeline_parallel_microbatch_size": found.microbatch if layout.pp > 1 else None,
         f"{p}context_parallel_degree": layout.cp,
+        f"{p}context_parallel_rotate_method": "alltoall" if layout.cp > 1 else None,
         f"{p}expert_parallel_degree": layout.ep if layout.ep > 1 else None,
         "--activation_checkpoint.mode": layout.recompute,
-        "--training.local_batch_size": global_batch // layout.dp
+        "--training.local_batch_size": asked.global_batch // layout.dp
         if layout.pp > 1
         else found.microbatch,
-        "--training.global_batch_size": global_batch,
-        "--training.seq_len": seq_len,
+        "--training.global_batch_size": asked.global_batch,
+        "--training.seq_len": asked.seq_len,
     }
     return _flags("", flags, notes)
 
 
-def _megatron(found: Forecast, seq_len: int, global_batch: int, model: str) -> str:
+def _megatron(found: Forecast, asked: Asked) -> str:
     layout, notes = found.layout, []
     if layout.schedule not in ("1f1b", "interleaved") and layout.pp > 1:
         notes.append(f"Megatron-LM has no {layout.schedule} schedule; 1F1B instead")
+    shard = layout.shard or layout.dp
     strategy = {2: "optim_grads", 3: "optim_grads_params"}.get(layout.zero)
     full = layout.recompute == "full"
     several = layout.virtual_stages > 1
@@ -82,9 +118,11 @@ def _megatron(found: Forecast, seq_len: int, global_batch: int, model: str) -> s
         "--pipeline-model-parallel-size": layout.pp,
         "--num-virtual-stages-per-pipeline-rank": layout.virtual_stages if several else None,
         "--context-parallel-size": layout.cp,
+        "--cp-comm-type": {"ring": "p2p", "ulysses": "a2a"}.get(found.context),
         "--expert-model-parallel-size": layout.ep if layout.ep > 1 else None,
         "--sequence-parallel": layout.sequence_parallel,
         "--use-distributed-optimizer": layout.zero > 0,
+        "--num-distributed-optimizer-instances": layout.dp // shard if shard < layout.dp else None,
         "--use-megatron-fsdp": strategy is not None,
         "--data-parallel-sharding-strategy": strategy,
         "--overlap-grad-reduce": layout.dp > 1,
@@ -93,21 +131,24 @@ def _megatron(found: Forecast, seq_len: int, global_batch: int, model: str) -> s
         "--recompute-method": "uniform" if full else None,
         "--recompute-num-layers": 1 if full else None,
         "--micro-batch-size": found.microbatch,
-        "--global-batch-size": global_batch,
-        "--seq-length": seq_len,
+        "--global-batch-size": asked.global_batch,
+        "--seq-length": asked.seq_len,
         "--use-flash-attn": True,
-        "--bf16": True,
+        "--fp16": asked.precision == "fp16",
+        "--bf16": asked.precision in ("bf16", "fp8", "fp4"),
+        "--fp8-format": "hybrid" if asked.precision == "fp8" else None,
     }
     return _flags("", flags, notes)
 
 
-def _deepspeed(found: Forecast, seq_len: int, global_batch: int, model: str) -> str:
+def _deepspeed(found: Forecast, asked: Asked) -> str:
     layout = found.layout
+    half = "fp16" if asked.precision == "fp16" else "bf16"
     config: dict[str, Any] = {
-        "train_batch_size": global_batch,
+        "train_batch_size": asked.global_batch,
         "train_micro_batch_size_per_gpu": found.microbatch,
         "gradient_accumulation_steps": layout.microbatches or 1,
-        "bf16": {"enabled": True},
+        half: {"enabled": asked.precision != "fp32"},
         "zero_optimization": {
             "stage": layout.zero,
             "overlap_comm": True,
@@ -122,10 +163,25 @@ def _deepspeed(found: Forecast, seq_len: int, global_batch: int, model: str) -> 
         config["sequence_parallel_size"] = layout.cp
     if layout.recompute != "none":
         config["activation_checkpointing"] = {"partition_activations": layout.tp > 1}
+    notes = []  # JSON has no comments; DeepSpeed reads the keys that it knows
+    if layout.pp > 1 and layout.schedule != "1f1b":
+        notes.append(f"DeepSpeed has no {layout.schedule} schedule; its pipeline runs 1F1B")
+    if layout.pp > 1 and layout.zero > 1:
+        notes.append(f"DeepSpeed's pipeline takes no ZeRO-{layout.zero}, at most ZeRO-1")
+    if layout.cp > 1 and found.context == "ring":
+        notes.append("the plan exchanges keys in a ring; DeepSpeed does it by all-to-alls")
+    if layout.ep > 1:
+        notes.append(f"ep {layout.ep} is set in code: deepspeed.moe.layer.MoE(ep_size=...)")
+    if layout.shard is not None and layout.zero == 3:
+        config["zero_optimization"]["mics_shard_size"] = layout.shard
+    if asked.precision in ("fp8", "fp4"):
+        notes.append(f"the plan is for {asked.precision}; this configuration computes in bf16")
+    if notes:
+        config = {"comment": notes, **config}
     return json.dumps(config, indent=2) + "\n"
 
 
-def _vllm(found: Forecast, seq_len: int, global_batch: int, model: str) -> str:
+def _vllm(found: Forecast, asked: Asked) -> str:
     layout = found.layout
     notes = ["the ranks of a training layout, for serving; cp, ZeRO and recompute have no meaning"]
     flags = {
@@ -133,12 +189,12 @@ def _vllm(found: Forecast, seq_len: int, global_batch: int, model: str) -> str:
         "--pipeline-parallel-size": layout.pp,
         "--data-parallel-size": layout.dp if layout.dp > 1 else None,
         "--enable-expert-parallel": layout.ep > 1,
-        "--max-model-len": seq_len,
+        "--max-model-len": asked.seq_len,
     }
-    return _flags(f"vllm serve {model}", flags, notes)
+    return _flags(f"vllm serve {asked.model}", flags, notes)
 
 
-TOOLS: dict[str, Callable[[Forecast, int, int, str], str]] = {
+TOOLS: dict[str, Callable[[Forecast, Asked], str]] = {
     "torchtitan": _torchtitan,
     "megatron": _megatron,
     "deepspeed": _deepspeed,

@@ -58,6 +58,9 @@ def _winner(problem: Problem, best: Forecast) -> Iterator[str]:
     shares = sorted(best.parts.items(), key=lambda item: -item[1])
     told = ", ".join(f"{value / step:.0%} {name}" for name, value in shares if value > 0.005 * step)
     yield f"{best.layout} takes {format_seconds(step)} a step: {told}."
+    if best.context:
+        way = "in a ring" if best.context == "ring" else "by all-to-alls over heads (Ulysses)"
+        yield f"Over cp {best.layout.cp} keys and values travel {way}, the faster of the two."
     largest = sorted(best.memory_by_kind.items(), key=lambda item: -item[1])[:2]
     kinds = " and ".join(f"{format_bytes(size)} {name}" for name, size in largest)
     yield (
@@ -158,7 +161,8 @@ def _reason(problem: Problem, best: Forecast, other: Forecast) -> str:
     if worst == "other":
         return "comes close"
     before = best.parts[worst] / against
-    return f"spends {before + more[worst]:.1%} of the step on {worst}, not {before:.1%}"
+    now = f"spends {before + more[worst]:.1%} of the step on {worst}"
+    return f"{now}, not {before:.1%}" if before >= 0.0005 else f"{now} and this one none"
 
 
 # --- other machines ------------------------------------------------------------------------------

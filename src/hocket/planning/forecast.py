@@ -57,6 +57,9 @@ class Forecast:
         dollars_per_billion_tokens: None where the catalogue has no price.
         simulated: whether the pipeline was played event by event, not by a closed form.
         lacks: why this hocket cannot run it today; empty if it can.
+        context: how keys and values travel over cp: `ring` or `ulysses`; empty without cp.
+        alike: layouts of the same kind that are not shown: they differ in microbatches, virtual
+            stages or shard alone, and are no better.
     """
 
     layout: Layout
@@ -75,6 +78,8 @@ class Forecast:
     dollars_per_billion_tokens: Range | None
     simulated: bool
     lacks: tuple[str, ...]
+    context: str = ""
+    alike: int = 0
 
     @property
     def runs_here(self) -> bool:
@@ -87,8 +92,8 @@ class Forecast:
         return {**data, "layout": str(self.layout), "runs_here": self.runs_here}
 
 
-def forecast(problem: Problem, priced: Priced, index: int) -> Forecast:
-    """The forecast of one priced row."""
+def forecast(problem: Problem, priced: Priced, index: int, *, alike: int = 0) -> Forecast:
+    """The forecast of one priced row. `alike`: as in `Forecast`."""
     row = priced.take(np.array([index]))
     at, times = row.layouts, row.times
     layout = layout_at(at, 0)
@@ -146,6 +151,8 @@ def forecast(problem: Problem, priced: Priced, index: int) -> Forecast:
         dollars_per_billion_tokens=None if per_token is None else step.scaled(per_token * BILLION),
         simulated=bool(row.simulated[0]),
         lacks=tuple(lacks),
+        context="" if layout.cp == 1 else "ulysses" if times.ulysses[0] > 0 else "ring",
+        alike=alike,
     )
 
 

@@ -6,44 +6,45 @@
     batch       dp x microbatch x microbatches = global batch
     options     schedule, ZeRO stage, recompute, sequence parallel
 
-Left out, unless pinned, is what another layout beats in everything: gpipe has the step time of
-1f1b and holds more, sequential waits more than either.
+Left out, unless pinned, is what another layout beats: gpipe has the step time of 1f1b and holds
+more, sequential waits more than either, and more virtual stages whose longest has no fewer layers
+only send more.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from hocket.cost.columns import SCHEDULES, Layouts
+from hocket.cost.columns import NAMES, SCHEDULES, Layouts, schedule_number
 from hocket.cost.terms import Floats
 from hocket.spec.capabilities import TABLE
 from hocket.spec.errors import LayoutError, OptionError, unknown
-from hocket.spec.layout import RECOMPUTE, Layout, divisors
+from hocket.spec.layout import AXES, RECOMPUTE, Layout, divisors
 from hocket.spec.model_shape import ModelShape
-
-ZERO_BUBBLE = "zero-bubble"
-NAMES = tuple(ZERO_BUBBLE if name == "zb-h1" else name for name in SCHEDULES)
-"""The schedules of `SCHEDULES` by the names that `schedules.registry` knows them by."""
 
 PINS = (
     "dp", "pp", "cp", "tp", "ep", "virtual_stages", "microbatch", "microbatches", "schedule",
-    "zero", "recompute", "sequence_parallel",
+    "zero", "shard", "recompute", "sequence_parallel",
 )  # fmt: skip
 """What can be pinned. `microbatch` is the sequences of one; the others are fields of a layout."""
 
-SEARCHED = ("1f1b", "interleaved", ZERO_BUBBLE)
+SEARCHED = ("1f1b", "interleaved", "zero-bubble", "zb-v")
 MOST_VIRTUAL = 16
+
+_NAMED = {priced: name for name, priced in NAMES.items()}
 
 Pins = Mapping[str, Any]
 
 
 def parse_pins(texts: Sequence[str]) -> dict[str, Any]:
-    """Pins from `tp=8`, `recompute=full`, or a layout's text form, whose fields are all pinned.
+    """Pins from `tp=8`, `recompute=full`, `shard=8`.
 
     Raises:
         OptionError: no such axis (with the nearest), or a value that it cannot have.
@@ -62,13 +63,22 @@ def parse_pins(texts: Sequence[str]) -> dict[str, Any]:
                 raise OptionError(f"--pin {text!r} is not a whole number of sequences")
             found[key] = int(value)
             continue
-        # Read, and judged, as a layout's field; ep divides dp x cp.
-        fields = {key: value.strip(), **({"cp": value.strip()} if key == "ep" else {})}
-        found[key] = getattr(Layout.parse("dp1" if key != "dp" else "tp1", **fields), key)
+        # Read, and judged, as a layout's field; ep divides dp x cp, shard divides dp.
+        beside = {"ep": "cp", "shard": "dp"}
+        fields = {key: value.strip(), **({beside[key]: value.strip()} if key in beside else {})}
+        again = getattr(Layout.parse("tp1" if "dp" in fields else "dp1", **fields), key)
+        if found.get(key, again) != again:
+            raise OptionError(f"--pin gives {key} twice: {found[key]} and {again}")
+        found[key] = again
         if key == "schedule" and found[key] not in NAMES:
             message, hint = unknown("schedule", str(found[key]), NAMES)
             raise OptionError(f"--pin: {message}", hint=hint)
     return found
+
+
+def pins_text(pins: Pins | None) -> str:
+    """As they are written: `tp=8, sequence_parallel=true`."""
+    return ", ".join(f"{k}={str(v).lower()}" for k, v in (pins or {}).items())
 
 
 def legal(
@@ -79,34 +89,61 @@ def legal(
     *,
     pins: Pins | None = None,
     here: bool = False,
+    domain: int = 1,
 ) -> Layouts:
     """Every legal layout of exactly `num_gpus` GPUs; empty if there is none.
 
     Args:
         pins: axis (one of PINS) to the only value it may have.
         here: only what this hocket can carry out itself.
+        domain: GPUs that reach each other without the network: state is shared among all data
+            ranks, or among those of one domain alone (HSDP).
     """
     pins = dict(pins or {})
     meshes = _meshes(shape, num_gpus, seq_len, global_batch, pins=pins, here=here)
     base = _with_batches(meshes, shape, global_batch, pins)
-    parts = []
+    parts: list[dict[str, Floats]] = []
     for option in _options(pins, here):
         schedule, zero, recompute, parallel = option
         keep = _allowed(base, option, seq_len=seq_len, pins=pins)
         chosen = {name: column[keep] for name, column in base.items()}
         count = int(keep.sum())
         for name, value in (
-            ("schedule", NAMES.index(schedule)),
+            ("schedule", SCHEDULES.index(NAMES[schedule])),
             ("zero", zero),
             ("recompute", RECOMPUTE.index(recompute)),
             ("sequence_parallel", parallel),
         ):
             chosen[name] = np.full(count, float(value))
         chosen["shard"] = chosen["dp"]
-        parts.append(chosen)
+        parts += _sharded(chosen, zero, domain, pins=pins, here=here)
     names = [field.name for field in dataclasses.fields(Layouts)]
     empty = np.empty(0)
     return Layouts(**{n: np.concatenate([p[n] for p in parts]) if parts else empty for n in names})
+
+
+def _sharded(
+    rows: dict[str, Floats], zero: int, domain: int, *, pins: Pins, here: bool
+) -> Iterator[dict[str, Floats]]:
+    """Rows with every number of data ranks that may share one state."""
+    dp = rows["dp"]
+    asked = pins.get("shard")
+    if asked is not None:
+        keep = (dp % asked == 0) & ((zero > 0) | (dp == asked))
+        inner = np.full(len(dp), float(asked))
+    else:
+        yield rows
+        if not zero or (here and not _shards_here()):
+            return
+        inner = domain // (rows["tp"] * rows["cp"])
+        keep = (inner > 1) & (inner < dp) & (dp % np.maximum(inner, 1) == 0)
+    if keep.any():
+        yield {**{name: column[keep] for name, column in rows.items()}, "shard": inner[keep]}
+
+
+def _shards_here() -> bool:
+    """Whether the runtime can share a state among some of the data ranks."""
+    return all(row.runs != (None,) for row in TABLE if row.field == "shard")
 
 
 def layout_at(layouts: Layouts, index: int) -> Layout:
@@ -118,7 +155,7 @@ def layout_at(layouts: Layouts, index: int) -> Layout:
         cp=row["cp"],
         tp=row["tp"],
         ep=row["ep"],
-        schedule=NAMES[row["schedule"]],
+        schedule=_NAMED[SCHEDULES[row["schedule"]]],
         microbatches=row["microbatches"],
         virtual_stages=row["virtual"],
         zero=row["zero"],
@@ -138,11 +175,7 @@ def row(layout: Layout, shape: ModelShape, seq_len: int, global_batch: int) -> L
     problem = next(_problems(layout, shape, seq_len, global_batch), None)
     if problem is not None:
         raise LayoutError(f"the layout {layout}: {problem[0]}", hint=problem[1])
-    interleaved = layout.schedule == "1f1b" and layout.num_stages > layout.pp > 1
-    name = "interleaved" if interleaved else layout.schedule
-    if name not in NAMES:
-        message, hint = unknown("schedule", name, NAMES)
-        raise OptionError(f"only schedules with a name have a price; {message}", hint=hint)
+    schedule = schedule_number(layout)
     batch = global_batch // layout.dp
     count = layout.microbatches or 1
     if layout.microbatches is None and layout.pp > 1:
@@ -155,7 +188,7 @@ def row(layout: Layout, shape: ModelShape, seq_len: int, global_batch: int) -> L
         "shard": layout.shard or layout.dp,
         "recompute": RECOMPUTE.index(layout.recompute),
         "sequence_parallel": layout.sequence_parallel,
-        "schedule": NAMES.index(name),
+        "schedule": schedule,
     }
     return Layouts(**{name: np.array([float(value)]) for name, value in values.items()})
 
@@ -200,6 +233,8 @@ def runs_here(layouts: Layouts) -> np.ndarray:
     found = np.ones(len(layouts), dtype=bool)
     for row in TABLE:
         if row.field == "shard":  # without a ZeRO stage there is nothing to shard
+            if not _shards_here():
+                found &= (layouts.zero == 0) | (layouts.shard >= layouts.dp)
             continue
         values = [RECOMPUTE.index(v) if row.field == "recompute" else v for v in row.runs]
         found &= np.isin(columns[row.field], [float(v) for v in values])
@@ -210,6 +245,28 @@ def concatenate(parts: Sequence[Layouts]) -> Layouts:
     """The rows of all parts, in order."""
     names = [field.name for field in dataclasses.fields(Layouts)]
     return Layouts(**{n: np.concatenate([getattr(p, n) for p in parts]) for n in names})
+
+
+def why_not(shape: ModelShape, num_gpus: int, seq_len: int, batch: int, pins: Pins) -> str | None:
+    """What keeps pins from being legal, if it is one of them alone."""
+    degrees = tensor_degrees(shape)
+    if pins.get("tp", 1) not in degrees:
+        return f"tp {pins['tp']} does not divide its {shape.heads} heads; it may be " + ", ".join(
+            map(str, degrees)
+        )
+    if pins.get("pp", 1) > len(shape.layers):
+        return f"it has {len(shape.layers)} layers, fewer than pp {pins['pp']}"
+    if pins.get("ep", 1) > 1 and (not shape.experts or shape.experts % pins["ep"]):
+        return f"its {shape.experts} experts do not divide over ep {pins['ep']}"
+    used = math.prod(pins.get(axis, 1) for axis in AXES)
+    if num_gpus % used:
+        return f"the pinned axes use {used} GPUs, which does not divide {num_gpus}"
+    for name in ("dp", "microbatch", "microbatches"):
+        if batch % pins.get(name, 1):
+            return f"the global batch of {batch} does not divide by {name} {pins[name]}"
+    if seq_len % (2 * pins.get("cp", 1)) and pins.get("cp", 1) > 1:
+        return f"a sequence of {seq_len} does not divide over 2 x cp {pins['cp']}"
+    return None
 
 
 def tensor_degrees(shape: ModelShape) -> list[int]:
@@ -266,9 +323,11 @@ def _with_batches(
 ) -> dict[str, Floats]:
     """Each mesh with every number of virtual stages and every size of a microbatch."""
     rows = []
+    layers = len(shape.layers)
     for dp, pp, cp, tp, ep in meshes:
-        most = min(MOST_VIRTUAL, len(shape.layers) // pp) if pp > 1 else 1
-        virtual = [v for v in range(1, most + 1) if v == pins.get("virtual_stages", v)]
+        virtual = _virtual_stages(layers, pp)
+        if "virtual_stages" in pins:
+            virtual = [pins["virtual_stages"]] if pins["virtual_stages"] * pp <= layers else []
         batch = global_batch // dp
         sizes = [
             b
@@ -281,6 +340,17 @@ def _with_batches(
     names = ("dp", "pp", "cp", "tp", "ep", "virtual", "microbatch", "microbatches")
     table = np.array(rows, dtype=np.float64).reshape(-1, len(names))
     return {name: np.ascontiguousarray(table[:, i]) for i, name in enumerate(names)}
+
+
+@functools.cache
+def _virtual_stages(layers: int, pp: int) -> list[int]:
+    """Numbers of stages of a rank that make the longest stage shorter than any smaller number does:
+    the others send more for no smaller bubble. Two are always there, for ZB-V."""
+    if pp == 1:
+        return [1]
+    most = min(MOST_VIRTUAL, layers // pp)
+    longest = {v: -(-layers // (pp * v)) for v in range(1, most + 1)}
+    return [v for v in longest if v <= 2 or longest[v] < longest[v - 1]]
 
 
 def _options(pins: Pins, here: bool) -> Iterator[tuple[str, int, str, bool]]:
@@ -314,18 +384,20 @@ def _allowed(
     if schedule == "interleaved":
         # Rounds of microbatches must be equal, as the schedule's builder asks.
         keep = piped & (virtual > 1) & (m % np.maximum(1, m // pp) == 0)
-    elif schedule == ZERO_BUBBLE:
+    elif schedule in ("zero-bubble", "zb-v"):
         # A weight's gradient waits for what full recompute has thrown away.
-        keep = piped & (virtual == 1) & (recompute != "full")
+        stages = 2 if schedule == "zb-v" else 1
+        keep = piped & (virtual == stages) & (recompute != "full")
     elif schedule == "1f1b" or "schedule" in pins:
-        keep = (virtual == 1) & (piped | (schedule in ("1f1b", pins.get("schedule"))))
+        several = schedule != "1f1b" and "virtual_stages" in pins
+        keep = (several | (virtual == 1)) & (piped | (schedule in ("1f1b", pins.get("schedule"))))
     else:
         keep = np.zeros(len(pp), dtype=bool)
     if zero and "zero" not in pins:
         keep = keep & (base["dp"] > 1)
     if zero == 2 and "zero" not in pins:
-        # Over several microbatches it holds whole gradients, as ZeRO-1, or sums them every time.
-        keep = keep & (m == 1)
+        # Of a pipeline's many microbatches every one would be summed apart; nobody does that.
+        keep = keep & ((m == 1) | ~piped)
     if parallel:
         keep = keep & (base["tp"] > 1) & (seq_len % (base["cp"] * base["tp"]) == 0)
     return keep

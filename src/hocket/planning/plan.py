@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from hocket.planning.forecast import Forecast, forecast
-from hocket.planning.layouts import Pins, legal, row
+from hocket.planning.layouts import Pins, layout_at, pins_text, row
 from hocket.planning.problem import Problem
 from hocket.planning.search import Found, Priced, price, search, simulate_all
+from hocket.spec.capabilities import PRECISIONS
 from hocket.spec.cluster import Cluster
 from hocket.spec.errors import LayoutError, OptionError
 from hocket.spec.layout import Layout
@@ -21,6 +22,9 @@ BEYOND = 3
 
 LARGEST = 1 << 14
 """Nodes looked at for the smallest cluster that fits."""
+
+SHORTEST = 128
+"""Tokens of the shortest sequence that is proposed instead."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,22 +99,20 @@ def plan(
             f"{problem.cluster.num_gpus} GPUs; these use at most {found.num_gpus}."
         )
     distinct = _distinct(found.best)
-    here = distinct[found.best.here[distinct]]
-    rows = distinct if everything else here
-    beyond: np.ndarray = np.empty(0, dtype=int)
+    runs = found.best.here & (problem.precision in PRECISIONS)
+    here = distinct[runs[distinct]]
+    chosen = _different(found.best, distinct if everything else here, top)
+    beyond: list[tuple[int, int]] = []
     if not everything:
         before = here[0] if len(here) else len(found.best)
-        beyond = distinct[~found.best.here[distinct]]
-        beyond = beyond[beyond < before][:BEYOND]
+        others = distinct[~np.isin(distinct, here)]
+        beyond = _different(found.best, others[others < before], BEYOND if len(here) else top)
     if not len(here) and not everything:
-        notes.append("Nothing that this hocket can run today fits; what it lacks is said beside.")
-        smallest = smallest_cluster(problem, pins, here=True)
-        if smallest is not None:
-            notes.append(f"The smallest cluster that fits what it can run is {smallest.name}.")
+        notes += _nothing_here(problem, pins, objective)
     return Plan(
         **_asked(problem, objective),
-        layouts=tuple(forecast(problem, found.best, i) for i in rows[:top]),
-        beyond=tuple(forecast(problem, found.best, i) for i in beyond),
+        layouts=tuple(forecast(problem, found.best, i, alike=n) for i, n in chosen),
+        beyond=tuple(forecast(problem, found.best, i, alike=n) for i, n in beyond),
         num_legal=found.num_legal,
         num_fitting=found.num_fitting,
         notes=tuple(notes),
@@ -156,9 +158,7 @@ def smallest_cluster(
         size = nodes * cluster.node.num_gpus
         # Nothing holds less than one sequence at a time without stages that take turns.
         asked = {"microbatch": 1, "schedule": "1f1b", **(pins or {})}
-        found = legal(
-            problem.shape, size, problem.seq_len, problem.global_batch, pins=asked, here=here
-        )
+        found = problem.legal(size, pins=asked, here=here)
         return bool((problem.high_memory(found) <= problem.usable).any())
 
     most = 1
@@ -186,13 +186,68 @@ def _distinct(best: Priced) -> np.ndarray:
     return np.array(list(kept.values()), dtype=int)
 
 
+ALIKE = ("dp", "pp", "cp", "tp", "ep", "schedule", "zero", "recompute", "sequence_parallel")
+"""Layouts equal in these are of one kind: they differ in microbatches, virtual stages and shard."""
+
+
+def _different(best: Priced, rows: np.ndarray, top: int) -> list[tuple[int, int]]:
+    """The best row of each kind with how many more there are; `top` in all, filled up with further
+    ones of the same kinds where there are not as many kinds."""
+    kinds: dict[tuple[float, ...], list[int]] = {}
+    for i in rows.tolist():
+        kinds.setdefault(tuple(float(getattr(best.layouts, n)[i]) for n in ALIKE), []).append(i)
+    shown = [members[0] for members in kinds.values()][:top]
+    rest = sorted(i for members in kinds.values() for i in members[1:])
+    shown = sorted([*shown, *rest[: top - len(shown)]])
+    left = {members[0]: len([i for i in members if i not in shown]) for members in kinds.values()}
+    return [(i, left.get(i, 0)) for i in shown]
+
+
+def _nothing_here(problem: Problem, pins: Pins | None, objective: str) -> list[str]:
+    """What to do where layouts fit, but none that this hocket can run today."""
+    if problem.precision not in PRECISIONS:
+        names = " or ".join(PRECISIONS)
+        return [f"This hocket trains in {names}, not in {problem.precision}; others do:"]
+    asked = pins_text(pins)
+    notes = ["Nothing that this hocket can run today fits" + (f" with {asked}." if asked else ".")]
+    if pins:
+        try:
+            free = search(problem, objective=objective, here=True)
+        except OptionError:
+            free = None
+        if free is not None and free.num_fitting:
+            layout = layout_at(free.best.layouts, 0)
+            return [*notes, f"Without the pins it runs as {layout}."]
+    elsewhere = smallest_cluster(problem, pins, here=True)
+    if elsewhere is not None and elsewhere.num_gpus > problem.cluster.num_gpus:
+        notes.append(f"It would on --cluster {elsewhere.name}.")
+    shorter = _shorter(problem, pins)
+    if shorter is not None:
+        notes.append(f"On {problem.cluster.name} it would with --seq-len {shorter}.")
+    notes.append("What fits is below; --emit prints it as flags of a tool that runs it.")
+    return notes
+
+
+def _shorter(problem: Problem, pins: Pins | None) -> int | None:
+    """The longest half, quarter ... of the sequence that what runs here fits with."""
+    length = problem.seq_len // 2
+    while length >= SHORTEST:
+        smaller = dataclasses.replace(problem, seq_len=length)
+        asked = {"microbatch": 1, **(pins or {})}
+        found = smaller.legal(problem.cluster.num_gpus, pins=asked, here=True)
+        if (smaller.high_memory(found) <= problem.usable).any():
+            return length
+        length //= 2
+    return None
+
+
 def _impossible(problem: Problem, found: Found, pins: Pins | None) -> LayoutError:
     assert found.least is not None
     layout, high = found.least
     only = row(layout, problem.shape, problem.seq_len, problem.global_batch)
     held = forecast(problem, price(problem, only), 0).memory_by_kind
     kinds = ", ".join(f"{name} {format_bytes(size)}" for name, size in held.items())
-    asked = "".join(f", {k}={v}" for k, v in (pins or {}).items())
+    asked = f", {pins_text(pins)}" if pins else ""
     message = (
         f"{problem.shape.name} does not fit {problem.cluster.name} in any of {found.num_legal:,} "
         f"layouts (sequences of {problem.seq_len}, global batch {problem.global_batch}{asked}): "

@@ -1,4 +1,4 @@
-"""Pricing rows of a table together: one column per run, whatever its model, machine and stack."""
+"""Pricing rows of a table together: one column per run, whatever its sizes, machine and stack."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hocket.cost.columns import Layouts
 from hocket.cost.constants import Constants
 from hocket.cost.machine import Machine, stack_machines
 from hocket.cost.step import StepTimes, step_times
-from hocket.cost.terms import Floats, Terms, stack, terms
+from hocket.cost.terms import Floats, Terms, stack, structure, terms
 from hocket.planning.table import Row
 from hocket.spec.model_shape import ModelShape
 
@@ -38,6 +38,17 @@ class Batch:
             self.constants if constants is None else constants,
             ends_lighter=self.ends_lighter,
         )
+
+
+def by_structure(rows: Sequence[Row]) -> list[list[int]]:
+    """Places of rows whose models have one structure: each list makes a batch."""
+    keys: dict[int, Any] = {}
+    found: dict[Any, list[int]] = {}
+    for place, row in enumerate(rows):
+        if id(row.shape) not in keys:
+            keys[id(row.shape)] = structure(terms(row.shape))
+        found.setdefault(keys[id(row.shape)], []).append(place)
+    return list(found.values())
 
 
 def batch(rows: Sequence[Row]) -> Batch:

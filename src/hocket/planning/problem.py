@@ -1,7 +1,7 @@
 """Problem: one model, one cluster, one batch; its layouts are priced through `cost`.
 
 The machine's numbers are those of the links that are there: measured collectives are taken from
-the same kind of GPU and link, and bridged pairs count as PCIe for anything wider than a pair.
+the same kind of GPU and link.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from hocket.catalogue.curves import curves
-from hocket.cost.columns import Layouts
+from hocket.cost.columns import SCHEDULES, Layouts, RankLayers
 from hocket.cost.constants import Constants, constants, file, quantiles
 from hocket.cost.machine import Machine, machine
 from hocket.cost.memory import Memory, memory
 from hocket.cost.step import StepTimes, step_times
 from hocket.cost.terms import Floats, Terms, terms
-from hocket.schedules.registry import build
+from hocket.planning.layouts import Pins, legal
+from hocket.schedules.registry import build, stage_ranks
 from hocket.simulation import durations
 from hocket.spec.cluster import Cluster
 from hocket.spec.cut import Cut, choose_cut
@@ -88,10 +89,7 @@ class Problem:
         known = [c for c in curves() if c.topology == kind and c.num_nodes == 1]
         exact = [c for c in known if c.gpu == device]
         family = [c for c in known if c.gpu.partition("-")[0] == device.partition("-")[0]]
-        numbers = machine(self.cluster, self.precision, exact or family)
-        if kind == "nvlink-pairs" and node.num_gpus > 2:
-            numbers = dataclasses.replace(numbers, link=np.array([float(node.pcie)]))
-        return numbers
+        return machine(self.cluster, self.precision, exact or family)
 
     @property
     def usable(self) -> int:
@@ -109,15 +107,51 @@ class Problem:
         recompute, and with the masked half of attention."""
         return self.tokens * self.shape.flops_per_token(self.seq_len, causal=False)
 
+    def legal(self, num_gpus: int, *, pins: Pins | None = None, here: bool = False) -> Layouts:
+        """Every legal layout of so many GPUs, as `layouts.legal`."""
+        domain = min(self.cluster.domain, num_gpus)
+        return legal(
+            self.shape, num_gpus, self.seq_len, self.global_batch,
+            pins=pins, here=here, domain=domain,
+        )  # fmt: skip
+
     def times(self, layouts: Layouts) -> StepTimes:
         """Seconds by closed forms, [r]."""
         length = np.array(float(self.seq_len))
-        return step_times(self.model, layouts, length, self.machine, self.constants)
+        ranks = self.rank_layers(layouts)
+        return step_times(self.model, layouts, length, self.machine, self.constants, ranks=ranks)
 
     def memory(self, layouts: Layouts) -> Memory:
         """Bytes of the fullest GPU at the worst moment, [r]."""
         length = np.array(float(self.seq_len))
-        return memory(self.model, layouts, length, self.constants)
+        ranks = self.rank_layers(layouts)
+        return memory(self.model, layouts, length, self.constants, ranks=ranks)
+
+    def rank_layers(self, layouts: Layouts) -> RankLayers:
+        """Whole layers that the pipeline ranks hold as the runtime would cut, [r]."""
+        bent = layouts.schedule == SCHEDULES.index("zb-v")
+        keys = (layouts.pp * 4096 + layouts.virtual) * 2 + bent
+        unique, place = np.unique(keys, return_inverse=True)
+        rows = []
+        for key in unique.astype(int).tolist():
+            pp, virtual = divmod(key // 2, 4096)
+            name = "zb-v" if key % 2 else "1f1b"
+            rows.append(self._held(Layout(pp=pp, virtual_stages=virtual, schedule=name)))
+        table = np.array(rows, dtype=np.float64).reshape(-1, 3)[place]
+        return RankLayers(first=table[:, 0], last=table[:, 1], most=table[:, 2])
+
+    def _held(self, layout: Layout) -> tuple[int, int, int]:
+        """Layers on the first, the last and the fullest pipeline rank."""
+        if layout not in self._known:
+            held = [0] * layout.pp
+            for layers, rank in zip(self.cut(layout), stage_ranks(layout), strict=True):
+                held[rank] += layers
+            self._known[layout] = held[0], held[-1], max(held)
+        return self._known[layout]
+
+    @functools.cached_property
+    def _known(self) -> dict[Layout, tuple[int, int, int]]:
+        return {}
 
     def high_memory(self, layouts: Layouts) -> Floats:
         """Bytes of the fullest GPU at the 95th percentile, [r]; what must fit."""
@@ -142,12 +176,11 @@ class Problem:
         """Seconds of the pipeline, [r], by playing the schedule that the runtime would run.
 
         Args:
-            layouts: alike in pp, virtual stages, microbatches and schedule.
+            layouts: alike in `played`: one schedule is played for all of them.
             times: their prices.
         """
         first = layouts[0]
-        assert first.microbatches is not None
-        count = first.microbatches
+        counts = np.array([float(layout.microbatches or 1) for layout in layouts])
         num_stages = first.num_stages
         cut = np.array(self.cut(first), dtype=np.float64)
         # Seconds of one layer: what a middle rank takes, over the layers it holds on average.
@@ -181,12 +214,21 @@ class Problem:
             )
             return durations(_schedule(plain, microbatches), seconds)
 
-        short = SHORT * first.pp + count % first.pp
-        if count <= short + first.pp:
-            return played(count)
-        # Long past its warm-up a schedule repeats itself with every round of pp microbatches.
-        before, after = played(short), played(short + first.pp)
-        return before + (after - before) * ((count - short) / first.pp)
+        short, long = played_microbatches(first, int(counts[0]))
+        before = played(short)
+        if long == short:
+            return before
+        after = played(long)
+        # Long past its warm-up a schedule repeats itself with every round of microbatches.
+        rounds = (counts - long) / (long - short)
+        found = after + (after - before) * rounds
+        # Where ranks compute unequally long, the slowest one holds up all others in the end, be it
+        # at once or, at the least, when its own work exceeds what was played: between the two.
+        busy, around = _slowest(first, seconds)
+        least = np.maximum(found, (counts * busy + around).max(axis=0))
+        most = np.maximum(found, after + (counts - long) * busy.max(axis=0))
+        middle: Floats = (least + most) / 2
+        return middle
 
     @functools.cached_property
     def time_range(self) -> tuple[float, float]:
@@ -199,10 +241,25 @@ class Problem:
         return float(file()["residuals"].get("memory_high", MEMORY_HIGH))
 
 
-def played_microbatches(pp: int, count: int) -> int:
-    """Microbatches that `Problem.pipelines` plays of `count`, both times together."""
-    short = SHORT * pp + count % pp
-    return count if count <= short + pp else 2 * short + pp
+def played_microbatches(layout: Layout, count: int) -> tuple[int, int]:
+    """Microbatches that `Problem.pipelines` plays of `count`: all of them (twice the same number),
+    or two numbers a round apart, from which the rest follows."""
+    size, rest = layout.pp, count % layout.pp
+    if layout.virtual_stages > 1 and layout.schedule in ("1f1b", "interleaved"):
+        size, rest = count // max(1, count // layout.pp), 0  # its rounds are equal
+    short = SHORT * size + rest
+    return (count, count) if count <= short + size else (short, short + size)
+
+
+def _slowest(layout: Layout, seconds: dict[str, Floats]) -> tuple[Floats, Floats]:
+    """Seconds that each rank computes for one microbatch, and that pass before the first activation
+    reaches it and after its last gradient left it: [pp, r] each."""
+    place = np.array(stage_ranks(layout))
+    whole = seconds["F"] + seconds["B"]
+    way = seconds["F"] + seconds["I"] + 2 * seconds["SEND_F"]
+    busy = [whole[:, place == rank].sum(axis=1) for rank in range(layout.pp)]
+    first = [int(np.flatnonzero(place == rank)[0]) for rank in range(layout.pp)]
+    return np.stack(busy), np.stack([way[:, :stage].sum(axis=1) for stage in first])
 
 
 @functools.lru_cache(maxsize=512)

@@ -15,7 +15,7 @@ import numpy as np
 from hocket.cost.columns import Layouts
 from hocket.cost.step import StepTimes
 from hocket.cost.terms import Floats
-from hocket.planning.layouts import Pins, concatenate, layout_at, legal, runs_here
+from hocket.planning.layouts import Pins, concatenate, layout_at, pins_text, runs_here, why_not
 from hocket.planning.problem import Problem, played_microbatches
 from hocket.spec.errors import OptionError, unknown
 from hocket.spec.layout import Layout
@@ -113,10 +113,7 @@ def search(
     pins = dict(pins or {})
     parts = []
     for size in _sizes(problem, objective, pins, here):
-        found = legal(
-            problem.shape, size, problem.seq_len, problem.global_batch, pins=pins, here=here
-        )
-        parts.append(found)
+        parts.append(problem.legal(size, pins=pins, here=here))
     layouts = concatenate(parts)
     high = problem.high_memory(layouts)
     fits = high <= problem.usable
@@ -152,18 +149,21 @@ def simulate_all(problem: Problem, priced: Priced, *, most: int = MOST_ACTIONS) 
     """With the pipelines played event by event, in the order of the rows, `most` actions in all."""
     at = priced.layouts
     groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    found: dict[int, Layout] = {}
     for i in range(len(priced)):
         if at.pp[i] > 1:
-            key = at.pp[i], at.virtual[i], at.microbatches[i], at.schedule[i]
-            groups[tuple(map(int, key))].append(i)
+            layout = layout_at(at, i)
+            found[i] = layout
+            played = played_microbatches(layout, int(at.microbatches[i]))
+            groups[layout.pp, layout.virtual_stages, int(at.schedule[i]), *played].append(i)
     pipeline = priced.pipeline.copy()
     simulated = at.pp == 1  # microbatch after microbatch: nothing to play
-    for (pp, virtual, microbatches, _), rows in groups.items():
-        actions = 6 * pp * virtual * played_microbatches(pp, microbatches)
+    for (pp, virtual, _, short, long), rows in groups.items():
+        actions = 6 * pp * virtual * (short if short == long else short + long)
         if actions > most:
             continue
         most -= actions
-        layouts = [layout_at(at, i) for i in rows]
+        layouts = [found[i] for i in rows]
         pipeline[rows] = problem.pipelines(layouts, _take(priced.times, np.array(rows)))
         simulated[rows] = True
     return dataclasses.replace(
@@ -244,16 +244,17 @@ def _sizes(problem: Problem, objective: str, pins: Pins, here: bool) -> list[int
     step = cluster.node.num_gpus if cluster.num_nodes > 1 else 1
     most = 0
     for size in range(cluster.num_gpus, 0, -step):
-        if len(
-            legal(problem.shape, size, problem.seq_len, problem.global_batch, pins=pins, here=here)
-        ):
+        if len(problem.legal(size, pins=pins, here=here)):
             most = size
             break
     if not most:
-        asked = ", ".join(f"{k}={v}" for k, v in pins.items())
+        asked = pins_text(pins)
+        shape, seq_len, batch = problem.shape, problem.seq_len, problem.global_batch
+        reason = why_not(shape, cluster.num_gpus, seq_len, batch, pins)
+        why = f": {reason}" if reason else ""
         raise OptionError(
             f"no layout of {problem.shape.name} with a global batch of {problem.global_batch} is "
-            f"legal on {cluster.name}" + (f" with {asked}" if asked else ""),
+            f"legal on {cluster.name}" + (f" with {asked}" if asked else "") + why,
             hint="drop a --pin" if asked else f"--global-batch {cluster.num_gpus}",
         )
     sizes = [most]

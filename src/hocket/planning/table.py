@@ -10,6 +10,8 @@ reason for which it is left out. Assumed, with the reason beside the rule:
     microbatch absent            the whole share of a data rank, one microbatch
     recompute absent             full under Megatron-LM before 2022 and Pax; none after
     network absent               the cards that the catalogue's node for this GPU is sold with
+    dimensions absent            those that the model's name stands for (`SIZES`)
+    mixture of experts           the catalogue's model of that name, where the row's numbers agree
 """
 
 from __future__ import annotations
@@ -22,11 +24,12 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from hocket.catalogue import hardware
+from hocket.catalogue import hardware, shapes
 from hocket.catalogue.curves import curves
 from hocket.cost.columns import SCHEDULES
-from hocket.cost.constants import Constants, constants
+from hocket.cost.constants import FEW_BITS, Constants, constants, few_bits
 from hocket.cost.machine import CurveSet, Machine, machine
+from hocket.cost.memory import SELECTIVE
 from hocket.planning.decoder import decoder
 from hocket.spec.cluster import Cluster
 from hocket.spec.errors import HocketError, OptionError
@@ -53,6 +56,7 @@ STACKS = (
     (r"torchtitan|fms-fsdp|\bfsdp2\b", "fsdp"),
     (r"bloom|bigscience", "deepspeed"),
     (r"internevo", "internevo"),
+    (r"korthikanti|reducing activation recomput", "megatron-2022"),
     (r"megascale(?!.*megatron-lm)", "megascale"),
     (r"nemo|megatron-bridge|overlap", "nemo"),
     (r"golden|megatron-core|megascale|[hb][12]00|llama.?3", "megatron-core"),
@@ -61,7 +65,31 @@ STACKS = (
 """Software by what a row says of its source (first match): the words it is known by."""
 
 GATED = r"llama|intern|qwen|mistral|gemma|phi|mixtral|deepseek"
-EXPERTS = r"moe|expert|gpt.oss|a\d+b\b|deepseek|mixtral|8x\d+b"
+EXPERTS = r"moe|expert|gpt.oss|a\d+b\b|deepseek|mixtral|8x\d+b|kimi.?k2|nemotron_3"
+
+SIZES: tuple[tuple[str, dict[str, int]], ...] = (
+    # NeMo's GPT-3 configurations of these names.
+    (r"^gpt3-5b$", {"layers": 24, "hidden": 4096, "heads": 32, "ffn": 16384, "vocab": 50304}),
+    (r"^gpt3-20b$", {"layers": 44, "hidden": 6144, "heads": 48, "ffn": 24576, "vocab": 50304}),
+    # InternLM Team 2023; huggingface.co/internlm/internlm-20b.
+    (r"^internlm-20b$", {"layers": 60, "hidden": 5120, "heads": 40, "ffn": 13824, "vocab": 103168}),
+)
+"""Dense models whose name fixes dimensions that a row leaves out."""
+
+CATALOGUED = (
+    (r"mixtral.?8x7b", "mixtral-8x7b"),
+    (r"mixtral.?8x22b", "mixtral-8x22b"),
+    (r"qwen3.?30b.?a3b", "qwen3-30b-a3b"),
+    (r"qwen3.?235b.?a22b", "qwen3-235b-a22b"),
+    (r"gpt.?oss.?20b", "gpt-oss-20b"),
+    (r"gpt.?oss.?120b", "gpt-oss-120b"),
+    (r"deepseek.?v3\b(?!.*proxy)", "deepseek-v3"),
+    (r"kimi.?k2", "kimi-k2"),
+)
+"""Mixtures of experts by the name of a row's model: their shapes are traced, not made."""
+
+HOST_COPIES = 0.5
+"""Of a card's rate, where it cannot read the GPU's memory: every message crosses host memory."""
 
 MAINSTREAM = "mainstream"
 
@@ -137,10 +165,9 @@ class _LeftOut(Exception):
 def _parse(row: Mapping[str, str]) -> Row:
     said = f"{row['source']} {row.get('notes', '')} {row['gpu']}".lower()
     model = row["model"]
-    if re.search(EXPERTS, model, re.I):
-        raise _LeftOut("mixture of experts: the number of experts is not among the columns")
     if re.search(r"\blora\b", model, re.I):
         raise _LeftOut("LoRA: which weights are trained is not among the columns")
+    row = _completed(row)
     for name in ("layers", "hidden", "heads", "seq", "global_batch"):
         if _number(row, name) is None:
             raise _LeftOut(f"{name} is not given")
@@ -150,6 +177,8 @@ def _parse(row: Mapping[str, str]) -> Row:
     if stack == "megatron" and zero == 3:
         stack = "deepspeed"
     layout = _layout(row, stack, said)
+    if stack == "megatron" and (layout["sequence_parallel"] or layout["recompute"] == SELECTIVE):
+        stack = "megatron-2022"  # which brought both
     cluster = _cluster(row, layout)
     if precision not in cluster.node.gpu.flops:
         raise _LeftOut(f"{cluster.node.gpu.name} has no rate for {precision}")
@@ -157,18 +186,14 @@ def _parse(row: Mapping[str, str]) -> Row:
     changes: dict[str, float] = {}
     changes["gradient_bytes"] = _gradient_bytes(row.get("precision", ""), stack)
     values = constants(cluster.node.gpu.name, stack, **changes)
-    if precision.startswith("fp8"):
-        # The attention core stays in 16 bits.
-        flops = cluster.node.gpu.flops
-        values = dataclasses.replace(
-            values, flash_rate=values.flash_rate * flops["bf16"] / flops[precision]
-        )
+    if precision in FEW_BITS:
+        values = few_bits(values, cluster.node.gpu.flops, precision)
     memory = _number(row, "measured_mem_gb")
     names = [name for name in row if name not in NOT_COMPARED]
     return Row(
         id=row["id"],
         source=row["source"],
-        kind=_kind(cluster, precision),
+        kind=_kind(cluster, precision, experts=bool(re.search(EXPERTS, model, re.I))),
         group=(
             *(row.get(name, "") for name in ("source", "layers", "hidden", "heads", "ffn")),
             *(row.get(name, "") for name in ("vocab", "seq", "global_batch", "gpu", "n_gpus")),
@@ -234,8 +259,10 @@ def _counted(kind: str) -> str:
     return "allocated" if re.search("allocated|as printed", kind) else "peak"
 
 
-def _kind(cluster: Cluster, precision: str) -> str:
+def _kind(cluster: Cluster, precision: str, *, experts: bool) -> str:
     family = re.split(r"[-\s]", cluster.node.gpu.name)[0]
+    if experts:
+        return f"experts, {family} {precision}"
     if family in ("A100", "A800", "H100") and precision in ("bf16", "fp16"):
         return MAINSTREAM
     if precision in ("fp8", "fp4") and family in ("A100", "H100"):
@@ -266,7 +293,37 @@ def _decoder(model: str, values: tuple[int | None, ...], dropout: bool) -> Model
     )
 
 
+def _completed(row: Mapping[str, str]) -> Mapping[str, str]:
+    """The row with what its model's name fixes where it says nothing itself."""
+    name = row["model"]
+    known: dict[str, int] = {}
+    if re.search(EXPERTS, name, re.I):
+        shape = _named(row)
+        known = {"layers": len(shape.layers), "hidden": shape.hidden, "heads": shape.heads}
+        known["heads"] = int(_number(row, "heads") or shape.heads)
+    for pattern, sizes in SIZES:
+        if re.search(pattern, name, re.I):
+            known = sizes
+    return {**row, **{k: str(v) for k, v in known.items() if _number(row, k) is None}}
+
+
+def _named(row: Mapping[str, str]) -> ModelShape:
+    """The catalogue's shape of a row's mixture of experts."""
+    name = row["model"]
+    found = next((entry for pattern, entry in CATALOGUED if re.search(pattern, name, re.I)), None)
+    if found is None:
+        raise _LeftOut("mixture of experts: the number of experts is not among the columns")
+    shape = shapes.shape(found)
+    for field, value in (("layers", len(shape.layers)), ("hidden", shape.hidden)):
+        said = _number(row, field)
+        if said is not None and said != value:
+            raise _LeftOut(f"mixture of experts: {field} {said:g} is not {found}'s {value}")
+    return shape
+
+
 def _shape(row: Mapping[str, str], stack: str) -> ModelShape:
+    if re.search(EXPERTS, row["model"], re.I):
+        return _named(row)
     names = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq")
     numbers = (_number(row, name) for name in names)
     sizes = tuple(None if n is None else int(n) for n in numbers)
@@ -366,7 +423,8 @@ def _network(text: str) -> float | None:
     if rate is None:
         return None
     cards = re.match(r"\s*(\d+)x", text)
-    return float(rate[1]) * (float(cards[1]) if cards else 1.0) * 1e9 / 8
+    through_host = HOST_COPIES if re.search(r"omni.?path", text, re.I) else 1.0
+    return float(rate[1]) * (float(cards[1]) if cards else 1.0) * through_host * 1e9 / 8
 
 
 @functools.cache

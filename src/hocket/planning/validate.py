@@ -28,7 +28,7 @@ import numpy as np
 from hocket.cost.columns import Layouts
 from hocket.cost.constants import Constants, memory_quantiles
 from hocket.cost.memory import Memory, memory
-from hocket.planning.pricing import Batch, batch
+from hocket.planning.pricing import Batch, batch, by_structure
 from hocket.planning.table import MAINSTREAM, Row, read, rows
 
 FIELDS = (
@@ -81,13 +81,19 @@ class Scores:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """What `hocket validate` found. `groups`: by source, others than the mainstream by kind."""
+    """What `hocket validate` found. `groups`: by source, others than the mainstream by kind.
+
+    Attributes:
+        ids: of every row, in the table's order. keys: the same, an id that comes again with its
+            number behind it; `left_out` and each priced row go by these.
+    """
 
     overall: Scores
     groups: dict[str, Scores]
     priced: tuple[Priced, ...]
     left_out: dict[str, str]
     ids: tuple[str, ...]
+    keys: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
         """`overall` and `groups`, each with the fields of Scores."""
@@ -108,6 +114,9 @@ def validate(path: str | Path) -> Report:
 
 def report(table: Sequence[Mapping[str, str]]) -> Report:
     """Price every row of a table that has been read."""
+    ids = tuple(line["id"] for line in table)
+    keys = _told_apart(ids)
+    table = [{**line, "id": key} for line, key in zip(table, keys, strict=True)]
     found, left_out = rows(table)
     priced = price(found)
     source = {line["id"]: line["source"] for line in table}
@@ -129,8 +138,18 @@ def report(table: Sequence[Mapping[str, str]]) -> Report:
         groups=groups,
         priced=tuple(priced),
         left_out=left_out,
-        ids=tuple(line["id"] for line in table),
+        ids=ids,
+        keys=keys,
     )
+
+
+def _told_apart(ids: Sequence[str]) -> tuple[str, ...]:
+    seen: dict[str, int] = {}
+    keys = []
+    for name in ids:
+        seen[name] = seen.get(name, 0) + 1
+        keys.append(name if seen[name] == 1 else f"{name} #{seen[name]}")
+    return tuple(keys)
 
 
 def group_of(row: Row) -> str:
@@ -143,8 +162,19 @@ def price(
     change: Callable[[Batch], Constants] | None = None,
 ) -> list[Priced]:
     """Predictions of rows; `change` gives other constants than the rows' own (fitting)."""
-    if not found:
-        return []
+    medians = _medians(found)
+    priced: dict[int, Priced] = {}
+    for places in by_structure(found):
+        alike = [found[place] for place in places]
+        priced |= zip(places, _price(alike, medians, change), strict=True)
+    return [priced[place] for place in range(len(found))]
+
+
+def _price(
+    found: Sequence[Row],
+    medians: Mapping[tuple[str, ...], float],
+    change: Callable[[Batch], Constants] | None,
+) -> list[Priced]:
     together = batch(found)
     values = together.constants if change is None else change(together)
     times = together.times(values)
@@ -155,7 +185,6 @@ def price(
     )
     least = _memory(together, saving, values).peak
     low, _ = memory_quantiles()
-    medians = _medians(found)
     result = []
     for i, row in enumerate(found):
         result.append(
@@ -236,10 +265,10 @@ def write_rows(report: Report, path: str | Path) -> None:
     with Path(path).open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(("id", "predicted_iter_s", "predicted_mem_gb", "fits", "left_out"))
-        for name in report.ids:
-            one = known.get(name)
+        for name, key in zip(report.ids, report.keys, strict=True):
+            one = known.get(key)
             if one is None:
-                writer.writerow((name, "", "", "", report.left_out.get(name, "")))
+                writer.writerow((name, "", "", "", report.left_out.get(key, "")))
                 continue
             held = f"{one.memory / one.row.memory_unit:.3f}"
             writer.writerow((name, f"{one.step:.6g}", held, str(one.fits).lower(), ""))

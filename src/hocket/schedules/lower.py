@@ -10,6 +10,7 @@ Each pass takes a schedule and returns a new one.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import defaultdict
 
 from hocket.spec.schedule import (
@@ -28,6 +29,9 @@ from hocket.spec.schedule import (
     Action,
     Schedule,
 )
+
+_action = functools.lru_cache(maxsize=1 << 17)(Action)
+"""Actions are values: schedules of a search are made of the same few thousand."""
 
 
 def lower(schedule: Schedule) -> Schedule:
@@ -51,27 +55,27 @@ def add_communication(schedule: Schedule) -> Schedule:
     assert not any(a.kind in (*SENDS, *RECEIVES) for _, a in schedule), "already lowered"
     place = schedule.stage_ranks
     last = schedule.num_stages - 1
-    sent: dict[tuple[int, int], list[Action]] = defaultdict(list)
+    sent: dict[tuple[int, int], list[tuple[int, str, int | None]]] = defaultdict(list)
     # needs[rank][step]: receives of that step; sends follow it.
     needs: list[list[list[Action]]] = [[[] for _ in line] for line in schedule.ranks]
     sends: list[list[list[Action]]] = [[[] for _ in line] for line in schedule.ranks]
-    at: dict[Action, tuple[int, int]] = {}
+    at: dict[tuple[int, str, int | None], tuple[int, int]] = {}
     for rank, line in enumerate(schedule.ranks):
         for step, action in enumerate(line):
             for half in halves(action):
                 s, m = half.stage, half.microbatch
                 if half.kind == FORWARD:
                     if s > 0 and place[s - 1] != rank:
-                        at[Action(s, RECV_F, m)] = (rank, step)
+                        at[s, RECV_F, m] = (rank, step)
                     if s < last and place[s + 1] != rank:
-                        sends[rank][step].append(Action(s, SEND_F, m))
-                        sent[rank, place[s + 1]].append(Action(s + 1, RECV_F, m))
+                        sends[rank][step].append(_action(s, SEND_F, m))
+                        sent[rank, place[s + 1]].append((s + 1, RECV_F, m))
                 elif half.kind in (BACKWARD, INPUT):
                     if s < last and place[s + 1] != rank:
-                        at[Action(s, RECV_B, m)] = (rank, step)
+                        at[s, RECV_B, m] = (rank, step)
                     if s > 0 and place[s - 1] != rank:
-                        sends[rank][step].append(Action(s, SEND_B, m))
-                        sent[rank, place[s - 1]].append(Action(s - 1, RECV_B, m))
+                        sends[rank][step].append(_action(s, SEND_B, m))
+                        sent[rank, place[s - 1]].append((s - 1, RECV_B, m))
     for receives in sent.values():
         limit: int | None = None
         late = []
@@ -82,16 +86,16 @@ def add_communication(schedule: Schedule) -> Schedule:
             limit = step if limit is None else min(limit, step)
             late.append((rank, limit, receive))
         for rank, step, receive in reversed(late):
-            needs[rank][step].append(receive)
-    ranks = tuple(
-        tuple(
-            a
-            for step, action in enumerate(line)
-            for a in (*needs[rank][step], action, *sends[rank][step])
-        )
-        for rank, line in enumerate(schedule.ranks)
-    )
-    return dataclasses.replace(schedule, ranks=ranks)
+            needs[rank][step].append(_action(*receive))
+    ranks = []
+    for rank, line in enumerate(schedule.ranks):
+        whole: list[Action] = []
+        for before, action, after in zip(needs[rank], line, sends[rank], strict=True):
+            whole += before
+            whole.append(action)
+            whole += after
+        ranks.append(tuple(whole))
+    return dataclasses.replace(schedule, ranks=tuple(ranks))
 
 
 def add_reduce_grad(schedule: Schedule) -> Schedule:

@@ -11,6 +11,7 @@ from hocket.schedules.lower import lower
 from hocket.schedules.one_f_one_b import interleaved, one_f_one_b
 from hocket.schedules.sequential import sequential
 from hocket.schedules.validate import validate
+from hocket.schedules.zb_v import v_shape, zb_v
 from hocket.schedules.zero_bubble import zero_bubble
 from hocket.spec.errors import ScheduleError, unknown
 from hocket.spec.layout import Layout
@@ -24,7 +25,11 @@ _BUILDERS: dict[str, Builder] = {
     "1f1b": one_f_one_b,
     "interleaved": interleaved,
     "zero-bubble": zero_bubble,
+    "zb-v": zb_v,
 }
+
+_PLACES: dict[str, Callable[[int, int], tuple[int, ...]]] = {"zb-v": v_shape}
+"""Stage to pipeline rank (of pp and virtual stages), where it is not stage s on rank s mod pp."""
 
 NAMES = tuple(_BUILDERS)
 """Every schedule that has a name."""
@@ -33,8 +38,8 @@ NAMES = tuple(_BUILDERS)
 def build(layout: Layout, num_microbatches: int, *, checked: bool = True) -> Schedule:
     """The schedule that `layout.schedule` names, or reads it where that is the path of a file.
 
-    Stage s lies on pipeline rank s mod pp. The result is lowered, and checked unless the caller,
-    a planner that looks at hundreds, says otherwise.
+    Stage s lies on pipeline rank s mod pp, or as the schedule places it. The result is lowered, and
+    checked unless the caller, a planner that looks at hundreds, says otherwise.
 
     Raises:
         ScheduleError: an unknown name, a count of microbatches that the schedule cannot take, or
@@ -48,13 +53,21 @@ def build(layout: Layout, num_microbatches: int, *, checked: bool = True) -> Sch
             return load(name, layout=layout, num_microbatches=num_microbatches)
         message, hint = unknown("schedule", name, NAMES)
         raise ScheduleError(message + ", or the path of a schedule file", hint=hint)
+    ranks = _BUILDERS[name](layout.pp, layout.virtual_stages, num_microbatches)
     compute = Schedule(
         name=name,
         num_microbatches=num_microbatches,
-        stage_ranks=tuple(s % layout.pp for s in range(layout.num_stages)),
-        ranks=_BUILDERS[name](layout.pp, layout.virtual_stages, num_microbatches),
+        stage_ranks=stage_ranks(layout),
+        ranks=ranks,
     )
     schedule = lower(compute)
     if checked:
         validate(schedule, layout=layout)
     return schedule
+
+
+def stage_ranks(layout: Layout) -> tuple[int, ...]:
+    """Stage to the pipeline rank that holds it, for a schedule that has a name."""
+    if layout.schedule in _PLACES:
+        return _PLACES[layout.schedule](layout.pp, layout.virtual_stages)
+    return tuple(s % layout.pp for s in range(layout.num_stages))

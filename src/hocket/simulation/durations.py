@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from hocket.spec.errors import ScheduleError
 from hocket.spec.schedule import (
     BACKWARD,
+    COMPUTE,
     INPUT,
-    OVERLAP_F_B,
     RECEIVES,
     RECV_B,
     RECV_F,
@@ -23,7 +23,6 @@ from hocket.spec.schedule import (
     SEND_F,
     SENDS,
     WEIGHT,
-    Action,
     Schedule,
 )
 
@@ -60,7 +59,10 @@ def durations(schedule: Schedule, seconds: Mapping[str, Floats]) -> Floats:
             while step < len(line):
                 action = line[step]
                 kind, stage = action.kind, action.stage
-                if kind in RECEIVES:
+                if kind in COMPUTE:
+                    if kind in prices:
+                        now[rank] = now[rank] + prices[kind][stage]
+                elif kind in RECEIVES:
                     message = arrival.pop((stage, kind, action.microbatch), None)
                     if message is None:
                         break
@@ -74,10 +76,11 @@ def durations(schedule: Schedule, seconds: Mapping[str, Floats]) -> Floats:
                     else:
                         end = np.maximum(now[rank], lane[rank])
                     if kind in SENDS:
-                        other = RECV_F if kind == SEND_F else RECV_B
-                        arrival[action.peer_stage, other, action.microbatch] = end
-                else:
-                    for part in _parts(action):
+                        forward = kind == SEND_F
+                        there = (stage + 1, RECV_F) if forward else (stage - 1, RECV_B)
+                        arrival[(*there, action.microbatch)] = end
+                elif action.parts is not None:
+                    for part in action.parts:
                         if part.kind in prices:
                             now[rank] = now[rank] + prices[part.kind][part.stage]
                 step += 1
@@ -88,13 +91,6 @@ def durations(schedule: Schedule, seconds: Mapping[str, Floats]) -> Floats:
     for end in now:
         last = np.maximum(last, end)
     return last
-
-
-def _parts(action: Action) -> tuple[Action, ...]:
-    if action.kind == OVERLAP_F_B:
-        assert action.parts is not None
-        return action.parts
-    return (action,)
 
 
 def _all(seconds: Mapping[str, Floats]) -> dict[str, Floats]:

@@ -1,0 +1,365 @@
+"""Fit the constants of serving to a table of published runs, and say how well they carry over.
+
+    python -m benchmarks.fit.serving TABLE.csv [--leave-one-out] [--halves] [--write]
+
+Fitted together, on rows of A100, H100 and H200, by least squares on logarithms of time per output
+token and of tokens per second with a soft loss (an outlier of 40% counts as one of 20%), every
+group of source, engine, GPU and model weighted by the root of its rows. Rows that are one run
+measured several times count with their median. Time to first token is not fitted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from hocket.cost import serving_constants
+from hocket.cost.serving_constants import (
+    ENGINE_FIELDS,
+    GPU_FIELDS,
+    ServingConstants,
+    chain,
+    kind_of,
+)
+from hocket.planning.serving_load import answers, groups, stack_constants
+from hocket.planning.serving_table import Row, read, rows
+from hocket.planning.validate_serving import FIELDS, Priced, group_of, price, scores
+
+GPUS = ("A100", "A100-PCIe", "H100", "H200")
+ENGINES = ("trtllm", "trtllm-engines", "vllm", "sglang", "gpt-fast")
+
+BELIEVED: dict[str, tuple[float, float]] = {
+    # Copies of large buffers reach 85% to 92% of the bandwidth, products of one row a little less.
+    "weight_rate": (0.8, 0.07),
+    # Attention over scattered pages of a cache reads less evenly.
+    "cache_rate": (0.75, 0.1),
+    # Fused attention forward: 55% to 70% on an A100, 45% to 65% on an H100, short prompts less.
+    "prefill_rate": (0.5, 0.2),
+    # Measured products of at least 1024: 83% on an A100, 77% on an H100; power throttles steps.
+    "matrix_rate": (0.72, 0.1),
+    "matrix_rate_8": (0.65, 0.1),
+    # In a step beside other work: 1.0 to 1.3 of a collective alone.
+    "sum_time": (1.1, 0.2),
+    # A decode layer is some ten kernels, each of which starts and drains in 1.5 us inside a graph.
+    "layer_time": (1.5e-5, 0.4),
+    "step_time": (1.5e-3, 0.6),
+    "sequence_time": (5e-6, 0.6),
+    "reduction_time": (5e-6, 1.0),
+    # Some five more kernels, which wait for each other.
+    "expert_time": (2.5e-5, 0.5),
+    # Experts have few rows each, and uneven numbers of them.
+    "expert_rate": (0.7, 0.2),
+    "overhead_bytes": (3e9, 0.5),
+}
+"""What is believed of each constant before any row is seen, and how far off that may be (standard
+deviation of its logarithm)."""
+
+EXCEPTIONS: dict[tuple[str, str], tuple[float, float]] = {
+    # Without CUDA graphs and with a C++ loop that speaks to every rank.
+    ("trtllm-engines", "reduction_time"): (2e-5, 1.5),
+    ("gpt-fast", "layer_time"): (3e-5, 0.5),
+    ("gpt-fast", "step_time"): (5e-4, 1.0),
+    # PCIe cards draw 300 W instead of 400; peers share the host's bridge.
+    ("A100-PCIe", "matrix_rate"): (0.65, 0.15),
+    ("A100-PCIe", "sum_time"): (1.5, 0.4),
+}
+
+ASSUMED = {
+    "trtllm": ("reduction_time",),
+    "vllm": ("reduction_time",),
+    "sglang": ("reduction_time",),
+    "trtllm-engines": ("expert_time",),
+    "gpt-fast": ("sequence_time", "overhead_bytes", "reduction_time", "expert_time"),
+}
+"""What is not fitted of an engine: six are at most, and no row tells of the sequences and the
+memory of one that runs a single request. Nor of products in fewer bits on an A100."""
+
+FREE: tuple[tuple[str, str, str], ...] = (
+    *(
+        ("gpus", gpu, field)
+        for gpu in GPUS
+        for field in GPU_FIELDS
+        if field != "matrix_rate_8" or not gpu.startswith("A100")
+    ),
+    *(
+        ("engines", engine, field)
+        for engine in ENGINES
+        for field in ENGINE_FIELDS
+        if field not in ASSUMED[engine]
+    ),
+)
+"""Where in the data file each fitted number stands."""
+
+BELIEF = 1.0
+SCALE = 0.2
+TYPICAL = 0.1
+"""Error of a row that is expected of the right constants."""
+
+CEILING = {"weight_rate": 0.92, "cache_rate": 0.92, "expert_rate": 1.0}
+"""Copies of large buffers reach no more of the bandwidth."""
+
+STEP = 1e-2
+
+
+HOW = {
+    "by benchmarks/fit/serving.py, on rows of A100, H100 and H200": [
+        *(f"gpus.*.{field}" for field in GPU_FIELDS),
+        *(f"engines.{e}.{f}" for e in ENGINES for f in ENGINE_FIELDS if f not in ASSUMED[e]),
+    ],
+    "measured over predicted at the 10th and the 90th percentile of those rows": ["residuals"],
+    "assumed, from what engines document": [
+        "max_batch_tokens and max_sequences: defaults of trtllm-bench and of published commands",
+        "usable and reserved: 95% and the whole output (no eviction) under TensorRT-LLM, 90% and "
+        "88% and half of the output under vLLM and SGLang, which preempt",
+        "waves: SGLang runs waiting prompts before it decodes",
+        "prefill_time: an HTTP server's tokenising and first answer",
+        "one_shot: engines' own all-reduce of small messages inside an NVLink domain",
+        "megatron-inference: no rows could be priced",
+    ],
+    "not fitted because six are the most, or no row tells": [
+        f"engines.{e}.{f}" for e in ENGINES for f in ASSUMED[e]
+    ],
+}
+"""How each number of the data file came about."""
+
+
+def belief(name: str, field: str) -> tuple[float, float]:
+    """Value and deviation believed of one constant."""
+    return EXCEPTIONS.get((name, field), BELIEVED[field])
+
+
+class Problem:
+    """Rows, grouped once, that are priced under many constants."""
+
+    def __init__(self, found: Sequence[Row]) -> None:
+        self.rows = list(found)
+        self.groups = groups(self.rows)
+        self.priced = price(self.rows)
+        self.kinds = sorted({(r.gpu, r.engine) for r in self.rows})
+        places = {kind: i for i, kind in enumerate(self.kinds)}
+        self.place = {
+            id(group.rows): np.array([places[r.gpu, r.engine] for r in group.rows])
+            for group in self.groups
+        }
+
+    def constants(self, data: dict[str, Any]) -> Callable[[Sequence[Row]], ServingConstants]:
+        """Columns of constants for each group of rows."""
+        parts = [serving_constants.serving_constants(g, e, data) for g, e in self.kinds]
+        stacked = stack_constants(parts)
+        names = [f.name for f in dataclasses.fields(ServingConstants)]
+
+        def of(members: Sequence[Row]) -> ServingConstants:
+            place = self.place[id(members)]
+            return ServingConstants(**{n: getattr(stacked, n)[place] for n in names})
+
+        return of
+
+    def logarithms(self, data: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+        """Logarithms of time per token and of tokens per second."""
+        found = answers(self.groups, len(self.rows), self.constants(data))
+        return np.log(found.tpot), np.log(found.throughput)
+
+
+def changed(data: dict[str, Any], values: np.ndarray) -> dict[str, Any]:
+    """The data file with other numbers at `FREE`."""
+    found = copy.deepcopy(data)
+    for (part, name, field), value in zip(FREE, values, strict=True):
+        found[part][name][field] = float(value)
+    return found
+
+
+def rounded(data: dict[str, Any]) -> dict[str, Any]:
+    """Four digits of each fitted number."""
+    values = [float(f"{data[part][name][field]:.4g}") for part, name, field in FREE]
+    return changed(data, np.array(values))
+
+
+def fit(
+    found: Sequence[Row],
+    data: dict[str, Any],
+    evaluations: int = 15,
+    near: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The data file with constants fitted to these rows, from what is believed before: nothing of
+    an earlier fit enters but where the search starts (`near`). A number that the rows say nothing
+    about stays at that belief."""
+    problem = Problem(found)
+    start = np.array([belief(name, field)[0] for _, name, field in FREE])
+    believed = BELIEF / np.array([belief(name, field)[1] for _, name, field in FREE])
+    counts: dict[tuple[str, ...], int] = {}
+    for row in problem.rows:
+        counts[_cell(row)] = counts.get(_cell(row), 0) + 1
+    weight = np.sqrt([1 / math.sqrt(counts[_cell(row)]) for row in problem.rows])
+    picked = []
+    for field in ("tpot", "throughput"):
+        seen = [i for i, p in enumerate(problem.priced) if p.targets[field] is not None]
+        if field == "throughput":  # of one request at once it is the time per token again
+            seen = [i for i in seen if problem.priced[i].targets["tpot"] is None]
+        target = np.log([float(problem.priced[i].targets[field] or 1.0) for i in seen])
+        picked.append((np.array(seen, dtype=int), target))
+
+    def errors(logs: np.ndarray) -> np.ndarray:
+        both = problem.logarithms(changed(data, start * np.exp(logs)))
+        parts = [
+            weight[seen] * (values[seen] - target)
+            for values, (seen, target) in zip(both, picked, strict=True)
+        ]
+        # The soft loss is of rows alone: beliefs count as they are.
+        raw = np.concatenate(parts)
+        soft = SCALE * np.sqrt(2 * (np.sqrt(1 + (raw / SCALE) ** 2) - 1))
+        return np.asarray(np.sign(raw) * soft / TYPICAL)
+
+    def residuals(logs: np.ndarray) -> np.ndarray:
+        return np.concatenate([errors(logs), believed * logs])
+
+    order = np.concatenate([seen for seen, _ in picked])
+    of_row = [_takes(problem.rows[i], data) for i in order]
+    touches = [np.array([(p, n) in of for of in of_row]) for p, n, _ in FREE]
+    fields = list(dict.fromkeys((part, field) for part, _, field in FREE))
+
+    def derivative(logs: np.ndarray) -> np.ndarray:
+        """A row knows one GPU and one engine: a field of all of them is moved at once."""
+        base = errors(logs)
+        found = np.zeros((len(order), len(FREE)))
+        for part, field in fields:
+            moved = np.array([part == p and field == f for p, _, f in FREE])
+            change = (errors(logs + STEP * moved) - base) / STEP
+            for column in np.flatnonzero(moved):
+                found[:, column] = np.where(touches[column], change, 0.0)
+        return np.concatenate([found, np.diag(believed)])
+
+    first = np.zeros(len(start)) if near is None else np.log(_values(near) / start)
+    most = np.array([CEILING.get(field, np.inf) for *_, field in FREE])
+    found_at = least_squares(
+        residuals,
+        np.minimum(first, np.log(most / start) - 1e-6),
+        derivative,
+        bounds=(-np.inf, np.log(most / start)),
+        max_nfev=evaluations,
+    )
+    return rounded(changed(data, start * np.exp(found_at.x)))
+
+
+def predictions(found: Sequence[Row], data: dict[str, Any]) -> list[Priced]:
+    """Prices of rows under a data file."""
+    problem = Problem(found)
+    result = answers(problem.groups, len(found), problem.constants(data))
+    return [
+        dataclasses.replace(p, **{f: float(getattr(result, f)[i]) for f in FIELDS})
+        for i, p in enumerate(problem.priced)
+    ]
+
+
+def show(title: str, priced: Sequence[Priced]) -> None:
+    """A table by source and engine."""
+    names: dict[str, list[Priced]] = {}
+    several: dict[str, set[str]] = {}
+    for one in priced:
+        several.setdefault(one.row.source, set()).add(one.row.engine)
+    for one in priced:
+        names.setdefault(group_of(one.row, several), []).append(one)
+    print(f"\n{title}\n{'':60s} rows  tpot mean median  tok/s mean median  ttft median")
+    for name, members in [*names.items(), ("all rows", list(priced))]:
+        s = scores(members)
+        figures = (s.tpot_mape, s.tpot_median_ape, s.throughput_mape, s.throughput_median_ape)
+        text = [f"{x:8.1f}" if x is not None else "       -" for x in (*figures, s.ttft_median_ape)]
+        print(f"{name[-60:]:60s} {s.rows_used:4d} {''.join(text)}")
+
+
+def transfer(
+    found: Sequence[Row], data: dict[str, Any], title: str, part: Callable[[Row], str]
+) -> None:
+    """Price each part of the rows with constants fitted to the other parts alone; `data`: the fit
+    to all, from which the search starts."""
+    left: list[Priced] = []
+    for name in sorted({part(r) for r in found}):
+        rest = [r for r in found if part(r) != name]
+        held = [r for r in found if part(r) == name]
+        left += predictions(held, fit(rest, data, 8, near=data))
+        print(f"  fitted without {name[:90]}", flush=True)
+    show(title, left)
+
+
+def _values(data: dict[str, Any]) -> np.ndarray:
+    return np.array([float(data[part][name][field]) for part, name, field in FREE])
+
+
+def _takes(row: Row, data: dict[str, Any]) -> tuple[tuple[str, str], tuple[str, str]]:
+    """The entries whose constants a row takes."""
+    return ("gpus", kind_of(row.gpu, data)), ("engines", row.engine)
+
+
+def _cell(row: Row) -> tuple[str, ...]:
+    return row.source, row.engine, row.gpu, row.model
+
+
+def main() -> None:
+    """Fit, report, and write the data file if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("table")
+    parser.add_argument("--leave-one-out", action="store_true")
+    parser.add_argument("--halves", action="store_true")
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args()
+    everything, _ = rows(read(options.table))
+    found = [r for r in everything if r.mainstream]
+    data = json.loads(json.dumps(serving_constants.file()))
+    start = changed(data, np.array([belief(name, field)[0] for _, name, field in FREE]))
+    show("as believed before any row", predictions(found, start))
+    fitted = fit(found, data)
+    for part, name, field in FREE:
+        print(f"{part:8s} {name:16s} {field:16s} {fitted[part][name][field]:.4g}")
+    priced = predictions(found, fitted)
+    show("fitted", priced)
+    if options.leave_one_out:
+        transfer(
+            found,
+            fitted,
+            "each source and engine priced by the others' fit",
+            lambda r: f"{r.source}: {r.engine}",
+        )
+    if options.halves:
+        transfer(found, fitted, "each model priced by the others' fit", lambda r: r.model)
+    if options.write:
+        fitted["residuals"] = residuals(priced)
+        fitted["how"] = HOW
+        path = Path(serving_constants.__file__).parent / "data" / "serving.json"
+        path.write_text(json.dumps(fitted, indent=1) + "\n")
+
+
+def residuals(priced: Sequence[Priced]) -> dict[str, list[float]]:
+    """Measured over predicted at the 10th and the 90th percentile, each group counting equally."""
+    found = {}
+    for field in FIELDS:
+        ratios, weights = [], []
+        counts: dict[str, int] = {}
+        for p in priced:
+            counts[group_of(p.row)] = counts.get(group_of(p.row), 0) + 1
+        for p in priced:
+            error = p.error(field)
+            if error is not None:
+                ratios.append(1 / (1 + error))
+                weights.append(1 / math.sqrt(counts[group_of(p.row)]))
+        order = np.argsort(ratios)
+        share = np.cumsum(np.array(weights)[order]) / np.sum(weights)
+        sorted_ratios = np.array(ratios)[order]
+        found[field] = [
+            round(float(sorted_ratios[np.searchsorted(share, level)]), 4) for level in (0.1, 0.9)
+        ]
+    return found
+
+
+assert all(chain(engine)[0] == engine for engine in ENGINES)
+assert kind_of("A100-PCIe-80") == "A100-PCIe"
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""Serving prices of one replica of a model: bytes held, seconds of a step, tokens that fit.
+
+    serving_prices(shape, cluster, tp=4).decode_seconds(batch=32, context=2048)
+
+What a step costs stands in `serving_step`; the constants in `serving_constants`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+import numpy as np
+
+from hocket.cost.constants import Platform, constants
+from hocket.cost.machine import Machine, MeasuredCurve, machine
+from hocket.cost.serving_constants import default_engine, serving_constants
+from hocket.cost.serving_shape import served
+from hocket.cost.serving_step import (
+    Load,
+    Replica,
+    StepParts,
+    cache_bytes,
+    step_parts,
+    weight_bytes,
+)
+from hocket.cost.terms import Floats
+from hocket.spec.cluster import Cluster
+from hocket.spec.errors import OptionError, unknown
+from hocket.spec.model_shape import ModelShape
+
+WEIGHT_BYTES = {
+    "bf16": 2.0,
+    "fp16": 2.0,
+    "fp8": 1.0,
+    "int8": 1.0,
+    "fp4": 0.5625,
+    "int4": 0.5625,
+}
+"""Bytes of a weight: four bits come with a scale of 8 bits for each 16 weights."""
+
+CACHE_BYTES = {"bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "fp4": 0.5625, "int4": 0.5625}
+
+COMMUNICATION_BYTES = 0.4e9
+"""Buffers of the collective library where there is more than one rank (measured, NCCL)."""
+
+TRAINING_STACK = "megatron-core"
+"""Whose constants the network's share and latency are taken from."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServingPrices:
+    """One replica: tp x pp (x attention_dp) GPUs that hold the model once.
+
+    Attributes:
+        weight_bytes: on the fullest GPU.
+        cache_bytes: of one token on the fullest GPU: keys and values of its layers, heads divided
+            by tp and repeated where there are fewer.
+        overhead_bytes: context, workspaces, graphs, communication buffers, activations of the
+            largest step.
+        memory: bytes that a process can have.
+        gpus: of the replica. stages: of its pipeline.
+        max_batch_tokens, max_sequences: of one step.
+    """
+
+    weight_bytes: float
+    cache_bytes: float
+    overhead_bytes: float
+    memory: float
+    gpus: int
+    stages: int
+    max_batch_tokens: int
+    max_sequences: int
+    shape: ModelShape
+    replica: Replica
+
+    def step_seconds(
+        self,
+        prefill_tokens: Floats | float,
+        prefill_context: Floats | float,
+        decode_batch: Floats | float,
+        decode_context: Floats | float,
+    ) -> Floats:
+        """Seconds of one step through all stages.
+
+        Args:
+            prefill_tokens: new prompt tokens in the step, which attend to `prefill_context`
+                positions on average.
+            decode_batch: sequences that produce one token each, at mean context `decode_context`.
+
+        Arrays are broadcast.
+        """
+        return self._parts(prefill_tokens, prefill_context, decode_batch, decode_context).step
+
+    def stage_seconds(
+        self,
+        prefill_tokens: Floats | float,
+        prefill_context: Floats | float,
+        decode_batch: Floats | float,
+        decode_context: Floats | float,
+    ) -> Floats:
+        """Seconds of the slowest stage: with at least `stages` batches in flight, a step ends
+        every so often."""
+        return self._parts(prefill_tokens, prefill_context, decode_batch, decode_context).stage
+
+    def prefill_seconds(
+        self,
+        prompt: Floats | float,
+        batch: Floats | float = 1.0,
+        chunk: float | None = None,
+    ) -> Floats:
+        """Seconds until `batch` prompts of `prompt` tokens have run, in chunks of `chunk` tokens
+        (None: the engine's)."""
+        size = float(self.max_batch_tokens if chunk is None else chunk)
+        prompt, batch = np.broadcast_arrays(_floats(prompt), _floats(batch))
+        tokens = prompt * batch
+        chunks = np.maximum(np.ceil(tokens / size), 1.0)
+        one = self.step_seconds(tokens / chunks, (prompt + 1) / 2, 0.0, 0.0)
+        found: Floats = chunks * one + self.replica.constants.prefill_time
+        return found
+
+    def decode_seconds(self, batch: Floats | float, context: Floats | float) -> Floats:
+        """Seconds of a step in which `batch` sequences produce one token each."""
+        return self.step_seconds(0.0, 0.0, batch, context)
+
+    def capacity(self, usable: float = 0.9, memory: float | None = None) -> float:
+        """Cached tokens that fit beside weights and overhead; at most 0: the model does not fit.
+
+        Args:
+            usable: share of the memory that the engine may fill.
+            memory: bytes of a GPU; None: the cluster's.
+        """
+        whole = self.memory if memory is None else memory
+        return (usable * whole - self.weight_bytes - self.overhead_bytes) / self.cache_bytes
+
+    def _parts(
+        self,
+        prefill_tokens: Floats | float,
+        prefill_context: Floats | float,
+        decode_batch: Floats | float,
+        decode_context: Floats | float,
+    ) -> StepParts:
+        load = Load(
+            prefill_tokens=_floats(prefill_tokens),
+            prefill_context=_floats(prefill_context),
+            decode_batch=_floats(decode_batch),
+            decode_context=_floats(decode_context),
+        )
+        return step_parts(self.shape, self.replica, load)
+
+
+def serving_prices(
+    shape: ModelShape,
+    cluster: Cluster | Machine,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    attention_dp: int = 1,
+    precision: str = "bf16",
+    expert_precision: str | None = None,
+    cache_precision: str | None = None,
+    engine: str | None = None,
+    max_batch_tokens: int | None = None,
+    gpu: str = "",
+    curves: Iterable[MeasuredCurve] = (),
+) -> ServingPrices:
+    """Prices of one replica.
+
+    Args:
+        cluster: the GPUs; a Machine where the numbers are known (then `gpu` names its kind).
+        tp, pp, ep: tensor, pipeline and expert ranks; the replica has tp x pp x attention_dp GPUs,
+            among whose ranks of one stage ep divides the experts, and tp the rest.
+        attention_dp: ranks among which attention divides sequences instead of heads.
+        precision: of weights and products; `expert_precision`: of the experts', None: the same.
+        cache_precision: of keys and values; None: 8 bits with fp8 and fp4 weights, else 16.
+        engine: one of `serving_constants.engines()`; None: the default.
+        max_batch_tokens: of a step; None: the engine's.
+        curves: measured collectives of this kind of GPU and link.
+
+    Raises:
+        OptionError: an unknown precision or engine.
+    """
+    shape = served(shape)
+    engine = default_engine() if engine is None else engine
+    expert_precision = precision if expert_precision is None else expert_precision
+    if cache_precision is None:
+        cache_precision = "fp8" if precision in ("fp8", "fp4") else "bf16"
+    for what in (precision, expert_precision):
+        if what not in WEIGHT_BYTES:
+            message, hint = unknown("precision", what, WEIGHT_BYTES)
+            raise OptionError(message, hint=hint)
+    if cache_precision not in CACHE_BYTES:
+        message, hint = unknown("cache precision", cache_precision, CACHE_BYTES)
+        raise OptionError(message, hint=hint)
+    if isinstance(cluster, Machine):
+        numbers, name = cluster, gpu or "H100"
+        flops = numbers.flops
+        few = precision in ("fp8", "fp4")
+    else:
+        node = cluster.node
+        name = node.gpu.name
+        numbers = machine(cluster, "bf16", curves)
+        if node.link.kind == "nvlink-pairs" and node.num_gpus > 2 and tp > 2:
+            numbers = dataclasses.replace(numbers, link=np.array([float(node.pcie)]))
+        used = products_in(precision, node.gpu.flops)
+        flops, few = _floats(node.gpu.flops[used]), used in ("fp8", "fp4")
+    found = serving_constants(name, engine)
+    replica = Replica(
+        tp=_floats(tp),
+        pp=_floats(pp),
+        ep=_floats(ep),
+        attention_dp=_floats(attention_dp),
+        weight=_floats(WEIGHT_BYTES[precision]),
+        expert_weight=_floats(WEIGHT_BYTES[expert_precision]),
+        cache=_floats(CACHE_BYTES[cache_precision]),
+        flops=flops,
+        few_bits=_floats(float(few)),
+        platform=Platform(numbers, constants(name, TRAINING_STACK)),
+        constants=found,
+    )
+    tokens = int(found.max_batch_tokens if max_batch_tokens is None else max_batch_tokens)
+    return ServingPrices(
+        weight_bytes=float(weight_bytes(shape, replica)[0]),
+        cache_bytes=float(cache_bytes(shape, replica)[0]),
+        overhead_bytes=found.overhead_bytes
+        + activation_bytes(shape, tokens, tp)
+        + (COMMUNICATION_BYTES if tp * pp * attention_dp > 1 else 0.0),
+        memory=float(numbers.memory[0]),
+        gpus=tp * pp * attention_dp,
+        stages=pp,
+        max_batch_tokens=tokens,
+        max_sequences=int(found.max_sequences),
+        shape=shape,
+        replica=replica,
+    )
+
+
+def products_in(precision: str, flops: Iterable[str]) -> str:
+    """The precision in which products run: that of the weights where the GPU has it, else the next
+    wider one that it has; integers are widened."""
+    rates = set(flops)
+    order = {"fp4": ("fp4", "fp8"), "fp8": ("fp8",)}.get(precision, ())
+    return next((p for p in order if p in rates), "bf16" if "bf16" in rates else "fp16")
+
+
+def activation_bytes(shape: ModelShape, tokens: int, tp: int) -> float:
+    """Bytes alive at once in a step of so many tokens: two hidden states and the widest pair of
+    neighbours; logits of 256 sequences in 32 bits."""
+    widest = 0.0
+    for block in shape.blocks.values():
+        for p in block.products:
+            if p.split != "vocab":
+                split = tp if p.split == "column" else 1
+                widest = max(widest, p.count * (p.n / split + p.k))
+    return 2.0 * tokens * (2 * shape.hidden + widest) + 4.0 * 256 * shape.vocab
+
+
+def _floats(value: Floats | float) -> Floats:
+    return np.atleast_1d(np.asarray(value, dtype=np.float64))

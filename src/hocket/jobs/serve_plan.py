@@ -1,0 +1,309 @@
+"""The job behind `hocket plan --serve`: how many GPUs of which kind a service needs, and its text.
+
+A model is a name of the catalogue, a directory, bytes of weights, or one whose size is not public;
+that one is answered for every hypothesis about it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from hocket.spec.errors import LayoutError, ModelError, OptionError
+from hocket.spec.layout import Layout
+from hocket.spec.service import Service
+from hocket.spec.units import parse_bytes
+
+if TYPE_CHECKING:
+    from hocket.planning.service.plan import KindAnswer, ServicePlan
+    from hocket.planning.service.problem import ServiceProblem
+    from hocket.spec.cluster import Cluster
+    from hocket.spec.model_shape import ModelShape
+
+KINDS = ("A100-SXM-40", "A100-SXM-80", "H100-SXM-80", "H100-SXM-96", "H200-SXM-141", "L40S-48")
+"""Kinds of GPU that are compared where none is named."""
+
+ASKED = KINDS[:4]
+"""Those that are compared for a model whose size is not public."""
+
+CONCURRENT = (1, 8, 32, 128)
+CONTEXTS = (2048, 8192, 32768)
+"""Rows and columns of the memory map: requests held at once, and tokens of each."""
+
+RATES = (1.0, 4.0, 16.0)
+"""Rows of the map of GPUs over load, relative to the rate that was asked."""
+
+GOALS = (0.5, 1.0, 2.0)
+"""Its columns, relative to the goal for a token."""
+
+
+def serve_plan(
+    model: str | os.PathLike[str] = "",
+    *,
+    cluster: str | None = None,
+    prompt_len: int | None = None,
+    output_len: int | None = None,
+    requests_per_second: float | None = None,
+    ttft_ms: float | None = None,
+    tpot_ms: float | None = None,
+    percentile: int | None = None,
+    weights: str | None = None,
+    top: int = 10,
+    layout: str | Layout | None = None,
+    pin: Sequence[str] = (),
+    explain: bool = False,
+    precision: str = "bf16",
+    cache_precision: str | None = None,
+    engine: str | None = None,
+    usable: float = 0.9,
+) -> tuple[ServicePlan, ...]:
+    """GPUs for a service: one plan, or one for each hypothesis about a model of unknown size.
+
+    Args:
+        model: a name of the catalogue, a Hugging Face directory, `gpt-4`, or any name beside
+            `weights`.
+        cluster: kinds of GPU, `A100-40,A100-80,H100`, as many as are needed; or GPUs that are
+            there, `2x8xH100-SXM` or a TOML file. None: the kinds of `KINDS`.
+        prompt_len ... percentile: of `Service`; None: its default.
+        weights: `180GB`: a dense model of which only the bytes are known.
+        layout: price this one alone: `dp2.tp4` is two replicas.
+        pin: `tp=8`, `pp=1`, `dp=2`, `max_batch_tokens=2048`.
+        engine: whose constants price it. None: a tuned server's.
+        usable: share of a GPU's memory that the engine may fill.
+
+    Raises:
+        HocketError: what the caller can mend: unknown names with the nearest, numbers that cannot
+            be, and a service that none of the kinds can give, with the floor and what would do.
+    """
+    from hocket.planning.service.plan import parse_pins
+
+    asked = {
+        "prompt_len": prompt_len,
+        "output_len": output_len,
+        "requests_per_second": requests_per_second,
+        "ttft_ms": ttft_ms,
+        "tpot_ms": tpot_ms,
+        "percentile": percentile,
+    }
+    if top < 1:
+        raise OptionError(f"top is {top}; it must be at least 1", hint="--top 10")
+    service = Service(**{k: v for k, v in asked.items() if v is not None})  # type: ignore[arg-type]
+    pins = parse_pins(list(pin))
+    if layout is not None and set(pins) - {"max_batch_tokens"}:
+        raise OptionError("--layout prices one layout, and --pin searches", hint="one of the two")
+    models = _models(os.fspath(model), weights, precision)
+    given = cluster.split(",") if cluster is not None else None
+    names = given or (ASKED if len(models) > 1 else KINDS)
+    clusters = [_cluster(name.strip()) for name in names]
+    if layout is not None and len(clusters) > 1:
+        raise OptionError(
+            "--layout prices one layout on one kind of GPU", hint=f"--cluster {names[0]}"
+        )
+    _known_context(os.fspath(model), service)
+    one = None if layout is None else layout if isinstance(layout, Layout) else Layout.parse(layout)
+    return tuple(
+        _plan(
+            shape,
+            claim,
+            source,
+            clusters,
+            service=service,
+            top=top,
+            layout=one,
+            pins=pins,
+            explain=explain,
+            options={
+                "precision": precision,
+                "cache_precision": cache_precision,
+                "engine": engine,
+                "usable": usable,
+            },
+            small=len(models) > 1,
+        )
+        for shape, claim, source in models
+    )
+
+
+def _plan(
+    shape: ModelShape,
+    claim: str,
+    source: str,
+    clusters: Sequence[tuple[Cluster, bool]],
+    *,
+    service: Service,
+    top: int,
+    layout: Layout | None,
+    pins: dict[str, int],
+    explain: bool,
+    options: dict[str, Any],
+    small: bool,
+) -> ServicePlan:
+    from hocket.planning.service import plan as planning
+    from hocket.planning.service.explain import explain as sentences
+    from hocket.planning.service.explain import winner
+    from hocket.planning.service.memory import memory_map
+    from hocket.planning.service.need import need_map
+    from hocket.planning.service.problem import ServiceProblem
+
+    problems = [
+        ServiceProblem(shape=shape, cluster=found, service=service, bounded=bounded, **options)
+        for found, bounded in clusters
+    ]
+    several = len(problems) > 1
+    kinds: list[KindAnswer] = []
+    for problem in problems:
+        if layout is not None:
+            kinds.append(planning.answer_one(problem, layout, pins.get("max_batch_tokens")))
+        else:
+            kinds.append(planning.answer(problem, top=1 if several else top, pins=pins))
+    of = {kind.cluster: problem for kind, problem in zip(kinds, problems, strict=True)}
+    kinds.sort(key=planning.cost_key)
+    first = kinds[0]
+    if first.best is None and not small:
+        if several:
+            told = "; ".join(f"{kind.gpu}: {kind.reason}" for kind in kinds)
+            raise LayoutError(f"{shape.name}: none of these will do: {told}")
+        problem = of[first.cluster]
+        raise planning.impossible(problem, first, _would_do(problem, pins), pins)
+    maps = [kind for kind in kinds if kind.best is not None][: len(kinds) if small else 1]
+    chosen = [] if layout is not None else maps
+    rates = tuple(float(f"{service.requests_per_second * x:.3g}") for x in RATES)
+    columns = GOALS[:2] if small else GOALS
+    goals = (None,) if service.tpot_ms is None else tuple(service.tpot_ms * x for x in columns)
+    first_problem = of[first.cluster]
+    told_why: tuple[str, ...] = ()
+    if explain and first.best is not None:
+        told_why = sentences(first_problem, first.best, kinds, pins=pins)
+    elif small and first.best is not None:
+        told_why = tuple(winner(first_problem, first.best))
+    return planning.ServicePlan(
+        model=shape.name,
+        service=service,
+        precision=first_problem.precision,
+        engine=first_problem.engine_name,
+        usable=first_problem.usable,
+        parameters=shape.num_parameters,
+        weight_bytes=first_problem.weights,
+        cache_bytes_per_token=first_problem.cache_per_token,
+        kinds=tuple(kinds),
+        claim=claim,
+        source=source,
+        need=tuple(
+            need_map(of[kind.cluster], rates=rates, tpots=goals, pins=pins, known=kind.best)
+            for kind in chosen
+        ),
+        concurrent=CONCURRENT,
+        contexts=CONTEXTS,
+        memory_map={
+            kind.gpu: memory_map(of[kind.cluster].unbounded(), CONCURRENT, CONTEXTS)
+            for kind in chosen
+        },
+        explanation=told_why,
+        notes=_notes(shape, [kind.gpu for kind in kinds if kind.best is not None]),
+    )
+
+
+# --- names ---------------------------------------------------------------------------------------
+
+
+def _models(
+    model: str, weights: str | None, precision: str
+) -> tuple[tuple[ModelShape, str, str], ...]:
+    """(shape, claim, source) of every model that a name can mean."""
+    from hocket.cost.serving import WEIGHT_BYTES
+    from hocket.planning.service import models
+    from hocket.spec.errors import unknown
+
+    if precision not in WEIGHT_BYTES:
+        message, hint = unknown("precision", precision, WEIGHT_BYTES)
+        raise OptionError(message, hint=hint)
+    if weights is not None:
+        size = parse_bytes(weights)
+        name = f"{model} as {weights}" if model else f"{weights} of weights"
+        shape = models.of_bytes(size, precision=precision, name=name)
+        return ((shape, models.claim_of(shape, size, precision), "--weights"),)
+    if model.lower() in models.names():
+        return tuple(
+            (one.shape, one.claim, one.source)
+            for one in models.hypotheses(model.lower(), precision=precision)
+        )
+    from hocket.jobs.plan import shape_of
+
+    try:
+        return ((shape_of(model), "", ""),)
+    except ModelError as error:
+        if error.hint and "gpt-4" not in error.message and model.lower().startswith("gpt4"):
+            raise ModelError(error.message, hint="did you mean 'gpt-4'?") from None
+        raise
+
+
+def _cluster(text: str) -> tuple[Cluster, bool]:
+    """A kind of GPU on whole nodes, or the GPUs that are there, and whether they are all."""
+    from hocket.catalogue import hardware
+
+    if not text:
+        raise OptionError("--cluster names no GPU", hint="--cluster A100-40,A100-80,H100")
+    found = hardware.cluster(text)
+    if text.endswith(".toml") or re.match(r"\d+x", text):
+        return found, True
+    node = hardware.node(found.node.name, found.node.gpu)
+    count = f"{node.num_gpus}x{node.gpu.name}"
+    return hardware.cluster(f"1x{count}@{node.name}"), False
+
+
+def _known_context(model: str, service: Service) -> None:
+    """Raises OptionError where a request is longer than the model's positions."""
+    from hocket.jobs.plan import _positions
+
+    positions = _positions(model)
+    if positions is not None and service.tokens > positions:
+        rest = positions - service.output_len
+        raise OptionError(
+            f"a prompt of {service.prompt_len:,} and an answer of {service.output_len:,} tokens "
+            f"are {service.tokens:,}; {model} is made for {positions:,} positions",
+            hint=f"--prompt-len {rest}" if rest > 0 else f"--output-len {positions // 4}",
+        )
+
+
+def _would_do(problem: ServiceProblem, pins: dict[str, int]) -> list[str]:
+    """Kinds of GPU that would meet the goals, cheapest first, those without a price last."""
+    from hocket.planning.service.search import search
+
+    found: list[tuple[float, str]] = []
+    for name in KINDS:
+        if name == problem.gpu.name:
+            continue
+        other = dataclasses.replace(problem, cluster=_cluster(name)[0], bounded=False)
+        (best,) = search(other, top=1, pins=pins) or (None,)
+        if best is not None:
+            found.append((best.gpus * (other.gpu.price or math.inf), name))
+    return [name for _, name in sorted(found)]
+
+
+def size_is_public(model: str) -> bool:
+    """Whether a name is not one of those that only hypotheses answer."""
+    from hocket.planning.service import models
+
+    return model.lower() not in models.names()
+
+
+def _notes(shape: ModelShape, gpus: Sequence[str]) -> tuple[str, ...]:
+    from hocket.cost.serving_constants import file
+
+    notes = []
+    fitted = file()["gpus"]
+    strange = [name for name in gpus if name.partition("-")[0] not in fitted]
+    if strange:
+        nearest = {n: file()["nearest"].get(n.partition("-")[0], "H100") for n in strange}
+        told = ", ".join(f"{name} is priced with {of}'s" for name, of in nearest.items())
+        notes.append(f"No measured serving stands behind these constants: {told}.")
+    if shape.experts:
+        notes.append(
+            f"{shape.experts} experts, {shape.experts_per_token} a token, divided over tp as all "
+            "else is; attention replicated over data ranks is not searched."
+        )
+    return tuple(notes)

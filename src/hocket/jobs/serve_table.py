@@ -1,0 +1,393 @@
+"""What `hocket plan --serve` prints: the answer, how it comes about, and how to run it."""
+
+from __future__ import annotations
+
+import shlex
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hocket.spec.errors import OptionError, unknown
+from hocket.spec.service import Service
+from hocket.spec.units import format_bytes, format_count, format_seconds
+
+if TYPE_CHECKING:
+    from hocket.planning.forecast import Range
+    from hocket.planning.service.forecast import ServiceForecast
+    from hocket.planning.service.need import NeedMap
+    from hocket.planning.service.plan import KindAnswer, ServicePlan
+
+TOOLS = ("vllm",)
+
+
+def text(plans: Sequence[ServicePlan]) -> str:
+    """The answers as text."""
+    if len(plans) == 1:
+        return "\n".join(_wrapped(_single(plans[0])))
+    name = plans[0].model.partition(" as ")[0]
+    lines = [
+        f"The size of {name} is not public: these are hypotheses, each answered by itself.",
+        _asked(plans[0].service),
+        "",
+    ]
+    for plan in plans:
+        lines += [*_hypothesis(plan), ""]
+    lines += [
+        *_legend(plans[0]),
+        "hold n: GPUs for the weights and n requests at once; in brackets by their memory alone.",
+        "The last columns: GPUs by requests/s and TPOT.",
+    ]
+    return "\n".join(lines)
+
+
+def to_json(plans: Sequence[ServicePlan]) -> dict[str, Any]:
+    """One object: the plan, or the hypotheses with a plan each."""
+    if len(plans) == 1:
+        return plans[0].to_json()
+    name = plans[0].model.partition(" as ")[0]
+    return {"model": name, "hypotheses": [plan.to_json() for plan in plans]}
+
+
+def check_tool(tool: str, *, model: str, one: bool) -> None:
+    """Raises OptionError for an unknown tool, or a model that stands for several hypotheses.
+
+    Args:
+        one: whether the model is one all the same.
+    """
+    from hocket.jobs.serve_plan import size_is_public
+
+    if tool not in TOOLS:
+        message, hint = unknown("tool", tool, TOOLS)
+        raise OptionError(f"--emit with --serve: {message}", hint=hint)
+    if not one and not size_is_public(model):
+        raise OptionError(
+            f"{model} stands for several hypotheses, and one deployment is printed",
+            hint="--weights 180GB, or a model whose size is known",
+        )
+
+
+def emitted(plan: ServicePlan, tool: str) -> str:
+    """The best deployment as another engine's command. Raises OptionError for an unknown one."""
+    check_tool(tool, model=plan.model, one=True)
+    best = plan.best
+    if best is None:
+        raise OptionError(f"{plan.model}: there is no deployment to print")
+    notes = [
+        f"# {best.layout}: {best.num_gpus} {best.gpu}",
+        "# the plan deals requests to the replicas in turn" if best.layout.dp > 1 else "",
+    ]
+    flags = {
+        "--tensor-parallel-size": best.layout.tp,
+        "--pipeline-parallel-size": best.layout.pp,
+        "--data-parallel-size": best.layout.dp if best.layout.dp > 1 else None,
+        "--max-model-len": plan.service.tokens,
+        "--max-num-seqs": best.max_sequences,
+        "--max-num-batched-tokens": best.max_batch_tokens,
+        "--enable-chunked-prefill": "",
+        "--gpu-memory-utilization": f"{plan.usable:g}",
+        "--quantization": "fp8" if plan.precision == "fp8" else None,
+        "--kv-cache-dtype": "fp8" if plan.precision == "fp8" else None,
+    }
+    words = [f"vllm serve {shlex.quote(plan.model)}"]
+    words += [f"{k} {v}".strip() for k, v in flags.items() if v is not None]
+    return "\n".join([*filter(None, notes), " \\\n  ".join(words)]) + "\n"
+
+
+# --- one model -----------------------------------------------------------------------------------
+
+
+def _single(plan: ServicePlan) -> Iterator[str]:
+    yield f"{plan.model}, {plan.precision}: {_model(plan)}"
+    if plan.claim:
+        yield f"Assumed: {plan.claim}."
+    yield _asked(plan.service)
+    yield ""
+    answered = [kind for kind in plan.kinds if kind.best is not None]
+    if len(plan.kinds) > 1:
+        bests = [kind.best for kind in answered if kind.best is not None]
+        labels = [
+            f"{kind.gpu}: {one.num_gpus} as {one.layout}; {_holds(kind)} hold it"
+            for kind, one in zip(answered, bests, strict=True)
+        ]
+        yield from _rows(_HEADERS, labels, [_row(one, plan) for one in bests])
+        for kind in plan.kinds:
+            if kind.reason:
+                yield f"{kind.gpu}: {kind.reason}."
+    else:
+        (kind,) = plan.kinds
+        yield from _memory(kind, plan)
+        yield ""
+        labels = [f"{one.layout}  {one.num_gpus} GPUs" for one in kind.deployments]
+        yield from _rows(_HEADERS, labels, [_row(one, plan) for one in kind.deployments])
+        for one in kind.deployments:
+            if one.misses:
+                yield f"! {one.layout}: {', '.join(one.misses)}"
+    yield ""
+    if plan.best is not None and plan.best.ttft is not None:
+        yield _percentiles(plan.best)
+        yield from _unsure(plan.best, plan.service)
+    yield from _legend(plan)
+    for need in plan.need:
+        yield ""
+        yield from _need(need, plan.service)
+        if need.gpu in plan.memory_map:
+            yield ""
+            yield from _memory_map(plan, need.gpu)
+    if plan.notes:
+        yield ""
+        yield from plan.notes
+    if plan.explanation:
+        yield ""
+        yield from plan.explanation
+
+
+_HEADERS = ("batch", "TTFT", "TPOT", "load", "tokens/s", "$/h", "$/M tokens")
+
+INDENT = "    "
+
+
+def _unsure(one: ServiceForecast, service: Service) -> Iterator[str]:
+    """Goals that are met as expected, and missed at the far end of the range."""
+    for name, goal, values in (
+        ("TTFT", service.ttft_ms, one.ttft_range),
+        ("TPOT", service.tpot_ms, one.tpot_range),
+    ):
+        if goal is not None and values is not None and values.mid * 1e3 <= goal < values.high * 1e3:
+            yield (
+                f"Its {name} meets the goal as expected, and would miss it at the far end of its "
+                "range; --explain says what meets it there."
+            )
+
+
+WIDTH = 110
+
+
+def _wrapped(lines: Iterable[str]) -> Iterator[str]:
+    """Sentences broken at `WIDTH`; a line of a table stays whole."""
+    for line in (part for text in lines for part in text.split("\n")):
+        if len(line) <= WIDTH or "  " in line.strip():
+            yield line
+            continue
+        indent = line[: len(line) - len(line.lstrip())]
+        yield from textwrap.wrap(
+            line, WIDTH, subsequent_indent=indent + "  ", break_long_words=False,
+            break_on_hyphens=False,
+        )  # fmt: skip
+
+
+def _rows(
+    headers: Sequence[str], labels: Sequence[str], rows: Sequence[Sequence[str]]
+) -> Iterator[str]:
+    """Two lines for each: what it is, and below it what it gives."""
+    from hocket.reporting.table import table_text
+
+    head, rule, *numbers = table_text(headers, rows).splitlines()
+    yield INDENT + head
+    yield INDENT + rule
+    for label, below in zip(labels, numbers, strict=True):
+        yield label
+        yield INDENT + below
+
+
+def _row(one: ServiceForecast, plan: ServicePlan) -> tuple[str, ...]:
+    at = plan.service.percentile
+    if one.ttft is None or one.tpot is None:
+        latency = ("-", "-")
+    else:
+        latency = (
+            _with_range(one.ttft.at(at), one.ttft_range),
+            _with_range(one.tpot.at(at), one.tpot_range),
+        )
+    cost, hourly = one.dollars_per_million_output_tokens, one.dollars_per_hour
+    full = one.full_dollars_per_million_output_tokens
+    return (
+        f"{one.batch:.0f} of {one.max_sequences}",
+        *latency,
+        f"{one.load:.0%}" + ("" if one.meets else " !"),
+        f"{format_count(one.output_tokens_per_second)} of {_count_range(one)}",
+        "unknown" if hourly is None else f"{hourly:,.2f}",
+        "unknown" if cost is None or full is None else f"{cost:,.2f} ({full:,.2f} full)",
+    )
+
+
+def _percentiles(one: ServiceForecast) -> str:
+    """Every latency at its 50th, 90th and 99th percentile."""
+    assert one.ttft is not None
+    assert one.tpot is not None
+    assert one.end_to_end is not None
+    told = ", ".join(
+        f"{name} {' / '.join(format_seconds(x) for x in (values.p50, values.p90, values.p99))}"
+        for name, values in (("TTFT", one.ttft), ("TPOT", one.tpot), ("answer", one.end_to_end))
+    )
+    return f"{one.layout} on {one.gpu}, 50th / 90th / 99th percentile: {told}."
+
+
+def _holds(kind: KindAnswer) -> str:
+    memory = kind.memory
+    return f"{memory.gpus or '-'} ({memory.pool})"
+
+
+def _memory(kind: KindAnswer, plan: ServicePlan) -> Iterator[str]:
+    memory = kind.memory
+    request = (
+        f"{format_bytes(memory.weight_bytes)} of weights and {format_bytes(memory.cache_bytes)} "
+        f"for a request of {plan.service.tokens:,} tokens"
+    )
+    pool = f"{_gpus(memory.pool, kind.gpu)} by their memory alone"
+    if not memory.gpus:
+        yield f"Memory: {request}: {pool}."
+        return
+    yield (
+        f"Memory: {request}: {_gpus(memory.gpus, kind.gpu)} as pp{memory.pp}.tp{memory.tp}, with "
+        f"room for {memory.requests:,} at once ({pool})."
+    )
+
+
+def _need(need: NeedMap, service: Service) -> Iterator[str]:
+    from hocket.reporting.table import table_text
+
+    first = "" if service.ttft_ms is None else f", first token within {service.ttft_ms:g} ms"
+    yield f"{need.gpu} needed, by requests/s and TPOT{first}:"
+    goals = ["any" if goal is None else f"{goal:g} ms" for goal in need.tpots]
+    rows = [
+        (f"{rate:g}", *(_cell(gpus, layout) for gpus, layout in zip(*both, strict=True)))
+        for rate, *both in zip(need.rates, need.gpus, need.layouts, strict=True)
+    ]
+    yield table_text(("requests/s", *goals), rows)
+
+
+def _memory_map(plan: ServicePlan, gpu: str) -> Iterator[str]:
+    from hocket.reporting.table import table_text
+
+    yield f"{gpu} that hold so many requests at once, by tokens of each, however slowly:"
+    rows = [
+        (f"{count}", *("-" if n is None else f"{n}" for n in row))
+        for count, row in zip(plan.concurrent, plan.memory_map[gpu], strict=True)
+    ]
+    yield table_text(("at once", *(f"{context:,}" for context in plan.contexts)), rows)
+
+
+# --- a model of unknown size ---------------------------------------------------------------------
+
+
+def _hypothesis(plan: ServicePlan) -> Iterator[str]:
+    yield f"HYPOTHESIS {plan.model}: {plan.claim}."
+    yield f"  source: {plan.source}."
+    yield f"  {_model(plan)}."
+    need = {one.gpu: one for one in plan.need}
+    answered = [kind for kind in plan.kinds if kind.best is not None]
+    labels, rows = [], []
+    for kind in answered:
+        best = kind.best
+        assert best is not None
+        cost = best.dollars_per_million_output_tokens
+        dollars = "price unknown" if cost is None else f"${cost:,.2f} a million output tokens"
+        labels.append(f"{kind.gpu}: {best.num_gpus} as {best.layout}, {dollars}")
+        cells = ["-" if n is None else f"{n}" for row in need[kind.gpu].gpus for n in row]
+        rows.append((*(f"{held.split or '-'} ({held.pool})" for held in kind.held), *cells))
+    if answered:
+        first = need[answered[0].gpu]
+        columns = [
+            f"{rate:g}/s" + ("" if goal is None else f" {goal:g} ms")
+            for rate in first.rates
+            for goal in first.tpots
+        ]
+        holds = [f"hold {held.requests}" for held in answered[0].held]
+        yield from _rows((*holds, *columns), labels, rows)
+    for kind in plan.kinds:
+        if kind.reason:
+            yield f"{kind.gpu}: holds it {_holds(kind)}; {kind.reason}."
+    memory = plan.kinds[0].memory
+    yield (
+        f"  memory: {format_bytes(memory.weight_bytes)} and {format_bytes(memory.cache_bytes)} for "
+        f"each request of {plan.service.tokens:,} tokens, in {plan.usable:.0%} of each GPU's."
+    )
+    if plan.explanation:
+        best = plan.best
+        yield f"  service{'' if best is None else f' on {best.gpu}'}:"
+        yield from (f"  {sentence}" for sentence in plan.explanation)
+    yield from (f"  {note}" for note in plan.notes)
+
+
+# --- words ---------------------------------------------------------------------------------------
+
+
+def _asked(service: Service) -> str:
+    goals = [
+        f"{name} {goal:g} ms"
+        for name, goal in (("TTFT", service.ttft_ms), ("TPOT", service.tpot_ms))
+        if goal is not None
+    ]
+    within = f"; {service.percentile}% of them within {' and '.join(goals)}" if goals else ""
+    return (
+        f"{service.requests_per_second:g} requests/s of {service.prompt_len:,} tokens, answers of "
+        f"{service.output_len:,}{within}"
+    )
+
+
+def _model(plan: ServicePlan) -> str:
+    weights, cache = format_bytes(plan.weight_bytes), format_bytes(plan.cache_bytes_per_token)
+    count = format_count(plan.parameters)
+    return f"{count} parameters, {weights} of weights, {cache} of cache a token"
+
+
+def _legend(plan: ServicePlan) -> Iterator[str]:
+    best = plan.best
+    at = plan.service.percentile
+    yield (
+        f"TTFT and TPOT are the {at}th percentile of requests played as a Poisson stream."
+        + (
+            " Ranges: the 10th to the 90th percentile of measured over predicted."
+            if best is not None and best.tpot_range is not None
+            else ""
+        )
+    )
+    yield (
+        "batch: sequences that decode together on a replica, of those that fit; load: of the rate "
+        f"at which it saturates; {plan.engine}'s constants, {plan.usable:.0%} of memory."
+    )
+    if len(plan.kinds) > 1 and not plan.claim:
+        yield (
+            "hold it: GPUs for weights and one request in a legal split; in brackets by the sum of "
+            "their memory."
+        )
+    priced = next(
+        (k.best for k in plan.kinds if k.best is not None and k.best.price is not None), None
+    )
+    if priced is not None:
+        yield (
+            f"dollars: {priced.gpu} at {priced.price:g} an hour, {priced.price_source}; a million "
+            "output tokens at this load, and where the GPUs are full."
+        )
+
+
+def _with_range(seconds: float, values: Range | None) -> str:
+    """`22.9 ms (19-28)`: the range in the unit of the value."""
+    text = format_seconds(seconds)
+    if values is None or seconds <= 0:
+        return text
+    unit = {"ms": 1e-3, "us": 1e-6, "s": 1.0}.get(text.rpartition(" ")[2])
+    if unit is None:
+        return text
+    return f"{text} ({_short(values.low / unit)}-{_short(values.high / unit)})"
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def _count_range(one: ServiceForecast) -> str:
+    text = format_count(one.most_output_tokens_per_second)
+    values = one.most_range
+    if values is None:
+        return text
+    unit = {"T": 1e12, "B": 1e9, "M": 1e6, "K": 1e3}.get(text[-1], 1.0)
+    return f"{text} ({_short(values.low / unit)}-{_short(values.high / unit)})"
+
+
+def _cell(gpus: int | None, layout: str | None) -> str:
+    return "-" if gpus is None else f"{gpus} {layout}"
+
+
+def _gpus(count: int, name: str) -> str:
+    return f"{count} {name}"

@@ -1,0 +1,271 @@
+"""Explain a service: why the winner wins, why its neighbours lose, what would change the answer.
+
+Every sentence is computed: a neighbour is the best deployment with one axis held at another value,
+a counterfactual the best one under another load or on another machine, searched as the winner was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from hocket.planning.explain import NVLINK
+from hocket.planning.layouts import tensor_degrees
+from hocket.planning.service.forecast import ServiceForecast, between, misses
+from hocket.planning.service.plan import KindAnswer
+from hocket.planning.service.problem import ServiceProblem
+from hocket.planning.service.search import (
+    Candidate,
+    Deployed,
+    Pins,
+    candidate,
+    played,
+    search,
+    told,
+    too_slow,
+)
+from hocket.spec.units import format_bytes, format_seconds
+
+
+def explain(
+    problem: ServiceProblem,
+    best: ServiceForecast,
+    kinds: Sequence[KindAnswer] = (),
+    *,
+    pins: Pins | None = None,
+) -> tuple[str, ...]:
+    """Sentences about the best deployment of a problem.
+
+    Args:
+        kinds: the answers for every kind of GPU that was asked for.
+        pins: as it was searched with.
+    """
+    given = dict(pins or {})
+    return (
+        *winner(problem, best),
+        *_losers(problem, best, given),
+        *_kinds(best, kinds),
+        *_changes(problem, best, given),
+    )
+
+
+# --- the winner ----------------------------------------------------------------------------------
+
+
+def winner(problem: ServiceProblem, best: ServiceForecast) -> Iterator[str]:
+    """How the numbers of a deployment come about: load, memory, time."""
+    service = problem.service
+    if best.ttft is None or best.tpot is None:
+        yield f"{best.layout} saturates at {best.most_requests_per_second:.3g} requests/s."
+        return
+    at = service.percentile
+    yield (
+        f"{best.layout} is {_replicas(best)}: saturated at {best.most_requests_per_second:.3g} "
+        f"requests/s, loaded to {best.load:.0%} of that. On each, {best.batch:.0f} sequences "
+        f"decode together on average; {best.max_sequences} would fit."
+    )
+    kinds = best.memory_by_kind
+    request = problem.prices(best.layout.tp, best.layout.pp, best.max_batch_tokens).cache_bytes
+    yield (
+        f"The fullest GPU may fill {format_bytes(best.memory)}: {format_bytes(kinds['weights'])} "
+        f"weights, {format_bytes(kinds['overhead'])} overhead, the rest cache, of which a request "
+        f"takes {format_bytes(request * service.tokens)} there."
+    )
+    yield (
+        f"A prompt alone takes {format_seconds(best.prefill_seconds)}, a token alone "
+        f"{format_seconds(best.decode_seconds)}; under this load TTFT is "
+        f"{format_seconds(best.ttft.at(at))} and TPOT {format_seconds(best.tpot.at(at))} at "
+        f"the {at}th percentile."
+    )
+    if best.layout.dp > 1:
+        yield _bound(problem, best)
+
+
+def _bound(problem: ServiceProblem, best: ServiceForecast) -> str:
+    """What sets the number of GPUs: what one replica fewer would miss."""
+    layout = best.layout
+    one = candidate(problem, layout.tp, layout.pp, best.max_batch_tokens)
+    latencies = played(problem, one, layout.dp - 1)
+    if latencies is None:
+        return "One replica fewer could not keep up."
+    return f"One replica fewer: {' and '.join(misses(problem, latencies)) or 'as good'}."
+
+
+# --- its neighbours ------------------------------------------------------------------------------
+
+
+def _losers(problem: ServiceProblem, best: ServiceForecast, pins: dict[str, int]) -> Iterator[str]:
+    layout = best.layout
+    degrees = tensor_degrees(problem.shape)
+    changes: list[tuple[str, dict[str, int]]] = []
+    below = [n for n in degrees if n < layout.tp][-1:]
+    above = [n for n in degrees if n > layout.tp][:1]
+    changes += [(f"tp{n}", {"tp": n}) for n in (*below, *above)]
+    stages = {max(1, layout.pp // 2), layout.pp * 2} - {layout.pp}
+    changes += [(f"pp{n}", {"pp": n}) for n in sorted(stages)]
+    for name, change in changes:
+        if any(key in pins for key in change):
+            continue
+        found = _best(problem, {**pins, **change})
+        if found is None:
+            yield f"{name}: {_cannot(problem, best, {**pins, **change})}."
+            continue
+        other = told(problem, found)
+        assert other.end_to_end is not None
+        assert best.end_to_end is not None
+        if other.layout == layout:
+            continue
+        more = other.num_gpus / best.num_gpus - 1
+        slower = other.end_to_end.p50 / best.end_to_end.p50 - 1
+        verdict = (
+            f"as many GPUs, answers {slower:+.0%} long"
+            if other.num_gpus == best.num_gpus
+            else f"{other.num_gpus} GPUs ({more:+.0%}), {_why(problem, best, other)}"
+        )
+        yield f"{name} at best ({other.layout}): {verdict}."
+
+
+def _why(problem: ServiceProblem, best: ServiceForecast, other: ServiceForecast) -> str:
+    """What makes the other deployment need more."""
+    a, b = other.layout, best.layout
+    size, own = a.tp * a.pp, b.tp * b.pp
+    each = other.most_requests_per_second / other.num_gpus
+    against = best.most_requests_per_second / best.num_gpus
+    if other.num_gpus == size and size > own:
+        return "one replica is already larger"
+    if a.tp > problem.cluster.domain:
+        return "a layer's sums leave the node"
+    if other.decode_seconds > 1.15 * best.decode_seconds and problem.service.tpot_ms is not None:
+        return (
+            f"a token alone takes {format_seconds(other.decode_seconds)}, so fewer share a step "
+            "within the goal"
+        )
+    if each < against:
+        return f"a GPU carries {each:.3g} requests/s at most, not {against:.3g}"
+    return "whole replicas leave more idle"
+
+
+def _cannot(problem: ServiceProblem, best: ServiceForecast, pins: dict[str, int]) -> str:
+    """Why no deployment with these axes meets the goals."""
+    tp, pp = pins.get("tp", best.layout.tp), pins.get("pp", best.layout.pp)
+    held = problem.cluster.node.num_gpus
+    if (tp, pp) not in set(problem.splits()):
+        if tp * pp * problem.memory < problem.weights:
+            return "does not hold the weights"
+        if pp > len(problem.shape.layers):
+            return "more stages than layers"
+        if held % tp and tp % held:
+            return f"does not divide a node of {held}"
+        return "is not looked at: fewer stages leave as much on the fullest, or it is too large"
+    if problem.sequences(tp, pp) < 1:
+        return "does not hold weights and a request"
+    one: Candidate = candidate(problem, tp, pp, best.max_batch_tokens)
+    if too_slow(problem, one):
+        return (
+            f"a request alone takes {format_seconds(one.floor_ttft)} to the first token and "
+            f"{format_seconds(one.floor_tpot)} for each other"
+        )
+    return "meets the goals at no number of replicas that is looked at"
+
+
+def _kinds(best: ServiceForecast, kinds: Sequence[KindAnswer]) -> Iterator[str]:
+    for kind in kinds:
+        other = kind.best
+        if kind.gpu == best.gpu:
+            continue
+        if other is None:
+            yield f"{kind.gpu}: {kind.reason}."
+            continue
+        text = f"{kind.gpu}: {other.num_gpus} GPUs as {other.layout}"
+        if other.dollars_per_hour is not None and best.dollars_per_hour is not None:
+            text += f", {other.dollars_per_hour / best.dollars_per_hour - 1:+.0%} dollars"
+        elif other.dollars_per_hour is None:
+            text += ", no price was read"
+        yield text + "."
+
+
+# --- what would change the answer ----------------------------------------------------------------
+
+
+def _changes(problem: ServiceProblem, best: ServiceForecast, pins: dict[str, int]) -> Iterator[str]:
+    unmoved = []
+    for name, changed in _counterfactuals(problem):
+        found = _best(changed, pins)
+        if found is None:
+            yield f"With {name} no deployment meets the goals."
+            continue
+        other = told(changed, found)
+        if other.num_gpus == best.num_gpus:
+            if other.layout == best.layout:
+                unmoved.append(name)
+                continue
+            assert other.end_to_end is not None
+            assert best.end_to_end is not None
+            longer = other.end_to_end.p50 / best.end_to_end.p50 - 1
+            yield f"With {name}: as many GPUs, but {other.layout}; answers {longer:+.0%} long."
+        else:
+            yield f"With {name}: {other.num_gpus} GPUs, {other.layout}."
+    if unmoved:
+        yield f"The same layout wins with {', '.join(unmoved)}."
+
+
+def _counterfactuals(problem: ServiceProblem) -> Iterator[tuple[str, ServiceProblem]]:
+    """The problem on machines with one property changed, and under other loads."""
+    service, cluster = problem.service, problem.cluster
+    node, gpu = cluster.node, problem.gpu
+
+    def on(**changes: Any) -> ServiceProblem:
+        new = dataclasses.replace(cluster, node=dataclasses.replace(node, **changes))
+        return dataclasses.replace(problem, cluster=new, bounded=False)
+
+    def under(**changes: Any) -> ServiceProblem:
+        return problem.under(dataclasses.replace(service, **changes), bounded=False)
+
+    if node.num_gpus > 1 and node.link.kind.startswith("nv"):
+        pcie = dataclasses.replace(
+            node.link, kind="pcie", bandwidth=node.pcie, domain=node.num_gpus, generation=0
+        )
+        yield "PCIe instead of NVLink", on(link=pcie)
+    elif node.num_gpus > 1:
+        nvlink = dataclasses.replace(
+            node.link, kind="nvswitch", bandwidth=NVLINK, domain=node.num_gpus, generation=4
+        )
+        yield "NVLink instead of PCIe", on(link=nvlink)
+    for factor, name in ((0.5, "half the memory"), (2.0, "twice the memory")):
+        card = dataclasses.replace(
+            gpu, memory=round(gpu.memory * factor), usable=round(gpu.usable * factor)
+        )
+        yield name, on(gpu=card)
+    if problem.precision in ("bf16", "fp16"):
+        yield (
+            "weights and cache in fp8",
+            dataclasses.replace(problem, precision="fp8", bounded=False),
+        )
+    slow = {
+        f"{name}_ms": goal / between(name, 1.0).high  # type: ignore[union-attr]
+        for name, goal in (("ttft", service.ttft_ms), ("tpot", service.tpot_ms))
+        if goal is not None and between(name, 1.0) is not None
+    }
+    if slow:
+        yield "latencies at the 90th percentile of their error", under(**slow)
+    rate = service.requests_per_second
+    yield f"{2 * rate:g} requests/s", under(requests_per_second=2 * rate)
+    if service.tpot_ms is not None:
+        yield f"a TPOT of {service.tpot_ms / 2:g} ms", under(tpot_ms=service.tpot_ms / 2)
+    yield (
+        f"prompts of {2 * service.prompt_len:,}",
+        under(prompt_len=2 * service.prompt_len),
+    )
+
+
+def _best(problem: ServiceProblem, pins: dict[str, int]) -> Deployed | None:
+    found = search(problem, top=1, pins=pins)
+    return found[0] if found else None
+
+
+def _replicas(best: ServiceForecast) -> str:
+    count = best.layout.dp
+    size = best.layout.tp * best.layout.pp
+    gpus = f"{size} {best.gpu}"
+    return f"{count} replicas of {gpus}" if count > 1 else f"one replica of {gpus}"

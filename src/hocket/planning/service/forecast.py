@@ -1,0 +1,202 @@
+"""ServiceForecast: what one deployment would give, as plain numbers with their uncertainty."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from hocket.cost import serving_constants
+from hocket.planning.forecast import Range
+from hocket.planning.service.problem import ServiceProblem
+from hocket.simulation.traffic import Latencies, Percentiles
+from hocket.spec.layout import Layout
+
+MILLION = 1e6
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServiceForecast:
+    """What one deployment would give.
+
+    Attributes:
+        layout: tp and pp of a replica, dp replicas.
+        gpu: its kind. num_gpus: in all; num_nodes: that they stand in.
+        max_batch_tokens: tokens of one step, prompts in chunks. max_sequences: requests that a
+            replica holds at once.
+        batch: sequences that decode together on a replica, mean; `batch_peak`: at most.
+        ttft, tpot, end_to_end: seconds, percentiles over the requests; None where saturated.
+        ttft_range, tpot_range: of the percentile that the goals are set for, between its 10th and
+            90th percentile by the residuals of the validation; None where there are none.
+        prefill_seconds: of a prompt alone. decode_seconds: of a token alone.
+        requests_per_second: asked. most_requests_per_second: where it saturates.
+        output_tokens_per_second: in all, and `most_...` where it saturates, with its range.
+        load: share of the latter.
+        memory_by_kind: bytes on the fullest GPU: weights, cache, overhead; `cached_tokens` is what
+            the cache holds. memory: bytes that it may fill.
+        dollars_per_hour, dollars_per_million_output_tokens: at the load that was asked, and
+            `full_dollars_...` where it saturates; None without a price.
+        price: dollars of a GPU and hour; price_source: of how many quotes, and when read.
+        meets: whether every goal is met. misses: which are not, and by how much.
+    """
+
+    layout: Layout
+    gpu: str
+    cluster: str
+    num_gpus: int
+    num_nodes: int
+    max_batch_tokens: int
+    max_sequences: int
+    batch: float
+    batch_peak: int
+    ttft: Percentiles | None
+    tpot: Percentiles | None
+    end_to_end: Percentiles | None
+    ttft_range: Range | None
+    tpot_range: Range | None
+    prefill_seconds: float
+    decode_seconds: float
+    requests_per_second: float
+    most_requests_per_second: float
+    output_tokens_per_second: float
+    most_output_tokens_per_second: float
+    most_range: Range | None
+    load: float
+    memory_by_kind: dict[str, int]
+    memory: int
+    cached_tokens: int
+    dollars_per_hour: float | None
+    dollars_per_million_output_tokens: float | None
+    full_dollars_per_million_output_tokens: float | None
+    price: float | None
+    price_source: str
+    meets: bool
+    misses: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values; the layout as text."""
+        return {**dataclasses.asdict(self), "layout": str(self.layout)}
+
+
+def forecast(
+    problem: ServiceProblem,
+    *,
+    tp: int,
+    pp: int,
+    chunk: int,
+    replicas: int,
+    most: float,
+    latencies: Latencies | None,
+) -> ServiceForecast:
+    """The forecast of a deployment.
+
+    Args:
+        most: requests per second at which one replica saturates.
+        latencies: as simulated; None: it is saturated.
+    """
+    service = problem.service
+    prices = problem.prices(tp, pp, chunk)
+    table = problem.table(tp, pp, chunk)
+    gpus = tp * pp * replicas
+    price = problem.gpu.price
+    hourly = None if price is None else price * gpus
+    output = service.output_tokens_per_second
+    full = most * replicas * service.output_len
+
+    def per_million(rate: float) -> float | None:
+        return None if hourly is None else hourly / 3600 / rate * MILLION
+
+    at = service.percentile
+    room = problem.cached_tokens(tp, pp, chunk)
+    return ServiceForecast(
+        layout=Layout(dp=replicas, pp=pp, tp=tp),
+        gpu=problem.gpu.name,
+        cluster=problem.cluster.name,
+        num_gpus=gpus,
+        num_nodes=nodes(problem, tp * pp, replicas),
+        max_batch_tokens=chunk,
+        max_sequences=problem.sequences(tp, pp, chunk),
+        batch=0.0 if latencies is None else latencies.batch,
+        batch_peak=0 if latencies is None else latencies.batch_peak,
+        ttft=None if latencies is None else latencies.ttft,
+        tpot=None if latencies is None else latencies.tpot,
+        end_to_end=None if latencies is None else latencies.end_to_end,
+        ttft_range=None if latencies is None else between("ttft", latencies.ttft.at(at)),
+        tpot_range=None if latencies is None else between("tpot", latencies.tpot.at(at)),
+        prefill_seconds=prefill_alone(problem, tp, pp, chunk),
+        decode_seconds=_alone(table.terms(0, 1), service.context),
+        requests_per_second=service.requests_per_second,
+        most_requests_per_second=most * replicas,
+        output_tokens_per_second=output,
+        most_output_tokens_per_second=full,
+        most_range=between("throughput", full),
+        load=service.requests_per_second / (most * replicas),
+        memory_by_kind={
+            "weights": round(prices.weight_bytes),
+            "cache": round(room * prices.cache_bytes),
+            "overhead": round(prices.overhead_bytes),
+        },
+        memory=round(problem.memory),
+        cached_tokens=round(room),
+        dollars_per_hour=hourly,
+        dollars_per_million_output_tokens=per_million(output),
+        full_dollars_per_million_output_tokens=per_million(full),
+        price=price,
+        price_source=problem.gpu.price_source,
+        meets=latencies is not None and not misses(problem, latencies),
+        misses=("it cannot keep up: requests wait ever longer",)
+        if latencies is None
+        else misses(problem, latencies),
+    )
+
+
+def misses(problem: ServiceProblem, latencies: Latencies) -> tuple[str, ...]:
+    """The goals that are not met, as text; empty if all are."""
+    service, at = problem.service, problem.service.percentile
+    found = []
+    for name, goal, value in (
+        ("TTFT", service.ttft_ms, latencies.ttft.at(at)),
+        ("TPOT", service.tpot_ms, latencies.tpot.at(at)),
+    ):
+        if goal is not None and value * 1e3 > goal:
+            found.append(f"{name} p{at} {value * 1e3:,.0f} ms, not {goal:g}")
+    return tuple(found)
+
+
+def prefill_alone(problem: ServiceProblem, tp: int, pp: int, chunk: int) -> float:
+    """Seconds to the first token of a prompt that meets an idle replica."""
+    table = problem.table(tp, pp, chunk)
+    left, seen = problem.service.prompt_len, 0
+    total = problem.begin_seconds(tp, pp, chunk)
+    while left:
+        take = min(left, chunk * table.stages)
+        low, _, each = table.terms(take, 0)
+        total += low + each * (seen + take / 2)
+        left, seen = left - take, seen + take
+    return total
+
+
+def nodes(problem: ServiceProblem, size: int, replicas: int) -> int:
+    """Nodes that so many replicas of `size` GPUs stand in; none shares a node beyond its GPUs."""
+    held = problem.cluster.node.num_gpus
+    if size >= held:
+        return math.ceil(size / held) * replicas
+    return math.ceil(replicas / (held // size))
+
+
+def between(what: str, value: float) -> Range | None:
+    """A value with its 10th and 90th percentile, by measured over predicted in the validation.
+
+    Args:
+        what: `ttft`, `tpot` or `throughput`.
+    """
+    residuals = serving_constants.file().get("residuals", {}).get(what)
+    if residuals is None:
+        return None
+    low, high = residuals
+    return Range(value * low, value, value * high)
+
+
+def _alone(terms: tuple[float, float, float], context: float) -> float:
+    low, slope, _ = terms
+    return low + slope * (context - 1)

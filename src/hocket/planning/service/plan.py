@@ -1,0 +1,338 @@
+"""ServicePlan: the answer to how many GPUs of which kind a service needs, or why none will do."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from hocket.planning.layouts import tensor_degrees
+from hocket.planning.service.forecast import ServiceForecast, forecast, nodes
+from hocket.planning.service.memory import Held, MemoryMinimum, held_levels, memory_minimum
+from hocket.planning.service.need import NeedMap
+from hocket.planning.service.problem import LARGEST, ServiceProblem, usual_chunk
+from hocket.planning.service.search import (
+    Candidate,
+    Pins,
+    candidate,
+    candidates,
+    deploy,
+    least_replicas,
+    most_replicas,
+    played,
+    search,
+    told,
+    too_slow,
+)
+from hocket.spec.errors import LayoutError, OptionError, unknown
+from hocket.spec.layout import Layout
+from hocket.spec.service import Service
+from hocket.spec.units import format_bytes
+
+PINS = ("tp", "pp", "dp", "max_batch_tokens")
+"""What can be pinned; dp is the number of replicas."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KindAnswer:
+    """The answer for one kind of GPU.
+
+    Attributes:
+        gpu: the kind. cluster: as it was asked for.
+        memory: fewest GPUs that hold the model and one request. held: those for several at once.
+        deployments: those that meet the goals, best first; or the one that was asked for.
+        reason: why there are none.
+        floor_ttft, floor_tpot: seconds of a request alone, each on the layout that is quickest at
+            it; None where nothing fits.
+    """
+
+    gpu: str
+    cluster: str
+    memory: MemoryMinimum
+    deployments: tuple[ServiceForecast, ...]
+    held: tuple[Held, ...] = ()
+    reason: str = ""
+    floor_ttft: float | None = None
+    floor_tpot: float | None = None
+
+    @property
+    def best(self) -> ServiceForecast | None:
+        return self.deployments[0] if self.deployments else None
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        data = dataclasses.asdict(self)
+        data["deployments"] = [one.to_json() for one in self.deployments]
+        return data
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServicePlan:
+    """GPUs for one service.
+
+    Attributes:
+        model: its name. claim, source: of a hypothesis, what it assumes and who says so.
+        service: the load and its goals. precision, engine: what is priced.
+        usable: share of a GPU's memory.
+        parameters, weight_bytes, cache_bytes_per_token: of the model.
+        kinds: an answer for each kind of GPU, cheapest first, those without an answer last.
+        need: GPUs over load and latency, one map for each kind that has an answer.
+        memory_map: GPUs over concurrent requests and context: kind to rows; see `concurrent` and
+            `contexts`.
+        explanation: sentences, where asked for. notes: what a reader should know.
+    """
+
+    model: str
+    service: Service
+    precision: str
+    engine: str
+    usable: float
+    parameters: int
+    weight_bytes: float
+    cache_bytes_per_token: float
+    kinds: tuple[KindAnswer, ...]
+    claim: str = ""
+    source: str = ""
+    need: tuple[NeedMap, ...] = ()
+    concurrent: tuple[int, ...] = ()
+    contexts: tuple[int, ...] = ()
+    memory_map: dict[str, tuple[tuple[int | None, ...], ...]] = dataclasses.field(
+        default_factory=dict
+    )
+    explanation: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def best(self) -> ServiceForecast | None:
+        """The cheapest deployment that meets the goals; its `layout` is what can be run."""
+        return next((kind.best for kind in self.kinds if kind.best is not None), None)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        data["service"] = dataclasses.asdict(self.service)
+        data["kinds"] = [kind.to_json() for kind in self.kinds]
+        data["need"] = [one.to_json() for one in self.need]
+        best = self.best
+        data["best"] = None if best is None else {"gpu": best.gpu, "layout": str(best.layout)}
+        return data
+
+
+def parse_pins(texts: Sequence[str]) -> dict[str, int]:
+    """Pins from `tp=8`. Raises OptionError: no such axis, with the nearest, or no whole number."""
+    found: dict[str, int] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        key = key.strip().replace("-", "_")
+        if key not in PINS:
+            message, hint = unknown("axis", key, PINS)
+            raise OptionError(f"--pin: {message}", hint=hint)
+        if not equals or not value.strip().isdigit() or int(value) < 1:
+            raise OptionError(
+                f"--pin {text!r}: {key} is a whole number of at least 1", hint=f"--pin {key}=8"
+            )
+        found[key] = int(value)
+    return found
+
+
+def answer(problem: ServiceProblem, *, top: int = 10, pins: Pins | None = None) -> KindAnswer:
+    """What one kind of GPU can do."""
+    pins = pins or {}
+    _divides(problem, pins.get("tp", 1), pins.get("pp", 1))
+    memory = memory_minimum(problem)
+    fitting = candidates(problem, pins)
+    found = search(problem, top=top, pins=pins, found=fitting)
+    reason = "" if found else why_not(problem, fitting, pins, memory)
+    return KindAnswer(
+        gpu=problem.gpu.name,
+        cluster=problem.cluster.name,
+        memory=memory,
+        deployments=tuple(told(problem, one) for one in found),
+        held=held_levels(problem.unbounded()),
+        reason=reason,
+        floor_ttft=min((one.floor_ttft for one in fitting), default=None),
+        floor_tpot=min((one.floor_tpot for one in fitting), default=None),
+    )
+
+
+def answer_one(problem: ServiceProblem, layout: Layout, chunk: int | None = None) -> KindAnswer:
+    """One layout priced, whether or not it meets the goals.
+
+    Raises:
+        LayoutError: axes that serving has not, a tp that does not divide the model, more stages
+            than layers, more GPUs than there are, or a replica that holds no request.
+    """
+    tp, pp = layout.tp, layout.pp
+    plain = Layout(dp=layout.dp, pp=pp, tp=tp)
+    if layout != plain:
+        raise LayoutError(
+            f"{layout}: serving has replicas (dp), tensor (tp) and pipeline (pp) parallelism alone",
+            hint=f"--layout {plain}",
+        )
+    _divides(problem, tp, pp)
+    chunk = usual_chunk(pp) if chunk is None else chunk
+    if problem.sequences(tp, pp, chunk) < 1:
+        prices = problem.prices(tp, pp, chunk)
+        gigabyte = 1e9
+        raise LayoutError(
+            f"{plain} does not hold a request of {problem.service.tokens:,} tokens on "
+            f"{problem.gpu.name}: of {problem.memory / gigabyte:.1f} GB, weights take "
+            f"{prices.weight_bytes / gigabyte:.1f}, overhead {prices.overhead_bytes / gigabyte:.1f}"
+            f" and a request {prices.cache_bytes * problem.service.tokens / gigabyte:.1f}",
+            hint=_split_hint(memory_minimum(problem)),
+        )
+    one = candidate(problem, tp, pp, chunk)
+    if layout.dp > most_replicas(problem, one):
+        raise LayoutError(
+            f"{plain} needs {tp * pp * layout.dp} GPUs; {problem.cluster.name} holds "
+            f"{most_replicas(problem, one)} of its replicas",
+            hint=f"--cluster {problem.gpu.name}",
+        )
+    latencies = played(problem, one, layout.dp)
+    found = forecast(
+        problem,
+        tp=tp,
+        pp=pp,
+        chunk=chunk,
+        replicas=layout.dp,
+        most=one.most,
+        latencies=latencies,
+    )
+    return KindAnswer(
+        gpu=problem.gpu.name,
+        cluster=problem.cluster.name,
+        memory=memory_minimum(problem),
+        deployments=(found,),
+        floor_ttft=one.floor_ttft,
+        floor_tpot=one.floor_tpot,
+    )
+
+
+def _divides(problem: ServiceProblem, tp: int, pp: int) -> None:
+    """Raises LayoutError where a replica cannot be cut so."""
+    shape = problem.shape
+    degrees = tensor_degrees(shape)
+    if tp not in degrees:
+        most = 2 * problem.cluster.node.num_gpus
+        raise LayoutError(
+            f"tp {tp} does not divide {shape.name}, which has {shape.heads} heads and "
+            f"{shape.kv_heads} key/value heads",
+            hint="one of " + ", ".join(f"tp={n}" for n in degrees if n <= most),
+        )
+    if pp > len(shape.layers):
+        raise LayoutError(
+            f"pp {pp} is more stages than the {len(shape.layers)} layers of {shape.name}",
+            hint=f"pp={len(shape.layers)} at most",
+        )
+
+
+def cost_key(kind: KindAnswer) -> tuple[float, float]:
+    """What kinds are sorted by: dollars an hour, those without a price after those with one."""
+    if kind.best is None:
+        return math.inf, math.inf
+    hourly = kind.best.dollars_per_hour
+    return math.inf if hourly is None else hourly, float(kind.best.num_gpus)
+
+
+# --- why none will do ----------------------------------------------------------------------------
+
+
+def why_not(
+    problem: ServiceProblem, fitting: Sequence[Candidate], pins: Pins, memory: MemoryMinimum
+) -> str:
+    """Why no deployment of this kind meets the goals, with the numbers."""
+    service, name = problem.service, problem.gpu.name
+    asked = ", ".join(f"{key}={value}" for key, value in pins.items())
+    if not fitting:
+        if asked and memory.gpus:
+            return f"no legal layout with {asked} holds the model and one request"
+        whole = f"{format_bytes(memory.weight_bytes)} of weights and a request of "
+        whole += format_bytes(memory.cache_bytes)
+        if not problem.bounded:
+            return f"{whole} fit no legal layout of up to {LARGEST} times the GPUs of the weights"
+        least = memory_minimum(problem.unbounded())
+        needed = f" {least.gpus} (pp{least.pp}.tp{least.tp})" if least.gpus else " more than any"
+        return f"{whole} need{needed}; there are {problem.num_gpus} {name}"
+    for what, goal, floors in (
+        ("TTFT", service.ttft_ms, [one.floor_ttft for one in fitting]),
+        ("TPOT", service.tpot_ms, [one.floor_tpot for one in fitting]),
+    ):
+        low = min(floors) * 1e3
+        if goal is not None and low > goal:
+            at = fitting[floors.index(min(floors))]
+            return (
+                f"{what} of a request alone is at least {low:,.0f} ms (tp{at.tp}.pp{at.pp}), "
+                f"not {goal:g}: no number of {name} is faster"
+            )
+    both = [one for one in fitting if not too_slow(problem, one)]
+    if not both:
+        return "no one layout meets both goals, even for a request alone"
+    if problem.bounded:
+        return _too_few(problem, pins)
+    if "dp" in pins:
+        replicas = min(least_replicas(problem, one) for one in both)
+        return f"{asked}: too few replicas; at least {replicas} are needed"
+    return "the goals are met by a request alone, but by no number of replicas under this load"
+
+
+def _too_few(problem: ServiceProblem, pins: Pins) -> str:
+    enough = search(problem.unbounded(), top=1, pins=pins)
+    there = problem.cluster.num_gpus
+    found = most_rate(problem, pins)
+    carries = f"; they carry {found:.3g} requests/s within the goals" if found else ""
+    if not enough:
+        return f"no number of {problem.gpu.name} meets the goals under this load{carries}"
+    return f"needs {enough[0].gpus} {problem.gpu.name}, and there are {there}{carries}"
+
+
+def most_rate(problem: ServiceProblem, pins: Pins | None = None) -> float:
+    """Most requests per second that the GPUs there are carry within the goals, to two digits."""
+    best = 0.0
+    for one in candidates(problem, pins):
+        room = most_replicas(problem, one)
+        if room < 1 or too_slow(problem, one):
+            continue
+        high = min(one.good, one.most) * room
+        if high <= best:
+            continue
+        for step in range(14):
+            rate = float(f"{high * 0.9**step:.2g}")
+            if rate <= best:
+                break
+            service = dataclasses.replace(problem.service, requests_per_second=rate)
+            if deploy(problem.under(service), one, replicas=room) is not None:
+                best = rate
+                break
+    return best
+
+
+def impossible(
+    problem: ServiceProblem, kind: KindAnswer, others: Sequence[str], pins: Pins
+) -> LayoutError:
+    """The error where the only kind that was asked for will not do.
+
+    Args:
+        others: other kinds that would, cheapest first.
+    """
+    service = problem.service
+    hint = None
+    if problem.bounded:
+        enough = search(problem.unbounded(), top=1, pins=pins)
+        if enough:
+            held = problem.cluster.node.num_gpus
+            size = enough[0].candidate.size
+            count = nodes(problem, size, enough[0].replicas)
+            hint = f"--cluster {count}x{held}x{problem.gpu.name} would do"
+    if hint is None and others:
+        hint = f"--cluster {others[0]} would do"
+        hint += f", as would {', '.join(others[1:])}" if others[1:] else ""
+    elif hint is None and service.tpot_ms is not None and kind.floor_tpot is not None:
+        floor = math.ceil(kind.floor_tpot * 1e3)
+        if floor > service.tpot_ms:
+            hint = f"--tpot-ms {math.ceil(1.2 * floor)}; no kind of GPU that is compared would do"
+    return LayoutError(f"{problem.shape.name} on {problem.cluster.name}: {kind.reason}", hint=hint)
+
+
+def _split_hint(memory: MemoryMinimum) -> str | None:
+    return f"--layout pp{memory.pp}.tp{memory.tp} holds {memory.requests}" if memory.gpus else None

@@ -1,0 +1,232 @@
+"""ServiceProblem: one model, one kind of node, one load; its replicas are priced through `cost`.
+
+A replica is tp x pp GPUs that hold the model once; a deployment is dp of them. A kind of node
+stands for as many nodes as are needed, unless the question says how many there are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from hocket.catalogue.curves import curves
+from hocket.cost import serving_constants
+from hocket.cost.serving import CACHE_BYTES, WEIGHT_BYTES, ServingPrices, serving_prices
+from hocket.planning.layouts import tensor_degrees
+from hocket.simulation.traffic import RoundTable
+from hocket.spec.cluster import Cluster, Gpu
+from hocket.spec.errors import OptionError, unknown
+from hocket.spec.model_shape import ModelShape
+from hocket.spec.service import Service
+
+Kind = TypeVar("Kind")
+
+CHUNKS = (2048, 512, 8192)
+"""Budgets of tokens of one step that are tried, see `usual_chunk`."""
+
+MOST_SEQUENCES = 1024
+"""Sequences that a replica runs at once, however much cache there is."""
+
+LARGEST = 4
+"""A replica has at most so many times the GPUs that its weights need."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServiceProblem:
+    """What is asked of one kind of GPU.
+
+    Attributes:
+        shape: the model.
+        cluster: what the GPUs stand in; its number of nodes counts only where `bounded`.
+        service: the load and its goals.
+        bounded: whether there are no more GPUs than the cluster has.
+        precision: of weights and products. cache_precision: of keys and values; None: 8 bits
+            with 8-bit weights, else 16.
+        engine: whose constants price it; None: the default.
+        usable: share of a GPU's memory that the engine may fill.
+    """
+
+    shape: ModelShape
+    cluster: Cluster
+    service: Service
+    bounded: bool = False
+    precision: str = "bf16"
+    cache_precision: str | None = None
+    engine: str | None = None
+    usable: float = 0.9
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.usable) and 0 < self.usable <= 1):
+            raise OptionError(
+                f"usable is {self.usable:g}; it is a share of a GPU's memory, at most 1",
+                hint="--usable 0.9",
+            )
+        if self.precision not in WEIGHT_BYTES:
+            message, hint = unknown("precision", self.precision, WEIGHT_BYTES)
+            raise OptionError(message, hint=hint)
+        rates = self.gpu.flops
+        if self.precision == "bf16" and "bf16" not in rates:
+            raise OptionError(
+                f"{self.gpu.name} does not compute in bf16, but in {', '.join(rates)}",
+                hint="--precision fp16" if "fp16" in rates else "another --cluster",
+            )
+        if self.cache_precision is not None and self.cache_precision not in CACHE_BYTES:
+            message, hint = unknown("cache precision", self.cache_precision, CACHE_BYTES)
+            raise OptionError(message, hint=hint)
+        known = serving_constants.engines()
+        if self.engine is not None and self.engine not in known:
+            message, hint = unknown("engine", self.engine, known)
+            raise OptionError(message, hint=hint)
+
+    @property
+    def gpu(self) -> Gpu:
+        return self.cluster.node.gpu
+
+    @property
+    def memory(self) -> float:
+        """Bytes of a GPU that the engine may fill."""
+        return self.usable * self.gpu.usable
+
+    @property
+    def engine_name(self) -> str:
+        """The engine whose constants price it."""
+        return self.engine or serving_constants.default_engine()
+
+    @property
+    def num_gpus(self) -> int | None:
+        """GPUs that there are; None: as many as are needed."""
+        return self.cluster.num_gpus if self.bounded else None
+
+    # --- replicas ----------------------------------------------------------------------------
+
+    def splits(self) -> Iterator[tuple[int, int]]:
+        """Every (tp, pp) that a replica can have, fewest GPUs first.
+
+        tp divides the model (see `layouts.tensor_degrees`) and a node, or is whole nodes, at most
+        two; of all pp that leave the fullest stage as many layers, the least.
+        """
+        return iter(self.remembered(("splits", self.bounded), self._splits))
+
+    def _splits(self) -> list[tuple[int, int]]:
+        held = self.cluster.node.num_gpus
+        least = self.weights / self.memory
+        most = self.num_gpus or max(2 * held, math.ceil(LARGEST * least))
+        layers = len(self.shape.layers)
+        stages = sorted({math.ceil(layers / m) for m in range(1, layers + 1)})
+        found = [
+            (tp, pp)
+            for tp in tensor_degrees(self.shape)
+            if held % tp == 0 or (tp % held == 0 and tp <= 2 * held)
+            for pp in stages
+            if least <= tp * pp <= most
+        ]
+        return sorted(found, key=lambda split: (split[0] * split[1], split[1]))
+
+    @functools.cached_property
+    def weights(self) -> float:
+        """Bytes of the model's weights, held once."""
+        return self.shape.num_parameters * WEIGHT_BYTES[self.precision]
+
+    @functools.cached_property
+    def cache_per_token(self) -> float:
+        """Bytes of one token's keys and values over all layers, held once."""
+        return float(self.prices(1, 1).cache_bytes)
+
+    @functools.cached_property
+    def _known(self) -> dict[tuple[int, int, int], ServingPrices]:
+        return {}
+
+    @functools.cached_property
+    def _memory(self) -> dict[tuple[Any, ...], Any]:
+        return {}
+
+    def remembered(self, key: tuple[Any, ...], compute: Callable[[], Kind]) -> Kind:
+        """What does not depend on the load, once for all loads of requests of the same length."""
+        if key not in self._memory:
+            self._memory[key] = compute()
+        found: Kind = self._memory[key]
+        return found
+
+    @functools.cached_property
+    def _curves(self) -> tuple[object, ...]:
+        kind, device = self.cluster.node.link.kind, self.gpu.name
+        known = [c for c in curves() if c.topology == kind and c.num_nodes == 1]
+        exact = [c for c in known if c.gpu == device]
+        family = [c for c in known if c.gpu.partition("-")[0] == device.partition("-")[0]]
+        return tuple(exact or family)
+
+    def prices(self, tp: int, pp: int, chunk: int = CHUNKS[0]) -> ServingPrices:
+        """Prices of a replica, on nodes that it fills or shares."""
+        key = tp, pp, chunk
+        if key not in self._known:
+            node = self.cluster.node
+            nodes = max(1, math.ceil(tp * pp / node.num_gpus))
+            rates = node.gpu.flops
+            if "bf16" not in rates:  # prices are those of 16 bits, whichever they are
+                gpu = dataclasses.replace(node.gpu, flops={**rates, "bf16": rates["fp16"]})
+                node = dataclasses.replace(node, gpu=gpu)
+            self._known[key] = serving_prices(
+                self.shape,
+                dataclasses.replace(self.cluster, num_nodes=nodes, node=node),
+                tp=tp,
+                pp=pp,
+                precision=self.precision,
+                cache_precision=self.cache_precision,
+                engine=self.engine,
+                max_batch_tokens=chunk,
+                curves=self._curves,  # type: ignore[arg-type]
+            )
+        return self._known[key]
+
+    def cached_tokens(self, tp: int, pp: int, chunk: int = CHUNKS[0]) -> float:
+        """Tokens that a replica caches beside its weights; at most 0: it does not fit."""
+        return float(self.prices(tp, pp, chunk).capacity(self.usable))
+
+    def sequences(self, tp: int, pp: int, chunk: int = CHUNKS[0]) -> int:
+        """Whole requests that a replica holds at once; 0: not one."""
+
+        def count() -> int:
+            prices = self.prices(tp, pp, chunk)
+            fit = self.cached_tokens(tp, pp, chunk) // self.service.tokens
+            return int(max(0, min(fit, prices.max_sequences * prices.stages, MOST_SEQUENCES)))
+
+        return self.remembered(("sequences", tp, pp, chunk), count)
+
+    def table(self, tp: int, pp: int, chunk: int) -> RoundTable:
+        """Seconds of rounds of a replica that fits."""
+        return self.remembered(
+            ("table", tp, pp, chunk),
+            lambda: RoundTable(
+                self.prices(tp, pp, chunk),
+                chunk=chunk,
+                longest=self.service.tokens,
+                most=self.sequences(tp, pp, chunk),
+            ),
+        )
+
+    def begin_seconds(self, tp: int, pp: int, chunk: int) -> float:
+        """Seconds of a request before its prompt is run: the engine's constant."""
+        return float(self.prices(tp, pp, chunk).replica.constants.prefill_time)
+
+    def under(self, service: Service, *, bounded: bool | None = None) -> ServiceProblem:
+        """The problem under another load; with requests of the same length, prices are kept."""
+        kept = self.bounded if bounded is None else bounded
+        other = dataclasses.replace(self, service=service, bounded=kept)
+        other.__dict__["_known"] = self._known
+        same = (self.service.prompt_len, self.service.output_len)
+        if same == (service.prompt_len, service.output_len):
+            other.__dict__["_memory"] = self._memory
+        return other
+
+    def unbounded(self) -> ServiceProblem:
+        """The problem with as many GPUs as are needed."""
+        return self.under(self.service, bounded=False)
+
+
+def usual_chunk(pp: int) -> int:
+    """The budget that is tried first: small with stages, since a batch with a long chunk keeps the
+    others waiting (Agrawal et al. 2024, section 3.3)."""
+    return CHUNKS[0] if pp == 1 else CHUNKS[1]

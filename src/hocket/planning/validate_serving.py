@@ -1,0 +1,234 @@
+"""Validation of serving: how far the prices are from what was measured, row by row.
+
+    error     |predicted / measured - 1| of time per output token, of time to first token and of
+              output tokens per second; rows that are the same run in every column are compared with
+              their median
+    overall   of all rows of A100, H100 and H200, dense models and mixtures of experts, every engine
+              and way of running; each row counts once
+    averaged  the same rows, averaged over groups, so that no single large source decides
+    groups    a source, and each engine apart where a source has several; other GPUs in groups of
+              their own
+
+`families` holds the same rows by GPU.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hocket.planning.serving_load import Constants, answers, groups
+from hocket.planning.serving_table import Row, read, rows
+
+FIELDS = ("tpot", "ttft", "throughput")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Priced:
+    """One row with its prediction: seconds and tokens/s; `fits`: one request does.
+
+    `targets`: medians of the runs that are the same in every column, by field.
+    """
+
+    row: Row
+    tpot: float
+    ttft: float
+    throughput: float
+    batch: float
+    fits: bool
+    targets: Mapping[str, float | None]
+
+    def error(self, field: str) -> float | None:
+        """Relative and signed, of one of `FIELDS`; None where it was not measured."""
+        target = self.targets[field]
+        return None if target is None else float(getattr(self, field)) / target - 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scores:
+    """Figures of a group of rows; None where nothing was measured. Errors in percent.
+
+    `tpot_rows` and the like: rows where it was measured. `unfit`: run, but called not fitting.
+    """
+
+    rows_used: int
+    rows_left_out: int
+    unfit: int
+    tpot_rows: int
+    tpot_mape: float | None
+    tpot_median_ape: float | None
+    ttft_rows: int
+    ttft_mape: float | None
+    ttft_median_ape: float | None
+    throughput_rows: int
+    throughput_mape: float | None
+    throughput_median_ape: float | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """What `hocket validate --infer` found."""
+
+    overall: Scores
+    averaged: Scores
+    dense: Scores
+    groups: dict[str, Scores]
+    families: dict[str, Scores]
+    priced: tuple[Priced, ...]
+    left_out: dict[str, str]
+    ids: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """`overall`, `averaged`, `dense`, `groups` and `families`, each with the fields of
+        Scores; `left_out`: reasons and how many rows each."""
+        reasons: dict[str, int] = {}
+        for reason in self.left_out.values():
+            reasons[reason] = reasons.get(reason, 0) + 1
+        return {
+            "overall": dataclasses.asdict(self.overall),
+            "averaged": dataclasses.asdict(self.averaged),
+            "dense": dataclasses.asdict(self.dense),
+            "groups": {name: dataclasses.asdict(s) for name, s in self.groups.items()},
+            "families": {name: dataclasses.asdict(s) for name, s in self.families.items()},
+            "left_out": reasons,
+        }
+
+
+def validate(path: str | Path) -> Report:
+    """Price every row of a table.
+
+    Raises:
+        OptionError: the file is missing or lacks columns that are needed.
+    """
+    return report(read(path))
+
+
+def report(table: Sequence[Mapping[str, str]], change: Constants | None = None) -> Report:
+    """Price every row of a table that has been read."""
+    found, left_out = rows(table)
+    priced = price(found, change)
+    several: dict[str, set[str]] = {}
+    for one in priced:
+        if one.row.mainstream:
+            several.setdefault(one.row.source, set()).add(one.row.engine)
+    names: dict[str, list[Priced]] = {}
+    families: dict[str, list[Priced]] = {}
+    for one in priced:
+        names.setdefault(group_of(one.row, several), []).append(one)
+        families.setdefault(one.row.gpu, []).append(one)
+    source = {line["id"]: line["source"] for line in table}
+    gpus = {line["id"]: line["gpu"] for line in table}
+    missing: dict[str, int] = {}
+    lost: dict[str, int] = {}
+    for name in left_out:
+        missing[source[name]] = missing.get(source[name], 0) + 1
+        lost[gpus[name]] = lost.get(gpus[name], 0) + 1
+    figures = {name: scores(members) for name, members in names.items()}
+    main = [s for name, s in figures.items() if not name.startswith("other:")]
+    for name, count in missing.items():
+        key = name if name in figures else f"{name}: left out"
+        figures[key] = dataclasses.replace(figures.get(key, scores([])), rows_left_out=count)
+    chosen = [p for p in priced if p.row.mainstream]
+    return Report(
+        overall=scores(chosen, len(left_out)),
+        averaged=average(main, len(left_out)),
+        dense=scores([p for p in chosen if not p.row.experts]),
+        groups=figures,
+        families={name: scores(members) for name, members in families.items()},
+        priced=tuple(priced),
+        left_out=left_out,
+        ids=tuple(line["id"] for line in table),
+    )
+
+
+def group_of(row: Row, several: Mapping[str, set[str]] | None = None) -> str:
+    """The group that a row is reported under."""
+    if not row.mainstream:
+        return f"other: {row.gpu}"
+    engines = (several or {}).get(row.source, set())
+    return f"{row.source}: {row.engine}" if len(engines) > 1 else row.source
+
+
+def price(found: Sequence[Row], change: Constants | None = None) -> list[Priced]:
+    """Predictions of rows; `change` gives other constants than the rows' own (fitting)."""
+    if not found:
+        return []
+    answer = answers(groups(found), len(found), change)
+    medians = {field: _medians(found, field) for field in FIELDS}
+    return [
+        Priced(
+            row=row,
+            tpot=float(answer.tpot[i]),
+            ttft=float(answer.ttft[i]),
+            throughput=float(answer.throughput[i]),
+            batch=float(answer.batch[i]),
+            fits=bool(answer.fits[i]),
+            targets={
+                field: None if getattr(row, field) is None else medians[field][row.key]
+                for field in FIELDS
+            },
+        )
+        for i, row in enumerate(found)
+    ]
+
+
+def scores(members: Sequence[Priced], left_out: int = 0) -> Scores:
+    """The figures of one group."""
+    values: dict[str, Any] = {}
+    for field in FIELDS:
+        errors = [abs(e) for p in members if (e := p.error(field)) is not None]
+        values[f"{field}_rows"] = len(errors)
+        values[f"{field}_mape"] = _percent(statistics.fmean, errors)
+        values[f"{field}_median_ape"] = _percent(statistics.median, errors)
+    return Scores(
+        rows_used=len(members),
+        rows_left_out=left_out,
+        unfit=sum(1 for p in members if not p.fits),
+        **values,
+    )
+
+
+def average(groups: Sequence[Scores], left_out: int) -> Scores:
+    """Errors averaged over groups; counts are summed."""
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(Scores):
+        numbers = [v for s in groups if (v := getattr(s, field.name)) is not None]
+        if field.name.endswith("ape"):
+            values[field.name] = round(statistics.fmean(numbers), 4) if numbers else None
+        else:
+            values[field.name] = sum(numbers)
+    return Scores(**(values | {"rows_left_out": left_out}))
+
+
+def write_rows(report: Report, path: str | Path) -> None:
+    """`id`, `predicted_tpot_ms`, `predicted_ttft_ms`, `predicted_out_tok_s_total` and `left_out` of
+    every row, in the table's order."""
+    known = {p.row.id: p for p in report.priced}
+    with Path(path).open("w", newline="") as file:
+        writer = csv.writer(file)
+        names = ("predicted_tpot_ms", "predicted_ttft_ms", "predicted_out_tok_s_total")
+        writer.writerow(("id", *names, "left_out"))
+        for name in report.ids:
+            one = known.get(name)
+            if one is None:
+                writer.writerow((name, "", "", "", report.left_out.get(name, "")))
+                continue
+            figures = (1e3 * one.tpot, 1e3 * one.ttft, one.throughput)
+            writer.writerow((name, *(f"{value:.6g}" for value in figures), ""))
+
+
+def _medians(found: Sequence[Row], field: str) -> dict[tuple[str, ...], float]:
+    runs: dict[tuple[str, ...], list[float]] = {}
+    for row in found:
+        value = getattr(row, field)
+        if value is not None:
+            runs.setdefault(row.key, []).append(value)
+    return {key: statistics.median(values) for key, values in runs.items()}
+
+
+def _percent(how: Callable[[list[float]], float], values: list[float]) -> float | None:
+    return round(100 * how(values), 4) if values else None

@@ -1,0 +1,198 @@
+"""Prices of one serving replica: bytes by hand, seconds against what cannot be beaten."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from importlib import resources
+
+import numpy as np
+import pytest
+
+from hocket.catalogue.hardware import cluster
+from hocket.catalogue.shapes import shape
+from hocket.cost.serving import ServingPrices, products_in, serving_prices
+from hocket.cost.serving_constants import (
+    ENGINE_FIELDS,
+    GPU_FIELDS,
+    chain,
+    engines,
+    kind_of,
+    serving_constants,
+)
+from hocket.cost.serving_shape import latent_width, served
+from hocket.spec.errors import OptionError
+
+
+def prices(model: str, on: str, **options: object) -> ServingPrices:
+    return serving_prices(shape(model), cluster(on), **options)  # type: ignore[arg-type]
+
+
+def test_weights_and_cache_by_hand() -> None:
+    one = prices("llama-3-8b", "1xH100-SXM-80")
+    assert one.weight_bytes == 2 * 8_030_261_248
+    assert one.cache_bytes == 32 * 8 * (128 + 128) * 2
+    eight = prices("llama-3-70b", "8xH100-SXM-80", tp=8)
+    assert eight.cache_bytes == 80 * 256 * 2
+    small = prices("llama-3-70b", "8xH100-SXM-80", tp=8, cache_precision="fp8")
+    assert small.cache_bytes == eight.cache_bytes / 2
+    assert eight.weight_bytes == pytest.approx(2 * 70_553_706_496 / 8, rel=0.001)
+
+
+def test_few_heads_are_held_by_several_ranks() -> None:
+    """Qwen3 235B has four key/value heads: eight ranks hold one each, twice."""
+    four = prices("qwen3-235b-a22b", "8xH200", tp=4, precision="fp8")
+    eight = prices("qwen3-235b-a22b", "8xH200", tp=8, precision="fp8")
+    assert four.cache_bytes == eight.cache_bytes
+
+
+def test_a_latent_vector_is_whole_on_every_rank() -> None:
+    """DeepSeek-V3 caches 512 + 64 elements a layer and token, whatever tp is."""
+    for tp in (1, 8):
+        held = prices("deepseek-v3", "8xH200", tp=tp, precision="fp8", cache_precision="bf16")
+        assert held.cache_bytes == 61 * 576 * 2
+    model = served(shape("deepseek-v3"))
+    for kind in set(model.layers):
+        block = model.blocks[kind]
+        assert latent_width(block.attention[0], block) == 576
+
+
+@pytest.mark.parametrize(
+    ("model", "heads", "keys"),
+    [("falcon-180b", 232, 8), ("gpt-oss-120b", 64, 8), ("llama-3-8b", 32, 8), ("gpt2", 12, 12)],
+)
+def test_engines_divide_every_head(model: str, heads: int, keys: int) -> None:
+    whole = served(shape(model))
+    core = whole.blocks[whole.layers[0]].attention[0]
+    assert (core.heads, core.kv_heads, core.split) == (heads, keys, "inside")
+    splits = [p.split for p in whole.blocks[whole.layers[0]].products if p.n > 1024]
+    assert "outside" not in splits
+
+
+def test_decoding_is_no_faster_than_memory() -> None:
+    """One token reads all weights once; published servers reach half to four fifths of that."""
+    for model, on, bandwidth in (
+        ("llama-3-8b", "1xH100-SXM-80", 3.35e12),
+        ("llama-2-7b", "1xA100-SXM-80", 2.039e12),
+    ):
+        one = prices(model, on)
+        floor = one.weight_bytes / bandwidth
+        assert floor < float(one.decode_seconds(1, 100)[0]) < 2.2 * floor
+
+
+def test_prompts_are_no_faster_than_the_dense_rate() -> None:
+    one = prices("llama-3-8b", "1xH100-SXM-80")
+    flops = 2 * 8.03e9 * 8192
+    seconds = float(one.prefill_seconds(8192)[0])
+    assert flops / 989e12 < seconds < 3 * flops / 989e12
+
+
+def test_steps_grow_with_what_they_do() -> None:
+    one = prices("llama-3-70b", "8xH100-SXM-80", tp=4, precision="fp8")
+    batches = np.array([1.0, 8, 64, 256, 1024])
+    assert np.all(np.diff(one.decode_seconds(batches, 1000)) > 0)
+    assert np.all(np.diff(one.decode_seconds(64, np.array([100.0, 1000, 10000]))) > 0)
+    mixed = one.step_seconds(np.array([0.0, 512, 4096]), 1000, 64, 1000)
+    assert np.all(np.diff(mixed) > 0)
+    # Beside decoding a prompt costs less than alone: the weights are read once.
+    alone = one.step_seconds(512, 256, 0, 0)
+    assert float(mixed[1]) < float((alone + one.decode_seconds(64, 1000))[0])
+
+
+def test_experts_that_no_token_reaches_are_not_read() -> None:
+    few = prices("mixtral-8x7b", "8xH100-SXM-80", tp=2)
+    one, many = few.decode_seconds(np.array([1.0, 64.0]), 100)
+    dense = few.weight_bytes / 3.35e12
+    assert one < 0.6 * dense
+    assert many > dense
+
+
+def test_links_decide() -> None:
+    """Sums of eight GPUs: over PCIe they cost more than four GPUs save, over NVLink they do not."""
+    seconds = {
+        (gpu, tp): float(
+            prices("llama-3-70b", f"8x{gpu}", tp=tp, engine="trtllm-engines").step_seconds(
+                1000, 500, 256, 1000
+            )[0]
+        )
+        for gpu in ("A100-SXM-80", "A100-PCIe-80")
+        for tp in (4, 8)
+    }
+    assert seconds["A100-SXM-80", 4] > 1.4 * seconds["A100-SXM-80", 8]
+    assert seconds["A100-PCIe-80", 4] < 1.2 * seconds["A100-PCIe-80", 8]
+
+
+def test_stages_share_the_layers() -> None:
+    whole = prices("llama-3-70b", "8xH100-SXM-80", tp=2)
+    four = prices("llama-3-70b", "8xH100-SXM-80", tp=2, pp=4)
+    assert four.gpus == 8
+    assert four.weight_bytes < 0.3 * whole.weight_bytes
+    assert four.cache_bytes == whole.cache_bytes / 4
+    step, stage = (float(f(0, 0, 32, 1000)[0]) for f in (four.step_seconds, four.stage_seconds))
+    assert float(whole.decode_seconds(32, 1000)[0]) < step
+    assert step / 4 < stage < step / 2
+
+
+def test_a_window_bounds_what_is_read() -> None:
+    near = prices("gpt-oss-120b", "8xH100-SXM-80", tp=4)
+    blocks = {
+        name: dataclasses.replace(
+            block, attention=tuple(dataclasses.replace(a, window=None) for a in block.attention)
+        )
+        for name, block in shape("gpt-oss-120b").blocks.items()
+    }
+    far = serving_prices(
+        dataclasses.replace(shape("gpt-oss-120b"), blocks=blocks), cluster("8xH100"), tp=4
+    )
+    long = [float(p.decode_seconds(64, 16384)[0]) for p in (near, far)]
+    short = [float(p.decode_seconds(64, 100)[0]) for p in (near, far)]
+    assert long[0] < long[1]
+    assert short[0] == short[1]
+
+
+def test_capacity_is_what_weights_leave() -> None:
+    held = prices("llama-3-70b", "8xH100-SXM-80", tp=2)
+    tokens = held.capacity(0.9)
+    used = held.weight_bytes + held.overhead_bytes + tokens * held.cache_bytes
+    assert used == pytest.approx(0.9 * held.memory)
+    assert prices("llama-3-70b", "8xH100-SXM-80").capacity() < 0
+    assert held.capacity(0.9, memory=141e9) > 3 * tokens
+
+
+def test_integers_are_widened_and_a100_has_no_eight_bits() -> None:
+    assert products_in("fp8", ("bf16", "fp16")) == "bf16"
+    assert products_in("fp8", ("bf16", "fp8")) == "fp8"
+    assert products_in("int4", ("bf16", "fp8")) == "bf16"
+    assert products_in("fp4", ("bf16", "fp8")) == "fp8"
+
+
+def test_every_engine_and_gpu_has_all_constants() -> None:
+    for engine in engines():
+        for gpu in ("A100-SXM-80", "A100-PCIe-80", "H100-SXM-80", "H200-SXM-141", "L40S-48"):
+            found = serving_constants(gpu, engine)
+            assert all(np.isfinite(value) for value in dataclasses.asdict(found).values())
+    assert kind_of("A100-PCIe-80") == "A100-PCIe"
+    assert kind_of("A100-SXM-40") == "A100"
+    assert chain("vllm") == ["vllm", "trtllm"]
+
+
+def test_no_more_than_six_constants_are_fitted() -> None:
+    text = (resources.files("hocket.cost") / "data" / "serving.json").read_text()
+    data = json.loads(text)
+    fitted = data["how"]["by benchmarks/fit/serving.py, on rows of A100, H100 and H200"]
+    assert len(GPU_FIELDS) == 6
+    for gpu in data["gpus"].values():
+        assert set(gpu) == set(GPU_FIELDS)
+    for engine in data["engines"]:
+        own = [name for name in fitted if name.startswith(f"engines.{engine}.")]
+        assert len(own) <= 6
+        assert all(name.rpartition(".")[2] in ENGINE_FIELDS for name in own)
+
+
+def test_unknown_words_are_refused() -> None:
+    with pytest.raises(OptionError, match="unknown engine 'vlm'"):
+        prices("llama-3-8b", "1xH100", engine="vlm")
+    with pytest.raises(OptionError, match="unknown precision 'fp9'"):
+        prices("llama-3-8b", "1xH100", precision="fp9")
+    with pytest.raises(OptionError, match="unknown cache precision"):
+        prices("llama-3-8b", "1xH100", cache_precision="fp12")

@@ -1,0 +1,286 @@
+"""The search for a service: goals are met with the fewest GPUs, and every word is computed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import pytest
+
+from hocket.catalogue.hardware import cluster
+from hocket.catalogue.shapes import shape
+from hocket.planning.service import models
+from hocket.planning.service.explain import explain
+from hocket.planning.service.forecast import misses, nodes
+from hocket.planning.service.need import need_map
+from hocket.planning.service.plan import answer, answer_one, most_rate, parse_pins
+from hocket.planning.service.problem import ServiceProblem
+from hocket.planning.service.search import (
+    candidate,
+    candidates,
+    deploy,
+    most_replicas,
+    played,
+    search,
+    told,
+)
+from hocket.spec.errors import LayoutError, OptionError
+from hocket.spec.layout import Layout
+from hocket.spec.service import Service
+
+SERVICE = Service(requests_per_second=5.0, ttft_ms=2000.0, tpot_ms=50.0)
+SEVENTY = ServiceProblem(shape=shape("llama-3-70b"), cluster=cluster("8xH100-SXM"), service=SERVICE)
+EIGHT = ServiceProblem(
+    shape=shape("llama-3-8b"),
+    cluster=cluster("8xA100-80-SXM"),
+    service=Service(requests_per_second=20.0, ttft_ms=1000.0, tpot_ms=30.0),
+)
+
+
+@pytest.mark.parametrize("problem", [SEVENTY, EIGHT], ids=["70b", "8b"])
+def test_what_is_found_meets_the_goals_and_fits(problem: ServiceProblem) -> None:
+    found = search(problem, top=4)
+    assert found
+    assert [one.gpus for one in found] == sorted(one.gpus for one in found)
+    for one in found:
+        forecast = told(problem, one)
+        assert forecast.meets
+        assert not forecast.misses
+        assert forecast.ttft is not None
+        assert forecast.tpot is not None
+        assert forecast.ttft.p90 <= problem.service.ttft_ms / 1e3  # type: ignore[operator]
+        assert forecast.tpot.p90 <= problem.service.tpot_ms / 1e3  # type: ignore[operator]
+        assert forecast.load < 1
+        assert sum(forecast.memory_by_kind.values()) <= forecast.memory * 1.001
+        layout = forecast.layout
+        assert forecast.num_gpus == layout.world_size == one.gpus
+        assert forecast.batch <= forecast.batch_peak <= forecast.max_sequences
+
+
+@pytest.mark.parametrize("problem", [SEVENTY, EIGHT], ids=["70b", "8b"])
+def test_nothing_smaller_would_do(problem: ServiceProblem) -> None:
+    """Every replica, played with as many as fit in fewer GPUs than the answer, misses a goal."""
+    (best,) = search(problem, top=1)
+    for one in candidates(problem):
+        for count in range(1, (best.gpus - 1) // one.size + 1):
+            latencies = played(problem, one, count)
+            assert latencies is None or misses(problem, latencies), (one, count)
+
+
+def test_the_steady_state_is_where_traffic_saturates() -> None:
+    """Just below its most a replica keeps up, whereas above it requests wait ever longer."""
+    one = candidate(SEVENTY, 4, 1, 2048)
+    service = dataclasses.replace(SERVICE, ttft_ms=None, tpot_ms=None)
+    for share, keeps_up in ((0.9, True), (1.15, False)):
+        loaded = SEVENTY.under(dataclasses.replace(service, requests_per_second=share * one.most))
+        # Let it through although it is above: as a replica that saturates later.
+        generous = dataclasses.replace(one, most=10 * one.most)
+        short, long = (played(loaded, generous, 1, counted=n) for n in (400, 2400))
+        assert short is not None
+        assert long is not None
+        grows = long.queue.p90 > 2 * short.queue.p90 + 0.5
+        assert grows != keeps_up, (share, short.queue, long.queue)
+
+
+def test_more_load_and_tighter_goals_need_no_fewer() -> None:
+    found = need_map(SEVENTY, rates=(2.0, 8.0, 32.0), tpots=(25.0, 50.0, 100.0))
+    for row in found.gpus:
+        known = [math.inf if gpus is None else gpus for gpus in row]
+        assert known == sorted(known, reverse=True)
+    for column in zip(*found.gpus, strict=True):
+        known = [math.inf if gpus is None else gpus for gpus in column]
+        assert known == sorted(known)
+    assert found.to_json()["gpus"] == found.gpus
+    # The number in the map is the one that the search gives.
+    assert need_map(SEVENTY, rates=(5.0,), tpots=(50.0,)).gpus == ((search(SEVENTY)[0].gpus,),)
+
+
+def test_topology_decides() -> None:
+    """A lone token of Llama 70B gains by tp8 where NVLink carries the sums, hardly over PCIe."""
+    gains = {}
+    for name in ("8xA100-80-SXM", "8xA100-80-PCIe"):
+        problem = dataclasses.replace(SEVENTY, cluster=cluster(name))
+        four, eight = (candidate(problem, tp, 1, 2048) for tp in (4, 8))
+        gains[name] = eight.most / four.most
+    assert gains["8xA100-80-SXM"] > 1.5
+    assert gains["8xA100-80-PCIe"] < 0.75 * gains["8xA100-80-SXM"]
+
+
+def test_a_pinned_axis_stays() -> None:
+    for one in search(SEVENTY, top=3, pins={"tp": 2}):
+        assert one.candidate.tp == 2
+    assert parse_pins(["tp=4", "max-batch-tokens=512"]) == {"tp": 4, "max_batch_tokens": 512}
+    (found,) = search(SEVENTY, top=1, pins={"tp": 4, "pp": 1, "max_batch_tokens": 512})
+    assert (found.candidate.tp, found.candidate.pp, found.candidate.chunk) == (4, 1, 512)
+    three = search(SEVENTY, top=1, pins={"tp": 4, "pp": 1, "dp": 3})
+    assert [one.replicas for one in three] == [3]
+    for bad in ("tpp=4", "tp=0", "tp", "tp=x"):
+        with pytest.raises(OptionError):
+            parse_pins([bad])
+
+
+def test_gpus_that_there_are_bound_the_answer() -> None:
+    eight = dataclasses.replace(SEVENTY, bounded=True)
+    assert {one.gpus <= 8 for one in search(eight)} == {True}
+    four = candidate(SEVENTY, 4, 1, 2048)
+    assert most_replicas(eight, four) == 2
+    # Replicas of three GPUs leave two of eight idle; of twelve they fill two nodes.
+    assert nodes(SEVENTY, 3, 5) == 3
+    assert nodes(SEVENTY, 12, 2) == 4
+    crowded = dataclasses.replace(
+        eight, service=dataclasses.replace(SERVICE, requests_per_second=60.0)
+    )
+    found = answer(crowded)
+    assert found.best is None
+    assert "there are 8" in found.reason
+    carried = most_rate(crowded)
+    assert 0 < carried < 60
+    loaded = eight.under(dataclasses.replace(SERVICE, requests_per_second=carried))
+    assert any(deploy(loaded, one) for one in candidates(loaded))
+
+
+def test_a_goal_below_the_floor_says_what_the_floor_is() -> None:
+    hasty = SEVENTY.under(dataclasses.replace(SERVICE, tpot_ms=2.0))
+    found = answer(hasty)
+    assert found.best is None
+    assert found.floor_tpot is not None
+    assert found.floor_tpot > 0.002
+    assert f"at least {found.floor_tpot * 1e3:,.0f} ms" in found.reason
+    slow = answer(SEVENTY.under(dataclasses.replace(SERVICE, ttft_ms=1.0)))
+    assert slow.reason.startswith("TTFT of a request alone is at least")
+
+
+def test_one_layout_is_priced_whatever_it_gives() -> None:
+    two = answer_one(SEVENTY, Layout(dp=2, tp=4)).best
+    assert two is not None
+    assert two.meets
+    crowded = SEVENTY.under(dataclasses.replace(SERVICE, requests_per_second=200.0))
+    one = answer_one(crowded, Layout(tp=4)).best
+    assert one is not None
+    assert not one.meets
+    assert one.ttft is None
+    assert one.load > 1
+    for layout, match in (
+        (Layout(tp=3), "does not divide"),
+        (Layout(pp=200), "more stages than the 80 layers"),
+        (Layout(tp=1), "weights take 141"),
+        (Layout(dp=2, cp=2), "replicas"),
+    ):
+        with pytest.raises(LayoutError, match=match):
+            answer_one(SEVENTY, layout)
+    with pytest.raises(LayoutError, match="holds 2 of its replicas"):
+        answer_one(dataclasses.replace(SEVENTY, bounded=True), Layout(dp=3, tp=4))
+
+
+def test_dollars_are_the_price_of_the_gpus() -> None:
+    best = answer(SEVENTY, top=1).best
+    assert best is not None
+    assert best.price == SEVENTY.gpu.price
+    assert "quotes read 20" in best.price_source
+    hourly = best.num_gpus * best.price  # type: ignore[operator]
+    assert best.dollars_per_hour == pytest.approx(hourly)
+    tokens = 5.0 * 512 * 3600
+    assert best.dollars_per_million_output_tokens == pytest.approx(hourly / tokens * 1e6)
+    full = best.full_dollars_per_million_output_tokens
+    assert full == pytest.approx(best.load * best.dollars_per_million_output_tokens)  # type: ignore[operator]
+    assert json.loads(json.dumps(best.to_json()))["layout"] == str(best.layout)
+
+
+def test_the_explanation_says_why_and_what_would_change_it() -> None:
+    kind = answer(SEVENTY, top=1)
+    assert kind.best is not None
+    told_why = explain(SEVENTY, kind.best, [kind])
+    text = "\n".join(told_why)
+    assert told_why[0].startswith(str(kind.best.layout))
+    assert "A prompt alone takes" in text
+    assert "PCIe instead of NVLink" in text
+    assert "at best" in text
+    assert "10 requests/s" in text
+    assert "fp8" in text
+
+
+def test_hypotheses_are_labelled_and_of_their_size() -> None:
+    found = models.hypotheses("gpt-4")
+    sizes = [one.shape.num_parameters for one in found]
+    assert sizes == sorted(sizes)
+    for one, billions in zip(found, (75, 100, 175, 1800), strict=True):
+        assert one.shape.num_parameters == pytest.approx(billions * 1e9, rel=0.01)
+        assert one.claim
+        assert one.source
+    mixture = found[-1].shape
+    assert (mixture.experts, mixture.experts_per_token, len(mixture.layers)) == (16, 2, 120)
+    block = mixture.blocks[mixture.layers[0]]
+    experts = sum(w.elements for w in block.weights if w.split == "expert")
+    attention = sum(w.elements for w in block.weights if w.split in ("column", "row"))
+    # As reported: 16 experts of 111 billion parameters, 55 billion in attention.
+    assert experts * 120 / 16 == pytest.approx(111e9, rel=0.02)
+    assert attention * 120 == pytest.approx(55e9, rel=0.05)
+    # A token passes about 280 billion parameters: two experts of a layer and attention.
+    active = mixture.flops_per_token(1, backward=False) / 2
+    assert active == pytest.approx(280e9, rel=0.03)
+
+
+@pytest.mark.parametrize("gigabytes", [16, 140, 180, 810])
+def test_a_model_of_bytes_has_them(gigabytes: int) -> None:
+    for precision, each in (("bf16", 2), ("fp8", 1)):
+        made = models.of_bytes(gigabytes * 10**9, precision=precision)
+        assert made.num_parameters * each == pytest.approx(gigabytes * 1e9, rel=0.01)
+    with pytest.raises(OptionError, match="too little"):
+        models.of_bytes(1000)
+
+
+def test_llama_is_what_its_bytes_make() -> None:
+    """16 GB are drawn as Llama 3 8B: 32 layers of 4,096, feed-forward 14,336."""
+    made, real = models.of_bytes(16_060_000_000), shape("llama-3-8b")
+    assert (made.hidden, len(made.layers), made.heads, made.kv_heads) == (4096, 32, 32, 8)
+    mine, theirs = (
+        ServiceProblem(shape=s, cluster=cluster("1xA100-80-SXM"), service=EIGHT.service)
+        for s in (made, real)
+    )
+    assert mine.cache_per_token == theirs.cache_per_token
+    a, b = (candidate(p, 1, 1, 2048) for p in (mine, theirs))
+    assert a.most == pytest.approx(b.most, rel=0.05)
+    assert a.floor_tpot == pytest.approx(b.floor_tpot, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"ttft_ms": 0.0},
+        {"tpot_ms": -1.0},
+        {"tpot_ms": math.nan},
+        {"requests_per_second": 0.0},
+        {"requests_per_second": math.inf},
+        {"prompt_len": 0},
+        {"output_len": -3},
+        {"percentile": 95},
+    ],
+)
+def test_numbers_that_cannot_be(changes: dict[str, float]) -> None:
+    (name,) = changes
+    with pytest.raises(OptionError, match=name):
+        Service(**changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "hint"),
+    [
+        ({"precision": "fp9"}, "fp8"),
+        ({"engine": "vlm"}, "vllm"),
+        ({"cache_precision": "bf61"}, "bf16"),
+        ({"usable": 90.0}, "0.9"),
+    ],
+)
+def test_unknown_words_name_the_nearest(changes: dict[str, object], hint: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        dataclasses.replace(SEVENTY, **changes)
+    assert caught.value.hint is not None
+    assert hint in caught.value.hint
+
+
+def test_a_card_without_bf16_says_so() -> None:
+    with pytest.raises(OptionError, match="does not compute in bf16"):
+        dataclasses.replace(EIGHT, cluster=cluster("8xT4"))
+    half = dataclasses.replace(EIGHT, cluster=cluster("8xT4"), precision="fp16")
+    assert candidates(half)

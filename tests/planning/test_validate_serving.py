@@ -1,0 +1,180 @@
+"""Serving prices against an extract of published runs: each row holds where it was read."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+
+from hocket.cli.main import main
+from hocket.planning.serving_table import parse, read
+from hocket.planning.validate_serving import FIELDS, Report, Scores, price, report, validate
+from hocket.spec.errors import OptionError
+
+EXTRACT = Path(__file__).parent / "published_serving_extract.csv"
+
+
+@pytest.fixture(scope="module")
+def found() -> Report:
+    return validate(EXTRACT)
+
+
+def test_errors_on_a100_h100_and_h200_stay_small(found: Report) -> None:
+    overall = found.overall
+    assert overall.rows_used >= 100
+    assert overall.tpot_rows >= 40
+    assert overall.throughput_rows >= 60
+    assert overall.tpot_median_ape is not None
+    assert overall.tpot_median_ape < 12
+    assert overall.throughput_median_ape is not None
+    assert overall.throughput_median_ape < 12
+    assert overall.unfit == 0
+
+
+def test_topology_decides_what_four_more_gpus_bring(found: Report) -> None:
+    """Llama 3 70B from four to eight A100 under TensorRT-LLM 0.14: measured 1.77 times as fast over
+    NVLink, 1.02 over PCIe (medians of the length mixes here)."""
+    predicted, measured = {}, {}
+    for gpu in ("A100-SXM-80", "A100-PCIe-80"):
+        runs: dict[tuple[float, float], dict[int, tuple[float, float]]] = {}
+        for p in found.priced:
+            if p.row.gpu == gpu and p.row.model == "llama-3-70b" and p.row.throughput:
+                by = runs.setdefault((p.row.prompt, p.row.output), {})
+                by[p.row.prices.gpus] = (p.throughput, p.row.throughput)
+        pairs = [by for by in runs.values() if {4, 8} <= set(by)]
+        assert len(pairs) >= 8
+        predicted[gpu] = statistics.median(by[8][0] / by[4][0] for by in pairs)
+        measured[gpu] = statistics.median(by[8][1] / by[4][1] for by in pairs)
+    assert measured["A100-SXM-80"] == pytest.approx(1.78, abs=0.05)
+    assert measured["A100-PCIe-80"] == pytest.approx(1.03, abs=0.05)
+    assert predicted["A100-SXM-80"] == pytest.approx(measured["A100-SXM-80"], rel=0.08)
+    assert predicted["A100-PCIe-80"] == pytest.approx(measured["A100-PCIe-80"], rel=0.12)
+    assert predicted["A100-SXM-80"] > 1.5 * predicted["A100-PCIe-80"]
+
+
+def test_every_row_is_priced_or_has_its_reason(found: Report) -> None:
+    assert len(found.priced) + len(found.left_out) == len(found.ids)
+    reasons = " | ".join(found.left_out.values())
+    for words in ("linear attention", "dimensions", "number of workers", "MI250X"):
+        assert words in reasons
+    counted = sum(s.rows_used + s.rows_left_out for s in found.groups.values())
+    assert counted == len(found.ids)
+
+
+def test_other_gpus_are_reported_apart(found: Report) -> None:
+    assert found.groups["other: B200-SXM-180"].rows_used == 2
+    assert found.families["B200-SXM-180"].rows_used == 2
+    main_rows = sum(1 for p in found.priced if p.row.mainstream)
+    assert found.overall.rows_used == main_rows == len(found.priced) - 2
+
+
+def test_equal_runs_are_scored_against_their_median() -> None:
+    line = next(r for r in read(EXTRACT) if r["mode"] == "agg")
+    twice = [
+        line | {"id": "a", "tpot_ms": "10"},
+        line | {"id": "b", "tpot_ms": "30"},
+        line | {"id": "c", "tpot_ms": ""},
+    ]
+    assert {p.row.id: p.targets["tpot"] for p in report(twice).priced} == {
+        "a": 0.02,
+        "b": 0.02,
+        "c": None,
+    }
+
+
+def test_rows_are_written_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "rows.csv"
+    assert main(["validate", str(EXTRACT), "--infer", "--rows", str(out), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    names = {f.name for f in dataclasses.fields(Scores)}
+    assert set(found["overall"]) == names
+    assert all(set(s) == names for s in found["groups"].values())
+    with out.open() as file:
+        written = list(csv.DictReader(file))
+    assert [w["id"] for w in written] == [r["id"] for r in read(EXTRACT)]
+    columns = ("predicted_tpot_ms", "predicted_ttft_ms", "predicted_out_tok_s_total")
+    for row in written:
+        assert set(row) == {"id", *columns, "left_out"}
+        if row["left_out"]:
+            assert not any(row[c] for c in columns)
+        else:
+            assert all(float(row[c]) > 0 for c in columns)
+
+
+def test_the_text_says_what_was_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", str(EXTRACT), "--infer"]) == 0
+    text = capsys.readouterr().out
+    assert "overall (A100, H100, H200)" in text
+    assert "linear attention" in text
+    assert "A100-PCIe-80" in text
+
+
+def _line(**changes: str) -> dict[str, str]:
+    line = next(r for r in read(EXTRACT) if r["mode"] == "agg" and r["engine"] == "trtllm")
+    return line | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"mode": "dreaming"}, "unknown mode"),
+        ({"gpu": "Abacus"}, "Abacus"),
+        ({"engine": "abacus"}, "no constants"),
+        ({"model": "Abacus-7B"}, "no shape"),
+        ({"isl": ""}, "length of the prompts"),
+        ({"osl": ""}, "length of the outputs"),
+        ({"concurrency_or_batch": ""}, "requests at once"),
+        ({"precision": "fp12"}, "unknown precision"),
+        ({"tpot_ms": "fast"}, "not a number"),
+        ({"isl": "-5"}, "must not be negative"),
+        ({"osl": "nan"}, "must not be negative"),
+        ({"concurrency_or_batch": "0"}, "requests at once"),
+    ],
+)
+def test_what_a_row_lacks_is_said(changes: dict[str, str], words: str) -> None:
+    reason = parse(_line(**changes))
+    assert isinstance(reason, str)
+    assert words in reason
+
+
+def test_a_table_without_its_columns_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "table.csv"
+    path.write_text("id,model\n1,x\n")
+    with pytest.raises(OptionError, match="no column source"):
+        validate(path)
+    with pytest.raises(OptionError, match="there is no file"):
+        validate(tmp_path / "none.csv")
+
+
+def test_a_table_without_rows_has_no_errors(tmp_path: Path) -> None:
+    path = tmp_path / "table.csv"
+    path.write_text(EXTRACT.read_text().splitlines()[0] + "\n")
+    found = validate(path)
+    assert (found.overall.rows_used, found.overall.tpot_median_ape) == (0, None)
+
+
+def test_degrees_named_twice_count_once() -> None:
+    """InferenceX names eight GPUs as tp 8 and ep 8; a table multiplied them."""
+    row = parse(_line(id="x_cfg1", tp="64", ep="8", moe_tp="8", attn_dp="1", n_gpus="64"))
+    assert not isinstance(row, str)
+    assert row.prices.gpus == 8
+
+
+def test_more_requests_at_once_give_more_tokens_more_slowly() -> None:
+    rows = [parse(_line(id=str(c), concurrency_or_batch=str(c))) for c in (1, 4, 16, 64)]
+    priced = price([r for r in rows if not isinstance(r, str)])
+    assert [p.throughput for p in priced] == sorted(p.throughput for p in priced)
+    assert [p.tpot for p in priced] == sorted(p.tpot for p in priced)
+    assert all(getattr(p, field) > 0 for p in priced for field in FIELDS)
+
+
+def test_what_does_not_fit_waits_for_a_place() -> None:
+    """Requests beyond what the cache holds wait: the first token comes late, not the others."""
+    rows = [parse(_line(id=str(c), concurrency_or_batch=str(c))) for c in (64, 20000)]
+    near, far = price([r for r in rows if not isinstance(r, str)])
+    assert far.ttft > 10 * near.ttft
+    assert far.batch < 20000
