@@ -30,7 +30,7 @@ CONFIG = {
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
 }
-LINKS = ("nvlink4", "nvlink3", "nvlink2", "pcie5", "pcie4", "net100g")
+LINKS = ("nvlink5", "nvlink4", "nvlink3", "nvlink2", "pcie5", "pcie4", "net100g")
 LAYOUTS = ("tp2:microbatches=2", "pp2:microbatches=2")
 GPU = "V100-SXM-32"
 """Whose ratio of computing to links is felt: 512 features are few beside faster ones."""

@@ -19,7 +19,10 @@ def measured_text(measured: Measured) -> str:
 
 def _machine(measured: Measured) -> str:
     host = measured.host
-    words = [f"{host.cores} cores of {host.cpu}", f"{format_bytes(host.memory)} of memory"]
+    words = [
+        f"{host.cores} core{'s' if host.cores > 1 else ''} of {host.cpu}",
+        f"{format_bytes(host.memory)} of memory",
+    ]
     if host.limit:
         words.append(f"limited to {host.limit:g} cores' time")
     caches = [format_bytes(size) for size in host.caches if size]

@@ -179,7 +179,8 @@ def _color(path: str) -> str:
 def _what(measured: Measured) -> str:
     if measured.device == "cuda":
         return f"{len(measured.devices)} x {measured.devices[0].name}" if measured.devices else ""
-    return f"{measured.host.cores} cores of {measured.host.cpu}"
+    cores = measured.host.cores
+    return f"{cores} core{'s' if cores > 1 else ''} of {measured.host.cpu}"
 
 
 def _when(measured: Measured) -> str:
