@@ -23,7 +23,12 @@ from hocket.cost.compute import product
 from hocket.cost.constants import Platform, constants
 from hocket.cost.machine import machine
 
-NAMES = {"a100_sxm": "A100-SXM-80", "h100_sxm": "H100-SXM-80"}
+NAMES = {
+    "a100_sxm": "A100-SXM-80",
+    "h100_sxm": "H100-SXM-80",
+    "b200_sxm": "B200-SXM-180",
+    "gb200": "GB200-186",
+}
 LEAST = (1024, 512, 512)
 
 
