@@ -36,7 +36,7 @@ class PlanFlags:
         all: rank also what this hocket cannot run today.
         explain: say why the first wins, and what would change the answer.
         emit: print the first as flags of torchtitan, megatron, deepspeed or vllm.
-        precision: of matrix products: bf16, fp16, fp8.
+        precision: of matrix products: bf16, fp16, fp8. None: bf16, on CPU cores fp32.
         stack: software whose constants price it: megatron-core, megatron, fsdp, fsdp-compiled,
             deepspeed ... None: megatron-core.
         json: print one JSON object.
@@ -64,7 +64,7 @@ class PlanFlags:
     all: bool = False
     explain: bool = False
     emit: Text = None
-    precision: str = "bf16"
+    precision: Text = None
     stack: Text = None
     json: bool = False
     serve: bool = False
@@ -156,7 +156,8 @@ def _serve(flags: PlanFlags, written: frozenset[str]) -> int:
 
     if flags.emit is not None:
         serve_table.check_tool(flags.emit, one=flags.weights is not None, model=flags.model)
-    given = {name: getattr(flags, name) for name in SERVING if getattr(flags, name) is not None}
+    names = ("precision", *SERVING)
+    given = {name: getattr(flags, name) for name in names if getattr(flags, name) is not None}
     found = job.serve_plan(
         flags.model,
         cluster=flags.cluster,
@@ -164,7 +165,6 @@ def _serve(flags: PlanFlags, written: frozenset[str]) -> int:
         layout=flags.layout,
         pin=flags.pin,
         explain=flags.explain,
-        precision=flags.precision,
         **given,
     )
     if flags.json:

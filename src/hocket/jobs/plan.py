@@ -33,7 +33,7 @@ def plan(
     pin: Sequence[str] | Mapping[str, Any] = (),
     all: bool = False,
     explain: bool = False,
-    precision: str = "bf16",
+    precision: str | None = None,
     stack: str | None = None,
 ) -> Plan:
     """The best layouts of a model on a cluster, or one layout priced.
@@ -46,6 +46,7 @@ def plan(
         pin: `tp=8`, or a mapping: axes and the only values that they may have.
         all: rank also what this hocket cannot run today.
         explain: say why the winner wins, and what would change the answer.
+        precision: of matrix products. None: bf16, on CPU cores fp32.
         stack: the software whose constants price it. None: fused kernels, gradients overlapped.
 
     Raises:
@@ -63,12 +64,33 @@ def plan(
     pins = parse_pins(texts)
     if layout is not None and pins:
         raise OptionError("--layout prices one layout, and --pin searches", hint="one of the two")
+    machines = find_cluster(cluster)
+    if machines.is_cpu:
+        if stack is not None:
+            raise OptionError(
+                f"--stack {stack} prices GPUs; {machines.name} is CPU cores, priced as measured",
+                hint="leave --stack out",
+            )
+        from hocket.jobs import machine_plan
+
+        return machine_plan.plan(
+            os.fspath(model),
+            machines,
+            seq_len=seq_len,
+            global_batch=global_batch,
+            objective=objective,
+            top=top,
+            layout=Layout.parse(layout) if isinstance(layout, str) else layout,
+            pins=pins,
+            precision=precision,
+            explain=explain,
+        )
     problem = Problem(
         shape=shape_of(os.fspath(model)),
-        cluster=find_cluster(cluster),
+        cluster=machines,
         seq_len=seq_len,
         global_batch=global_batch,
-        precision=precision,
+        precision=precision or PRECISION,
         stack=STACK if stack is None else stack,
     )
     if layout is not None:
@@ -85,6 +107,10 @@ def plan(
         told = sentences(problem, found.best, objective=objective, pins=pins, here=here)
         found = dataclasses.replace(found, explanation=told)
     return found
+
+
+PRECISION = "bf16"
+"""Of matrix products on GPUs, unless another is asked for."""
 
 
 def shape_of(model: str) -> ModelShape:
@@ -122,6 +148,10 @@ HEADERS = ("step", "tokens/s/GPU", "MFU", "memory", "bubble", "exposed", "$/B to
 
 def table(found: Plan) -> str:
     """The answer as text: what was asked, the best layouts, and how to run the first."""
+    if found.machine:
+        from hocket.jobs import machine_plan
+
+        return machine_plan.table(found, command(found))
     lines = [
         f"{found.model} on {found.cluster}, {found.precision}: sequences of {found.seq_len:,}, "
         f"global batch {found.global_batch:,}",

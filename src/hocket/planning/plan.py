@@ -39,6 +39,8 @@ class Plan:
         num_legal, num_fitting: layouts looked at, and of them those that fit in memory.
         explanation: sentences, where asked for.
         notes: what a reader should know.
+        machine: the CPU cores that were measured, in words, and empty on GPUs; where it is not,
+            figures are as a run is foretold, without ranges.
     """
 
     model: str
@@ -53,6 +55,7 @@ class Plan:
     num_fitting: int = 0
     explanation: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    machine: str = ""
 
     @property
     def best(self) -> Forecast:

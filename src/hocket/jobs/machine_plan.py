@@ -1,0 +1,314 @@
+"""The plan for a machine of CPU cores that was measured: the very figures that a run is foretold.
+
+`hocket plan --cluster auto`, `hocket train --layout auto` and `hocket compare` ask the same room
+(`planning.machine_forecast`), about the same layouts, so that they say the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import statistics
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from hocket.spec.errors import HocketError, LayoutError, OptionError, unknown
+from hocket.spec.layout import Layout
+from hocket.spec.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from hocket.models.source import ModelSource
+    from hocket.planning.machine_forecast import Machine
+    from hocket.planning.plan import Plan
+    from hocket.spec.cluster import Cluster
+    from hocket.spec.forecast import Forecast
+    from hocket.spec.measured import Measured
+    from hocket.spec.model_shape import ModelShape
+    from hocket.spec.run import RunSpec, Workload
+
+PRECISION = "fp32"
+"""What a run on CPU computes in unless it is told otherwise."""
+
+OBJECTIVES = ("time", "memory")
+
+WEIGHED = frozenset({"dp", "pp", "tp", "microbatches", "schedule"})
+"""Fields that are searched; any other is as it is pinned, or its default."""
+
+ALL = 1 << 30
+
+
+def plan(
+    model: str,
+    cluster: Cluster,
+    *,
+    seq_len: int,
+    global_batch: int,
+    objective: str = "time",
+    top: int = 10,
+    layout: Layout | None = None,
+    pins: Mapping[str, Any] | None = None,
+    precision: str | None = None,
+    explain: bool = False,
+) -> Plan:
+    """The best layouts of a model on a measured machine, or one layout foretold.
+
+    Args: as `jobs.plan.plan`; `precision` None is fp32.
+
+    Raises:
+        OptionError: a cluster that nobody measured, an objective or a precision that is not for
+            CPU cores, a sequence longer than the model has positions for.
+        LayoutError: no layout is legal, or none fits.
+    """
+    from hocket.jobs import forecast, foresight
+    from hocket.jobs.prepare import spec_of
+    from hocket.jobs.request import DTYPES, request
+    from hocket.jobs.validate import validate
+    from hocket.models.source import resolve
+    from hocket.planning.machine_choice import beside, candidates, weigh
+    from hocket.planning.plan import Plan
+
+    measured = _measured(cluster)
+    precision = precision or PRECISION
+    named = (("precision", precision, DTYPES), ("objective", objective, OBJECTIVES))
+    for name, value, known in named:
+        if value not in known:
+            message, hint = unknown(name, value, known)
+            raise OptionError(f"on CPU cores: {message}", hint=hint)
+    if top < 1:
+        raise OptionError(f"top is {top}; it must be at least 1")
+    if importlib.util.find_spec("torch") is None:
+        raise OptionError(
+            "a model is traced in the type it is trained in before it is priced on a CPU, which "
+            "needs torch",
+            hint="pip install 'hocket[train]'",
+        )
+    asked = request(
+        {"model": model, "seq_len": seq_len, "global_batch": global_batch, "dtype": precision,
+         "device": "cpu"}
+    )  # fmt: skip
+    source = resolve(model, weights=False)
+    spec = spec_of(source, asked, Layout(), source.config, "plan")
+    workload = spec.workload
+    validate(source.dimensions, layout or Layout(), workload)  # the sequence's length, at least
+    shape = forecast.shape_of(spec)
+    if layout is not None:
+        layouts = [validate(source.dimensions, layout, workload)]
+    else:
+        most = max([measured.host.cores, *(curve.world for curve in measured.curves)])
+        layouts = legal(source, workload, candidates(shape, workload, most), pins or {})
+    machine = forecast.machine_of(spec, measured)
+    shown = ALL if objective == "memory" else top
+    rows = [one for one, _ in weigh(shape, workload, machine, layouts, shown=shown)]
+    if objective == "memory":
+        rows.sort(key=lambda one: (not fits(one), max(one.peak_bytes), one.step_seconds))
+    best = rows[0]
+    if layout is None and not fits(best):
+        least = min(rows, key=lambda one: max(one.peak_bytes))
+        raise LayoutError(
+            f"{shape.name} fits in no layout of this machine: the least is "
+            f"{format_bytes(max(least.peak_bytes))} a rank in {least.layout}, a rank may hold "
+            f"{format_bytes(least.capacity)}",
+            hint="a smaller --global-batch or --seq-len",
+        )
+    return Plan(
+        model=model,
+        cluster=cluster.name,
+        objective=objective,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        precision=precision,
+        layouts=tuple(_row(one, spec, shape, measured) for one in rows[:top]),
+        num_legal=len(layouts),
+        num_fitting=sum(holds(shape, one, workload, machine) for one in layouts),
+        explanation=tuple(foresight.reasons(beside(best, rows[: top + 1]))) if explain else (),
+        notes=(*best.notes, *_vocabulary(source), *_trust(spec)),
+        machine=_words(measured),
+    )
+
+
+def legal(
+    source: ModelSource, workload: Workload, among: list[Layout], pins: Mapping[str, Any]
+) -> list[Layout]:
+    """Those of `among` that the model and the batch allow and that keep what is pinned.
+
+    Raises:
+        LayoutError: none does; with the first reason that is not a pin's.
+    """
+    from hocket.jobs.validate import validate
+    from hocket.schedules.registry import build
+
+    rest = {k: v for k, v in pins.items() if k not in WEIGHED and k != "microbatch"}
+    found: dict[str, Layout] = {}
+    why: HocketError | None = None
+    for layout in among:
+        if any(getattr(layout, name) != pins[name] for name in WEIGHED & pins.keys()):
+            continue
+        size = workload.global_batch // layout.dp // (layout.microbatches or 1)
+        if size != pins.get("microbatch", size):
+            continue
+        try:
+            one = validate(source.dimensions, dataclasses.replace(layout, **rest), workload)
+            build(one, one.microbatches or 1)
+        except HocketError as error:
+            why = why or error
+            continue
+        found.setdefault(str(one), one)
+    if not found:
+        from hocket.planning.layouts import pins_text
+
+        said = f" with {pins_text(pins)}" if pins else ""
+        raise LayoutError(
+            f"no layout of {os.path.basename(source.name)} on this machine{said}"
+            + (f": {why.message}" if why else ""),
+            hint=why.hint if why and why.hint else "fewer --pin, or another --global-batch",
+        )
+    return list(found.values())
+
+
+def holds(shape: ModelShape, layout: Layout, workload: Workload, machine: Machine) -> bool:
+    """Whether each rank of a layout has room for its part, with the margin of a choice."""
+    from hocket.cost.measured_memory import memory_rows
+    from hocket.cost.measured_prices import Job
+    from hocket.planning.machine_choice import MARGIN
+    from hocket.schedules.registry import build
+
+    schedule = build(layout, layout.microbatches or 1)
+    job = Job(shape=shape, layout=layout, workload=workload, schedule=schedule)
+    room = machine.room(layout.world_size)
+    return not room or MARGIN * max(row["total"] for row in memory_rows(job)) <= room
+
+
+def fits(one: Forecast) -> bool:
+    """Whether its fullest rank, with the margin that a choice leaves, is what a rank may hold."""
+    from hocket.planning.machine_choice import MARGIN
+
+    return not one.capacity or MARGIN * max(one.peak_bytes) <= one.capacity
+
+
+def _measured(cluster: Cluster) -> Measured:
+    if cluster.measured is None:
+        raise OptionError(
+            f"{cluster.name} is CPU cores that nobody measured: a file that was written by hand "
+            "does not say what a step costs there",
+            hint="--cluster auto, or a file that hocket probe --out FILE wrote",
+        )
+    return cluster.measured
+
+
+def _row(one: Forecast, spec: RunSpec, shape: ModelShape, measured: Measured) -> Any:
+    """As the planner tells a layout; what was foretold has no range, so its ends are equal."""
+    from hocket.planning.forecast import Forecast as Told
+    from hocket.planning.forecast import Range
+    from hocket.planning.machine_choice import MARGIN
+
+    layout, workload = Layout.parse(one.layout), spec.workload
+    seconds, tokens = one.step_seconds, workload.global_batch * workload.seq_len
+    ranks = layout.world_size
+    same = [p.rate for p in measured.products if p.dtype == workload.dtype]
+    peak = max(same or [p.rate for p in measured.products]) * min(ranks, measured.host.cores)
+    step = Range(seconds, seconds, seconds)
+    fullest = max(one.memory, key=lambda row: row["total"])
+    talk = sum(one.exposed.values())
+    parts = {"compute": one.compute, "communication": talk}
+    return Told(
+        layout=layout,
+        microbatch=workload.global_batch // layout.dp // (layout.microbatches or 1),
+        num_gpus=ranks,
+        step_seconds=step,
+        tokens_per_second_per_gpu=step.inverse(tokens / ranks),
+        mfu=step.inverse(tokens * shape.flops_per_token(workload.seq_len, causal=False) / peak),
+        memory=fullest["total"],
+        memory_high=round(MARGIN * fullest["total"]),
+        memory_by_kind={kind: size for kind, size in fullest.items() if kind != "total"},
+        fits=fits(one),
+        bubble=one.bubble,
+        exposed=talk / seconds,
+        parts={**parts, "waiting": max(0.0, seconds - sum(parts.values()))},
+        dollars_per_billion_tokens=None,
+        simulated=True,
+        lacks=(),
+    )
+
+
+def _words(measured: Measured) -> str:
+    cores = measured.host.cores
+    form = "quick form" if measured.quick else "full form"
+    return (
+        f"{cores} core{'s' if cores > 1 else ''} of {measured.host.cpu}, "
+        f"measured {measured.date[:10]}, {form}"
+    )
+
+
+def _vocabulary(source: ModelSource) -> tuple[str, ...]:
+    if source.directory is not None:
+        return ()
+    return (
+        f"priced with its configured vocabulary of {source.dimensions.vocab_size:,}; with random "
+        "weights hocket train takes the tokenizer's (257 for bytes)",
+    )
+
+
+def _trust(spec: RunSpec) -> tuple[str, ...]:
+    """How far such forecasts were off here so far, by the ledger."""
+    from hocket.jobs import ledger
+
+    try:
+        entries, _ = ledger.read_ledger()
+        words = ledger.machine_words(spec.options.device)
+    except HocketError:
+        return ()
+    off = [
+        abs(error)
+        for entry in entries
+        if entry.machine == words and (error := entry.error("step_seconds")) is not None
+    ]
+    if not off:
+        return ()
+    runs = "1 run" if len(off) == 1 else f"the median of {len(off)} runs"
+    return (f"predicted steps were {statistics.median(off):.0%} off here, {runs}: hocket ledger",)
+
+
+# --- what is printed -------------------------------------------------------------------------
+
+HEADERS = ("layout", "ranks", "step", "tokens/s", "memory a rank", "bubble", "exposed")
+
+
+def table(found: Plan, command: str) -> str:
+    """The answer as text; `command` trains the first layout."""
+    from hocket.reporting.table import table_text
+
+    tokens = found.seq_len * found.global_batch
+    rows = [
+        (
+            str(one.layout),
+            one.num_gpus,
+            format_seconds(one.step_seconds.mid),
+            f"{tokens / one.step_seconds.mid:,.0f}",
+            format_bytes(one.memory) + ("" if one.fits else " !"),
+            f"{one.bubble:.1%}",
+            f"{one.exposed:.1%}",
+        )
+        for one in found.layouts
+    ]
+    lines = [
+        f"{found.model} on {found.cluster}, {found.precision}: sequences of {found.seq_len:,}, "
+        f"global batch {found.global_batch:,}",
+        found.machine,
+        f"{found.num_legal:,} layouts of processes, {found.num_fitting:,} fit; best by "
+        f"{found.objective}"
+        if found.num_legal > 1
+        else "one layout, priced",
+        "",
+        table_text(HEADERS, rows),
+        "",
+        "exposed: share of a step that goes to messages beside which nothing is computed",
+    ]
+    if any(not one.fits for one in found.layouts):
+        lines.append("!: more than a rank may hold")
+    lines += [f"* {note}" for note in found.notes]
+    if found.explanation:
+        lines += ["", *found.explanation]
+    if found.best.fits:
+        lines += ["", "  " + command]
+    return "\n".join(lines)

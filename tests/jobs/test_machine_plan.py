@@ -1,0 +1,139 @@
+"""A plan for measured CPU cores says what a run there is foretold, and refuses what is for GPUs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from hocket.cli.main import main
+from hocket.jobs import forecast, machine, prepare
+from hocket.jobs import plan as job
+from hocket.jobs.measured_cluster import cluster_of
+from hocket.jobs.request import request
+from hocket.jobs.validate import validate
+from hocket.models.source import resolve
+from hocket.spec.errors import HocketError
+from hocket.spec.layout import Layout
+from hocket.spec.run import RunSpec
+from tests.jobs.test_forecast import here
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(120)]
+
+SIZES: dict[str, Any] = {"seq_len": 64, "global_batch": 16}
+ASKED = ["tiny-llama", "--seq-len", "64", "--global-batch", "16"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A cluster file of the made machine; the model is traced once for all that is asked of it."""
+    folder = tmp_path_factory.mktemp("machine")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        patch.setenv("HOCKET_LEDGER", "")
+        machine.save(cluster_of(here()), folder / "cluster.toml")
+        yield str(folder / "cluster.toml")
+
+
+def run_spec() -> RunSpec:
+    """Of the job that is planned, as `hocket compare` prices it."""
+    source = resolve("tiny-llama", weights=False)
+    asked = request({"model": "tiny-llama", **SIZES, "device": "cpu"})
+    return prepare.spec_of(source, asked, Layout(), source.config, "train")
+
+
+def test_it_says_what_a_run_is_foretold(cluster: str) -> None:
+    found = job.plan("tiny-llama", cluster=cluster, **SIZES, top=5)
+    assert found.precision == "fp32"
+    assert found.machine.startswith("2 cores of")
+    assert len(found.layouts) == 5
+    spec = run_spec()
+    for one in found.layouts:
+        told = forecast.forecast(dataclasses.replace(spec, layout=one.layout), cluster)
+        assert one.step_seconds.low == one.step_seconds.mid == told.step_seconds
+        assert one.memory == max(told.peak_bytes)
+        assert one.bubble == told.bubble
+        assert sum(one.parts.values()) == pytest.approx(told.step_seconds)
+
+
+def test_it_chooses_what_layout_auto_chooses(cluster: str) -> None:
+    found = job.plan("tiny-llama", cluster=cluster, **SIZES)
+    spec, source = run_spec(), resolve("tiny-llama", weights=False)
+    told, _ = forecast.chosen(
+        spec,
+        here(),
+        (),
+        legal=lambda one: validate(source.dimensions, one, spec.workload),
+    )
+    assert str(found.best.layout) == told.layout
+    assert found.best.step_seconds.mid == told.step_seconds
+
+
+def test_pins_are_kept(cluster: str) -> None:
+    found = job.plan("tiny-llama", cluster=cluster, **SIZES, pin=["pp=2", "microbatch=4"])
+    assert found.layouts
+    for one in found.layouts:
+        assert (one.layout.pp, one.microbatch) == (2, 4)
+        assert one.layout.dp * one.microbatch * (one.layout.microbatches or 0) == 16
+
+
+def test_the_least_memory_comes_first_where_it_is_asked_for(cluster: str) -> None:
+    least = job.plan("tiny-llama", cluster=cluster, **SIZES, objective="memory", top=200)
+    assert least.num_legal == len(least.layouts) == least.num_fitting
+    held = [one.memory for one in least.layouts]
+    assert held == sorted(held)
+    assert held[0] < max(held)
+
+
+def test_the_table_shows_no_range_and_a_command(
+    cluster: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *ASKED, "--cluster", cluster, "--top", "3", "--explain"]) == 0
+    said = capsys.readouterr().out
+    assert "percentile" not in said
+    assert "GPU" not in said
+    command = said.splitlines()[-1].split()
+    assert command[:3] == ["hocket", "train", "tiny-llama"]
+    assert command[-2:] == ["--dtype", "fp32"]
+    assert main(["plan", *ASKED, "--cluster", cluster, "--layout", "pp2", "--json"]) == 0
+    (one,) = json.loads(capsys.readouterr().out)["layouts"]
+    assert one["layout"].startswith("pp2:")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--objective", "tokens-per-dollar"], "unknown objective"),
+        (["--precision", "fp8"], "unknown precision 'fp8'"),
+        (["--stack", "megatron"], "priced as measured"),
+        (["--pin", "zero=1"], "replicates the optimizer state"),
+        (["--pin", "tp=3"], "with tp=3"),
+        (["--pin", "virtual_stages=2", "schedule=zero-bubble"], "virtual_stages is 2"),
+        (["--seq-len", "4096"], "the model has 1024 positions"),
+        (["--layout", "tp8"], "do not divide over tp 8"),
+        (["--top", "0"], "at least 1"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    flags: list[str], said: str, cluster: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *ASKED, "--cluster", cluster, *flags]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_what_fits_nowhere_is_refused_with_the_least_that_it_needs(cluster: str) -> None:
+    with pytest.raises(HocketError, match="fits in no layout of this machine: the least is"):
+        job.plan("llama-3-8b", cluster=cluster, seq_len=64, global_batch=2)
+
+
+def test_cores_that_nobody_measured_are_not_priced_as_gpus(cluster: str) -> None:
+    from pathlib import Path
+
+    head, _, _ = Path(cluster).read_text().partition("[measured]")
+    by_hand = Path(cluster).with_name("hand.toml")
+    by_hand.write_text(head)
+    with pytest.raises(HocketError, match="CPU cores that nobody measured"):
+        job.plan("tiny-llama", cluster=str(by_hand), **SIZES)
