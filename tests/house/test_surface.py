@@ -46,7 +46,7 @@ FLAGS = {
     },
     "compare": {
         "model", "devices", "ways", "microbatches", "sweep", "input_work", "cluster", "links",
-        "steps", "seq_len",
+        "memory_per_rank", "steps", "seq_len",
         "global_batch", "seed", "attention", "device", "backend", "threads", "trust_remote_code",
         "json",
     },

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from hocket.cli.main import main
-from hocket.jobs.tour import STOPS, columns, told
+from hocket.jobs.tour import told
+from hocket.jobs.tour_stops import STOPS, columns
 from hocket.reporting.tour import page_markdown, words
 from hocket.spec.errors import OptionError
 from hocket.spec.tour import LANGUAGES, VERDICTS, Stop
@@ -69,7 +70,7 @@ def test_tour(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ["tour", "--stops", "threads", "columns", "half_layers", "three",
          "--out", str(page), "--json"]
     )  # fmt: skip
-    stops = [Stop(**row) for row in json.loads(capsys.readouterr().out)]
+    stops = [Stop.from_json(row) for row in json.loads(capsys.readouterr().out)]
     assert code == 0, stops
     assert [stop.key for stop in stops] == ["threads", "columns", "half_layers", "three"]
     assert all(stop.verdict == "true" for stop in stops)

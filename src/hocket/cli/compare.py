@@ -33,6 +33,8 @@ class Compare:
             predictions are made for.
         links: links that CPU ranks are to feel, as in nvlink3 or pcie4@H100-SXM-80. None: the
             machine's own.
+        memory_per_rank: tensor bytes that a CPU rank may hold, as in 60MB; what needs more is not
+            run. None: what there is.
         steps: optimizer steps to time.
         seq_len: tokens of one sequence.
         global_batch: sequences of one step.
@@ -53,6 +55,7 @@ class Compare:
     input_work: float = 5.0
     cluster: str = "auto"
     links: Text = None
+    memory_per_rank: Text = None
     steps: int = 5
     seq_len: int = 128
     global_batch: int = 8
@@ -68,6 +71,7 @@ class Compare:
 _JOB = (
     "model", "steps", "seq_len", "global_batch", "seed", "attention", "device", "backend",
     "threads", "trust_remote_code", "cluster", "links",
+    "memory_per_rank",
 )  # fmt: skip
 
 

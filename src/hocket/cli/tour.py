@@ -41,7 +41,8 @@ def main(arguments: Sequence[str]) -> int:
     import json
 
     from hocket.cli.terminal import terminal
-    from hocket.jobs.tour import STOPS, told, tour, written
+    from hocket.jobs.tour import told, tour, written
+    from hocket.jobs.tour_stops import STOPS
     from hocket.spec.tour import Stop
 
     _, width = terminal()

@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from hocket.jobs import links
+from hocket.jobs import links, memory
 from hocket.jobs.prepare import spec_of
 from hocket.jobs.request import Request
 from hocket.jobs.validate import validate
 from hocket.spec.comparison import SWEEPS, Comparison, Outcome, Point, Way, chosen, ways
 from hocket.spec.errors import LayoutError, ModelError, OptionError, unknown
 from hocket.spec.layout import Layout, divisors
+from hocket.spec.run import RunFolder, write_text
 from hocket.spec.timeline import Event, Timeline
 
 if TYPE_CHECKING:
@@ -134,7 +135,8 @@ def sweep(
     with Bench(request, dataclasses.replace(asked, input_work=0.0), on_way) as bench:
         for at, way, layers in _points(request, asked, axis, bench.source):
             bench.say(f"{axis} {at}: {way.title}")
-            points.append(Point(at=at, outcome=bench.run(way, layers=layers)))
+            source = None if layers is None else with_layers(bench.source, layers)
+            points.append(Point(at=at, outcome=bench.run(way, source=source)))
     return points
 
 
@@ -199,6 +201,7 @@ class Bench:
         self._reference: str | None = None
         self._measured: Measured | None = None
         links.checked(options, Layout(tp=asked.devices))
+        memory.checked(options)
 
     def __enter__(self) -> Self:
         from hocket.launch import Launcher
@@ -262,38 +265,54 @@ class Bench:
         self._launch("hocket.training.check:reference", 1, payload)
         self._reference = folder
 
-    def run(self, way: Way, *, layers: int | None = None) -> Outcome:
-        """One way; with another number of layers than the model has, if asked."""
+    def run(
+        self, way: Way, *, source: ModelSource | None = None, request: Request | None = None
+    ) -> Outcome:
+        """One way; of another model or with other sizes than the bench's, if asked, which are
+        then not held against one process.
+        """
         from hocket.jobs import twin
         from hocket.schedules.registry import build
 
-        source = self.source if layers is None else with_layers(self.source, layers)
+        other = source is not None or request is not None
+        held: list[dict[str, int]] | None = None
+        source, request = source or self.source, request or self.request
         try:
-            layout = validate(source.dimensions, way.layout, self.request.workload)
+            layout = validate(source.dimensions, way.layout, request.workload)
             assert layout.microbatches is not None
             schedule = build(layout, layout.microbatches)
-            attention = self.request.options.attention
-            twin.require(self.launcher, source, layout, attention=attention)
+            twin.require(self.launcher, source, layout, attention=request.options.attention)
+            if request.options.memory_per_rank is not None:
+                spec = spec_of(source, request, layout, source.config, "compare")
+                held = memory.require(self.launcher, self._written(spec, schedule), spec)
         except (LayoutError, ModelError) as error:
             return Outcome(way=way, reason=error.message)
         way = dataclasses.replace(way, layout=layout)
-        request = self.request
         if layout.world_size == 1:  # threads and one process have no links
             options = dataclasses.replace(request.options, links=None)
             request = dataclasses.replace(request, options=options)
         spec = spec_of(source, request, layout, source.config, "compare")
         predicted = self._foretold(spec, schedule)
+        if held is not None:
+            predicted["required_bytes"] = float(max(row["total"] for row in held))
         payload = {
             "spec": spec.to_json(),
             "schedule": str(schedule),
-            "steps": self.request.options.steps,
-            "loops": self.loops,
+            "steps": request.options.steps,
+            "loops": 0 if other else self.loops,
         }
-        if self._reference is not None and layers is None:
+        if self._reference is not None and not other:
             payload |= {"reference": self._reference, "checked": CHECKED}
         found = self._launch("hocket.training.compare:main", layout.world_size, payload)
         (event,) = (e for e in found if e["event"] == "way")
         return dataclasses.replace(outcome(way, event), predicted=predicted)
+
+    def _written(self, spec: RunSpec, schedule: Schedule) -> RunFolder:
+        """A run folder of the spec, for what reads one."""
+        folder = RunFolder(tempfile.mkdtemp(prefix="run-", dir=self._folder))
+        folder.create(spec)
+        write_text(folder.schedule_file, str(schedule))
+        return folder
 
     def _foretold(self, spec: RunSpec, schedule: Schedule) -> dict[str, float]:
         """What the way is expected to come to; empty where that cannot be told."""

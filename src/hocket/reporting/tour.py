@@ -36,8 +36,9 @@ def stop_text(stop: Stop, number: int, language: str = "en", width: int = 100) -
     lines.append("")
     for part in _PARTS:
         lines += _labelled(page[part], mine[part], label, width)
-    if stop.picture:
-        lines += ["", *(f"   {line}".rstrip() for line in stop.picture.splitlines()), ""]
+    picture = _picture(stop)
+    if picture:
+        lines += ["", *(f"   {line}".rstrip() for line in picture.splitlines()), ""]
     lines += _labelled(page["verdict"], _verdict(stop, mine, said), label, width)
     lines += _labelled(page["try"], stop.command, label, max(width, len(stop.command) + label + 6))
     return "\n".join(lines)
@@ -54,10 +55,11 @@ def page_markdown(stops: Sequence[Stop], cores: int, language: str = "en") -> st
         parts.append("\n".join(f"> {line}" for line in mine["claim"].splitlines()))
         rows = [f"- **{page[part]}**: {mine[part]}" for part in _PARTS]
         parts.append("\n".join(rows))
-        if stop.picture:
-            parts.append(f"```text\n{stop.picture}\n```")
+        picture = _picture(stop)
+        if picture:
+            parts.append(f"```text\n{picture}\n```")
         parts.append(f"**{page['verdict']}**: {_verdict(stop, mine, said)}")
-        parts.append(f"{page['try']}:\n\n    {stop.command}")
+        parts.append(f"{page['try']}: `{stop.command}`")
     parts.append(footer(stops, language))
     return "\n\n".join(parts) + "\n"
 
@@ -69,13 +71,14 @@ def footer(stops: Sequence[Stop], language: str = "en") -> str:
     return line.format(count=len(stops), seconds=seconds)
 
 
-def bars(rows: Sequence[tuple[str, float, str]], width: int = 40) -> str:
-    """One bar a row: a label, a share of the longest bar from 0 to 1, and what to print after."""
-    label = max((len(name) for name, _, _ in rows), default=0)
-    return "\n".join(
-        f"{name:>{label}}  {'█' * max(0, round(width * share))} {after}".rstrip()
-        for name, share, after in rows
-    )
+def _picture(stop: Stop, width: int = 40) -> str:
+    """A stop's bars, or its drawing."""
+    label = max((len(name) for name, _, _ in stop.bars), default=0)
+    rows = [
+        f"{name:>{label}}  {'█' * max(0, round(width * share))} {beside}".rstrip()
+        for name, share, beside in stop.bars
+    ]
+    return "\n".join(rows) or stop.drawing
 
 
 def _filled(stop: Stop, language: str) -> dict[str, str]:
@@ -89,8 +92,7 @@ def _filled(stop: Stop, language: str) -> dict[str, str]:
 
 def _verdict(stop: Stop, mine: dict[str, str], said: dict[str, Any]) -> str:
     verdict: str = said["verdicts"][stop.verdict]
-    joint = " " if stop.verdict == "true_if" else ". "
-    return f"{verdict}{joint if stop.verdict != 'true_if' else ': '}{mine['because']}"
+    return f"{verdict}{': ' if stop.verdict == 'true_if' else '. '}{mine['because']}"
 
 
 def _labelled(label: str, text: str, room: int, width: int) -> list[str]:

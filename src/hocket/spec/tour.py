@@ -24,7 +24,8 @@ class Stop:
         command: what to type to test it oneself.
         verdict: one of `VERDICTS`, decided by the numbers.
         values: what the sentences leave open, formatted.
-        picture: a small drawing in text, of numbers only.
+        bars: a small picture: a label, a share from 0 to 1, and what to print beside it.
+        drawing: a small picture in text, without words of any language.
         seconds: that testing it took.
     """
 
@@ -32,7 +33,8 @@ class Stop:
     command: str
     verdict: str
     values: dict[str, Any]
-    picture: str = ""
+    bars: tuple[tuple[str, float, str], ...] = ()
+    drawing: str = ""
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
@@ -41,3 +43,9 @@ class Stop:
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
         return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Stop:
+        """The inverse of `to_json`."""
+        rows = tuple((label, share, beside) for label, share, beside in data["bars"])
+        return cls(**{**data, "bars": rows})

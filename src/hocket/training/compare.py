@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from hocket.runtime.collectives import barrier
 from hocket.spec.run import RunSpec
 from hocket.spec.schedule import Schedule
+from hocket.spec.units import parse_bytes
 from hocket.training import timeline
 from hocket.training.build import Job, build
 from hocket.training.check import compare_layout
@@ -135,11 +136,13 @@ class _Way:
     def seen_whole(self) -> dict[str, Any]:
         """One step whose memory is counted, and one that is recorded."""
         job, mesh = self.job, self.job.mesh
+        limit = self.spec.options.memory_per_rank
         count = MemoryCount(
             job.parallel.parameters(),
             job.optimizer.tensors,
             mesh.device,
             compiled=self.spec.options.compile,
+            limit=None if limit is None else parse_bytes(limit),
         )
         feed = _Feed(self.spec, self.data_rank, mesh.device, 0)
         job.optimizer.state_tensors()  # so that its state counts as such

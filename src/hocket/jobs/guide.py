@@ -1,0 +1,101 @@
+"""The guide of the tour: a bench that remembers what it ran, so that stops share runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from hocket.jobs import links
+from hocket.jobs.compare import Asked, Bench, with_layers
+from hocket.jobs.prepare import spec_of
+from hocket.jobs.request import Request, request
+from hocket.spec.comparison import Outcome, Way
+from hocket.spec.layout import Layout
+from hocket.spec.links import Links
+
+MODEL = "tiny-llama"
+SIZES = {"seq_len": 128, "global_batch": 8, "steps": 3}
+
+WIDE: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "vocab_size": 512,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+WIDE_SIZES = {"seq_len": 64, "global_batch": 4, "steps": 4}
+"""The model whose messages are felt: a small batch, of two microbatches."""
+
+
+class Guide(Bench):
+    """A bench that remembers what it ran: stops share runs."""
+
+    def __init__(self, job: Request, say: Callable[[str], None] | None = None) -> None:
+        super().__init__(job, Asked(input_work=5.0), say)
+        self._ran: dict[tuple[str, int | None], Outcome] = {}
+        self._scale: float | None = None
+
+    def way(self, layout: str, layers: int | None = None) -> Outcome:
+        """What a layout came to, of the model with another number of layers if asked."""
+        key = (layout, layers)
+        if key not in self._ran:
+            if not self.referred and layers is None:
+                self.reference()
+            way = Way(name=layout, title=layout, layout=Layout.parse(layout))
+            source = None if layers is None else with_layers(self.source, layers)
+            found = self.run(way, source=source)
+            assert found.ran, found.reason
+            self._ran[key] = found
+        return self._ran[key]
+
+    def wide(self, layout: str, link: str) -> Outcome:
+        """What a layout came to on links of a kind, of a model whose products are worth splitting.
+
+        tiny-llama's 128 features are too few: its messages cost more than its computing on any
+        link of today.
+        """
+        from hocket.models.source import ModelSource
+
+        key = (f"{layout} over {link}", None)
+        if key not in self._ran:
+            source = ModelSource(name="wide", config=WIDE)
+            values = {"model": "wide", "device": "cpu", "links": link, **WIDE_SIZES}
+            job = request({**values, "backend": self.request.options.backend})
+            if self._scale is None:
+                spec = spec_of(source, job, Layout(tp=2), WIDE, "tour")
+                felt = links.settled(self.launcher, spec).options.links
+                assert felt is not None
+                self._scale = Links.parse(felt).scale
+            options = dataclasses.replace(job.options, links=f"{link}:scale={self._scale:g}")
+            job = dataclasses.replace(job, options=options)
+            way = Way(name=layout, title=layout, layout=Layout.parse(layout))
+            found = self.run(way, source=source, request=job)
+            assert found.ran, found.reason
+            self._ran[key] = found
+        return self._ran[key]
+
+    def allowed(self, layout: str, limit: str | None) -> tuple[str, int, int]:
+        """What `--memory-per-rank` makes of a layout: why it is refused (or nothing), the bytes
+        of its fullest rank as foretold, and as counted.
+        """
+        options = dataclasses.replace(self.request.options, memory_per_rank=limit or "1TB")
+        job = dataclasses.replace(self.request, options=options)
+        way = Way(name=layout, title=layout, layout=Layout.parse(layout))
+        found = self.run(way, request=job)
+        if not found.ran:
+            return found.reason, 0, 0
+        return "", int(found.predicted["required_bytes"]), found.fullest["total"]
+
+    @property
+    def batch(self) -> int:
+        return self.request.workload.global_batch
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.request.workload.seq_len
