@@ -22,7 +22,6 @@ from hocket.jobs.validate import validate
 from hocket.spec.comparison import SWEEPS, Comparison, Outcome, Point, Way, chosen, ways
 from hocket.spec.errors import LayoutError, ModelError, OptionError, unknown
 from hocket.spec.layout import Layout, divisors
-from hocket.spec.run import RunFolder, write_text
 from hocket.spec.timeline import Event, Timeline
 
 if TYPE_CHECKING:
@@ -284,7 +283,7 @@ class Bench:
             twin.require(self.launcher, source, layout, attention=request.options.attention)
             if request.options.memory_per_rank is not None:
                 spec = spec_of(source, request, layout, source.config, "compare")
-                held = memory.require(self.launcher, self._written(spec, schedule), spec)
+                held = memory.require(self.launcher, spec, str(schedule))
         except (LayoutError, ModelError) as error:
             return Outcome(way=way, reason=error.message)
         way = dataclasses.replace(way, layout=layout)
@@ -306,13 +305,6 @@ class Bench:
         found = self._launch("hocket.training.compare:main", layout.world_size, payload)
         (event,) = (e for e in found if e["event"] == "way")
         return dataclasses.replace(outcome(way, event), predicted=predicted)
-
-    def _written(self, spec: RunSpec, schedule: Schedule) -> RunFolder:
-        """A run folder of the spec, for what reads one."""
-        folder = RunFolder(tempfile.mkdtemp(prefix="run-", dir=self._folder))
-        folder.create(spec)
-        write_text(folder.schedule_file, str(schedule))
-        return folder
 
     def _foretold(self, spec: RunSpec, schedule: Schedule) -> dict[str, float]:
         """What the way is expected to come to; empty where that cannot be told."""

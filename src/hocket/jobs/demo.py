@@ -112,6 +112,7 @@ def demo(
             show(picture)
         alone = _alone(launcher, folder, wanted)
         show("\n".join(comparison(summary, alone, spec.layout.axes_text())))
+        show(_too_small(launcher, folder, summary, alone))
         sample = _sample(launcher, folder.model)
         show(f"{folder.model} is an ordinary Hugging Face directory; from it, after {PROMPT!r}:\n")
         show("\n".join("    " + line for line in sample.splitlines()))
@@ -226,6 +227,43 @@ def comparison(summary: Summary, alone: Summary, layout: str) -> list[str]:
         f"What it cannot show: speed. The ranks share {cores} cores, and a step is {slower}",
         "than in one process; splitting pays where each rank has a device of its own.",
     ]
+
+
+def _too_small(launcher: Launcher, folder: RunFolder, summary: Summary, alone: Summary) -> str:
+    """What a rank of less memory makes of one process, and of the layout: refused, and enough."""
+    import textwrap
+
+    from hocket.jobs import memory
+    from hocket.spec.errors import LayoutError
+    from hocket.spec.units import format_bytes
+
+    fullest, one = (max(row["total"] for row in s.memory) for s in (summary, alone))
+    limit = f"{round((fullest + one) / 2e6)}MB"
+    lines = [f"a model that does not fit: --memory-per-rank {limit}"]
+
+    def asked(run: RunFolder) -> list[dict[str, int]] | None:
+        spec = run.load()
+        options = dataclasses.replace(spec.options, memory_per_rank=limit)
+        limited = dataclasses.replace(spec, options=options)
+        return memory.require(launcher, limited, run.schedule_file.read_text())
+
+    try:
+        asked(RunFolder(folder.path / "one-process"))
+        lines.append("one process fits as well: this layout saves too little to show it")
+    except LayoutError as error:
+        lines += textwrap.wrap(f"one process is refused before it starts: {error.message}", 90)
+    layout = folder.load().layout.axes_text()
+    try:
+        predicted = asked(folder)
+    except LayoutError as error:
+        return "\n".join([*lines, f"{layout} is refused too: {error.message}"])
+    told = (
+        f"{layout} may start: its fullest rank was to hold "
+        f"{format_bytes(max(row['total'] for row in predicted))}, and held {format_bytes(fullest)}"
+        if predicted is not None
+        else f"what {layout} will hold cannot be foretold; it held {format_bytes(fullest)}"
+    )
+    return "\n".join([*lines, told])
 
 
 def _sample(launcher: Launcher, model: Path) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hocket.spec.errors import HocketError, LayoutError, OptionError
 from hocket.spec.layout import Layout, divisors
-from hocket.spec.run import RunFolder, RunSpec, TrainOptions
+from hocket.spec.run import RunSpec, TrainOptions
 from hocket.spec.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -52,8 +52,11 @@ def checked(options: TrainOptions) -> None:
         )
 
 
-def require(launcher: Launcher, folder: RunFolder, spec: RunSpec) -> list[dict[str, int]] | None:
+def require(launcher: Launcher, spec: RunSpec, schedule: str) -> list[dict[str, int]] | None:
     """What each rank will hold, by kind, if that is allowed; None where it cannot be foretold.
+
+    Args:
+        spec: with the limit in its options. schedule: its text.
 
     Raises:
         LayoutError: a rank would hold more, with the layouts that fit.
@@ -61,7 +64,7 @@ def require(launcher: Launcher, folder: RunFolder, spec: RunSpec) -> list[dict[s
     allowed = limit(spec.options)
     if allowed is None or spec.layout.data_parallel == "threads":
         return None
-    events = _forecast(launcher, folder)
+    events = _forecast(launcher, spec, schedule)
     first = events[0]
     if "error" in first:
         return None
@@ -103,7 +106,7 @@ def _gb(count: float) -> str:
     return format_bytes(count)
 
 
-def _forecast(launcher: Launcher, folder: RunFolder) -> list[dict[str, Any]]:
+def _forecast(launcher: Launcher, spec: RunSpec, schedule: str) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
 
     def hear(event: dict[str, Any]) -> None:
@@ -113,7 +116,7 @@ def _forecast(launcher: Launcher, folder: RunFolder) -> list[dict[str, Any]]:
     launcher.run(
         "hocket.jobs.memory:main",
         1,
-        {"run": str(folder.path.resolve())},
+        {"spec": spec.to_json(), "schedule": schedule},
         hear,
         startup_timeout=300.0,
         silence_timeout=600.0,
@@ -123,16 +126,15 @@ def _forecast(launcher: Launcher, folder: RunFolder) -> list[dict[str, Any]]:
 
 def main(context: RankContext, payload: dict[str, Any]) -> None:
     """The process's side: the run's own layout, and others if it does not fit."""
-    from hocket.training.build import read_schedule
+    from hocket.spec.schedule import Schedule
     from hocket.training.memory_forecast import forecast
 
-    folder = RunFolder(payload["run"])
-    spec = folder.load()
+    spec, schedule = RunSpec.from_json(payload["spec"]), Schedule.parse(payload["schedule"])
     allowed = limit(spec.options)
     assert allowed is not None
     say = "memory forecast"
     try:
-        rows = [m.to_json() for m in forecast(spec, read_schedule(folder.schedule_file))]
+        rows = [m.to_json() for m in forecast(spec, schedule)]
     except HocketError:
         raise
     except Exception as error:  # fake tensors do not know every operation of every family

@@ -163,7 +163,7 @@ def launch(
     predicted = None
     if spec.options.memory_per_rank is not None:
         record.phase("foretelling what each rank holds")
-        predicted = memory.require(launcher, folder, spec)
+        predicted = memory.require(launcher, spec, folder.schedule_file.read_text())
     record.phase("starting ranks")
     launcher.run(
         ENTRY,
