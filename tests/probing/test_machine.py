@@ -88,6 +88,23 @@ def test_a_full_probe_is_kept_for_auto(here: Here) -> None:
     assert machine.cluster("auto") == found
 
 
+def test_a_full_probe_that_was_disturbed_gives_way_to_a_quiet_quick_one(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads = iter((1.2, 0.5, 0.0))
+
+    def measure(*, quick: bool, **_: Any) -> Measured:
+        host = dataclasses.replace(HOST, load=next(loads))
+        return dataclasses.replace(MEASURED, quick=quick, host=host)
+
+    monkeypatch.setattr(machine, "measure", measure)
+    full = machine.probe()
+    machine.probe(quick=True)
+    assert machine.kept() == full, "one that was disturbed as well tells less"
+    quiet = machine.probe(quick=True)
+    assert machine.kept() == quiet != full
+
+
 def test_what_was_cut_off_is_measured_again(here: Here) -> None:
     first = machine.cluster("auto")
     (file,) = machine.folder().glob("*.toml")

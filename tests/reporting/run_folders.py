@@ -11,11 +11,32 @@ from hocket.schedules import build
 from hocket.simulation import simulate
 from hocket.spec.forecast import Alternative, Forecast
 from hocket.spec.layout import Layout
+from hocket.spec.measured import Device, Host, Measured, Pair
 from hocket.spec.prices import Prices
 from hocket.spec.run import RunFolder, RunSpec, TrainOptions, Workload, write_text
 from hocket.spec.timeline import Event, Timeline
 
 MB = 1_000_000
+
+
+def gpus(name: str = "A made GPU") -> Measured:
+    """A machine of four GPUs bridged two by two: NVLink inside a pair, measured; PCIe beyond."""
+    inside = ((0, 1), (2, 3))
+    return Measured(
+        device="cuda",
+        date="2026-11-20T12:00:00Z",
+        torch="2.13.0",
+        hocket="0.1.0",
+        host=Host(name="a machine", cpu="A CPU", cores=16, memory=2**36),
+        devices=tuple(Device(index=i, name=name, memory=24 * 10**9) for i in range(4)),
+        pairs=tuple(
+            Pair(first=i, second=j, path="NV4", links=4, rate=50e9, latency=8e-6, measured=True)
+            if (i, j) in inside
+            else Pair(first=i, second=j, path="SYS", rate=31.5e9)
+            for i in range(4)
+            for j in range(i + 1, 4)
+        ),
+    )
 
 
 def measured(layout: Layout, microbatches: int, slower: float = 1.0) -> Timeline:
@@ -60,6 +81,7 @@ def make(
     predicted: bool = True,
     reason: str = "",
     metrics: dict[str, Any] | None = None,
+    machine: Measured | None = None,
 ) -> Path:
     """Write a run folder; `done` steps of `steps` are in its metrics. Returns `path`."""
     placed = Layout.parse(layout)
@@ -87,6 +109,8 @@ def make(
     timeline = measured(placed, placed.microbatches or 1)
     write_text(folder.timeline_file, timeline.to_json())
     kinds = {"parameters": 2 * MB, "gradients": 2 * MB, "optimizer": 4 * MB, "activations": 1 * MB}
+    if machine is not None:
+        write_text(folder.topology_file, machine.to_json())
     memory = [{**kinds, "total": 9 * MB}] * placed.world_size
     write_text(folder.memory_file, json.dumps(memory))
     total = [

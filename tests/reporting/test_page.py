@@ -16,7 +16,7 @@ from hocket.jobs.report import html, records
 from hocket.reporting.decomposition import PARTS
 from hocket.reporting.payload import MOST_EVENTS, _timeline
 from hocket.spec.timeline import Event, Timeline
-from tests.reporting.run_folders import make
+from tests.reporting.run_folders import gpus, make
 
 HOSTILE = '</script><script>owned=1</script><img src=x onerror="owned=1">\u2028&amp;$title'
 
@@ -148,3 +148,29 @@ def test_beyond_its_limit_a_timeline_loses_the_shortest_events_and_says_so() -> 
     assert len(found["events"]["start"]) == MOST_EVENTS
     assert found["events"]["start"] == sorted(found["events"]["start"])
     assert found["events"]["length"].count(0.9e6) == (MOST_EVENTS + 100) // 2
+
+
+def test_the_machine_is_drawn_with_its_ranks(tmp_path: Path) -> None:
+    run = make(tmp_path / "run", layout="dp2.tp2", machine=gpus("<b>GPU</b>"))
+    found = data_of(page_of(run))["runs"][0]["machine"]
+    assert found["names"] == ["GPU0", "GPU1", "GPU2", "GPU3"]
+    assert found["ranks"] == [[0], [1], [2], [3]]
+    bridge, beyond = found["cells"][0][1], found["cells"][0][2]
+    assert (bridge["path"], bridge["rate"], bridge["measured"]) == ("NV4", 50e9, True)
+    assert (beyond["path"], beyond["measured"]) == ("SYS", False)
+    assert found["cells"][0][0] is None
+    assert found["bracketed"]
+    assert "<b>GPU" not in page_of(run)
+
+
+def test_a_machine_that_was_not_probed_is_said_to_be_unknown(tmp_path: Path) -> None:
+    from hocket.jobs.report import text
+
+    run = make(tmp_path / "run")
+    assert data_of(page_of(run))["runs"][0]["machine"] is None
+    assert "not known, it was not probed" in text(records([run]))
+    probed = make(tmp_path / "probed", machine=gpus())
+    said = text(records([probed]))
+    assert "links of a machine, each way, measured 2026-11-20" in said
+    assert "NV4 50 GB/s" in said
+    assert "SYS (31.5 GB/s)" in said

@@ -11,7 +11,7 @@ import pytest
 from hocket.jobs.report import records, write
 from hocket.spec.timeline import Event, Timeline
 from tests.reporting.chromium import chromium  # noqa: F401  a fixture
-from tests.reporting.run_folders import make
+from tests.reporting.run_folders import gpus, make
 
 HOSTILE = "<script>window.owned=1</script><img src=x onerror='window.owned=1'>"
 
@@ -293,3 +293,27 @@ def test_the_legend_picks_a_kind_out(opened: Open, whole: Path) -> None:
     assert button.get_attribute("aria-pressed") == "true"
     button.click()
     assert button.get_attribute("aria-pressed") == "false"
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_links_of_the_machine_are_drawn_and_told(tmp_path: Path, opened: Open, width: int) -> None:
+    path = make(tmp_path / "run", layout="dp2.tp2", machine=gpus(HOSTILE))
+    page = opened(report(path), width)
+    cells = page.locator("table.links td")
+    assert cells.count() == 16
+    assert "NV4 50 GB/s" in cells.nth(1).inner_text()
+    assert "SYS (31.5 GB/s)" in cells.nth(2).inner_text()
+    assert page.locator("table.links th").nth(1).inner_text() == "GPU0 (rank 0)"
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.evaluate("window.owned") is None
+    line = page.locator("svg[aria-label^='Ranks by'] g > line").first
+    line.hover(force=True)
+    tip = page.locator(".tip")
+    assert "ranks 0 and" in tip.inner_text()
+    assert "NV4" in tip.inner_text() or "SYS" in tip.inner_text()
+
+
+def test_a_machine_that_was_not_probed_is_not_drawn(tmp_path: Path, opened: Open) -> None:
+    page = opened(report(make(tmp_path / "run")))
+    assert page.locator("table.links").count() == 0
+    assert "it was not probed" in page.locator("main").inner_text()

@@ -12,7 +12,7 @@ from hocket.simulation import simulate
 from hocket.spec.errors import RunFolderError
 from hocket.spec.forecast import Forecast
 from hocket.spec.layout import Layout
-from tests.reporting.run_folders import make
+from tests.reporting.run_folders import gpus, make
 
 
 def test_a_whole_run(tmp_path: Path) -> None:
@@ -45,11 +45,11 @@ def test_a_run_that_died(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     ["run.json", "timeline.json", "timeline.predicted.json", "forecast.json", "memory.json",
-     "communication.json", "schedule.txt"],
+     "communication.json", "schedule.txt", "topology.json"],
 )  # fmt: skip
 @pytest.mark.parametrize("damage", ["cut", "empty", "other", "bytes"])
 def test_a_damaged_file_is_named_and_left_out(tmp_path: Path, name: str, damage: str) -> None:
-    path = make(tmp_path / "run")
+    path = make(tmp_path / "run", machine=gpus())
     whole = (path / name).read_text()
     wrong = {"cut": whole[: len(whole) // 2], "empty": "", "other": "[1, 2]"}
     (path / name).write_bytes(wrong[damage].encode() if damage in wrong else b"\xff\xfe\x00{")

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import hocket
 from hocket.jobs.measured_cluster import cluster_of
-from hocket.jobs.probe import Listener, Present, measure, present
+from hocket.jobs.probe import BUSY, Listener, Present, measure, present
 from hocket.spec.cluster import Cluster
 from hocket.spec.errors import HocketError, OptionError
 from hocket.spec.measured import Measured
@@ -73,7 +73,9 @@ def kept(device: str = "auto") -> Cluster | None:
 def probe(
     *, device: str = "auto", quick: bool = False, on_event: Listener | None = None
 ) -> Cluster:
-    """Measure this machine now, and keep it for `auto`; a quick form does not displace a full one.
+    """Measure this machine now, and keep it for `auto`.
+
+    A quick form does not displace a full one, unless that was disturbed and this was not.
 
     Raises:
         HocketError: as `jobs.probe.measure`, or another probe is measuring.
@@ -83,9 +85,16 @@ def probe(
     with _alone(wait=0.0):
         found = cluster_of(measure(device=device, quick=quick, on_event=on_event))
         before = _kept(here)
-        if not quick or before is None or before.measured is None or before.measured.quick:
+        if not quick or before is None or not _better(before, found):
             _keep(here, found)
     return found
+
+
+def _better(full: Cluster, quick: Cluster) -> bool:
+    """Whether what is kept tells more than a quick form that was measured now."""
+    if full.measured is None or quick.measured is None or full.measured.quick:
+        return False
+    return full.measured.host.load <= BUSY or quick.measured.host.load > BUSY
 
 
 def _auto(device: str, on_event: Listener | None) -> Cluster:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hocket.jobs import forecast, foresight, ledger, links, memory, prepare, weights
+from hocket.jobs import forecast, foresight, ledger, links, memory, prepare, topology, weights
 from hocket.jobs.request import Request
 from hocket.spec.errors import HocketError, RunFolderError
 from hocket.spec.forecast import Forecast
@@ -160,6 +160,9 @@ def launch(
         spec = links.settle(launcher, folder, spec)
         record.note(f"links are felt as {spec.options.links}")
     foresight.before(folder, spec, record, cluster=cluster, launcher=launcher)
+    disturbed = topology.keep(folder, cluster, spec.options.device)
+    if disturbed:
+        record.note(disturbed)
     predicted = None
     if spec.options.memory_per_rank is not None:
         record.phase("foretelling what each rank holds")
@@ -174,6 +177,7 @@ def launch(
         silence_timeout=spec.options.timeout,
     )
     foresight.after(folder, spec, record, cluster=cluster, launcher=launcher)
+    topology.keep(folder, cluster, spec.options.device)  # if it was measured only now
     if predicted is not None and record.memory:
         record.note(memory.beside(predicted, record.memory))
     ledger.enter(folder.path, record.note)
@@ -233,6 +237,7 @@ def _join(request: Request, context: RankContext, record: Record) -> Summary:
         if context.rank == 0:
             cluster = foresight.NONE if request.cluster == foresight.NONE else foresight.KEPT
             foresight.before(folder, folder.load(), record, cluster=cluster)
+            topology.keep(folder, cluster, options.device)
         run_joined(
             ENTRY,
             {"run": str(folder.path.resolve())},

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hocket.reporting.decomposition import PARTS, Decomposition, decompose, groups
+from hocket.reporting.links import links_payload
 from hocket.reporting.record import Record
 from hocket.spec.errors import HocketError
 from hocket.spec.forecast import KINDS
@@ -94,6 +95,7 @@ def payload(record: Record, own_bubble: float | None = None) -> dict[str, Any]:
             "traffic": traffic(record, parts),
             "curves": _curves(record),
             "mesh": _mesh(record),
+            "machine": links_payload(record.machine, record.layout),
             "alternatives": [
                 dataclasses.asdict(a)
                 for a in (record.forecast.alternatives if record.forecast else ())

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from hocket.spec.errors import HocketError, RunFolderError, nearest
 from hocket.spec.forecast import KINDS, Forecast
 from hocket.spec.layout import Layout
+from hocket.spec.measured import Measured
 from hocket.spec.run import RunFolder, RunSpec
 from hocket.spec.schedule import Schedule
 from hocket.spec.timeline import Event, Timeline
@@ -40,6 +41,7 @@ class Record:
             count and bytes.
         recorded_step: whose timeline and traffic they are; 0 if unknown.
         memory: peak bytes by kind, a row a rank; of replicas under threads.
+        machine: its devices and what joins them, where it was probed.
         notes: sentences about what is missing or could not be read.
     """
 
@@ -53,6 +55,7 @@ class Record:
     traffic: tuple[Mapping[str, Any], ...] = ()
     recorded_step: int = 0
     memory: tuple[Mapping[str, int], ...] = ()
+    machine: Measured | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -138,6 +141,7 @@ def read(path: str | Path) -> Record:
         notes.append(f"the predicted timeline is missing ({PREDICTED})")
     memory = take(folder.memory_file, _memory, "")
     traffic = take(folder.communication_file, _traffic, "")
+    machine = take(folder.topology_file, Measured.from_json, "")
     schedule = take(folder.schedule_file, Schedule.parse, "")
     if spec is not None:
         predicted = None if predicted is None else on_all_ranks(predicted, spec.layout)
@@ -158,6 +162,7 @@ def read(path: str | Path) -> Record:
         traffic=traffic[1] if traffic else (),
         recorded_step=traffic[0] if traffic else 0,
         memory=memory or (),
+        machine=machine,
         notes=tuple(notes),
     )
 

@@ -10,6 +10,7 @@ from hocket.reporting.payload import figures, in_words, parts_of, traffic, verdi
 from hocket.reporting.record import Record
 from hocket.reporting.table import table_text
 from hocket.reporting.timeline import timeline_text
+from hocket.reporting.topology import matrix_text
 from hocket.spec.forecast import KINDS
 from hocket.spec.units import format_bytes, format_seconds
 
@@ -80,6 +81,7 @@ def report_text(
     losses = record.column("loss")
     if unicode and len(losses) > 1:
         blocks.append("\nloss over the steps\n" + curve_text(losses, width=min(width, 80)))
+    blocks.append("\n" + _links(record))
     if record.forecast is not None and record.forecast.alternatives:
         blocks.append("\n" + _alternatives(record))
     return "\n".join(blocks) + "\n"
@@ -175,6 +177,16 @@ def _memory(record: Record) -> str:
     text = table_text(["memory", *KINDS, "total", *(["predicted"] if predicted else [])], rows)
     rest = len(record.memory) - TEN
     return text + (f"\n... and {rest} ranks more" if rest > 0 else "")
+
+
+def _links(record: Record) -> str:
+    """What joins the machine's devices, or that nobody knows."""
+    measured = record.machine
+    if measured is None:
+        return "links of the machine: not known, it was not probed (hocket probe)"
+    form = "quick" if measured.quick else "full"
+    title = f"links of {measured.host.name}, each way, measured {measured.date[:10]} ({form} form)"
+    return printable(f"{title}\n" + (matrix_text(measured) or "one device: none"))
 
 
 def _alternatives(record: Record) -> str:

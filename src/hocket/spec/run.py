@@ -206,6 +206,10 @@ class RunFolder:
         return self.path / "memory.json"
 
     @property
+    def topology_file(self) -> Path:
+        return self.path / "topology.json"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 

@@ -3,7 +3,7 @@
 const AXIS_COLOURS = { tp: "collective", dp: "backward", pp: "forward", cp: "weight" };
 const MOST_CELLS = 16;
 
-function meshPicture(mesh, traffic) {
+function meshPicture(mesh, traffic, machine) {
   const host = element("div", {});
   const { degrees } = mesh;
   const links = Object.fromEntries(traffic.map((row) => [row.axis, row]));
@@ -92,10 +92,53 @@ function meshPicture(mesh, traffic) {
     // Dashed where it leaves a domain; with a head where it has a direction.
     function line(x1, y1, x2, y2, axis, from, to) {
       const crosses = domain(from) !== domain(to);
-      const group = shape("g", { opacity: faint(axis) }, shape("line", { x1, y1, x2, y2, ink: AXIS_COLOURS[axis], "stroke-width": lit === axis ? 4 : 2.5, "stroke-dasharray": crosses ? "4 3" : null }));
+      const said = joining(machine, from, to);
+      const group = shape("g", { opacity: faint(axis) }, shape("line", { x1, y1, x2, y2, stroke: "transparent", "stroke-width": 14 }), shape("line", { x1, y1, x2, y2, ink: AXIS_COLOURS[axis], "stroke-width": lit === axis ? 4 : 2.5, "stroke-dasharray": crosses ? "4 3" : null }));
       if (axis === "pp" && x2 - x1 > 12) group.append(shape("path", { d: `M${x2 - 7},${y2 - 5} L${x2},${y2} L${x2 - 7},${y2 + 5}`, fill: "none", ink: AXIS_COLOURS[axis], "stroke-width": 2.5 }));
-      return group;
+      return said ? telling(group, [`${axis}: ranks ${from} and ${to}`, said]) : group;
     }
   }
   return element("div", {}, entries.length ? element("div", { class: "legend" }, entries) : null, host);
+}
+
+// What joins the devices of two ranks, in words; null where that is not known. Ranks on a CPU are
+// on no core of their own: they meet in its memory.
+function joining(machine, from, to) {
+  const count = machine ? machine.names.length + machine.left_out : 0;
+  if (!machine || !machine.gpus || !count) return null;
+  if (Math.floor(from / count) !== Math.floor(to / count)) return "on two machines: the network";
+  const cell = (machine.cells[from % count] || [])[to % count];
+  return cell ? linkWords(cell) : null;
+}
+
+function linkWords(cell) {
+  if (!cell.rate) return cell.path;
+  const rate = `${bytes(cell.rate)}/s`;
+  return `${cell.path} ${cell.measured ? rate : `(${rate})`}`;
+}
+
+// Each two devices of the machine and what joins them.
+function linksTable(machine) {
+  if (!machine) return missing("The machine's devices and links are not drawn: it was not probed. hocket probe measures them, and later runs are drawn on them.");
+  const { names, cells, ranks } = machine;
+  const name = (i) => ranks[i].length ? `${names[i]} (rank ${ranks[i].join(", ")})` : names[i];
+  const fastest = Math.max(0, ...cells.flat().map((cell) => (cell && cell.rate) || 0));
+  const matrix = names.length < 2 ? missing("One device: no links between devices.") : element("div", { class: "scroll" }, element("table", { class: "links" },
+    element("thead", {}, element("tr", {}, element("th", {}), names.map((_, i) => element("th", { scope: "col" }, name(i))))),
+    element("tbody", {}, cells.map((row, i) => element("tr", {}, element("th", { scope: "row" }, name(i)), row.map((cell) => {
+      if (!cell) return element("td", { class: "none" }, "–");
+      const width = fastest && cell.rate ? Math.max(4, 100 * cell.rate / fastest) : 0;
+      return element("td", {}, linkWords(cell), cell.latency ? element("div", { class: "small" }, `latency ${seconds(cell.latency)}`) : null, bar(width, cell.measured));
+    }))))));
+  function bar(width, measured) {
+    const made = element("div", { class: measured ? "rate" : "rate told" });
+    made.style.width = `${width}%`;
+    return made;
+  }
+  return element("div", { class: "machine" },
+    element("h3", {}, machine.title),
+    element("p", { class: "small" }, `${machine.when}; rates in one direction.${machine.gpus ? "" : " Ranks are on no core of their own: any two meet in the machine's memory."}`),
+    matrix,
+    machine.left_out ? missing(`${machine.left_out} devices more are not drawn.`) : null,
+    element("p", { class: "small" }, [...machine.words.map(([path, words]) => `${path}: ${words}.`), machine.bracketed ? "Rates in brackets were not measured: they are what such links are sold for." : ""].filter(Boolean).join(" ")));
 }

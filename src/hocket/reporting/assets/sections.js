@@ -171,8 +171,8 @@ function curvesSection() {
 
 function meshSection() {
   if (!runs.some((run) => run.mesh)) return null;
-  return section("Which rank holds what", "The layout as a mesh. Lines join ranks that talk over an axis; choose an axis to pick its lines out.",
-    beside((run) => run.mesh ? meshPicture(run.mesh, run.traffic) : missing("The layout is unknown.")));
+  return section("Which rank holds what", "The layout as a mesh. Lines join ranks that talk over an axis; choose an axis to pick its lines out. Below it, what the machine's devices are joined by.",
+    beside((run) => element("div", {}, run.mesh ? meshPicture(run.mesh, run.traffic, run.machine) : missing("The layout is unknown."), linksTable(run.machine))));
 }
 
 function alternativesSection() {

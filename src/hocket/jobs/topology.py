@@ -1,0 +1,57 @@
+"""The topology of a run: what the machine's devices are joined by, kept in the run folder.
+
+It is the part of the probe that is not about speed alone: host, devices, and what joins each two of
+them. `hocket report` draws it beside the layout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hocket.jobs.probe import BUSY
+from hocket.spec.errors import HocketError
+from hocket.spec.measured import Measured
+from hocket.spec.run import RunFolder, write_text
+
+
+def topology_of(measured: Measured) -> Measured:
+    """The host, its devices and pairs alone: a few kilobytes of what can be a hundred."""
+    return dataclasses.replace(
+        measured,
+        products=(),
+        streams=(),
+        dispatch=(),
+        kernels=(),
+        updates=(),
+        sharing=(),
+        curves=(),
+    )
+
+
+def keep(folder: RunFolder, cluster: str, device: str = "auto") -> str:
+    """Write topology.json where the machine was measured; a run is never held up by it.
+
+    Returns what a person should know of that measurement: that it was disturbed; else nothing.
+
+    Args:
+        cluster: as `jobs.foresight.before`; of `none` nothing is kept.
+        device: of the run: which measurements of this machine are meant.
+    """
+    from hocket.jobs import forecast, foresight, machine
+
+    if cluster == foresight.NONE:
+        return ""
+    asked = machine.AUTO if cluster == foresight.KEPT else cluster
+    try:
+        measured = forecast.measurements(asked, device)
+    except HocketError:
+        return ""
+    if measured is None:
+        return ""
+    write_text(folder.topology_file, topology_of(measured).to_json())
+    if measured.host.load <= BUSY:
+        return ""
+    return (
+        f"other programs took {measured.host.load:.2g} of {measured.host.cores} cores while this "
+        "machine was probed, so forecasts may be too slow; hocket probe --quick measures again"
+    )
