@@ -16,6 +16,8 @@ from hocket.spec.errors import OptionError
 from hocket.spec.tour import LANGUAGES, VERDICTS, Stop
 from tests.jobs.warm import warm  # noqa: F401  a fixture
 
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
 
 def test_both_languages_tell_the_same_stops_with_the_same_numbers() -> None:
     english, korean = (words(language) for language in LANGUAGES)
@@ -53,12 +55,28 @@ def test_a_stop_is_told_in_korean_within_the_width() -> None:
         assert sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in line) <= 80, line
 
 
+def three_bars() -> Stop:
+    bars = (("m=1 {predicted}", 0.5, "50%"), ("{measured}", 0.25, "25%"))
+    values = {"predicted": "1", "measured": "1"}
+    return Stop(key="microbatches", command="x", verdict="true_if", values=values, bars=bars)
+
+
 def test_the_page_holds_every_stop() -> None:
     stop = columns(None)  # type: ignore[arg-type]
     page = page_markdown([stop, stop], 2)
     assert page.count("## ") == 2
+    assert "{" not in page_markdown([three_bars()], 2, "ko")
     assert "hocket check tiny-llama --layout tp2" in page
     assert "{" not in page
+
+
+def test_the_pages_in_the_docs_hold_every_stop() -> None:
+    for language, page in (("en", "tour.md"), ("ko", "tour.ko.md")):
+        text = (DOCS / page).read_text()
+        titles = [words(language)["stops"][key]["title"] for key in STOPS]
+        assert [t for t in text.splitlines() if t.startswith("## ")] == [
+            f"## {number}. {title}" for number, title in enumerate(titles, 1)
+        ]
 
 
 @pytest.mark.ranks

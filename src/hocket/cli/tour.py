@@ -46,7 +46,8 @@ def main(arguments: Sequence[str]) -> int:
     from hocket.spec.tour import Stop
 
     _, width = terminal()
-    numbers = {key: number for number, key in enumerate(flags.stops or STOPS, 1)}
+    walked = [key for key in STOPS if not flags.stops or key in flags.stops]
+    numbers = {key: number for number, key in enumerate(walked, 1)}
     told(None, 0, flags.lang)  # an unknown language is refused before anything runs
 
     def show(stop: Stop) -> None:

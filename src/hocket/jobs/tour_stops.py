@@ -132,7 +132,8 @@ def microbatches(guide: Guide) -> Stop:
     near = all(abs(a - b) < NEAR for a, b in zip(found, theory, strict=True))
     rows = []
     for m, here, there in zip(counts, found, theory, strict=True):
-        rows += [(f"m={m}", there, f"{there:.0%}"), ("", here, f"{here:.0%}")]
+        rows.append((f"m={m} {{predicted}}", there, f"{there:.0%}"))
+        rows.append(("{measured}", here, f"{here:.0%}"))
     return Stop(
         key="microbatches",
         command=f"hocket compare {MODEL} --sweep microbatches",
@@ -296,15 +297,15 @@ def crossover(guide: Guide) -> Stop:
     turns = measured[0] < 1 < measured[1]
     foretold = predicted[0] < 1 < predicted[1]
     most = max(*measured, *predicted)
-    names = (FAST, "", SLOW, "")
+    names = (f"{FAST} {{predicted}}", "{measured}", f"{SLOW} {{predicted}}", "{measured}")
     values = (predicted[0], measured[0], predicted[1], measured[1])
     return Stop(
         key="crossover",
         command="hocket train tiny-llama --data README.md --layout tp2 --links pcie4 --steps 20",
         verdict=_verdict(turns and foretold),
         values={
-            "slow": kind(SLOW).title,
-            "fast": kind(FAST).title,
+            "slow": kind(SLOW).title.removesuffix(" x16"),
+            "fast": kind(FAST).title.removesuffix(", switch"),
             "predicted_fast": f"{predicted[0]:.0%}",
             "predicted_slow": f"{predicted[1]:.0%}",
             "measured_fast": f"{measured[0]:.0%}",
@@ -349,9 +350,10 @@ def serving(guide: Guide) -> Stop:
     size = 175e9 * 2
     cache = layers * 2 * width * 2 * context  # keys and values, 16 bits, every head
     by_hand = []
-    for gigabytes in (40, 80):
-        held = [pool_gpus(n, memory=gigabytes * 1e9, weights=size, cache=cache) for n in (1, 8, 23)]
-        by_hand.append(f"{held[0]}, {held[1]}, {held[2]} x {gigabytes} GB")
+    for gigabytes, wanted in ((40, (1, 8, 23)), (80, (1, 23, 53))):
+        held = [pool_gpus(n, memory=gigabytes * 1e9, weights=size, cache=cache) for n in wanted]
+        counts = ", ".join(f"{gpus} ({n})" for gpus, n in zip(held, wanted, strict=True))
+        by_hand.append(f"{gigabytes} GB: {counts}")
     (plan,) = serve_plan(
         "gpt3-175b", cluster="A100-40,A100-80,H100-80", requests_per_second=1.0, tpot_ms=100.0
     )
@@ -369,9 +371,14 @@ def serving(guide: Guide) -> Stop:
             "weights": format_bytes(size),
             "cache": format_bytes(cache),
             "predicted": "; ".join(by_hand),
-            "measured": ", ".join(f"{least} .. {need} {name}" for name, need, least in rows),
+            "least": ", ".join(f"{least} {name}" for name, _, least in rows),
+            "need": ", ".join(f"{need} {name}" for name, need, _ in rows),
         },
-        bars=tuple((name, need / most, str(need)) for name, need, _ in rows),
+        bars=tuple(
+            row
+            for name, need, least in rows
+            for row in ((name, least / most, str(least)), ("1/s", need / most, str(need)))
+        ),
     )
 
 

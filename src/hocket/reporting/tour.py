@@ -36,7 +36,7 @@ def stop_text(stop: Stop, number: int, language: str = "en", width: int = 100) -
     lines.append("")
     for part in _PARTS:
         lines += _labelled(page[part], mine[part], label, width)
-    picture = _picture(stop)
+    picture = _picture(stop, page)
     if picture:
         lines += ["", *(f"   {line}".rstrip() for line in picture.splitlines()), ""]
     lines += _labelled(page["verdict"], _verdict(stop, mine, said), label, width)
@@ -55,7 +55,7 @@ def page_markdown(stops: Sequence[Stop], cores: int, language: str = "en") -> st
         parts.append("\n".join(f"> {line}" for line in mine["claim"].splitlines()))
         rows = [f"- **{page[part]}**: {mine[part]}" for part in _PARTS]
         parts.append("\n".join(rows))
-        picture = _picture(stop)
+        picture = _picture(stop, page)
         if picture:
             parts.append(f"```text\n{picture}\n```")
         parts.append(f"**{page['verdict']}**: {_verdict(stop, mine, said)}")
@@ -71,14 +71,15 @@ def footer(stops: Sequence[Stop], language: str = "en") -> str:
     return line.format(count=len(stops), seconds=seconds)
 
 
-def _picture(stop: Stop, width: int = 40) -> str:
-    """A stop's bars, or its drawing."""
-    label = max((len(name) for name, _, _ in stop.bars), default=0)
+def _picture(stop: Stop, page: dict[str, str], width: int = 40) -> str:
+    """A stop's bars, or its drawing. Labels may hold {predicted} and {measured}."""
+    names = [name.format(**page) for name, _, _ in stop.bars]
+    room = max((_columns(name) for name in names), default=0)
     rows = [
-        f"{name:>{label}}  {'█' * max(0, round(width * share))} {beside}".rstrip()
-        for name, share, beside in stop.bars
+        f"{' ' * (room - _columns(name))}{name}  {'█' * max(0, round(width * share))} {beside}"
+        for name, (_, share, beside) in zip(names, stop.bars, strict=True)
     ]
-    return "\n".join(rows) or stop.drawing
+    return "\n".join(row.rstrip() for row in rows) or stop.drawing
 
 
 def _filled(stop: Stop, language: str) -> dict[str, str]:

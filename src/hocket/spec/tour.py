@@ -24,7 +24,8 @@ class Stop:
         command: what to type to test it oneself.
         verdict: one of `VERDICTS`, decided by the numbers.
         values: what the sentences leave open, formatted.
-        bars: a small picture: a label, a share from 0 to 1, and what to print beside it.
+        bars: a small picture: a label, a share from 0 to 1, and what to print beside it. A label
+            may hold {predicted} and {measured}, which are words of the language.
         drawing: a small picture in text, without words of any language.
         seconds: that testing it took.
     """
