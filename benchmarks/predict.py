@@ -114,6 +114,7 @@ def run(arguments: argparse.Namespace) -> list[Row]:
                     for layout in arguments.layouts:
                         row = rows[name, layout]
                         one(launcher, Path(folder), row, measured, arguments.steps)
+                        time.sleep(arguments.rest)  # where this comes first, others get a turn
                         last = f"{row.predicted[-1] * 1e3:.0f} / {row.measured[-1] * 1e3:.0f} ms"
                         print(f"round {number + 1} {name} {layout}: {last}", flush=True)
     return list(rows.values())
@@ -139,11 +140,9 @@ def one(launcher: Launcher, folder: Path, row: Row, measured: Measured, steps: i
     told, _ = forecast.told(spec, measured, launcher=launcher, schedule=job.schedule)
     assert told.known, told.why
     watch = Watch([])
-    began = time.perf_counter()
     summary = launch(launcher, run_folder, spec, record, cluster="none")
     seconds = [float(event["step_seconds"]) for event in record.steps[WARM:]]
     busy = watch.foreign() - min(os.cpu_count() or 1, spec.layout.world_size)
-    assert time.perf_counter() > began
     timeline = Timeline.from_json(run_folder.timeline_file.read_text())
     row.predicted.append(told.step_seconds)
     row.measured.append(statistics.median(seconds))
@@ -227,6 +226,7 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="the full probe, not the quick one")
     parser.add_argument("--priority", action="store_true", help="before other sessions (root)")
     parser.add_argument("--patience", type=float, default=0.0, help="seconds to wait for quiet")
+    parser.add_argument("--rest", type=float, default=0.0, help="seconds between two runs")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/predict.json"))
     arguments = parser.parse_args()
     rows = run(arguments)

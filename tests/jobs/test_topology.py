@@ -1,4 +1,4 @@
-"""What joins a machine's devices lands in the run folder, and that its probe was disturbed is said."""
+"""What joins a machine's devices lands in the run folder; that its probe was disturbed is said."""
 
 from __future__ import annotations
 

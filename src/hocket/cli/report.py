@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Sequence
 from typing import Annotated
 
 import tyro
 
 from hocket.cli.flags import File, parse
-from hocket.cli.terminal import terminal
+from hocket.cli.terminal import draws, shown, terminal
 from hocket.spec.errors import OptionError
 
 Runs = Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN...")]
@@ -53,18 +52,8 @@ def main(arguments: Sequence[str]) -> int:
         if flags.out is not None:
             print(report.save_text(report.text(found, width=width), flags.out))
             return 0
-        encoding = sys.stdout.encoding or "ascii"
-        words = report.text(found, width=width, color=color, unicode=_draws(encoding))
-        print(words.encode(encoding, "backslashreplace").decode(encoding), end="")
+        words = report.text(found, width=width, color=color, unicode=draws())
+        print(shown(words), end="")
     else:
         print(report.write(found, forms[0] if forms else "html", flags.out))
     return 0
-
-
-def _draws(encoding: str) -> bool:
-    """Whether an output in this encoding can show the letters that pictures are made of."""
-    try:
-        "░█·▁".encode(encoding)
-    except UnicodeEncodeError:
-        return False
-    return True

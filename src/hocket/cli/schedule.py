@@ -9,7 +9,7 @@ from typing import Annotated
 import tyro
 
 from hocket.cli.flags import LayoutFlags, explicit, parse, values
-from hocket.cli.terminal import terminal
+from hocket.cli.terminal import draws, shown, terminal
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,5 +56,5 @@ def main(arguments: Sequence[str]) -> int:
         print(found, end="")
     else:
         color, width = terminal()
-        print(picture(found, timeline, color=color, width=width))
+        print(shown(picture(found, timeline, color=color, width=width, unicode=draws())))
     return 0

@@ -16,3 +16,22 @@ def terminal() -> tuple[bool, int]:
         return False, WIDTH
     color = "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
     return color, shutil.get_terminal_size((WIDTH, 24)).columns
+
+
+def draws() -> bool:
+    """Whether stdout's encoding can show the letters that pictures are made of."""
+    try:
+        "░█·▁".encode(_encoding())
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def shown(words: str) -> str:
+    """The words as stdout can show them: what its encoding lacks is written out."""
+    encoding = _encoding()
+    return words.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def _encoding() -> str:
+    return sys.stdout.encoding or "ascii"

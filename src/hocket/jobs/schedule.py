@@ -28,10 +28,17 @@ def schedule(layout: Layout) -> tuple[Schedule, Timeline]:
     return found, simulate(found)
 
 
-def picture(found: Schedule, timeline: Timeline, *, width: int = 100, color: bool = False) -> str:
+def picture(
+    found: Schedule,
+    timeline: Timeline,
+    *,
+    width: int = 100,
+    color: bool = False,
+    unicode: bool = True,
+) -> str:
     """The schedule drawn rank by time, one forward two columns wide where that fits."""
     from hocket.reporting import timeline_text
 
     title = f"{found.name}, {found.num_stages} stages on {found.num_ranks} ranks"
     title += f", {found.num_microbatches} microbatches"
-    return timeline_text(timeline, width, title=title, color=color)
+    return timeline_text(timeline, width, title=title, color=color, unicode=unicode)

@@ -58,11 +58,11 @@ def _rate(text: str, units: dict[str, float], what: str, example: str) -> float:
 
 def format_seconds(seconds: float) -> str:
     """0.0123 -> `12.3 ms`; 75 -> `1m15s`."""
-    if seconds < 1e-3:
+    if seconds < 999.5e-6:  # what rounds to 1000 is one of the next unit
         return f"{seconds * 1e6:.3g} us"
-    if seconds < 1:
+    if seconds < 0.9995:
         return f"{seconds * 1e3:.3g} ms"
-    if seconds < 60:
+    if seconds < 59.95:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
