@@ -11,8 +11,9 @@ import pytest
 
 from hocket.reporting.record import read
 from hocket.reporting.trace import trace_events, trace_json
+from hocket.spec.layout import Layout
 from hocket.spec.timeline import Event, Timeline
-from tests.reporting.run_folders import make
+from tests.reporting.run_folders import make, measured
 
 METADATA = {"process_name", "process_sort_index", "thread_name", "thread_sort_index"}
 
@@ -95,3 +96,30 @@ def test_the_check_sees_an_overlap() -> None:
     wrong = {"ph": "X", "name": "a", "pid": 0, "tid": 0, "ts": 0, "dur": 5}
     with pytest.raises(AssertionError, match="overlap"):
         check([wrong, {**wrong, "ts": 3}])
+
+
+def test_further_steps_follow_on_the_same_ranks(tmp_path: Path) -> None:
+    layout = Layout.parse("dp2.pp2.tp2:microbatches=4")
+    run = make(tmp_path / "run")
+    steps = [measured(layout, 4, slower) for slower in (1.0, 1.3)]
+    rows = [{"step": 8 + i, "timeline": json.loads(one.to_json())} for i, one in enumerate(steps)]
+    (run / "timeline.later.json").write_text(json.dumps(rows))
+    record = read(run)
+    assert [step for step, _ in record.later] == [8, 9]
+    events = json.loads(trace_json([record]))["traceEvents"]
+    check(events)
+    alone = [e for e in events if e["ph"] == "X" and e["pid"] == 8]  # rank 0, measured
+    starts = [e["ts"] for e in alone if e["cat"] == "F" and e["args"]["microbatch"] == 0]
+    assert record.measured is not None
+    first, second = record.measured.duration * 1e6, steps[0].duration * 1e6
+    assert starts == pytest.approx([0.0, first, first + second])
+    flows = [e["id"] for e in events if e["ph"] == "s"]
+    assert len(flows) == len(set(flows))
+
+
+def test_later_steps_that_are_damaged_are_left_out(tmp_path: Path) -> None:
+    run = make(tmp_path / "run")
+    (run / "timeline.later.json").write_text('[{"step": 8, "timel')
+    record = read(run)
+    assert record.later == ()
+    assert any("timeline.later.json" in note for note in record.notes)

@@ -233,3 +233,17 @@ def test_a_loss_that_is_not_finite_ends_the_run(train) -> None:
     with pytest.raises(TrainingError, match=r"step \d: the loss is") as caught:
         train("dp2", lr=1e20, clip=0.0)
     assert "lower --lr" in (caught.value.hint or "")
+
+
+def test_a_few_steps_in_a_row_are_recorded(train) -> None:
+    run = train("pp2", timeline_step=None, timeline_steps=3)
+    assert json.loads(run.folder.communication_file.read_text())["step"] == 2
+    later = json.loads(run.folder.later_file.read_text())
+    assert [row["step"] for row in later] == [3, 4]
+    first = Timeline.from_json(run.folder.timeline_file.read_text())
+    for row in later:
+        one = Timeline.from_json(json.dumps(row["timeline"]))
+        kinds = sorted((e.rank, e.name) for e in one.events if e.lane == "compute")
+        assert kinds == sorted((e.rank, e.name) for e in first.events if e.lane == "compute")
+    assert len(run.of("timeline")) == 1
+    assert run.losses() == train("pp2").losses()

@@ -38,8 +38,9 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int], None]
 
 _CHANGEABLE_ON_RESUME = frozenset(
-    {"steps", "resume", "eval_every", "eval_batches", "save_every", "timeline_step", "device",
-     "backend", "threads", "bucket_mb", "compile", "tensorboard", "trust_remote_code", "timeout",
+    {"steps", "resume", "eval_every", "eval_batches", "save_every", "timeline_step",
+     "timeline_steps", "device", "backend", "threads", "bucket_mb", "compile", "tensorboard",
+     "trust_remote_code", "timeout",
      "links", "memory_per_rank"}
 )  # fmt: skip
 

@@ -32,6 +32,9 @@ NAMES = (
 )  # fmt: skip
 """Every name a training job knows."""
 
+MOST_RECORDED = 20
+"""Steps whose timelines are recorded: a trace of more is too long to look at."""
+
 AUTO = "auto"
 """A layout that hocket chooses; a cluster that is this machine."""
 
@@ -218,7 +221,8 @@ def check_options(options: TrainOptions) -> None:
     for name, least in (
         ("steps", 1), ("seed", 0), ("lr", 0), ("min_lr", 0), ("weight_decay", 0), ("eps", 0),
         ("clip", 0), ("vocab_size", 257), ("eval_every", 0), ("eval_batches", 1),
-        ("save_every", 0), ("threads", 1), ("timeout", 1), ("bucket_mb", 0.001),
+        ("save_every", 0), ("timeline_steps", 1), ("threads", 1), ("timeout", 1),
+        ("bucket_mb", 0.001),
     ):  # fmt: skip
         _at_least(name, getattr(options, name), least)
     for name in ("beta1", "beta2", "held_out"):
@@ -231,6 +235,13 @@ def check_options(options: TrainOptions) -> None:
     if options.timeline_step is not None and not 1 <= options.timeline_step <= options.steps:
         raise OptionError(
             f"timeline_step is {options.timeline_step}; the run has the steps 1 .. {options.steps}"
+        )
+    last = (options.timeline_step or 1) + options.timeline_steps - 1
+    if last > options.steps or options.timeline_steps > MOST_RECORDED:
+        raise OptionError(
+            f"timeline_steps is {options.timeline_steps} from step {options.timeline_step or 1}; "
+            f"the run has {options.steps} steps, and at most {MOST_RECORDED} are recorded",
+            hint="--timeline-steps 3",
         )
     if options.min_lr > options.lr:
         raise OptionError(

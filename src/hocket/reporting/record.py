@@ -36,6 +36,7 @@ class Record:
         metrics: a row a step, in their order.
         schedule: what was executed.
         measured, predicted: timelines of one step, of all ranks.
+        later: further steps that were recorded, by their number.
         forecast: what was foretold of the run; None where nothing was.
         traffic: collectives of the measured step, all ranks together: rows of name, axis, phase,
             count and bytes.
@@ -51,6 +52,7 @@ class Record:
     schedule: Schedule | None = None
     measured: Timeline | None = None
     predicted: Timeline | None = None
+    later: tuple[tuple[int, Timeline], ...] = ()
     forecast: Forecast | None = None
     traffic: tuple[Mapping[str, Any], ...] = ()
     recorded_step: int = 0
@@ -131,6 +133,7 @@ def read(path: str | Path) -> Record:
         "no timeline was recorded: the run ended before the step that would have been",
     )
     predicted = take(folder.path / PREDICTED, _timeline, "")
+    later = take(folder.later_file, _later, "")
     forecast = take(folder.forecast_file, Forecast.from_json, "")
     if forecast is not None and not forecast.known:
         notes.append(f"nothing was predicted: {forecast.why}")
@@ -158,6 +161,7 @@ def read(path: str | Path) -> Record:
         schedule=schedule,
         measured=measured,
         predicted=predicted,
+        later=later or (),
         forecast=forecast,
         traffic=traffic[1] if traffic else (),
         recorded_step=traffic[0] if traffic else 0,
@@ -236,6 +240,12 @@ def _timeline(text: str) -> Timeline:
         if not good or event.end < event.start or not 0 <= event.rank < timeline.num_ranks:
             raise ValueError(f"the event {event.name!r} of rank {event.rank} cannot be")
     return timeline
+
+
+def _later(text: str) -> tuple[tuple[int, Timeline], ...]:
+    return tuple(
+        (int(row["step"]), _timeline(json.dumps(row["timeline"]))) for row in json.loads(text)
+    )
 
 
 def _memory(text: str) -> tuple[Mapping[str, int], ...]:

@@ -12,6 +12,7 @@ Format: "Trace Event Format", Chromium project.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -38,6 +39,8 @@ def trace_json(records: Sequence[Record]) -> str:
                 continue
             name = timeline.source if len(records) == 1 else f"{record.name} {timeline.source}"
             events += trace_events(timeline, record.layout, name=name, first_process=first)
+            if timeline is record.measured:
+                events += _later(record, name, first)
             first += timeline.num_ranks
     runs = [{"name": r.name, "layout": str(r.layout or "")} for r in records]
     return json.dumps(
@@ -45,8 +48,36 @@ def trace_json(records: Sequence[Record]) -> str:
     )
 
 
+def _later(record: Record, name: str, first: int) -> list[TraceEvent]:
+    """The further steps that were recorded, on the same processes, one behind the other.
+
+    Each began at a barrier, with files written between: no gap is drawn that nobody measured.
+    """
+    events: list[TraceEvent] = []
+    assert record.measured is not None
+    after = record.measured.duration
+    for number, (_, timeline) in enumerate(record.later, start=1):
+        if timeline.num_ranks != record.measured.num_ranks:
+            continue  # of another start
+        moved = dataclasses.replace(
+            timeline,
+            events=tuple(
+                dataclasses.replace(e, start=e.start + after, end=e.end + after)
+                for e in timeline.events
+            ),
+        )
+        events += trace_events(moved, record.layout, name=name, first_process=first, number=number)
+        after = moved.duration
+    return events
+
+
 def trace_events(
-    timeline: Timeline, layout: Layout | None = None, *, name: str = "", first_process: int = 0
+    timeline: Timeline,
+    layout: Layout | None = None,
+    *,
+    name: str = "",
+    first_process: int = 0,
+    number: int = 0,
 ) -> list[TraceEvent]:
     """One timeline as trace events.
 
@@ -55,6 +86,7 @@ def trace_events(
         layout: says which ranks a message goes between. None: no flows are drawn.
         name: what the processes are called, before their rank.
         first_process: process id of rank 0.
+        number: of the step among those on the same processes.
     """
     found: list[TraceEvent] = []
     by_rank: list[list[Event]] = [[] for _ in range(timeline.num_ranks)]
@@ -82,7 +114,7 @@ def trace_events(
                         event,
                     )
     if layout is not None and layout.world_size == timeline.num_ranks:
-        found += _flows(places, layout, first_process)
+        found += _flows(places, layout, first_process, number)
     return found
 
 
@@ -130,7 +162,10 @@ def _threads(events: Iterable[Event]) -> list[list[Event]]:
 
 
 def _flows(
-    places: dict[tuple[Any, ...], tuple[int, int, Event]], layout: Layout, first_process: int
+    places: dict[tuple[Any, ...], tuple[int, int, Event]],
+    layout: Layout,
+    first_process: int,
+    number: int,
 ) -> list[TraceEvent]:
     """An arrow from each send to its receive."""
     found: list[TraceEvent] = []
@@ -148,7 +183,7 @@ def _flows(
             shared = {
                 "cat": "message",
                 "name": sent.name,
-                "id": first_process * 10**6 + numbers["flow"],
+                "id": (first_process * 100 + number) * 10**6 + numbers["flow"],
             }
             found.append(
                 {

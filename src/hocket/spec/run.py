@@ -68,6 +68,7 @@ class TrainOptions:
         save_every: steps between checkpoints; 0: only if asked at the end.
         resume: continue from the run folder's latest checkpoint.
         timeline_step: the step whose timeline is recorded. None: the middle of the run.
+        timeline_steps: how many steps are recorded from that one on; --trace shows them all.
         device: `auto`, `cpu` or `cuda`.
         backend: `auto`, `shm`, `gloo` or `nccl`.
         threads: CPU threads per rank.
@@ -102,6 +103,7 @@ class TrainOptions:
     save_every: int = 0
     resume: bool = False
     timeline_step: int | None = None
+    timeline_steps: int = 1
     device: str = "auto"
     backend: str = "auto"
     threads: int = 1
@@ -192,6 +194,11 @@ class RunFolder:
     @property
     def timeline_file(self) -> Path:
         return self.path / "timeline.json"
+
+    @property
+    def later_file(self) -> Path:
+        """Timelines of the recorded steps after the one of `timeline_file`."""
+        return self.path / "timeline.later.json"
 
     @property
     def forecast_file(self) -> Path:

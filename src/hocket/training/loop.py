@@ -126,7 +126,7 @@ class Loop:
         self._say(event="done", steps=steps)
 
     def _steps(self, first: int, steps: int, metrics: Metrics | None) -> None:
-        recorded = self._timeline_step(first)
+        recorded = self._timeline_steps(first)
         unread: Reading | None = None
         self._clock = time.perf_counter()
         for index in range(first, steps):
@@ -138,13 +138,13 @@ class Loop:
                 if counted:
                     self.job.optimizer.state_tensors()  # so that its state counts as such
                     stack.enter_context(self._memory.counting())
-                if step == recorded:
+                if step in recorded:
                     one_machine = self.context.one_machine
                     stack.enter_context(timeline.recorded(self.job.mesh, one_machine))
                 reading = self._step(index)
             if counted:
                 self._gather_memory()
-            pause = self._evaluates(step) or self._saves(step) or step == recorded
+            pause = self._evaluates(step) or self._saves(step) or step in recorded
             if not self.cuda or counted or pause or step == steps:
                 # Read now: nothing is queued behind it, or the device has to be waited for.
                 if unread is not None:
@@ -156,8 +156,8 @@ class Loop:
                     self._report(unread, metrics)
                 unread = reading
             self.done = step
-            if step == recorded:
-                self._write_timeline(step)
+            if step in recorded:
+                self._write_timeline(step, later=step > recorded.start)
             if self._saves(step):
                 self._save(step)
             if counted:
@@ -220,11 +220,15 @@ class Loop:
         every = self.options.save_every
         return every > 0 and (step % every == 0 or step == self.options.steps)
 
-    def _timeline_step(self, first: int) -> int:
-        """The step to record (counted from 1): as asked, else the middle, but not the first."""
-        if self.options.timeline_step is not None:
-            return self.options.timeline_step
-        return min(self.options.steps, max(first + 2, (first + self.options.steps) // 2 + 1))
+    def _timeline_steps(self, first: int) -> range:
+        """The steps to record (counted from 1): as asked, else from the middle, but not the first
+        unless so many are asked for that there is no other way."""
+        steps, count = self.options.steps, self.options.timeline_steps
+        start = self.options.timeline_step
+        if start is None:
+            start = max(first + 2, (first + steps) // 2 + 1)
+            start = max(first + 1, min(start, steps - count + 1))
+        return range(start, min(start + count, steps + 1))
 
     def _evaluate(self, step: int) -> float | None:
         with self._long():
@@ -233,9 +237,11 @@ class Loop:
             self._say(event="eval", step=step, loss=loss)
         return loss
 
-    def _write_timeline(self, step: int) -> None:
-        found = timeline.write(self.folder, self.context, self.job.mesh, step, self.memory_bytes)
-        if found is not None:
+    def _write_timeline(self, step: int, *, later: bool) -> None:
+        found = timeline.write(
+            self.folder, self.context, self.job.mesh, step, self.memory_bytes, later=later
+        )
+        if found is not None and not later:
             self._say(
                 event="timeline",
                 step=step,

@@ -54,9 +54,18 @@ def gather(context: RankContext, name: str, value: Any) -> list[Any] | None:
 
 
 def write(
-    folder: RunFolder, context: RankContext, mesh: Mesh, step: int, peak_bytes: list[int]
+    folder: RunFolder,
+    context: RankContext,
+    mesh: Mesh,
+    step: int,
+    peak_bytes: list[int],
+    *,
+    later: bool = False,
 ) -> Timeline | None:
-    """Write timeline.json and communication.json of the step recorded last; rank 0 returns it."""
+    """Write timeline.json and communication.json of the step recorded last; rank 0 returns it.
+
+    `later`: it is not the first that was recorded, and is added to timeline.later.json instead.
+    """
     mine = {
         "events": [dataclasses.asdict(event) for event in mesh.recorder.timeline_events()],
         "collectives": mesh.recorder.collectives(),
@@ -66,6 +75,13 @@ def write(
         return None
     events = [Event(**event) for row in rows for event in row["events"]]
     timeline = Timeline.of("measured", context.world_size, events, peak_bytes)
+    if later:
+        file = folder.later_file
+        steps = json.loads(file.read_text()) if file.exists() else []
+        steps.append({"step": step, "timeline": json.loads(timeline.to_json())})
+        write_text(file, json.dumps(steps))
+        return timeline
+    folder.later_file.unlink(missing_ok=True)  # of an earlier start
     write_text(folder.timeline_file, timeline.to_json())
     communication = {
         "step": step,
