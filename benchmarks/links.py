@@ -3,7 +3,8 @@
     python -m benchmarks.links                       all links, on two ranks
     python -m benchmarks.links --links nvlink3 pcie4 --scale 5000
 
-Each row trains for a few steps in both layouts with `--links` and reads the prediction that the run
+The model is the tour's (`jobs.guide.WIDE`): one whose messages are not all there is on any link. Each
+row trains for a few steps in both layouts with `--links` and reads the prediction that the run
 wrote before it started (`forecast.json`, from the measurements of `hocket probe`). One scale serves
 all rows, so that they differ in the links alone. Prints the medians, both winners, and whether the
 crossover was foretold; `--out` keeps the rows as JSON.
@@ -18,22 +19,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-CONFIG = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 512,
-    "intermediate_size": 2048,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "vocab_size": 512,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-}
+from hocket.jobs.guide import WIDE
+
 LINKS = ("nvlink5", "nvlink4", "nvlink3", "nvlink2", "pcie5", "pcie4", "net100g")
 LAYOUTS = ("tp2:microbatches=2", "pp2:microbatches=2")
-GPU = "V100-SXM-32"
-"""Whose ratio of computing to links is felt: 512 features are few beside faster ones."""
+GPU = "A100-SXM-80"
+"""Whose ratio of computing to links is felt."""
 
 
 def one(folder: Path, layout: str, links: str, steps: int) -> dict[str, float]:
@@ -48,7 +39,7 @@ def one(folder: Path, layout: str, links: str, steps: int) -> dict[str, float]:
             {
                 "model": str(folder / "model"), "data": [str(folder / "text.txt")],
                 "run": str(run), "layout": layout, "links": links, "tokenizer": "bytes",
-                "seq_len": 256, "global_batch": 4, "steps": steps, "eval_every": 0,
+                "seq_len": 64, "global_batch": 4, "steps": steps, "eval_every": 0,
                 "eval_batches": 1, "device": "cpu",
             }
         )
@@ -115,7 +106,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "model").mkdir()
-        (folder / "model" / "config.json").write_text(json.dumps(CONFIG))
+        (folder / "model" / "config.json").write_text(json.dumps(WIDE))
         line = "One melody is dealt note by note to several voices.\n"
         (folder / "text.txt").write_text(line * 2000)
         scale = args.scale or measured_scale(folder)
