@@ -137,6 +137,10 @@ link = { kind = "nvswitch", domain = 8, bandwidth = "450 GB/s", generation = 4 }
         ('gpu = "H100"', 'gpu = "H1000"', "H1000", "H100"),
         ("nics = 8", "nics = 0", "nics", ""),
         ("nics = 8", "", "nics", ""),
+        ("generation = 4", "generation = inf", "generation is inf", ""),
+        ("generation = 4", 'generation = "x"', "generation is 'x'", ""),
+        ("generation = 4", "generation = []", "generation is []", ""),
+        ("generation = 4", "generation = -1", "generation is -1", ""),
         ("num_nodes = 2", "num_nodes = ", "TOML", ""),
     ],
 )

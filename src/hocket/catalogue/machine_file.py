@@ -205,7 +205,8 @@ def _link(table: Mapping[str, Any], pcie: float, own: Mapping[str, Any]) -> Link
         message, hint = unknown("kind of link", kind, LINKS)
         raise OptionError(message, hint=hint)
     nvidia = kind.startswith("nv") or (kind == "full-mesh" and bool(own))
-    generation = int(table.get("generation", own.get("generation", 0) if nvidia else 0))
+    known = own.get("generation", 0) if nvidia else 0
+    generation = _count(table, "generation", known, least=0)
     default = own.get("bandwidth") if nvidia else (0.0 if kind == "none" else pcie)
     said = table.get("bandwidth", default)
     if said is None:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from hocket.spec.layout import Layout
 from hocket.spec.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -36,11 +37,9 @@ def result(summary: Summary) -> list[str]:
         )
     if summary.memory_bytes:
         each = summary.memory_bytes
-        found.append(
-            f"peak tensor memory {format_bytes(min(each))} to {format_bytes(max(each))} a rank"
-            if len(each) > 1
-            else f"peak tensor memory {format_bytes(each[0])}"
-        )
+        ends = dict.fromkeys(format_bytes(size) for size in (min(each), max(each)))
+        rank = " a rank" if len(each) > 1 else ""
+        found.append(f"peak tensor memory {' to '.join(ends)}{rank}")
     return found + foretold(summary)
 
 
@@ -55,7 +54,7 @@ def foretold(summary: Summary) -> list[str]:
     if summary.step_seconds:
         error = told.step_seconds / summary.step_seconds - 1
         parts.append(f"{format_seconds(told.step_seconds)} a step ({error:+.0%})")
-    if summary.bubble is not None and max(told.bubble, summary.bubble) > 0.005:
+    if summary.bubble is not None and Layout.parse(told.layout).num_stages > 1:
         parts.append(f"idle {told.bubble:.0%} of the pipeline (measured {summary.bubble:.0%})")
     if summary.memory_bytes and told.peak_bytes:
         most, seen = max(told.peak_bytes), max(summary.memory_bytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -136,8 +137,11 @@ def _must_be_writable(path: Path, *, asked: bool) -> None:
     folder = path.absolute().parent
     if not folder.is_dir():
         raise OptionError(f"{folder} is no folder", hint="--out report.html")
+    hint = "another --out" if asked else "--out report.html"
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise OptionError(
-            f"{folder} cannot be written to",
-            hint="--out report.html" if not asked else "another --out",
-        )
+        raise OptionError(f"{folder} cannot be written to", hint=hint)
+    try:  # what permissions say is not the whole truth: a full disk, /proc
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise OptionError(f"{path} cannot be written: {error.strerror}", hint=hint) from None

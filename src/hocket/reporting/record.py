@@ -198,7 +198,8 @@ def _must_be_a_run(folder: RunFolder) -> None:
     path = folder.path
     if path.is_file():
         raise RunFolderError(
-            f"{path} is a file, not a run folder", hint=f"hocket report {path.parent}"
+            f"{path} is a file, not a run folder",
+            hint=f"hocket report {path.parent}" if (path.parent / "run.json").exists() else None,
         )
     if not path.is_dir():
         there = path.absolute().parent

@@ -1,0 +1,34 @@
+"""The last words of a run: no range that is none, no pipeline where there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hocket.cli.summary import result
+from hocket.jobs.train import Summary
+from hocket.spec.forecast import Forecast
+
+
+@pytest.mark.parametrize(
+    ("layout", "told"), [("dp2:microbatches=1", False), ("pp2:microbatches=4", True)]
+)
+def test_a_pipelines_rest_is_told_where_there_is_a_pipeline(layout: str, told: bool) -> None:
+    forecast = Forecast(
+        layout=layout, step_seconds=1.0, tokens_per_second=1.0, bubble=0.1, memory=({"total": 9},)
+    )
+    summary = Summary(run=Path("run"), step_seconds=1.0, forecast=forecast, bubble=0.2)
+    assert ("idle 10% of the pipeline (measured 20%)" in "\n".join(result(summary))) == told
+
+
+@pytest.mark.parametrize(
+    ("each", "said"),
+    [
+        ((35_200_001, 35_200_002), "peak tensor memory 35.2 MB a rank"),
+        ((10**6, 2 * 10**6), "peak tensor memory 1 MB to 2 MB a rank"),
+        ((10**6,), "peak tensor memory 1 MB"),
+    ],
+)
+def test_equal_ranks_are_told_once(each: tuple[int, ...], said: str) -> None:
+    assert result(Summary(run=Path("run"), memory_bytes=each)) == [said]
