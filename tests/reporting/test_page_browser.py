@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -317,3 +318,19 @@ def test_a_machine_that_was_not_probed_is_not_drawn(tmp_path: Path, opened: Open
     page = opened(report(make(tmp_path / "run")))
     assert page.locator("table.links").count() == 0
     assert "it was not probed" in page.locator("main").inner_text()
+
+
+def test_what_two_runs_sent_is_on_one_scale(tmp_path: Path, opened: Open) -> None:
+    one, two = make(tmp_path / "one"), make(tmp_path / "two")
+    file = two / "communication.json"
+    said = json.loads(file.read_text())
+    for row in said["total"]:
+        row["bytes"] //= 4
+    file.write_text(json.dumps(said))
+    page = opened(report(one, two))
+    section = page.locator("section", has_text="What the ranks sent each other")
+    widths = section.evaluate(
+        """(node) => [...node.querySelectorAll(".pair > div")].map((half) => Math.max(
+          ...[...half.querySelectorAll("svg rect")].map((bar) => bar.getBBox().width)))"""
+    )
+    assert widths[1] == pytest.approx(widths[0] / 4, rel=0.05)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -104,3 +105,11 @@ def test_a_prediction_of_the_pipeline_alone_goes_to_every_rank() -> None:
         place = layout.coordinate(rank)["pp"]
         mine = [e.name for e in spread.events if e.rank == rank]
         assert mine == [e.name for e in pipeline.events if e.rank == place]
+
+
+@pytest.mark.parametrize("load", [0.0, 1.2])
+def test_a_disturbed_probe_is_told(tmp_path: Path, load: float) -> None:
+    made = gpus()
+    machine = dataclasses.replace(made, host=dataclasses.replace(made.host, load=load))
+    notes = read(make(tmp_path / "run", machine=machine)).notes
+    assert any("1.2 of the 16 cores" in note for note in notes) == bool(load)

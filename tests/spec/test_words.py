@@ -163,3 +163,15 @@ def test_formats() -> None:
     assert format_seconds(0.9991e-3) == "999 us"
     assert format_seconds(0.9998) == "1 s"
     assert format_seconds(59.97) == "1m00s"
+
+
+def test_a_window_without_rest_has_no_bubble_below_zero() -> None:
+    third = 1 / 3
+    events = [
+        Event(rank=r, lane="compute", kind="F", name="F", start=i * third, end=(i + 1) * third)
+        for r in range(3)
+        for i in range(7)
+    ]
+    found = Timeline.of("measured", 3, events)
+    assert 0 <= found.bubble < 1e-9
+    assert 0 <= found.idle < 1e-9

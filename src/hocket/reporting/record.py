@@ -23,6 +23,9 @@ from hocket.spec.timeline import Event, Timeline
 
 PREDICTED = "timeline.predicted.json"
 
+DISTURBED = 0.1
+"""Cores' worth of other programs' time from which a probe was disturbed."""
+
 Read = TypeVar("Read")
 
 
@@ -142,9 +145,15 @@ def read(path: str | Path) -> Record:
         notes.append("nothing was predicted: the folder holds no forecast.json")
     elif forecast is not None and predicted is None:
         notes.append(f"the predicted timeline is missing ({PREDICTED})")
+    machine = take(folder.topology_file, Measured.from_json, "")
+    if machine is not None and predicted is not None and machine.host.load > DISTURBED:
+        notes.append(
+            f"other programs took {machine.host.load:.2g} of the {machine.host.cores} cores while "
+            "the machine was probed: what was predicted may be too slow (hocket probe measures "
+            "again)"
+        )
     memory = take(folder.memory_file, _memory, "")
     traffic = take(folder.communication_file, _traffic, "")
-    machine = take(folder.topology_file, Measured.from_json, "")
     schedule = take(folder.schedule_file, Schedule.parse, "")
     if spec is not None:
         predicted = None if predicted is None else on_all_ranks(predicted, spec.layout)

@@ -89,7 +89,8 @@ class Timeline:
         span = self.pipeline_span
         if span <= 0:
             return 0.0
-        return 1 - sum(self.busy(r) for r in range(self.num_ranks)) / (self.num_ranks * span)
+        busy = sum(self.busy(r) for r in range(self.num_ranks))
+        return max(0.0, 1 - busy / (self.num_ranks * span))  # sums may end a rounding above
 
     @property
     def idle(self) -> float:
@@ -106,7 +107,7 @@ class Timeline:
             waits = [(e.start, e.end) for e in mine if e.axis in _BLOCKING]
             work = [(e.start, e.end) for e in mine if e.lane == LANES[0]]
             busy += _covered(work + waits) - _covered(waits)
-        return 1 - busy / (self.num_ranks * self.duration)
+        return max(0.0, 1 - busy / (self.num_ranks * self.duration))
 
     def to_json(self) -> str:
         """A JSON form with an exact inverse."""

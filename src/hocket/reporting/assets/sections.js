@@ -135,9 +135,9 @@ function memorySection() {
 function trafficSection() {
   if (!runs.some((run) => run.traffic.length)) return null;
   const exact = runs.every((run) => run.traffic.every((row) => row.predicted_bytes === row.bytes));
+  const most = Math.max(...runs.flatMap((run) => run.traffic.map((row) => row.bytes)));
   return section("What the ranks sent each other", (exact ? "Every byte was predicted exactly. " : "") + "In the recorded step, all ranks together. Exposed is the time of the average rank beside which it computed nothing.", beside((run) => {
     if (!run.traffic.length) return missing("Nothing was sent.");
-    const most = Math.max(...run.traffic.map((row) => row.bytes));
     const predicted = run.traffic.some((row) => row.predicted !== null);
     const links = run.traffic.some((row) => row.link);
     const columns = [{ title: "Axis" }, ...(links ? [{ title: "Link" }] : []), { title: "Messages", number: true }, { title: "Bytes", number: true },
