@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hocket.cli.summary import result
+from hocket.cli.summary import next_steps, result
 from hocket.jobs.train import Summary
 from hocket.spec.forecast import Forecast
 
@@ -20,6 +20,15 @@ def test_a_pipelines_rest_is_told_where_there_is_a_pipeline(layout: str, told: b
     )
     summary = Summary(run=Path("run"), step_seconds=1.0, forecast=forecast, bubble=0.2)
     assert ("idle 10% of the pipeline (measured 20%)" in "\n".join(result(summary))) == told
+
+
+def test_a_report_that_was_written_is_named_and_not_asked_for() -> None:
+    asked = next_steps(Summary(run=Path("run")))
+    assert asked[0] == "run folder run"
+    assert any(line.endswith(" report run") for line in asked)
+    named = next_steps(Summary(run=Path("run"), report=Path("run/report.html")))
+    assert named[0] == "run folder run, report run/report.html"
+    assert not any(line.endswith(" report run") for line in named)
 
 
 @pytest.mark.parametrize(

@@ -127,3 +127,12 @@ def test_a_schedule_that_cannot_be_played_costs_only_its_own_bubble(tmp_path: Pa
     (found,) = report.records([run])
     assert report.own_bubble(found) is None
     assert "<main" in report.html([found])
+
+
+def test_a_run_that_has_ended_does_not_fail_of_its_report(tmp_path: Path) -> None:
+    said: list[str] = []
+    run = make(tmp_path / "run")
+    assert report.of_ended(run, said.append) == run / "report.html"
+    assert not said
+    assert report.of_ended(tmp_path / "gone", said.append) is None
+    assert "no report was written" in said[0]

@@ -65,10 +65,11 @@ def foretold(summary: Summary) -> list[str]:
 def next_steps(summary: Summary) -> list[str]:
     """Where it lies, and commands to paste."""
     run, hocket = shlex.quote(str(summary.run)), shlex.quote(program())
+    report = "" if summary.report is None else f", report {summary.report}"
     return [
-        f"run folder {summary.run}",
+        f"run folder {summary.run}{report}",
         "",
-        f"  {hocket} report {run}",
+        *([] if summary.report else [f"  {hocket} report {run}"]),
         f"  {hocket} generate {run} --prompt TEXT",
         f"  {hocket} export {run} --to DIR",
     ]

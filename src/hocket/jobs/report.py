@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -86,6 +86,15 @@ def write(found: Sequence[Record], form: str = "html", out: str | None = None) -
         assert form == "html", form
         write_text(path, html(found))
     return path
+
+
+def of_ended(run: Path, say: Callable[[str], None]) -> Path | None:
+    """The page of a run that has just ended; whatever goes wrong here is said and fails nothing."""
+    try:
+        return write(records([run]))
+    except Exception as error:  # the run is done and saved: its picture cannot undo that
+        say(f"no report was written: {type(error).__name__}: {error}")
+        return None
 
 
 def save_text(words: str, out: str) -> Path:

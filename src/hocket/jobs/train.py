@@ -17,7 +17,17 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hocket.jobs import forecast, foresight, ledger, links, memory, prepare, topology, weights
+from hocket.jobs import (
+    forecast,
+    foresight,
+    ledger,
+    links,
+    memory,
+    prepare,
+    report,
+    topology,
+    weights,
+)
 from hocket.jobs.request import Request
 from hocket.spec.errors import HocketError, RunFolderError
 from hocket.spec.forecast import Forecast
@@ -50,6 +60,7 @@ class Summary:
             `optimizer`, `activations`, `total`.
         forecast: what was foretold of the run, None where nothing was tried.
         bubble: measured, of the recorded step; None without one.
+        report: the page that was written where hocket chose the layout; None elsewhere.
     """
 
     run: Path
@@ -63,6 +74,7 @@ class Summary:
     memory: tuple[dict[str, int], ...] = ()
     forecast: Forecast | None = None
     bubble: float | None = None
+    report: Path | None = None
 
 
 def train(request: Request, *, on_event: Listener | None = None) -> Summary:
@@ -95,13 +107,16 @@ def train(request: Request, *, on_event: Listener | None = None) -> Summary:
         unstarted_is_no_run(folder, fresh=request.run is None),
         Launcher(request.options.device, request.options.threads, preload=PRELOAD) as launcher,
     ):
-        return launch(
+        summary = launch(
             launcher,
             folder,
             prepared(job, folder, record, launcher=launcher),
             record,
             cluster=request.cluster,
         )
+    if request.auto:
+        summary.report = report.of_ended(folder.path, record.note)
+    return summary
 
 
 PRELOAD = ("hocket.training.rank", "hocket.runtime.shm")
