@@ -244,15 +244,26 @@ def _models(
 def _cluster(text: str) -> tuple[Cluster, bool]:
     """A kind of GPU on whole nodes, or the GPUs that are there, and whether they are all."""
     from hocket.catalogue import hardware
+    from hocket.jobs import machine
+    from hocket.jobs.probe import present
 
     if not text:
         raise OptionError("--cluster names no GPU", hint="--cluster A100-40,A100-80,H100")
-    found = hardware.cluster(text)
-    if text.endswith(".toml") or re.match(r"\d+x", text):
+    auto = text == machine.AUTO
+    if auto and present().kind == "cpu":  # asked before anything is measured
+        raise _no_cores("this machine has no GPU that torch can use")
+    found = machine.cluster(text)
+    if found.is_cpu:
+        raise _no_cores(f"{found.name} is CPU cores")
+    if auto or text.endswith(".toml") or re.match(r"\d+x", text):
         return found, True
     node = hardware.node(found.node.name, found.node.gpu)
     count = f"{node.num_gpus}x{node.gpu.name}"
     return hardware.cluster(f"1x{count}@{node.name}"), False
+
+
+def _no_cores(why: str) -> OptionError:
+    return OptionError(f"services are priced for GPUs; {why}", hint="--cluster A100-40,H100")
 
 
 def _known_context(model: str, service: Service) -> None:
