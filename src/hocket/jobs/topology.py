@@ -53,5 +53,5 @@ def keep(folder: RunFolder, cluster: str, device: str = "auto") -> str:
         return ""
     return (
         f"other programs took {measured.host.load:.2g} of {measured.host.cores} cores while this "
-        "machine was probed, so forecasts may be too slow; hocket probe --quick measures again"
+        "machine was probed, so forecasts are less certain; hocket probe --quick measures again"
     )

@@ -149,7 +149,7 @@ def read(path: str | Path) -> Record:
     if machine is not None and predicted is not None and machine.host.load > DISTURBED:
         notes.append(
             f"other programs took {machine.host.load:.2g} of the {machine.host.cores} cores while "
-            "the machine was probed: what was predicted may be too slow (hocket probe measures "
+            "the machine was probed: what was predicted is less certain (hocket probe measures "
             "again)"
         )
     memory = take(folder.memory_file, _memory, "")
