@@ -85,6 +85,11 @@ def test_topologies():
     assert hardware.gpu("H100-96").memory == 96 * GB
 
 
+def test_a_quarter_comes_before_its_later_days():
+    said = hardware.gpu("H100-SXM-80").price_source
+    assert "2026-Q1 to 2026-11" in said
+
+
 def test_prices_are_dated():
     entry = hardware.gpu("H100")
     quotes = hardware.quotes("H100")

@@ -8,6 +8,7 @@ import pytest
 from hocket.catalogue.hardware import cluster
 from hocket.cost.collectives import ALL_REDUCE, inside
 from hocket.cost.machine import machine
+from hocket.spec.errors import OptionError
 
 BRIDGED, SWITCHED = machine(cluster("8xA100-PCIe")), machine(cluster("8xA100-SXM"))
 GIB = np.array([2.0**30])
@@ -29,3 +30,8 @@ def test_a_pair_talks_over_its_bridge_and_anything_wider_over_pcie() -> None:
 def test_a_switch_joins_all() -> None:
     assert SWITCHED.bridge[0] == 8
     assert SWITCHED.beyond[0] == SWITCHED.link[0]
+
+
+def test_a_precision_that_the_gpu_lacks_is_refused_with_those_it_has() -> None:
+    with pytest.raises(OptionError, match="T4-16: unknown precision 'bf16'; known: fp16, fp32"):
+        machine(cluster("8xT4"), "bf16")

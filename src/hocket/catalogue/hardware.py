@@ -121,6 +121,16 @@ def cluster(text: str) -> Cluster:
         if not path.is_file():
             raise OptionError(f"there is no file {text}")
         return machine_file.read(path.read_text(), gpu=gpu, node=node, origin=text)
+    if "," in text:
+        raise OptionError(
+            f"{text!r} names several clusters; a training step is planned on one at a time",
+            hint=f"--cluster {text.partition(',')[0].strip()}",
+        )
+    if text.strip().lower() == "auto":
+        raise OptionError(
+            "this machine is not measured yet: say what it has",
+            hint="--cluster 8xH100-SXM, or a TOML file of your own",
+        )
     match = re.fullmatch(r"(?:(\d+)x)?(?:(\d+)x)?([^@]+?)(?:@(.+))?", text.strip())
     if match is None:
         raise OptionError(f"{text!r} is not a cluster", hint="2x8xH100-SXM, 16xA100-40-PCIe")
@@ -223,7 +233,7 @@ def _gpus() -> dict[str, Gpu]:
     found = {}
     for name, table in _tables("gpus").items():
         entry = machine_file.gpu_of({k: v for k, v in table.items() if k not in _NOTES}, name)
-        prices = sorted((q for q in _quotes() if q.gpu == name), key=lambda q: q.date)
+        prices = sorted((q for q in _quotes() if q.gpu == name), key=lambda q: _day(q.date))
         on_demand = [quote for quote in prices if quote.tier.startswith("on-demand")]
         if on_demand:
             entry = dataclasses.replace(
@@ -235,6 +245,12 @@ def _gpus() -> dict[str, Gpu]:
         short = tuple(n.removeprefix("RTX") for n in (name, *entry.aliases) if n.startswith("RTX"))
         found[name] = dataclasses.replace(entry, aliases=(*entry.aliases, *short))
     return found
+
+
+def _day(date: str) -> str:
+    """A date for sorting: `2026-Q1` stands for the first day of its first month."""
+    year, quarter, count = date.partition("-Q")
+    return f"{year}-{3 * int(count) - 2:02d}-01" if quarter else date
 
 
 _NOTES = ("architecture", "pcie", "watts", "unverified", "note")

@@ -14,6 +14,7 @@ import numpy as np
 
 from hocket.cost.terms import Floats
 from hocket.spec.cluster import Cluster
+from hocket.spec.errors import OptionError, unknown
 
 
 class MeasuredCurve(Protocol):
@@ -75,8 +76,11 @@ class Machine:
 def machine(
     cluster: Cluster, precision: str = "bf16", curves: Iterable[MeasuredCurve] = ()
 ) -> Machine:
-    """The numbers of one cluster. Raises KeyError where the GPU lacks the precision."""
+    """The numbers of one cluster. Raises OptionError where the GPU lacks the precision."""
     node = cluster.node
+    if precision not in node.gpu.flops:
+        message, hint = unknown("precision", precision, node.gpu.flops)
+        raise OptionError(f"{node.gpu.name}: {message}", hint=hint)
     points = {
         (c.operation, c.num_gpus): (
             np.log(np.array(c.sizes, dtype=np.float64)),
