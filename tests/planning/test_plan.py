@@ -246,6 +246,34 @@ def test_the_smallest_cluster_fits_and_one_node_less_does_not() -> None:
         plan(dataclasses.replace(SEVENTY, cluster=less))
 
 
+def test_a_part_of_a_node_grows_to_the_node_before_there_are_more() -> None:
+    one = dataclasses.replace(EIGHT, cluster=cluster("1xH100"), global_batch=8)
+    found = smallest_cluster(one)
+    assert found is not None
+    assert found.num_nodes == 1
+    assert 1 < found.num_gpus <= 8
+    assert cluster(found.name) == found
+    more = smallest_cluster(dataclasses.replace(one, shape=shape("llama-3-70b")))
+    assert more is not None
+    assert more.node.num_gpus == 8
+    assert more.num_nodes > 1
+    elsewhere = dataclasses.replace(one, cluster=cluster("1x2xH100@aws-p5"))
+    grown = smallest_cluster(dataclasses.replace(elsewhere, shape=shape("llama-3-70b")))
+    assert grown is not None
+    assert cluster(grown.name) == grown
+
+
+def test_fewer_of_the_others_are_played_beside_what_runs_here() -> None:
+    found = search(EIGHT, beside=5)
+    assert (~found.best.here).sum() == 5
+    assert found.best.here.sum() > 5
+    whole = search(EIGHT)
+    assert (~whole.best.here).sum() > 5
+    first = int(np.flatnonzero(whole.best.here)[0])
+    again = int(np.flatnonzero(found.best.here)[0])
+    assert whole.best.seconds[first] == found.best.seconds[again]
+
+
 def test_a_batch_that_leaves_gpus_idle_is_noted() -> None:
     tiny = Problem(
         shape=shape("tiny-llama"), cluster=cluster("7xA100-80"), seq_len=64, global_batch=4

@@ -24,6 +24,7 @@ import numpy as np
 
 from hocket.cost.columns import NAMES, SCHEDULES, Layouts, schedule_number
 from hocket.cost.terms import Floats
+from hocket.schedules.registry import compute
 from hocket.spec.capabilities import TABLE
 from hocket.spec.errors import LayoutError, OptionError, unknown
 from hocket.spec.layout import AXES, RECOMPUTE, Layout, divisors
@@ -171,6 +172,7 @@ def row(layout: Layout, shape: ModelShape, seq_len: int, global_batch: int) -> L
     Raises:
         LayoutError: it does not fit the model or the batch.
         OptionError: a schedule that has no price.
+        ScheduleError: stages or microbatches that its schedule cannot take.
     """
     problem = next(_problems(layout, shape, seq_len, global_batch), None)
     if problem is not None:
@@ -180,6 +182,7 @@ def row(layout: Layout, shape: ModelShape, seq_len: int, global_batch: int) -> L
     count = layout.microbatches or 1
     if layout.microbatches is None and layout.pp > 1:
         count = max(n for n in divisors(batch) if n <= 2 * layout.pp)
+    compute(layout, count if layout.virtual_stages > 1 else 1)  # refuses what cannot be
     values = {
         **{axis: getattr(layout, axis) for axis in ("dp", "pp", "cp", "tp", "ep", "zero")},
         "virtual": layout.virtual_stages,
@@ -205,7 +208,9 @@ def _problems(
         yield f"{layers} layers cannot be cut into {layout.num_stages} stages", f"pp{layers}"
     if layout.cp > 1 and seq_len % (2 * layout.cp):
         yield f"a sequence of {seq_len} does not divide over 2 x cp {layout.cp}", None
-    if layout.ep > 1 and (not shape.experts or shape.experts % layout.ep):
+    if layout.ep > 1 and not shape.experts:
+        yield f"{shape.name} has no experts to divide over ep {layout.ep}", "ep1"
+    elif layout.ep > 1 and shape.experts % layout.ep:
         yield f"{shape.experts} experts do not divide over ep {layout.ep}", "ep1"
     if layout.sequence_parallel and seq_len % (layout.cp * layout.tp):
         yield f"a sequence of {seq_len} does not divide over cp x tp", "sequence_parallel=false"
@@ -256,7 +261,9 @@ def why_not(shape: ModelShape, num_gpus: int, seq_len: int, batch: int, pins: Pi
         )
     if pins.get("pp", 1) > len(shape.layers):
         return f"it has {len(shape.layers)} layers, fewer than pp {pins['pp']}"
-    if pins.get("ep", 1) > 1 and (not shape.experts or shape.experts % pins["ep"]):
+    if pins.get("ep", 1) > 1 and not shape.experts:
+        return f"it has no experts to divide over ep {pins['ep']}"
+    if pins.get("ep", 1) > 1 and shape.experts % pins["ep"]:
         return f"its {shape.experts} experts do not divide over ep {pins['ep']}"
     used = math.prod(pins.get(axis, 1) for axis in AXES)
     if num_gpus % used:

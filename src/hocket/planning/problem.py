@@ -42,6 +42,12 @@ CHUNK = 65536
 SHORT = 2
 """Rounds of pp microbatches that are played of a long schedule, besides the one that repeats."""
 
+MOST = 10**9
+"""Tokens of a sequence, and sequences of a step: what is more is a slip of the pen."""
+
+MOST_GPUS = 2**20
+"""Of a cluster, likewise."""
+
 MEMORY_HIGH = 1.08
 """Where the constants' file says nothing of memory."""
 
@@ -67,8 +73,11 @@ class Problem:
     def __post_init__(self) -> None:
         for name in ("seq_len", "global_batch"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise OptionError(f"{name} is {value!r}; it must be a whole number of at least 1")
+            if value > MOST:
+                raise OptionError(f"{name} is {value:,}; at most {MOST:,} is planned")
+        check_size(self.cluster)
         rates = self.cluster.node.gpu.flops
         if self.precision not in rates:
             message, hint = unknown("precision", self.precision, rates)
@@ -239,6 +248,15 @@ class Problem:
     def memory_range(self) -> float:
         """Measured over predicted memory, 95th percentile of the validation."""
         return float(file()["residuals"].get("memory_high", MEMORY_HIGH))
+
+
+def check_size(cluster: Cluster) -> None:
+    """Raises OptionError for more GPUs than stand anywhere together."""
+    if cluster.num_gpus > MOST_GPUS:
+        raise OptionError(
+            f"{cluster.num_gpus:,} GPUs; at most {MOST_GPUS:,} are planned",
+            hint="NODESxGPUSxNAME: 2x8xH100-SXM is two nodes of eight",
+        )
 
 
 def played_microbatches(layout: Layout, count: int) -> tuple[int, int]:
