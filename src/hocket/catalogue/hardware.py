@@ -120,7 +120,11 @@ def cluster(text: str) -> Cluster:
         path = Path(text)
         if not path.is_file():
             raise OptionError(f"there is no file {text}")
-        return machine_file.read(path.read_text(), gpu=gpu, node=node, origin=text)
+        try:
+            written = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise OptionError(f"{text} cannot be read: {error}") from None
+        return machine_file.read(written, gpu=gpu, node=node, origin=text)
     if "," in text:
         raise OptionError(
             f"{text!r} names several clusters; a training step is planned on one at a time",
@@ -131,7 +135,7 @@ def cluster(text: str) -> Cluster:
             "this machine is not measured yet: say what it has",
             hint="--cluster 8xH100-SXM, or a TOML file of your own",
         )
-    match = re.fullmatch(r"(?:(\d+)x)?(?:(\d+)x)?([^@]+?)(?:@(.+))?", text.strip())
+    match = re.fullmatch(r"(?:(\d{1,9})x)?(?:(\d{1,9})x)?([^@]+?)(?:@(.+))?", text.strip())
     if match is None:
         raise OptionError(f"{text!r} is not a cluster", hint="2x8xH100-SXM, 16xA100-40-PCIe")
     first, second, name, kind = match.groups()

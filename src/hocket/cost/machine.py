@@ -90,6 +90,8 @@ def machine(
         if c.num_nodes == 1
     }
 
+    link = node.pcie if node.link.kind == "none" else node.link.bandwidth
+
     def one(value: float) -> Floats:
         return np.array([float(value)])
 
@@ -97,12 +99,12 @@ def machine(
         flops=one(node.gpu.flops[precision]),
         sms=one(node.gpu.sms or 100),
         bandwidth=one(node.gpu.bandwidth),
-        link=one(node.link.bandwidth if node.link.kind != "none" else node.pcie),
+        link=one(link),
         domain=one(cluster.domain),
         per_node=one(min(node.num_gpus, cluster.num_gpus)),
         network=one(node.network),
         bridge=one(2 if node.link.kind == "nvlink-pairs" else cluster.domain),
-        beyond=one(node.pcie if node.link.kind == "nvlink-pairs" else node.link.bandwidth),
+        beyond=one(node.pcie if node.link.kind == "nvlink-pairs" else link),
         memory=one(node.gpu.usable),
         gpus=one(cluster.num_gpus),
         which=one(0),
