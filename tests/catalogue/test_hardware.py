@@ -148,7 +148,6 @@ link = { kind = "nvswitch", domain = 8, bandwidth = "450 GB/s", generation = 4 }
         ("num_nodes = 2", "num_nodes = 2\nmeasured = 5", "one line", ""),
         ("num_nodes = 2", 'num_nodes = 2\nname = "a\\nb"', "one line", ""),
         ('gpu = "H100"', "gpu = 5", "a name or a table", ""),
-        ("[node]", "node = 5\n[other]", "node is 5", ""),
         ('"400 Gb/s"', '"0 Gb/s"', "network of 0 Gb/s", ""),
         ('"63 GB/s"', '"0 GB/s"', "pcie of 0 GB/s", ""),
         ('"450 GB/s"', '"0 GB/s"', "cannot be", ""),

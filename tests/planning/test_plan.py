@@ -290,6 +290,43 @@ def test_one_layout_is_priced_whether_it_fits_or_not() -> None:
     assert one(EIGHT, "dp2.pp2.tp4:microbatches=32").fits
 
 
+def test_a_layouts_own_cut_is_priced_and_kept() -> None:
+    balanced = one(EIGHT, "pp4.tp4:microbatches=64")
+    worse = one(EIGHT, "pp4.tp4:microbatches=64,cut=14-6-6-6")
+    assert worse.layout.cut == (14, 6, 6, 6)
+    assert worse.step_seconds.mid > 1.3 * balanced.step_seconds.mid
+    assert worse.memory > balanced.memory
+    with pytest.raises(LayoutError, match="places 33 layers, the model has 32"):
+        one(EIGHT, "pp4.tp4:cut=9-8-8-8")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("pp2.tp8:order=dp-tp-cp-pp", "another order of ranks"),
+        ("pp2.tp8:schedule=zero-bubble,recompute=full", "full recompute throws away"),
+    ],
+)
+def test_a_layout_without_a_price(text: str, said: str) -> None:
+    with pytest.raises(LayoutError, match=said):
+        one(EIGHT, text)
+
+
+def test_threads_are_priced_as_processes_and_say_so() -> None:
+    found = plan_one(EIGHT, Layout.parse("dp8:data_parallel=threads"))
+    assert found.best.layout.data_parallel == "threads"
+    assert found.best.step_seconds == one(EIGHT, "dp8").step_seconds
+    assert "priced as processes" in " ".join(found.notes)
+
+
+def test_a_gpu_without_a_price_is_ranked_by_its_hours() -> None:
+    small = dataclasses.replace(EIGHT, shape=shape("gpt2"), seq_len=512)
+    cards = dataclasses.replace(small, cluster=cluster("4xMI300X"))
+    found = plan(cards, objective="tokens-per-dollar", top=1)
+    assert "No price was read for MI300X-192" in " ".join(found.notes)
+    assert plan(cards, top=1).notes == ()
+
+
 def test_a_layout_of_more_gpus_than_there_are() -> None:
     with pytest.raises(LayoutError, match="needs 32 GPUs; 2x8xH100-SXM-80 has 16"):
         plan_one(EIGHT, Layout.parse("dp32"))

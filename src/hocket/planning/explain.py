@@ -23,6 +23,9 @@ from hocket.spec.units import format_bytes, format_seconds
 
 SHOWN = 8
 
+SIMULATED = 50
+"""Layouts that are simulated of each kind for one sentence."""
+
 NVLINK = 450e9
 """Bytes/s per GPU and direction of the NVLink put in where there is none (4th generation)."""
 
@@ -250,7 +253,7 @@ def _same(one: Layout, other: Layout) -> bool:
 
 
 def _search(problem: Problem, objective: str, pins: Pins, here: bool) -> Found:
-    found = search(problem, objective=objective, pins=pins, here=here)
+    found = search(problem, objective=objective, pins=pins, here=here, simulated=SIMULATED)
     assert found.num_fitting == 0 or np.all(found.best.high <= problem.usable)
     return found
 

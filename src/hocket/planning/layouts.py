@@ -37,6 +37,8 @@ PINS = (
 """What can be pinned. `microbatch` is the sequences of one; the others are fields of a layout."""
 
 SEARCHED = ("1f1b", "interleaved", "zero-bubble", "zb-v")
+LATE = ("zero-bubble", "zb-v")
+"""Schedules that put the weights' gradients off."""
 MOST_VIRTUAL = 16
 
 _NAMED = {priced: name for name, priced in NAMES.items()}
@@ -214,6 +216,12 @@ def _problems(
         yield f"{shape.experts} experts do not divide over ep {layout.ep}", "ep1"
     if layout.sequence_parallel and seq_len % (layout.cp * layout.tp):
         yield f"a sequence of {seq_len} does not divide over cp x tp", "sequence_parallel=false"
+    if layout.recompute == "full" and layout.schedule in LATE and layout.pp > 1:
+        yield (
+            f"{layout.schedule} computes the weights' gradients later, from activations that full "
+            "recompute throws away",
+            "recompute=selective",
+        )
     batch, rest = divmod(global_batch, layout.dp)
     if rest:
         yield f"the global batch of {global_batch} does not divide over dp {layout.dp}", None
@@ -391,7 +399,7 @@ def _allowed(
     if schedule == "interleaved":
         # Rounds of microbatches must be equal, as the schedule's builder asks.
         keep = piped & (virtual > 1) & (m % np.maximum(1, m // pp) == 0)
-    elif schedule in ("zero-bubble", "zb-v"):
+    elif schedule in LATE:
         # A weight's gradient waits for what full recompute has thrown away.
         stages = 2 if schedule == "zb-v" else 1
         keep = piped & (virtual == stages) & (recompute != "full")

@@ -112,6 +112,9 @@ def plan(
         beyond = _different(found.best, others[others < before], BEYOND if len(here) else top)
     if not len(here) and not everything:
         notes += _nothing_here(problem, pins, objective)
+    if objective == "tokens-per-dollar" and problem.cluster.node.gpu.price is None:
+        name = problem.cluster.node.gpu.name
+        notes.append(f"No price was read for {name}: layouts are ranked by tokens per GPU hour.")
     return Plan(
         **_asked(problem, objective),
         layouts=tuple(forecast(problem, found.best, i, alike=n) for i, n in chosen),
@@ -133,10 +136,21 @@ def plan_one(problem: Problem, layout: Layout) -> Plan:
             f"the layout {layout.axes_text()} needs {layout.world_size} GPUs; "
             f"{problem.cluster.name} has {problem.cluster.num_gpus}",
         )
+    if layout.order != Layout().order:
+        raise LayoutError(
+            f"the layout {layout} has another order of ranks; only that of the default is priced",
+            hint="leave order out",
+        )
     only = row(layout, problem.shape, problem.seq_len, problem.global_batch)
+    problem = dataclasses.replace(problem, division=layout.cut)
+    problem.cut(layout)  # refuses layers that do not add up
     priced = simulate_all(problem, price(problem, only))
     found = forecast(problem, priced, 0)
+    kept = {"cut": layout.cut, "data_parallel": layout.data_parallel}
+    found = dataclasses.replace(found, layout=dataclasses.replace(found.layout, **kept))
     notes = []
+    if layout.data_parallel == "threads":
+        notes.append("Threads of one process are priced as processes, one a GPU.")
     if not found.fits:
         notes.append(
             f"It does not fit: {format_bytes(found.memory_high)} at the 95th percentile, of "

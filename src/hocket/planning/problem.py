@@ -61,6 +61,7 @@ class Problem:
         seq_len: tokens of a sequence. global_batch: sequences of a step.
         precision: of matrix products, one of `spec.cluster.PRECISIONS`.
         stack: software whose constants price it, one of `cost.constants.stacks()`.
+        division: of layers over stages, as `Layout.cut`.
     """
 
     shape: ModelShape
@@ -69,6 +70,7 @@ class Problem:
     global_batch: int
     precision: str = "bf16"
     stack: str = STACK
+    division: str | tuple[int, ...] = "balanced"
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "global_batch"):
@@ -173,9 +175,9 @@ class Problem:
     # --- event by event ----------------------------------------------------------------------
 
     def cut(self, layout: Layout) -> Cut:
-        """Layers per stage, as the runtime cuts: by parameters, the head's counted."""
+        """Layers per stage by `division` as the runtime cuts: by parameters, the head's counted."""
         return _cut(
-            layout.cut,
+            self.division,
             tuple(self.shape.blocks[kind].num_parameters for kind in self.shape.layers),
             self.shape.blocks["head"].num_parameters,
             layout.num_stages,
