@@ -196,5 +196,12 @@ def test_a_directorys_model_reads_itself(
     own = json.loads(capsys.readouterr().out)
     assert main(["plan", "tiny-llama", *asked]) == 0
     known = json.loads(capsys.readouterr().out)
-    assert own["model"] == "mine"
+    assert own["model"] == str(folder)  # so that the command it prints can be pasted
     assert own["layouts"] == known["layouts"]
+    assert main(["plan", str(folder), *asked[:-1], "--seq-len", "65536"]) == 0
+    said = capsys.readouterr().out
+    assert f"hocket train {folder} --layout" in said
+    assert "configured for" in said
+    long = ["--prompt-len", "65536", "--cluster", "H100"]
+    assert main(["plan", str(folder), "--serve", *long]) == 2
+    assert "is made for" in capsys.readouterr().err

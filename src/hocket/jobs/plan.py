@@ -103,7 +103,7 @@ def shape_of(model: str) -> ModelShape:
     from hocket.models.trace import trace
 
     found = source.resolve(model, weights=False)
-    return trace(found.config, name=os.path.basename(os.path.abspath(model)))
+    return trace(found.config, name=model)
 
 
 def _no_model(model: str, names: Sequence[str]) -> None:
@@ -122,12 +122,17 @@ def _no_model(model: str, names: Sequence[str]) -> None:
 
 
 def _positions(model: str) -> int | None:
-    """Positions that a model of the catalogue was made for, None where it does not say."""
+    """Positions that a model was made for, None where its configuration does not say."""
     from hocket.catalogue import models
 
-    if model not in models.names():
+    if model in models.names():
+        config = models.config(model)
+    elif os.path.exists(model):
+        from hocket.models import source
+
+        config = source.resolve(model, weights=False).config
+    else:
         return None
-    config = models.config(model)
     keys = ("max_position_embeddings", "n_positions")
     return next((int(config[key]) for key in keys if config.get(key)), None)
 

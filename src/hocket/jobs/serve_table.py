@@ -97,7 +97,7 @@ def emitted(plan: ServicePlan, tool: str) -> str:
         "--quantization": "fp8" if plan.precision == "fp8" else None,
         "--kv-cache-dtype": "fp8" if plan.cache_precision == "fp8" else None,
     }
-    words = [f"vllm serve {shlex.quote(plan.model)}"]
+    words = ["vllm serve " + ("MODEL" if plan.claim else shlex.quote(plan.model))]
     words += [f"{k} {v}".strip() for k, v in flags.items() if v is not None]
     return "\n".join([*filter(None, notes), " \\\n  ".join(words)]) + "\n"
 
@@ -126,7 +126,10 @@ def _single(plan: ServicePlan) -> Iterator[str]:
         (kind,) = plan.kinds
         yield from _memory(kind, plan)
         yield ""
-        labels = [f"{one.layout}  {one.num_gpus} GPUs" for one in kind.deployments]
+        labels = [
+            f"{one.layout}  {one.num_gpus} GPU" + "s" * (one.num_gpus > 1)
+            for one in kind.deployments
+        ]
         yield from _rows(_HEADERS, labels, [_row(one, plan) for one in kind.deployments])
         for one in kind.deployments:
             if one.misses:

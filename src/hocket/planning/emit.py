@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from collections.abc import Callable
 from typing import Any
 
@@ -191,7 +192,7 @@ def _vllm(found: Forecast, asked: Asked) -> str:
         "--enable-expert-parallel": layout.ep > 1,
         "--max-model-len": asked.seq_len,
     }
-    return _flags(f"vllm serve {asked.model}", flags, notes)
+    return _flags(f"vllm serve {shlex.quote(asked.model)}", flags, notes)
 
 
 TOOLS: dict[str, Callable[[Forecast, Asked], str]] = {
