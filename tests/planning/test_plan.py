@@ -11,6 +11,7 @@ import pytest
 
 from hocket.catalogue.hardware import cluster
 from hocket.catalogue.shapes import shape
+from hocket.cost.constants import memory_quantiles
 from hocket.planning.explain import explain
 from hocket.planning.forecast import Forecast
 from hocket.planning.layouts import layout_at, row
@@ -324,7 +325,27 @@ def test_a_gpu_without_a_price_is_ranked_by_its_hours() -> None:
     cards = dataclasses.replace(small, cluster=cluster("4xMI300X"))
     found = plan(cards, objective="tokens-per-dollar", top=1)
     assert "No price was read for MI300X-192" in " ".join(found.notes)
-    assert plan(cards, top=1).notes == ()
+    assert "No price" not in " ".join(plan(cards, top=1).notes)
+
+
+def test_constants_from_another_gpu_are_noted() -> None:
+    small = dataclasses.replace(EIGHT, shape=shape("gpt2"), seq_len=512)
+    cards = dataclasses.replace(small, cluster=cluster("4xRTX4090"))
+    assert "with the constants of H100" in " ".join(plan(cards, top=1).notes)
+    assert plan(small, top=1).notes == ()
+
+
+def test_memory_must_fit_at_the_95th_percentile_of_the_validation() -> None:
+    found = one(EIGHT, "dp8.tp2:zero=1")
+    assert found.memory_high == pytest.approx(found.memory * memory_quantiles()[1], rel=1e-6)
+
+
+def test_eight_bits_are_not_twice_as_fast() -> None:
+    """Only products run in 8 bits, and they reach another share of the higher rate."""
+    eight = dataclasses.replace(EIGHT, precision="fp8")
+    ratio = one(EIGHT, "dp16:zero=1").step_seconds.mid / one(eight, "dp16:zero=1").step_seconds.mid
+    assert eight.constants.flash_rate < EIGHT.constants.flash_rate
+    assert 1.0 < ratio < 1.8
 
 
 def test_a_layout_of_more_gpus_than_there_are() -> None:

@@ -112,6 +112,7 @@ def plan(
         beyond = _different(found.best, others[others < before], BEYOND if len(here) else top)
     if not len(here) and not everything:
         notes += _nothing_here(problem, pins, objective)
+    notes += _borrowed(problem)
     if objective == "tokens-per-dollar" and problem.cluster.node.gpu.price is None:
         name = problem.cluster.node.gpu.name
         notes.append(f"No price was read for {name}: layouts are ranked by tokens per GPU hour.")
@@ -149,6 +150,7 @@ def plan_one(problem: Problem, layout: Layout) -> Plan:
     kept = {"cut": layout.cut, "data_parallel": layout.data_parallel}
     found = dataclasses.replace(found, layout=dataclasses.replace(found.layout, **kept))
     notes = []
+    notes += _borrowed(problem)
     if layout.data_parallel == "threads":
         notes.append("Threads of one process are priced as processes, one a GPU.")
     if not found.fits:
@@ -206,6 +208,16 @@ def _parts(cluster: Cluster) -> list[Cluster]:
     sizes = [n for n in divisors(most) if n > node.num_gpus]
     at = f"x{node.gpu.name}@{node.name}"
     return [cluster, *(find_cluster(f"1x{n}{at}") for n in sizes)]
+
+
+def _borrowed(problem: Problem) -> list[str]:
+    """What a reader should know of constants that were measured elsewhere."""
+    if problem.borrowed is None:
+        return []
+    return [
+        f"No measured training stands behind {problem.cluster.node.gpu.name}: it is priced by its "
+        f"data sheet with the constants of {problem.borrowed}, which the ranges do not cover."
+    ]
 
 
 def _distinct(best: Priced) -> np.ndarray:

@@ -14,7 +14,15 @@ import numpy as np
 
 from hocket.catalogue.curves import curves
 from hocket.cost.columns import SCHEDULES, Layouts, RankLayers
-from hocket.cost.constants import Constants, constants, file, quantiles
+from hocket.cost.constants import (
+    FEW_BITS,
+    Constants,
+    constants,
+    few_bits,
+    file,
+    memory_quantiles,
+    quantiles,
+)
 from hocket.cost.machine import Machine, machine
 from hocket.cost.memory import Memory, memory
 from hocket.cost.step import StepTimes, step_times
@@ -47,9 +55,6 @@ MOST = 10**9
 
 MOST_GPUS = 2**20
 """Of a cluster, likewise."""
-
-MEMORY_HIGH = 1.08
-"""Where the constants' file says nothing of memory."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,7 +96,20 @@ class Problem:
 
     @functools.cached_property
     def constants(self) -> Constants:
-        return constants(self.cluster.node.gpu.name, self.stack)
+        gpu = self.cluster.node.gpu
+        # As the rows of the validation: fp16 training sums its gradients in 16 bits.
+        changes = {"gradient_bytes": 2.0} if self.precision == "fp16" else {}
+        found = constants(gpu.name, self.stack, **changes)
+        if self.precision in FEW_BITS and "bf16" in gpu.flops:
+            return few_bits(found, gpu.flops, self.precision)
+        return found
+
+    @property
+    def borrowed(self) -> str | None:
+        """The family of GPUs whose constants stand for this one's; None where it has its own."""
+        family = self.cluster.node.gpu.name.partition("-")[0]
+        data = file()
+        return None if family in data["gpus"] else data["nearest"].get(family, "H100")
 
     @functools.cached_property
     def machine(self) -> Machine:
@@ -249,7 +267,7 @@ class Problem:
     @functools.cached_property
     def memory_range(self) -> float:
         """Measured over predicted memory, 95th percentile of the validation."""
-        return float(file()["residuals"].get("memory_high", MEMORY_HIGH))
+        return memory_quantiles()[1]
 
 
 def check_size(cluster: Cluster) -> None:
