@@ -320,6 +320,16 @@ def test_threads_are_priced_as_processes_and_say_so() -> None:
     assert "priced as processes" in " ".join(found.notes)
 
 
+@pytest.mark.parametrize("microbatches", [1, 3, 7, 21])
+def test_one_gpu_waits_for_nobody(microbatches: int) -> None:
+    alone = dataclasses.replace(
+        EIGHT, shape=shape("tiny-llama"), cluster=cluster("1xH100"), seq_len=2, global_batch=21
+    )
+    found = one(alone, f"dp1:microbatches={microbatches}")
+    assert 0 <= found.exposed < 1e-9
+    assert min(found.parts.values()) >= 0.0
+
+
 def test_a_gpu_without_a_price_is_ranked_by_its_hours() -> None:
     small = dataclasses.replace(EIGHT, shape=shape("gpt2"), seq_len=512)
     cards = dataclasses.replace(small, cluster=cluster("4xMI300X"))
