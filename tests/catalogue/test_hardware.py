@@ -89,6 +89,8 @@ def test_topologies():
 def test_a_quarter_comes_before_its_later_days():
     said = hardware.gpu("H100-SXM-80").price_source
     assert "2026-Q1 to 2026-11" in said
+    once = hardware.gpu("RTX4090").price_source
+    assert once.count("2026") == 1
 
 
 def test_prices_are_dated():

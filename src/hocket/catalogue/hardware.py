@@ -243,8 +243,9 @@ def _gpus() -> dict[str, Gpu]:
             entry = dataclasses.replace(
                 entry,
                 price=round(statistics.median(quote.dollars for quote in on_demand), 4),
-                price_source=f"median of {len(on_demand)} on-demand quotes read "
-                f"{on_demand[0].date} to {on_demand[-1].date}",
+                price_source=f"median of {len(on_demand)} on-demand "
+                f"{'quotes' if len(on_demand) > 1 else 'quote'} read "
+                + " to ".join(dict.fromkeys((on_demand[0].date, on_demand[-1].date))),
             )
         short = tuple(n.removeprefix("RTX") for n in (name, *entry.aliases) if n.startswith("RTX"))
         found[name] = dataclasses.replace(entry, aliases=(*entry.aliases, *short))

@@ -101,7 +101,7 @@ def _would_do(problem: ServiceProblem, best: ServiceForecast) -> str:
     found = _best(problem.unbounded(), axes)
     if found is None:
         return "No number of these replicas that is looked at meets the goals."
-    return f"{told(problem, found).layout} meets the goals, on {found.gpus} GPUs."
+    return f"{told(problem, found).layout} meets the goals, on {gpus(found.gpus)}."
 
 
 # --- its neighbours ------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def _losers(problem: ServiceProblem, best: ServiceForecast, pins: dict[str, int]
         verdict = (
             f"as many GPUs, answers {slower:+.0%} long"
             if other.num_gpus == best.num_gpus
-            else f"{other.num_gpus} GPUs ({more:+.0%}), {_why(problem, best, other)}"
+            else f"{gpus(other.num_gpus)} ({more:+.0%}), {_why(problem, best, other)}"
         )
         yield f"{name} at best ({other.layout}): {verdict}."
 
@@ -189,7 +189,7 @@ def _kinds(best: ServiceForecast, kinds: Sequence[KindAnswer]) -> Iterator[str]:
         if other is None:
             yield f"{kind.gpu}: {kind.reason}."
             continue
-        text = f"{kind.gpu}: {other.num_gpus} GPUs as {other.layout}"
+        text = f"{kind.gpu}: {gpus(other.num_gpus)} as {other.layout}"
         if other.dollars_per_hour is not None and best.dollars_per_hour is not None:
             text += f", {other.dollars_per_hour / best.dollars_per_hour - 1:+.0%} dollars"
         elif other.dollars_per_hour is None:
@@ -220,7 +220,7 @@ def _changes(problem: ServiceProblem, best: ServiceForecast, pins: dict[str, int
             text = f"With {name}: as many GPUs, {layout}; answers {longer:+.0%} long."
             yield about_links(name, text, matters=abs(longer) >= 0.01)
         else:
-            text = f"With {name}: {other.num_gpus} GPUs, {other.layout}."
+            text = f"With {name}: {gpus(other.num_gpus)}, {other.layout}."
             yield about_links(name, text, matters=True)
     if unmoved:
         yield f"The same layout wins with {', '.join(unmoved)}."
@@ -285,3 +285,8 @@ def _replicas(best: ServiceForecast) -> str:
     size = best.layout.tp * best.layout.pp
     gpus = f"{size} {best.gpu}"
     return f"{count} replicas of {gpus}" if count > 1 else f"one replica of {gpus}"
+
+
+def gpus(count: int) -> str:
+    """`1 GPU`, `2 GPUs`."""
+    return f"{count} GPU" + "s" * (count != 1)
