@@ -147,8 +147,8 @@ def plan_one(problem: Problem, layout: Layout) -> Plan:
     problem.cut(layout)  # refuses layers that do not add up
     priced = simulate_all(problem, price(problem, only))
     found = forecast(problem, priced, 0)
-    kept = {"cut": layout.cut, "data_parallel": layout.data_parallel}
-    found = dataclasses.replace(found, layout=dataclasses.replace(found.layout, **kept))
+    whole = dataclasses.replace(found.layout, cut=layout.cut, data_parallel=layout.data_parallel)
+    found = dataclasses.replace(found, layout=whole)
     notes = []
     notes += _borrowed(problem)
     if layout.data_parallel == "threads":
