@@ -1,6 +1,7 @@
 """Hardware by name: forms that read back, figures per direction, errors with the nearest name."""
 
 import dataclasses
+import re
 from importlib import resources
 
 import pytest
@@ -85,6 +86,13 @@ def test_topologies():
     assert hardware.gpu("H100-96").memory == 96 * GB
 
 
+def test_a_quarter_comes_before_its_later_days():
+    said = hardware.gpu("H100-SXM-80").price_source
+    assert "2026-Q1 to 2026-11" in said
+    once = hardware.gpu("RTX4090").price_source
+    assert once.count("2026") == 1
+
+
 def test_prices_are_dated():
     entry = hardware.gpu("H100")
     quotes = hardware.quotes("H100")
@@ -142,6 +150,18 @@ link = { kind = "nvswitch", domain = 8, bandwidth = "450 GB/s", generation = 4 }
         ("generation = 4", "generation = []", "generation is []", ""),
         ("generation = 4", "generation = -1", "generation is -1", ""),
         ("num_nodes = 2", "num_nodes = ", "TOML", ""),
+        ("num_nodes = 2", "num_nodes = 99999999", "at most 1,000,000", ""),
+        ("num_nodes = 2", "num_nodes = 2\nmeasured = 5", "one line", ""),
+        ("num_nodes = 2", 'num_nodes = 2\nname = "a\\nb"', "one line", ""),
+        ('gpu = "H100"', "gpu = 5", "a name or a table", ""),
+        ('"400 Gb/s"', '"0 Gb/s"', "network of 0 Gb/s", ""),
+        ('"63 GB/s"', '"0 GB/s"', "pcie of 0 GB/s", ""),
+        ('"450 GB/s"', '"0 GB/s"', "cannot be", ""),
+        ('"450 GB/s"', "-5", "'-5' is not a bandwidth", ""),
+        ('"450 GB/s"', "true", "'True' is not a bandwidth", ""),
+        ("generation = 4", "generation = 99", "generation 99 is unknown", ""),
+        ("generation = 4", 'generation = "x"', "generation 'x' is unknown", ""),
+        ("generation = 4 }", "generation = 4, domian = 8 }", "domian", "domain"),
     ],
 )
 def test_a_file_of_ones_own_is_checked(tmp_path, old, new, message, hint):
@@ -154,6 +174,55 @@ def test_a_file_of_ones_own_is_checked(tmp_path, old, new, message, hint):
         hardware.cluster(str(file))
     assert message in error.value.message
     assert hint in (error.value.hint or "")
+
+
+CARD = """
+[gpu]
+name = "mine"
+flops = { bf16 = "300 TFLOP/s" }
+memory = "48 GB"
+bandwidth = "900 GB/s"
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('{ bf16 = "300 TFLOP/s" }', "5", "flops is 5"),
+        ('{ bf16 = "300 TFLOP/s" }', "{}", "no rate in flops"),
+        ("300 TFLOP/s", "0 TFLOP/s", "cannot be"),
+        ("300 TFLOP/s", "1e300 TFLOP/s", "cannot be"),
+        ("bf16", "bf17", "bf17"),
+        ("48 GB", "48 Gb", "counts bits"),
+        ("48 GB", "9" * 400 + " GB", "not a size in bytes"),
+        ("900 GB/s", "0 GB/s", "cannot be"),
+        ("900 GB/s", "900 TB/s", "cannot be"),
+        ('"mine"', "5", "name is 5"),
+        ('"mine"', '"mine"\nprice = nan', "price is nan"),
+        ('"mine"', '"mine"\nprice = -4', "price is -4"),
+        ('"mine"', '"mine"\nprice = "4 dollars"', "price is '4 dollars'"),
+        ('"mine"', '"mine"\nusable = "60 GB"', "usable is 60 GB, of 48 GB"),
+        ('"mine"', '"mine"\naliases = 5', "list of names"),
+        ('"mine"', '"mine"\nnvlink = "x"', "generation 'x'"),
+        ('"mine"', '"mine"\nsms = 3.5', "sms is 3.5"),
+    ],
+)
+def test_a_card_of_ones_own_is_checked(tmp_path, old, new, message):
+    file = tmp_path / "mine.toml"
+    text = MINE.replace('gpu = "H100"', "") + CARD
+    file.write_text(text)
+    assert hardware.cluster(str(file)).node.gpu.name == "mine"
+    assert old in CARD
+    file.write_text(MINE.replace('gpu = "H100"', "") + CARD.replace(old, new, 1))
+    with pytest.raises(OptionError, match=re.escape(message)):
+        hardware.cluster(str(file))
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_bytes(b"\x00\xff")
+    with pytest.raises(OptionError, match="cannot be read"):
+        hardware.cluster(str(file))
 
 
 def test_units():

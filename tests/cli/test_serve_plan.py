@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import hocket
 from hocket.cli.main import main
 from hocket.spec.layout import Layout
 
@@ -93,10 +94,45 @@ def test_emit_vllm(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--max-num-batched-tokens" in said
 
 
+def test_emit_vllm_names_the_caches_precision(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "llama-3-8b", "--serve", "--cluster", "H100", "--emit", "vllm"]
+    for precision, cache, said in (("fp8", "bf16", False), ("bf16", "fp8", True)):
+        flags = ["--precision", precision, "--cache-precision", cache]
+        assert main([*asked, *flags]) == 0
+        assert ("--kv-cache-dtype fp8" in capsys.readouterr().out) is said
+    assert main([*asked, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["emitted"].startswith("# ")
+
+
+def test_what_runs_here_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "llama-3-8b", "--serve", "--cluster", "H100,H100"]) == 0
+    said = capsys.readouterr().out
+    assert "This hocket has no server yet" in said
+    assert said.count("Memory: ") == 1  # the same kind twice is one kind
+
+
+def test_a_saturated_layout_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "llama-3-70b", "--serve", "--cluster", "H100", "--layout", "tp4"]
+    assert main([*asked, "--requests-per-second", "50", "--explain"]) == 0
+    said = capsys.readouterr().out
+    assert "tp4 saturates at" in said
+    replicas = int(re.search(r"dp(\d+)\.tp4 meets the goals", said)[1])  # type: ignore[index]
+    assert replicas > 50 / float(re.search(r"saturates at ([\d.]+) requests", said)[1])  # type: ignore[index]
+
+
+def test_the_library_answers_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "llama-3-8b", "--serve", "--cluster", "H100", "--tpot-ms", "50", "--json"]
+    assert main(asked) == 0
+    said = json.loads(capsys.readouterr().out)
+    (found,) = hocket.plan("llama-3-8b", serve=True, cluster="H100", tpot_ms=50)
+    assert json.loads(json.dumps(found.to_json())) == said
+    assert len(hocket.plan("gpt-4", serve=True, cluster="H100")) == 4
+
+
 def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
     said = plan(capsys, *ASKED, "--cluster", "H100,A100-80", "--explain")
     assert "PCIe instead of NVLink" in said
-    assert re.search(r"^(H100-SXM-80|A100-SXM-80): \d+ GPUs as", said, re.MULTILINE)
+    assert re.search(r"^(H100-SXM-80|A100-SXM-80): \d+ GPUs? as", said, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

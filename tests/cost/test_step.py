@@ -101,6 +101,26 @@ def test_the_pipeline_is_its_closed_form() -> None:
     assert found.bubble[0] > 0
 
 
+def test_every_exchange_waits_for_the_cpu() -> None:
+    """Two starts of a kernel each, and interleaved stages exchange as often as there are."""
+
+    def of(virtual: int, kernel_time: float) -> StepTimes:
+        schedule = "interleaved" if virtual > 1 else "1f1b"
+        layout = Layout(pp=8, tp=8, microbatches=16, virtual_stages=virtual, schedule=schedule)
+        values = constants("A100-SXM-80", "megatron", kernel_time=kernel_time, skew=0.0)
+        return step_times(terms(GPT), columns([layout], 16), one(2048), a100(8), values)
+
+    for virtual in (1, 3):
+        none, some = of(virtual, 0.0), of(virtual, 1e-5)  # too little to slow the layers
+        more = some.exchange - none.exchange
+        assert more[0] == pytest.approx(2e-5)
+        assert none.forward[0] == pytest.approx(some.forward[0], rel=1e-6)
+        # Twice a microbatch and stage; the bubble's part grows with the stages as well.
+        waited = 2 * more[0] * virtual * 16 + 2 * more[0] * 7
+        assert some.pipeline[0] - none.pipeline[0] == pytest.approx(waited, rel=1e-3)
+    assert price(Layout(tp=8, microbatches=16), 16, 1).exchange[0] == 0
+
+
 def test_interleaving_and_zero_bubble_shorten_it() -> None:
     def of(name: str, virtual: int = 1) -> float:
         layout = Layout(pp=8, tp=8, microbatches=16, schedule=name, virtual_stages=virtual)

@@ -108,3 +108,15 @@ def test_an_unknown_tool_gets_the_nearest_name() -> None:
         flags("megatrn", "dp32")
     assert "megatron" in (caught.value.hint or "")
     assert set(TOOLS) == {"torchtitan", "megatron", "deepspeed", "vllm"}
+
+
+@pytest.mark.parametrize("tool", ["megatron", "torchtitan", "deepspeed"])
+def test_a_cut_by_hand_is_said_to_be_lost(tool: str) -> None:
+    assert "14-6-6-6 layers a stage" in flags(tool, "dp2.pp4.tp4:cut=14-6-6-6")
+    assert "layers a stage" not in flags(tool, "dp2.pp4.tp4")
+
+
+def test_a_model_whose_path_needs_quotes_is_quoted() -> None:
+    found = plan_one(PROBLEM, Layout.parse("dp16.tp2")).best
+    said = emit("vllm", found, seq_len=4096, global_batch=64, model="/my models/a; b")
+    assert "vllm serve '/my models/a; b' " in said

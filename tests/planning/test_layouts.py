@@ -114,7 +114,7 @@ def test_state_is_shared_by_all_data_ranks_or_by_those_of_one_domain() -> None:
     [
         ({"tp": 3}, "does not divide its 8 heads; it may be 1, 2, 4, 8"),
         ({"pp": 7}, "6 layers, fewer than pp 7"),
-        ({"ep": 2}, "0 experts do not divide"),
+        ({"ep": 2}, "it has no experts to divide"),
         ({"tp": 8, "pp": 2}, "use 16 GPUs, which does not divide 8"),
         ({"microbatches": 5}, "global batch of 12 does not divide by microbatches 5"),
         ({"tp": 2}, None),
@@ -172,7 +172,7 @@ def test_open_microbatches_are_resolved() -> None:
         ("dp5", "global batch of 12 does not divide over dp 5"),
         ("dp2:microbatches=4", "does not divide into 4 microbatches"),
         ("cp64", "does not divide over 2 x cp"),
-        ("dp2.ep2", "experts do not divide"),
+        ("dp2.ep2", "has no experts to divide"),
     ],
 )
 def test_a_layout_that_does_not_fit(text: str, said: str) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from hocket.catalogue.hardware import cluster
 from hocket.catalogue.shapes import shape
+from hocket.cost.constants import memory_quantiles
 from hocket.planning.explain import explain
 from hocket.planning.forecast import Forecast
 from hocket.planning.layouts import layout_at, row
@@ -246,6 +247,34 @@ def test_the_smallest_cluster_fits_and_one_node_less_does_not() -> None:
         plan(dataclasses.replace(SEVENTY, cluster=less))
 
 
+def test_a_part_of_a_node_grows_to_the_node_before_there_are_more() -> None:
+    one = dataclasses.replace(EIGHT, cluster=cluster("1xH100"), global_batch=8)
+    found = smallest_cluster(one)
+    assert found is not None
+    assert found.num_nodes == 1
+    assert 1 < found.num_gpus <= 8
+    assert cluster(found.name) == found
+    more = smallest_cluster(dataclasses.replace(one, shape=shape("llama-3-70b")))
+    assert more is not None
+    assert more.node.num_gpus == 8
+    assert more.num_nodes > 1
+    elsewhere = dataclasses.replace(one, cluster=cluster("1x2xH100@aws-p5"))
+    grown = smallest_cluster(dataclasses.replace(elsewhere, shape=shape("llama-3-70b")))
+    assert grown is not None
+    assert cluster(grown.name) == grown
+
+
+def test_fewer_of_the_others_are_played_beside_what_runs_here() -> None:
+    found = search(EIGHT, beside=5)
+    assert (~found.best.here).sum() == 5
+    assert found.best.here.sum() > 5
+    whole = search(EIGHT)
+    assert (~whole.best.here).sum() > 5
+    first = int(np.flatnonzero(whole.best.here)[0])
+    again = int(np.flatnonzero(found.best.here)[0])
+    assert whole.best.seconds[first] == found.best.seconds[again]
+
+
 def test_a_batch_that_leaves_gpus_idle_is_noted() -> None:
     tiny = Problem(
         shape=shape("tiny-llama"), cluster=cluster("7xA100-80"), seq_len=64, global_batch=4
@@ -260,6 +289,73 @@ def test_one_layout_is_priced_whether_it_fits_or_not() -> None:
     assert not found.best.fits
     assert "does not fit" in found.notes[0]
     assert one(EIGHT, "dp2.pp2.tp4:microbatches=32").fits
+
+
+def test_a_layouts_own_cut_is_priced_and_kept() -> None:
+    balanced = one(EIGHT, "pp4.tp4:microbatches=64")
+    worse = one(EIGHT, "pp4.tp4:microbatches=64,cut=14-6-6-6")
+    assert worse.layout.cut == (14, 6, 6, 6)
+    assert worse.step_seconds.mid > 1.3 * balanced.step_seconds.mid
+    assert worse.memory > balanced.memory
+    with pytest.raises(LayoutError, match="places 33 layers, the model has 32"):
+        one(EIGHT, "pp4.tp4:cut=9-8-8-8")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("pp2.tp8:order=dp-tp-cp-pp", "another order of ranks"),
+        ("pp2.tp8:schedule=zero-bubble,recompute=full", "full recompute throws away"),
+    ],
+)
+def test_a_layout_without_a_price(text: str, said: str) -> None:
+    with pytest.raises(LayoutError, match=said):
+        one(EIGHT, text)
+
+
+def test_threads_are_priced_as_processes_and_say_so() -> None:
+    found = plan_one(EIGHT, Layout.parse("dp8:data_parallel=threads"))
+    assert found.best.layout.data_parallel == "threads"
+    assert found.best.step_seconds == one(EIGHT, "dp8").step_seconds
+    assert "priced as processes" in " ".join(found.notes)
+
+
+@pytest.mark.parametrize("microbatches", [1, 3, 7, 21])
+def test_one_gpu_waits_for_nobody(microbatches: int) -> None:
+    alone = dataclasses.replace(
+        EIGHT, shape=shape("tiny-llama"), cluster=cluster("1xH100"), seq_len=2, global_batch=21
+    )
+    found = one(alone, f"dp1:microbatches={microbatches}")
+    assert 0 <= found.exposed < 1e-9
+    assert min(found.parts.values()) >= 0.0
+
+
+def test_a_gpu_without_a_price_is_ranked_by_its_hours() -> None:
+    small = dataclasses.replace(EIGHT, shape=shape("gpt2"), seq_len=512)
+    cards = dataclasses.replace(small, cluster=cluster("4xMI300X"))
+    found = plan(cards, objective="tokens-per-dollar", top=1)
+    assert "No price was read for MI300X-192" in " ".join(found.notes)
+    assert "No price" not in " ".join(plan(cards, top=1).notes)
+
+
+def test_constants_from_another_gpu_are_noted() -> None:
+    small = dataclasses.replace(EIGHT, shape=shape("gpt2"), seq_len=512)
+    cards = dataclasses.replace(small, cluster=cluster("4xRTX4090"))
+    assert "with the constants of H100" in " ".join(plan(cards, top=1).notes)
+    assert plan(small, top=1).notes == ()
+
+
+def test_memory_must_fit_at_the_95th_percentile_of_the_validation() -> None:
+    found = one(EIGHT, "dp8.tp2:zero=1")
+    assert found.memory_high == pytest.approx(found.memory * memory_quantiles()[1], rel=1e-6)
+
+
+def test_eight_bits_are_not_twice_as_fast() -> None:
+    """Only products run in 8 bits, and they reach another share of the higher rate."""
+    eight = dataclasses.replace(EIGHT, precision="fp8")
+    ratio = one(EIGHT, "dp16:zero=1").step_seconds.mid / one(eight, "dp16:zero=1").step_seconds.mid
+    assert eight.constants.flash_rate < EIGHT.constants.flash_rate
+    assert 1.0 < ratio < 1.8
 
 
 def test_a_layout_of_more_gpus_than_there_are() -> None:

@@ -128,11 +128,16 @@ def cluster(text: str) -> Cluster:
         if not path.is_file():
             raise OptionError(f"there is no file {text}", hint=f"hocket probe --out {text}")
         try:
-            said = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise OptionError(f"{text} is no text: {error}") from None
-        return machine_file.read(said, gpu=gpu, node=node, origin=text)
-    match = re.fullmatch(r"(?:(\d+)x)?(?:(\d+)x)?([^@]+?)(?:@(.+))?", text.strip())
+            written = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise OptionError(f"{text} cannot be read: {error}") from None
+        return machine_file.read(written, gpu=gpu, node=node, origin=text)
+    if "," in text:
+        raise OptionError(
+            f"{text!r} names several clusters; a training step is planned on one at a time",
+            hint=f"--cluster {text.partition(',')[0].strip()}",
+        )
+    match = re.fullmatch(r"(?:(\d{1,9})x)?(?:(\d{1,9})x)?([^@]+?)(?:@(.+))?", text.strip())
     if match is None:
         raise OptionError(f"{text!r} is not a cluster", hint="2x8xH100-SXM, 16xA100-40-PCIe")
     first, second, name, kind = match.groups()
@@ -234,18 +239,25 @@ def _gpus() -> dict[str, Gpu]:
     found = {}
     for name, table in _tables("gpus").items():
         entry = machine_file.gpu_of({k: v for k, v in table.items() if k not in _NOTES}, name)
-        prices = sorted((q for q in _quotes() if q.gpu == name), key=lambda q: q.date)
+        prices = sorted((q for q in _quotes() if q.gpu == name), key=lambda q: _day(q.date))
         on_demand = [quote for quote in prices if quote.tier.startswith("on-demand")]
         if on_demand:
             entry = dataclasses.replace(
                 entry,
                 price=round(statistics.median(quote.dollars for quote in on_demand), 4),
-                price_source=f"median of {len(on_demand)} on-demand quotes read "
-                f"{on_demand[0].date} to {on_demand[-1].date}",
+                price_source=f"median of {len(on_demand)} on-demand "
+                f"{'quotes' if len(on_demand) > 1 else 'quote'} read "
+                + " to ".join(dict.fromkeys((on_demand[0].date, on_demand[-1].date))),
             )
         short = tuple(n.removeprefix("RTX") for n in (name, *entry.aliases) if n.startswith("RTX"))
         found[name] = dataclasses.replace(entry, aliases=(*entry.aliases, *short))
     return found
+
+
+def _day(date: str) -> str:
+    """A date for sorting: `2026-Q1` stands for the first day of its first month."""
+    year, quarter, count = date.partition("-Q")
+    return f"{year}-{3 * int(count) - 2:02d}-01" if quarter else date
 
 
 _NOTES = ("architecture", "pcie", "watts", "unverified", "note")

@@ -36,9 +36,10 @@ _NVLINK = {1: 80e9, 2: 150e9, 3: 300e9, 4: 450e9, 5: 900e9, 6: 1800e9}
 
 _FASTEST_PCIE = 121e9
 _FASTEST_CARD = 200e9
-_MOST = 10**7
-_FASTEST_GPU = 1e18
-_FASTEST_MEMORY = 1e15
+_FASTEST_MEMORY = 100e12
+_FASTEST_PRODUCTS = 1e18
+_MOST = 10**6
+"""Of anything that is counted."""
 
 _GPU = ("name", "flops", "memory", "usable", "bandwidth", "sms", "l2", "nvlink", "price",
         "price_source", "source", "vendor", "aliases")  # fmt: skip
@@ -73,10 +74,11 @@ def read(
     device: Any = table.get("gpu")
     if isinstance(device, str):
         device = gpu(device)
-    elif device is not None:
-        _check(device, _GPU, "gpu")
+    elif isinstance(device, Mapping):
         least = _LEAST_OF_A_CORE if _is_cpu(table["node"]) else _LEAST_OF_A_GPU
-        device = gpu_of(device, str(device.get("name", origin)), least=least)
+        device = gpu_of(device, _text(device, "name", origin), least=least)
+    elif device is not None:
+        raise OptionError(f"gpu is {device!r}; it is a name or a table", hint='gpu = "H100-SXM-80"')
     if isinstance(table["node"], str):
         found = node(table["node"], device)
     elif device is None:
@@ -90,7 +92,7 @@ def read(
             hint='network = "100 Gb/s"',
         )
     return Cluster(
-        name=str(table.get("name", origin)),
+        name=_text(table, "name", origin),
         num_nodes=num_nodes,
         node=found,
         measured=Measured.from_dict(table["measured"]) if "measured" in table else None,
@@ -115,60 +117,35 @@ def gpu_of(table: Mapping[str, Any], name: str, *, least: int = _LEAST_OF_A_GPU)
             f"flops of GPU {name} is {table['flops']!r}; it is a rate for each precision",
             hint='flops = { bf16 = "989 TFLOP/s" }',
         )
-    for precision in table["flops"]:
-        if precision not in PRECISIONS:
-            message, hint = unknown("precision", precision, PRECISIONS)
-            raise OptionError(message, hint=hint)
+    _check(table["flops"], PRECISIONS, "flops")
+    flops = {p: parse_flops(str(rate)) for p, rate in table["flops"].items()}
+    for precision, rate in flops.items():
+        _within(rate, _FASTEST_PRODUCTS, f"{precision} of GPU {name}", table["flops"][precision])
     memory = parse_bytes(str(table["memory"]))
     nvlink = table.get("nvlink", 0)
-    generation = nvlink.get("generation", 0) if isinstance(nvlink, Mapping) else nvlink
+    generation = _generation(nvlink if isinstance(nvlink, Mapping) else {"generation": nvlink}, 0)
     usable = parse_bytes(str(table["usable"])) if "usable" in table else round(0.98 * memory)
     if not least <= memory <= 2**46:
         raise OptionError(f"{table['memory']} of memory on one GPU cannot be", hint="80 GB")
-    if not 0 < usable <= 1.1 * memory:  # 80 GB are sold, 81,559 MiB are there
-        raise OptionError(f"usable {table['usable']} of {table['memory']} of memory cannot be")
+    if not 2**20 <= usable <= 1.1 * memory:  # 40 GB cards give 40 GiB
+        raise OptionError(f"usable is {table['usable']}, of {table['memory']} on the card")
+    bandwidth = parse_bandwidth(str(table["bandwidth"]))
+    _within(bandwidth, _FASTEST_MEMORY, f"bandwidth of GPU {name}", table["bandwidth"])
     return Gpu(
         name=name,
-        flops={
-            p: _rate(parse_flops(str(rate)), _FASTEST_GPU, f"flops {p}", rate)
-            for p, rate in table["flops"].items()
-        },
+        flops=flops,
         memory=memory,
         usable=usable,
-        bandwidth=_rate(
-            parse_bandwidth(str(table["bandwidth"])),
-            _FASTEST_MEMORY,
-            "bandwidth",
-            table["bandwidth"],
-        ),
+        bandwidth=bandwidth,
         sms=_count(table, "sms", 0, least=0),
         l2=parse_bytes(str(table["l2"])) if "l2" in table else 0,
-        nvlink=_count({"nvlink": generation}, "nvlink", 0, least=0),
-        price=_price(table["price"]) if "price" in table else None,
+        nvlink=generation,
+        price=_dollars(table["price"]) if "price" in table else None,
         price_source=str(table.get("price_source", "")),
         source=str(table.get("source", "")),
         vendor=str(table.get("vendor", "")),
-        aliases=_names(table.get("aliases", [])),
+        aliases=_names(table.get("aliases", ())),
     )
-
-
-def _rate(value: float, most: float, what: str, said: object) -> float:
-    if not 0 < value <= most:
-        raise OptionError(f"{what} of {said} cannot be", hint=f"above 0, at most {most:g}")
-    return value
-
-
-def _price(said: object) -> float:
-    right = isinstance(said, int | float) and not isinstance(said, bool)
-    if not right or not 0 <= float(said) < 1e6:  # type: ignore[arg-type]
-        raise OptionError(f"price is {said!r}; it must be dollars per GPU and hour", hint="2.99")
-    return float(said)  # type: ignore[arg-type]
-
-
-def _names(said: object) -> tuple[str, ...]:
-    if not isinstance(said, list) or not all(isinstance(one, str) for one in said):
-        raise OptionError(f"aliases is {said!r}; it must be a list of names")
-    return tuple(said)
 
 
 def node_of(table: Mapping[str, Any], gpu: Gpu, *, links: Mapping[str, Any], name: str) -> Node:
@@ -179,11 +156,11 @@ def node_of(table: Mapping[str, Any], gpu: Gpu, *, links: Mapping[str, Any], nam
     what = f"node {name}" if name else "node"
     _check(table, _NODE, what, needed=("num_gpus", "link", "pcie", "network", "nics"))
     pcie = parse_bandwidth(str(table["pcie"]))
-    _at_most(pcie, _FASTEST_PCIE, "pcie", table["pcie"], "is that both directions, or bits?")
+    if pcie or not _is_cpu(table):
+        _within(pcie, _FASTEST_PCIE, "pcie", table["pcie"], "is that both directions, or bits?")
     card = parse_bandwidth(str(table["network"]))
-    _at_most(card, _FASTEST_CARD, "network", table["network"], "cards are sold in Gb/s: bits")
-    if pcie == 0 and not _is_cpu(table):
-        raise OptionError(f"pcie of {table['pcie']} cannot be", hint='pcie = "31.5 GB/s"')
+    if card:  # a machine of its own has none
+        _within(card, _FASTEST_CARD, "network", table["network"], "cards are sold in Gb/s: bits")
     nics = _count(table, "nics", 1)
     return Node(
         gpu=gpu,
@@ -205,21 +182,21 @@ def _link(table: Mapping[str, Any], pcie: float, own: Mapping[str, Any]) -> Link
         message, hint = unknown("kind of link", kind, LINKS)
         raise OptionError(message, hint=hint)
     nvidia = kind.startswith("nv") or (kind == "full-mesh" and bool(own))
-    known = own.get("generation", 0) if nvidia else 0
-    generation = _count(table, "generation", known, least=0)
+    generation = _generation(table, int(own.get("generation", 0)) if nvidia else 0)
     default = own.get("bandwidth") if nvidia else (0.0 if kind == "none" else pcie)
     said = table.get("bandwidth", default)
     if said is None:
         raise OptionError(f"a link of kind {kind} needs its bandwidth", hint='"450 GB/s"')
-    bandwidth = said if isinstance(said, float) else parse_bandwidth(str(said))
-    if not math.isfinite(bandwidth) or (bandwidth <= 0 and kind != "none"):
-        raise OptionError(f"a link of {said} cannot be", hint='bandwidth = "450 GB/s"')
+    written = "bandwidth" in table or isinstance(said, str)
+    bandwidth = parse_bandwidth(str(said)) if written else float(said)
+    if kind != "none":
+        _within(bandwidth, max(_NVLINK.values()), f"a link of kind {kind}", said)
     if nvidia and generation in _NVLINK:
         most = _NVLINK[generation]
         why = f"{most / 1e9:g} GB/s each way; is {said} the sum of both directions?"
-        _at_most(bandwidth, most, f"NVLink {generation}", said, why)
+        _within(bandwidth, most, f"NVLink {generation}", said, why)
     if kind.startswith("pcie"):
-        _at_most(bandwidth, _FASTEST_PCIE, "pcie", said, "is that both directions, or bits?")
+        _within(bandwidth, _FASTEST_PCIE, "pcie", said, "is that both directions, or bits?")
     return Link(
         kind=kind,
         bandwidth=bandwidth,
@@ -298,10 +275,42 @@ def _count(table: Mapping[str, Any], key: str, default: int, least: int = 1) -> 
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise OptionError(f"{key} is {value!r}; it must be a whole number of at least {least}")
     if value > _MOST:
-        raise OptionError(f"{key} is {str(value)[:20]}; no cluster has that many")
+        raise OptionError(f"{key} is {value:,}; at most {_MOST:,} can be")
     return value
 
 
-def _at_most(value: float, most: float, what: str, said: object, why: str) -> None:
-    if value > 1.05 * most:
-        raise OptionError(f"{what} of {said} per direction cannot be", hint=why)
+def _generation(table: Mapping[str, Any], default: int) -> int:
+    """Of NVLink; 0 for none."""
+    value = table.get("generation", default)
+    if isinstance(value, bool) or value not in (0, *_NVLINK):
+        known = ", ".join(map(str, _NVLINK))
+        raise OptionError(f"NVLink generation {value!r} is unknown; known: 0 for none, {known}")
+    return int(value)
+
+
+def _text(table: Mapping[str, Any], key: str, default: str) -> str:
+    value = table.get(key, default)
+    if not isinstance(value, str) or not value.isprintable():
+        raise OptionError(f"{key} is {value!r}; it must be text of one line")
+    return value
+
+
+def _names(value: object) -> tuple[str, ...]:
+    if not isinstance(value, (list, tuple)) or not all(isinstance(name, str) for name in value):
+        raise OptionError(f"aliases are {value!r}; they must be a list of names")
+    return tuple(value)
+
+
+def _dollars(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= _MOST:
+        raise OptionError(
+            f"price is {value!r}; it must be dollars for a GPU and hour", hint="price = 2.5"
+        )
+    return float(value)
+
+
+def _within(value: float, most: float, what: str, said: object, why: str | None = None) -> None:
+    """Raises OptionError for a rate of nothing, and for one that no hardware has."""
+    if not 0 < value <= 1.05 * most:
+        each = " per direction" if why else ""
+        raise OptionError(f"{what} of {said}{each} cannot be", hint=why)

@@ -39,7 +39,7 @@ class PlanFlags:
         precision: of matrix products: bf16, fp16, fp8. None: bf16, on CPU cores fp32.
         stack: software whose constants price it: megatron-core, megatron, fsdp, fsdp-compiled,
             deepspeed ... None: megatron-core.
-        json: print one JSON object.
+        json: print one JSON object; with --emit it holds that text as well.
         serve: size a service instead of a training step; the flags below say what is asked of it.
         prompt_len: tokens of a prompt. None: 1536.
         output_len: tokens of an answer. None: 512.
@@ -133,7 +133,8 @@ def main(arguments: Sequence[str]) -> int:
     if flags.json:
         import json
 
-        print(json.dumps(found.to_json()))
+        also = {} if flags.emit is None else {"emitted": job.emitted(found, flags.emit)}
+        print(json.dumps({**found.to_json(), **also}))
     elif flags.emit is not None:
         print(job.emitted(found, flags.emit), end="")
     else:
@@ -170,7 +171,8 @@ def _serve(flags: PlanFlags, written: frozenset[str]) -> int:
     if flags.json:
         import json
 
-        print(json.dumps(serve_table.to_json(found)))
+        also = {} if flags.emit is None else {"emitted": serve_table.emitted(found[0], flags.emit)}
+        print(json.dumps({**serve_table.to_json(found), **also}))
     elif flags.emit is not None:
         print(serve_table.emitted(found[0], flags.emit), end="")
     else:

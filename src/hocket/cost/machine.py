@@ -14,6 +14,7 @@ import numpy as np
 
 from hocket.cost.terms import Floats
 from hocket.spec.cluster import Cluster
+from hocket.spec.errors import OptionError, unknown
 
 
 class MeasuredCurve(Protocol):
@@ -75,8 +76,11 @@ class Machine:
 def machine(
     cluster: Cluster, precision: str = "bf16", curves: Iterable[MeasuredCurve] = ()
 ) -> Machine:
-    """The numbers of one cluster. Raises KeyError where the GPU lacks the precision."""
+    """The numbers of one cluster. Raises OptionError where the GPU lacks the precision."""
     node = cluster.node
+    if precision not in node.gpu.flops:
+        message, hint = unknown("precision", precision, node.gpu.flops)
+        raise OptionError(f"{node.gpu.name}: {message}", hint=hint)
     points = {
         (c.operation, c.num_gpus): (
             np.log(np.array(c.sizes, dtype=np.float64)),
@@ -86,6 +90,8 @@ def machine(
         if c.num_nodes == 1
     }
 
+    link = node.pcie if node.link.kind == "none" else node.link.bandwidth
+
     def one(value: float) -> Floats:
         return np.array([float(value)])
 
@@ -93,12 +99,12 @@ def machine(
         flops=one(node.gpu.flops[precision]),
         sms=one(node.gpu.sms or 100),
         bandwidth=one(node.gpu.bandwidth),
-        link=one(node.link.bandwidth if node.link.kind != "none" else node.pcie),
+        link=one(link),
         domain=one(cluster.domain),
         per_node=one(min(node.num_gpus, cluster.num_gpus)),
         network=one(node.network or 1.0),  # a machine without a card: nothing crosses it
         bridge=one(2 if node.link.kind == "nvlink-pairs" else cluster.domain),
-        beyond=one(node.pcie if node.link.kind == "nvlink-pairs" else node.link.bandwidth),
+        beyond=one(node.pcie if node.link.kind == "nvlink-pairs" else link),
         memory=one(node.gpu.usable),
         gpus=one(cluster.num_gpus),
         which=one(0),

@@ -30,6 +30,11 @@ from hocket.cost.constants import Constants, Platform
 from hocket.cost.machine import Machine
 from hocket.cost.terms import BlockTerms, Floats, Terms
 
+EXCHANGE_LAUNCHES = 2.0
+"""Kernels whose start by the CPU nothing hides when stages exchange: the message's own and, since
+the CPU then waits until the message is there (Megatron-LM synchronizes after it, against a race
+between the batched sends and receives), the first of the next stage's."""
+
 OPTIMIZER_BYTES = 45.0
 """Moved per parameter by an Adam step in mixed precision: gradient read twice (norm, update), a
 32-bit copy, master and two moments read and written, weight written."""
@@ -270,7 +275,7 @@ def _tied(model: Terms, at: Layouts, platform: Platform) -> Floats:
 
 
 def _exchange(size: Floats, at: Layouts, platform: Platform) -> Floats:
-    """Seconds to send one microbatch's activations to the next stage."""
+    """Seconds to send one microbatch's activations to the next stage, until its work starts."""
     constants = platform.constants
     whole = (at.sequence_parallel == 0) & (np.asarray(constants.scatter_gather) == 0)
     piece = size / np.where(whole, 1.0, at.tp)
@@ -282,4 +287,5 @@ def _exchange(size: Floats, at: Layouts, platform: Platform) -> Floats:
     if np.any(gathers):
         gathered = group(ALL_GATHER, size, at.tp, np.ones_like(size), platform)
         time = time + np.where(gathers, gathered * constants.contention, 0.0)
+    time = time + EXCHANGE_LAUNCHES * constants.kernel_time
     return np.where(at.pp > 1, time, 0.0)

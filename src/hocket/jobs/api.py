@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hocket.jobs.generate import Completion
     from hocket.jobs.train import Summary
     from hocket.planning.plan import Plan
+    from hocket.planning.service.plan import ServicePlan
     from hocket.spec.check import CheckReport
     from hocket.spec.layout import Layout
 
@@ -94,28 +95,59 @@ def generate(
     return job(os.fspath(model), texts, layout=layout, **options)
 
 
+@overload
 def plan(
     model: str | os.PathLike[str],
     *,
     cluster: str,
     seq_len: int,
     global_batch: int,
+    serve: Literal[False] = False,
     **options: Any,
-) -> Plan:
-    """The best layouts of a model on a cluster; the same as `hocket plan`.
+) -> Plan: ...
+
+
+@overload
+def plan(
+    model: str | os.PathLike[str] = "",
+    *,
+    serve: Literal[True],
+    cluster: str | None = None,
+    **options: Any,
+) -> tuple[ServicePlan, ...]: ...
+
+
+def plan(
+    model: str | os.PathLike[str] = "",
+    *,
+    serve: bool = False,
+    cluster: str | None = None,
+    **options: Any,
+) -> Plan | tuple[ServicePlan, ...]:
+    """The best layouts of a model on a cluster, or GPUs for a service; the same as `hocket plan`.
 
     Args:
         model: a name of the catalogue, a Hugging Face directory, or a run folder.
-        cluster: `2x8xH100-SXM`, or a TOML file.
-        **options: any other flag of `hocket plan`, with underscores: `objective="memory"`.
+        serve: size a service instead of a training step. Then there is one plan for each
+            hypothesis about a model whose size is not public, and one for any other:
+            `(found,) = hocket.plan("llama-3-70b", serve=True, cluster="H100")`.
+        cluster: `2x8xH100-SXM`, or a TOML file; with `serve` kinds of GPU too, `A100-80,H100`.
+        **options: any other flag of `hocket plan`, with underscores: `objective="memory"`. To plan
+            a step needs `seq_len` and `global_batch`.
 
     Raises:
         HocketError: what the caller can mend; for a model that does not fit, with the smallest
             cluster that it fits.
     """
+    if serve:
+        from hocket.jobs.serve_plan import serve_plan
+
+        return serve_plan(model, cluster=cluster, **options)
     from hocket.jobs.plan import plan as job
 
-    return job(model, cluster=cluster, seq_len=seq_len, global_batch=global_batch, **options)
+    if cluster is None:
+        raise TypeError("plan() needs a cluster: '2x8xH100-SXM'")
+    return job(model, cluster=cluster, **options)
 
 
 def export(run: str | os.PathLike[str], to: str | os.PathLike[str]) -> Path:

@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hocket.spec.errors import OptionError
+from hocket.spec.errors import ModelError, OptionError, nearest, unknown
 from hocket.spec.layout import Layout
 from hocket.spec.units import format_bytes, format_count, format_seconds
 
@@ -54,7 +54,6 @@ def plan(
             the smallest cluster that it fits.
     """
     from hocket.jobs.machine import cluster as find_cluster
-    from hocket.planning.explain import explain as sentences
     from hocket.planning.layouts import parse_pins
     from hocket.planning.plan import plan as search
     from hocket.planning.plan import plan_one
@@ -103,6 +102,8 @@ def plan(
         note = f"The model is configured for {positions} positions; the plan is for {seq_len}."
         found = dataclasses.replace(found, notes=(*found.notes, note))
     if explain and found.best.fits:
+        from hocket.planning.explain import explain as sentences
+
         here = not all and found.best.runs_here
         told = sentences(problem, found.best, objective=objective, pins=pins, here=here)
         found = dataclasses.replace(found, explanation=told)
@@ -121,22 +122,44 @@ def shape_of(model: str) -> ModelShape:
     """
     from hocket.catalogue import shapes
 
-    if model in shapes.names() or not os.path.exists(model):
+    if model in shapes.names():
         return shapes.shape(model)
+    if not os.path.exists(model):
+        _no_model(model, shapes.names())
     from hocket.models import source
     from hocket.models.trace import trace
 
     found = source.resolve(model, weights=False)
-    return trace(found.config, name=os.path.basename(os.path.abspath(model)))
+    return trace(found.config, name=model)
+
+
+def _no_model(model: str, names: Sequence[str]) -> None:
+    """Raises ModelError: what was taken for a path or a name on the Hub, or the nearest name."""
+    near = nearest(os.path.basename(model.rstrip(os.sep)), names)
+    if os.sep not in model and not model.startswith((".", "~")):
+        message, hint = unknown("model", model, names)
+        raise ModelError(message + ", or a Hugging Face directory", hint=hint)
+    mean = f"did you mean the catalogue's {near!r}?" if near else None
+    if model.count("/") == 1 and not model.startswith((".", "~", "/")):
+        fetch = f"hf download {model} config.json --local-dir {model.partition('/')[2]}"
+        mean = f"{mean} Else: {fetch}" if mean else fetch
+    raise ModelError(
+        f"there is no directory {model}, and the catalogue has no such name", hint=mean
+    )
 
 
 def _positions(model: str) -> int | None:
-    """Positions that a model of the catalogue was made for, None where it does not say."""
+    """Positions that a model was made for, None where its configuration does not say."""
     from hocket.catalogue import models
 
-    if model not in models.names():
+    if model in models.names():
+        config = models.config(model)
+    elif os.path.exists(model):
+        from hocket.models import source
+
+        config = source.resolve(model, weights=False).config
+    else:
         return None
-    config = models.config(model)
     keys = ("max_position_embeddings", "n_positions")
     return next((int(config[key]) for key in keys if config.get(key)), None)
 
@@ -175,6 +198,8 @@ def table(found: Plan) -> str:
         "Ranges are the 10th to the 90th percentile; memory is the 95th of the fullest GPU, which "
         "must fit.",
     ]
+    if not all(one.simulated for one in (*found.layouts, *found.beyond)):
+        lines.append("~: priced by closed forms; its schedule is too long to be played.")
     if any(one.alike for one in (*found.layouts, *found.beyond)):
         lines.append(
             "+n: so many layouts differ from it in microbatches, virtual stages or shard alone and "
@@ -216,7 +241,8 @@ def _rows(layouts: Sequence[Forecast]) -> list[str]:
     lines = [INDENT + head, INDENT + rule]
     for one, below in zip(layouts, numbers, strict=True):
         more = f"  +{one.alike}" if one.alike else ""
-        lines += [str(one.layout) + ("" if one.runs_here else "  *") + more, INDENT + below]
+        marks = ("" if one.runs_here else "  *") + ("" if one.simulated else "  ~")
+        lines += [str(one.layout) + marks + more, INDENT + below]
     return lines
 
 

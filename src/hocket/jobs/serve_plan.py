@@ -98,7 +98,10 @@ def serve_plan(
     models = _models(os.fspath(model), weights, precision)
     given = cluster.split(",") if cluster is not None else None
     names = given or (ASKED if len(models) > 1 else KINDS)
-    clusters = [_cluster(name.strip()) for name in names]
+    asked_for = [_cluster(name.strip()) for name in names]
+    clusters = list(
+        {(found.name, bounded): (found, bounded) for found, bounded in asked_for}.values()
+    )
     if layout is not None and len(clusters) > 1:
         raise OptionError(
             "--layout prices one layout on one kind of GPU", hint=f"--cluster {names[0]}"
@@ -185,6 +188,7 @@ def _plan(
         service=service,
         precision=first_problem.precision,
         engine=first_problem.engine_name,
+        cache_precision=first_problem.cached_in,
         usable=first_problem.usable,
         parameters=shape.num_parameters,
         weight_bytes=first_problem.weights,
@@ -297,6 +301,10 @@ def _would_do(problem: ServiceProblem, pins: dict[str, int]) -> list[str]:
 
 def size_is_public(model: str) -> bool:
     """Whether a name is not one of those that only hypotheses answer."""
+    from hocket.catalogue import shapes
+
+    if model in shapes.names():  # planning a training step need not load what prices serving
+        return True
     from hocket.planning.service import models
 
     return model.lower() not in models.names()

@@ -19,6 +19,12 @@ if TYPE_CHECKING:
 
 TOOLS = ("vllm",)
 
+HERE = (
+    "This hocket has no server yet: `hocket generate --layout` splits a model by tp and pp for a "
+    "list of prompts; --emit vllm prints the flags of a server."
+)
+"""What of a deployment can be run here."""
+
 
 def text(plans: Sequence[ServicePlan]) -> str:
     """The answers as text."""
@@ -34,6 +40,7 @@ def text(plans: Sequence[ServicePlan]) -> str:
         lines += [*_hypothesis(plan), ""]
     lines += [
         *_legend(plans[0]),
+        HERE,
         "hold n: GPUs for the weights and n requests at once; in brackets by their memory alone.",
         "The last columns: GPUs by requests/s and TPOT.",
     ]
@@ -76,6 +83,8 @@ def emitted(plan: ServicePlan, tool: str) -> str:
         f"# {best.layout}: {best.num_gpus} {best.gpu}",
         "# the plan deals requests to the replicas in turn" if best.layout.dp > 1 else "",
     ]
+    if plan.precision not in ("bf16", "fp16", "fp8"):
+        notes.append(f"# the plan is for {plan.precision} weights: give a checkpoint made so")
     flags = {
         "--tensor-parallel-size": best.layout.tp,
         "--pipeline-parallel-size": best.layout.pp,
@@ -86,9 +95,9 @@ def emitted(plan: ServicePlan, tool: str) -> str:
         "--enable-chunked-prefill": "",
         "--gpu-memory-utilization": f"{plan.usable:g}",
         "--quantization": "fp8" if plan.precision == "fp8" else None,
-        "--kv-cache-dtype": "fp8" if plan.precision == "fp8" else None,
+        "--kv-cache-dtype": "fp8" if plan.cache_precision == "fp8" else None,
     }
-    words = [f"vllm serve {shlex.quote(plan.model)}"]
+    words = ["vllm serve " + ("MODEL" if plan.claim else shlex.quote(plan.model))]
     words += [f"{k} {v}".strip() for k, v in flags.items() if v is not None]
     return "\n".join([*filter(None, notes), " \\\n  ".join(words)]) + "\n"
 
@@ -117,7 +126,10 @@ def _single(plan: ServicePlan) -> Iterator[str]:
         (kind,) = plan.kinds
         yield from _memory(kind, plan)
         yield ""
-        labels = [f"{one.layout}  {one.num_gpus} GPUs" for one in kind.deployments]
+        labels = [
+            f"{one.layout}  {one.num_gpus} GPU" + "s" * (one.num_gpus > 1)
+            for one in kind.deployments
+        ]
         yield from _rows(_HEADERS, labels, [_row(one, plan) for one in kind.deployments])
         for one in kind.deployments:
             if one.misses:
@@ -127,6 +139,7 @@ def _single(plan: ServicePlan) -> Iterator[str]:
         yield _percentiles(plan.best)
         yield from _unsure(plan.best, plan.service)
     yield from _legend(plan)
+    yield HERE
     for need in plan.need:
         yield ""
         yield from _need(need, plan.service)

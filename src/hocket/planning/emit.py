@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from collections.abc import Callable
 from typing import Any
 
@@ -58,8 +59,18 @@ def _flags(command: str, flags: dict[str, Any], notes: list[str]) -> str:
     return "\n".join([*lines, " \\\n  ".join(words)]) + "\n"
 
 
+def _cut(found: Forecast) -> list[str]:
+    """A cut by hand, which no tool takes as a flag like ours."""
+    cut = found.layout.cut
+    if isinstance(cut, str):
+        return []
+    return [
+        f"the plan holds {'-'.join(map(str, cut))} layers a stage; these flags say nothing of it"
+    ]
+
+
 def _torchtitan(found: Forecast, asked: Asked) -> str:
-    layout, notes = found.layout, []
+    layout, notes = found.layout, _cut(found)
     sharded = layout.zero > 0
     if layout.zero in (1, 2):
         notes.append(f"torchtitan shards as ZeRO-3 (FSDP2); the plan is for ZeRO-{layout.zero}")
@@ -106,7 +117,7 @@ def _torchtitan(found: Forecast, asked: Asked) -> str:
 
 
 def _megatron(found: Forecast, asked: Asked) -> str:
-    layout, notes = found.layout, []
+    layout, notes = found.layout, _cut(found)
     if layout.schedule not in ("1f1b", "interleaved") and layout.pp > 1:
         notes.append(f"Megatron-LM has no {layout.schedule} schedule; 1F1B instead")
     shard = layout.shard or layout.dp
@@ -163,7 +174,7 @@ def _deepspeed(found: Forecast, asked: Asked) -> str:
         config["sequence_parallel_size"] = layout.cp
     if layout.recompute != "none":
         config["activation_checkpointing"] = {"partition_activations": layout.tp > 1}
-    notes = []  # JSON has no comments; DeepSpeed reads the keys that it knows
+    notes = _cut(found)  # JSON has no comments; DeepSpeed reads the keys that it knows
     if layout.pp > 1 and layout.schedule != "1f1b":
         notes.append(f"DeepSpeed has no {layout.schedule} schedule; its pipeline runs 1F1B")
     if layout.pp > 1 and layout.zero > 1:
@@ -191,7 +202,7 @@ def _vllm(found: Forecast, asked: Asked) -> str:
         "--enable-expert-parallel": layout.ep > 1,
         "--max-model-len": asked.seq_len,
     }
-    return _flags(f"vllm serve {asked.model}", flags, notes)
+    return _flags(f"vllm serve {shlex.quote(asked.model)}", flags, notes)
 
 
 TOOLS: dict[str, Callable[[Forecast, Asked], str]] = {

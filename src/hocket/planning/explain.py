@@ -23,8 +23,15 @@ from hocket.spec.units import format_bytes, format_seconds
 
 SHOWN = 8
 
+SIMULATED = 50
+"""Layouts that are simulated of each kind for one sentence."""
+
 NVLINK = 450e9
 """Bytes/s per GPU and direction of the NVLink put in where there is none (4th generation)."""
+
+WITHOUT, WITH = "PCIe instead of NVLink", "NVLink instead of PCIe"
+LINKS = (WITHOUT, WITH)
+"""Counterfactuals that answer whether NVLink matters."""
 
 Neighbour = tuple[str, dict[str, Any]]
 
@@ -183,15 +190,26 @@ def _changes(
         other = forecast(changed, found.best, 0)
         # Tokens rather than seconds: a batch of another size takes another time.
         ratio = best.tokens_per_second_per_gpu.mid / other.tokens_per_second_per_gpu.mid
-        if _same(other.layout, best.layout):
-            if abs(ratio - 1) < 0.01:
-                unmoved.append(name)
-            else:
-                yield f"With {name} the same layout wins, at {ratio - 1:+.0%} time a token."
-        else:
-            yield f"With {name} {other.layout} wins, at {ratio - 1:+.0%} time a token."
+        same, matters = _same(other.layout, best.layout), abs(ratio - 1) >= 0.01
+        if same and not matters and name not in LINKS:
+            unmoved.append(name)
+            continue
+        layout = "the same layout" if same else f"{other.layout}"
+        text = f"With {name} {layout} wins, at {ratio - 1:+.0%} time a token."
+        yield about_links(name, text, matters=matters)
     if unmoved:
         yield f"It makes no difference: {', '.join(unmoved)}."
+
+
+def about_links(name: str, text: str, *, matters: bool) -> str:
+    """The sentence about a counterfactual; where that is another link, as an answer to whether
+    NVLink matters here."""
+    if name not in LINKS:
+        return text
+    verb = "would" if name == WITH else "does"
+    verdict = "would matter" if name == WITH else "matters"
+    said = f"NVLink {verdict}" if matters else f"NVLink {verb} not matter"
+    return f"{said} here: {text[0].lower()}{text[1:]}"
 
 
 def _counterfactuals(problem: Problem) -> Iterator[tuple[str, Problem]]:
@@ -207,12 +225,12 @@ def _counterfactuals(problem: Problem) -> Iterator[tuple[str, Problem]]:
         pcie = dataclasses.replace(
             link, kind="pcie", bandwidth=node.pcie, domain=node.num_gpus, generation=0
         )
-        yield "PCIe instead of NVLink", on(link=pcie)
+        yield WITHOUT, on(link=pcie)
     elif node.num_gpus > 1:
         nvlink = dataclasses.replace(
             link, kind="nvswitch", bandwidth=NVLINK, domain=node.num_gpus, generation=4
         )
-        yield "NVLink instead of PCIe", on(link=nvlink)
+        yield WITH, on(link=nvlink)
     if cluster.num_nodes > 1:
         yield "half the network", on(network=node.network / 2)
         yield "twice the network", on(network=node.network * 2)
@@ -235,7 +253,7 @@ def _same(one: Layout, other: Layout) -> bool:
 
 
 def _search(problem: Problem, objective: str, pins: Pins, here: bool) -> Found:
-    found = search(problem, objective=objective, pins=pins, here=here)
+    found = search(problem, objective=objective, pins=pins, here=here, simulated=SIMULATED)
     assert found.num_fitting == 0 or np.all(found.best.high <= problem.usable)
     return found
 

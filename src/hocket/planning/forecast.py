@@ -107,7 +107,8 @@ def forecast(problem: Problem, priced: Priced, index: int, *, alike: int = 0) ->
     exchanged = 2 * float(times.exchange[0]) * float(at.microbatches[0] * at.virtual[0])
     waiting = max(pipeline - busy, 0.0)
     exchanged = min(exchanged, waiting)  # messages that somebody waits for
-    inside, between = float(times.tensor[0]), float(times.data[0])
+    # What rounding leaves below nothing is nothing.
+    inside, between = max(float(times.tensor[0]), 0.0), max(float(times.data[0]), 0.0)
     inside = min(inside, busy)
     parts = {
         "compute": busy - inside,

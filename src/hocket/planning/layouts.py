@@ -24,6 +24,7 @@ import numpy as np
 
 from hocket.cost.columns import NAMES, SCHEDULES, Layouts, schedule_number
 from hocket.cost.terms import Floats
+from hocket.schedules.registry import compute
 from hocket.spec.capabilities import TABLE
 from hocket.spec.errors import LayoutError, OptionError, unknown
 from hocket.spec.layout import AXES, RECOMPUTE, Layout, divisors
@@ -36,6 +37,8 @@ PINS = (
 """What can be pinned. `microbatch` is the sequences of one; the others are fields of a layout."""
 
 SEARCHED = ("1f1b", "interleaved", "zero-bubble", "zb-v")
+LATE = ("zero-bubble", "zb-v")
+"""Schedules that put the weights' gradients off."""
 MOST_VIRTUAL = 16
 
 _NAMED = {priced: name for name, priced in NAMES.items()}
@@ -171,6 +174,7 @@ def row(layout: Layout, shape: ModelShape, seq_len: int, global_batch: int) -> L
     Raises:
         LayoutError: it does not fit the model or the batch.
         OptionError: a schedule that has no price.
+        ScheduleError: stages or microbatches that its schedule cannot take.
     """
     problem = next(_problems(layout, shape, seq_len, global_batch), None)
     if problem is not None:
@@ -180,6 +184,7 @@ def row(layout: Layout, shape: ModelShape, seq_len: int, global_batch: int) -> L
     count = layout.microbatches or 1
     if layout.microbatches is None and layout.pp > 1:
         count = max(n for n in divisors(batch) if n <= 2 * layout.pp)
+    compute(layout, count if layout.virtual_stages > 1 else 1)  # refuses what cannot be
     values = {
         **{axis: getattr(layout, axis) for axis in ("dp", "pp", "cp", "tp", "ep", "zero")},
         "virtual": layout.virtual_stages,
@@ -205,10 +210,18 @@ def _problems(
         yield f"{layers} layers cannot be cut into {layout.num_stages} stages", f"pp{layers}"
     if layout.cp > 1 and seq_len % (2 * layout.cp):
         yield f"a sequence of {seq_len} does not divide over 2 x cp {layout.cp}", None
-    if layout.ep > 1 and (not shape.experts or shape.experts % layout.ep):
+    if layout.ep > 1 and not shape.experts:
+        yield f"{shape.name} has no experts to divide over ep {layout.ep}", "ep1"
+    elif layout.ep > 1 and shape.experts % layout.ep:
         yield f"{shape.experts} experts do not divide over ep {layout.ep}", "ep1"
     if layout.sequence_parallel and seq_len % (layout.cp * layout.tp):
         yield f"a sequence of {seq_len} does not divide over cp x tp", "sequence_parallel=false"
+    if layout.recompute == "full" and layout.schedule in LATE and layout.pp > 1:
+        yield (
+            f"{layout.schedule} computes the weights' gradients later, from activations that full "
+            "recompute throws away",
+            "recompute=selective",
+        )
     batch, rest = divmod(global_batch, layout.dp)
     if rest:
         yield f"the global batch of {global_batch} does not divide over dp {layout.dp}", None
@@ -256,7 +269,9 @@ def why_not(shape: ModelShape, num_gpus: int, seq_len: int, batch: int, pins: Pi
         )
     if pins.get("pp", 1) > len(shape.layers):
         return f"it has {len(shape.layers)} layers, fewer than pp {pins['pp']}"
-    if pins.get("ep", 1) > 1 and (not shape.experts or shape.experts % pins["ep"]):
+    if pins.get("ep", 1) > 1 and not shape.experts:
+        return f"it has no experts to divide over ep {pins['ep']}"
+    if pins.get("ep", 1) > 1 and shape.experts % pins["ep"]:
         return f"its {shape.experts} experts do not divide over ep {pins['ep']}"
     used = math.prod(pins.get(axis, 1) for axis in AXES)
     if num_gpus % used:
@@ -384,7 +399,7 @@ def _allowed(
     if schedule == "interleaved":
         # Rounds of microbatches must be equal, as the schedule's builder asks.
         keep = piped & (virtual > 1) & (m % np.maximum(1, m // pp) == 0)
-    elif schedule in ("zero-bubble", "zb-v"):
+    elif schedule in LATE:
         # A weight's gradient waits for what full recompute has thrown away.
         stages = 2 if schedule == "zb-v" else 1
         keep = piped & (virtual == stages) & (recompute != "full")

@@ -7,14 +7,17 @@ from typing import Any
 
 import numpy as np
 
+from hocket.catalogue.hardware import cluster as find_cluster
+from hocket.catalogue.hardware import node as catalogued
+from hocket.catalogue.hardware import node_names
 from hocket.planning.forecast import Forecast, forecast
 from hocket.planning.layouts import Pins, layout_at, pins_text, row
 from hocket.planning.problem import Problem
-from hocket.planning.search import Found, Priced, price, search, simulate_all
+from hocket.planning.search import BESIDE, Found, Priced, price, search, simulate_all
 from hocket.spec.capabilities import PRECISIONS
 from hocket.spec.cluster import Cluster
 from hocket.spec.errors import LayoutError, OptionError
-from hocket.spec.layout import Layout
+from hocket.spec.layout import Layout, divisors
 from hocket.spec.units import format_bytes
 
 BEYOND = 3
@@ -92,7 +95,7 @@ def plan(
     """
     if top < 1:
         raise OptionError(f"top is {top}; it must be at least 1")
-    found = search(problem, objective=objective, pins=pins)
+    found = search(problem, objective=objective, pins=pins, beside=None if everything else BESIDE)
     if found.num_fitting == 0:
         raise _impossible(problem, found, pins)
     notes = []
@@ -112,6 +115,10 @@ def plan(
         beyond = _different(found.best, others[others < before], BEYOND if len(here) else top)
     if not len(here) and not everything:
         notes += _nothing_here(problem, pins, objective)
+    notes += _borrowed(problem)
+    if objective == "tokens-per-dollar" and problem.cluster.node.gpu.price is None:
+        name = problem.cluster.node.gpu.name
+        notes.append(f"No price was read for {name}: layouts are ranked by tokens per GPU hour.")
     return Plan(
         **_asked(problem, objective),
         layouts=tuple(forecast(problem, found.best, i, alike=n) for i, n in chosen),
@@ -133,10 +140,22 @@ def plan_one(problem: Problem, layout: Layout) -> Plan:
             f"the layout {layout.axes_text()} needs {layout.world_size} GPUs; "
             f"{problem.cluster.name} has {problem.cluster.num_gpus}",
         )
+    if layout.order != Layout().order:
+        raise LayoutError(
+            f"the layout {layout} has another order of ranks; only that of the default is priced",
+            hint="leave order out",
+        )
     only = row(layout, problem.shape, problem.seq_len, problem.global_batch)
+    problem = dataclasses.replace(problem, division=layout.cut)
+    problem.cut(layout)  # refuses layers that do not add up
     priced = simulate_all(problem, price(problem, only))
     found = forecast(problem, priced, 0)
+    whole = dataclasses.replace(found.layout, cut=layout.cut, data_parallel=layout.data_parallel)
+    found = dataclasses.replace(found, layout=whole)
     notes = []
+    notes += _borrowed(problem)
+    if layout.data_parallel == "threads":
+        notes.append("Threads of one process are priced as processes, one a GPU.")
     if not found.fits:
         notes.append(
             f"It does not fit: {format_bytes(found.memory_high)} at the 95th percentile, of "
@@ -154,8 +173,10 @@ def plan_one(problem: Problem, layout: Layout) -> Plan:
 def smallest_cluster(
     problem: Problem, pins: Pins | None = None, *, here: bool = False
 ) -> Cluster | None:
-    """The fewest nodes of the same kind that some layout fits on; None if none was found."""
-    cluster = problem.cluster
+    """The fewest nodes of the same kind that some layout fits on; None if none was found.
+
+    Where a part of one catalogued node was asked for, larger parts of it come first, then nodes.
+    """
 
     def fits(nodes: int) -> bool:
         size = nodes * cluster.node.num_gpus
@@ -164,6 +185,9 @@ def smallest_cluster(
         found = problem.legal(size, pins=asked, here=here)
         return bool((problem.high_memory(found) <= problem.usable).any())
 
+    for cluster in _parts(problem.cluster):
+        if fits(1):
+            return cluster
     most = 1
     while not fits(most):
         most *= 2
@@ -174,7 +198,29 @@ def smallest_cluster(
             most = nodes
             break
     name = f"{most}x{cluster.node.num_gpus}x{cluster.node.gpu.name}"
+    name += "".join(cluster.name.rpartition("@")[1:]) if "@" in cluster.name else ""
     return dataclasses.replace(cluster, num_nodes=most, name=name)
+
+
+def _parts(cluster: Cluster) -> list[Cluster]:
+    """The cluster itself; where it is a part of one catalogued node, larger parts and the node."""
+    node = cluster.node
+    if cluster.num_nodes > 1 or node.name not in node_names():
+        return [cluster]
+    most = catalogued(node.name, node.gpu).num_gpus
+    sizes = [n for n in divisors(most) if n > node.num_gpus]
+    at = f"x{node.gpu.name}@{node.name}"
+    return [cluster, *(find_cluster(f"1x{n}{at}") for n in sizes)]
+
+
+def _borrowed(problem: Problem) -> list[str]:
+    """What a reader should know of constants that were measured elsewhere."""
+    if problem.borrowed is None:
+        return []
+    return [
+        f"No measured training stands behind {problem.cluster.node.gpu.name}: it is priced by its "
+        f"data sheet with the constants of {problem.borrowed}, which the ranges do not cover."
+    ]
 
 
 def _distinct(best: Priced) -> np.ndarray:

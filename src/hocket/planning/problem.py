@@ -14,7 +14,15 @@ import numpy as np
 
 from hocket.catalogue.curves import curves
 from hocket.cost.columns import SCHEDULES, Layouts, RankLayers
-from hocket.cost.constants import Constants, constants, file, quantiles
+from hocket.cost.constants import (
+    FEW_BITS,
+    Constants,
+    constants,
+    few_bits,
+    file,
+    memory_quantiles,
+    quantiles,
+)
 from hocket.cost.machine import Machine, machine
 from hocket.cost.memory import Memory, memory
 from hocket.cost.step import StepTimes, step_times
@@ -42,8 +50,11 @@ CHUNK = 65536
 SHORT = 2
 """Rounds of pp microbatches that are played of a long schedule, besides the one that repeats."""
 
-MEMORY_HIGH = 1.08
-"""Where the constants' file says nothing of memory."""
+MOST = 10**9
+"""Tokens of a sequence, and sequences of a step: what is more is a slip of the pen."""
+
+MOST_GPUS = 2**20
+"""Of a cluster, likewise."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,6 +66,7 @@ class Problem:
         seq_len: tokens of a sequence. global_batch: sequences of a step.
         precision: of matrix products, one of `spec.cluster.PRECISIONS`.
         stack: software whose constants price it, one of `cost.constants.stacks()`.
+        division: of layers over stages, as `Layout.cut`.
     """
 
     shape: ModelShape
@@ -63,12 +75,16 @@ class Problem:
     global_batch: int
     precision: str = "bf16"
     stack: str = STACK
+    division: str | tuple[int, ...] = "balanced"
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "global_batch"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise OptionError(f"{name} is {value!r}; it must be a whole number of at least 1")
+            if value > MOST:
+                raise OptionError(f"{name} is {value:,}; at most {MOST:,} is planned")
+        check_size(self.cluster)
         rates = self.cluster.node.gpu.flops
         if self.precision not in rates:
             message, hint = unknown("precision", self.precision, rates)
@@ -80,7 +96,20 @@ class Problem:
 
     @functools.cached_property
     def constants(self) -> Constants:
-        return constants(self.cluster.node.gpu.name, self.stack)
+        gpu = self.cluster.node.gpu
+        # As the rows of the validation: fp16 training sums its gradients in 16 bits.
+        changes = {"gradient_bytes": 2.0} if self.precision == "fp16" else {}
+        found = constants(gpu.name, self.stack, **changes)
+        if self.precision in FEW_BITS and "bf16" in gpu.flops:
+            return few_bits(found, gpu.flops, self.precision)
+        return found
+
+    @property
+    def borrowed(self) -> str | None:
+        """The family of GPUs whose constants stand for this one's; None where it has its own."""
+        family = self.cluster.node.gpu.name.partition("-")[0]
+        data = file()
+        return None if family in data["gpus"] else data["nearest"].get(family, "H100")
 
     @functools.cached_property
     def machine(self) -> Machine:
@@ -164,9 +193,9 @@ class Problem:
     # --- event by event ----------------------------------------------------------------------
 
     def cut(self, layout: Layout) -> Cut:
-        """Layers per stage, as the runtime cuts: by parameters, the head's counted."""
+        """Layers per stage by `division` as the runtime cuts: by parameters, the head's counted."""
         return _cut(
-            layout.cut,
+            self.division,
             tuple(self.shape.blocks[kind].num_parameters for kind in self.shape.layers),
             self.shape.blocks["head"].num_parameters,
             layout.num_stages,
@@ -238,7 +267,16 @@ class Problem:
     @functools.cached_property
     def memory_range(self) -> float:
         """Measured over predicted memory, 95th percentile of the validation."""
-        return float(file()["residuals"].get("memory_high", MEMORY_HIGH))
+        return memory_quantiles()[1]
+
+
+def check_size(cluster: Cluster) -> None:
+    """Raises OptionError for more GPUs than stand anywhere together."""
+    if cluster.num_gpus > MOST_GPUS:
+        raise OptionError(
+            f"{cluster.num_gpus:,} GPUs; at most {MOST_GPUS:,} are planned",
+            hint="NODESxGPUSxNAME: 2x8xH100-SXM is two nodes of eight",
+        )
 
 
 def played_microbatches(layout: Layout, count: int) -> tuple[int, int]:

@@ -25,6 +25,9 @@ OBJECTIVES = ("time", "tokens-per-dollar", "memory")
 SIMULATED = 200
 """Layouts that are simulated, of those that run here and of the others each."""
 
+BESIDE = 50
+"""Of the others where only the best few of them are shown, beside those that run here."""
+
 MOST_ACTIONS = 200_000
 """Of all simulated schedules together: a limit in work, so that an answer never depends on how
 fast a machine is. Schedules are taken in the order of their best layout."""
@@ -94,6 +97,7 @@ def search(
     pins: Pins | None = None,
     here: bool = False,
     simulated: int = SIMULATED,
+    beside: int | None = None,
 ) -> Found:
     """The best layouts.
 
@@ -103,6 +107,7 @@ def search(
         pins: axis to the only value that it may have, see `layouts.parse_pins`.
         here: only what this hocket can carry out itself.
         simulated: how many layouts are simulated, of those that run here and of the others each.
+        beside: how many of the others where some run here. None: as many.
 
     Raises:
         OptionError: an unknown objective, or a batch that no number of these GPUs divides.
@@ -125,7 +130,8 @@ def search(
         return Found(empty, len(layouts), 0, num_gpus, least)
     kept = np.flatnonzero(fits)
     priced = price(problem, layouts.take(kept), high=high[kept])
-    best = _best(problem, priced, objective, simulated)
+    beside = simulated if beside is None else min(beside, simulated)
+    best = _best(problem, priced, objective, simulated, beside)
     return Found(best, len(layouts), len(kept), num_gpus, None)
 
 
@@ -198,11 +204,11 @@ def order(priced: Priced, objective: str) -> np.ndarray:
     return np.lexsort((second, asks, rounded))
 
 
-def _best(problem: Problem, priced: Priced, objective: str, simulated: int) -> Priced:
-    chosen = []
+def _best(problem: Problem, priced: Priced, objective: str, simulated: int, beside: int) -> Priced:
+    chosen: list[np.ndarray] = []
     for rows in (np.flatnonzero(priced.here), np.flatnonzero(~priced.here)):
         values = score(priced, objective)[rows]
-        count = min(simulated, len(rows))
+        count = min(beside if chosen else simulated, len(rows))
         if count:
             first = np.argpartition(values, count - 1)[:count]
             chosen.append(rows[first[np.argsort(values[first], kind="stable")]])

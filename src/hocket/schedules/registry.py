@@ -53,17 +53,25 @@ def build(layout: Layout, num_microbatches: int, *, checked: bool = True) -> Sch
             return load(name, layout=layout, num_microbatches=num_microbatches)
         message, hint = unknown("schedule", name, NAMES)
         raise ScheduleError(message + ", or the path of a schedule file", hint=hint)
-    ranks = _BUILDERS[name](layout.pp, layout.virtual_stages, num_microbatches)
-    compute = Schedule(
-        name=name,
+    schedule = lower(compute(layout, num_microbatches))
+    if checked:
+        validate(schedule, layout=layout)
+    return schedule
+
+
+def compute(layout: Layout, num_microbatches: int) -> Schedule:
+    """The compute actions alone of a schedule that has a name.
+
+    Raises:
+        ScheduleError: stages on a rank, or microbatches, that the schedule cannot take.
+    """
+    ranks = _BUILDERS[layout.schedule](layout.pp, layout.virtual_stages, num_microbatches)
+    return Schedule(
+        name=layout.schedule,
         num_microbatches=num_microbatches,
         stage_ranks=stage_ranks(layout),
         ranks=ranks,
     )
-    schedule = lower(compute)
-    if checked:
-        validate(schedule, layout=layout)
-    return schedule
 
 
 def stage_ranks(layout: Layout) -> tuple[int, ...]:

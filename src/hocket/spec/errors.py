@@ -88,9 +88,10 @@ class RankFailure(HocketError):
 
 
 def nearest(name: str, choices: Iterable[str]) -> str | None:
-    """The choice most like `name`, or None where nothing is near."""
-    found = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.5)
-    return found[0] if found else None
+    """The choice most like `name`, in whatever case, or None where nothing is near."""
+    spelled = {choice.lower(): choice for choice in choices}
+    found = difflib.get_close_matches(name.lower(), list(spelled), n=1, cutoff=0.5)
+    return spelled[found[0]] if found else None
 
 
 def unknown(kind: str, name: str, choices: Iterable[str]) -> tuple[str, str]:

@@ -11,6 +11,9 @@ import math
 
 from hocket.spec.errors import OptionError
 
+MOST_REQUESTS = 10**6
+"""A second: what is more is a slip of the pen."""
+
 PERCENTILES = (50, 90, 99)
 """Percentiles of latency that are simulated and that a goal can be set for."""
 
@@ -55,6 +58,11 @@ class Service:
         if not (math.isfinite(rate) and rate > 0):
             raise OptionError(
                 f"requests_per_second is {rate:g}; it must be a positive number",
+                hint="--requests-per-second 2",
+            )
+        if rate > MOST_REQUESTS:
+            raise OptionError(
+                f"requests_per_second is {rate:g}; at most {MOST_REQUESTS:,} are planned for",
                 hint="--requests-per-second 2",
             )
         if self.percentile not in PERCENTILES:

@@ -24,7 +24,9 @@ def format_bytes(count: float) -> str:
 
 def parse_bytes(text: str) -> int:
     """`1.2GB`, `80 GiB`, `4096` -> bytes. Raises OptionError for anything else."""
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    match = re.fullmatch(r"\s*([0-9]{1,30}(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    if match is not None and re.fullmatch(r"[KMGT]i?b", match[2]):
+        raise OptionError(f"{text!r} counts bits", hint=f"{match[1]}{match[2][:-1]}B for bytes")
     if match is None or match[2].upper() not in _BYTES:
         raise OptionError(f"{text!r} is not a size in bytes", hint="1.2GB, 512MB or 80GiB")
     return round(float(match[1]) * _BYTES[match[2].upper()])

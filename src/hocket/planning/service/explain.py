@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hocket.planning.explain import NVLINK
+from hocket.planning.explain import LINKS, NVLINK, WITH, WITHOUT, about_links
 from hocket.planning.layouts import tensor_degrees
 from hocket.planning.service.forecast import ServiceForecast, between, misses
 from hocket.planning.service.plan import KindAnswer
@@ -42,6 +42,8 @@ def explain(
         pins: as it was searched with.
     """
     given = dict(pins or {})
+    if best.end_to_end is None:  # saturated: there are no latencies to compare
+        return (*winner(problem, best), *_kinds(best, kinds), _would_do(problem, best))
     return (
         *winner(problem, best),
         *_losers(problem, best, given),
@@ -92,6 +94,16 @@ def _bound(problem: ServiceProblem, best: ServiceForecast) -> str:
     return f"One replica fewer: {' and '.join(misses(problem, latencies)) or 'as good'}."
 
 
+def _would_do(problem: ServiceProblem, best: ServiceForecast) -> str:
+    """How many replicas of a saturated layout meet the goals."""
+    layout = best.layout
+    axes = {"tp": layout.tp, "pp": layout.pp, "max_batch_tokens": best.max_batch_tokens}
+    found = _best(problem.unbounded(), axes)
+    if found is None:
+        return "No number of these replicas that is looked at meets the goals."
+    return f"{told(problem, found).layout} meets the goals, on {gpus(found.gpus)}."
+
+
 # --- its neighbours ------------------------------------------------------------------------------
 
 
@@ -121,7 +133,7 @@ def _losers(problem: ServiceProblem, best: ServiceForecast, pins: dict[str, int]
         verdict = (
             f"as many GPUs, answers {slower:+.0%} long"
             if other.num_gpus == best.num_gpus
-            else f"{other.num_gpus} GPUs ({more:+.0%}), {_why(problem, best, other)}"
+            else f"{gpus(other.num_gpus)} ({more:+.0%}), {_why(problem, best, other)}"
         )
         yield f"{name} at best ({other.layout}): {verdict}."
 
@@ -177,7 +189,7 @@ def _kinds(best: ServiceForecast, kinds: Sequence[KindAnswer]) -> Iterator[str]:
         if other is None:
             yield f"{kind.gpu}: {kind.reason}."
             continue
-        text = f"{kind.gpu}: {other.num_gpus} GPUs as {other.layout}"
+        text = f"{kind.gpu}: {gpus(other.num_gpus)} as {other.layout}"
         if other.dollars_per_hour is not None and best.dollars_per_hour is not None:
             text += f", {other.dollars_per_hour / best.dollars_per_hour - 1:+.0%} dollars"
         elif other.dollars_per_hour is None:
@@ -193,19 +205,23 @@ def _changes(problem: ServiceProblem, best: ServiceForecast, pins: dict[str, int
     for name, changed in _counterfactuals(problem):
         found = _best(changed, pins)
         if found is None:
-            yield f"With {name} no deployment meets the goals."
+            yield about_links(name, f"With {name} no deployment meets the goals.", matters=True)
             continue
         other = told(changed, found)
         if other.num_gpus == best.num_gpus:
-            if other.layout == best.layout:
-                unmoved.append(name)
-                continue
             assert other.end_to_end is not None
             assert best.end_to_end is not None
             longer = other.end_to_end.p50 / best.end_to_end.p50 - 1
-            yield f"With {name}: as many GPUs, but {other.layout}; answers {longer:+.0%} long."
+            same = other.layout == best.layout
+            if same and name not in LINKS:
+                unmoved.append(name)
+                continue
+            layout = "the same layout" if same else f"but {other.layout}"
+            text = f"With {name}: as many GPUs, {layout}; answers {longer:+.0%} long."
+            yield about_links(name, text, matters=abs(longer) >= 0.01)
         else:
-            yield f"With {name}: {other.num_gpus} GPUs, {other.layout}."
+            text = f"With {name}: {gpus(other.num_gpus)}, {other.layout}."
+            yield about_links(name, text, matters=True)
     if unmoved:
         yield f"The same layout wins with {', '.join(unmoved)}."
 
@@ -226,12 +242,12 @@ def _counterfactuals(problem: ServiceProblem) -> Iterator[tuple[str, ServiceProb
         pcie = dataclasses.replace(
             node.link, kind="pcie", bandwidth=node.pcie, domain=node.num_gpus, generation=0
         )
-        yield "PCIe instead of NVLink", on(link=pcie)
+        yield WITHOUT, on(link=pcie)
     elif node.num_gpus > 1:
         nvlink = dataclasses.replace(
             node.link, kind="nvswitch", bandwidth=NVLINK, domain=node.num_gpus, generation=4
         )
-        yield "NVLink instead of PCIe", on(link=nvlink)
+        yield WITH, on(link=nvlink)
     for factor, name in ((0.5, "half the memory"), (2.0, "twice the memory")):
         card = dataclasses.replace(
             gpu, memory=round(gpu.memory * factor), usable=round(gpu.usable * factor)
@@ -269,3 +285,8 @@ def _replicas(best: ServiceForecast) -> str:
     size = best.layout.tp * best.layout.pp
     gpus = f"{size} {best.gpu}"
     return f"{count} replicas of {gpus}" if count > 1 else f"one replica of {gpus}"
+
+
+def gpus(count: int) -> str:
+    """`1 GPU`, `2 GPUs`."""
+    return f"{count} GPU" + "s" * (count != 1)

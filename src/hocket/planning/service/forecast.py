@@ -30,7 +30,8 @@ class ServiceForecast:
             90th percentile by the residuals of the validation; None where there are none.
         prefill_seconds: of a prompt alone. decode_seconds: of a token alone.
         requests_per_second: asked. most_requests_per_second: where it saturates.
-        output_tokens_per_second: in all, and `most_...` where it saturates, with its range.
+        output_tokens_per_second: in all, and `most_...` where it saturates, with its range; both
+            are one where more is asked.
         load: share of the latter.
         memory_by_kind: bytes on the fullest GPU: weights, cache, overhead; `cached_tokens` is what
             the cache holds. memory: bytes that it may fill.
@@ -100,8 +101,8 @@ def forecast(
     gpus = tp * pp * replicas
     price = problem.gpu.price
     hourly = None if price is None else price * gpus
-    output = service.output_tokens_per_second
     full = most * replicas * service.output_len
+    output = min(service.output_tokens_per_second, full)  # no more than it can give
 
     def per_million(rate: float) -> float | None:
         return None if hourly is None else hourly / 3600 / rate * MILLION

@@ -116,8 +116,9 @@ def of_bytes(size: int, *, precision: str = "bf16", name: str = "") -> ModelShap
             if ffn > 0 and (best is None or off < best[0]):
                 best = off, hidden, layers, ffn
     if best is None or best[0] > 1:
+        side = "little" if best is None or best[1] < 8192 else "much"
         raise OptionError(
-            f"{format_bytes(size)} of weights, {parameters:,.0f} parameters, is too little for a "
+            f"{format_bytes(size)} of weights, {parameters:,.0f} parameters, is too {side} for a "
             f"model in the proportions of Llama 3 70B",
             hint="--weights 140GB, or the name of a model",
         )

@@ -74,6 +74,7 @@ class ServicePlan:
     Attributes:
         model: its name. claim, source: of a hypothesis, what it assumes and who says so.
         service: the load and its goals. precision, engine: what is priced.
+        cache_precision: of keys and values.
         usable: share of a GPU's memory.
         parameters, weight_bytes, cache_bytes_per_token: of the model.
         kinds: an answer for each kind of GPU, cheapest first, those without an answer last.
@@ -91,6 +92,7 @@ class ServicePlan:
     parameters: int
     weight_bytes: float
     cache_bytes_per_token: float
+    cache_precision: str
     kinds: tuple[KindAnswer, ...]
     claim: str = ""
     source: str = ""
@@ -132,6 +134,8 @@ def parse_pins(texts: Sequence[str]) -> dict[str, int]:
             raise OptionError(
                 f"--pin {text!r}: {key} is a whole number of at least 1", hint=f"--pin {key}=8"
             )
+        if found.get(key, int(value)) != int(value):
+            raise OptionError(f"--pin gives {key} twice: {found[key]} and {int(value)}")
         found[key] = int(value)
     return found
 
@@ -176,7 +180,8 @@ def answer_one(problem: ServiceProblem, layout: Layout, chunk: int | None = None
         prices = problem.prices(tp, pp, chunk)
         gigabyte = 1e9
         raise LayoutError(
-            f"{plain} does not hold a request of {problem.service.tokens:,} tokens on "
+            f"{problem.shape.name} as {plain} does not hold a request of "
+            f"{problem.service.tokens:,} tokens on "
             f"{problem.gpu.name}: of {problem.memory / gigabyte:.1f} GB, weights take "
             f"{prices.weight_bytes / gigabyte:.1f}, overhead {prices.overhead_bytes / gigabyte:.1f}"
             f" and a request {prices.cache_bytes * problem.service.tokens / gigabyte:.1f}",

@@ -16,6 +16,7 @@ from hocket.catalogue.curves import curves
 from hocket.cost import serving_constants
 from hocket.cost.serving import CACHE_BYTES, WEIGHT_BYTES, ServingPrices, serving_prices
 from hocket.planning.layouts import tensor_degrees
+from hocket.planning.problem import check_size
 from hocket.simulation.traffic import RoundTable
 from hocket.spec.cluster import Cluster, Gpu
 from hocket.spec.errors import OptionError, unknown
@@ -59,6 +60,7 @@ class ServiceProblem:
     usable: float = 0.9
 
     def __post_init__(self) -> None:
+        check_size(self.cluster)
         if not (math.isfinite(self.usable) and 0 < self.usable <= 1):
             raise OptionError(
                 f"usable is {self.usable:g}; it is a share of a GPU's memory, at most 1",
@@ -89,6 +91,11 @@ class ServiceProblem:
     def memory(self) -> float:
         """Bytes of a GPU that the engine may fill."""
         return self.usable * self.gpu.usable
+
+    @property
+    def cached_in(self) -> str:
+        """The precision of keys and values."""
+        return self.cache_precision or ("fp8" if self.precision in ("fp8", "fp4") else "bf16")
 
     @property
     def engine_name(self) -> str:
@@ -174,7 +181,7 @@ class ServiceProblem:
                 tp=tp,
                 pp=pp,
                 precision=self.precision,
-                cache_precision=self.cache_precision,
+                cache_precision=self.cached_in,
                 engine=self.engine,
                 max_batch_tokens=chunk,
                 curves=self._curves,  # type: ignore[arg-type]
