@@ -147,7 +147,6 @@ def test_a_machine_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Pat
         (["meta-llama/Llama-3-8B", *ASKED[1:]], "hf download meta-llama/Llama-3-8B"),
         (["/no/such/folder", *ASKED[1:]], "there is no directory /no/such/folder"),
         (["llama-3-8b", "--cluster", "H100,A100", "--global-batch", "8"], "one at a time"),
-        (["llama-3-8b", "--cluster", "auto", "--global-batch", "8"], "is not measured yet"),
         (["llama-3-8b", "--cluster", "99999999x8xH100", "--global-batch", "8"], "are planned"),
         ([*ASKED, "--global-batch", "99999999999999999999"], "at most 1,000,000,000"),
         ([*ASKED, "--pin", "ep=2"], "has no experts"),

@@ -24,8 +24,8 @@ WORKLOAD = {"seq_len", "global_batch", "dtype"}
 TRAINING = {
     "steps", "seed", "lr", "min_lr", "warmup", "weight_decay", "beta1", "beta2", "eps", "clip",
     "dropout", "tokenizer", "vocab_size", "text_field", "held_out", "eval_every", "eval_batches",
-    "save_every", "resume", "timeline_step", "timeline_steps", "device", "backend", "threads", "bucket_mb",
-    "compile", "attention", "tensorboard", "trust_remote_code", "timeout",
+    "save_every", "resume", "timeline_step", "timeline_steps", "device", "backend", "threads",
+    "bucket_mb", "compile", "attention", "tensorboard", "trust_remote_code", "timeout",
     "links", "memory_per_rank",
 }  # fmt: skip
 

@@ -9,7 +9,8 @@ import pytest
 from hocket.catalogue import shapes
 from hocket.catalogue.hardware import cluster
 from hocket.planning.links import AxisLinks, alternative, axis_links, cluster_links
-from hocket.planning.placement import orders, place, priced
+from hocket.planning.placement import orders, place, placed, priced
+from hocket.planning.plan import plan_one
 from hocket.planning.pool import pool
 from hocket.planning.problem import Problem
 from hocket.spec.layout import Layout
@@ -88,6 +89,22 @@ def test_the_order_decides_what_crosses_the_network() -> None:
     (best, order), *_, (worst, _) = priced(asked, wrong)
     assert order[0] == "tp"
     assert worst > 2 * best
+
+
+def test_a_step_in_another_order_waits_for_what_crosses_slower_links() -> None:
+    asked = problem("2x8xA100-SXM-80")
+    text = "dp4.tp4:microbatches=4"
+    (usual,) = plan_one(asked, Layout.parse(text)).layouts
+    (wrong,) = plan_one(asked, Layout.parse(text + ",order=dp-tp-cp-pp")).layouts
+    assert wrong.step_seconds.mid > 1.1 * usual.step_seconds.mid
+    assert wrong.layout.order[0] == "dp"
+    for found in (usual, wrong):
+        assert sum(found.parts.values()) == pytest.approx(found.step_seconds.mid, rel=1e-6)
+    assert wrong.parts["communication inside layers"] > usual.parts["communication inside layers"]
+    assert wrong.memory == usual.memory
+    # The planner finds back: the order that it was given was not the best.
+    assert placed(asked, wrong).layout.order[0] == "tp"
+    assert placed(asked, usual) is usual
 
 
 def test_every_order_is_looked_at_once() -> None:

@@ -304,7 +304,6 @@ def test_a_layouts_own_cut_is_priced_and_kept() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("pp2.tp8:order=dp-tp-cp-pp", "another order of ranks"),
         ("pp2.tp8:schedule=zero-bubble,recompute=full", "full recompute throws away"),
     ],
 )

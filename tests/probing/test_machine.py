@@ -234,7 +234,7 @@ def put(text: str, old: str, new: str) -> str:
     ("old", "new", "words"),
     [
         ('bandwidth = "6.711 GB/s"', 'bandwidth = "-6.711 GB/s"', "is not a bandwidth"),
-        ('bandwidth = "6.711 GB/s"', 'bandwidth = "0 GB/s"', "bandwidth of 0 GB/s cannot be"),
+        ('bandwidth = "6.711 GB/s"', 'bandwidth = "0 GB/s"', "of 0 GB/s cannot be"),
         ('bandwidth = "6.711 GB/s"', 'bandwidth = "nan GB/s"', "is not a bandwidth"),
         ('bandwidth = "6.711 GB/s"', "bandwidth = nan", "is not a bandwidth"),
         ('bandwidth = "6.711 GB/s"', 'bandwidth = "1e300 GB/s"', "cannot be"),
@@ -242,19 +242,19 @@ def put(text: str, old: str, new: str) -> str:
         ('bandwidth = "6.711 GB/s"\n', "", "says no bandwidth"),
         ('{ fp32 = "52.43 GFLOP/s" }', "3", "it is a rate for each precision"),
         ('{ fp32 = "52.43 GFLOP/s" }', "{}", "it is a rate for each precision"),
-        ('"52.43 GFLOP/s"', '"0 GFLOP/s"', "flops fp32 of 0 GFLOP/s cannot be"),
+        ('"52.43 GFLOP/s"', '"0 GFLOP/s"', "fp32 of .* of 0 GFLOP/s cannot be"),
         ("num_gpus = 2", "num_gpus = 0", "at least 1"),
-        ("num_gpus = 2", f"num_gpus = {'9' * 30}", "no cluster has that many"),
+        ("num_gpus = 2", f"num_gpus = {'9' * 30}", "at most 1,000,000"),
         ("num_gpus = 2", f"num_gpus = {'9' * 5000}", "is not TOML"),
         ("num_gpus = 2", "num_gpus = 2.5", "whole number"),
         ("num_gpus = 2", 'num_gpus = "two"', "whole number"),
         ("num_nodes = 1", "num_nodes = 2", "2 nodes need a network"),
-        ('usable = "8589934592 B"', 'usable = "80 GB"', "usable 80 GB of 8589934592 B"),
+        ('usable = "8589934592 B"', 'usable = "80 GB"', "usable is 80 GB, of 8589934592 B"),
         ('memory = "8589934592 B"', 'memory = "8 B"', "cannot be"),
         ("domain = 2", "domain = -2", "at least 1"),
         ("domain = 2, generation = 0 }", "domain = 2", "is not TOML"),
         ("[gpu]", "[gqu]", "did you mean 'gpu'"),
-        ("nvlink = 0", "nvlink = -3", "at least 0"),
+        ("nvlink = 0", "nvlink = -3", "-3 is unknown"),
         ("cores = 2", "cores = 0", "cores of measured.host is 0"),
         ("cores = 2", "", "says no cores"),
         ('device = "cpu"', "device = 3", "must be a text"),
@@ -277,7 +277,7 @@ def test_a_file_that_is_no_text_or_is_not_there(tmp_path: Path) -> None:
         machine.cluster(file)
     assert f"hocket probe --out {file}" in str(caught.value)
     file.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(OptionError, match="is no text"):
+    with pytest.raises(OptionError, match="cannot be read"):
         machine.cluster(file)
     file.write_text("a=" + "[" * 5000)
     with pytest.raises(OptionError, match="is not TOML"):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from hocket.jobs import links, memory
+from hocket.jobs import foresight, links, memory
 from hocket.jobs.prepare import spec_of
 from hocket.jobs.request import Request
 from hocket.jobs.validate import validate
@@ -199,6 +199,7 @@ class Bench:
         self.say: Callable[[str], None] = on_way or (lambda text: None)
         self._reference: str | None = None
         self._measured: Measured | None = None
+        foresight.checked(request.cluster)
         links.checked(options, Layout(tp=asked.devices))
         memory.checked(options)
 
@@ -223,7 +224,7 @@ class Bench:
 
     def _machine(self) -> Measured | None:
         """What was measured of this machine, now if need be; None where nothing is foretold."""
-        from hocket.jobs import foresight, machine
+        from hocket.jobs import machine
 
         wanted, device = self.request.cluster, self.request.options.device
         if wanted == foresight.NONE:

@@ -6,7 +6,7 @@ import dataclasses
 import os
 from typing import TYPE_CHECKING, Any
 
-from hocket.spec.errors import LayoutError
+from hocket.spec.errors import LayoutError, OptionError
 from hocket.spec.layout import Layout
 from hocket.spec.link_kinds import KINDS
 from hocket.spec.units import format_bytes, format_seconds
@@ -72,15 +72,22 @@ def links(
         HocketError: an unknown name, or a layout that fits neither model, batch nor cluster.
     """
     from hocket.catalogue import hardware
+    from hocket.jobs import machine
     from hocket.jobs.plan import shape_of
     from hocket.planning.links import axis_links, cluster_links
     from hocket.planning.plan import plan_one
     from hocket.planning.pool import pool
     from hocket.planning.problem import Problem
 
+    where = machine.cluster(cluster)
+    if where.is_cpu:
+        raise OptionError(
+            f"{where.name} is processor cores, which share one memory and have no links to choose",
+            hint="hocket probe shows what they reach; or --cluster 8xA100-SXM",
+        )
     problem = Problem(
         shape=shape_of(os.fspath(model)),
-        cluster=hardware.cluster(cluster),
+        cluster=where,
         seq_len=seq_len,
         global_batch=global_batch,
         precision=precision,
@@ -89,8 +96,7 @@ def links(
     if one.data_parallel == "threads":
         raise LayoutError("threads of one process cross no link", hint="--layout dp2")
     priced = plan_one(problem, one).best
-    # The order is part of what was asked, and prices of the plan do not depend on it.
-    one = dataclasses.replace(priced.layout, order=one.order)
+    one = priced.layout
     own = cluster_links(problem.cluster)
     cards = [hardware.gpu(name) for name in hardware.gpu_names() if name.startswith("RTX")]
     return LinkPrices(

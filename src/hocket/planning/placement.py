@@ -9,12 +9,25 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
+from hocket.planning.forecast import Forecast
 from hocket.planning.links import calls_of, card_of, cluster_links, seconds_on
 from hocket.planning.problem import Problem
 from hocket.spec.layout import AXES, Layout
 
 EQUAL = 1e-3
 """Orders whose prices differ by less than this share are alike; the default one is kept."""
+
+
+LARGEST = 64
+"""Ranks up to which every order is tried: beyond, each of its groups would have to be looked at."""
+
+_PARTS = {
+    "tp": "communication inside layers",
+    "cp": "communication inside layers",
+    "ep": "communication inside layers",
+    "pp": "communication between stages",
+}
+"""The part of a step that an axis's messages are in; any other axis joins data ranks."""
 
 
 def orders(layout: Layout) -> list[tuple[str, ...]]:
@@ -55,3 +68,51 @@ def place(problem: Problem, layout: Layout) -> Layout:
     if sum(layout.degree(axis) > 1 for axis in AXES) < 2:
         return layout
     return dataclasses.replace(layout, order=priced(problem, layout)[0][1])
+
+
+def placed(problem: Problem, found: Forecast) -> Forecast:
+    """A forecast in the order whose messages take least time, where that shortens the step."""
+    layout = found.layout
+    several = problem.cluster.domain < layout.world_size <= LARGEST
+    if not several or sum(layout.degree(axis) > 1 for axis in AXES) < 2:
+        return found
+    other = moved(problem, found, place(problem, layout).order)
+    return other if other.step_seconds.mid < found.step_seconds.mid * (1 - EQUAL) else found
+
+
+def moved(problem: Problem, found: Forecast, order: tuple[str, ...]) -> Forecast:
+    """The forecast of a layout whose ranks are in another order.
+
+    What an axis's messages take on the links they cross then is, relative to now, what the step
+    still waits for them where that is less; where it is more, the difference is waited for.
+    """
+    layout = found.layout
+    if order == layout.order:
+        return found
+    links, card = cluster_links(problem.cluster), card_of(problem.cluster)
+    there = dataclasses.replace(layout, order=order)
+    before: dict[str, float] = {}
+    after: dict[str, float] = {}
+    for axis, calls in calls_of(problem, layout).items():
+        part = _PARTS.get(axis, "communication between data ranks")
+        for into, where in ((before, layout), (after, there)):
+            seconds = seconds_on(links, where, axis, calls, card=card)[0]
+            into[part] = into.get(part, 0.0) + seconds
+    parts = dict(found.parts)
+    for part, now in before.items():
+        then = after[part]
+        parts[part] = parts[part] * then / now if then < now else parts[part] + then - now
+    step = found.step_seconds.mid
+    shift = sum(parts.values()) - sum(found.parts.values())
+    factor = (step + shift) / step
+    dollars = found.dollars_per_billion_tokens
+    return dataclasses.replace(
+        found,
+        layout=there,
+        step_seconds=found.step_seconds.scaled(factor),
+        tokens_per_second_per_gpu=found.tokens_per_second_per_gpu.scaled(1 / factor),
+        mfu=found.mfu.scaled(1 / factor),
+        exposed=(found.exposed * step + shift) / (step + shift),
+        parts=parts,
+        dollars_per_billion_tokens=None if dollars is None else dollars.scaled(factor),
+    )

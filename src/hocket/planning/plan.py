@@ -12,6 +12,7 @@ from hocket.catalogue.hardware import node as catalogued
 from hocket.catalogue.hardware import node_names
 from hocket.planning.forecast import Forecast, forecast
 from hocket.planning.layouts import Pins, layout_at, pins_text, row
+from hocket.planning.placement import moved, placed
 from hocket.planning.problem import Problem
 from hocket.planning.search import BESIDE, Found, Priced, price, search, simulate_all
 from hocket.spec.capabilities import PRECISIONS
@@ -121,12 +122,19 @@ def plan(
         notes.append(f"No price was read for {name}: layouts are ranked by tokens per GPU hour.")
     return Plan(
         **_asked(problem, objective),
-        layouts=tuple(forecast(problem, found.best, i, alike=n) for i, n in chosen),
-        beyond=tuple(forecast(problem, found.best, i, alike=n) for i, n in beyond),
+        layouts=tuple(
+            placed(problem, forecast(problem, found.best, i, alike=n)) for i, n in chosen
+        ),
+        beyond=tuple(placed(problem, forecast(problem, found.best, i, alike=n)) for i, n in beyond),
         num_legal=found.num_legal,
         num_fitting=found.num_fitting,
         notes=tuple(notes),
     )
+
+
+def _told(problem: Problem, priced: Priced, index: int, alike: int) -> Forecast:
+    """The forecast of one row, its axes placed on the links."""
+    return placed(problem, forecast(problem, priced, index, alike=alike))
 
 
 def plan_one(problem: Problem, layout: Layout) -> Plan:
@@ -140,18 +148,13 @@ def plan_one(problem: Problem, layout: Layout) -> Plan:
             f"the layout {layout.axes_text()} needs {layout.world_size} GPUs; "
             f"{problem.cluster.name} has {problem.cluster.num_gpus}",
         )
-    if layout.order != Layout().order:
-        raise LayoutError(
-            f"the layout {layout} has another order of ranks; only that of the default is priced",
-            hint="leave order out",
-        )
     only = row(layout, problem.shape, problem.seq_len, problem.global_batch)
     problem = dataclasses.replace(problem, division=layout.cut)
     problem.cut(layout)  # refuses layers that do not add up
     priced = simulate_all(problem, price(problem, only))
     found = forecast(problem, priced, 0)
     whole = dataclasses.replace(found.layout, cut=layout.cut, data_parallel=layout.data_parallel)
-    found = dataclasses.replace(found, layout=whole)
+    found = moved(problem, dataclasses.replace(found, layout=whole), layout.order)
     notes = []
     notes += _borrowed(problem)
     if layout.data_parallel == "threads":

@@ -207,7 +207,8 @@ def continuous(at: Columns) -> Answer:
     without = at.step(none, seen, decoding, context)
     mixed = at.step(chunk, seen, decoding, context)
     each = without + share * (mixed - without)
-    # Those whose prompts share the only chunk wait for no other; else each waits for all but its own.
+    # Those whose prompts share the only chunk wait for no other; else each waits for all but its
+    # own.
     whole = (together <= budget) & (together > at.prompt)
     own = np.where(whole | (decoding <= 1), 1.0, 1.0 / decoding)
     tpot = without + share * (1 - own) * (mixed - without)
