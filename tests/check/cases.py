@@ -43,7 +43,9 @@ def matrix(context: Any, folder: str, cases: list[list[str]], fault: str = "") -
         begun = time.perf_counter()
         spec = spec_of(family, layout)
         where = Path(folder) / family
-        key = dataclasses.replace(spec.layout, schedule="1f1b", microbatches=None, cut="balanced")
+        # Schedules of several stages a rank place them differently, and with them the tie's group.
+        name = spec.layout.schedule if spec.layout.virtual_stages > 1 else "1f1b"
+        key = dataclasses.replace(spec.layout, schedule=name, microbatches=None, cut="balanced")
         try:
             parallel, optimizer = compose(context, spec, meshes, str(key))
             break_something(parallel, optimizer, fault)
