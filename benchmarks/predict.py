@@ -31,8 +31,9 @@ from benchmarks.quiet import Watch, wait_until_quiet
 from hocket.catalogue import models
 from hocket.jobs import forecast, machine, prepare
 from hocket.jobs.probe import measure
+from hocket.jobs.record import Record
 from hocket.jobs.request import request
-from hocket.jobs.train import PRELOAD, Record, launch, prepared
+from hocket.jobs.train import PRELOAD, launch, prepared
 from hocket.launch import Launcher
 from hocket.spec.measured import Measured
 from hocket.spec.timeline import Timeline

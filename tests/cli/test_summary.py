@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hocket.cli.summary import next_steps, result
-from hocket.jobs.train import Summary
+from hocket.jobs.record import Summary
 from hocket.spec.forecast import Forecast
 
 

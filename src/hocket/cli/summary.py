@@ -12,7 +12,7 @@ from hocket.spec.layout import Layout
 from hocket.spec.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from hocket.jobs.train import Summary
+    from hocket.jobs.record import Summary
 
 
 def print_summary(summary: Summary, *, to: TextIO) -> None:

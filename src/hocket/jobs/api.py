@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hocket.jobs.generate import Completion
-    from hocket.jobs.train import Summary
+    from hocket.jobs.record import Summary
     from hocket.planning.plan import Plan
     from hocket.planning.service.plan import ServicePlan
     from hocket.spec.check import CheckReport

@@ -16,16 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from hocket.jobs import prepare
 from hocket.jobs.corpus import write
+from hocket.jobs.record import Listener, Record, Summary
 from hocket.jobs.request import Request, request
-from hocket.jobs.train import (
-    PRELOAD,
-    Listener,
-    Record,
-    Summary,
-    launch,
-    prepared,
-    unstarted_is_no_run,
-)
+from hocket.jobs.train import PRELOAD, launch, prepared, unstarted_is_no_run
 from hocket.spec.run import RunFolder
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from hocket.spec.run import RunFolder, RunSpec
 from hocket.spec.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from hocket.jobs.train import Record
+    from hocket.jobs.record import Record
     from hocket.launch import Launcher
 
 NONE, KEPT, AUTO = "none", "kept", "auto"

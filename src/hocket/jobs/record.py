@@ -1,0 +1,102 @@
+"""The record of a training job: what its ranks told, handed on, and summed up at the end."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hocket.jobs import forecast
+from hocket.spec.forecast import Forecast
+from hocket.spec.run import RunFolder
+
+Event = dict[str, Any]
+Listener = Callable[[Event], None]
+
+
+@dataclasses.dataclass(kw_only=True)
+class Summary:
+    """What a training job came to.
+
+    Attributes:
+        run: the run folder.
+        steps: optimizer steps done, those of an earlier start included.
+        first_loss, loss: of the first and the last step this job did (nats per token).
+        held_out_loss: of the last evaluation, None without one.
+        tokens_per_second: median over the steps.
+        step_seconds: median over the steps.
+        memory_bytes: peak tensor bytes counted on each rank.
+        memory: the same by what they are for, a dictionary a rank: `parameters`, `gradients`,
+            `optimizer`, `activations`, `total`.
+        forecast: what was foretold of the run, None where nothing was tried.
+        bubble: measured, of the recorded step; None without one.
+        report: the page that was written where hocket chose the layout; None elsewhere.
+    """
+
+    run: Path
+    steps: int = 0
+    first_loss: float | None = None
+    loss: float | None = None
+    held_out_loss: float | None = None
+    tokens_per_second: float | None = None
+    step_seconds: float | None = None
+    memory_bytes: tuple[int, ...] = ()
+    memory: tuple[dict[str, int], ...] = ()
+    forecast: Forecast | None = None
+    bubble: float | None = None
+    report: Path | None = None
+
+
+class Record:
+    """Hands events on to a listener and keeps what the summary needs."""
+
+    def __init__(self, listener: Listener | None = None) -> None:
+        self.listener = listener
+        self.steps: list[Event] = []
+        self.held_out: list[Event] = []
+        self.memory: tuple[dict[str, int], ...] = ()
+        self.bubble: float | None = None
+
+    def __call__(self, event: Event) -> None:
+        if event["event"] == "step":
+            self.steps.append(event)
+        elif event["event"] == "eval":
+            self.held_out.append(event)
+        elif event["event"] == "timeline":
+            self.bubble = float(event["bubble"])
+        elif event["event"] == "memory":
+            self.memory = tuple(event["ranks"])
+        if self.listener is not None:
+            self.listener(event)
+
+    def phase(self, name: str) -> None:
+        self({"event": "phase", "name": name})
+
+    def note(self, text: str) -> None:
+        self({"event": "note", "text": text})
+
+    def tokenized(self, done: int, total: int) -> None:
+        self({"event": "tokenizing", "bytes": done, "total": total})
+
+    def summary(self, folder: RunFolder) -> Summary:
+        import statistics
+
+        told = forecast.read(folder)
+        found = Summary(
+            run=folder.path,
+            memory=self.memory,
+            forecast=None if told is None else told[0],
+            bubble=self.bubble,
+        )
+        if self.held_out:
+            found.held_out_loss = float(self.held_out[-1]["loss"])
+        if not self.steps:
+            return found
+        found.steps = int(self.steps[-1]["step"])
+        found.first_loss = float(self.steps[0]["loss"])
+        found.loss = float(self.steps[-1]["loss"])
+        found.tokens_per_second = statistics.median(s["tokens_per_second"] for s in self.steps)
+        found.step_seconds = statistics.median(s["step_seconds"] for s in self.steps)
+        found.memory_bytes = tuple(self.steps[-1].get("memory_bytes") or ())
+        return found
