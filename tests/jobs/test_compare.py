@@ -65,6 +65,7 @@ def test_idle_counts_what_waits_inside_an_action() -> None:
     assert Timeline.of("measured", 1, []).idle == 0.0
 
 
+@pytest.mark.train
 def test_layers_are_changed_and_what_is_per_layer_follows() -> None:
     source = resolve("tiny-qwen3")
     deeper = with_layers(dataclasses.replace(source, weights=None), 6)

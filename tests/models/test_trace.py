@@ -3,14 +3,15 @@
 import math
 
 import pytest
-import torch
 
-from hocket.catalogue import models as catalogue
-from hocket.models import skeleton
-from hocket.models.trace import record, trace
-from hocket.spec.errors import ModelError
-from hocket.spec.model_shape import SPLITS, VIEWS, ModelShape
-from tests.families import FAMILIES, LLAMA
+torch = pytest.importorskip("torch")
+
+from hocket.catalogue import models as catalogue  # noqa: E402
+from hocket.models import skeleton  # noqa: E402
+from hocket.models.trace import record, trace  # noqa: E402
+from hocket.spec.errors import ModelError  # noqa: E402
+from hocket.spec.model_shape import SPLITS, VIEWS, ModelShape  # noqa: E402
+from tests.families import FAMILIES, LLAMA  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(120)]
 

@@ -182,6 +182,7 @@ def test_gpus_that_vanish(here: Here) -> None:
 # --- the verb -------------------------------------------------------------------------------------
 
 
+@pytest.mark.train
 def test_the_verb_writes_a_file_that_others_read(
     here: Here, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

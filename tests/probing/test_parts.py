@@ -62,6 +62,7 @@ def see(monkeypatch: pytest.MonkeyPatch, found: probe.Present) -> None:
 HERE = probe.Present("cpu", Host(name="here", cpu="EPYC", cores=2, memory=2**34), Found())
 
 
+@pytest.mark.train
 def test_everything_that_ranks_say_is_kept(
     monkeypatch: pytest.MonkeyPatch, ranks: list[dict[str, Any]]
 ) -> None:
@@ -79,12 +80,14 @@ def test_everything_that_ranks_say_is_kept(
     assert (asked["size"], asked["worlds"], asked["device"]) == (4, (2, 4), "cpu")
 
 
+@pytest.mark.train
 def test_a_load_is_said(monkeypatch: pytest.MonkeyPatch, ranks: list[dict[str, Any]]) -> None:
     see(monkeypatch, HERE)
     ranks += [PRODUCTS, {"event": "load", "cores": 1.5}]
     assert "other programs took 1.5 of its 2 cores" in probe.measure().unknown[-1]
 
 
+@pytest.mark.train
 def test_a_rank_that_dies_costs_what_comes_after(
     monkeypatch: pytest.MonkeyPatch, ranks: list[Any]
 ) -> None:
@@ -104,6 +107,7 @@ def test_ranks_that_die_at_once_fail(monkeypatch: pytest.MonkeyPatch, ranks: lis
         probe.measure()
 
 
+@pytest.mark.train
 def test_nothing_can_be_priced_without_products(
     monkeypatch: pytest.MonkeyPatch, ranks: list[Any]
 ) -> None:
@@ -113,6 +117,7 @@ def test_nothing_can_be_priced_without_products(
         cluster_of(probe.measure())
 
 
+@pytest.mark.train
 def test_what_nvml_says_and_what_was_measured_come_together(
     monkeypatch: pytest.MonkeyPatch, ranks: list[Any]
 ) -> None:
