@@ -23,6 +23,7 @@ from typing import Any
 
 from hocket.spec.errors import OptionError, RunFolderError, unknown
 from hocket.spec.layout import Layout
+from hocket.spec.serving import ServeOptions
 
 VERSION = 1
 
@@ -127,7 +128,8 @@ class RunSpec:
         weights: directory that holds safetensors weights; None: random from the seed.
         layout, workload, options: what the flags said, resolved.
         data: the data paths.
-        command: `train`, `check`, `generate` or `demo`.
+        command: `train`, `check`, `generate`, `demo` or `serve`.
+        serving: of a server, resolved; None of any other job.
     """
 
     model: str
@@ -138,6 +140,7 @@ class RunSpec:
     weights: str | None = None
     data: tuple[str, ...] = ()
     command: str = "train"
+    serving: ServeOptions | None = None
     version: int = VERSION
 
     def to_json(self) -> str:
@@ -153,6 +156,8 @@ class RunSpec:
         data["workload"] = from_dict(Workload, data.get("workload", {}))
         data["options"] = from_dict(TrainOptions, data.get("options", {}))
         data["data"] = tuple(data.get("data", ()))
+        if data.get("serving") is not None:
+            data["serving"] = from_dict(ServeOptions, data["serving"])
         return from_dict(cls, data)
 
 
