@@ -17,7 +17,7 @@ def generate(
     """One [family, layout, tokens per prompt, collectives] per case."""
     from hocket.runtime.mesh import Mesh
     from hocket.schedules.registry import build
-    from hocket.serving.engine import Engine
+    from hocket.serving.padded import Engine
     from hocket.serving.request import Sampling
     from hocket.training.build import build_model
 

@@ -30,7 +30,7 @@ NEW = 12
 @pytest.fixture(scope="module")
 def folder(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every family's model as transformers saves it, and what transformers generates."""
-    ranks.launcher.preload(["hocket.training.build", "hocket.serving.engine", *MODEL_CODE])
+    ranks.launcher.preload(["hocket.training.build", "hocket.serving.padded", *MODEL_CODE])
     import torch
 
     path = tmp_path_factory.mktemp("models")

@@ -111,7 +111,7 @@ def test_one_process_generates_what_transformers_does(family: str) -> None:
 
     from hocket.runtime.mesh import Mesh
     from hocket.runtime.pipeline.stage import Stage
-    from hocket.serving.engine import Engine
+    from hocket.serving.padded import Engine
 
     model = whole_model(family)
     engine = Engine([Stage(model)], Mesh.single(), model.config)
@@ -128,7 +128,7 @@ def test_one_process_generates_what_transformers_does(family: str) -> None:
 def test_a_row_ends_with_its_stop_token_and_the_others_go_on() -> None:
     from hocket.runtime.mesh import Mesh
     from hocket.runtime.pipeline.stage import Stage
-    from hocket.serving.engine import Engine
+    from hocket.serving.padded import Engine
 
     model = whole_model("llama")
     engine = Engine([Stage(model)], Mesh.single(), model.config)

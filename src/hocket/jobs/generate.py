@@ -145,7 +145,7 @@ def _warm(launcher: Launcher | None, wanted: Request) -> Iterator[Launcher]:
         return
     from hocket.launch import Launcher
 
-    preload = ("hocket.training.build", "hocket.serving.engine")
+    preload = ("hocket.training.build", "hocket.serving.padded")
     with Launcher(wanted.options.device, wanted.options.threads, preload=preload) as own:
         yield own
 
@@ -185,7 +185,7 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
     Payload: `spec` (a RunSpec's JSON), `prompts` (token ids), `sampling` (a Sampling's fields).
     """
     from hocket.schedules.registry import build
-    from hocket.serving.engine import Engine
+    from hocket.serving.padded import Engine
     from hocket.serving.request import Sampling
     from hocket.training.build import build_model, join_world
 

@@ -1,4 +1,4 @@
-"""Engine: generation with a key/value cache, over tensor- and pipeline-parallel ranks.
+"""Engine: generation of padded rows with a cache, over tensor- and pipeline-parallel ranks.
 
 One round makes one token per row. It passes through the stages in order; the last one chooses
 the tokens and tells them to all others:

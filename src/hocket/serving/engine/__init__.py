@@ -1,0 +1,1 @@
+"""Engine: what the ranks of a replica run; importing the package alone imports no torch."""

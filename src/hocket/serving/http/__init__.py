@@ -1,0 +1,1 @@
+"""HTTP: the routes of a server and what they answer."""

@@ -1,0 +1,1 @@
+"""Scheduling: which tokens of which requests go into the next step; imports no torch."""
