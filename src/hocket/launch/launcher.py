@@ -230,6 +230,18 @@ class Launcher:
         self._server.kill()
         self._server.wait()
 
+    @property
+    def alive(self) -> bool:
+        """Whether the server could start another run."""
+        return self._control.fileno() >= 0 and self._server.poll() is None
+
+    def kill(self) -> None:
+        """End the server and its ranks at once; from any thread, and while another one runs.
+
+        That one's `run` then raises RankFailure. `close` still has to be called.
+        """
+        self._kill()
+
     def close(self) -> None:
         """End the server, and with it any rank. May be called twice."""
         if self._control.fileno() < 0:
