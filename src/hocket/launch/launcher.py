@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
@@ -57,6 +57,7 @@ class Launcher:
         preload: Iterable[str] = (),
         warm: bool = True,
         quiet: bool = True,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         """Start the server and return at once.
 
@@ -68,6 +69,7 @@ class Launcher:
             warm: import torch and transformers in the server. False: each rank that needs them
                 imports them.
             quiet: warnings of torch and transformers are not shown.
+            environment: variables of server and ranks besides this process's own.
 
         Raises:
             OptionError: an unknown device.
@@ -94,7 +96,7 @@ class Launcher:
                 stdout=self._words,
                 stderr=self._words,
                 pass_fds=[theirs.fileno()],
-                env=self._environment(path),
+                env={**self._environment(path), **(environment or {})},
                 # A terminal's Ctrl-C reaches the parent only, which ends the ranks in order.
                 start_new_session=True,
             )

@@ -34,6 +34,7 @@ class Capability:
         """Why it cannot: the value, and what happens instead."""
         value = getattr(layout, self.field)
         text = str(value).lower() if isinstance(value, bool) else value
+        text = "-".join(value) if isinstance(value, tuple) else text
         return f"{self.field} is {text}: this release {self.instead}"
 
 
@@ -49,13 +50,37 @@ TABLE = (
 )
 """Fields that are not here run with any value that a layout can have."""
 
+SERVING = (
+    Capability(field="cp", runs=(1,), instead="keeps each sequence whole on a stage"),
+    Capability(field="ep", runs=(1,), instead="splits experts over tp, not over ep"),
+    Capability(field="zero", runs=(0,), instead="shards optimizer state, and a server has none"),
+    Capability(
+        field="shard", runs=(None,), instead="shards optimizer state, and a server has none"
+    ),
+    Capability(field="virtual_stages", runs=(1,), instead="serves with one stage a rank"),
+    Capability(
+        field="data_parallel", runs=("processes",), instead="serves each replica in processes"
+    ),
+    Capability(
+        field="order", runs=(("tp", "cp", "dp", "pp"),), instead="serves with tp varying fastest"
+    ),
+    Capability(field="recompute", runs=("none",), instead="recomputes in training alone"),
+    Capability(
+        field="sequence_parallel", runs=(False,), instead="keeps whole sequences between layers"
+    ),
+)
+"""The same for a server. What a schedule says is nothing to it: it has no backward."""
+
 PRECISIONS = ("bf16", "fp32")
 """Precisions that the runtime trains in."""
 
 
-def absent(layout: Layout) -> list[Capability]:
-    """The rows of the table that keep a layout from running here; empty if it runs."""
-    return [row for row in TABLE if not row.allows(layout)]
+def absent(layout: Layout, *, serving: bool = False) -> list[Capability]:
+    """The rows of the table that keep a layout from running here; empty if it runs.
+
+    `serving`: from being served, instead of trained in.
+    """
+    return [row for row in (SERVING if serving else TABLE) if not row.allows(layout)]
 
 
 def runs(layout: Layout) -> bool:
