@@ -91,7 +91,7 @@ def draw(logits: Tensor, options: Sampling, position: int) -> Tensor:
         scores = scores.masked_fill(dropped, float("-inf"))
     cumulative = scores.softmax(dim=-1).cumsum(dim=-1)
     at = torch.tensor(
-        [uniform(options.seed, row, position) for row in range(scores.shape[0])],
+        [uniform(options.seed or 0, row, position) for row in range(scores.shape[0])],
         dtype=cumulative.dtype,
         device=cumulative.device,
     ).unsqueeze(-1)
