@@ -53,10 +53,8 @@ TABLE = (
 SERVING = (
     Capability(field="cp", runs=(1,), instead="keeps each sequence whole on a stage"),
     Capability(field="ep", runs=(1,), instead="splits experts over tp, not over ep"),
-    Capability(field="zero", runs=(0,), instead="shards optimizer state, and a server has none"),
-    Capability(
-        field="shard", runs=(None,), instead="shards optimizer state, and a server has none"
-    ),
+    Capability(field="zero", runs=(0,), instead="has no optimizer in a server"),
+    Capability(field="shard", runs=(None,), instead="has no optimizer in a server"),
     Capability(field="virtual_stages", runs=(1,), instead="serves with one stage a rank"),
     Capability(
         field="data_parallel", runs=("processes",), instead="serves each replica in processes"

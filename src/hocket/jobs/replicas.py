@@ -1,0 +1,384 @@
+"""Replicas: the data-parallel copies of a served model, kept alive.
+
+    starting --ready--> ready --a rank died--> lost --(waits a little)--> starting ...
+                          |                      |
+                          +------ ending --------+--> ended, or failed: died too often in a row
+
+Each replica is a world of its own on a launcher of its own: what happens to one is nothing to the
+others. A thread sits in `Launcher.run` of each; everything else happens on the event loop, which
+runs in the main thread, since the kernel ends a fork server with the thread that has started it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import secrets
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from hocket.spec.errors import HocketError, RankFailure
+
+if TYPE_CHECKING:
+    from hocket.launch import Launcher
+    from hocket.serving.front.router import Router
+
+Event = dict[str, Any]
+Say = Callable[[str], None]
+
+FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0
+"""Seconds before a second start in a row, doubled for each further one; the first is at once."""
+
+STEADY = 60.0
+"""Seconds of answering after which earlier deaths are forgotten."""
+
+STOPPED = 5.0
+"""Seconds between asking ranks to leave and ending them."""
+
+POLL = 0.02
+"""Seconds between looks whether a driver's socket is there."""
+
+
+class Client(Protocol):
+    """A connection to a replica's driver."""
+
+    def submit(self, request: Any) -> Any: ...
+
+    async def drain(self) -> None:
+        """Take no request any more; returns when those it had have ended."""
+
+    async def stop(self) -> None:
+        """Have the ranks leave."""
+
+    async def close(self) -> None: ...
+
+
+Connect = Callable[[Path, str], Awaitable[tuple[Client, dict[str, Any]]]]
+"""(socket, token) to a client whose replica is ready, and what it said of its capacity."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class World:
+    """What one replica is started with.
+
+    Attributes:
+        entry: `module:function` of each rank. size: ranks.
+        payload: for the ranks, without `socket`, `token`, `replica` and `attempt`.
+        startup_timeout, silence_timeout: seconds, of `Launcher.run`.
+        logs: folder of what ranks print; None: standard error.
+    """
+
+    entry: str
+    size: int
+    payload: dict[str, Any]
+    startup_timeout: float = 600.0
+    silence_timeout: float = 120.0
+    logs: Path | None = None
+
+
+@dataclasses.dataclass
+class Replica:
+    """One of them, as it is now.
+
+    Attributes:
+        state: `starting`, `ready`, `lost`, `ended` or `failed`.
+        starts: how often its ranks were started; failures: deaths in a row.
+        since: when it became ready, by the monotonic clock; None while it is not.
+        capacity: what its driver said when it was ready.
+        error: the last one that ended it.
+    """
+
+    number: int
+    launcher: Launcher
+    state: str = "starting"
+    starts: int = 0
+    failures: int = 0
+    since: float | None = None
+    client: Client | None = None
+    capacity: dict[str, Any] = dataclasses.field(default_factory=dict)
+    error: HocketError | None = None
+
+
+class Replicas:
+    """Starts, watches, restarts and ends the replicas of one server.
+
+    Args:
+        launchers: one for each replica, made in the main thread.
+        world: what each is started with.
+        router: told of those that are ready.
+        connect: how to speak to a driver.
+        relaunch: makes another launcher where one's server has died; called in the main thread.
+        say: hears what happens, in sentences.
+        max_restarts: deaths in a row that are followed by another start.
+    """
+
+    def __init__(
+        self,
+        launchers: list[Launcher],
+        world: World,
+        router: Router,
+        connect: Connect,
+        *,
+        relaunch: Callable[[], Launcher],
+        say: Say,
+        max_restarts: int = 8,
+    ) -> None:
+        self.world = world
+        self.router = router
+        self.connect = connect
+        self.relaunch = relaunch
+        self.say = say
+        self.max_restarts = max_restarts
+        self.replicas = [Replica(number, one) for number, one in enumerate(launchers)]
+        self.ending = False
+        self.restarts = 0
+        self._wake = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._fatal: asyncio.Future[None] | None = None
+
+    # --- the course of a server --------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start all replicas; returns at once."""
+        self._fatal = asyncio.get_running_loop().create_future()
+        self._tasks = [asyncio.create_task(self._care(one)) for one in self.replicas]
+
+    async def ready(self, *, all_of_them: bool = True) -> None:
+        """Until the replicas are ready, or one of them is.
+
+        Raises:
+            HocketError: what kept the first start from succeeding.
+        """
+        wanted = all if all_of_them else any
+        while not wanted(one.state == "ready" for one in self.replicas) and not self.ending:
+            changed = asyncio.ensure_future(self._changed())
+            await asyncio.wait({self.fatal, changed}, return_when=asyncio.FIRST_COMPLETED)
+            changed.cancel()
+            if self.fatal.done():
+                self.fatal.result()
+
+    @property
+    def fatal(self) -> asyncio.Future[None]:
+        """Done, with the error, once no replica lives or will live again."""
+        assert self._fatal is not None, "not started"
+        return self._fatal
+
+    async def drain(self, seconds: float) -> bool:
+        """Let the requests that are running end, then the ranks. Whether all were done in time."""
+        self.ending = True
+        self.router.close("the server is ending")
+        clients = [one.client for one in self.replicas if one.client is not None]
+        drains = [asyncio.ensure_future(client.drain()) for client in clients]
+        done = True
+        if drains:
+            _, late = await asyncio.wait(drains, timeout=seconds)
+            done = not late
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*drains, return_exceptions=True)
+        await self.end()
+        return done
+
+    async def end(self) -> None:
+        """End all ranks: asked first, then killed. Returns when nothing is left of them."""
+        self.ending = True
+        for one in self.replicas:
+            if one.client is not None:
+                with contextlib.suppress(OSError, HocketError):
+                    await one.client.stop()
+            elif one.state in ("starting", "lost"):
+                one.launcher.kill()
+        self._notify()
+        if self._tasks:
+            _, late = await asyncio.wait(self._tasks, timeout=STOPPED)
+            if late:
+                self.kill()
+                await asyncio.wait(late)
+        for one in self.replicas:
+            one.launcher.close()
+
+    def kill(self) -> None:
+        """End all ranks at once."""
+        self.ending = True
+        for one in self.replicas:
+            one.launcher.kill()
+
+    # --- one replica -------------------------------------------------------------------------
+
+    async def _care(self, one: Replica) -> None:
+        try:
+            while not self.ending:
+                error = await self._live(one)
+                if self.ending:
+                    break
+                one.error = error
+                if not await self._goes_on(one):
+                    return
+        except BaseException as error:  # a mistake of ours must end the server, not hang it
+            if not self.fatal.done() and not isinstance(error, asyncio.CancelledError):
+                self.fatal.set_exception(error)
+            raise
+        finally:
+            if one.state != "failed":
+                one.state = "ended"
+            self._notify()
+
+    async def _live(self, one: Replica) -> HocketError:
+        """One life, from the start of its ranks to their end. What ended it."""
+        one.state, one.since = "starting", None
+        one.starts += 1
+        if not one.launcher.alive:
+            one.launcher.close()
+            one.launcher = self.relaunch()
+        # Made for this life alone: nobody else may enter, and nothing is left once it is joined.
+        folder = Path(tempfile.mkdtemp(prefix="hocket-"))
+        socket, token = folder / "driver", secrets.token_hex(32)
+        payload = {
+            **self.world.payload,
+            "socket": str(socket),
+            "token": token,
+            "replica": one.number,
+            "attempt": one.starts - 1,
+        }
+        logs = self.world.logs
+        ranks = in_thread(
+            lambda: one.launcher.run(
+                self.world.entry,
+                self.world.size,
+                payload,
+                attempt=one.starts - 1,
+                logs=None if logs is None else logs / f"replica-{one.number}",
+                startup_timeout=self.world.startup_timeout,
+                silence_timeout=self.world.silence_timeout,
+            )
+        )
+        joining = asyncio.ensure_future(self._join(one, socket, token))
+        try:
+            await asyncio.wait({ranks, joining}, return_when=asyncio.FIRST_COMPLETED)
+            if joining.done() and not ranks.done() and (lost := joining.exception()) is not None:
+                # It could not be spoken to: its ranks are of no use.
+                one.launcher.kill()
+                await asyncio.wait({ranks})
+                return _as_error(lost)
+            await asyncio.wait({ranks})
+            error = ranks.exception()
+        finally:
+            joining.cancel()
+            await asyncio.gather(joining, return_exceptions=True)
+            shutil.rmtree(folder, ignore_errors=True)
+            await self._lost(one)
+        if error is not None:
+            return _as_error(error)
+        return RankFailure(f"the ranks of replica {one.number} left without being asked to")
+
+    async def _join(self, one: Replica, socket: Path, token: str) -> None:
+        while not await asyncio.to_thread(os.path.exists, socket):
+            await asyncio.sleep(POLL)
+        client, capacity = await self.connect(socket, token)
+        shutil.rmtree(socket.parent, ignore_errors=True)
+        one.client, one.capacity = client, capacity
+        if self.ending:
+            await client.stop()
+            return
+        one.state, one.since = "ready", time.monotonic()
+        self.router.add(one.number, client, int(capacity.get("num_blocks", 0)))
+        self._notify()
+
+    async def _lost(self, one: Replica) -> None:
+        """Its ranks are gone: no request may go there, and those that it had have ended."""
+        self.router.remove(one.number)
+        client, one.client = one.client, None
+        if one.state == "ready":
+            one.state = "lost"
+            self._notify()
+        if client is not None:
+            with contextlib.suppress(OSError, HocketError):
+                await client.close()
+
+    async def _goes_on(self, one: Replica) -> bool:
+        """Whether a replica that died is started again; waits before it is."""
+        assert one.error is not None
+        answered = None if one.since is None else time.monotonic() - one.since
+        one.failures = 1 if answered is not None and answered > STEADY else one.failures + 1
+        name = f"replica {one.number}"
+        if self._never_ready():
+            # A start that failed before anything was ever served will fail again.
+            return self._give_up(one, one.error)
+        if one.failures > self.max_restarts:
+            self.say(f"{name} died {one.failures} times in a row and is not started again")
+            return self._give_up(one, one.error)
+        wait = 0.0
+        if one.failures > 1:
+            wait = min(LONGEST_WAIT, FIRST_WAIT * 2 ** (one.failures - 2))
+        when = "at once" if not wait else f"in {wait:g} s"
+        left = sum(other.state == "ready" for other in self.replicas)
+        self.say(
+            f"{name} died: {one.error.message.splitlines()[0]}; it is started again {when}, "
+            f"{left} of {len(self.replicas)} replicas go on"
+        )
+        self.restarts += 1
+        one.state = "lost"
+        end = time.monotonic() + wait
+        while not self.ending and (rest := end - time.monotonic()) > 0:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed(), rest)
+        return not self.ending
+
+    def _never_ready(self) -> bool:
+        return not any(one.capacity for one in self.replicas)
+
+    def _give_up(self, one: Replica, error: HocketError) -> bool:
+        one.state = "failed"
+        first = self._never_ready()
+        others = [other for other in self.replicas if other.state not in ("failed", "ended")]
+        if (first or not others) and not self.fatal.done():
+            self.fatal.set_exception(error)
+        return False
+
+    # --- waiting -----------------------------------------------------------------------------
+
+    def _notify(self) -> None:
+        self._wake.set()
+        self._wake = asyncio.Event()
+
+    async def _changed(self) -> None:
+        await self._wake.wait()
+
+
+def _as_error(error: BaseException) -> HocketError:
+    if isinstance(error, HocketError):
+        return error
+    return RankFailure(f"{type(error).__name__}: {error}")
+
+
+def in_thread(work: Callable[[], None]) -> asyncio.Future[None]:
+    """Done when `work` is, in a thread that the interpreter's end does not wait for."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[None] = loop.create_future()
+
+    def settle(error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(error)
+
+    def body() -> None:
+        error: BaseException | None = None
+        try:
+            work()
+        except BaseException as caught:
+            error = caught
+        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(settle, error)
+
+    threading.Thread(target=body, name="hocket-replica", daemon=True).start()
+    return future

@@ -1,0 +1,385 @@
+"""ServeRequest: what a server is asked to be, checked before anything is started.
+
+    model, layout, sizes, address, keys, tokenizer -> Server: all of it resolved
+
+Torch-free. Whatever can be refused is refused here: a server that is going to fail should not read
+its weights first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import ipaddress
+import json
+import socket
+import stat
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hocket.jobs.request import Request, request
+from hocket.spec.capabilities import absent
+from hocket.spec.errors import LayoutError, ModelError, OptionError, unknown
+from hocket.spec.layout import Layout
+from hocket.spec.run import RunSpec, Workload
+from hocket.spec.serving import ServeOptions
+from hocket.spec.units import parse_bytes
+
+if TYPE_CHECKING:
+    from hocket.models.source import ModelSource
+    from hocket.training.tokenizer import Tokenizer
+
+SERVE_FIELDS = tuple(field.name for field in dataclasses.fields(ServeOptions))
+
+SHARED = (
+    "dtype", "device", "backend", "threads", "attention", "tokenizer", "trust_remote_code",
+    "timeout", "links", "seed",
+)  # fmt: skip
+"""Options that a server has in common with the other jobs."""
+
+NAMES = ("model", "layout", "cut", "run", "cluster", *SERVE_FIELDS, *SHARED)
+
+UNBOUNDED = 4096
+"""Tokens of a request where the model itself names no bound."""
+
+BATCH_TOKENS = {"cpu": 512, "cuda": 2048}
+ROWS = {"cpu": 64, "cuda": 256}
+"""Defaults by device: a step as large as keeps products efficient, and answers prompt."""
+
+LARGEST_KEY_FILE = 1_000_000
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Server:
+    """A server whose parts fit each other. Nothing is started yet.
+
+    Attributes:
+        request: model, layout and the shared options as they were asked for; its `auto` says that
+            the layout is still to be chosen.
+        source: where the model comes from. words: its tokenizer. stop: tokens that end an answer.
+        layout: of all replicas together; what was asked for, its degrees legal.
+        options: resolved. keys: one of them is needed; empty: none is.
+        device: `cpu` or `cuda`. name: what clients call the model.
+        warnings: what is allowed, and should be known.
+    """
+
+    request: Request
+    source: ModelSource
+    words: Tokenizer
+    stop: tuple[int, ...]
+    layout: Layout
+    options: ServeOptions
+    device: str
+    name: str
+    keys: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def replica(self) -> Layout:
+        """One replica's layout: dp is none of its business."""
+        return dataclasses.replace(self.layout, dp=1, microbatches=1)
+
+    def spec(self, *, replica: bool = False) -> RunSpec:
+        """All of it as the run folder keeps it; or as the ranks of one replica are told."""
+        workload = Workload(
+            seq_len=min(2, self.options.max_model_len or 2),
+            global_batch=1 if replica else self.layout.dp,
+            dtype=self.request.workload.dtype,
+        )
+        weights = self.source.weights
+        assert weights is not None
+        return RunSpec(
+            model=str((self.source.directory or weights).resolve()),
+            config=self.source.config,
+            layout=self.replica if replica else self.layout,
+            workload=workload,
+            options=dataclasses.replace(
+                self.request.options, dropout=0.0, device=self.device, resume=False
+            ),
+            weights=str(weights.resolve()),
+            command="serve",
+            serving=self.options,
+        )
+
+
+def server(values: Mapping[str, Any]) -> Server:
+    """Read options by name, as flags and keywords have them; a value of None is absent.
+
+    Raises:
+        HocketError: the first thing that cannot be, with the numbers and what would do.
+    """
+    from hocket.models.source import resolve
+
+    given = {name: value for name, value in values.items() if value is not None}
+    for name in given:
+        if name not in NAMES:
+            message, hint = unknown("option", name, NAMES)
+            raise OptionError(message, hint=hint)
+    if not given.get("model"):
+        raise OptionError("no model was named", hint="hocket serve RUN_OR_DIR --port 8000")
+    options = _options({name: given.pop(name) for name in SERVE_FIELDS if name in given})
+    wanted = request(given)
+    device = _device(wanted)
+    source = resolve(wanted.model, trust_remote_code=wanted.options.trust_remote_code)
+    if source.weights is None:
+        raise ModelError(
+            f"{wanted.model} has no weights, and random ones would answer noise",
+            hint="a run folder, or a directory with safetensors weights",
+        )
+    layout = wanted.layout if wanted.auto else legal(source, wanted.layout, device)
+    sizes = _sizes(options, source, device)
+    words = tokenizer_of(source, wanted.options.tokenizer, wanted.options.trust_remote_code)
+    keys, warnings = _keys(options)
+    _template(options)
+    return Server(
+        request=wanted,
+        source=source,
+        words=words,
+        stop=stop_tokens(source, words),
+        layout=layout,
+        options=sizes,
+        device=device,
+        name=options.served_name or Path(wanted.model).resolve().name,
+        keys=keys,
+        warnings=warnings,
+    )
+
+
+def legal(source: ModelSource, layout: Layout, device: str) -> Layout:
+    """The layout, if this model can be served in it on this machine.
+
+    Raises:
+        LayoutError: what does not fit, with what does.
+    """
+    from hocket.jobs.validate import validate
+
+    rows = absent(layout, serving=True)
+    if rows:
+        plain = dataclasses.replace(layout, **{row.field: row.runs[0] for row in rows})
+        raise LayoutError(rows[0].reason(layout), hint=f"--layout {plain.axes_text()}")
+    found = validate(source.dimensions, layout, Workload(seq_len=2, global_batch=layout.dp))
+    if device == "cuda":
+        from hocket.jobs.probe import present
+
+        devices = len(present("cuda").found.devices)
+        if layout.world_size > devices:
+            raise LayoutError(
+                f"the layout {layout.axes_text()} needs {layout.world_size} GPUs, one a rank; "
+                f"this machine has {devices}",
+                hint=f"--layout tp{devices}" if devices > 1 else "--layout dp1",
+            )
+    return dataclasses.replace(found, microbatches=1)
+
+
+def tokenizer_of(source: ModelSource, choice: str | None, trust: bool) -> Tokenizer:
+    """The tokenizer of a model that answers.
+
+    Raises:
+        ModelError: it has none. OptionError: a choice that makes one.
+    """
+    from hocket.training import tokenizer
+
+    if choice == "train":
+        raise OptionError("--tokenizer train makes one for training", hint="--tokenizer DIR")
+    if choice is None and source.tokenizer is None:
+        raise ModelError(
+            f"{source.name} holds no tokenizer", hint="--tokenizer DIR, or --tokenizer bytes"
+        )
+    return tokenizer.resolve(choice, model_dir=source.tokenizer, trust_remote_code=trust)
+
+
+def stop_tokens(source: ModelSource, words: Tokenizer) -> tuple[int, ...]:
+    """The tokens that end a text: as the model's generation settings say, else the tokenizer's."""
+    found: Any = source.config.get("eos_token_id")
+    settings = Path(source.directory or "") / "generation_config.json"
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        found = json.loads(settings.read_text()).get("eos_token_id", found)
+    if found is None:
+        found = words.eos_id
+    ids = found if isinstance(found, list) else [found]
+    return tuple(int(i) for i in ids if i is not None)
+
+
+# --- options -------------------------------------------------------------------------------------
+
+
+def _options(given: Mapping[str, Any]) -> ServeOptions:
+    hints = typing.get_type_hints(ServeOptions)
+    for name, value in given.items():
+        wanted = typing.get_args(hints[name]) or (hints[name],)
+        good = isinstance(value, wanted) or (float in wanted and isinstance(value, int))
+        if not good or (isinstance(value, bool) and bool not in wanted):
+            raise OptionError(f"{name} is {value!r}; {hints[name]} is needed")
+    options = ServeOptions(**given)
+    for name, least, most in (
+        ("port", 0, 65535), ("metrics_port", 0, 65535), ("max_batch_tokens", 1, 2**20),
+        ("max_model_len", 2, 2**24), ("max_rows", 1, 65535), ("block_size", 1, 1024),
+        ("num_blocks", 1, 2**31 - 1), ("max_waiting", 0, 10**6), ("deadline", 0.001, 1e9),
+        ("drain_seconds", 0, 1e6), ("max_restarts", 0, 10**6),
+    ):  # fmt: skip
+        value = getattr(options, name)
+        if value is not None and not least <= value <= most:
+            near = min(max(value, least), most) if value == value else least  # noqa: PLR0124
+            raise OptionError(
+                f"{name} is {value}; it lies in {least} .. {most}",
+                hint=f"--{name.replace('_', '-')} {near}",
+            )
+    if options.cache_memory is not None:
+        parse_bytes(options.cache_memory)
+        if options.num_blocks is not None:
+            raise OptionError(
+                "cache_memory and num_blocks both say how large the cache is", hint="one of the two"
+            )
+    if options.metrics_port == options.port != 0:
+        raise OptionError(
+            f"port and metrics_port are both {options.port}",
+            hint=f"--metrics-port {options.port + 1}",
+        )
+    return options
+
+
+def _device(wanted: Request) -> str:
+    from hocket.launch.launcher import cuda_shows
+
+    device = wanted.options.device
+    if device == "cuda" and not cuda_shows():
+        raise OptionError(
+            "--device cuda: torch sees no CUDA device on this machine", hint="--device cpu"
+        )
+    return ("cuda" if cuda_shows() else "cpu") if device == "auto" else device
+
+
+def _sizes(options: ServeOptions, source: ModelSource, device: str) -> ServeOptions:
+    """The options with every size settled. Raises OptionError for those that do not fit."""
+    positions = source.dimensions.max_positions
+    longest = options.max_model_len
+    if longest is None:
+        longest = positions or UNBOUNDED
+        if options.num_blocks is not None:
+            longest = max(2, min(longest, options.num_blocks * options.block_size))
+    elif positions is not None and longest > positions:
+        raise OptionError(
+            f"max_model_len is {longest}; {source.name} has {positions} positions",
+            hint=f"--max-model-len {positions}",
+        )
+    if options.num_blocks is not None:
+        room = options.num_blocks * options.block_size
+        if room < longest:
+            raise OptionError(
+                f"{options.num_blocks} blocks of {options.block_size} tokens hold {room} tokens; "
+                f"one request may have {longest}",
+                hint=f"--num-blocks {-(-longest // options.block_size)}, or --max-model-len {room}",
+            )
+    metrics = options.metrics_port
+    if metrics is None:
+        metrics = options.port + 1 if 0 < options.port < 65535 else 0
+    return dataclasses.replace(
+        options,
+        max_model_len=longest,
+        max_batch_tokens=options.max_batch_tokens or BATCH_TOKENS[device],
+        max_rows=options.max_rows or ROWS[device],
+        metrics_port=metrics,
+    )
+
+
+# --- the address and who may come -----------------------------------------------------------------
+
+
+def _keys(options: ServeOptions) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The keys, and what should be known about them.
+
+    Raises:
+        OptionError: a file that cannot be read or holds no key, or an address that others reach
+            without one.
+    """
+    warnings: list[str] = []
+    found: tuple[str, ...] = ()
+    if options.api_key_file is not None:
+        found, warnings = _key_file(Path(options.api_key_file).expanduser())
+    if not found and not is_loopback(options.host):
+        if not options.insecure:
+            raise OptionError(
+                f"host {options.host} is reached from other machines, and no key is asked for",
+                hint="--api-key-file FILE, --host 127.0.0.1, or --insecure if anybody may come",
+            )
+        warnings.append(f"anybody who reaches {options.host} may use this server: no key is asked")
+    return found, tuple(warnings)
+
+
+def _key_file(path: Path) -> tuple[tuple[str, ...], list[str]]:
+    try:
+        size = path.stat().st_size
+        if not path.is_file() or size > LARGEST_KEY_FILE:
+            raise OptionError(f"{path} is no file of keys, one a line")
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise OptionError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise OptionError(f"{path} is no text: a key a line is needed") from None
+    keys = tuple(dict.fromkeys(line.strip() for line in text.splitlines() if line.strip()))
+    if not keys:
+        raise OptionError(
+            f"{path} holds no key: nobody could come in",
+            hint=f"head -c 24 /dev/urandom | base64 > {path}",
+        )
+    for number, key in enumerate(keys, start=1):
+        if not key.isascii() or not key.isprintable() or " " in key:
+            raise OptionError(f"key {number} of {path} holds a blank, or a letter that is no ASCII")
+    readers = path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH)
+    who = "everybody" if readers & stat.S_IROTH else "its group"
+    warnings = [f"{path} can be read by {who} on this machine: chmod 600 {path}"] if readers else []
+    return keys, warnings
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address.
+
+    Raises:
+        OptionError: no address of that name.
+    """
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    try:
+        found = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise OptionError(
+            f"host {host!r} is no address: {error}", hint="--host 127.0.0.1"
+        ) from None
+    return bool(host) and all(ipaddress.ip_address(a[4][0]).is_loopback for a in found)
+
+
+def listener(host: str, port: int, flag: str = "--port") -> socket.socket:
+    """A socket bound to an address, so that it cannot be taken before the ranks are ready.
+
+    Raises:
+        OptionError: it is taken, or not one of this machine.
+    """
+    (family, _, _, _, address), *_ = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )
+    found = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+        # A second server would be let in until the first one listens.
+        found.listen(128)
+    except OSError as error:
+        found.close()
+        raise OptionError(
+            f"{host}:{port} cannot be opened: {error.strerror}",
+            hint=f"{flag} {port + 1}, or {flag} 0 for a free one" if port else "--host 127.0.0.1",
+        ) from None
+    found.setblocking(False)
+    return found
+
+
+def _template(options: ServeOptions) -> None:
+    if options.chat_template_file is None:
+        return
+    path = Path(options.chat_template_file).expanduser()
+    try:
+        path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"chat_template_file {path} cannot be read: {error}") from None

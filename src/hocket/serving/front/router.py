@@ -1,0 +1,313 @@
+"""Router: which replica answers a request, by load and by cached prefix.
+
+A request goes where the least work stands before its end:
+
+    tokens that a replica has yet to compute  +  tokens of the prompt that its cache does not hold
+
+The first grows with every request that is sent there and shrinks with every token that comes
+back. The second is found by remembering, of each replica, the blocks of the prompts it was given:
+a chain of hashes, block by block, so that a block counts only after all those before it (as the
+replica's own prefix cache keys them). The memory is bounded by what that cache can hold, and the
+least recently used goes first. A short queue elsewhere wins over a cached prefix that is shorter
+than the queue, which is what the prefix would have saved.
+
+A request that one replica sends away because its queue is full is offered to the others, and only
+what none of them takes is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from hocket.serving.request import Output, Request, RequestRefused
+from hocket.spec.errors import HocketError
+
+EXPECTED = 128.0
+"""Tokens of an answer before any has been seen; then the mean of those that ended."""
+
+LEARNT = 0.05
+"""Weight of the newest answer in that mean."""
+
+
+class NoReplica(HocketError):
+    """No replica answers at the moment: they start, have died, or the server is ending."""
+
+
+class Stream(Protocol):
+    """Outputs of one request, the last with its `finish`."""
+
+    def __aiter__(self) -> AsyncIterator[Output]: ...
+
+    def cancel(self) -> None:
+        """End the request; its memory is free at once."""
+
+
+class Client(Protocol):
+    """One replica, as `front.client.ReplicaClient` speaks to it."""
+
+    def submit(self, request: Request) -> Stream: ...
+
+
+def chain(tokens: Sequence[int], block_size: int, salt: str = "") -> list[bytes]:
+    """A key for each full block of a prompt, which also names all blocks before it."""
+    key = hashlib.blake2b(salt.encode(), digest_size=16).digest()
+    found = []
+    for start in range(0, len(tokens) - block_size + 1, block_size):
+        words = array("q", tokens[start : start + block_size]).tobytes()
+        key = hashlib.blake2b(key + words, digest_size=16).digest()
+        found.append(key)
+    return found
+
+
+class Prefixes:
+    """The blocks that a replica's cache may hold, the least recently used first.
+
+    Args:
+        most: blocks of that cache.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._kept: OrderedDict[bytes, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def hit(self, keys: Sequence[bytes]) -> int:
+        """Leading blocks of a prompt that are remembered."""
+        for count, key in enumerate(keys):
+            if key not in self._kept:
+                return count
+        return len(keys)
+
+    def add(self, keys: Sequence[bytes]) -> None:
+        """A prompt was sent there. Its later blocks are forgotten before its earlier ones."""
+        for key in reversed(keys):
+            self._kept[key] = None
+            self._kept.move_to_end(key)
+        while len(self._kept) > self.most:
+            self._kept.popitem(last=False)
+
+
+@dataclasses.dataclass
+class Load:
+    """What one request still asks of its replica, in tokens."""
+
+    prompt: float
+    answer: float
+    told: int = 0
+
+    @property
+    def tokens(self) -> float:
+        return self.prompt + self.answer
+
+
+class Replica:
+    """What the router knows of one replica.
+
+    Attributes:
+        number: of the replica. client: speaks to it. loads: its requests.
+        prefixes: what its cache may hold.
+    """
+
+    def __init__(self, number: int, client: Client, blocks: int) -> None:
+        self.number = number
+        self.client = client
+        self.prefixes = Prefixes(blocks)
+        self.loads: dict[int, Load] = {}
+
+    @property
+    def outstanding(self) -> float:
+        """Tokens that it has yet to compute."""
+        return sum(load.tokens for load in self.loads.values())
+
+
+class Router:
+    """Sends each request to one of the replicas that live; itself a `Client`.
+
+    Args:
+        block_size: tokens of one block of the replicas' caches.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.replicas: dict[int, Replica] = {}
+        self.expected = EXPECTED
+        self.routed: dict[int, int] = {}
+        self.closed = ""
+        self._numbers = 0
+
+    # --- which replicas there are ------------------------------------------------------------
+
+    def add(self, number: int, client: Client, blocks: int) -> None:
+        """A replica is ready; it begins with an empty cache."""
+        self.replicas[number] = Replica(number, client, blocks)
+        self.routed.setdefault(number, 0)
+
+    def remove(self, number: int) -> None:
+        """A replica takes no request any more. Those it has go on, or end with its death."""
+        self.replicas.pop(number, None)
+
+    def close(self, why: str) -> None:
+        """Take no request any more, and say why."""
+        self.closed = why
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request would find a replica."""
+        return bool(self.replicas) and not self.closed
+
+    # --- requests ----------------------------------------------------------------------------
+
+    def order(self, request: Request) -> list[tuple[Replica, int]]:
+        """The replicas, the best one first, each with the tokens of the prompt that it holds."""
+        keys = chain(request.tokens, self.block_size, request.salt)
+        size = len(request.tokens)
+        # The last token is computed in any case: its logits are what is asked for.
+        hits = [
+            (replica, min(replica.prefixes.hit(keys) * self.block_size, max(size - 1, 0)))
+            for replica in self.replicas.values()
+        ]
+        return sorted(
+            hits,
+            key=lambda pair: (
+                pair[0].outstanding + size - pair[1],
+                len(pair[0].loads),
+                self.routed[pair[0].number],
+                pair[0].number,
+            ),
+        )
+
+    def submit(self, request: Request) -> Routed:
+        """Send a request to a replica.
+
+        Raises:
+            NoReplica: none lives, or the server is ending.
+        """
+        if self.closed:
+            raise NoReplica(self.closed)
+        order = self.order(request)
+        if not order:
+            raise NoReplica("no replica of the model is ready")
+        return Routed(self, request, [replica.number for replica, _ in order])
+
+    def begin(self, replica: Replica, request: Request) -> tuple[int, Stream]:
+        """Hand a request to one replica, and count it."""
+        keys = chain(request.tokens, self.block_size, request.salt)
+        held = min(replica.prefixes.hit(keys) * self.block_size, max(len(request.tokens) - 1, 0))
+        stream = replica.client.submit(request)
+        self._numbers += 1
+        answer = min(self.expected, float(request.sampling.max_new_tokens))
+        replica.loads[self._numbers] = Load(len(request.tokens) - held, answer)
+        replica.prefixes.add(keys)
+        self.routed[replica.number] += 1
+        return self._numbers, stream
+
+    def told(self, replica: Replica, number: int, request: Request, output: Output) -> None:
+        """Tokens came back: so much less is left."""
+        load = replica.loads.get(number)
+        if load is None:
+            return
+        load.prompt = 0.0
+        load.told += len(output.tokens)
+        left = float(request.sampling.max_new_tokens) - load.told
+        # A long answer is expected to go on for as long again as an average one.
+        load.answer = max(0.0, min(left, max(self.expected - load.told, self.expected / 2)))
+
+    def end(self, replica: Replica, number: int, *, finished: bool) -> None:
+        """A request is over, however it ended."""
+        load = replica.loads.pop(number, None)
+        if load is not None and finished:
+            self.expected += LEARNT * (load.told - self.expected)
+
+    # --- what is told of them ----------------------------------------------------------------
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """Sums over the replicas, and each one's own under `replicas`."""
+        each = {n: stats_of(replica.client) for n, replica in sorted(self.replicas.items())}
+        return {**added(each.values()), "replicas": each}
+
+
+class Routed:
+    """A request's outputs from whichever replica took it."""
+
+    def __init__(self, router: Router, request: Request, order: Iterable[int]) -> None:
+        self.router = router
+        self.request = request
+        self.replica: Replica | None = None
+        self.untried = list(order)
+        self._number = 0
+        self._over = False
+        self._next()
+
+    def _next(self) -> None:
+        """Try the next replica of the order that still lives. Raises NoReplica."""
+        while self.untried:
+            replica = self.router.replicas.get(self.untried.pop(0))
+            if replica is not None:
+                self._number, self.stream = self.router.begin(replica, self.request)
+                self.replica = replica
+                return
+        raise NoReplica("no replica of the model is ready")
+
+    def _end(self, *, finished: bool = False) -> None:
+        if self.replica is not None:
+            self.router.end(self.replica, self._number, finished=finished)
+
+    async def __aiter__(self) -> AsyncIterator[Output]:
+        """The outputs. Raises RequestRefused where no replica takes it, and what `Client` does."""
+        finished = False
+        try:
+            while True:
+                try:
+                    async for output in self.stream:
+                        assert self.replica is not None
+                        self.router.told(self.replica, self._number, self.request, output)
+                        finished = output.finish is not None
+                        yield output
+                    return
+                except RequestRefused as error:
+                    if error.kind != "full" or not self.untried or self._over:
+                        raise
+                    self._end()
+                    try:
+                        self._next()
+                    except NoReplica:
+                        raise error from None
+        finally:
+            self._end(finished=finished)
+
+    def cancel(self) -> None:
+        """End the request at its replica."""
+        self._over = True
+        self.stream.cancel()
+        self._end()
+
+    def __del__(self) -> None:
+        self._end()  # dropped before anybody listened
+
+
+def stats_of(client: Client) -> dict[str, Any]:
+    """A replica's newest figures as plain values; empty before its first."""
+    found = getattr(client, "stats", None)
+    if found is None:
+        return {}
+    if dataclasses.is_dataclass(found) and not isinstance(found, type):
+        return dataclasses.asdict(found)
+    return dict(found) if isinstance(found, Mapping) else {}
+
+
+def added(each: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Figures of several replicas added up, number by number; what is no number is left out."""
+    total: dict[str, Any] = {}
+    for figures in each:
+        for name, value in figures.items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                total[name] = total.get(name, 0) + value
+    return total

@@ -1,0 +1,258 @@
+"""ServingForecast and ServingMeasured: what a server is expected to do, and what it did.
+
+forecast.json   what was foretold of a server's run folder, or why nothing was
+measured.json   what its replicas counted: written again and again, and once more at the end
+
+A *round* is the time in which every running request gets one token: the time per output token. It
+is of one replica while the others are as busy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any, Self
+
+from hocket.spec.errors import RunFolderError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decode:
+    """One token for each of `batch` requests of `context` tokens: `seconds` of a round.
+
+    `count`: rounds that were measured; 0 of a forecast.
+    """
+
+    batch: float
+    context: float
+    seconds: float
+    count: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prefill:
+    """Reading `tokens` of a prompt and nothing else: `seconds`; `count`: how often it was measured."""
+
+    tokens: float
+    seconds: float
+    count: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Load:
+    """One replica under requests that arrive at random, `rate` a second.
+
+    Seconds to the first token and for each further one, as percentiles; `tokens_per_second`: that
+    it answers with; `batch`: requests that decode together, mean.
+    """
+
+    rate: float
+    tokens_per_second: float
+    ttft_p50: float
+    ttft_p90: float
+    ttft_p99: float
+    tpot_p50: float
+    tpot_p90: float
+    tpot_p99: float
+    batch: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Need:
+    """Replicas that carry `rate` requests a second; `within_goals`: and meet the goals as well.
+
+    None: no number that was tried does.
+    """
+
+    rate: float
+    replicas: int | None
+    within_goals: int | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Weighed:
+    """A layout that was weighed. Rates and seconds are of all its replicas together.
+
+    Attributes:
+        layout: text form. ranks: that it takes.
+        tokens_per_second: answered with, at most. ttft, tpot: seconds of a request alone.
+        cache_tokens: of one replica. fits: whether weights and cache do. chosen: whether it runs.
+    """
+
+    layout: str
+    ranks: int
+    tokens_per_second: float
+    ttft: float
+    tpot: float
+    cache_tokens: int
+    fits: bool = True
+    chosen: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServingForecast:
+    """What a server is expected to give.
+
+    Attributes:
+        layout: text form. why: empty, or why nothing could be foretold; the rest is then empty.
+        decode, prefill: of one replica. tokens_per_second: that a replica answers with at most.
+        prompt_len, output_len: of the requests that `loads` and `needs` are made of; ttft_ms,
+            tpot_ms, percentile: the goals of `needs`.
+        loads: one replica under load, lightest first. needs: replicas for a load.
+        memory: for each rank of a replica, bytes: `weights`, `step`, `cache`, `total`.
+        cache_bytes: of one token on the fullest rank. cache_tokens: that a replica holds.
+        capacity: bytes that a rank may hold; 0 if unknown.
+        alternatives: what else was weighed, best first.
+        cluster: what it is for. measured: when that was probed, and how. notes: what was assumed.
+    """
+
+    layout: str
+    why: str = ""
+    decode: tuple[Decode, ...] = ()
+    prefill: tuple[Prefill, ...] = ()
+    tokens_per_second: float = 0.0
+    prompt_len: int = 0
+    output_len: int = 0
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    percentile: int = 90
+    loads: tuple[Load, ...] = ()
+    needs: tuple[Need, ...] = ()
+    memory: tuple[dict[str, int], ...] = ()
+    cache_bytes: int = 0
+    cache_tokens: int = 0
+    capacity: int = 0
+    alternatives: tuple[Weighed, ...] = ()
+    cluster: str = ""
+    measured: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def known(self) -> bool:
+        """Whether anything was foretold."""
+        return not self.why
+
+    @classmethod
+    def none(cls, layout: str, why: str) -> Self:
+        """No forecast, and why."""
+        return cls(layout=layout, why=why)
+
+    def to_json(self) -> str:
+        """A JSON form with an exact inverse."""
+        return json.dumps({"serving": True, **dataclasses.asdict(self)}, indent=1, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The inverse of `to_json`. Raises RunFolderError for what is no such forecast."""
+        rows = {"decode": Decode, "prefill": Prefill, "loads": Load, "needs": Need}
+        return _read(cls, text, {**rows, "alternatives": Weighed}, ("memory", "notes"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Percentiles:
+    """Of one latency over the requests, in seconds."""
+
+    p50: float = 0.0
+    p90: float = 0.0
+    p99: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReplicaMeasured:
+    """One replica. `starts`: of its ranks; `requests`: that were sent to it.
+
+    `decode`, `prefill`: steps by what was in them; `cache_tokens`: that its cache holds; `memory`:
+    bytes of each rank, `weights`, `cache` and what else it told of; `counts`: its own counters.
+    """
+
+    number: int
+    starts: int = 1
+    requests: int = 0
+    cache_tokens: int = 0
+    decode: tuple[Decode, ...] = ()
+    prefill: tuple[Prefill, ...] = ()
+    memory: tuple[dict[str, int], ...] = ()
+    counts: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServingMeasured:
+    """What a server did since it was ready.
+
+    Attributes:
+        seconds: that it has been ready for. start_seconds: from its start until then.
+        requests: that ended with an answer. refused: sent away. failed: ended without, by a rank's
+            death among others. restarts: of replicas.
+        prompt_tokens, cached_tokens: read, and of those found in a cache. output_tokens: answered.
+        busy_seconds: in which at least one request was there.
+        ttft, tpot, end_to_end: of the newest requests.
+        loads: what the requests met with, by how many came a second.
+    """
+
+    layout: str
+    seconds: float = 0.0
+    start_seconds: float = 0.0
+    requests: int = 0
+    refused: int = 0
+    failed: int = 0
+    restarts: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    busy_seconds: float = 0.0
+    ttft: Percentiles = Percentiles()
+    tpot: Percentiles = Percentiles()
+    end_to_end: Percentiles = Percentiles()
+    loads: tuple[Load, ...] = ()
+    replicas: tuple[ReplicaMeasured, ...] = ()
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Answered with, while there was anything to answer."""
+        return self.output_tokens / self.busy_seconds if self.busy_seconds > 0 else 0.0
+
+    def to_json(self) -> str:
+        """A JSON form with an exact inverse."""
+        return json.dumps({"serving": True, **dataclasses.asdict(self)}, indent=1, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The inverse of `to_json`. Raises RunFolderError for what is nothing of the kind."""
+        found = _read(cls, text, {"loads": Load}, ("replicas",), ("ttft", "tpot", "end_to_end"))
+        try:
+            replicas = tuple(
+                ReplicaMeasured(
+                    **{
+                        **one,
+                        "decode": tuple(Decode(**row) for row in one["decode"]),
+                        "prefill": tuple(Prefill(**row) for row in one["prefill"]),
+                        "memory": tuple(one["memory"]),
+                    }
+                )
+                for one in found.replicas
+            )
+        except (TypeError, KeyError) as error:
+            raise RunFolderError(f"measured.json cannot be read: {error}") from None
+        return dataclasses.replace(found, replicas=replicas)
+
+
+def _read(
+    kind: Any,
+    text: str,
+    rows: dict[str, type],
+    plain: tuple[str, ...],
+    single: tuple[str, ...] = (),
+) -> Any:
+    try:
+        data = json.loads(text)
+        if not data.pop("serving", False):
+            raise ValueError("it is not of a server")
+        for name, row in rows.items():
+            data[name] = tuple(row(**one) for one in data[name])
+        for name in plain:
+            data[name] = tuple(data[name])
+        for name in single:
+            data[name] = Percentiles(**data[name])
+        return kind(**data)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise RunFolderError(f"{kind.__name__} cannot be read: {error}") from None
