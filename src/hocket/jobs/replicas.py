@@ -42,6 +42,9 @@ STEADY = 60.0
 STOPPED = 5.0
 """Seconds between asking ranks to leave and ending them."""
 
+LAST_WORDS = 10.0
+"""Seconds that ranks have to say why their driver hung up."""
+
 POLL = 0.02
 """Seconds between looks whether a driver's socket is there."""
 
@@ -126,7 +129,7 @@ class Replicas:
         router: Router,
         connect: Connect,
         *,
-        relaunch: Callable[[], Launcher],
+        relaunch: Callable[[int], Launcher],
         say: Say,
         max_restarts: int = 8,
     ) -> None:
@@ -187,22 +190,24 @@ class Replicas:
         return done
 
     async def end(self) -> None:
-        """End all ranks: asked first, then killed. Returns when nothing is left of them."""
+        """End all ranks: asked first, then killed. Returns when nothing is left of them.
+
+        The launchers are their owner's to close.
+        """
         self.ending = True
         for one in self.replicas:
-            if one.client is not None:
-                with contextlib.suppress(OSError, HocketError):
-                    await one.client.stop()
-            elif one.state in ("starting", "lost"):
+            if one.client is None and one.state == "starting":
                 one.launcher.kill()
+        stops = [asyncio.ensure_future(one.client.stop()) for one in self.replicas if one.client]
         self._notify()
         if self._tasks:
             _, late = await asyncio.wait(self._tasks, timeout=STOPPED)
             if late:
                 self.kill()
                 await asyncio.wait(late)
-        for one in self.replicas:
-            one.launcher.close()
+        for stop in stops:
+            stop.cancel()
+        await asyncio.gather(*stops, return_exceptions=True)
 
     def kill(self) -> None:
         """End all ranks at once."""
@@ -236,7 +241,7 @@ class Replicas:
         one.starts += 1
         if not one.launcher.alive:
             one.launcher.close()
-            one.launcher = self.relaunch()
+            one.launcher = self.relaunch(one.number)
         # Made for this life alone: nobody else may enter, and nothing is left once it is joined.
         folder = Path(tempfile.mkdtemp(prefix="hocket-"))
         socket, token = folder / "driver", secrets.token_hex(32)
@@ -262,11 +267,14 @@ class Replicas:
         joining = asyncio.ensure_future(self._join(one, socket, token))
         try:
             await asyncio.wait({ranks, joining}, return_when=asyncio.FIRST_COMPLETED)
-            if joining.done() and not ranks.done() and (lost := joining.exception()) is not None:
-                # It could not be spoken to: its ranks are of no use.
-                one.launcher.kill()
-                await asyncio.wait({ranks})
-                return _as_error(lost)
+            lost = joining.exception() if joining.done() else None
+            if lost is not None:
+                # Most often its ranks are about to say why. Those that live on are of no use.
+                await asyncio.wait({ranks}, timeout=LAST_WORDS)
+                if not ranks.done():
+                    one.launcher.kill()
+                    await asyncio.wait({ranks})
+                    return _as_error(lost)
             await asyncio.wait({ranks})
             error = ranks.exception()
         finally:
@@ -279,7 +287,7 @@ class Replicas:
         return RankFailure(f"the ranks of replica {one.number} left without being asked to")
 
     async def _join(self, one: Replica, socket: Path, token: str) -> None:
-        while not await asyncio.to_thread(os.path.exists, socket):
+        while not os.path.exists(socket):
             await asyncio.sleep(POLL)
         client, capacity = await self.connect(socket, token)
         shutil.rmtree(socket.parent, ignore_errors=True)

@@ -31,7 +31,7 @@ class Decode:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prefill:
-    """Reading `tokens` of a prompt and nothing else: `seconds`; `count`: how often it was measured."""
+    """Reading `tokens` of a prompt and nothing else: `seconds`. `count`: times it was measured."""
 
     tokens: float
     seconds: float

@@ -19,11 +19,13 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import time
 from array import array
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from hocket.serving.front.client import ReplicaLost
 from hocket.serving.request import Output, Request, RequestRefused
 from hocket.spec.errors import HocketError
 
@@ -107,6 +109,41 @@ class Load:
         return self.prompt + self.answer
 
 
+@dataclasses.dataclass
+class Timing:
+    """What one request met with; times by the monotonic clock.
+
+    Attributes:
+        prompt, cached: its tokens, and of those found in a cache. tokens: of the answer.
+        came, first, ended: when it came, and when its first and last token did.
+        replica: that had it. finished: answered to the end. refused, failed: why it was not.
+    """
+
+    prompt: int
+    cached: int = 0
+    tokens: int = 0
+    came: float = dataclasses.field(default_factory=time.monotonic)
+    first: float | None = None
+    ended: float | None = None
+    replica: int = -1
+    finished: bool = False
+    refused: bool = False
+    failed: bool = False
+
+    def told(self, output: Output) -> None:
+        """One output came."""
+        if output.tokens and self.first is None:
+            self.first = time.monotonic()
+        self.tokens += len(output.tokens)
+        self.cached = max(self.cached, output.cached)
+        self.finished = output.finish is not None and output.finish != "error"
+        self.failed = output.finish == "error"
+
+    def end(self, replica: int) -> None:
+        """Nothing comes any more."""
+        self.ended, self.replica = time.monotonic(), replica
+
+
 class Replica:
     """What the router knows of one replica.
 
@@ -140,6 +177,7 @@ class Router:
         self.expected = EXPECTED
         self.routed: dict[int, int] = {}
         self.closed = ""
+        self.listeners: list[Callable[[Timing], None]] = []
         self._numbers = 0
 
     # --- which replicas there are ------------------------------------------------------------
@@ -225,6 +263,11 @@ class Router:
         if load is not None and finished:
             self.expected += LEARNT * (load.told - self.expected)
 
+    def ended(self, timing: Timing) -> None:
+        """Tell whoever counts that a request is over."""
+        for listener in self.listeners:
+            listener(timing)
+
     # --- what is told of them ----------------------------------------------------------------
 
     @property
@@ -240,6 +283,7 @@ class Routed:
     def __init__(self, router: Router, request: Request, order: Iterable[int]) -> None:
         self.router = router
         self.request = request
+        self.timing = Timing(prompt=len(request.tokens))
         self.replica: Replica | None = None
         self.untried = list(order)
         self._number = 0
@@ -247,18 +291,37 @@ class Routed:
         self._next()
 
     def _next(self) -> None:
-        """Try the next replica of the order that still lives. Raises NoReplica."""
+        """Try the next replica of the order that still lives. Raises NoReplica, or its refusal."""
+        full: RequestRefused | None = None
         while self.untried:
             replica = self.router.replicas.get(self.untried.pop(0))
-            if replica is not None:
+            if replica is None:
+                continue
+            try:
                 self._number, self.stream = self.router.begin(replica, self.request)
-                self.replica = replica
-                return
-        raise NoReplica("no replica of the model is ready")
+            except ReplicaLost:  # it died just now: the supervisor has not heard of it yet
+                continue
+            except RequestRefused as error:
+                if error.kind != "full":
+                    raise
+                full = error
+                continue
+            self.replica = replica
+            return
+        raise full or NoReplica("no replica of the model is ready")
 
     def _end(self, *, finished: bool = False) -> None:
-        if self.replica is not None:
-            self.router.end(self.replica, self._number, finished=finished)
+        replica = self._leave(finished=finished)
+        if replica is not None:
+            self.timing.end(replica.number)
+            self.router.ended(self.timing)
+
+    def _leave(self, *, finished: bool = False) -> Replica | None:
+        """The replica that had it has it no more."""
+        replica, self.replica = self.replica, None
+        if replica is not None:
+            self.router.end(replica, self._number, finished=finished)
+        return replica
 
     async def __aiter__(self) -> AsyncIterator[Output]:
         """The outputs. Raises RequestRefused where no replica takes it, and what `Client` does."""
@@ -269,17 +332,23 @@ class Routed:
                     async for output in self.stream:
                         assert self.replica is not None
                         self.router.told(self.replica, self._number, self.request, output)
+                        self.timing.told(output)
                         finished = output.finish is not None
                         yield output
                     return
                 except RequestRefused as error:
                     if error.kind != "full" or not self.untried or self._over:
                         raise
-                    self._end()
+                    refused_by = self._leave()
                     try:
                         self._next()
-                    except NoReplica:
+                    except (NoReplica, RequestRefused):
+                        self.replica = refused_by
                         raise error from None
+        except HocketError as error:
+            self.timing.refused = isinstance(error, RequestRefused)
+            self.timing.failed = not self.timing.refused
+            raise
         finally:
             self._end(finished=finished)
 
