@@ -68,7 +68,7 @@ def generate(
     from hocket.launch import joined
     from hocket.models.source import resolve
     from hocket.serving.request import Sampling, check_prompts, refuse_replicas
-    from hocket.serving.text import TextPieces
+    from hocket.serving.front.text import TextPieces
 
     if joined() is not None:
         raise OptionError(

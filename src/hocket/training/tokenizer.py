@@ -112,9 +112,13 @@ class Tokenizer:
     @property
     def hash(self) -> str:
         """SHA-256 of the tokenizer's own file, the first 16 digits."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+    def to_json(self) -> str:
+        """The text of the tokenizer's own file."""
         self._backend.encode_special_tokens = False
         try:
-            return hashlib.sha256(self._backend.to_str().encode()).hexdigest()[:16]
+            return str(self._backend.to_str())
         finally:
             self._backend.encode_special_tokens = True
 
