@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,17 @@ from transformers import initialization
 from hocket.spec.errors import ModelError, unknown
 
 ATTENTION = ("sdpa", "eager")
+_REGISTERED: set[str] = set()
+
+
+def register_attention(name: str, function: Callable[..., Any]) -> None:
+    """Make `function` an attention implementation that `build` takes by `name`.
+
+    It is called as transformers' own are, `(module, query, key, value, attention_mask, **kwargs)
+    -> (output, None)`, and gets no mask: none is ever built for it.
+    """
+    transformers.AttentionInterface.register(name, function)
+    _REGISTERED.add(name)
 
 
 def config_of(
@@ -64,13 +76,13 @@ def build(
     """Build the whole model; on the meta device unless told otherwise, and never initialised.
 
     The attention implementation is always given, so that a configuration cannot choose one. A
-    family that has no fused attention gets `eager`.
+    family that has no fused attention gets `eager`, unless another one than `sdpa` was asked for.
 
     Raises:
         ModelError: an unknown attention implementation, or a configuration that transformers
             cannot build a causal language model from.
     """
-    if attention not in ATTENTION:
+    if attention not in ATTENTION and attention not in _REGISTERED:
         message, hint = unknown("attention", attention, ATTENTION)
         raise ModelError(message, hint=hint)
     if isinstance(config, dict):
@@ -83,7 +95,7 @@ def build(
         classes = transformers.AutoModelForCausalLM._model_mapping
         if type(config) not in classes:
             raise ModelError(f"transformers has no causal language model of {config.model_type!r}")
-        if not getattr(classes[type(config)], "_supports_sdpa", False):
+        if attention == "sdpa" and not getattr(classes[type(config)], "_supports_sdpa", False):
             attention = "eager"
     with torch.device(device), initialization.no_init_weights():
         try:

@@ -1,0 +1,348 @@
+"""Paged attention on CPU, whose cost grows with the tokens that are really attended.
+
+Decoding rows: the queries travel to the keys, not the keys to the queries. Blocks that are
+attended are taken in the order in which they lie in memory; where they lie side by side, one
+batched product reads them in place, and only blocks that lie alone are copied first:
+
+    cache        [ b0 b1 b2 b3 | . . | b6 | . | b8 b9 b10 b11 ]     attended blocks
+    products       in place           copied    in place            (1)
+    each pair      largest score, sum of exponentials, weighted values
+    rows           pairs of one row joined by their largest scores  (2)
+
+which is the split softmax of Milakov and Gimelshein (2018), one piece per block. Chunks of prompts
+attend one by one with the kernel for whole sequences: to themselves causally, to what was there
+before without a mask, joined the same way.
+
+Legend: R decoding rows, N pairs of a row and a block, A query heads, K key/value heads, G = A / K,
+D head size, B block size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hocket.serving.engine.attention import Options
+from hocket.serving.engine.attention_step import Chunk, StepIndices
+from hocket.serving.engine.cache import PagedCache
+
+_SHORTEST_RUN = 4
+"""Neighbouring blocks that are worth a product of their own; fewer are copied together."""
+_COPIED_BYTES = 1 << 20
+"""Keys that are copied at once: they are read again while they lie in the cache of the core."""
+_RUN_BLOCKS = 1024
+"""Blocks of one product: bounds the scores that are held at once."""
+
+_flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+@dataclasses.dataclass(slots=True)
+class _Segment:
+    """Pairs `first` to `last` of the working order, whose blocks lie side by side from `block`,
+    or are `blocks`, to be copied."""
+
+    first: int
+    last: int
+    block: int = -1
+    blocks: Tensor | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class _Pairs:
+    """Which decoding row attends to which block, for one window.
+
+    Attributes:
+        count: N.
+        segments: of the pairs, in working order.
+        owners: [N] row of each pair.
+        mask: [N, 1, B] 0 or -inf.
+        groups: rows (None: all) and, for each, the pairs that make it up; N where it has fewer.
+    """
+
+    count: int
+    segments: list[_Segment]
+    owners: Tensor
+    mask: Tensor
+    groups: list[tuple[Tensor | None, Tensor]]
+
+
+class CpuAttention:
+    """Attention of one step, over all layers in the order in which they are called."""
+
+    def __init__(self, cache: PagedCache, step: StepIndices) -> None:
+        self.cache = cache
+        self.step = step
+        self._layer = 0
+        self._pairs: dict[int | None, _Pairs] = {}
+        self._rows: dict[int, Tensor] = {}
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: Options
+    ) -> Tensor:
+        """Write the new keys and values [1, K, T, D], attend with query [1, A, T, D]."""
+        layer, self._layer = self._layer, self._layer + 1
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        self._write(keys, key)
+        self._write(values, value)
+        q = query[0].transpose(0, 1)
+        num_decode = self.step.num_decode
+        if not self.step.chunks:
+            return self._decode(q, keys, values, options).unsqueeze(0)
+        out = q.new_empty(q.shape[0], q.shape[1], value.shape[-1])
+        if num_decode:
+            out[:num_decode] = self._decode(q[:num_decode], keys, values, options)
+        for chunk in self.step.chunks:
+            where = slice(chunk.first, chunk.first + chunk.count)
+            out[where] = _chunk(
+                chunk, query[:, :, where], key[:, :, where], value[:, :, where],
+                keys, values, options,
+            )  # fmt: skip
+        return out.unsqueeze(0)
+
+    def _write(self, pool: Tensor, new: Tensor) -> None:
+        _, heads, count, width = new.shape
+        rows = self._rows.get(heads)
+        if rows is None:
+            size = self.cache.block_size
+            places = self.step.places
+            blocks = places // size
+            rows = (blocks * heads).unsqueeze(1) + torch.arange(heads)
+            rows = (rows * size + (places - blocks * size).unsqueeze(1)).view(-1)
+            self._rows[heads] = rows
+        flat = new[0].transpose(0, 1).reshape(count * heads, width)
+        pool.view(-1, width).index_copy_(0, rows, flat)
+
+    def _decode(self, q: Tensor, keys: Tensor, values: Tensor, options: Options) -> Tensor:
+        """Query [R, A, D] to [R, A, D of the value]."""
+        pairs = self._pairs.get(options.window)
+        if pairs is None:
+            pairs = self._pairs[options.window] = _pairs(
+                self.step, options.window, keys[0].numel() * keys.element_size()
+            )
+        rows, num_heads, size = q.shape
+        _, heads, block, _ = keys.shape
+        width, group = values.shape[-1], num_heads // heads
+        q = (q * options.scaling).reshape(rows, heads, group, size)
+        count = pairs.count
+        half = q.dtype != torch.float32
+        # One pair more than there are: what pads the rows that have fewer than others.
+        largest = torch.full((count + 1, heads, group, 1), -torch.inf)
+        total = torch.zeros_like(largest)
+        mixed = torch.zeros(count + 1, heads, group, width)
+        for segment in pairs.segments:
+            a, b = segment.first, segment.last
+            n = b - a
+            if segment.blocks is None:
+                k = keys[segment.block : segment.block + n]
+                v = values[segment.block : segment.block + n]
+            else:
+                k = keys.index_select(0, segment.blocks)
+                v = values.index_select(0, segment.blocks)
+            asked = q.index_select(0, pairs.owners[a:b]).view(n * heads, group, size)
+            scores = torch.bmm(asked, k.view(n * heads, block, size).transpose(1, 2))
+            if half:
+                scores = scores.float()
+            if options.softcap is not None:
+                scores.div_(options.softcap).tanh_().mul_(options.softcap)
+            scores.view(n, heads * group, block).add_(pairs.mask[a:b])
+            top = scores.amax(-1, keepdim=True)
+            scores.sub_(top).exp_()
+            largest[a:b] = top.view(n, heads, group, 1)
+            total[a:b] = scores.sum(-1).view(n, heads, group, 1)
+            if half:
+                scores = scores.to(v.dtype)
+            v = v.view(n * heads, block, width)
+            mixed[a:b] = torch.bmm(scores, v).view(n, heads, group, width)
+        sinks = None
+        if options.sinks is not None:
+            sinks = options.sinks.float().view(1, heads, group, 1)
+        if pairs.groups[0][0] is None:
+            out = _join(largest, total, mixed, pairs.groups[0][1], sinks)
+        else:
+            out = mixed.new_empty(rows, heads, group, width)
+            for which, table in pairs.groups:
+                assert which is not None
+                out[which] = _join(largest, total, mixed, table, sinks)
+        return out.to(values.dtype).view(rows, num_heads, width)
+
+
+def _join(
+    largest: Tensor, total: Tensor, mixed: Tensor, table: Tensor, sinks: Tensor | None
+) -> Tensor:
+    """Rows [r, K, G, D] from their pairs `table` [r, n]."""
+    rows, n = table.shape
+    if n == 1 and sinks is None:
+        flat = table.view(-1)
+        return mixed.index_select(0, flat).div_(total.index_select(0, flat))
+    flat = table.view(-1)
+    tops = largest.index_select(0, flat).view(rows, n, *largest.shape[1:])
+    top = tops.amax(1, keepdim=True)
+    if sinks is not None:
+        top = torch.maximum(top, sinks)
+    weight = tops.sub_(top).exp_()
+    totals = total.index_select(0, flat).view_as(weight).mul_(weight).sum(1)
+    if sinks is not None:
+        totals += (sinks - top[:, 0]).exp_()
+    parts = mixed.index_select(0, flat).view(rows, n, *mixed.shape[1:])
+    return parts.mul_(weight).sum(1).div_(totals)
+
+
+def _pairs(step: StepIndices, window: int | None, block_bytes: int) -> _Pairs:
+    size = step.block_size
+    lengths = step.lengths
+    num_blocks = (lengths + (size - 1)) // size
+    oldest = torch.zeros_like(lengths) if window is None else (lengths - window).clamp_min(0)
+    low = oldest // size
+    column = torch.arange(step.tables.shape[1])
+    held = (column < num_blocks.unsqueeze(1)) & (column >= low.unsqueeze(1))
+    rows, columns = held.nonzero(as_tuple=True)
+    count = rows.shape[0]
+    blocks, order = step.tables[rows, columns].sort(stable=True)
+    # Runs of blocks that lie side by side; a block that several rows share begins a new one.
+    breaks = (blocks.diff() != 1).nonzero().squeeze(1) + 1
+    bounds = [0, *breaks.tolist(), count]
+    segments: list[_Segment] = []
+    pieces: list[Tensor] = []
+    alone: list[tuple[int, int]] = []
+    done = 0
+    for a, b in zip(bounds, bounds[1:], strict=False):
+        if b - a < _SHORTEST_RUN:
+            alone.append((a, b))
+            continue
+        pieces.append(order[a:b])
+        first_block = int(blocks[a])
+        for i in range(0, b - a, _RUN_BLOCKS):
+            n = min(_RUN_BLOCKS, b - a - i)
+            segments.append(_Segment(done + i, done + i + n, first_block + i))
+        done += b - a
+    if alone:
+        scattered = torch.cat([order[a:b] for a, b in alone])
+        copied = torch.cat([blocks[a:b] for a, b in alone])
+        pieces.append(scattered)
+        most = max(_SHORTEST_RUN, _COPIED_BYTES // block_bytes)
+        for i in range(0, scattered.shape[0], most):
+            some = copied[i : i + most]
+            segments.append(_Segment(done, done + some.shape[0], blocks=some))
+            done += some.shape[0]
+    working = torch.cat(pieces)
+    owners = rows[working]
+    position = (columns[working] * size).unsqueeze(1) + torch.arange(size)
+    hidden = position >= lengths[owners].unsqueeze(1)
+    if window is not None:
+        hidden |= position < oldest[owners].unsqueeze(1)
+    mask = torch.zeros(count, 1, size).masked_fill_(hidden.unsqueeze(1), -torch.inf)
+    where = torch.empty(count + 1, dtype=torch.long)
+    where[working] = torch.arange(count)
+    where[count] = count
+    return _Pairs(count, segments, owners, mask, _groups(num_blocks - low, where))
+
+
+def _groups(counts: Tensor, where: Tensor) -> list[tuple[Tensor | None, Tensor]]:
+    """Tables of pairs for rows of similar lengths, so that little of them is padding."""
+    ends = counts.cumsum(0)
+    begins = ends - counts
+    last = where.shape[0] - 1
+
+    def table(which: Tensor | None) -> Tensor:
+        some, start = (counts, begins) if which is None else (counts[which], begins[which])
+        column = torch.arange(int(some.max()))
+        pair = (start.unsqueeze(1) + column).masked_fill_(column >= some.unsqueeze(1), last)
+        return where[pair]
+
+    smallest, largest = int(counts.min()), int(counts.max())
+    if largest <= 2 * smallest or largest <= 8:
+        return [(None, table(None))]
+    power = counts.log2().ceil().long()
+    found: list[tuple[Tensor | None, Tensor]] = []
+    for each in power.unique().tolist():
+        which = (power == each).nonzero().squeeze(1)
+        found.append((which, table(which)))
+    return found
+
+
+def _chunk(
+    chunk: Chunk,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    options: Options,
+) -> Tensor:
+    """One chunk of a prompt: query [1, A, c, D], key and value [1, K, c, D] to [c, A, D]."""
+    total = chunk.start + chunk.count
+    windowed = options.window is not None and options.window < total
+    if options.softcap is not None or windowed:
+        return _explicit(chunk, query, keys, values, options)
+    own, weight = _attend(query, key, value, options.scaling, causal=True)
+    if chunk.start:
+        heads, block = keys.shape[1], keys.shape[2]
+        blocks = chunk.blocks[: (chunk.start + block - 1) // block]
+        k = _gathered(keys, blocks)[:, :, : chunk.start]
+        v = _gathered(values, blocks)[:, :, : chunk.start]
+        # Queries of the heads that share a key lie one after the other: no key is repeated.
+        _, num_heads, count, size = query.shape
+        asked = query.reshape(1, heads, num_heads // heads * count, size)
+        before, old = _attend(asked, k, v, options.scaling, causal=False)
+        before, old = before.reshape(own.shape), old.reshape(weight.shape)
+        share = torch.sigmoid(weight - old).unsqueeze(-1).to(own.dtype)
+        own = torch.lerp(before, own, share)
+        weight = torch.logaddexp(weight, old)
+    if options.sinks is not None:
+        sinks = options.sinks.to(weight.dtype).view(1, -1, 1)
+        own = own * torch.sigmoid(weight - sinks).unsqueeze(-1).to(own.dtype)
+    return own[0].transpose(0, 1)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, scaling: float, *, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """The attended values and, per query, the logarithm of the sum of exponentials."""
+    width = v.shape[-1]
+    if width != q.shape[-1]:  # the kernel wants one width
+        v = nn.functional.pad(v, (0, q.shape[-1] - width))
+    out, weight = _flash(q, k, v, is_causal=causal, scale=scaling)
+    return out[..., :width], weight
+
+
+def _gathered(pool: Tensor, blocks: Tensor) -> Tensor:
+    """A sequence's blocks as [1, K, tokens, D]."""
+    picked = pool.transpose(0, 1).index_select(1, blocks)
+    heads, count, block, width = picked.shape
+    return picked.view(1, heads, count * block, width)
+
+
+def _explicit(
+    chunk: Chunk, query: Tensor, keys: Tensor, values: Tensor, options: Options
+) -> Tensor:
+    """With a window or a softcap: scores and mask of this chunk alone."""
+    _, num_heads, count, size = query.shape
+    heads, block = keys.shape[1], keys.shape[2]
+    group = num_heads // heads
+    oldest = 0
+    if options.window is not None:
+        oldest = max(0, chunk.start + 1 - options.window)
+    skipped = oldest // block
+    end = chunk.start + count - skipped * block
+    k = _gathered(keys, chunk.blocks[skipped:])[0, :, :end]
+    v = _gathered(values, chunk.blocks[skipped:])[0, :, :end]
+    asked = (query[0] * options.scaling).reshape(heads, group * count, size)
+    scores = torch.bmm(asked, k.transpose(1, 2)).float().view(heads, group, count, end)
+    if options.softcap is not None:
+        scores.div_(options.softcap).tanh_().mul_(options.softcap)
+    at = torch.arange(chunk.start, chunk.start + count).unsqueeze(1)
+    seen = torch.arange(end) + skipped * block
+    hidden = seen > at
+    if options.window is not None:
+        hidden |= seen <= at - options.window
+    scores.masked_fill_(hidden, -torch.inf)
+    if options.sinks is not None:
+        sinks = options.sinks.float().view(heads, group, 1, 1).expand(-1, -1, count, 1)
+        weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :end]
+    else:
+        weights = scores.softmax(-1)
+    out = torch.bmm(weights.to(v.dtype).reshape(heads, group * count, end), v)
+    return out.view(num_heads, count, -1).transpose(0, 1)

@@ -1,0 +1,121 @@
+"""Paged cache: keys and values of all sequences in blocks, and which blocks each slot holds.
+
+A block holds `block_size` tokens of one sequence, in every attention layer of the stage. On CUDA a
+layer's blocks are [blocks, block, K, D], as the variable-length kernel wants them; on CPU they are
+[blocks, K, block, D], so that the keys of one head lie together and a matrix product reads them
+in place.
+
+Legend: K key/value heads of this rank, D head size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from hocket.serving.scheduling.step import StepPlan
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one attention layer keeps of a token.
+
+    Attributes:
+        num_heads: query heads of this rank.
+        num_kv_heads: key/value heads of this rank.
+        key_size, value_size: of one head; they differ under multi-head latent attention.
+        dtype: of both.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    key_size: int
+    value_size: int
+    dtype: torch.dtype
+
+    def bytes_per_block(self, block_size: int) -> int:
+        return (
+            block_size
+            * self.num_kv_heads
+            * (self.key_size + self.value_size)
+            * (self.dtype.itemsize)
+        )
+
+
+class PagedCache:
+    """The blocks of every attention layer of one stage.
+
+    Attributes:
+        block_size: tokens of a block.
+        num_blocks: blocks that were allocated.
+        keys, values: per layer.
+        heads_first: whether a block is [K, block, D] (CPU) or [block, K, D] (CUDA).
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerShape],
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+    ) -> None:
+        self.layers = list(layers)
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.device = device
+        self.heads_first = device.type == "cpu"
+        # Zeros: a block is attended whole, with the weight of what was never written at zero,
+        # and zero times what happened to lie there is only zero if that was a number.
+        self.keys = [self._pool(layer, layer.key_size) for layer in self.layers]
+        self.values = [self._pool(layer, layer.value_size) for layer in self.layers]
+
+    def _pool(self, layer: LayerShape, width: int) -> Tensor:
+        middle = (layer.num_kv_heads, self.block_size)
+        if not self.heads_first:
+            middle = (self.block_size, layer.num_kv_heads)
+        shape = (self.num_blocks, *middle, width)
+        return torch.zeros(shape, dtype=layer.dtype, device=self.device)
+
+
+class BlockTables:
+    """The blocks of each slot, in the order of its tokens; on CPU.
+
+    Attributes:
+        table: [slots, blocks of the longest sequence] int64.
+    """
+
+    def __init__(self, max_rows: int, max_blocks: int) -> None:
+        self.table = torch.zeros(max_rows, max_blocks, dtype=torch.long)
+        self._held = [0] * max_rows
+
+    def apply(self, plan: StepPlan) -> None:
+        """Take in what a plan says of its slots: released, admitted, new blocks."""
+        for slot in plan.released:
+            self._held[slot] = 0
+        for admission in plan.admitted:
+            self._held[admission.slot] = 0
+        slots: list[int] = []
+        columns: list[int] = []
+        blocks: list[int] = []
+        for row in plan.rows:
+            count = len(row.new_blocks)
+            if count:
+                held = self._held[row.slot]
+                slots += [row.slot] * count
+                columns += range(held, held + count)
+                blocks += row.new_blocks
+                self._held[row.slot] = held + count
+        if slots:
+            self.table[torch.tensor(slots), torch.tensor(columns)] = torch.tensor(blocks)
+
+    def held(self, slot: int) -> int:
+        """Blocks that a slot holds."""
+        return self._held[slot]
+
+
+def bytes_per_block(layers: Iterable[LayerShape], block_size: int) -> int:
+    """Bytes that one block takes in all layers together."""
+    return sum(layer.bytes_per_block(block_size) for layer in layers)

@@ -1,0 +1,158 @@
+"""StageRunner: one rank's part of the serving engine.
+
+    plan                what all ranks compute in this step
+    BlockTables         which blocks each slot holds                       (1)
+    StepIndices         where tokens go, what attends to what              (2)
+    the model's code    packed [1, T], layer by layer; attention is paged  (3)
+    logits              of the asked positions alone, on the last stage    (4)
+
+Legend: T tokens of the step, H hidden, N rows of logits, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hocket.runtime.mesh import Mesh
+from hocket.runtime.pipeline.stage import Stage
+from hocket.serving.engine.attention import Options, attending
+from hocket.serving.engine.attention_cpu import CpuAttention
+from hocket.serving.engine.attention_step import StepIndices, indices
+from hocket.serving.engine.cache import BlockTables, LayerShape, PagedCache, bytes_per_block
+from hocket.serving.scheduling.step import StepPlan
+from hocket.spec.errors import ModelError
+
+
+class StageRunner:
+    """Runs the plans of a replica on one stage of its model.
+
+    Args:
+        stage: this rank's stage, with its values, built with the attention `attention.NAME`.
+        mesh: the ranks of the replica.
+        config: the model's configuration.
+        block_size: tokens of a block of the cache.
+        max_rows: slots.
+        max_batch_tokens: tokens of a step.
+        max_model_len: tokens of a sequence.
+
+    Attributes:
+        layers: the shape of what each attention layer of the stage keeps, in calling order.
+
+    Raises:
+        ModelError: layers of the stage keep something else than keys and values.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        mesh: Mesh,
+        config: Any,
+        *,
+        block_size: int,
+        max_rows: int,
+        max_batch_tokens: int,
+        max_model_len: int,
+    ) -> None:
+        self.stage = stage
+        self.mesh = mesh
+        self.config = config
+        self.device = mesh.device
+        self.block_size = block_size
+        self.max_rows = max_rows
+        self.max_batch_tokens = max_batch_tokens
+        self.max_model_len = max_model_len
+        stage.module.eval().requires_grad_(False)
+        self._keeps = stage.is_last and "logits_to_keep" in (
+            inspect.signature(stage.module.forward).parameters
+        )
+        self.cache: PagedCache | None = None
+        self.tables = BlockTables(max_rows, -(-max_model_len // block_size))
+        self.layers = self._watch()
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes that one block takes on this rank, in all of the stage's layers."""
+        return bytes_per_block(self.layers, self.block_size)
+
+    def allocate(self, num_blocks: int) -> None:
+        """Make the cache, once."""
+        self.cache = PagedCache(self.layers, num_blocks, self.block_size, self.device)
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan, hidden: Tensor | None = None) -> Tensor:
+        """Compute a plan.
+
+        Args:
+            plan: the step; every plan of the replica is run, in order.
+            hidden: [1, T, H] from the stage before; None on the first stage.
+
+        Returns:
+            The hidden state [1, T, H], or on the last stage logits [N, V of this rank]: one for
+            each row with LAST, `count` for each with ALL, in row order.
+        """
+        assert self.cache is not None, "allocate() first"
+        self.tables.apply(plan)
+        step = indices(plan, self.tables, self.block_size)
+        return self._forward(step, hidden, CpuAttention(self.cache, step))
+
+    def _forward(self, step: StepIndices, hidden: Tensor | None, attention: Any) -> Tensor:
+        batch = {
+            "input_ids": step.tokens.unsqueeze(0).to(self.device),
+            "position_ids": step.positions.unsqueeze(0).to(self.device),
+        }
+        wanted = step.wanted.to(self.device)
+        extra: dict[str, Any] = {"logits_to_keep": wanted} if self._keeps else {}
+        with attending(attention):
+            output = self.stage.output(batch, hidden, use_cache=False, **extra)
+        if not self.stage.is_last:
+            return output  # type: ignore[no-any-return]
+        logits: Tensor = output.logits[0]
+        return logits if self._keeps else logits.index_select(0, wanted)
+
+    @torch.inference_mode()
+    def _watch(self) -> list[LayerShape]:
+        """Run two tokens without a cache and see which layers attend, and with what."""
+        watch = _Watch()
+        hidden = None
+        if not self.stage.is_first:
+            assert self.stage.hidden_size is not None
+            hidden = torch.zeros(
+                1, 2, self.stage.hidden_size, dtype=self.stage.dtype, device=self.device
+            )
+        step = StepIndices(
+            tokens=torch.zeros(2, dtype=torch.long),
+            positions=torch.arange(2),
+            places=torch.arange(2),
+            num_decode=0,
+            lengths=torch.zeros(0, dtype=torch.long),
+            tables=torch.zeros(0, 0, dtype=torch.long),
+            chunks=[],
+            wanted=torch.ones(1, dtype=torch.long),
+            block_size=self.block_size,
+        )
+        self._forward(step, hidden, watch)
+        if not watch.layers:
+            raise ModelError(
+                f"no layer of {type(self.stage.module).__name__} attends through transformers' "
+                "attention interface, so there are no keys and values to page"
+            )
+        return watch.layers
+
+
+class _Watch:
+    """Stands for attention: notes what layers hand over, and returns something of the shape."""
+
+    def __init__(self) -> None:
+        self.layers: list[LayerShape] = []
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: Options
+    ) -> Tensor:
+        self.layers.append(
+            LayerShape(query.shape[1], key.shape[1], key.shape[-1], value.shape[-1], key.dtype)
+        )
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
