@@ -57,6 +57,9 @@ class Client(Protocol):
     async def drain(self) -> None:
         """Take no request any more; returns when those it had have ended."""
 
+    async def measured(self) -> dict[str, Any]:
+        """What the replica has counted: `stats`, and `measured` by step."""
+
     async def stop(self) -> None:
         """Have the ranks leave."""
 

@@ -178,6 +178,9 @@ class Router:
         self.routed: dict[int, int] = {}
         self.closed = ""
         self.listeners: list[Callable[[Timing], None]] = []
+        self.running = 0
+        self._busy = 0.0
+        self._since = 0.0
         self._numbers = 0
 
     # --- which replicas there are ------------------------------------------------------------
@@ -263,8 +266,22 @@ class Router:
         if load is not None and finished:
             self.expected += LEARNT * (load.told - self.expected)
 
+    @property
+    def busy(self) -> float:
+        """Seconds in which at least one request was there."""
+        return self._busy + (time.monotonic() - self._since if self.running else 0.0)
+
+    def begun(self) -> None:
+        """A request was taken."""
+        if not self.running:
+            self._since = time.monotonic()
+        self.running += 1
+
     def ended(self, timing: Timing) -> None:
-        """Tell whoever counts that a request is over."""
+        """It is over; whoever counts is told."""
+        self.running -= 1
+        if not self.running:
+            self._busy += time.monotonic() - self._since
         for listener in self.listeners:
             listener(timing)
 
@@ -289,6 +306,7 @@ class Routed:
         self._number = 0
         self._over = False
         self._next()
+        router.begun()
 
     def _next(self) -> None:
         """Try the next replica of the order that still lives. Raises NoReplica, or its refusal."""
