@@ -1,0 +1,54 @@
+"""Limits: how much one replica's scheduler may hold at once, in blocks, rows and tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hocket.spec.errors import OptionError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Bounds of one scheduler, and so of everything it keeps in memory.
+
+    Attributes:
+        num_blocks: blocks of the key/value cache.
+        block_size: tokens of a block.
+        max_rows: requests that run at once; workers' rows are slots 0 .. max_rows-1.
+        max_batch_tokens: tokens that one plan computes.
+        max_model_len: tokens of one request, prompt and answer.
+        depth: plans in flight; at least the number of pipeline stages, so that none waits.
+        max_waiting: requests that wait before more are refused.
+        max_waiting_tokens: prompt tokens that wait before more are refused.
+        max_logit_rows: positions of one plan for which every position's logits are made
+            (`Row.logits` ALL), besides one for each row that is sampled.
+        prefix_cache: share the blocks of equal beginnings.
+        vocab_size: token ids above are refused. None: not checked.
+    """
+
+    num_blocks: int
+    block_size: int
+    max_rows: int
+    max_batch_tokens: int
+    max_model_len: int
+    depth: int = 1
+    max_waiting: int = 256
+    max_waiting_tokens: int = 1 << 20
+    max_logit_rows: int = 64
+    prefix_cache: bool = True
+    vocab_size: int | None = None
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if type(value) is int and not 1 <= value < 2**31:
+                raise OptionError(f"{field.name} is {value}; it must be from 1 to {2**31 - 1}")
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the cache holds."""
+        return self.num_blocks * self.block_size
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that hold so many tokens."""
+        return -(-tokens // self.block_size)
