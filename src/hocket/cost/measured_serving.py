@@ -1,0 +1,311 @@
+"""Serving on a measured machine: seconds of one engine step of a replica, and what its ranks hold.
+
+A step computes the new tokens of all its requests packed in one row, without padding:
+
+    products      of T rows, those that read the same tensor in one; at least the reading of W
+    the rest      the model's own operations, one call each, of so many bytes
+    attention     decode: the cached keys and values are read where they lie, a small product for
+                  each block of them; prompts: the flash kernel, by the area that is attended
+    head, sample  of the rows alone whose next token is asked for
+    messages      two sums a layer over tp, the hidden state to the next stage, the plan to all
+
+Nothing is fitted to a layout: sizes come from the model's traced shape, calls from the engine's
+code, seconds from `hocket probe`. What this machine does beside the ranks (HTTP, text) is left out.
+
+Legend: T tokens of a step, b requests that decode, c their mean context, n tokens of prompts, k
+their mean attended context, t tensor ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import numpy as np
+
+from hocket.cost.measured_links import Links
+from hocket.cost.measured_rates import BYTES, Rates
+from hocket.cost.measured_stage import local, stage_blocks, weights
+from hocket.cost.serving_shape import latent_width, served
+from hocket.cost.terms import Floats
+from hocket.spec.cut import choose_cut, stage_layers
+from hocket.spec.layout import Layout
+from hocket.spec.model_shape import Attention, BlockShape, MatrixProduct, ModelShape
+from hocket.spec.step_prices import Collective
+
+STEP_CALLS = 80
+"""Small operations of a step beside the model: the plan's indices, positions, the sampled rows."""
+
+ATTENTION_CALLS, ATTENTION_VIEWS = 28, 22
+"""Operations and views in which one layer writes its keys and values and attends, decoding."""
+
+SCORE_PASSES = 6
+"""Times that decoding reads or writes each score: mask, largest, difference, exponential, sum."""
+
+SMALL = 512
+"""Bytes of a plan or a result between ranks."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Replica:
+    """What one replica is.
+
+    Attributes:
+        shape: of the model, traced in `dtype`. layout: with dp 1. dtype: `fp32` or `bf16`.
+        block_size: tokens of a block of the cache.
+    """
+
+    shape: ModelShape
+    layout: Layout
+    dtype: str = "fp32"
+    block_size: int = 16
+
+    @property
+    def element_bytes(self) -> int:
+        """Of weights, activations and the cache."""
+        return BYTES[self.dtype]
+
+    @functools.cached_property
+    def stages(self) -> tuple[tuple[str, ...], ...]:
+        """The kinds of the blocks of each stage, cut as the runtime cuts."""
+        shape, number = self.shape, self.layout.pp
+        bounds: tuple[int, ...] = (len(shape.layers),)
+        if number > 1:
+            bounds = choose_cut(
+                self.layout.cut,
+                len(shape.layers),
+                number,
+                layer_costs=[float(shape.blocks[kind].num_parameters) for kind in shape.layers],
+                after_cost=float(shape.blocks["head"].num_parameters),
+            )
+        return tuple(
+            tuple(stage_blocks(shape, stage_layers(bounds, s), s == 0, s == number - 1))
+            for s in range(number)
+        )
+
+    def cores_of(self, kind: str) -> tuple[Attention, ...]:
+        """The attention of a block, with the key/value heads that are cached."""
+        return served(self.shape).blocks[kind].attention
+
+    # --- memory ------------------------------------------------------------------------------
+
+    def weight_bytes(self, stage: int) -> int:
+        """Of the weights on the fullest tensor rank of a stage."""
+        held = weights(self.shape, self.stages[stage])
+        return sum(local(one, self.layout.tp) for one in held) * self.element_bytes
+
+    def cache_bytes(self, stage: int) -> int:
+        """Of one cached token on a rank of a stage."""
+        total = 0
+        for kind in self.stages[stage]:
+            block = served(self.shape).blocks[kind]
+            for core in block.attention:
+                width = latent_width(core, block)
+                if width:
+                    total += width
+                else:
+                    total += self._held(core) * (core.head_dim + core.value_dim)
+        return total * self.element_bytes
+
+    def _held(self, core: Attention) -> int:
+        """Key/value heads on one tensor rank."""
+        if core.split == "outside":
+            return core.kv_heads
+        return max(1, core.kv_heads // self.layout.tp)
+
+    def step_bytes(self, stage: int, tokens: int, rows: int) -> int:
+        """What a rank makes and drops in the largest step, at its fullest moment."""
+        widest = max(
+            (
+                sum(p.n for p in _together(block, p.input or p.name)) / self._split(p)
+                for kind in self.stages[stage]
+                for block in (self.shape.blocks[kind],)
+                for p in block.products
+                if kind != "head"
+            ),
+            default=0,
+        )
+        found = tokens * (2 * widest + 4 * self.shape.hidden) * self.element_bytes
+        if "head" in self.stages[stage]:
+            found += rows * self.shape.vocab / self.layout.tp * 4
+        return round(found)
+
+    def _split(self, product: MatrixProduct) -> int:
+        return self.layout.tp if product.split in ("column", "vocab") else 1
+
+
+def _together(block: BlockShape, source: str) -> list[MatrixProduct]:
+    """The products that read one tensor."""
+    return [p for p in block.products if (p.input or p.name) == source]
+
+
+class MeasuredServing:
+    """Prices of one replica, as `simulation.traffic` asks for them.
+
+    Args:
+        replica: what it is.
+        rates, links: of the machine.
+        slowdown: how many times longer a rank takes because of those that compute beside it.
+    """
+
+    def __init__(self, replica: Replica, rates: Rates, links: Links, slowdown: float = 1.0) -> None:
+        self.replica = replica
+        self.rates = rates
+        self.links = links
+        self.slowdown = slowdown
+        self._calls = {d.operation: d.forward for d in rates.measured.dispatch}
+        self._known: dict[tuple[float, float, float, float], tuple[float, float]] = {}
+
+    def _called(self, operation: str) -> float:
+        """One small operation without autograd, in seconds."""
+        return self._calls.get(operation, 0.0)
+
+    @property
+    def stages(self) -> int:
+        """Of its pipeline."""
+        return self.replica.layout.pp
+
+    def step_seconds(
+        self, prefill_tokens: Any, prefill_context: Any, decode_batch: Any, decode_context: Any
+    ) -> Floats:
+        """Of a step through every stage. Arguments broadcast."""
+        return self._each(0, prefill_tokens, prefill_context, decode_batch, decode_context)
+
+    def stage_seconds(
+        self, prefill_tokens: Any, prefill_context: Any, decode_batch: Any, decode_context: Any
+    ) -> Floats:
+        """Of a step on its slowest stage."""
+        return self._each(1, prefill_tokens, prefill_context, decode_batch, decode_context)
+
+    def prefill_seconds(self, tokens: int, chunk: int) -> float:
+        """Of a prompt alone, in chunks of at most `chunk` tokens, to its first token.
+
+        With several stages its chunks are on their way at the same time.
+        """
+        chunks = [min(chunk, tokens - at) for at in range(0, tokens, chunk)]
+        starts = [sum(chunks[:number]) for number in range(len(chunks))]
+        each = [self._step(n, at + n / 2, 0.0, 1.0) for n, at in zip(chunks, starts, strict=True)]
+        slowest = [on_one for _, on_one in each]
+        return sum(slowest[:-1]) + each[-1][0] if self.stages > 1 else sum(all_ for all_, _ in each)
+
+    def decode_seconds(self, batch: float, context: float) -> float:
+        """Of a round that gives each of `batch` requests a token."""
+        parts = min(max(batch, 1.0), float(self.stages))
+        through, slowest = self._step(0.0, 0.0, batch / parts, context)
+        return max(through, parts * slowest)
+
+    def _each(self, which: int, *arguments: Any) -> Floats:
+        n, k, b, c = np.broadcast_arrays(*(np.asarray(a, dtype=np.float64) for a in arguments))
+        flat = zip(n.ravel(), k.ravel(), b.ravel(), c.ravel(), strict=True)
+        found = [self._step(*map(float, one))[which] for one in flat]
+        return np.array(found, dtype=np.float64).reshape(n.shape)
+
+    # --- one step ----------------------------------------------------------------------------
+
+    def _step(self, n: float, k: float, b: float, c: float) -> tuple[float, float]:
+        """(through all stages, on the slowest) of n prompt tokens and b decoding requests."""
+        key = (n, k, b, c)
+        found = self._known.get(key)
+        if found is None:
+            each = [self._stage(s, n, k, b, c) for s in range(self.stages)]
+            found = self._known[key] = (sum(each), max(each))
+        return found
+
+    def _stage(self, stage: int, n: float, k: float, b: float, c: float) -> float:
+        replica = self.replica
+        tokens = n + b
+        if tokens <= 0:
+            return 0.0
+        kinds = replica.stages[stage]
+        work = wait = 0.0
+        for kind in dict.fromkeys(kinds):
+            one, asleep = self._block(kind, n, k, b, c)
+            work += kinds.count(kind) * one
+            wait += kinds.count(kind) * asleep
+        work += STEP_CALLS * self._called("add")
+        hidden = round(tokens * replica.shape.hidden * replica.element_bytes)
+        if stage + 1 < self.stages:
+            more, asleep = _both(self.links.message(hidden))
+            work, wait = work + more, wait + asleep
+        if replica.layout.world_size > 1:  # the plan, and from the last stage the result
+            more, asleep = _both(self.links.message(SMALL))
+            work, wait = work + more, wait + asleep
+        return work * self.slowdown + wait
+
+    def _block(self, kind: str, n: float, k: float, b: float, c: float) -> tuple[float, float]:
+        """(a processor's seconds, waiting) of one block."""
+        replica, rates, tp = self.replica, self.rates, self.replica.layout.tp
+        block = replica.shape.blocks[kind]
+        # A prompt's last chunk asks for one row; which it is in, the mean does not know.
+        tokens = n + b if kind != "head" else max(b, 1.0)
+        work = sum(
+            self._product(block, _together(block, source), tokens)
+            for source in dict.fromkeys(p.input or p.name for p in block.products)
+        )
+        for row in block.unfused:
+            if row.view == "eager" and not (kind == "head" and row.split == "vocab"):
+                split = tp if row.split in ("inside", "vocab", "column", "row") else 1
+                work += rates.streams(2.0 * row.forward * tokens / split, row.kernels)
+        work += (len(block.products) + len(block.memory_bound)) * self._called("module")
+        for core in replica.cores_of(kind):
+            work += self._attention(core, n, k, b, c)
+        sums: list[Collective | None] = []
+        hidden = round(tokens * replica.shape.hidden * replica.element_bytes)
+        if tp > 1:
+            count = sum(p.split == "row" for p in block.products)
+            if kind == "embedding":
+                count = int(any(w.split == "vocab" for w in block.weights))
+            sums += [self.links.collective("all-reduce", "tp", hidden, tp)] * count
+        if kind == "head":
+            columns = replica.shape.vocab / tp
+            work += rates.stream(tokens * columns * 4)
+            if tp > 1:  # the best of each rank
+                size = round(tp * 16 * tokens)
+                sums.append(self.links.collective("all-gather", "tp", size, tp))
+        pairs = [_both(one) for one in sums]
+        return work + sum(own for own, _ in pairs), sum(asleep for _, asleep in pairs)
+
+    def _product(self, block: BlockShape, merged: list[MatrixProduct], tokens: float) -> float:
+        """Products that read one tensor, as one."""
+        rates, tp = self.rates, self.replica.layout.tp
+        first = merged[0]
+        columns = sum(p.n / (tp if p.split in ("column", "vocab") else 1) for p in merged)
+        inner = first.k / (tp if first.split == "row" else 1)
+        rows = tokens * first.count
+        reached = min(float(first.groups), rows)  # experts that any token goes to, at most
+        m, wide, deep = max(1, round(rows / reached)), max(1, round(columns)), max(1, round(inner))
+        read = rates.stream(float(wide * deep * self.replica.element_bytes))
+        one = max(rates.product("nt", m, wide, deep), read)
+        return reached * (one + self._called("linear"))
+
+    def _attention(self, core: Attention, n: float, k: float, b: float, c: float) -> float:
+        rates, replica = self.rates, self.replica
+        tp = 1 if core.split == "outside" else replica.layout.tp
+        heads = max(1, core.heads // tp)
+        held = replica._held(core)
+        work = ATTENTION_CALLS * self._called("add") + ATTENTION_VIEWS * self._called("view")
+        if b:
+            seen = min(c, core.window) if core.window else c
+            blocks = b * -(-seen // replica.block_size)
+            cached = b * seen * held * (core.head_dim + core.value_dim) * replica.element_bytes
+            group = max(1, heads // held)
+            one = rates.product("nn", group, replica.block_size, core.head_dim)
+            other = rates.product("nn", group, core.value_dim, replica.block_size)
+            work += max(blocks * held * (one + other), rates.stream(cached))
+            work += rates.streams(SCORE_PASSES * b * heads * seen * 4, SCORE_PASSES)
+        if n:
+            known = rates.kernel("attention", (1, heads, max(2, round(n)), core.head_dim))
+            if known is None:
+                length = max(2, round(n))
+                forward = heads * 2 * rates.product("nn", length, length, core.head_dim)
+            else:
+                forward = known[0]
+            # The kernel's own area is a triangle of n: each token sees n / 2 on average.
+            seen = min(k, core.window) if core.window else k
+            work += forward * max(seen, 1.0) / max(n / 2, 1.0)
+        return work
+
+
+def _both(one: Collective | None) -> tuple[float, float]:
+    return (0.0, 0.0) if one is None else (one.give + one.take, one.wait)

@@ -1,0 +1,467 @@
+"""The forecast of a server on a machine that was measured, and the choice of its layout.
+
+ModelShape x Measured x Layout -> seconds of a step -> rounds and prompts alone
+    -> the rate at which a replica saturates -> latencies under load, played -> replicas for a load
+
+In a steady state of b requests a round of T(b) seconds gives b tokens and reads the prompts of
+b / output new requests: b / (output x T(b)) requests a second. T(b) is the time per token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hocket.cost.measured_links import Links
+from hocket.cost.measured_rates import Rates
+from hocket.cost.measured_serving import MeasuredServing, Replica
+from hocket.planning.machine_forecast import Machine
+from hocket.simulation.traffic import RoundTable, StepPrices, poisson, simulate_requests
+from hocket.spec.errors import OptionError
+from hocket.spec.layout import Layout, divisors
+from hocket.spec.model_shape import ModelShape
+from hocket.spec.service import Service
+from hocket.spec.serving_forecast import (
+    Decode,
+    Load,
+    Need,
+    Prefill,
+    ServingForecast,
+    Weighed,
+)
+from hocket.spec.units import format_bytes
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+SHARES = (0.1, 0.25, 0.5, 0.7, 0.85, 0.95)
+"""Of the rate at which a replica saturates: the loads that are played."""
+
+NEEDS = (0.5, 1.0, 2.0, 4.0, 8.0)
+"""Times that rate: the loads for which replicas are counted."""
+
+COUNTED = 300
+"""Requests whose latencies are counted in a play."""
+
+TRIES = 7
+"""Halvings in the search for the rate at which goals are still met."""
+
+FULLEST = 0.95
+"""Of the rate at which it saturates, what a replica is loaded with at most."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What a replica's engine is given.
+
+    Attributes:
+        batch_tokens: of a step. rows: requests at once. longest: tokens of a request.
+        block_size: of the cache. cache: bytes of it on each rank; 0: what is free.
+        tokens: that the cache is to hold; 0: as many as `cache` bytes do.
+        dtype: of weights and cache.
+    """
+
+    batch_tokens: int
+    rows: int
+    longest: int
+    block_size: int = 16
+    cache: int = 0
+    tokens: int = 0
+    dtype: str = "fp32"
+
+
+def usual(longest: int) -> Service:
+    """The requests that a forecast is made of where nobody has said others."""
+    return Service(
+        prompt_len=max(1, min(512, longest // 2)), output_len=max(1, min(128, longest // 4))
+    )
+
+
+def forecast(
+    shape: ModelShape,
+    layout: Layout,
+    machine: Machine,
+    sizes: Sizes,
+    service: Service | None = None,
+) -> ServingForecast:
+    """What a server gives.
+
+    Args:
+        shape: traced in the dtype of `sizes`.
+        layout: of all replicas.
+        service: the requests that come. None: usual ones.
+
+    Raises:
+        OptionError: the machine's measurements hold no products.
+    """
+    service = service or usual(sizes.longest)
+    replica = _replica(shape, layout, sizes)
+    prices, rates, links = _prices(replica, machine, layout.world_size)
+    memory, tokens = capacity(replica, machine, sizes, layout.world_size)
+    contexts = sorted({max(1, sizes.longest // 8), max(1, sizes.longest // 2)})
+    decode = tuple(
+        Decode(batch=b, context=c, seconds=prices.decode_seconds(b, c))
+        for b in BATCHES
+        if b <= sizes.rows
+        for c in contexts
+        if b * c <= tokens or b == 1
+    )
+    prompts = [n for n in (16, 64, 256, 1024, 4096, 16384) if n < sizes.longest]
+    prefill = tuple(
+        Prefill(tokens=n, seconds=prices.prefill_seconds(n, sizes.batch_tokens))
+        for n in dict.fromkeys([*prompts, service.prompt_len])
+    )
+    loads, needs, most = under_load(prices, sizes, service, tokens, len(replica.stages))
+    return ServingForecast(
+        layout=str(layout),
+        decode=decode,
+        prefill=tuple(sorted(prefill, key=lambda one: one.tokens)),
+        tokens_per_second=most * service.output_len,
+        prompt_len=service.prompt_len,
+        output_len=service.output_len,
+        ttft_ms=service.ttft_ms,
+        tpot_ms=service.tpot_ms,
+        percentile=service.percentile,
+        loads=loads,
+        needs=needs,
+        memory=tuple(memory),
+        cache_bytes=max(replica.cache_bytes(s) for s in range(layout.pp)),
+        cache_tokens=tokens,
+        capacity=machine.room(layout.world_size),
+        cluster=machine.name or machine.measured.host.name,
+        measured=f"{machine.measured.date}, {'quick' if machine.measured.quick else 'full'}",
+        notes=(*rates.notes, *links.notes, *_notes(machine)),
+    )
+
+
+def _replica(shape: ModelShape, layout: Layout, sizes: Sizes) -> Replica:
+    return Replica(
+        shape=shape,
+        layout=dataclasses.replace(layout, dp=1),
+        dtype=sizes.dtype,
+        block_size=sizes.block_size,
+    )
+
+
+def _prices(replica: Replica, machine: Machine, busy: int) -> tuple[MeasuredServing, Rates, Links]:
+    """Prices of a replica while `busy` ranks of the machine compute."""
+    rates = Rates(machine.measured, replica.dtype)
+    links = Links(
+        machine.measured,
+        machine.backend,
+        wires=machine.wires,
+        layout=replica.layout,
+        element_bytes=replica.element_bytes,
+    )
+    return MeasuredServing(replica, rates, links, machine.slowdown(busy)), rates, links
+
+
+def _notes(machine: Machine) -> list[str]:
+    found = ["the server's own process (HTTP, text) is not priced"]
+    if machine.measured.device == "cpu":
+        small = min((p.m for p in machine.measured.products), default=1)
+        if small > 1:
+            found.append(
+                f"products of fewer than {small} rows were not measured: they take the rate of "
+                f"{small}, and no less than reading their weights"
+            )
+    return found
+
+
+# --- what fits ------------------------------------------------------------------------------------
+
+
+def capacity(
+    replica: Replica, machine: Machine, sizes: Sizes, ranks: int
+) -> tuple[list[dict[str, int]], int]:
+    """Of each rank of a replica the bytes of `weights`, `step`, `cache` and their `total`; and the
+    tokens that the replica's cache holds (0: not even the weights fit)."""
+    room = machine.room(ranks)
+    rows, tokens = [], None
+    for stage in range(replica.layout.pp):
+        held = replica.weight_bytes(stage)
+        step = replica.step_bytes(stage, sizes.batch_tokens, sizes.rows)
+        each = max(1, replica.cache_bytes(stage))
+        if sizes.tokens:
+            here = sizes.tokens
+        elif sizes.cache:
+            here = sizes.cache // each
+        else:  # as much as the rows can fill, twice: what is beyond only remembers prompts
+            here = 2 * sizes.rows * sizes.longest
+            if room:
+                here = min(here, max(0, room - held - step) // each)
+        tokens = here if tokens is None else min(tokens, here)
+        rows.append({"weights": held, "step": step})
+    assert tokens is not None
+    tokens = tokens // sizes.block_size * sizes.block_size
+    found = []
+    for stage, row in enumerate(rows):
+        row["cache"] = tokens * replica.cache_bytes(stage)
+        row["total"] = sum(row.values())
+        found += [dict(row)] * replica.layout.tp
+    return found, tokens
+
+
+# --- under load -----------------------------------------------------------------------------------
+
+
+def under_load(
+    prices: StepPrices, sizes: Sizes, service: Service, tokens: int, stages: int = 1
+) -> tuple[tuple[Load, ...], tuple[Need, ...], float]:
+    """One replica under several loads, replicas for several loads, and its rate at most.
+
+    Args:
+        prices: of its steps. tokens: that its cache holds.
+    """
+    slots = min(sizes.rows, tokens // service.tokens)
+    if slots < 1:
+        return (), (), 0.0
+    table = RoundTable(prices, chunk=sizes.batch_tokens, longest=service.tokens, most=slots)
+    most = max((rate for _, rate in steady(table, service, slots)), default=0.0)
+    if most <= 0:
+        return (), (), 0.0
+
+    def play(rate: float) -> Load:
+        residence = _alone(table, service)
+        full = min(500, math.ceil(2 * rate * residence)) + 10
+        found = simulate_requests(
+            table,
+            poisson(rate, COUNTED + 2 * full),
+            prompt=service.prompt_len,
+            output=service.output_len,
+            capacity=float(tokens),
+            most=slots,
+            warm_up=full,
+            tail=full,
+        )
+        assert found is not None
+        return Load(
+            rate=rate,
+            tokens_per_second=rate * service.output_len,
+            ttft_p50=found.ttft.p50,
+            ttft_p90=found.ttft.p90,
+            ttft_p99=found.ttft.p99,
+            tpot_p50=found.tpot.p50,
+            tpot_p90=found.tpot.p90,
+            tpot_p99=found.tpot.p99,
+            batch=found.batch,
+        )
+
+    loads = [play(share * most) for share in SHARES]
+    good = _good_rate(loads, play, service)
+    needs = tuple(
+        Need(
+            rate=times * most,
+            replicas=math.ceil(times * most / (FULLEST * most) - 1e-9),
+            within_goals=math.ceil(times * most / good - 1e-9) if good > 0 else None,
+        )
+        for times in NEEDS
+    )
+    return tuple(loads), needs, most
+
+
+def meets(load: Load, service: Service) -> bool:
+    """Whether a load's latencies are within the goals."""
+    at = f"p{service.percentile}"
+    ttft, tpot = getattr(load, f"ttft_{at}"), getattr(load, f"tpot_{at}")
+    return (service.ttft_ms is None or 1e3 * ttft <= service.ttft_ms) and (
+        service.tpot_ms is None or 1e3 * tpot <= service.tpot_ms
+    )
+
+
+def _good_rate(loads: Sequence[Load], play: Any, service: Service) -> float:
+    """The rate of one replica up to which goals are met; 0 if the lightest load misses one."""
+    low, high = 0.0, None
+    for load in loads:
+        if not meets(load, service):
+            high = load.rate
+            break
+        low = load.rate
+    if high is None or low == 0.0:
+        return low
+    for _ in range(TRIES):
+        middle = (low + high) / 2
+        low, high = (middle, high) if meets(play(middle), service) else (low, middle)
+    return low
+
+
+def steady(table: RoundTable, service: Service, slots: int) -> list[tuple[float, float]]:
+    """(seconds of a round, requests a second) of every batch in a steady state."""
+    budget = table.chunk * table.stages
+    share = service.prompt_len / service.output_len
+    found = []
+    for b in sorted({min(int(b), slots) for b in table.batches if b >= 1}):
+        tokens = min(b * share, budget - b)
+        if tokens <= 0:
+            break
+        low, slope, each = table.terms(tokens, b)
+        seconds = low + slope * (service.context - 1) + each * service.prompt_len / 2
+        rate = min(b / service.output_len, tokens / service.prompt_len) / seconds
+        found.append((seconds, rate))
+    return found
+
+
+def _alone(table: RoundTable, service: Service) -> float:
+    """Seconds of a request alone."""
+    low, slope, each = table.terms(min(service.prompt_len, table.chunk), 0)
+    chunks = math.ceil(service.prompt_len / table.chunk)
+    read = chunks * (low + each * service.prompt_len / 2)
+    low, slope, _ = table.terms(0, 1)
+    return read + service.output_len * (low + slope * (service.context - 1))
+
+
+# --- measured steps instead of priced ones --------------------------------------------------------
+
+
+class MeasuredSteps:
+    """Prices of a replica from what its steps were measured to take.
+
+    Between measured sizes straight lines; beyond the largest it goes on as between the last two.
+    Contexts are those that were met with. A round is whole, whatever stages it went through.
+
+    Raises:
+        OptionError: no round was measured.
+    """
+
+    stages = 1
+
+    def __init__(self, decode: Sequence[Decode], prefill: Sequence[Prefill]) -> None:
+        if not decode:
+            raise OptionError("no round of tokens was measured")
+        self._decode = _line([(one.batch, one.seconds) for one in decode])
+        self._prefill = _line([(one.tokens, one.seconds) for one in prefill]) if prefill else None
+
+    def step_seconds(self, prefill_tokens: Any, _: Any, decode_batch: Any, __: Any) -> Any:
+        """Of a step; its prompts and its rounds one after the other."""
+        n, b = np.broadcast_arrays(
+            np.asarray(prefill_tokens, dtype=np.float64), np.asarray(decode_batch, dtype=np.float64)
+        )
+        rounds = np.where(b > 0, _on(self._decode, np.maximum(b, 1.0)), 0.0)
+        # Prompts that were never read by themselves cost what as many rows of a round do.
+        line = self._prefill or self._decode
+        return rounds + np.where(n > 0, _on(line, np.maximum(n, 1.0)), 0.0)
+
+    def stage_seconds(self, prefill_tokens: Any, _: Any, decode_batch: Any, __: Any) -> Any:
+        """The same: a round was measured whole."""
+        return self.step_seconds(prefill_tokens, _, decode_batch, __)
+
+
+Line = tuple[tuple[float, ...], tuple[float, ...]]
+
+
+def _line(points: Iterable[tuple[float, float]]) -> Line:
+    ordered = sorted(dict(points).items())
+    if len(ordered) == 1:  # in proportion
+        (size, seconds) = ordered[0]
+        ordered.append((2 * size, 2 * seconds))
+    return tuple(s for s, _ in ordered), tuple(t for _, t in ordered)
+
+
+def _on(line: Line, sizes: Any) -> Any:
+    xs, ys = line
+    inside = np.interp(sizes, xs, ys)
+    slope = max(0.0, (ys[-1] - ys[-2]) / (xs[-1] - xs[-2]))
+    return inside + slope * np.maximum(sizes - xs[-1], 0.0)
+
+
+# --- which layout ---------------------------------------------------------------------------------
+
+
+def candidates(shape: ModelShape, most_ranks: int) -> list[Layout]:
+    """Layouts of up to `most_ranks` ranks that a model allows, simplest first."""
+    found = []
+    for world in range(1, most_ranks + 1):
+        for tp in divisors(world):
+            if shape.heads % tp or (shape.kv_heads % tp and tp % max(1, shape.kv_heads)):
+                continue
+            found += [
+                Layout(dp=world // tp // pp, tp=tp, pp=pp)
+                for pp in divisors(world // tp)
+                if pp <= len(shape.layers)
+            ]
+    return found
+
+
+def weigh(
+    shape: ModelShape,
+    machine: Machine,
+    sizes: Sizes,
+    layouts: Iterable[Layout],
+    service: Service | None = None,
+) -> list[tuple[float, Weighed]]:
+    """Layouts with the requests a second that they answer within the goals, best first.
+
+    Those that fit come first; then what answers most requests a second with the goal per token
+    met, then what answers most tokens.
+    """
+    service = service or usual(sizes.longest)
+    found: list[tuple[float, Weighed]] = []
+    for layout in layouts:
+        replica = _replica(shape, layout, sizes)
+        tokens = capacity(replica, machine, sizes, layout.world_size)[1]
+        fits = tokens >= max(service.tokens, sizes.longest)
+        slots = min(sizes.rows, tokens // service.tokens)
+        alone = _prices(replica, machine, layout.tp)[0]
+        good = most = 0.0
+        if slots >= 1:
+            prices = _prices(replica, machine, layout.world_size)[0]
+            table = RoundTable(prices, chunk=sizes.batch_tokens, longest=service.tokens, most=slots)
+            rates = steady(table, service, slots)
+            goal = math.inf if service.tpot_ms is None else service.tpot_ms / 1e3
+            most = max((rate for _, rate in rates), default=0.0)
+            good = max((rate for seconds, rate in rates if seconds <= goal), default=0.0)
+        one = Weighed(
+            layout=str(layout),
+            ranks=layout.world_size,
+            tokens_per_second=layout.dp * most * service.output_len,
+            ttft=alone.prefill_seconds(service.prompt_len, sizes.batch_tokens),
+            tpot=alone.decode_seconds(1, service.context),
+            cache_tokens=tokens,
+            fits=fits,
+        )
+        found.append((layout.dp * good, one))
+    return sorted(found, key=lambda p: (not p[1].fits, -p[0], -p[1].tokens_per_second, p[1].ranks))
+
+
+def choose(
+    shape: ModelShape,
+    machine: Machine,
+    sizes: Sizes,
+    layouts: Iterable[Layout],
+    service: Service | None = None,
+) -> ServingForecast:
+    """The forecast of the best layout, with what else was weighed.
+
+    Raises:
+        OptionError: none of them fits.
+    """
+    weighed = weigh(shape, machine, sizes, layouts, service)
+    if not weighed or not weighed[0][1].fits:
+        best = max(weighed, key=lambda p: p[1].cache_tokens)[1] if weighed else None
+        room = format_bytes(machine.room(1))
+        raise OptionError(
+            f"{shape.name} fits in no layout of this machine of {room}"
+            + (
+                f": beside its weights {best.layout} has room for {best.cache_tokens} tokens, "
+                f"one request may have {sizes.longest}"
+                if best
+                else ""
+            ),
+            hint=f"--max-model-len {best.cache_tokens}"
+            if best and best.cache_tokens > 1
+            else "another machine: hocket plan MODEL --serve",
+        )
+    chosen = Layout.parse(weighed[0][1].layout)
+    return beside(forecast(shape, chosen, machine, sizes, service), [one for _, one in weighed])
+
+
+def beside(found: ServingForecast, weighed: Sequence[Weighed]) -> ServingForecast:
+    """A forecast with what else was weighed."""
+    return dataclasses.replace(
+        found,
+        alternatives=tuple(
+            dataclasses.replace(one, chosen=one.layout == found.layout) for one in weighed
+        ),
+    )
