@@ -1,0 +1,1 @@
+"""hocket's serving beside its peers, in one run: `python -m benchmarks.serve`."""
