@@ -134,7 +134,7 @@ def read(exchange: Exchange) -> Answer:
     whole = b"".join(data for _, data in exchange.pieces)
     head, _, body = whole.partition(b"\r\n\r\n")
     if b" 200 " not in head.split(b"\r\n", 1)[0]:
-        raise ServerError(whole[:2000].decode(errors="replace"))
+        raise ServerError(whole[:2000].decode(errors="replace") or "closed without an answer")
     if b"transfer-encoding: chunked" in head.lower():
         body = unchunked(body)
     written, reasons = "", []
