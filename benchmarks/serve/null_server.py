@@ -31,10 +31,8 @@ TOKEN, LAST = event(None), event("length") + chunk(b"data: [DONE]\n\n") + chunk(
 
 
 class Stream(asyncio.Protocol):
-    running: dict[Stream, int]
-
-    def __init__(self, running: dict[Stream, int]) -> None:
-        self.running, self.received = running, b""
+    def __init__(self, running: dict[Stream, int], asked: asyncio.Event) -> None:
+        self.running, self.asked, self.received = running, asked, b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -46,6 +44,7 @@ class Stream(asyncio.Protocol):
         if found and len(body) >= int(head.lower().split(b"content-length:")[1].split()[0]):
             self.transport.write(HEAD)
             self.running[self] = json.loads(body)["max_tokens"]
+            self.asked.set()
 
     def connection_lost(self, error: Exception | None) -> None:
         self.running.pop(self, None)
@@ -53,9 +52,10 @@ class Stream(asyncio.Protocol):
 
 async def main(port: int) -> None:
     running: dict[Stream, int] = {}
+    asked = asyncio.Event()
     loop = asyncio.get_running_loop()
-    await loop.create_server(lambda: Stream(running), "127.0.0.1", port)
-    while True:
+    await loop.create_server(lambda: Stream(running, asked), "127.0.0.1", port)
+    while await asked.wait():
         for stream, left in list(running.items()):
             stream.transport.write(TOKEN if left > 1 else LAST)
             if left > 1:
@@ -63,7 +63,9 @@ async def main(port: int) -> None:
             else:
                 del running[stream]
                 stream.transport.close()
-        await asyncio.sleep(0 if running else 0.0005)
+        if not running:
+            asked.clear()
+        await asyncio.sleep(0)
 
 
 if __name__ == "__main__":
