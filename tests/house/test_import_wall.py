@@ -49,7 +49,10 @@ OUTSIDE: dict[str, set[str]] = {
     "training": {
         "torch", "numpy", "tokenizers", "transformers", "datasets", "pyarrow", "tensorboard",
     },
-    "serving": {"torch", "numpy", "transformers", "tokenizers"},
+    "serving": {
+        "torch", "numpy", "transformers", "tokenizers",
+        "starlette", "uvicorn", "pydantic", "pydantic_core", "jinja2", "prometheus_client",
+    },
     "jobs": {"torch"},
     "cli": {"tyro", "rich"},
 }  # fmt: skip

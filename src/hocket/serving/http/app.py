@@ -1,0 +1,75 @@
+"""The routes of a server as one ASGI application, behind its gate."""
+
+from __future__ import annotations
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from hocket.serving.http.call import Endpoint
+from hocket.serving.http.chat import chat
+from hocket.serving.http.completions import completions
+from hocket.serving.http.errors import ApiError, error_of, error_response
+from hocket.serving.http.gate import Gate
+from hocket.serving.http.metrics import CONTENT_TYPE
+from hocket.serving.http.plain import Plain, detokenize, tokenize
+from hocket.serving.http.responses import responses
+from hocket.serving.http.service import Service
+
+POST = {
+    "/v1/chat/completions": chat,
+    "/v1/completions": completions,
+    "/v1/responses": responses,
+    "/tokenize": tokenize,
+    "/detokenize": detokenize,
+    "/v1/tokenize": tokenize,
+    "/v1/detokenize": detokenize,
+}
+"""Routes with a JSON body."""
+
+
+def build_app(service: Service) -> ASGIApp:
+    """What answers requests."""
+    plain = Plain(service)
+    routes = [
+        Route(path, Endpoint(service, handler), methods=["POST"]) for path, handler in POST.items()
+    ]
+    routes += [
+        Route("/", plain.chat_page),
+        Route("/v1/models", plain.models),
+        Route("/v1/models/{name:path}", plain.model),
+        Route("/health", plain.health),
+        Route("/ready", plain.ready),
+    ]
+    return Gate(_starlette(routes), service.settings, service.metrics)
+
+
+def build_metrics_app(service: Service) -> ASGIApp:
+    """What answers on the metrics' port."""
+
+    async def metrics(request: Request) -> Response:
+        return Response(service.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+
+    return Gate(_starlette([Route("/metrics", metrics)]), service.settings.for_metrics())
+
+
+def _starlette(routes: list[Route]) -> Starlette:
+    async def failed(request: Request, error: Exception) -> Response:
+        return error_response(_named(request, error_of(error)))
+
+    app = Starlette(routes=routes, exception_handlers={HTTPException: failed, ApiError: failed})
+    app.router.redirect_slashes = False
+    return app
+
+
+def _named(request: Request, error: ApiError) -> ApiError:
+    """The framework's own errors, in words that help."""
+    path = request.url.path[:200]
+    if error.status == 404 and error.message == "Not Found":
+        error.message = f"there is no {path}"
+    elif error.status == 405:
+        error.message = f"{path} does not answer to {request.method[:20]}"
+    return error

@@ -1,0 +1,128 @@
+"""Routes that generate nothing: models, tokenize, detokenize, health and readiness, the page."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from base64 import b64encode
+from importlib import resources
+from typing import Any
+
+from pydantic import ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+
+from hocket.serving.http.call import Call, json_response
+from hocket.serving.http.completions import is_id
+from hocket.serving.http.errors import bad
+from hocket.serving.http.fields import TokenizeFields
+from hocket.serving.http.messages import read_messages, read_switches
+from hocket.serving.http.service import Service
+from hocket.serving.http.tools import Tools
+
+
+class Plain:
+    """Handlers of GET routes."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self.page, policy = _page()
+        self.page_headers = {"Content-Security-Policy": policy}
+
+    async def models(self, request: Request) -> Response:
+        return json_response({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        self.service.check_model(request.path_params["name"])
+        return json_response(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        model = self.service.model
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": model.created,
+            "owned_by": "hocket",
+            "max_model_len": model.max_model_len,
+        }
+
+    async def health(self, request: Request) -> Response:
+        """The process answers."""
+        return json_response({"status": "ok"})
+
+    async def ready(self, request: Request) -> Response:
+        """Whether a request would be answered."""
+        if self.service.closing or bool(getattr(self.service.replicas, "closed", None)):
+            return json_response({"status": "ending"}, 503)
+        if not self.service.replicas.ready:
+            return json_response({"status": "starting"}, 503)
+        return json_response({"status": "ready"})
+
+    async def chat_page(self, request: Request) -> Response:
+        """The chat page; to somebody without a key, as an error that asks for one."""
+        status = 401 if request.scope["state"].get("stranger") else 200
+        headers = dict(self.page_headers)
+        if status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return Response(self.page, status, headers, media_type="text/html; charset=utf-8")
+
+
+async def tokenize(call: Call) -> Response | None:
+    """`prompt` or `messages` to token ids."""
+    service = call.service
+    try:
+        fields = TokenizeFields.model_validate(call.body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        raise bad(f"{first['loc'][0]}: {first['msg']}", str(first["loc"][0])) from None
+    if fields.messages is not None:
+        ids = await service.render(
+            read_messages(fields.messages),
+            tools=Tools.read(fields.tools, None, service.templates).shown,
+            switches=read_switches(fields.chat_template_kwargs),
+            continue_last=not fields.add_generation_prompt,
+        )
+    elif fields.prompt is not None:
+        ids = await service.encode(fields.prompt, special=fields.add_special_tokens)
+    else:
+        raise bad("prompt or messages is missing", "prompt")
+    found: dict[str, Any] = {
+        "tokens": ids,
+        "count": len(ids),
+        "max_model_len": service.model.max_model_len,
+    }
+    if fields.return_token_strs:
+        found["token_strs"] = [service.words.token_text(token) for token in ids]
+    return json_response(found)
+
+
+async def detokenize(call: Call) -> Response | None:
+    """`tokens` to their text."""
+    tokens, words = call.body.get("tokens"), call.service.words
+    if not isinstance(tokens, list) or not all(map(is_id, tokens)):
+        raise bad("tokens must be a list of token ids", "tokens")
+    wrong = next((token for token in tokens if not 0 <= token < words.vocab_size), None)
+    if wrong is not None:
+        raise bad(f"tokens holds {wrong}; the tokenizer has {words.vocab_size}", "tokens")
+    if len(tokens) <= 2000:
+        return json_response({"prompt": words.decode_all(tokens)})
+    seconds = call.service.settings.body_seconds
+    text = await call.service.workers.run(seconds, "detokenizing", words.decode_all, tokens)
+    return json_response({"prompt": text})
+
+
+def _page() -> tuple[bytes, str]:
+    """The chat page, and a policy that lets it run its own script and ask its own server."""
+    text = resources.files("hocket.serving.http").joinpath("page.html").read_text("utf-8")
+
+    def hashes(tag: str) -> str:
+        found = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        digests = (hashlib.sha256(one.encode()).digest() for one in found)
+        return " ".join(f"'sha256-{b64encode(one).decode()}'" for one in digests)
+
+    policy = (
+        f"default-src 'none'; script-src {hashes('script')}; style-src {hashes('style')}; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    )
+    return text.encode(), policy

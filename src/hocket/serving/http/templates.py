@@ -1,0 +1,268 @@
+"""ChatTemplates: messages to the prompt that a model was trained on, by its own template.
+
+A template is a program in Jinja. It comes with the model, or from the operator's file, never from
+a request; it runs sandboxed, sees plain data alone, and its output and time are bounded. Rendering
+belongs in a thread (`workers`), which ends it when it takes too long.
+
+The names that templates may use are those that transformers gives them.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, TemplateError, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from hocket.serving.http.errors import ApiError, bad
+from hocket.spec.errors import ModelError, OptionError
+
+MOST_TEMPLATE = 1 << 20
+"""Bytes of a template."""
+MOST_REPEATED = 1 << 24
+"""Characters or items that one multiplication may make."""
+
+SWITCHES = frozenset(("enable_thinking", "thinking", "reasoning_effort", "date_string"))
+"""What `chat_template_kwargs` may hold: switches that models' templates know."""
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what the model says, for training; here it is its content."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """As the library's, and no operator makes more than it should."""
+
+    intercepted_binops = frozenset(("*", "**"))
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**":
+            raise SecurityError("a chat template has no use for powers")
+        for one, other in ((left, right), (right, left)):
+            listed = isinstance(one, str | list | tuple) and isinstance(other, int)
+            if listed and len(one) * other > MOST_REPEATED:
+                raise SecurityError(f"a chat template repeats {len(one)} items {other} times")
+        return super().call_binop(context, operator, left, right)
+
+
+class _Namespace(Namespace):
+    """The library's, without names of the interpreter."""
+
+    def __init__(*args: Any, **values: Any) -> None:
+        self, args = args[0], args[1:]
+        values = dict(*args, **values)
+        for name in values:
+            _Namespace._check(name)
+        Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _Namespace._check(name)
+        Namespace.__setitem__(self, name, value)
+
+    @staticmethod
+    def _check(name: Any) -> None:
+        if isinstance(name, str) and name.startswith("_"):
+            raise SecurityError(f"a chat template may not store {name!r}")
+
+
+def _raise(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _now(form: str) -> str:
+    return datetime.datetime.now().strftime(form[:100])
+
+
+def _json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    # The library's own writes HTML entities, which no model has seen.
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def environment() -> Environment:
+    """Where templates run."""
+    found = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    found.filters["tojson"] = _json
+    found.globals = {
+        "raise_exception": _raise,
+        "strftime_now": _now,
+        "namespace": _Namespace,
+        "dict": dict,
+        "range": found.globals["range"],
+    }
+    return found
+
+
+class ChatTemplates:
+    """The templates of one model.
+
+    Args:
+        texts: by name; `default` is used, and `tool_use` where there are tools, if it is there.
+        words: texts of special tokens, such as `bos_token`, which templates write.
+
+    Raises:
+        ModelError: a template that is no Jinja, or too long.
+    """
+
+    def __init__(self, texts: Mapping[str, str], words: Mapping[str, str] | None = None) -> None:
+        self.texts = dict(texts)
+        self.words = dict(words or {})
+        self._compiled = {}
+        where = environment()
+        for name, text in self.texts.items():
+            if len(text) > MOST_TEMPLATE:
+                raise ModelError(
+                    f"the chat template {name!r} has {len(text)} characters; "
+                    f"at most {MOST_TEMPLATE}"
+                )
+            try:
+                self._compiled[name] = where.from_string(text)
+            except TemplateError as error:
+                raise ModelError(
+                    f"the chat template {name!r} cannot be read: {error}",
+                    hint="--chat-template-file FILE",
+                ) from None
+
+    def text(self, tools: bool) -> str:
+        """The template that is used."""
+        return self.texts[self._name(tools)]
+
+    def _name(self, tools: bool) -> str:
+        if tools and "tool_use" in self.texts:
+            return "tool_use"
+        return "default" if "default" in self.texts else next(iter(self.texts))
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether the template says anything of tools."""
+        return "tool_use" in self.texts or "tools" in self.text(True)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        switches: Mapping[str, Any] | None = None,
+        continue_last: bool = False,
+        most: int,
+    ) -> str:
+        """The prompt, up to where the model begins to speak.
+
+        Args:
+            messages: each with `role` and `content`. tools: as in OpenAI's requests.
+            switches: of `SWITCHES`.
+            continue_last: the last message is the beginning of the answer.
+            most: characters of the prompt.
+
+        Raises:
+            ApiError: the template refuses the messages, or writes too much.
+        """
+        values: dict[str, Any] = {**self.words, **(switches or {})}
+        values["messages"] = list(messages)
+        values["tools"] = list(tools) if tools else None
+        values["documents"] = None
+        values["add_generation_prompt"] = not continue_last
+        parts: list[str] = []
+        size = 0
+        try:
+            for part in self._compiled[self._name(bool(tools))].generate(values):
+                size += len(part)
+                if size > most:
+                    raise bad(f"the chat has more than {most} characters", "messages")
+                parts.append(part)
+        except ApiError:
+            raise
+        except TemplateError as error:
+            raise bad(f"the model's chat template refuses: {error}", "messages") from None
+        except Exception as error:  # a template is a program: what it meets may be of any kind
+            kind = type(error).__name__
+            raise bad(f"the model's chat template failed: {kind}: {error}", "messages") from None
+        text = "".join(parts)
+        return _continued(text, messages) if continue_last else text
+
+    @classmethod
+    def read(cls, directory: Path | None, file: Path | None = None) -> ChatTemplates | None:
+        """The templates of a tokenizer's folder, or the one in `file`; None if there is none.
+
+        Raises:
+            OptionError: `file` cannot be read. ModelError: a template cannot be.
+        """
+        settings = _object(directory / "tokenizer_config.json") if directory else {}
+        words = {
+            name: text
+            for name, value in settings.items()
+            if name.endswith("_token") and (text := _content(value)) is not None
+        }
+        if file is not None:
+            try:
+                return cls({"default": _normal(file.read_text())}, words)
+            except (OSError, UnicodeDecodeError) as error:
+                raise OptionError(f"--chat-template-file {file} cannot be read: {error}") from None
+        texts: dict[str, str] = {}
+        given = settings.get("chat_template")
+        if isinstance(given, str):
+            texts["default"] = given
+        elif isinstance(given, list):
+            for one in given:
+                if isinstance(one, dict) and isinstance(one.get("template"), str):
+                    texts[str(one.get("name", "default"))] = one["template"]
+        if directory is not None:
+            for path in sorted((directory / "additional_chat_templates").glob("*.jinja")):
+                texts[path.stem] = path.read_text()
+            own = directory / "chat_template.jinja"
+            if own.is_file():
+                texts["default"] = own.read_text()
+        return cls(texts, words) if texts else None
+
+
+def _continued(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
+    """The prompt up to the end of the last message's content."""
+    last = str(messages[-1].get("content") or "")
+    for found in (last, last.rstrip()):
+        at = text.rfind(found) if found else -1
+        if at >= 0:
+            return text[: at + len(found)]
+    raise bad("the last message has no content that could be continued", "messages")
+
+
+def _normal(text: str) -> str:
+    return text.replace("\r\n", "\n")
+
+
+def _content(value: Any) -> str | None:
+    """The text of a special token: itself, or inside an object."""
+    found = value.get("content") if isinstance(value, dict) else value
+    return found if isinstance(found, str) else None
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
