@@ -1,0 +1,463 @@
+"""Scheduler: what one replica computes next. Continuous batching, without torch.
+
+A plan is filled in this order:
+
+    1  decode     one token of each sequence whose last token is known; with several plans in
+                  flight an even part of them, so that every pipeline stage has one to work on
+    2  admit      requests that wait get slots and blocks: first those that were preempted, then
+                  by turn (`waiting`); the first that does not fit in the cache ends this
+    3  prefill    chunks of prompts fill the rest of the tokens (`chunks`); chunks of one prompt
+                  may be in several plans in flight
+
+A quarter of the tokens is kept from 1 while prompts wait, and decoding sequences take turns if
+they do not fit. Chunked prefill beside decoding: Agrawal et al. 2024 (Sarathi-Serve); paged
+cache: Kwon et al. 2023; fairness: Sheng et al. 2024.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections import Counter, deque
+from typing import Final
+
+from hocket.serving.request import Finish, Output, RefusalKind, Request, RequestRefused
+from hocket.serving.scheduling.admission import Admission
+from hocket.serving.scheduling.chunks import is_of_use, needs_logits, shares
+from hocket.serving.scheduling.limits import Limits
+from hocket.serving.scheduling.memory import Memory
+from hocket.serving.scheduling.prefix import Digests
+from hocket.serving.scheduling.sequence import DECODE, WAITING, Sequence
+from hocket.serving.scheduling.stats import Pace, Stats
+from hocket.serving.scheduling.step import ALL, LAST, NONE, Row, StepPlan, StepResult
+from hocket.serving.scheduling.waiting import ANSWER_WEIGHT, PROMPT_WEIGHT, Waiting
+
+LOOK: Final = 64
+"""Requests that one plan may pass over because they would not get tokens yet, or because another
+computes what they begin with."""
+PATIENCE: Final = 8
+"""Plans for which a request waits for one block that another computes."""
+LEAST_CHUNK: Final = 64
+"""Tokens into which prompts are not cut smaller only to give every plan in flight a part."""
+
+
+class _Flight:
+    """A plan that is made, and then in flight.
+
+    `samplers` are its sequences that sample, in row order; `silent` those that do not; `told`, by
+    row, those whose prompt's log-probabilities are told; `full` those that fill a block.
+    """
+
+    __slots__ = ("admitted", "full", "number", "rows", "samplers", "silent", "tokens", "told")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.rows: list[Row] = []
+        self.tokens: list[int] = []
+        self.admitted: list[Admission] = []
+        self.samplers: list[Sequence] = []
+        self.silent: list[Sequence] = []
+        self.told: dict[int, Sequence] = {}
+        self.full: list[Sequence] = []
+
+
+class Scheduler:
+    """Requests of one replica.
+
+    Results must come in the order of the plans, and every stage must compute plans in their
+    order: a block may be read by a plan while the one that fills it is still in flight.
+
+    Args:
+        limits: what it may hold.
+        secret: of the prefix cache's digests. None: drawn.
+    """
+
+    def __init__(self, limits: Limits, *, secret: bytes | None = None) -> None:
+        self.limits = limits
+        self._memory = Memory(limits, Digests(limits.block_size, secret))
+        self._waiting = Waiting()
+        self._by_id: dict[str, Sequence] = {}
+        self._deadlines: list[tuple[float, int, Sequence]] = []
+        self._flights: deque[_Flight] = deque()
+        self._serial = self._number = 0
+        self._pace = Pace()
+        self._counts = Stats()
+        self._finished: Counter[str] = Counter()
+        self._refused: Counter[str] = Counter()
+
+    # --- requests come and go ----------------------------------------------------------------
+
+    def add(self, request: Request, now: float) -> None:
+        """Take a request.
+
+        Raises:
+            RequestRefused: it can never be computed, or too many wait.
+        """
+        self._check(request, now)
+        user = self._waiting.user(request.user)
+        sequence = Sequence(request, self._serial, user, now, self.limits.max_model_len)
+        self._serial += 1
+        self._by_id[request.id] = sequence
+        self._waiting.add(sequence)
+        if sequence.deadline is not None:
+            heap = self._deadlines
+            if len(heap) > 2 * len(self._by_id) + 16:
+                heap[:] = [entry for entry in heap if entry[2].finish is None]
+                heapq.heapify(heap)
+            heapq.heappush(heap, (sequence.deadline, sequence.serial, sequence))
+
+    def abort(self, id: str) -> list[Output]:
+        """End a request, whatever it does; its end, or nothing if it has ended already."""
+        sequence = self._by_id.get(id)
+        return [] if sequence is None else [self._end(sequence, "abort")]
+
+    def expire(self, now: float) -> list[Output]:
+        """End the requests whose time is over."""
+        outputs = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            sequence = heapq.heappop(self._deadlines)[2]
+            if sequence.finish is None:
+                outputs.append(self._end(sequence, "deadline"))
+        return outputs
+
+    @property
+    def outstanding(self) -> int:
+        """Plans in flight."""
+        return len(self._flights)
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do and nothing in flight."""
+        return not self._by_id and not self._flights
+
+    def stats(self) -> Stats:
+        """Figures of now and since the start."""
+        memory, counts = self._memory, self._counts
+        counts.running = len(memory.running)
+        counts.waiting = len(self._waiting) + len(memory.again)
+        counts.waiting_tokens = self._waiting.tokens + sum(
+            one.prompt_length for one in memory.again.values()
+        )
+        counts.users = self._waiting.users
+        counts.in_flight = len(self._flights)
+        counts.blocks_total = self.limits.num_blocks
+        counts.blocks_used = memory.pool.used
+        counts.blocks_cached = memory.pool.kept
+        counts.preempted = memory.preempted
+        counts.finished = self._finished.total()
+        counts.finished_by = dict(self._finished)
+        counts.refused = self._refused.total()
+        counts.refused_by = dict(self._refused)
+        return dataclasses.replace(counts)
+
+    # --- plans -------------------------------------------------------------------------------
+
+    def plan(self, now: float) -> StepPlan | None:
+        """The next step; None where there is nothing to compute, or enough is in flight."""
+        limits, memory = self.limits, self._memory
+        if len(self._flights) >= limits.depth:
+            return None
+        flight = _Flight(self._number)
+        queued = memory.again or self._waiting.count
+        wait = bool(memory.prefilling or (memory.slots and queued))
+        decoding = len(memory.running) - len(memory.prefilling)
+        kept = max(limits.max_batch_tokens // 4, 1) if wait else 0
+        if memory.ready:  # 1
+            self._decode(flight, min(-(-decoding // limits.depth), limits.max_batch_tokens - kept))
+        budget = limits.max_batch_tokens - len(flight.rows)
+        if wait and budget:
+            if limits.depth > 1:
+                budget = min(budget, self._part())
+            self._admit(budget, now)  # 2
+            if memory.prefilling:  # 3
+                self._prefill(flight, budget)
+        if memory.ready and not flight.rows:
+            self._decode(flight, 1)  # a budget of 1 was kept for prompts that could not start
+        if not flight.rows:
+            return None
+        if limits.prefix_cache:
+            for sequence in flight.full:
+                memory.name(sequence)
+        plan = StepPlan(flight.number, flight.rows, flight.tokens, flight.admitted, memory.released)
+        memory.released = []
+        self._flights.append(flight)
+        self._number += 1
+        self._counts.steps += 1
+        self._counts.rows += len(plan.rows)
+        return plan
+
+    def _part(self) -> int:
+        """The prompt tokens that are one plan's even part, with room for more plans in flight."""
+        memory = self._memory
+        work = self._waiting.tokens
+        work += sum(one.remaining for one in memory.prefilling.values())
+        work += sum(len(one.tokens) for one in memory.again.values())
+        return max(LEAST_CHUNK, -(-work // (self.limits.depth - len(self._flights))))
+
+    def _decode(self, flight: _Flight, most: int) -> None:
+        """One token each of the sequences that wait longest for it."""
+        memory, size = self._memory, self.limits.block_size
+        ready, rows = memory.ready, flight.rows
+        for sequence in list(ready.values()):
+            if len(rows) >= most:
+                break
+            if sequence.serial not in ready:
+                continue  # its blocks were taken for one before it
+            start = sequence.computed
+            if start == len(sequence.blocks) * size:
+                if not memory.grow(sequence):
+                    continue
+                rows.append(Row(sequence.slot, start, 1, LAST, sequence.blocks[-1:]))
+                sequence.sent += 1
+            else:
+                rows.append(Row(sequence.slot, start, 1, LAST))
+            del ready[sequence.serial]
+            flight.tokens.append(sequence.tokens[-1])
+            flight.samplers.append(sequence)
+            sequence.in_flight = 1
+            sequence.computed = start = start + 1
+            if start % size == 0:
+                flight.full.append(sequence)
+        self._counts.decode_tokens += len(rows)
+
+    def _admit(self, budget: int, now: float) -> None:
+        """Start requests that wait, as far as slots, blocks and tokens go."""
+        memory, waiting = self._memory, self._waiting
+        while memory.again and memory.slots:
+            sequence = memory.again[min(memory.again)]
+            found, _ = memory.find(sequence)
+            if not memory.fits(sequence, found):
+                return
+            del memory.again[sequence.serial]
+            memory.start(sequence, found)
+        if not memory.slots or not waiting.count:
+            return
+        pending = memory.pending()
+        passed: list[Sequence] = []
+        while memory.slots and len(passed) < LOOK and waiting.count:
+            sequence = waiting.next()
+            if self._waits_for(sequence, sequence.put_off_for, pending):
+                waiting.remove(sequence)
+                passed.append(sequence)
+                continue
+            found, following = memory.find(sequence)
+            length = len(sequence.tokens) - len(found) * self.limits.block_size
+            if self._waits_for(sequence, following, pending) or not is_of_use(
+                sequence, length, memory.prefilling.values(), budget
+            ):
+                waiting.remove(sequence)
+                passed.append(sequence)
+                continue
+            if not memory.fits(sequence, found):
+                break
+            waiting.remove(sequence)
+            memory.start(sequence, found)
+            sequence.user.served += length * PROMPT_WEIGHT
+            if following is not None:
+                pending.add(following)
+            sequence.cached = len(sequence.tokens) - length
+            self._pace.add(sequence.prompt_length, now)
+            counts = self._counts
+            counts.admitted += 1
+            counts.waited_seconds += now - sequence.arrived
+            counts.prefix_hits += sequence.cached
+            if self.limits.prefix_cache:
+                counts.prefix_queries += sequence.prompt_length
+        waiting.put_back(passed)
+
+    def _waits_for(self, sequence: Sequence, digest: bytes | None, pending: set[bytes]) -> bool:
+        """Whether another computes the block after those that were found for a sequence, so that
+        it had better wait than compute the same; not for ever."""
+        if digest is None or digest not in pending:
+            return False
+        if digest != sequence.put_off_for:
+            sequence.put_off_for, sequence.put_off = digest, 0
+        if sequence.put_off == PATIENCE:
+            return False
+        sequence.put_off += 1
+        return True
+
+    def _prefill(self, flight: _Flight, budget: int) -> None:
+        """Chunks of prompts; those of one token before the others."""
+        memory, size = self._memory, self.limits.block_size
+        sequences = memory.prefilling.values()
+        given = shares(sequences, budget, self.limits.max_logit_rows)
+        given.sort(key=lambda pair: pair[1] > 1)
+        for sequence, count in given:
+            start = sequence.computed
+            end = start + count
+            last = end == len(sequence.tokens)
+            logits, following = (LAST if last else NONE), -1
+            if needs_logits(sequence):
+                logits = ALL
+                if not last:
+                    following = sequence.tokens[end]
+                sequence.told = min(end, sequence.untold)
+                flight.told[len(flight.rows)] = sequence
+            if sequence.sent < 0:
+                flight.admitted.append(_admission(sequence))
+                sequence.sent = 0
+            blocks = sequence.blocks[sequence.sent :] or ()
+            sequence.sent += len(blocks)
+            flight.rows.append(Row(sequence.slot, start, count, logits, blocks, following))
+            flight.tokens += sequence.tokens[start:end]
+            sequence.in_flight += 1
+            sequence.computed = end
+            if last:
+                sequence.state = DECODE
+                del memory.prefilling[sequence.serial]
+                flight.samplers.append(sequence)
+            else:
+                flight.silent.append(sequence)
+            if end // size > sequence.named:
+                flight.full.append(sequence)
+            self._counts.prompt_tokens += count
+            self._counts.recomputed_tokens += max(0, min(end, sequence.had) - start)
+
+    # --- results -----------------------------------------------------------------------------
+
+    def apply(self, result: StepResult, now: float) -> list[Output]:
+        """Take the result of the oldest plan in flight; what it added to its requests."""
+        flight = self._flights.popleft()
+        assert result.number == flight.number, (result.number, flight.number)
+        assert len(result.tokens) == len(flight.samplers), "a row was not sampled"
+        memory = self._memory
+        outputs: list[Output] = []
+        prompt: dict[int, Output] = {}
+        for row, sequence in flight.told.items():
+            if sequence.finish is None:
+                made = Output(id=sequence.request.id, cached=max(sequence.cached, 0))
+                made.prompt_logprobs = result.prompt_logprobs[row]
+                prompt[sequence.serial] = made
+                outputs.append(made)
+        for sequence in flight.silent:
+            sequence.in_flight -= 1
+            if sequence.in_flight == 0:
+                memory.settle(sequence)
+        logprobs, failed, ready = result.logprobs, result.failed, memory.ready
+        for place, token in enumerate(result.tokens):
+            sequence = flight.samplers[place]
+            sequence.in_flight = 0  # chunks before it were in plans before this one
+            if sequence.finish is not None:
+                memory.settle(sequence)
+                continue
+            output = prompt.get(sequence.serial) if prompt else None
+            if output is None:
+                output = Output(id=sequence.request.id, cached=sequence.cached)
+                outputs.append(output)
+            error = failed.get(place) if failed else None
+            if error is not None:
+                output.error = error
+                self._end(sequence, "error", output)
+            else:
+                self._take(sequence, token, output)
+                entry = logprobs.get(place) if logprobs else None
+                if entry is not None and output.tokens:
+                    output.logprobs = [entry]
+            if sequence.finish is None:
+                if sequence.leaves:
+                    memory.settle(sequence)
+                else:
+                    ready[sequence.serial] = sequence
+        return outputs
+
+    def _take(self, sequence: Sequence, token: int, output: Output) -> None:
+        """One token more, or the end."""
+        sampling, tokens = sequence.request.sampling, sequence.tokens
+        before = len(tokens)
+        if before >= sequence.most:
+            self._end(sequence, "length", output)
+        elif token in sequence.ends and before - sequence.prompt_length >= sampling.min_new_tokens:
+            output.stop_token = token
+            self._end(sequence, "stop", output)
+        else:
+            tokens.append(token)
+            output.tokens.append(token)
+            sequence.user.served += ANSWER_WEIGHT
+            self._counts.generated_tokens += 1
+            if before + 1 == sequence.most:
+                self._end(sequence, "length", output)
+
+    def _end(self, sequence: Sequence, reason: Finish, output: Output | None = None) -> Output:
+        sequence.finish = reason
+        self._finished[reason] += 1
+        del self._by_id[sequence.request.id]
+        if sequence.state != WAITING:
+            self._memory.end(sequence)
+        elif self._memory.again.pop(sequence.serial, None) is None:
+            self._waiting.remove(sequence)
+        self._waiting.leave(sequence.user)
+        if output is None:
+            output = Output(id=sequence.request.id, cached=max(sequence.cached, 0))
+        output.finish = reason
+        return output
+
+    # --- who is not taken --------------------------------------------------------------------
+
+    def _check(self, request: Request, now: float) -> None:
+        limits, waiting = self.limits, self._waiting
+        sampling, length = request.sampling, len(request.tokens)
+        least = max(sampling.min_new_tokens, min(sampling.max_new_tokens, 1))
+        if request.id in self._by_id:
+            raise self._refusal("bad", f"a request {request.id!r} is there already")
+        if sampling.seed is None:
+            raise self._refusal("bad", "the request has no seed")
+        if limits.vocab_size is not None:
+            named = (*request.tokens, *(token for token, _ in sampling.logit_bias))
+            largest = max((*named, *sampling.stop_tokens))
+            if largest >= limits.vocab_size:
+                raise self._refusal(
+                    "bad",
+                    f"token {largest} is not one of the model's {limits.vocab_size}",
+                )
+        if length + least > limits.max_model_len:
+            raise self._refusal(
+                "too_long",
+                f"a prompt of {length} tokens and at least {least} new ones need "
+                f"{length + least} positions; a request has {limits.max_model_len}",
+            )
+        # The last token is told and never computed.
+        most = min(length + sampling.max_new_tokens, limits.max_model_len)
+        needed = max(length, most - 1)
+        if needed > limits.capacity:
+            raise self._refusal(
+                "never_fits",
+                f"a prompt of {length} tokens and {most - length} new ones need {needed} places "
+                f"in the cache, which has {limits.num_blocks} blocks of {limits.block_size}: "
+                f"{limits.capacity}",
+            )
+        count, tokens = waiting.count, waiting.tokens
+        if count >= limits.max_waiting:
+            raise self._refusal(
+                "full",
+                f"{count} requests wait already",
+                self._pace.seconds(max(1, count / 4), 0, now),
+            )
+        if count and tokens + length > limits.max_waiting_tokens:
+            over = tokens + length - limits.max_waiting_tokens
+            raise self._refusal(
+                "full",
+                f"{tokens} prompt tokens wait already; with {length} more there would be over "
+                f"{limits.max_waiting_tokens}",
+                self._pace.seconds(0, over, now),
+            )
+
+    def _refusal(
+        self, kind: RefusalKind, message: str, retry_after: float | None = None
+    ) -> RequestRefused:
+        self._refused[kind] += 1
+        return RequestRefused(message, kind=kind, retry_after=retry_after)
+
+
+def _admission(sequence: Sequence) -> Admission:
+    """What workers must know of it."""
+    sampling, length = sequence.request.sampling, sequence.prompt_length
+    recalls = sampling.penalizes or sampling.structure is not None
+    return Admission(
+        slot=sequence.slot,
+        sampling=sampling,
+        index=sequence.request.index,
+        prompt_length=length,
+        prompt=sequence.request.tokens if sampling.repetition_penalty != 1 else (),
+        generated=tuple(sequence.tokens[length:]) if recalls else (),
+    )
