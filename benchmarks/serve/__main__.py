@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -151,11 +152,11 @@ def measure(model: Model, contenders: Sequence[Contender], options: Any) -> Fiel
         if REFERENCE not in field.running:
             raise SystemExit(f"{REFERENCE} did not start: there is nothing to compare with")
         for number in range(options.rounds + 1):
-            with gate(options.gate):
-                began = time.perf_counter()
-                for load in every:
+            began = time.perf_counter()
+            for load in every:
+                with gate(options.gate if number else ""):
                     field.turns(load, number)
-                took = time.perf_counter() - began
+            took = time.perf_counter() - began
             print(f"  {f'round {number}' if number else 'warm-up'}: {took:.0f} s", flush=True)
     return field
 
@@ -188,6 +189,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--gate", default="", help=(gate.__doc__ or "").split("\n\n")[0])
     parser.add_argument("--json", type=Path, default=None, help="file for the figures")
     options = parser.parse_args(arguments)
+    # Told to end, it ends what it started.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if options.list:
         print(*(contender.name for contender in EVERY), sep="\n")
         return 0
