@@ -20,7 +20,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -176,6 +176,11 @@ class Replicas:
         assert self._fatal is not None, "not started"
         return self._fatal
 
+    def room(self) -> int | None:
+        """Tokens that the cache of a replica holds; None before the first is ready."""
+        known = [int(one.capacity.get("cache_tokens", 0)) for one in self.replicas]
+        return min((tokens for tokens in known if tokens), default=None)
+
     async def drain(self, seconds: float) -> bool:
         """Let the requests that are running end, then the ranks. Whether all were done in time."""
         self.ending = True
@@ -292,7 +297,15 @@ class Replicas:
     async def _join(self, one: Replica, socket: Path, token: str) -> None:
         while not os.path.exists(socket):
             await asyncio.sleep(POLL)
-        client, capacity = await self.connect(socket, token)
+        end = time.monotonic() + LAST_WORDS
+        while True:
+            try:
+                client, capacity = await self.connect(socket, token)
+                break
+            except HocketError:  # it does not listen yet, or has died: then the ranks say why
+                if time.monotonic() > end:
+                    raise
+                await asyncio.sleep(POLL)
         shutil.rmtree(socket.parent, ignore_errors=True)
         one.client, one.capacity = client, capacity
         if self.ending:
@@ -359,8 +372,9 @@ class Replicas:
         self._wake.set()
         self._wake = asyncio.Event()
 
-    async def _changed(self) -> None:
-        await self._wake.wait()
+    def _changed(self) -> Coroutine[Any, Any, Any]:
+        # Bound to the event of this moment: what happens before it is awaited is not missed.
+        return self._wake.wait()
 
 
 def _as_error(error: BaseException) -> HocketError:

@@ -29,6 +29,7 @@ from hocket.spec.units import parse_bytes
 
 if TYPE_CHECKING:
     from hocket.models.source import ModelSource
+    from hocket.serving.http.auth import Keys
     from hocket.training.tokenizer import Tokenizer
 
 SERVE_FIELDS = tuple(field.name for field in dataclasses.fields(ServeOptions))
@@ -48,8 +49,6 @@ BATCH_TOKENS = {"cpu": 512, "cuda": 2048}
 ROWS = {"cpu": 64, "cuda": 256}
 """Defaults by device: a step as large as keeps products efficient, and answers prompt."""
 
-LARGEST_KEY_FILE = 1_000_000
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Server:
@@ -60,7 +59,7 @@ class Server:
             the layout is still to be chosen.
         source: where the model comes from. words: its tokenizer. stop: tokens that end an answer.
         layout: of all replicas together; what was asked for, its degrees legal.
-        options: resolved. keys: one of them is needed; empty: none is.
+        options: resolved. keys: one of them is needed; None: none is.
         device: `cpu` or `cuda`. name: what clients call the model.
         warnings: what is allowed, and should be known.
     """
@@ -73,7 +72,7 @@ class Server:
     options: ServeOptions
     device: str
     name: str
-    keys: tuple[str, ...] = ()
+    keys: Keys | None = None
     warnings: tuple[str, ...] = ()
 
     @property
@@ -287,18 +286,25 @@ def _sizes(options: ServeOptions, source: ModelSource, device: str) -> ServeOpti
 # --- the address and who may come -----------------------------------------------------------------
 
 
-def _keys(options: ServeOptions) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _keys(options: ServeOptions) -> tuple[Keys | None, tuple[str, ...]]:
     """The keys, and what should be known about them.
 
     Raises:
         OptionError: a file that cannot be read or holds no key, or an address that others reach
             without one.
     """
+    from hocket.serving.http.auth import Keys
+
     warnings: list[str] = []
-    found: tuple[str, ...] = ()
+    found: Keys | None = None
     if options.api_key_file is not None:
-        found, warnings = _key_file(Path(options.api_key_file).expanduser())
-    if not found and not is_loopback(options.host):
+        path = Path(options.api_key_file).expanduser()
+        found = Keys.read(path)
+        readers = path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH)
+        if readers:
+            who = "everybody" if readers & stat.S_IROTH else "its group"
+            warnings.append(f"{path} can be read by {who} on this machine: chmod 600 {path}")
+    if found is None and not is_loopback(options.host):
         if not options.insecure:
             raise OptionError(
                 f"host {options.host} is reached from other machines, and no key is asked for",
@@ -306,31 +312,6 @@ def _keys(options: ServeOptions) -> tuple[tuple[str, ...], tuple[str, ...]]:
             )
         warnings.append(f"anybody who reaches {options.host} may use this server: no key is asked")
     return found, tuple(warnings)
-
-
-def _key_file(path: Path) -> tuple[tuple[str, ...], list[str]]:
-    try:
-        size = path.stat().st_size
-        if not path.is_file() or size > LARGEST_KEY_FILE:
-            raise OptionError(f"{path} is no file of keys, one a line")
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise OptionError(f"{path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise OptionError(f"{path} is no text: a key a line is needed") from None
-    keys = tuple(dict.fromkeys(line.strip() for line in text.splitlines() if line.strip()))
-    if not keys:
-        raise OptionError(
-            f"{path} holds no key: nobody could come in",
-            hint=f"head -c 24 /dev/urandom | base64 > {path}",
-        )
-    for number, key in enumerate(keys, start=1):
-        if not key.isascii() or not key.isprintable() or " " in key:
-            raise OptionError(f"key {number} of {path} holds a blank, or a letter that is no ASCII")
-    readers = path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH)
-    who = "everybody" if readers & stat.S_IROTH else "its group"
-    warnings = [f"{path} can be read by {who} on this machine: chmod 600 {path}"] if readers else []
-    return keys, warnings
 
 
 def is_loopback(host: str) -> bool:

@@ -1,0 +1,126 @@
+"""`hocket serve`: answer OpenAI's requests with a model that is split over ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import tyro
+
+from hocket.cli.flags import Folder, Model, Text, explicit, parse, values
+from hocket.spec.errors import OptionError
+from hocket.spec.serving import ServeOptions
+from hocket.spec.units import format_bytes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Serve:
+    """Serve a model to OpenAI's clients, split over tp and pp, with dp replicas behind one address.
+
+    Ctrl-C or SIGTERM lets running requests end; a second one ends everything at once.
+
+    Attributes:
+        model: a Hugging Face directory with weights and a tokenizer, or a run folder.
+        layout: tp2 for latency, pp2 across slow links, dp2 for load, or all: tp2.pp2.dp2; auto:
+            the best on this machine, by what it was measured to do. None: dp1.
+        cut: balanced (by cost), even, or layers per stage as in 3-5.
+        run: the run folder. None: a new one under runs/.
+        cluster: what the server is foretold for, and what --layout auto chooses for: auto (this
+            machine), a file that `hocket probe` wrote, or none.
+        serving: everything about requests.
+        dtype: `fp32` or `bf16`.
+        tokenizer: a directory, or `bytes`. None: the model's own.
+        attention: attention implementation of checks, `sdpa` or `eager`.
+        device: `auto`, `cpu` or `cuda`.
+        backend: `auto`, `shm`, `gloo` or `nccl`.
+        threads: CPU threads per rank.
+        links: links between CPU ranks that are to be felt, as in pcie4 or nvlink3x2+net100g.
+        timeout: seconds a replica may be silent before it is ended and started again.
+        trust_remote_code: run code that a model directory brings along.
+        json: print one JSON object an event on stdout, and nothing else there.
+    """
+
+    model: Model = ""
+    layout: Text = None
+    cut: Text = None
+    run: Folder = None
+    cluster: str = "auto"
+    serving: ServeOptions = dataclasses.field(default_factory=ServeOptions)
+    dtype: str = "fp32"
+    tokenizer: Folder = None
+    attention: str = "sdpa"
+    device: str = "auto"
+    backend: str = "auto"
+    threads: int = 1
+    links: Text = None
+    timeout: float = 120.0
+    trust_remote_code: bool = False
+    json: Annotated[bool, tyro.conf.arg(name="json")] = False
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Serve. Returns 0 when all requests ended before the server did, 1 where some were cut."""
+    flags = parse(Serve, "serve", arguments, Serve())
+    if not flags.model:
+        raise OptionError("no model was named", hint="hocket serve RUN_OR_DIR --port 8000")
+    said = values(flags, also=explicit(arguments))
+    for name in ("json", "model"):
+        said.pop(name, None)
+    from hocket.jobs.serve import serve
+
+    served = serve(flags.model, on_event=_rows if flags.json else _lines, **said)
+    if not flags.json:
+        _summary(served)
+    return 0 if served.drained else 1
+
+
+def _rows(event: dict[str, Any]) -> None:
+    if event["event"] in ("ready", "ended"):
+        print(json.dumps(event), flush=True)
+    elif event["event"] == "note":
+        print(event["text"], file=sys.stderr, flush=True)
+
+
+def _lines(event: dict[str, Any]) -> None:
+    # Whoever reads may be gone: a server goes on without.
+    with contextlib.suppress(BrokenPipeError):
+        match event["event"]:
+            case "phase":
+                print(f"{event['name']} ...", flush=True)
+            case "note":
+                print(event["text"], flush=True)
+            case "ready":
+                print(_ready(event), flush=True)
+
+
+def _ready(event: dict[str, Any]) -> str:
+    address, each = event["address"], event["replicas"]
+    held = min((one.get("cache_tokens", 0) for one in each), default=0)
+    size = sum(one.get("num_blocks", 0) * one.get("bytes_per_block", 0) for one in each[:1])
+    room = f"; the cache of a replica holds {held:,} tokens" if held else ""
+    of = f" ({format_bytes(size)} on its first rank)" if size else ""
+    return (
+        f"ready after {event['seconds']:.1f} s: {event['model']} in {event['layout']} at "
+        f"{address}/v1{room}{of}\n"
+        f"  a chat page: {address}/    metrics: {event['metrics']}/metrics    "
+        f"run folder: {event['run']}\n"
+        f"  curl {address}/v1/completions -H 'content-type: application/json' "
+        f'-d \'{{"prompt": "Once", "max_tokens": 16}}\''
+    )
+
+
+def _summary(served: Any) -> None:
+    found = served.measured
+    with contextlib.suppress(BrokenPipeError):
+        if found.requests:
+            print(
+                f"{found.requests:,} requests answered, {found.output_tokens:,} tokens "
+                f"({found.tokens_per_second:,.0f} tokens/s while there were any); first token "
+                f"after {1e3 * found.ttft.p50:.1f} ms, then {1e3 * found.tpot.p50:.1f} ms each "
+                "(medians)"
+            )
+        print(f"predicted beside measured: hocket report {served.run}", flush=True)

@@ -1,0 +1,446 @@
+"""The job behind `hocket serve`: from what is asked to an address that answers, and to its end.
+
+    checked -> address bound, launchers warm -> layout chosen, split checked, foretold
+        -> run folder -> ranks -> ready -> ... -> drained, or ended at once -> what was measured
+
+This process holds the address, the text and the queue's front; it never imports torch. A first
+SIGTERM or Ctrl-C lets the running requests end; a second one ends everything at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import os
+import shutil
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hocket.jobs import serve_forecast, serve_request
+from hocket.jobs.record import Record
+from hocket.jobs.replicas import Client, Replicas, World
+from hocket.jobs.serve_measured import Keeper
+from hocket.jobs.serve_request import Server
+from hocket.spec.errors import OptionError, RunFolderError
+from hocket.spec.run import RunFolder, write_text
+from hocket.spec.serving_forecast import ServingMeasured
+
+if TYPE_CHECKING:
+    from hocket.launch import Launcher
+    from hocket.serving.front.router import Router
+    from hocket.serving.http.server import Front
+
+Event = dict[str, Any]
+Listener = Callable[[Event], None]
+
+ENTRY = "hocket.jobs.serve_rank:main"
+STARTUP = 1800.0
+"""Seconds until a rank's first sign of life: reading weights from a slow disk takes minutes."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class Served:
+    """What a server came to.
+
+    Attributes:
+        run: its folder. address, metrics: where it listened.
+        measured: what it did. drained: whether all its requests ended in the time they had.
+    """
+
+    run: Path
+    address: str
+    metrics: str
+    measured: ServingMeasured
+    drained: bool = True
+
+
+def serve(
+    model: str | os.PathLike[str],
+    *,
+    layout: Any = "dp1",
+    on_event: Listener | None = None,
+    **options: Any,
+) -> Served:
+    """Serve a model until a signal asks for the end.
+
+    Args:
+        model: a Hugging Face directory with weights and a tokenizer, or a run folder.
+        layout: `tp2.pp2.dp2`: dp are replicas; or `auto`.
+        on_event: called with each event: `phase`, `note`, `ready` (with `address`, `metrics` and
+            `run`), `ended`.
+        **options: any other flag of `hocket serve`, with underscores.
+
+    Raises:
+        HocketError: what the caller can mend, before any rank starts wherever possible; or what
+            has ended the last replica.
+    """
+    from hocket.launch import joined
+
+    began = time.monotonic()
+    if joined() is not None:
+        raise OptionError(
+            "serve starts its own ranks; it was started as one of another launcher's",
+            hint="run it without torchrun",
+        )
+    record = Record(on_event)
+    server = serve_request.server({"model": os.fspath(model), "layout": layout, **options})
+    folder = run_folder(server)
+    with contextlib.ExitStack() as stack:
+        doors = listeners(server, stack)
+        launchers = Launchers(server, stack)
+        first = launchers.make(0)
+        for warning in server.warnings:
+            record.note(f"warning: {warning}")
+        server, told = serve_forecast.settle(server, first, record)
+        require_split(first, server)
+        ready = [first, *(launchers.make(n) for n in range(1, server.layout.dp))]
+        stack.enter_context(unready_is_no_run(folder))
+        folder.create(server.spec())
+        write_text(folder.forecast_file, told.to_json())
+        for line in serve_forecast.bill(server, told):
+            record.note(line)
+        return asyncio.run(
+            _serve(
+                server,
+                folder=folder,
+                launchers=ready,
+                relaunch=launchers.make,
+                doors=doors,
+                record=record,
+                began=began,
+            )
+        )
+
+
+# --- before there are ranks -----------------------------------------------------------------------
+
+
+def run_folder(server: Server) -> RunFolder:
+    """The run folder asked for, or a new name under `runs/`.
+
+    Raises:
+        RunFolderError: it holds a run already, or cannot be made.
+    """
+    asked = server.request.run
+    if asked is None:
+        stem = Path("runs") / f"{server.name.replace(os.sep, '-')}-serve"
+        names = (stem.with_name(f"{stem.name}-{k}") for k in itertools.count(1))
+        return RunFolder(next(path for path in names if not path.exists()))
+    folder = RunFolder(asked)
+    if folder.spec_file.exists():
+        names = (folder.path.with_name(f"{folder.path.name}-{k}") for k in itertools.count(2))
+        free = next(name for name in names if not name.exists())
+        raise RunFolderError(f"{folder.path} already holds a run", hint=f"--run {free}")
+    path = folder.path.absolute()
+    there = next(p for p in (path, *path.parents) if p.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        why = "cannot be written to" if there.is_dir() else "is a file, not a folder"
+        raise RunFolderError(
+            f"{folder.path} cannot be made: {there} {why}", hint="--run runs/served"
+        )
+    return folder
+
+
+def listeners(server: Server, stack: contextlib.ExitStack) -> tuple[socket.socket, socket.socket]:
+    """The sockets of requests and of metrics. Raises OptionError where one is taken."""
+    options = server.options
+    assert options.metrics_port is not None
+    front = serve_request.listener(options.host, options.port)
+    stack.callback(front.close)
+    metrics = serve_request.listener(options.host, options.metrics_port, "--metrics-port")
+    stack.callback(metrics.close)
+    return front, metrics
+
+
+class Launchers:
+    """Makes the launcher of each replica; closed with the stack."""
+
+    def __init__(self, server: Server, stack: contextlib.ExitStack) -> None:
+        self.server = server
+        self.stack = stack
+
+    def make(self, number: int) -> Launcher:
+        """A warm one for the replica of that number, with GPUs of its own."""
+        from hocket.jobs.serve_rank import PRELOAD
+        from hocket.jobs.train import modeling_modules
+        from hocket.launch import Launcher
+
+        size = self.server.replica.world_size
+        environment: Mapping[str, str] = {}
+        if self.server.device == "cuda":
+            devices = _visible(number, size)
+            environment = {"CUDA_VISIBLE_DEVICES": ",".join(devices)}
+        preload = (*PRELOAD, "hocket.jobs.serve_rank", "hocket.runtime.shm")
+        return self.stack.enter_context(
+            Launcher(
+                self.server.device,
+                self.server.request.options.threads,
+                preload=(*preload, *modeling_modules(self.server.source.config)),
+                environment=environment,
+            )
+        )
+
+
+def _visible(number: int, size: int) -> list[str]:
+    """The GPUs of one replica, among those that this process may see."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    mine = range(number * size, (number + 1) * size)
+    names = seen.split(",") if seen else None
+    return [names[i] if names and i < len(names) else str(i) for i in mine]
+
+
+def require_split(launcher: Launcher, server: Server) -> None:
+    """Refuse an architecture that would compute something else when it is split."""
+    from hocket.jobs import twin
+
+    attention = server.request.options.attention
+    twin.require(launcher, server.source, server.replica, attention=attention)
+
+
+@contextlib.contextmanager
+def unready_is_no_run(folder: RunFolder) -> Iterator[None]:
+    """Within, a server that ends before it was ready leaves no run behind."""
+    fresh = not folder.path.exists()
+    try:
+        yield
+    except BaseException:
+        if not measured_file(folder).exists():
+            if fresh:
+                shutil.rmtree(folder.path, ignore_errors=True)
+            else:
+                folder.spec_file.unlink(missing_ok=True)
+                folder.forecast_file.unlink(missing_ok=True)
+        raise
+
+
+def measured_file(folder: RunFolder) -> Path:
+    """Where what a server did is kept."""
+    return folder.path / "measured.json"
+
+
+# --- the server -----------------------------------------------------------------------------------
+
+
+class Ends:
+    """What asks for the end: the first signal gently, the second at once."""
+
+    def __init__(self) -> None:
+        self.gently = asyncio.Event()
+        self.at_once = asyncio.Event()
+        self.number = 0
+
+    def ask(self, number: int) -> None:
+        """A signal came."""
+        self.number = number
+        (self.at_once if self.gently.is_set() else self.gently).set()
+
+    @contextlib.contextmanager
+    def heard(self) -> Iterator[None]:
+        """Within, SIGTERM, SIGINT and a closed terminal are heard; in the main thread."""
+        loop = asyncio.get_running_loop()
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # under nohup it is ignored
+            numbers.append(signal.SIGHUP)
+        for number in numbers:
+            loop.add_signal_handler(number, self.ask, number)
+        try:
+            yield
+        finally:
+            for number in numbers:
+                loop.remove_signal_handler(number)
+
+
+async def _serve(
+    server: Server,
+    *,
+    folder: RunFolder,
+    launchers: list[Launcher],
+    relaunch: Callable[[int], Launcher],
+    doors: tuple[socket.socket, socket.socket],
+    record: Record,
+    began: float,
+) -> Served:
+    from hocket.serving.front.router import Router
+
+    router = Router(server.options.block_size)
+    replicas = Replicas(
+        launchers,
+        World(
+            entry=ENTRY,
+            size=server.replica.world_size,
+            payload={
+                "spec": server.spec(replica=True).to_json(),
+                "run": str(folder.path.resolve()),
+            },
+            startup_timeout=STARTUP,
+            silence_timeout=server.request.options.timeout,
+            logs=folder.path / "logs",
+        ),
+        router,
+        _connect,
+        relaunch=relaunch,
+        say=record.note,
+        max_restarts=server.options.max_restarts,
+    )
+    keeper = Keeper(str(server.layout), router, replicas, measured_file(folder))
+    ends = Ends()
+    address, metrics = _address(doors[0]), _address(doors[1])
+    record.phase("starting ranks")
+    with ends.heard():
+        front = await _open(server, router, replicas, doors)
+        replicas.start()
+        try:
+            if await _until(ends.gently, replicas.ready(), front.failed):
+                keeper.begin(time.monotonic() - began)
+                record(
+                    {
+                        "event": "ready",
+                        "address": address,
+                        "metrics": metrics,
+                        "run": str(folder.path),
+                        "model": server.name,
+                        "layout": server.layout.axes_text(),
+                        "seconds": time.monotonic() - began,
+                        "replicas": [dict(one.capacity) for one in replicas.replicas],
+                    }
+                )
+                keeping = asyncio.create_task(keeper.keep())
+                try:
+                    await _until(ends.gently, replicas.fatal, front.failed)
+                finally:
+                    keeping.cancel()
+            drained = await _end(
+                server,
+                router=router,
+                replicas=replicas,
+                front=front,
+                keeper=keeper,
+                ends=ends,
+                record=record,
+            )
+        finally:
+            if not ends.gently.is_set():  # it failed: nothing may be left
+                replicas.kill()
+            await replicas.end()
+            await front.close(0.0)
+    found = keeper.last()
+    record({"event": "ended", "drained": drained, "run": str(folder.path)})
+    return Served(
+        run=folder.path, address=address, metrics=metrics, measured=found, drained=drained
+    )
+
+
+async def _end(
+    server: Server,
+    *,
+    router: Router,
+    replicas: Replicas,
+    front: Front,
+    keeper: Keeper,
+    ends: Ends,
+    record: Record,
+) -> bool:
+    """Let what runs end, within the time it has. Whether all of it did."""
+    seconds = server.options.drain_seconds
+    name = signal.Signals(ends.number).name if ends.number else "the end"
+    running = router.running
+    if running:
+        record.note(
+            f"{name}: {running} requests have {seconds:g} s to end; a second signal ends them now"
+        )
+    router.close("the server is ending")
+    replicas.ending = True
+    closing = asyncio.ensure_future(front.close(seconds))
+    drained = bool(await _until(ends.at_once, _emptied(router), asyncio.sleep(seconds)) == 1)
+    if not drained:
+        record.note(f"{router.running} requests were ended before their time")
+    else:
+        await _until(ends.at_once, asyncio.wait({closing}, timeout=1.0))
+    await keeper.ask()
+    if ends.at_once.is_set():
+        replicas.kill()
+    await replicas.end()
+    closing.cancel()
+    await asyncio.gather(closing, return_exceptions=True)
+    return drained
+
+
+async def _emptied(router: Router) -> None:
+    while router.running:
+        await asyncio.sleep(0.02)
+
+
+async def _until(stop: asyncio.Event, *others: Any) -> int:
+    """Wait for an event or for one of several awaitables: 0 for the event, else which it was.
+
+    Raises what the awaitable raises. Those that were not waited for to their end are cancelled,
+    unless they are futures of somebody else's.
+    """
+    tasks = [asyncio.ensure_future(one) for one in (stop.wait(), *others)]
+    owned = [task for task, one in zip(tasks, (None, *others), strict=True) if task is not one]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in owned:
+            if not task.done():
+                task.cancel()
+    for number, task in enumerate(tasks):
+        if task in done and number:
+            task.result()
+            return number
+    return 0
+
+
+async def _connect(path: Path, token: str) -> tuple[Client, dict[str, Any]]:
+    from hocket.serving.front.client import ReplicaClient
+
+    client = await ReplicaClient.connect(path, token)
+    return client, client.capacity
+
+
+def _address(door: socket.socket) -> str:
+    host, port = door.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+async def _open(
+    server: Server,
+    router: Router,
+    replicas: Replicas,
+    doors: tuple[socket.socket, socket.socket],
+) -> Front:
+    """Begin to answer on the sockets: that it is not ready, as long as no replica is."""
+    from hocket.serving.front.words import Words
+    from hocket.serving.http.server import Front
+    from hocket.serving.http.service import ServedModel, Service
+    from hocket.serving.http.settings import HttpSettings
+    from hocket.serving.http.templates import ChatTemplates
+
+    options = server.options
+    assert options.max_model_len is not None
+    template = options.chat_template_file
+    service = Service(
+        router,
+        Words(server.words.to_json()),
+        ServedModel(
+            name=server.name,
+            max_model_len=options.max_model_len,
+            vocab_size=server.source.dimensions.vocab_size,
+            stop=server.stop,
+            created=int(time.time()),
+        ),
+        ChatTemplates.read(server.source.tokenizer, Path(template) if template else None),
+        HttpSettings(host=options.host, keys=server.keys, deadline=options.deadline),
+        room=replicas.room,
+    )
+    return await Front.open(service, *doors)

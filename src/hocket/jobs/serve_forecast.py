@@ -1,0 +1,303 @@
+"""The forecast of a server on the machine it runs on, and the layout for `--layout auto`.
+
+    CPU cores    the model's traced shape x what `hocket probe` measured here
+    GPUs         the service planner, on this machine's GPUs or on a --cluster
+
+Nothing that cannot be foretold keeps a server from starting: forecast.json then says why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from hocket.jobs import forecast, foresight, links, serve_request
+from hocket.jobs.serve_request import Server
+from hocket.spec.errors import HocketError, LayoutError, OptionError
+from hocket.spec.layout import Layout
+from hocket.spec.serving_forecast import Load, Need, ServingForecast, ServingMeasured
+from hocket.spec.units import format_bytes, format_count, format_seconds, parse_bytes
+
+if TYPE_CHECKING:
+    from hocket.jobs.record import Record
+    from hocket.launch import Launcher
+    from hocket.planning.machine_forecast import Machine
+    from hocket.planning.machine_serving import Sizes
+    from hocket.spec.cluster import Cluster
+
+TOP = 8
+"""Layouts that are set beside the one that runs."""
+
+
+def settle(server: Server, launcher: Launcher, record: Record) -> tuple[Server, ServingForecast]:
+    """The server with its layout, and what it is expected to do.
+
+    Raises:
+        HocketError: a layout was to be chosen, and none can be.
+    """
+    foresight.checked(server.request.cluster)
+    if server.request.options.links is not None:
+        server = _felt(server, launcher)
+    if server.request.auto:
+        server, told = _chosen(server, launcher, record)
+    else:
+        told = _told(server, launcher)
+    wanted = server.options.cache_memory
+    assert server.options.max_model_len is not None
+    if told.known and wanted is not None and told.cache_tokens < server.options.max_model_len:
+        least = told.cache_bytes * server.options.max_model_len
+        raise OptionError(
+            f"a cache of {wanted} a rank holds {told.cache_tokens} tokens "
+            f"({format_bytes(told.cache_bytes)} each); one request may have "
+            f"{server.options.max_model_len}",
+            hint=f"--cache-memory {format_bytes(least).replace(' ', '')}, or "
+            f"--max-model-len {max(2, told.cache_tokens)}",
+        )
+    return server, told
+
+
+def bill(server: Server, told: ServingForecast) -> list[str]:
+    """What the server takes and is expected to give, in sentences."""
+    layout, options = server.layout, server.options
+    replicas = f"{layout.dp} replicas of " if layout.dp > 1 else ""
+    ranks = server.replica.world_size
+    lines = [
+        f"{server.name} in {layout.axes_text()}: {replicas}{ranks} "
+        f"rank{'s' if ranks > 1 else ''}, {server.request.workload.dtype}; a step of up to "
+        f"{options.max_batch_tokens} tokens, {options.max_rows} requests at once, "
+        f"{options.max_model_len} tokens each"
+    ]
+    if not told.known:
+        assert server.source.weights is not None
+        size = sum(f.stat().st_size for f in server.source.weights.glob("*.safetensors"))
+        lines.append(f"memory: {format_bytes(size)} of weights as they are stored")
+        lines.append(f"not foretold: {told.why}")
+        return lines
+    fullest = max(told.memory, key=lambda row: row["total"])
+    of = f" of {format_bytes(told.capacity)}" if told.capacity else ""
+    lines.append(
+        f"memory of the fullest rank: {format_bytes(fullest['weights'])} weights, "
+        f"{format_bytes(fullest['step'])} for a step, {format_bytes(fullest['cache'])} cache "
+        f"({format_count(told.cache_tokens)} tokens a replica), "
+        f"{format_bytes(fullest['total'])} in all{of}"
+    )
+    alone = next((one.seconds for one in told.decode if one.batch == 1), None)
+    first = next((o.seconds for o in told.prefill if o.tokens == told.prompt_len), None)
+    if alone is not None and first is not None:
+        lines.append(
+            f"foretold: a prompt of {told.prompt_len} tokens read in {format_seconds(first)}, then "
+            f"a token in {format_seconds(alone)}; up to "
+            f"{told.tokens_per_second * layout.dp:,.0f} tokens/s with many requests"
+        )
+    return lines
+
+
+# --- a layout that was given ----------------------------------------------------------------------
+
+
+def _told(server: Server, launcher: Launcher) -> ServingForecast:
+    from hocket.planning import machine_serving as planning
+
+    layout = str(server.layout)
+    cluster = server.request.cluster
+    if cluster == foresight.NONE:
+        return ServingForecast.none(layout, "--cluster none")
+    if server.device == "cuda":
+        return ServingForecast.none(layout, _GPUS)
+    try:
+        measured = forecast.measurements(cluster, server.device)
+        if measured is None:
+            why = "this machine was not measured; hocket probe does"
+            return ServingForecast.none(layout, why)
+        spec = server.spec()
+        machine = forecast.machine_of(spec, measured)
+        shape = forecast.shape_of(spec, launcher)
+        sizes = sizes_of(server)
+        found = planning.forecast(shape, server.layout, machine, sizes)
+        layouts = [server.layout, *_legal(server, planning.candidates(shape, _most(machine)))]
+        weighed = planning.weigh(shape, machine, sizes, {str(one): one for one in layouts}.values())
+        rows = [one for _, one in weighed]
+        return planning.beside(
+            found, [o for o in rows if o.layout == found.layout or o in rows[:TOP]]
+        )
+    except HocketError as error:
+        return ServingForecast.none(layout, error.message)
+
+
+_GPUS = (
+    "servers on GPUs are priced by the service planner: hocket plan MODEL --serve --cluster auto"
+)
+
+
+def sizes_of(server: Server) -> Sizes:
+    """The engine's sizes, as a forecast takes them."""
+    from hocket.planning.machine_serving import Sizes
+
+    options = server.options
+    assert options.max_batch_tokens is not None
+    assert options.max_rows is not None
+    assert options.max_model_len is not None
+    return Sizes(
+        batch_tokens=options.max_batch_tokens,
+        rows=options.max_rows,
+        longest=options.max_model_len,
+        block_size=options.block_size,
+        cache=0 if options.cache_memory is None else int(parse_bytes(options.cache_memory)),
+        tokens=(options.num_blocks or 0) * options.block_size,
+        dtype=server.request.workload.dtype,
+    )
+
+
+def _most(machine: Machine) -> int:
+    """Ranks that are worth weighing: as many as there are cores, or GPUs."""
+    measured = machine.measured
+    if measured.device == "cuda":
+        return max(1, len(measured.devices))
+    return max(1, measured.host.cores)
+
+
+def _legal(server: Server, layouts: list[Layout]) -> list[Layout]:
+    found = []
+    for layout in layouts:
+        try:
+            found.append(serve_request.legal(server.source, layout, server.device))
+        except HocketError:
+            continue
+    return found
+
+
+# --- a layout to choose ---------------------------------------------------------------------------
+
+
+def _chosen(server: Server, launcher: Launcher, record: Record) -> tuple[Server, ServingForecast]:
+    from hocket.jobs import machine as machines
+    from hocket.planning import machine_serving as planning
+
+    request = server.request
+    asked = foresight.AUTO
+    if request.cluster not in (foresight.NONE, foresight.KEPT):
+        asked = request.cluster
+    if asked == foresight.AUTO and machines.kept(request.options.device) is None:
+        record.note(f"measuring this machine, once: up to {foresight.LONGEST:.0f} s")
+    found = machines.cluster(asked, device=request.options.device)
+    if server.device == "cuda" or not found.is_cpu:
+        return _planned(server, asked, found, record)
+    assert found.measured is not None  # `foresight.checked`
+    record.phase("choosing a layout")
+    spec = server.spec()
+    machine = forecast.machine_of(spec, found.measured)
+    shape = forecast.shape_of(spec, launcher)
+    layouts = [
+        layout
+        for layout in planning.candidates(shape, _most(machine))
+        if all(
+            layout.degree(axis) == request.layout.degree(axis)
+            for axis in ("dp", "tp", "pp")
+            if axis in request.given
+        )
+    ]
+    told = planning.choose(shape, machine, sizes_of(server), _legal(server, layouts))
+    for line in reasons(told):
+        record.note(line)
+    layout = serve_request.legal(server.source, Layout.parse(told.layout), server.device)
+    return dataclasses.replace(server, layout=layout), told
+
+
+def reasons(told: ServingForecast) -> list[str]:
+    """What was chosen among what, and why, in sentences."""
+    mine = next(one for one in told.alternatives if one.chosen)
+    lines = [
+        f"layout {mine.layout}: up to {mine.tokens_per_second:,.0f} tokens/s; alone a request of "
+        f"{told.prompt_len} tokens begins after {format_seconds(mine.ttft)} and goes on with "
+        f"{format_seconds(mine.tpot)} a token"
+    ]
+    others = [one for one in told.alternatives if one.fits and not one.chosen]
+    if others:
+        near = others[0]
+        lines.append(
+            f"of {len(told.alternatives)} layouts the next is {near.layout}: "
+            f"{near.tokens_per_second:,.0f} tokens/s"
+        )
+        quick = min((mine, *others), key=lambda one: one.tpot)
+        if quick.layout != mine.layout and quick.tpot < 0.9 * mine.tpot:
+            lines.append(
+                f"for one request at a time {quick.layout} is faster: "
+                f"{format_seconds(quick.tpot)} a token"
+            )
+    return lines
+
+
+def _planned(
+    server: Server, cluster: str, found: Cluster, record: Record
+) -> tuple[Server, ServingForecast]:
+    """On GPUs: the service planner's answer for those that are there."""
+    from hocket.jobs.serve_plan import serve_plan
+    from hocket.planning.machine_serving import usual
+
+    assert server.options.max_model_len is not None
+    service = usual(server.options.max_model_len)
+    (plan, *_) = serve_plan(
+        str(server.source.directory or server.request.model),
+        cluster=cluster,
+        prompt_len=service.prompt_len,
+        output_len=service.output_len,
+        precision="bf16",
+    )
+    best = plan.best
+    if best is None:
+        raise LayoutError(
+            f"{server.name} fits in no layout of {found.name}: {plan.kinds[0].reason}",
+            hint="--layout, to try one all the same",
+        )
+    layout = serve_request.legal(server.source, best.layout, server.device)
+    record.note(
+        f"layout {layout.axes_text()}: the service planner's for {found.name}, "
+        f"{best.max_batch_tokens} tokens a step"
+    )
+    return dataclasses.replace(server, layout=layout), ServingForecast.none(str(layout), _GPUS)
+
+
+def _felt(server: Server, launcher: Launcher) -> Server:
+    """The server with its links as slow as this machine's ranks make them feel."""
+    links.checked(server.request.options, server.layout)
+    spec = links.settled(launcher, server.spec(replica=True))
+    options = dataclasses.replace(server.request.options, links=spec.options.links)
+    return dataclasses.replace(server, request=dataclasses.replace(server.request, options=options))
+
+
+# --- after it has run -----------------------------------------------------------------------------
+
+
+def curve(
+    told: ServingForecast | None, measured: ServingMeasured, sizes: dict[str, Any]
+) -> tuple[tuple[Load, ...], tuple[Need, ...]]:
+    """One replica under load and the replicas for a load, from the steps that were measured.
+
+    Empty where too few were.
+
+    Args:
+        sizes: `max_batch_tokens` and `max_rows` of the engine.
+    """
+    from hocket.planning.machine_serving import MeasuredSteps, Sizes, under_load, usual
+    from hocket.spec.service import Service
+
+    decode = [row for one in measured.replicas for row in one.decode]
+    prefill = [row for one in measured.replicas for row in one.prefill]
+    tokens = min((one.cache_tokens for one in measured.replicas), default=0)
+    if not decode or not tokens:
+        return (), ()
+    longest = int(sizes["max_model_len"])
+    service = usual(longest)
+    if told is not None and told.known:
+        service = Service(
+            prompt_len=told.prompt_len,
+            output_len=told.output_len,
+            ttft_ms=told.ttft_ms,
+            tpot_ms=told.tpot_ms,
+            percentile=told.percentile,
+        )
+    engine = Sizes(
+        batch_tokens=int(sizes["max_batch_tokens"]), rows=int(sizes["max_rows"]), longest=longest
+    )
+    loads, needs, _ = under_load(MeasuredSteps(decode, prefill), engine, service, tokens)
+    return loads, needs

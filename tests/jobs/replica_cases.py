@@ -1,0 +1,102 @@
+"""Ranks of a replica without a model: rank 0 speaks as a driver does, the others wait for it."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from hocket.launch import RankContext
+from hocket.serving.front.frames import HELLO, MAX_COMMAND, FrameReader, decode, encode
+from hocket.spec.errors import ModelError
+
+SLOW = 0.01
+"""Seconds of a token."""
+
+
+def main(context: RankContext, payload: dict[str, Any]) -> None:
+    """Answer every request with tokens 0, 1, 2 ...; what else happens, `payload` says.
+
+    `fail`: raise before being ready. `dies`: every rank of a later life ends at once. `hold`: a
+    later life begins only when `pids` holds a file `go`. Process ids are left under `pids`.
+    """
+    folder = Path(payload["pids"])
+    name = f"{payload['replica']}-{payload['attempt']}-{context.rank}"
+    (folder / name).write_text(str(os.getpid()))
+    if payload.get("fail"):
+        raise ModelError("the model cannot be served", hint="another one")
+    if payload.get("dies") and payload["attempt"]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while payload.get("hold") and payload["attempt"] and not (folder / "go").exists():
+        time.sleep(0.01)
+    if context.rank:
+        _wait(context, payload)
+    else:
+        _drive(context, payload)
+
+
+def _wait(context: RankContext, payload: dict[str, Any]) -> None:
+    done = Path(payload["pids"]) / f"{payload['replica']}-{payload['attempt']}-left"
+    while not done.exists():
+        context.beat()
+        time.sleep(0.02)
+
+
+def _drive(context: RankContext, payload: dict[str, Any]) -> None:
+    with socket.socket(socket.AF_UNIX) as door:
+        door.bind(payload["socket"])
+        door.listen()
+        door.settimeout(20)
+        parent, _ = door.accept()
+    token, _ = HELLO.unpack(parent.recv(HELLO.size, socket.MSG_WAITALL))
+    assert token == bytes.fromhex(payload["token"])
+    context.emit({"event": "begun"})
+    parent.sendall(encode({"event": "ready", "num_blocks": 64, "cache_tokens": 1024}))
+    reader, selector = FrameReader(MAX_COMMAND), selectors.DefaultSelector()
+    selector.register(parent, selectors.EVENT_READ)
+    running: dict[str, list[int]] = {}
+    draining = False
+    while True:
+        for _ in selector.select(SLOW):
+            data = parent.recv(1 << 16)
+            if not data:
+                return
+            for message in map(decode, reader.feed(data)):
+                match message["do"]:
+                    case "add":
+                        request = message["request"]
+                        running[request["id"]] = [0, request["sampling"]["max_new_tokens"]]
+                    case "abort":
+                        for one in message["ids"]:
+                            running.pop(one, None)
+                    case "stats":
+                        measured = {
+                            "decode": [{"batch": 1, "context": 9, "seconds": 0.01, "count": 3}],
+                            "prefill": [],
+                            "steps": 3,
+                        }
+                        parent.sendall(encode({"event": "stats", "stats": {"running": len(running)},
+                                               "measured": measured}))  # fmt: skip
+                    case "drain":
+                        draining = True
+                    case "stop":
+                        left = f"{payload['replica']}-{payload['attempt']}-left"
+                        (Path(payload["pids"]) / left).touch()
+                        return
+        outputs = []
+        for name, state in list(running.items()):
+            state[0] += 1
+            finish = "length" if state[0] >= state[1] else None
+            outputs.append({"id": name, "tokens": [state[0] - 1], "finish": finish})
+            if finish:
+                del running[name]
+        if outputs:
+            parent.sendall(encode({"event": "outputs", "outputs": outputs}))
+        if draining and not running:
+            draining = False
+            parent.sendall(encode({"event": "drained"}))
+        context.beat()
