@@ -212,7 +212,7 @@ class ChatTemplates:
         Raises:
             OptionError: `file` cannot be read. ModelError: a template cannot be.
         """
-        settings = _object(directory / "tokenizer_config.json") if directory else {}
+        settings = _settings_of(directory / "tokenizer_config.json") if directory else {}
         words = {
             name: text
             for name, value in settings.items()
@@ -260,7 +260,7 @@ def _content(value: Any) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _object(path: Path) -> dict[str, Any]:
+def _settings_of(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError):

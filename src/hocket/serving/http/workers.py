@@ -22,6 +22,9 @@ Result = TypeVar("Result")
 MOST_LOST = 8
 """Threads that may be over their time at once; then jobs are refused until some come back."""
 
+_raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
+_raise_in.argtypes = (ctypes.c_ulong, ctypes.py_object)
+
 
 class Overran(BaseException):
     """Raised inside a thread whose time is over."""
@@ -115,7 +118,5 @@ class _Job:
         with self._lock:
             if self._done or self.thread.ident is None:
                 return False
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                ctypes.c_ulong(self.thread.ident), ctypes.py_object(Overran)
-            )
+            _raise_in(self.thread.ident, Overran)
             return True
