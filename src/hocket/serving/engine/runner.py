@@ -23,6 +23,7 @@ from hocket.serving.engine.attention import Options, attending
 from hocket.serving.engine.attention_cpu import CpuAttention
 from hocket.serving.engine.attention_step import StepIndices, indices
 from hocket.serving.engine.cache import BlockTables, LayerShape, PagedCache, bytes_per_block
+from hocket.serving.engine.projections import merge_projections, unmerge_wasted
 from hocket.serving.scheduling.step import StepPlan
 from hocket.spec.errors import ModelError
 
@@ -66,12 +67,14 @@ class StageRunner:
         self.max_batch_tokens = max_batch_tokens
         self.max_model_len = max_model_len
         stage.module.eval().requires_grad_(False)
+        merges = merge_projections(stage.module)
         self._keeps = stage.is_last and "logits_to_keep" in (
             inspect.signature(stage.module.forward).parameters
         )
         self.cache: PagedCache | None = None
         self.tables = BlockTables(max_rows, -(-max_model_len // block_size))
         self.layers = self._watch()
+        unmerge_wasted(merges)
 
     @property
     def bytes_per_block(self) -> int:

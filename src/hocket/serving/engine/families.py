@@ -1,0 +1,223 @@
+"""Which models can be served from pages, and why another cannot.
+
+A model fits if all that its layers keep of earlier tokens is what they hand to transformers'
+attention interface: keys and values. Recurrent and convolutional layers keep a state of another
+kind, and some families compute attention themselves. What cannot be seen in the modules shows on
+the tiny twin: served in chunks, from scattered and shared blocks, preempted and begun anew, it must
+give the logits of a plain forward.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hocket.models.twin import Twin, twin_of
+from hocket.runtime.mesh import Mesh
+from hocket.runtime.pipeline.cut import Missing
+from hocket.runtime.pipeline.stage import Stage
+from hocket.serving.engine import attention
+from hocket.serving.engine.runner import StageRunner
+from hocket.serving.request import Sampling
+from hocket.serving.scheduling.step import ALL, Admission, Row, StepPlan
+from hocket.spec.errors import HocketError, ModelError
+
+_STATES = {
+    "mamba": "a recurrent state",
+    "ssm": "a recurrent state",
+    "rwkv": "a recurrent state",
+    "recurrent": "a recurrent state",
+    "rglru": "a recurrent state",
+    "xlstm": "a recurrent state",
+    "mlstm": "a recurrent state",
+    "deltanet": "a recurrent state",
+    "linearattention": "a recurrent state",
+    "lightningattention": "a recurrent state",
+    "shortconv": "a convolution's last inputs",
+}
+"""Part of a module's class name to what such a module keeps besides keys and values."""
+
+_TOLERANCE = 1e-4
+_BLOCK = 4
+
+
+def refuse(config: Any, module: nn.Module) -> None:
+    """Refuse a model whose layers keep something else than keys and values, by its modules.
+
+    Args:
+        config: the model's configuration.
+        module: the model or one stage of it; its device does not matter.
+
+    Raises:
+        ModelError: with the class of the layer and what it keeps.
+    """
+    kind = getattr(config, "model_type", type(module).__name__)
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(
+            f"{kind!r} is an encoder and a decoder; hocket serves models of one stack of layers"
+        )
+    for child in module.modules():
+        name = type(child).__name__
+        plain = name.lower().replace("_", "")
+        for part, what in _STATES.items():
+            if part in plain and not isinstance(child, Missing):
+                raise ModelError(
+                    f"{kind!r} cannot be served: its {name} keeps {what} of each sequence, and "
+                    "pages hold keys and values only"
+                )
+        if isinstance(child, nn.Conv1d):
+            raise ModelError(
+                f"{kind!r} cannot be served: it has a {name} along the sequence, whose last "
+                "inputs would have to be kept, and pages hold keys and values only"
+            )
+
+
+def self_check(config: Any) -> float:
+    """Serve the tiny twin of a configuration, and compare with its plain forward.
+
+    Args:
+        config: a transformers configuration, or a dictionary of one.
+
+    Returns:
+        The largest difference of a logit, as a share of the largest logit.
+
+    Raises:
+        ModelError: the model cannot be served, with the reason.
+    """
+    if isinstance(config, dict):
+        from hocket.models.skeleton import config_of
+
+        config = config_of(config)
+    twin = twin_of(config)
+    kind = config.model_type
+    plain: Any = twin.build(attention="eager")
+    refuse(twin.config, plain)
+    module = _paged(twin, plain)
+    try:
+        worst = _compare(twin, plain, module)
+    except HocketError:
+        raise
+    except Exception as error:  # a family may fail in its own way on packed tokens
+        raise ModelError(
+            f"{kind!r} cannot be served: its code fails on tokens of several sequences in one "
+            f"row ({type(error).__name__}: {error})"
+        ) from error
+    if not worst <= _TOLERANCE:
+        raise ModelError(
+            f"{kind!r} cannot be served: from pages its tiny twin gives other logits than its plain "
+            f"forward (they differ by {worst:.1e} of the largest); its layers keep or read "
+            "something besides keys, values and positions"
+        )
+    return worst
+
+
+def _paged(twin: Twin, plain: nn.Module) -> nn.Module:
+    """The twin with paged attention and the values of `plain`."""
+    module = twin.build(attention=attention.NAME)
+    module.load_state_dict(plain.state_dict())
+    own = dict(module.named_buffers())
+    for name, buffer in plain.named_buffers():
+        own[name].copy_(buffer)
+    return module
+
+
+@torch.no_grad()
+def _compare(twin: Twin, plain: Any, module: nn.Module) -> float:
+    """Serve sequences in random chunks; two share a beginning, one is preempted half-way."""
+    draw = random.Random(5)
+    longest = 30
+    vocabulary = int(plain.get_input_embeddings().weight.shape[0])
+    first = [draw.randrange(3, vocabulary) for _ in range(longest)]
+    sequences = [first, [draw.randrange(3, vocabulary) for _ in range(21)], [7]]
+    sequences.append(first[: 3 * _BLOCK] + [draw.randrange(3, vocabulary) for _ in range(9)])
+    stage = Stage(module)
+    runner = StageRunner(
+        stage, Mesh.single(), twin.config, block_size=_BLOCK, max_rows=len(sequences),
+        max_batch_tokens=64, max_model_len=longest + _BLOCK,
+    )  # fmt: skip
+    runner.allocate(48)
+    expected = [
+        plain(input_ids=torch.tensor([tokens]), use_cache=False).logits[0] for tokens in sequences
+    ]
+    served = _Served(runner, sequences, draw)
+    worst = served.compare(expected)
+    scale = max(float(e.abs().max()) for e in expected)
+    return worst / max(scale, 1e-6)
+
+
+class _Served:
+    """A scheduler of a few lines: random chunks, one shared beginning, one preemption."""
+
+    def __init__(
+        self, runner: StageRunner, sequences: list[list[int]], draw: random.Random
+    ) -> None:
+        self.runner, self.sequences, self.draw = runner, sequences, draw
+        self.free = list(range(48))
+        draw.shuffle(self.free)
+        self.done = [0] * len(sequences)
+        self.blocks: list[list[int]] = [[] for _ in sequences]
+
+    def compare(self, expected: list[Tensor]) -> float:
+        """The largest difference of a logit, over every position of every sequence."""
+        worst = 0.0
+        preempted = False
+        admitted = set(range(len(self.sequences) - 1))
+        lent = len(self.sequences) - 1
+        for number in range(200):
+            released: list[int] = []
+            admissions = [self._admit(slot) for slot in sorted(admitted)]
+            admitted = set()
+            if not preempted and self.done[1] > 8:
+                preempted = True
+                self.free = self.blocks[1] + self.free
+                self.done[1], self.blocks[1] = 0, []
+                released.append(1)
+                admissions.append(self._admit(1))
+            if not self.blocks[lent] and self.done[0] >= 3 * _BLOCK:
+                # The blocks of the first sequence's beginning, computed already, are shared.
+                self.blocks[lent] = self.blocks[0][:3]
+                self.done[lent] = 3 * _BLOCK
+                admissions.append(self._admit(lent))
+                shared = list(self.blocks[lent])
+            else:
+                shared = []
+            counts = {
+                slot: min(self.draw.choice((1, 1, 1, 2, 5)), len(tokens) - self.done[slot])
+                for slot, tokens in enumerate(self.sequences)
+                if self.done[slot] < len(tokens) and (slot != lent or self.blocks[lent])
+            }
+            if not counts:
+                if all(d == len(s) for d, s in zip(self.done, self.sequences, strict=True)):
+                    break
+                continue
+            rows: list[Row] = []
+            tokens: list[int] = []
+            for slot in sorted(counts, key=lambda slot: counts[slot] != 1):
+                count, done = counts[slot], self.done[slot]
+                need = -(-(done + count) // _BLOCK) - len(self.blocks[slot])
+                new = [self.free.pop() for _ in range(need)]
+                self.blocks[slot] += new
+                if slot == lent and shared:
+                    new = shared + new
+                rows.append(Row(slot, done, count, ALL, new))
+                tokens += self.sequences[slot][done : done + count]
+                self.done[slot] += count
+            logits = self.runner.run(StepPlan(number, rows, tokens, admissions, released))
+            at = 0
+            for row in rows:
+                want = expected[row.slot][row.start : row.start + row.count]
+                found = logits[at : at + row.count]
+                difference = (want - found).abs().max()
+                worst = max(worst, float(difference.nan_to_num(nan=float("inf"))))
+                at += row.count
+        return worst
+
+    def _admit(self, slot: int) -> Admission:
+        tokens = self.sequences[slot]
+        return Admission(
+            slot=slot, sampling=Sampling(max_new_tokens=1, seed=0), prompt_length=len(tokens)
+        )

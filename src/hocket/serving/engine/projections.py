@@ -1,0 +1,159 @@
+"""Merged projections: query, key and value in one product, gate and up in another.
+
+The attention modules call their projections one after the other, with the same input. Each of them
+becomes a facade before one merged weight: the first that is called computes the product for all,
+the others take their columns of it.
+
+    q_proj(x)  ->  x [q_proj | k_proj | v_proj]  ->  columns of q
+    k_proj(x)  ->                                    columns of k
+    v_proj(x)  ->                                    columns of v, and the product is let go
+
+Names stay; each module's own weight becomes a view of the merged one, so that nothing is held
+twice. Column-parallel layers are merged likewise: every rank merges what it holds. Projections that
+a family has fused itself, and ones whose weights are transposed or tied, are left alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hocket.runtime.tensor_parallel.layers import ColumnParallelLinear
+
+_SIBLINGS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("query", "key", "value"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+)
+"""Names of modules that families feed the same tensor."""
+
+
+class Merged:
+    """One weight in place of several.
+
+    Attributes:
+        weight: [sum of outputs, in].
+        bias: [sum of outputs], or None.
+        sizes: outputs of each part.
+        wasted: products that were made for one part alone, since another was fed another tensor.
+    """
+
+    def __init__(self, parts: list[nn.Linear]) -> None:
+        weights = [part.weight.data for part in parts]
+        self.sizes = [int(weight.shape[0]) for weight in weights]
+        self.weight = torch.cat(weights)
+        self.bias: Tensor | None = None
+        if any(part.bias is not None for part in parts):
+            self.bias = torch.cat(
+                [
+                    weight.new_zeros(weight.shape[0]) if part.bias is None else part.bias.data
+                    for part, weight in zip(parts, weights, strict=True)
+                ]
+            )
+        self.wasted = 0
+        self._source: Tensor | None = None
+        self._columns: list[Tensor | None] = []
+        self._left = 0
+
+    def columns(self, part: int, x: Tensor) -> Tensor:
+        """What projection number `part` makes of `x`: a view of the merged product."""
+        if self._source is not x or self._columns[part] is None:
+            if self._left:
+                self.wasted += 1
+            self._source = x
+            y = F.linear(x, self.weight, self.bias)
+            self._columns = list(y.split(self.sizes, dim=-1))  # type: ignore[no-untyped-call]
+            self._left = len(self.sizes)
+        found = self._columns[part]
+        assert found is not None
+        self._columns[part] = None
+        self._left -= 1
+        if not self._left:
+            self._source = None
+        return found
+
+
+class MergedLinear(nn.Linear):
+    """A projection (by class swap) that takes its columns of a merged product."""
+
+    merged: Merged
+    part: int
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.merged.columns(self.part, input)
+
+
+def merge_projections(module: nn.Module) -> list[tuple[Merged, list[nn.Linear]]]:
+    """Merge what can be merged in a module that holds its values, in place, for inference.
+
+    Returns:
+        Every merged weight with the modules that stand before it, for `unmerge_wasted`.
+    """
+    uses: dict[int, int] = {}
+    for parent in module.modules():
+        for parameter in parent._parameters.values():
+            if parameter is not None:
+                uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    found: list[tuple[Merged, list[nn.Linear]]] = []
+    for parent in module.modules():
+        for names in _SIBLINGS:
+            parts: list[Any] = [getattr(parent, name, None) for name in names]
+            if not _alike(parts) or any(uses[id(part.weight)] > 1 for part in parts):
+                continue
+            merged = Merged(parts)
+            begin = 0
+            for index, part in enumerate(parts):
+                end = begin + merged.sizes[index]
+                part.weight = nn.Parameter(merged.weight[begin:end], requires_grad=False)
+                if part.bias is not None:
+                    assert merged.bias is not None
+                    part.bias = nn.Parameter(merged.bias[begin:end], requires_grad=False)
+                begin = end
+                part.unmerged = type(part)
+                part.__class__ = MergedLinear
+                part.merged, part.part = merged, index
+            found.append((merged, parts))
+    return found
+
+
+def unmerge_wasted(merges: list[tuple[Merged, list[nn.Linear]]]) -> int:
+    """Undo merges whose parts turned out, in a forward, to be fed different tensors.
+
+    Returns:
+        How many stay merged.
+    """
+    kept = 0
+    for merged, parts in merges:
+        part: Any
+        if merged.wasted or merged._left:
+            for part in parts:
+                part.__class__ = part.unmerged
+                del part.merged, part.part, part.unmerged
+        else:
+            kept += 1
+    return kept
+
+
+def _alike(parts: list[Any]) -> bool:
+    """Whether all are linear layers of one kind that take the same input and need no message."""
+    first = parts[0]
+    for part in parts:
+        if type(part) is ColumnParallelLinear:
+            if part.gather is not None or part.transposed:
+                return False
+        elif type(part) is not nn.Linear:
+            return False
+        if part._forward_pre_hooks or part._forward_hooks:
+            return False
+        alike = (
+            type(part) is type(first)
+            and part.weight.dtype == first.weight.dtype
+            and part.weight.shape[1] == first.weight.shape[1]
+        )
+        if not alike:
+            return False
+    return True
