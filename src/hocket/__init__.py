@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from hocket.jobs.api import check, export, generate, plan, train
+    from hocket.jobs.api import check, export, generate, plan, serve, train
     from hocket.jobs.parallelize import parallelize
     from hocket.spec.errors import HocketError
     from hocket.spec.layout import Layout
@@ -28,6 +28,7 @@ _HOME = {
     "generate": "hocket.jobs.api",
     "parallelize": "hocket.jobs.parallelize",
     "plan": "hocket.jobs.api",
+    "serve": "hocket.jobs.api",
     "train": "hocket.jobs.api",
 }
 
@@ -42,6 +43,7 @@ __all__ = [
     "generate",
     "parallelize",
     "plan",
+    "serve",
     "train",
 ]
 

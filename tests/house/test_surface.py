@@ -14,7 +14,7 @@ from hocket.cli.main import VERBS
 
 PUBLIC = [
     "HocketError", "Layout", "ParallelPlan", "Schedule", "Timeline", "check", "export",
-    "generate", "parallelize", "plan", "train",
+    "generate", "parallelize", "plan", "serve", "train",
 ]  # fmt: skip
 
 LAYOUT = {
@@ -55,6 +55,14 @@ FLAGS = {
         "model", "prompt", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "dtype",
         "tokenizer", "attention", "device", "backend", "threads", "trust_remote_code", "json",
         *LAYOUT,
+    },
+    "serve": {
+        "model", "layout", "cut", "run", "cluster", "dtype", "tokenizer", "attention", "device",
+        "backend", "threads", "links", "timeout", "trust_remote_code", "json",
+        "host", "port", "metrics_port", "api_key_file", "insecure", "served_name",
+        "max_batch_tokens", "max_model_len", "max_rows", "block_size", "cache_memory",
+        "num_blocks", "max_waiting", "no_prefix_cache", "deadline", "drain_seconds",
+        "chat_template_file", "max_restarts",
     },
     "export": {"run", "to"},
     "plan": {

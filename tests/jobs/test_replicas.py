@@ -78,7 +78,12 @@ class Served:
         return [int(text) for text in (f.read_text() for f in files if f.suffix == "") if text]
 
     def pid(self, replica: int, attempt: int, rank: int) -> int:
-        return int((self.folder / f"{replica}-{attempt}-{rank}").read_text())
+        file = self.folder / f"{replica}-{attempt}-{rank}"
+        for _ in range(500):
+            if file.exists() and file.stat().st_size:
+                break
+            time.sleep(0.02)
+        return int(file.read_text())
 
 
 def run(

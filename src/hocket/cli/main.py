@@ -20,6 +20,7 @@ VERBS = {
     "compare": "run one model in every way of splitting it, and put them side by side",
     "tour": "walk through the kinds of parallelism, each claim tested on this machine",
     "generate": "continue a text with a trained model",
+    "serve": "answer OpenAI's requests with a model that is split over ranks",
     "export": "write a run's model as an ordinary Hugging Face directory",
     "plan": "find the best layout of a model on a cluster, without a GPU",
     "validate": "price the runs of a table of published measurements, and print the errors",
@@ -39,7 +40,7 @@ def usage() -> str:
     verbs = "\n".join(f"  {verb:<{width}}  {what}" for verb, what in VERBS.items())
     return (
         "usage: hocket VERB [OPTIONS]\n\n"
-        "Train any Hugging Face causal language model across many devices, from one layout.\n\n"
+        "Train and serve any Hugging Face causal language model across many devices, from one layout.\n\n"
         f"{verbs}\n\n"
         "hocket VERB --help lists a verb's options; hocket --version prints the version.\n"
     )

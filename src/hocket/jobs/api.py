@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from hocket.jobs.generate import Completion
     from hocket.jobs.record import Summary
+    from hocket.jobs.serve import Served
     from hocket.planning.plan import Plan
     from hocket.planning.service.plan import ServicePlan
     from hocket.spec.check import CheckReport
@@ -93,6 +94,29 @@ def generate(
 
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     return job(os.fspath(model), texts, layout=layout, **options)
+
+
+def serve(
+    model: str | os.PathLike[str],
+    *,
+    layout: str | Layout = "dp1",
+    on_event: Listener | None = None,
+    **options: Any,
+) -> Served:
+    """Serve a model to OpenAI's clients until a signal asks for the end; the same as
+    `hocket serve`, whose flags are the keywords. To be called in the main thread.
+
+    Args:
+        model: a Hugging Face directory with weights and a tokenizer, or a run folder.
+        layout: `tp2.pp2.dp2`, where dp counts replicas; or `auto`.
+        on_event: called with each event; `ready` has the address.
+
+    Raises:
+        HocketError: what the caller can mend.
+    """
+    from hocket.jobs.serve import serve as job
+
+    return job(model, layout=layout, on_event=on_event, **options)
 
 
 @overload
