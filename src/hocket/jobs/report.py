@@ -14,6 +14,7 @@ from hocket.spec.run import write_text
 
 if TYPE_CHECKING:
     from hocket.reporting.record import Record
+    from hocket.reporting.served import Served
 
 MOST_RUNS = 2
 
@@ -21,14 +22,16 @@ FILES = {"html": "report.html", "png": "report.png", "trace": "trace.json"}
 """Form to the name of its file in the run folder."""
 
 
-def records(runs: Sequence[str | os.PathLike[str]]) -> list[Record]:
-    """Read the run folders.
+def records(runs: Sequence[str | os.PathLike[str]]) -> list[Record] | list[Served]:
+    """Read the run folders: of training jobs, or of servers.
 
     Raises:
-        OptionError: no run, or more than two.
+        OptionError: no run, more than two, or a training job beside a server.
         RunFolderError: one of them holds no run.
     """
+    from hocket.jobs import serve_report
     from hocket.reporting.record import read
+    from hocket.reporting.served import is_served
 
     if not runs:
         raise OptionError("which run?", hint="hocket report runs/first")
@@ -37,15 +40,33 @@ def records(runs: Sequence[str | os.PathLike[str]]) -> list[Record]:
             f"{len(runs)} runs were given; one is shown, or two side by side",
             hint=f"hocket report {runs[0]} {runs[1]}",
         )
+    servers = [is_served(Path(run)) for run in runs]
+    if all(servers):
+        return [serve_report.read(Path(run)) for run in runs]
+    if any(servers):
+        raise OptionError(
+            f"{runs[servers.index(True)]} is a server's folder, "
+            f"{runs[servers.index(False)]} a training job's; they have nothing to compare",
+            hint=f"hocket report {runs[0]}",
+        )
     return [read(Path(run)) for run in runs]
 
 
 def text(
-    found: Sequence[Record], *, width: int = 100, color: bool = False, unicode: bool = True
+    found: Sequence[Record] | Sequence[Served],
+    *,
+    width: int = 100,
+    color: bool = False,
+    unicode: bool = True,
 ) -> str:
     """The report in words."""
     from hocket.reporting.run_text import both_text, report_text
 
+    found, servers = _apart(found)
+    if servers:
+        from hocket.jobs import serve_report
+
+        return serve_report.text(servers, width=width, color=color, unicode=unicode)
     parts = [
         report_text(r, own_bubble(r), width=width, color=color, unicode=unicode) for r in found
     ]
@@ -54,7 +75,19 @@ def text(
     return ("\n" + "=" * min(width, 80) + "\n\n").join(parts)
 
 
-def write(found: Sequence[Record], form: str = "html", out: str | None = None) -> Path:
+def _apart(
+    found: Sequence[Record] | Sequence[Served],
+) -> tuple[Sequence[Record], Sequence[Served]]:
+    """Training jobs, or servers."""
+    from hocket.reporting.served import Served
+
+    servers = [one for one in found if isinstance(one, Served)]
+    return [one for one in found if not isinstance(one, Served)], servers
+
+
+def write(
+    found: Sequence[Record] | Sequence[Served], form: str = "html", out: str | None = None
+) -> Path:
     """Write the report into a file, and say where.
 
     Args:
@@ -69,6 +102,12 @@ def write(found: Sequence[Record], form: str = "html", out: str | None = None) -
     """
     path = Path(out) if out is not None else _default(found, form)
     _must_be_writable(path, asked=out is not None)
+    found, servers = _apart(found)
+    if servers:
+        from hocket.jobs import serve_report
+
+        serve_report.write(servers, form, path)
+        return path
     if form == "trace":
         from hocket.reporting.trace import trace_json
 
@@ -132,7 +171,7 @@ def own_bubble(record: Record) -> float | None:
         return None
 
 
-def _default(found: Sequence[Record], form: str) -> Path:
+def _default(found: Sequence[Record] | Sequence[Served], form: str) -> Path:
     name = FILES[form]
     if len(found) > 1:
         stem, _, ending = name.partition(".")

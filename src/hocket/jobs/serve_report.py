@@ -1,0 +1,75 @@
+"""The report of one server, or of two side by side; what was measured is played on into a curve."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from collections.abc import Sequence
+from pathlib import Path
+
+from hocket.reporting.served import Served
+from hocket.spec.errors import HocketError, RunFolderError
+from hocket.spec.run import write_text
+
+
+def read(path: Path) -> Served:
+    """A server's folder, with what its measured steps come to under load."""
+    from hocket.jobs.serve_forecast import curve
+    from hocket.reporting import served
+
+    found = served.read(path)
+    options = None if found.spec is None else found.spec.serving
+    if found.measured is None or options is None:
+        return found
+    sizes = {
+        name: getattr(options, name) for name in ("max_batch_tokens", "max_rows", "max_model_len")
+    }
+    if None in sizes.values():
+        return found
+    try:
+        loads, needs = curve(found.forecast, found.measured, sizes)
+    except HocketError as error:
+        note = f"no load was played from what was measured: {error.message}"
+        return dataclasses.replace(found, notes=(*found.notes, note))
+    return dataclasses.replace(found, loads=loads, needs=needs)
+
+
+def text(
+    found: Sequence[Served], *, width: int = 100, color: bool = False, unicode: bool = True
+) -> str:
+    """The report in words."""
+    from hocket.reporting.served_text import both_served_text, served_text
+
+    parts = [served_text(one, width=width, color=color, unicode=unicode) for one in found]
+    if len(found) > 1:
+        parts.append(both_served_text(found))
+    return ("\n" + "=" * min(width, 80) + "\n\n").join(parts)
+
+
+def write(found: Sequence[Served], form: str, path: Path) -> None:
+    """Write the report into a file, as `html`, `png` or `trace`.
+
+    Raises:
+        RunFolderError: there is no timeline to trace.
+        OptionError: a package that `form` needs is not installed.
+    """
+    if form == "trace":
+        from hocket.reporting.record import Record
+        from hocket.reporting.trace import trace_json
+
+        if all(one.timeline is None for one in found):
+            raise RunFolderError(
+                f"{found[0].path} holds no timeline: no window of steps was recorded"
+            )
+        as_records = [Record(path=o.path, spec=o.spec, measured=o.timeline) for o in found]
+        write_text(path, trace_json(as_records))
+    elif form == "png":
+        from hocket.reporting.served_figures import save
+
+        save(found, path)
+    else:
+        from hocket import __version__
+        from hocket.reporting.served_page import served_page
+
+        made = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
+        write_text(path, served_page(found, version=__version__, made=made))

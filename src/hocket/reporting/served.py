@@ -1,0 +1,403 @@
+"""Served: what a server's run folder tells: what was foretold of it beside what it did.
+
+A server that was killed leaves what it had written last. Whatever can be read is kept; what cannot
+is named in `notes`, and nothing is made up for it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hocket.spec.errors import HocketError
+from hocket.spec.run import RunFolder, RunSpec
+from hocket.spec.serving_forecast import Decode, Load, Need, ServingForecast, ServingMeasured
+from hocket.spec.timeline import Timeline
+from hocket.spec.units import format_bytes, format_count, format_seconds
+
+MEASURED = "measured.json"
+
+Read = TypeVar("Read")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Served:
+    """One server.
+
+    Attributes:
+        path: of its folder. spec: what was asked for; None where run.json is gone.
+        forecast: what was foretold; None where nothing was. measured: what it did.
+        loads, needs: from the steps that were measured, played; empty where too few were.
+        timeline: of a window of steps, where one was recorded.
+        notes: sentences about what is missing or could not be read.
+    """
+
+    path: Path
+    spec: RunSpec | None = None
+    forecast: ServingForecast | None = None
+    measured: ServingMeasured | None = None
+    loads: tuple[Load, ...] = ()
+    needs: tuple[Need, ...] = ()
+    timeline: Timeline | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The folder's own name."""
+        return self.path.resolve().name
+
+    @property
+    def replicas(self) -> int:
+        """Of the model."""
+        return 1 if self.spec is None else self.spec.layout.dp
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A figure, predicted and measured; `unit` is `seconds`, `bytes`, `tokens`, `rate` or ``."""
+
+    title: str
+    unit: str
+    predicted: float | None
+    measured: float | None
+    count: int = 0
+
+    @property
+    def off(self) -> float | None:
+        """How far the prediction was off, as a share of what was measured."""
+        if self.predicted is None or not self.measured:
+            return None
+        return self.predicted / self.measured - 1
+
+
+def is_served(path: Path) -> bool:
+    """Whether a folder is a server's."""
+    try:
+        return bool(json.loads((path / "run.json").read_text())["command"] == "serve")
+    except (OSError, ValueError, KeyError, TypeError):
+        return (path / MEASURED).exists()
+
+
+def read(path: Path) -> Served:
+    """Read a server's folder, complete or not."""
+    folder = RunFolder(path)
+    notes: list[str] = []
+
+    def take(file: Path, reader: Callable[[str], Read], absent: str) -> Read | None:
+        try:
+            return reader(file.read_text(encoding="utf-8", errors="replace"))
+        except FileNotFoundError:
+            if absent:
+                notes.append(absent)
+        except OSError as error:
+            notes.append(f"{file.name} cannot be read: {error.strerror}")
+        except HocketError as error:
+            notes.append(error.message)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            notes.append(f"{file.name} is damaged and left out: {type(error).__name__}")
+        return None
+
+    spec = take(folder.spec_file, RunSpec.from_json, "run.json is missing: the layout is unknown")
+    forecast = take(
+        folder.forecast_file, ServingForecast.from_json, "the folder holds no forecast.json"
+    )
+    measured = take(
+        path / MEASURED, ServingMeasured.from_json, "nothing was measured: it was never ready"
+    )
+    if forecast is not None and not forecast.known:
+        notes.append(f"nothing was predicted: {forecast.why}")
+        forecast = None
+    if measured is not None and not measured.requests:
+        notes.append("no request has been answered to its end")
+    if measured is not None and measured.restarts:
+        notes.append(f"replicas died and were started again {measured.restarts} times")
+    timeline = take(folder.timeline_file, Timeline.from_json, "")
+    return Served(
+        path=path,
+        spec=spec,
+        forecast=forecast,
+        measured=measured,
+        timeline=timeline,
+        notes=tuple(notes),
+    )
+
+
+# --- predicted beside measured --------------------------------------------------------------------
+
+
+def figures(served: Served) -> list[Row]:
+    """The figures that say most."""
+    told, found = served.forecast, served.measured
+    rows = []
+    tokens = min((r.cache_tokens for r in found.replicas), default=0) if found else 0
+    held = [row for r in found.replicas for row in r.memory] if found else []
+    rows.append(
+        Row(
+            "cache of a replica",
+            "tokens",
+            float(told.cache_tokens) if told else None,
+            float(tokens) if tokens else None,
+        )
+    )
+    for kind, title in (("weights", "weights of the fullest rank"), ("cache", "its cache")):
+        rows.append(
+            Row(
+                title,
+                "bytes",
+                max((float(m[kind]) for m in told.memory), default=None) if told else None,
+                max((float(m[kind]) for m in held if kind in m), default=None),
+            )
+        )
+    most = max((r.seconds and r.batch / r.seconds for r in decode(found)), default=None)
+    rows.append(
+        Row(
+            "tokens/s of a replica, at most", "rate", told.tokens_per_second if told else None, None
+        )
+    )
+    if most:
+        at = max(decode(found), key=lambda r: r.batch / r.seconds)
+        rows.append(
+            Row(
+                f"tokens/s of rounds alone, {at.batch:.0f} at once",
+                "rate",
+                _rate(told, at),
+                most,
+                at.count,
+            )
+        )
+    return [row for row in rows if row.predicted is not None or row.measured is not None]
+
+
+def _rate(told: ServingForecast | None, at: Decode) -> float | None:
+    seconds = _foretold(told.decode, at.batch, at.context) if told else None
+    return at.batch / seconds if seconds else None
+
+
+def decode(found: ServingMeasured | None) -> list[Decode]:
+    """Rounds of all replicas, those of the same batch in one."""
+    sums: dict[int, list[Decode]] = {}
+    for replica in found.replicas if found else ():
+        for row in replica.decode:
+            if row.seconds > 0:
+                sums.setdefault(round(row.batch), []).append(row)
+    merged = []
+    for _, same in sorted(sums.items()):
+        count = sum(row.count for row in same) or len(same)
+
+        def mean(name: str, same: list[Decode] = same, count: int = count) -> float:
+            return sum(getattr(row, name) * (row.count or 1) for row in same) / count
+
+        merged.append(
+            Decode(
+                batch=mean("batch"), context=mean("context"), seconds=mean("seconds"), count=count
+            )
+        )
+    return merged
+
+
+def rounds(served: Served) -> list[Row]:
+    """Seconds of a round by the requests in it."""
+    told = served.forecast
+    measured = decode(served.measured)
+    if measured:
+        return [
+            Row(
+                f"{row.batch:.3g} requests of {row.context:.0f} tokens",
+                "seconds",
+                _foretold(told.decode, row.batch, row.context) if told else None,
+                row.seconds,
+                row.count,
+            )
+            for row in measured
+        ]
+    return [
+        Row(f"{row.batch:.3g} requests of {row.context:.0f} tokens", "seconds", row.seconds, None)
+        for row in (told.decode if told else ())
+    ]
+
+
+def prompts(served: Served) -> list[Row]:
+    """Seconds in which prompts are read, by their tokens in one step."""
+    told = served.forecast
+    points = [(row.tokens, row.seconds) for row in told.prefill] if told else []
+    found = [
+        Row(
+            f"{row.tokens:.0f} tokens",
+            "seconds",
+            _between(points, row.tokens),
+            row.seconds,
+            row.count,
+        )
+        for replica in (served.measured.replicas if served.measured else ())
+        for row in replica.prefill
+    ]
+    return found or [Row(f"{tokens:.0f} tokens", "seconds", s, None) for tokens, s in points]
+
+
+def latencies(served: Served) -> list[tuple[str, float, float, float]]:
+    """What requests met with: name, and seconds as p50, p90, p99."""
+    found = served.measured
+    if found is None or not found.requests:
+        return []
+    return [
+        (name, one.p50, one.p90, one.p99)
+        for name, one in (
+            ("first token", found.ttft),
+            ("each further token", found.tpot),
+            ("whole answer", found.end_to_end),
+        )
+    ]
+
+
+def counts(served: Served) -> list[tuple[str, str]]:
+    """What was counted, in words."""
+    found = served.measured
+    if found is None:
+        return []
+    rows = [
+        ("ready after", format_seconds(found.start_seconds)),
+        ("answering for", format_seconds(found.seconds)),
+        (
+            "requests",
+            f"{found.requests:,} answered, {found.refused:,} sent away, {found.failed:,} lost",
+        ),
+        ("prompt tokens", f"{found.prompt_tokens:,}"),
+        ("answered tokens", f"{found.output_tokens:,}"),
+    ]
+    if found.prompt_tokens:
+        share = found.cached_tokens / found.prompt_tokens
+        rows.append(("found in the prefix cache", f"{share:.1%} of the prompts' tokens"))
+    if found.busy_seconds:
+        rows.append(
+            ("answered while there was anything", f"{found.tokens_per_second:,.0f} tokens/s")
+        )
+    for one in found.replicas:
+        preempted = one.counts.get("preempted", one.counts.get("preemptions", 0))
+        rows.append(
+            (
+                f"replica {one.number}",
+                f"{one.requests:,} requests, started {one.starts} times, "
+                f"{preempted:,.0f} put back for lack of cache",
+            )
+        )
+    return rows
+
+
+def verdict(served: Served) -> str:
+    """One sentence: how far the predictions of rounds were off."""
+    rows = [row for row in rounds(served) if row.off is not None and row.count]
+    if not rows:
+        return ""
+    total = sum(row.count for row in rows)
+    error = sum(abs(row.off or 0.0) * row.count for row in rows) / total
+    largest = max(rows, key=lambda row: abs(row.off or 0.0))
+    return (
+        f"Over {total:,} rounds of tokens, predictions were off by {error:.0%} on average, most "
+        f"with {largest.title}: {format_seconds(largest.predicted or 0.0)} predicted, "
+        f"{format_seconds(largest.measured or 0.0)} measured."
+    )
+
+
+def _foretold(rows: Sequence[Decode], batch: float, context: float) -> float | None:
+    """Seconds of a round between those that were foretold: straight in batch and in context."""
+    contexts = sorted({row.context for row in rows})
+    at = []
+    for one in contexts:
+        points = [(row.batch, row.seconds) for row in rows if row.context == one]
+        value = _between(points, batch)
+        if value is not None:
+            at.append((one, value))
+    return _between(at, context)
+
+
+def _between(points: Sequence[tuple[float, float]], x: float) -> float | None:
+    """The value at x: straight between points; outside, as between the nearest two."""
+    ordered = sorted(points)
+    if not ordered:
+        return None
+    if len(ordered) == 1:
+        return ordered[0][1]
+    at = min(max(bisect.bisect([p for p, _ in ordered], x) - 1, 0), len(ordered) - 2)
+    (low, a), (high, b) = ordered[at], ordered[at + 1]
+    found = a + (b - a) * (x - low) / (high - low)
+    return found if found > 0 and math.isfinite(found) else a
+
+
+def shown(unit: str, value: float | None) -> str:
+    """A figure for people; nothing for None."""
+    if value is None:
+        return ""
+    if unit == "seconds":
+        return format_seconds(value)
+    if unit == "bytes":
+        return format_bytes(value)
+    if unit == "tokens":
+        return f"{format_count(value)} tokens"
+    return f"{value:,.0f} tokens/s" if unit == "rate" else f"{value:.4g}"
+
+
+def off(row: Row) -> str:
+    """How far a prediction was off, for people."""
+    found = row.off
+    if found is None:
+        return ""
+    return f"{found + 1:.3g} times" if found >= 2 else f"{found:+.1%}"
+
+
+def curves(served: Served) -> list[tuple[str, tuple[Load, ...]]]:
+    """Throughput and latency of one replica over load, by where they are from."""
+    told, found = served.forecast, served.measured
+    several = [
+        ("predicted", told.loads if told else ()),
+        ("from measured steps", served.loads),
+        ("measured", found.loads if found else ()),
+    ]
+    return [(name, loads) for name, loads in several if loads]
+
+
+def needs(served: Served) -> tuple[str, tuple[Need, ...]]:
+    """Replicas for a load, and what they are counted from."""
+    if served.needs:
+        return "from measured steps", served.needs
+    return "predicted", served.forecast.needs if served.forecast else ()
+
+
+def asked(served: Served) -> str:
+    """The requests that curves and needs are made of, in words."""
+    told = served.forecast
+    if told is None:
+        return ""
+    goals = [
+        f"{name} within {goal:g} ms"
+        for name, goal in (("first token", told.ttft_ms), ("each further one", told.tpot_ms))
+        if goal is not None
+    ]
+    return f"requests of {told.prompt_len} tokens answered with {told.output_len}" + (
+        f"; goals for {told.percentile}% of them: {', '.join(goals)}" if goals else ""
+    )
+
+
+def facts(served: Served) -> list[tuple[str, str]]:
+    """What was asked for and assumed."""
+    spec, told = served.spec, served.forecast
+    found: list[tuple[str, Any]] = [("folder", served.path)]
+    if spec is not None:
+        found += [("model", spec.model), ("layout", spec.layout), ("dtype", spec.workload.dtype)]
+        options = spec.serving
+        if options is not None:
+            found += [
+                ("tokens of a step", options.max_batch_tokens),
+                ("requests at once", options.max_rows),
+                ("tokens of a request", options.max_model_len),
+                ("tokens of a block", options.block_size),
+            ]
+        found.append(("device", f"{spec.options.device}, {spec.options.threads} threads a rank"))
+    if told is not None:
+        found.append(("predicted for", f"{told.cluster}, measured {told.measured}"))
+        found += [("assumed", note) for note in told.notes]
+    return [(name, str(value)) for name, value in found]
