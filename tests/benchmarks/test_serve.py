@@ -17,6 +17,7 @@ from benchmarks.serve.contenders import EVERY, REFERENCE, chosen
 from benchmarks.serve.figures import Measured, percentile, ratio, spread, tables
 from benchmarks.serve.processes import Running, Turn, free_port
 from benchmarks.serve.ratios import GOALS, ratios
+from benchmarks.serve.roofline import SHAPES, Device, share
 from benchmarks.serve.workload import (
     LARGER,
     MODELS,
@@ -211,3 +212,19 @@ def test_a_contender_that_answers_too_little_has_failed(tmp_path: Path) -> None:
         assert turn.processor_seconds >= 0
         pid = running.process.pid
     assert not Path(f"/proc/{pid}").exists()
+
+
+def test_the_roofline_counts_what_a_step_reads_and_computes() -> None:
+    shape = SHAPES["larger"]
+    assert shape.read + VOCAB * shape.hidden + (2 * shape.layers + 1) * shape.hidden == (
+        LARGER.parameters
+    )
+    assert SHAPES["llama-8b"].read == 8_030_261_248 - 128256 * 4096 - 65 * 4096
+    assert shape.cache_bytes(1, 4) == 2 * 12 * 4 * 64 * 4
+    assert shape.decode_bytes(2, 10.0, 4) == 4 * shape.read + 20 * shape.cache_bytes(1, 4)
+    one, two = shape.prefill_operations(100), shape.prefill_operations(200)
+    attention = 2.0 * 100 * 100 * 12 * 64 * 12
+    assert two - 2 * one == 2 * attention - 2 * VOCAB * shape.hidden
+    row = {"what": "decode, batch 1", "amount": 40.0, "seconds": [3.0, 2.0, 1.0]}
+    assert share(row, Device("d", bandwidth=80.0, rate=10.0)) == (20.0, 0.25)
+    assert share({**row, "what": "prefill, 8 tokens"}, Device("d", 80.0, 10.0)) == (20.0, 2.0)
