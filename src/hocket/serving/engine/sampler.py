@@ -1,0 +1,430 @@
+"""Sampler: the next token of each row that asks for one, chosen once, on one rank.
+
+    every tensor rank                                        index 0
+    rows that only want their largest logit: one value  ->   the largest of all
+    and id a row
+    all other rows, some at a time: their logits        ->   biases, penalties, stop tokens barred,
+                                                             structure; then the largest, or a draw
+    prompt positions: a few numbers each                ->   log-probabilities
+
+The others learn the tokens from the next plan. The order of what is done to logits is that of
+transformers' list of processors: bias, repetition penalty, (presence and frequency penalty, which
+it does not have,) stop tokens barred before `min_new_tokens`, structure, temperature, top-k, top-p,
+min-p. Log-probabilities are those of the logits as the model gave them.
+
+A row whose logits are NaN or infinite, or whose structure fails, fails alone.
+
+Legend: N rows of logits, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hocket.runtime.collectives import gather
+from hocket.runtime.record import Recorder
+from hocket.serving.engine.draw import Choices, draw, uniform
+from hocket.serving.engine.likeliest import likeliest
+from hocket.serving.engine.logprobs import token_logprobs
+from hocket.serving.engine.penalties import TokenBiases, TokenHistory, add_biases, forbid
+from hocket.serving.engine.vocabulary import Vocabulary
+from hocket.serving.request import Sampling
+from hocket.serving.scheduling.admission import Admission
+from hocket.serving.scheduling.step import ALL, Row, StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from hocket.serving.engine.structure import Structures, StructureState
+
+_SLICE_BYTES = {"cpu": 2**21, "cuda": 2**28}
+"""Logits taken at once: on a CPU what its cache holds."""
+
+# In this order, so that rows of one kind lie side by side.
+_LARGEST, _DRAWN, _NUCLEUS, _RANKED = range(4)
+
+
+@dataclasses.dataclass(slots=True)
+class _Slot:
+    """What is known of one request.
+
+    Attributes:
+        barred_until: position before which the tokens that end it must not come.
+        kind: how its token is chosen once its logits are final.
+        top_k, top_p: None where they would cut nothing.
+        edited: whether its logits are changed at every position.
+        broken: why it cannot be sampled; None: it can.
+    """
+
+    sampling: Sampling
+    seed: int
+    index: int
+    barred_until: int
+    kind: int
+    edited: bool
+    top_k: int | None = None
+    top_p: float | None = None
+    broken: str | None = None
+    ends: Tensor | None = None
+    biases: TokenBiases | None = None
+    structure: StructureState | None = None
+
+
+class Sampler:
+    """The sampler of one rank of the last stage; its tensor ranks call it alike.
+
+    Args:
+        vocabulary: the part that this rank's logits cover.
+        vocab_size: token ids of the whole.
+        device: where the logits are.
+        recorder: counts what is moved.
+        max_rows: slots.
+        structures: compiles structures; None: requests with one fail.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        vocab_size: int,
+        device: torch.device | str,
+        recorder: Recorder,
+        max_rows: int,
+        *,
+        structures: Structures | None = None,
+    ) -> None:
+        assert not vocabulary.sizes or sum(vocabulary.sizes) == vocab_size, vocabulary.sizes
+        self.vocabulary = vocabulary
+        self.vocab_size = vocab_size
+        self.device = torch.device(device)
+        self.recorder = recorder
+        self.structures = structures
+        self.samples = vocabulary.axis.index == 0
+        self._slots: dict[int, _Slot] = {}
+        self._history = TokenHistory(max_rows, device)
+        row_bytes = 4 * vocab_size
+        self._rows_at_once = max(1, _SLICE_BYTES[self.device.type] // row_bytes)
+
+    def begin(self, plan: StepPlan) -> None:
+        """Release and admit what the plan says. Call before the plan's forward pass, so that
+        structures are compiled beside it."""
+        for slot in plan.released:
+            self.release(slot)
+        for admission in plan.admitted:
+            self.admit(admission)
+
+    @torch.inference_mode()
+    def admit(self, admission: Admission) -> None:
+        """Take a request, or take one up again after a preemption."""
+        sampling = admission.sampling
+        top_k, top_p = sampling.top_k, sampling.top_p
+        top_k = None if top_k is None or top_k >= self.vocab_size else top_k
+        top_p = None if top_p is None or top_p >= 1 else top_p
+        if sampling.temperature == 0:
+            kind = _LARGEST
+        elif top_k is not None:
+            kind = _RANKED
+        else:
+            kind = _NUCLEUS if top_p is not None else _DRAWN
+        slot = _Slot(
+            sampling=sampling,
+            seed=admission.seed,
+            index=admission.index,
+            barred_until=admission.prompt_length + sampling.min_new_tokens,
+            kind=kind,
+            edited=bool(sampling.penalizes or sampling.logit_bias or sampling.structure),
+            top_k=top_k,
+            top_p=top_p,
+        )
+        self._slots[admission.slot] = slot
+        if not self.samples:
+            return
+        ends = [token for token in sampling.ends if token < self.vocab_size]
+        slot.ends = torch.tensor(sorted(ends), dtype=torch.long, device=self.device)
+        for token, _ in sampling.logit_bias:
+            if token >= self.vocab_size:
+                slot.broken = f"logit_bias names token {token} of {self.vocab_size}"
+        if sampling.logit_bias and slot.broken is None:
+            slot.biases = TokenBiases(sampling.logit_bias, self.device)
+        if sampling.penalizes:
+            prompt = admission.prompt if sampling.repetition_penalty != 1 else ()
+            known = [token for token in prompt if token < self.vocab_size]
+            self._history.admit(admission.slot, known, admission.generated)
+        if sampling.structure is not None:
+            if self.structures is None:
+                slot.broken = "this server was started without structured output"
+            else:
+                slot.structure = self.structures.start(
+                    sampling.structure, sorted(ends), admission.generated
+                )
+
+    def release(self, slot: int) -> None:
+        """Forget a request; of a slot that is free already nothing happens."""
+        self._slots.pop(slot, None)
+
+    @torch.inference_mode()
+    def sample(self, logits: Tensor, plan: StepPlan) -> StepResult | None:
+        """Choose the tokens of a plan. Collective over the tensor axis.
+
+        Args:
+            logits: [N, V of this rank]; one row per row of the plan with LAST, as many as its
+                positions per row with ALL, in order. Not changed.
+            plan: the step; `begin` was called with it.
+
+        Returns:
+            None on tensor indices above 0.
+        """
+        assert logits.shape[0] == plan.num_logits, (logits.shape, plan.num_logits)
+        asked: list[_Asked] = []
+        prompts: list[tuple[int, Row, int, int]] = []
+        at = token = 0
+        for number, row in enumerate(plan.rows):
+            if row.logits == ALL:
+                prompts.append((number, row, at, token))
+            at += row.num_logits
+            token += row.count
+            if row.samples:
+                slot = self._slots[row.slot]
+                asked.append(_Asked(len(asked), at - 1, row.slot, slot, row.start + row.count))
+        result = StepResult(plan.number, [0] * len(asked))
+        plain = [one for one in asked if one.plain]
+        if plain:
+            self._take_largest(logits, plain, result)
+        rest = [one for one in asked if not one.plain]
+        rest.sort(key=lambda one: one.slot.kind)  # stable
+        for first in range(0, len(rest), self._rows_at_once):
+            self._take_slice(logits, rest[first : first + self._rows_at_once], result)
+        if prompts:
+            self._read_prompts(logits, plan, prompts, result)
+        if not self.samples:
+            return None
+        for one in asked:
+            if one.slot.broken is not None:
+                result.failed[one.place] = one.slot.broken
+                result.tokens[one.place] = 0
+                result.logprobs.pop(one.place, None)
+        self._remember(asked, result)
+        return result
+
+    # --- rows that want their largest logit ---------------------------------------------------
+
+    def _take_largest(self, logits: Tensor, asked: list[_Asked], result: StepResult) -> None:
+        logits = _rows(logits, [one.at for one in asked])
+        if logits.shape[1] == 0:
+            values = logits.new_full((len(asked),), -torch.inf, dtype=torch.float)
+            ids = torch.zeros(len(asked), dtype=torch.long, device=logits.device)
+        else:
+            parts = [likeliest(part.float()) for part in self._slices(logits)]
+            values, ids = (torch.cat(column) for column in zip(*parts, strict=True))
+        pairs = torch.stack([values.double(), (ids + self.vocabulary.start).double()], -1)
+        if self.vocabulary.split:
+            every = gather(pairs, self.vocabulary.axis, self.recorder)
+            if every is None:
+                return
+            told = torch.stack(every)
+            # of equals the first rank, which holds the lower ids
+            winner = told[..., 0].argmax(0).view(1, -1, 1).expand(1, -1, 2)
+            pairs = told.gather(0, winner).squeeze(0)
+        elif not self.samples:
+            return
+        for one, (value, token) in zip(asked, pairs.tolist(), strict=True):
+            self._settle(one, int(token), abs(value) < torch.inf, result)
+
+    def _slices(self, logits: Tensor) -> Sequence[Tensor]:
+        """Parts whose fp32 copies are small; fp32 logits need none."""
+        if logits.dtype == torch.float:
+            return (logits,)
+        return torch.split(logits, self._rows_at_once)
+
+    # --- all other rows -----------------------------------------------------------------------
+
+    def _take_slice(self, logits: Tensor, asked: list[_Asked], result: StepResult) -> None:
+        rows = self._gathered(_rows(logits, [one.at for one in asked]))
+        if rows is None:
+            return
+        rows = rows.float()
+        told = [i for i, one in enumerate(asked) if one.slot.sampling.logprobs is not None]
+        raw = _rows(rows, told) if told else None
+        edited = [i for i, one in enumerate(asked) if one.edited]
+        if edited:
+            rows = rows.clone()  # they may be the model's own, and log-probabilities are theirs
+            self._edit(rows, asked, edited)
+        tokens = torch.zeros(len(asked), dtype=torch.long, device=rows.device)
+        good = torch.zeros(len(asked), dtype=torch.bool, device=rows.device)
+        first = 0
+        for kind in (_LARGEST, _DRAWN, _NUCLEUS, _RANKED):
+            last = first + sum(one.slot.kind == kind for one in asked)
+            if first == last:
+                continue
+            these = slice(first, last)
+            if kind == _LARGEST:
+                values, tokens[these] = likeliest(rows[these])
+                good[these] = values.isfinite()
+            else:
+                tokens[these], good[these] = _draw(rows[these], asked[these])
+            first = last
+        for one, token, fine in zip(asked, tokens.tolist(), good.tolist(), strict=True):
+            self._settle(one, token, fine, result)
+        if raw is None:
+            return
+        chosen = [result.tokens[asked[i].place] for i in told]
+        counts = [asked[i].slot.sampling.logprobs or 0 for i in told]
+        whole = Vocabulary(axis=dataclasses.replace(self.vocabulary.axis, size=1, group=None))
+        found = token_logprobs(
+            raw, chosen, counts, whole, self.recorder, rows_at_once=self._rows_at_once
+        )
+        assert found is not None
+        for i, logprobs in zip(told, found, strict=True):
+            result.logprobs[asked[i].place] = logprobs
+
+    def _gathered(self, logits: Tensor) -> Tensor | None:
+        """Rows with the whole vocabulary on index 0; None elsewhere."""
+        if not self.vocabulary.split:
+            return logits if self.samples else None
+        sizes = self.vocabulary.sizes
+        short = max(sizes) - logits.shape[1]
+        if short:
+            logits = torch.nn.functional.pad(logits, (0, short))
+        every = gather(logits, self.vocabulary.axis, self.recorder)
+        if every is None:
+            return None
+        return torch.cat([part[:, :size] for part, size in zip(every, sizes, strict=True)], 1)
+
+    def _edit(self, rows: Tensor, asked: list[_Asked], edited: list[int]) -> None:
+        """Biases, penalties, barred stop tokens and structure, in place."""
+        biased = [(i, one.biases) for i in edited if (one := asked[i].slot).biases is not None]
+        if biased:
+            add_biases(rows, [i for i, _ in biased], [b for _, b in biased if b is not None])
+        punished = [i for i in edited if asked[i].slot.sampling.penalizes]
+        if punished:
+            options = [asked[i].slot.sampling for i in punished]
+            part = _rows(rows, punished)
+            self._history.apply(
+                part,
+                [asked[i].number for i in punished],
+                [one.repetition_penalty for one in options],
+                [one.presence_penalty for one in options],
+                [one.frequency_penalty for one in options],
+            )
+            if part.data_ptr() != rows[punished[0]].data_ptr():
+                rows[torch.tensor(punished, device=rows.device)] = part
+        barred = [(i, one.ends) for i in edited if (one := asked[i].slot).ends is not None
+                  and asked[i].barred]  # fmt: skip
+        if barred:
+            forbid(rows, [i for i, _ in barred], [ends for _, ends in barred if ends is not None])
+        for i in edited:
+            state = asked[i].slot.structure
+            if state is not None and asked[i].slot.broken is None:
+                self._restrict(rows[i], asked[i], state)
+
+    def _restrict(self, row: Tensor, one: _Asked, state: StructureState) -> None:
+        """Leave only the tokens that a row's structure lets come."""
+        mask = state.mask(self.vocab_size)
+        if isinstance(mask, str):
+            one.slot.broken = mask
+            return
+        words = torch.frombuffer(mask, dtype=torch.uint8)
+        bits = torch.arange(8, dtype=torch.uint8)
+        allowed = (words.unsqueeze(1) >> bits & 1).flatten()[: self.vocab_size].bool()
+        row.masked_fill_(~allowed.to(row.device), -torch.inf)
+
+    def _settle(self, one: _Asked, token: int, fine: bool, result: StepResult) -> None:
+        if fine:
+            result.tokens[one.place] = token
+        elif one.slot.broken is None:
+            one.slot.broken = f"the logits of position {one.position} are not finite numbers"
+
+    def _remember(self, asked: list[_Asked], result: StepResult) -> None:
+        """Keep the tokens where later ones depend on them."""
+        noted = [one for one in asked if one.slot.sampling.penalizes and one.slot.broken is None]
+        self._history.note(
+            [one.number for one in noted], [result.tokens[one.place] for one in noted]
+        )
+        for one in asked:
+            if one.slot.structure is not None and one.slot.broken is None:
+                one.slot.structure.take(result.tokens[one.place])
+
+    # --- prompts --------------------------------------------------------------------------------
+
+    def _read_prompts(
+        self,
+        logits: Tensor,
+        plan: StepPlan,
+        prompts: list[tuple[int, Row, int, int]],
+        result: StepResult,
+    ) -> None:
+        """Log-probabilities of the tokens after each position of the rows with ALL."""
+        if not self.samples and not self.vocabulary.split:
+            return
+        where: list[int] = []
+        wanted: list[int] = []
+        counts: list[int] = []
+        for _, row, at, token in prompts:
+            follow = plan.tokens[token + 1 : token + row.count]
+            if row.next_token >= 0:
+                follow.append(row.next_token)
+            wanted += follow
+            where += range(at, at + len(follow))
+            counts += [self._slots[row.slot].sampling.prompt_logprobs or 0] * len(follow)
+        found = token_logprobs(
+            _rows(logits, where),
+            wanted,
+            counts,
+            self.vocabulary,
+            self.recorder,
+            rows_at_once=self._rows_at_once,
+        )
+        if found is None:
+            return
+        first = 0
+        for number, row, _, _ in prompts:
+            last = first + row.count - (row.next_token < 0)
+            result.prompt_logprobs[number] = found[first:last]
+            first = last
+
+
+class _Asked:
+    """One token that a plan asks for.
+
+    Attributes:
+        place: in the result's tokens.
+        at: row of logits.
+        number: of the slot.
+        position: of the token in its sequence.
+        barred: whether tokens that end the sequence must not come yet.
+        edited: whether the row's logits are changed.
+        plain: whether its largest logit is all that is wanted.
+    """
+
+    __slots__ = ("at", "barred", "edited", "number", "place", "plain", "position", "slot")
+
+    def __init__(self, place: int, at: int, number: int, slot: _Slot, position: int) -> None:
+        self.place = place
+        self.at = at
+        self.number = number
+        self.slot = slot
+        self.position = position
+        self.barred = position < slot.barred_until
+        self.edited = slot.edited or self.barred
+        self.plain = not self.edited and slot.kind == _LARGEST and slot.sampling.logprobs is None
+
+
+def _draw(rows: Tensor, asked: Sequence[_Asked]) -> tuple[Tensor, Tensor]:
+    options = [one.slot.sampling for one in asked]
+    choices = Choices(
+        at=[uniform(one.slot.seed, one.slot.index, one.position) for one in asked],
+        temperature=[one.temperature for one in options],
+        top_k=[one.slot.top_k for one in asked],
+        top_p=[one.slot.top_p for one in asked],
+        min_p=[one.min_p for one in options],
+    )
+    return draw(rows, choices)
+
+
+def _rows(of: Tensor, wanted: list[int]) -> Tensor:
+    """Some rows, in ascending order or not; a view if they lie side by side, else copies."""
+    if wanted and wanted == list(range(wanted[0], wanted[0] + len(wanted))):
+        return of[wanted[0] : wanted[0] + len(wanted)]
+    return of[torch.tensor(wanted, dtype=torch.long, device=of.device)]
