@@ -75,7 +75,7 @@ _IGNORED = frozenset(
 """Keyword arguments that say nothing about the result, or nothing that is not known already."""
 
 
-def paged_attention(
+def paged_attention(  # noqa: PLR0917  as transformers calls it
     module: nn.Module,
     query: Tensor,
     key: Tensor,

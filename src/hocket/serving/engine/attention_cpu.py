@@ -20,6 +20,7 @@ D head size, B block size.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import torch
@@ -96,10 +97,8 @@ class CpuAttention:
             out[:num_decode] = self._decode(q[:num_decode], keys, values, options)
         for chunk in self.step.chunks:
             where = slice(chunk.first, chunk.first + chunk.count)
-            out[where] = _chunk(
-                chunk, query[:, :, where], key[:, :, where], value[:, :, where],
-                keys, values, options,
-            )  # fmt: skip
+            own = (query[:, :, where], key[:, :, where], value[:, :, where])
+            out[where] = _chunk(chunk, own, keys, values, options)
         return out.unsqueeze(0)
 
     def _write(self, pool: Tensor, new: Tensor) -> None:
@@ -208,7 +207,7 @@ def _pairs(step: StepIndices, window: int | None, block_bytes: int) -> _Pairs:
     pieces: list[Tensor] = []
     alone: list[tuple[int, int]] = []
     done = 0
-    for a, b in zip(bounds, bounds[1:], strict=False):
+    for a, b in itertools.pairwise(bounds):
         if b - a < _SHORTEST_RUN:
             alone.append((a, b))
             continue
@@ -257,7 +256,7 @@ def _groups(counts: Tensor, where: Tensor) -> list[tuple[Tensor | None, Tensor]]
         return [(None, table(None))]
     power = counts.log2().ceil().long()
     found: list[tuple[Tensor | None, Tensor]] = []
-    for each in power.unique().tolist():
+    for each in sorted(set(power.tolist())):
         which = (power == each).nonzero().squeeze(1)
         found.append((which, table(which)))
     return found
@@ -265,19 +264,19 @@ def _groups(counts: Tensor, where: Tensor) -> list[tuple[Tensor | None, Tensor]]
 
 def _chunk(
     chunk: Chunk,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    own: tuple[Tensor, Tensor, Tensor],
     keys: Tensor,
     values: Tensor,
     options: Options,
 ) -> Tensor:
-    """One chunk of a prompt: query [1, A, c, D], key and value [1, K, c, D] to [c, A, D]."""
+    """One chunk of a prompt, its `own` query [1, A, c, D], key and value [1, K, c, D], to
+    [c, A, D]."""
+    query, key, value = own
     total = chunk.start + chunk.count
     windowed = options.window is not None and options.window < total
     if options.softcap is not None or windowed:
         return _explicit(chunk, query, keys, values, options)
-    own, weight = _attend(query, key, value, options.scaling, causal=True)
+    out, weight = _attend(query, key, value, options.scaling, causal=True)
     if chunk.start:
         heads, block = keys.shape[1], keys.shape[2]
         blocks = chunk.blocks[: (chunk.start + block - 1) // block]
@@ -287,14 +286,14 @@ def _chunk(
         _, num_heads, count, size = query.shape
         asked = query.reshape(1, heads, num_heads // heads * count, size)
         before, old = _attend(asked, k, v, options.scaling, causal=False)
-        before, old = before.reshape(own.shape), old.reshape(weight.shape)
-        share = torch.sigmoid(weight - old).unsqueeze(-1).to(own.dtype)
-        own = torch.lerp(before, own, share)
+        before, old = before.reshape(out.shape), old.reshape(weight.shape)
+        share = torch.sigmoid(weight - old).unsqueeze(-1).to(out.dtype)
+        out = torch.lerp(before, out, share)
         weight = torch.logaddexp(weight, old)
     if options.sinks is not None:
         sinks = options.sinks.to(weight.dtype).view(1, -1, 1)
-        own = own * torch.sigmoid(weight - sinks).unsqueeze(-1).to(own.dtype)
-    return own[0].transpose(0, 1)
+        out = out * torch.sigmoid(weight - sinks).unsqueeze(-1).to(out.dtype)
+    return out[0].transpose(0, 1)
 
 
 def _attend(

@@ -9,71 +9,28 @@ give the logits of a plain forward.
 
 from __future__ import annotations
 
-import copy
 import random
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hocket.models.skeleton import config_of
 from hocket.models.twin import Twin, twin_of
 from hocket.runtime.mesh import Mesh
-from hocket.runtime.pipeline.cut import Missing
 from hocket.runtime.pipeline.stage import Stage
 from hocket.serving.engine import attention
+from hocket.serving.engine.refusal import no_attention, refuse
 from hocket.serving.engine.runner import StageRunner
 from hocket.serving.request import Sampling
-from hocket.serving.scheduling.step import ALL, Admission, Row, StepPlan
+from hocket.serving.scheduling.admission import Admission
+from hocket.serving.scheduling.step import ALL, Row, StepPlan
 from hocket.spec.errors import HocketError, ModelError
 
-_STATES = {
-    "mamba": "a recurrent state",
-    "ssm": "a recurrent state",
-    "rwkv": "a recurrent state",
-    "recurrent": "a recurrent state",
-    "rglru": "a recurrent state",
-    "xlstm": "a recurrent state",
-    "mlstm": "a recurrent state",
-    "deltanet": "a recurrent state",
-    "linearattention": "a recurrent state",
-    "lightningattention": "a recurrent state",
-    "shortconv": "a convolution's last inputs",
-}
-"""Part of a module's class name to what such a module keeps besides keys and values."""
+__all__ = ["no_attention", "refuse", "self_check"]
 
 _TOLERANCE = 1e-4
 _BLOCK = 4
-
-
-def refuse(config: Any, module: nn.Module) -> None:
-    """Refuse a model whose layers keep something else than keys and values, by its modules.
-
-    Args:
-        config: the model's configuration.
-        module: the model or one stage of it; its device does not matter.
-
-    Raises:
-        ModelError: with the class of the layer and what it keeps.
-    """
-    kind = getattr(config, "model_type", type(module).__name__)
-    if getattr(config, "is_encoder_decoder", False):
-        raise ModelError(
-            f"{kind!r} is an encoder and a decoder; hocket serves models of one stack of layers"
-        )
-    for child in module.modules():
-        name = type(child).__name__
-        plain = name.lower().replace("_", "")
-        for part, what in _STATES.items():
-            if part in plain and not isinstance(child, Missing):
-                raise ModelError(
-                    f"{kind!r} cannot be served: its {name} keeps {what} of each sequence, and "
-                    "pages hold keys and values only"
-                )
-        if isinstance(child, nn.Conv1d):
-            raise ModelError(
-                f"{kind!r} cannot be served: it has a {name} along the sequence, whose last "
-                "inputs would have to be kept, and pages hold keys and values only"
-            )
 
 
 def self_check(config: Any) -> float:
@@ -89,14 +46,23 @@ def self_check(config: Any) -> float:
         ModelError: the model cannot be served, with the reason.
     """
     if isinstance(config, dict):
-        from hocket.models.skeleton import config_of
-
         config = config_of(config)
-    twin = twin_of(config)
     kind = config.model_type
+    if not hasattr(config, "num_hidden_layers"):
+        raise ModelError(
+            f"{kind!r} is made of several models; hocket serves the language model alone",
+            hint="the text configuration of the model",
+        )
+    twin = twin_of(config)
     plain: Any = twin.build(attention="eager")
     refuse(twin.config, plain)
-    module = _paged(twin, plain)
+    try:
+        module = _paged(twin, plain)
+    except ModelError as error:
+        # Some families look their own attention class up by the implementation's name.
+        if attention.NAME in error.message:
+            raise no_attention(config, plain) from None
+        raise
     try:
         worst = _compare(twin, plain, module)
     except HocketError:
@@ -104,13 +70,13 @@ def self_check(config: Any) -> float:
     except Exception as error:  # a family may fail in its own way on packed tokens
         raise ModelError(
             f"{kind!r} cannot be served: its code fails on tokens of several sequences in one "
-            f"row ({type(error).__name__}: {error})"
+            f"row without a mask ({type(error).__name__}: {error})"
         ) from error
     if not worst <= _TOLERANCE:
         raise ModelError(
-            f"{kind!r} cannot be served: from pages its tiny twin gives other logits than its plain "
-            f"forward (they differ by {worst:.1e} of the largest); its layers keep or read "
-            "something besides keys, values and positions"
+            f"{kind!r} cannot be served: from pages its tiny twin gives other logits than its "
+            f"plain forward (they differ by {worst:.1e} of the largest); its layers keep or read "
+            "something besides keys, values and positions of earlier tokens"
         )
     return worst
 
@@ -134,9 +100,8 @@ def _compare(twin: Twin, plain: Any, module: nn.Module) -> float:
     first = [draw.randrange(3, vocabulary) for _ in range(longest)]
     sequences = [first, [draw.randrange(3, vocabulary) for _ in range(21)], [7]]
     sequences.append(first[: 3 * _BLOCK] + [draw.randrange(3, vocabulary) for _ in range(9)])
-    stage = Stage(module)
     runner = StageRunner(
-        stage, Mesh.single(), twin.config, block_size=_BLOCK, max_rows=len(sequences),
+        Stage(module), Mesh.single(), twin.config, block_size=_BLOCK, max_rows=len(sequences),
         max_batch_tokens=64, max_model_len=longest + _BLOCK,
     )  # fmt: skip
     runner.allocate(48)

@@ -24,8 +24,8 @@ from hocket.serving.engine.attention_cpu import CpuAttention
 from hocket.serving.engine.attention_step import StepIndices, indices
 from hocket.serving.engine.cache import BlockTables, LayerShape, PagedCache, bytes_per_block
 from hocket.serving.engine.projections import merge_projections, unmerge_wasted
+from hocket.serving.engine.refusal import no_attention, refuse
 from hocket.serving.scheduling.step import StepPlan
-from hocket.spec.errors import ModelError
 
 
 class StageRunner:
@@ -66,6 +66,7 @@ class StageRunner:
         self.max_rows = max_rows
         self.max_batch_tokens = max_batch_tokens
         self.max_model_len = max_model_len
+        refuse(config, stage.module, max_model_len)
         stage.module.eval().requires_grad_(False)
         merges = merge_projections(stage.module)
         self._keeps = stage.is_last and "logits_to_keep" in (
@@ -139,10 +140,7 @@ class StageRunner:
         )
         self._forward(step, hidden, watch)
         if not watch.layers:
-            raise ModelError(
-                f"no layer of {type(self.stage.module).__name__} attends through transformers' "
-                "attention interface, so there are no keys and values to page"
-            )
+            raise no_attention(self.config, self.stage.module)
         return watch.layers
 
 
