@@ -1,0 +1,253 @@
+"""What each rank of a served replica does: build its part of the model, then serve until told.
+
+Rank 0 drives: it listens for the parent and for the other ranks, and holds the scheduler. Payload:
+
+    spec       a RunSpec's JSON; its layout is one replica's, its `serving` resolved
+    socket     path of the socket on which the driver awaits the parent; the folder is private
+    token      32 bytes in hexadecimal: who connects must know them
+    replica    number of the replica
+    run        the run folder, where a measured timeline is kept; absent: none is
+    depth      plans in flight; absent: chosen by the number of stages
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+from hocket.serving.scheduling.limits import Limits
+from hocket.spec.errors import ModelError, OptionError
+from hocket.spec.run import RunFolder, RunSpec, write_text
+from hocket.spec.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from hocket.launch import RankContext
+    from hocket.runtime.mesh import Mesh
+    from hocket.serving.engine.channel import Channel, Listener
+    from hocket.serving.engine.part import StagePart
+    from hocket.spec.serving import ServeOptions
+
+PRELOAD = (
+    "hocket.training.build",
+    "hocket.serving.engine.runner",
+    "hocket.serving.engine.part",
+    "hocket.serving.engine.sampler",
+    "hocket.serving.engine.driver",
+)
+"""What the fork server imports, so that no rank has to."""
+
+SPARE_PLANS = 0
+"""Plans in flight beyond one a stage."""
+
+PARENT_WAIT = 600.0
+"""Seconds in which the parent must connect; it does so at once."""
+
+
+def main(context: RankContext, payload: dict[str, Any]) -> None:
+    """In each rank; returns when the replica has been stopped."""
+    from hocket.serving.engine.channel import Listener, connect
+    from hocket.serving.engine.driver import Driver
+    from hocket.serving.engine.follower import follow
+    from hocket.serving.front.frames import MAX_COMMAND, encode
+    from hocket.serving.scheduling.scheduler import Scheduler
+    from hocket.training.build import join_world
+
+    began = time.perf_counter()
+    spec = RunSpec.from_json(payload["spec"])
+    options = spec.serving
+    assert options is not None
+    path, token = payload["socket"], bytes.fromhex(payload["token"])
+    doors: tuple[Listener, Listener] | None = None
+    if context.rank == 0:
+        # Bound before the ranks meet, so that the others find it when they have met.
+        doors = Listener(path, token), Listener(f"{path}.ranks", token)
+    mesh = join_world(spec, context)
+    channel = None if doors else connect(f"{path}.ranks", token, context.rank)
+    followers = _followers(doors[1], context.world_size) if doors else {}
+    context.beat()
+    stages = mesh.axis("pp").size
+    depth = payload.get("depth") or stages + SPARE_PLANS * (stages > 1)
+    part, limits, sizes = build_part(spec, mesh, depth)
+    memory = _gather(context, sizes)
+    if channel is not None:
+        with mesh.recorder.in_phase("microbatch"):
+            follow(channel, part)
+        return
+    assert doors is not None
+    assert memory is not None
+    found = doors[0].accept(PARENT_WAIT, MAX_COMMAND)
+    doors[0].close()
+    if found is None:
+        raise OptionError("nobody connected to the replica")
+    parent, _ = found
+    folder = RunFolder(payload["run"]) if payload.get("run") else None
+    driver = Driver(
+        Scheduler(limits),
+        part,
+        parent,
+        followers,
+        depth=depth,
+        beat=context.beat,
+        on_timeline=lambda rows: keep_timeline(folder, spec, rows),
+    )
+    ready = {
+        "event": "ready",
+        "replica": payload.get("replica", 0),
+        "layout": spec.layout.axes_text(),
+        "cache_tokens": limits.capacity,
+        **dataclasses.asdict(limits),
+        "memory": memory,
+        "seconds": time.perf_counter() - began,
+    }
+    context.emit(ready)
+    parent.write(encode(ready))
+    with mesh.recorder.in_phase("microbatch"):
+        driver.run()
+
+
+def build_part(spec: RunSpec, mesh: Mesh, depth: int) -> tuple[StagePart, Limits, dict[str, int]]:
+    """This rank's part of every step, its cache allocated; the scheduler's limits; bytes held.
+
+    Raises:
+        ModelError: the cache holds less than one request may need, or the model's layers cannot
+            be served from a paged cache.
+    """
+    from hocket.schedules.registry import build
+    from hocket.serving.engine import attention
+    from hocket.serving.engine.part import StagePart
+    from hocket.serving.engine.runner import StageRunner
+    from hocket.serving.engine.sampler import Sampler
+    from hocket.serving.engine.vocabulary import Vocabulary
+    from hocket.training.build import build_model
+
+    options = spec.serving
+    assert options is not None
+    longest, rows, tokens = options.max_model_len, options.max_rows, options.max_batch_tokens
+    assert longest is not None
+    assert rows is not None
+    assert tokens is not None
+    schedule = build(spec.layout, 1) if spec.layout.num_stages > 1 else None
+    paged = dataclasses.replace(spec.options, attention=attention.NAME)
+    spec = dataclasses.replace(spec, options=paged)
+    _, skeleton, _, parallel = build_model(spec, mesh, schedule)
+    (stage,) = parallel.stages
+    runner = StageRunner(
+        stage,
+        mesh,
+        skeleton.config,
+        block_size=options.block_size,
+        max_rows=rows,
+        max_batch_tokens=tokens,
+        max_model_len=longest,
+    )
+    # More than twice every row at its longest would only remember very old prompts.
+    most = 2 * rows * -(-longest // options.block_size)
+    num_blocks = agreed_blocks(options, runner.bytes_per_block, most, mesh)
+    if num_blocks * options.block_size < longest:
+        room = num_blocks * options.block_size
+        raise ModelError(
+            f"the cache holds {room} tokens ({num_blocks} blocks of "
+            f"{format_bytes(runner.bytes_per_block)} a rank); one request may have {longest}",
+            hint=f"--max-model-len {max(room, 2)}, or more --cache-memory",
+        )
+    runner.allocate(num_blocks)
+    config: Any = skeleton.config
+    vocab_size = int(config.get_text_config(decoder=True).vocab_size)
+    sampler = None
+    if stage.is_last:
+        found = Vocabulary.of(stage, mesh)
+        sampler = Sampler(found, vocab_size, mesh.device, mesh.recorder, rows)
+    part = StagePart(
+        runner, sampler, mesh, hidden_size=stage.hidden_size or 0, dtype=stage.dtype, depth=depth
+    )
+    limits = Limits(
+        num_blocks=num_blocks,
+        block_size=options.block_size,
+        max_rows=rows,
+        max_batch_tokens=tokens,
+        max_model_len=longest,
+        depth=depth,
+        max_waiting=options.max_waiting,
+        prefix_cache=not options.no_prefix_cache,
+        vocab_size=vocab_size,
+    )
+    weights = sum(p.numel() * p.element_size() for p in stage.module.parameters())
+    return part, limits, {"weights": weights, "cache": num_blocks * runner.bytes_per_block}
+
+
+def agreed_blocks(options: ServeOptions, bytes_per_block: int, most: int, mesh: Mesh) -> int:
+    """Blocks of the cache: the fewest that any rank has room for, equal on all of them."""
+    import torch
+
+    from hocket.runtime.collectives import all_reduce
+
+    if options.num_blocks is not None:
+        return options.num_blocks
+    if options.cache_memory is not None:
+        count = parse_bytes(options.cache_memory) // bytes_per_block
+    else:
+        count = min(most, _free_bytes(mesh) // bytes_per_block)
+    least = torch.tensor(min(count, 2**31 - 1), device=mesh.device)
+    all_reduce(least, mesh.axis("world"), mesh.recorder, op="min")
+    return int(least)
+
+
+def _free_bytes(mesh: Mesh) -> int:
+    """What this rank's cache may take where nobody said: of a GPU nine tenths of what is free,
+    of a CPU's memory an even part of half of it."""
+    import torch
+
+    if mesh.device.type == "cuda":
+        return torch.cuda.mem_get_info(mesh.device)[0] * 9 // 10
+    with open("/proc/meminfo") as file:
+        fields = dict(line.split(":") for line in file)
+    return int(fields["MemAvailable"].split()[0]) * 1024 // (2 * mesh.world_size)
+
+
+def keep_timeline(
+    folder: RunFolder | None, spec: RunSpec, rows: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """The Timeline of a recorded window as plain data; written to the run folder, if there is
+    one, together with what was communicated in it."""
+    from hocket.spec.timeline import Event, Timeline
+
+    events = [Event(**event) for row in rows for event in row["events"]]
+    timeline = Timeline.of("measured", len(rows), events)
+    text = timeline.to_json()
+    if folder is not None:
+        communication = {
+            "layout": str(spec.layout),
+            "ranks": [row["collectives"] for row in rows],
+        }
+        write_text(folder.timeline_file, text)
+        write_text(folder.communication_file, json.dumps(communication, indent=1))
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def _followers(door: Listener, world_size: int) -> dict[int, Channel]:
+    """The channels of all other ranks, by rank. They have met this one: they are on their way."""
+    found: dict[int, Channel] = {}
+    while len(found) < world_size - 1:
+        entered = door.accept(60.0)
+        if entered is None:
+            missing = sorted(set(range(1, world_size)) - set(found))
+            raise ConnectionError(f"ranks {missing} did not connect to the driver")
+        channel, rank = entered
+        assert rank in set(range(1, world_size)) - set(found), rank
+        found[rank] = channel
+    door.close()
+    return found
+
+
+def _gather(context: RankContext, value: dict[str, int]) -> list[dict[str, int]] | None:
+    """Every rank's value by rank, on rank 0; None on the others."""
+    if context.world_size == 1:
+        return [value]
+    store = context.store()
+    if context.rank > 0:
+        store.set(f"serving/{context.rank}", json.dumps(value))
+        return None
+    return [value, *(json.loads(store.get(f"serving/{r}")) for r in range(1, context.world_size))]

@@ -1,0 +1,316 @@
+"""Driver: the loop on rank 0 of a replica, between the parent, the scheduler and the ranks.
+
+    1 hear     what the parent asks, what the ranks answer
+    2 plan     one step, if fewer than `depth` are in flight: told to all followers at once
+    3 run      this rank's own part of it
+    4 apply    results to the scheduler
+    5 tell     the parent what they added, in one frame
+    6 sleep    in the kernel, if there was nothing of all this
+
+With several stages, step n + 1 is planned and run here while later stages run step n: the last
+stage's result comes back over its channel. Nothing is ever waited for but in (6), where every
+descriptor is listened to, so that no two ranks can wait for each other; before it, `Part.settle`
+has brought hidden states on their way.
+
+A parent that does not read is not planned for: beyond `HIGH` bytes of outputs no new step begins
+until it reads again, while its commands are still heard. A parent that hangs up ends the replica.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import select
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hocket.serving.engine.channel import Channel, ChannelClosed
+from hocket.serving.engine.follower import EVENTS, PLAN, RECORD, RESULT, STOP, TELL, Part
+from hocket.serving.engine.measured import Measured
+from hocket.serving.front.frames import Message, decode, encode
+from hocket.serving.request import Output, Request, RequestRefused
+from hocket.serving.scheduling.scheduler import Scheduler
+from hocket.serving.scheduling.step import StepPlan, StepResult
+from hocket.spec.errors import HocketError
+
+HIGH = 1 << 23
+"""Bytes of outputs that the parent has not read, above which no step is begun."""
+BEAT = 10.0
+"""Seconds between signs of life."""
+LOOK = 0.1
+"""Seconds between looks at deadlines while requests run; between figures told to the parent."""
+
+Row = dict[str, Any]
+OnTimeline = Callable[[list[Row]], dict[str, Any]]
+"""Given every rank's `events` and `collectives`, by rank: the Timeline's JSON form."""
+
+
+class Driver:
+    """Runs one replica until it is stopped.
+
+    Args:
+        scheduler: of this replica.
+        part: this rank's part of every step.
+        parent: the channel to the parent.
+        followers: channel by rank.
+        depth: plans in flight; at least the number of stages.
+        beat: called now and then, as a sign of life.
+        on_timeline: what becomes of a recorded window.
+        clock: seconds, of a clock that only goes forward.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        part: Part,
+        parent: Channel,
+        followers: Mapping[int, Channel] | None = None,
+        *,
+        depth: int = 1,
+        beat: Callable[[], None] = lambda: None,
+        on_timeline: OnTimeline = lambda rows: {"ranks": rows},
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.scheduler = scheduler
+        self.part = part
+        self.parent = parent
+        self.followers = dict(followers or {})
+        self.depth = depth
+        self.measured = Measured()
+        self._beat, self._clock, self._on_timeline = beat, clock, on_timeline
+        self._poll = select.poll()
+        self._poll.register(parent, select.POLLIN)
+        self._by_fd = {channel.fileno(): rank for rank, channel in self.followers.items()}
+        for channel in self.followers.values():
+            self._poll.register(channel, select.POLLIN)
+        self._begun: dict[int, tuple[StepPlan, int, float]] = {}
+        self._rows_in_flight = 0
+        self._outputs: list[Output] = []
+        self._draining = self._drained = self._stopped = False
+        self._last_beat = self._last_look = self._last_told = 0.0
+        self._window = 0  # steps left to record
+        self._wanted = 0  # steps of the next window
+        self._rows: dict[int, Row] | None = None
+
+    # --- the loop ----------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Until the parent says stop or hangs up; then the followers have left too.
+
+        Raises:
+            ConnectionError: a follower is gone.
+        """
+        try:
+            busy = True
+            while not self._stopped:
+                self._hear(0.0 if busy else self._patience())
+                busy = self._step()
+                self._tell()
+        except _ParentGone:
+            pass
+        self._leave()
+
+    def _step(self) -> bool:
+        """Begin a step, if there is anything to do; whether there was."""
+        now = self._clock()
+        if now - self._last_look > LOOK:
+            self._last_look = now
+            self._outputs += self.scheduler.expire(now)
+            if now - self._last_beat > BEAT:
+                self._last_beat = now
+                self._beat()
+        if len(self._begun) >= self.depth or self.parent.unsent_bytes > HIGH:
+            return False
+        plan = self.scheduler.plan(now)
+        if plan is None:
+            return False
+        self._begin_window()
+        self._send(PLAN + plan.encode())
+        self._rows_in_flight += len(plan.rows)
+        self._begun[plan.number] = (plan, self._rows_in_flight, now)
+        self.part.expect(plan)
+        result = self.part.run(plan)
+        self._end_window()
+        if result is not None:
+            self._apply(result)
+        return True
+
+    def _apply(self, result: StepResult) -> None:
+        now = self._clock()
+        plan, batch, begun = self._begun.pop(result.number)
+        self._rows_in_flight -= len(plan.rows)
+        self._outputs += self.scheduler.apply(result, now)
+        self.measured.add(plan, batch, begun, self._clock())
+
+    def _patience(self) -> float:
+        """Seconds to sleep at most."""
+        self.part.settle()
+        return BEAT if self.scheduler.idle and not self._begun else LOOK
+
+    # --- who speaks to it --------------------------------------------------------------------
+
+    def _hear(self, seconds: float) -> None:
+        """Handle what has come; wait for something so long at most."""
+        if seconds and self.parent.unsent_bytes:
+            self._poll.modify(self.parent, select.POLLIN | select.POLLOUT)
+        ready = self._poll.poll(seconds * 1e3)
+        if seconds and self.parent.unsent_bytes:
+            self._poll.modify(self.parent, select.POLLIN)
+        for fd, event in ready:
+            rank = self._by_fd.get(fd)
+            if rank is not None:
+                for payload in self.followers[rank].take():
+                    self._answered(rank, payload)
+            elif event & ~select.POLLOUT:
+                self._asked()
+        if self.parent.unsent_bytes:
+            with _ToParent():
+                self.parent.push()
+
+    def _answered(self, rank: int, payload: bytes) -> None:
+        kind = payload[:1]
+        if kind == RESULT:
+            self._apply(StepResult.decode(memoryview(payload)[1:]))
+        else:
+            assert kind == EVENTS, kind
+            assert self._rows is not None
+            self._rows[rank] = json.loads(payload[1:])
+            self._finish_window()
+
+    def _asked(self) -> None:
+        with _ToParent():
+            commands = self.parent.take()
+        for payload in commands:
+            command = decode(payload)
+            match command["do"]:
+                case "add":
+                    self._add(command["request"])
+                case "abort":
+                    for name in command["ids"]:
+                        self.scheduler.abort(name)
+                case "drain":
+                    self._draining, self._drained = True, False
+                case "stop":
+                    self._stopped = True
+                case "stats":
+                    self._emit({"event": "stats", "stats": self._stats(), **self._figures()})
+                case "record":
+                    self.record(int(command["steps"]))
+                case other:
+                    raise AssertionError(f"the parent asks for {other!r}")
+
+    def _add(self, given: Any) -> None:
+        try:
+            if self._draining:
+                raise RequestRefused("the server is ending", kind="full")
+            self.scheduler.add(Request.from_json(given), self._clock())
+        except RequestRefused as error:
+            self._refuse(given, error, error.kind, error.retry_after)
+        except HocketError as error:
+            self._refuse(given, error, "bad", None)
+
+    def _refuse(self, given: Any, error: HocketError, kind: str, retry_after: float | None) -> None:
+        name = given.get("id") if isinstance(given, dict) else None
+        self._emit(
+            {
+                "event": "refused",
+                "id": name,
+                "kind": kind,
+                "message": error.message,
+                "hint": error.hint,
+                "retry_after": retry_after,
+            }
+        )
+
+    # --- whom it speaks to -------------------------------------------------------------------
+
+    def _send(self, payload: bytes) -> None:
+        """To all followers. One whose socket is full reads again once it has what was sent."""
+        full = [channel for channel in self.followers.values() if not channel.send(payload)]
+        if full:
+            self.part.settle()
+            for channel in full:
+                channel.flush()
+
+    def _tell(self) -> None:
+        now = self._clock()
+        outputs, self._outputs = self._outputs, []
+        drained = self._draining and not self._drained and self.scheduler.idle and not self._begun
+        told = now - self._last_told > LOOK or drained
+        if outputs or (told and self._begun):
+            event: Message = {"event": "outputs", "outputs": [one.to_json() for one in outputs]}
+            if told or self.scheduler.idle:
+                self._last_told = now
+                event["stats"] = self._stats()
+            self._emit(event)
+        if drained:
+            self._drained = True
+            self._emit({"event": "drained"})
+
+    def _emit(self, event: Message) -> None:
+        with _ToParent():
+            self.parent.write(encode(event))
+
+    def _stats(self) -> dict[str, Any]:
+        return dataclasses.asdict(self.scheduler.stats())
+
+    def _figures(self) -> dict[str, Any]:
+        return {"measured": self.measured.to_json()}
+
+    # --- a window of steps, recorded ---------------------------------------------------------
+
+    def record(self, steps: int) -> None:
+        """Have every rank note what runs when in the next `steps` steps (after those that another
+        window still records)."""
+        self._wanted = max(1, steps)
+
+    def _begin_window(self) -> None:
+        if self._wanted and not self._window and self._rows is None:
+            self._window, self._wanted = self._wanted, 0
+            self._send(RECORD)
+            self.part.record()
+
+    def _end_window(self) -> None:
+        if self._window:
+            self._window -= 1
+            if not self._window:
+                self._send(TELL)
+                self._rows = {0: self.part.recorded()}
+                self._finish_window()
+
+    def _finish_window(self) -> None:
+        assert self._rows is not None
+        if len(self._rows) == len(self.followers) + 1:
+            rows = [row for _, row in sorted(self._rows.items())]
+            self._rows = None
+            self._emit({"event": "timeline", "timeline": self._on_timeline(rows)})
+
+    # --- the end -----------------------------------------------------------------------------
+
+    def _leave(self) -> None:
+        """Have the followers leave, and wait until they have."""
+        self._send(STOP)
+        self.part.settle()
+        for channel in self.followers.values():
+            try:
+                while True:
+                    channel.receive()
+            except ChannelClosed:
+                channel.close()
+        self.parent.close()
+
+
+class _ParentGone(Exception):
+    """The parent has hung up: the replica has nobody to serve."""
+
+
+class _ToParent:
+    """Within, a closed channel is the parent's."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, ChannelClosed):
+            raise _ParentGone from None

@@ -1,0 +1,162 @@
+"""StagePart: one rank's part of every step of a replica, from hidden state to hidden state.
+
+    RECV_F   hidden [1, T, H] from the stage before      (all but the first stage)
+    F        the stage's layers over the step's tokens
+    SEND_F   hidden to the stage after                   (all but the last stage)
+    sample   logits [N, V of this rank] to tokens        (the last stage)
+
+These are the letters of a training step, whose executor is not used: what it interprets is a
+Schedule known to its end, whose receives it posts ahead from known shapes, whose sends it waits for
+when the step is over, and around which it keeps what backward needs. Here there is no board: every
+rank runs the plans in the order in which they come, and never waits for all of them. What is the
+same is the same code: `runtime.collectives`, the Recorder's spans, and so the Timeline.
+
+Legend: T tokens of a step, H hidden, N rows of logits, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hocket.runtime.collectives import Work, irecv, isend
+from hocket.runtime.mesh import Mesh
+from hocket.serving.scheduling.step import StepPlan, StepResult
+from hocket.spec.schedule import FORWARD, RECV_F, SEND_F, Action
+
+
+class Runner(Protocol):
+    """A stage's layers over a step's tokens (`engine.runner.StageRunner`)."""
+
+    def run(self, plan: StepPlan, hidden: Tensor | None) -> Tensor: ...
+
+
+class Sampler(Protocol):
+    """Tokens from logits (`engine.sampler.Sampler`)."""
+
+    def begin(self, plan: StepPlan) -> None: ...
+
+    def sample(self, logits: Tensor, plan: StepPlan) -> StepResult | None: ...
+
+
+class StagePart:
+    """Receives, runs, sends and samples; plans must come in the same order on every rank.
+
+    Args:
+        runner: of this rank's stage.
+        sampler: on the last stage.
+        mesh: the replica's ranks.
+        hidden_size, dtype: of what travels between stages.
+        depth: plans in flight: a send that so many plans have followed has been received.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        sampler: Sampler | None,
+        mesh: Mesh,
+        *,
+        hidden_size: int,
+        dtype: torch.dtype,
+        depth: int,
+    ) -> None:
+        self.runner, self.sampler, self.mesh = runner, sampler, mesh
+        self.axis = mesh.axis("pp")
+        self.recorder = mesh.recorder
+        self.stage = self.axis.index
+        self.is_last = self.stage == self.axis.size - 1
+        assert (sampler is not None) == self.is_last
+        self.hidden_size, self.dtype, self.depth = hidden_size, dtype, depth
+        self._posted: deque[tuple[int, Work, Tensor]] = deque()
+        self._sends: deque[tuple[Work, Tensor]] = deque()
+        # What shared memory has no room for goes on only while this process waits for it; other
+        # backends send by themselves, and Gloo's wait lasts until the receive is posted.
+        self._pushes = self.axis.group is not None and self.axis.group.name() in ("shm", "links")
+
+    # --- one step ----------------------------------------------------------------------------
+
+    def expect(self, plan: StepPlan) -> None:
+        """Post the receive of a plan's hidden state."""
+        if self.stage == 0:
+            return
+        hidden = torch.empty(
+            1, len(plan.tokens), self.hidden_size, dtype=self.dtype, device=self.mesh.device
+        )
+        work = irecv(hidden, self.axis, self.stage - 1, self.recorder)
+        self._posted.append((plan.number, work, hidden))
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult | None:
+        """Run the step; its result on the rank that samples, None on the others."""
+        hidden = self._receive(plan.number) if self.stage else None
+        if self.sampler is not None:
+            self.sampler.begin(plan)
+        start = self.recorder.mark()
+        output = self.runner.run(plan, hidden)
+        self._note(start, "compute", FORWARD, plan.number)
+        if self.sampler is None:
+            self._send(output, plan.number)
+            return None
+        if not plan.num_logits:  # pieces of prompts, none of them its last
+            return StepResult(plan.number, []) if self.mesh.axis("tp").index == 0 else None
+        start = self.recorder.mark()
+        result = self.sampler.sample(output, plan)
+        if start is not None:
+            self.recorder.add(start, "compute", "sample", f"sample {plan.number}", stage=self.stage)
+        return result
+
+    def _receive(self, number: int) -> Tensor:
+        posted, work, hidden = self._posted.popleft()
+        assert posted == number, (posted, number)
+        start = self.recorder.mark()
+        work.wait()
+        self._note(start, "communication", RECV_F, number, hidden)
+        return hidden
+
+    def _send(self, hidden: Tensor, number: int) -> None:
+        hidden = hidden.contiguous()
+        start = self.recorder.mark()
+        work = isend(hidden, self.axis, self.stage + 1, self.recorder)
+        self._sends.append((work, hidden))
+        self._note(start, "communication", SEND_F, number, hidden)
+        while len(self._sends) > self.depth:
+            self._sends.popleft()[0].wait()
+
+    def settle(self) -> None:
+        """Wait until what was sent has left this process, where it does not leave by itself."""
+        while self._pushes and self._sends:
+            self._sends.popleft()[0].wait()
+
+    # --- what ran when -----------------------------------------------------------------------
+
+    def record(self) -> None:
+        """Note what runs when, from here on."""
+        self.recorder.clear()
+        self.recorder.recording = True
+
+    def recorded(self) -> dict[str, Any]:
+        """Stop noting: the `events` and `collectives` since `record`, as plain data."""
+        self.recorder.recording = False
+        events = [dataclasses.asdict(event) for event in self.recorder.timeline_events()]
+        return {"events": events, "collectives": self.recorder.collectives()}
+
+    def _note(
+        self, start: Any, lane: str, kind: str, number: int, tensor: Tensor | None = None
+    ) -> None:
+        if start is None:
+            return
+        nbytes = 0 if tensor is None else tensor.numel() * tensor.element_size()
+        self.recorder.add(
+            start,
+            lane,
+            kind,
+            str(Action(self.stage, kind, number)),
+            stage=self.stage,
+            microbatch=number,
+            axis=None if tensor is None else self.axis.name,
+            bytes=nbytes,
+        )
