@@ -22,9 +22,10 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
     """Answer every request with tokens 0, 1, 2 ...; what else happens, `payload` says.
 
     `fail`: raise before being ready. `dies`: every rank of a later life ends at once. `hold`: a
-    later life begins only when `pids` holds a file `go`. Process ids are left under `pids`.
+    later life begins only when `pids` holds a file `go`. Process ids are left under `pids`, or
+    in the run folder.
     """
-    folder = Path(payload["pids"])
+    folder = _folder(payload)
     name = f"{payload['replica']}-{payload['attempt']}-{context.rank}"
     (folder / name).write_text(str(os.getpid()))
     if payload.get("fail"):
@@ -39,8 +40,12 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
         _drive(context, payload)
 
 
+def _folder(payload: dict[str, Any]) -> Path:
+    return Path(payload.get("pids") or payload["run"])
+
+
 def _wait(context: RankContext, payload: dict[str, Any]) -> None:
-    done = Path(payload["pids"]) / f"{payload['replica']}-{payload['attempt']}-left"
+    done = _folder(payload) / f"{payload['replica']}-{payload['attempt']}-left"
     while not done.exists():
         context.beat()
         time.sleep(0.02)
@@ -85,7 +90,7 @@ def _drive(context: RankContext, payload: dict[str, Any]) -> None:
                         draining = True
                     case "stop":
                         left = f"{payload['replica']}-{payload['attempt']}-left"
-                        (Path(payload["pids"]) / left).touch()
+                        (_folder(payload) / left).touch()
                         return
         outputs = []
         for name, state in list(running.items()):
@@ -100,3 +105,8 @@ def _drive(context: RankContext, payload: dict[str, Any]) -> None:
             draining = False
             parent.sendall(encode({"event": "drained"}))
         context.beat()
+
+
+def refuse(context: RankContext, payload: dict[str, Any]) -> None:
+    """A replica that cannot be."""
+    raise ModelError("the model cannot be served", hint="another one")

@@ -41,6 +41,9 @@ Event = dict[str, Any]
 Listener = Callable[[Event], None]
 
 ENTRY = "hocket.jobs.serve_rank:main"
+ENDED, LAST = 15.0, 2.0
+"""Seconds in which ranks are surely gone, and in which the last answers are written."""
+
 STARTUP = 1800.0
 """Seconds until a rank's first sign of life: reading weights from a slow disk takes minutes."""
 
@@ -360,16 +363,16 @@ async def _end(
         )
     router.close("the server is ending")
     replicas.ending = True
-    closing = asyncio.ensure_future(front.close(seconds))
+    # What outlasts its time ends with its replica, and is told so, before its connection does.
+    closing = asyncio.ensure_future(front.close(seconds + ENDED))
     drained = bool(await _until(ends.at_once, _emptied(router), asyncio.sleep(seconds)) == 1)
     if not drained:
         record.note(f"{router.running} requests were ended before their time")
-    else:
-        await _until(ends.at_once, asyncio.wait({closing}, timeout=1.0))
     await keeper.ask()
     if ends.at_once.is_set():
         replicas.kill()
     await replicas.end()
+    await asyncio.wait({closing}, timeout=LAST)
     closing.cancel()
     await asyncio.gather(closing, return_exceptions=True)
     return drained

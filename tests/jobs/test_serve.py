@@ -1,0 +1,290 @@
+"""A whole server with ranks that have no model: from the command to the end of its processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hocket
+import hocket.launch
+from hocket.cli.main import main
+from hocket.jobs import serve as job
+from hocket.launch import Launcher
+from hocket.spec.run import RunFolder
+from hocket.spec.serving_forecast import ServingForecast, ServingMeasured
+from tests.jobs.served_model import model
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(90)]
+
+SMALL = {"device": "cpu", "cluster": "none", "port": 0, "metrics_port": 0}
+
+
+def cold(device: str = "cpu", threads: int = 1, **_: Any) -> Launcher:
+    """Ranks that need no torch start from a server that imports none."""
+    return Launcher(device, threads, path=[ROOT], warm=False)
+
+
+@pytest.fixture
+def where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(job, "ENTRY", "tests.jobs.replica_cases:main")
+    monkeypatch.setattr(hocket.launch, "Launcher", cold)
+    return model(tmp_path / "model")
+
+
+def post(address: str, **body: Any) -> tuple[int, dict[str, Any]]:
+    request = urllib.request.Request(
+        f"{address}/v1/completions",
+        json.dumps({"prompt": "Once upon", "max_tokens": 4, **body}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+def status(url: str) -> int:
+    try:
+        with urllib.request.urlopen(url, timeout=30) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+class Visitor:
+    """Does its part in a thread when the server is ready, and then asks for its end."""
+
+    def __init__(self, visit: Callable[[dict[str, Any]], None], ends: bool = True) -> None:
+        self.visit = visit
+        self.ends = ends
+        self.events: list[dict[str, Any]] = []
+        self.error: BaseException | None = None
+        self.thread: threading.Thread | None = None
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        self.events.append(event)
+        if event["event"] == "ready":
+            self.thread = threading.Thread(target=self._run, args=(event,))
+            self.thread.start()
+
+    def _run(self, event: dict[str, Any]) -> None:
+        try:
+            self.visit(event)
+        except BaseException as error:
+            self.error = error
+        finally:
+            if self.ends or self.error:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def said(self) -> str:
+        return "\n".join(e["text"] for e in self.events if e["event"] == "note")
+
+    def over(self) -> None:
+        assert self.thread is not None, "it was never ready"
+        self.thread.join(30)
+        if self.error is not None:
+            raise self.error
+
+
+def pids(run: Path) -> list[int]:
+    files = [f for f in run.iterdir() if f.name.count("-") == 2 and not f.name.endswith("left")]
+    return [int(text) for text in (f.read_text() for f in files) if text]
+
+
+def gone(run: Path) -> bool:
+    """Whether no rank is left; the kernel ends those of a killed server within moments."""
+    for _ in range(200):
+        if not [pid for pid in pids(run) if Path(f"/proc/{pid}").exists()]:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_it_answers_on_two_replicas_and_ends_in_order(where: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+
+    def visit(event: dict[str, Any]) -> None:
+        address = event["address"]
+        answers = [post(address) for _ in range(4)]
+        assert [code for code, _ in answers] == [200] * 4
+        assert answers[0][1]["usage"]["completion_tokens"] == 4
+        assert answers[0][1]["model"] == "model"
+        assert status(f"{address}/health") == 200
+        assert status(f"{address}/ready") == 200
+        assert status(f"{event['metrics']}/metrics") == 200
+        assert status(f"{address}/metrics") == 404
+        code, refused = post(address, max_tokens=10_000)
+        assert code == 400
+        assert "128" in refused["error"]["message"]
+
+    visitor = Visitor(visit)
+    found = hocket.serve(where, layout="dp2", run=run, on_event=visitor, **SMALL)
+    visitor.over()
+    assert found.drained
+    assert (found.measured.requests, found.measured.output_tokens) == (4, 16)
+    assert gone(run)
+    spec = RunFolder(run).load()
+    assert spec.serving is not None
+    assert (spec.command, spec.layout.dp, spec.serving.max_model_len) == ("serve", 2, 128)
+    assert ServingMeasured.from_json((run / "measured.json").read_text()).requests == 4
+    assert "none" in ServingForecast.from_json((run / "forecast.json").read_text()).why
+
+
+def test_the_command(
+    where: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import hocket.cli.serve as verb
+
+    visitor = Visitor(lambda event: None)
+    plain = verb._lines
+
+    def both(event: dict[str, Any]) -> None:
+        plain(event)
+        visitor(event)
+
+    monkeypatch.setattr(verb, "_lines", both)
+    words = ["serve", str(where), "--run", str(tmp_path / "run"), "--port", "0"]
+    assert main([*words, "--metrics-port", "0", "--cluster", "none", "--device", "cpu"]) == 0
+    visitor.over()
+    said = capsys.readouterr().out
+    assert "ready after" in said
+    assert "at http://127.0.0.1:" in said
+    assert f"hocket report {tmp_path / 'run'}" in said
+
+
+def test_a_killed_rank_is_a_503_and_the_next_request_succeeds(where: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    codes: list[int] = []
+
+    def visit(event: dict[str, Any]) -> None:
+        address = event["address"]
+        asking = threading.Thread(
+            target=lambda: codes.append(post(address, max_tokens=100, ignore_eos=True)[0])
+        )
+        asking.start()
+        time.sleep(0.3)
+        os.kill(int((run / "0-0-0").read_text()), signal.SIGKILL)
+        asking.join(30)
+        for _ in range(300):
+            if status(f"{address}/ready") == 200:
+                break
+            time.sleep(0.05)
+        assert post(address)[0] == 200
+
+    visitor = Visitor(visit)
+    found = hocket.serve(where, run=run, on_event=visitor, **SMALL)
+    visitor.over()
+    assert codes == [503]
+    assert (found.measured.restarts, found.measured.failed) == (1, 1)
+    assert "replica 0 died" in visitor.said()
+    assert gone(run)
+
+
+def test_the_first_signal_lets_requests_end_and_the_second_does_not(
+    where: Path, tmp_path: Path
+) -> None:
+    done: list[tuple[int, int]] = []
+
+    def ask(address: str, tokens: int) -> threading.Thread:
+        def body() -> None:
+            code, answer = post(address, max_tokens=tokens, ignore_eos=True)
+            done.append((code, answer.get("usage", {}).get("completion_tokens", 0)))
+
+        thread = threading.Thread(target=body)
+        thread.start()
+        time.sleep(0.3)
+        return thread
+
+    def gently(event: dict[str, Any]) -> None:
+        thread = ask(event["address"], 100)
+        os.kill(os.getpid(), signal.SIGTERM)
+        thread.join(30)
+
+    visitor = Visitor(gently, ends=False)
+    found = hocket.serve(where, run=tmp_path / "one", on_event=visitor, **SMALL)
+    visitor.over()
+    assert done == [(200, 100)]
+    assert found.drained
+    assert "1 requests have 30 s to end" in visitor.said()
+
+    def at_once(event: dict[str, Any]) -> None:
+        thread = ask(event["address"], 119)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
+        thread.join(30)
+
+    visitor = Visitor(at_once, ends=False)
+    found = hocket.serve(where, run=tmp_path / "two", on_event=visitor, **SMALL)
+    visitor.over()
+    assert done[-1][0] != 200
+    assert not found.drained
+    assert gone(tmp_path / "one")
+    assert gone(tmp_path / "two")
+
+
+def test_requests_that_outlast_the_drain_are_cut(where: Path, tmp_path: Path) -> None:
+    codes: list[int] = []
+
+    def visit(event: dict[str, Any]) -> None:
+        address = event["address"]
+        thread = threading.Thread(target=lambda: codes.append(post(address, max_tokens=119)[0]))
+        thread.start()
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGTERM)
+        thread.join(30)
+
+    visitor = Visitor(visit, ends=False)
+    found = hocket.serve(where, run=tmp_path / "run", on_event=visitor, drain_seconds=0.1, **SMALL)
+    visitor.over()
+    assert not found.drained
+    assert codes == [503]
+    assert "ended before their time" in visitor.said()
+    assert gone(tmp_path / "run")
+
+
+def test_a_server_whose_parent_is_killed_leaves_no_process(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    code = (
+        "import hocket, hocket.launch, hocket.jobs.serve as job\n"
+        "from tests.jobs.test_serve import cold, SMALL\n"
+        "job.ENTRY = 'tests.jobs.replica_cases:main'\n"
+        "hocket.launch.Launcher = cold\n"
+        f"hocket.serve({str(model(tmp_path / 'model'))!r}, layout='dp2', run={str(run)!r},\n"
+        "             on_event=lambda e: print(e['event'], flush=True), **SMALL)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert any(line == "ready\n" for line in process.stdout)
+        assert len(pids(run)) == 2
+        assert all(Path(f"/proc/{pid}").exists() for pid in pids(run))
+        process.kill()
+    assert gone(run)
+
+
+def test_a_start_that_fails_says_why_and_leaves_no_run(
+    where: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(job, "ENTRY", "tests.jobs.replica_cases:refuse")
+    run = tmp_path / "run"
+    words = ["serve", str(where), "--run", str(run), "--port", "0", "--metrics-port", "0"]
+    assert main([*words, "--cluster", "none", "--device", "cpu", "--layout", "dp2"]) == 2
+    assert "the model cannot be served" in capsys.readouterr().err
+    assert not run.exists()

@@ -1,0 +1,168 @@
+"""What a server is asked to be: every mistake is told before anything starts."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hocket.launch
+from hocket.cli.main import main
+from hocket.jobs import serve_request
+from hocket.spec.errors import HocketError, LayoutError, ModelError, OptionError
+from hocket.spec.run import RunSpec
+from tests.jobs.served_model import model
+
+pytestmark = pytest.mark.train
+
+
+@pytest.fixture(scope="module")
+def where(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model(tmp_path_factory.mktemp("served") / "model")
+
+
+@pytest.fixture(autouse=True)
+def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a launcher was started")
+
+    monkeypatch.setattr(hocket.launch, "Launcher", refuse)
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        yield one.getsockname()[1]
+
+
+def server(where: Path, **options: Any) -> serve_request.Server:
+    return serve_request.server({"model": str(where), **options})
+
+
+def test_sizes_are_settled(where: Path) -> None:
+    found = server(where, layout="tp2.dp2", device="cpu")
+    assert found.options.max_model_len == 128
+    assert (found.options.max_batch_tokens, found.options.max_rows) == (512, 64)
+    assert found.options.metrics_port == 8001
+    assert found.stop == (256,)
+    assert found.name == "model"
+    assert str(found.replica.axes_text()) == "tp2"
+    assert found.warnings == ()
+    spec = found.spec()
+    assert RunSpec.from_json(spec.to_json()) == spec
+    assert spec.layout.dp == 2
+    assert found.spec(replica=True).layout.dp == 1
+    assert spec.command == "serve"
+    assert server(where, device="cpu", num_blocks=2).options.max_model_len == 32
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "words"),
+    [
+        ({"layout": "cp2"}, LayoutError, "cp is 2"),
+        ({"layout": "dp2:zero=1"}, LayoutError, "zero is 1"),
+        ({"layout": "dp2:data_parallel=threads"}, LayoutError, "threads"),
+        ({"layout": "pp2:virtual_stages=2"}, LayoutError, "virtual_stages is 2"),
+        ({"layout": "tp2:order=dp-tp-cp-pp"}, LayoutError, "dp-tp-cp-pp"),
+        ({"layout": "tp3"}, LayoutError, "do not divide over tp 3"),
+        ({"layout": "pp3"}, LayoutError, "cannot be cut into 3 stages"),
+        ({"layout": "dp300"}, LayoutError, "at most 256"),
+        ({"layuot": "tp2"}, OptionError, "unknown option"),
+        ({"max_model_len": 129}, OptionError, "128 positions"),
+        ({"max_model_len": 1}, OptionError, "lies in 2"),
+        ({"max_model_len": 64, "num_blocks": 3}, OptionError, "hold 48 tokens"),
+        ({"num_blocks": 9, "cache_memory": "1GB"}, OptionError, "how large the cache is"),
+        ({"cache_memory": "much"}, OptionError, "much"),
+        ({"max_rows": 0}, OptionError, "max_rows is 0"),
+        ({"max_batch_tokens": 0}, OptionError, "max_batch_tokens is 0"),
+        ({"block_size": 0}, OptionError, "block_size is 0"),
+        ({"port": 70000}, OptionError, "port is 70000"),
+        ({"port": 8000, "metrics_port": 8000}, OptionError, "both 8000"),
+        ({"deadline": -1.0}, OptionError, "deadline is -1"),
+        ({"deadline": float("nan")}, OptionError, "deadline is nan"),
+        ({"max_rows": "many"}, OptionError, "many"),
+        ({"port": True}, OptionError, "port is True"),
+        ({"host": "0.0.0.0"}, OptionError, "no key is asked for"),
+        ({"host": "::"}, OptionError, "no key is asked for"),
+        ({"host": ""}, OptionError, "no key is asked for"),
+        ({"host": "no.such.host.invalid"}, OptionError, "no address"),
+        ({"api_key_file": "/no/such/file"}, OptionError, "cannot be read"),
+        ({"chat_template_file": "/no/such/file"}, OptionError, "cannot be read"),
+        ({"tokenizer": "train"}, OptionError, "for training"),
+        ({"device": "cuda"}, OptionError, "no CUDA device"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    where: Path, options: dict[str, Any], kind: type[HocketError], words: str
+) -> None:
+    if options.get("device") == "cuda" and hocket.launch.launcher.cuda_shows():
+        pytest.skip("this machine has a CUDA device")
+    with pytest.raises(kind, match=words):
+        server(where, **{"device": "cpu", **options})
+
+
+def test_models_that_cannot_answer(where: Path, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="no model"):
+        serve_request.server({})
+    with pytest.raises(ModelError, match="no weights"):
+        serve_request.server({"model": "tiny-llama"})
+    bare = model(tmp_path / "bare")
+    for file in bare.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(ModelError, match="no tokenizer"):
+        server(bare)
+    assert server(bare, tokenizer="bytes", device="cpu").words.vocab_size == 257
+
+
+def test_keys(where: Path, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("\n")
+    with pytest.raises(OptionError, match="holds no key"):
+        server(where, api_key_file=str(file))
+    file.write_text("one-long-secret\n")
+    file.chmod(0o644)
+    (warning,) = server(where, api_key_file=str(file), host="0.0.0.0").warnings
+    assert "chmod 600" in warning
+    file.chmod(0o600)
+    found = server(where, api_key_file=str(file), host="0.0.0.0")
+    assert found.warnings == ()
+    assert found.keys is not None
+    assert "one-long-secret" not in found.spec().to_json()
+    (warning,) = server(where, host="0.0.0.0", insecure=True).warnings
+    assert "anybody" in warning
+
+
+def test_a_port_that_is_taken(
+    where: Path, taken: int, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    for flags in (["--port", str(taken)], ["--port", "0", "--metrics-port", str(taken)]):
+        words = ["serve", str(where), "--run", str(run), "--device", "cpu", *flags]
+        assert main(words) == 2
+        said = capsys.readouterr().err
+        assert f"127.0.0.1:{taken} cannot be opened" in said
+    assert not run.exists()
+
+
+def test_a_folder_that_holds_a_run(
+    where: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    assert main(["serve", str(where), "--run", str(tmp_path)]) == 2
+    assert "already holds a run" in capsys.readouterr().err
+    file = tmp_path / "file"
+    file.touch()
+    assert main(["serve", str(where), "--run", str(file / "run")]) == 2
+    assert "file, not a folder" in capsys.readouterr().err
+
+
+def test_loopback() -> None:
+    assert serve_request.is_loopback("127.0.0.1")
+    assert serve_request.is_loopback("127.3.2.1")
+    assert serve_request.is_loopback("::1")
+    assert serve_request.is_loopback("localhost")
+    assert not serve_request.is_loopback("192.168.0.1")
+    assert not serve_request.is_loopback("")
