@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import threading
+import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +23,7 @@ from tests.jobs.warm import warm  # noqa: F401  a fixture
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 GENERATED = ROOT / "docs" / "reference" / "cli.md"
-FEW = {"--steps": "2", "--max-new-tokens": "4"}
+FEW = {"--steps": "2", "--max-new-tokens": "4", "--port": "0"}
 """What the test makes smaller; everything else runs as it is written."""
 
 
@@ -85,6 +90,32 @@ def test_quick_commands_run(words: list[str], capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out
 
 
+def served(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve until one request has been answered, and end as an operator would."""
+    from hocket.cli import serve
+
+    codes: list[int] = []
+
+    def visit(address: str) -> None:
+        try:
+            body = json.dumps({"prompt": "hocket", "max_tokens": 4}).encode()
+            headers = {"Content-Type": "application/json"}
+            request = urllib.request.Request(f"{address}/v1/completions", body, headers)
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                codes.append(answer.status)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def hear(event: dict[str, Any]) -> None:
+        if event["event"] == "ready":
+            threading.Thread(target=visit, args=(event["address"],)).start()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(serve, "_lines", hear)
+        assert main(words) == 0, shlex.join(words)
+    assert codes == [200]
+
+
 @pytest.mark.ranks
 @pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(
@@ -100,7 +131,9 @@ def test_commands_run_in_their_order(
     for number, code in enumerate(blocks(page, "toml")):
         (tmp_path / f"{'run' if number == 0 else number}.toml").write_text(code)
     for words in commands(page):
-        if not quick(words) and words[0] != "demo":
+        if words[0] == "serve":
+            served(fewer(words), monkeypatch)
+        elif not quick(words) and words[0] != "demo":
             assert main(fewer(words)) == 0, shlex.join(words)
 
 
