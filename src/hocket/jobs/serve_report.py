@@ -6,10 +6,13 @@ import dataclasses
 import datetime
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from hocket.reporting.served import Served
 from hocket.spec.errors import HocketError, RunFolderError
 from hocket.spec.run import write_text
+
+if TYPE_CHECKING:
+    from hocket.reporting.served import Served
 
 
 def read(path: Path) -> Served:

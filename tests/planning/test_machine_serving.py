@@ -1,0 +1,285 @@
+"""Serving on a measured machine: what a step costs, what fits, what load it carries."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from hocket.cost.measured_links import Links
+from hocket.cost.measured_rates import Rates
+from hocket.cost.measured_serving import MeasuredServing, Replica
+from hocket.planning import machine_serving as planning
+from hocket.planning.machine_forecast import Machine
+from hocket.planning.machine_serving import MeasuredSteps, Sizes
+from hocket.spec.errors import OptionError
+from hocket.spec.layout import Layout
+from hocket.spec.measured import (
+    Curve,
+    Dispatch,
+    Host,
+    Kernel,
+    Line,
+    Measured,
+    Product,
+    Sharing,
+    Stream,
+)
+from hocket.spec.model_shape import (
+    Attention,
+    BlockShape,
+    MatrixProduct,
+    MemoryBound,
+    ModelShape,
+    Weight,
+)
+from hocket.spec.service import Service
+from hocket.spec.serving_forecast import Decode, Prefill, ServingForecast
+
+FLOPS, BYTES = 1e10, 1e10
+"""Of the machine, each second: every product and every stream run at exactly these."""
+
+H, INNER, V, LAYERS = 64, 128, 256, 4
+
+
+def machine(cores: int = 2, memory: int = 10**9, latency: float = 1e-4) -> Machine:
+    sizes = (8, 64, 512)
+    measured = Measured(
+        device="cpu",
+        date="2026-11-20",
+        torch="2",
+        hocket="0",
+        host=Host(name="box", cpu="cpu", cores=cores, memory=memory),
+        products=tuple(
+            Product(dtype="fp32", form=form, m=m, n=64, k=64, seconds=2 * m * 64 * 64 / FLOPS)
+            for form in ("nt", "nn")
+            for m in sizes
+        ),
+        streams=tuple(
+            Stream(operation="add", bytes=size, seconds=size / BYTES) for size in (1, 10**9)
+        ),
+        dispatch=tuple(
+            Dispatch(operation=name, forward=1e-6, recorded=2e-6, backward=1e-6)
+            for name in ("add", "view", "module", "linear")
+        ),
+        kernels=(
+            Kernel(name="attention", dtype="fp32", shape=(1, 4, 64, 16), forward=1e-4, backward=1),
+        ),
+        sharing=(Sharing(ranks=2, product=1.0, stream=1.0, dispatch=1.0),),
+        curves=tuple(
+            Curve(
+                backend="shm", operation=name, ranks=2, world=2, sizes=(64, 10**6),
+                seconds=(latency, latency + 10**6 / BYTES),
+                lines=(Line(bytes=10**9, latency=latency, rate=BYTES),),
+            )
+            for name in ("all-reduce", "all-gather", "send")
+        ),
+    )  # fmt: skip
+    return Machine(measured=measured, backend="shm", name="box")
+
+
+def shape() -> ModelShape:
+    def product(name: str, n: int, k: int, split: str, source: str) -> MatrixProduct:
+        return MatrixProduct(name=name, n=n, k=k, split=split, input=source)
+
+    def weight(name: str, elements: int, split: str, units: int = 1) -> Weight:
+        return Weight(name=f"{name}.weight", elements=elements, split=split, units=units)
+
+    products = (
+        product("q", H, H, "column", "a"),
+        product("k", H // 2, H, "column", "a"),
+        product("v", H // 2, H, "column", "a"),
+        product("o", H, H, "row", "b"),
+        product("gate", INNER, H, "column", "c"),
+        product("up", INNER, H, "column", "c"),
+        product("down", H, INNER, "row", "d"),
+    )
+    heads = {"q": 4, "k": 2, "v": 2, "o": 4}
+    layer = BlockShape(
+        kind="block",
+        products=products,
+        attention=(
+            Attention(name="attention", heads=4, kv_heads=2, head_dim=16, value_dim=16),
+        ),
+        unfused=(MemoryBound(name="ops", forward=1000, backward=0, split="outside", kernels=10,
+                             view="eager"),),
+        weights=tuple(weight(p.name, p.n * p.k, p.split, heads.get(p.name, INNER)) for p in products),
+    )  # fmt: skip
+    return ModelShape(
+        name="model",
+        hidden=H,
+        vocab=V,
+        heads=4,
+        kv_heads=2,
+        layers=("block",) * LAYERS,
+        blocks={
+            "block": layer,
+            "embedding": BlockShape(kind="embedding", weights=(weight("e", V * H, "vocab", V),)),
+            "head": BlockShape(
+                kind="head",
+                products=(product("lm", V, H, "vocab", "n"),),
+                weights=(weight("lm", V * H, "vocab", V),),
+            ),
+        },
+    )
+
+
+def prices(layout: str, *, where: Machine | None = None, slowdown: float = 1.0) -> MeasuredServing:
+    where = where or machine()
+    replica = Replica(shape=shape(), layout=Layout.parse(layout))
+    return MeasuredServing(replica, Rates(where.measured), Links(where.measured), slowdown)
+
+
+SIZES = Sizes(batch_tokens=64, rows=16, longest=128)
+
+
+def test_bytes_are_counted_exactly() -> None:
+    layer = H * H * 2 + 2 * H * H // 2 + 3 * H * INNER
+    one = Replica(shape=shape(), layout=Layout())
+    assert one.weight_bytes(0) == 4 * (LAYERS * layer + 2 * V * H)
+    assert one.cache_bytes(0) == 4 * LAYERS * 2 * (16 + 16)
+    half = Replica(shape=shape(), layout=Layout(tp=2))
+    assert half.weight_bytes(0) == one.weight_bytes(0) // 2
+    assert half.cache_bytes(0) == one.cache_bytes(0) // 2
+    four = Replica(shape=shape(), layout=Layout(tp=4))  # two ranks hold each key/value head
+    assert four.cache_bytes(0) == one.cache_bytes(0) // 2
+    stages = Replica(shape=shape(), layout=Layout(pp=2))
+    assert sum(stages.weight_bytes(s) for s in range(2)) == one.weight_bytes(0)
+    assert sum(stages.cache_bytes(s) for s in range(2)) == one.cache_bytes(0)
+
+
+def test_a_step_costs_at_least_its_products_and_no_less_than_reading_them() -> None:
+    one = prices("dp1")
+    read = one.replica.weight_bytes(0) / BYTES - 4 * V * H / BYTES  # the embedding is looked up
+    assert one.decode_seconds(1, 1) > read
+    flops = 2 * (one.replica.weight_bytes(0) / 4 - V * H) * 64
+    seconds = one.decode_seconds(64, 16)
+    assert seconds > flops / FLOPS
+    # What is not a product, a call or a stream is nothing: twice is generous.
+    assert seconds < 2.5 * flops / FLOPS
+
+
+def test_time_grows_with_what_is_computed_and_attended() -> None:
+    for layout in ("dp1", "tp2", "pp2"):
+        one = prices(layout)
+        batches = [one.decode_seconds(b, 64) for b in (1, 2, 8, 32)]
+        assert batches == sorted(batches)
+        contexts = [one.decode_seconds(8, c) for c in (16, 64, 512, 4096)]
+        assert contexts == sorted(contexts)
+        assert contexts[-1] > contexts[0]
+        prompts = [one.prefill_seconds(n, 64) for n in (8, 16, 64, 128, 512)]
+        assert prompts == sorted(prompts)
+
+
+def test_splits_do_what_they_are_for() -> None:
+    fast = machine(latency=1e-7)
+    alone, split, staged = (prices(name, where=fast) for name in ("dp1", "tp2", "pp2"))
+    # One request: tensor ranks share it, stages only take turns.
+    assert split.decode_seconds(1, 4096) < 0.75 * alone.decode_seconds(1, 4096)
+    assert staged.decode_seconds(1, 64) >= alone.decode_seconds(1, 64)
+    # Many: both do nearly twice as much.
+    assert split.decode_seconds(32, 256) < 0.7 * alone.decode_seconds(32, 256)
+    assert staged.decode_seconds(32, 256) < 0.75 * alone.decode_seconds(32, 256)
+    # A long prompt goes through the stages in several chunks at once.
+    assert staged.prefill_seconds(512, 64) < 0.8 * alone.prefill_seconds(512, 64)
+    slow = machine(latency=1e-2)
+    assert prices("tp2", where=slow).decode_seconds(1, 64) > LAYERS * 2 * 5e-3
+
+
+def test_ranks_that_share_cores_take_longer() -> None:
+    one, two = prices("dp1"), prices("dp1", slowdown=2.0)
+    assert two.decode_seconds(4, 64) == pytest.approx(2 * one.decode_seconds(4, 64))
+
+
+def test_arrays_broadcast_and_an_empty_step_costs_nothing() -> None:
+    one = prices("pp2")
+    found = one.step_seconds(np.zeros((2, 1)), 0.0, np.array([0.0, 3.0]), 10.0)
+    assert found.shape == (2, 2)
+    assert found[0, 0] == 0.0
+    assert found[0, 1] == found[1, 1] == pytest.approx(float(one.step_seconds(0, 0, 3, 10)))
+    assert np.all(one.stage_seconds(8, 4, 3, 10) <= one.step_seconds(8, 4, 3, 10))
+
+
+def test_capacity() -> None:
+    replica = Replica(shape=shape(), layout=Layout(tp=2))
+    rows, tokens = planning.capacity(replica, machine(), SIZES, 2)
+    assert tokens == 2 * 16 * 128  # as much as is of use
+    assert len(rows) == 2
+    assert rows[0]["total"] == sum(rows[0][k] for k in ("weights", "step", "cache"))
+    asked = dataclasses.replace(SIZES, cache=replica.cache_bytes(0) * 100)
+    assert planning.capacity(replica, machine(), asked, 2)[1] == 96  # whole blocks
+    little = machine(memory=2 * (replica.weight_bytes(0) + replica.step_bytes(0, 64, 16)) + 64)
+    assert planning.capacity(replica, little, SIZES, 2)[1] == 0
+
+
+def test_a_forecast_holds_together() -> None:
+    found = planning.forecast(shape(), Layout(dp=2), machine(), SIZES)
+    assert ServingForecast.from_json(found.to_json()) == found
+    rates = [load.rate for load in found.loads]
+    assert rates == sorted(rates)
+    tpot = [load.tpot_p90 for load in found.loads]
+    assert tpot[-1] > tpot[0], "a fuller replica answers later"
+    assert all(load.ttft_p50 <= load.ttft_p90 <= load.ttft_p99 for load in found.loads)
+    assert found.tokens_per_second > found.loads[-1].tokens_per_second
+    least = max(found.decode, key=lambda row: row.batch / row.seconds)
+    assert found.tokens_per_second < least.batch / least.seconds, "prompts take their time too"
+    counts = [need.replicas for need in found.needs]
+    assert counts == sorted(counts, key=lambda n: n or 0)
+    assert counts[:2] == [1, 2]
+    for need in found.needs:
+        assert need.within_goals is None or need.within_goals >= (need.replicas or 0) - 1
+
+
+def test_goals_need_more_replicas() -> None:
+    one = prices("dp1")
+    usual = planning.usual(128)
+    _, needs, most = planning.under_load(one, SIZES, usual, 2048)
+    alone = one.decode_seconds(1, usual.context)
+    strict = dataclasses.replace(usual, tpot_ms=1.5e3 * alone)
+    _, strictly, same = planning.under_load(one, SIZES, strict, 2048)
+    assert same == most
+    for easy, hard in zip(needs, strictly, strict=True):
+        assert hard.replicas == easy.replicas
+        assert hard.within_goals is None or hard.within_goals > (easy.within_goals or 0)
+    impossible = dataclasses.replace(usual, tpot_ms=0.1e3 * alone)
+    _, none, _ = planning.under_load(one, SIZES, impossible, 2048)
+    assert {need.within_goals for need in none} == {None}
+
+
+def test_the_choice_is_the_best_that_fits() -> None:
+    layouts = planning.candidates(shape(), 2)
+    assert {one.axes_text() for one in layouts} == {"dp1", "dp2", "tp2", "pp2"}
+    found = planning.choose(shape(), machine(), SIZES, layouts)
+    assert found.layout == "dp2", "replicas say nothing to each other"
+    assert [one.chosen for one in found.alternatives] == [True, False, False, False]
+    best = max(found.alternatives, key=lambda one: one.tokens_per_second)
+    assert best.layout == "dp2"
+    # Where two copies do not fit, the model is split.
+    whole = Replica(shape=shape(), layout=Layout())
+    need = whole.weight_bytes(0) + whole.step_bytes(0, 64, 16)
+    tight = machine(memory=round(1.6 * need))
+    small = dataclasses.replace(SIZES, tokens=0, cache=128 * whole.cache_bytes(0))
+    found = planning.choose(shape(), tight, dataclasses.replace(small, cache=0), layouts)
+    assert found.layout != "dp2"
+    with pytest.raises(OptionError, match="fits in no layout"):
+        planning.choose(shape(), machine(memory=1000), SIZES, layouts)
+
+
+def test_measured_steps_are_prices_too() -> None:
+    steps = MeasuredSteps(
+        [Decode(batch=1, context=9, seconds=0.01), Decode(batch=9, context=9, seconds=0.05)],
+        [Prefill(tokens=10, seconds=0.02)],
+    )
+    assert steps.step_seconds(0, 0, 5, 1) == pytest.approx(0.03)
+    assert steps.step_seconds(0, 0, 17, 1) == pytest.approx(0.09)
+    assert steps.step_seconds(20, 0, 1, 1) == pytest.approx(0.05)
+    assert steps.step_seconds(0, 0, 0, 1) == 0.0
+    loads, needs, most = planning.under_load(
+        steps, SIZES, Service(prompt_len=16, output_len=16), 2048
+    )
+    assert loads
+    assert needs
+    assert most > 0
+    with pytest.raises(OptionError, match="no round"):
+        MeasuredSteps([], [])
