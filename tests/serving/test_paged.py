@@ -1,0 +1,322 @@
+"""Attention from pages, alone and under the models' own code, equals what a plain forward makes."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hocket.models import skeleton  # noqa: E402
+from hocket.runtime.mesh import Mesh  # noqa: E402
+from hocket.runtime.pipeline.stage import Stage  # noqa: E402
+from hocket.serving.engine import attention  # noqa: E402
+from hocket.serving.engine.attention import Options  # noqa: E402
+from hocket.serving.engine.attention_cpu import CpuAttention  # noqa: E402
+from hocket.serving.engine.attention_step import indices  # noqa: E402
+from hocket.serving.engine.cache import BlockTables, LayerShape, PagedCache  # noqa: E402
+from hocket.serving.engine.families import refuse, self_check  # noqa: E402
+from hocket.serving.engine.projections import (  # noqa: E402
+    MergedLinear,
+    merge_projections,
+    unmerge_wasted,
+)
+from hocket.serving.engine.runner import StageRunner  # noqa: E402
+from hocket.serving.scheduling.step import LAST, Row, StepPlan  # noqa: E402
+from hocket.spec.errors import ModelError  # noqa: E402
+from tests.families import FAMILIES, PROMPTS, whole_model  # noqa: E402
+from tests.serving.paged import ToyScheduler, compare  # noqa: E402
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(120)]
+
+PAGED = [family for family in FAMILIES if family != "bloom"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# --- attention alone ------------------------------------------------------------------------
+
+
+def naive(q: Any, k: Any, v: Any, options: Options) -> Any:
+    """One sequence, all of it: q [S, A, D], k and v [S, K, .] to [S, A, D of v], in fp64."""
+    q, k, v = q.double(), k.double(), v.double()
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = torch.einsum("sad,tad->ast", q, k) * options.scaling
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    at = torch.arange(q.shape[0])
+    hidden = at > at.unsqueeze(1)
+    if options.window is not None:
+        hidden |= at <= at.unsqueeze(1) - options.window
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if options.sinks is not None:
+        sinks = options.sinks.double().view(-1, 1, 1).expand(-1, q.shape[0], 1)
+        scores = torch.cat([scores, sinks], -1)
+    weights = scores.softmax(-1)[..., : q.shape[0]]
+    return torch.einsum("ast,tad->sad", weights, v)
+
+
+SHAPES = [
+    (LayerShape(4, 2, 8, 8, torch.float32), Options(0.3)),
+    (LayerShape(4, 4, 8, 8, torch.float32), Options(0.3, window=5)),
+    (LayerShape(6, 1, 8, 8, torch.float32), Options(0.3, softcap=2.0)),
+    (LayerShape(4, 2, 8, 8, torch.float32), Options(0.3, sinks=torch.tensor([0.5, -1.0, 2.0, 0]))),
+    (LayerShape(4, 4, 12, 8, torch.float32), Options(0.3)),  # multi-head latent attention
+    (
+        LayerShape(4, 2, 8, 8, torch.float32),
+        Options(0.3, window=7, softcap=3.0, sinks=torch.tensor([0.5, -1.0, 2.0, 0])),
+    ),
+    (LayerShape(4, 2, 16, 16, torch.bfloat16), Options(0.25)),
+]
+
+
+@pytest.mark.parametrize("block_size", [2, 5, 16])
+@pytest.mark.parametrize("case", range(len(SHAPES)))
+def test_attention_equals_the_definition(case: int, block_size: int) -> None:
+    shape, options = SHAPES[case]
+    torch.manual_seed(case)
+    lengths = [37, 9, 1, 20, 31]
+    whole = [
+        tuple(
+            torch.randn(n, heads, width).to(shape.dtype)
+            for heads, width in (
+                (shape.num_heads, shape.key_size),
+                (shape.num_kv_heads, shape.key_size),
+                (shape.num_kv_heads, shape.value_size),
+            )
+        )
+        for n in lengths
+    ]
+    whole[3] = tuple(torch.cat([a[:20], b[20:]]) for a, b in zip(whole[0], whole[3], strict=True))
+    expected = [naive(*sequence, options) for sequence in whole]
+    cache = PagedCache([shape], 64, block_size, torch.device("cpu"))
+    for pool in (*cache.keys, *cache.values):
+        pool.normal_()  # what earlier sequences left behind
+    tables = BlockTables(5, 64)
+    scheduler = ToyScheduler(
+        [[0] * n for n in lengths],
+        block_size=block_size,
+        num_blocks=64,
+        seed=case,
+        chunks=(1, 1, 4),
+    )
+    tolerance = 0.05 if shape.dtype == torch.bfloat16 else 2e-5
+
+    def run(only: set[int] | None) -> int:
+        steps = 0
+        while (plan := scheduler.plan(only)) is not None:
+            tables.apply(plan)
+            step = indices(plan, tables, block_size)
+            parts = [
+                torch.cat([whole[r.slot][i][r.start : r.start + r.count] for r in plan.rows])
+                .transpose(0, 1)
+                .unsqueeze(0)
+                for i in range(3)
+            ]
+            found = CpuAttention(cache, step).attend(torch.nn.Module(), *parts, options)[0]
+            want = torch.cat([expected[r.slot][r.start : r.start + r.count] for r in plan.rows])
+            assert float((found - want).abs().max()) < tolerance, plan.rows
+            steps += 1
+        return steps
+
+    run({0})
+    scheduler.share(0, 3, 20 // block_size)
+    run({1})
+    scheduler.preempt(1)
+    assert run(None) > 5
+
+
+def test_blocks_that_lie_side_by_side_are_read_in_place() -> None:
+    cache = PagedCache([LayerShape(2, 2, 4, 4, torch.float32)], 32, 2, torch.device("cpu"))
+    tables = BlockTables(3, 16)
+    blocks = [[4, 6, 8, 10], [5, 7, 9, 11], [20, 30]]  # two that interleave, one by itself
+    rows = [Row(slot, 2 * len(held) - 1, 1, LAST, held) for slot, held in enumerate(blocks)]
+    plan = StepPlan(0, rows, [0, 0, 0])
+    tables.apply(plan)
+    attending = CpuAttention(cache, indices(plan, tables, 2))
+    new = torch.randn(1, 2, 3, 4)
+    attending.attend(torch.nn.Module(), new, new, new, Options(1.0))
+    (pairs,) = attending._pairs.values()
+    in_place = [(s.block, s.last - s.first) for s in pairs.segments if s.blocks is None]
+    copied = [s.blocks.tolist() for s in pairs.segments if s.blocks is not None]
+    assert in_place == [(4, 8)]
+    assert copied == [[20, 30]]
+
+
+# --- whole models ---------------------------------------------------------------------------
+
+
+def runner_of(family: str, block_size: int, **sizes: int) -> tuple[Any, StageRunner]:
+    plain = whole_model(family)
+    module = skeleton.build(FAMILIES[family], device="cpu", dropout=0.0, attention=attention.NAME)
+    module.load_state_dict(plain.state_dict())
+    own = dict(module.named_buffers())
+    for name, buffer in plain.named_buffers():
+        own[name].copy_(buffer)
+    limits = {"max_rows": 4, "max_batch_tokens": 64, "max_model_len": 64, **sizes}
+    runner = StageRunner(
+        Stage(module), Mesh.single(), module.config, block_size=block_size, **limits
+    )
+    runner.allocate(96)
+    return plain, runner
+
+
+@pytest.mark.parametrize("family", PAGED)
+def test_greedy_decoding_equals_generate(family: str) -> None:
+    new = 10
+    for block_size, chunks in ((4, (1, 5)), (16, (64,))):
+        plain, runner = runner_of(family, block_size)
+        scheduler = ToyScheduler(PROMPTS, block_size=block_size, num_blocks=96, chunks=chunks)
+        preempted = False
+        for _ in range(200):
+            plan = scheduler.plan()
+            if plan is None:
+                break
+            logits = runner.run(plan)
+            at = 0
+            for row in plan.rows:
+                if row.num_logits:
+                    tokens = scheduler.sequences[row.slot]
+                    if len(tokens) < len(PROMPTS[row.slot]) + new:
+                        tokens.append(int(logits[at].argmax()))
+                    at += 1
+            if not preempted and len(scheduler.sequences[0]) == len(PROMPTS[0]) + 4:
+                preempted = True
+                scheduler.preempt(0)
+        assert preempted
+        for prompt, tokens in zip(PROMPTS, scheduler.sequences, strict=True):
+            expected = plain.generate(
+                torch.tensor([prompt]), max_new_tokens=new, do_sample=False, eos_token_id=-1,
+                pad_token_id=0,
+            )[0]  # fmt: skip
+            assert tokens == expected.tolist(), (block_size, chunks)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "phi3"])
+def test_every_logit_of_shared_and_chunked_prompts(family: str) -> None:
+    plain, runner = runner_of(family, 4)
+    sequences = [list(range(3, 40)), [*range(3, 19), 50, 51, 52], [9]]
+    with torch.no_grad():
+        expected = [plain(torch.tensor([tokens])).logits[0] for tokens in sequences]
+    scheduler = ToyScheduler(sequences, block_size=4, num_blocks=96, every_logit=True)
+    scale = max(float(e.abs().max()) for e in expected)
+    worst = compare(scheduler, runner.run, expected, {0, 2})
+    scheduler.share(0, 1, 4)
+    assert max(worst, compare(scheduler, runner.run, expected)) < 1e-5 * scale
+
+
+def test_a_step_without_logits_gives_none() -> None:
+    _, runner = runner_of("llama", 4)
+    scheduler = ToyScheduler([[5] * 20], block_size=4, num_blocks=96, chunks=(7,))
+    plan = scheduler.plan()
+    assert plan is not None
+    assert runner.run(plan).shape == (0, 64)
+
+
+def test_bytes_of_a_block_are_those_of_the_cache() -> None:
+    _, runner = runner_of("llama", 4)
+    cache = runner.cache
+    assert cache is not None
+    held = sum(t.numel() * t.element_size() for t in (*cache.keys, *cache.values))
+    assert held == 96 * runner.bytes_per_block
+
+
+def test_self_check_tells_what_cannot_be_served() -> None:
+    assert self_check(FAMILIES["gemma3"]) < 1e-5
+    for config, reason in (
+        ({"model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_head": 4}, "BloomAttention"),
+        ({"model_type": "rwkv"}, "Rwkv"),
+        ({"model_type": "bert", "num_hidden_layers": 2}, "other logits"),  # sees later tokens
+    ):
+        with pytest.raises(ModelError, match=reason):
+            self_check(config)
+
+
+def test_chunked_attention_is_served_as_far_as_a_chunk() -> None:
+    config = skeleton.config_of(
+        {"model_type": "llama4_text", "attention_chunk_size": 32, "num_hidden_layers": 4}
+    )
+    module = torch.nn.Linear(1, 1)
+    refuse(config, module, 32)
+    with pytest.raises(ModelError, match="chunks of 32") as caught:
+        refuse(config, module, 33)
+    assert caught.value.hint == "--max-model-len 32"
+
+
+# --- merged projections ---------------------------------------------------------------------
+
+
+def test_projections_merge_without_being_held_twice() -> None:
+    plain = whole_model("llama_tied")
+    ids = torch.tensor([PROMPTS[0]])
+    with torch.no_grad():
+        expected = plain(ids).logits
+    before = {name: p.clone() for name, p in plain.named_parameters()}
+    merges = merge_projections(plain)
+    assert len(merges) == 2 * 4
+    with torch.no_grad():
+        torch.testing.assert_close(plain(ids).logits, expected, rtol=1e-5, atol=1e-5)
+    assert unmerge_wasted(merges) == 8
+    after = dict(plain.named_parameters())
+    assert list(after) == list(before)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    layer = plain.model.layers[0].self_attn
+    storages = {p.weight.untyped_storage().data_ptr() for p in
+                (layer.q_proj, layer.k_proj, layer.v_proj)}  # fmt: skip
+    assert len(storages) == 1
+
+
+def test_fused_and_transposed_projections_are_left_alone() -> None:
+    assert merge_projections(whole_model("gpt2")) == []
+    merges = merge_projections(whole_model("phi3"))
+    assert merges == []
+
+
+class Crossed(torch.nn.Module):
+    """Feeds its projections different tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (torch.nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Any, y: Any) -> Any:
+        return self.q_proj(x) + self.k_proj(y) + self.v_proj(y)
+
+
+def test_projections_fed_different_tensors_are_right_and_come_apart_again() -> None:
+    module = Crossed()
+    x, y = torch.randn(2, 3, 4)
+    with torch.no_grad():
+        expected = module(x, y)
+        merges = merge_projections(module)
+        torch.testing.assert_close(module(x, y), expected)
+        assert isinstance(module.q_proj, MergedLinear)
+        assert unmerge_wasted(merges) == 0
+        assert type(module.q_proj) is torch.nn.Linear
+        torch.testing.assert_close(module(x, y), expected)
+
+
+def test_groups_of_rows_pad_little() -> None:
+    from hocket.serving.engine.attention_cpu import _groups
+
+    counts = torch.tensor([1, 2, 3, 40, 41, 2, 1, 64])
+    total = int(counts.sum())
+    groups = _groups(counts, torch.arange(total + 1))
+    rows = list(itertools.chain.from_iterable(which.tolist() for which, _ in groups))
+    assert sorted(rows) == list(range(8))
+    padded = sum(table.numel() for _, table in groups)
+    assert padded < 2 * total
+    for which, table in groups:
+        for row, pairs in zip(which.tolist(), table.tolist(), strict=True):
+            begin = int(counts[:row].sum())
+            real = [pair for pair in pairs if pair != total]
+            assert real == list(range(begin, begin + int(counts[row])))
