@@ -52,7 +52,12 @@ def gate(command: str) -> Iterator[None]:
     ) as holder:
         assert holder.stdin is not None
         assert holder.stdout is not None
-        if not holder.stdout.readline():
+        try:
+            opened = holder.stdout.readline()
+        except BaseException:
+            holder.terminate()
+            raise
+        if not opened:
             raise SystemExit(f"the gate {command!r} did not open")
         try:
             yield
@@ -152,11 +157,11 @@ def measure(model: Model, contenders: Sequence[Contender], options: Any) -> Fiel
         if REFERENCE not in field.running:
             raise SystemExit(f"{REFERENCE} did not start: there is nothing to compare with")
         for number in range(options.rounds + 1):
-            began = time.perf_counter()
-            for load in every:
-                with gate(options.gate if number else ""):
+            with gate(options.gate if number else ""):
+                began = time.perf_counter()
+                for load in every:
                     field.turns(load, number)
-            took = time.perf_counter() - began
+                took = time.perf_counter() - began
             print(f"  {f'round {number}' if number else 'warm-up'}: {took:.0f} s", flush=True)
     return field
 
