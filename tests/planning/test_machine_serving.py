@@ -104,7 +104,9 @@ def shape() -> ModelShape:
         ),
         unfused=(MemoryBound(name="ops", forward=1000, backward=0, split="outside", kernels=10,
                              view="eager"),),
-        weights=tuple(weight(p.name, p.n * p.k, p.split, heads.get(p.name, INNER)) for p in products),
+        weights=tuple(
+            weight(p.name, p.n * p.k, p.split, heads.get(p.name, INNER)) for p in products
+        ),
     )  # fmt: skip
     return ModelShape(
         name="model",
@@ -268,13 +270,19 @@ def test_the_choice_is_the_best_that_fits() -> None:
 
 def test_measured_steps_are_prices_too() -> None:
     steps = MeasuredSteps(
-        [Decode(batch=1, context=9, seconds=0.01), Decode(batch=9, context=9, seconds=0.05)],
-        [Prefill(tokens=10, seconds=0.02)],
+        [
+            Decode(batch=1, context=9, seconds=0.01, count=9),
+            Decode(batch=9, context=9, seconds=0.05, count=3),
+        ],
+        [Prefill(tokens=10, seconds=0.02, count=1), Prefill(tokens=30, seconds=0.04, count=1)],
     )
     assert steps.step_seconds(0, 0, 5, 1) == pytest.approx(0.03)
     assert steps.step_seconds(0, 0, 17, 1) == pytest.approx(0.09)
-    assert steps.step_seconds(20, 0, 1, 1) == pytest.approx(0.05)
+    assert steps.step_seconds(20, 0, 0, 1) == pytest.approx(0.03)
+    assert steps.step_seconds(20, 0, 1, 1) == pytest.approx(0.01 + 0.02), "fixed costs once"
     assert steps.step_seconds(0, 0, 0, 1) == 0.0
+    noisy = MeasuredSteps([Decode(batch=b, context=9, seconds=0.02 / b) for b in (1, 2)], [])
+    assert noisy.step_seconds(0, 0, 64, 1) == pytest.approx(0.015), "more is never quicker"
     loads, needs, most = planning.under_load(
         steps, SIZES, Service(prompt_len=16, output_len=16), 2048
     )

@@ -169,7 +169,7 @@ def legal(source: ModelSource, layout: Layout, device: str) -> Layout:
                 f"this machine has {devices}",
                 hint=f"--layout tp{devices}" if devices > 1 else "--layout dp1",
             )
-    return dataclasses.replace(found, microbatches=1)
+    return dataclasses.replace(found, microbatches=None)
 
 
 def tokenizer_of(source: ModelSource, choice: str | None, trust: bool) -> Tokenizer:

@@ -318,8 +318,9 @@ def _alone(table: RoundTable, service: Service) -> float:
 class MeasuredSteps:
     """Prices of a replica from what its steps were measured to take.
 
-    Between measured sizes straight lines; beyond the largest it goes on as between the last two.
-    Contexts are those that were met with. A round is whole, whatever stages it went through.
+    A round of b tokens takes `fixed + each x b`, by least squares over the rounds as often as they
+    were measured; reading prompts likewise. In a step of both, what is fixed is paid once. Contexts
+    are those that were met with; a round is whole, whatever stages it went through.
 
     Raises:
         OptionError: no round was measured.
@@ -330,40 +331,39 @@ class MeasuredSteps:
     def __init__(self, decode: Sequence[Decode], prefill: Sequence[Prefill]) -> None:
         if not decode:
             raise OptionError("no round of tokens was measured")
-        self._decode = _line([(one.batch, one.seconds) for one in decode])
-        self._prefill = _line([(one.tokens, one.seconds) for one in prefill]) if prefill else None
+        self._decode = _line([(one.batch, one.seconds, one.count) for one in decode])
+        # Prompts that were never read by themselves cost what as many rows of a round do.
+        points = [(one.tokens, one.seconds, one.count) for one in prefill]
+        self._prefill = _line(points) if points else self._decode
 
     def step_seconds(self, prefill_tokens: Any, _: Any, decode_batch: Any, __: Any) -> Any:
-        """Of a step; its prompts and its rounds one after the other."""
+        """Of a step."""
         n, b = np.broadcast_arrays(
             np.asarray(prefill_tokens, dtype=np.float64), np.asarray(decode_batch, dtype=np.float64)
         )
-        rounds = np.where(b > 0, _on(self._decode, np.maximum(b, 1.0)), 0.0)
-        # Prompts that were never read by themselves cost what as many rows of a round do.
-        line = self._prefill or self._decode
-        return rounds + np.where(n > 0, _on(line, np.maximum(n, 1.0)), 0.0)
+        fixed = np.where(b > 0, self._decode[0], np.where(n > 0, self._prefill[0], 0.0))
+        return fixed + self._decode[1] * b + self._prefill[1] * n
 
     def stage_seconds(self, prefill_tokens: Any, _: Any, decode_batch: Any, __: Any) -> Any:
         """The same: a round was measured whole."""
         return self.step_seconds(prefill_tokens, _, decode_batch, __)
 
 
-Line = tuple[tuple[float, ...], tuple[float, ...]]
-
-
-def _line(points: Iterable[tuple[float, float]]) -> Line:
-    ordered = sorted(dict(points).items())
-    if len(ordered) == 1:  # in proportion
-        (size, seconds) = ordered[0]
-        ordered.append((2 * size, 2 * seconds))
-    return tuple(s for s, _ in ordered), tuple(t for _, t in ordered)
-
-
-def _on(line: Line, sizes: Any) -> Any:
-    xs, ys = line
-    inside = np.interp(sizes, xs, ys)
-    slope = max(0.0, (ys[-1] - ys[-2]) / (xs[-1] - xs[-2]))
-    return inside + slope * np.maximum(sizes - xs[-1], 0.0)
+def _line(points: Sequence[tuple[float, float, int]]) -> tuple[float, float]:
+    """(fixed, each) of seconds over sizes by least squares, weighted; neither is negative."""
+    sizes, seconds, weights = (
+        np.array(column, dtype=np.float64) for column in zip(*points, strict=True)
+    )
+    weights = np.maximum(weights, 1.0)
+    middle, mean = (np.average(values, weights=weights) for values in (sizes, seconds))
+    spread = np.average((sizes - middle) ** 2, weights=weights)
+    if spread <= 0:
+        return 0.0, float(mean / max(middle, 1e-12))
+    each = float(np.average((sizes - middle) * (seconds - mean), weights=weights) / spread)
+    fixed = float(mean - each * middle)
+    if each < 0:  # noise: what is measured does not depend on the size
+        return float(mean), 0.0
+    return (fixed, each) if fixed >= 0 else (0.0, float(mean / middle))
 
 
 # --- which layout ---------------------------------------------------------------------------------

@@ -16,7 +16,14 @@ from typing import Any, TypeVar
 
 from hocket.spec.errors import HocketError
 from hocket.spec.run import RunFolder, RunSpec
-from hocket.spec.serving_forecast import Decode, Load, Need, ServingForecast, ServingMeasured
+from hocket.spec.serving_forecast import (
+    Decode,
+    Load,
+    Need,
+    Prefill,
+    ServingForecast,
+    ServingMeasured,
+)
 from hocket.spec.timeline import Timeline
 from hocket.spec.units import format_bytes, format_count, format_seconds
 
@@ -222,21 +229,23 @@ def rounds(served: Served) -> list[Row]:
 
 
 def prompts(served: Served) -> list[Row]:
-    """Seconds in which prompts are read, by their tokens in one step."""
+    """Seconds in which prompts are read, by their tokens in one step: four rows to a doubling."""
     told = served.forecast
     points = [(row.tokens, row.seconds) for row in told.prefill] if told else []
-    found = [
-        Row(
-            f"{row.tokens:.0f} tokens",
-            "seconds",
-            _between(points, row.tokens),
-            row.seconds,
-            row.count,
-        )
-        for replica in (served.measured.replicas if served.measured else ())
-        for row in replica.prefill
-    ]
-    return found or [Row(f"{tokens:.0f} tokens", "seconds", s, None) for tokens, s in points]
+    alike: dict[int, list[Prefill]] = {}
+    for replica in served.measured.replicas if served.measured else ():
+        for row in replica.prefill:
+            alike.setdefault(round(4 * math.log2(max(row.tokens, 1.0))), []).append(row)
+    if not alike:
+        return [Row(f"{tokens:.0f} tokens", "seconds", s, None) for tokens, s in points]
+    found = []
+    for _, same in sorted(alike.items()):
+        count = sum(max(row.count, 1) for row in same)
+        tokens = sum(row.tokens * max(row.count, 1) for row in same) / count
+        seconds = sum(row.seconds * max(row.count, 1) for row in same) / count
+        title = f"{tokens:.0f} tokens"
+        found.append(Row(title, "seconds", _between(points, tokens), seconds, count))
+    return found
 
 
 def latencies(served: Served) -> list[tuple[str, float, float, float]]:
