@@ -9,7 +9,9 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from hocket.jobs.api import check, export, generate, plan, serve, train
+    from hocket.jobs.llm import LLM
     from hocket.jobs.parallelize import parallelize
+    from hocket.serving.request import Sampling
     from hocket.spec.errors import HocketError
     from hocket.spec.layout import Layout
     from hocket.spec.plan import ParallelPlan
@@ -19,8 +21,10 @@ if TYPE_CHECKING:
 # Each public name is loaded when it is first asked for: `import hocket` loads nothing heavy.
 _HOME = {
     "HocketError": "hocket.spec.errors",
+    "LLM": "hocket.jobs.llm",
     "Layout": "hocket.spec.layout",
     "ParallelPlan": "hocket.spec.plan",
+    "Sampling": "hocket.serving.request",
     "Schedule": "hocket.spec.schedule",
     "Timeline": "hocket.spec.timeline",
     "check": "hocket.jobs.api",
@@ -33,9 +37,11 @@ _HOME = {
 }
 
 __all__ = [
+    "LLM",
     "HocketError",
     "Layout",
     "ParallelPlan",
+    "Sampling",
     "Schedule",
     "Timeline",
     "check",

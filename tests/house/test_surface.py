@@ -13,8 +13,8 @@ import hocket
 from hocket.cli.main import VERBS
 
 PUBLIC = [
-    "HocketError", "Layout", "ParallelPlan", "Schedule", "Timeline", "check", "export",
-    "generate", "parallelize", "plan", "serve", "train",
+    "HocketError", "LLM", "Layout", "ParallelPlan", "Sampling", "Schedule", "Timeline", "check",
+    "export", "generate", "parallelize", "plan", "serve", "train",
 ]  # fmt: skip
 
 LAYOUT = {

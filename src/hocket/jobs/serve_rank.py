@@ -17,7 +17,6 @@ import json
 import time
 from typing import TYPE_CHECKING, Any
 
-from hocket.serving.scheduling.limits import Limits
 from hocket.spec.errors import ModelError, OptionError
 from hocket.spec.run import RunFolder, RunSpec, write_text
 from hocket.spec.units import format_bytes, parse_bytes
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from hocket.runtime.mesh import Mesh
     from hocket.serving.engine.channel import Channel, Listener
     from hocket.serving.engine.part import StagePart
+    from hocket.serving.scheduling.limits import Limits
     from hocket.spec.serving import ServeOptions
 
 PRELOAD = (
@@ -120,6 +120,7 @@ def build_part(spec: RunSpec, mesh: Mesh, depth: int) -> tuple[StagePart, Limits
     from hocket.serving.engine.runner import StageRunner
     from hocket.serving.engine.sampler import Sampler
     from hocket.serving.engine.vocabulary import Vocabulary
+    from hocket.serving.scheduling.limits import Limits
     from hocket.training.build import build_model
 
     options = spec.serving
