@@ -1,0 +1,82 @@
+"""What ranks run: plans over split models, held to the logits of the whole one."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+from typing import Any
+
+from hocket.spec.layout import Layout
+from hocket.spec.run import RunSpec, TrainOptions
+from tests.families import FAMILIES, PROMPTS, whole_model
+from tests.serving.paged import ToyScheduler, compare
+
+
+def serve(context: Any, folder: str, cases: list[list[str]]) -> list[Any]:
+    """Per case: family, layout, worst difference of a logit as a share of the largest (None
+    where this rank holds no logits), and the key/value heads of this rank."""
+    import torch
+
+    from hocket.runtime.collectives import irecv, isend
+    from hocket.runtime.mesh import Mesh
+    from hocket.schedules.registry import build
+    from hocket.serving.engine import attention
+    from hocket.serving.engine.runner import StageRunner
+    from hocket.serving.engine.vocabulary import Vocabulary
+    from hocket.training.build import build_model
+
+    found: list[Any] = []
+    mesh: Any = None
+    for family, text in cases:
+        spec = RunSpec(
+            model=family,
+            config=FAMILIES[family],
+            layout=Layout.parse(text),
+            options=TrainOptions(dropout=0.0, attention=attention.NAME),
+            weights=str(Path(folder) / family),
+            command="serve",
+        )
+        mesh = mesh or Mesh(spec.layout, context.rank)
+        try:
+            schedule = build(spec.layout, 1) if spec.layout.num_stages > 1 else None
+            _, skeleton, _, parallel = build_model(spec, mesh, schedule)
+            (stage,) = parallel.stages
+            runner = StageRunner(
+                stage, mesh, skeleton.config, block_size=4, max_rows=4, max_batch_tokens=64,
+                max_model_len=64,
+            )  # fmt: skip
+            runner.allocate(64)
+            axis = mesh.axis("pp")
+
+            def run(plan: Any, runner: Any = runner, stage: Any = stage, axis: Any = axis,
+                    mesh: Any = mesh) -> Any:  # fmt: skip
+                hidden = None
+                if not stage.is_first:
+                    shape = (1, len(plan.tokens), stage.hidden_size)
+                    hidden = torch.empty(shape, dtype=stage.dtype)
+                    irecv(hidden, axis, axis.index - 1, mesh.recorder).wait()
+                output = runner.run(plan, hidden)
+                if not stage.is_last:
+                    isend(output.contiguous(), axis, axis.index + 1, mesh.recorder).wait()
+                return output
+
+            scheduler = ToyScheduler(PROMPTS, block_size=4, num_blocks=64, every_logit=True)
+            heads = sorted({layer.num_kv_heads for layer in runner.layers})
+            worst = None
+            if stage.is_last:
+                part = Vocabulary.of(stage, mesh)
+                width = part.sizes[mesh.axis("tp").index] if part.sizes else None
+                with torch.no_grad():
+                    whole = whole_model(family)
+                    logits = [whole(torch.tensor([tokens])).logits[0] for tokens in PROMPTS]
+                scale = max(float(row.abs().max()) for row in logits)
+                if width is not None:
+                    logits = [row[:, part.start : part.start + width] for row in logits]
+                worst = compare(scheduler, run, logits) / scale
+            else:
+                while (plan := scheduler.plan()) is not None:
+                    run(plan)
+        except Exception:
+            raise RuntimeError(f"{family} {text}:\n{traceback.format_exc()}") from None
+        found.append([family, text, worst, heads])
+    return found

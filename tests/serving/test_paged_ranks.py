@@ -1,0 +1,52 @@
+"""Split over ranks, every family's runners give the logits of the whole model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hocket.spec.layout import Layout
+from tests.check.test_matrix import MODEL_CODE
+from tests.families import FAMILIES, whole_model
+from tests.ranks import RankPool
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(200)]
+
+PAGED = [family for family in FAMILIES if family != "bloom"]
+CASES = [(family, layout) for layout in ("tp2", "pp2") for family in PAGED]
+CASES += [
+    ("llama", "tp4"),  # fewer key/value heads than ranks
+    ("phi3", "tp4"),
+    ("gemma3", "pp4"),  # stages whose layers all have windows, or none
+    ("llama", "tp2.pp2"),
+    ("opt", "tp2.pp2"),
+    ("gpt2", "pp2:cut=1-3"),
+]
+
+
+@pytest.mark.timeout(300)
+def test_split_runners_equal_the_whole_model(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.launcher.preload(["hocket.training.build", "hocket.serving.engine.runner", *MODEL_CODE])
+    for family in PAGED:
+        whole_model(family).save_pretrained(tmp_path / family)
+    # A world for each mesh: of two meshes in one, the second's groups would meet the first's keys.
+    worlds: dict[str, list[tuple[str, str]]] = {}
+    for case in CASES:
+        worlds.setdefault(Layout.parse(case[1]).axes_text(), []).append(case)
+    heads: dict[tuple[str, str], list[list[int]]] = {}
+    for axes, cases in worlds.items():
+        size = Layout.parse(axes).world_size
+        results = ranks.run(
+            "tests.serving.paged_cases:serve", size, folder=str(tmp_path), cases=cases
+        )
+        for number, (family, layout) in enumerate(cases):
+            rows = [result[number] for result in results]
+            assert [row[:2] for row in rows] == [[family, layout]] * size
+            told = [row[2] for row in rows if row[2] is not None]
+            assert len(told) == Layout.parse(layout).tp
+            assert max(told) < 1e-5, (family, layout, told)
+            heads[family, layout] = [row[3] for row in rows]
+    assert heads["llama", "tp2"] == [[1], [1]]
+    assert heads["llama", "tp4"] == [[1]] * 4  # two heads, each held by two ranks
+    assert heads["llama", "pp2"] == [[2], [2]]
