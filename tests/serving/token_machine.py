@@ -1,4 +1,4 @@
-"""A replica without a model: its next token is a hash of all tokens that its cache says came before.
+"""A replica without a model: its next token is a hash of all tokens its cache says came before.
 
 `TokenMachine` computes plans as workers do, from their binary form, and checks every one against
 the rules by which plans are made. Since it reads the tokens before a position out of the blocks of

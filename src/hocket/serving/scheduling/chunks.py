@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from hocket.serving.request import MAX_TOKEN
 from hocket.serving.scheduling.sequence import Sequence
 
 
@@ -56,25 +57,32 @@ def row_bound(sequence: Sequence) -> int:
     return sequence.remaining
 
 
-def is_of_use(candidate: Sequence, length: int, started: Collection[Sequence], budget: int) -> bool:
-    """Whether a request would get tokens of this plan if it were started, besides those that are.
+class Share:
+    """What a plan would give to one sequence more, besides those that are started.
 
-    One that would not keeps no slot and no blocks from others whose turn may come before its own.
+    A request that would get nothing keeps no slot and no blocks from others, whose turn may come
+    before its own.
 
     Args:
-        candidate: the request. length: tokens it has to compute.
         started: sequences with tokens to compute.
         budget: tokens of the plan.
     """
-    total = shorter = 0
-    first = True
-    for one in started:
-        total += one.remaining
-        if one.remaining <= length:
-            shorter += one.remaining
-        if one.user.served <= candidate.user.served:
-            first = False
-    return first or total < budget or shorter < budget // 2
+
+    def __init__(self, started: Collection[Sequence], budget: int) -> None:
+        lengths = sorted(one.remaining for one in started)
+        self._has_rest = sum(lengths) < budget
+        self._least = min((one.user.served for one in started), default=0)
+        shorter = 0
+        self._longest = MAX_TOKEN
+        for length in lengths:
+            shorter += length
+            if shorter >= budget // 2:
+                self._longest = length  # those of this length or more stand behind it
+                break
+
+    def is_open(self, sequence: Sequence, length: int) -> bool:
+        """Whether a request with `length` tokens to compute would get any."""
+        return self._has_rest or length < self._longest or sequence.user.served < self._least
 
 
 def by_turn(sequences: Collection[Sequence]) -> list[Sequence]:

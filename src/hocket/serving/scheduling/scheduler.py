@@ -23,7 +23,7 @@ from typing import Final
 
 from hocket.serving.request import Finish, Output, RefusalKind, Request, RequestRefused
 from hocket.serving.scheduling.admission import Admission
-from hocket.serving.scheduling.chunks import is_of_use, needs_logits, shares
+from hocket.serving.scheduling.chunks import Share, needs_logits, shares
 from hocket.serving.scheduling.limits import Limits
 from hocket.serving.scheduling.memory import Memory
 from hocket.serving.scheduling.prefix import Digests
@@ -32,7 +32,7 @@ from hocket.serving.scheduling.stats import Pace, Stats
 from hocket.serving.scheduling.step import ALL, LAST, NONE, Row, StepPlan, StepResult
 from hocket.serving.scheduling.waiting import ANSWER_WEIGHT, PROMPT_WEIGHT, Waiting
 
-LOOK: Final = 64
+LOOK: Final = 32
 """Requests that one plan may pass over because they would not get tokens yet, or because another
 computes what they begin with."""
 PATIENCE: Final = 8
@@ -234,6 +234,7 @@ class Scheduler:
             return
         pending = memory.pending()
         passed: list[Sequence] = []
+        share = Share(memory.prefilling.values(), budget)
         while memory.slots and len(passed) < LOOK and waiting.count:
             sequence = waiting.next()
             if self._waits_for(sequence, sequence.put_off_for, pending):
@@ -242,9 +243,7 @@ class Scheduler:
                 continue
             found, following = memory.find(sequence)
             length = len(sequence.tokens) - len(found) * self.limits.block_size
-            if self._waits_for(sequence, following, pending) or not is_of_use(
-                sequence, length, memory.prefilling.values(), budget
-            ):
+            if self._waits_for(sequence, following, pending) or not share.is_open(sequence, length):
                 waiting.remove(sequence)
                 passed.append(sequence)
                 continue
@@ -253,6 +252,7 @@ class Scheduler:
             waiting.remove(sequence)
             memory.start(sequence, found)
             sequence.user.served += length * PROMPT_WEIGHT
+            share = Share(memory.prefilling.values(), budget)
             if following is not None:
                 pending.add(following)
             sequence.cached = len(sequence.tokens) - length
