@@ -29,7 +29,7 @@ from typing import Any
 
 from benchmarks.quiet import Watch, wait_until_quiet
 from hocket.catalogue import models
-from hocket.jobs import forecast, machine, prepare
+from hocket.jobs import forecast, machine, prepare, pulse
 from hocket.jobs.probe import measure
 from hocket.jobs.record import Record
 from hocket.jobs.request import request
@@ -138,7 +138,9 @@ def one(launcher: Launcher, folder: Path, row: Row, measured: Measured, steps: i
     job, record = prepare.plan(asked), Record()
     run_folder = prepare.run_folder(asked)
     spec = prepared(job, run_folder, record)
-    told, _ = forecast.told(spec, measured, launcher=launcher, schedule=job.schedule)
+    forecast.shape_of(spec, launcher)  # traced once and kept: not between the pulse and the run
+    now = pulse.take(launcher, measured, spec.layout.world_size)
+    told, _ = forecast.told(spec, measured, launcher=launcher, schedule=job.schedule, now=now)
     assert told.known, told.why
     watch = Watch([])
     summary = launch(launcher, run_folder, spec, record, cluster="none")

@@ -126,6 +126,21 @@ def test_lines_of_runs_that_end_together_do_not_mix(tmp_path: Path) -> None:
     assert sorted(lines) == [c * 3000 for c in "abcd" for _ in range(50)]
 
 
+def test_a_run_that_others_disturbed_is_marked(tmp_path: Path) -> None:
+    quiet = ledger.append(make(tmp_path / "quiet"), 0.1)
+    loud = ledger.append(make(tmp_path / "loud"), 0.8)
+    assert quiet is not None
+    assert loud is not None
+    assert (quiet.disturbed, loud.disturbed) == (False, True)
+    entries, torn = ledger.read_ledger()
+    assert torn == 0
+    told = ledger.text(entries, torn, "axis", 5)
+    assert told.count("0.8 cores") == 1
+    assert "0.1 cores" not in told
+    with pytest.raises(TypeError):
+        Entry.from_json(loud.to_json().replace('"others": 0.8', '"others": "much"'))
+
+
 def test_where_the_ledger_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOCKET_LEDGER", "")
     assert ledger.ledger_file() is None

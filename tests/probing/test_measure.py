@@ -8,7 +8,7 @@ import time
 import pytest
 
 from hocket.probing.repeats import enough, interleaved, rounded, summary
-from hocket.spec.measured import Measured
+from hocket.spec.measured import PULSES, Measured
 from tests.ranks import RankPool
 
 
@@ -92,12 +92,17 @@ def test_four_ranks_measure_everything(ranks: RankPool) -> None:
 
     assert {p.form for p in found.products} == {"nt", "nn", "tn"}
     assert {(p.m, p.n, p.k) for p in found.products} == {(16, 32, 16), (16, 16, 32), (32, 16, 16)}
-    assert {s.operation for s in found.streams} == {"copy", "add", "scale"}
+    assert {s.operation for s in found.streams} == {"copy", "add", "scale", "kept"}
     assert {d.operation for d in found.dispatch} == {"add", "linear", "view", "module"}
     assert {k.name for k in found.kernels} >= {"attention", "cross-entropy", "embedding"}
     assert found.updates[0].elements == 2**10
     assert [s.ranks for s in found.sharing] == [2, 4]
-    assert all(min(s.product, s.stream, s.dispatch) >= s.ranks / 2 for s in found.sharing)
+    assert all(min(s.product, s.stream, s.dispatch, s.step) >= s.ranks / 2 for s in found.sharing)
+    parts_of = {p.part for p in found.pulses if p.ranks == 1}
+    assert parts_of == {"products", "streams", "dispatch", "kernels", "updates", "sharing"}
+    assert {(p.ranks, p.operation) for p in found.pulses if p.part == "sharing"} == {
+        (ranks, name) for ranks in (1, 2) for name in PULSES
+    }
     (pair,) = found.pairs
     assert (pair.first, pair.second, pair.measured) == (0, 1, True)
     assert pair.rate > 0 < pair.latency

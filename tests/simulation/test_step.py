@@ -137,3 +137,15 @@ def test_a_rank_that_ends_early_begins_the_next_step() -> None:
     # Rank 0 runs the next forward while rank 1 updates its larger part.
     assert step.timeline.duration == pytest.approx(7.0)
     assert step.seconds == pytest.approx(6.0)
+
+
+def test_replicas_that_are_unlike_wait_for_the_slowest() -> None:
+    from hocket.simulation.step import paces
+
+    assert paces(1, 0.1) == (1.0,)
+    assert paces(2, 0.0) == (1.0, 1.0)
+    fast, slow = paces(2, 0.1)
+    assert fast + slow == pytest.approx(2.0)
+    # Of two draws the larger is expected 0.56 standard deviations above the mean.
+    assert slow == pytest.approx(1.0564, abs=0.005)
+    assert paces(4, 0.1)[-1] > slow

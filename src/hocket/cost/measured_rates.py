@@ -2,7 +2,8 @@
 
     product     the rate of the nearest measured products of the same form, weighted by how near
                 their m, n and k are in doublings
-    memory      the time of the nearest measured working sets, straight between them in doublings
+    memory      the time of the nearest measured working sets, straight between them in doublings;
+                what a forward keeps for its backward goes to memory that no cache holds
     kernels     time for each unit of work (attention: B heads S^2 d; loss: tokens x vocabulary),
                 between the nearest shapes
 
@@ -51,6 +52,7 @@ class Rates:
             if product.dtype == taken:
                 self._products.setdefault(product.form, []).append(product)
         self._streams = _points(measured, "add") or _points(measured, "copy")
+        self._kept = _points(measured, "kept") or self._streams
         self._dispatch = {d.operation: d for d in measured.dispatch}
         self._seconds: dict[tuple[str, int, int, int], float] = {}
 
@@ -87,6 +89,12 @@ class Rates:
     def streams(self, nbytes: float, calls: float) -> float:
         """Seconds of `calls` operations of so many bytes together."""
         return calls * self.stream(nbytes / calls) if calls else 0.0
+
+    def kept(self, nbytes: float, calls: float) -> float:
+        """As `streams`, of a forward's operations, whose results stay for the backward."""
+        if not calls or nbytes <= 0 or not self._kept:
+            return 0.0
+        return calls * between(self._kept, nbytes / calls)
 
     # --- overheads -------------------------------------------------------------------------
 

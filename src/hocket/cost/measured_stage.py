@@ -184,7 +184,7 @@ def _memory_bound(row: MemoryBound, microbatch: Microbatch, rates: Rates) -> Sec
     forward = 2.0 * row.forward * microbatch.tokens / split
     backward = 2.0 * row.backward * microbatch.tokens / split
     return Seconds(
-        forward=rates.streams(forward, row.kernels) + row.kernels * rates.recorded("add"),
+        forward=rates.kept(forward, row.kernels) + row.kernels * rates.recorded("add"),
         input=rates.streams(backward, row.backward_kernels) + row.kernels * rates.backward("add"),
     )
 

@@ -19,6 +19,7 @@ from hocket.jobs import foresight, links, memory
 from hocket.jobs.prepare import spec_of
 from hocket.jobs.request import Request
 from hocket.jobs.validate import validate
+from hocket.spec.collectives import total
 from hocket.spec.comparison import SWEEPS, Comparison, Outcome, Point, Way, chosen, ways
 from hocket.spec.errors import LayoutError, ModelError, OptionError, unknown
 from hocket.spec.layout import Layout, divisors
@@ -309,12 +310,16 @@ class Bench:
 
     def _foretold(self, spec: RunSpec, schedule: Schedule) -> dict[str, float]:
         """What the way is expected to come to; empty where that cannot be told."""
-        from hocket.jobs import forecast
+        from hocket.jobs import forecast, pulse
 
         if self._measured is None or spec.layout.data_parallel == "threads":
             return {}
         found, timeline = forecast.told(
-            spec, self._measured, launcher=self.launcher, schedule=schedule
+            spec,
+            self._measured,
+            launcher=self.launcher,
+            schedule=schedule,
+            now=pulse.take(self.launcher, self._measured, spec.layout.world_size),
         )
         if not found.known:
             return {}
@@ -359,23 +364,11 @@ def outcome(way: Way, event: dict[str, Any]) -> Outcome:
         idle=timeline.idle,
         bubble=timeline.bubble,
         memory=tuple(row for rank in ranks for row in rank["memory"]),
-        collectives=tuple(_total([rank["collectives"] for rank in ranks])),
+        collectives=tuple(total(rank["collectives"] for rank in ranks)),
         layers=tuple(rank["layers"] for rank in ranks),
         equal=equal,
         worst=worst,
     )
-
-
-def _total(ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    sums: dict[tuple[str, str, str], list[int]] = {}
-    for row in (row for rows in ranks for row in rows):
-        entry = sums.setdefault((row["name"], row["axis"], row["phase"]), [0, 0])
-        entry[0] += row["count"]
-        entry[1] += row["bytes"]
-    return [
-        {"name": name, "axis": axis, "phase": phase, "count": count, "bytes": nbytes}
-        for (name, axis, phase), (count, nbytes) in sorted(sums.items())
-    ]
 
 
 def with_layers(source: ModelSource, layers: int) -> ModelSource:

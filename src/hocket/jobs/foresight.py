@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from hocket.jobs import forecast, links, prepare
+from hocket.jobs import forecast, links, prepare, pulse
 from hocket.spec.errors import HocketError, OptionError
 from hocket.spec.forecast import Forecast
 from hocket.spec.layout import Layout
@@ -95,7 +95,12 @@ def choose(
         except HocketError:
             return None
 
-    told = forecast.chosen(spec, found.measured, request.given, legal=legal, launcher=launcher)
+    now = (
+        () if launcher is None else pulse.take(launcher, found.measured, found.measured.host.cores)
+    )
+    told = forecast.chosen(
+        spec, found.measured, request.given, legal=legal, launcher=launcher, now=now
+    )
     for line in reasons(told[0]):
         record.note(line)
     return told, prepare.placed(job, Layout.parse(told[0].layout))
@@ -120,10 +125,12 @@ def before(
     if measured is None:
         _untold(folder, spec, "this machine was not measured before the run; hocket probe does")
         return
-    told = forecast.told(spec, measured, launcher=launcher, weighed=WEIGHED)
+    now = () if launcher is None else pulse.take(launcher, measured, spec.layout.world_size)
+    told = forecast.told(spec, measured, launcher=launcher, weighed=WEIGHED, now=now)
     forecast.write(folder, told)
     if told[0].known:
-        record.note("foretold: " + _said(told[0]))
+        slower = pulse.said(told[0].step_seconds, told[0].as_probed)
+        record.note("foretold: " + _said(told[0]) + (f"; {slower}" if slower else ""))
 
 
 def after(
@@ -164,13 +171,20 @@ def reasons(found: Forecast) -> list[str]:
     if close is not None:
         slower = close.step_seconds / found.step_seconds - 1
         lines.append(
-            f"of {len(found.alternatives)} best layouts the next is {close.layout}, "
-            f"{slower:.0%} slower"
+            f"next of the {len(found.alternatives)} best is {close.layout}, "
+            + (f"{slower:.0%} slower" if slower >= 0.005 else "as fast")
         )
     plain = next((one for one in found.alternatives if one.layout.startswith("dp1")), None)
     if plain is not None and not plain.chosen:
         gain = plain.step_seconds / found.step_seconds
-        lines.append(f"one process would take {gain:.2g} times as long")
+        lines.append(
+            f"one process would take {gain:.2g} times as long"
+            if gain > 1.005
+            else "one process would be as fast"
+            if gain > 0.995
+            else f"one process would be {1 / gain - 1:.0%} faster"
+            + ("" if plain.fits else ", but does not fit")
+        )
     for name, seconds in found.exposed.items():
         if seconds > 0.05 * found.step_seconds:
             lines.append(

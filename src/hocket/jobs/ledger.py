@@ -8,6 +8,7 @@ end together do not mix theirs; a line that a crash has torn is ended first and 
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import hashlib
 import os
@@ -42,8 +43,10 @@ def ledger_file() -> Path | None:
     return Path(home).expanduser() / "hocket" / "ledger.jsonl"
 
 
-def append(run: str | os.PathLike[str]) -> Entry | None:
+def append(run: str | os.PathLike[str], others: float = 0.0) -> Entry | None:
     """Add what a run folder holds; None where no ledger is kept, or nothing was measured.
+
+    `others`: cores' worth of time that other programs took beside it.
 
     Raises:
         HocketError: the folder holds no run.
@@ -57,16 +60,17 @@ def append(run: str | os.PathLike[str]) -> Entry | None:
     entry = entry_of(read(Path(run)))
     if entry is None:
         return None
+    entry = dataclasses.replace(entry, others=others)
     line = entry.to_json().encode() + b"\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     _append_whole(path, line)
     return entry
 
 
-def enter(run: str | os.PathLike[str], say: Callable[[str], None]) -> None:
+def enter(run: str | os.PathLike[str], say: Callable[[str], None], *, others: float = 0.0) -> None:
     """Append a run that has ended well; whatever goes wrong here is said and fails nothing."""
     try:
-        append(run)
+        append(run, others)
     except Exception as error:  # the run is done and saved: its line in a list cannot undo that
         say(f"not entered in the ledger: {type(error).__name__}: {error}")
 
@@ -233,10 +237,21 @@ def text(entries: list[Entry], torn: int, by: str, last: int) -> str:
                 entry.layout,
                 *_both(entry, "step_seconds"),
                 *_both(entry, "memory"),
+                f"{entry.others:.1f} cores" if entry.disturbed else "",
             ]
         )
     told = table_text(
-        ["ended (UTC)", "model", "layout", "step", "predicted", "memory", "predicted"], recent
+        [
+            "ended (UTC)",
+            "model",
+            "layout",
+            "step",
+            "predicted",
+            "memory",
+            "predicted",
+            "disturbed by",
+        ],
+        recent,
     )
     return (
         f"how far predictions were off, medians; runs on record: {len(entries)}, in {path}\n\n"

@@ -26,6 +26,7 @@ from hocket.jobs import (
     topology,
     weights,
 )
+from hocket.jobs.others import Others
 from hocket.jobs.record import Listener, Record, Summary
 from hocket.jobs.request import Request
 from hocket.spec.errors import HocketError, RunFolderError
@@ -145,6 +146,7 @@ def launch(
         record.phase("foretelling what each rank holds")
         predicted = memory.require(launcher, spec, folder.schedule_file.read_text())
     record.phase("starting ranks")
+    beside = Others()
     launcher.run(
         ENTRY,
         spec.layout.world_size,
@@ -153,11 +155,12 @@ def launch(
         startup_timeout=max(STARTUP, spec.options.timeout),
         silence_timeout=spec.options.timeout,
     )
+    disturbance = beside.cores()
     foresight.after(folder, spec, record, cluster=cluster, launcher=launcher)
     topology.keep(folder, cluster, spec.options.device)  # if it was measured only now
     if predicted is not None and record.memory:
         record.note(memory.beside(predicted, record.memory))
-    ledger.enter(folder.path, record.note)
+    ledger.enter(folder.path, record.note, others=disturbance)
     return record.summary(folder)
 
 

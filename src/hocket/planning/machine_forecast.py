@@ -7,8 +7,6 @@ machine's cores -> Timeline, step time, memory
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
-from typing import Any
 
 from hocket.cost.measured_links import Links
 from hocket.cost.measured_memory import memory_rows
@@ -17,6 +15,7 @@ from hocket.cost.measured_rates import Rates
 from hocket.schedules.registry import build
 from hocket.simulation.processors import Cores, Slowdown, alone
 from hocket.simulation.step import exposed, play_step
+from hocket.spec.collectives import total
 from hocket.spec.errors import LayoutError
 from hocket.spec.forecast import Forecast
 from hocket.spec.layout import Layout
@@ -36,6 +35,7 @@ class Machine:
         measured: what was measured. backend: of communication.
         name: for people. capacity: bytes that a rank may hold; 0: its share of the memory.
         wires: links that are to be felt, with their scale.
+        pulse: how many times longer it takes now than when it was probed, for a forecast to note.
     """
 
     measured: Measured
@@ -43,6 +43,7 @@ class Machine:
     name: str = ""
     capacity: int = 0
     wires: Wires | None = None
+    pulse: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def room(self, ranks: int) -> int:
         """Bytes that each of so many ranks may hold; 0 if unknown."""
@@ -54,13 +55,23 @@ class Machine:
 
     @property
     def slowdown(self) -> Slowdown:
-        """What n ranks at work cost each other: products and memory traffic, by halves."""
+        """What n ranks at work cost each other, as a step's work was measured to; where it was not,
+        products and memory traffic, by halves."""
         if self.measured.device != "cpu":
             return alone
         points = tuple(
-            (s.ranks, (s.product * s.stream) ** 0.5) for s in self.measured.sharing if s.ranks > 1
+            (s.ranks, s.step or (s.product * s.stream) ** 0.5)
+            for s in self.measured.sharing
+            if s.ranks > 1
         )
         return Cores(self.measured.host.cores, points)
+
+    def unlike(self, ranks: int) -> float:
+        """How far apart equal ranks are, as was measured of so many or the nearest number."""
+        known = [s for s in self.measured.sharing if s.ranks > 1]
+        if self.measured.device != "cpu" or not known:
+            return 0.0
+        return min(known, key=lambda s: abs(s.ranks - ranks)).unlike
 
 
 def forecast(
@@ -97,7 +108,8 @@ def forecast(
     )
     rates, links = rates_of(job, machine)
     prices = step_prices(job, rates, links)
-    played = play_step(schedule, layout, prices, machine.slowdown)
+    unlike = machine.unlike(layout.world_size)
+    played = play_step(schedule, layout, prices, machine.slowdown, unlike=unlike)
     memory = memory_rows(job)
     timeline = dataclasses.replace(
         played.timeline, peak_bytes=tuple(row["total"] for row in memory)
@@ -120,6 +132,7 @@ def forecast(
         links=dict.fromkeys(talk, _link(machine)),
         cluster=machine.name or measured.host.name,
         measured=f"{measured.date}, {'quick' if measured.quick else 'full'}",
+        pulse=dict(machine.pulse),
         notes=(*rates.notes, *links.notes, *_conditions(measured)),
     )
     return found, timeline
@@ -157,16 +170,3 @@ def _conditions(measured: Measured) -> list[str]:
             "foretold as if they had the machine to themselves"
         )
     return found
-
-
-def total(ranks: Iterable[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The rows of all ranks added up: name, axis and phase, with count and bytes."""
-    sums: dict[tuple[str, str, str], list[int]] = {}
-    for row in (row for rows in ranks for row in rows):
-        entry = sums.setdefault((row["name"], row["axis"], row["phase"]), [0, 0])
-        entry[0] += row["count"]
-        entry[1] += row["bytes"]
-    return [
-        {"name": name, "axis": axis, "phase": phase, "count": count, "bytes": nbytes}
-        for (name, axis, phase), (count, nbytes) in sorted(sums.items())
-    ]

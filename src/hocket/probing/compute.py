@@ -1,11 +1,17 @@
 """Compute: what one device alone does: products, memory, small and other operations, the optimizer.
 
 Operands are taken from several copies in turn, as a step's layers take theirs: none is in the
-nearest cache just because it was used a moment ago.
+nearest cache just because it was used a moment ago. What a forward leaves for the backward is kept
+here too: such results go to memory that no cache holds, which makes small ones a third slower, and
+the backward's weight gradients read them from there.
+
+Each part is measured together with a pulse (`probing.beat`), so that it is known how fast the
+machine was just then.
 """
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 import time
@@ -16,13 +22,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hocket.probing.beat import Beat
 from hocket.probing.repeats import Reads, Taken, enough, interleaved, rounded, summary
 from hocket.probing.sizes import Sizes
-from hocket.spec.measured import FORMS, Dispatch, Kernel, Product, Stream, Update
+from hocket.spec.measured import FORMS, Dispatch, Kernel, Product, Pulse, Stream, Update
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CHAIN = 64
 """Small operations in one sample of dispatch."""
+
+KEPT = 64 << 20
+"""Bytes of results that are kept: beyond the caches of a core."""
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -40,10 +50,16 @@ class Compute:
         )
         alone = device.type == "cpu" and torch.get_num_threads() == 1
         self.reads: Reads = time.thread_time if alone else time.perf_counter
+        self.pulses: list[Pulse] = []
+        self._beat = Beat(device, self.sizes.streams[-1], self.settle, self.reads)
+        self._kept: collections.deque[Tensor] = collections.deque()
+        self._kept_bytes = 0
+        self._saved: Tensor | None = None
+        self._at = 0
 
     def _interleaved(self, key: str, cases: dict[Key, Callable[[], object]]) -> dict[Key, Taken]:
         seconds = self.sizes.seconds[key]
-        return interleaved(
+        found = interleaved(
             cases,
             seconds=seconds,
             # Half precision without instructions for it, or a slow machine: then a case would
@@ -52,7 +68,10 @@ class Compute:
             least=self.sizes.rounds // 2 + 1 if key == "products" else self.sizes.rounds,
             settle=self.settle,
             reads=self.reads,
+            each_round=self._beat.take,
         )
+        self.pulses += self._beat.told(key)
+        return found
 
     def products(self) -> list[Product]:
         """Every product of a training step of each layer and number of tokens."""
@@ -86,9 +105,33 @@ class Compute:
         pairs = [(self._tensor(left, dtype), self._tensor(right, dtype)) for _ in range(copies)]
         if form == "nt":
             pairs = [(a, b.t()) for a, b in pairs]
-        elif form == "tn":
-            pairs = [(a.t(), b) for a, b in pairs]
+            return _in_turn(lambda a, b: self._keep(torch.mm(a, b)), pairs)
+        if form == "tn":
+            gradients = [(a.t(),) for a, _ in pairs]
+            self._saved_before(right, dtype)  # the whole is made now, not in what is timed
+            return _in_turn(lambda g: torch.mm(g, self._saved_before(right, dtype)), gradients)
         return _in_turn(torch.mm, pairs)
+
+    def _keep(self, result: Tensor) -> None:
+        """As a forward keeps what its backward needs."""
+        self._kept.append(result)
+        self._kept_bytes += result.nbytes
+        while self._kept_bytes > KEPT:
+            self._kept_bytes -= self._kept.popleft().nbytes
+
+    def _saved_before(self, shape: tuple[int, int], dtype: str) -> Tensor:
+        """A matrix that was written long ago, as a backward finds what the forward kept."""
+        elements = shape[0] * shape[1]
+        most = max(KEPT // DTYPES[dtype].itemsize, elements)
+        known = self._saved
+        if known is None or known.dtype != DTYPES[dtype] or known.numel() < elements:
+            known = self._saved = self._tensor((most,), dtype)
+            self._at = 0
+        if self._at + elements > known.numel():
+            self._at = 0
+        found = known[self._at : self._at + elements].view(shape)
+        self._at += elements
+        return found
 
     def streams(self) -> list[Stream]:
         """Memory traffic by size: a copy, a sum, a scaling in place."""
@@ -97,12 +140,16 @@ class Compute:
             a, b, c = (self._tensor((size // 4,), "fp32") for _ in range(3))
             cases["copy", 2 * size] = functools.partial(a.copy_, b)
             cases["add", 3 * size] = functools.partial(torch.add, a, b, out=c)
+            cases["kept", 3 * size] = functools.partial(self._added, a, b)
             cases["scale", 2 * size] = functools.partial(c.mul_, 1.0)
         found = self._interleaved("streams", cases)
         return [
             Stream(operation=operation, bytes=size, seconds=t.seconds, spread=t.spread)
             for (operation, size), t in found.items()
         ]
+
+    def _added(self, a: Tensor, b: Tensor) -> None:
+        self._keep(torch.add(a, b))
 
     def dispatch(self) -> list[Dispatch]:
         """Seconds of operations that are too small for their size to matter."""
@@ -117,6 +164,7 @@ class Compute:
         }
         samples: dict[tuple[str, str], list[float]] = {}
         for _ in range(max(20, 3 * self.sizes.rounds)):
+            self._beat.take()
             for name, step in steps.items():
                 with torch.no_grad():
                     samples.setdefault((name, "forward"), []).append(self._chain(step, x)[1])
@@ -130,6 +178,7 @@ class Compute:
                 samples.setdefault((name, "backward"), []).append((self.reads() - start) / CHAIN)
                 w.grad = None
         found = {key: summary(taken).seconds for key, taken in samples.items()}
+        self.pulses += self._beat.told("dispatch")
         each = {"view": 2.0}
         return [
             Dispatch(
@@ -203,6 +252,7 @@ class Compute:
         begin, rounds, seconds = time.perf_counter(), 0, self.sizes.seconds["kernels"]
         # The first one warms up.
         while not enough(rounds - 1, self.sizes.rounds, time.perf_counter() - begin, seconds):
+            self._beat.take()
             for key, (call, inputs) in calls.items():
                 forward = backward = 0.0
                 for _ in range(4):
@@ -211,6 +261,7 @@ class Compute:
                     y = call()
                     self.settle()
                     middle = self.reads()
+                    self._keep(y.detach())
                     torch.autograd.grad(y, inputs, gradients[key])
                     self.settle()
                     forward += (middle - start) / 4
@@ -219,6 +270,7 @@ class Compute:
                     samples[key][0].append(forward)
                     samples[key][1].append(backward)
             rounds += 1
+        self.pulses += self._beat.told("kernels")
         return {key: (summary(f), summary(b)) for key, (f, b) in samples.items()}
 
     def updates(self) -> list[Update]:

@@ -71,8 +71,9 @@ class Probe:
         if self.device.type == "cpu" and worlds:
             self._say("ranks that compute at once")
             cores, seconds = self.payload["cores"], self.sizes.seconds["sharing"]
-            found = sharing(self.room, self.compute, worlds, cores, seconds)
+            found, pulses = sharing(self.room, self.compute, worlds, cores, seconds)
             self._tell("sharing", found)
+            self._tell("pulses", pulses)
         backends = self._backends()
         self._pairs(backends[0])
         cases = [(b, w, g) for b in backends for w in worlds for g in groups(w)]
@@ -113,6 +114,8 @@ class Probe:
             except torch.OutOfMemoryError:
                 torch.cuda.empty_cache()
                 self.context.emit({"event": "lacking", "what": f"{what}: too large for the GPU"})
+        if self.device.type == "cpu":
+            self._tell("pulses", self.compute.pulses)
 
     def _pairs(self, backend: str) -> None:
         """A small and a large message between each two devices; on CPU between cores."""

@@ -54,6 +54,7 @@ def interleaved(
     longest: float = math.inf,
     settle: Callable[[], None] = lambda: None,
     reads: Reads = time.perf_counter,
+    each_round: Callable[[], None] = lambda: None,
 ) -> dict[Key, Taken]:
     """Seconds of one call of each case.
 
@@ -63,6 +64,7 @@ def interleaved(
         longest: a case whose one call takes more is left out of what is returned.
         settle: waits until what was called has run (CUDA).
         reads: the clock.
+        each_round: called before every round.
     """
     begin = time.perf_counter()
     counts: dict[Key, int] = {}
@@ -73,6 +75,7 @@ def interleaved(
     for number in range(most):
         if enough(number, least, time.perf_counter() - begin, seconds):
             break
+        each_round()
         for key, count in counts.items():
             samples[key].append(_sample(cases[key], count, settle, reads))
     return {key: summary(taken) for key, taken in samples.items()}

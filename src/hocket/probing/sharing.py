@@ -2,40 +2,57 @@
 
 The same work is done by rank 0 alone and by the first n ranks together, in turns, and timed by the
 processor time of those who do it: what memory, caches and the threads of one core make of it, on a
-busy machine too. More ranks than cores moreover take turns on the cores, which is their number.
+busy machine too. More ranks than cores moreover take turns on the cores, which is their number;
+what that costs beyond the waiting, each turn finding the caches full of another rank's, is seen in
+work that goes through as much memory as a training step does.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import statistics
 import time
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
+from hocket.probing.beat import Beat, works
 from hocket.probing.compute import Compute
 from hocket.probing.repeats import rounded
 from hocket.probing.talking import Room
-from hocket.spec.measured import Sharing
+from hocket.spec.measured import Pulse, Sharing
 
-WORKS = ("product", "stream", "dispatch")
+WORKS = ("product", "stream", "dispatch", "step")
+TURNS = 3
+HEAVY = 3
+"""Times as long as the others: a step's work is more than a scheduler's turn of some ms."""
+
+TOKENS, WIDTH, INNER, LAYERS = 512, 128, 384, 4
+"""Of the step: 20 ms of processor, 15 MB that a forward keeps."""
 
 
 def sharing(
     room: Room, compute: Compute, counts: list[int], cores: int, seconds: float
-) -> list[Sharing]:
-    """The slowdown of each number of ranks on so many cores. Called by all ranks alike."""
-    calls = _works(compute)
-    turns = 3
-    each = seconds / (turns * len(WORKS) * (1 + len(counts)))
+) -> tuple[list[Sharing], list[Pulse]]:
+    """The slowdown of each number of ranks on so many cores, and the pulses of one rank alone and
+    of as many as there are cores. Called by all ranks alike."""
+    calls = {**works(compute.device, compute.sizes.streams[-1]), "step": _step(compute.device)}
+    weights = {name: HEAVY if name == "step" else 1 for name in WORKS}
+    each = seconds / (TURNS * sum(weights.values()) * (1 + len(counts)))
     taken: dict[tuple[str, int], list[float]] = {}
-    for _ in range(turns):
+    apart: dict[int, list[float]] = {}
+    for _ in range(TURNS):
         for work in WORKS:
             for ranks in (1, *counts):
-                took = _together(room, calls[work], ranks, each)
+                took, unlike = _together(room, calls[work], ranks, each * weights[work])
                 taken.setdefault((work, ranks), []).append(took)
+                if work == "step":
+                    apart.setdefault(ranks, []).append(unlike)
     median = {key: statistics.median(values) for key, values in taken.items()}
-    return [
+    found = [
         Sharing(
             ranks=ranks,
             # Never below one: ranks that compute beside it make no rank faster.
@@ -43,30 +60,68 @@ def sharing(
                 work: rounded(max(1.0, ranks / cores) * max(1.0, median[work, ranks] / alone))
                 for work, alone in ((work, median[work, 1]) for work in WORKS)
             },
+            unlike=rounded(statistics.median(apart[ranks]) ** 0.5),
         )
         for ranks in counts
     ]
+    return found, _pulses(room, compute, min(cores, max(counts)), seconds / 8)
 
 
-def _works(compute: Compute) -> dict[str, Callable[[], object]]:
-    x = torch.ones(4, 8, device=compute.device)
-    size = compute.sizes.streams[-1] // 4
-    a, b = (torch.zeros(size, device=compute.device) for _ in range(2))
-    return {
-        "product": compute.product("fp32", "nt", 128, 256, 256),
-        "stream": lambda: a.copy_(b),
-        "dispatch": lambda: x + x,
-    }
+def _pulses(room: Room, compute: Compute, most: int, seconds: float) -> list[Pulse]:
+    """The pulse of one rank and of `most` at once, in turns, as a run's is taken."""
+    beat = Beat(compute.device, compute.sizes.streams[-1])
+    taken: dict[tuple[int, str], list[float]] = {}
+    for _ in range(TURNS):
+        for ranks in sorted({1, most}):
+            end = room.agree(time.perf_counter()) + seconds / TURNS
+            own: dict[str, float] = {}
+            if room.rank < ranks:
+                beat.take()
+                while time.perf_counter() < end:
+                    beat.take()
+                own = {one.operation: one.seconds for one in beat.told("")}
+            for name in WORKS[:3]:
+                mean = room.total(own.get(name, 0.0)) / ranks
+                taken.setdefault((ranks, name), []).append(mean)
+    return [
+        Pulse(part="sharing", operation=name, ranks=ranks, seconds=rounded(statistics.median(s)))
+        for (ranks, name), s in taken.items()
+    ]
 
 
-def _together(room: Room, call: Callable[[], object], ranks: int, seconds: float) -> float:
-    """Processor seconds of one call while the first `ranks` ranks make them at the same time."""
+def _step(device: torch.device) -> Callable[[], object]:
+    """Forward and backward of some layers: every operand is met again only after all others."""
+    x = torch.randn(TOKENS, WIDTH, device=device)
+    layers = [
+        (torch.randn(INNER, WIDTH, device=device), torch.randn(WIDTH, INNER, device=device))
+        for _ in range(LAYERS)
+    ]
+    weights = [weight.requires_grad_() for weight in itertools.chain(*layers)]
+    return functools.partial(_forward_backward, x, weights)
+
+
+def _forward_backward(x: Tensor, weights: list[Tensor]) -> None:
+    y = x
+    for up, down in zip(weights[::2], weights[1::2], strict=True):
+        y = y + F.linear(F.silu(F.linear(F.rms_norm(y, (WIDTH,)), up)), down)
+    torch.autograd.grad(y, weights, torch.ones_like(y))
+
+
+def _together(
+    room: Room, call: Callable[[], object], ranks: int, seconds: float
+) -> tuple[float, float]:
+    """Processor seconds of one call while the first `ranks` ranks make them at the same time, and
+    the variance among the ranks of what one took of them, over the square of its mean."""
     end = room.agree(time.perf_counter()) + seconds
-    count, used = 0, 0.0
+    count, used, mine = 0, 0.0, 0.0
     if room.rank < ranks:
         start = time.thread_time()
         while time.perf_counter() < end or count == 0:
             call()
             count += 1
         used = time.thread_time() - start
-    return room.total(used) / room.total(count)
+        mine = used / count
+    mean = room.total(mine) / ranks
+    squares = room.total((mine - mean) ** 2 if room.rank < ranks else 0.0)
+    unlike = squares / (ranks - 1) / mean**2 if ranks > 1 else 0.0
+    return room.total(used) / room.total(count), unlike

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import statistics
 from collections.abc import Iterator
 
 from hocket.simulation.processors import (
@@ -61,7 +62,12 @@ class PlayedStep:
 
 
 def play_step(
-    schedule: Schedule, layout: Layout, prices: StepPrices, slowdown: Slowdown = alone
+    schedule: Schedule,
+    layout: Layout,
+    prices: StepPrices,
+    slowdown: Slowdown = alone,
+    *,
+    unlike: float = 0.0,
 ) -> PlayedStep:
     """Play one step of every rank.
 
@@ -69,11 +75,13 @@ def play_step(
         schedule: lowered and valid, of the layout's pipeline ranks.
         prices: of every stage and rank.
         slowdown: how many times longer each of n working ranks takes.
+        unlike: standard deviation, over its mean, of the time that equal ranks take for equal work.
+            Replicas then differ as so many draws from a normal distribution are expected to.
 
     Raises:
         ScheduleError: the schedule never ends.
     """
-    writer = _Writer(schedule, layout, prices)
+    writer = _Writer(schedule, layout, prices, unlike)
     world = layout.world_size
     events = play([list(writer.step(rank, 0)) for rank in range(world)], slowdown)
     timeline = Timeline.of("predicted", world, (e for e in events if e.kind != "step"))
@@ -103,16 +111,36 @@ def held(schedule: Schedule, prices: StepPrices, rank: int) -> int:
     return most
 
 
+def paces(ranks: int, unlike: float) -> tuple[float, ...]:
+    """How many times longer than the mean each of so many equal ranks takes: what is expected of
+    ordered draws from a normal distribution (Blom 1958)."""
+    if ranks == 1 or not unlike:
+        return (1.0,) * ranks
+    normal = statistics.NormalDist()
+    scores = [normal.inv_cdf((i + 1 - 0.375) / (ranks + 0.25)) for i in range(ranks)]
+    return tuple(max(0.1, 1 + unlike * score) for score in scores)
+
+
 class _Writer:
     """Writes the lines of ranks, step by step."""
 
-    def __init__(self, schedule: Schedule, layout: Layout, prices: StepPrices) -> None:
+    def __init__(
+        self, schedule: Schedule, layout: Layout, prices: StepPrices, unlike: float = 0.0
+    ) -> None:
         self.schedule = schedule
         self.layout = layout
         self.prices = prices
+        self.pace = paces(layout.dp, unlike)
 
     def step(self, rank: int, number: int) -> Iterator[Step]:
         """One step of one rank of the world."""
+        # Who is slow changes from step to step, so that nobody gains on the others.
+        dp = self.layout.coordinate(rank)["dp"]
+        pace = self.pace[(dp + number) % len(self.pace)]
+        for one in self._step(rank, number):
+            yield Work(one.seconds * pace) if isinstance(one, Work) else one
+
+    def _step(self, rank: int, number: int) -> Iterator[Step]:
         where = self.layout.coordinate(rank)
         index = where["pp"]
         mine = self.prices.ranks[index]

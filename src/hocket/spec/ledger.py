@@ -15,6 +15,9 @@ from hocket.spec.layout import DEGREES, Layout
 FIGURES = ("step_seconds", "memory", "bubble")
 """What predictions are judged by: seconds, bytes of the fullest rank, share of the pipeline."""
 
+DISTURBED = 0.25
+"""Cores' worth of other programs from which a run counts as disturbed."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Figures:
@@ -37,6 +40,7 @@ class Entry:
             machines stand together.
         steps: taken. ranks: processes. seq_len, global_batch, dtype: of the workload.
         predicted: before it began; None where nothing was. measured: afterwards.
+        others: cores' worth of time that other programs took meanwhile.
     """
 
     date: str
@@ -54,6 +58,12 @@ class Entry:
     seq_len: int = 0
     global_batch: int = 0
     dtype: str = ""
+    others: float = 0.0
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether others took so much of the machine that no forecast could hold."""
+        return self.others > DISTURBED
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -97,6 +107,9 @@ class Entry:
             wanted = {"str": str, "int": int}.get(str(field.type))
             if wanted is not None and not isinstance(value, wanted):
                 raise TypeError(f"{field.name} is {value!r}")
+        others = known.get("others", 0.0)
+        if isinstance(others, bool) or not isinstance(others, int | float):
+            raise TypeError(f"others is {others!r}")
         entry = cls(**known)
         Layout.parse(entry.layout)
         return entry

@@ -10,6 +10,7 @@ all-gather. Rates are bytes or operations per second and direction.
     Device      its devices             Stream    memory by size        Line    their fit
     Pair        what joins two          Kernel    other operations      Update  optimizers
     Sharing     ranks that compute at once        Dispatch  overheads
+    Pulse       how fast the machine was just then
 """
 
 from __future__ import annotations
@@ -143,7 +144,8 @@ class Stream:
     """Memory: `bytes` read and written together in one call of `operation`.
 
     `copy` reads and writes one tensor each, `add` reads two and writes one, `scale` rewrites one
-    in place. A small working set lies in a cache, a large one does not.
+    in place; `kept` is an `add` whose results are kept as a forward keeps its own, so that each
+    goes to memory that no cache holds. A small working set lies in a cache, a large one does not.
     """
 
     operation: str
@@ -207,13 +209,40 @@ class Sharing:
     """How many times longer each of `ranks` ranks takes when all compute at once, as one alone.
 
     `product`: matrix products that fit in a cache. `stream`: memory traffic that does not.
-    `dispatch`: small operations.
+    `dispatch`: small operations. `step`: forward and backward of some layers, which is nearest to
+    what ranks do; 0: unknown. `unlike`: the standard deviation among ranks of the processor time
+    that the same steps took them, over its mean: ranks alike by their work are not alike on a machine.
     """
 
     ranks: Count
     product: Rate
     stream: Rate
     dispatch: Rate
+    step: Share = 0.0
+    unlike: Share = 0.0
+
+
+PULSES = ("product", "stream", "dispatch")
+"""What a pulse is of: a product, memory traffic beyond the caches, small operations."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pulse:
+    """How fast the machine was while something else was measured: the same small work each time.
+
+    A virtual machine's speed moves within seconds, by up to a third, with what its neighbours do.
+
+    Attributes:
+        part: what was measured meanwhile (`products`, `streams` ...); empty: nothing.
+        operation: of `PULSES`. seconds: of one rank for one call. spread: of the samples.
+        ranks: how many did it at once.
+    """
+
+    part: str
+    operation: str
+    seconds: Seconds
+    spread: Share = 0.0
+    ranks: Count = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -290,6 +319,7 @@ class Measured:
     updates: tuple[Update, ...] = ()
     sharing: tuple[Sharing, ...] = ()
     curves: tuple[Curve, ...] = ()
+    pulses: tuple[Pulse, ...] = ()
 
     def curve(self, operation: str, ranks: int, *, backend: str, world: int) -> Curve | None:
         """The curve of that very kind, if it was measured."""
@@ -371,6 +401,7 @@ _ROWS: dict[str, type] = {
     "updates": Update,
     "sharing": Sharing,
     "curves": Curve,
+    "pulses": Pulse,
 }
 _TABLES = ("devices", "curves")
 
@@ -405,6 +436,9 @@ def _rows(name: str, value: Any) -> tuple[Any, ...]:
     for one in found:
         if isinstance(one, Product) and one.form not in FORMS:
             message, hint = unknown("form of a product", one.form, FORMS)
+            raise OptionError(message, hint=hint)
+        if isinstance(one, Pulse) and one.operation not in PULSES:
+            message, hint = unknown("operation of a pulse", one.operation, PULSES)
             raise OptionError(message, hint=hint)
     return found
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from hocket.runtime.collectives import barrier
 from hocket.runtime.mesh import Mesh
+from hocket.spec.collectives import total
 from hocket.spec.run import RunFolder, write_text
 from hocket.spec.timeline import Event, Timeline
 
@@ -91,16 +92,3 @@ def write(
     }
     write_text(folder.communication_file, json.dumps(communication, indent=1))
     return timeline
-
-
-def total(ranks: Any) -> list[dict[str, Any]]:
-    """The rows of all ranks added up: name, axis and phase, with count and bytes."""
-    sums: dict[tuple[str, str, str], list[int]] = {}
-    for row in (row for rows in ranks for row in rows):
-        entry = sums.setdefault((row["name"], row["axis"], row["phase"]), [0, 0])
-        entry[0] += row["count"]
-        entry[1] += row["bytes"]
-    return [
-        {"name": name, "axis": axis, "phase": phase, "count": count, "bytes": nbytes}
-        for (name, axis, phase), (count, nbytes) in sorted(sums.items())
-    ]
