@@ -219,3 +219,16 @@ def test_the_walk_sees_an_import_inside_a_function() -> None:
         ("hocket.cli.main", False),
         ("torch.nn", False),
     ]
+
+
+def test_scheduling_imports_no_package_and_only_words() -> None:
+    words = ("hocket.serving.request", "hocket.serving.scheduling", "hocket.spec")
+    files_of_it = [SOURCE / "serving" / "request.py", *files("serving/scheduling")]
+    wrong = [
+        f"{file.relative_to(SOURCE)}:{line} imports {module}"
+        for file in files_of_it
+        for module, _, line in imports(file)
+        if module.partition(".")[0] not in sys.stdlib_module_names and not module.startswith(words)
+    ]
+    assert len(files_of_it) > 8
+    assert not wrong, wrong

@@ -35,6 +35,7 @@ def loaded_by(code: str) -> set[str]:
             marks=pytest.mark.train,
         ),
         "import hocket.schedules.registry",
+        "import hocket.serving.scheduling.scheduler",
     ],
 )
 def test_loads_nothing_heavy(code: str) -> None:

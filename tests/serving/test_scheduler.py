@@ -207,7 +207,7 @@ def drive(
 
 
 @given(loads())
-@settings(max_examples=120)
+@settings(max_examples=150)
 def test_every_plan_keeps_the_rules_and_every_request_ends_right(load: Any) -> None:
     drive(load, b"one")
 
@@ -369,7 +369,7 @@ def test_what_was_used_last_is_kept_longest() -> None:
     replica.add(request("b2", range(20, 36), new=1))
     replica.run()
     assert replica.ended["a3"].cached == 12
-    assert replica.ended["b2"].cached == 4
+    assert replica.ended["b2"].cached == 0
 
 
 def test_without_the_prefix_cache_nothing_is_shared() -> None:

@@ -152,7 +152,7 @@ class Sampling:
         Raises:
             OptionError: an unknown field, or a value that cannot be.
         """
-        given = dict(_object("sampling", value, {f.name for f in dataclasses.fields(cls)}))
+        given = dict(_members("sampling", value, {f.name for f in dataclasses.fields(cls)}))
         for name, field in given.items():
             if name in ("stop", "stop_tokens"):
                 given[name] = _tokens(name, field)
@@ -225,7 +225,7 @@ class Request:
         Raises:
             OptionError: an unknown field, one that is missing, or a value that cannot be.
         """
-        given = _object("request", value, {f.name for f in dataclasses.fields(cls)})
+        given = _members("request", value, {f.name for f in dataclasses.fields(cls)})
         missing = [name for name in ("id", "tokens", "sampling") if name not in given]
         if missing:
             raise OptionError(f"the request has no {missing[0]!r}")
@@ -393,7 +393,7 @@ def _bound(name: str, value: float, least: float, most: float) -> None:
         raise OptionError(f"{name} is {value}; it must be from {least} to {most}")
 
 
-def _object(what: str, value: object, known: set[str]) -> dict[str, Any]:
+def _members(what: str, value: object, known: set[str]) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise OptionError(f"the {what} is {type(value).__name__}; it must be a JSON object")
     for name in value:
