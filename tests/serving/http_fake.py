@@ -21,6 +21,7 @@ class FakeStream:
         self.queue: asyncio.Queue[Output | BaseException | None] = asyncio.Queue()
         self.over = False
         self.made = 0
+        self.answer = replica.answer(request)
 
     def __aiter__(self) -> FakeStream:
         return self
@@ -137,7 +138,7 @@ class FakeReplica:
                 output.prompt_logprobs = [
                     self.logprobs(t, sampling.prompt_logprobs) for t in request.tokens[1:]
                 ]
-        answer = self.answer(request)
+        answer = stream.answer
         if count >= sampling.max_new_tokens:
             output.finish = "length"
         elif count >= len(answer):
@@ -167,6 +168,7 @@ class FakeReplica:
             return self.script(request)
         sampling = request.sampling
         shift = request.index if sampling.temperature else 0
-        size = sampling.max_new_tokens if sampling.ignore_eos else self.length
+        most = self.num_blocks * self.block_size
+        size = min(sampling.max_new_tokens, most) if sampling.ignore_eos else self.length
         prompt = request.tokens
         return [(prompt[i % len(prompt)] + shift) % 256 for i in range(size)]
