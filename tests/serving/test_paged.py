@@ -15,9 +15,11 @@ from hocket.runtime.pipeline.stage import Stage  # noqa: E402
 from hocket.serving.engine import attention  # noqa: E402
 from hocket.serving.engine.attention import Options  # noqa: E402
 from hocket.serving.engine.attention_cpu import CpuAttention  # noqa: E402
+from hocket.serving.engine.attention_cuda import CudaAttention, DeviceStep  # noqa: E402
 from hocket.serving.engine.attention_step import indices  # noqa: E402
 from hocket.serving.engine.cache import BlockTables, LayerShape, PagedCache  # noqa: E402
 from hocket.serving.engine.families import refuse, self_check  # noqa: E402
+from hocket.serving.engine.graphs import DecodeGraphs, _Graph, sizes  # noqa: E402
 from hocket.serving.engine.projections import (  # noqa: E402
     MergedLinear,
     merge_projections,
@@ -79,9 +81,18 @@ SHAPES = [
 ]
 
 
+def cpu_attention(cache: PagedCache, step: Any) -> CpuAttention:
+    return CpuAttention(cache, step)
+
+
+def gathered(cache: PagedCache, step: Any) -> CudaAttention:
+    return CudaAttention(cache, DeviceStep.of(step, torch.device("cpu")), "gathered")
+
+
+@pytest.mark.parametrize("attend", [cpu_attention, gathered])
 @pytest.mark.parametrize("block_size", [2, 5, 16])
 @pytest.mark.parametrize("case", range(len(SHAPES)))
-def test_attention_equals_the_definition(case: int, block_size: int) -> None:
+def test_attention_equals_the_definition(case: int, block_size: int, attend: Any) -> None:
     shape, options = SHAPES[case]
     torch.manual_seed(case)
     lengths = [37, 9, 1, 20, 31]
@@ -98,7 +109,9 @@ def test_attention_equals_the_definition(case: int, block_size: int) -> None:
     ]
     whole[3] = tuple(torch.cat([a[:20], b[20:]]) for a, b in zip(whole[0], whole[3], strict=True))
     expected = [naive(*sequence, options) for sequence in whole]
-    cache = PagedCache([shape], 64, block_size, torch.device("cpu"))
+    cache = PagedCache(
+        [shape], 64, block_size, torch.device("cpu"), heads_first=attend is cpu_attention
+    )
     for pool in (*cache.keys, *cache.values):
         pool.normal_()  # what earlier sequences left behind
     tables = BlockTables(5, 64)
@@ -122,7 +135,7 @@ def test_attention_equals_the_definition(case: int, block_size: int) -> None:
                 .unsqueeze(0)
                 for i in range(3)
             ]
-            found = CpuAttention(cache, step).attend(torch.nn.Module(), *parts, options)[0]
+            found = attend(cache, step).attend(torch.nn.Module(), *parts, options)[0]
             want = torch.cat([expected[r.slot][r.start : r.start + r.count] for r in plan.rows])
             assert float((found - want).abs().max()) < tolerance, plan.rows
             steps += 1
@@ -320,3 +333,63 @@ def test_groups_of_rows_pad_little() -> None:
             begin = int(counts[:row].sum())
             real = [pair for pair in pairs if pair != total]
             assert real == list(range(begin, begin + int(counts[row])))
+
+
+# --- captured steps -------------------------------------------------------------------------
+
+
+def test_sizes_of_graphs_end_with_all_rows() -> None:
+    assert sizes(1) == [1]
+    assert sizes(5) == [1, 2, 4, 5]
+    assert sizes(40) == [1, 2, 4, 8, 16, 24, 32, 40]
+    assert sizes(300)[-3:] == [256, 288, 300]
+
+
+class Replayed(DecodeGraphs):
+    """Graphs whose replay runs the step again into the same output, as a captured one would."""
+
+    def _captured(self, rows: int) -> _Graph:
+        step = self.padding(rows)
+        output = self.forward(step, None).clone()
+
+        class Graph:
+            def replay(graph) -> None:
+                output.copy_(self.forward(step, None))
+
+        return _Graph(Graph(), step, None, output)  # type: ignore[arg-type]
+
+
+def test_padded_steps_touch_no_other_sequence() -> None:
+    """Decoding by graphs, whose padding changes from step to step, equals eager decoding."""
+    plain, runner = runner_of("llama", 4)
+    spare = 96
+    runner.cache = PagedCache(runner.layers, 97, 4, torch.device("cpu"), heads_first=False)
+    runner.kernel = "gathered"
+    with torch.inference_mode():
+        graphs = Replayed(
+            runner._on_device, max_rows=4, max_blocks=16, block_size=4, spare_block=spare,
+            hidden=None, device=torch.device("cpu"),
+        )  # fmt: skip
+        graphs.capture()
+    sequences = [[*range(3, 30)], [*range(20, 45)], [9] * 26, [*range(40, 60)]]
+    with torch.no_grad():
+        expected = [plain(torch.tensor([tokens])).logits[0] for tokens in sequences]
+    scheduler = ToyScheduler(
+        sequences, block_size=4, num_blocks=96, chunks=(1, 1, 1, 6), every_logit=True
+    )
+    replayed = 0
+
+    def run(plan: StepPlan) -> Any:
+        nonlocal replayed
+        runner.tables.apply(plan)
+        with torch.inference_mode():
+            step = DeviceStep.of(indices(plan, runner.tables, 4), torch.device("cpu"))
+            if graphs.fits(step) and max(step.counts) == 1:
+                replayed += 1
+                return graphs.run(step, None)
+            return runner._on_device(step, None)
+
+    worst = compare(scheduler, run, expected, {0, 1, 2})
+    worst = max(worst, compare(scheduler, run, expected))
+    assert replayed > 5
+    assert worst < 1e-5 * max(float(e.abs().max()) for e in expected)

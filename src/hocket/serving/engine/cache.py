@@ -61,12 +61,14 @@ class PagedCache:
         num_blocks: int,
         block_size: int,
         device: torch.device,
+        *,
+        heads_first: bool | None = None,
     ) -> None:
         self.layers = list(layers)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = device
-        self.heads_first = device.type == "cpu"
+        self.heads_first = device.type == "cpu" if heads_first is None else heads_first
         # Zeros: a block is attended whole, with the weight of what was never written at zero,
         # and zero times what happened to lie there is only zero if that was a number.
         self.keys = [self._pool(layer, layer.key_size) for layer in self.layers]

@@ -21,8 +21,10 @@ from hocket.runtime.mesh import Mesh
 from hocket.runtime.pipeline.stage import Stage
 from hocket.serving.engine.attention import Options, attending
 from hocket.serving.engine.attention_cpu import CpuAttention
+from hocket.serving.engine.attention_cuda import CudaAttention, DeviceStep, choose_kernel
 from hocket.serving.engine.attention_step import StepIndices, indices
 from hocket.serving.engine.cache import BlockTables, LayerShape, PagedCache, bytes_per_block
+from hocket.serving.engine.graphs import DecodeGraphs
 from hocket.serving.engine.projections import merge_projections, unmerge_wasted
 from hocket.serving.engine.refusal import no_attention, refuse
 from hocket.serving.scheduling.step import StepPlan
@@ -42,6 +44,7 @@ class StageRunner:
 
     Attributes:
         layers: the shape of what each attention layer of the stage keeps, in calling order.
+        kernel: what attends: `cpu`, or on CUDA what `attention_cuda` chose.
 
     Raises:
         ModelError: layers of the stage keep something else than keys and values.
@@ -73,6 +76,8 @@ class StageRunner:
             inspect.signature(stage.module.forward).parameters
         )
         self.cache: PagedCache | None = None
+        self.kernel = "cpu"
+        self._graphs: DecodeGraphs | None = None
         self.tables = BlockTables(max_rows, -(-max_model_len // block_size))
         self.layers = self._watch()
         unmerge_wasted(merges)
@@ -83,8 +88,26 @@ class StageRunner:
         return bytes_per_block(self.layers, self.block_size)
 
     def allocate(self, num_blocks: int) -> None:
-        """Make the cache, once."""
-        self.cache = PagedCache(self.layers, num_blocks, self.block_size, self.device)
+        """Make the cache, once; on CUDA also choose the kernel and capture decode in graphs."""
+        if self.device.type == "cpu":
+            self.cache = PagedCache(self.layers, num_blocks, self.block_size, self.device)
+            return
+        # One block more than the scheduler knows of: what padding writes to.
+        self.cache = PagedCache(self.layers, num_blocks + 1, self.block_size, self.device)
+        self.kernel = choose_kernel(self.layers, self.block_size, self.device)
+        if self.kernel == "gathered":
+            return  # padded to the longest sequence there is, a graph would copy all of that
+        self._graphs = DecodeGraphs(
+            self._on_device,
+            max_rows=self.max_rows,
+            max_blocks=self.tables.table.shape[1],
+            block_size=self.block_size,
+            spare_block=num_blocks,
+            hidden=None if self.stage.is_first else self._empty_hidden(self.max_rows),
+            device=self.device,
+        )
+        with torch.inference_mode():
+            self._graphs.capture()
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, hidden: Tensor | None = None) -> Tensor:
@@ -101,9 +124,41 @@ class StageRunner:
         assert self.cache is not None, "allocate() first"
         self.tables.apply(plan)
         step = indices(plan, self.tables, self.block_size)
-        return self._forward(step, hidden, CpuAttention(self.cache, step))
+        if self.device.type == "cpu":
+            return self._forward(step, hidden, CpuAttention(self.cache, step))
+        there = DeviceStep.of(step, self.device)
+        decodes = not step.chunks
+        if decodes and self._graphs is not None and self._graphs.fits(there):
+            return self._graphs.run(there, hidden)
+        return self._on_device(there, hidden)
 
-    def _forward(self, step: StepIndices, hidden: Tensor | None, attention: Any) -> Tensor:
+    @torch.inference_mode()
+    def step_bytes(self) -> int:
+        """Bytes of device memory that the largest step takes besides weights and cache, measured.
+
+        0 on CPU, whose allocator keeps no account.
+        """
+        if self.device.type == "cpu":
+            return 0
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        tokens, rows = self.max_batch_tokens, min(self.max_rows, self.max_batch_tokens)
+        hidden = None if self.stage.is_first else self._empty_hidden(tokens)
+        self._forward(_unplaced(tokens, rows, self.block_size), hidden, _Watch())
+        return torch.cuda.max_memory_allocated(self.device) - before
+
+    def _on_device(self, step: DeviceStep, hidden: Tensor | None) -> Tensor:
+        assert self.cache is not None
+        return self._forward(step, hidden, CudaAttention(self.cache, step, self.kernel))
+
+    def _empty_hidden(self, tokens: int) -> Tensor:
+        assert self.stage.hidden_size is not None
+        shape = (1, tokens, self.stage.hidden_size)
+        return torch.zeros(shape, dtype=self.stage.dtype, device=self.device)
+
+    def _forward(
+        self, step: StepIndices | DeviceStep, hidden: Tensor | None, attention: Any
+    ) -> Tensor:
         batch = {
             "input_ids": step.tokens.unsqueeze(0).to(self.device),
             "position_ids": step.positions.unsqueeze(0).to(self.device),
@@ -121,27 +176,28 @@ class StageRunner:
     def _watch(self) -> list[LayerShape]:
         """Run two tokens without a cache and see which layers attend, and with what."""
         watch = _Watch()
-        hidden = None
-        if not self.stage.is_first:
-            assert self.stage.hidden_size is not None
-            hidden = torch.zeros(
-                1, 2, self.stage.hidden_size, dtype=self.stage.dtype, device=self.device
-            )
-        step = StepIndices(
-            tokens=torch.zeros(2, dtype=torch.long),
-            positions=torch.arange(2),
-            places=torch.arange(2),
-            num_decode=0,
-            lengths=torch.zeros(0, dtype=torch.long),
-            tables=torch.zeros(0, 0, dtype=torch.long),
-            chunks=[],
-            wanted=torch.ones(1, dtype=torch.long),
-            block_size=self.block_size,
-        )
+        hidden = None if self.stage.is_first else self._empty_hidden(2)
+        step = _unplaced(2, 1, self.block_size)
         self._forward(step, hidden, watch)
         if not watch.layers:
             raise no_attention(self.config, self.stage.module)
         return watch.layers
+
+
+def _unplaced(tokens: int, logits: int, block_size: int) -> StepIndices:
+    """A step of one sequence from its beginning, for a forward that keeps nothing."""
+    none = torch.zeros(0, dtype=torch.long)
+    return StepIndices(
+        tokens=torch.zeros(tokens, dtype=torch.long),
+        positions=torch.arange(tokens),
+        places=torch.arange(tokens),
+        num_decode=0,
+        lengths=none,
+        tables=torch.zeros(0, 0, dtype=torch.long),
+        chunks=[],
+        wanted=torch.arange(logits),
+        block_size=block_size,
+    )
 
 
 class _Watch:
