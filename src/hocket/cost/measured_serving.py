@@ -40,6 +40,10 @@ STEP_CALLS = 80
 ATTENTION_CALLS, ATTENTION_VIEWS = 28, 22
 """Operations and views in which one layer writes its keys and values and attends, decoding."""
 
+OWN_VIEWS = 30
+"""Views that a layer's own code takes besides: heads, rotary halves, parts of merged products;
+counted in a Llama's, the trace of a model holds none."""
+
 SCORE_PASSES = 6
 """Times that decoding reads or writes each score: mask, largest, difference, exponential, sum."""
 
@@ -246,10 +250,11 @@ class MeasuredServing:
         for row in block.unfused:
             if row.view == "eager" and not (kind == "head" and row.split == "vocab"):
                 split = tp if row.split in ("inside", "vocab", "column", "row") else 1
-                work += rates.streams(2.0 * row.forward * tokens / split, row.kernels)
+                each = 2.0 * row.forward * tokens / split / max(row.kernels, 1)
+                work += row.kernels * max(rates.stream(each), self._called("add"))
         work += (len(block.products) + len(block.memory_bound)) * self._called("module")
         for core in replica.cores_of(kind):
-            work += self._attention(core, n, k, b, c)
+            work += self._attention(core, n, k, b, c) + OWN_VIEWS * self._called("view")
         sums: list[Collective | None] = []
         hidden = round(tokens * replica.shape.hidden * replica.element_bytes)
         if tp > 1:
