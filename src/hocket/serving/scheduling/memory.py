@@ -13,7 +13,7 @@ from hocket.serving.scheduling.limits import Limits
 from hocket.serving.scheduling.prefix import Digests
 from hocket.serving.scheduling.sequence import PREFILL, WAITING, Sequence
 
-SPARE: Final = 50
+SPARE: Final = 10
 """One block in this many stays free when a request is started, for those that run to grow."""
 
 
