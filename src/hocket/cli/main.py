@@ -40,7 +40,8 @@ def usage() -> str:
     verbs = "\n".join(f"  {verb:<{width}}  {what}" for verb, what in VERBS.items())
     return (
         "usage: hocket VERB [OPTIONS]\n\n"
-        "Train and serve any Hugging Face causal language model across many devices, from one layout.\n\n"
+        "Train and serve any Hugging Face causal language model across many devices, from one "
+        "layout.\n\n"
         f"{verbs}\n\n"
         "hocket VERB --help lists a verb's options; hocket --version prints the version.\n"
     )
