@@ -51,6 +51,11 @@ class TextPieces:
 
     def extend(self, tokens: Sequence[int]) -> str:
         """The text that `tokens` complete."""
+        if len(tokens) > 1:
+            whole = self._decode([*self._window, *tokens])
+            if HALF in whole[len(self._told) :] or not whole.startswith(self._told):
+                # Which of several tokens left a character open shows one by one.
+                return "".join([self.add(token) for token in tokens])
         self._window += tokens
         whole = self._decode(self._window)
         end = len(whole)
