@@ -23,7 +23,7 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
 
     `fail`: raise before being ready. `dies`: every rank of a later life ends at once. `hold`: a
     later life begins only when `pids` holds a file `go`. Process ids are left under `pids`, or
-    in the run folder.
+    in the run folder, and `asked-N` where a request for N tokens has come.
     """
     folder = _folder(payload)
     name = f"{payload['replica']}-{payload['attempt']}-{context.rank}"
@@ -75,6 +75,9 @@ def _drive(context: RankContext, payload: dict[str, Any]) -> None:
                     case "add":
                         request = message["request"]
                         running[request["id"]] = [0, request["sampling"]["max_new_tokens"]]
+                        (
+                            _folder(payload) / f"asked-{request['sampling']['max_new_tokens']}"
+                        ).touch()
                     case "abort":
                         for one in message["ids"]:
                             running.pop(one, None)

@@ -285,3 +285,12 @@ def test_requests_that_outlast_the_drain_are_ended(
             await task
 
     run(launchers, tmp_path, body)
+
+
+def test_folders_of_killed_servers_are_swept_and_no_others(tmp_path: Path) -> None:
+    names = {"hocket-driver-4194305-a": False, f"hocket-driver-{os.getpid()}-b": True,
+             "hocket-driver-x-c": True, "other": True}  # fmt: skip
+    for name in names:
+        (tmp_path / name).mkdir()
+    module.sweep(tmp_path)
+    assert {name: (tmp_path / name).exists() for name in names} == names

@@ -101,6 +101,15 @@ class Visitor:
             raise self.error
 
 
+def asked(run: Path, tokens: int) -> None:
+    """Wait until a request for so many tokens has come to a rank."""
+    for _ in range(1000):
+        if (run / f"asked-{tokens}").exists():
+            return
+        time.sleep(0.01)
+    raise AssertionError("no request has come")
+
+
 def pids(run: Path) -> list[int]:
     files = [f for f in run.iterdir() if f.name.count("-") == 2 and not f.name.endswith("left")]
     return [int(text) for text in (f.read_text() for f in files) if text]
@@ -177,7 +186,7 @@ def test_a_killed_rank_is_a_503_and_the_next_request_succeeds(where: Path, tmp_p
             target=lambda: codes.append(post(address, max_tokens=100, ignore_eos=True)[0])
         )
         asking.start()
-        time.sleep(0.3)
+        asked(run, 100)
         os.kill(int((run / "0-0-0").read_text()), signal.SIGKILL)
         asking.join(30)
         for _ in range(300):
@@ -200,18 +209,20 @@ def test_the_first_signal_lets_requests_end_and_the_second_does_not(
 ) -> None:
     done: list[tuple[int, int]] = []
 
-    def ask(address: str, tokens: int) -> threading.Thread:
+    def ask(event: dict[str, Any], tokens: int) -> threading.Thread:
+        address, run = event["address"], Path(event["run"])
+
         def body() -> None:
             code, answer = post(address, max_tokens=tokens, ignore_eos=True)
             done.append((code, answer.get("usage", {}).get("completion_tokens", 0)))
 
         thread = threading.Thread(target=body)
         thread.start()
-        time.sleep(0.3)
+        asked(run, tokens)
         return thread
 
     def gently(event: dict[str, Any]) -> None:
-        thread = ask(event["address"], 100)
+        thread = ask(event, 100)
         os.kill(os.getpid(), signal.SIGTERM)
         thread.join(30)
 
@@ -223,7 +234,7 @@ def test_the_first_signal_lets_requests_end_and_the_second_does_not(
     assert "1 requests have 30 s to end" in visitor.said()
 
     def at_once(event: dict[str, Any]) -> None:
-        thread = ask(event["address"], 119)
+        thread = ask(event, 119)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGINT)
@@ -245,7 +256,7 @@ def test_requests_that_outlast_the_drain_are_cut(where: Path, tmp_path: Path) ->
         address = event["address"]
         thread = threading.Thread(target=lambda: codes.append(post(address, max_tokens=119)[0]))
         thread.start()
-        time.sleep(0.3)
+        asked(tmp_path / "run", 119)
         os.kill(os.getpid(), signal.SIGTERM)
         thread.join(30)
 

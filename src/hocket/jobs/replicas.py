@@ -45,6 +45,9 @@ STOPPED = 5.0
 LAST_WORDS = 10.0
 """Seconds that ranks have to say why their driver hung up."""
 
+FOLDERS = "hocket-driver-"
+"""Folders of sockets begin so, and go on with the parent's number."""
+
 POLL = 0.02
 """Seconds between looks whether a driver's socket is there."""
 
@@ -153,6 +156,7 @@ class Replicas:
 
     def start(self) -> None:
         """Start all replicas; returns at once."""
+        sweep(Path(tempfile.gettempdir()))
         self._fatal = asyncio.get_running_loop().create_future()
         self._tasks = [asyncio.create_task(self._care(one)) for one in self.replicas]
 
@@ -251,7 +255,7 @@ class Replicas:
             one.launcher.close()
             one.launcher = self.relaunch(one.number)
         # Made for this life alone: nobody else may enter, and nothing is left once it is joined.
-        folder = Path(tempfile.mkdtemp(prefix="hocket-"))
+        folder = Path(tempfile.mkdtemp(prefix=f"{FOLDERS}{os.getpid()}-"))
         socket, token = folder / "driver", secrets.token_hex(32)
         payload = {
             **self.world.payload,
@@ -375,6 +379,18 @@ class Replicas:
     def _changed(self) -> Coroutine[Any, Any, Any]:
         # Bound to the event of this moment: what happens before it is awaited is not missed.
         return self._wake.wait()
+
+
+def sweep(where: Path) -> None:
+    """Remove the folders of servers of this user that were killed while their ranks started."""
+    for folder in where.glob(f"{FOLDERS}*"):
+        number = folder.name.removeprefix(FOLDERS).partition("-")[0]
+        with contextlib.suppress(OSError):
+            mine = folder.is_dir() and not folder.is_symlink()
+            if not mine or folder.stat().st_uid != os.getuid() or not number.isdigit():
+                continue
+            if not Path(f"/proc/{number}").exists():
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _as_error(error: BaseException) -> HocketError:
