@@ -21,17 +21,17 @@ class Bodies:
         self.settings = settings
         self.held = 0
 
-    async def json(self, request: Request) -> dict[str, Any]:
-        """The JSON object that a request holds.
+    async def read(self, request: Request) -> bytes:
+        """The bytes that a request holds.
 
         Raises:
-            ApiError: it is none, too large, too slow, or of a wrong kind.
+            ApiError: too many, too slow, or of a wrong kind; the rest is unread.
             ClientDisconnect: the client went away.
         """
         with self._room(request) as room:
             try:
                 async with asyncio.timeout(self.settings.body_seconds):
-                    data = await room.read(request)
+                    return await room.read(request)
             except TimeoutError:
                 seconds = self.settings.body_seconds
                 raise ApiError(
@@ -39,7 +39,6 @@ class Bodies:
                     f"the body did not come within {seconds:g} s",
                     headers={"Connection": "close"},
                 ) from None
-            return parsed(data, self.settings.max_values)
 
     @contextlib.contextmanager
     def _room(self, request: Request) -> Iterator[_Room]:
@@ -93,7 +92,7 @@ class _Room:
 
 
 def parsed(data: bytes, max_values: int) -> dict[str, Any]:
-    """The object in some JSON, whose null fields are left out, since they mean absent ones.
+    """The object in some JSON, without null fields, which mean absent ones. Raises ApiError.
 
     The parser bounds depth and the digits of numbers and takes no half of a surrogate pair; the
     number of values is bounded before it runs by that of commas, so that a body of empty lists

@@ -21,7 +21,15 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from hocket.serving.front.completion import Completion
-from hocket.serving.http.errors import ApiError, bad, error_bytes, error_of, error_response
+from hocket.serving.http.body import parsed
+from hocket.serving.http.errors import (
+    ApiError,
+    bad,
+    error_bytes,
+    error_of,
+    error_response,
+    refuse_unread,
+)
 from hocket.serving.http.gate import log_fault
 from hocket.serving.http.service import Caller, Service
 
@@ -113,12 +121,18 @@ class Endpoint:
         try:
             state = scope.setdefault("state", {})
             who = Caller(state["id"], state.get("user", ""), _deadline(request))
-            call = Call(self.service, await self.service.bodies.json(request), who, send)
+            data = await self.service.bodies.read(request)
         except ClientDisconnect:
             return
         except ApiError as error:
+            await refuse_unread(error, scope, receive, send)
+            return
+        try:
+            body = parsed(data, self.service.settings.max_values)
+        except ApiError as error:
             await error_response(error)(scope, receive, send)
             return
+        call = Call(self.service, body, who, send)
         await self._answer(call, scope, receive, send)
 
     async def _answer(self, call: Call, scope: Scope, receive: Receive, send: Send) -> None:

@@ -32,9 +32,6 @@ async def chat(call: Call) -> Response | None:
         continue_last=fields.continue_final_message,
     )
     logprobs = _logprobs(fields, service)
-    structure = fields.structure(service.check_structure)
-    if tools.forced is not None and structure is not None:
-        raise bad("tool_choice and a structure ask for different answers", "tool_choice")
     completion = service.start(
         fields,
         [prompt],
@@ -45,7 +42,7 @@ async def chat(call: Call) -> Response | None:
             stop=service.model.stop,
             vocab_size=service.model.vocab_size,
             logprobs=logprobs,
-            structure=tools.structure(service.check_structure) or structure,
+            structure=await service.structure(tools.structure(), fields.structure()),
         ),
         who=call.who,
         param="messages",

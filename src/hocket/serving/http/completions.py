@@ -40,7 +40,7 @@ async def completions(call: Call) -> Response | None:
             vocab_size=service.model.vocab_size,
             logprobs=logprobs,
             prompt_logprobs=form.prompt_alternatives,
-            structure=fields.structure(service.check_structure),
+            structure=await service.structure(fields.structure()),
         ),
         who=call.who,
         param="prompt",

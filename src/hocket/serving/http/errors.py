@@ -7,17 +7,22 @@ error_response    its response; error_bytes: its body alone, for a stream that h
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import math
 from collections.abc import Mapping
 
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
 
 from hocket.serving.front.completion import AnswerFailed, DeadlinePassed
 from hocket.serving.request import RequestRefused
 from hocket.spec.errors import HocketError, OptionError
 
+LINGER = 1.0
+"""Seconds in which the rest of a body that is not read may still come."""
 MOST_SHOWN = 1000
 """Characters of a message; what a caller sent may stand in it."""
 
@@ -119,3 +124,23 @@ def error_response(error: ApiError) -> Response:
     if error.retry_after is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
     return Response(error_bytes(error), error.status, headers, media_type="application/json")
+
+
+async def refuse_unread(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer a request whose body was not read to its end.
+
+    A connection that is closed while data still comes is reset, and then the client may never
+    see the answer: the rest is thrown away before the answer ends, for a little while.
+    """
+
+    async def held(message: Message) -> None:
+        await send({**message, "more_body": True} if "body" in message else message)
+
+    await error_response(error)(scope, receive, held)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LINGER):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect" or not message.get("more_body"):
+                    break
+    await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -166,26 +165,16 @@ class Fields(BaseModel):
         except OptionError as error:
             raise bad(error.message, error.message.split(" ", 1)[0]) from None
 
-    def structure(self, check: Callable[[str], object] | None) -> str | None:
-        """The structure that the answer must have, as JSON text, by whichever field asks for it.
+    def structure(self) -> tuple[str, str] | None:
+        """The structure that the answer must have, as (the field that asks for it, JSON text).
 
         Raises:
-            ApiError: more than one asks, one is not understood, or `check` refuses it.
+            ApiError: more than one asks, or one is not understood.
         """
         asked = [(name, form) for name, form in self._structures() if form is not None]
-        if not asked:
-            return None
         if len(asked) > 1:
             raise bad(f"{asked[0][0]} and {asked[1][0]} both ask for a structure", asked[1][0])
-        name, form = asked[0]
-        if check is None:
-            raise bad(f"{name}: this server has no structured output", name)
-        text = json.dumps(form)
-        try:
-            check(text)
-        except OptionError as error:
-            raise bad(f"{name}: {error.message}", name) from None
-        return text
+        return (asked[0][0], json.dumps(asked[0][1])) if asked else None
 
     def _structures(self) -> list[tuple[str, dict[str, Any] | None]]:
         return [

@@ -18,7 +18,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from hocket.serving.http.errors import ApiError, error_response
+from hocket.serving.http.errors import ApiError, error_response, refuse_unread
 from hocket.serving.http.metrics import Metrics
 from hocket.serving.http.settings import HttpSettings, is_loopback
 
@@ -95,7 +95,7 @@ class Gate:
             try:
                 self._check(scope, headers)
             except ApiError as error:
-                await error_response(error)(scope, receive, dressed)
+                await refuse_unread(error, scope, receive, dressed)
                 return
             if scope["method"] == "OPTIONS" and b"access-control-request-method" in headers:
                 await _preflight(dressed)

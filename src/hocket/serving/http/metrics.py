@@ -32,6 +32,8 @@ COUNTERS = {
     "preempted": "Requests whose cache was given up and is computed again",
     "prefix_hits": "Prompt tokens found in the prefix cache",
     "prefix_queries": "Prompt tokens looked for in the prefix cache",
+    "generated_tokens": "Tokens of answers",
+    "recomputed_tokens": "Tokens computed again after their cache was given up",
     "steps": "Steps of the engine",
     "finished": "Requests that have ended",
 }

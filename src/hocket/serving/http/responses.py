@@ -32,9 +32,6 @@ async def responses(call: Call) -> Response | None:
         if fields.response_format is not None:
             raise bad("text.format and response_format both ask for a structure", "text")
         fields.response_format = fields.text["format"]
-    structure = fields.structure(service.check_structure)
-    if tools.forced is not None and structure is not None:
-        raise bad("tool_choice and a structure ask for different answers", "tool_choice")
     wants_logprobs = "message.output_text.logprobs" in (call.body.get("include") or [])
     if fields.top_logprobs > service.settings.max_alternatives:
         raise bad(
@@ -52,7 +49,7 @@ async def responses(call: Call) -> Response | None:
             stop=service.model.stop,
             vocab_size=service.model.vocab_size,
             logprobs=fields.top_logprobs if wants_logprobs else None,
-            structure=tools.structure(service.check_structure) or structure,
+            structure=await service.structure(tools.structure(), fields.structure()),
         ),
         who=call.who,
         param="input",

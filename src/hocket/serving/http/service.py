@@ -17,6 +17,7 @@ from hocket.serving.http.settings import HttpSettings
 from hocket.serving.http.templates import ChatTemplates
 from hocket.serving.http.workers import Workers
 from hocket.serving.request import Request, Sampling
+from hocket.spec.errors import OptionError
 
 INLINE = 2000
 """Characters that are tokenized at once: about a tenth of a millisecond, less than a thread."""
@@ -61,8 +62,7 @@ class Service:
         replicas: who answers.
         words: its tokenizer. templates: its chat templates; None: it has none.
         room: tells the tokens that the cache of one replica holds; None while unknown.
-        check_structure: raises OptionError for a structure that cannot be; None: there is no
-            structured output.
+        check_structure: raises OptionError for a structure that cannot be. None: the engine's.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Service:
         self.templates = templates
         self.settings = settings or HttpSettings()
         self.room = room
-        self.check_structure = check_structure
+        self.check_structure = check_structure or _engines_check()
         self.completer = Completer(replicas, words.decode, words.decode_all)
         self.workers = Workers(self.settings.workers, self.settings.max_jobs)
         self.bodies = Bodies(self.settings)
@@ -126,6 +126,28 @@ class Service:
 
         text = await self.workers.run(self.settings.render_seconds, "the chat template", job)
         return await self.encode(text, special=False)
+
+    async def structure(self, *asked: tuple[str, str] | None) -> str | None:
+        """The structure that one of some fields asks for, after it was found to be one.
+
+        Raises:
+            ApiError: two ask, there is no structured output, or it is refused.
+        """
+        found = [one for one in asked if one is not None]
+        if not found:
+            return None
+        name, text = found[0]
+        if len(found) > 1:
+            raise bad(f"{name} and {found[1][0]} ask for different answers", name)
+        check = self.check_structure
+        if check is None:
+            raise bad(f"{name}: this server has no structured output", name)
+        try:
+            # A grammar may take long to build: not on the event loop.
+            await self.workers.run(self.settings.render_seconds, name, check, text)
+        except OptionError as error:
+            raise bad(f"{name}: {error.message}", name) from None
+        return text
 
     # --- a call ----------------------------------------------------------------------------------
 
@@ -209,6 +231,13 @@ class Service:
                 special=special or not fields.skip_special_tokens,
             )
         )
+
+
+def _engines_check() -> Callable[[str], object] | None:
+    """The engine's look at a structure; None where it has no structured output."""
+    from hocket.serving.engine import structure
+
+    return getattr(structure, "check_structure", None)
 
 
 @dataclasses.dataclass(frozen=True)

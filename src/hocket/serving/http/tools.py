@@ -15,13 +15,11 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable
 from typing import Any
 
 from hocket.serving.http.errors import bad
 from hocket.serving.http.logprobs import dumps
 from hocket.serving.http.templates import ChatTemplates
-from hocket.spec.errors import OptionError
 
 MOST = 128
 """Tools of one request."""
@@ -70,12 +68,10 @@ class Tools:
         names = [tool["function"]["name"] for tool in shown]
         return cls(shown, form, _forced(choice, names))
 
-    def structure(self, check: Callable[[str], object] | None) -> str | None:
-        """What an answer must obey that has to call a tool. Raises ApiError."""
+    def structure(self) -> tuple[str, str] | None:
+        """What an answer must obey that has to call a tool, as (field, JSON text)."""
         if self.forced is None or self.shown is None:
             return None
-        if check is None:
-            raise bad("tool_choice: this server has no structured output", "tool_choice")
         arguments = "parameters" if self.form == "llama" else "arguments"
         schemas = []
         for tool in self.shown:
@@ -93,12 +89,7 @@ class Tools:
                     }
                 )
         schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
-        text = json.dumps({"type": "json_schema", "schema": schema})
-        try:
-            check(text)
-        except OptionError as error:
-            raise bad(f"tool_choice: {error.message}", "tool_choice") from None
-        return text
+        return "tool_choice", json.dumps({"type": "json_schema", "schema": schema})
 
 
 def _tool(given: Any, where: str) -> dict[str, Any]:
