@@ -22,6 +22,7 @@ from hocket.serving.engine.families import refuse, self_check  # noqa: E402
 from hocket.serving.engine.graphs import DecodeGraphs, _Graph, sizes  # noqa: E402
 from hocket.serving.engine.projections import (  # noqa: E402
     MergedLinear,
+    lay_inputs_first,
     merge_projections,
     unmerge_wasted,
 )
@@ -81,11 +82,11 @@ SHAPES = [
 ]
 
 
-def cpu_attention(cache: PagedCache, step: Any) -> CpuAttention:
-    return CpuAttention(cache, step)
+def cpu_attention(cache: PagedCache, step: Any, remembered: Any) -> CpuAttention:
+    return CpuAttention(cache, step, remembered)
 
 
-def gathered(cache: PagedCache, step: Any) -> CudaAttention:
+def gathered(cache: PagedCache, step: Any, remembered: Any) -> CudaAttention:
     return CudaAttention(cache, DeviceStep.of(step, torch.device("cpu")), "gathered")
 
 
@@ -122,6 +123,7 @@ def test_attention_equals_the_definition(case: int, block_size: int, attend: Any
         seed=case,
         chunks=(1, 1, 4),
     )
+    remembered: dict[Any, Any] = {}
     tolerance = 0.05 if shape.dtype == torch.bfloat16 else 2e-5
 
     def run(only: set[int] | None) -> int:
@@ -135,7 +137,7 @@ def test_attention_equals_the_definition(case: int, block_size: int, attend: Any
                 .unsqueeze(0)
                 for i in range(3)
             ]
-            found = attend(cache, step).attend(torch.nn.Module(), *parts, options)[0]
+            found = attend(cache, step, remembered).attend(torch.nn.Module(), *parts, options)[0]
             want = torch.cat([expected[r.slot][r.start : r.start + r.count] for r in plan.rows])
             assert float((found - want).abs().max()) < tolerance, plan.rows
             steps += 1
@@ -288,6 +290,28 @@ def test_projections_merge_without_being_held_twice() -> None:
     assert len(storages) == 1
 
 
+def test_weights_are_laid_out_for_products_and_stay_what_they_are() -> None:
+    plain = whole_model("llama")
+    ids = torch.tensor([PROMPTS[0]])
+    before = {name: p.clone() for name, p in plain.named_parameters()}
+    merge_projections(plain)
+    with torch.no_grad():
+        expected = plain(ids).logits
+        assert lay_inputs_first(plain) == 4 * (2 + 2) + 1
+        torch.testing.assert_close(plain(ids).logits, expected, rtol=1e-5, atol=1e-5)
+    after = dict(plain.named_parameters())
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert after["lm_head.weight"].t().is_contiguous()
+    attention_module = plain.model.layers[0].self_attn
+    merged = attention_module.q_proj.merged.weight
+    assert attention_module.k_proj.weight.untyped_storage().data_ptr() == (
+        merged.untyped_storage().data_ptr()
+    )
+    tied = whole_model("llama_tied")
+    lay_inputs_first(tied)
+    assert tied.lm_head.weight.is_contiguous()
+
+
 def test_fused_and_transposed_projections_are_left_alone() -> None:
     assert merge_projections(whole_model("gpt2")) == []
     merges = merge_projections(whole_model("phi3"))
@@ -323,16 +347,19 @@ def test_groups_of_rows_pad_little() -> None:
 
     counts = torch.tensor([1, 2, 3, 40, 41, 2, 1, 64])
     total = int(counts.sum())
-    groups = _groups(counts, torch.arange(total + 1))
-    rows = list(itertools.chain.from_iterable(which.tolist() for which, _ in groups))
+    groups = _groups(counts, torch.arange(total))
+    rows = list(itertools.chain.from_iterable(group.rows.tolist() for group in groups))
     assert sorted(rows) == list(range(8))
-    padded = sum(table.numel() for _, table in groups)
-    assert padded < 2 * total
-    for which, table in groups:
-        for row, pairs in zip(which.tolist(), table.tolist(), strict=True):
+    assert sum(group.table.numel() for group in groups) < 2 * total
+    for group in groups:
+        hidden = group.padding
+        if hidden is None:
+            hidden = torch.zeros(*group.table.shape, 1, 1, 1, dtype=torch.bool)
+        for row, pairs, padded in zip(
+            group.rows.tolist(), group.table, hidden[..., 0, 0, 0], strict=True
+        ):
             begin = int(counts[:row].sum())
-            real = [pair for pair in pairs if pair != total]
-            assert real == list(range(begin, begin + int(counts[row])))
+            assert pairs[~padded].tolist() == list(range(begin, begin + int(counts[row])))
 
 
 # --- captured steps -------------------------------------------------------------------------

@@ -5,9 +5,9 @@ attended are taken in the order in which they lie in memory; where they lie side
 batched product reads them in place, and only blocks that lie alone are copied first:
 
     cache        [ b0 b1 b2 b3 | . . | b6 | . | b8 b9 b10 b11 ]     attended blocks
-    products       in place           copied    in place            (1)
-    each pair      largest score, sum of exponentials, weighted values
-    rows           pairs of one row joined by their largest scores  (2)
+    products       in place           copied    in place
+    each pair      attended values, and the logarithm of its sum of exponentials
+    rows           the pairs of each, weighted by a softmax over those logarithms
 
 which is the split softmax of Milakov and Gimelshein (2018), one piece per block. Chunks of prompts
 attend one by one with the kernel for whole sequences: to themselves causally, to what was there
@@ -52,30 +52,46 @@ class _Segment:
 
 
 @dataclasses.dataclass(slots=True)
+class _Group:
+    """Rows (None: all) and their pairs [r, most], where `padding` [r, most, 1, 1, 1] is false."""
+
+    rows: Tensor | None
+    table: Tensor
+    padding: Tensor | None
+
+
+@dataclasses.dataclass(slots=True)
 class _Pairs:
     """Which decoding row attends to which block, for one window.
 
     Attributes:
-        count: N.
         segments: of the pairs, in working order.
         owners: [N] row of each pair.
+        columns: [N] which of the row's blocks it is.
         mask: [N, 1, B] 0 or -inf.
-        groups: rows (None: all) and, for each, the pairs that make it up; N where it has fewer.
+        groups: of rows of similar length, with the pairs that make up each.
     """
 
-    count: int
     segments: list[_Segment]
     owners: Tensor
+    columns: Tensor
     mask: Tensor
-    groups: list[tuple[Tensor | None, Tensor]]
+    groups: list[_Group]
+
+
+Remembered = dict[int | None, tuple[tuple[Tensor, Tensor, Tensor], _Pairs]]
+"""By window, what the pairs of the last step came from, and the pairs."""
 
 
 class CpuAttention:
     """Attention of one step, over all layers in the order in which they are called."""
 
-    def __init__(self, cache: PagedCache, step: StepIndices) -> None:
+    def __init__(
+        self, cache: PagedCache, step: StepIndices, remembered: Remembered | None = None
+    ) -> None:
         self.cache = cache
         self.step = step
+        self._remembered: Remembered = {} if remembered is None else remembered
         self._layer = 0
         self._pairs: dict[int | None, _Pairs] = {}
         self._rows: dict[int, Tensor] = {}
@@ -118,19 +134,15 @@ class CpuAttention:
         """Query [R, A, D] to [R, A, D of the value]."""
         pairs = self._pairs.get(options.window)
         if pairs is None:
-            pairs = self._pairs[options.window] = _pairs(
-                self.step, options.window, keys[0].numel() * keys.element_size()
-            )
+            block_bytes = keys[0].numel() * keys.element_size()
+            pairs = _pairs(self.step, options.window, block_bytes, self._remembered)
+            self._pairs[options.window] = pairs
         rows, num_heads, size = q.shape
         _, heads, block, _ = keys.shape
         width, group = values.shape[-1], num_heads // heads
         q = (q * options.scaling).reshape(rows, heads, group, size)
-        count = pairs.count
-        half = q.dtype != torch.float32
-        # One pair more than there are: what pads the rows that have fewer than others.
-        largest = torch.full((count + 1, heads, group, 1), -torch.inf)
-        total = torch.zeros_like(largest)
-        mixed = torch.zeros(count + 1, heads, group, width)
+        weights: list[Tensor] = []
+        mixed: list[Tensor] = []
         for segment in pairs.segments:
             a, b = segment.first, segment.last
             n = b - a
@@ -141,62 +153,78 @@ class CpuAttention:
                 k = keys.index_select(0, segment.blocks)
                 v = values.index_select(0, segment.blocks)
             asked = q.index_select(0, pairs.owners[a:b]).view(n * heads, group, size)
-            scores = torch.bmm(asked, k.view(n * heads, block, size).transpose(1, 2))
-            if half:
-                scores = scores.float()
+            scores = torch.bmm(asked, k.view(n * heads, block, size).transpose(1, 2)).float()
             if options.softcap is not None:
                 scores.div_(options.softcap).tanh_().mul_(options.softcap)
             scores.view(n, heads * group, block).add_(pairs.mask[a:b])
-            top = scores.amax(-1, keepdim=True)
-            scores.sub_(top).exp_()
-            largest[a:b] = top.view(n, heads, group, 1)
-            total[a:b] = scores.sum(-1).view(n, heads, group, 1)
-            if half:
-                scores = scores.to(v.dtype)
+            shares = scores.softmax(-1)
+            # The largest share is 1 / (sum of exponentials): no need to compute them again.
+            weights.append(scores.amax(-1).sub_(shares.amax(-1).log_()))
             v = v.view(n * heads, block, width)
-            mixed[a:b] = torch.bmm(scores, v).view(n, heads, group, width)
+            mixed.append(torch.bmm(shares.to(v.dtype), v))
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        parts = mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+        weight, parts = weight.view(-1, heads, group, 1), parts.view(-1, heads, group, width)
         sinks = None
         if options.sinks is not None:
-            sinks = options.sinks.float().view(1, heads, group, 1)
-        if pairs.groups[0][0] is None:
-            out = _join(largest, total, mixed, pairs.groups[0][1], sinks)
+            sinks = options.sinks.float().view(1, 1, heads, group, 1)
+        if pairs.groups[0].rows is None:
+            out = _join(weight, parts, pairs.groups[0], sinks)
         else:
-            out = mixed.new_empty(rows, heads, group, width)
-            for which, table in pairs.groups:
-                assert which is not None
-                out[which] = _join(largest, total, mixed, table, sinks)
-        return out.to(values.dtype).view(rows, num_heads, width)
+            out = parts.new_empty(rows, heads, group, width)
+            for each in pairs.groups:
+                assert each.rows is not None
+                out[each.rows] = _join(weight, parts, each, sinks)
+        return out.view(rows, num_heads, width)
 
 
-def _join(
-    largest: Tensor, total: Tensor, mixed: Tensor, table: Tensor, sinks: Tensor | None
-) -> Tensor:
-    """Rows [r, K, G, D] from their pairs `table` [r, n]."""
-    rows, n = table.shape
+def _join(weight: Tensor, parts: Tensor, group: _Group, sinks: Tensor | None) -> Tensor:
+    """Rows [r, K, G, D] from what their pairs attended to and the weight, a logarithm, of each."""
+    rows, n = group.table.shape
+    flat = group.table.view(-1)
     if n == 1 and sinks is None:
-        flat = table.view(-1)
-        return mixed.index_select(0, flat).div_(total.index_select(0, flat))
-    flat = table.view(-1)
-    tops = largest.index_select(0, flat).view(rows, n, *largest.shape[1:])
-    top = tops.amax(1, keepdim=True)
+        return parts.index_select(0, flat)
+    weight = weight.index_select(0, flat).view(rows, n, *weight.shape[1:])
+    if group.padding is not None:
+        weight.masked_fill_(group.padding, -torch.inf)
     if sinks is not None:
-        top = torch.maximum(top, sinks)
-    weight = tops.sub_(top).exp_()
-    totals = total.index_select(0, flat).view_as(weight).mul_(weight).sum(1)
-    if sinks is not None:
-        totals += (sinks - top[:, 0]).exp_()
-    parts = mixed.index_select(0, flat).view(rows, n, *mixed.shape[1:])
-    return parts.mul_(weight).sum(1).div_(totals)
+        weight = torch.cat([weight, sinks.expand(rows, -1, -1, -1, -1)], 1)
+    share = weight.softmax(1)[:, :n].to(parts.dtype)
+    parts = parts.index_select(0, flat).view(rows, n, *parts.shape[1:])
+    return parts.mul_(share).sum(1)
 
 
-def _pairs(step: StepIndices, window: int | None, block_bytes: int) -> _Pairs:
+def _pairs(
+    step: StepIndices, window: int | None, block_bytes: int, remembered: Remembered
+) -> _Pairs:
+    """The pairs of a step; those of the step before, where only the lengths have grown."""
     size = step.block_size
     lengths = step.lengths
-    num_blocks = (lengths + (size - 1)) // size
+    ends = (lengths + (size - 1)) // size
     oldest = torch.zeros_like(lengths) if window is None else (lengths - window).clamp_min(0)
-    low = oldest // size
+    begins = oldest // size
+    known = remembered.get(window)
+    same = known is not None and all(
+        torch.equal(a, b) for a, b in zip(known[0], (step.tables, begins, ends), strict=True)
+    )
+    pairs = known[1] if known is not None and same else _paired(step, begins, ends, block_bytes)
+    first = (pairs.columns * size).unsqueeze(1)
+    # Of each pair, the places of its block that are tokens of the row, and young enough.
+    place = torch.arange(size)
+    hidden = place >= lengths[pairs.owners].unsqueeze(1) - first
+    if window is not None:
+        hidden |= place < oldest[pairs.owners].unsqueeze(1) - first
+    mask = torch.zeros(pairs.owners.shape[0], 1, size)
+    mask.masked_fill_(hidden.unsqueeze(1), -torch.inf)
+    pairs = dataclasses.replace(pairs, mask=mask)
+    remembered[window] = (step.tables, begins, ends), pairs
+    return pairs
+
+
+def _paired(step: StepIndices, low: Tensor, ends: Tensor, block_bytes: int) -> _Pairs:
+    """The pairs without their mask, for rows that attend to their blocks `low` to `ends`."""
     column = torch.arange(step.tables.shape[1])
-    held = (column < num_blocks.unsqueeze(1)) & (column >= low.unsqueeze(1))
+    held = (column < ends.unsqueeze(1)) & (column >= low.unsqueeze(1))
     rows, columns = held.nonzero(as_tuple=True)
     count = rows.shape[0]
     blocks, order = step.tables[rows, columns].sort(stable=True)
@@ -227,39 +255,33 @@ def _pairs(step: StepIndices, window: int | None, block_bytes: int) -> _Pairs:
             segments.append(_Segment(done, done + some.shape[0], blocks=some))
             done += some.shape[0]
     working = torch.cat(pieces)
-    owners = rows[working]
-    position = (columns[working] * size).unsqueeze(1) + torch.arange(size)
-    hidden = position >= lengths[owners].unsqueeze(1)
-    if window is not None:
-        hidden |= position < oldest[owners].unsqueeze(1)
-    mask = torch.zeros(count, 1, size).masked_fill_(hidden.unsqueeze(1), -torch.inf)
-    where = torch.empty(count + 1, dtype=torch.long)
+    where = torch.empty(count, dtype=torch.long)
     where[working] = torch.arange(count)
-    where[count] = count
-    return _Pairs(count, segments, owners, mask, _groups(num_blocks - low, where))
+    groups = _groups(ends - low, where)
+    return _Pairs(segments, rows[working], columns[working], torch.empty(0), groups)
 
 
-def _groups(counts: Tensor, where: Tensor) -> list[tuple[Tensor | None, Tensor]]:
-    """Tables of pairs for rows of similar lengths, so that little of them is padding."""
-    ends = counts.cumsum(0)
-    begins = ends - counts
-    last = where.shape[0] - 1
-
-    def table(which: Tensor | None) -> Tensor:
-        some, start = (counts, begins) if which is None else (counts[which], begins[which])
-        column = torch.arange(int(some.max()))
-        pair = (start.unsqueeze(1) + column).masked_fill_(column >= some.unsqueeze(1), last)
-        return where[pair]
-
+def _groups(counts: Tensor, where: Tensor) -> list[_Group]:
+    """Rows with `counts` pairs each, whose places are `where`, so that little of it is padding."""
+    begins = counts.cumsum(0) - counts
     smallest, largest = int(counts.min()), int(counts.max())
     if largest <= 2 * smallest or largest <= 8:
-        return [(None, table(None))]
+        return [_group(None, counts, begins, where)]
     power = counts.log2().ceil().long()
-    found: list[tuple[Tensor | None, Tensor]] = []
-    for each in sorted(set(power.tolist())):
-        which = (power == each).nonzero().squeeze(1)
-        found.append((which, table(which)))
-    return found
+    return [
+        _group((power == each).nonzero().squeeze(1), counts, begins, where)
+        for each in sorted(set(power.tolist()))
+    ]
+
+
+def _group(rows: Tensor | None, counts: Tensor, begins: Tensor, where: Tensor) -> _Group:
+    if rows is not None:
+        counts, begins = counts[rows], begins[rows]
+    column = torch.arange(int(counts.max()))
+    padding = column >= counts.unsqueeze(1)
+    pairs = (begins.unsqueeze(1) + column).masked_fill_(padding, 0)
+    some = bool(padding.any())
+    return _Group(rows, where[pairs], padding[..., None, None, None] if some else None)
 
 
 def _chunk(

@@ -59,6 +59,12 @@ class Merged:
         self._columns: list[Tensor | None] = []
         self._left = 0
 
+    def lay_inputs_first(self) -> Tensor:
+        """Store the weight as [in, out]; its shape stays."""
+        if self.weight.dtype == torch.float32:
+            self.weight = self.weight.t().contiguous().t()
+        return self.weight
+
     def columns(self, part: int, x: Tensor) -> Tensor:
         """What projection number `part` makes of `x`: a view of the merged product."""
         if self._source is not x or self._columns[part] is None:
@@ -93,11 +99,7 @@ def merge_projections(module: nn.Module) -> list[tuple[Merged, list[nn.Linear]]]
     Returns:
         Every merged weight with the modules that stand before it, for `unmerge_wasted`.
     """
-    uses: dict[int, int] = {}
-    for parent in module.modules():
-        for parameter in parent._parameters.values():
-            if parameter is not None:
-                uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    uses = _uses(module)
     found: list[tuple[Merged, list[nn.Linear]]] = []
     for parent in module.modules():
         for names in _SIBLINGS:
@@ -118,6 +120,48 @@ def merge_projections(module: nn.Module) -> list[tuple[Merged, list[nn.Linear]]]
                 part.merged, part.part = merged, index
             found.append((merged, parts))
     return found
+
+
+def lay_inputs_first(module: nn.Module) -> int:
+    """Store the weights of linear layers as [in, out] on CPU in fp32, in place; shapes stay.
+
+    Weights are read from memory once a step, and by a product of few rows faster that way: the
+    library needs no rearranged copy of them first. A weight that is an embedding too keeps its
+    rows together, since tokens are looked up by rows.
+
+    Returns:
+        How many weights were laid out anew.
+    """
+    shared = _uses(module)
+    done: dict[int, Tensor] = {}
+    child: Any
+    for child in module.modules():
+        if isinstance(child, MergedLinear) and id(child.merged) not in done:
+            done[id(child.merged)] = child.merged.lay_inputs_first()
+    for child in module.modules():
+        if isinstance(child, MergedLinear):
+            merged = child.merged
+            begin = sum(merged.sizes[: child.part])
+            child.weight.data = merged.weight[begin : begin + merged.sizes[child.part]]
+        elif (
+            isinstance(child, nn.Linear)
+            and shared[id(child.weight)] == 1
+            and not getattr(child, "transposed", False)
+            and child.weight.dtype == torch.float32
+        ):
+            child.weight.data = child.weight.data.t().contiguous().t()
+            done[id(child)] = child.weight
+    return len(done)
+
+
+def _uses(module: nn.Module) -> dict[int, int]:
+    """How many modules hold each parameter, by its identity."""
+    uses: dict[int, int] = {}
+    for parent in module.modules():
+        for parameter in parent._parameters.values():
+            if parameter is not None:
+                uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    return uses
 
 
 def unmerge_wasted(merges: list[tuple[Merged, list[nn.Linear]]]) -> int:

@@ -20,12 +20,16 @@ from torch import Tensor, nn
 from hocket.runtime.mesh import Mesh
 from hocket.runtime.pipeline.stage import Stage
 from hocket.serving.engine.attention import Options, attending
-from hocket.serving.engine.attention_cpu import CpuAttention
+from hocket.serving.engine.attention_cpu import CpuAttention, Remembered
 from hocket.serving.engine.attention_cuda import CudaAttention, DeviceStep, choose_kernel
 from hocket.serving.engine.attention_step import StepIndices, indices
 from hocket.serving.engine.cache import BlockTables, LayerShape, PagedCache, bytes_per_block
 from hocket.serving.engine.graphs import DecodeGraphs
-from hocket.serving.engine.projections import merge_projections, unmerge_wasted
+from hocket.serving.engine.projections import (
+    lay_inputs_first,
+    merge_projections,
+    unmerge_wasted,
+)
 from hocket.serving.engine.refusal import no_attention, refuse
 from hocket.serving.scheduling.step import StepPlan
 
@@ -81,6 +85,9 @@ class StageRunner:
         self.tables = BlockTables(max_rows, -(-max_model_len // block_size))
         self.layers = self._watch()
         unmerge_wasted(merges)
+        if self.device.type == "cpu":
+            lay_inputs_first(stage.module)
+        self._remembered: Remembered = {}
 
     @property
     def bytes_per_block(self) -> int:
@@ -125,7 +132,8 @@ class StageRunner:
         self.tables.apply(plan)
         step = indices(plan, self.tables, self.block_size)
         if self.device.type == "cpu":
-            return self._forward(step, hidden, CpuAttention(self.cache, step))
+            attention = CpuAttention(self.cache, step, self._remembered)
+            return self._forward(step, hidden, attention)
         there = DeviceStep.of(step, self.device)
         decodes = not step.chunks
         if decodes and self._graphs is not None and self._graphs.fits(there):
