@@ -41,14 +41,14 @@ DEFAULT = (
 
 
 @contextlib.contextmanager
-def gate(command: str) -> Iterator[None]:
-    """Hold the machine while measuring: `command` prints a line when it is ours, and gives it back
-    when its standard input ends. For machines that several measure on; "" holds nothing."""
+def gate(command: str, what: str) -> Iterator[None]:
+    """Hold the machine: `command warm-up` or `command measure` prints a line when it may be used,
+    and gives it back when its standard input ends. For machines that several measure on."""
     if not command:
         yield
         return
     with subprocess.Popen(
-        shlex.split(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [*shlex.split(command), what], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as holder:
         assert holder.stdin is not None
         assert holder.stdout is not None
@@ -153,11 +153,12 @@ def measure(model: Model, contenders: Sequence[Contender], options: Any) -> Fiel
     with contextlib.ExitStack() as stack:
         field = Field(model, folder, stack)
         for contender in contenders:
-            field.start(contender, pythons[contender.project])
+            with gate(options.gate, "warm-up"):
+                field.start(contender, pythons[contender.project])
         if REFERENCE not in field.running:
             raise SystemExit(f"{REFERENCE} did not start: there is nothing to compare with")
         for number in range(options.rounds + 1):
-            with gate(options.gate if number else ""):
+            with gate(options.gate, "measure" if number else "warm-up"):
                 began = time.perf_counter()
                 for load in every:
                     field.turns(load, number)
@@ -191,7 +192,7 @@ def main(arguments: list[str] | None = None) -> int:
         default=os.environ.get("HOCKET_BENCH_TRANSFORMERS", sys.executable),
         help="interpreter that has transformers[serving] (or HOCKET_BENCH_TRANSFORMERS)",
     )
-    parser.add_argument("--gate", default="", help=(gate.__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--gate", default="", help=gate.__doc__)
     parser.add_argument("--json", type=Path, default=None, help="file for the figures")
     options = parser.parse_args(arguments)
     # Told to end, it ends what it started.

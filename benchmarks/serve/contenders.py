@@ -166,7 +166,7 @@ EVERY = (
     *_peers(1),
     *_peers(2),
 )
-REFERENCE = "generate, 2 threads"
+REFERENCE = "generate, 1 thread"
 """Whose tokens the others' are compared with; it also judges where they differ."""
 
 

@@ -26,10 +26,11 @@ class Goal:
 ONE_RANK = "hocket serve dp1, 1 thread a rank"
 GOALS = (
     Goal("hocket serve / vLLM serve", "hocket serve dp1", "vLLM serve", "rate", 1.0),
-    Goal("hocket.LLM / vLLM offline", "hocket.LLM dp1", "vLLM offline", "rate", 1.0),
-    Goal("hocket.LLM / generate_batch", "hocket.LLM dp1", "generate_batch", "rate", 4.0, (32,)),
+    Goal("hocket serve, best layout / vLLM serve", "hocket serve", "vLLM serve", "rate", 1.0),
+    Goal("hocket.LLM / vLLM offline", "hocket.LLM", "vLLM offline", "rate", 1.0),
+    Goal("hocket.LLM / generate_batch", "hocket.LLM", "generate_batch", "rate", 4.0, (32,)),
     Goal("hocket serve / transformers serve", "hocket serve dp1", "transformers serve", "rate", 1),
-    Goal("hocket.LLM / generate", "hocket.LLM dp1", "generate,", "rate", 1.0),
+    Goal("hocket.LLM / generate", "hocket.LLM", "generate,", "rate", 1.0),
     Goal("tp2 / one rank, decode", "hocket serve tp2", ONE_RANK, "per_token", 1.5, (1,)),
     Goal("tp2 / one rank, throughput", "hocket serve tp2", ONE_RANK, "rate", 1.0),
     Goal("pp2 / one rank, throughput", "hocket serve pp2", ONE_RANK, "rate", 1.7, (32, 64)),
