@@ -37,29 +37,10 @@ def words() -> Any:
 
 
 @dataclasses.dataclass
-class Live:
-    """Where the server listens, and what stands behind it."""
+class Door:
+    """Where a server listens on this machine."""
 
-    url: str
     port: int
-    metrics: str
-    replica: FakeReplica
-    service: Service
-    loop: asyncio.AbstractEventLoop
-    front: Front
-
-    def run(self, call: Any) -> Any:
-        """Await something in the server's loop."""
-        return asyncio.run_coroutine_threadsafe(call, self.loop).result(30)
-
-    def idle(self) -> bool:
-        """Whether the replica has become idle, soon."""
-        end = time.monotonic() + 10
-        while time.monotonic() < end:
-            if self.replica.idle:
-                return True
-            time.sleep(0.005)
-        return False
 
     def raw(self, data: bytes, *, read: bool = True) -> bytes:
         """Send bytes; what comes back until the server hangs up."""
@@ -84,6 +65,31 @@ class Live:
         lines = {"Host": f"127.0.0.1:{self.port}", "Connection": "close", **headers}
         head = "".join(f"{k}: {v}\r\n" for k, v in lines.items())
         return split(self.raw(f"GET {path} HTTP/1.1\r\n{head}\r\n".encode()))
+
+
+@dataclasses.dataclass
+class Live(Door):
+    """A server of this process, and what stands behind it."""
+
+    url: str
+    metrics: str
+    replica: FakeReplica
+    service: Service
+    loop: asyncio.AbstractEventLoop
+    front: Front
+
+    def run(self, call: Any) -> Any:
+        """Await something in the server's loop."""
+        return asyncio.run_coroutine_threadsafe(call, self.loop).result(30)
+
+    def idle(self) -> bool:
+        """Whether the replica has become idle, soon."""
+        end = time.monotonic() + 10
+        while time.monotonic() < end:
+            if self.replica.idle:
+                return True
+            time.sleep(0.005)
+        return False
 
 
 def split(answer: bytes) -> tuple[int, dict[str, str], bytes]:
