@@ -33,6 +33,8 @@ class StageShare:
             of the all-gathers over tp of one forward and one backward.
         split_loss: the logits stay split by vocabulary, and the loss is found in parts.
         gradient_bytes: of each parameter with a gradient, in the module's order.
+        late: which of these gradients are summed over other axes too, in the same order: under
+            ZeRO they are reduced last, from buckets of their own.
         partial_bytes: axis to bytes of gradients that are partial sums over it, once a step.
         tied_bytes: bytes of gradients that another stage holds too; one entry per tie.
     """
@@ -45,6 +47,7 @@ class StageShare:
     backward_gathers: tuple[int, ...] = ()
     split_loss: bool = False
     gradient_bytes: tuple[int, ...] = ()
+    late: tuple[bool, ...] = ()
     partial_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     tied_bytes: tuple[int, ...] = ()
 
@@ -107,6 +110,11 @@ class StageShare:
         return cls(
             stage=stage,
             gradient_bytes=tuple(math.prod(p.local_shape) * e for p in own),
+            late=tuple(
+                (tp > 1 and ("tp" in p.grad_sum or p.has_copies))
+                or (num_stages > 1 and p.name in {*plan.ties, *plan.ties.values()})
+                for p in own
+            ),
             partial_bytes=partial,
             tied_bytes=tuple(tied),
             **fields,

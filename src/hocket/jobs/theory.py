@@ -138,7 +138,7 @@ def rows(spec: RunSpec, stage_ranks: tuple[int, ...]) -> list[list[Row]]:
             stage=stage,
             tp=layout.tp,
             num_stages=num_stages,
-            element_bytes=element_bytes,
+            element_bytes=4,  # gradients are kept and summed in fp32, whatever the parameters are
             experts_per_token=int(source.config.get("num_experts_per_tok") or 0),
         )
 

@@ -108,6 +108,12 @@ class Layout:
                 f"the layout is {self.axes_text()}",
                 hint=f"dp{self.dp}:data_parallel=threads",
             )
+        if self.data_parallel == "threads" and self.zero:
+            raise LayoutError(
+                f"data_parallel=threads keeps one state, on its first replica: zero={self.zero} "
+                "has nothing to share",
+                hint=f"dp{self.dp}:zero={self.zero}",
+            )
 
     # --- sizes -----------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ from hocket.runtime.record import Recorder
 from hocket.spec.errors import OptionError, unknown
 from hocket.spec.links import Links
 from hocket.spec.plan import ParallelPlan
-from hocket.spec.run import RunSpec
+from hocket.spec.run import RunSpec, TrainOptions
 from hocket.spec.schedule import Schedule
 from hocket.training.optimizer import Optimizer
 
@@ -177,7 +177,7 @@ def build(spec: RunSpec, context: RankContext, schedule: Schedule | None = None)
     """
     mesh = join_world(spec, context)
     source, skeleton, plan, parallel = build_model(spec, mesh, schedule)
-    optimizer = Optimizer(parallel.named_parameters(), spec.options)
+    optimizer = build_optimizer(parallel, spec.options)
     return Job(
         spec=spec,
         mesh=mesh,
@@ -187,6 +187,12 @@ def build(spec: RunSpec, context: RankContext, schedule: Schedule | None = None)
         parallel=parallel,
         optimizer=optimizer,
     )
+
+
+def build_optimizer(parallel: Parallel, options: TrainOptions) -> Optimizer:
+    """The optimizer of what this rank steps: its parameters, or with ZeRO its share of them."""
+    dims = {name: len(placement.shape) for name, placement in parallel.placements.items()}
+    return Optimizer(parallel.named_stepped(), options, dims)
 
 
 def compile_blocks(module: nn.Module, plan: ParallelPlan, backend: str = "inductor") -> None:

@@ -103,6 +103,7 @@ def export_ranks(parallel: Parallel, to: Path, files: ModelFiles) -> Path:
     """
     from hocket.runtime.checkpoint import World, save_checkpoint
 
+    parallel.arrive()
     mesh: Any = getattr(parallel, "mesh", None)
     world = World() if mesh is None else World.of(mesh)
     first = mesh is None or mesh.coordinate["dp"] == 0

@@ -123,9 +123,9 @@ def _one(spec: RunSpec, schedule: Schedule | None, rank: int) -> Memory:
             parameter.grad_dtype = torch.float32
         parallel.finish()
         parallel.train()
-        optimizer = Optimizer(parallel.named_parameters(), options)
+        optimizer = build_optimizer(parallel, options)
         optimizer.state_tensors()
-        count = MemoryCount(parallel.parameters(), optimizer.tensors, torch.device("cpu"))
+        count = MemoryCount(parallel.tensors(), optimizer.tensors, torch.device("cpu"))
         ids = torch.zeros(rows, workload.seq_len, dtype=torch.long)
         positions = torch.arange(workload.seq_len).expand(rows, -1).contiguous()
         batch = {"input_ids": ids, "position_ids": positions, "labels": ids.clone()}
