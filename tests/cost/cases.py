@@ -87,6 +87,7 @@ def recorded_and_expected(context: Any, layout: str, model: str, bucket_mb: floa
     torch.manual_seed(mesh.axis("dp").index)
     parallel.forward_backward(_microbatches(split, config))
     parallel.clip_grad_norm(1.0)
+    parallel.publish()
     count = split.microbatches or 1
     schedule = parallel.schedule
     expected = communication(

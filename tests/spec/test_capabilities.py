@@ -17,7 +17,7 @@ from hocket.spec.layout import Layout
         ("dp4:zero=3", ["zero"]),
         ("cp2", ["cp"]),
         ("dp2.ep2", ["ep"]),
-        ("dp4:zero=1,shard=2", ["zero", "shard"]),
+        ("dp4:zero=3,shard=2", ["zero"]),
         ("tp2:recompute=full,sequence_parallel=true", ["recompute", "sequence_parallel"]),
     ],
 )

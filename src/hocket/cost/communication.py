@@ -162,16 +162,13 @@ def _sharded(table: _Table, layout: Layout, step: Step, share: StageShare) -> No
     # With backward in two halves a bucket is full once the weights' half has come for all of it.
     often = step.num_microbatches if layout.zero == 2 else 1
     for late in (False, True):
-        sizes = [
-            n for n, is_late in zip(share.gradient_bytes, share.late, strict=True) if is_late == late
-        ]
+        both = zip(share.gradient_bytes, share.late, strict=True)
+        sizes = [nbytes for nbytes, is_late in both if is_late == late]
         for nbytes in bucket_bytes(sizes, step.bucket_bytes):
             elements = -(-nbytes // step.gradient_bytes // ranks) * ranks
             count = 1 if late else often
             if ranks > 1:
-                table.add(
-                    "reduce-scatter", "shard", "step", count, elements * step.gradient_bytes
-                )
+                table.add("reduce-scatter", "shard", "step", count, elements * step.gradient_bytes)
                 table.add("all-gather", "shard", "step", 1, elements * step.element_bytes)
             if ranks < layout.dp:
                 table.add(

@@ -33,8 +33,8 @@ class StageShare:
             of the all-gathers over tp of one forward and one backward.
         split_loss: the logits stay split by vocabulary, and the loss is found in parts.
         gradient_bytes: of each parameter with a gradient, in the module's order.
-        late: which of these gradients are summed over other axes too, in the same order: under
-            ZeRO they are reduced last, from buckets of their own.
+        late: which of these gradients are summed over other axes too, in the same order (none
+            if left empty): under ZeRO they are reduced last, from buckets of their own.
         partial_bytes: axis to bytes of gradients that are partial sums over it, once a step.
         tied_bytes: bytes of gradients that another stage holds too; one entry per tie.
     """
@@ -50,6 +50,10 @@ class StageShare:
     late: tuple[bool, ...] = ()
     partial_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     tied_bytes: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.late:
+            object.__setattr__(self, "late", (False,) * len(self.gradient_bytes))
 
     @classmethod
     def of_layers(

@@ -167,9 +167,7 @@ def all_gather_flat(whole: Tensor, piece: Tensor, axis: Axis, recorder: Recorder
             whole.copy_(piece)
         return None
     recorder.count("all-gather", axis.name, whole.numel() * whole.element_size())
-    return dist.all_gather_single(
-        whole.detach(), piece.detach(), group=axis.group, async_op=True
-    )
+    return dist.all_gather_single(whole.detach(), piece.detach(), group=axis.group, async_op=True)
 
 
 def scatter(

@@ -137,9 +137,7 @@ class Parallel:
     def _shard(self, stage: Stage) -> ShardedBuckets:
         """ZeRO: this stage's state in shares."""
         late = set(sum(self.plan.ties.items(), ())) if self._num_stages > 1 else set()
-        late |= {
-            name for name, p in stage.placements.items() if "tp" in p.grad_sum or p.has_copies
-        }
+        late |= {name for name, p in stage.placements.items() if "tp" in p.grad_sum or p.has_copies}
         return ShardedBuckets(
             stage.module,
             late,

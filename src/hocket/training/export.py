@@ -103,7 +103,6 @@ def export_ranks(parallel: Parallel, to: Path, files: ModelFiles) -> Path:
     """
     from hocket.runtime.checkpoint import World, save_checkpoint
 
-    parallel.arrive()
     mesh: Any = getattr(parallel, "mesh", None)
     world = World() if mesh is None else World.of(mesh)
     first = mesh is None or mesh.coordinate["dp"] == 0
@@ -142,6 +141,7 @@ class _Held:
     """The parameters of a rank that writes, or none."""
 
     def __init__(self, parallel: Parallel, writes: bool) -> None:
+        self.arrive = parallel.arrive
         self._parameters = dict(parallel.named_parameters()) if writes else {}
         self.placements = {name: parallel.placements[name] for name in self._parameters}
 

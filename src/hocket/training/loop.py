@@ -268,7 +268,6 @@ class Loop:
     # --- checkpoints -----------------------------------------------------------------------
 
     def _save(self, step: int) -> None:
-        self.parallel.arrive()
         with self._long(), self._disk(self.folder.checkpoints, ".*.partial"):
             path = save_checkpoint(
                 self.folder.checkpoints,

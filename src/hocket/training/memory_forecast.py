@@ -30,9 +30,8 @@ from hocket.runtime.record import Recorder
 from hocket.spec.layout import AXES, Layout
 from hocket.spec.run import RunSpec
 from hocket.spec.schedule import Schedule
-from hocket.training.build import dtype_of
+from hocket.training.build import build_optimizer, dtype_of
 from hocket.training.memory import Memory, MemoryCount
-from hocket.training.optimizer import Optimizer
 
 _Work: Any = dist._Work  # type: ignore[attr-defined]
 _ProcessGroup: Any = dist.ProcessGroup

@@ -144,7 +144,7 @@ class Buckets:
                 self._reduce(bucket)
 
     def settle(self) -> None:
-        """Before gradients are summed over other axes: `.grad` holds the sum over the data ranks."""
+        """Before gradients are summed over other axes: wait for the sum over the data ranks."""
         self.wait()
 
     def wait(self) -> None:
