@@ -46,7 +46,14 @@ def matrix(context: Any, folder: str, cases: list[list[str]], fault: str = "") -
         where = Path(folder) / family
         # Schedules of several stages a rank place them differently, and with them the tie's group.
         name = spec.layout.schedule if spec.layout.virtual_stages > 1 else "1f1b"
-        key = dataclasses.replace(spec.layout, schedule=name, microbatches=None, cut="balanced")
+        key = dataclasses.replace(
+            spec.layout,
+            schedule=name,
+            microbatches=None,
+            cut="balanced",
+            recompute="none",
+            recompute_layers=None,
+        )
         try:
             parallel, optimizer = compose(context, spec, meshes, str(key))
             break_something(parallel, optimizer, fault)

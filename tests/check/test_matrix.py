@@ -36,6 +36,16 @@ MORE = {
     "dp2.pp2:zero=2,microbatches=4": ("llama_tied", "gemma3"),
     "dp2.pp2:zero=1,schedule=zb-v,microbatches=4,virtual_stages=2": ("llama_tied",),
     "dp2.pp2.tp2:zero=2,schedule=zero-bubble,microbatches=2": ("llama_tied", "gpt2"),
+    "dp1:recompute=full,microbatches=2": ("llama", "gemma3", "bloom"),
+    "dp1:recompute=selective": ("llama", "gpt2", "opt"),
+    "tp2:recompute=full": ("llama_tied", "gpt2", "mixtral", "bloom"),
+    "tp2:recompute=selective": ("qwen3", "gpt_neox", "gemma3"),
+    "dp2:zero=2,microbatches=2,recompute=full": ("llama", "phi3"),
+    "dp2.pp2:zero=1,schedule=zb-v,microbatches=4,virtual_stages=2,recompute=full": ("llama_tied",),
+    "dp2.pp2.tp2:microbatches=2,recompute=full": ("llama_tied", "gpt2"),
+    "dp2.pp2.tp2:zero=2,schedule=zero-bubble,microbatches=2,recompute=selective": ("mistral",),
+    "pp2:schedule=zb-v,microbatches=4,virtual_stages=2,recompute=full": ("gpt2", "mixtral"),
+    "pp2:microbatches=4,recompute=full,recompute_layers=1": ("llama",),
 }
 CASES = [(family, layout) for layout in EVERY for family in FAMILIES]
 CASES += [(family, layout) for layout, families in MORE.items() for family in families]

@@ -25,6 +25,11 @@ CASES = [
     ("dp2.tp2:zero=2,microbatches=2", "qwen3", 4),
     ("dp4:zero=2,shard=2", "llama", 4),
     ("dp2.pp2.tp2:zero=1,microbatches=2", "gpt2", 8),
+    ("tp2:recompute=full", "llama", 2),
+    ("tp2:recompute=full,recompute_layers=1,microbatches=2", "mixtral", 2),
+    ("tp2:recompute=full", "gemma3", 2),  # a norm stands behind the last sum
+    ("tp2:recompute=selective", "llama", 2),
+    ("dp2.pp2.tp2:zero=2,microbatches=2,recompute=full,schedule=zero-bubble", "gpt2", 8),
 ]
 
 
@@ -41,6 +46,22 @@ def test_recorded_equals_theory(ranks: RankPool, layout: str, model: str, world_
     )
     for pair in found:
         assert differing(pair) == []
+
+
+def test_a_sum_before_dropout_is_repeated(ranks: RankPool) -> None:
+    """Four layers of two sums: dropout behind a layer's last product needs that one too."""
+    counts = []
+    for dropout in (0.0, 0.1):
+        ((recorded, expected), _) = ranks.run(
+            "tests.cost.cases:recorded_and_expected",
+            2,
+            layout="tp2:recompute=full",
+            model="gpt2",
+            dropout=dropout,
+        )
+        assert differing([recorded, expected]) == []
+        counts += [r["count"] for r in expected if (r["name"], r["axis"]) == ("all-reduce", "tp")]
+    assert counts[1] == counts[0] + 4
 
 
 def test_small_buckets_are_counted(ranks: RankPool) -> None:

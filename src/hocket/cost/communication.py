@@ -6,6 +6,8 @@ send and receive, the output for all-gather).
 
     once a microbatch
         tp   all-reduce    2 forward and 2 backward a layer, each T H e   (Shoeybi et al. 2019, 3)
+             all-reduce    and, where layers are run again in backward, all of their forward once
+                           more, but that of a product with which a layer ends
              all-reduce    1 forward after the embedding, 1 backward before the output head
              all-gather    of two numbers a token and rank, for the loss
         pp   send, receive T H e to and from each neighbouring stage, forward and backward
@@ -145,13 +147,14 @@ def communication(
 def _tensor(table: _Table, step: Step, share: StageShare) -> None:
     """What split layers cost each microbatch."""
     number, e = step.num_microbatches, step.element_bytes
-    sums = share.forward_sums + share.backward_sums
+    sums = share.forward_sums + share.backward_sums + share.repeated_sums
     table.add("all-reduce", "tp", "microbatch", number * sums, step.hidden_bytes)
     if share.expert_weights:
         # They ride along with a gradient of T x H: bytes, but no message of their own.
         row = table.rows["all-reduce", "tp", "microbatch"]
         row[1] += number * share.expert_weights * step.tokens * e
-    for width in (*share.forward_gathers, *share.backward_gathers):
+    gathers = (*share.forward_gathers, *share.backward_gathers, *share.repeated_gathers)
+    for width in gathers:
         table.add("all-gather", "tp", "microbatch", number, step.tokens * width * e)
 
 

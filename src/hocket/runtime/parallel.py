@@ -19,6 +19,7 @@ from hocket.runtime.mesh import Mesh
 from hocket.runtime.pipeline.executor import Executor
 from hocket.runtime.pipeline.stage import Microbatch, Stage
 from hocket.runtime.random import Streams, draws_random_numbers
+from hocket.runtime.recompute import recompute
 from hocket.runtime.tensor_parallel import PartialGradients
 from hocket.runtime.ties import Ties
 from hocket.spec.errors import OptionError
@@ -115,6 +116,10 @@ class Parallel:
             self._streams = Streams(self._seed, mesh)
             for stage in self.stages:
                 self._streams.install(stage.module, self.plan.stages)
+        if self.layout.recompute != "none":
+            assert self.plan.stages is not None
+            for stage in self.stages:
+                recompute(stage.module, self.layout, self.plan.stages, self._streams)
         self._partial = PartialGradients(self.named_parameters(), self.placements, mesh)
         pieces = list(self._pieces()) if self._sharded else None
         self._norm = GradientNorm(self.named_parameters(), self.placements, mesh, pieces)

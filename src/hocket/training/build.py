@@ -26,6 +26,7 @@ from hocket.runtime.device import pick_backend, pick_device
 from hocket.runtime.heap import keep_freed_memory
 from hocket.runtime.mesh import Axis, Mesh
 from hocket.runtime.parallelize import Parallel, parallelize
+from hocket.runtime.recompute import CORE, RecomputedLayer
 from hocket.runtime.record import Recorder
 from hocket.spec.errors import OptionError, unknown
 from hocket.spec.links import Links
@@ -209,10 +210,17 @@ def compile_blocks(module: nn.Module, plan: ParallelPlan, backend: str = "induct
         for child in layer.modules():
             if isinstance(getattr(child, "axis", None), Axis):
                 child.forward = torch.compiler.disable(child.forward)  # type: ignore[no-untyped-call]
+            if hasattr(child, CORE):
+                setattr(child, CORE, torch.compiler.disable(getattr(child, CORE)))  # type: ignore[no-untyped-call]
             hooks = child._forward_pre_hooks
             for key, hook in hooks.items():
                 hooks[key] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
-        layer.compile(dynamic=False, backend=backend)
+        again = vars(layer).get("forward")
+        if isinstance(again, RecomputedLayer):  # which runs it outside of any graph
+            again.inner = torch.compile(again.inner, dynamic=False, backend=backend)
+            layer.forward = torch.compiler.disable(again, recursive=False)  # type: ignore[assignment, no-untyped-call]
+        else:
+            layer.compile(dynamic=False, backend=backend)
 
 
 def dtype_of(name: str) -> torch.dtype:
