@@ -47,6 +47,7 @@ def build(workload: Workload, layout: str, backend: str) -> Step:
         mine = ids.chunk(split.dp)[data_rank]
         loss = job.parallel.forward_backward([microbatch(rows) for rows in mine.chunk(count)])
         job.optimizer.step(workload.lr)
+        job.parallel.publish()
         return loss.item()
 
     return step

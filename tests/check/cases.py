@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import time
 import traceback
@@ -45,7 +46,14 @@ def matrix(context: Any, folder: str, cases: list[list[str]], fault: str = "") -
         where = Path(folder) / family
         # Schedules of several stages a rank place them differently, and with them the tie's group.
         name = spec.layout.schedule if spec.layout.virtual_stages > 1 else "1f1b"
-        key = dataclasses.replace(spec.layout, schedule=name, microbatches=None, cut="balanced")
+        key = dataclasses.replace(
+            spec.layout,
+            schedule=name,
+            microbatches=None,
+            cut="balanced",
+            recompute="none",
+            recompute_layers=None,
+        )
         try:
             parallel, optimizer = compose(context, spec, meshes, str(key))
             break_something(parallel, optimizer, fault)
@@ -63,15 +71,24 @@ def compose(context: Any, spec: RunSpec, meshes: dict[str, Any], key: str) -> tu
     """A rank as training composes it, on a mesh that earlier cases have made already."""
     from hocket.runtime.mesh import Mesh
     from hocket.schedules.registry import build
-    from hocket.training.build import build_model
-    from hocket.training.optimizer import Optimizer
+    from hocket.training.build import build_model, build_optimizer
 
     if key not in meshes:
         meshes[key] = Mesh(spec.layout, context.rank)
     threads = spec.layout.data_parallel == "threads"
     schedule = None if threads else build(spec.layout, spec.layout.microbatches or 1)
     *_, parallel = build_model(spec, meshes[key], schedule)
-    return parallel, Optimizer(parallel.named_parameters(), spec.options)
+    return parallel, build_optimizer(parallel, spec.options)
+
+
+def own_share(sharded: Any, finish: Any, reduction: Any) -> None:
+    """End a reduction as if no other rank had sent anything."""
+    reduction.work.wait()
+    reduction.work = None
+    size = reduction.part.numel()
+    start = size * sharded.axis.index
+    reduction.part.copy_(reduction.whole[start : start + size])
+    finish(reduction)
 
 
 def break_something(parallel: Any, optimizer: Any, fault: str) -> None:
@@ -87,6 +104,12 @@ def break_something(parallel: Any, optimizer: Any, fault: str) -> None:
     elif fault == "gradients not summed over dp":
         for buckets in parallel._buckets.values():
             buckets.axis = dataclasses.replace(buckets.axis, group=None)
+    elif fault == "shares of gradients not summed":
+        for sharded in parallel._sharded.values():
+            sharded._finish = functools.partial(own_share, sharded, sharded._finish)
+    elif fault == "stepped shares not gathered":
+        for sharded in parallel._sharded.values():
+            sharded.publish = lambda: None
     elif fault == "tie forgotten":
         parallel._ties = None
     elif fault == "one weight off by a little":

@@ -21,9 +21,8 @@ def train(
     from hocket.runtime.checkpoint import load_checkpoint, save_checkpoint
     from hocket.runtime.mesh import Mesh
     from hocket.schedules.registry import build
-    from hocket.training.build import build_model
+    from hocket.training.build import build_model, build_optimizer
     from hocket.training.export import ModelFiles, export_ranks
-    from hocket.training.optimizer import Optimizer
     from hocket.training.reference import global_batch, microbatches
 
     spec = RunSpec(
@@ -36,7 +35,7 @@ def train(
     schedule = build(spec.layout, spec.layout.microbatches or 1)
     mesh = Mesh(spec.layout, context.rank)
     *_, parallel = build_model(spec, mesh, schedule)
-    optimizer = Optimizer(parallel.named_parameters(), spec.options)
+    optimizer = build_optimizer(parallel, spec.options)
     common = {"parallel": parallel, "layout": str(spec.layout), "model": config_hash(spec.config)}
     if first:
         restored = load_checkpoint(folder, **common)

@@ -50,6 +50,9 @@ class Held:
     def named_parameters(self):
         return self.tensors.items()
 
+    def arrive(self) -> None:
+        """Nothing is on its way."""
+
 
 def save(folder: Path, held: Held, step: int, **others):
     options = {"layout": "tp2", "model": MODEL, "cursor": {"sample": step * 8}}

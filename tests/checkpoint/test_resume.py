@@ -26,6 +26,7 @@ TRAIN = "tests.checkpoint.cases:train"
         ("gpt2", "dp2.pp2.tp2:microbatches=2"),  # with dropout
         ("qwen3", "tp2"),
         ("gpt2", "tp2"),
+        ("llama_tied", "dp2.pp2.tp2:microbatches=2,zero=2"),
     ],
 )
 def test_resuming_changes_no_bit(ranks: RankPool, tmp_path: Path, family: str, layout: str) -> None:

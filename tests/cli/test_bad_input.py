@@ -243,7 +243,7 @@ def test_data_that_is_not_there(refused: Run) -> None:
         (["--layout", "dp0"], "dp is 0"),
         (["--layout", "dp2:schedule=gpipe", "--schedule", "1f1b"], "the flag says 1f1b"),
         (["--layout", "cp2"], "no context parallelism"),
-        (["--layout", "dp2:zero=1"], "zero is 1"),
+        (["--layout", "dp2:zero=3"], "zero is 3"),
         (["--layout", "dp2.tp2", "--data-parallel", "threads"], "takes no other axis"),
         (["--steps", "0"], "steps is 0; it must be at least 1"),
         (["--dtype", "fp61"], "unknown dtype 'fp61'"),

@@ -37,6 +37,7 @@ GPT2 = {
     "n_positions": S,
 }
 QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 8}
+GEMMA3 = {**LLAMA, "model_type": "gemma3_text", "head_dim": 8, "query_pre_attn_scalar": 8}
 MIXTRAL = {
     **LLAMA,
     "model_type": "mixtral",
@@ -49,16 +50,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": GPT2,
     "qwen3": QWEN3,
     "mixtral": MIXTRAL,
+    "gemma3": GEMMA3,
 }
 
 
-def _built(layout: Layout, config: dict[str, Any], mesh: Mesh, bucket_mb: float) -> Any:
+def _built(
+    layout: Layout, config: dict[str, Any], mesh: Mesh, bucket_mb: float, dropout: float = 0.0
+) -> Any:
     spec = RunSpec(
         model=config["model_type"],
         config=config,
         layout=layout,
         workload=Workload(seq_len=S, global_batch=ROWS * layout.dp),
-        options=TrainOptions(device="cpu", dropout=0.0, bucket_mb=bucket_mb),
+        options=TrainOptions(device="cpu", dropout=dropout, bucket_mb=bucket_mb),
     )
     count = layout.microbatches or 1
     schedule = build_schedule(layout, count) if layout.num_stages > 1 else None
@@ -78,15 +82,18 @@ def _microbatches(layout: Layout, config: dict[str, Any]) -> list[dict[str, torc
     return [{key: value[m] for key, value in parts.items()} for m in range(count)]
 
 
-def recorded_and_expected(context: Any, layout: str, model: str, bucket_mb: float = 25.0) -> Any:
+def recorded_and_expected(
+    context: Any, layout: str, model: str, bucket_mb: float = 25.0, dropout: float = 0.0
+) -> Any:
     """One step of `model`: (what the recorder counted, what theory says)."""
     split, config = Layout.parse(layout), CONFIGS[model]
     mesh = Mesh(split, context.rank, "cpu")
-    plan, parallel = _built(split, config, mesh, bucket_mb)
+    plan, parallel = _built(split, config, mesh, bucket_mb, dropout)
     mesh.recorder.clear()
     torch.manual_seed(mesh.axis("dp").index)
     parallel.forward_backward(_microbatches(split, config))
     parallel.clip_grad_norm(1.0)
+    parallel.publish()
     count = split.microbatches or 1
     schedule = parallel.schedule
     expected = communication(
@@ -107,6 +114,7 @@ def recorded_and_expected(context: Any, layout: str, model: str, bucket_mb: floa
                 tp=split.tp,
                 num_stages=1 if schedule is None else schedule.num_stages,
                 experts_per_token=config.get("num_experts_per_tok", 0),
+                layout=split,
             )
             for stage in parallel.stages
         ],

@@ -21,6 +21,15 @@ CASES = [
     ("pp2:microbatches=4,schedule=gpipe", "gpt2", 2),
     ("pp2:microbatches=2,virtual_stages=2,schedule=interleaved", "gpt2", 2),
     ("dp2.pp2.tp2:microbatches=2", "gpt2", 8),
+    ("dp2:zero=1", "llama", 2),
+    ("dp2.tp2:zero=2,microbatches=2", "qwen3", 4),
+    ("dp4:zero=2,shard=2", "llama", 4),
+    ("dp2.pp2.tp2:zero=1,microbatches=2", "gpt2", 8),
+    ("tp2:recompute=full", "llama", 2),
+    ("tp2:recompute=full,recompute_layers=1,microbatches=2", "mixtral", 2),
+    ("tp2:recompute=full", "gemma3", 2),  # a norm stands behind the last sum
+    ("tp2:recompute=selective", "llama", 2),
+    ("dp2.pp2.tp2:zero=2,microbatches=2,recompute=full,schedule=zero-bubble", "gpt2", 8),
 ]
 
 
@@ -39,6 +48,22 @@ def test_recorded_equals_theory(ranks: RankPool, layout: str, model: str, world_
         assert differing(pair) == []
 
 
+def test_a_sum_before_dropout_is_repeated(ranks: RankPool) -> None:
+    """Four layers of two sums: dropout behind a layer's last product needs that one too."""
+    counts = []
+    for dropout in (0.0, 0.1):
+        ((recorded, expected), _) = ranks.run(
+            "tests.cost.cases:recorded_and_expected",
+            2,
+            layout="tp2:recompute=full",
+            model="gpt2",
+            dropout=dropout,
+        )
+        assert differing([recorded, expected]) == []
+        counts += [r["count"] for r in expected if (r["name"], r["axis"]) == ("all-reduce", "tp")]
+    assert counts[1] == counts[0] + 4
+
+
 def test_small_buckets_are_counted(ranks: RankPool) -> None:
     found = ranks.run(
         "tests.cost.cases:recorded_and_expected",
@@ -51,6 +76,20 @@ def test_small_buckets_are_counted(ranks: RankPool) -> None:
         assert differing([recorded, expected]) == []
         (row,) = [r for r in expected if r["axis"] == "dp"]
         assert row["count"] > 3
+
+
+def test_zero_moves_as_many_bytes_as_the_all_reduce_it_replaces(ranks: RankPool) -> None:
+    """Rajbhandari et al. 2020, section 7.2.1: an all-reduce is a reduce-scatter and an all-gather,
+    so half its bytes and half again."""
+
+    def moved(layout: str) -> int:
+        ((recorded, _), _) = ranks.run(
+            "tests.cost.cases:recorded_and_expected", 2, layout=layout, model="llama"
+        )
+        weight = {"all-reduce": 2, "reduce-scatter": 1, "all-gather": 1}
+        return sum(r["bytes"] * weight[r["name"]] for r in recorded if r["axis"] in ("dp", "shard"))
+
+    assert moved("dp2:zero=1") == moved("dp2:zero=2") == moved("dp2")
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])

@@ -14,11 +14,12 @@ from hocket.spec.layout import Layout
     ("text", "fields"),
     [
         ("dp2.pp2.tp2:schedule=zero-bubble", []),
+        ("dp2.pp2.tp2:schedule=zero-bubble,recompute=full,recompute_layers=2", []),
         ("dp4:zero=3", ["zero"]),
         ("cp2", ["cp"]),
         ("dp2.ep2", ["ep"]),
-        ("dp4:zero=1,shard=2", ["zero", "shard"]),
-        ("tp2:recompute=full,sequence_parallel=true", ["recompute", "sequence_parallel"]),
+        ("dp4:zero=3,shard=2", ["zero"]),
+        ("tp2:recompute=full,sequence_parallel=true", ["sequence_parallel"]),
     ],
 )
 def test_what_a_layout_asks_for_and_the_runtime_lacks(text: str, fields: list[str]) -> None:

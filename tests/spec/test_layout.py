@@ -9,8 +9,14 @@ from hypothesis import strategies as st
 from hocket.spec.errors import LayoutError
 from hocket.spec.layout import AXES, Layout, divisors
 
+recomputed = st.sampled_from(
+    [("none", None), ("selective", None), ("full", None), ("full", 1), ("selective", 12)]
+)
+
 layouts = st.builds(
-    Layout,
+    lambda recompute, **fields: Layout(
+        recompute=recompute[0], recompute_layers=recompute[1], **fields
+    ),
     dp=st.integers(1, 4),
     pp=st.integers(1, 4),
     cp=st.integers(1, 2),
@@ -18,7 +24,7 @@ layouts = st.builds(
     schedule=st.sampled_from(["1f1b", "gpipe", "schedules/mine.txt"]),
     microbatches=st.none() | st.integers(1, 64),
     zero=st.integers(0, 3),
-    recompute=st.sampled_from(["none", "selective", "full"]),
+    recompute=recomputed,
     sequence_parallel=st.booleans(),
     order=st.permutations(AXES).map(tuple),
 )
@@ -95,6 +101,9 @@ def test_threads_run_in_one_process() -> None:
         ("ep4.dp2", "must divide dp x cp = 2", None),
         ("dp2.tp2:data_parallel=threads", "takes no other axis", "dp2:data_parallel=threads"),
         ("dp2:recompute=some", "unknown recompute 'some'", None),
+        ("dp2:recompute=full,recompute_layers=0", "at least 1", "recompute=none"),
+        ("dp2:recompute_layers=2", "recompute is none", "recompute=full,recompute_layers=2"),
+        ("dp2:data_parallel=threads,recompute=full", "one generator", "dp2:recompute=full"),
     ],
 )
 def test_what_cannot_be_is_refused(text: str, says: str, hint: str | None) -> None:

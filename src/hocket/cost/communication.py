@@ -6,11 +6,15 @@ send and receive, the output for all-gather).
 
     once a microbatch
         tp   all-reduce    2 forward and 2 backward a layer, each T H e   (Shoeybi et al. 2019, 3)
+             all-reduce    and, where layers are run again in backward, all of their forward once
+                           more, but that of a product with which a layer ends
              all-reduce    1 forward after the embedding, 1 backward before the output head
              all-gather    of two numbers a token and rank, for the loss
         pp   send, receive T H e to and from each neighbouring stage, forward and backward
     once a step
         dp   all-reduce    of all gradients, in buckets; of the number of valid tokens
+        shard (ZeRO-1, 2)  instead: reduce-scatter of all gradients (ZeRO-2: each microbatch), and
+             all-gather    of all parameters; replicas all-reduce of the shares (hybrid sharding)
         tp   all-reduce    of gradients that are partial sums (norms over heads, key/value copies)
         embedding all-reduce  of tied gradients, between first and last stage
         world all-reduce   of the loss; model: of the squared norm
@@ -44,7 +48,8 @@ class Step:
         microbatch_size: B, rows of one microbatch on one data rank.
         num_microbatches: of one data rank.
         hidden_size: H.
-        element_bytes: e, of activations that travel.
+        element_bytes: e, of activations that travel and of parameters.
+        gradient_bytes: of an element of a gradient.
         counts_tokens: the number of valid tokens is summed over dp (not known beforehand).
         clips: the norm of the gradient is computed.
         bucket_bytes: capacity of a gradient bucket; the first holds at most 1 MB.
@@ -55,6 +60,7 @@ class Step:
     num_microbatches: int
     hidden_size: int
     element_bytes: int = 4
+    gradient_bytes: int = 4
     counts_tokens: bool = True
     clips: bool = True
     bucket_bytes: float = 25_000_000
@@ -119,8 +125,11 @@ def communication(
                 table.add("all-reduce", axis, "step", 1, nbytes)
         _pipeline(table, step, share.stage, place)
         if layout.dp > 1:
-            for nbytes in bucket_bytes(share.gradient_bytes, step.bucket_bytes):
-                table.add("all-reduce", "dp", "step", 1, nbytes)
+            if layout.zero:
+                _sharded(table, layout, step, share)
+            else:
+                for nbytes in bucket_bytes(share.gradient_bytes, step.bucket_bytes):
+                    table.add("all-reduce", "dp", "step", 1, nbytes)
     if held and here in (place[0], place[-1]) and place[0] != place[-1]:
         for nbytes in held[0].tied_bytes or held[-1].tied_bytes:
             table.add("all-reduce", "embedding", "step", 1, nbytes)
@@ -128,7 +137,9 @@ def communication(
         table.add("all-reduce", "dp", "step", 1, INTEGER)
     if layout.world_size > 1:
         table.add("all-reduce", "world", "step", 1, FLOAT)
-    if layout.tp * layout.cp * layout.pp > 1 and step.clips:
+    if step.clips and layout.zero and layout.dp > 1:
+        table.add("all-reduce", "world", "step", 1, FLOAT)
+    elif layout.tp * layout.cp * layout.pp > 1 and step.clips:
         table.add("all-reduce", "model", "step", 1, FLOAT)
     return table.list()
 
@@ -136,14 +147,36 @@ def communication(
 def _tensor(table: _Table, step: Step, share: StageShare) -> None:
     """What split layers cost each microbatch."""
     number, e = step.num_microbatches, step.element_bytes
-    sums = share.forward_sums + share.backward_sums
+    sums = share.forward_sums + share.backward_sums + share.repeated_sums
     table.add("all-reduce", "tp", "microbatch", number * sums, step.hidden_bytes)
     if share.expert_weights:
         # They ride along with a gradient of T x H: bytes, but no message of their own.
         row = table.rows["all-reduce", "tp", "microbatch"]
         row[1] += number * share.expert_weights * step.tokens * e
-    for width in (*share.forward_gathers, *share.backward_gathers):
+    gathers = (*share.forward_gathers, *share.backward_gathers, *share.repeated_gathers)
+    for width in gathers:
         table.add("all-gather", "tp", "microbatch", number, step.tokens * width * e)
+
+
+def _sharded(table: _Table, layout: Layout, step: Step, share: StageShare) -> None:
+    """ZeRO-1 and 2: gradients reduced in shares, parameters gathered; bytes of whole buckets, whose
+    number of elements is rounded up to a multiple of the ranks."""
+    ranks = layout.shard or layout.dp
+    # With backward in two halves a bucket is full once the weights' half has come for all of it.
+    often = step.num_microbatches if layout.zero == 2 else 1
+    for late in (False, True):
+        both = zip(share.gradient_bytes, share.late, strict=True)
+        sizes = [nbytes for nbytes, is_late in both if is_late == late]
+        for nbytes in bucket_bytes(sizes, step.bucket_bytes):
+            elements = -(-nbytes // step.gradient_bytes // ranks) * ranks
+            count = 1 if late else often
+            if ranks > 1:
+                table.add("reduce-scatter", "shard", "step", count, elements * step.gradient_bytes)
+                table.add("all-gather", "shard", "step", 1, elements * step.element_bytes)
+            if ranks < layout.dp:
+                table.add(
+                    "all-reduce", "replicas", "step", 1, elements // ranks * step.gradient_bytes
+                )
 
 
 def _loss(table: _Table, step: Step, share: StageShare, tp: int) -> None:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from hocket.spec.layout import Layout
 from hocket.spec.placement import Placement
 from hocket.spec.plan import ParallelPlan, Segment, Split, TensorPlan, matches
 
@@ -29,10 +30,14 @@ class StageShare:
         backward_sums: the same of one backward.
         expert_weights: routing weights per token whose gradient travels with one of the
             `backward_sums`, summed over the layers (experts per token, for each expert layer).
+        repeated_sums, repeated_gathers: those of a forward that full recompute repeats in backward:
+            all of its layers', but for the sums with which running a layer again ends.
         forward_gathers, backward_gathers: widths (elements per token, all ranks' parts together)
             of the all-gathers over tp of one forward and one backward.
         split_loss: the logits stay split by vocabulary, and the loss is found in parts.
         gradient_bytes: of each parameter with a gradient, in the module's order.
+        late: which of these gradients are summed over other axes too, in the same order (none
+            if left empty): under ZeRO they are reduced last, from buckets of their own.
         partial_bytes: axis to bytes of gradients that are partial sums over it, once a step.
         tied_bytes: bytes of gradients that another stage holds too; one entry per tie.
     """
@@ -43,10 +48,17 @@ class StageShare:
     expert_weights: int = 0
     forward_gathers: tuple[int, ...] = ()
     backward_gathers: tuple[int, ...] = ()
+    repeated_sums: int = 0
+    repeated_gathers: tuple[int, ...] = ()
     split_loss: bool = False
     gradient_bytes: tuple[int, ...] = ()
+    late: tuple[bool, ...] = ()
     partial_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     tied_bytes: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.late:
+            object.__setattr__(self, "late", (False,) * len(self.gradient_bytes))
 
     @classmethod
     def of_layers(
@@ -81,16 +93,23 @@ class StageShare:
         num_stages: int = 1,
         element_bytes: int = 4,
         experts_per_token: int = 0,
+        layout: Layout | None = None,
     ) -> StageShare:
         """Read off a stage's plan and placements (by global parameter name, in module order).
 
         Row products and the embedding are summed forward. Column products that share a parent
         module are fed the same tensor, whose gradient is summed once backward. `element_bytes`
-        are those of a gradient.
+        are those of a gradient. `layout` says
+        which layers are recomputed; None: none.
         """
         own = [p for p in placements.values() if _is_own(p, placements)]
         e = element_bytes
         fields = _sums(plan.tensor, placements, tp, experts_per_token) if tp > 1 else {}
+        if tp > 1 and layout is not None and layout.recompute == "full":
+            again, stops = _again(plan, placements, layout)
+            repeated = _sums(plan.tensor, again, tp, 0)
+            fields["repeated_sums"] = repeated["forward_sums"] - stops
+            fields["repeated_gathers"] = repeated["forward_gathers"]
         partial: dict[str, int] = {}
         for placement in own if tp > 1 else []:
             if "tp" in placement.grad_sum:
@@ -107,6 +126,11 @@ class StageShare:
         return cls(
             stage=stage,
             gradient_bytes=tuple(math.prod(p.local_shape) * e for p in own),
+            late=tuple(
+                (tp > 1 and ("tp" in p.grad_sum or p.has_copies))
+                or (num_stages > 1 and p.name in {*plan.ties, *plan.ties.values()})
+                for p in own
+            ),
             partial_bytes=partial,
             tied_bytes=tuple(tied),
             **fields,
@@ -160,6 +184,30 @@ def _sums(
         "backward_gathers": tuple(backward_gathers),
         "split_loss": split_loss,
     }
+
+
+def _again(
+    plan: ParallelPlan, placements: Mapping[str, Placement], layout: Layout
+) -> tuple[dict[str, Placement], int]:
+    """The placements of the layers that are run again, and how many sums these stop before."""
+    assert plan.stages is not None
+    assert plan.tensor is not None
+    prefix = f"{plan.stages.layers}."
+    inside = {name: p for name, p in placements.items() if name.startswith(prefix)}
+    numbers = sorted({int(name[len(prefix) :].partition(".")[0]) for name in inside})
+    kept = {f"{prefix}{number}." for number in numbers[: layout.recompute_layers]}
+    again = {
+        name: p
+        for name, p in inside.items()
+        if f"{prefix}{name[len(prefix) :].partition('.')[0]}." in kept
+    }
+    stops = 0
+    for module in _modules(again):
+        split = _split_of(plan.tensor, module)
+        own = module[len(prefix) :].partition(".")[2]
+        if split is not None and split.style in ("row", "experts") and own in plan.stages.ends:
+            stops += 1
+    return again, stops
 
 
 def _modules(placements: Mapping[str, Placement]) -> dict[str, set[str]]:

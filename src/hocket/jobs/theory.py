@@ -100,7 +100,11 @@ def rows(spec: RunSpec, stage_ranks: tuple[int, ...]) -> list[list[Row]]:
     dtype = dtype_of(workload.dtype)
     source = of_run(spec)
     skeleton = build_skeleton(
-        source.config, attention=spec.options.attention, dtype=dtype, code=source.code
+        source.config,
+        attention=spec.options.attention,
+        dtype=dtype,
+        dropout=spec.options.dropout,
+        code=source.code,
     )
     plan = plan_for(skeleton)
     num_stages = len(stage_ranks)
@@ -138,8 +142,9 @@ def rows(spec: RunSpec, stage_ranks: tuple[int, ...]) -> list[list[Row]]:
             stage=stage,
             tp=layout.tp,
             num_stages=num_stages,
-            element_bytes=element_bytes,
+            element_bytes=4,  # gradients are kept and summed in fp32, whatever the parameters are
             experts_per_token=int(source.config.get("num_experts_per_tok") or 0),
+            layout=layout,
         )
 
     shares: dict[tuple[int, int], StageShare] = {}

@@ -119,14 +119,14 @@ def legal(
         ):
             chosen[name] = np.full(count, float(value))
         chosen["shard"] = chosen["dp"]
-        parts += _sharded(chosen, zero, domain, pins=pins, here=here)
+        parts += _sharded(chosen, zero, domain, pins=pins)
     names = [field.name for field in dataclasses.fields(Layouts)]
     empty = np.empty(0)
     return Layouts(**{n: np.concatenate([p[n] for p in parts]) if parts else empty for n in names})
 
 
 def _sharded(
-    rows: dict[str, Floats], zero: int, domain: int, *, pins: Pins, here: bool
+    rows: dict[str, Floats], zero: int, domain: int, *, pins: Pins
 ) -> Iterator[dict[str, Floats]]:
     """Rows with every number of data ranks that may share one state."""
     dp = rows["dp"]
@@ -136,17 +136,12 @@ def _sharded(
         inner = np.full(len(dp), float(asked))
     else:
         yield rows
-        if not zero or (here and not _shards_here()):
+        if not zero:
             return
         inner = domain // (rows["tp"] * rows["cp"])
         keep = (inner > 1) & (inner < dp) & (dp % np.maximum(inner, 1) == 0)
     if keep.any():
         yield {**{name: column[keep] for name, column in rows.items()}, "shard": inner[keep]}
-
-
-def _shards_here() -> bool:
-    """Whether the runtime can share a state among some of the data ranks."""
-    return all(row.runs != (None,) for row in TABLE if row.field == "shard")
 
 
 def layout_at(layouts: Layouts, index: int) -> Layout:
@@ -245,10 +240,6 @@ def runs_here(layouts: Layouts) -> np.ndarray:
     }
     found = np.ones(len(layouts), dtype=bool)
     for row in TABLE:
-        if row.field == "shard":  # without a ZeRO stage there is nothing to shard
-            if not _shards_here():
-                found &= (layouts.zero == 0) | (layouts.shard >= layouts.dp)
-            continue
         values = [RECOMPUTE.index(v) if row.field == "recompute" else v for v in row.runs]
         found &= np.isin(columns[row.field], [float(v) for v in values])
     return found

@@ -50,6 +50,9 @@ class Parallel(Protocol):
 
     def named_parameters(self) -> Iterable[tuple[str, Tensor]]: ...
 
+    def arrive(self) -> None:
+        """Wait for values that other ranks have stepped."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class World:
@@ -146,6 +149,7 @@ def save_checkpoint(
         OSError: the disk is full, or not writable.
     """
     world = _world(parallel, world)
+    parallel.arrive()
     folder = Path(folder)
     final = words.step_folder(folder, step)
     aside = folder / f".{final.name}.partial"

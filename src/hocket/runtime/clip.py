@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from hocket.runtime.collectives import all_reduce
+from hocket.runtime.data_parallel.sharded import Piece
 from hocket.runtime.mesh import Mesh
 from hocket.spec.placement import Placement
 
@@ -18,7 +19,14 @@ class GradientNorm:
     What several ranks hold is counted by one of them: a replicated parameter by the first tensor
     rank, a key/value head by the first of its copies, a tied parameter by its owner's stage. Data
     ranks hold equal gradients. So one all-reduce of one number over the ranks of a replica gives
-    the norm of one process.
+    the norm of one process. Where data ranks hold shares of the gradients (ZeRO), the sum goes over
+    all ranks, and what is counted are this rank's pieces.
+
+    Args:
+        named_parameters: of this rank.
+        placements: of those parameters.
+        mesh: the ranks.
+        pieces: what of each parameter this rank holds the gradient of. None: all of it.
     """
 
     def __init__(
@@ -26,39 +34,67 @@ class GradientNorm:
         named_parameters: Iterable[tuple[str, nn.Parameter]],
         placements: Mapping[str, Placement],
         mesh: Mesh,
+        pieces: Sequence[Piece] | None = None,
     ) -> None:
         self.mesh = mesh
+        self._axis = mesh.axis("model" if pieces is None else "world")
         self.parameters: list[nn.Parameter] = []
+        self._masked: list[tuple[nn.Parameter, Tensor]] = []
         self._whole: list[nn.Parameter] = []
         self._slices: list[tuple[nn.Parameter, tuple[slice, ...]]] = []
         index = mesh.axis("tp").index
+        counts = mesh.axis("replicas").index == 0  # of those that hold equal shares, the first
         for name, parameter in named_parameters:
             if not parameter.requires_grad:
                 continue
-            self.parameters.append(parameter)
             placement = placements[name]
+            if pieces is not None:
+                mine = [piece for piece in pieces if piece.name == name]
+                self.parameters += [piece.tensor for piece in mine]
+                if counts:
+                    self._add_pieces(mine, placement, parameter, index)
+                continue
+            self.parameters.append(parameter)
             if placement.tie is not None:
                 continue
             if "tp" not in placement.sharded:
                 if index == 0:
                     self._whole.append(parameter)
                 continue
-            mine = [block for block in placement.blocks if index % block.copies == 0]
-            if len(mine) == len(placement.blocks):
+            blocks = [block for block in placement.blocks if index % block.copies == 0]
+            if len(blocks) == len(placement.blocks):
                 self._whole.append(parameter)
             else:
-                self._slices += [(parameter, block.in_local) for block in mine]
+                self._slices += [(parameter, block.in_local) for block in blocks]
+
+    def _add_pieces(
+        self, pieces: Sequence[Piece], placement: Placement, parameter: nn.Parameter, index: int
+    ) -> None:
+        """Count pieces of a parameter by the same rules; of a block that another rank counts, a
+        mask leaves the elements out, since a piece may begin and end anywhere in it."""
+        if placement.tie is not None or ("tp" not in placement.sharded and index):
+            return
+        others = [b for b in placement.blocks if index % b.copies] if placement.sharded else []
+        if not others:
+            self._whole += [piece.tensor for piece in pieces]
+            return
+        mask = torch.ones(placement.local_shape, dtype=torch.bool, device=parameter.device)
+        for block in others:
+            mask[block.in_local] = False
+        flat = mask.reshape(-1)
+        self._masked += [(p.tensor, flat[p.start : p.stop].clone()) for p in pieces]
 
     @torch.no_grad()
     def norm(self) -> Tensor:
         """The global norm, fp32, equal on every rank."""
         parts = [p.grad for p in self._whole if p.grad is not None]
         parts += [p.grad[where] for p, where in self._slices if p.grad is not None]
+        parts += [p.grad[mask] for p, mask in self._masked if p.grad is not None]
         total = torch.zeros((), device=self.mesh.device)
         if parts:
             norms = torch._foreach_norm(parts, 2, dtype=torch.float32)
             total = torch.stack(list(norms)).square_().sum()
-        all_reduce(total, self.mesh.axis("model"), self.mesh.recorder)
+        all_reduce(total, self._axis, self.mesh.recorder)
         return total.sqrt_()
 
     @torch.no_grad()

@@ -138,6 +138,38 @@ def reduce_scatter(tensor: Tensor, axis: Axis, recorder: Recorder, dim: int = 0)
     return piece.to(tensor.dtype).movedim(0, dim)
 
 
+def reduce_scatter_flat(
+    piece: Tensor, whole: Tensor, axis: Axis, recorder: Recorder
+) -> Work | None:
+    """Begin to sum `whole` (1-D, the axis's size times `piece`) over the axis; this rank's share
+    of the sum goes to `piece`. Hold both until `wait` came back. None on an axis of one rank,
+    where the share is copied.
+    """
+    assert whole.numel() == axis.size * piece.numel(), (whole.shape, piece.shape, axis.size)
+    if axis.group is None:
+        piece.copy_(whole)
+        return None
+    recorder.count("reduce-scatter", axis.name, whole.numel() * whole.element_size())
+    if whole.dtype in _HALF and not whole.is_cuda:
+        wide = piece.float()
+        work = dist.reduce_scatter_single(wide, whole.float(), group=axis.group, async_op=True)
+        return _Rounded(work, wide, piece)
+    return dist.reduce_scatter_single(piece, whole, group=axis.group, async_op=True)
+
+
+def all_gather_flat(whole: Tensor, piece: Tensor, axis: Axis, recorder: Recorder) -> Work | None:
+    """Begin to gather the axis's `piece`s (1-D) into `whole`, which may hold this rank's own
+    already, in its place. Hold both until `wait` came back. None on an axis of one rank.
+    """
+    assert whole.numel() == axis.size * piece.numel(), (whole.shape, piece.shape, axis.size)
+    if axis.group is None:
+        if whole.data_ptr() != piece.data_ptr():
+            whole.copy_(piece)
+        return None
+    recorder.count("all-gather", axis.name, whole.numel() * whole.element_size())
+    return dist.all_gather_single(whole.detach(), piece.detach(), group=axis.group, async_op=True)
+
+
 def scatter(
     tensor: Tensor | None, like: Tensor, axis: Axis, recorder: Recorder, source: int = 0
 ) -> Tensor:

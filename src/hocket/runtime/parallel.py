@@ -6,19 +6,20 @@ a step        forward_backward -> clip_grad_norm -> optimizer
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from hocket.runtime.clip import GradientNorm
 from hocket.runtime.collectives import all_reduce
-from hocket.runtime.data_parallel import Buckets, ThreadedReplicas
+from hocket.runtime.data_parallel import Buckets, Piece, ShardedBuckets, ThreadedReplicas
 from hocket.runtime.loss import IGNORED
 from hocket.runtime.mesh import Mesh
 from hocket.runtime.pipeline.executor import Executor
 from hocket.runtime.pipeline.stage import Microbatch, Stage
 from hocket.runtime.random import Streams, draws_random_numbers
+from hocket.runtime.recompute import recompute
 from hocket.runtime.tensor_parallel import PartialGradients
 from hocket.runtime.ties import Ties
 from hocket.spec.errors import OptionError
@@ -68,6 +69,7 @@ class Parallel:
         self._seed = seed
         self._count = 1
         self._finished = False
+        self._stale = False
         self.replicas: ThreadedReplicas | None = None
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -96,22 +98,31 @@ class Parallel:
         self._finished = True
         mesh = self.mesh
         self._buckets: dict[int, Buckets] = {}
+        self._sharded: dict[int, ShardedBuckets] = {}
         if mesh.axis("dp").size > 1:
             for stage in self.stages:
-                self._buckets[stage.index] = Buckets(
-                    stage.module.named_parameters(),
-                    mesh.axis("dp"),
-                    self.recorder,
-                    bucket_mb=self.bucket_mb,
-                )
+                if self.layout.zero:
+                    self._sharded[stage.index] = self._shard(stage)
+                else:
+                    self._buckets[stage.index] = Buckets(
+                        stage.module.named_parameters(),
+                        mesh.axis("dp"),
+                        self.recorder,
+                        bucket_mb=self.bucket_mb,
+                    )
         self._streams: Streams | None = None
         threads = self.layout.data_parallel == "threads"  # they share one generator
         if not threads and any(draws_random_numbers(stage.module) for stage in self.stages):
             self._streams = Streams(self._seed, mesh)
             for stage in self.stages:
                 self._streams.install(stage.module, self.plan.stages)
+        if self.layout.recompute != "none":
+            assert self.plan.stages is not None
+            for stage in self.stages:
+                recompute(stage.module, self.layout, self.plan.stages, self._streams)
         self._partial = PartialGradients(self.named_parameters(), self.placements, mesh)
-        self._norm = GradientNorm(self.named_parameters(), self.placements, mesh)
+        pieces = list(self._pieces()) if self._sharded else None
+        self._norm = GradientNorm(self.named_parameters(), self.placements, mesh, pieces)
         self._ties: Ties | None = None
         if self.plan.ties and self._num_stages > 1:
             held = [dict(stage.module.named_parameters()) for stage in self.stages]
@@ -127,6 +138,81 @@ class Parallel:
     @property
     def _num_stages(self) -> int:
         return 1 if self.schedule is None else self.schedule.num_stages
+
+    def _shard(self, stage: Stage) -> ShardedBuckets:
+        """ZeRO: this stage's state in shares."""
+        late = set(sum(self.plan.ties.items(), ())) if self._num_stages > 1 else set()
+        late |= {name for name, p in stage.placements.items() if "tp" in p.grad_sum or p.has_copies}
+        return ShardedBuckets(
+            stage.module,
+            late,
+            self.mesh.axis("shard"),
+            self.mesh.axis("replicas"),
+            self.recorder,
+            each_microbatch=self.layout.zero == 2,
+            bucket_mb=self.bucket_mb,
+        )
+
+    # --- what an optimizer steps -------------------------------------------------------------
+
+    def _pieces(self) -> Iterator[Piece]:
+        for sharded in self._sharded.values():
+            yield from sharded.pieces
+
+    def named_stepped(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(global name, tensor) that this rank's optimizer steps, its gradient in `.grad`.
+
+        They are the parameters; with ZeRO, 1-D views of this rank's share of them. After the
+        optimizer's step `publish` makes the parameters whole again.
+        """
+        if not self._sharded:
+            yield from self.named_parameters()
+            return
+        for piece in self._pieces():
+            yield piece.name, piece.tensor
+
+    def tensors(self) -> list[nn.Parameter]:
+        """The parameters, and what of them is stepped: all whose `.grad` may hold memory."""
+        return [*self.parameters(), *(p for _, p in self.named_stepped())]
+
+    def local_part(self, name: str) -> slice | None:
+        """What of the flattened local parameter `name` this rank's optimizer steps; None: none."""
+        if not self._sharded:
+            return slice(None)
+        found = next((piece for piece in self._pieces() if piece.name == name), None)
+        return None if found is None else slice(found.start, found.stop)
+
+    def publish(self) -> None:
+        """Begin to gather what the data ranks' optimizers have stepped in shares (ZeRO); a module
+        waits for its parameters when it runs next. Every rank calls it, after its optimizer's
+        step; what runs next calls it if nobody did. Without ZeRO it does nothing.
+        """
+        if self._stale:
+            self._stale = False
+            for sharded in self._sharded.values():
+                sharded.publish()
+
+    def arrive(self) -> None:
+        """Wait until every parameter is whole; to be called, by every rank, before parameters are
+        read other than by a forward."""
+        self.publish()
+        for sharded in self._sharded.values():
+            sharded.arrive()
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Every local parameter's whole summed gradient after a step, by name; gathered from the
+        data ranks where they hold shares. For checks: every rank calls it."""
+        if self._sharded:
+            found: dict[str, Tensor] = {}
+            with self.recorder.in_phase("other"):
+                for sharded in self._sharded.values():
+                    found |= sharded.whole_gradients()
+            return found
+        return {
+            name: torch.zeros_like(p) if p.grad is None else p.grad
+            for name, p in self.named_parameters()
+            if p.requires_grad
+        }
 
     # --- a step ------------------------------------------------------------------------------
 
@@ -150,6 +236,7 @@ class Parallel:
         assert self._finished, "finish() comes first"
         recorder, engine = self.recorder, self._executor(len(microbatches))
         self._count = len(microbatches)
+        self.publish()
         self.zero_grad()
         with recorder.in_phase("step"):
             if num_tokens is None:
@@ -160,12 +247,16 @@ class Parallel:
             else:
                 share = engine.step(microbatches, max(1, num_tokens))
         with recorder.in_phase("step"):
-            for buckets in self._buckets.values():
-                buckets.wait()
+            reducers = self._reducers()
+            for reducer in reducers.values():
+                reducer.settle()
             if self._ties is not None:
                 self._ties.sum(self.mesh.axis("embedding"))
             self._partial.sum()
+            for reducer in reducers.values():
+                reducer.wait()
             loss = self._everywhere(share)
+        self._stale = bool(self._sharded)
         self.step += 1
         return loss
 
@@ -186,6 +277,7 @@ class Parallel:
         """(sum of losses, valid tokens) of a global batch of which this data rank has a part."""
         modes = [stage.module.training for stage in self.stages]
         self.train(False)
+        self.publish()
         with self.recorder.in_phase("other"):
             total, tokens = self._executor(None).evaluate(microbatches)
             both = torch.stack([total.double(), tokens.double()])
@@ -204,12 +296,16 @@ class Parallel:
     def zero_grad(self) -> None:
         """Forget the gradients."""
         for stage in self.stages:
-            buckets = self._buckets.get(stage.index)
-            if buckets is not None:
-                buckets.zero_grad()
+            reducer = self._reducers().get(stage.index)
+            if reducer is not None:
+                reducer.zero_grad()
             else:
                 for parameter in stage.module.parameters():
                     parameter.grad = None
+
+    def _reducers(self) -> Mapping[int, Buckets | ShardedBuckets]:
+        """Stage to what sums its gradients over the data ranks."""
+        return self._sharded or self._buckets
 
     def _everywhere(self, share: Tensor) -> Tensor:
         """The sum over the world of each last stage's share, counted by one tensor rank."""
@@ -236,7 +332,7 @@ class Parallel:
                 self.mesh.axis("pp"),
                 self.recorder,
                 device=self.mesh.device,
-                reducers=self._buckets,
+                reducers=self._reducers(),
                 back=self.mesh.axis("pp_back"),
                 before_forward=self._key if self._streams is not None else None,
             )

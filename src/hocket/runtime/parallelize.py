@@ -136,6 +136,14 @@ def _check(layout: Layout, plan: ParallelPlan, schedule: Schedule | None) -> Non
     if plan.tensor is not None:
         for segment in plan.tensor.segments():
             segment.slice(0, layout.tp)
+    if layout.recompute != "none" and plan.stages is None:
+        reason = plan.reasons.get("stages", "its plan names no layers")
+        raise ModelError(f"no layers can be recomputed: {reason}", hint="recompute=none")
+    if layout.recompute == "selective" and not (plan.stages and plan.stages.cores):
+        reason = plan.reasons.get("cores", "its plan names no attention cores")
+        raise ModelError(
+            f"attention cores cannot be recomputed by themselves: {reason}", hint="recompute=full"
+        )
     if schedule is None:
         if layout.num_stages > 1:
             raise LayoutError(

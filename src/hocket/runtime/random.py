@@ -72,14 +72,26 @@ class Streams:
         else:
             self._generator = torch.default_generator
         self._key = _mix(seed)
+        self._layer = 0
         self._replicated: Tensor | None = None
         self._sharded: Tensor | None = None
 
     def enter_layer(self, layer: int) -> None:
         """Seed for one layer; 0 is what runs before the first."""
+        self._layer = layer
         self._key = _mix(self.seed, self.step, self.microbatch, layer)
         self._replicated = self._sharded = None
         self._generator.manual_seed(self._key)
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """(step, microbatch, layer) of what runs."""
+        return self.step, self.microbatch, self._layer
+
+    def enter_again(self, place: tuple[int, int, int]) -> None:
+        """Seed for a layer that ran before, at `place`: it draws the same numbers again."""
+        self.step, self.microbatch, layer = place
+        self.enter_layer(layer)
 
     def enter_sharded(self) -> None:
         """Draw from this tensor rank's own stream from here on."""

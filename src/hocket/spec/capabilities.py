@@ -41,9 +41,7 @@ class Capability:
 TABLE = (
     Capability(field="cp", runs=(1,), instead="has no context parallelism"),
     Capability(field="ep", runs=(1,), instead="splits experts over tp, not over ep"),
-    Capability(field="zero", runs=(0,), instead="replicates the optimizer state over dp"),
-    Capability(field="shard", runs=(None,), instead="replicates the optimizer state over dp"),
-    Capability(field="recompute", runs=("none",), instead="keeps every activation"),
+    Capability(field="zero", runs=(0, 1, 2), instead="shards no parameters, at most zero=2"),
     Capability(
         field="sequence_parallel", runs=(False,), instead="keeps whole sequences between layers"
     ),

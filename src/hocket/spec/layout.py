@@ -47,7 +47,9 @@ class Layout:
             `"even"` (equal numbers of layers).
         zero: ZeRO stage (0: plain data parallel).
         shard: how many data ranks share one copy of the ZeRO state. None: all of dp.
-        recompute: activations recomputed in backward.
+        recompute: activations recomputed in backward: `"none"`, `"selective"` (of attention cores
+            alone) or `"full"` (each layer runs again, from its input).
+        recompute_layers: how many layers of each stage, the first ones, are recomputed. None: all.
         sequence_parallel: norms and residuals on 1/tp of the sequence.
         data_parallel: `"processes"` (one rank a replica) or `"threads"` (one process).
         order: mesh axes from the fastest-varying rank digit to the slowest.
@@ -65,6 +67,7 @@ class Layout:
     zero: int = 0
     shard: int | None = None
     recompute: str = "none"
+    recompute_layers: int | None = None
     sequence_parallel: bool = False
     data_parallel: str = "processes"
     order: tuple[str, ...] = ("tp", "cp", "dp", "pp")
@@ -84,6 +87,16 @@ class Layout:
             if getattr(self, field) not in choices:
                 message, hint = unknown(field, str(getattr(self, field)), choices)
                 raise LayoutError(message, hint=hint)
+        if self.recompute_layers is not None and self.recompute_layers < 1:
+            raise LayoutError(
+                f"recompute_layers is {self.recompute_layers}; it must be at least 1",
+                hint="recompute=none",
+            )
+        if self.recompute_layers is not None and self.recompute == "none":
+            raise LayoutError(
+                f"recompute_layers is {self.recompute_layers}, and recompute is none",
+                hint=f"recompute=full,recompute_layers={self.recompute_layers}",
+            )
         if sorted(self.order) != sorted(AXES):
             raise LayoutError(
                 f"order is {'-'.join(self.order)}; it must name each of {', '.join(AXES)} once",
@@ -107,6 +120,18 @@ class Layout:
                 "data_parallel=threads runs in one process and takes no other axis; "
                 f"the layout is {self.axes_text()}",
                 hint=f"dp{self.dp}:data_parallel=threads",
+            )
+        if self.data_parallel == "threads" and self.zero:
+            raise LayoutError(
+                f"data_parallel=threads keeps one state, on its first replica: zero={self.zero} "
+                "has nothing to share",
+                hint=f"dp{self.dp}:zero={self.zero}",
+            )
+        if self.data_parallel == "threads" and self.recompute != "none":
+            raise LayoutError(
+                "data_parallel=threads draws from one generator, in whatever order its threads "
+                f"come: recompute={self.recompute} could not draw the same again",
+                hint=f"dp{self.dp}:recompute={self.recompute}",
             )
 
     # --- sizes -----------------------------------------------------------------------------
@@ -242,7 +267,7 @@ class Layout:
 
 def _value(key: str, text: str) -> Any:
     """The value of one field from its text."""
-    if key in (*DEGREES, "microbatches", "virtual_stages", "zero", "shard"):
+    if key in (*DEGREES, "microbatches", "virtual_stages", "zero", "shard", "recompute_layers"):
         if not re.fullmatch(r"[0-9]+", text):
             raise LayoutError(f"{key}={text!r} is not a whole number")
         return int(text)

@@ -193,6 +193,9 @@ class StagePlan:
         returns_tuple: length of the tuple a layer returns, 0 if it returns a tensor.
         input_argument: keyword of the root's and decoder's forward for the first stage's input.
         hidden_argument: keyword by which a later stage is fed the hidden state.
+        cores: modules of a layer, named from it, whose attention core can run by itself again.
+        ends: modules of a layer, named from it, after which a layer saves nothing for backward:
+            running it again stops before their sum over tp.
     """
 
     decoder: str
@@ -205,6 +208,8 @@ class StagePlan:
     returns_tuple: int = 0
     input_argument: str = "input_ids"
     hidden_argument: str = "inputs_embeds"
+    cores: tuple[str, ...] = ()
+    ends: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -26,11 +26,12 @@ from hocket.runtime.device import pick_backend, pick_device
 from hocket.runtime.heap import keep_freed_memory
 from hocket.runtime.mesh import Axis, Mesh
 from hocket.runtime.parallelize import Parallel, parallelize
+from hocket.runtime.recompute import CORE, RecomputedLayer
 from hocket.runtime.record import Recorder
 from hocket.spec.errors import OptionError, unknown
 from hocket.spec.links import Links
 from hocket.spec.plan import ParallelPlan
-from hocket.spec.run import RunSpec
+from hocket.spec.run import RunSpec, TrainOptions
 from hocket.spec.schedule import Schedule
 from hocket.training.optimizer import Optimizer
 
@@ -177,7 +178,7 @@ def build(spec: RunSpec, context: RankContext, schedule: Schedule | None = None)
     """
     mesh = join_world(spec, context)
     source, skeleton, plan, parallel = build_model(spec, mesh, schedule)
-    optimizer = Optimizer(parallel.named_parameters(), spec.options)
+    optimizer = build_optimizer(parallel, spec.options)
     return Job(
         spec=spec,
         mesh=mesh,
@@ -187,6 +188,12 @@ def build(spec: RunSpec, context: RankContext, schedule: Schedule | None = None)
         parallel=parallel,
         optimizer=optimizer,
     )
+
+
+def build_optimizer(parallel: Parallel, options: TrainOptions) -> Optimizer:
+    """The optimizer of what this rank steps: its parameters, or with ZeRO its share of them."""
+    dims = {name: len(placement.shape) for name, placement in parallel.placements.items()}
+    return Optimizer(parallel.named_stepped(), options, dims)
 
 
 def compile_blocks(module: nn.Module, plan: ParallelPlan, backend: str = "inductor") -> None:
@@ -203,10 +210,17 @@ def compile_blocks(module: nn.Module, plan: ParallelPlan, backend: str = "induct
         for child in layer.modules():
             if isinstance(getattr(child, "axis", None), Axis):
                 child.forward = torch.compiler.disable(child.forward)  # type: ignore[no-untyped-call]
+            if hasattr(child, CORE):
+                setattr(child, CORE, torch.compiler.disable(getattr(child, CORE)))  # type: ignore[no-untyped-call]
             hooks = child._forward_pre_hooks
             for key, hook in hooks.items():
                 hooks[key] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
-        layer.compile(dynamic=False, backend=backend)
+        again = vars(layer).get("forward")
+        if isinstance(again, RecomputedLayer):  # which runs it outside of any graph
+            again.inner = torch.compile(again.inner, dynamic=False, backend=backend)
+            layer.forward = torch.compiler.disable(again, recursive=False)  # type: ignore[assignment, no-untyped-call]
+        else:
+            layer.compile(dynamic=False, backend=backend)
 
 
 def dtype_of(name: str) -> torch.dtype:

@@ -33,7 +33,7 @@ from hocket.spec.run import RunSpec, TrainOptions, write_text
 from hocket.spec.schedule import Schedule
 from hocket.spec.tensor_file import TensorFile
 from hocket.training.optimizer import STATE, Optimizer
-from hocket.training.reference import global_batch, gradient, microbatches, write_reference
+from hocket.training.reference import global_batch, microbatches, write_reference
 
 if TYPE_CHECKING:
     from hocket.launch import RankContext
@@ -128,11 +128,13 @@ def compare_layout(
         ]
         loss = parallel.forward_backward(parts, int((batch["labels"] != -100).sum()))
         norm = parallel.clip_grad_norm(0.0)
+        rank.gradients = parallel.gradients()
         after = Reference(folder / f"step-{step}.safetensors")
         found["losses"].append(float(loss))
         found["norms"].append(float(norm))
         found["gradient"].append(rank.differences(after, "gradient"))
         optimizer.step(spec.options.lr)
+        parallel.arrive()
         found["value"].append(rank.value_differences(after, step, spec.options))
         _realign(rank, after, step)
     world = World.of(mesh)
@@ -152,6 +154,8 @@ class _Rank:
 
     def __init__(self, parallel: Any, optimizer: Optimizer, shapes: Mapping[str, Any]) -> None:
         self.optimizer = optimizer
+        self.local_part = parallel.local_part
+        self.gradients: dict[str, Tensor] = {}
         self.parameters: dict[str, nn.Parameter] = dict(parallel.named_parameters())
         self.placements: dict[str, Placement] = {
             name: parallel.placements[name] for name in self.parameters
@@ -167,8 +171,9 @@ class _Rank:
 
     def differences(self, file: Reference, kind: str) -> dict[str, float]:
         """By parameter, the largest difference of its value (or gradient) from the reference's."""
+        held = self.gradients
         return {
-            name: _difference(gradient(p) if kind == "gradient" else p, self.part(file, kind, name))
+            name: _difference(held[name] if kind == "gradient" else p, self.part(file, kind, name))
             for name, p in self.parameters.items()
         }
 
@@ -185,7 +190,7 @@ class _Rank:
                 found[name] = (0.0, value_limit(options.lr))
                 continue
             theirs = self.part(file, "gradient", name)
-            rounding = (gradient(parameter).float().cpu() - theirs).abs()
+            rounding = (self.gradients[name].float().cpu() - theirs).abs()
             second = self.part(file, "exp_avg_sq", name) / (1 - options.beta2**step)
             amplified = rounding / (second.sqrt() + options.eps)
             allowed = value_limit(options.lr) + 2 * options.lr * amplified
@@ -213,5 +218,7 @@ def _realign(rank: _Rank, file: Reference, step: int) -> None:
     for name in rank.optimizer.state_tensors():
         state[name] = {"step": torch.tensor(float(step))}
         for key in STATE:
-            state[name][key] = rank.part(file, key, name)
+            part = rank.part(file, key, name)
+            here = rank.local_part(name)
+            state[name][key] = part if here == slice(None) else part.reshape(-1)[here]
     rank.optimizer.load_state_tensors(state)

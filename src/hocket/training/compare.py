@@ -138,7 +138,7 @@ class _Way:
         job, mesh = self.job, self.job.mesh
         limit = self.spec.options.memory_per_rank
         count = MemoryCount(
-            job.parallel.parameters(),
+            job.parallel.tensors(),
             job.optimizer.tensors,
             mesh.device,
             compiled=self.spec.options.compile,
@@ -194,6 +194,7 @@ class _Way:
         job.parallel.clip_grad_norm(options.clip)
         with job.parallel.recorder.span("compute", "optimizer", "optimizer"):
             job.optimizer.step(options.lr)
+        job.parallel.publish()
         self._wait(sync_only=True)
 
     def _wait(self, *, sync_only: bool = False) -> None:

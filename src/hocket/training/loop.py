@@ -84,7 +84,7 @@ class Loop:
         self.done = 0
         limit = self.options.memory_per_rank
         self._memory = MemoryCount(
-            self.parallel.parameters(),
+            self.parallel.tensors(),
             job.optimizer.tensors,
             job.mesh.device,
             compiled=self.options.compile,
@@ -179,6 +179,7 @@ class Loop:
             reading.values()
         with parallel.recorder.span("compute", "optimizer", "optimizer"):
             self.job.optimizer.step(lr)  # 4
+        parallel.publish()
         self.inputs.prefetch(index + 1)
         return reading
 

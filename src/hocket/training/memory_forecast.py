@@ -30,9 +30,8 @@ from hocket.runtime.record import Recorder
 from hocket.spec.layout import AXES, Layout
 from hocket.spec.run import RunSpec
 from hocket.spec.schedule import Schedule
-from hocket.training.build import dtype_of
+from hocket.training.build import build_optimizer, dtype_of
 from hocket.training.memory import Memory, MemoryCount
-from hocket.training.optimizer import Optimizer
 
 _Work: Any = dist._Work  # type: ignore[attr-defined]
 _ProcessGroup: Any = dist.ProcessGroup
@@ -123,9 +122,9 @@ def _one(spec: RunSpec, schedule: Schedule | None, rank: int) -> Memory:
             parameter.grad_dtype = torch.float32
         parallel.finish()
         parallel.train()
-        optimizer = Optimizer(parallel.named_parameters(), options)
+        optimizer = build_optimizer(parallel, options)
         optimizer.state_tensors()
-        count = MemoryCount(parallel.parameters(), optimizer.tensors, torch.device("cpu"))
+        count = MemoryCount(parallel.tensors(), optimizer.tensors, torch.device("cpu"))
         ids = torch.zeros(rows, workload.seq_len, dtype=torch.long)
         positions = torch.arange(workload.seq_len).expand(rows, -1).contiguous()
         batch = {"input_ids": ids, "position_ids": positions, "labels": ids.clone()}

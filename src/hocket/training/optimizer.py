@@ -18,21 +18,27 @@ from hocket.spec.run import TrainOptions
 STATE = ("exp_avg", "exp_avg_sq")
 
 
-def decays(name: str, parameter: Tensor) -> bool:
+def decays(name: str, dims: int) -> bool:
     """Whether weight decay applies: not to norms, biases and other one-dimensional parameters."""
-    return parameter.ndim >= 2 and not name.endswith("bias")
+    return dims >= 2 and not name.endswith("bias")
 
 
 class Optimizer:
     """AdamW over the parameters of one rank.
 
     Args:
-        parameters: (global name, parameter); a name stands for one parameter.
+        parameters: (global name, parameter, or the part of it that this rank steps); a name
+            stands for one parameter.
         options: lr, weight_decay, beta1, beta2, eps.
+        dims: number of dimensions of the whole parameter by name, where parts are given. None:
+            as the parameters have.
     """
 
     def __init__(
-        self, parameters: Iterable[tuple[str, nn.Parameter]], options: TrainOptions
+        self,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        options: TrainOptions,
+        dims: Mapping[str, int] | None = None,
     ) -> None:
         self.parameters: dict[str, nn.Parameter] = {
             name: p for name, p in parameters if p.requires_grad
@@ -43,9 +49,13 @@ class Optimizer:
             if p.dtype != torch.float32
         }
         stepped = {**self.parameters, **self.masters}
+
+        def is_decayed(name: str) -> bool:
+            return decays(name, stepped[name].ndim if dims is None else dims[name])
+
         groups = [
             {
-                "params": [p for n, p in stepped.items() if decays(n, p) == decayed],
+                "params": [p for n, p in stepped.items() if is_decayed(n) == decayed],
                 "weight_decay": options.weight_decay if decayed else 0.0,
             }
             for decayed in (True, False)

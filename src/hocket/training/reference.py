@@ -144,7 +144,7 @@ def _plain_adamw(parameters: Mapping[str, nn.Parameter], spec: RunSpec) -> torch
     options = spec.options
     groups = [
         {
-            "params": [p for n, p in parameters.items() if decays(n, p) == decayed],
+            "params": [p for n, p in parameters.items() if decays(n, p.ndim) == decayed],
             "weight_decay": options.weight_decay if decayed else 0.0,
         }
         for decayed in (True, False)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hocket.models.plans.backward import saving
 from hocket.models.twin import Twin
 from hocket.spec.errors import ModelError
 from hocket.spec.plan import StagePlan
@@ -90,6 +91,10 @@ def stage_plan(twin: Twin, whole: nn.Module) -> StagePlan:
     def full(found: list[str]) -> tuple[str, ...]:
         return tuple(f"{path}.{name}" if path else name for name in found)
 
+    try:
+        cores, ends = saving(twin, whole, full([layers_name])[0])
+    except Exception:  # it runs, as was seen, but does not train in its own way: nothing is known
+        cores, ends = (), ()
     return StagePlan(
         decoder=path,
         layers=full([layers_name])[0],
@@ -99,6 +104,8 @@ def stage_plan(twin: Twin, whole: nn.Module) -> StagePlan:
         after=full(after),
         head=_head(model, path),
         returns_tuple=lengths.pop(),
+        cores=cores,
+        ends=ends,
     )
 
 

@@ -59,7 +59,7 @@ class _Bucket:
         first = parameters[0]
         self.parameters = parameters
         total = sum(p.numel() for p in parameters)
-        self.flat = torch.zeros(total, dtype=_grad_dtype(first), device=first.device)
+        self.flat = torch.zeros(total, dtype=grad_dtype(first), device=first.device)
         self.views = [
             piece.view_as(p)
             for piece, p in zip(
@@ -103,14 +103,14 @@ class Buckets:
         kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
         for _, parameter in parameters:
             if parameter.requires_grad:
-                kind = (_grad_dtype(parameter), parameter.device)
+                kind = (grad_dtype(parameter), parameter.device)
                 kinds.setdefault(kind, []).append(parameter)
         for kind, found in kinds.items():
             sizes = [p.numel() * kind[0].itemsize for p in found]
             for indices in bucket_sizes(sizes, bucket_mb, first_mb):
                 self._buckets.append(_Bucket([found[i] for i in indices]))
         self._handles = [
-            _on_gradient(parameter, partial(self._arrived, bucket, view))
+            on_gradient(parameter, partial(self._arrived, bucket, view))
             for bucket in self._buckets
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True)
         ]
@@ -142,6 +142,10 @@ class Buckets:
                     if parameter.grad is None:
                         parameter.grad = view.zero_()
                 self._reduce(bucket)
+
+    def settle(self) -> None:
+        """Before gradients are summed over other axes: wait for the sum over the data ranks."""
+        self.wait()
 
     def wait(self) -> None:
         """Wait until every `.grad` holds the sum over the data ranks."""
@@ -186,9 +190,11 @@ class Buckets:
             bucket.work = all_reduce(bucket.flat, self.axis, self.recorder, async_op=True)
 
 
-def _grad_dtype(parameter: nn.Parameter) -> torch.dtype:
+def grad_dtype(parameter: nn.Parameter) -> torch.dtype:
+    """The dtype in which a parameter's gradient is kept and summed."""
     return parameter.grad_dtype or parameter.dtype
 
 
-def _on_gradient(parameter: nn.Parameter, hook: Any) -> Any:
+def on_gradient(parameter: nn.Parameter, hook: Any) -> Any:
+    """Call `hook` with the parameter each time a backward has added to its gradient."""
     return parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
