@@ -175,6 +175,10 @@ def groups_of(layout: Layout, axis: str) -> list[tuple[int, ...]]:
         return [tuple(group) for group in members.values()]
     if axis == "embedding":
         return [(group[0], group[-1]) for group in layout.groups("pp")]
+    if axis == "shard":
+        return layout.shard_groups()
+    if axis == "replicas":
+        return layout.replica_groups()
     if axis.startswith("tp_copies"):
         count = int(axis.removeprefix("tp_copies"))
         return [

@@ -121,6 +121,11 @@ class Job:
             tied_bytes=self._tied(blocks),
         )
 
+    @property
+    def state_ranks(self) -> int:
+        """Data ranks that share one optimizer state."""
+        return (self.layout.shard or self.layout.dp) if self.layout.zero else 1
+
     def _tied(self, blocks: Sequence[str]) -> tuple[int, ...]:
         if not self.shape.tied or self.schedule.num_stages == 1:
             return ()
@@ -191,10 +196,17 @@ def _stage(job: Job, stage: int, rates: Rates, links: Links) -> StageStep:
     if share.split_loss:
         found = links.collective("all-gather", "tp", tp * 2 * job.microbatch.tokens * 4, tp)
         forward += [found] if found else []
-    dp = [
-        links.collective("all-reduce", "dp", nbytes, job.layout.dp)
-        for nbytes in bucket_bytes(share.gradient_bytes, job.bucket_mb * 1e6)
-    ]
+    reductions: list[Collective | None] = []
+    for nbytes in bucket_bytes(share.gradient_bytes, job.bucket_mb * 1e6):
+        if not job.layout.zero:
+            reductions.append(links.collective("all-reduce", "dp", nbytes, job.layout.dp))
+            continue
+        # ZeRO-2 reduces in every microbatch; all of them are laid to the last.
+        often = job.microbatches if job.layout.zero == 2 else 1
+        ranks = job.state_ranks
+        reductions += [links.collective("reduce-scatter", "shard", nbytes, ranks)] * often
+        rest = job.layout.dp // ranks
+        reductions.append(links.collective("all-reduce", "replicas", nbytes // ranks, rest))
     last = stage == job.schedule.num_stages - 1
     return StageStep(
         forward=seconds.forward,
@@ -204,7 +216,7 @@ def _stage(job: Job, stage: int, rates: Rates, links: Links) -> StageStep:
         forward_collectives=tuple(forward),
         backward_collectives=tuple(backward),
         message=None if last else links.message(job.hidden_bytes),
-        reductions=tuple(bucket for bucket in dp if bucket is not None),
+        reductions=tuple(one for one in reductions if one is not None),
         activation_bytes=saved_bytes(job.shape, blocks, job.microbatch, job.element_bytes)
         + (0 if last else job.hidden_bytes),
     )
@@ -226,6 +238,11 @@ def _rank(job: Job, stages: Sequence[int], rates: Rates, links: Links) -> RankSt
         for axis, nbytes in job.share(stage).partial_bytes.items():
             ranks = layout.tp if axis == "tp" else int(axis.removeprefix("tp_copies"))
             sums.append(links.collective("all-reduce", axis, nbytes, ranks))
+        if layout.zero:  # values gathered: waited for in the next step, and priced in this one
+            for nbytes in bucket_bytes(job.share(stage).gradient_bytes, job.bucket_mb * 1e6):
+                size = nbytes // GRADIENT_BYTES * job.element_bytes
+                sums.append(links.collective("all-gather", "shard", size, job.state_ranks))
+    gradients, mine = gradients / job.state_ranks, elements // job.state_ranks
     loop = LOOP_CALLS * rates.call("add")
     # The norm reads every gradient; clipping, where it happens, rewrites them.
     norm = rates.streams(gradients, len(held)) + rates.streams(2 * gradients, len(held))
@@ -233,7 +250,7 @@ def _rank(job: Job, stages: Sequence[int], rates: Rates, links: Links) -> RankSt
         before=loop / 2,
         sums=tuple(one for one in sums if one is not None),
         norm=norm if job.clip else 0.0,
-        optimizer=rates.update(elements, len(held)),
+        optimizer=rates.update(mine, len(held)),
         after=loop / 2,
     )
 
@@ -243,10 +260,13 @@ def resident_bytes(job: Job, index: int) -> dict[str, int]:
     stages = [s for s, owner in enumerate(job.schedule.stage_ranks) if owner == index]
     held = [w for stage in stages for w in weights(job.shape, job.blocks(stage))]
     elements = sum(local(w, job.layout.tp) for w in held)
-    masters = 0 if job.element_bytes == GRADIENT_BYTES else 4 * elements
+    mine = elements // job.state_ranks
+    masters = 0 if job.element_bytes == GRADIENT_BYTES else 4 * mine
+    # ZeRO-1 lets go of the whole gradient after the step; at its worst moment it is there.
+    gradients = mine if job.layout.zero == 2 else elements
     return {
         "parameters": elements * job.element_bytes,
-        "gradients": elements * GRADIENT_BYTES,
+        "gradients": gradients * GRADIENT_BYTES,
         # Two moments, a step's number for each tensor, and masters of what is not fp32.
-        "optimizer": 8 * elements + 4 * len(held) + masters,
+        "optimizer": 8 * mine + 4 * len(held) + masters,
     }

@@ -272,7 +272,7 @@ def _of_rank(problem: Problem, layout: Layout, rank: int) -> Iterator[Call]:
         shares.append(share)
     layers = sum(len(problem.shape.layers) // len(cut) for _ in shares)
     for row in communication(layout, rank, step, shares, place):
-        if row["axis"] == "dp" and layout.zero:
+        if row["axis"] in ("dp", "shard", "replicas") and layout.zero:
             continue
         yield row["axis"], row["name"], row["count"], float(row["bytes"])
     if layout.dp > 1 and layout.zero:

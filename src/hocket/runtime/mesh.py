@@ -89,8 +89,8 @@ class Mesh:
             self._add(name, layout.groups(name) if degree > 1 else [])
         self._add("world", [tuple(range(world_size))])
         self._add("model", self._model_groups())
-        self._add("shard", self._shard_groups())
-        self._add("replicas", self._replica_groups())
+        self._add("shard", layout.shard_groups())
+        self._add("replicas", layout.replica_groups())
         self._axes["pp_back"] = self._back(self._axes["pp"])
 
     @classmethod
@@ -154,22 +154,6 @@ class Mesh:
         for rank in range(self.world_size):
             ranks.setdefault(self.layout.coordinate(rank)["dp"], []).append(rank)
         return [tuple(row) for row in ranks.values()]
-
-    def _shard_groups(self) -> list[tuple[int, ...]]:
-        """Data ranks that share one optimizer state: neighbours along dp."""
-        count = self.layout.shard or self.layout.dp
-        if not self.layout.zero or count == 1:
-            return []
-        rows = self.layout.groups("dp")
-        return [row[i : i + count] for row in rows for i in range(0, len(row), count)]
-
-    def _replica_groups(self) -> list[tuple[int, ...]]:
-        """Data ranks that hold the same share of it, where the state is shared by fewer than all
-        (hybrid sharding)."""
-        count = self.layout.shard or self.layout.dp
-        if not self.layout.zero or count == self.layout.dp:
-            return []
-        return [row[i::count] for row in self.layout.groups("dp") for i in range(count)]
 
     def _add(self, name: str, rows: list[tuple[int, ...]]) -> None:
         if name in self._axes:

@@ -153,6 +153,23 @@ class Layout:
         assert axis in AXES, axis
         return int(getattr(self, axis))
 
+    # --- who shares a state (ZeRO) ---------------------------------------------------------
+
+    def shard_groups(self) -> list[tuple[int, ...]]:
+        """Data ranks that share one state, neighbours along dp; none without ZeRO."""
+        count = self.shard or self.dp
+        if not self.zero or count == 1:
+            return []
+        return [row[i : i + count] for row in self.groups("dp") for i in range(0, len(row), count)]
+
+    def replica_groups(self) -> list[tuple[int, ...]]:
+        """Data ranks that hold the same share of a state, where fewer than all of dp share one
+        (hybrid sharding)."""
+        count = self.shard or self.dp
+        if not self.zero or count == self.dp:
+            return []
+        return [row[i::count] for row in self.groups("dp") for i in range(count)]
+
     # --- rank and coordinate ---------------------------------------------------------------
 
     def coordinate(self, rank: int) -> dict[str, int]:
