@@ -274,6 +274,23 @@ def test_chunked_attention_is_served_as_far_as_a_chunk() -> None:
     assert caught.value.hint == "--max-model-len 32"
 
 
+def test_frequencies_that_change_with_the_longest_sequence_bound_the_length() -> None:
+    long = {
+        "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4,
+        "long_factor": [2.0] * 4, "original_max_position_embeddings": 16,
+    }  # fmt: skip
+    dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    for family, rope, bound in (("phi3", long, 16), ("llama", dynamic, 128)):
+        values = {**FAMILIES[family], "rope_parameters": rope}
+        if family == "phi3":
+            values["original_max_position_embeddings"] = bound
+        config = skeleton.config_of(values)
+        refuse(config, torch.nn.Linear(1, 1), bound)
+        with pytest.raises(ModelError, match="rotary frequencies") as caught:
+            refuse(config, torch.nn.Linear(1, 1), bound + 1)
+        assert caught.value.hint == f"--max-model-len {bound}"
+
+
 # --- merged projections ---------------------------------------------------------------------
 
 
