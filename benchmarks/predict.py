@@ -27,14 +27,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.quiet import Watch, wait_until_quiet
+from benchmarks.quiet import wait_until_quiet
 from hocket.catalogue import models
 from hocket.jobs import forecast, machine, prepare, pulse
+from hocket.jobs.others import Others
 from hocket.jobs.probe import measure
 from hocket.jobs.record import Record
 from hocket.jobs.request import request
 from hocket.jobs.train import PRELOAD, launch, prepared
 from hocket.launch import Launcher
+from hocket.spec.ledger import DISTURBED
 from hocket.spec.measured import Measured
 from hocket.spec.timeline import Timeline
 
@@ -142,31 +144,35 @@ def one(launcher: Launcher, folder: Path, row: Row, measured: Measured, steps: i
     now = pulse.take(launcher, measured, spec.layout.world_size)
     told, _ = forecast.told(spec, measured, launcher=launcher, schedule=job.schedule, now=now)
     assert told.known, told.why
-    watch = Watch([])
+    beside = Others()
     summary = launch(launcher, run_folder, spec, record, cluster="none")
     seconds = [float(event["step_seconds"]) for event in record.steps[WARM:]]
-    busy = watch.foreign() - min(os.cpu_count() or 1, spec.layout.world_size)
     timeline = Timeline.from_json(run_folder.timeline_file.read_text())
     row.predicted.append(told.step_seconds)
     row.measured.append(statistics.median(seconds))
     row.bubbles.append((told.bubble, timeline.bubble))
     row.memory += [p / m - 1 for p, m in zip(told.peak_bytes, summary.memory_bytes, strict=True)]
-    row.others.append(max(0.0, busy))
+    row.others.append(beside.cores())
 
 
 def table(rows: list[Row]) -> str:
     """The table, and what the goals come to."""
     lines = [f"{'model':8}{'layout':44}{'predicted':>10}{'measured':>10}{'error':>8}"
-             f"{'bubble':>8}{'meas.':>7}{'memory':>8}"]  # fmt: skip
+             f"{'bubble':>8}{'meas.':>7}{'memory':>8}  others"]  # fmt: skip
     for row in rows:
         bubble = row.bubble
         lines.append(
             f"{row.model:8}{row.layout:44}{statistics.median(row.predicted) * 1e3:8.1f}ms"
             f"{statistics.median(row.measured) * 1e3:8.1f}ms{row.error:+8.1%}"
             f"{bubble[0]:8.1%}{bubble[1]:7.1%}{row.worst_memory:+8.1%}"
+            f"{statistics.median(row.others):8.2f}"
         )
     for name in dict.fromkeys(row.model for row in rows):
-        lines += ["", f"{name}: " + _summary([row for row in rows if row.model == name])]
+        mine = [row for row in rows if row.model == name]
+        lines += ["", f"{name}: " + _summary(mine)]
+        quiet = [row for row in mine if statistics.median(row.others) <= DISTURBED]
+        if quiet and len(quiet) < len(mine):
+            lines.append(f"  where others took less than {DISTURBED} cores: " + _summary(quiet))
     return "\n".join(lines)
 
 

@@ -63,8 +63,8 @@ class Contender:
             "DO_NOT_TRACK": "1",
         }
 
-    def command(self, python: str, folder: Path, port: int) -> list[str]:
-        """The words that start a server for the model in `folder`."""
+    def command(self, python: str, folder: Path, port: int, run: Path) -> list[str]:
+        """The words that start a server for the model in `folder`; hocket's run folder is `run`."""
         if self.project == "null":
             return [sys.executable, "-m", "benchmarks.serve.null_server", str(port)]
         scripts = Path(python).parent
@@ -84,7 +84,8 @@ class Contender:
             ]
         return [
             *(sys.executable, "-m", "hocket", "serve", str(folder), "--served-name", "m"),
-            *("--layout", self.layout, "--host", "127.0.0.1", "--port", str(port)),
+            *("--layout", self.layout, "--run", str(run)),
+            *("--host", "127.0.0.1", "--port", str(port)),
             *("--device", "cpu", "--threads", str(self.threads), "--max-rows", str(ROWS)),
             *("--max-model-len", "512", "--max-batch-tokens", str(CHUNK)),
         ]

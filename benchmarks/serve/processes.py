@@ -8,6 +8,7 @@ import http.client
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -50,7 +51,9 @@ class Running:
         self.ready_seconds = 0.0
         read, write = os.pipe()
         if contender.kind == "server":
-            command = contender.command(python, folder, self.port)
+            run = log.with_suffix(".run")
+            shutil.rmtree(run, ignore_errors=True)
+            command = contender.command(python, folder, self.port, run)
         else:
             options = {
                 "method": contender.method,

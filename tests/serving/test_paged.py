@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from hocket.models import skeleton  # noqa: E402
 from hocket.runtime.mesh import Mesh  # noqa: E402
 from hocket.runtime.pipeline.stage import Stage  # noqa: E402
-from hocket.serving.engine import attention  # noqa: E402
+from hocket.serving.engine import attention, attention_cpu  # noqa: E402
 from hocket.serving.engine.attention import Options  # noqa: E402
 from hocket.serving.engine.attention_cpu import CpuAttention  # noqa: E402
 from hocket.serving.engine.attention_cuda import CudaAttention, DeviceStep  # noqa: E402
@@ -93,7 +93,12 @@ def gathered(cache: PagedCache, step: Any, remembered: Any) -> CudaAttention:
 @pytest.mark.parametrize("attend", [cpu_attention, gathered])
 @pytest.mark.parametrize("block_size", [2, 5, 16])
 @pytest.mark.parametrize("case", range(len(SHAPES)))
-def test_attention_equals_the_definition(case: int, block_size: int, attend: Any) -> None:
+def test_attention_equals_the_definition(
+    case: int, block_size: int, attend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_cpu, "_RUN_BYTES", 1)  # these blocks are smaller than any
+    monkeypatch.setattr(attention_cpu, "_COPIED_BYTES", 1000)
+    monkeypatch.setattr(attention_cpu, "_BATCH", 5)
     shape, options = SHAPES[case]
     torch.manual_seed(case)
     lengths = [37, 9, 1, 20, 31]
@@ -150,7 +155,8 @@ def test_attention_equals_the_definition(case: int, block_size: int, attend: Any
     assert run(None) > 5
 
 
-def test_blocks_that_lie_side_by_side_are_read_in_place() -> None:
+def test_blocks_that_lie_side_by_side_are_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_cpu, "_RUN_BYTES", 4 * 2 * 2 * 4 * 4)  # four blocks
     cache = PagedCache([LayerShape(2, 2, 4, 4, torch.float32)], 32, 2, torch.device("cpu"))
     tables = BlockTables(3, 16)
     blocks = [[4, 6, 8, 10], [5, 7, 9, 11], [20, 30]]  # two that interleave, one by itself
@@ -161,8 +167,9 @@ def test_blocks_that_lie_side_by_side_are_read_in_place() -> None:
     new = torch.randn(1, 2, 3, 4)
     attending.attend(torch.nn.Module(), new, new, new, Options(1.0))
     (pairs,) = attending._pairs.values()
-    in_place = [(s.block, s.last - s.first) for s in pairs.segments if s.blocks is None]
-    copied = [s.blocks.tolist() for s in pairs.segments if s.blocks is not None]
+    (segments,) = pairs.batches
+    in_place = [(s.block, s.last - s.first) for s in segments if s.blocks is None]
+    copied = [s.blocks.tolist() for s in segments if s.blocks is not None]
     assert in_place == [(4, 8)]
     assert copied == [[20, 30]]
 
@@ -265,6 +272,23 @@ def test_chunked_attention_is_served_as_far_as_a_chunk() -> None:
     with pytest.raises(ModelError, match="chunks of 32") as caught:
         refuse(config, module, 33)
     assert caught.value.hint == "--max-model-len 32"
+
+
+def test_frequencies_that_change_with_the_longest_sequence_bound_the_length() -> None:
+    long = {
+        "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4,
+        "long_factor": [2.0] * 4, "original_max_position_embeddings": 16,
+    }  # fmt: skip
+    dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    for family, rope, bound in (("phi3", long, 16), ("llama", dynamic, 128)):
+        values = {**FAMILIES[family], "rope_parameters": rope}
+        if family == "phi3":
+            values["original_max_position_embeddings"] = bound
+        config = skeleton.config_of(values)
+        refuse(config, torch.nn.Linear(1, 1), bound)
+        with pytest.raises(ModelError, match="rotary frequencies") as caught:
+            refuse(config, torch.nn.Linear(1, 1), bound + 1)
+        assert caught.value.hint == f"--max-model-len {bound}"
 
 
 # --- merged projections ---------------------------------------------------------------------

@@ -239,7 +239,10 @@ class LLM:
             World(
                 entry=ENTRY,
                 size=server.replica.world_size,
-                payload={"spec": server.spec(replica=True).to_json()},
+                payload={
+                    "spec": server.spec(replica=True).to_json(),
+                    "words": server.words_payload(),
+                },
                 startup_timeout=STARTUP,
                 silence_timeout=server.request.options.timeout,
             ),

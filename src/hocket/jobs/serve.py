@@ -283,6 +283,7 @@ async def _serve(
             size=server.replica.world_size,
             payload={
                 "spec": server.spec(replica=True).to_json(),
+                "words": server.words_payload(),
                 "run": str(folder.path.resolve()),
             },
             startup_timeout=STARTUP,

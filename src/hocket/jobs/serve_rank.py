@@ -8,6 +8,8 @@ Rank 0 drives: it listens for the parent and for the other ranks, and holds the 
     replica    number of the replica
     run        the run folder, where a measured timeline is kept; absent: none is
     depth      plans in flight; absent: chosen by the number of stages
+    words      {"directory", "ends"}: the tokenizer's directory (null: bytes) and the tokens that
+               end a text, for answers that must obey a structure; absent: there are none
 """
 
 from __future__ import annotations
@@ -26,8 +28,11 @@ if TYPE_CHECKING:
     from hocket.runtime.mesh import Mesh
     from hocket.serving.engine.channel import Channel, Listener
     from hocket.serving.engine.part import StagePart
+    from hocket.serving.engine.runner import StageRunner
+    from hocket.serving.engine.structure import Structures
     from hocket.serving.scheduling.limits import Limits
     from hocket.spec.serving import ServeOptions
+    from hocket.training.tokenizer import Tokenizer
 
 PRELOAD = (
     "hocket.training.build",
@@ -69,7 +74,7 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
     context.beat()
     stages = mesh.axis("pp").size
     depth = payload.get("depth") or stages + SPARE_PLANS * (stages > 1)
-    part, limits, sizes = build_part(spec, mesh, depth)
+    part, limits, sizes = build_part(spec, mesh, depth, payload.get("words"))
     memory = _gather(context, sizes)
     if channel is not None:
         with mesh.recorder.in_phase("microbatch"):
@@ -107,7 +112,9 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
         driver.run()
 
 
-def build_part(spec: RunSpec, mesh: Mesh, depth: int) -> tuple[StagePart, Limits, dict[str, int]]:
+def build_part(
+    spec: RunSpec, mesh: Mesh, depth: int, words: dict[str, Any] | None = None
+) -> tuple[StagePart, Limits, dict[str, int]]:
     """This rank's part of every step, its cache allocated; the scheduler's limits; bytes held.
 
     Raises:
@@ -145,7 +152,7 @@ def build_part(spec: RunSpec, mesh: Mesh, depth: int) -> tuple[StagePart, Limits
     )
     # More than twice every row at its longest would only remember very old prompts.
     most = 2 * rows * -(-longest // options.block_size)
-    num_blocks = agreed_blocks(options, runner.bytes_per_block, most, mesh)
+    num_blocks = agreed_blocks(options, runner, most)
     if num_blocks * options.block_size < longest:
         room = num_blocks * options.block_size
         raise ModelError(
@@ -159,7 +166,12 @@ def build_part(spec: RunSpec, mesh: Mesh, depth: int) -> tuple[StagePart, Limits
     sampler = None
     if stage.is_last:
         found = Vocabulary.of(stage, mesh)
-        sampler = Sampler(found, vocab_size, mesh.device, mesh.recorder, rows)
+        structures = None
+        if words is not None and found.axis.index == 0:
+            structures = _structures(spec, words, vocab_size)
+        sampler = Sampler(
+            found, vocab_size, mesh.device, mesh.recorder, rows, structures=structures
+        )
     part = StagePart(
         runner, sampler, mesh, hidden_size=stage.hidden_size or 0, dtype=stage.dtype, depth=depth
     )
@@ -178,33 +190,42 @@ def build_part(spec: RunSpec, mesh: Mesh, depth: int) -> tuple[StagePart, Limits
     return part, limits, {"weights": weights, "cache": num_blocks * runner.bytes_per_block}
 
 
-def agreed_blocks(options: ServeOptions, bytes_per_block: int, most: int, mesh: Mesh) -> int:
+def _structures(spec: RunSpec, words: dict[str, Any], vocab_size: int) -> Structures | None:
+    """What compiles structures; None where their library is not installed."""
+    from hocket.serving.engine.structure import Structures
+    from hocket.training.tokenizer import resolve
+
+    def load() -> Tokenizer:
+        options = spec.options
+        return resolve(
+            options.tokenizer,
+            model_dir=words["directory"],
+            trust_remote_code=options.trust_remote_code,
+        )
+
+    try:
+        return Structures(load, vocab_size, words["ends"])
+    except OptionError:
+        return None
+
+
+def agreed_blocks(options: ServeOptions, runner: StageRunner, most: int) -> int:
     """Blocks of the cache: the fewest that any rank has room for, equal on all of them."""
     import torch
 
     from hocket.runtime.collectives import all_reduce
+    from hocket.serving.engine.memory import cache_bytes
 
     if options.num_blocks is not None:
         return options.num_blocks
+    mesh = runner.mesh
     if options.cache_memory is not None:
-        count = parse_bytes(options.cache_memory) // bytes_per_block
+        count = parse_bytes(options.cache_memory) // runner.bytes_per_block
     else:
-        count = min(most, _free_bytes(mesh) // bytes_per_block)
+        count = min(most, cache_bytes(runner, mesh.world_size) // runner.bytes_per_block)
     least = torch.tensor(min(count, 2**31 - 1), device=mesh.device)
     all_reduce(least, mesh.axis("world"), mesh.recorder, op="min")
     return int(least)
-
-
-def _free_bytes(mesh: Mesh) -> int:
-    """What this rank's cache may take where nobody said: of a GPU nine tenths of what is free,
-    of a CPU's memory an even part of half of it."""
-    import torch
-
-    if mesh.device.type == "cuda":
-        return torch.cuda.mem_get_info(mesh.device)[0] * 9 // 10
-    with open("/proc/meminfo") as file:
-        fields = dict(line.split(":") for line in file)
-    return int(fields["MemAvailable"].split()[0]) * 1024 // (2 * mesh.world_size)
 
 
 def keep_timeline(

@@ -102,6 +102,12 @@ class Server:
             serving=self.options,
         )
 
+    def words_payload(self) -> dict[str, Any]:
+        """What ranks are told of the tokenizer, for answers that must obey a structure."""
+        where = self.source.tokenizer
+        directory = None if where is None else str(Path(where).resolve())
+        return {"directory": directory, "ends": list(self.stop)}
+
 
 def server(values: Mapping[str, Any]) -> Server:
     """Read options by name, as flags and keywords have them; a value of None is absent.

@@ -30,12 +30,12 @@ from hocket.serving.engine.attention import Options
 from hocket.serving.engine.attention_step import Chunk, StepIndices
 from hocket.serving.engine.cache import PagedCache
 
-_SHORTEST_RUN = 4
-"""Neighbouring blocks that are worth a product of their own; fewer are copied together."""
+_RUN_BYTES = 64 << 10
+"""Keys that lie side by side and are worth a product of their own; fewer are copied together."""
 _COPIED_BYTES = 1 << 20
-"""Keys that are copied at once: they are read again while they lie in the cache of the core."""
-_RUN_BLOCKS = 1024
-"""Blocks of one product: bounds the scores that are held at once."""
+"""Keys that are copied at once: they are read again while they lie near the core."""
+_BATCH = 1024
+"""Pairs whose scores are held at once, about."""
 
 _flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -49,6 +49,12 @@ class _Segment:
     last: int
     block: int = -1
     blocks: Tensor | None = None
+
+    def of(self, pool: Tensor) -> Tensor:
+        """Its blocks of a layer's keys or values."""
+        if self.blocks is None:
+            return pool[self.block : self.block + self.last - self.first]
+        return pool.index_select(0, self.blocks)
 
 
 @dataclasses.dataclass(slots=True)
@@ -65,14 +71,14 @@ class _Pairs:
     """Which decoding row attends to which block, for one window.
 
     Attributes:
-        segments: of the pairs, in working order.
+        batches: segments of the pairs, in working order; scores are held for a batch at once.
         owners: [N] row of each pair.
         columns: [N] which of the row's blocks it is.
         mask: [N, 1, B] 0 or -inf.
         groups: of rows of similar length, with the pairs that make up each.
     """
 
-    segments: list[_Segment]
+    batches: list[list[_Segment]]
     owners: Tensor
     columns: Tensor
     mask: Tensor
@@ -143,25 +149,28 @@ class CpuAttention:
         q = (q * options.scaling).reshape(rows, heads, group, size)
         weights: list[Tensor] = []
         mixed: list[Tensor] = []
-        for segment in pairs.segments:
-            a, b = segment.first, segment.last
-            n = b - a
-            if segment.blocks is None:
-                k = keys[segment.block : segment.block + n]
-                v = values[segment.block : segment.block + n]
-            else:
-                k = keys.index_select(0, segment.blocks)
-                v = values.index_select(0, segment.blocks)
-            asked = q.index_select(0, pairs.owners[a:b]).view(n * heads, group, size)
-            scores = torch.bmm(asked, k.view(n * heads, block, size).transpose(1, 2)).float()
+        for some in pairs.batches:
+            a, b = some[0].first, some[-1].last
+            asked = q.index_select(0, pairs.owners[a:b]).view(-1, group, size)
+            scores = asked.new_empty((b - a) * heads, group, block)
+            for each in some:
+                k = each.of(keys).view(-1, block, size).transpose(1, 2)
+                where = slice((each.first - a) * heads, (each.last - a) * heads)
+                torch.bmm(asked[where], k, out=scores[where])
+            scores = scores.float()
             if options.softcap is not None:
                 scores.div_(options.softcap).tanh_().mul_(options.softcap)
-            scores.view(n, heads * group, block).add_(pairs.mask[a:b])
+            scores.view(b - a, heads * group, block).add_(pairs.mask[a:b])
             shares = scores.softmax(-1)
             # The largest share is 1 / (sum of exponentials): no need to compute them again.
             weights.append(scores.amax(-1).sub_(shares.amax(-1).log_()))
-            v = v.view(n * heads, block, width)
-            mixed.append(torch.bmm(shares.to(v.dtype), v))
+            shares = shares.to(values.dtype)
+            parts = shares.new_empty((b - a) * heads, group, width)
+            for each in some:
+                v = each.of(values).view(-1, block, width)
+                where = slice((each.first - a) * heads, (each.last - a) * heads)
+                torch.bmm(shares[where], v, out=parts[where])
+            mixed.append(parts)
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         parts = mixed[0] if len(mixed) == 1 else torch.cat(mixed)
         weight, parts = weight.view(-1, heads, group, 1), parts.view(-1, heads, group, width)
@@ -172,9 +181,9 @@ class CpuAttention:
             out = _join(weight, parts, pairs.groups[0], sinks)
         else:
             out = parts.new_empty(rows, heads, group, width)
-            for each in pairs.groups:
-                assert each.rows is not None
-                out[each.rows] = _join(weight, parts, each, sinks)
+            for joined in pairs.groups:
+                assert joined.rows is not None
+                out[joined.rows] = _join(weight, parts, joined, sinks)
         return out.view(rows, num_heads, width)
 
 
@@ -235,30 +244,34 @@ def _paired(step: StepIndices, low: Tensor, ends: Tensor, block_bytes: int) -> _
     pieces: list[Tensor] = []
     alone: list[tuple[int, int]] = []
     done = 0
+    shortest = max(2, _RUN_BYTES // block_bytes)
     for a, b in itertools.pairwise(bounds):
-        if b - a < _SHORTEST_RUN:
+        if b - a < shortest:
             alone.append((a, b))
             continue
         pieces.append(order[a:b])
         first_block = int(blocks[a])
-        for i in range(0, b - a, _RUN_BLOCKS):
-            n = min(_RUN_BLOCKS, b - a - i)
+        for i in range(0, b - a, _BATCH):
+            n = min(_BATCH, b - a - i)
             segments.append(_Segment(done + i, done + i + n, first_block + i))
         done += b - a
     if alone:
         scattered = torch.cat([order[a:b] for a, b in alone])
         copied = torch.cat([blocks[a:b] for a, b in alone])
         pieces.append(scattered)
-        most = max(_SHORTEST_RUN, _COPIED_BYTES // block_bytes)
-        for i in range(0, scattered.shape[0], most):
-            some = copied[i : i + most]
+        for some in torch.split(copied, max(1, _COPIED_BYTES // block_bytes)):
             segments.append(_Segment(done, done + some.shape[0], blocks=some))
             done += some.shape[0]
     working = torch.cat(pieces)
+    batches: list[list[_Segment]] = [[]]
+    for segment in segments:
+        if batches[-1] and segment.last - batches[-1][0].first > _BATCH:
+            batches.append([])
+        batches[-1].append(segment)
     where = torch.empty(count, dtype=torch.long)
     where[working] = torch.arange(count)
     groups = _groups(ends - low, where)
-    return _Pairs(segments, rows[working], columns[working], torch.empty(0), groups)
+    return _Pairs(batches, rows[working], columns[working], torch.empty(0), groups)
 
 
 def _groups(counts: Tensor, where: Tensor) -> list[_Group]:

@@ -57,14 +57,41 @@ def refuse(config: Any, module: nn.Module, max_model_len: int | None = None) -> 
                 f"{kind!r} cannot be served: it has a {name} along the sequence, whose last "
                 "inputs would have to be kept, and pages hold keys and values only"
             )
+    if max_model_len is not None:
+        _refuse_lengths(config, kind, max_model_len)
+
+
+def _refuse_lengths(config: Any, kind: str, max_model_len: int) -> None:
+    """Refuse lengths beyond which a model treats a sequence as pages do not follow."""
     chunk = getattr(config, "attention_chunk_size", None)
     chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
-    if chunked and chunk and max_model_len is not None and max_model_len > chunk:
+    if chunked and chunk and max_model_len > chunk:
         raise ModelError(
             f"{kind!r} attends in chunks of {chunk} tokens in some layers, which pages follow only "
             f"in sequences that are no longer; the longest is to be {max_model_len}",
             hint=f"--max-model-len {chunk}",
         )
+    bound = _rotary_bound(config)
+    if bound is not None and max_model_len > bound:
+        raise ModelError(
+            f"{kind!r} turns to other rotary frequencies in sequences of more than {bound} tokens, "
+            "at once for all that are computed together and not for keys that are cached; the "
+            f"longest is to be {max_model_len}",
+            hint=f"--max-model-len {bound}",
+        )
+
+
+def _rotary_bound(config: Any) -> int | None:
+    """Tokens up to which rotary frequencies stay what they are; None: they always do."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    bounds: list[int] = []
+    for each in (parameters, *parameters.values()):
+        kind = each.get("rope_type") if isinstance(each, dict) else None
+        if kind == "longrope":
+            bounds.append(int(each["original_max_position_embeddings"]))
+        elif kind == "dynamic":
+            bounds.append(int(config.max_position_embeddings))
+    return min(bounds, default=None)
 
 
 def no_attention(config: Any, module: nn.Module) -> ModelError:

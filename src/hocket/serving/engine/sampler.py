@@ -293,7 +293,8 @@ class Sampler:
         return torch.cat([part[:, :size] for part, size in zip(every, sizes, strict=True)], 1)
 
     def _edit(self, rows: Tensor, asked: list[_Asked], edited: list[int]) -> None:
-        """Biases, penalties, barred stop tokens and structure, in place."""
+        """Biases, penalties, barred stop tokens and structure, in place. A structure bars stop
+        tokens by itself, because it knows whether anything else can come."""
         biased = [(i, one.biases) for i in edited if (one := asked[i].slot).biases is not None]
         if biased:
             add_biases(rows, [i for i, _ in biased], [b for _, b in biased if b is not None])
@@ -310,18 +311,19 @@ class Sampler:
             )
             if part.data_ptr() != rows[punished[0]].data_ptr():
                 rows[torch.tensor(punished, device=rows.device)] = part
-        barred = [(i, one.ends) for i in edited if (one := asked[i].slot).ends is not None
-                  and asked[i].barred]  # fmt: skip
-        if barred:
-            forbid(rows, [i for i, _ in barred], [ends for _, ends in barred if ends is not None])
+        barred: dict[int, Tensor] = {}
         for i in edited:
-            state = asked[i].slot.structure
-            if state is not None and asked[i].slot.broken is None:
-                self._restrict(rows[i], asked[i], state)
+            slot = asked[i].slot
+            if slot.structure is not None and slot.broken is None:
+                self._restrict(rows[i], asked[i], slot.structure)
+            elif slot.ends is not None and asked[i].barred:
+                barred[i] = slot.ends
+        if barred:
+            forbid(rows, list(barred), list(barred.values()))
 
     def _restrict(self, row: Tensor, one: _Asked, state: StructureState) -> None:
         """Leave only the tokens that a row's structure lets come."""
-        mask = state.mask(self.vocab_size)
+        mask = state.mask(one.barred)
         if isinstance(mask, str):
             one.slot.broken = mask
             return
