@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import pytest
 from hypothesis import given
@@ -322,6 +324,12 @@ def test_every_route_but_health_needs_the_key() -> None:
         assert server.get("/v1/models", **own)[0] == 200
         assert server.get("/", **own)[0] == 200
         assert not server.replica.seen
+        for path in ("/metrics", "/nowhere"):
+            with pytest.raises(HTTPError, match="401") as stranger:
+                urlopen(server.metrics + path)
+            assert b"hocket_" not in stranger.value.read()
+        asked = Request(f"{server.metrics}/metrics", headers=own)
+        assert b"hocket_running" in urlopen(asked).read()
 
 
 def test_headers_of_every_answer() -> None:
@@ -338,6 +346,8 @@ def test_headers_of_every_answer() -> None:
             assert server.get("/health", Host=name)[0] == 200
         for name in ("evil.example", "127.0.0.1.evil.example", "192.168.0.1", ""):
             assert server.get("/health", Host=name)[0] == 403
+        twice = b"GET /health HTTP/1.1\r\nHost: evil.example\r\nHost: localhost\r\n"
+        assert server.raw(twice + b"Connection: close\r\n\r\n").startswith(b"HTTP/1.1 400")
 
 
 def test_pages_of_allowed_sites_may_ask() -> None:
@@ -355,8 +365,6 @@ def test_pages_of_allowed_sites_may_ask() -> None:
 
 
 def test_metrics_are_on_their_own_port() -> None:
-    from urllib.request import urlopen
-
     with live() as server:
         server.post("/v1/completions", {"prompt": "abc", "max_tokens": 5})
         text = urlopen(f"{server.metrics}/metrics").read().decode()

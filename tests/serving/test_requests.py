@@ -199,6 +199,18 @@ def test_a_full_queue_says_when_to_come_again() -> None:
     replica.run()
 
 
+def test_who_finds_a_free_place_does_not_wait() -> None:
+    replica = Replica(limits(max_waiting=0, max_rows=3, num_blocks=16))
+    for k in range(3):  # all of them between two steps
+        assert replica.refusal(request(f"r{k}", [k, 5], new=2)) is None
+    found = replica.refusal(request("more", [1]))
+    assert found is not None
+    assert found.kind == "full"
+    replica.run()
+    assert replica.refusal(request("later", [1])) is None
+    replica.run()
+
+
 def test_waiting_tokens_are_bounded_but_one_prompt_is_always_taken() -> None:
     replica = Replica(limits(max_waiting_tokens=20, max_rows=1, num_blocks=40))
     replica.add(request("a", [1] * 50))

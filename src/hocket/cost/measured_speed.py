@@ -10,7 +10,9 @@ each of its parts, and again just before a run (`Pulse`):
 A pulse tells of its moment, and a run lasts longer: of a difference no larger than the pulses of
 the probe differ among themselves, little will last; of a large one nearly all will. The share
 that is believed is d^2 / (d^2 + s^2), for a difference d and a spread s in logarithms: what is left
-of an observation when its noise is known (shrinkage, James and Stein 1961).
+of an observation when its noise is known (shrinkage, James and Stein 1961). Of that half is taken:
+on a virtual machine watched for 110 s, half of what 0.6 s of such work told was still there in the
+2 to 5 s that began a second later, a fifth after 15 s.
 """
 
 from __future__ import annotations
@@ -41,6 +43,9 @@ QUARTILES = 1.349
 
 LEAST = 0.05
 """Spread in logarithms that a pulse is never surer than."""
+
+LASTS = 0.5
+"""Of a difference that is no chance, what lasts into the run."""
 
 Row = TypeVar("Row")
 
@@ -73,7 +78,7 @@ def believed(measured: Measured, differences: dict[str, float]) -> dict[str, flo
     for operation, factor in differences.items():
         far = math.log(factor)
         near = _spread(measured, operation)
-        found[operation] = factor ** (far**2 / (far**2 + near**2)) if far else 1.0
+        found[operation] = factor ** (LASTS * far**2 / (far**2 + near**2)) if far else 1.0
     return found
 
 

@@ -176,7 +176,11 @@ class Launchers:
         from hocket.launch import Launcher
 
         size = self.server.replica.world_size
-        environment: Mapping[str, str] = {}
+        # A rank's threads sleep while they wait for each other: spinning ones hold a core that the
+        # front needs, and wait whole slices of the scheduler for a partner that it put aside.
+        environment: Mapping[str, str] = {
+            "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
+        }
         if self.server.device == "cuda":
             devices = _visible(number, size)
             environment = {"CUDA_VISIBLE_DEVICES": ",".join(devices)}

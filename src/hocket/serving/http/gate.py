@@ -58,7 +58,7 @@ class Gate:
     """ASGI middleware.
 
     Args:
-        metrics_only: the gate of the metrics' port: it counts nothing and needs no key.
+        metrics: what counts the responses; None: nothing does.
     """
 
     def __init__(
@@ -116,6 +116,8 @@ class Gate:
 
     def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         """Raise ApiError for a request that goes no further."""
+        if sum(name == b"host" for name, _ in scope["headers"]) > 1:
+            raise ApiError(400, "a request names one host")  # proxies may have judged another
         host = headers.get(b"host", b"").decode("latin-1")
         if self.settings.loopback and not is_loopback(_hostname(host)):
             raise ApiError(403, f"this server answers to localhost, not to {host[:100]!r}")

@@ -16,7 +16,7 @@ from hocket.serving.http.metrics import Metrics
 from hocket.serving.http.settings import HttpSettings
 from hocket.serving.http.templates import ChatTemplates
 from hocket.serving.http.workers import Workers
-from hocket.serving.request import Request, Sampling
+from hocket.serving.request import MAX_STRUCTURE, Request, Sampling
 from hocket.spec.errors import OptionError
 
 INLINE = 2000
@@ -142,6 +142,8 @@ class Service:
         check = self.check_structure
         if check is None:
             raise bad(f"{name}: this server has no structured output", name)
+        if len(text) > MAX_STRUCTURE:  # before it is compiled, which takes seconds for a large one
+            raise bad(f"{name}: {len(text)} characters as JSON; at most {MAX_STRUCTURE}", name)
         try:
             # A grammar may take long to build: not on the event loop.
             await self.workers.run(self.settings.render_seconds, name, check, text)

@@ -54,8 +54,8 @@ class HttpSettings:
         return is_loopback(self.host)
 
     def for_metrics(self) -> HttpSettings:
-        """Of the metrics' port: without keys, which scrapers do not have."""
-        return dataclasses.replace(self, keys=None, origins=())
+        """Of the metrics' port: the same keys, which Prometheus sends too."""
+        return dataclasses.replace(self, origins=())
 
 
 def is_loopback(host: str) -> bool:

@@ -41,8 +41,11 @@ class Limits:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if type(value) is int and not 1 <= value < 2**31:
-                raise OptionError(f"{field.name} is {value}; it must be from 1 to {2**31 - 1}")
+            least = 0 if field.name == "max_waiting" else 1
+            if type(value) is int and not least <= value < 2**31:
+                raise OptionError(
+                    f"{field.name} is {value}; it must be from {least} to {2**31 - 1}"
+                )
 
     @property
     def capacity(self) -> int:

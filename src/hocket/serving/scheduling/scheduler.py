@@ -427,7 +427,9 @@ class Scheduler:
                 f"{limits.capacity}",
             )
         count, tokens = waiting.count, waiting.tokens
-        if count >= limits.max_waiting:
+        # Who comes between two plans stands in the queue though a place is free: no waiting.
+        free = max(0, len(self._memory.slots) - len(self._memory.again))
+        if count >= limits.max_waiting + free:
             raise self._refusal(
                 "full",
                 f"{count} requests wait already",
