@@ -1,0 +1,88 @@
+"""What ranks do to show recomputing: the same two steps with and without it, counted."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from hocket.launch import RankContext
+from hocket.spec.layout import Layout
+from hocket.spec.run import RunSpec, TrainOptions, Workload
+
+S, ROWS = 64, 2
+
+
+def modes(
+    context: RankContext,
+    config: dict[str, Any],
+    layout: str,
+    modes: list[dict[str, Any]],
+    dropout: float = 0.0,
+    attention: str = "sdpa",
+    dtype: str = "fp32",
+) -> list[dict[str, Any]]:
+    """For each mode: losses of two steps, the gradients of the second (crc by name), the counted
+    bytes of the first, and what was foretold of this rank."""
+    import zlib
+
+    import torch
+
+    from hocket.runtime.mesh import Mesh
+    from hocket.schedules.registry import build as build_schedule
+    from hocket.training.build import build_model, build_optimizer
+    from hocket.training.memory import MemoryCount
+    from hocket.training.memory_forecast import forecast
+
+    plain = Layout.parse(layout)
+    mesh = Mesh(plain, context.rank)
+    count = plain.microbatches or 1
+    generator = torch.Generator().manual_seed(mesh.axis("dp").index)
+    ids = torch.randint(0, 64, (2, count, ROWS, S + 1), generator=generator)
+    steps = [
+        [
+            {
+                "input_ids": rows[:, :-1].contiguous(),
+                "labels": rows[:, 1:].contiguous(),
+                "position_ids": torch.arange(S).expand(ROWS, S).contiguous(),
+            }
+            for rows in step
+        ]
+        for step in ids
+    ]
+    found = []
+    for mode in modes:
+        split = dataclasses.replace(plain, **mode)
+        spec = RunSpec(
+            model="tiny",
+            config=config,
+            layout=split,
+            workload=Workload(seq_len=S, global_batch=ROWS * count * plain.dp, dtype=dtype),
+            options=TrainOptions(dropout=dropout, attention=attention, device="cpu"),
+        )
+        schedule = build_schedule(split, count) if split.num_stages > 1 else None
+        _, _, _, parallel = build_model(spec, mesh, schedule)
+        optimizer = build_optimizer(parallel, spec.options)
+        optimizer.state_tensors()
+        memory = MemoryCount(parallel.tensors(), optimizer.tensors, mesh.device)
+        losses = []
+        for number, step in enumerate(steps):
+            with memory.counting():
+                losses.append(float(parallel.forward_backward(step, spec.workload.global_batch * S)))
+                parallel.clip_grad_norm(0.0)
+                optimizer.step(1e-3)
+            if number == 0:
+                counted = memory.memory.to_json()
+            parallel.publish()
+        gradients = parallel.gradients()
+        found.append(
+            {
+                "losses": losses,
+                "gradients": {
+                    name: zlib.crc32(g.contiguous().float().numpy().tobytes())
+                    for name, g in gradients.items()
+                },
+                "bytes": counted,
+                "foretold": forecast(spec, schedule)[context.rank].to_json(),
+            }
+        )
+    return found
