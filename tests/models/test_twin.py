@@ -32,6 +32,24 @@ def test_families_that_must_pass_when_cut(family):
 @pytest.mark.torch
 @pytest.mark.parametrize(
     ("model_type", "words"),
+    [("mamba", "MambaModel keeps a recurrent state"), ("bloom", "computes attention itself")],
+)
+def test_models_that_pages_cannot_hold(model_type, words):
+    from hocket.models.skeleton import config_of
+
+    assert words in twin.try_pages(config_of({"model_type": model_type}))
+
+
+@pytest.mark.torch
+def test_a_model_of_keys_and_values_can_be_served():
+    from hocket.models.skeleton import config_of
+
+    assert not twin.try_pages(config_of(LLAMA))
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("model_type", "words"),
     [
         ("nanochat", "norm"),  # a norm without a module runs again on every stage
         ("zamba", "share"),  # one block that many layers share

@@ -21,6 +21,7 @@ from hocket.serving.engine.channel import Channel, Listener
 from hocket.serving.engine.driver import Driver
 from hocket.serving.engine.follower import follow
 from hocket.serving.front.client import ReplicaClient, ReplicaLost, merged
+from hocket.serving.front.completion import Ask, Completer
 from hocket.serving.front.frames import MAX_COMMAND, FrameReader, decode, encode, hello
 from hocket.serving.request import Output, Request, RequestRefused, Sampling, TokenLogprobs
 from hocket.serving.scheduling.limits import Limits
@@ -461,5 +462,19 @@ def test_outputs_that_nobody_reads_are_merged(tmp_path: Path) -> None:
             assert whole.finish == "length"
             with pytest.raises(StopAsyncIteration):
                 await anext(stream)
+
+    asyncio.run(main())
+
+
+def test_tokens_without_text_of_their_own_are_told_too(tmp_path: Path) -> None:
+    """As bytes of a character that is not whole; whoever wants ids gets all of them."""
+
+    async def main() -> None:
+        async with replica(tmp_path) as (client, _):
+            completer = Completer(client, lambda ids: "")
+            ask = Ask(prompts=((1, 2),), sampling=Sampling(max_new_tokens=9), id="call")
+            (found,) = await completer.start(ask).collect()
+            assert found.tokens == answer([1, 2], 9)
+            assert found.text == ""
 
     asyncio.run(main())

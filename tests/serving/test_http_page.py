@@ -18,7 +18,9 @@ KEY = "a-key-of-some-length"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Live]:
-    hostile = list(b"<img src=x onerror=alert(1)><script>alert(2)</script>\n```py\ncode <b>\n```end")
+    hostile = list(
+        b"<img src=x onerror=alert(1)><script>alert(2)</script>\n```py\ncode <b>\n```end"
+    )
     replica = FakeReplica(delay=0.002, length=len(hostile), script=lambda request: hostile)
     with live(replica) as found:
         yield found

@@ -340,7 +340,7 @@ def test_headers_of_every_answer() -> None:
             assert headers["x-content-type-options"] == "nosniff"
             assert "access-control-allow-origin" not in headers
         _, headers, _ = server.get("/", **{"X-Request-Id": "http://169.254.169.254/" + "x" * 99})
-        assert "169" not in headers["x-request-id"]
+        assert headers["x-request-id"].isalnum(), "an id that is none is not repeated"
         assert "unsafe" not in headers["content-security-policy"]
         for name in ("localhost:1", "[::1]:9", "127.0.0.1", "a.localhost"):
             assert server.get("/health", Host=name)[0] == 200

@@ -1,4 +1,5 @@
-"""Split over ranks, every family writes the tokens that transformers' own generate writes."""
+"""Split over ranks, models write what transformers' own generate writes: by padded rows, which
+only models use that pages cannot hold."""
 
 from __future__ import annotations
 
@@ -11,15 +12,15 @@ import pytest
 from hocket.spec.errors import HocketError
 from hocket.spec.layout import Layout
 from tests.check.test_matrix import MODEL_CODE
-from tests.families import FAMILIES, PROMPTS, whole_model
+from tests.families import PROMPTS, whole_model
 from tests.ranks import RankPool
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(200)]
 
-CASES = [(family, layout) for layout in ("tp2", "pp2", "tp2.pp2") for family in FAMILIES]
+CASES = [("bloom", layout) for layout in ("tp2", "pp2", "tp2.pp2")]
 CASES += [
+    ("llama", "tp2.pp2"),
     ("llama", "tp4"),  # fewer key/value heads than ranks
-    ("phi3", "tp4"),
     ("gemma3", "pp4"),  # stages that hold layers of one kind only
     ("llama_tied", "pp2:schedule=interleaved,virtual_stages=2,microbatches=2"),
     ("gpt2", "pp2:cut=1-3"),
@@ -35,7 +36,7 @@ def folder(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     path = tmp_path_factory.mktemp("models")
     expected = {}
-    for family in FAMILIES:
+    for family in sorted({family for family, _ in CASES}):
         model = whole_model(family)
         model.save_pretrained(path / family)
         expected[family] = [
@@ -109,3 +110,23 @@ def test_draws_do_not_depend_on_the_layout(ranks: RankPool, folder: Path) -> Non
     assert found[0] == found[1] == found[2]
     greedy = json.loads((folder / "expected.json").read_text())["llama"]
     assert found[0] != greedy
+
+
+def test_generate_takes_padded_rows_where_pages_cannot_hold_a_model(
+    ranks: RankPool, folder: Path
+) -> None:
+    import torch
+
+    from hocket.jobs.generate import generate
+
+    told: list[tuple[int, str]] = []
+    found = generate(
+        str(folder / "bloom"), ["12", "3456"], layout="pp2", tokenizer="bytes", max_new_tokens=8,
+        launcher=ranks.launcher, on_text=lambda row, text: told.append((row, text)),
+    )  # fmt: skip
+    model = whole_model("bloom")
+    for row, one in enumerate(found):
+        ids = torch.tensor([list(one.prompt_tokens)])
+        theirs = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :].tolist()
+        assert list(one.tokens) == [token for token in theirs if token != 2]
+        assert "".join(text for number, text in told if number == row) == one.text

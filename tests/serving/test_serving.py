@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from hocket.serving.request import Sampling, check_prompts, refuse_replicas
 from hocket.serving.front.text import TextPieces
+from hocket.serving.request import Sampling, check_prompts, refuse_replicas
 from hocket.spec.errors import LayoutError, OptionError
 from hocket.spec.layout import Layout
 from tests.families import FAMILIES, PROMPTS, whole_model

@@ -81,7 +81,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     for number, one in enumerate(found):
         if flags.json:
-            print(json.dumps(dataclasses.asdict(one)))
+            print(json.dumps({"prompt": one.prompt, "text": one.text, "tokens": one.tokens}))
         else:
             print(("\n" if number else "") + one.prompt + one.text)
     return 0

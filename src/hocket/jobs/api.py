@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from hocket.jobs.generate import Completion
+    from hocket.jobs.llm import Completion
     from hocket.jobs.record import Summary
     from hocket.jobs.serve import Served
     from hocket.planning.plan import Plan

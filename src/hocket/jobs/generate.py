@@ -1,38 +1,23 @@
-"""Generation: text to tokens and back in the parent, tokens to tokens on the ranks."""
+"""Generation: texts continued by the engine that serves; models it refuses, by padded rows."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from hocket.jobs.llm import LLM, Completion, OnText
 from hocket.jobs.request import Request, request
 from hocket.jobs.validate import validate
-from hocket.spec.errors import ModelError, OptionError
+from hocket.spec.errors import ModelError
 from hocket.spec.layout import Layout
 from hocket.spec.run import RunSpec, Workload
 
 if TYPE_CHECKING:
+    from hocket.jobs.serve_request import Server
     from hocket.launch import Launcher, RankContext
-    from hocket.models.source import ModelSource
     from hocket.serving.request import Sampling
-    from hocket.training.tokenizer import Tokenizer
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Completion:
-    """What followed one prompt: the new tokens, without the one that ended it, and their text."""
-
-    prompt: str
-    text: str
-    tokens: tuple[int, ...]
-
-
-OnText = Callable[[int, str], None]
-"""Called with the number of the prompt and the next piece of its text, as it is made."""
 
 
 def generate(
@@ -49,7 +34,7 @@ def generate(
     launcher: Launcher | None = None,
     **options: Any,
 ) -> list[Completion]:
-    """Continue each prompt with a key/value cache, greedily unless `temperature` is above 0.
+    """Continue each prompt, greedily unless `temperature` is above 0.
 
     Args:
         model: a Hugging Face directory or a run folder; it must hold weights and a tokenizer.
@@ -64,38 +49,78 @@ def generate(
     Raises:
         HocketError: what the caller can mend, before any rank starts wherever possible.
     """
-    from hocket.jobs import twin
-    from hocket.launch import joined
-    from hocket.models.source import resolve
+    from hocket.jobs import serve_request
     from hocket.serving.request import Sampling, check_prompts, refuse_replicas
-    from hocket.serving.front.text import TextPieces
 
-    if joined() is not None:
-        raise OptionError(
-            "generate starts its own ranks; it was started as one of another launcher's",
-            hint="run it without torchrun",
-        )
     wanted = request({"model": model, "layout": layout, "seed": seed, **options})
     refuse_replicas(wanted.layout)
-    source = resolve(model, trust_remote_code=wanted.options.trust_remote_code)
-    workload = Workload(seq_len=2, global_batch=1, dtype=wanted.workload.dtype)
-    where = validate(source.dimensions, wanted.layout, workload)
-    if source.weights is None:
-        raise ModelError(
-            f"{model} has no weights, and random ones would write noise",
-            hint="a run folder, or a directory with safetensors weights",
-        )
-    words = _tokenizer(source, wanted)
-    ids = [words.encode(prompt, special=True) for prompt in prompts]
+    # A schedule of training steps says nothing about answers: each rank holds one stage.
+    plain = dataclasses.replace(
+        wanted.layout, schedule=Layout().schedule, virtual_stages=1, microbatches=None
+    )
+    shared = {name: value for name, value in options.items() if name in serve_request.SHARED}
+    server = serve_request.server({"model": model, "layout": plain, "seed": seed, **shared})
+    ids = [server.words.encode(prompt, special=True) for prompt in prompts]
     sampling = Sampling(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
         seed=seed,
-        stop=_stop(source, words),
+        stop=server.stop,
     )
-    check_prompts(ids, sampling, source.dimensions.vocab_size, source.dimensions.max_positions)
+    dimensions = server.source.dimensions
+    check_prompts(ids, sampling, dimensions.vocab_size, dimensions.max_positions)
+    sized = _sized(server, ids, max_new_tokens)
+    try:
+        with LLM.of(sized, launcher) as llm:
+            found = llm.generate(ids, sampling, on_text=on_text, progress=False)
+    except ModelError as error:
+        if "cannot be served" not in error.message:
+            raise
+        return _padded(wanted, server, prompts, sampling, on_text=on_text, launcher=launcher)
+    return [
+        dataclasses.replace(one, prompt=prompt) for one, prompt in zip(found, prompts, strict=True)
+    ]
+
+
+def _sized(server: Server, ids: Sequence[Sequence[int]], new: int) -> Server:
+    """With rows and a cache for these prompts, and no larger."""
+    options = server.options
+    longest = max(map(len, ids)) + new
+    rows = min(len(ids), options.max_rows or len(ids))
+    sizes = dataclasses.replace(
+        options,
+        max_model_len=longest,
+        max_rows=rows,
+        num_blocks=rows * -(-longest // options.block_size),
+        cache_memory=None,
+    )
+    return dataclasses.replace(server, options=sizes)
+
+
+# --- models whose layers keep something else than keys and values ---------------------------------
+
+
+def _padded(
+    wanted: Request,
+    server: Server,
+    prompts: Sequence[str],
+    sampling: Sampling,
+    *,
+    on_text: OnText | None,
+    launcher: Launcher | None,
+) -> list[Completion]:
+    """By `serving.padded`, through the model's own cache: what pages cannot hold (BLOOM's own
+    attention, recurrent states)."""
+    from hocket.jobs import twin
+    from hocket.serving.front.text import TextPieces
+
+    source, words = server.source, server.words
+    workload = Workload(seq_len=2, global_batch=1, dtype=wanted.workload.dtype)
+    where = validate(source.dimensions, wanted.layout, workload)
+    assert source.weights is not None
+    ids = [words.encode(prompt, special=True) for prompt in prompts]
     spec = RunSpec(
         model=str(source.directory),
         config=source.config,
@@ -124,7 +149,7 @@ def generate(
         ranks.run(
             "hocket.jobs.generate:main",
             where.world_size,
-            {"spec": spec.to_json(), "prompts": ids, "sampling": dataclasses.asdict(sampling)},
+            {"spec": spec.to_json(), "prompts": ids, "sampling": sampling.to_json()},
             listen,
             startup_timeout=600.0,
             silence_timeout=max(300.0, wanted.options.timeout),
@@ -132,8 +157,14 @@ def generate(
     for row, piece in enumerate(pieces):
         tell(row, piece.end())
     return [
-        Completion(prompt=prompt, text=piece.text, tokens=tuple(found))
-        for prompt, piece, found in zip(prompts, pieces, tokens, strict=True)
+        Completion(
+            prompt=prompt,
+            text=piece.text,
+            tokens=tuple(found),
+            prompt_tokens=tuple(given),
+            finish="length" if len(found) == sampling.max_new_tokens else "stop",
+        )
+        for prompt, given, piece, found in zip(prompts, ids, pieces, tokens, strict=True)
     ]
 
 
@@ -150,35 +181,6 @@ def _warm(launcher: Launcher | None, wanted: Request) -> Iterator[Launcher]:
         yield own
 
 
-def _tokenizer(source: ModelSource, wanted: Request) -> Tokenizer:
-    from hocket.training import tokenizer
-
-    choice = wanted.options.tokenizer
-    if choice == "train":
-        raise OptionError("--tokenizer train makes one for training", hint="--tokenizer DIR")
-    if choice is None and source.tokenizer is None:
-        raise ModelError(
-            f"{source.name} holds no tokenizer", hint="--tokenizer DIR, or --tokenizer bytes"
-        )
-    return tokenizer.resolve(
-        choice,
-        model_dir=source.tokenizer,
-        trust_remote_code=wanted.options.trust_remote_code,
-    )
-
-
-def _stop(source: ModelSource, words: Tokenizer) -> tuple[int, ...]:
-    """The tokens that end a text: as the model's generation settings say, else the tokenizer's."""
-    found: Any = source.config.get("eos_token_id")
-    settings = Path(source.directory or "") / "generation_config.json"
-    with contextlib.suppress(OSError, ValueError):
-        found = json.loads(settings.read_text()).get("eos_token_id", found)
-    if found is None:
-        found = words.eos_id
-    ids = found if isinstance(found, list) else [found]
-    return tuple(int(i) for i in ids if i is not None)
-
-
 def main(context: RankContext, payload: dict[str, Any]) -> None:
     """In each rank: build its part of the model and generate; rank 0 emits the tokens.
 
@@ -190,9 +192,7 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
     from hocket.training.build import build_model, join_world
 
     spec = RunSpec.from_json(payload["spec"])
-    sampling: Sampling = Sampling(
-        **{**payload["sampling"], "stop": tuple(payload["sampling"]["stop"])}
-    )
+    sampling = Sampling.from_json(payload["sampling"])
     schedule = build(spec.layout, 1) if spec.layout.num_stages > 1 else None
     mesh = join_world(spec, context)
     source, skeleton, _, parallel = build_model(spec, mesh, schedule)

@@ -204,11 +204,11 @@ def _visible(number: int, size: int) -> list[str]:
 
 
 def require_split(launcher: Launcher, server: Server) -> None:
-    """Refuse an architecture that would compute something else when it is split."""
+    """Refuse an architecture that would compute something else when it is split, or served."""
     from hocket.jobs import twin
 
     attention = server.request.options.attention
-    twin.require(launcher, server.source, server.replica, attention=attention)
+    twin.require(launcher, server.source, server.replica, attention=attention, pages=True)
 
 
 @contextlib.contextmanager
@@ -436,6 +436,8 @@ async def _open(
 
     options = server.options
     assert options.max_model_len is not None
+    assert options.max_rows is not None
+    places = options.max_rows + options.max_waiting
     template = options.chat_template_file
     service = Service(
         router,
@@ -448,7 +450,13 @@ async def _open(
             created=int(time.time()),
         ),
         ChatTemplates.read(server.source.tokenizer, Path(template) if template else None),
-        HttpSettings(host=options.host, keys=server.keys, deadline=options.deadline),
+        HttpSettings(
+            host=options.host,
+            keys=server.keys,
+            deadline=options.deadline,
+            # More answers than run and wait at once would be sent away however often they come.
+            max_answers=min(HttpSettings.max_answers, server.layout.dp * places),
+        ),
         room=replicas.room,
     )
     return await Front.open(service, *doors)

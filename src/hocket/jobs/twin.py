@@ -51,35 +51,43 @@ class Verdict:
     Attributes:
         stages: why the model cannot be cut into stages.
         tensors: why its tensors cannot be split over ranks.
+        pages: why it cannot be served from a paged cache.
         note: blocks that tensor parallelism holds whole, and why.
     """
 
     stages: str | None = None
     tensors: str | None = None
+    pages: str | None = None
     note: str = ""
 
     @property
     def ok(self) -> bool:
         """Whether everything that was tried came out equal."""
-        return not self.stages and not self.tensors
+        return not self.stages and not self.tensors and not self.pages
 
     @property
     def reason(self) -> str:
         """Why not; empty where `ok`."""
-        return "; ".join(text for text in (self.stages, self.tensors) if text)
+        return "; ".join(text for text in (self.stages, self.tensors, self.pages) if text)
 
 
 def require(
-    launcher: Launcher, source: ModelSource, layout: Layout, *, attention: str = "sdpa"
+    launcher: Launcher,
+    source: ModelSource,
+    layout: Layout,
+    *,
+    attention: str = "sdpa",
+    pages: bool = False,
 ) -> Verdict:
-    """Refuse a layout that would change what this model computes, before its ranks start.
+    """Refuse a layout that would change what this model computes, before its ranks start; with
+    `pages`, also a model that would compute something else when it is served.
 
     Takes no time where the layout splits nothing or the verdict is cached.
 
     Raises:
         ModelError: the twin differs, by name and with the reason.
     """
-    wanted = {"stages": layout.num_stages > 1, "tensors": layout.tp > 1}
+    wanted = {"stages": layout.num_stages > 1, "tensors": layout.tp > 1, "pages": pages}
     if not any(wanted.values()):
         return Verdict()
     file = _cache_file(source.config, attention) if source.code is None else None
@@ -113,14 +121,16 @@ def require(
             f"{source.name} ({kind}) cannot be split over tensor-parallel ranks: {known.tensors}",
             hint=str(dataclasses.replace(layout, tp=1)),
         )
+    if wanted["pages"] and known.pages:
+        raise ModelError(known.pages)
     return known
 
 
 def main(context: RankContext, payload: dict[str, Any]) -> None:
     """Try the parts that `payload` names; rank 0 emits `{"event": "twin", "ok", "reason", ...}`.
 
-    Payload: `config`, `attention`, `code` (a directory or None), `parts` (of `stages`, `tensors`;
-    the latter needs two ranks).
+    Payload: `config`, `attention`, `code` (a directory or None), `parts` (of `stages`, `pages`,
+    `tensors`; the last needs two ranks).
     """
     from hocket.models.skeleton import config_of
 
@@ -129,6 +139,8 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
     found = Verdict()
     if "stages" in payload["parts"] and context.rank == 0:
         found = dataclasses.replace(found, stages=try_stages(config, payload["attention"]))
+    if "pages" in payload["parts"] and context.rank == 0:
+        found = dataclasses.replace(found, pages=try_pages(config))
     if "tensors" in payload["parts"]:
         context.init_process_group("gloo")
         reason, note = try_tensors(
@@ -217,6 +229,20 @@ def try_stages(config: Any, attention: str) -> str:
                 return f"{name} is used on more than one stage"
             found[owner] = found[owner] + parameter.grad if owner in found else parameter.grad
     return _compare(expected, logits.detach(), gradients, found, plan)
+
+
+def try_pages(config: Any) -> str:
+    """Why a model of this configuration cannot be served; empty where its twin, served in chunks
+    from scattered blocks, gives what its plain forward gives."""
+    from hocket.serving.engine.families import self_check
+
+    try:
+        self_check(config)
+    except ModelError as error:
+        return error.message
+    except Exception as error:  # the forward of a foreign family fails in its own way
+        return f"it cannot be served: its tiny twin fails with {type(error).__name__}: {error}"
+    return ""
 
 
 def try_tensors(config: Any, attention: str, *, index: int, degree: int) -> tuple[str, str]:

@@ -88,6 +88,7 @@ class Driver:
         self._rows_in_flight = 0
         self._outputs: list[Output] = []
         self._draining = self._drained = self._stopped = False
+        self._freed = False  # an abort, which makes no output, has changed the figures
         self._last_beat = self._last_look = self._last_told = 0.0
         self._window = 0  # steps left to record
         self._wanted = 0  # steps of the next window
@@ -188,7 +189,7 @@ class Driver:
                     self._add(command["request"])
                 case "abort":
                     for name in command["ids"]:
-                        self.scheduler.abort(name)
+                        self._freed |= bool(self.scheduler.abort(name))
                 case "drain":
                     self._draining, self._drained = True, False
                 case "stop":
@@ -238,10 +239,11 @@ class Driver:
         outputs, self._outputs = self._outputs, []
         drained = self._draining and not self._drained and self.scheduler.idle and not self._begun
         told = now - self._last_told > LOOK or drained
-        if outputs or (told and self._begun):
+        freed = self._freed and (told or self.scheduler.idle)
+        if outputs or freed or (told and self._begun):
             event: Message = {"event": "outputs", "outputs": [one.to_json() for one in outputs]}
             if told or self.scheduler.idle:
-                self._last_told = now
+                self._last_told, self._freed = now, False
                 event["stats"] = self._stats()
             self._emit(event)
         if drained:

@@ -349,6 +349,7 @@ class _Running:
         self.taken = 0
         self._stream: Stream | None = None
         self._cancelled = False
+        self._untold: Piece | None = None
         self._pieces = TextPieces(decode)
         self._stops = StopStrings(ask.stop) if ask.stop else None
         # Log-probabilities with offsets are told token by token, and stop strings count only
@@ -399,8 +400,15 @@ class _Running:
                 piece.stop = output.stop_token
             self._end(piece)
         self.finish = piece.finish
-        told = piece.text or piece.finish or piece.logprobs or piece.prompt_logprobs
-        return piece if told else None
+        if self._untold is not None:
+            piece.tokens = self._untold.tokens + piece.tokens
+            if piece.texts is not None:
+                piece.texts = (self._untold.texts or []) + piece.texts
+            self._untold = None
+        if piece.text or piece.finish or piece.logprobs or piece.prompt_logprobs:
+            return piece
+        self._untold = piece  # tokens whose text is not whole yet come with the next piece
+        return None
 
     def _by_token(self, piece: Piece) -> None:
         """Tokens one by one, up to one that completes a stop string."""

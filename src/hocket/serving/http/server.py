@@ -104,6 +104,7 @@ def _server(app: ASGIApp, most: int) -> _Server:
         ws="none",
         lifespan="off",
         log_config=None,
+        log_level="error",  # a line for every malformed request would let anybody fill the disk
         access_log=False,
         server_header=False,
         timeout_keep_alive=30,
