@@ -310,12 +310,22 @@ def test_a_layouts_own_cut_is_priced_and_kept() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("pp2.tp8:schedule=zero-bubble,recompute=full", "full recompute throws away"),
+        ("pp2.tp8:recompute=full,recompute_layers=2", "every layer recomputed, or none"),
     ],
 )
 def test_a_layout_without_a_price(text: str, said: str) -> None:
     with pytest.raises(LayoutError, match=said):
         one(EIGHT, text)
+
+
+def test_full_recompute_saves_nothing_where_weights_gradients_wait() -> None:
+    """What is made again for the first half of backward is held until the second."""
+    kept = one(EIGHT, "pp2.tp8:schedule=zero-bubble,microbatches=8")
+    again = one(EIGHT, "pp2.tp8:schedule=zero-bubble,microbatches=8,recompute=full")
+    assert again.memory >= kept.memory
+    assert again.step_seconds.mid > kept.step_seconds.mid
+    at_once = one(EIGHT, "pp2.tp8:microbatches=8,recompute=full")
+    assert at_once.memory < kept.memory
 
 
 def test_threads_are_priced_as_processes_and_say_so() -> None:
@@ -394,8 +404,8 @@ def why() -> list[str]:
 
 
 def test_a_wider_tp_leaves_the_domain(why: list[str]) -> None:
-    pins = {"pp": 8}
-    told = explain(ROOMY, plan(ROOMY, pins={"tp": 8, "pp": 8}).best, pins=pins, here=True)
+    pins = {"pp": 8, "recompute": "none"}
+    told = explain(ROOMY, plan(ROOMY, pins={"tp": 8, **pins}).best, pins=pins, here=True)
     (sentence,) = [s for s in told if s.startswith("tp16") and "leaves the NVLink domain" in s]
     slower = float(sentence.split(": +")[1].split("%")[0])
     assert slower > 10
@@ -403,7 +413,7 @@ def test_a_wider_tp_leaves_the_domain(why: list[str]) -> None:
 
 def test_what_would_change_the_answer_is_priced(why: list[str]) -> None:
     (sentence,) = [s for s in why if "PCIe instead of NVLink" in s]
-    assert float(sentence.split("at +")[1].split("%")[0]) > 20
+    assert float(sentence.split("at +")[1].split("%")[0]) > 15
     assert any("memory" in s for s in why if s.startswith("With "))
 
 

@@ -67,7 +67,9 @@ def modes(
         losses = []
         for number, step in enumerate(steps):
             with memory.counting():
-                losses.append(float(parallel.forward_backward(step, spec.workload.global_batch * S)))
+                losses.append(
+                    float(parallel.forward_backward(step, spec.workload.global_batch * S))
+                )
                 parallel.clip_grad_norm(0.0)
                 optimizer.step(1e-3)
             if number == 0:

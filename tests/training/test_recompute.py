@@ -65,11 +65,13 @@ def test_no_bit_is_changed(
 
 @pytest.mark.parametrize(
     ("layout", "size", "attention"),
-    [("dp1", 1, "sdpa"), ("dp1", 1, "eager"), ("pp2:microbatches=4", 2, "sdpa")],
+    [
+        ("dp1", 1, "sdpa"),
+        ("dp1", 1, "eager"),
+        ("pp2:microbatches=4", 2, "sdpa"),
+    ],
 )
-def test_less_is_held_and_foretold(
-    ranks: RankPool, layout: str, size: int, attention: str
-) -> None:
+def test_less_is_held_and_foretold(ranks: RankPool, layout: str, size: int, attention: str) -> None:
     found = run(ranks, size, layout=layout, modes=MODES, config=LLAMA, attention=attention)
     for rank, rows in enumerate(found):
         for row in rows:

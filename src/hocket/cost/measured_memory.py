@@ -35,16 +35,18 @@ def made(job: Job, index: int) -> int:
     last = job.schedule.num_stages - 1
     stages = job.schedule.stages_of(index)
     kinds = {stage: job.blocks(stage) for stage in stages}
-    held = {
-        stage: saved_bytes(job.shape, kinds[stage], job.microbatch, job.element_bytes)
-        + (0 if stage == last else job.hidden_bytes)
-        for stage in stages
-    }
+    held = {stage: job.held_bytes(stage) for stage in stages}
     gradients = {
         stage: GRADIENT_BYTES * sum(local(w, job.layout.tp) for w in weights(job.shape, kind))
         for stage, kind in kinds.items()
     }
-    put_off = {stage: min(held[stage], pending_bytes(job, kind)) for stage, kind in kinds.items()}
+    # Layers that are run again in I leave more for W than they held before.
+    put_off = {
+        stage: pending_bytes(job, kind)
+        if job.again(stage, "full")
+        else min(held[stage], pending_bytes(job, kind))
+        for stage, kind in kinds.items()
+    }
     ends = {
         stage: saved_bytes(job.shape, kind[-1:], job.microbatch, job.element_bytes)
         if kind[-1] == "head"
@@ -55,7 +57,9 @@ def made(job: Job, index: int) -> int:
     neighbours = {s + d for s in stages for d in (-1, 1)} & set(range(last + 1))
     places = min(POSTED, job.microbatches)
     posted = places * job.hidden_bytes * sum(place[s] != index for s in neighbours)
-    working = {stage: backward_bytes(job, kind) for stage, kind in kinds.items()}
+    working = {
+        stage: backward_bytes(job, kind) + _whole_layer(job, stage) for stage, kind in kinds.items()
+    }
     scratch = min(SCRATCH, job.microbatch.tokens * job.shape.vocab * 4)
     now = most = posted
     for action in job.schedule.ranks[index]:
@@ -102,6 +106,15 @@ def backward_bytes(job: Job, kinds: list[str]) -> int:
     if kinds[-1] == "head":
         return 0
     return job.hidden_bytes + _widest(job, job.shape.blocks[kinds[-1]])
+
+
+def _whole_layer(job: Job, stage: int) -> int:
+    """What one layer saves while it is run again: of the largest, all are as one after another."""
+    one = (
+        saved_bytes(job.shape, [kind], job.microbatch, job.element_bytes)
+        for kind in dict.fromkeys(job.again(stage, "full"))
+    )
+    return max(one, default=0)
 
 
 def _widest(job: Job, block: BlockShape) -> int:

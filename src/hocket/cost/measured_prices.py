@@ -83,6 +83,23 @@ class Job:
         last = stage == len(bounds) - 1
         return stage_blocks(self.shape, stage_layers(bounds, stage), stage == 0, last)
 
+    def again(self, stage: int, mode: str) -> list[str]:
+        """The kinds of a stage's layers that are recomputed, if they are in this mode."""
+        if self.layout.recompute != mode:
+            return []
+        layers = [kind for kind in self.blocks(stage) if kind not in ("embedding", "head")]
+        return layers[: self.layout.recompute_layers]
+
+    def held_bytes(self, stage: int) -> int:
+        """What a stage holds of one microbatch from forward to backward. Of a layer that is run
+        again that is its input; what cores alone give up is not told apart and not taken off."""
+        kinds, last = self.blocks(stage), stage == self.schedule.num_stages - 1
+        for kind in self.again(stage, "full"):
+            kinds.remove(kind)
+        inputs = len(self.again(stage, "full")) * self.hidden_bytes
+        saved = saved_bytes(self.shape, kinds, self.microbatch, self.element_bytes)
+        return saved + inputs + (0 if last else self.hidden_bytes)
+
     def bounds(self) -> tuple[int, ...]:
         """Layers per stage, cut as the runtime cuts: a layer costs its parameters."""
         shape, number = self.shape, self.schedule.num_stages
@@ -111,9 +128,12 @@ class Job:
             if kind == "head" and any(p.split == "vocab" for p in block.products):
                 backward += 1
                 split_loss = True
+        again = self.again(stage, "full") if tp > 1 else []
+        repeated = sum(p.split == "row" for kind in again for p in self.shape.blocks[kind].products)
         return StageShare(
             stage=stage,
             forward_sums=forward,
+            repeated_sums=max(0, repeated - len(again)),
             backward_sums=backward,
             split_loss=split_loss,
             gradient_bytes=tuple(local(w, tp) * GRADIENT_BYTES for w in held),
@@ -189,10 +209,17 @@ def step_prices(job: Job, rates: Rates, links: Links) -> StepPrices:
 
 def _stage(job: Job, stage: int, rates: Rates, links: Links) -> StageStep:
     blocks, share, tp = job.blocks(stage), job.share(stage), job.layout.tp
-    seconds = stage_seconds(job.shape, blocks, job.microbatch, rates)
+    seconds = stage_seconds(
+        job.shape,
+        blocks,
+        job.microbatch,
+        rates,
+        full=job.again(stage, "full"),
+        selective=job.again(stage, "selective"),
+    )
     one = links.collective("all-reduce", "tp", job.hidden_bytes, tp)
     forward: list[Collective] = [one] * share.forward_sums if one else []
-    backward: list[Collective] = [one] * share.backward_sums if one else []
+    backward: list[Collective] = [one] * (share.backward_sums + share.repeated_sums) if one else []
     if share.split_loss:
         found = links.collective("all-gather", "tp", tp * 2 * job.microbatch.tokens * 4, tp)
         forward += [found] if found else []
@@ -217,8 +244,7 @@ def _stage(job: Job, stage: int, rates: Rates, links: Links) -> StageStep:
         backward_collectives=tuple(backward),
         message=None if last else links.message(job.hidden_bytes),
         reductions=tuple(one for one in reductions if one is not None),
-        activation_bytes=saved_bytes(job.shape, blocks, job.microbatch, job.element_bytes)
-        + (0 if last else job.hidden_bytes),
+        activation_bytes=job.held_bytes(stage),
     )
 
 

@@ -5,6 +5,8 @@ Operation by operation, as the model's own code runs without a compiler:
     products      x W^T forward; g W for the input and g^T x for the weight backward
     attention     one flash kernel each way
     the rest      one call each, of so many bytes
+    recompute     in backward, before the input's gradient: a layer's forward again but for the
+                  product it ends in, or its attention's alone
     gradients     added to those of the microbatch before, or copied into their bucket
 
 Legend: B rows of a microbatch, S sequence, T = B S tokens, t tensor ranks.
@@ -13,7 +15,7 @@ Legend: B rows of a microbatch, S sequence, T = B S tokens, t tensor ranks.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from hocket.cost.measured_rates import BYTES, Rates
 from hocket.spec.model_shape import (
@@ -102,14 +104,35 @@ def weights(shape: ModelShape, blocks: Iterable[str]) -> list[Weight]:
 
 
 def stage_seconds(
-    shape: ModelShape, blocks: Iterable[str], microbatch: Microbatch, rates: Rates
+    shape: ModelShape,
+    blocks: Iterable[str],
+    microbatch: Microbatch,
+    rates: Rates,
+    *,
+    full: Sequence[str] = (),
+    selective: Sequence[str] = (),
 ) -> Seconds:
-    """Of all blocks of a stage."""
+    """Of all blocks of a stage, of which some are recomputed `full` or in their attention alone."""
     kinds = list(blocks)
     total = Seconds()
     for kind in dict.fromkeys(kinds):
         total += block_seconds(shape.blocks[kind], microbatch, rates).times(kinds.count(kind))
+    for again, seconds in ((full, _layer_again), (selective, _attention_again)):
+        for kind in dict.fromkeys(again):
+            once = seconds(shape.blocks[kind], microbatch, rates)
+            total += Seconds(input=once).times(again.count(kind))
     return total + _gradients(weights(shape, kinds), microbatch, rates)
+
+
+def _layer_again(block: BlockShape, microbatch: Microbatch, rates: Rates) -> float:
+    forward = block_seconds(block, microbatch, rates).forward
+    if block.products:
+        forward -= _product(block.products[-1], block, microbatch, rates).forward
+    return forward
+
+
+def _attention_again(block: BlockShape, microbatch: Microbatch, rates: Rates) -> float:
+    return sum(_attention(core, microbatch, rates).forward for core in block.attention)
 
 
 def block_seconds(block: BlockShape, microbatch: Microbatch, rates: Rates) -> Seconds:

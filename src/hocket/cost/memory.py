@@ -30,6 +30,7 @@ from hocket.cost.terms import BlockTerms, Floats, Terms
 WEIGHT, MASTER_AND_MOMENTS = 2.0, 12.0
 
 SELECTIVE, FULL = 1, 2
+LATE = ("zb-h1", "zb-h2", "zb-v")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +136,9 @@ def _saved(
     whole = plain + core
     half = np.asarray(constants.selective_halves) > 0
     kept = np.where(at.recompute == SELECTIVE, np.where(half, 0.5 * (whole + inputs), plain), whole)
-    return whole, np.where(at.recompute == FULL, inputs, kept)
+    # Weights' gradients that are put off keep what was made again for them: at most all of it.
+    late = np.isin(at.schedule, [SCHEDULES.index(name) for name in LATE]) & (at.pp > 1)
+    return whole, np.where(at.recompute == FULL, np.where(late, whole, inputs), kept)
 
 
 def _end(block: BlockTerms, at: Layouts) -> Floats:

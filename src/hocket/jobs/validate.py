@@ -175,6 +175,8 @@ def _candidates(
             cut=cut,
             microbatches=asked,
             schedule=layout.schedule,
+            recompute=layout.recompute,
+            recompute_layers=layout.recompute_layers,
             data_parallel=layout.data_parallel,
             order=layout.order,
         )
@@ -198,7 +200,8 @@ def _flags(wanted: Layout, other: Layout) -> str:
     flags = []
     dropped = any(getattr(wanted, name) != getattr(other, name) for name in _UNSUPPORTED)
     if dropped or other.axes_text() != wanted.axes_text():
-        flags.append(f"--layout {other.axes_text()}")
+        kept = Layout(recompute=other.recompute, recompute_layers=other.recompute_layers)
+        flags.append(f"--layout {other.axes_text()}{str(kept).removeprefix('dp1')}")
     for field in dataclasses.fields(Layout):
         value = getattr(other, field.name)
         if field.name in (*DEGREES, *_UNSUPPORTED) or value is None:

@@ -7,8 +7,8 @@
     options     schedule, ZeRO stage, recompute, sequence parallel
 
 Left out, unless pinned, is what another layout beats: gpipe has the step time of 1f1b and holds
-more, sequential waits more than either, and more virtual stages whose longest has no fewer layers
-only send more.
+more, sequential waits more than either, more virtual stages whose longest has no fewer layers only
+send more, and a schedule that puts weights' gradients off keeps what full recompute makes again.
 """
 
 from __future__ import annotations
@@ -211,12 +211,8 @@ def _problems(
         yield f"{shape.experts} experts do not divide over ep {layout.ep}", "ep1"
     if layout.sequence_parallel and seq_len % (layout.cp * layout.tp):
         yield f"a sequence of {seq_len} does not divide over cp x tp", "sequence_parallel=false"
-    if layout.recompute == "full" and layout.schedule in LATE and layout.pp > 1:
-        yield (
-            f"{layout.schedule} computes the weights' gradients later, from activations that full "
-            "recompute throws away",
-            "recompute=selective",
-        )
+    if layout.recompute_layers is not None:
+        yield "the planner prices every layer recomputed, or none", f"recompute={layout.recompute}"
     batch, rest = divmod(global_batch, layout.dp)
     if rest:
         yield f"the global batch of {global_batch} does not divide over dp {layout.dp}", None
@@ -391,7 +387,8 @@ def _allowed(
         # Rounds of microbatches must be equal, as the schedule's builder asks.
         keep = piped & (virtual > 1) & (m % np.maximum(1, m // pp) == 0)
     elif schedule in LATE:
-        # A weight's gradient waits for what full recompute has thrown away.
+        # Full recompute has thrown away what the weights' half waits for; it is made again for the
+        # first half and held from there on: as much as without it, and slower.
         stages = 2 if schedule == "zb-v" else 1
         keep = piped & (virtual == stages) & (recompute != "full")
     elif schedule == "1f1b" or "schedule" in pins:

@@ -174,6 +174,8 @@ def _mesh(layout: Layout, rank: int) -> Mesh:
     rows["model"] = tuple(
         other for other in rows["world"] if layout.coordinate(other)["dp"] == mesh.coordinate["dp"]
     )
+    for name, groups in (("shard", layout.shard_groups()), ("replicas", layout.replica_groups())):
+        rows[name] = next((row for row in groups if rank in row), (rank,))
     for name, ranks in rows.items():
         mesh._axes[name] = _axis(name, ranks, rank)
     mesh._group = _group  # type: ignore[method-assign, assignment]

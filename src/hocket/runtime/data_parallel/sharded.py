@@ -69,6 +69,7 @@ class _Bucket:
     offsets: list[int] = dataclasses.field(default_factory=list)
     pieces: list[tuple[Piece, int]] = dataclasses.field(default_factory=list)
     gradient: Tensor | None = None
+    views: list[Tensor] = dataclasses.field(default_factory=list)
     missing: set[int] = dataclasses.field(default_factory=set)
     share: Tensor | None = None
     gathering: Work | None = None
@@ -78,9 +79,18 @@ class _Bucket:
         if self.gradient is None:
             self.gradient = torch.empty_like(self.flat, dtype=self.dtype)
             self.gradient[self.offsets[-1] :].zero_()
-        parameter = self.parameters[index]
-        start = self.offsets[index]
-        return self.gradient[start : start + parameter.numel()].view_as(parameter)
+            self.views = [
+                self.gradient[start : start + parameter.numel()].view_as(parameter)
+                for start, parameter in zip(self.offsets, self.parameters, strict=False)
+            ]
+        return self.views[index]
+
+    def take(self) -> Tensor:
+        """The whole gradient, of which nothing is kept here."""
+        assert self.gradient is not None
+        whole, self.gradient = self.gradient, None
+        self.views = []
+        return whole
 
     def all_missing(self) -> None:
         self.missing = set(range(len(self.parameters)))
@@ -198,6 +208,7 @@ class ShardedBuckets:
         self._last = False
         for bucket in self._buckets:
             bucket.gradient = bucket.share = None
+            bucket.views = []
             bucket.all_missing()
             for parameter in bucket.parameters:
                 parameter.grad = None
@@ -272,7 +283,7 @@ class ShardedBuckets:
 
     def _arrived(self, bucket: _Bucket, index: int, parameter: Tensor) -> None:
         view = bucket.view(index)
-        if parameter.grad is None or parameter.grad.data_ptr() != view.data_ptr():
+        if parameter.grad is not view:
             assert parameter.grad is not None
             view.copy_(parameter.grad)
             parameter.grad = view
@@ -287,11 +298,10 @@ class ShardedBuckets:
             view = bucket.view(index)
             if parameter.grad is None:
                 view.zero_()
-            elif parameter.grad.data_ptr() != view.data_ptr():
+            elif parameter.grad is not view:
                 view.copy_(parameter.grad)
             parameter.grad = None
-        whole, bucket.gradient = bucket.gradient, None
-        assert whole is not None
+        whole = bucket.take()
         bucket.all_missing()
         while len(self._reducing) >= IN_FLIGHT:
             self._finish(self._reducing.popleft())
