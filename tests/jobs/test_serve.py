@@ -140,9 +140,13 @@ def test_it_answers_on_two_replicas_and_ends_in_order(where: Path, tmp_path: Pat
         code, refused = post(address, max_tokens=10_000)
         assert code == 400
         assert "128" in refused["error"]["message"]
+        code, refused = post(address, n=13)
+        assert code == 400
+        assert refused["error"]["message"].endswith("at most 12")  # two replicas of 4 + 2
 
     visitor = Visitor(visit)
-    found = hocket.serve(where, layout="dp2", run=run, on_event=visitor, **SMALL)
+    few = {"max_rows": 4, "max_waiting": 2, **SMALL}
+    found = hocket.serve(where, layout="dp2", run=run, on_event=visitor, **few)
     visitor.over()
     assert found.drained
     assert (found.measured.requests, found.measured.output_tokens) == (4, 16)

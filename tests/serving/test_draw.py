@@ -144,15 +144,15 @@ def test_of_equals_at_the_edge_of_top_p_the_first_are_kept() -> None:
 def test_buckets_keep_what_sorting_keeps(kind: str) -> None:
     import torch
 
-    from hocket.serving.engine import draw
+    from hocket.serving.engine import truncation
 
     for top_p, size in itertools.product((1e-9, 0.1, 0.5, 0.9, 0.999, 0.9999999), (V, 100)):
         x = a_row(kind, size)
         x = x - x.amax()
         share = torch.full((1, 1), top_p)
         sorted_, bucketed = x.softmax(-1), x.softmax(-1)
-        draw._nucleus_by_sort(x, sorted_, share)
-        draw._nucleus_by_buckets(x, bucketed, share)
+        truncation.nucleus_by_sort(x, sorted_, share)
+        truncation.nucleus_by_buckets(x, bucketed, share)
         different = (sorted_ > 0) != (bucketed > 0)
         # the sums are taken in another order: a token on the very edge may fall on either side
         assert int(different.sum()) <= 1
@@ -164,16 +164,22 @@ def test_rows_done_whole_are_drawn_alike(kind: str, monkeypatch: pytest.MonkeyPa
     from hocket.serving.engine import draw
 
     logits = a_row(kind, V)
-    for options in ((1.0, 20, None, None), (1.0, None, 0.4, None), (0.7, 30, 0.5, 0.01)):
+    for options in (
+        (1.0, 20, None, None),
+        (1.0, None, 0.4, None),
+        (0.7, 30, 0.5, 0.01),
+        (1.0, None, None, 0.2),
+        (1.0, None, 0.6, 0.2),
+    ):
         quick = probabilities(logits, *options)
-        candidates = draw._from_candidates
+        candidates = draw.candidates
 
         def undecided(*arguments: Any, _inner: Any = candidates) -> Any:
-            tokens, decided = _inner(*arguments)
-            return tokens * 0, decided & False
+            ids, weights, decided = _inner(*arguments)
+            return ids * 0, weights, decided & False
 
         with monkeypatch.context() as patch:
-            patch.setattr(draw, "_from_candidates", undecided)
+            patch.setattr(draw, "candidates", undecided)
             whole = probabilities(logits, *options)
         assert float((quick - whole).abs().max()) <= 1.01 / COUNT
         assert (quick > 0).equal(whole > 0)

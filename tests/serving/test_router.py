@@ -40,6 +40,7 @@ class Client:
         self.outputs = list(outputs) or [Output(id="", tokens=[1], finish="length")]
         self.at_once = at_once
         self.seen: list[Request] = []
+        self.lost: ReplicaLost | None = None
         self.stats = {"running": 1, "tokens_per_second": 2.5, "name": "a"}
 
     def submit(self, request: Request) -> Stream:
@@ -196,6 +197,16 @@ def test_a_dying_replica_is_passed_over_before_anybody_has_removed_it() -> None:
     found = router(Client(at_once=ReplicaLost("gone")), alive)
     asyncio.run(read(found, request(1, 2)))
     assert len(alive.seen) == 1
+
+
+def test_a_router_whose_replicas_are_all_lost_is_not_ready() -> None:
+    first, second = Client(), Client()
+    found = router(first, second)
+    assert found.ready
+    first.lost = ReplicaLost("gone")
+    assert found.ready
+    second.lost = ReplicaLost("gone")
+    assert not found.ready
 
 
 def test_a_server_that_ends_says_so() -> None:

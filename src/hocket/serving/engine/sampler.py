@@ -32,6 +32,7 @@ from hocket.serving.engine.draw import Choices, draw, uniform
 from hocket.serving.engine.likeliest import likeliest
 from hocket.serving.engine.logprobs import token_logprobs
 from hocket.serving.engine.penalties import TokenBiases, TokenHistory, add_biases, forbid
+from hocket.serving.engine.truncation import Scratch
 from hocket.serving.engine.vocabulary import Vocabulary
 from hocket.serving.request import Sampling
 from hocket.serving.scheduling.admission import Admission
@@ -44,6 +45,7 @@ _SLICE_BYTES = {"cpu": 2**21, "cuda": 2**28}
 """Logits taken at once: on a CPU what its cache holds."""
 
 # In this order, so that rows of one kind lie side by side.
+# The last ones need no pass over probabilities.
 _LARGEST, _DRAWN, _NUCLEUS, _RANKED = range(4)
 
 
@@ -104,6 +106,7 @@ class Sampler:
         self.samples = vocabulary.axis.index == 0
         self._slots: dict[int, _Slot] = {}
         self._history = TokenHistory(max_rows, device)
+        self._scratch = Scratch()
         row_bytes = 4 * vocab_size
         self._rows_at_once = max(1, _SLICE_BYTES[self.device.type] // row_bytes)
 
@@ -124,7 +127,7 @@ class Sampler:
         top_p = None if top_p is None or top_p >= 1 else top_p
         if sampling.temperature == 0:
             kind = _LARGEST
-        elif top_k is not None:
+        elif top_k is not None or (top_p is None and sampling.min_p):
             kind = _RANKED
         else:
             kind = _NUCLEUS if top_p is not None else _DRAWN
@@ -263,7 +266,7 @@ class Sampler:
                 values, tokens[these] = likeliest(rows[these])
                 good[these] = values.isfinite()
             else:
-                tokens[these], good[these] = _draw(rows[these], asked[these])
+                tokens[these], good[these] = _draw(rows[these], asked[these], self._scratch)
             first = last
         for one, token, fine in zip(asked, tokens.tolist(), good.tolist(), strict=True):
             self._settle(one, token, fine, result)
@@ -413,7 +416,7 @@ class _Asked:
         self.plain = not self.edited and slot.kind == _LARGEST and slot.sampling.logprobs is None
 
 
-def _draw(rows: Tensor, asked: Sequence[_Asked]) -> tuple[Tensor, Tensor]:
+def _draw(rows: Tensor, asked: Sequence[_Asked], scratch: Scratch) -> tuple[Tensor, Tensor]:
     options = [one.slot.sampling for one in asked]
     choices = Choices(
         at=[uniform(one.slot.seed, one.slot.index, one.position) for one in asked],
@@ -422,7 +425,7 @@ def _draw(rows: Tensor, asked: Sequence[_Asked]) -> tuple[Tensor, Tensor]:
         top_p=[one.slot.top_p for one in asked],
         min_p=[one.min_p for one in options],
     )
-    return draw(rows, choices)
+    return draw(rows, choices, scratch)
 
 
 def _rows(of: Tensor, wanted: list[int]) -> Tensor:

@@ -201,7 +201,9 @@ class Router:
     @property
     def ready(self) -> bool:
         """Whether a request would find a replica."""
-        return bool(self.replicas) and not self.closed
+        # A client knows that its replica died before the supervisor has removed it.
+        living = (getattr(one.client, "lost", None) is None for one in self.replicas.values())
+        return any(living) and not self.closed
 
     # --- requests ----------------------------------------------------------------------------
 
