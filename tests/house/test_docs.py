@@ -130,6 +130,8 @@ def test_commands_run_in_their_order(
     shutil.copy(ROOT / "README.md", tmp_path)
     for number, code in enumerate(blocks(page, "toml")):
         (tmp_path / f"{'run' if number == 0 else number}.toml").write_text(code)
+    for code in blocks(page, "jinja"):
+        (tmp_path / "template.jinja").write_text(code)
     for words in commands(page):
         if words[0] == "serve":
             served(fewer(words), monkeypatch)
