@@ -57,7 +57,9 @@ class World:
         stages: int = 1,
         width: int = 1,
         before: Callable[[int, StepPlan], None] = lambda rank, plan: None,
+        **driver: Any,
     ) -> None:
+        self._options = driver
         self.door = Listener(path, TOKEN)
         self.parts: list[TokenPart] = []
         hidden: list[queue.Queue[int]] = [queue.Queue() for _ in range(width * (stages - 1))]
@@ -102,6 +104,7 @@ class World:
                 {r: Channel(ours) for r, (ours, _) in self.ends.items()},
                 depth=self.bounds.depth,
                 beat=self._beat,
+                **self._options,
             )
             parent.write(encode({"event": "ready", "num_blocks": self.bounds.num_blocks}))
             self.driver.run()
@@ -417,6 +420,30 @@ def test_a_window_is_recorded_on_every_rank(tmp_path: Path) -> None:
             assert all(part.noted is None for part in world.parts)
 
     asyncio.run(main())
+
+
+def test_a_run_records_a_window_without_being_asked(tmp_path: Path) -> None:
+    kept: list[list[Any]] = []
+
+    async def main() -> None:
+        async with replica(
+            tmp_path, limits(depth=2), stages=2, window=(10, 4), on_timeline=kept.append
+        ) as (client, _):
+            heard: list[str] = []
+            hear = client._hear
+            client._hear = lambda message: (  # type: ignore[method-assign]
+                heard.append(message["event"]),
+                hear(message),
+            )
+            await all_of(client.submit(request(0, [1], 60)))
+            assert "timeline" not in heard
+
+    asyncio.run(main())
+    ((first, second),) = kept
+    plans = [event["plan"] for event in first["events"]]
+    assert len(plans) == 4
+    assert plans[0] >= 10
+    assert [event["plan"] for event in second["events"]] == plans
 
 
 def test_prompt_logprobs_come_in_order_however_the_prompt_is_cut(tmp_path: Path) -> None:

@@ -46,6 +46,9 @@ PRELOAD = (
 SPARE_PLANS = 0
 """Plans in flight beyond one a stage."""
 
+WINDOW = (64, 32)
+"""The first replica of a run records 32 steps after its first 64, as the run's Timeline."""
+
 PARENT_WAIT = 600.0
 """Seconds in which the parent must connect; it does so at once."""
 
@@ -96,6 +99,7 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
         depth=depth,
         beat=context.beat,
         on_timeline=lambda rows: keep_timeline(folder, spec, rows),
+        window=WINDOW if folder is not None and not payload.get("replica") else None,
     )
     ready = {
         "event": "ready",

@@ -57,6 +57,8 @@ class Driver:
         depth: plans in flight; at least the number of stages.
         beat: called now and then, as a sign of life.
         on_timeline: what becomes of a recorded window.
+        window: (steps, steps): after so many, so many are recorded without being asked for, so
+            that a run has a Timeline. None: none are.
         clock: seconds, of a clock that only goes forward.
     """
 
@@ -70,6 +72,7 @@ class Driver:
         depth: int = 1,
         beat: Callable[[], None] = lambda: None,
         on_timeline: OnTimeline = lambda rows: {"ranks": rows},
+        window: tuple[int, int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduler = scheduler
@@ -92,6 +95,8 @@ class Driver:
         self._last_beat = self._last_look = self._last_told = 0.0
         self._window = 0  # steps left to record
         self._wanted = 0  # steps of the next window
+        self._asked_for = False  # whether the parent wants the window that is recorded
+        self._own = window
         self._rows: dict[int, Row] | None = None
 
     # --- the loop ----------------------------------------------------------------------------
@@ -127,7 +132,8 @@ class Driver:
         if plan is None:
             return False
         self._begin_window()
-        self._send(PLAN + plan.encode())
+        if self.followers:
+            self._send(PLAN + plan.encode())
         self._rows_in_flight += len(plan.rows)
         self._begun[plan.number] = (plan, self._rows_in_flight, now)
         self.part.expect(plan)
@@ -268,8 +274,14 @@ class Driver:
         self._wanted = max(1, steps)
 
     def _begin_window(self) -> None:
-        if self._wanted and not self._window and self._rows is None:
-            self._window, self._wanted = self._wanted, 0
+        if self._window or self._rows is not None:
+            return
+        wanted, self._wanted = self._wanted, 0
+        self._asked_for = wanted > 0
+        if not wanted and self._own is not None and self.measured.steps >= self._own[0]:
+            wanted, self._own = self._own[1], None
+        if wanted:
+            self._window = wanted
             self._send(RECORD)
             self.part.record()
 
@@ -286,7 +298,9 @@ class Driver:
         if len(self._rows) == len(self.followers) + 1:
             rows = [row for _, row in sorted(self._rows.items())]
             self._rows = None
-            self._emit({"event": "timeline", "timeline": self._on_timeline(rows)})
+            timeline = self._on_timeline(rows)
+            if self._asked_for:
+                self._emit({"event": "timeline", "timeline": timeline})
 
     # --- the end -----------------------------------------------------------------------------
 
