@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import shlex
@@ -96,6 +97,8 @@ class Field:
 
     def turns(self, load: Load, number: int) -> None:
         """One turn of every contender; turn 0 warms up and is not counted."""
+        if not number:
+            load = dataclasses.replace(load, repeats=1)
         asked = prompts(self.model, load, number)
         names = list(self.running)
         expected: list[list[int]] = []
@@ -104,7 +107,7 @@ class Field:
             running = self.running[name]
             try:
                 turn = running.turn(load, asked)
-            except (ProcessError, ServerError) as error:
+            except (ProcessError, ServerError, OSError) as error:
                 self._fail(name, running, error)
                 continue
             made[name] = turn.tokens
