@@ -28,10 +28,8 @@ def plan(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
 def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     said = plan(capsys, "--top", "4")
     rows = [line for line in said.splitlines() if re.match(r"(dp|pp|tp|cp)\d", line)]
-    assert len(rows) == 4 + 3
+    assert len(rows) == 4
     assert "legal layouts" in said
-    assert "not run by this hocket today" in said
-    assert "* zero: this release replicates the optimizer state over dp" in said
     command = said.splitlines()[-1].split()
     assert command[:4] == ["hocket", "train", "llama-3-8b", "--layout"]
     assert str(Layout.parse(command[4])) == rows[0].split()[0]

@@ -66,9 +66,8 @@ def opened(chromium: Any) -> Iterator[Open]:  # noqa: F811
             lambda request: heard.append(request.url) if request.url[:5] != "file:" else None,
         )
         page.goto(path.as_uri())
-        page.wait_for_function(
-            "!document.querySelector('.board') || document.querySelector('.board').dataset.to"
-        )
+        # A selector, not a function: the page's own policy forbids what would evaluate one.
+        page.wait_for_selector("body:not(:has(.board)), .board[data-to]", state="attached")
         return page
 
     yield open_

@@ -50,7 +50,7 @@ def test_a_chat_is_streamed_and_what_the_model_writes_stays_text(page: Any, serv
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     page.goto(server.url)
-    page.wait_for_function("document.getElementById('model').textContent == 'fake-model'")
+    page.wait_for_selector("#model:has-text('fake-model')", state="attached")
     ask(page, "say <b>something</b>")
     page.wait_for_selector("article.assistant .note")
     answer = page.locator("article.assistant div").first
@@ -106,7 +106,7 @@ def test_a_key_is_asked_for_and_used(page: Any) -> None:
         page.wait_for_selector("text=This server needs a key")
         page.fill("#key", KEY)
         page.press("#key", "Tab")
-        page.wait_for_function("document.getElementById('model').textContent == 'fake-model'")
+        page.wait_for_selector("#model:has-text('fake-model')", state="attached")
         ask(page, "hello")
         page.wait_for_selector("article.assistant .note")
         assert server.replica.seen[-1].user == "me"
