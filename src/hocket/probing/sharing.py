@@ -1,10 +1,14 @@
 """Sharing: what ranks lose that compute at once: cores, caches and memory are shared.
 
-The same work is done by rank 0 alone and by the first n ranks together, in turns, and timed by the
+The same work is done by one rank alone and by the first n ranks together, in turns, and timed by the
 processor time of those who do it: what memory, caches and the threads of one core make of it, on a
 busy machine too. More ranks than cores moreover take turns on the cores, which is their number;
 what that costs beyond the waiting, each turn finding the caches full of another rank's, is seen in
 work that goes through as much memory as a training step does.
+
+A slowdown is the median of the turns' ratios, each of samples that lie next to each other: cores of a
+virtual machine differ from one another and from second to second by more than ranks lose. For the same
+reason another rank is alone in each turn, and every other turn goes the other way round.
 """
 
 from __future__ import annotations
@@ -23,12 +27,14 @@ from hocket.probing.beat import Beat, works
 from hocket.probing.compute import Compute
 from hocket.probing.repeats import rounded
 from hocket.probing.talking import Room
-from hocket.spec.measured import Pulse, Sharing
+from hocket.spec.measured import PULSES, Pulse, Sharing
 
-WORKS = ("product", "stream", "dispatch", "step")
-TURNS = 3
-HEAVY = 3
-"""Times as long as the others: a step's work is more than a scheduler's turn of some ms."""
+TURNS = {"product": 3, "stream": 3, "dispatch": 3, "step": 8}
+"""Most turns for what forecasts are made from."""
+
+HEAVY = 5
+"""A sample of a step's work lasts so many times as long as one of the others: more than a
+scheduler's turn of some ms."""
 
 TOKENS, WIDTH, INNER, LAYERS = 512, 128, 384, 4
 """Of the step: 20 ms of processor, 15 MB that a forward keeps."""
@@ -40,25 +46,30 @@ def sharing(
     """The slowdown of each number of ranks on so many cores, and the pulses of one rank alone and
     of as many as there are cores. Called by all ranks alike."""
     calls = {**works(compute.device, compute.sizes.streams[-1]), "step": _step(compute.device)}
-    weights = {name: HEAVY if name == "step" else 1 for name in WORKS}
-    each = seconds / (TURNS * sum(weights.values()) * (1 + len(counts)))
-    taken: dict[tuple[str, int], list[float]] = {}
+    weights = {name: HEAVY if name == "step" else 1 for name in TURNS}
+    samples = sum(weights[name] * turns for name, turns in TURNS.items()) * (1 + len(counts))
+    slower: dict[tuple[str, int], list[float]] = {}
     apart: dict[int, list[float]] = {}
-    for _ in range(TURNS):
-        for work in WORKS:
-            for ranks in (1, *counts):
-                took, unlike = _together(room, calls[work], ranks, each * weights[work])
-                taken.setdefault((work, ranks), []).append(took)
+    for work, turns in TURNS.items():
+        for turn in range(turns):
+            taken = {}
+            for ranks in (1, *counts)[:: -1 if turn % 2 else 1]:
+                first = turn // 2 % min(cores, room.size) if ranks == 1 else 0
+                those = range(first, first + ranks)
+                each = seconds * weights[work] / samples
+                taken[ranks], unlike = _together(room, calls[work], those, each)
                 if work == "step":
                     apart.setdefault(ranks, []).append(unlike)
-    median = {key: statistics.median(values) for key, values in taken.items()}
+            for ranks in counts:
+                slower.setdefault((work, ranks), []).append(taken[ranks] / taken[1])
+    median = {key: statistics.median(values) for key, values in slower.items()}
     found = [
         Sharing(
             ranks=ranks,
             # Never below one: ranks that compute beside it make no rank faster.
             **{
-                work: rounded(max(1.0, ranks / cores) * max(1.0, median[work, ranks] / alone))
-                for work, alone in ((work, median[work, 1]) for work in WORKS)
+                work: rounded(max(1.0, ranks / cores) * max(1.0, median[work, ranks]))
+                for work in TURNS
             },
             unlike=rounded(statistics.median(apart[ranks]) ** 0.5),
         )
@@ -71,16 +82,16 @@ def _pulses(room: Room, compute: Compute, most: int, seconds: float) -> list[Pul
     """The pulse of one rank and of `most` at once, in turns, as a run's is taken."""
     beat = Beat(compute.device, compute.sizes.streams[-1])
     taken: dict[tuple[int, str], list[float]] = {}
-    for _ in range(TURNS):
+    for _ in range(TURNS["product"]):
         for ranks in sorted({1, most}):
-            end = room.agree(time.perf_counter()) + seconds / TURNS
+            end = room.agree(time.perf_counter()) + seconds / TURNS["product"]
             own: dict[str, float] = {}
             if room.rank < ranks:
                 beat.take()
                 while time.perf_counter() < end:
                     beat.take()
                 own = {one.operation: one.seconds for one in beat.told("")}
-            for name in WORKS[:3]:
+            for name in PULSES:
                 mean = room.total(own.get(name, 0.0)) / ranks
                 taken.setdefault((ranks, name), []).append(mean)
     return [
@@ -108,13 +119,13 @@ def _forward_backward(x: Tensor, weights: list[Tensor]) -> None:
 
 
 def _together(
-    room: Room, call: Callable[[], object], ranks: int, seconds: float
+    room: Room, call: Callable[[], object], those: range, seconds: float
 ) -> tuple[float, float]:
-    """Processor seconds of one call while the first `ranks` ranks make them at the same time, and
-    the variance among the ranks of what one took of them, over the square of its mean."""
+    """Processor seconds of one call while `those` ranks make them at the same time, and the
+    variance among the ranks of what one took of them, over the square of its mean."""
     end = room.agree(time.perf_counter()) + seconds
-    count, used, mine = 0, 0.0, 0.0
-    if room.rank < ranks:
+    ranks, count, used, mine = len(those), 0, 0.0, 0.0
+    if room.rank in those:
         start = time.thread_time()
         while time.perf_counter() < end or count == 0:
             call()
@@ -122,6 +133,6 @@ def _together(
         used = time.thread_time() - start
         mine = used / count
     mean = room.total(mine) / ranks
-    squares = room.total((mine - mean) ** 2 if room.rank < ranks else 0.0)
+    squares = room.total((mine - mean) ** 2 if room.rank in those else 0.0)
     unlike = squares / (ranks - 1) / mean**2 if ranks > 1 else 0.0
     return room.total(used) / room.total(count), unlike
