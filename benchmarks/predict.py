@@ -29,7 +29,7 @@ from typing import Any
 
 from benchmarks.quiet import wait_until_quiet
 from hocket.catalogue import models
-from hocket.jobs import forecast, machine, prepare, pulse
+from hocket.jobs import forecast, machine, prepare
 from hocket.jobs.others import Others
 from hocket.jobs.probe import measure
 from hocket.jobs.record import Record
@@ -80,8 +80,6 @@ class Row:
     bubbles: list[tuple[float, float]] = dataclasses.field(default_factory=list)
     memory: list[float] = dataclasses.field(default_factory=list)
     others: list[float] = dataclasses.field(default_factory=list)
-    as_probed: list[float] = dataclasses.field(default_factory=list)
-    """Predictions as they would be without the pulse, to see whether it helps."""
 
     @property
     def error(self) -> float:
@@ -142,16 +140,13 @@ def one(launcher: Launcher, folder: Path, row: Row, measured: Measured, steps: i
     job, record = prepare.plan(asked), Record()
     run_folder = prepare.run_folder(asked)
     spec = prepared(job, run_folder, record)
-    forecast.shape_of(spec, launcher)  # traced once and kept: not between the pulse and the run
-    now = pulse.take(launcher, measured, spec.layout.world_size)
-    told, _ = forecast.told(spec, measured, launcher=launcher, schedule=job.schedule, now=now)
+    told, _ = forecast.told(spec, measured, launcher=launcher, schedule=job.schedule)
     assert told.known, told.why
     beside = Others()
     summary = launch(launcher, run_folder, spec, record, cluster="none")
     seconds = [float(event["step_seconds"]) for event in record.steps[WARM:]]
     timeline = Timeline.from_json(run_folder.timeline_file.read_text())
     row.predicted.append(told.step_seconds)
-    row.as_probed.append(told.as_probed or told.step_seconds)
     row.measured.append(statistics.median(seconds))
     row.bubbles.append((told.bubble, timeline.bubble))
     row.memory += [p / m - 1 for p, m in zip(told.peak_bytes, summary.memory_bytes, strict=True)]
@@ -185,13 +180,9 @@ def _summary(rows: list[Row]) -> str:
     chosen = min(rows, key=lambda row: statistics.median(row.predicted))
     best = min(statistics.median(row.measured) for row in rows)
     regret = statistics.median(chosen.measured) / best - 1
-    plain = statistics.median(
-        abs(statistics.median(p / m - 1 for p, m in zip(row.as_probed, row.measured, strict=True)))
-        for row in rows
-    )
     return (
         f"step time within {statistics.median(errors):.1%} (median of {len(rows)} layouts, worst "
-        f"{errors[-1]:.1%}; without the pulse {plain:.1%}); "
+        f"{errors[-1]:.1%}); "
         f"bubble within {100 * statistics.median(bubbles):.1f} points (worst "
         f"{100 * bubbles[-1]:.1f}); peak memory within {max(abs(r.worst_memory) for r in rows):.1%}"
         f" (worst rank); the chosen {chosen.layout} is {regret:.1%} slower than the best"

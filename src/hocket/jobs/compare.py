@@ -310,16 +310,12 @@ class Bench:
 
     def _foretold(self, spec: RunSpec, schedule: Schedule) -> dict[str, float]:
         """What the way is expected to come to; empty where that cannot be told."""
-        from hocket.jobs import forecast, pulse
+        from hocket.jobs import forecast
 
         if self._measured is None or spec.layout.data_parallel == "threads":
             return {}
         found, timeline = forecast.told(
-            spec,
-            self._measured,
-            launcher=self.launcher,
-            schedule=schedule,
-            now=pulse.take(self.launcher, self._measured, spec.layout.world_size),
+            spec, self._measured, launcher=self.launcher, schedule=schedule
         )
         if not found.known:
             return {}

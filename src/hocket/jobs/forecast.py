@@ -14,17 +14,16 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hocket
-from hocket.jobs import pulse
 from hocket.spec.errors import HocketError, OptionError
 from hocket.spec.forecast import Forecast
 from hocket.spec.layout import Layout
 from hocket.spec.links import Links
-from hocket.spec.measured import Measured, Pulse
+from hocket.spec.measured import Measured
 from hocket.spec.model_shape import ModelShape
 from hocket.spec.run import RunFolder, RunSpec, write_text
 from hocket.spec.schedule import Schedule
@@ -56,12 +55,10 @@ def told(
     launcher: Launcher | None = None,
     schedule: Schedule | None = None,
     weighed: int = 0,
-    now: Sequence[Pulse] = (),
 ) -> Told:
     """The forecast and the predicted Timeline of one step. Never raises for what cannot be told.
 
     `weighed`: how many layouts, of as many ranks or cores at most, are set beside it.
-    `now`: how fast the machine is, just before the run.
     """
     from hocket.planning.machine_choice import beside, candidates, weigh
     from hocket.planning.machine_forecast import forecast as foretell
@@ -70,22 +67,12 @@ def told(
     if measured is None:
         return Forecast.none(layout, "this machine was not measured; hocket probe does"), None
     try:
-        machine = machine_of(spec, measured, now)
+        machine = machine_of(spec, measured)
         shape = shape_of(spec, launcher)
         bucket_mb = spec.options.bucket_mb
         found, timeline = foretell(
             shape, spec.layout, spec.workload, machine, schedule=schedule, bucket_mb=bucket_mb
         )
-        if machine.pulse:
-            before, _ = foretell(
-                shape,
-                spec.layout,
-                spec.workload,
-                machine_of(spec, measured),
-                schedule=schedule,
-                bucket_mb=bucket_mb,
-            )
-            found = _beside_probed(found, before)
         if weighed:
             most = max(spec.layout.world_size, measured.host.cores)
             others = candidates(shape, spec.workload, most)
@@ -94,13 +81,6 @@ def told(
         return found, timeline
     except HocketError as error:
         return Forecast.none(layout, error.message), None
-
-
-def _beside_probed(found: Forecast, before: Forecast) -> Forecast:
-    """With what it would have been at the speed of the probe."""
-    sentence = pulse.said(found.step_seconds, before.step_seconds)
-    notes = found.notes if sentence is None else (sentence, *found.notes)
-    return dataclasses.replace(found, as_probed=before.step_seconds, notes=notes)
 
 
 def write(folder: RunFolder, found: Told) -> None:
@@ -140,13 +120,13 @@ def measurements(cluster: str = "auto", device: str = "auto") -> Measured | None
     return None if found is None else found.measured
 
 
-def machine_of(spec: RunSpec, measured: Measured, now: Sequence[Pulse] = ()) -> Machine:
-    """The machine as a run uses it, as fast as it was probed or as it is `now`.
+def machine_of(spec: RunSpec, measured: Measured) -> Machine:
+    """The machine as a run uses it.
 
     Raises:
         OptionError: it was measured on another kind of device.
     """
-    from hocket.cost.measured_speed import at_speed, believed, factors
+    from hocket.cost.measured_speed import at_speed
     from hocket.launch.launcher import cuda_shows
     from hocket.planning.machine_forecast import Machine
 
@@ -155,10 +135,8 @@ def machine_of(spec: RunSpec, measured: Measured, now: Sequence[Pulse] = ()) -> 
     if measured.device != device:
         raise OptionError(f"the machine was measured on {measured.device}, the run is on {device}")
     capacity = 0 if options.memory_per_rank is None else int(parse_bytes(options.memory_per_rank))
-    times = factors(measured, now)
     return Machine(
-        measured=at_speed(measured, believed(measured, times)),
-        pulse={name: float(f"{factor:.3g}") for name, factor in times.items()},
+        measured=at_speed(measured),
         backend=backend_of(options.backend, measured),
         name=measured.host.name,
         capacity=capacity,
@@ -273,7 +251,6 @@ def chosen(
     *,
     legal: Callable[[Layout], Layout | None],
     launcher: Launcher | None = None,
-    now: Sequence[Pulse] = (),
 ) -> Told:
     """The forecast of the best layout that this machine runs and that keeps what was given.
 
@@ -281,14 +258,13 @@ def chosen(
         spec: its layout holds what the user gave beside `--layout auto`.
         given: the names of those fields.
         legal: a layout with its microbatches, if the model and the batch allow it.
-        now: how fast the machine is.
 
     Raises:
         HocketError: the model cannot be traced, or nothing fits.
     """
     from hocket.planning.machine_choice import candidates, choose
 
-    machine = machine_of(spec, measured, now)
+    machine = machine_of(spec, measured)
     shape = shape_of(spec, launcher)
     names = set(given) & {f.name for f in dataclasses.fields(Layout)}
     most = max([measured.host.cores, *(c.world for c in measured.curves)])

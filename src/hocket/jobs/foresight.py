@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from hocket.jobs import forecast, links, prepare, pulse
+from hocket.jobs import forecast, links, prepare
 from hocket.spec.errors import HocketError, OptionError
 from hocket.spec.forecast import Forecast
 from hocket.spec.layout import Layout
@@ -95,12 +95,7 @@ def choose(
         except HocketError:
             return None
 
-    now = (
-        () if launcher is None else pulse.take(launcher, found.measured, found.measured.host.cores)
-    )
-    told = forecast.chosen(
-        spec, found.measured, request.given, legal=legal, launcher=launcher, now=now
-    )
+    told = forecast.chosen(spec, found.measured, request.given, legal=legal, launcher=launcher)
     for line in reasons(told[0]):
         record.note(line)
     return told, prepare.placed(job, Layout.parse(told[0].layout))
@@ -125,12 +120,10 @@ def before(
     if measured is None:
         _untold(folder, spec, "this machine was not measured before the run; hocket probe does")
         return
-    now = () if launcher is None else pulse.take(launcher, measured, spec.layout.world_size)
-    told = forecast.told(spec, measured, launcher=launcher, weighed=WEIGHED, now=now)
+    told = forecast.told(spec, measured, launcher=launcher, weighed=WEIGHED)
     forecast.write(folder, told)
     if told[0].known:
-        slower = pulse.said(told[0].step_seconds, told[0].as_probed)
-        record.note("foretold: " + _said(told[0]) + (f"; {slower}" if slower else ""))
+        record.note("foretold: " + _said(told[0]))
 
 
 def after(

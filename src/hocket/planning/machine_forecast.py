@@ -35,7 +35,6 @@ class Machine:
         measured: what was measured. backend: of communication.
         name: for people. capacity: bytes that a rank may hold; 0: its share of the memory.
         wires: links that are to be felt, with their scale.
-        pulse: how many times longer it takes now than when it was probed, for a forecast to note.
     """
 
     measured: Measured
@@ -43,7 +42,6 @@ class Machine:
     name: str = ""
     capacity: int = 0
     wires: Wires | None = None
-    pulse: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def room(self, ranks: int) -> int:
         """Bytes that each of so many ranks may hold; 0 if unknown."""
@@ -132,7 +130,6 @@ def forecast(
         links=dict.fromkeys(talk, _link(machine)),
         cluster=machine.name or measured.host.name,
         measured=f"{measured.date}, {'quick' if measured.quick else 'full'}",
-        pulse=dict(machine.pulse),
         notes=(*rates.notes, *links.notes, *_conditions(measured)),
     )
     return found, timeline

@@ -71,9 +71,7 @@ class Probe:
         if self.device.type == "cpu" and worlds:
             self._say("ranks that compute at once")
             cores, seconds = self.payload["cores"], self.sizes.seconds["sharing"]
-            found, pulses = sharing(self.room, self.compute, worlds, cores, seconds)
-            self._tell("sharing", found)
-            self._tell("pulses", pulses)
+            self._tell("sharing", sharing(self.room, self.compute, worlds, cores, seconds))
         backends = self._backends()
         self._pairs(backends[0])
         cases = [(b, w, g) for b in backends for w in worlds for g in groups(w)]

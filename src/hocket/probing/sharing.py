@@ -1,14 +1,14 @@
 """Sharing: what ranks lose that compute at once: cores, caches and memory are shared.
 
-The same work is done by one rank alone and by the first n ranks together, in turns, and timed by the
-processor time of those who do it: what memory, caches and the threads of one core make of it, on a
-busy machine too. More ranks than cores moreover take turns on the cores, which is their number;
-what that costs beyond the waiting, each turn finding the caches full of another rank's, is seen in
-work that goes through as much memory as a training step does.
+The same work is done by one rank alone and by the first n ranks together, in turns, and timed by
+the processor time of those who do it: what memory, caches and the threads of one core make of it,
+on a busy machine too. More ranks than cores moreover take turns on the cores, which is their
+number; what that costs beyond the waiting, each turn finding the caches full of another rank's, is
+seen in work that goes through as much memory as a training step does.
 
-A slowdown is the median of the turns' ratios, each of samples that lie next to each other: cores of a
-virtual machine differ from one another and from second to second by more than ranks lose. For the same
-reason another rank is alone in each turn, and every other turn goes the other way round.
+A slowdown is the median of the turns' ratios, each of samples that lie next to each other: cores of
+a virtual machine differ from one another and from second to second by more than ranks lose. For the
+same reason ranks are alone by turns, and every other turn goes the other way round.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hocket.probing.beat import Beat, works
+from hocket.probing.beat import works
 from hocket.probing.compute import Compute
 from hocket.probing.repeats import rounded
 from hocket.probing.talking import Room
-from hocket.spec.measured import PULSES, Pulse, Sharing
+from hocket.spec.measured import Sharing
 
 TURNS = {"product": 3, "stream": 3, "dispatch": 3, "step": 8}
 """Most turns for what forecasts are made from."""
@@ -42,9 +42,8 @@ TOKENS, WIDTH, INNER, LAYERS = 512, 128, 384, 4
 
 def sharing(
     room: Room, compute: Compute, counts: list[int], cores: int, seconds: float
-) -> tuple[list[Sharing], list[Pulse]]:
-    """The slowdown of each number of ranks on so many cores, and the pulses of one rank alone and
-    of as many as there are cores. Called by all ranks alike."""
+) -> list[Sharing]:
+    """The slowdown of each number of ranks on so many cores. Called by all ranks alike."""
     calls = {**works(compute.device, compute.sizes.streams[-1]), "step": _step(compute.device)}
     weights = {name: HEAVY if name == "step" else 1 for name in TURNS}
     samples = sum(weights[name] * turns for name, turns in TURNS.items()) * (1 + len(counts))
@@ -63,7 +62,7 @@ def sharing(
             for ranks in counts:
                 slower.setdefault((work, ranks), []).append(taken[ranks] / taken[1])
     median = {key: statistics.median(values) for key, values in slower.items()}
-    found = [
+    return [
         Sharing(
             ranks=ranks,
             # Never below one: ranks that compute beside it make no rank faster.
@@ -74,29 +73,6 @@ def sharing(
             unlike=rounded(statistics.median(apart[ranks]) ** 0.5),
         )
         for ranks in counts
-    ]
-    return found, _pulses(room, compute, min(cores, max(counts)), seconds / 8)
-
-
-def _pulses(room: Room, compute: Compute, most: int, seconds: float) -> list[Pulse]:
-    """The pulse of one rank and of `most` at once, in turns, as a run's is taken."""
-    beat = Beat(compute.device, compute.sizes.streams[-1])
-    taken: dict[tuple[int, str], list[float]] = {}
-    for _ in range(TURNS["product"]):
-        for ranks in sorted({1, most}):
-            end = room.agree(time.perf_counter()) + seconds / TURNS["product"]
-            own: dict[str, float] = {}
-            if room.rank < ranks:
-                beat.take()
-                while time.perf_counter() < end:
-                    beat.take()
-                own = {one.operation: one.seconds for one in beat.told("")}
-            for name in PULSES:
-                mean = room.total(own.get(name, 0.0)) / ranks
-                taken.setdefault((ranks, name), []).append(mean)
-    return [
-        Pulse(part="sharing", operation=name, ranks=ranks, seconds=rounded(statistics.median(s)))
-        for (ranks, name), s in taken.items()
     ]
 
 

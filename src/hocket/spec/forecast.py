@@ -53,9 +53,6 @@ class Forecast:
         alternatives: what else was weighed, best first, where hocket weighed several.
         capacity: bytes that a rank may hold; 0 if unknown. links: axis to what it runs over.
         cluster: what it is for; measured: when it was probed, and how.
-        pulse: how many times longer than when it was probed the machine took just before the run
-            for products (`product`), memory traffic (`stream`) and small operations (`dispatch`);
-            empty where no pulse was taken. as_probed: `step_seconds` without it, else 0.
         notes: what had to be assumed.
     """
 
@@ -75,8 +72,6 @@ class Forecast:
     links: dict[str, str] = dataclasses.field(default_factory=dict)
     cluster: str = ""
     measured: str = ""
-    pulse: dict[str, float] = dataclasses.field(default_factory=dict)
-    as_probed: float = 0.0
     notes: tuple[str, ...] = ()
 
     @property

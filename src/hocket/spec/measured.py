@@ -233,16 +233,14 @@ class Pulse:
     A virtual machine's speed moves within seconds, by up to a third, with what its neighbours do.
 
     Attributes:
-        part: what was measured meanwhile (`products`, `streams` ...); empty: nothing.
-        operation: of `PULSES`. seconds: of one rank for one call. spread: of the samples.
-        ranks: how many did it at once.
+        part: what was measured meanwhile (`products`, `streams` ...).
+        operation: of `PULSES`. seconds: of one call. spread: of the samples.
     """
 
     part: str
     operation: str
     seconds: Seconds
     spread: Share = 0.0
-    ranks: Count = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
