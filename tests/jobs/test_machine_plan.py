@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hocket.cli.main import main
-from hocket.jobs import forecast, machine, prepare
+from hocket.jobs import forecast, link_prices, machine, prepare
 from hocket.jobs import plan as job
 from hocket.jobs.measured_cluster import cluster_of
 from hocket.jobs.request import request
@@ -137,3 +137,27 @@ def test_cores_that_nobody_measured_are_not_priced_as_gpus(cluster: str) -> None
     by_hand.write_text(head)
     with pytest.raises(HocketError, match="CPU cores that nobody measured"):
         job.plan("tiny-llama", cluster=str(by_hand), **SIZES)
+
+
+def test_links_of_cores_carry_what_a_run_counts(
+    cluster: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layout = Layout.parse("dp2.tp2:microbatches=2")
+    found = link_prices.links("tiny-llama", cluster=cluster, layout=layout, **SIZES)
+    told = forecast.forecast(dataclasses.replace(run_spec(), layout=layout), cluster)
+    assert found.step_seconds == told.step_seconds
+    assert found.pool is None
+    for one in found.axes:
+        counted = [row for row in told.collectives if row["axis"] == one.axis]
+        assert one.link == "shared memory"
+        # All ranks of this layout hand over the same.
+        assert 4 * one.bytes == sum(row["bytes"] for row in counted)
+        assert 4 * one.messages == sum(row["count"] for row in counted)
+        assert 0 < one.on["nvlink4"] < one.on["net100g"]
+        assert one.seconds > 0
+    assert {"tp", "dp"} <= {one.axis for one in found.axes}
+    command = ["links", *ASKED, "--cluster", cluster, "--layout", "pp2:microbatches=4"]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert "shared memory" in said
+    assert "share one memory" in said

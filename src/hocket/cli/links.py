@@ -16,11 +16,11 @@ class LinksFlags:
 
     Attributes:
         model: a name of the catalogue, a Hugging Face directory, or a run folder.
-        cluster: 2x8xH100-SXM, 16xA100-40-PCIe, 4xaws-p5, or a TOML file.
+        cluster: 2x8xH100-SXM, 16xA100-40-PCIe, 4xaws-p5, a TOML file, or `auto`: this machine.
         layout: dp2.tp8, or with fields: dp2.pp2.tp4:microbatches=8,order=dp-tp-cp-pp.
         seq_len: tokens of one sequence.
         global_batch: sequences of one step.
-        precision: of matrix products: bf16, fp16, fp8.
+        precision: of matrix products: bf16, fp16, fp8. None: bf16, on CPU cores fp32.
         json: print one JSON object.
     """
 
@@ -29,7 +29,7 @@ class LinksFlags:
     layout: Text = None
     seq_len: int = 4096
     global_batch: int | None = None
-    precision: str = "bf16"
+    precision: Text = None
     json: bool = False
 
 

@@ -6,14 +6,16 @@ import dataclasses
 import os
 from typing import TYPE_CHECKING, Any
 
-from hocket.spec.errors import LayoutError, OptionError
+from hocket.spec.errors import LayoutError
 from hocket.spec.layout import Layout
 from hocket.spec.link_kinds import KINDS
 from hocket.spec.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from hocket.jobs import machine_plan
     from hocket.planning.links import AxisLinks
     from hocket.planning.pool import Pool
+    from hocket.spec.cluster import Cluster
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,7 +26,8 @@ class LinkPrices:
         model, cluster, layout: as asked; the layout with its microbatches.
         step_seconds: of the whole step, as `hocket plan` prices it.
         axes: those that talk, the one that costs most first.
-        pool: the memory of a domain of links. link: what joins it.
+        pool: the memory of a domain of links; None where all ranks share one. link: what joins it.
+        memory: bytes that are shared where there is no pool, else 0.
         bridged, unbridged: cards of the catalogue for desktops with NVLink, and without any.
     """
 
@@ -33,10 +36,11 @@ class LinkPrices:
     layout: str
     step_seconds: float
     axes: tuple[AxisLinks, ...]
-    pool: Pool
+    pool: Pool | None
     link: str
-    bridged: tuple[str, ...]
-    unbridged: tuple[str, ...]
+    bridged: tuple[str, ...] = ()
+    unbridged: tuple[str, ...] = ()
+    memory: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values; every link with its rate per direction and its marketed figure."""
@@ -59,7 +63,7 @@ def links(
     layout: str | Layout,
     seq_len: int,
     global_batch: int,
-    precision: str = "bf16",
+    precision: str | None = None,
 ) -> LinkPrices:
     """What each axis of a layout costs on the links it crosses, and would cost on others.
 
@@ -67,12 +71,13 @@ def links(
         model: a name of the catalogue, a Hugging Face directory, or a run folder.
         cluster: as for `hocket plan`.
         layout: `dp2.tp8`; its order of axes decides which links each axis crosses.
+        precision: None: bf16, on CPU cores fp32.
 
     Raises:
         HocketError: an unknown name, or a layout that fits neither model, batch nor cluster.
     """
     from hocket.catalogue import hardware
-    from hocket.jobs import machine
+    from hocket.jobs import machine, machine_plan
     from hocket.jobs.plan import shape_of
     from hocket.planning.links import axis_links, cluster_links
     from hocket.planning.plan import plan_one
@@ -80,25 +85,28 @@ def links(
     from hocket.planning.problem import Problem
 
     where = machine.cluster(cluster)
+    one = layout if isinstance(layout, Layout) else Layout.parse(layout)
+    if one.data_parallel == "threads":
+        raise LayoutError("threads of one process cross no link", hint="--layout dp2")
+    cards = [hardware.gpu(name) for name in hardware.gpu_names() if name.startswith("RTX")]
+    bridged = tuple(card.name for card in cards if card.nvlink)
+    unbridged = tuple(card.name for card in cards if not card.nvlink)
     if where.is_cpu:
-        raise OptionError(
-            f"{where.name} is processor cores, which share one memory and have no links to choose",
-            hint="hocket probe shows what they reach; or --cluster 8xA100-SXM",
-        )
+        asked = machine_plan.problem(
+            os.fspath(model), where, seq_len=seq_len, global_batch=global_batch,
+            precision=precision, layout=one,
+        )  # fmt: skip
+        return dataclasses.replace(_on_cores(asked, where), bridged=bridged, unbridged=unbridged)
     problem = Problem(
         shape=shape_of(os.fspath(model)),
         cluster=where,
         seq_len=seq_len,
         global_batch=global_batch,
-        precision=precision,
+        precision=precision or "bf16",
     )
-    one = layout if isinstance(layout, Layout) else Layout.parse(layout)
-    if one.data_parallel == "threads":
-        raise LayoutError("threads of one process cross no link", hint="--layout dp2")
     priced = plan_one(problem, one).best
     one = priced.layout
     own = cluster_links(problem.cluster)
-    cards = [hardware.gpu(name) for name in hardware.gpu_names() if name.startswith("RTX")]
     return LinkPrices(
         model=problem.shape.name,
         cluster=problem.cluster.name,
@@ -107,8 +115,32 @@ def links(
         axes=tuple(axis_links(problem, one)),
         pool=pool(problem, one.microbatches or 1),
         link=own.tiers[0][0].title if problem.cluster.domain > 1 else "no links",
-        bridged=tuple(card.name for card in cards if card.nvlink),
-        unbridged=tuple(card.name for card in cards if not card.nvlink),
+        bridged=bridged,
+        unbridged=unbridged,
+    )
+
+
+def _on_cores(asked: machine_plan.Asked, where: Cluster) -> LinkPrices:
+    """The same on CPU cores that were measured."""
+    from hocket.cost.measured_prices import Job
+    from hocket.planning import machine_links
+    from hocket.planning.machine_forecast import forecast, rates_of
+    from hocket.schedules.registry import build
+
+    shape, one, workload = asked.shape, asked.layout, asked.spec.workload
+    told, _ = forecast(shape, one, workload, asked.machine)
+    schedule = build(one, one.microbatches or 1)
+    job = Job(shape=shape, layout=one, workload=workload, schedule=schedule)
+    _, ways = rates_of(job, asked.machine)
+    return LinkPrices(
+        model=shape.name,
+        cluster=where.name,
+        layout=str(one),
+        step_seconds=told.step_seconds,
+        axes=tuple(machine_links.axis_links(job, ways, where.node.link.bandwidth)),
+        pool=None,
+        link=machine_links.WAYS.get(ways.backend, ways.backend),
+        memory=where.node.host_memory,
     )
 
 
@@ -162,11 +194,18 @@ def text(found: LinkPrices) -> str:
         f"sum of both directions: NVLink 3 is {ratio:.1f} times PCIe 4.0 x16, not 37 (600 beside",
         "the 16 of a PCIe 4.0 x8 slot).",
         "",
-        found.pool.words(found.link),
+        found.pool.words(found.link) if found.pool else _shared(found),
         f"Desktop and workstation cards with NVLink: {', '.join(found.bridged)}; "
         f"without: {', '.join(found.unbridged)}.",
     ]
     return "\n".join(lines)
+
+
+def _shared(found: LinkPrices) -> str:
+    return (
+        f"The cores share one memory of {format_bytes(found.memory)}: a model that is split over "
+        "them has no more room than whole."
+    )
 
 
 def _rate(rate: float) -> str:

@@ -60,44 +60,26 @@ def plan(
             CPU cores, a sequence longer than the model has positions for.
         LayoutError: no layout is legal, or none fits.
     """
-    from hocket.jobs import forecast, foresight
-    from hocket.jobs.prepare import spec_of
-    from hocket.jobs.request import DTYPES, request
-    from hocket.jobs.validate import validate
-    from hocket.models.source import resolve
+    from hocket.jobs import foresight
     from hocket.planning.machine_choice import beside, candidates, weigh
     from hocket.planning.plan import Plan
 
-    measured = _measured(cluster)
-    precision = precision or PRECISION
-    named = (("precision", precision, DTYPES), ("objective", objective, OBJECTIVES))
-    for name, value, known in named:
-        if value not in known:
-            message, hint = unknown(name, value, known)
-            raise OptionError(f"on CPU cores: {message}", hint=hint)
+    if objective not in OBJECTIVES:
+        message, hint = unknown("objective", objective, OBJECTIVES)
+        raise OptionError(f"on CPU cores: {message}", hint=hint)
     if top < 1:
         raise OptionError(f"top is {top}; it must be at least 1")
-    if importlib.util.find_spec("torch") is None:
-        raise OptionError(
-            "a model is traced in the type it is trained in before it is priced on a CPU, which "
-            "needs torch",
-            hint="pip install 'hocket[train]'",
-        )
-    asked = request(
-        {"model": model, "seq_len": seq_len, "global_batch": global_batch, "dtype": precision,
-         "device": "cpu"}
+    asked = problem(
+        model, cluster, seq_len=seq_len, global_batch=global_batch, precision=precision,
+        layout=layout,
     )  # fmt: skip
-    source = resolve(model, weights=False)
-    spec = spec_of(source, asked, Layout(), source.config, "plan")
-    workload = spec.workload
-    validate(source.dimensions, layout or Layout(), workload)  # the sequence's length, at least
-    shape = forecast.shape_of(spec)
+    source, spec, shape, machine = asked.source, asked.spec, asked.shape, asked.machine
+    measured, workload = machine.measured, spec.workload
     if layout is not None:
-        layouts = [validate(source.dimensions, layout, workload)]
+        layouts = [asked.layout]
     else:
         most = max([measured.host.cores, *(curve.world for curve in measured.curves)])
         layouts = legal(source, workload, candidates(shape, workload, most), pins or {})
-    machine = forecast.machine_of(spec, measured)
     shown = ALL if objective == "memory" else top
     rows = [one for one, _ in weigh(shape, workload, machine, layouts, shown=shown)]
     if objective == "memory":
@@ -117,7 +99,7 @@ def plan(
         objective=objective,
         seq_len=seq_len,
         global_batch=global_batch,
-        precision=precision,
+        precision=workload.dtype,
         layouts=tuple(_row(one, spec, shape, measured) for one in rows[:top]),
         num_legal=len(layouts),
         num_fitting=sum(holds(shape, one, workload, machine) for one in layouts),
@@ -125,6 +107,66 @@ def plan(
         notes=(*best.notes, *_vocabulary(source), *_trust(spec)),
         machine=_words(measured),
     )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A model and a batch on a machine that was measured.
+
+    Attributes:
+        source, spec, shape: of the model; the shape is traced in the type of the workload.
+        machine: as a job uses it. layout: the one asked about, complete; dp1 if none.
+    """
+
+    source: ModelSource
+    spec: RunSpec
+    shape: ModelShape
+    machine: Machine
+    layout: Layout
+
+
+def problem(
+    model: str,
+    cluster: Cluster,
+    *,
+    seq_len: int,
+    global_batch: int,
+    precision: str | None = None,
+    layout: Layout | None = None,
+) -> Asked:
+    """What is asked of a machine of CPU cores, and its model traced.
+
+    Raises:
+        OptionError: a cluster that nobody measured, a precision not for CPU cores, no torch.
+        LayoutError: a layout or a sequence that does not fit model or batch.
+    """
+    from hocket.jobs import forecast
+    from hocket.jobs.prepare import spec_of
+    from hocket.jobs.request import DTYPES, request
+    from hocket.jobs.validate import validate
+    from hocket.models.source import resolve
+
+    measured = _measured(cluster)
+    precision = precision or PRECISION
+    if precision not in DTYPES:
+        message, hint = unknown("precision", precision, DTYPES)
+        raise OptionError(f"on CPU cores: {message}", hint=hint)
+    if importlib.util.find_spec("torch") is None:
+        raise OptionError(
+            "a model is traced in the type it is trained in before it is priced on a CPU, which "
+            "needs torch",
+            hint="pip install 'hocket[train]'",
+        )
+    asked = request(
+        {"model": model, "seq_len": seq_len, "global_batch": global_batch, "dtype": precision,
+         "device": "cpu"}
+    )  # fmt: skip
+    source = resolve(model, weights=False)
+    spec = spec_of(source, asked, Layout(), source.config, "plan")
+    one = validate(source.dimensions, layout or Layout(), spec.workload)
+    shape = forecast.shape_of(spec)
+    machine = forecast.machine_of(spec, measured)
+    return Asked(source=source, spec=spec, shape=shape, machine=machine, layout=one)
 
 
 def legal(

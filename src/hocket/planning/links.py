@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hocket.cost.communication import Step, communication
+from hocket.cost.measured_links import groups_of
 from hocket.cost.share import StageShare
 from hocket.planning.problem import Problem
 from hocket.spec.cluster import Cluster
@@ -128,20 +129,11 @@ def members(layout: Layout, axis: str) -> list[tuple[int, ...]]:
     if axis == "pp":
         rows = layout.groups("pp")
         return [pair for row in rows for pair in itertools.pairwise(row)]
-    if axis == "embedding":
-        return [(row[0], row[-1]) for row in layout.groups("pp")]
-    if axis in ("dp", "tp", "cp"):
-        return layout.groups(axis)
     if axis == "ep":
         rows = [tuple(sorted({r for d in row for r in layout.group(d, "cp")}))
                 for row in layout.groups("dp")]  # fmt: skip
         return [row[i : i + layout.ep] for row in rows for i in range(0, len(row), layout.ep)]
-    if axis == "model":
-        replicas: dict[int, list[int]] = {}
-        for rank in range(layout.world_size):
-            replicas.setdefault(layout.coordinate(rank)["dp"], []).append(rank)
-        return [tuple(row) for row in replicas.values()]
-    return [tuple(range(layout.world_size))]
+    return groups_of(layout, axis)
 
 
 def seconds_on(
