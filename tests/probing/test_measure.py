@@ -11,6 +11,8 @@ from hocket.probing.repeats import enough, interleaved, rounded, summary
 from hocket.spec.measured import PULSES, Measured
 from tests.ranks import RankPool
 
+ALONE = ("products", "streams", "dispatch", "kernels", "updates")
+
 
 def test_the_median_and_the_quartiles() -> None:
     taken = summary([1.0, 2.0, 3.0, 4.0, 100.0])
@@ -99,9 +101,7 @@ def test_four_ranks_measure_everything(ranks: RankPool) -> None:
     assert [s.ranks for s in found.sharing] == [2, 4]
     assert all(min(s.product, s.stream, s.dispatch, s.step) >= s.ranks / 2 for s in found.sharing)
     assert {(p.part, p.operation) for p in found.pulses} == {
-        (part, name)
-        for part in ("products", "streams", "dispatch", "kernels", "updates")
-        for name in PULSES
+        (part, name) for part in (*ALONE, "sharing", "pairs", "collectives") for name in PULSES
     }
     (pair,) = found.pairs
     assert (pair.first, pair.second, pair.measured) == (0, 1, True)

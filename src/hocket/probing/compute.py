@@ -31,6 +31,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CHAIN = 64
 """Small operations in one sample of dispatch."""
 
+SAMPLES = 9
+"""Of a pulse that is taken beside nothing: some 50 ms."""
+
 KEPT = 64 << 20
 """Bytes of results that are kept: beyond the caches of a core."""
 
@@ -56,6 +59,12 @@ class Compute:
         self._kept_bytes = 0
         self._saved: Tensor | None = None
         self._at = 0
+
+    def pulse(self, part: str) -> list[Pulse]:
+        """How fast the device is just now, beside nothing else."""
+        for _ in range(SAMPLES):
+            self._beat.take()
+        return self._beat.told(part)
 
     def _interleaved(self, key: str, cases: dict[Key, Callable[[], object]]) -> dict[Key, Taken]:
         seconds = self.sizes.seconds[key]

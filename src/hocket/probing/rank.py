@@ -72,11 +72,14 @@ class Probe:
             self._say("ranks that compute at once")
             cores, seconds = self.payload["cores"], self.sizes.seconds["sharing"]
             self._tell("sharing", sharing(self.room, self.compute, worlds, cores, seconds))
+            self._pulse("sharing")
         backends = self._backends()
         self._pairs(backends[0])
+        self._pulse("pairs")
         cases = [(b, w, g) for b in backends for w in worlds for g in groups(w)]
         for backend, world, ranks in cases:
             self._curves(backend, world, ranks, self.sizes.seconds["collectives"] / len(cases))
+            self._pulse("collectives")
         own = self.room.total(time.process_time() - own)
         if self.alone:
             load = host.load_between(first, host.clock(), own)
@@ -114,6 +117,13 @@ class Probe:
                 self.context.emit({"event": "lacking", "what": f"{what}: too large for the GPU"})
         if self.device.type == "cpu":
             self._tell("pulses", self.compute.pulses)
+
+    def _pulse(self, part: str) -> None:
+        """How fast rank 0 is now, while the others sleep: the longer it is looked at, the nearer
+        the mean speed is to what runs will find."""
+        if self.alone and self.device.type == "cpu":
+            self._tell("pulses", self.compute.pulse(part))
+        self.room.wait()
 
     def _pairs(self, backend: str) -> None:
         """A small and a large message between each two devices; on CPU between cores."""

@@ -59,7 +59,7 @@ QUICK = Sizes(
     rounds=5,
     seconds={
         "products": 3.0, "streams": 0.5, "kernels": 1.0, "updates": 0.3, "dispatch": 0.3,
-        "sharing": 3.6, "pairs": 0.4, "collectives": 4.0,
+        "sharing": 2.4, "pairs": 0.4, "collectives": 3.0,
     },
 )  # fmt: skip
 

@@ -233,7 +233,7 @@ class Pulse:
     A virtual machine's speed moves within seconds, by up to a third, with what its neighbours do.
 
     Attributes:
-        part: what was measured meanwhile (`products`, `streams` ...).
+        part: what was measured meanwhile (`products` ...) or just before (`sharing` ...).
         operation: of `PULSES`. seconds: of one call. spread: of the samples.
     """
 
