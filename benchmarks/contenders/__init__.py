@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from benchmarks.groups import Contender
 
-AXES = ("one", "data", "tensor", "pipeline", "three")
+AXES = ("one", "data", "tensor", "sequence", "pipeline", "three")
 """Tables, in the order they are measured."""
 
 TITLES = {
     "one": "one process",
     "data": "data parallel, 2 ranks",
     "tensor": "tensor parallel, 2 ranks",
+    "sequence": "tensor parallel on slices of sequences, 2 ranks",
     "pipeline": "pipeline, 2 ranks, 4 microbatches",
     "three": "dp2.pp2.tp2, 8 ranks",
 }
@@ -83,6 +84,15 @@ def contenders(microbatches: int) -> list[Contender]:
             requires=("megatron", "einops"),
         ),
     ]
+    found += [
+        Contender(
+            name=f"PyTorch DTensor sequence parallel{also}",
+            axis="sequence",
+            entry=f"{pytorch}:tensor_parallel",
+            options={"split_loss": bool(also), "slices": True},
+        )
+        for also in ("", ", loss_parallel")
+    ]
     schedules = {
         "GPipe": "GPipe",
         "1F1B": "1F1B",
@@ -122,6 +132,8 @@ def _ours(microbatches: int) -> list[Contender]:
     layouts = [
         ("dp2", "dp2", "data", 2),
         ("tp2", "tp2", "tensor", 2),
+        ("tp2 whole sequences", "tp2", "sequence", 2),
+        ("tp2 sequence parallel", "tp2:sequence_parallel=true", "sequence", 2),
         ("pp2 gpipe", f"pp2:schedule=gpipe,{cut}", "pipeline", 2),
         ("pp2 1f1b", f"pp2:schedule=1f1b,{cut}", "pipeline", 2),
         ("pp2 interleaved", f"pp2:schedule=interleaved,virtual_stages=2,{cut}", "pipeline", 2),

@@ -11,9 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
     RowwiseParallel,
+    SequenceParallel,
     parallelize_module,
 )
 
@@ -48,56 +52,67 @@ def data_parallel(workload: Workload) -> Step:
     return step
 
 
-def _split_layers(layers: nn.ModuleList, mesh: DeviceMesh) -> None:
-    """Megatron's pairing on each decoder layer: column then row, in attention and in the MLP."""
+def _split_layers(layers: nn.ModuleList, mesh: DeviceMesh, slices: bool = False) -> None:
+    """Megatron's pairing on each decoder layer: column then row, in attention and in the MLP; with
+    `slices` norms and residuals on slices of the sequence, as PyTorch's tutorial has it."""
+    row = RowwiseParallel(output_layouts=Shard(1)) if slices else RowwiseParallel()
+    plan: dict[str, ParallelStyle] = {
+        "self_attn.q_proj": ColwiseParallel(),
+        "self_attn.k_proj": ColwiseParallel(),
+        "self_attn.v_proj": ColwiseParallel(),
+        "self_attn.o_proj": row,
+        "mlp.gate_proj": ColwiseParallel(),
+        "mlp.up_proj": ColwiseParallel(),
+        "mlp.down_proj": row,
+    }
+    if slices:
+        plan |= {
+            "input_layernorm": SequenceParallel(),
+            "self_attn": PrepareModuleInput(
+                input_kwarg_layouts={"hidden_states": Shard(1)},
+                desired_input_kwarg_layouts={"hidden_states": Replicate()},
+            ),
+            "post_attention_layernorm": SequenceParallel(),
+            "mlp": PrepareModuleInput(
+                input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+            ),
+        }
     for layer in layers:
-        parallelize_module(
-            layer,
-            mesh,
-            {
-                "self_attn.q_proj": ColwiseParallel(),
-                "self_attn.k_proj": ColwiseParallel(),
-                "self_attn.v_proj": ColwiseParallel(),
-                "self_attn.o_proj": RowwiseParallel(),
-                "mlp.gate_proj": ColwiseParallel(),
-                "mlp.up_proj": ColwiseParallel(),
-                "mlp.down_proj": RowwiseParallel(),
-            },
-        )
+        parallelize_module(layer, mesh, plan)
 
 
-def tensor_parallel(workload: Workload, split_loss: bool = False) -> Step:
-    """DTensor tensor parallelism; `split_loss` keeps the logits split and uses loss_parallel."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+def tensor_parallel(workload: Workload, split_loss: bool = False, slices: bool = False) -> Step:
+    """DTensor tensor parallelism; `split_loss` keeps the logits split and uses loss_parallel,
+    `slices` adds sequence parallelism."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
     from torch.distributed.tensor.parallel import loss_parallel
 
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     model = workload.model()
-    head = (
-        ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
-        if split_loss
-        else ColwiseParallel(output_layouts=Replicate())
-    )
-    parallelize_module(
-        model,
-        mesh,
-        {
-            "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
-            "lm_head": head,
-        },
-    )
-    _split_layers(model.model.layers, mesh)
+    between = Shard(1) if slices else Replicate()
+    ends: dict[str, ParallelStyle] = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        "lm_head": ColwiseParallel(
+            input_layouts=between,
+            output_layouts=Shard(-1) if split_loss else Replicate(),
+            use_local_output=not split_loss,
+        ),
+    }
+    parallelize_module(model, mesh, {**ends, "model.norm": SequenceParallel()} if slices else ends)
+    _split_layers(model.model.layers, mesh, slices)
+    # On slices the model cannot count its positions by itself.
+    positions = {"position_ids": torch.arange(workload.seq_len).unsqueeze(0)} if slices else {}
     optimizer = workload.optimizer(model.parameters())
 
     def whole_loss(ids: torch.Tensor) -> torch.Tensor:
-        loss = next_token_loss(model(ids).logits, ids)
+        loss = next_token_loss(model(ids, **positions).logits, ids)
         loss.backward()
         return loss
 
     def parallel_loss(ids: torch.Tensor) -> torch.Tensor:
         with loss_parallel():
-            logits = model(ids).logits
+            logits = model(ids, **positions).logits
             labels = torch.full_like(ids, -100)
             labels[:, :-1] = ids[:, 1:]
             target = distribute_tensor(labels.reshape(-1), mesh, [Replicate()])

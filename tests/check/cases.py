@@ -53,6 +53,7 @@ def matrix(context: Any, folder: str, cases: list[list[str]], fault: str = "") -
             cut="balanced",
             recompute="none",
             recompute_layers=None,
+            sequence_parallel=False,
         )
         try:
             parallel, optimizer = compose(context, spec, meshes, str(key))
@@ -91,6 +92,13 @@ def own_share(sharded: Any, finish: Any, reduction: Any) -> None:
     finish(reduction)
 
 
+def wrong_positions(sliced: Any, microbatch: Any, arguments: Any, *rest: Any) -> Any:
+    """Every slice begins at position 0, as a decoder finds by itself."""
+    length = arguments["position_ids"].shape[1] // 2
+    arguments["position_ids"] = arguments["position_ids"][:, :length].repeat(1, 2)
+    return sliced(microbatch, arguments, *rest)
+
+
 def break_something(parallel: Any, optimizer: Any, fault: str) -> None:
     """Leave out one thing that parallelism needs; the check must notice."""
     import torch
@@ -99,8 +107,22 @@ def break_something(parallel: Any, optimizer: Any, fault: str) -> None:
         from hocket.runtime.tensor_parallel import layers
 
         layers.copy_to_axis = lambda x, axis, recorder: x
-    elif fault == "shared heads' gradient not summed":
+    elif fault in ("shared heads' gradient not summed", "slices' gradients not summed"):
         parallel._partial.sum = lambda: None
+    elif fault == "gradient of what was gathered not summed":
+        from hocket.runtime.tensor_parallel import sequence
+
+        sequence._Gather.backward = sequence._GatherAlike.backward
+    elif fault == "input not gathered again":
+        from hocket.runtime.tensor_parallel import sequence
+
+        def alone(again: Any, piece: torch.Tensor) -> torch.Tensor:
+            return torch.cat([piece] * again._axis.size, -2)
+
+        sequence.GatheredAgain.__call__ = alone
+    elif fault == "positions of a slice":
+        for stage in parallel.stages:
+            stage._sliced = functools.partial(wrong_positions, stage._sliced)
     elif fault == "gradients not summed over dp":
         for buckets in parallel._buckets.values():
             buckets.axis = dataclasses.replace(buckets.axis, group=None)

@@ -47,6 +47,25 @@ MORE = {
     "pp2:schedule=zb-v,microbatches=4,virtual_stages=2,recompute=full": ("gpt2", "mixtral"),
     "pp2:microbatches=4,recompute=full,recompute_layers=1": ("llama",),
 }
+MORE |= {
+    "tp2:sequence_parallel=true": tuple(FAMILIES),
+    "tp4:microbatches=2,sequence_parallel=true": ("llama", "qwen3", "gpt2", "mixtral"),
+    "pp2.tp2:microbatches=2,sequence_parallel=true": ("gpt2", "opt", "bloom", "mixtral"),
+    "pp2.tp2:schedule=zero-bubble,microbatches=4,sequence_parallel=true": ("llama_tied", "gemma3"),
+    "pp2.tp2:schedule=zb-v,microbatches=4,virtual_stages=2,sequence_parallel=true": ("gpt_neox",),
+    "dp2.pp2.tp2:microbatches=2,sequence_parallel=true": ("llama_tied", "phi3"),
+    "dp2.tp2:zero=1,sequence_parallel=true": ("llama_tied", "mixtral"),
+    "dp2.tp2:zero=2,microbatches=2,sequence_parallel=true": ("gpt2",),
+    "dp2.pp2.tp2:zero=2,schedule=zero-bubble,microbatches=2,sequence_parallel=true": (
+        "llama_tied",
+        "gpt2",
+    ),
+    "tp2:recompute=full,sequence_parallel=true": ("llama_tied", "gpt2", "mixtral", "gemma3"),
+    "tp2:recompute=selective,microbatches=2,sequence_parallel=true": ("qwen3", "opt"),
+    "pp2.tp2:schedule=zero-bubble,microbatches=2,recompute=full,sequence_parallel=true": (
+        "mistral",
+    ),
+}
 CASES = [(family, layout) for layout in EVERY for family in FAMILIES]
 CASES += [(family, layout) for layout, families in MORE.items() for family in families]
 
@@ -60,6 +79,11 @@ FAULTS = [
     ("gradients not summed over dp", "llama", "dp2", "gradient"),
     ("shares of gradients not summed", "llama", "dp2:zero=1", "gradient"),
     ("stepped shares not gathered", "llama", "dp2:zero=2", "value"),
+    ("slices' gradients not summed", "llama", "tp2:sequence_parallel=true", "layernorm"),
+    ("slices' gradients not summed", "opt", "tp2:sequence_parallel=true", "fc2.bias"),
+    ("gradient of what was gathered not summed", "gpt2", "tp2:sequence_parallel=true", "gradient"),
+    ("input not gathered again", "llama", "tp2:sequence_parallel=true", "q_proj"),
+    ("positions of a slice", "llama", "tp2:sequence_parallel=true", "loss"),
     ("tie forgotten", "llama_tied", "pp2:microbatches=2", "embed_tokens"),
     ("one weight off by a little", "llama", "tp2", "before the first step"),
     ("loss divided by its own tokens", "llama", "dp2", "gradient"),

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(200)]
 
+TOKENS, HIDDEN, LAYERS = 4 * 16, 32, 4
+"""Of `tests.cost.cases`, whose ranks import torch."""
+
 CASES = [
     ("dp2", "llama", 2),
     ("tp2", "llama", 2),
@@ -30,6 +33,15 @@ CASES = [
     ("tp2:recompute=full", "gemma3", 2),  # a norm stands behind the last sum
     ("tp2:recompute=selective", "llama", 2),
     ("dp2.pp2.tp2:zero=2,microbatches=2,recompute=full,schedule=zero-bubble", "gpt2", 8),
+    ("tp2:sequence_parallel=true", "llama", 2),
+    ("tp2:microbatches=2,recompute=full,recompute_layers=1,sequence_parallel=true", "mixtral", 2),
+    ("tp2:recompute=full,sequence_parallel=true", "gemma3", 2),
+    (
+        "dp2.pp2.tp2:zero=2,microbatches=2,recompute=full,schedule=zero-bubble,"
+        "sequence_parallel=true",
+        "gpt2",
+        8,
+    ),
 ]
 
 
@@ -90,6 +102,31 @@ def test_zero_moves_as_many_bytes_as_the_all_reduce_it_replaces(ranks: RankPool)
         return sum(r["bytes"] * weight[r["name"]] for r in recorded if r["axis"] in ("dp", "shard"))
 
     assert moved("dp2:zero=1") == moved("dp2:zero=2") == moved("dp2")
+
+
+def test_slices_of_sequences_move_as_many_bytes_and_what_is_gathered_again(
+    ranks: RankPool,
+) -> None:
+    """Korthikanti et al. 2022, section 4.2.2: the sums of tensor parallelism, in two halves each;
+    and of each block and the head once more its input, which backward did not keep."""
+
+    def moved(layout: str) -> tuple[int, int]:
+        ((recorded, _), _) = ranks.run(
+            "tests.cost.cases:recorded_and_expected", 2, layout=layout, model="llama"
+        )
+        weight = {"all-reduce": 2, "reduce-scatter": 1, "all-gather": 1}
+        rows = [r for r in recorded if (r["axis"], r["phase"]) == ("tp", "microbatch")]
+        # Two numbers a token and rank for the loss stay as they are.
+        losses = 2 * 2 * TOKENS * 4
+        sums = sum(r["count"] for r in rows if r["name"] == "all-reduce")
+        return sum(r["bytes"] * weight[r["name"]] for r in rows) - losses, sums
+
+    plain, sums = moved("tp2")
+    slices, none = moved("tp2:sequence_parallel=true")
+    message = TOKENS * HIDDEN * 4
+    assert (sums, none) == (2 * 2 * LAYERS + 2, 0)
+    assert plain == 2 * sums * message
+    assert slices == plain + (2 * LAYERS + 1) * message
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])

@@ -5,14 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 
-def tensors(context: Any, configs: dict[str, dict[str, Any]]) -> dict[str, tuple[str, str]]:
-    """The twin's verdict on splitting tensors, of many configurations."""
+def tensors(
+    context: Any, configs: dict[str, dict[str, Any]], slices: bool = False
+) -> dict[str, tuple[str, str]]:
+    """The twin's verdict on splitting tensors (with `slices`, sequences too), of many models."""
     from hocket.jobs.twin import try_tensors
     from hocket.models.skeleton import config_of
 
     return {
         name: try_tensors(
-            config_of(config, dropout=0.0), "sdpa", index=context.rank, degree=context.world_size
+            config_of(config, dropout=0.0),
+            "sdpa",
+            index=context.rank,
+            degree=context.world_size,
+            slices=slices,
         )
         for name, config in configs.items()
     }

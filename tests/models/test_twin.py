@@ -104,6 +104,9 @@ def test_a_verdict_is_kept_and_refuses_by_name(ranks, cache):
     assert twin.require(None, source, Layout(pp=2, tp=2)) == found
     # Another vocabulary is the same architecture.
     assert twin.require(None, Source(**{**LLAMA, "vocab_size": 99}), Layout(tp=2)).ok
+    sliced = Layout(tp=2, sequence_parallel=True)
+    found = twin.require(ranks.launcher, source, sliced)
+    assert found == twin.Verdict(stages="", tensors="", slices="")
     broken = Source(model_type="nanochat")
     with pytest.raises(ModelError, match=r"mine \(nanochat\) cannot be cut") as caught:
         twin.require(ranks.launcher, broken, Layout(dp=2, pp=2))

@@ -285,3 +285,28 @@ def test_random_streams_leave_a_model_without_dropout_alone() -> None:
     streams.enter_sharded()  # a sibling's exit changes nothing
     streams.leave_sharded()
     assert torch.equal(torch.rand(2), again[2:])
+
+
+@pytest.mark.torch
+def test_random_streams_of_slices_are_each_ranks_own_and_shared_where_all_compute_alike() -> None:
+    from hocket.runtime.random import Streams
+
+    drawn = []
+    for rank in range(2):
+        streams = Streams(1, Mesh.single(), slices=True)
+        streams._rank = rank
+        streams.enter_layer(3)
+        first = torch.rand(2)
+        streams.enter_sharded()  # heads are in parts as everything else is
+        second = torch.rand(2)
+        streams.leave_sharded()
+        streams.enter_alike()
+        alike = torch.rand(2)
+        streams.leave_sharded()
+        third = torch.rand(2)
+        streams.enter_layer(3)
+        assert torch.equal(torch.rand(6), torch.cat([first, second, third]))
+        drawn.append((first, second, third, alike))
+    assert torch.equal(drawn[0][3], drawn[1][3])
+    for one, other in zip(drawn[0][:3], drawn[1][:3], strict=True):
+        assert not torch.equal(one, other)

@@ -19,7 +19,7 @@ from hocket.spec.layout import Layout
         ("cp2", ["cp"]),
         ("dp2.ep2", ["ep"]),
         ("dp4:zero=3,shard=2", ["zero"]),
-        ("tp2:recompute=full,sequence_parallel=true", ["sequence_parallel"]),
+        ("tp2:recompute=full,sequence_parallel=true", []),
     ],
 )
 def test_what_a_layout_asks_for_and_the_runtime_lacks(text: str, fields: list[str]) -> None:
@@ -30,8 +30,10 @@ def test_what_a_layout_asks_for_and_the_runtime_lacks(text: str, fields: list[st
 
 
 def test_a_reason_holds_the_value() -> None:
-    (row,) = absent(Layout.parse("tp2:sequence_parallel=true"))
-    said = row.reason(Layout.parse("tp2:sequence_parallel=true"))
+    layout = Layout.parse("tp2:sequence_parallel=true")
+    assert absent(layout) == []
+    (row,) = absent(layout, serving=True)
+    said = row.reason(layout)
     assert said == "sequence_parallel is true: this release keeps whole sequences between layers"
 
 

@@ -10,14 +10,19 @@ from hocket.spec.layout import Layout
 from hocket.spec.run import RunSpec, TrainOptions, Workload
 
 
-def compiled(context: RankContext, config: dict[str, Any], dropout: float) -> list[list[float]]:
-    """Loss and norm of a step, plain and with compiled blocks (traced, without a compiler)."""
+def compiled(
+    context: RankContext, config: dict[str, Any], dropout: float, slices: bool = False
+) -> list[Any]:
+    """Loss and norm of a step, plain and with compiled blocks (traced, without a compiler); with
+    `slices` of sequences, also the collectives that stand inside graphs, by name."""
     import torch
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
 
     from hocket.runtime.mesh import Mesh
     from hocket.training.build import build_model, compile_blocks
 
-    layout = Layout(tp=context.world_size, microbatches=2)
+    layout = Layout(tp=context.world_size, microbatches=2, sequence_parallel=slices)
     spec = RunSpec(
         model="tiny",
         config=config,
@@ -35,12 +40,20 @@ def compiled(context: RankContext, config: dict[str, Any], dropout: float) -> li
         }
         for rows in ids
     ]
-    found = []
+    inside: set[str] = set()
+
+    def note(graph: Any, inputs: Any) -> Any:
+        names = (str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        inside.update(name.split(".")[1] for name in names if name.startswith("_c10d_functional."))
+        return make_boxed_func(graph.forward)
+
+    backend: Any = aot_autograd(fw_compiler=note, bw_compiler=note) if slices else "aot_eager"
+    found: list[Any] = []
     for compile_them in (False, True):
         _, _, plan, parallel = build_model(dataclasses.replace(spec), mesh, None)
         if compile_them:
             for stage in parallel.stages:
-                compile_blocks(stage.module, plan, backend="aot_eager")
+                compile_blocks(stage.module, plan, backend=backend, functional=slices)
         loss = parallel.forward_backward(batch, 32)
         found.append([float(loss), float(parallel.clip_grad_norm(0.0))])
-    return found
+    return [*found, sorted(inside)] if slices else found

@@ -34,3 +34,20 @@ def test_compiled_blocks_with_dropout_seed_as_plain_ones_do(ranks) -> None:
     found = ranks.run("tests.training.cases:compiled", 1, timeout=200.0, config=config, dropout=0.3)
     plain, compiled = found[0]
     assert compiled == pytest.approx(plain, abs=1e-5)
+
+
+def test_slices_are_gathered_and_summed_inside_the_graphs(ranks) -> None:
+    config = {
+        **catalogue.config("tiny-llama"),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "vocab_size": 64,
+    }
+    found = ranks.run(
+        "tests.training.cases:compiled", 2, timeout=200.0, config=config, dropout=0.0, slices=True
+    )
+    assert found[0] == found[1]
+    plain, compiled, inside = found[0]
+    assert compiled == pytest.approx(plain, abs=1e-5)
+    assert {"all_gather_into_tensor", "reduce_scatter_tensor"} <= {*inside}

@@ -49,6 +49,7 @@ def run(ranks: RankPool, world_size: int, **options: Any) -> list[list[dict[str,
         ("tp2", 2, {"config": GPT2, "dropout": 0.2}),
         ("tp2", 2, {"config": GPT2, "dropout": 0.2, "attention": "eager"}),
         ("tp2:microbatches=2", 2, {"config": LLAMA, "dtype": "bf16"}),
+        ("tp2:sequence_parallel=true", 2, {"config": GPT2, "dropout": 0.2}),
         ("dp2.pp2:microbatches=2,zero=2,schedule=zero-bubble", 4, {"config": GPT2, "dropout": 0.2}),
     ],
 )

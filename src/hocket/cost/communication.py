@@ -10,7 +10,12 @@ send and receive, the output for all-gather).
                            more, but that of a product with which a layer ends
              all-reduce    1 forward after the embedding, 1 backward before the output head
              all-gather    of two numbers a token and rank, for the loss
-        pp   send, receive T H e to and from each neighbouring stage, forward and backward
+        tp, sequence parallel: instead of each all-reduce
+             all-gather    1 and reduce-scatter 1, each T H e, which ring for ring is as many bytes
+             all-gather    and 1 more for each block backward: its input, kept in slices
+                           (Korthikanti et al. 2022, 4.2.2)
+        pp   send, receive T H e to and from each neighbouring stage, forward and backward; of
+             slices (sequence parallel) T H e / tp
     once a step
         dp   all-reduce    of all gradients, in buckets; of the number of valid tokens
         shard (ZeRO-1, 2)  instead: reduce-scatter of all gradients (ZeRO-2: each microbatch), and
@@ -123,7 +128,7 @@ def communication(
             _loss(table, step, share, layout.tp)
             for axis, nbytes in share.partial_bytes.items():
                 table.add("all-reduce", axis, "step", 1, nbytes)
-        _pipeline(table, step, share.stage, place)
+        _pipeline(table, step, share.stage, place, layout.tp if layout.sequence_parallel else 1)
         if layout.dp > 1:
             if layout.zero:
                 _sharded(table, layout, step, share)
@@ -156,6 +161,11 @@ def _tensor(table: _Table, step: Step, share: StageShare) -> None:
     gathers = (*share.forward_gathers, *share.backward_gathers, *share.repeated_gathers)
     for width in gathers:
         table.add("all-gather", "tp", "microbatch", number, step.tokens * width * e)
+    scatters = (*share.forward_scatters, *share.backward_scatters, *share.repeated_scatters)
+    for width in scatters:
+        table.add("reduce-scatter", "tp", "microbatch", number, step.tokens * width * e)
+    for count in (*share.choices, *share.repeated_choices):
+        table.add("all-gather", "tp", "microbatch", number, step.tokens * count * INTEGER)
 
 
 def _sharded(table: _Table, layout: Layout, step: Step, share: StageShare) -> None:
@@ -186,12 +196,14 @@ def _loss(table: _Table, step: Step, share: StageShare, tp: int) -> None:
         table.add("all-gather", "tp", "microbatch", step.num_microbatches, nbytes)
 
 
-def _pipeline(table: _Table, step: Step, stage: int, place: Sequence[int]) -> None:
-    """Hidden states forward and their gradients back, where the neighbour is another rank."""
+def _pipeline(table: _Table, step: Step, stage: int, place: Sequence[int], slices: int) -> None:
+    """Hidden states (one of their `slices`) forward and their gradients back, where the neighbour
+    is another rank."""
+    nbytes = step.hidden_bytes // slices
     for neighbour in (stage - 1, stage + 1):
         if 0 <= neighbour < len(place) and place[neighbour] != place[stage]:
             for name in ("send", "receive"):
-                table.add(name, "pp", "microbatch", step.num_microbatches, step.hidden_bytes)
+                table.add(name, "pp", "microbatch", step.num_microbatches, nbytes)
 
 
 def bucket_bytes(gradients: Sequence[int], capacity: float) -> list[int]:

@@ -56,7 +56,7 @@ def made(job: Job, index: int) -> int:
     place = job.schedule.stage_ranks
     neighbours = {s + d for s in stages for d in (-1, 1)} & set(range(last + 1))
     places = min(POSTED, job.microbatches)
-    posted = places * job.hidden_bytes * sum(place[s] != index for s in neighbours)
+    posted = places * job.stream_bytes * sum(place[s] != index for s in neighbours)
     working = {
         stage: backward_bytes(job, kind) + _whole_layer(job, stage) for stage, kind in kinds.items()
     }
@@ -89,8 +89,10 @@ def pending_bytes(job: Job, kinds: list[str]) -> int:
     for kind in kinds:
         inputs: dict[str, float] = {}
         for p in job.shape.blocks[kind].products:
-            split_in = job.layout.tp if p.split == "row" else 1
+            split_in = job.layout.tp if p.split == "row" else job.microbatch.ranks("outside")
             split_out = job.layout.tp if p.split in ("column", "vocab") else 1
+            if p.split == "outside":
+                split_out = job.microbatch.ranks("outside")
             inputs[p.input or p.name] = p.k * p.count / split_in
             elements += p.n * p.count / split_out
         elements += sum(inputs.values())

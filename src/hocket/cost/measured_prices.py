@@ -65,6 +65,7 @@ class Job:
             sequence=self.workload.seq_len,
             tp=self.layout.tp,
             dp=self.layout.dp,
+            slices=self.layout.sequence_parallel,
         )
 
     @property
@@ -74,8 +75,13 @@ class Job:
 
     @property
     def hidden_bytes(self) -> int:
-        """What stages and tensor ranks send each other."""
+        """What tensor ranks sum or gather: one hidden state."""
         return self.microbatch.tokens * self.shape.hidden * self.element_bytes
+
+    @property
+    def stream_bytes(self) -> int:
+        """What a rank has of a hidden state between blocks, and what stages send each other."""
+        return self.hidden_bytes // self.microbatch.ranks("outside")
 
     def blocks(self, stage: int) -> list[str]:
         """The kinds of the blocks of one stage, in order."""
@@ -96,9 +102,9 @@ class Job:
         kinds, last = self.blocks(stage), stage == self.schedule.num_stages - 1
         for kind in self.again(stage, "full"):
             kinds.remove(kind)
-        inputs = len(self.again(stage, "full")) * self.hidden_bytes
+        inputs = len(self.again(stage, "full")) * self.stream_bytes
         saved = saved_bytes(self.shape, kinds, self.microbatch, self.element_bytes)
-        return saved + inputs + (0 if last else self.hidden_bytes)
+        return saved + inputs + (0 if last else self.stream_bytes)
 
     def bounds(self) -> tuple[int, ...]:
         """Layers per stage, cut as the runtime cuts: a layer costs its parameters."""
@@ -130,16 +136,43 @@ class Job:
                 split_loss = True
         again = self.again(stage, "full") if tp > 1 else []
         repeated = sum(p.split == "row" for kind in again for p in self.shape.blocks[kind].products)
+        repeated = max(0, repeated - len(again))
+        sums: dict[str, Any] = {
+            "forward_sums": forward, "repeated_sums": repeated, "backward_sums": backward,
+        }  # fmt: skip
+        if tp > 1 and self.layout.sequence_parallel:
+            one, entered = (self.shape.hidden,), repeated + len(again)
+            sums = {
+                "forward_gathers": one * backward,
+                "forward_scatters": one * forward,
+                "repeated_gathers": one * entered,
+                "repeated_scatters": one * repeated,
+                "backward_gathers": one * (forward + backward),
+                "backward_scatters": one * backward,
+            }
         return StageShare(
             stage=stage,
-            forward_sums=forward,
-            repeated_sums=max(0, repeated - len(again)),
-            backward_sums=backward,
             split_loss=split_loss,
             gradient_bytes=tuple(local(w, tp) * GRADIENT_BYTES for w in held),
-            partial_bytes=_partial(held, tp),
+            late=tuple(self._sees_a_slice(w) for w in held),
+            partial_bytes=self._partial(held),
             tied_bytes=self._tied(blocks),
+            **sums,
         )
+
+    def _sees_a_slice(self, weight: Weight) -> bool:
+        """Whether a weight that is not split sees one slice of the sequence alone."""
+        slices = self.layout.sequence_parallel and self.layout.tp > 1
+        return slices and weight.split == "outside"
+
+    def _partial(self, held: Sequence[Weight]) -> dict[str, int]:
+        """Gradients that are summed over tensor ranks once a step: of key/value heads that several
+        hold, and of what each has seen a slice for."""
+        found = _partial(held, self.layout.tp)
+        slices = sum(w.elements * GRADIENT_BYTES for w in held if self._sees_a_slice(w))
+        if slices:
+            found["tp"] = found.get("tp", 0) + slices
+        return found
 
     @property
     def state_ranks(self) -> int:
@@ -217,9 +250,17 @@ def _stage(job: Job, stage: int, rates: Rates, links: Links) -> StageStep:
         full=job.again(stage, "full"),
         selective=job.again(stage, "selective"),
     )
-    one = links.collective("all-reduce", "tp", job.hidden_bytes, tp)
-    forward: list[Collective] = [one] * share.forward_sums if one else []
-    backward: list[Collective] = [one] * (share.backward_sums + share.repeated_sums) if one else []
+
+    def tensor(name: str, count: int) -> list[Collective]:
+        one = links.collective(name, "tp", job.hidden_bytes, tp) if count else None
+        return [one] * count if one else []
+
+    forward = tensor("all-reduce", share.forward_sums)
+    forward += tensor("all-gather", len(share.forward_gathers))
+    forward += tensor("reduce-scatter", len(share.forward_scatters))
+    backward = tensor("all-reduce", share.backward_sums + share.repeated_sums)
+    backward += tensor("all-gather", len(share.backward_gathers) + len(share.repeated_gathers))
+    backward += tensor("reduce-scatter", len(share.backward_scatters + share.repeated_scatters))
     if share.split_loss:
         found = links.collective("all-gather", "tp", tp * 2 * job.microbatch.tokens * 4, tp)
         forward += [found] if found else []
@@ -242,7 +283,7 @@ def _stage(job: Job, stage: int, rates: Rates, links: Links) -> StageStep:
         first_weight=seconds.first_weight,
         forward_collectives=tuple(forward),
         backward_collectives=tuple(backward),
-        message=None if last else links.message(job.hidden_bytes),
+        message=None if last else links.message(job.stream_bytes),
         reductions=tuple(one for one in reductions if one is not None),
         activation_bytes=job.held_bytes(stage),
     )

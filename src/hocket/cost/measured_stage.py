@@ -65,17 +65,23 @@ class Seconds:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Microbatch:
-    """What one forward is given: B rows of S tokens, on t tensor ranks of d replicas."""
+    """What one forward is given: B rows of S tokens, on t tensor ranks of d replicas; with `slices`
+    what is not split lies on slices of the sequence."""
 
     batch: int
     sequence: int
     tp: int = 1
     dp: int = 1
+    slices: bool = False
 
     @property
     def tokens(self) -> int:
         """T."""
         return self.batch * self.sequence
+
+    def ranks(self, split: str) -> int:
+        """Over how many tensor ranks activations of this kind are divided."""
+        return self.tp if self.slices or split in ("inside", "vocab", "column", "row") else 1
 
 
 def local(weight: Weight, tp: int) -> int:
@@ -161,7 +167,8 @@ def _product(
     share = _share(product, block, tp)
     n = max(1, round(product.n * (share if product.split in ("column", "vocab") else 1)))
     k = max(1, round(product.k * (share if product.split == "row" else 1)))
-    rows = max(1, round(microbatch.tokens * product.count / product.groups))
+    tokens = microbatch.tokens / (microbatch.ranks("outside") if product.split == "outside" else 1)
+    rows = max(1, round(tokens * product.count / product.groups))
     overhead = rates.call("linear"), rates.backward("linear")
     one = Seconds(
         forward=rates.product("nt", rows, n, k),
@@ -202,7 +209,7 @@ def _seen(core: Attention, sequence: int) -> float:
 
 
 def _memory_bound(row: MemoryBound, microbatch: Microbatch, rates: Rates) -> Seconds:
-    split = microbatch.tp if row.split in ("inside", "vocab", "column", "row") else 1
+    split = microbatch.ranks(row.split)
     # Elements are of 16 bits, whatever they stand for.
     forward = 2.0 * row.forward * microbatch.tokens / split
     backward = 2.0 * row.backward * microbatch.tokens / split
@@ -269,6 +276,6 @@ def saved_bytes(
 
 
 def _bytes(row: Saved, microbatch: Microbatch) -> float:
-    split = microbatch.tp if row.split in ("inside", "vocab", "column", "row") else 1
+    split = microbatch.ranks(row.split)
     square = microbatch.sequence if row.square else 1
     return row.bytes * microbatch.tokens * square / split

@@ -33,7 +33,12 @@ class StageShare:
         repeated_sums, repeated_gathers: those of a forward that full recompute repeats in backward:
             all of its layers', but for the sums with which running a layer again ends.
         forward_gathers, backward_gathers: widths (elements per token, all ranks' parts together)
-            of the all-gathers over tp of one forward and one backward.
+            of the all-gathers over tp of one forward and one backward. With sequence parallelism
+            those of slices are among them.
+        forward_scatters, backward_scatters, repeated_scatters: with sequence parallelism, widths of
+            the reduce-scatters over tp that take the place of all sums.
+        choices: with sequence parallelism, numbers of experts chosen per token whose indices are
+            gathered in one forward; `repeated_choices` in one repeated by full recompute.
         split_loss: the logits stay split by vocabulary, and the loss is found in parts.
         gradient_bytes: of each parameter with a gradient, in the module's order.
         late: which of these gradients are summed over other axes too, in the same order (none
@@ -50,6 +55,11 @@ class StageShare:
     backward_gathers: tuple[int, ...] = ()
     repeated_sums: int = 0
     repeated_gathers: tuple[int, ...] = ()
+    forward_scatters: tuple[int, ...] = ()
+    backward_scatters: tuple[int, ...] = ()
+    repeated_scatters: tuple[int, ...] = ()
+    choices: tuple[int, ...] = ()
+    repeated_choices: tuple[int, ...] = ()
     split_loss: bool = False
     gradient_bytes: tuple[int, ...] = ()
     late: tuple[bool, ...] = ()
@@ -105,10 +115,19 @@ class StageShare:
         own = [p for p in placements.values() if _is_own(p, placements)]
         e = element_bytes
         fields = _sums(plan.tensor, placements, tp, experts_per_token) if tp > 1 else {}
+        slices = tp > 1 and layout is not None and layout.sequence_parallel
+        if slices:
+            fields |= _slices(plan, placements, fields, experts_per_token)
         if tp > 1 and layout is not None and layout.recompute == "full":
             again, stops = _again(plan, placements, layout)
             repeated = _sums(plan.tensor, again, tp, 0)
-            fields["repeated_sums"] = repeated["forward_sums"] - stops
+            if slices:
+                repeated |= _slices(plan, again, repeated, experts_per_token)
+                scatters = repeated["forward_scatters"]
+                fields["repeated_scatters"] = scatters[: len(scatters) - stops]
+                fields["repeated_choices"] = repeated["choices"]
+            else:
+                fields["repeated_sums"] = repeated["forward_sums"] - stops
             fields["repeated_gathers"] = repeated["forward_gathers"]
         partial: dict[str, int] = {}
         for placement in own if tp > 1 else []:
@@ -183,6 +202,39 @@ def _sums(
         "forward_gathers": tuple(forward_gathers),
         "backward_gathers": tuple(backward_gathers),
         "split_loss": split_loss,
+    }
+
+
+def _slices(
+    plan: ParallelPlan,
+    placements: Mapping[str, Placement],
+    sums: Mapping[str, Any],
+    experts_per_token: int,
+) -> dict[str, Any]:
+    """The same with sequence parallelism: each sum over tp becomes a gathering and a sum in slices,
+    and what products read is gathered once more for the gradients of their weights."""
+    assert plan.tensor is not None
+    assert plan.sequence is not None
+    assert plan.hidden_size is not None
+    width, k = plan.hidden_size, experts_per_token
+    modules = _modules(placements)
+    styles = {name: getattr(_split_of(plan.tensor, name), "style", "") for name in modules}
+    experts = sum(style == "experts" for style in styles.values())
+    leaving = sums["forward_sums"]
+    entering = sums["backward_sums"] - experts
+    # Held whole: the embedding's slices are gathered backward, and the head's input forward.
+    embedding = sum(n == plan.sequence.embedding and not s for n, s in styles.items())
+    alike = sum(n in plan.sequence.alike for n in styles)
+    one, both = (width,), (width + k,)
+    return {
+        "forward_sums": 0,
+        "backward_sums": 0,
+        "expert_weights": 0,
+        "forward_gathers": sums["forward_gathers"] + one * (entering + alike) + both * experts,
+        "forward_scatters": one * leaving,
+        "backward_gathers": sums["backward_gathers"] + one * (leaving + embedding + entering),
+        "backward_scatters": one * entering + both * experts,
+        "choices": (k,) * experts,
     }
 
 

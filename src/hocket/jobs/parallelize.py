@@ -66,7 +66,7 @@ def parallelize(
     if plan is None and _is_hugging_face(module) and layout.tp * layout.num_stages > 1:
         from hocket.models.plans import plan_for
 
-        plan = plan_for(module)
+        plan = plan_for(module, sequence=layout.sequence_parallel)
     return runtime.parallelize(
         module, layout, plan, mesh=mesh, schedule=order, loss_fn=loss_fn, seed=seed,
         bucket_mb=bucket_mb,

@@ -106,7 +106,7 @@ def rows(spec: RunSpec, stage_ranks: tuple[int, ...]) -> list[list[Row]]:
         dropout=spec.options.dropout,
         code=source.code,
     )
-    plan = plan_for(skeleton)
+    plan = plan_for(skeleton, sequence=layout.sequence_parallel)
     num_stages = len(stage_ranks)
     bounds: tuple[int, ...] | None = None
     if num_stages > 1:
@@ -132,7 +132,7 @@ def rows(spec: RunSpec, stage_ranks: tuple[int, ...]) -> list[list[Row]]:
             assert plan.stages is not None
             part = cut(skeleton, plan.stages, bounds, stage)
         axis = Axis("tp", layout.tp, tp_index, tuple(range(layout.tp)), None)
-        placements = apply_tensor_parallel(part, plan.tensor, axis, Recorder(0))
+        placements = apply_tensor_parallel(part, plan.tensor, axis, Recorder(0), plan.sequence)
         for tied, owner in plan.ties.items() if num_stages > 1 else ():
             if tied in placements:
                 placements[tied] = dataclasses.replace(placements[tied], tie=owner)

@@ -51,24 +51,27 @@ class Verdict:
     Attributes:
         stages: why the model cannot be cut into stages.
         tensors: why its tensors cannot be split over ranks.
+        slices: why they cannot be with sequence parallelism.
         pages: why it cannot be served from a paged cache.
         note: blocks that tensor parallelism holds whole, and why.
     """
 
     stages: str | None = None
     tensors: str | None = None
+    slices: str | None = None
     pages: str | None = None
     note: str = ""
 
     @property
     def ok(self) -> bool:
         """Whether everything that was tried came out equal."""
-        return not self.stages and not self.tensors and not self.pages
+        return not self.reason
 
     @property
     def reason(self) -> str:
         """Why not; empty where `ok`."""
-        return "; ".join(text for text in (self.stages, self.tensors, self.pages) if text)
+        tried = (self.stages, self.tensors, self.slices, self.pages)
+        return "; ".join(text for text in tried if text)
 
 
 def require(
@@ -87,7 +90,12 @@ def require(
     Raises:
         ModelError: the twin differs, by name and with the reason.
     """
-    wanted = {"stages": layout.num_stages > 1, "tensors": layout.tp > 1, "pages": pages}
+    wanted = {
+        "stages": layout.num_stages > 1,
+        "tensors": layout.tp > 1,
+        "slices": layout.tp > 1 and layout.sequence_parallel,
+        "pages": pages,
+    }
     if not any(wanted.values()):
         return Verdict()
     file = _cache_file(source.config, attention) if source.code is None else None
@@ -103,7 +111,7 @@ def require(
         }
         launcher.run(
             entry="hocket.jobs.twin:main",
-            world_size=2 if "tensors" in missing else 1,
+            world_size=2 if {"tensors", "slices"} & {*missing} else 1,
             payload=payload,
             on_event=lambda event: heard.append(event) if event["event"] == "twin" else None,
         )
@@ -121,6 +129,11 @@ def require(
             f"{source.name} ({kind}) cannot be split over tensor-parallel ranks: {known.tensors}",
             hint=str(dataclasses.replace(layout, tp=1)),
         )
+    if wanted["slices"] and known.slices:
+        raise ModelError(
+            f"{source.name} ({kind}) cannot run on slices of its sequences: {known.slices}",
+            hint=str(dataclasses.replace(layout, sequence_parallel=False)),
+        )
     if wanted["pages"] and known.pages:
         raise ModelError(known.pages)
     return known
@@ -130,7 +143,7 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
     """Try the parts that `payload` names; rank 0 emits `{"event": "twin", "ok", "reason", ...}`.
 
     Payload: `config`, `attention`, `code` (a directory or None), `parts` (of `stages`, `pages`,
-    `tensors`; the last needs two ranks).
+    `tensors`, `slices`; the last two need two ranks).
     """
     from hocket.models.skeleton import config_of
 
@@ -141,12 +154,19 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
         found = dataclasses.replace(found, stages=try_stages(config, payload["attention"]))
     if "pages" in payload["parts"] and context.rank == 0:
         found = dataclasses.replace(found, pages=try_pages(config))
-    if "tensors" in payload["parts"]:
+    split = [part for part in ("tensors", "slices") if part in payload["parts"]]
+    if split:
         context.init_process_group("gloo")
+    for part in split:
         reason, note = try_tensors(
-            config, payload["attention"], index=context.rank, degree=context.world_size
+            config,
+            payload["attention"],
+            index=context.rank,
+            degree=context.world_size,
+            slices=part == "slices",
         )
-        found = dataclasses.replace(found, tensors=reason, note=note)
+        changes = {part: reason, "note": note}
+        found = dataclasses.replace(found, **changes)  # type: ignore[arg-type]
     if context.rank == 0:
         context.emit(
             {"event": "twin", "ok": found.ok, "reason": found.reason, **dataclasses.asdict(found)}
@@ -245,8 +265,13 @@ def try_pages(config: Any) -> str:
     return ""
 
 
-def try_tensors(config: Any, attention: str, *, index: int, degree: int) -> tuple[str, str]:
-    """(why the twin cannot be split over ranks, what is held whole); on `degree` ranks at once."""
+def try_tensors(
+    config: Any, attention: str, *, index: int, degree: int, slices: bool = False
+) -> tuple[str, str]:
+    """(why the twin cannot be split over ranks, what is held whole); on `degree` ranks at once.
+
+    `slices`: with sequence parallelism.
+    """
     import copy
 
     import torch
@@ -268,16 +293,18 @@ def try_tensors(config: Any, attention: str, *, index: int, degree: int) -> tupl
         return error.message, ""
     except Exception as error:  # the forward of a foreign family fails in its own way
         return f"its tiny twin does not run: {type(error).__name__}: {error}", ""
-    plan = plan_for(model)
+    plan = plan_for(model, sequence=slices)
     note = plan.reasons.get("tensor", "")
     if plan.tensor is None:
         return note, ""
+    if slices and plan.sequence is None:
+        return plan.reasons["sequence"], note
     axis = Axis("tp", degree, index, tuple(range(degree)), dist.group.WORLD)
     recorder = Recorder(index)
     local = copy.deepcopy(model)
     try:
-        placements = apply_tensor_parallel(local, plan.tensor, axis, recorder)
-        logits = _forward(local, inputs)
+        placements = apply_tensor_parallel(local, plan.tensor, axis, recorder, plan.sequence)
+        logits = _forward(local, inputs, plan, degree)
         head = placements.get(_head_weight(local))
         mine = slice(None)
         if head is not None and head.sharded and logits.shape[-1] != expected.shape[-1]:
@@ -329,10 +356,16 @@ def _microbatch(twin: Twin) -> tuple[dict[str, Tensor], Tensor]:
     return {"input_ids": ids, "position_ids": positions}, weight
 
 
-def _forward(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+def _forward(
+    model: nn.Module, inputs: dict[str, Tensor], plan: ParallelPlan | None = None, degree: int = 1
+) -> Tensor:
+    """The logits; where the plan has been asked for slices of sequences, from these."""
     from hocket.runtime.pipeline.stage import Stage
 
-    logits: Tensor = Stage(model).output(inputs).logits
+    stage = Stage(model)
+    if plan is not None and plan.sequence is not None:
+        stage = Stage(model, plan=plan.stages, slices=(plan.sequence, degree))
+    logits: Tensor = stage.output(inputs).logits
     return logits
 
 

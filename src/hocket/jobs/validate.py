@@ -77,6 +77,11 @@ def _problems(
         )
     yield from _tensor(model, layout.tp)
     yield from _pipeline(model, layout)
+    if layout.sequence_parallel and workload.seq_len % layout.tp:
+        yield (
+            f"sequences of {workload.seq_len} tokens do not divide over tp {layout.tp}, as "
+            "sequence parallelism needs"
+        )
     batch, rest = divmod(workload.global_batch, layout.dp)
     if rest:
         yield f"the global batch of {workload.global_batch} does not divide over dp {layout.dp}"
@@ -177,6 +182,7 @@ def _candidates(
             schedule=layout.schedule,
             recompute=layout.recompute,
             recompute_layers=layout.recompute_layers,
+            sequence_parallel=layout.sequence_parallel and tp > 1,
             data_parallel=layout.data_parallel,
             order=layout.order,
         )
@@ -200,7 +206,11 @@ def _flags(wanted: Layout, other: Layout) -> str:
     flags = []
     dropped = any(getattr(wanted, name) != getattr(other, name) for name in _UNSUPPORTED)
     if dropped or other.axes_text() != wanted.axes_text():
-        kept = Layout(recompute=other.recompute, recompute_layers=other.recompute_layers)
+        kept = Layout(
+            recompute=other.recompute,
+            recompute_layers=other.recompute_layers,
+            sequence_parallel=other.sequence_parallel,
+        )
         flags.append(f"--layout {other.axes_text()}{str(kept).removeprefix('dp1')}")
     for field in dataclasses.fields(Layout):
         value = getattr(other, field.name)

@@ -138,6 +138,26 @@ def reduce_scatter(tensor: Tensor, axis: Axis, recorder: Recorder, dim: int = 0)
     return piece.to(tensor.dtype).movedim(0, dim)
 
 
+def traced_all_gather(tensor: Tensor, axis: Axis) -> Tensor:
+    """As `all_gather` along dim 0, as an operation that a compiled graph can hold and move, with a
+    gradient. What a graph sends is not recorded: it runs none of our code."""
+    assert axis.group is not None
+    ops: Any = torch.ops._c10d_functional
+    found = ops.all_gather_into_tensor(tensor.contiguous(), axis.size, axis.group.group_name)
+    whole: Tensor = ops.wait_tensor(found)
+    return whole
+
+
+def traced_reduce_scatter(tensor: Tensor, axis: Axis) -> Tensor:
+    """As `reduce_scatter` along dim 0, as an operation of a graph."""
+    assert axis.group is not None
+    ops: Any = torch.ops._c10d_functional
+    group = axis.group.group_name
+    found = ops.reduce_scatter_tensor(tensor.contiguous(), "sum", axis.size, group)
+    piece: Tensor = ops.wait_tensor(found)
+    return piece
+
+
 def reduce_scatter_flat(
     piece: Tensor, whole: Tensor, axis: Axis, recorder: Recorder
 ) -> Work | None:

@@ -8,17 +8,35 @@ nothing more.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 Parameters = tuple[Tensor, Tensor | None]
-Pending = tuple[Tensor, Tensor | None, Tensor, Tensor, bool]
+Input = Tensor | Callable[[], Tensor]
+"""The input of a product, or what makes it again."""
+
+Pending = tuple[Tensor, Tensor | None, Input, Tensor, bool]
 """Weight, bias, input, gradient of the output, whether the weight is transposed."""
+
+
+class Again(Protocol):
+    """Makes the input of products again from the part of it that was kept."""
+
+    def promise(self) -> None:
+        """One more product will ask, once in its backward."""
+
+    def __call__(self, part: Tensor, /) -> Tensor:
+        """The whole input."""
+
+
+Kept = tuple[Tensor, Again]
+"""The part of an input that is kept for backward, and what makes the input of it."""
 
 
 class WeightGradients:
@@ -51,11 +69,11 @@ class WeightGradients:
     @staticmethod
     def run(pending: list[Pending]) -> None:
         """Accumulate the gradients of `pending`. Hooks on the parameters fire as in backward."""
-        for weight, bias, x, grad, transposed in pending:
-            x, grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
+        for weight, bias, source, grad, transposed in pending:
+            grad = grad.reshape(-1, grad.shape[-1])
             if weight.requires_grad:
-                gradient = x.t() @ grad if transposed else grad.t() @ x
-                torch.autograd.backward(weight, gradient)
+                x = source if isinstance(source, Tensor) else source()
+                torch.autograd.backward(weight, _weight_gradient(x, grad, transposed))
             if bias is not None and bias.requires_grad:
                 torch.autograd.backward(bias, grad.sum(0))
 
@@ -67,12 +85,27 @@ def linear(
     *,
     transposed: bool = False,
     weight_gradients: WeightGradients | None = None,
+    kept: Kept | None = None,
 ) -> Tensor:
-    """`x` [..., in] times `weight` [out, in] (if `transposed`, [in, out]), plus `bias` [out]."""
-    if weight_gradients is not None and x.requires_grad and torch.is_grad_enabled():
-        y: Tensor = _Halved.apply(x, (weight, bias), transposed, weight_gradients)  # type: ignore[no-untyped-call]
-        return y
+    """`x` [..., in] times `weight` [out, in] (if `transposed`, [in, out]), plus `bias` [out].
+
+    `kept` says what to keep of `x` for the weight's gradient, where that is not `x` itself.
+    """
+    if torch.is_grad_enabled():
+        y: Tensor
+        if weight_gradients is not None and x.requires_grad:
+            y = _Halved.apply(x, (weight, bias), transposed, weight_gradients, kept)  # type: ignore[no-untyped-call]
+            return y
+        if kept is not None and weight.requires_grad:
+            y = _KeptInPart.apply(x, weight, bias, transposed, *kept)  # type: ignore[no-untyped-call]
+            return y
     return F.linear(x, weight.t() if transposed else weight, bias)
+
+
+def _weight_gradient(x: Tensor, grad: Tensor, transposed: bool) -> Tensor:
+    """Of input [..., in] and the output's gradient [N, out]."""
+    x = x.reshape(-1, x.shape[-1])
+    return x.t() @ grad if transposed else grad.t() @ x
 
 
 class DeferrableLinear(nn.Linear):
@@ -102,18 +135,58 @@ class _Halved(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, parameters: Parameters, transposed: bool, queue: WeightGradients
+    def forward(  # type: ignore[override]  # noqa: PLR0917 (autograd passes by position)
+        ctx: Any,
+        x: Tensor,
+        parameters: Parameters,
+        transposed: bool,
+        queue: WeightGradients,
+        kept: Kept | None,
     ) -> Tensor:
         weight, bias = parameters
-        ctx.save_for_backward(x)
-        ctx.parameters, ctx.transposed, ctx.queue = parameters, transposed, queue
+        part, again = (x, None) if kept is None else kept
+        if again is not None and weight.requires_grad:
+            again.promise()
+        ctx.save_for_backward(part)
+        ctx.parameters, ctx.transposed, ctx.queue, ctx.again = parameters, transposed, queue, again
         return F.linear(x, weight.t() if transposed else weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        (x,) = ctx.saved_tensors
+        (part,) = ctx.saved_tensors
         weight, bias = ctx.parameters
         dx = grad @ (weight.t() if ctx.transposed else weight)
-        ctx.queue._add((weight, bias, x, grad, ctx.transposed))
-        return dx, None, None, None
+        source = part if ctx.again is None else partial(ctx.again, part)
+        ctx.queue._add((weight, bias, source, grad, ctx.transposed))
+        return dx, None, None, None, None
+
+
+class _KeptInPart(torch.autograd.Function):
+    """A linear layer whose input is made again in backward from the part of it that was kept."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]  # noqa: PLR0917 (autograd passes by position)
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        transposed: bool,
+        part: Tensor,
+        again: Again,
+    ) -> Tensor:
+        again.promise()
+        ctx.save_for_backward(part, weight)
+        ctx.transposed, ctx.again = transposed, again
+        return F.linear(x, weight.t() if transposed else weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        part, weight = ctx.saved_tensors
+        dx = db = None
+        if ctx.needs_input_grad[0]:
+            dx = grad @ (weight.t() if ctx.transposed else weight)
+        flat = grad.reshape(-1, grad.shape[-1])
+        dw = _weight_gradient(ctx.again(part), flat, ctx.transposed)
+        if ctx.needs_input_grad[2]:
+            db = flat.sum(0)
+        return dx, dw, db, None, None, None

@@ -113,7 +113,8 @@ class Parallel:
         self._streams: Streams | None = None
         threads = self.layout.data_parallel == "threads"  # they share one generator
         if not threads and any(draws_random_numbers(stage.module) for stage in self.stages):
-            self._streams = Streams(self._seed, mesh)
+            slices = any(stage.slices is not None for stage in self.stages)
+            self._streams = Streams(self._seed, mesh, slices=slices)
             for stage in self.stages:
                 self._streams.install(stage.module, self.plan.stages)
         if self.layout.recompute != "none":

@@ -88,6 +88,7 @@ def parallelize(
             bounds = choose_cut(
                 layout.cut, plan.stages.num_layers, num_stages, **cut_costs(module, plan.stages)
             )
+    sequence = plan.sequence if layout.sequence_parallel and layout.tp > 1 else None
     stages = []
     for index in [s for s, r in enumerate(place) if r == mesh.axis("pp").index]:
         if num_stages > 1:
@@ -96,7 +97,9 @@ def parallelize(
             part = cut(module, plan.stages, bounds, index)
         else:
             part = copy.deepcopy(module) if meta else module
-        placements = apply_tensor_parallel(part, plan.tensor, mesh.axis("tp"), mesh.recorder)
+        placements = apply_tensor_parallel(
+            part, plan.tensor, mesh.axis("tp"), mesh.recorder, sequence
+        )
         for tied, owner in crossing.items():
             if tied in placements:
                 placements[tied] = dataclasses.replace(placements[tied], tie=owner)
@@ -110,6 +113,7 @@ def parallelize(
                 placements=placements,
                 loss_fn=(loss_fn or NextTokenLoss(part, mesh)) if last else None,
                 hidden_size=plan.hidden_size,
+                slices=None if sequence is None else (sequence, layout.tp),
             )
         )
     parallel = Parallel(layout, mesh, plan, stages, schedule, bounds=bounds, seed=seed)
@@ -133,6 +137,12 @@ def _check(layout: Layout, plan: ParallelPlan, schedule: Schedule | None) -> Non
     if layout.tp > 1 and plan.tensor is None:
         reason = plan.reasons.get("tensor", "its plan splits no tensors")
         raise ModelError(f"the module cannot be split over tp {layout.tp}: {reason}", hint="tp1")
+    if layout.tp > 1 and layout.sequence_parallel and plan.sequence is None:
+        reason = plan.reasons.get("sequence", "its plan says nothing of sequences")
+        raise ModelError(
+            f"the module cannot run on slices of its sequences: {reason}",
+            hint=str(dataclasses.replace(layout, sequence_parallel=False)),
+        )
     if plan.tensor is not None:
         for segment in plan.tensor.segments():
             segment.slice(0, layout.tp)

@@ -4,7 +4,9 @@ Dropout draws from the device's default generator. Before every layer that gener
 a key of (seed, step, microbatch, layer), where microbatches are numbered over all data ranks: ranks
 that hold the same activations draw the same numbers, and the cut into stages changes nothing.
 Between a column-parallel layer's output and the row-parallel layer's input, where activations are
-sharded, a stream of the tensor rank's own takes its place. A model without dropout is left alone.
+sharded, a stream of the tensor rank's own takes its place. With sequence parallelism they are
+sharded everywhere else too: the rank's own is the rule, and the shared stream is drawn from where
+all ranks compute the same from gathered products. A model without dropout is left alone.
 """
 
 from __future__ import annotations
@@ -61,8 +63,10 @@ class Streams:
         microbatch: number of the microbatch among those of all data ranks, set by the engine.
     """
 
-    def __init__(self, seed: int, mesh: Mesh) -> None:
+    def __init__(self, seed: int, mesh: Mesh, *, slices: bool = False) -> None:
+        """`slices`: activations between split blocks are slices of the sequence."""
         self.seed = seed
+        self.slices = slices
         self.step = 0
         self.microbatch = 0
         self._rank = mesh.axis("tp").index
@@ -73,15 +77,20 @@ class Streams:
             self._generator = torch.default_generator
         self._key = _mix(seed)
         self._layer = 0
-        self._replicated: Tensor | None = None
-        self._sharded: Tensor | None = None
+        self._home: Tensor | None = None
+        self._away: Tensor | None = None
 
     def enter_layer(self, layer: int) -> None:
         """Seed for one layer; 0 is what runs before the first."""
         self._layer = layer
         self._key = _mix(self.seed, self.step, self.microbatch, layer)
-        self._replicated = self._sharded = None
-        self._generator.manual_seed(self._key)
+        self._home = self._away = None
+        self._generator.manual_seed(self._own if self.slices else self._key)
+
+    @property
+    def _own(self) -> int:
+        """The seed of this tensor rank alone; `_key` is that of all of them."""
+        return _mix(self._key, 1 + self._rank)
 
     @property
     def place(self) -> tuple[int, int, int]:
@@ -95,21 +104,30 @@ class Streams:
 
     def enter_sharded(self) -> None:
         """Draw from this tensor rank's own stream from here on."""
-        if self._replicated is not None:
-            return
-        self._replicated = self._generator.get_state()
-        if self._sharded is None:
-            self._generator.manual_seed(_mix(self._key, 1 + self._rank))
-        else:
-            self._generator.set_state(self._sharded)
+        if not self.slices:
+            self._leave_home(self._own)
+
+    def enter_alike(self) -> None:
+        """Draw from the stream that all tensor ranks share from here on."""
+        if self.slices:
+            self._leave_home(self._key)
 
     def leave_sharded(self) -> None:
-        """Draw from the stream that all tensor ranks share again."""
-        if self._replicated is None:
+        """Draw again from the stream that a layer begins with."""
+        if self._home is None:
             return
-        self._sharded = self._generator.get_state()
-        self._generator.set_state(self._replicated)
-        self._replicated = None
+        self._away = self._generator.get_state()
+        self._generator.set_state(self._home)
+        self._home = None
+
+    def _leave_home(self, seed: int) -> None:
+        if self._home is not None:
+            return
+        self._home = self._generator.get_state()
+        if self._away is None:
+            self._generator.manual_seed(seed)
+        else:
+            self._generator.set_state(self._away)
 
     def install(self, module: nn.Module, stages: StagePlan | None) -> None:
         """Hook one stage's module: every layer is seeded, split layers switch streams."""

@@ -42,9 +42,6 @@ TABLE = (
     Capability(field="cp", runs=(1,), instead="has no context parallelism"),
     Capability(field="ep", runs=(1,), instead="splits experts over tp, not over ep"),
     Capability(field="zero", runs=(0, 1, 2), instead="shards no parameters, at most zero=2"),
-    Capability(
-        field="sequence_parallel", runs=(False,), instead="keeps whole sequences between layers"
-    ),
 )
 """Fields that are not here run with any value that a layout can have."""
 

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 
@@ -213,16 +214,50 @@ class StagePlan:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class SequencePlan:
+    """What a model needs to run on slices of its sequences between split blocks.
+
+    Attributes:
+        embedding: the token embedding, called before the decoder, which is given its slice.
+        blocks: modules that read whole sequences: gathered once, as they begin.
+        positions: modules that add a position embedding: it is cut to the slice.
+        alike: modules held whole that read whole sequences (an output head that is not split).
+        mask: the decoder learns the length of the sequence from an attention mask of ones, since
+            it takes no positions.
+    """
+
+    embedding: str
+    blocks: tuple[str, ...] = ()
+    positions: tuple[str, ...] = ()
+    alike: tuple[str, ...] = ()
+    mask: bool = False
+
+    def sees_slices(self, name: str) -> bool:
+        """Whether the module `name`, held whole, sees this rank's slice alone: the gradients of its
+        parameters are then parts of sums."""
+        if name == self.embedding or name in self.alike:
+            return False
+        parts = name.split(".")
+        return not any(".".join(parts[:n]) in self._blocks for n in range(1, len(parts) + 1))
+
+    @functools.cached_property
+    def _blocks(self) -> frozenset[str]:
+        return frozenset(self.blocks)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelPlan:
     """How one model may be split. None: that kind of split is not possible for it."""
 
     tensor: TensorPlan | None = None
     stages: StagePlan | None = None
+    sequence: SequencePlan | None = None
+    """Not looked for unless it is asked for: then None says that it is not possible."""
     hidden_size: int | None = None
     ties: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Tied parameter to the parameter that owns the values: `lm_head.weight` to the embedding."""
     reasons: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """`tensor` or `stages` to the reason why that split is not possible, or only in part."""
+    """`tensor`, `stages`, `sequence` to the reason why that is not possible, or only in part."""
 
 
 def matches(pattern: str, name: str) -> bool:

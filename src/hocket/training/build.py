@@ -28,6 +28,7 @@ from hocket.runtime.mesh import Axis, Mesh
 from hocket.runtime.parallelize import Parallel, parallelize
 from hocket.runtime.recompute import CORE, RecomputedLayer
 from hocket.runtime.record import Recorder
+from hocket.runtime.tensor_parallel.sequence import IN_GRAPH
 from hocket.spec.errors import OptionError, unknown
 from hocket.spec.links import Links
 from hocket.spec.plan import ParallelPlan
@@ -137,7 +138,7 @@ def build_model(
         dropout=options.dropout,
         code=source.code,
     )
-    plan = plan_for(skeleton)
+    plan = plan_for(skeleton, sequence=spec.layout.sequence_parallel)
     parallel = parallelize(
         skeleton,
         spec.layout,
@@ -196,31 +197,50 @@ def build_optimizer(parallel: Parallel, options: TrainOptions) -> Optimizer:
     return Optimizer(parallel.named_stepped(), options, dims)
 
 
-def compile_blocks(module: nn.Module, plan: ParallelPlan, backend: str = "inductor") -> None:
+def compile_blocks(
+    module: nn.Module,
+    plan: ParallelPlan,
+    backend: str = "inductor",
+    *,
+    functional: bool | None = None,
+) -> None:
     """Compile each layer by itself: one small graph, compiled once for all equal layers.
 
     What communicates or seeds random numbers runs as it is, between compiled parts: collectives
-    of our own are nothing that a graph can hold.
+    of our own are nothing that a graph can hold. With sequence parallelism they can be functional
+    ones (None: on CUDA), and stand inside the graph.
     """
     if plan.stages is None:
         return
+    if functional is None:
+        functional = any(p.is_cuda for p in module.parameters())
     for layer in module.get_submodule(plan.stages.layers).children():
         if not any(True for _ in layer.parameters()):
             continue  # cut away
+        inside = functional and _in_graph(layer)
         for child in layer.modules():
-            if isinstance(getattr(child, "axis", None), Axis):
+            if isinstance(getattr(child, "axis", None), Axis) and not inside:
                 child.forward = torch.compiler.disable(child.forward)  # type: ignore[no-untyped-call]
             if hasattr(child, CORE):
                 setattr(child, CORE, torch.compiler.disable(getattr(child, CORE)))  # type: ignore[no-untyped-call]
             hooks = child._forward_pre_hooks
             for key, hook in hooks.items():
-                hooks[key] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+                if not (inside and getattr(hook, IN_GRAPH, False)):
+                    hooks[key] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
         again = vars(layer).get("forward")
         if isinstance(again, RecomputedLayer):  # which runs it outside of any graph
             again.inner = torch.compile(again.inner, dynamic=False, backend=backend)
             layer.forward = torch.compiler.disable(again, recursive=False)  # type: ignore[assignment, no-untyped-call]
         else:
             layer.compile(dynamic=False, backend=backend)
+
+
+def _in_graph(layer: nn.Module) -> bool:
+    """Whether a layer's collectives may stand inside a graph: those of slices of sequences, where
+    no module switches random streams."""
+    children = list(layer.modules())
+    slices = any(getattr(child, "slices", False) for child in children)
+    return slices and all(getattr(child, "streams", None) is None for child in children)
 
 
 def dtype_of(name: str) -> torch.dtype:

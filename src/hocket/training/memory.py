@@ -132,7 +132,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         """Let go of what is still watched."""
-        for watched in self._alive.values():
+        for watched in list(self._alive.values()):  # collecting garbage may end some meanwhile
             watched.detach()
         self._alive.clear()
 

@@ -103,7 +103,7 @@ def _one(spec: RunSpec, schedule: Schedule | None, rank: int) -> Memory:
         dropout=options.dropout,
         code=source.code,
     )
-    plan = plan_for(skeleton)
+    plan = plan_for(skeleton, sequence=layout.sequence_parallel)
     mesh = _mesh(layout, rank)
     parallel = parallelize(
         skeleton,

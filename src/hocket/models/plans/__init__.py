@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from hocket.models.plans.sequence import sequence_plan
 from hocket.models.plans.stages import stage_plan
 from hocket.models.plans.tensor import tensor_plan
 from hocket.models.twin import twin_of
@@ -13,17 +14,19 @@ from hocket.spec.errors import ModelError
 from hocket.spec.plan import ParallelPlan
 
 
-def plan_for(model: nn.Module) -> ParallelPlan:
+def plan_for(model: nn.Module, *, sequence: bool = False) -> ParallelPlan:
     """The plan of a whole causal language model (a skeleton on the meta device will do).
 
     A kind of split that is not possible is None in the plan, with the reason in `plan.reasons`;
-    a reason beside a split that is there names the blocks that are held whole.
+    a reason beside a split that is there names the blocks that are held whole. Only with `sequence`
+    is it tried whether the model runs on slices of its sequences, which takes two small forwards.
     """
     config: Any = model.config
     reasons: dict[str, str] = {}
-    stages = None
+    stages = twin = None
     try:
-        stages = stage_plan(twin_of(config), model)
+        twin = twin_of(config)
+        stages = stage_plan(twin, model)
         decoder = stages.decoder
     except ModelError as error:
         reasons["stages"] = error.message
@@ -37,10 +40,17 @@ def plan_for(model: nn.Module) -> ParallelPlan:
         tensor, note = None, f"its configuration keeps head counts in another way ({error})"
     if note:
         reasons["tensor"] = note
+    slices = None
+    if sequence:
+        try:
+            slices = sequence_plan(twin, model, tensor, stages)
+        except ModelError as error:
+            reasons["sequence"] = error.message
     ties = getattr(model, "all_tied_weights_keys", None) or {}
     return ParallelPlan(
         tensor=tensor,
         stages=stages,
+        sequence=slices,
         hidden_size=int(config.get_text_config().hidden_size),
         ties=dict(ties),
         reasons=reasons,

@@ -4,6 +4,9 @@
     middle  decoder(inputs_embeds=hidden, ...)        -> hidden [B, S, H]
     last    model(inputs_embeds=hidden, ...) -> logits -> loss_fn -> (sum of losses, tokens)
 
+On slices of the sequence every stage is called as a middle one is: the first looks its tokens up
+before, and all are told of whole sequences by their positions.
+
 Legend: B batch, S sequence, H hidden.
 """
 
@@ -16,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hocket.spec.errors import OptionError
 from hocket.spec.placement import Placement
-from hocket.spec.plan import StagePlan
+from hocket.spec.plan import SequencePlan, StagePlan
 
 Microbatch = Mapping[str, Tensor]
 LossFunction = Callable[[Any, Microbatch], tuple[Tensor, "Tensor | int"]]
@@ -34,6 +38,8 @@ class Stage:
         loss_fn: `(output, microbatch) -> (sum of losses, number of tokens)`, on the last stage.
         hidden_size: H of what travels between stages. None: only needed with several stages.
         dtype: of what travels. None: that of the first floating-point parameter.
+        slices: with sequence parallelism, how the model runs on slices and over how many ranks
+            sequences are dealt; the hidden state is then [B, S / ranks, H]. Else None.
     """
 
     def __init__(
@@ -47,7 +53,9 @@ class Stage:
         loss_fn: LossFunction | None = None,
         hidden_size: int | None = None,
         dtype: torch.dtype | None = None,
+        slices: tuple[SequencePlan, int] | None = None,
     ) -> None:
+        assert slices is None or plan is not None
         assert num_stages == 1 or plan is not None
         self.module = module
         self.index = index
@@ -57,6 +65,7 @@ class Stage:
         self.loss_fn = loss_fn
         self.hidden_size = hidden_size
         self._dtype = dtype
+        self.slices = slices
         whole = self.is_last or plan is None
         self._target = module if whole else module.get_submodule(_plan(plan).decoder)
         input_argument = plan.input_argument if plan is not None else "input_ids"
@@ -86,10 +95,13 @@ class Stage:
     def hidden_shape(self, microbatch: Microbatch) -> tuple[int, ...]:
         """Shape of the hidden state that belongs to `microbatch`: (B, S, H)."""
         assert self.hidden_size is not None, "a pipeline of several stages needs hidden_size"
+        rows, length = self._tokens(microbatch).shape[:2]
+        ranks = 1 if self.slices is None else self.slices[1]
+        return (rows, length // ranks, self.hidden_size)
+
+    def _tokens(self, microbatch: Microbatch) -> Tensor:
         tokens = microbatch.get(self._input_argument)
-        if tokens is None:
-            tokens = next(iter(microbatch.values()))
-        return (tokens.shape[0], tokens.shape[1], self.hidden_size)
+        return next(iter(microbatch.values())) if tokens is None else tokens
 
     def inputs(self, microbatch: Microbatch, hidden: Tensor | None) -> dict[str, Any]:
         """The keyword arguments of this stage's call."""
@@ -98,10 +110,44 @@ class Stage:
             for name, value in microbatch.items()
             if name != "labels" and (self._accepts is None or name in self._accepts)
         }
-        if not self.is_first:
+        if self.slices is not None:
+            hidden = self._sliced(microbatch, arguments, *self.slices, hidden)
+        if hidden is not None or not self.is_first:
             arguments.pop(self._input_argument, None)
             arguments[self._hidden_argument] = hidden
         return {**self._constants, **arguments}
+
+    def _sliced(
+        self,
+        microbatch: Microbatch,
+        arguments: dict[str, Any],
+        plan: SequencePlan,
+        ranks: int,
+        hidden: Tensor | None,
+    ) -> Tensor:
+        """This rank's slice of the hidden state; `arguments` are given the whole length."""
+        tokens = self._tokens(microbatch)
+        rows, length = tokens.shape[:2]
+        if length % ranks:
+            raise OptionError(
+                f"sequences of {length} tokens do not divide over tp {ranks}, as sequence "
+                "parallelism needs",
+                hint=f"--seq-len {length - length % ranks or ranks}, or sequence_parallel=false",
+            )
+        whole: dict[str, Tensor] = {}
+        if plan.mask:
+            whole["attention_mask"] = torch.ones(
+                rows, length, dtype=torch.long, device=tokens.device
+            )
+        if "position_ids" not in arguments:
+            whole["position_ids"] = torch.arange(length, device=tokens.device).expand(rows, -1)
+        for name, value in whole.items():
+            if self._accepts is None or name in self._accepts:
+                arguments.setdefault(name, value)
+        if hidden is None and self.is_first:
+            hidden = self.module.get_submodule(plan.embedding)(tokens)
+        assert hidden is not None
+        return hidden
 
     def output(self, microbatch: Microbatch, hidden: Tensor | None = None, **extra: Any) -> Any:
         """What the module returns: the hidden state [B, S, H], on the last stage its own output.

@@ -20,10 +20,17 @@ from hocket.runtime.tensor_parallel.layers import (
     RowParallelLinear,
     VocabParallelHead,
 )
+from hocket.runtime.tensor_parallel.sequence import (
+    SequenceEntry,
+    cut_after,
+    gather_before,
+    open_block,
+    slice_after,
+)
 from hocket.runtime.tensor_parallel.shards import Shards, take
 from hocket.spec.errors import ModelError
 from hocket.spec.placement import Placement
-from hocket.spec.plan import InputSlice, Patch, Segment, Split, TensorPlan, matches
+from hocket.spec.plan import InputSlice, Patch, Segment, SequencePlan, Split, TensorPlan, matches
 
 # Linear layers under another name: GPT-2's, with its weight stored [in, out], and Falcon's.
 _TRANSPOSED = ("Conv1D",)
@@ -31,9 +38,14 @@ _LINEAR = ("FalconLinear",)
 
 
 def apply_tensor_parallel(
-    module: nn.Module, plan: TensorPlan | None, axis: Axis, recorder: Recorder
+    module: nn.Module,
+    plan: TensorPlan | None,
+    axis: Axis,
+    recorder: Recorder,
+    sequence: SequencePlan | None = None,
 ) -> dict[str, Placement]:
-    """Split `module` in place over the tensor axis.
+    """Split `module` in place over the tensor axis; with `sequence`, what lies between split blocks
+    over slices of the sequence.
 
     Works on a module that holds values (each rank keeps its slices of them) and on one on the
     meta device. Modules the plan does not name, or that a pipeline cut has replaced, stay whole.
@@ -58,7 +70,7 @@ def apply_tensor_parallel(
                 whole, replicated=where, tie=None if owner == name else owner
             )
         return placements
-    work = _Splitting(axis, recorder, {id(p): n for n, p in reversed(named)})
+    work = _Splitting(axis, recorder, {id(p): n for n, p in reversed(named)}, sequence)
     for name, child in list(module.named_modules()):
         split = _find(plan.splits, name)
         if split is not None:
@@ -76,6 +88,8 @@ def apply_tensor_parallel(
                     "splits; the plan must split both alike"
                 )
             work.whole(name, parameter)
+    if sequence is not None:
+        work.slice_sequences(module, sequence)
     return {name: work.placements[name] for name, _ in named}
 
 
@@ -99,13 +113,20 @@ def _find(patterns: Mapping[str, Any], name: str) -> Any:
 class _Splitting:
     """One module being split: what has become local so far."""
 
-    def __init__(self, axis: Axis, recorder: Recorder, owners: dict[int, str]) -> None:
+    def __init__(
+        self,
+        axis: Axis,
+        recorder: Recorder,
+        owners: dict[int, str],
+        sequence: SequencePlan | None,
+    ) -> None:
         self.axis = axis
         self.recorder = recorder
         self.owners = owners
+        self.sequence = sequence
         self.placements: dict[str, Placement] = {}
         self.local: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, Entry | SequenceEntry] = {}
         self.styles: dict[str, Callable[[nn.Module, str, Split], None]] = {
             "column": self._column,
             "row": self._row,
@@ -125,17 +146,36 @@ class _Splitting:
             placement = split.place(
                 full, key, tuple(parameter.shape), self.axis.index, self.axis.size
             )
+            if self.sequence is not None and split.style == "row" and not placement.sharded:
+                placement = dataclasses.replace(placement, grad_sum=("tp",))  # a slice's bias
             self._place(child, key, parameter, placement)
         self.styles[split.style](child, name, split)
 
     def whole(self, name: str, parameter: nn.Parameter) -> None:
         """Place a parameter that no split names."""
         owner = self.owners[id(parameter)]
+        module = name.rpartition(".")[0]
+        partial = self.sequence is not None and self.sequence.sees_slices(module)
         self.placements[name] = dataclasses.replace(
-            Placement.whole(name, tuple(parameter.shape)),
+            Placement.whole(name, tuple(parameter.shape), grad_sum=("tp",) if partial else ()),
             replicated=("tp",),
             tie=None if owner == name else owner,
         )
+
+    def slice_sequences(self, module: nn.Module, plan: SequencePlan) -> None:
+        """Gather before what reads whole sequences, and cut what is added to a slice."""
+        for name, child in list(module.named_modules()):
+            if not any(True for _ in child.parameters()):
+                continue  # replaced by a pipeline cut
+            entry = self.entries.get(name)
+            if name in plan.blocks and isinstance(entry, SequenceEntry):
+                open_block(child, next(iter(inspect.signature(child.forward).parameters)), entry)
+            elif name in plan.positions:
+                cut_after(child, self.axis)
+            elif name in plan.alike:
+                gather_before(child, self.axis, self.recorder)
+            elif name == plan.embedding and not hasattr(child, "slices"):
+                slice_after(child, self.axis, self.recorder)
 
     def _place(
         self, child: nn.Module, key: str, parameter: nn.Parameter, placement: Placement
@@ -180,6 +220,7 @@ class _Splitting:
 
     def _row(self, child: Any, name: str, split: Split) -> None:
         self._linear(child, name, RowParallelLinear, split.style)
+        child.slices = self.sequence is not None
         child.scatter = self._shards(split.segments) if split.scatter_input else None
 
     def _head(self, child: Any, name: str, split: Split) -> None:
@@ -195,14 +236,17 @@ class _Splitting:
             raise ModelError(f"{name} is a {type(child).__name__}, not an embedding")
         child.__class__ = vocab_parallel_class(type(child))
         child.axis, child.recorder = self.axis, self.recorder
+        child.slices = self.sequence is not None
         child.start = split.segments[0].slice(self.axis.index, self.axis.size)[0]
 
     def _experts(self, child: Any, name: str, split: Split) -> None:
         child.__class__ = expert_parallel_class(type(child))
         child.axis, child.recorder = self.axis, self.recorder
+        child.slices = self.sequence is not None
 
     def _enter(self, child: Any, parent: str) -> None:
-        entry = self.entries.setdefault(parent, Entry(self.axis, self.recorder))
+        kind = Entry if self.sequence is None else SequenceEntry
+        entry = self.entries.setdefault(parent, kind(self.axis, self.recorder))
         entry.layers += 1
         child.entry = entry
 

@@ -26,7 +26,9 @@ Labels = tuple[Tensor, "Tensor | None"]
 """[N, 1] column of each token's label, [N] whether that row is this rank's (None: always)."""
 
 # Operations whose backward does not read their own result, which may therefore be overwritten.
-_KEEPS_NO_RESULT = ("Addmm", "Mm", "Bmm", "Linear", "Mul", "Div", "ToCopy", "Clone", "_Halved")
+_KEEPS_NO_RESULT = (
+    "Addmm", "Mm", "Bmm", "Linear", "Mul", "Div", "ToCopy", "Clone", "_Halved", "_KeptInPart",
+)  # fmt: skip
 _VIEWS = ("View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze")
 
 

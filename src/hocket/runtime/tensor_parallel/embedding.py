@@ -8,18 +8,21 @@ from torch import Tensor, nn
 from hocket.runtime.mesh import Axis
 from hocket.runtime.record import Recorder
 from hocket.runtime.tensor_parallel.regions import reduce_in_place
+from hocket.runtime.tensor_parallel.sequence import scatter_sum
 
 
 class VocabParallelEmbedding(nn.Embedding):
     """An embedding over rows `start .. start + rows` of the vocabulary.
 
     Input [B, S] token ids, output [B, S, H] summed over the ranks: a token is zero everywhere but
-    where its row lies. Made by class swap; a subclass of `nn.Embedding` keeps its own forward.
+    where its row lies. With `slices` the output is this rank's slice of the sum, [B, S / tp, H].
+    Made by class swap; a subclass of `nn.Embedding` keeps its own forward.
     """
 
     axis: Axis
     recorder: Recorder
     start: int
+    slices: bool = False
 
     def forward(self, input: Tensor) -> Tensor:
         rows = self.weight.shape[0]
@@ -34,6 +37,8 @@ class VocabParallelEmbedding(nn.Embedding):
                 padding = padding - self.start if 0 <= padding - self.start < rows else None
             out = F.embedding(local.masked_fill_(foreign, 0), self.weight, padding)
             out = out.masked_fill_(foreign.unsqueeze(-1), 0)
+        if self.slices:
+            return scatter_sum(out, self.axis, self.recorder)
         return reduce_in_place(out, self.axis, self.recorder)
 
 

@@ -2,6 +2,8 @@
 
     x, whole -copy-> h = x W1[my outputs], in parts -> y = h W2[my inputs] -reduce-> y, whole
 
+With sequence parallelism x and y are slices of the sequence: x is gathered, y summed in slices.
+
 A layer keeps its module's name, its parameters' names and Hugging Face's way of storing them
 (`Conv1D` keeps its weight transposed); only the parameters' values become local.
 """
@@ -13,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from hocket.runtime.linear import WeightGradients, linear
+from hocket.runtime.linear import Kept, WeightGradients, linear
 from hocket.runtime.mesh import Axis
 from hocket.runtime.record import Recorder
 from hocket.runtime.tensor_parallel.regions import (
@@ -22,6 +24,7 @@ from hocket.runtime.tensor_parallel.regions import (
     reduce_in_place,
     split_to_axis,
 )
+from hocket.runtime.tensor_parallel.sequence import SequenceEntry, scatter_sum
 from hocket.runtime.tensor_parallel.shards import Shards
 
 
@@ -43,7 +46,11 @@ class Entry:
         self._copied: Tensor | None = None
         self._asked = 0
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> tuple[Tensor, None]:
+        """(`x` for the layer's product, nothing to keep in its place)."""
+        return self._copy(x), None
+
+    def _copy(self, x: Tensor) -> Tensor:
         if not (x.requires_grad and torch.is_grad_enabled()):
             return x
         if self.layers == 1:
@@ -65,8 +72,11 @@ class RegionStreams(Protocol):
     def enter_sharded(self) -> None:
         """From here on tensors are in parts."""
 
+    def enter_alike(self) -> None:
+        """From here on all ranks compute the same."""
+
     def leave_sharded(self) -> None:
-        """From here on they are whole again."""
+        """From here on tensors are as they are between split blocks."""
 
 
 class _ParallelLinear(nn.Linear):
@@ -78,13 +88,14 @@ class _ParallelLinear(nn.Linear):
     weight_gradients: WeightGradients | None = None
     streams: RegionStreams | None = None
 
-    def _linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def _linear(self, x: Tensor, bias: Tensor | None, kept: Kept | None = None) -> Tensor:
         return linear(
             x,
             self.weight,
             bias,
             transposed=self.transposed,
             weight_gradients=self.weight_gradients,
+            kept=kept,
         )
 
     def extra_repr(self) -> str:
@@ -97,19 +108,23 @@ class _ParallelLinear(nn.Linear):
 class ColumnParallelLinear(_ParallelLinear):
     """A linear layer that holds some of its outputs.
 
-    Input [..., in], whole on every rank; output [..., out of this rank], or [..., out] if the
-    plan says `gather_output`.
+    Input [..., in], whole on every rank or a slice of the sequence, as its `entry` says; output
+    [..., out of this rank], or [..., out] if the plan says `gather_output`.
     """
 
-    entry: Entry
+    entry: Entry | SequenceEntry
     gather: Shards | None
 
     def forward(self, input: Tensor) -> Tensor:
-        y = self._linear(self.entry(input), self.bias)
+        input, kept = self.entry(input)
+        y = self._linear(input, self.bias, kept)
+        streams = self.streams if self.training else None
         if self.gather is not None:
+            if streams is not None:
+                streams.enter_alike()
             return gather_from_axis(y, self.gather, self.axis, self.recorder)
-        if self.streams is not None and self.training:
-            self.streams.enter_sharded()
+        if streams is not None:
+            streams.enter_sharded()
         return y
 
 
@@ -117,17 +132,23 @@ class RowParallelLinear(_ParallelLinear):
     """A linear layer that holds some of its inputs.
 
     Input [..., in of this rank], or [..., in] if the plan says `scatter_input`; output [..., out],
-    summed over the ranks; the bias is added once, after the sum.
+    summed over the ranks; the bias is added once, after the sum. With `slices` the output is this
+    rank's slice of the sequence.
     """
 
     scatter: Shards | None
+    slices: bool = False
 
     def forward(self, input: Tensor) -> Tensor:
         if self.streams is not None and self.training:
             self.streams.leave_sharded()
         if self.scatter is not None:
             input = split_to_axis(input, self.scatter, self.axis, self.recorder)
-        y = reduce_in_place(self._linear(input, None), self.axis, self.recorder)
+        y = self._linear(input, None)
+        if self.slices:
+            y = scatter_sum(y, self.axis, self.recorder)
+        else:
+            y = reduce_in_place(y, self.axis, self.recorder)
         return y if self.bias is None else y + self.bias
 
 
@@ -145,4 +166,5 @@ class VocabParallelHead(ColumnParallelLinear):
     sizes: list[int]
 
     def forward(self, input: Tensor) -> Tensor:
-        return self._linear(self.entry(input), self.bias)
+        input, kept = self.entry(input)
+        return self._linear(input, self.bias, kept)

@@ -1,0 +1,228 @@
+"""SequencePlan of any model: what it takes to run on slices of its sequences, tried on its twin.
+
+Nothing is trusted: one forward of the twin is noted, then it runs again on one of two slices of
+its sequences, with what the other ranks would have given put in from the notes.
+
+    a block is about to run     its input must be the slice of what was noted; it is given the whole
+    a row product, experts      their output is cut to the slice
+    the output head             as a block: its logits must be those that were noted
+
+What a decoder computes from the length of its input (masks, rotary tables, position embeddings)
+shows there, and so does whatever mixes tokens outside of the blocks that are split.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hocket.models.masks import of_whole_sequences
+from hocket.models.plans.tensor import tensor_plan
+from hocket.models.twin import Twin
+from hocket.spec.errors import ModelError
+from hocket.spec.plan import SequencePlan, Split, StagePlan, TensorPlan, matches
+
+_ROWS, _LENGTH, _RANKS = 2, 16, 2
+_TOLERANCE = 1e-4
+"""Of the largest entry: sums of fewer rows are rounded in another order."""
+
+
+def sequence_plan(
+    twin: Twin | None, whole: nn.Module, tensor: TensorPlan | None, stages: StagePlan | None
+) -> SequencePlan:
+    """How a model runs on slices of its sequences between blocks that are split over tensor ranks.
+
+    Args:
+        twin: the tiny twin of the model.
+        whole: the real model; only its names are read.
+        tensor, stages: its plans.
+
+    Raises:
+        ModelError: it does not, with the reason.
+    """
+    if twin is None or tensor is None or stages is None:
+        raise ModelError("it can be split over no tensor ranks, or its layers are no list")
+    of_whole_sequences()
+    model: Any = twin.build()
+    split, note = tensor_plan(model, stages.decoder)
+    if split is None:
+        raise ModelError(f"its tiny twin cannot be split: {note}")
+    plan = _plan(model, split, stages)
+    for name in _attention(model, stages):
+        if not any(f"{name}.".startswith(f"{block}.") for block in plan.blocks):
+            raise ModelError(f"{name} is held whole on every rank, and attends to whole sequences")
+    trial = _Trial(model, split, plan, stages)
+    reasons = []
+    for mask in (False, True):
+        try:
+            trial.run(mask)
+        except ModelError as error:
+            reasons.append(error.message)
+            continue
+        except Exception as error:  # a forward of any family may fail in its own way
+            reasons.append(f"its tiny twin fails on a slice: {type(error).__name__}: {error}")
+            continue
+        return _plan(whole, tensor, stages, mask)
+    raise ModelError(reasons[0])
+
+
+def _plan(model: Any, tensor: TensorPlan, stages: StagePlan, mask: bool = False) -> SequencePlan:
+    names = {id(module): name for name, module in model.named_modules()}
+    embedding = names.get(id(model.get_input_embeddings()))
+    if embedding is None:
+        raise ModelError("its token embedding is no module of its own")
+    columns = [n for n in names.values() if _style(tensor.splits, n) == "column"]
+    blocks = dict.fromkeys(name.rpartition(".")[0] for name in columns)
+    heads = [name for name in stages.head if _style(tensor.splits, name) != "vocab_head"]
+    return SequencePlan(
+        embedding=embedding,
+        # Where a layer itself holds the linear layers, they gather on their own.
+        blocks=tuple(b for b in blocks if b.rpartition(".")[0] != stages.layers),
+        positions=stages.positions,
+        alike=tuple(heads),
+        mask=mask,
+    )
+
+
+def _attention(model: nn.Module, stages: StagePlan) -> list[str]:
+    """The modules that attend, as far as they are known."""
+    names = [name for name, _ in model.named_modules() if name.startswith(f"{stages.layers}.")]
+    own = {name: name[len(stages.layers) + 1 :].partition(".")[2] for name in names}
+    return [name for name in names if own[name] in stages.cores]
+
+
+def _style(splits: Mapping[str, Split], name: str) -> str:
+    split = splits.get(name)
+    if split is None:
+        split = next((s for pattern, s in splits.items() if matches(pattern, name)), None)
+    return "" if split is None else split.style
+
+
+class _Trial:
+    """The twin, run whole and then on slices."""
+
+    def __init__(
+        self, model: Any, tensor: TensorPlan, plan: SequencePlan, stages: StagePlan
+    ) -> None:
+        self.model, self.plan, self.stages = model, plan, stages
+        self.modules = dict(model.named_modules())
+        self.entered: dict[str, tuple[Any, ...]] = {}
+        self.index = 0
+        styles = {name: _style(tensor.splits, name) for name in self.modules}
+        inside = {n for n, s in styles.items() if s == "column"}
+        self.entries = [
+            *plan.blocks,
+            *(n for n in sorted(inside) if n.rpartition(".")[0] not in plan.blocks),
+            *(n for n, s in styles.items() if s == "experts"),
+            *(n for n in stages.head if n in self.modules),
+        ]
+        self.exits = [n for n, s in styles.items() if s in ("row", "experts")]
+        self.inputs = {
+            "input_ids": torch.arange(3, 3 + _ROWS * _LENGTH).view(_ROWS, _LENGTH),
+            "position_ids": torch.arange(_LENGTH).expand(_ROWS, -1).contiguous(),
+            "attention_mask": torch.ones(_ROWS, _LENGTH, dtype=torch.long),
+        }
+        with torch.no_grad():
+            self.logits = self._hooked({n: self._note(n) for n in self.entries}, {}, whole=True)
+
+    @torch.no_grad()
+    def run(self, mask: bool) -> None:
+        """Each slice in turn. Raises ModelError where a module is given something else."""
+        for self.index in reversed(range(_RANKS)):
+            logits = self._hooked(
+                {n: self._replace(n) for n in self.entries},
+                {n: self._cut_output for n in (*self.exits, *self.plan.positions)},
+                mask=mask,
+            )
+            self._same("its output", logits, self.logits)
+
+    def _hooked(
+        self, before: Mapping[str, Any], after: Mapping[str, Any], *, whole: bool = False,
+        mask: bool = False,
+    ) -> Tensor:  # fmt: skip
+        modules = self.modules
+        handles = [
+            modules[n].register_forward_pre_hook(h, with_kwargs=True) for n, h in before.items()
+        ]
+        handles += [modules[n].register_forward_hook(h) for n, h in after.items()]
+        try:
+            return self._call(whole, mask)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _call(self, whole: bool, mask: bool) -> Tensor:
+        accepted = inspect.signature(self.model.forward).parameters
+        given = {n: v for n, v in self.inputs.items() if n in accepted and n != "attention_mask"}
+        if not whole:
+            embeds = _looked_up(self.modules[self.plan.embedding], given.pop("input_ids"))
+            given[self.stages.hidden_argument] = self._cut(embeds)
+            if mask:
+                given["attention_mask"] = self.inputs["attention_mask"]
+        logits: Tensor = self.model(**given, use_cache=False).logits
+        return logits
+
+    # --- what happens at the ends of blocks ----------------------------------------------------
+
+    def _note(self, name: str) -> Any:
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.entered[name] = _tensors(module, args, kwargs)
+
+        return before
+
+    def _replace(self, name: str) -> Any:
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            many = name in self.exits  # experts take tokens, choices and weights
+            noted = self.entered[name]
+            found = _tensors(module, args, kwargs)
+            first = next(iter(inspect.signature(module.forward).parameters))
+            if not many:
+                self._same(f"the input of {name}", found[0], self._cut(noted[0]))
+                if args:
+                    return (noted[0], *args[1:]), kwargs
+                return args, {**kwargs, first: noted[0]}
+            for one, other in zip(found, noted, strict=True):
+                self._same(f"the input of {name}", one, self._cut(other))
+            return noted, {}
+
+        return before
+
+    def _cut_output(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return self._cut(output)
+
+    def _cut(self, x: Tensor) -> Tensor:
+        """This slice of [B, S, ...] or of [B S, ...]."""
+        count = _LENGTH // _RANKS
+        if x.ndim == 2 and x.shape[0] == _ROWS * _LENGTH:
+            cut = x.view(_ROWS, _LENGTH, -1).narrow(1, self.index * count, count)
+            return cut.reshape(-1, x.shape[-1])
+        return x.narrow(-2, self.index * count, count).contiguous()
+
+    def _same(self, what: str, found: Tensor, wanted: Tensor) -> None:
+        if found.shape != wanted.shape:
+            raise ModelError(
+                f"{what} is {tuple(found.shape)} where sequences are cut, not {tuple(wanted.shape)}"
+            )
+        off = float((found.float() - wanted.float()).abs().max())
+        if not off <= _TOLERANCE * max(1e-3, float(wanted.float().abs().max())):
+            raise ModelError(f"{what} is not the slice of what it is where sequences are whole")
+
+
+def _looked_up(module: nn.Module, ids: Tensor) -> Tensor:
+    """What an embedding returns."""
+    found: Tensor = module(ids)
+    return found
+
+
+def _tensors(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """The tensors that a module is given, its first argument first."""
+    first = next(iter(inspect.signature(module.forward).parameters))
+    if not args:
+        return (kwargs[first],)
+    return tuple(a for a in args if isinstance(a, Tensor))

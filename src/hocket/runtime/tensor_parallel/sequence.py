@@ -1,0 +1,271 @@
+"""Sequence parallelism: between split blocks each tensor rank holds a slice of every sequence.
+
+    slice -gather-> whole -> column, row products -> partial sums -scatter_sum-> slice
+
+    forward         backward        function
+    all-gather      reduce-scatter  SequenceEntry     a slice, then whole for layers that are split
+    reduce-scatter  all-gather      scatter_sum       partial sums, then a slice of the sum
+    all-gather      slice           gather_alike      a slice, then whole for what all compute alike
+    slice           all-gather      slice_alike       whole on every rank, then a slice
+
+(The functions g and its conjugate of Korthikanti et al. 2022, section 4.2.2.) The whole input of
+split products is not kept for their backward: the slice is, and is gathered once more, as in that
+paper. The sequence is the second dim from the end; of tokens in one row, the rows are dealt
+instead, which comes to the same wherever the way in and the way out are the same.
+
+In a compiled graph (on CUDA) the collectives are functional ones, which the compiler can move
+beside the products; what is kept of an input is the compiler's choice there.
+
+Legend: B batch, S sequence, s = S / tp, H hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hocket.runtime.collectives import (
+    all_gather,
+    reduce_scatter,
+    traced_all_gather,
+    traced_reduce_scatter,
+)
+from hocket.runtime.linear import Kept
+from hocket.runtime.mesh import Axis
+from hocket.runtime.record import Recorder
+
+IN_GRAPH = "in_graph"
+"""Attribute of a hook that a compiled graph can hold."""
+
+
+def gather(piece: Tensor, axis: Axis, recorder: Recorder) -> Tensor:
+    """The axis's slices [..., s, H] side by side: [..., S, H]. Of gradients it knows only what a
+    compiled graph knows."""
+    *lead, rows, width = piece.shape
+    stacked = piece if lead else piece[None]
+    if torch.compiler.is_compiling():
+        found = traced_all_gather(stacked, axis)
+    else:
+        found = all_gather(stacked, axis, recorder)
+    if piece.shape[:-2].numel() == 1:
+        return found.view(*lead, axis.size * rows, width)
+    found = found.view(axis.size, -1, rows, width).transpose(0, 1)
+    return found.reshape(*lead, axis.size * rows, width)
+
+
+def scatter(whole: Tensor, axis: Axis, recorder: Recorder) -> Tensor:
+    """This rank's slice [..., s, H] of the sum over the axis of `whole` [..., S, H]."""
+    *lead, rows, width = whole.shape
+    assert rows % axis.size == 0, (tuple(whole.shape), axis.size)
+    dealt = whole.reshape(-1, axis.size, rows // axis.size, width).transpose(0, 1)
+    if torch.compiler.is_compiling():
+        found = traced_reduce_scatter(dealt, axis)
+    else:
+        found = reduce_scatter(dealt.contiguous(), axis, recorder)
+    return found.view(*lead, rows // axis.size, width)
+
+
+def own_slice(whole: Tensor, axis: Axis) -> Tensor:
+    """This rank's slice [..., s, H] of `whole` [..., S, H], contiguous."""
+    rows = whole.shape[-2]
+    assert rows % axis.size == 0, (tuple(whole.shape), axis.size)
+    return whole.narrow(-2, axis.index * (rows // axis.size), rows // axis.size).contiguous()
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, recorder: Recorder) -> Tensor:  # type: ignore[override]
+        ctx.axis, ctx.recorder = axis, recorder
+        return gather(x, axis, recorder)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return scatter(grad, ctx.axis, ctx.recorder), None, None
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, recorder: Recorder) -> Tensor:  # type: ignore[override]
+        ctx.axis, ctx.recorder = axis, recorder
+        return scatter(x, axis, recorder)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return gather(grad, ctx.axis, ctx.recorder), None, None
+
+
+class _GatherAlike(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, recorder: Recorder) -> Tensor:  # type: ignore[override]
+        ctx.axis = axis
+        return gather(x, axis, recorder)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return own_slice(grad, ctx.axis), None, None
+
+
+class _SliceAlike(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, recorder: Recorder) -> Tensor:  # type: ignore[override]
+        ctx.axis, ctx.recorder = axis, recorder
+        return own_slice(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return gather(grad, ctx.axis, ctx.recorder), None, None
+
+
+def gather_whole(x: Tensor, axis: Axis, recorder: Recorder) -> Tensor:
+    """The whole [..., S, H] of slices [..., s, H], for layers that are split: its gradients are
+    partial sums."""
+    if torch.compiler.is_compiling():
+        return gather(x, axis, recorder)
+    out: Tensor = _Gather.apply(x, axis, recorder)  # type: ignore[no-untyped-call]
+    return out
+
+
+def scatter_sum(x: Tensor, axis: Axis, recorder: Recorder) -> Tensor:
+    """A slice [..., s, H] of the sum over the axis of `x` [..., S, H]."""
+    if torch.compiler.is_compiling():
+        return scatter(x, axis, recorder)
+    out: Tensor = _ScatterSum.apply(x, axis, recorder)  # type: ignore[no-untyped-call]
+    return out
+
+
+def gather_alike(x: Tensor, axis: Axis, recorder: Recorder) -> Tensor:
+    """The whole of slices, for what every rank computes alike: its gradients are whole."""
+    out: Tensor = _GatherAlike.apply(x, axis, recorder)  # type: ignore[no-untyped-call]
+    return out
+
+
+def slice_alike(x: Tensor, axis: Axis, recorder: Recorder) -> Tensor:
+    """A slice of what every rank has computed alike; its gradient is made whole again."""
+    out: Tensor = _SliceAlike.apply(x, axis, recorder)  # type: ignore[no-untyped-call]
+    return out
+
+
+class GatheredAgain:
+    """Makes the whole input again of the slice that backward has kept.
+
+    Products that share the input share one gathering: it is let go when the last has read it.
+    """
+
+    __slots__ = ("_axis", "_left", "_readers", "_recorder", "_whole")
+
+    def __init__(self, axis: Axis, recorder: Recorder) -> None:
+        self._axis, self._recorder = axis, recorder
+        self._readers = self._left = 0
+        self._whole: Tensor | None = None
+
+    def promise(self) -> None:
+        """One more product will read the input in its backward."""
+        self._readers += 1
+
+    def __call__(self, piece: Tensor) -> Tensor:
+        """The input [..., S, H] of its slice [..., s, H]."""
+        if self._whole is None:
+            self._whole = gather(piece, self._axis, self._recorder)
+            self._left = self._readers
+        self._left -= 1
+        found = self._whole
+        if self._left == 0:
+            self._whole = None
+        return found
+
+
+class SequenceEntry:
+    """The way of one slice into the split layers that share it: one all-gather for all of them.
+
+    A block whose forward reads the length of its input (attention) is opened by a hook, before it
+    runs; elsewhere the first layer that asks gathers. References are dropped when the last of the
+    `layers` siblings has asked.
+    """
+
+    def __init__(self, axis: Axis, recorder: Recorder) -> None:
+        self.axis = axis
+        self.recorder = recorder
+        self.layers = 0
+        self.opened_by_block = False
+        self._source: Tensor | None = None
+        self._whole: Tensor | None = None
+        self._kept: Kept | None = None
+        self._asked = 0
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Kept | None]:
+        """(the whole input, what to keep of it); `x` is the slice, or what `open` returned."""
+        if self.opened_by_block:
+            if x is not self._whole:  # changed on the way: autograd keeps it whole
+                return x, None
+        elif self._source is not x:
+            self._gather(x)
+            self._source = x
+        whole, kept = self._whole, self._kept
+        assert whole is not None
+        self._asked += 1
+        if self._asked == self.layers:
+            self.close()
+        return whole, kept
+
+    def open(self, x: Tensor) -> Tensor:
+        """Gather for the layers of a block that is about to run."""
+        self._gather(x)
+        assert self._whole is not None
+        return self._whole
+
+    def close(self) -> None:
+        """Forget the input."""
+        self._source = self._whole = self._kept = None
+
+    def _gather(self, x: Tensor) -> None:
+        self._asked = 0
+        self._whole = gather_whole(x, self.axis, self.recorder)
+        self._kept = None
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._kept = (x.detach(), GatheredAgain(self.axis, self.recorder))
+
+
+def open_block(module: nn.Module, name: str, entry: SequenceEntry) -> None:
+    """Let a block see whole sequences: its first argument (`name`) is gathered before it runs."""
+    entry.opened_by_block = True
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (entry.open(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, name: entry.open(kwargs[name])}
+
+    def after(_: nn.Module, args: Any, output: Any) -> None:
+        entry.close()
+
+    setattr(before, IN_GRAPH, True)
+    module.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_hook(after)
+
+
+def gather_before(module: nn.Module, axis: Axis, recorder: Recorder) -> None:
+    """Let a module that every rank holds whole see whole sequences."""
+
+    def before(_: nn.Module, args: tuple[Any, ...]) -> Any:
+        return (gather_alike(args[0], axis, recorder), *args[1:])
+
+    module.register_forward_pre_hook(before)
+
+
+def slice_after(module: nn.Module, axis: Axis, recorder: Recorder) -> None:
+    """Let a module that every rank holds whole return a slice."""
+
+    def after(_: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return slice_alike(output, axis, recorder)
+
+    module.register_forward_hook(after)
+
+
+def cut_after(module: nn.Module, axis: Axis) -> None:
+    """Let a position embedding return this rank's slice; its weight sees no other tokens."""
+
+    def after(_: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return own_slice(output, axis) if output.ndim > 1 else output
+
+    module.register_forward_hook(after)
