@@ -35,3 +35,101 @@ def said(context: Any, texts: list[str]) -> list[str]:
     size = context.world_size
     axis = Axis("tp", size, context.rank, tuple(range(size)), dist.group.WORLD)
     return _said(texts[context.rank], axis, Recorder(context.rank))
+
+
+def read_and_export(
+    context: Any, directory: str, layouts: list[str], to: str
+) -> list[dict[str, Any]]:
+    """Per layout: bytes that this rank reads and holds, the growth of its process at its worst
+    while it reads weights and while it exports, and whether the export's bytes
+    are those of the directory."""
+    import shutil
+    from pathlib import Path
+
+    from hocket.models.source import resolve
+    from hocket.runtime.mesh import Mesh
+    from hocket.schedules.registry import build
+    from hocket.spec.layout import Layout
+    from hocket.spec.run import RunSpec, TrainOptions, Workload
+    from hocket.training import build as room
+    from hocket.training.export import ModelFiles, export_ranks
+
+    source = resolve(directory)
+    told: dict[str, Any] = {}
+    plain = room.materialize
+
+    def watched(*args: Any, **more: Any) -> int:
+        before, peak = _rchar(), Peak()
+        read = plain(*args, **more)
+        told["rchar"] += _rchar() - before
+        told["reading"] = max(told["reading"], peak.growth())
+        told["read"] += read
+        return read
+
+    found = []
+    room.materialize = watched
+    try:
+        for layout in [layouts[0], *layouts]:  # once more: the first imports the family's code
+            told = {"rchar": 0, "reading": 0, "read": 0}
+            spec = RunSpec(
+                model=directory,
+                config=source.config,
+                weights=directory,
+                layout=Layout.parse(layout),
+                workload=Workload(seq_len=16, global_batch=4, dtype="bf16"),
+                options=TrainOptions(bucket_mb=2.0),
+            )
+            mesh = Mesh(spec.layout, context.rank)
+            schedule = build(spec.layout, spec.layout.microbatches or 1)
+            *_, parallel = room.build_model(spec, mesh, schedule)
+            told["held"] = sum(p.numel() * p.element_size() for p in parallel.parameters())
+            peak = Peak()
+            export_ranks(parallel, Path(to), ModelFiles(config=source.config))
+            told["exporting"] = peak.growth()
+            told["same"] = _sums(Path(to)) == _sums(Path(directory)) if context.rank == 0 else True
+            del parallel
+            found.append(told)
+            if context.rank == 0:
+                shutil.rmtree(to)
+            mesh_barrier(mesh)
+    finally:
+        room.materialize = plain
+    return found[1:]
+
+
+def mesh_barrier(mesh: Any) -> None:
+    from hocket.runtime.collectives import barrier
+
+    barrier(mesh.axis("world"), mesh.recorder)
+
+
+class Peak:
+    """The most resident memory of this process from now on, beyond what it has now."""
+
+    def __init__(self) -> None:
+        import gc
+        from pathlib import Path
+
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        self._before = _status("VmRSS")
+
+    def growth(self) -> int:
+        return _status("VmHWM") - self._before
+
+
+def _status(key: str) -> int:
+    with open("/proc/self/status") as file:
+        return next(1024 * int(line.split()[1]) for line in file if line.startswith(key))
+
+
+def _rchar() -> int:
+    with open("/proc/self/io") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("rchar"))
+
+
+def _sums(directory: Any) -> dict[str, int]:
+    from hocket.spec.tensor_file import TensorFile
+
+    files = [TensorFile(path) for path in directory.glob("*.safetensors")]
+    return {name: file.crc32(name) for file in files for name in file.entries}

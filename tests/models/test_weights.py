@@ -31,7 +31,7 @@ class Case:
         module = cut(skeleton.build(self.config), self.plan.stages, bounds, stage)
         axis = Axis("tp", degree, index, tuple(range(degree)), None)
         placements = apply_tensor_parallel(module, self.plan.tensor, axis, Recorder())
-        materialize(module, placements, self.skeleton, source, seed=seed, **more)
+        self.bytes_read = materialize(module, placements, self.skeleton, source, seed=seed, **more)
         return module, placements
 
     def everywhere(self, source=None):
@@ -128,6 +128,7 @@ def test_dtype_device_and_buffers():
 def save(tmp_path, tensors, config=LLAMA, *, shards=1):
     from safetensors.torch import save_file
 
+    tmp_path.mkdir(exist_ok=True)
     (tmp_path / "config.json").write_text(json.dumps(config))
     names = sorted(tensors)
     if shards == 1:

@@ -1,21 +1,21 @@
 """Safetensors weights of a Hugging Face directory, read slice by slice.
 
-Files are mapped into memory and only the blocks that a rank holds are touched. Names in a file
-may differ from the module's: transformers' own renaming rules are applied (a missing or extra
-`model.` or `transformer.` prefix, tensors renamed since, experts stored one by one).
+Only the blocks that a rank holds are read from the files. Names in a file may differ from the
+module's: transformers' own renaming rules are applied (a missing or extra `model.` or
+`transformer.` prefix, tensors renamed since, experts stored one by one).
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -27,17 +27,15 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from hocket.models.disk_tensor import DTYPES, DiskTensor
 from hocket.spec.errors import CheckpointError, WeightsError
 from hocket.spec.placement import Placement
 from hocket.spec.tensor_file import TensorFile
 
-_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _MOST_LISTED = 20
+_MOST_TENSORS = 250_000
+_LARGEST_INDEX = 100_000_000
 # Saved by old versions of many families; tables that every model makes anew.
 _IGNORED = (r"rotary_emb\.inv_freq$", r"\.attn\.(masked_)?bias$", r"attention\.(masked_)?bias$")
 
@@ -65,9 +63,11 @@ class WeightFiles:
     def __init__(self, directory: Path, skeleton: nn.Module) -> None:
         self.directory = directory
         self.skeleton = skeleton
-        self._expected = {name: tuple(t.shape) for name, t in skeleton.state_dict().items()}
+        state = skeleton.state_dict()
+        self._expected = {name: tuple(t.shape) for name, t in state.items()}
+        self._floats = {name for name, t in state.items() if t.is_floating_point()}
         self._ties: dict[str, str] = dict(getattr(skeleton, "all_tied_weights_keys", None) or {})
-        self._files: dict[Path, TensorFile] = {}
+        self._files: list[TensorFile] = []
         self._where: dict[str, TensorFile] = {}
         self._open()
         unexpected = self._map_names()
@@ -83,15 +83,15 @@ class WeightFiles:
             (key,) = stored.sources[next(iter(stored.sources))]
             whole = self._tensor(key)
             for there, here in placement.pairs():
-                local[here].copy_(whole[there])
+                whole.read(there, local[here])
         elif (layout := self._stack(stored)) is not None:
             for there, here in placement.pairs():
                 _copy_stacked(layout, there, local[here])
         else:
             # A rule that computes: transformers converts the whole tensor on CPU, then it is cut.
-            whole = self._convert(name, stored)
+            converted = self._convert(name, stored)
             for there, here in placement.pairs():
-                local[here].copy_(whole[there])
+                local[here].copy_(converted[there])
 
     def stored_name(self, name: str) -> str:
         """The name whose values a parameter takes: of a tie, whichever end the files hold."""
@@ -105,15 +105,20 @@ class WeightFiles:
     def __contains__(self, name: str) -> bool:
         return name in self._stored
 
-    def _tensor(self, key: str) -> Tensor:
-        file = self._where[key]
-        entry = file.entries[key]
-        if 0 in entry.shape:
-            return torch.empty(entry.shape, dtype=_DTYPES[entry.dtype])
-        flat = torch.frombuffer(file.buffer(key), dtype=_DTYPES[entry.dtype])
-        return flat.view(entry.shape)
+    @property
+    def bytes_read(self) -> int:
+        """Bytes taken from all the files so far, their headers among them."""
+        return sum(file.bytes_read for file in self._files)
 
-    def _stack(self, stored: _Stored) -> list[list[Tensor]] | None:
+    def close(self) -> None:
+        """Let the files go."""
+        for file in self._files:
+            file.close()
+
+    def _tensor(self, key: str) -> DiskTensor:
+        return DiskTensor(self._where[key], key)
+
+    def _stack(self, stored: _Stored) -> list[list[DiskTensor]] | None:
         """Experts stored one by one: per source pattern, its tensors, to be stacked on dim 0 and
         laid side by side on dim 1. None: the rule does something else."""
         operations: list[Any] = stored.converter.operations if stored.converter else []
@@ -133,7 +138,7 @@ class WeightFiles:
         converter = copy.deepcopy(stored.converter)
         for pattern, keys in stored.sources.items():
             for key in keys:
-                converter.collected_tensors[pattern].append(self._tensor(key).clone())  # type: ignore[arg-type]
+                converter.collected_tensors[pattern].append(self._tensor(key).whole())  # type: ignore[arg-type]
         model: Any = self.skeleton
         found = converter.convert(name, model=model, config=model.config)
         value = found[name]
@@ -145,23 +150,24 @@ class WeightFiles:
         index = self.directory / _INDEX
         names = [_SINGLE]
         if index.exists():
-            try:
-                table = json.loads(index.read_text())["weight_map"]
-                names = sorted(set(table.values()))
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-                raise WeightsError(f"{index} cannot be read: {error!r}") from None
+            names = _files_of(index)
         for name in names:
-            if not isinstance(name, str) or Path(name).name != name:
+            if Path(name).name != name:
                 raise WeightsError(f"{index} names {name!r}, which is no file beside it")
             try:
-                file = TensorFile(self.directory / name)
+                file = TensorFile(self.directory / name, most_tensors=_MOST_TENSORS)
             except CheckpointError as error:
                 raise WeightsError(error.message) from None
+            self._files.append(file)
             for key, entry in file.entries.items():
                 if key in self._where:
-                    raise WeightsError(f"{key} stands in {name} and in {self._where[key].path}")
-                if entry.dtype not in _DTYPES:
-                    raise WeightsError(f"{key} in {name} has dtype {entry.dtype}, not a float")
+                    other = self._where[key].path
+                    raise WeightsError(f"{_shown(key)} stands in {name} and in {other}")
+                if entry.dtype not in DTYPES:
+                    raise WeightsError(
+                        f"{_shown(key)} in {name} has dtype {entry.dtype}; known: "
+                        f"{', '.join(DTYPES)}"
+                    )
                 self._where[key] = file
 
     def _map_names(self) -> list[str]:
@@ -198,7 +204,7 @@ class WeightFiles:
                 self._stored.setdefault(sibling, found)
 
     def _check(self, unexpected: Iterable[str]) -> None:
-        wrong = [f"unexpected {key}" for key in unexpected]
+        wrong = [f"unexpected {_shown(key)}" for key in unexpected]
         optional = {name for name, _ in self.skeleton.named_buffers()}
         held = set(self._stored)
         for name, shape in self._expected.items():
@@ -209,7 +215,11 @@ class WeightFiles:
                     wrong.append(f"missing {name} {list(shape)}")
                 continue
             stored = self._stored_shape(name)
-            if stored is not None and stored != shape:
+            dtypes = {self._where[key].entries[key].dtype for key in self._keys(name)}
+            whole = sorted(d for d in dtypes if not DTYPES[d].is_floating_point)
+            if name in self._floats and whole:
+                wrong.append(f"{name} is {whole[0]} in the file, a float in the model")
+            elif stored is not None and stored != shape:
                 wrong.append(f"{name} is {list(stored)} in the file, {list(shape)} in the model")
         if wrong:
             more = len(wrong) - _MOST_LISTED
@@ -218,6 +228,10 @@ class WeightFiles:
                 f"the weights in {self.directory} do not fit the model "
                 f"({len(wrong)} of {len(self._expected)} names):\n  " + "\n  ".join(lines)
             )
+
+    def _keys(self, name: str) -> Iterable[str]:
+        """The files' names of what a tensor is made of."""
+        return itertools.chain.from_iterable(self._stored[name].sources.values())
 
     def _stored_shape(self, name: str) -> tuple[int, ...] | None:
         stored = self._stored[name]
@@ -235,7 +249,26 @@ class WeightFiles:
         return (len(layout[0]), rows, *layout[0][0].shape[1:])
 
 
-def _copy_stacked(layout: list[list[Tensor]], there: tuple[slice, ...], to: Tensor) -> None:
+def _files_of(index: Path) -> list[str]:
+    """The files that an index names; what lies in them, they say themselves. Raises
+    WeightsError."""
+    try:
+        if index.stat().st_size > _LARGEST_INDEX:
+            raise ValueError(f"it has {index.stat().st_size} bytes")
+        table = json.loads(index.read_text())["weight_map"]
+        if not all(isinstance(name, str) for name in table.values()):
+            raise ValueError("its weight_map names something else than files")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise WeightsError(f"{index} cannot be read: {error!r}"[:500]) from None
+    return sorted(set(table.values()))
+
+
+def _shown(key: str) -> str:
+    """A name of a file, as it may be printed: it may be anything."""
+    return key if key.isprintable() and len(key) <= 200 else repr(key[:200])
+
+
+def _copy_stacked(layout: list[list[DiskTensor]], there: tuple[slice, ...], to: Tensor) -> None:
     """Copy one box of stacked, side-by-side experts without building the stack."""
     experts, rows, *rest = there
     first = 0
@@ -243,7 +276,9 @@ def _copy_stacked(layout: list[list[Tensor]], there: tuple[slice, ...], to: Tens
         extent = part[0].shape[0]
         start, stop = max(rows.start, first), min(rows.stop, first + extent)
         if start < stop:
+            box = (slice(start - first, stop - first), *rest)
             for index in range(experts.start, experts.stop):
-                piece = part[index][(slice(start - first, stop - first), *rest)]
-                to[index - experts.start, start - rows.start : stop - rows.start].copy_(piece)
+                part[index].read(
+                    box, to[index - experts.start, start - rows.start : stop - rows.start]
+                )
         first += extent

@@ -25,7 +25,7 @@ def materialize(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
-) -> None:
+) -> int:
     """Give every meta parameter and buffer of a stage memory and its values, in place.
 
     Values come from the source's safetensors files, of which only the needed slices are read, or,
@@ -39,6 +39,9 @@ def materialize(
         device: where the stage is to live.
         dtype: of floating-point parameters; buffers keep the dtype their family gave them.
         seed: of random weights.
+
+    Returns:
+        The bytes read from weight files, their headers among them.
 
     Raises:
         WeightsError: weight files whose names or shapes do not fit.
@@ -62,6 +65,9 @@ def materialize(
                         for there, here in placements[name].pairs():
                             local[here].copy_(whole[there])
         _fill_buffers(module, skeleton, files, torch.device(device))
+    if files is not None:
+        files.close()
+    return 0 if files is None else files.bytes_read
 
 
 def _owner(name: str, placement: Placement, ties: Mapping[str, str]) -> str:

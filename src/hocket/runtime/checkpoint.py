@@ -382,9 +382,7 @@ def _tensor(file: TensorFile, record: TensorRecord) -> Tensor:
     buffer = file.buffer(record.key)
     if not len(buffer):
         return torch.empty(record.shape, dtype=dtype)
-    # The offset of a tensor is not always a multiple of its element's size: through bytes.
-    raw = torch.frombuffer(buffer, dtype=torch.uint8).clone()  # and the map is let go
-    return raw.view(dtype).reshape(record.shape)
+    return torch.frombuffer(buffer, dtype=dtype).reshape(record.shape)
 
 
 def _set_random_state(name: str, state: Tensor) -> None:

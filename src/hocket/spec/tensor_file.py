@@ -4,17 +4,20 @@ The format is eight bytes of little-endian header length, a JSON header (name to
 byte offsets), then the bytes of the tensors. Reading and writing it here, on plain buffers, lets a
 checkpoint be assembled one tensor at a time, checksummed as it goes, without torch, and bounds
 what a malformed header can cost before it is parsed.
+
+Bytes are read where they are asked for and never mapped: a mapped file is read in pages around
+what is touched, stays in the process's memory, and ends the process if somebody cuts it short.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
-import mmap
 import os
+import stat
 import struct
+import weakref
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -32,6 +35,7 @@ ITEM_BYTES = {
 MOST_TENSORS = 1_000_000
 _MOST_HEADER = 100_000_000
 _METADATA = "__metadata__"
+_AT_ONCE = 4 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,10 +88,12 @@ def write_tensors(
 
 
 class TensorFile:
-    """A safetensors file, mapped into memory: names to bytes. Use as a context manager.
+    """A safetensors file, open: names to bytes. Use as a context manager, or let it go.
 
-    The buffers it gives are private copies-on-write of the file's pages; they stay valid as long
-    as somebody holds them.
+    Attributes:
+        entries: by name, in the order of their bytes.
+        metadata: the header's own texts.
+        bytes_read: bytes taken from the file so far, its header among them.
 
     Raises:
         CheckpointError: a header that is too long, malformed, or does not tile the file.
@@ -97,60 +103,104 @@ class TensorFile:
         self.path = Path(path)
         self.entries: dict[str, Entry] = {}
         self.metadata: dict[str, str] = {}
-        self._offsets: dict[str, tuple[int, int]] = {}
+        self.bytes_read = 0
+        self._offsets: dict[str, int] = {}
         try:
-            with self.path.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                if size < 8:
-                    raise self._damaged(f"it has {size} bytes")
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            if not stat.S_ISREG(os.stat(self.path).st_mode):  # opening a pipe would wait for ever
+                raise self._damaged("it is no regular file")
+            self._handle = os.open(self.path, os.O_RDONLY)
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from None
-        (length,) = struct.unpack("<Q", self._map[:8])
+        self._close = weakref.finalize(self, os.close, self._handle)
+        size = os.fstat(self._handle).st_size
+        if size < 8:
+            raise self._damaged(f"it has {size} bytes")
+        (length,) = struct.unpack("<Q", self._read(0, 8))
         if length > min(size - 8, _MOST_HEADER, 4096 + 2048 * most_tensors):
             raise self._damaged(f"its header claims {length} bytes of {size}")
         self._start = 8 + length
-        self._read_header(self._map[8 : self._start], size - self._start, most_tensors)
+        self._read_header(self._read(8, length), size - self._start, most_tensors)
 
     def _damaged(self, why: str) -> CheckpointError:
         return CheckpointError(f"{self.path} is not a whole safetensors file: {why}")
 
-    def _read_header(self, text: bytes, size: int, most_tensors: int) -> None:
+    def _read_header(self, text: bytearray, size: int, most_tensors: int) -> None:
         def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             found = dict(pairs)
             if len(found) != len(pairs):
                 raise ValueError("a name stands twice")
             return found
 
+        # Before it is parsed: a million rows take half a minute.
+        count = text.count(b'"data_offsets"')
+        if count > most_tensors:
+            raise self._damaged(f"it holds {count} tensors, more than {most_tensors}")
         try:
             header = json.loads(text, object_pairs_hook=once)
             if not isinstance(header, dict) or len(header) > most_tensors + 1:
-                raise ValueError(f"{len(header)} tensors")
+                raise ValueError(f"it holds {len(header)} tensors")
             self.metadata = header.pop(_METADATA, {})
+            if not isinstance(self.metadata, dict):
+                raise ValueError("its metadata are no texts by name")
             at = 0
             for name, row in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-                entry = Entry(
-                    name=name, dtype=row["dtype"], shape=tuple(int(n) for n in row["shape"])
-                )
                 first, end = row["data_offsets"]
-                if first != at or end - first != entry.num_bytes or min(entry.shape, default=0) < 0:
+                if not all(type(n) is int and n >= 0 for n in (*row["shape"], first, end)):
+                    raise ValueError(f"{name!r} has a size that is no whole number")
+                if row["dtype"] not in ITEM_BYTES:
+                    raise ValueError(f"{name!r} has the unknown dtype {row['dtype']!r}")
+                entry = Entry(name=name, dtype=row["dtype"], shape=tuple(row["shape"]))
+                if first != at or end - first != entry.num_bytes:
                     raise ValueError(f"{name!r} lies at {first}..{end}")
                 self.entries[name] = entry
-                self._offsets[name] = (first, end)
+                self._offsets[name] = first
                 at = end
             if at != size:
                 raise ValueError(f"its tensors are {at} bytes, the file holds {size}")
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise self._damaged(str(error) or type(error).__name__) from None
+            raise self._damaged(str(error)[:300] or type(error).__name__) from None
 
-    def buffer(self, name: str) -> memoryview:
-        """The bytes of one tensor."""
-        first, end = self._offsets[name]
-        return memoryview(self._map)[self._start + first : self._start + end]
+    def read_into(self, name: str, first: int, view: memoryview) -> None:
+        """Fill `view` (writable, of bytes) with the tensor's bytes from `first` on.
+
+        Raises:
+            CheckpointError: the file has become shorter, or the disk does not answer.
+        """
+        last = first + len(view)
+        assert 0 <= first <= last <= self.entries[name].num_bytes, (name, first, last)
+        self._fill(self._start + self._offsets[name] + first, view)
+
+    def buffer(self, name: str) -> bytearray:
+        """The bytes of one tensor, as the caller's own."""
+        return self._read(self._start + self._offsets[name], self.entries[name].num_bytes)
 
     def crc32(self, name: str) -> int:
-        """The checksum of one tensor's bytes."""
-        return zlib.crc32(self.buffer(name))
+        """The checksum of one tensor's bytes, of which few are held at a time."""
+        left, at = self.entries[name].num_bytes, self._start + self._offsets[name]
+        piece = memoryview(bytearray(min(left, _AT_ONCE)))
+        found = 0
+        while left:
+            part = piece[: min(left, _AT_ONCE)]
+            self._fill(at, part)
+            found = zlib.crc32(part, found)
+            at, left = at + len(part), left - len(part)
+        return found
+
+    def _read(self, at: int, count: int) -> bytearray:
+        found = bytearray(count)
+        self._fill(at, memoryview(found))
+        return found
+
+    def _fill(self, at: int, view: memoryview) -> None:
+        while len(view):
+            try:
+                got = os.preadv(self._handle, [view], at)
+            except OSError as error:
+                raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from None
+            if not got:
+                raise self._damaged(f"it ends before byte {at}")
+            self.bytes_read += got
+            view, at = view[got:], at + got
 
     def __enter__(self) -> TensorFile:
         return self
@@ -161,5 +211,8 @@ class TensorFile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        with contextlib.suppress(BufferError):  # a held buffer keeps the map alive
-            self._map.close()
+        self.close()
+
+    def close(self) -> None:
+        """Let the file go; what was read stays."""
+        self._close()

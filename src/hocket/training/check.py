@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from hocket.models.disk_tensor import DiskTensor
 from hocket.runtime.checkpoint import World
 from hocket.runtime.device import pick_device
 from hocket.spec.check import CheckReport, merge, value_limit
@@ -78,7 +79,7 @@ def compare(context: RankContext, payload: Mapping[str, Any]) -> None:
 
 
 class Reference:
-    """One file of the reference, of which only the entries asked for are read from the disk."""
+    """One file of the reference, of which only what a rank holds is read from the disk."""
 
     def __init__(self, path: Path) -> None:
         self._file = TensorFile(path)
@@ -90,10 +91,9 @@ class Reference:
         assert entry.shape == placement.shape, (key, entry.shape, placement.shape)
         local = torch.empty(placement.local_shape)
         if local.numel():
-            whole = torch.frombuffer(self._file.buffer(key), dtype=torch.float32)
-            whole = whole.reshape(entry.shape)
+            whole = DiskTensor(self._file, key)
             for in_global, in_local in placement.pairs():
-                local[in_local] = whole[in_global]
+                whole.read(in_global, local[in_local])
         return local
 
 
