@@ -244,6 +244,31 @@ def test_a_step_without_logits_gives_none() -> None:
     assert runner.run(plan).shape == (0, 64)
 
 
+def test_a_step_takes_the_threads_that_it_is_worth() -> None:
+    _, runner = runner_of("llama", 4, threads=2)
+    weights = [p.numel() for p in runner.stage.module.parameters() if p.dim() > 1]
+    assert (runner._wide - 1) * sum(weights) / len(weights) < 1_500_000
+    assert runner._wide * sum(weights) / len(weights) >= 1_500_000
+    runner._wide = 12
+    plain = whole_model("llama")
+    sequences = [list(range(3, 43)), [9, 8, 7]]
+    with torch.no_grad():
+        expected = [plain(torch.tensor([tokens])).logits[0] for tokens in sequences]
+    scheduler = ToyScheduler(
+        sequences, block_size=4, num_blocks=96, every_logit=True, chunks=(1, 20)
+    )
+    used: dict[int, int] = {}
+
+    def run(plan: StepPlan) -> Any:
+        found = runner.run(plan)
+        used[len(plan.tokens)] = torch.get_num_threads()
+        return found
+
+    assert compare(scheduler, run, expected) < 1e-5 * max(float(e.abs().max()) for e in expected)
+    assert {threads for tokens, threads in used.items() if tokens >= 12} == {2}
+    assert {threads for tokens, threads in used.items() if tokens < 12} == {1}
+
+
 def test_bytes_of_a_block_are_those_of_the_cache() -> None:
     _, runner = runner_of("llama", 4)
     cache = runner.cache

@@ -153,6 +153,7 @@ def build_part(
         max_rows=rows,
         max_batch_tokens=tokens,
         max_model_len=longest,
+        threads=spec.options.threads,
     )
     # More than twice every row at its longest would only remember very old prompts.
     most = 2 * rows * -(-longest // options.block_size)

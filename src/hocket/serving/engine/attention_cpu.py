@@ -34,6 +34,8 @@ _RUN_BYTES = 64 << 10
 """Keys that lie side by side and are worth a product of their own; fewer are copied together."""
 _COPIED_BYTES = 1 << 20
 """Keys that are copied at once: they are read again while they lie near the core."""
+_FEW = 2
+"""Rows that are attended one by one: each costs a quarter of what all cost together."""
 _BATCH = 1024
 """Pairs whose scores are held at once, about."""
 
@@ -113,6 +115,8 @@ class CpuAttention:
         q = query[0].transpose(0, 1)
         num_decode = self.step.num_decode
         if not self.step.chunks:
+            if self._few(keys, options):
+                return self._one_by_one(query, keys, values, options)
             return self._decode(q, keys, values, options).unsqueeze(0)
         out = q.new_empty(q.shape[0], q.shape[1], value.shape[-1])
         if num_decode:
@@ -135,6 +139,28 @@ class CpuAttention:
             self._rows[heads] = rows
         flat = new[0].transpose(0, 1).reshape(count * heads, width)
         pool.view(-1, width).index_copy_(0, rows, flat)
+
+    def _few(self, keys: Tensor, options: Options) -> bool:
+        """Whether copying what the rows attend to costs less than sorting them into pairs."""
+        if self.step.num_decode > _FEW or options.softcap is not None:
+            return False
+        if options.window is not None and options.window < int(self.step.lengths.max()):
+            return False
+        return self.step.tables.numel() * keys[0].numel() * keys.element_size() <= _COPIED_BYTES
+
+    def _one_by_one(self, query: Tensor, keys: Tensor, values: Tensor, options: Options) -> Tensor:
+        """Query [1, A, R, D] to [1, R, A, D of the value], of a few rows that decode."""
+        heads, block = keys.shape[1], keys.shape[2]
+        num_heads, size = query.shape[1], query.shape[3]
+        found = []
+        for row, length in enumerate(self.step.lengths.tolist()):
+            blocks = self.step.tables[row, : -(-length // block)]
+            k, v = _gathered(keys, blocks)[:, :, :length], _gathered(values, blocks)[:, :, :length]
+            asked = query[:, :, row].reshape(1, heads, num_heads // heads, size)
+            out, weight = _attend(asked, k, v, options.scaling, causal=False)
+            out, weight = out.reshape(num_heads, -1), weight.reshape(num_heads)
+            found.append(_sunk(out, weight, options.sinks))
+        return torch.stack(found).unsqueeze(0)
 
     def _decode(self, q: Tensor, keys: Tensor, values: Tensor, options: Options) -> Tensor:
         """Query [R, A, D] to [R, A, D of the value]."""
@@ -325,10 +351,16 @@ def _chunk(
         share = torch.sigmoid(weight - old).unsqueeze(-1).to(out.dtype)
         out = torch.lerp(before, out, share)
         weight = torch.logaddexp(weight, old)
-    if options.sinks is not None:
-        sinks = options.sinks.to(weight.dtype).view(1, -1, 1)
-        out = out * torch.sigmoid(weight - sinks).unsqueeze(-1).to(out.dtype)
-    return out[0].transpose(0, 1)
+    return _sunk(out[0].transpose(0, 1), weight[0].t(), options.sinks)
+
+
+def _sunk(out: Tensor, weight: Tensor, sinks: Tensor | None) -> Tensor:
+    """What was attended to [..., A, D], with the logarithm of the sum of exponentials [..., A],
+    once a sink takes its share."""
+    if sinks is None:
+        return out
+    share = torch.sigmoid(weight - sinks.to(weight.dtype))
+    return out * share.unsqueeze(-1).to(out.dtype)
 
 
 def _attend(
@@ -344,9 +376,10 @@ def _attend(
 
 def _gathered(pool: Tensor, blocks: Tensor) -> Tensor:
     """A sequence's blocks as [1, K, tokens, D]."""
-    picked = pool.transpose(0, 1).index_select(1, blocks)
-    heads, count, block, width = picked.shape
-    return picked.view(1, heads, count * block, width)
+    # Picked first: of the transposed pool, all of it would be copied before a block is picked.
+    picked = pool.index_select(0, blocks)
+    count, heads, block, width = picked.shape
+    return picked.transpose(0, 1).reshape(1, heads, count * block, width)
 
 
 def _explicit(

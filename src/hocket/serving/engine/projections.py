@@ -65,13 +65,17 @@ class Merged:
             self.weight = self.weight.t().contiguous().t()
         return self.weight
 
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """`x` [..., in] times the merged weight, plus `bias`."""
+        return F.linear(x, self.weight, bias)
+
     def columns(self, part: int, x: Tensor) -> Tensor:
         """What projection number `part` makes of `x`: a view of the merged product."""
         if self._source is not x or self._columns[part] is None:
             if self._left:
                 self.wasted += 1
             self._source = x
-            y = F.linear(x, self.weight, self.bias)
+            y = self.product(x, self.bias)
             self._columns = list(y.split(self.sizes, dim=-1))  # type: ignore[no-untyped-call]
             self._left = len(self.sizes)
         found = self._columns[part]
