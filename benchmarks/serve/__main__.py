@@ -213,6 +213,7 @@ def main(arguments: list[str] | None = None) -> int:
         "rounds": options.rounds,
         "models": {},
     }
+    path = options.json or RESULTS / f"serve-{time.strftime('%Y%m%d-%H%M%S')}.json"
     failed = False
     for name in options.model:
         model = MODELS[name]
@@ -235,9 +236,9 @@ def main(arguments: list[str] | None = None) -> int:
         failed |= any(
             m.contender.project == "hocket" and (m.failed or not m.agrees) for m in measured
         )
-    path = options.json or RESULTS / f"serve-{time.strftime('%Y%m%d-%H%M%S')}.json"
-    path.write_text(json.dumps(report, indent=1))
-    print(f"written: {path}")
+        # What was measured is kept, whatever becomes of the next model.
+        path.write_text(json.dumps(report, indent=1))
+        print(f"written: {path}", flush=True)
     return int(failed)
 
 
