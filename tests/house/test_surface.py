@@ -62,7 +62,7 @@ FLAGS = {
         "host", "port", "metrics_port", "api_key_file", "insecure", "served_name",
         "max_batch_tokens", "max_model_len", "max_rows", "block_size", "cache_memory",
         "num_blocks", "max_waiting", "no_prefix_cache", "deadline", "drain_seconds",
-        "chat_template_file", "max_restarts",
+        "chat_template_file", "generation_config", "max_restarts",
     },
     "export": {"run", "to"},
     "plan": {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 import hocket.launch
 from hocket.cli.main import main
 from hocket.jobs import serve_request
+from hocket.serving.defaults import Defaults
 from hocket.spec.errors import HocketError, LayoutError, ModelError, OptionError
 from hocket.spec.run import RunSpec
 from tests.jobs.served_model import model
@@ -115,6 +118,24 @@ def test_models_that_cannot_answer(where: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no tokenizer"):
         server(bare)
     assert server(bare, tokenizer="bytes", device="cpu").words.vocab_size == 257
+
+
+def test_sampling_is_as_the_model_says(where: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(where, folder)
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps({"temperature": 0.6, "top_k": 20, "eos_token_id": [3, 4]}))
+    found = server(folder, device="cpu")
+    assert found.sampling == Defaults(temperature=0.6, top_k=20)
+    assert found.stop == (3, 4)
+    without = server(folder, device="cpu", generation_config="none")
+    assert without.sampling == Defaults()
+    assert without.stop == (3, 4)
+    with pytest.raises(OptionError, match="generation_config is 'no'"):
+        server(folder, generation_config="no")
+    file.write_text(json.dumps({"top_p": 7}))
+    with pytest.raises(OptionError, match=r"generation_config.json: top_p is 7"):
+        server(folder)
 
 
 def test_keys(where: Path, tmp_path: Path) -> None:

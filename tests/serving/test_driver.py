@@ -20,8 +20,9 @@ from hocket.serving.engine import driver as driver_module
 from hocket.serving.engine.channel import Channel, Listener
 from hocket.serving.engine.driver import Driver
 from hocket.serving.engine.follower import follow
+from hocket.serving.front.ask import Ask
 from hocket.serving.front.client import ReplicaClient, ReplicaLost, merged
-from hocket.serving.front.completion import Ask, Completer
+from hocket.serving.front.completion import Completer
 from hocket.serving.front.frames import MAX_COMMAND, FrameReader, decode, encode, hello
 from hocket.serving.request import Output, Request, RequestRefused, Sampling, TokenLogprobs
 from hocket.serving.scheduling.limits import Limits

@@ -205,6 +205,34 @@ def test_the_last_message_can_be_continued() -> None:
     assert render(text, messages, continue_last=True) == "[user]q</s>[assistant]The answ"
 
 
+def test_a_prompt_far_too_long_is_refused_by_its_beginning() -> None:
+    from tokenizers import Tokenizer, models
+
+    with live(max_model_len=256) as server:
+        words, seen = server.service.words, []
+        encode = words.encode
+
+        def noted(text: str, **options: Any) -> list[int]:
+            seen.append(len(text))
+            return encode(text, **options)
+
+        words.encode = noted  # type: ignore[method-assign]
+        for path, body in (
+            ("/v1/completions", {"prompt": "long " * 200_000, "max_tokens": 1}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 10**6}]}),
+        ):
+            status, _, found = server.post(path, body)
+            assert status == 400, found
+            error = json.loads(found)["error"]
+            assert error["code"] == "context_length_exceeded"
+            assert error["message"].startswith("the first 4096 of the prompt's 1000")
+        assert seen == [4096, 4096]
+        # One that has few tokens, however many characters, is let through.
+        model = models.WordLevel({"<unk>": 0}, unk_token="<unk>")
+        server.service.words = Words(Tokenizer(model).to_str())
+        assert server.run(server.service.encode("x" * 10**6, param="prompt")) == [0]
+
+
 def test_templates_are_read_from_a_folder(tmp_path: Path) -> None:
     assert ChatTemplates.read(tmp_path) is None
     settings = {

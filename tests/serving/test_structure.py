@@ -305,6 +305,25 @@ def test_what_cannot_be_is_refused(name: str, structures: Structures) -> None:
     assert allowed(structures.start('{"type": "json_object"}', [END], ())) == [ord("{")]
 
 
+def test_why_it_is_refused_is_said_in_words() -> None:
+    loop = {"a": {"$ref": "#/$defs/b"}, "b": {"anyOf": [{"$ref": "#/$defs/a"}]}}
+    for text, reason in (
+        (HOSTILE["false"], "no text obeys the schema false"),
+        (HOSTILE["itself"], "leads back to itself"),
+        (schema(**{"$ref": "#/$defs/a", "$defs": loop}), "leads back to itself"),
+        (HOSTILE["not"], '"not"'),
+    ):
+        with pytest.raises(OptionError, match=reason):
+            check_structure(text)
+
+
+def test_one_of_is_any_of(structures: Structures) -> None:
+    text = schema(oneOf=[{"type": "boolean"}, {"enum": [7, "x"]}])
+    check_structure(text)
+    assert allowed(structures.start(text, [END], ())) == sorted(map(ord, 'tf7"'))
+    assert allowed(structures.start(text, [END], list(b"7"))) == [END]
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -284,7 +284,7 @@ class LLM:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _one(self, row: int, batch: _Batch) -> Completion:
-        from hocket.serving.front.completion import Ask
+        from hocket.serving.front.ask import Ask
 
         tokens, sampling = batch.prompts[row], batch.samplings[row]
         if not sampling.stop:

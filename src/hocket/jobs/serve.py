@@ -101,6 +101,11 @@ def serve(
         first = launchers.make(0)
         for warning in server.warnings:
             record.note(f"warning: {warning}")
+        if told_by_model := server.sampling.text():
+            record.note(
+                f"the model's generation_config.json: {told_by_model}, where a request does not "
+                "say (--generation-config none: without)"
+            )
         server, told = serve_forecast.settle(server, first, record)
         require_split(first, server)
         ready = [first, *(launchers.make(n) for n in range(1, server.layout.dp))]
@@ -448,6 +453,7 @@ async def _open(
             vocab_size=server.source.dimensions.vocab_size,
             stop=server.stop,
             created=int(time.time()),
+            sampling=server.sampling,
         ),
         ChatTemplates.read(server.source.tokenizer, Path(template) if template else None),
         HttpSettings(

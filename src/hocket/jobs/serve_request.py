@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import ipaddress
-import json
 import socket
 import stat
 import typing
@@ -29,6 +28,7 @@ from hocket.spec.units import parse_bytes
 
 if TYPE_CHECKING:
     from hocket.models.source import ModelSource
+    from hocket.serving.defaults import Defaults
     from hocket.serving.http.auth import Keys
     from hocket.training.tokenizer import Tokenizer
 
@@ -61,6 +61,7 @@ class Server:
         layout: of all replicas together; what was asked for, its degrees legal.
         options: resolved. keys: one of them is needed; None: none is.
         device: `cpu` or `cuda`. name: what clients call the model.
+        sampling: of requests that do not say.
         warnings: what is allowed, and should be known.
     """
 
@@ -72,6 +73,7 @@ class Server:
     options: ServeOptions
     device: str
     name: str
+    sampling: Defaults
     keys: Keys | None = None
     warnings: tuple[str, ...] = ()
 
@@ -116,6 +118,7 @@ def server(values: Mapping[str, Any]) -> Server:
         HocketError: the first thing that cannot be, with the numbers and what would do.
     """
     from hocket.models.source import resolve
+    from hocket.serving.defaults import AUTO, Defaults, settings
 
     given = {name: value for name, value in values.items() if value is not None}
     for name in given:
@@ -138,6 +141,9 @@ def server(values: Mapping[str, Any]) -> Server:
     words = tokenizer_of(source, wanted.options.tokenizer, wanted.options.trust_remote_code)
     keys, warnings = _keys(options)
     _template(options)
+    sampling = Defaults()
+    if options.generation_config == AUTO:
+        sampling = Defaults.of(settings(source.directory))
     return Server(
         request=wanted,
         source=source,
@@ -146,6 +152,7 @@ def server(values: Mapping[str, Any]) -> Server:
         layout=layout,
         options=sizes,
         device=device,
+        sampling=sampling,
         name=options.served_name or Path(wanted.model).resolve().name,
         keys=keys,
         warnings=warnings,
@@ -197,10 +204,9 @@ def tokenizer_of(source: ModelSource, choice: str | None, trust: bool) -> Tokeni
 
 def stop_tokens(source: ModelSource, words: Tokenizer) -> tuple[int, ...]:
     """The tokens that end a text: as the model's generation settings say, else the tokenizer's."""
-    found: Any = source.config.get("eos_token_id")
-    settings = Path(source.directory or "") / "generation_config.json"
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        found = json.loads(settings.read_text()).get("eos_token_id", found)
+    from hocket.serving.defaults import settings
+
+    found: Any = settings(source.directory).get("eos_token_id", source.config.get("eos_token_id"))
     if found is None:
         found = words.eos_id
     ids = found if isinstance(found, list) else [found]
@@ -211,6 +217,8 @@ def stop_tokens(source: ModelSource, words: Tokenizer) -> tuple[int, ...]:
 
 
 def _options(given: Mapping[str, Any]) -> ServeOptions:
+    from hocket.serving.defaults import AUTO, NONE
+
     hints = typing.get_type_hints(ServeOptions)
     for name, value in given.items():
         wanted = typing.get_args(hints[name]) or (hints[name],)
@@ -231,6 +239,11 @@ def _options(given: Mapping[str, Any]) -> ServeOptions:
                 f"{name} is {value}; it lies in {least} .. {most}",
                 hint=f"--{name.replace('_', '-')} {near}",
             )
+    if options.generation_config not in (AUTO, NONE):
+        raise OptionError(
+            f"generation_config is {options.generation_config!r}; it is {AUTO} or {NONE}",
+            hint=f"--generation-config {NONE}",
+        )
     if options.cache_memory is not None:
         parse_bytes(options.cache_memory)
         if options.num_blocks is not None:

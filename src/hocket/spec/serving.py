@@ -31,6 +31,8 @@ class ServeOptions:
         no_prefix_cache: compute shared prompts again.
         deadline: seconds from its arrival after which a request is ended. None: none.
         drain_seconds: seconds that requests have to end when the server is asked to.
+        generation_config: auto: sampling that a request leaves open is as the model's
+            generation_config.json says; none: as OpenAI's.
         chat_template_file: a Jinja template, instead of the tokenizer's own.
         max_restarts: times in a row that a replica is started again after its ranks died.
     """
@@ -51,5 +53,6 @@ class ServeOptions:
     no_prefix_cache: bool = False
     deadline: float | None = None
     drain_seconds: float = 30.0
+    generation_config: str = "auto"
     chat_template_file: str | None = None
     max_restarts: int = 8

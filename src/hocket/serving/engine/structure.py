@@ -9,6 +9,7 @@ Grammars are llguidance's (MIT, a wheel without requirements): an Earley parser 
 regular-expression derivatives, built lazily, so that no schema or pattern has an automaton to
 explode, and every phase has a bound. What it is given here is bounded besides: patterns cost it
 time that its own bounds do not count. It reads no files and fetches nothing that a schema names.
+`oneOf` is taken as `anyOf`: that no second branch admits an answer too is not looked at.
 
 `check_structure` is for whoever takes requests: what it lets pass compiles in the ranks as well,
 in bounded time. In the ranks `Structures` compiles in a thread, beside the forward pass. An answer
@@ -97,6 +98,8 @@ def _grammar(library: Any, text: str) -> str:
     elif kind == "json_schema":
         schema = given.get("schema")
         schema = {} if schema is True else schema
+        if schema is False:
+            raise OptionError("no text obeys the schema false")
         if not isinstance(schema, dict):
             raise OptionError("a structure of type json_schema has a schema, an object")
         try:
@@ -111,7 +114,11 @@ def _grammar(library: Any, text: str) -> str:
         return str(
             library.LLMatcher.grammar_from_json_schema(
                 json.dumps(schema),
-                overrides={"whitespace_pattern": _WHITESPACE, "lenient": False},
+                overrides={
+                    "whitespace_pattern": _WHITESPACE,
+                    "lenient": False,
+                    "coerce_one_of": True,
+                },
             )
         )
     except (ValueError, RecursionError) as error:
@@ -153,6 +160,8 @@ def _reason(matcher: Any) -> str:
     if told.startswith("panic"):
         # A fault of the library's, which it catches. The rest of the line is its own source.
         return "it is malformed"
+    if "NoExtensionBias" in told:
+        return "a $ref leads back to itself with nothing in between"
     return " ".join(told.split())[:300]
 
 

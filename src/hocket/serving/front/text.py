@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from hocket.spec.errors import OptionError
+
 HALF = "\N{REPLACEMENT CHARACTER}"
 """What tokenizers write for bytes that are no text (yet)."""
 
@@ -158,3 +160,19 @@ class StopStrings:
         """What was held back: no stop string came of it."""
         held, self._node, self._held = self._held, 0, ""
         return held
+
+
+def check_stop(strings: Sequence[str], most: int, most_characters: int) -> tuple[str, ...]:
+    """Stop strings that are few and short enough to be looked for.
+
+    Raises:
+        OptionError: too many, too long, or an empty one.
+    """
+    if len(strings) > most:
+        raise OptionError(f"stop has {len(strings)} strings; most: {most}")
+    total = sum(map(len, strings))
+    if total > most_characters:
+        raise OptionError(f"stop has {total} characters; most: {most_characters}")
+    if not all(strings):
+        raise OptionError("a stop string is empty: every text would end before its first token")
+    return tuple(dict.fromkeys(strings))

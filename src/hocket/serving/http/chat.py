@@ -7,7 +7,8 @@ from typing import Any
 
 from starlette.responses import Response
 
-from hocket.serving.front.completion import Answer, Completion, Usage
+from hocket.serving.front.ask import Answer, Usage
+from hocket.serving.front.completion import Completion
 from hocket.serving.http.call import DONE, Call, json_response, quoted
 from hocket.serving.http.completions import usage_form
 from hocket.serving.http.errors import bad
@@ -30,6 +31,7 @@ async def chat(call: Call) -> Response | None:
         tools=tools.shown,
         switches=read_switches(fields.chat_template_kwargs),
         continue_last=fields.continue_final_message,
+        param="messages",
     )
     logprobs = _logprobs(fields, service)
     completion = service.start(
@@ -41,6 +43,7 @@ async def chat(call: Call) -> Response | None:
             ),
             stop=service.model.stop,
             vocab_size=service.model.vocab_size,
+            defaults=service.model.sampling,
             logprobs=logprobs,
             structure=await service.structure(tools.structure(), fields.structure()),
         ),

@@ -8,7 +8,8 @@ from typing import Any
 
 from starlette.responses import Response
 
-from hocket.serving.front.completion import Answer, Completion, Piece, Usage
+from hocket.serving.front.ask import Answer, Piece, Usage
+from hocket.serving.front.completion import Completion
 from hocket.serving.http.call import DONE, Call, json_response, quoted
 from hocket.serving.http.errors import bad
 from hocket.serving.http.fields import CompletionFields
@@ -38,6 +39,7 @@ async def completions(call: Call) -> Response | None:
             max_tokens=_max_tokens(call, fields, prompts),
             stop=service.model.stop,
             vocab_size=service.model.vocab_size,
+            defaults=service.model.sampling,
             logprobs=logprobs,
             prompt_logprobs=form.prompt_alternatives,
             structure=await service.structure(fields.structure()),
@@ -110,7 +112,7 @@ async def read_prompts(service: Service, given: Any) -> list[Prompt]:
     found: list[Prompt] = []
     for one in given:
         if isinstance(one, str):
-            found.append((tuple(await service.encode(one)), one))
+            found.append((tuple(await service.encode(one, param="prompt")), one))
         elif isinstance(one, list) and all(map(is_id, one)):
             found.append((tuple(one), None))
             most = service.model.vocab_size

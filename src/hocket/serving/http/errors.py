@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from hocket.serving.front.completion import AnswerFailed, DeadlinePassed
+from hocket.serving.front.one_answer import AnswerFailed, DeadlinePassed
 from hocket.serving.request import RequestRefused
 from hocket.spec.errors import HocketError, OptionError
 

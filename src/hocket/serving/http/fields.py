@@ -12,7 +12,8 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from hocket.serving.front.completion import check_stop
+from hocket.serving.defaults import Defaults
+from hocket.serving.front.text import check_stop
 from hocket.serving.http.errors import bad
 from hocket.serving.http.settings import HttpSettings
 from hocket.serving.http.structures import (
@@ -121,12 +122,19 @@ class Fields(BaseModel):
         max_tokens: int,
         stop: tuple[int, ...],
         vocab_size: int,
+        defaults: Defaults,
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
         structure: str | None = None,
     ) -> Sampling:
-        """How tokens are chosen. Raises ApiError."""
-        top_k = self.top_k if self.top_k is not None and self.top_k > 0 else None
+        """How tokens are chosen: as the request says, else as `defaults` do. Raises ApiError."""
+
+        def either(name: str, otherwise: float | None = None) -> Any:
+            said = getattr(self, name)
+            found = getattr(defaults, name) if said is None else said
+            return otherwise if found is None else found
+
+        top_k = either("top_k", 0)
         biases = []
         for text, bias in (self.logit_bias or {}).items():
             if not (text.isascii() and text.isdecimal() and len(text) < 11):
@@ -146,11 +154,11 @@ class Fields(BaseModel):
             return Sampling(
                 max_new_tokens=max_tokens,
                 min_new_tokens=self.min_tokens,
-                temperature=1.0 if self.temperature is None else self.temperature,
-                top_k=top_k,
-                top_p=self.top_p,
-                min_p=self.min_p or None,
-                repetition_penalty=self.repetition_penalty or 1.0,
+                temperature=either("temperature", 1.0),
+                top_k=top_k if top_k > 0 else None,
+                top_p=either("top_p"),
+                min_p=either("min_p") or None,
+                repetition_penalty=either("repetition_penalty", 1.0),
                 presence_penalty=self.presence_penalty,
                 frequency_penalty=self.frequency_penalty,
                 logit_bias=tuple(biases),

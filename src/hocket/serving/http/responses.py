@@ -11,7 +11,8 @@ from typing import Any
 
 from starlette.responses import Response
 
-from hocket.serving.front.completion import Answer, Completion, Usage
+from hocket.serving.front.ask import Answer, Usage
+from hocket.serving.front.completion import Completion
 from hocket.serving.http.call import DONE, Call, json_response, quoted
 from hocket.serving.http.chat import max_tokens
 from hocket.serving.http.errors import bad
@@ -39,7 +40,10 @@ async def responses(call: Call) -> Response | None:
             "top_logprobs",
         )
     prompt = await service.render(
-        messages, tools=tools.shown, switches=read_switches(fields.chat_template_kwargs)
+        messages,
+        tools=tools.shown,
+        switches=read_switches(fields.chat_template_kwargs),
+        param="input",
     )
     completion = service.start(
         fields,
@@ -48,6 +52,7 @@ async def responses(call: Call) -> Response | None:
             max_tokens=max_tokens(service, len(prompt), fields.max_output_tokens),
             stop=service.model.stop,
             vocab_size=service.model.vocab_size,
+            defaults=service.model.sampling,
             logprobs=fields.top_logprobs if wants_logprobs else None,
             structure=await service.structure(tools.structure(), fields.structure()),
         ),

@@ -7,7 +7,10 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from hocket.serving.front.completion import Ask, Completer, Completion, Stream
+from hocket.serving.defaults import Defaults
+from hocket.serving.front.ask import Ask
+from hocket.serving.front.completion import Completer, Completion
+from hocket.serving.front.one_answer import Stream
 from hocket.serving.front.words import Words
 from hocket.serving.http.body import Bodies
 from hocket.serving.http.errors import ApiError, bad
@@ -46,6 +49,7 @@ class ServedModel:
         max_model_len: tokens of a request, prompt and answer.
         vocab_size: token ids that the model knows.
         stop: its token ids that end an answer.
+        sampling: of requests that do not say.
     """
 
     name: str
@@ -53,6 +57,7 @@ class ServedModel:
     vocab_size: int
     stop: tuple[int, ...] = ()
     created: int = 0
+    sampling: Defaults = dataclasses.field(default_factory=Defaults)
 
 
 class Service:
@@ -91,12 +96,21 @@ class Service:
 
     # --- text to tokens ------------------------------------------------------------------------
 
-    async def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Ids of a text; a long one in a thread."""
+    async def encode(
+        self, text: str, *, special: bool = True, param: str | None = None
+    ) -> list[int]:
+        """Ids of a text; a long one in a thread.
+
+        Args:
+            param: the field that holds it, of a text that is a prompt: one that is plainly longer
+                than the context is refused by its beginning. None: all of it is tokenized.
+        """
         if len(text) <= INLINE:
             return self.words.encode(text, special=special)
 
         def job() -> list[int]:
+            if param is not None:
+                self._check_beginning(text, param)
             return self.words.encode(text, special=special)
 
         return await self.workers.run(self.settings.body_seconds, "tokenizing the prompt", job)
@@ -108,8 +122,9 @@ class Service:
         tools: Sequence[Mapping[str, Any]] | None = None,
         switches: Mapping[str, Any] | None = None,
         continue_last: bool = False,
+        param: str | None = None,
     ) -> list[int]:
-        """Ids of a chat's prompt."""
+        """Ids of a chat's prompt. `param`: as of `encode`."""
         templates, most = self.templates, self.settings.max_rendered
         if templates is None:
             raise bad(
@@ -125,7 +140,27 @@ class Service:
             )
 
         text = await self.workers.run(self.settings.render_seconds, "the chat template", job)
-        return await self.encode(text, special=False)
+        return await self.encode(text, special=False, param=param)
+
+    def _check_beginning(self, text: str, param: str) -> None:
+        """Refuse a text whose beginning alone has twice the tokens that a request may have.
+
+        What follows a beginning can join tokens across the cut only: half of them are far more
+        than it could save. Each look takes in four times the text of the one before, so that a
+        text that passes was tokenized at most a third more than once.
+        """
+        most = self.model.max_model_len
+        size = max(INLINE, 16 * most)
+        while size < len(text):
+            found = len(self.words.encode(text[:size], special=False))
+            if found >= 2 * most:
+                raise bad(
+                    f"the first {size} of the prompt's {len(text)} characters are {found} tokens; "
+                    f"the context has {most}",
+                    param,
+                    "context_length_exceeded",
+                )
+            size *= 4
 
     async def structure(self, *asked: tuple[str, str] | None) -> str | None:
         """The structure that one of some fields asks for, after it was found to be one.

@@ -243,7 +243,7 @@ class ChatTemplates:
 def _continued(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
     """The prompt up to the end of the last message's content."""
     last = str(messages[-1].get("content") or "")
-    for found in (last, last.rstrip()):
+    for found in (last, last.rstrip(), last.strip()):
         at = text.rfind(found) if found else -1
         if at >= 0:
             return text[: at + len(found)]
