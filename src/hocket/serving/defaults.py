@@ -45,7 +45,8 @@ class Defaults:
             try:
                 if isinstance(value, bool) or not isinstance(value, number):
                     raise OptionError(f"{field.name} is {value!r}; a number is needed")
-                Sampling(max_new_tokens=1, **{field.name: value})
+                one: Any = {field.name: value}
+                Sampling(max_new_tokens=1, **one)
             except OptionError as error:
                 raise OptionError(
                     f"{FILE}: {error.message}", hint="--generation-config none"

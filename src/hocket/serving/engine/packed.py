@@ -18,8 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hocket.runtime.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from hocket.serving.engine.projections import MergedLinear
+from hocket.serving.engine.projections import Merged, MergedLinear
 
 MOST_BYTES = 256 << 20
 """Of the second copies on a rank; larger models do without any."""
@@ -53,6 +52,8 @@ class PackedLinear(nn.Linear):
 def pack(module: nn.Module) -> int:
     """Pack the weights of a module's linear layers, in place, on a CPU in fp32.
 
+    Layers that are split over tensor ranks are left alone.
+
     Call after the weights have been laid out and merged for good; what they are is not changed.
 
     Returns:
@@ -66,21 +67,18 @@ def pack(module: nn.Module) -> int:
             if id(child.merged) not in merged:
                 merged.add(id(child.merged))
                 found.append((child.merged, child.merged.weight))
-        elif type(child) is nn.Linear or (
-            isinstance(child, ColumnParallelLinear | RowParallelLinear) and not child.transposed
-        ):
+        elif type(child) is nn.Linear:
             found.append((child, child.weight))
     found = [(one, weight) for one, weight in found if weight.dtype == torch.float32]
     size = sum(weight.numel() * weight.element_size() for _, weight in found)
-    if size > MOST_BYTES or not torch.backends.mkldnn.is_available():
+    there: Any = torch.backends.mkldnn
+    if size > MOST_BYTES or not there.is_available():
         return 0
     for one, weight in found:
         held = PackedWeight(weight)
-        if type(one) is nn.Linear:
+        if isinstance(one, Merged):
+            one.product = held.product  # type: ignore[method-assign]
+        else:
             one.__class__ = PackedLinear
             one.held = held
-        elif isinstance(one, nn.Module):
-            one._linear = held.product
-        else:
-            one.product = held.product
     return size

@@ -95,7 +95,8 @@ class StageRunner:
         unmerge_wasted(merges)
         if self.device.type == "cpu":
             lay_inputs_first(stage.module)
-            pack(stage.module)
+            if mesh.axis("tp").size == 1:
+                pack(stage.module)
         self._remembered: Remembered = {}
         self.threads = threads
         self._wide = _wide_step(stage.module)
