@@ -99,6 +99,13 @@ def wrong_positions(sliced: Any, microbatch: Any, arguments: Any, *rest: Any) ->
     return sliced(microbatch, arguments, *rest)
 
 
+def too_early(reduce: Any, bucket: Any) -> None:
+    """Reduce a layer without the last gradient that came."""
+    if len(bucket.parameters) > 2:
+        bucket.parameters[0].grad = None
+    reduce(bucket)
+
+
 def break_something(parallel: Any, optimizer: Any, fault: str) -> None:
     """Leave out one thing that parallelism needs; the check must notice."""
     import torch
@@ -132,6 +139,12 @@ def break_something(parallel: Any, optimizer: Any, fault: str) -> None:
     elif fault == "stepped shares not gathered":
         for sharded in parallel._sharded.values():
             sharded.publish = lambda: None
+    elif fault == "blocks not gathered anew":
+        for sharded in parallel._sharded.values():
+            sharded._free = lambda bucket: None
+    elif fault == "a block reduced before its gradients are there":
+        for sharded in parallel._sharded.values():
+            sharded._reduce = functools.partial(too_early, sharded._reduce)
     elif fault == "tie forgotten":
         parallel._ties = None
     elif fault == "one weight off by a little":

@@ -53,6 +53,9 @@ class Held:
     def arrive(self) -> None:
         """Nothing is on its way."""
 
+    def release(self) -> None:
+        """Nothing was gathered."""
+
 
 def save(folder: Path, held: Held, step: int, **others):
     options = {"layout": "tp2", "model": MODEL, "cursor": {"sample": step * 8}}

@@ -27,6 +27,7 @@ TRAIN = "tests.checkpoint.cases:train"
         ("qwen3", "tp2"),
         ("gpt2", "tp2"),
         ("llama_tied", "dp2.pp2.tp2:microbatches=2,zero=2"),
+        ("gpt2", "dp2.tp2:microbatches=2,zero=3"),
     ],
 )
 def test_resuming_changes_no_bit(ranks: RankPool, tmp_path: Path, family: str, layout: str) -> None:
@@ -62,11 +63,13 @@ def test_another_layout_is_refused(ranks: RankPool, tmp_path: Path) -> None:
     assert caught.value.hint == "--layout tp2"
 
 
-@pytest.mark.parametrize("family", ["llama_tied", "mixtral", "phi3"])
+@pytest.mark.parametrize(
+    ("family", "zero"), [("llama_tied", 0), ("mixtral", 0), ("phi3", 0), ("llama_tied", 3)]
+)
 def test_exports_of_ranks_and_of_their_checkpoint_are_what_the_ranks_hold(
-    ranks: RankPool, tmp_path: Path, family: str
+    ranks: RankPool, tmp_path: Path, family: str, zero: int
 ) -> None:
-    layout = "dp2.pp2.tp2:microbatches=2"
+    layout = f"dp2.pp2.tp2:microbatches=2,zero={zero}"
     held = ranks.run(
         TRAIN, 8, family=family, layout=layout, first=0, last=1, folder=str(tmp_path / "c"),
         to=str(tmp_path / "live"),

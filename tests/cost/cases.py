@@ -157,5 +157,6 @@ def of_layers(context: Any) -> Any:
         embedding=stage.is_first,
         head=stage.is_last,
         gradient_bytes=share.gradient_bytes,
+        blocks=share.blocks,
     )
     return dataclasses.asdict(share), dataclasses.asdict(layers)

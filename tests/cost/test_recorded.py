@@ -129,6 +129,24 @@ def test_slices_of_sequences_move_as_many_bytes_and_what_is_gathered_again(
     assert slices == plain + (2 * LAYERS + 1) * message
 
 
+def test_zero_3_moves_half_as_much_again_for_every_layer(ranks: RankPool) -> None:
+    """The same paper, section 7.2.2: two all-gathers and a reduce-scatter, where an all-reduce is
+    one of each. What is no layer is gathered once: it moves what the all-reduce moves."""
+
+    def moved(layout: str) -> int:
+        ((recorded, _), _) = ranks.run(
+            "tests.cost.cases:recorded_and_expected", 2, layout=layout, model="llama"
+        )
+        weight = {"all-reduce": 2, "reduce-scatter": 1, "all-gather": 1}
+        return sum(r["bytes"] * weight[r["name"]] for r in recorded if r["axis"] in ("dp", "shard"))
+
+    hidden, vocabulary = 32, 64
+    others = 2 * 4 * (2 * vocabulary * hidden + hidden)  # embedding, head, last norm
+    others += 2 * 8  # the number of tokens
+    plain = moved("dp2")
+    assert moved("dp2:zero=3") - others == 1.5 * (plain - others)
+
+
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_threads(ranks: RankPool, microbatches: int) -> None:
     (pair,) = ranks.run(

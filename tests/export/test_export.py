@@ -88,6 +88,9 @@ class Part:
     def arrive(self) -> None:
         """Nothing is on its way."""
 
+    def release(self) -> None:
+        """Nothing was gathered."""
+
     def named_parameters(self):
         return self.tensors.items()
 

@@ -109,7 +109,6 @@ def test_the_table_shows_no_range_and_a_command(
         (["--objective", "tokens-per-dollar"], "unknown objective"),
         (["--precision", "fp8"], "unknown precision 'fp8'"),
         (["--stack", "megatron"], "priced as measured"),
-        (["--pin", "zero=3"], "shards no parameters"),
         (["--pin", "tp=3"], "with tp=3"),
         (["--pin", "virtual_stages=2", "schedule=zero-bubble"], "virtual_stages is 2"),
         (["--seq-len", "4096"], "the model has 1024 positions"),

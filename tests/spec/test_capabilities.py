@@ -15,10 +15,10 @@ from hocket.spec.layout import Layout
     [
         ("dp2.pp2.tp2:schedule=zero-bubble", []),
         ("dp2.pp2.tp2:schedule=zero-bubble,recompute=full,recompute_layers=2", []),
-        ("dp4:zero=3", ["zero"]),
+        ("dp4:zero=3", []),
         ("cp2", ["cp"]),
         ("dp2.ep2", ["ep"]),
-        ("dp4:zero=3,shard=2", ["zero"]),
+        ("dp4.pp2.tp2:zero=3,shard=2,schedule=zero-bubble,recompute=full", []),
         ("tp2:recompute=full,sequence_parallel=true", []),
     ],
 )

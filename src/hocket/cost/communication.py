@@ -20,6 +20,8 @@ send and receive, the output for all-gather).
         dp   all-reduce    of all gradients, in buckets; of the number of valid tokens
         shard (ZeRO-1, 2)  instead: reduce-scatter of all gradients (ZeRO-2: each microbatch), and
              all-gather    of all parameters; replicas all-reduce of the shares (hybrid sharding)
+        shard (ZeRO-3)     each microbatch: all-gather of every layer, forward and backward, and of
+             what is no layer once; reduce-scatter of all gradients
         tp   all-reduce    of gradients that are partial sums (norms over heads, key/value copies)
         embedding all-reduce  of tied gradients, between first and last stage
         world all-reduce   of the loss; model: of the squared norm
@@ -31,11 +33,12 @@ element. Axes of one rank do not communicate.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hocket.cost.share import StageShare
 from hocket.spec.layout import Layout
+from hocket.spec.plan import AFTER, BEFORE, OTHER
 
 FIRST_BUCKET_BYTES = 1_000_000
 FLOAT, INTEGER = 4, 8
@@ -169,24 +172,38 @@ def _tensor(table: _Table, step: Step, share: StageShare) -> None:
 
 
 def _sharded(table: _Table, layout: Layout, step: Step, share: StageShare) -> None:
-    """ZeRO-1 and 2: gradients reduced in shares, parameters gathered; bytes of whole buckets, whose
-    number of elements is rounded up to a multiple of the ranks."""
+    """ZeRO: gradients reduced in shares, parameters gathered; bytes of whole buckets, whose number
+    of elements is rounded up to a multiple of the ranks."""
     ranks = layout.shard or layout.dp
-    # With backward in two halves a bucket is full once the weights' half has come for all of it.
-    often = step.num_microbatches if layout.zero == 2 else 1
+    for late, nbytes, gathers in shared_buckets(layout, step, share):
+        elements = -(-nbytes // step.gradient_bytes // ranks) * ranks
+        # With backward in two halves a bucket is full once the weights' half has come for all of
+        # it.
+        count = step.num_microbatches if layout.zero > 1 and not late else 1
+        if ranks > 1:
+            table.add("reduce-scatter", "shard", "step", count, elements * step.gradient_bytes)
+            table.add("all-gather", "shard", "step", gathers, elements * step.element_bytes)
+        if ranks < layout.dp:
+            table.add("all-reduce", "replicas", "step", 1, elements // ranks * step.gradient_bytes)
+
+
+def shared_buckets(
+    layout: Layout, step: Step, share: StageShare
+) -> Iterator[tuple[bool, int, int]]:
+    """(reduced late, bytes of gradients, gathers of the values in a step) of each bucket."""
     for late in (False, True):
-        both = zip(share.gradient_bytes, share.late, strict=True)
-        sizes = [nbytes for nbytes, is_late in both if is_late == late]
-        for nbytes in bucket_bytes(sizes, step.bucket_bytes):
-            elements = -(-nbytes // step.gradient_bytes // ranks) * ranks
-            count = 1 if late else often
-            if ranks > 1:
-                table.add("reduce-scatter", "shard", "step", count, elements * step.gradient_bytes)
-                table.add("all-gather", "shard", "step", 1, elements * step.element_bytes)
-            if ranks < layout.dp:
-                table.add(
-                    "all-reduce", "replicas", "step", 1, elements // ranks * step.gradient_bytes
-                )
+        rows = list(zip(share.gradient_bytes, share.late, strict=True))
+        if layout.zero < 3:
+            sizes = [nbytes for nbytes, is_late in rows if is_late == late]
+            yield from ((late, nbytes, 1) for nbytes in bucket_bytes(sizes, step.bucket_bytes))
+            continue
+        blocks: dict[str, int] = {}
+        for (nbytes, is_late), block in zip(rows, share.blocks, strict=True):
+            if is_late == late:
+                blocks[block] = blocks.get(block, 0) + nbytes
+        for block, nbytes in blocks.items():
+            often = 1 if block in (BEFORE, AFTER, OTHER) else 2
+            yield late, nbytes, often * step.num_microbatches
 
 
 def _loss(table: _Table, step: Step, share: StageShare, tp: int) -> None:

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from hocket.cost.communication import Step, bucket_bytes, communication
+from hocket.cost.communication import Step, bucket_bytes, communication, shared_buckets
 from hocket.cost.measured_links import Links
 from hocket.cost.measured_rates import BYTES, Rates
 from hocket.cost.measured_stage import (
@@ -20,6 +20,7 @@ from hocket.cost.measured_stage import (
     saved_bytes,
     stage_blocks,
     stage_seconds,
+    weight_blocks,
     weights,
 )
 from hocket.cost.share import StageShare
@@ -155,6 +156,7 @@ class Job:
             split_loss=split_loss,
             gradient_bytes=tuple(local(w, tp) * GRADIENT_BYTES for w in held),
             late=tuple(self._sees_a_slice(w) for w in held),
+            blocks=tuple(weight_blocks(self.shape, blocks)),
             partial_bytes=self._partial(held),
             tied_bytes=self._tied(blocks),
             **sums,
@@ -191,9 +193,10 @@ class Job:
         ]
         return tuple(local(w, self.layout.tp) * GRADIENT_BYTES for w in both) if ends else ()
 
-    def communication(self) -> list[list[dict[str, Any]]]:
-        """By rank: every collective of one step, as the runtime counts them."""
-        step = Step(
+    @property
+    def step(self) -> Step:
+        """One step, as `cost.communication` asks for it."""
+        return Step(
             seq_len=self.workload.seq_len,
             microbatch_size=self.microbatch.batch,
             num_microbatches=self.microbatches,
@@ -202,13 +205,16 @@ class Job:
             counts_tokens=False,
             bucket_bytes=self.bucket_mb * 1e6,
         )
+
+    def communication(self) -> list[list[dict[str, Any]]]:
+        """By rank: every collective of one step, as the runtime counts them."""
         place = self.schedule.stage_ranks
         shares = [self.share(stage) for stage in range(len(place))]
         found = []
         for rank in range(self.layout.world_size):
             here = self.layout.coordinate(rank)["pp"]
             held = [share for share, owner in zip(shares, place, strict=True) if owner == here]
-            found.append(communication(self.layout, rank, step, held, place))
+            found.append(communication(self.layout, rank, self.step, held, place))
         return found
 
 
@@ -265,13 +271,19 @@ def _stage(job: Job, stage: int, rates: Rates, links: Links) -> StageStep:
         found = links.collective("all-gather", "tp", tp * 2 * job.microbatch.tokens * 4, tp)
         forward += [found] if found else []
     reductions: list[Collective | None] = []
-    for nbytes in bucket_bytes(share.gradient_bytes, job.bucket_mb * 1e6):
-        if not job.layout.zero:
-            reductions.append(links.collective("all-reduce", "dp", nbytes, job.layout.dp))
-            continue
-        # ZeRO-2 reduces in every microbatch; all of them are laid to the last.
-        often = job.microbatches if job.layout.zero == 2 else 1
+    whole = [] if job.layout.zero else bucket_bytes(share.gradient_bytes, job.bucket_mb * 1e6)
+    reductions += [links.collective("all-reduce", "dp", n, job.layout.dp) for n in whole]
+    shared = shared_buckets(job.layout, job.step, share) if job.layout.zero else ()
+    for late, nbytes, gathers in shared:
         ranks = job.state_ranks
+        if job.layout.zero == 3:
+            size = nbytes // GRADIENT_BYTES * job.element_bytes
+            values = links.collective("all-gather", "shard", size, ranks)
+            forward += [values] if values else []
+            again = gathers // job.microbatches - 1
+            backward += [values] * again if values else []
+        # ZeRO-2 and 3 reduce in every microbatch; all of them are laid to the last.
+        often = job.microbatches if job.layout.zero > 1 and not late else 1
         reductions += [links.collective("reduce-scatter", "shard", nbytes, ranks)] * often
         rest = job.layout.dp // ranks
         reductions.append(links.collective("all-reduce", "replicas", nbytes // ranks, rest))
@@ -305,7 +317,8 @@ def _rank(job: Job, stages: Sequence[int], rates: Rates, links: Links) -> RankSt
         for axis, nbytes in job.share(stage).partial_bytes.items():
             ranks = layout.tp if axis == "tp" else int(axis.removeprefix("tp_copies"))
             sums.append(links.collective("all-reduce", axis, nbytes, ranks))
-        if layout.zero:  # values gathered: waited for in the next step, and priced in this one
+        # Values gathered: waited for in the next step, and priced in this one.
+        if layout.zero in (1, 2):
             for nbytes in bucket_bytes(job.share(stage).gradient_bytes, job.bucket_mb * 1e6):
                 size = nbytes // GRADIENT_BYTES * job.element_bytes
                 sums.append(links.collective("all-gather", "shard", size, job.state_ranks))
@@ -330,9 +343,10 @@ def resident_bytes(job: Job, index: int) -> dict[str, int]:
     mine = elements // job.state_ranks
     masters = 0 if job.element_bytes == GRADIENT_BYTES else 4 * mine
     # ZeRO-1 lets go of the whole gradient after the step; at its worst moment it is there.
-    gradients = mine if job.layout.zero == 2 else elements
+    gradients = mine if job.layout.zero > 1 else elements
+    values = mine if job.layout.zero == 3 else elements
     return {
-        "parameters": elements * job.element_bytes,
+        "parameters": values * job.element_bytes,
         "gradients": gradients * GRADIENT_BYTES,
         # Two moments, a step's number for each tensor, and masters of what is not fp32.
         "optimizer": 8 * mine + 4 * len(held) + masters,

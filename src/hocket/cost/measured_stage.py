@@ -27,6 +27,7 @@ from hocket.spec.model_shape import (
     Saved,
     Weight,
 )
+from hocket.spec.plan import AFTER, BEFORE
 
 GRADIENT_BYTES = 4
 """Of an element: gradients are summed in fp32."""
@@ -106,6 +107,17 @@ def weights(shape: ModelShape, blocks: Iterable[str]) -> list[Weight]:
         for weight in shape.blocks[kind].weights:
             ends = kind in ("embedding", "head")
             found.setdefault(weight.name if ends else f"{number}.{weight.name}", weight)
+    return list(found.values())
+
+
+def weight_blocks(shape: ModelShape, blocks: Iterable[str]) -> list[str]:
+    """The block in which ZeRO-3 gathers each of `weights`, in the same order."""
+    found: dict[str, str] = {}
+    ends = {"embedding": BEFORE, "head": AFTER}
+    for number, kind in enumerate(blocks):
+        for weight in shape.blocks[kind].weights:
+            name = weight.name if kind in ends else f"{number}.{weight.name}"
+            found.setdefault(name, ends.get(kind, str(number)))
     return list(found.values())
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from hocket.spec.layout import Layout
 from hocket.spec.placement import Placement
-from hocket.spec.plan import ParallelPlan, Segment, Split, TensorPlan, matches
+from hocket.spec.plan import ParallelPlan, Segment, Split, TensorPlan, block_of, matches
 
 HALVES = 2
 """Half-layers of a transformer layer: attention and MLP, each a column then a row product."""
@@ -43,6 +43,8 @@ class StageShare:
         gradient_bytes: of each parameter with a gradient, in the module's order.
         late: which of these gradients are summed over other axes too, in the same order (none
             if left empty): under ZeRO they are reduced last, from buckets of their own.
+        blocks: the block in which ZeRO-3 gathers each of them (`spec.plan.block_of`), in the same
+            order.
         partial_bytes: axis to bytes of gradients that are partial sums over it, once a step.
         tied_bytes: bytes of gradients that another stage holds too; one entry per tie.
     """
@@ -63,6 +65,7 @@ class StageShare:
     split_loss: bool = False
     gradient_bytes: tuple[int, ...] = ()
     late: tuple[bool, ...] = ()
+    blocks: tuple[str, ...] = ()
     partial_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     tied_bytes: tuple[int, ...] = ()
 
@@ -150,6 +153,7 @@ class StageShare:
                 or (num_stages > 1 and p.name in {*plan.ties, *plan.ties.values()})
                 for p in own
             ),
+            blocks=tuple(block_of(p.name, plan.stages) for p in own),
             partial_bytes=partial,
             tied_bytes=tuple(tied),
             **fields,

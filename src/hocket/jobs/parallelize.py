@@ -63,7 +63,8 @@ def parallelize(
     layout = Layout.parse(str(layout), **fields)
     if order is None and layout.num_stages > 1:
         order = build(layout, layout.microbatches or 2 * layout.pp)
-    if plan is None and _is_hugging_face(module) and layout.tp * layout.num_stages > 1:
+    cut = layout.tp * layout.num_stages > 1 or layout.zero == 3
+    if plan is None and cut and _is_hugging_face(module):
         from hocket.models.plans import plan_for
 
         plan = plan_for(module, sequence=layout.sequence_parallel)

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 _UNSUPPORTED = tuple(row.field for row in TABLE if row.field not in DEGREES)
 
+_WRITTEN = ("zero", "shard", "recompute", "recompute_layers", "sequence_parallel")
+"""Fields that have no flag: they stand in the layout's text."""
+
 LARGEST_WORLD = 256
 """Ranks that hocket starts on one machine; more are joined through torchrun or Slurm."""
 
@@ -180,6 +183,8 @@ def _candidates(
             cut=cut,
             microbatches=asked,
             schedule=layout.schedule,
+            zero=layout.zero,
+            shard=layout.shard if layout.shard and dp % layout.shard == 0 else None,
             recompute=layout.recompute,
             recompute_layers=layout.recompute_layers,
             sequence_parallel=layout.sequence_parallel and tp > 1,
@@ -204,17 +209,15 @@ def _distance(wanted: Layout, other: Layout) -> tuple[float, float, int]:
 def _flags(wanted: Layout, other: Layout) -> str:
     """The flags that turn one layout into the other."""
     flags = []
-    dropped = any(getattr(wanted, name) != getattr(other, name) for name in _UNSUPPORTED)
+    names = (*_UNSUPPORTED, *_WRITTEN)
+    dropped = any(getattr(wanted, name) != getattr(other, name) for name in names)
     if dropped or other.axes_text() != wanted.axes_text():
-        kept = Layout(
-            recompute=other.recompute,
-            recompute_layers=other.recompute_layers,
-            sequence_parallel=other.sequence_parallel,
-        )
-        flags.append(f"--layout {other.axes_text()}{str(kept).removeprefix('dp1')}")
+        kept = {name: getattr(other, name) for name in _WRITTEN}
+        written = str(Layout(dp=other.dp, **kept)).partition(":")[2]
+        flags.append(f"--layout {':'.join(filter(None, (other.axes_text(), written)))}")
     for field in dataclasses.fields(Layout):
         value = getattr(other, field.name)
-        if field.name in (*DEGREES, *_UNSUPPORTED) or value is None:
+        if field.name in (*DEGREES, *names) or value is None:
             continue
         if value == getattr(wanted, field.name):
             continue

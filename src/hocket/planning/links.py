@@ -242,11 +242,12 @@ def _of_rank(problem: Problem, layout: Layout, rank: int) -> Iterator[Call]:
         if place[stage] != here:
             continue
         ends = [n for n, at in (("embedding", 0), ("head", len(cut) - 1)) if at == stage]
-        gradients = [
-            round(w.elements / _ways(layout, w.split) * GRADIENT)
-            for name in (*kinds, *ends)
+        held = [
+            (block, round(w.elements / _ways(layout, w.split) * GRADIENT))
+            for block, name in enumerate((*kinds, *ends))
             for w in problem.shape.blocks[name].weights
         ]
+        gradients = [nbytes for _, nbytes in held]
         weights += sum(gradients) / GRADIENT
         tied = problem.shape.tied and layout.pp > 1 and bool(ends)
         table = sum(w.elements for w in problem.shape.blocks["head"].weights) / layout.tp
@@ -256,6 +257,7 @@ def _of_rank(problem: Problem, layout: Layout, rank: int) -> Iterator[Call]:
             embedding="embedding" in ends,
             head="head" in ends,
             gradient_bytes=tuple(gradients),
+            blocks=tuple(str(block) for block, _ in held),
             tied_bytes=(round(table * GRADIENT),) if tied else (),
         )
         if layout.recompute == "full":

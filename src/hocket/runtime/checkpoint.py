@@ -51,7 +51,10 @@ class Parallel(Protocol):
     def named_parameters(self) -> Iterable[tuple[str, Tensor]]: ...
 
     def arrive(self) -> None:
-        """Wait for values that other ranks have stepped."""
+        """Make parameters whole, for reading and writing."""
+
+    def release(self) -> None:
+        """That is done."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -158,6 +161,7 @@ def save_checkpoint(
         aside.mkdir(parents=True)
     world.barrier()
     shard = _write_shard(aside, world.rank, parallel, optimizer_state)
+    parallel.release()
     write_text(aside / f"rank-{world.rank:05d}.json", json.dumps(shard.to_json()))
     world.barrier()  # (1)
     if world.rank == 0:
@@ -210,8 +214,10 @@ def load_checkpoint(
         if world.all_agree(not why):
             _same(path, manifest, layout, model, world)
             assert file is not None
+            parallel.arrive()
             with file:
                 state = _restore(file, manifest.shards[world.rank], parallel)
+            parallel.release()
             return Restored(
                 path=path,
                 step=manifest.step,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hocket.runtime.collectives import all_reduce
-from hocket.runtime.data_parallel.sharded import Piece
+from hocket.runtime.data_parallel.flat import Piece
 from hocket.runtime.mesh import Mesh
 from hocket.spec.placement import Placement
 

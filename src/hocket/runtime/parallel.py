@@ -13,7 +13,14 @@ from torch import Tensor, nn
 
 from hocket.runtime.clip import GradientNorm
 from hocket.runtime.collectives import all_reduce
-from hocket.runtime.data_parallel import Buckets, Piece, ShardedBuckets, ThreadedReplicas
+from hocket.runtime.data_parallel import (
+    Buckets,
+    Piece,
+    ShardedBlocks,
+    ShardedBuckets,
+    Shares,
+    ThreadedReplicas,
+)
 from hocket.runtime.loss import IGNORED
 from hocket.runtime.mesh import Mesh
 from hocket.runtime.pipeline.executor import Executor
@@ -98,7 +105,7 @@ class Parallel:
         self._finished = True
         mesh = self.mesh
         self._buckets: dict[int, Buckets] = {}
-        self._sharded: dict[int, ShardedBuckets] = {}
+        self._sharded: dict[int, Shares] = {}
         if mesh.axis("dp").size > 1:
             for stage in self.stages:
                 if self.layout.zero:
@@ -140,15 +147,25 @@ class Parallel:
     def _num_stages(self) -> int:
         return 1 if self.schedule is None else self.schedule.num_stages
 
-    def _shard(self, stage: Stage) -> ShardedBuckets:
+    def _shard(self, stage: Stage) -> Shares:
         """ZeRO: this stage's state in shares."""
         late = set(sum(self.plan.ties.items(), ())) if self._num_stages > 1 else set()
         late |= {name for name, p in stage.placements.items() if "tp" in p.grad_sum or p.has_copies}
+        axis, replicas = self.mesh.axis("shard"), self.mesh.axis("replicas")
+        if self.layout.zero == 3:
+            return ShardedBlocks(
+                stage.module,
+                self.plan.stages,
+                late,
+                axis=axis,
+                replicas=replicas,
+                recorder=self.recorder,
+            )
         return ShardedBuckets(
             stage.module,
             late,
-            self.mesh.axis("shard"),
-            self.mesh.axis("replicas"),
+            axis,
+            replicas,
             self.recorder,
             each_microbatch=self.layout.zero == 2,
             bucket_mb=self.bucket_mb,
@@ -172,9 +189,11 @@ class Parallel:
         for piece in self._pieces():
             yield piece.name, piece.tensor
 
-    def tensors(self) -> list[nn.Parameter]:
-        """The parameters, and what of them is stepped: all whose `.grad` may hold memory."""
-        return [*self.parameters(), *(p for _, p in self.named_stepped())]
+    def tensors(self) -> list[Tensor]:
+        """The parameters, and what of them is stepped or held: all that is there between steps,
+        and all whose `.grad` may hold memory."""
+        held = [tensor for sharded in self._sharded.values() for tensor in sharded.held()]
+        return [*self.parameters(), *(p for _, p in self.named_stepped()), *held]
 
     def local_part(self, name: str) -> slice | None:
         """What of the flattened local parameter `name` this rank's optimizer steps; None: none."""
@@ -195,10 +214,17 @@ class Parallel:
 
     def arrive(self) -> None:
         """Wait until every parameter is whole; to be called, by every rank, before parameters are
-        read other than by a forward."""
+        read, or written, other than by a step. `release` ends it, or the next step does."""
         self.publish()
+        with self.recorder.in_phase("other"):
+            for sharded in self._sharded.values():
+                sharded.arrive()
+
+    def release(self) -> None:
+        """Free the parameters that only `arrive` made whole (ZeRO-3), and keep what was written
+        into them."""
         for sharded in self._sharded.values():
-            sharded.arrive()
+            sharded.release()
 
     def gradients(self) -> dict[str, Tensor]:
         """Every local parameter's whole summed gradient after a step, by name; gathered from the
@@ -304,7 +330,7 @@ class Parallel:
                 for parameter in stage.module.parameters():
                     parameter.grad = None
 
-    def _reducers(self) -> Mapping[int, Buckets | ShardedBuckets]:
+    def _reducers(self) -> Mapping[int, Buckets | Shares]:
         """Stage to what sums its gradients over the data ranks."""
         return self._sharded or self._buckets
 

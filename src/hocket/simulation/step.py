@@ -184,6 +184,8 @@ class _Writer:
             return tuple(self.layout.rank({**where, "pp": i}) for i in ends)
         if axis in ("dp", "pp", "cp", "tp"):
             return self.layout.group(rank, axis)
+        if axis == "shard":
+            return next(row for row in self.layout.shard_groups() if rank in row)
         if axis == "model":
             sizes = [range(self.layout.degree(a)) for a in MODEL_AXES]
             places = itertools.product(*sizes)
@@ -207,10 +209,10 @@ class _Writer:
                 seconds = max(0.0, seconds + stage.first_weight)
             name = str(action)
             yield Begin(name)
-            tp = self.layout.group(rank, "tp")
             for one in inside:
                 yield Work(seconds / (len(inside) + 1))
-                yield from _collective(one, ("tp", number, next(counts)), tp)
+                key = (one.axis, number, next(counts))
+                yield from _collective(one, key, self._ranks(rank, one.axis))
             yield Work(seconds / (len(inside) + 1))
             yield End(name, {"lane": "compute", "kind": action.kind, "name": name, **fields})
         elif action.kind in SENDS or action.kind in RECEIVES:

@@ -41,7 +41,6 @@ class Capability:
 TABLE = (
     Capability(field="cp", runs=(1,), instead="has no context parallelism"),
     Capability(field="ep", runs=(1,), instead="splits experts over tp, not over ep"),
-    Capability(field="zero", runs=(0, 1, 2), instead="shards no parameters, at most zero=2"),
 )
 """Fields that are not here run with any value that a layout can have."""
 

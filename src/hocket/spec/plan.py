@@ -260,6 +260,31 @@ class ParallelPlan:
     """`tensor`, `stages`, `sequence` to the reason why that is not possible, or only in part."""
 
 
+BEFORE, AFTER, OTHER = "before", "after", "other"
+"""Blocks of what is no layer, as `block_of` names them."""
+
+
+def block_of(name: str, stages: StagePlan | None) -> str:
+    """The block in which ZeRO-3 gathers a parameter: the module of its layer, else what of the
+    model it belongs to: `before` the layers, `after` them (the head too), or `other`.
+
+    Args:
+        name: of the parameter.
+        stages: None: nothing is known of the model but its names: whatever is numbered is a layer.
+    """
+    parts = name.split(".")
+    if stages is None:
+        number = next((i for i, part in enumerate(parts[:-1]) if part.isdigit()), None)
+        return OTHER if number is None else ".".join(parts[: number + 1])
+    depth = len(stages.layers.split("."))
+    if name.startswith(f"{stages.layers}."):
+        return ".".join(parts[: depth + 1])
+    for block, modules in ((BEFORE, stages.before), (AFTER, (*stages.after, *stages.head))):
+        if any(name.startswith(f"{module}.") for module in modules):
+            return block
+    return OTHER
+
+
 def matches(pattern: str, name: str) -> bool:
     """Whether a module name fits a pattern; `*` stands for exactly one dotted part."""
     parts, names = pattern.split("."), name.split(".")

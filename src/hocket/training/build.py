@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -223,10 +223,11 @@ def compile_blocks(
                 child.forward = torch.compiler.disable(child.forward)  # type: ignore[no-untyped-call]
             if hasattr(child, CORE):
                 setattr(child, CORE, torch.compiler.disable(getattr(child, CORE)))  # type: ignore[no-untyped-call]
-            hooks = child._forward_pre_hooks
-            for key, hook in hooks.items():
-                if not (inside and getattr(hook, IN_GRAPH, False)):
-                    hooks[key] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+            hooks: dict[int, Any]
+            for hooks in (child._forward_pre_hooks, child._forward_hooks):
+                for key, hook in hooks.items():
+                    if not (inside and getattr(hook, IN_GRAPH, False)):
+                        hooks[key] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
         again = vars(layer).get("forward")
         if isinstance(again, RecomputedLayer):  # which runs it outside of any graph
             again.inner = torch.compile(again.inner, dynamic=False, backend=backend)

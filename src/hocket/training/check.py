@@ -109,6 +109,7 @@ def compare_layout(
     known = json.loads((folder / "reference.json").read_text())
     rank = _Rank(parallel, optimizer, known["shapes"])
     before = Reference(folder / "step-0.safetensors")
+    parallel.arrive()
     found: dict[str, Any] = {
         "losses": [],
         "norms": [],

@@ -141,7 +141,7 @@ class _Held:
     """The parameters of a rank that writes, or none."""
 
     def __init__(self, parallel: Parallel, writes: bool) -> None:
-        self.arrive = parallel.arrive
+        self.arrive, self.release = parallel.arrive, parallel.release
         self._parameters = dict(parallel.named_parameters()) if writes else {}
         self.placements = {name: parallel.placements[name] for name in self._parameters}
 

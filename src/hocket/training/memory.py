@@ -25,6 +25,8 @@ from torch.utils._pytree import tree_leaves
 from hocket.spec.errors import TrainingError
 from hocket.spec.units import format_bytes
 
+_RESIZE: Any = torch.ops.inductor.resize_storage_bytes_.default
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Memory:
@@ -93,6 +95,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.bytes = 0
         self.peak = 0
         self._alive: dict[int, Any] = {}
+        self._sizes: dict[int, int] = {}
+        self._counted: dict[int, int] = {}
         for tensor in known:
             if tensor is not None:
                 self._watch(tensor, counted=False)
@@ -105,7 +109,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor):
+        if func is _RESIZE:
+            self._resized(args[0])
+        elif isinstance(out, Tensor):
             self._watch(out)
         else:
             for leaf in tree_leaves(out):
@@ -118,23 +124,39 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key = storage._cdata
         if key in self._alive:
             return
-        nbytes = storage.nbytes() if counted else 0
-        self._alive[key] = weakref.finalize(storage, self._gone, key, nbytes)
+        self._alive[key] = weakref.finalize(storage, self._gone, key)
         self._alive[key].atexit = False
+        self._sizes[key] = storage.nbytes()
+        self._counted[key] = 0
+        if counted:
+            self._more(key, storage.nbytes())
+
+    def _resized(self, tensor: Tensor) -> None:
+        """A storage was given memory, or gave it back (parameters gathered for use)."""
+        self._watch(tensor)
+        storage = tensor.untyped_storage()
+        key, nbytes = storage._cdata, storage.nbytes()
+        more, self._sizes[key] = nbytes - self._sizes[key], nbytes
+        self._more(key, more)
+
+    def _more(self, key: int, nbytes: int) -> None:
+        self._counted[key] += nbytes
         self.bytes += nbytes
         self.peak = max(self.peak, self.bytes)
         if self.limit is not None and self.bytes > self.limit:
             raise self.full(self.bytes)
 
-    def _gone(self, key: int, nbytes: int) -> None:
+    def _gone(self, key: int) -> None:
         self._alive.pop(key, None)
-        self.bytes -= nbytes
+        self._sizes.pop(key)
+        self.bytes -= self._counted.pop(key)
 
     def close(self) -> None:
         """Let go of what is still watched."""
         for watched in list(self._alive.values()):  # collecting garbage may end some meanwhile
             watched.detach()
         self._alive.clear()
+        self._counted.clear()
 
 
 class MemoryCount:

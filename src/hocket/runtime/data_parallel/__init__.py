@@ -1,7 +1,18 @@
 """Data parallelism: replicas in processes (whole or sharded state) or in threads of one process."""
 
+from hocket.runtime.data_parallel.blocks import ShardedBlocks
 from hocket.runtime.data_parallel.buckets import Buckets, bucket_sizes
-from hocket.runtime.data_parallel.sharded import Piece, ShardedBuckets
+from hocket.runtime.data_parallel.flat import Piece
+from hocket.runtime.data_parallel.sharded import ShardedBuckets
+from hocket.runtime.data_parallel.shares import Shares
 from hocket.runtime.data_parallel.threads import ThreadedReplicas
 
-__all__ = ["Buckets", "Piece", "ShardedBuckets", "ThreadedReplicas", "bucket_sizes"]
+__all__ = [
+    "Buckets",
+    "Piece",
+    "ShardedBlocks",
+    "ShardedBuckets",
+    "Shares",
+    "ThreadedReplicas",
+    "bucket_sizes",
+]

@@ -130,6 +130,12 @@ class Buckets:
             for parameter in bucket.parameters:
                 parameter.grad = None
 
+    def begins(self, kind: str) -> None:
+        """Parameters are whole: they need nothing before a forward or backward."""
+
+    def ends(self, kind: str) -> None:
+        """Nor after it."""
+
     def last_backward(self) -> None:
         """The backward that begins now is the step's last: reduce each bucket once it is full."""
         self._last = True

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -55,6 +56,12 @@ Key = tuple[int, int]
 
 class Reducer(Protocol):
     """What sums one stage's gradients over the data ranks (`data_parallel.Buckets`)."""
+
+    def begins(self, kind: str) -> None:
+        """A forward or backward of the stage begins: F, B, I or W."""
+
+    def ends(self, kind: str) -> None:
+        """It is over."""
 
     def last_backward(self) -> None:
         """The backward that begins now is the step's last: reduce gradients as they come."""
@@ -220,7 +227,7 @@ class Executor:
             if self._grad:
                 self._inputs[key] = hidden.requires_grad_()
         microbatch = self._microbatches[key[1]]
-        with self.recorder.span("compute", FORWARD, str(action), stage=key[0], microbatch=key[1]):
+        with self._pass(action):
             result = stage.forward(microbatch, hidden)
         if not stage.is_last:
             self._outputs[key] = result
@@ -240,7 +247,7 @@ class Executor:
         key = (action.stage, _number(action))
         self._prepare(action)
         output, gradient = self._outputs.pop(key), self._output_grads.pop(key, None)
-        with self.recorder.span("compute", BACKWARD, str(action), stage=key[0], microbatch=key[1]):
+        with self._pass(action, BACKWARD):
             output.backward(gradient)  # type: ignore[no-untyped-call]
         hidden = self._inputs.pop(key, None)
         if hidden is not None:
@@ -256,8 +263,25 @@ class Executor:
     def _weight(self, action: Action) -> None:
         key = (action.stage, _number(action))
         self._prepare(action)
-        with self.recorder.span("compute", WEIGHT, str(action), stage=key[0], microbatch=key[1]):
+        with self._pass(action):
             WeightGradients.run(self._pending.pop(key))
+
+    @contextmanager
+    def _pass(self, action: Action, kind: str | None = None) -> Iterator[None]:
+        """Within, a stage is gone through forward or backward; noted as `kind`."""
+        reducer = self.reducers.get(action.stage)
+        with self.recorder.span(
+            "compute",
+            kind or action.kind,
+            str(action),
+            stage=action.stage,
+            microbatch=action.microbatch,
+        ):
+            if reducer is not None:
+                reducer.begins(action.kind)
+            yield
+            if reducer is not None:
+                reducer.ends(action.kind)
 
     def _overlap(self, action: Action) -> None:
         assert action.parts is not None

@@ -1,0 +1,316 @@
+"""ShardedBlocks: replicas that hold a share of everything, parameters too (ZeRO-3).
+
+    forward    gather 0 | run 0, gather 1 | free 0, run 1, gather 2 | ...            | head
+    backward   head | run 2, gather 1 | free 2, reduce-scatter 2, run 1, gather 0 | ...
+    optimizer  steps its share; nothing is gathered until the next forward asks
+
+A block is one layer: its values are gathered just before it runs, while the one before it still
+runs, and freed after it; in backward once more, in the other order. There its gradients are
+reduce-scattered when the next one begins. With one microbatch a layer so moves one and a half times
+the bytes of the all-reduce it replaces (Rajbhandari et al. 2020, ZeRO, section 7.2.2), with M of
+them M times that: two gathers and one reduce-scatter a microbatch.
+
+What is no layer lies in up to three blocks of its own: what runs `before` the layers, `after`
+them, and any `other`. They are gathered once a microbatch: an embedding's values are not read in
+backward, and what follows the layers stays from its forward to its backward.
+
+Everything happens at places that are the same on every rank (a block begins, a pass ends), and not
+when some gradient happens to be there: so ranks cannot differ in the order of their collectives,
+whatever part of a block their data uses.
+
+Not `torch.distributed.fully_shard`: its parameters are wrapper tensors, where layers, placements,
+checkpoints and clipping here read plain local ones; it reduces when a layer's backward is over,
+where weights' gradients that are put off (I and W) have not come, and sums of gradients over
+tensor ranks and ties would have to be made before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from hocket.runtime.collectives import all_gather_flat
+from hocket.runtime.data_parallel.buckets import grad_dtype
+from hocket.runtime.data_parallel.flat import Bucket, bucket_of, give_memory, take_memory
+from hocket.runtime.data_parallel.shares import Shares
+from hocket.runtime.mesh import Axis
+from hocket.runtime.record import Recorder
+from hocket.spec.plan import AFTER, BEFORE, OTHER, StagePlan, block_of
+from hocket.spec.schedule import BACKWARD, FORWARD, WEIGHT
+
+IN_FLIGHT = 1
+"""A block's reduction has until the next block's to end."""
+
+
+@dataclasses.dataclass(eq=False)
+class Block:
+    """What is gathered and freed together.
+
+    Attributes:
+        name: of the layer's module, or `before`, `after`, `other`.
+        buckets: one for each dtype, and for what is frozen or reduced late.
+        kept: its values stay from its forward to its backward.
+        started: marks of the gathers under way.
+    """
+
+    name: str
+    buckets: list[Bucket]
+    kept: bool = False
+    started: list[tuple[Any, Bucket]] = dataclasses.field(default_factory=list)
+
+    @property
+    def is_layer(self) -> bool:
+        return self.name not in (BEFORE, AFTER, OTHER)
+
+
+class ShardedBlocks(Shares):
+    """The parameters of one stage in shares: gathered for use, and stepped where they lie.
+
+    Args:
+        module: whose parameters are taken over, those that need no gradient too. Between uses
+            they have their shapes and no memory.
+        plan: names its layers, and what runs before and after them. None: the numbered children of
+            `module` are its layers, wherever they are, if each runs as a module.
+        late: names whose gradients are summed over other axes before they are reduced.
+        axis, replicas, recorder: as for `Shares`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: StagePlan | None,
+        late: Collection[str],
+        *,
+        axis: Axis,
+        replicas: Axis,
+        recorder: Recorder,
+    ) -> None:
+        members: dict[str, dict[Any, list[tuple[str, nn.Parameter]]]] = {}
+        for name, p in module.named_parameters():
+            block = block_of(name, plan)
+            if plan is None and block != OTHER and not _runs(module.get_submodule(block)):
+                block = OTHER
+            kind = (p.requires_grad, grad_dtype(p), p.dtype, p.device, name in late)
+            members.setdefault(block, {}).setdefault(kind, []).append((name, p))
+        self._blocks: dict[str, Block] = {}
+        for name, kinds in members.items():
+            buckets = []
+            for (_, dtype, _, _, is_late), found in kinds.items():
+                buckets.append(bucket_of(found, dtype, axis, late=is_late, resident=False))
+                self._free(buckets[-1])
+            self._blocks[name] = Block(name, buckets)
+        self._layers = [block for block in self._blocks.values() if block.is_layer]
+        everything = [bucket for block in self._blocks.values() for bucket in block.buckets]
+        stepped = [bucket for bucket in everything if bucket.parameters[0].requires_grad]
+        super().__init__(stepped, axis, replicas, recorder, in_flight=IN_FLIGHT)
+        self._frozen = [bucket for bucket in everything if bucket not in stepped]
+        self._kind = ""
+        self._entered: list[Block] = []
+        self._due: set[int] = set()
+        self._hook(module)
+
+    def _hook(self, module: nn.Module) -> None:
+        """Gather before a layer, or another module that holds parameters, runs; free after it."""
+        owner = {id(p): b for b in self._blocks.values() for u in b.buckets for p in u.parameters}
+        inside: set[int] = set()
+        for number, block in enumerate(self._layers):
+            layer = module.get_submodule(block.name)
+            inside |= {id(child) for child in layer.modules()}
+            # A parameter that several layers share lies in the block of one of them.
+            uses = _unique(owner[id(p)] for p in layer.parameters())
+            layer.register_forward_pre_hook(partial(self._layer_begins, number, uses))
+            layer.register_forward_hook(partial(self._layer_ended, number, uses))
+        for child in module.modules():
+            uses = _unique(owner[id(p)] for p in child._parameters.values() if p is not None)
+            if not uses or id(child) in inside:
+                continue
+            # An embedding's backward reads no values. Of a model without a plan nobody knows
+            # whether they are read elsewhere.
+            reads = not isinstance(child, nn.Embedding) or any(b.name == OTHER for b in uses)
+            for block in uses:
+                block.kept = block.kept or reads
+            child.register_forward_pre_hook(partial(self._other_begins, uses))
+            if reads:
+                child.register_forward_hook(partial(self._other_ended, uses))
+
+    # --- what the step sees ------------------------------------------------------------------
+
+    def held(self) -> list[Tensor]:
+        return [bucket.mine for bucket in (*self._buckets, *self._frozen)]
+
+    def zero_grad(self) -> None:
+        super().zero_grad()
+        self.release()
+
+    def begins(self, kind: str) -> None:
+        self._kind = kind
+        self._entered = []
+        if kind in (BACKWARD, WEIGHT):
+            self._due = {id(bucket) for bucket in self._buckets if not bucket.late}
+
+    def ends(self, kind: str) -> None:
+        if kind in (BACKWARD, WEIGHT):
+            for block in reversed(self._blocks.values()):
+                self._reduce_due(block)
+        keeps = kind == FORWARD and torch.is_grad_enabled()
+        for block in self._blocks.values():
+            if not (keeps and block.kept):
+                self._let_go(block)
+        self._kind = ""
+
+    def publish(self) -> None:
+        """What was gathered for readers is out of date."""
+        for block in self._blocks.values():
+            for bucket in block.buckets:
+                bucket.opened = False
+            self._let_go(block)
+
+    def arrive(self) -> None:
+        """Gather everything; what is written into it is taken over by `release`."""
+        for block in self._blocks.values():
+            self._use(block)
+            for bucket in block.buckets:
+                bucket.opened = True
+
+    def release(self) -> None:
+        """Free what is whole; of what `arrive` gathered, take over this rank's share first."""
+        for block in self._blocks.values():
+            self._let_go(block)
+
+    # --- forward -------------------------------------------------------------------------------
+
+    def _layer_begins(self, number: int, uses: list[Block], module: nn.Module, args: Any) -> None:
+        before = self._blocks.get(BEFORE)
+        if before is not None and not before.kept and before not in uses:
+            self._let_go(before)
+        for block in uses:
+            self._use(block)
+        if number + 1 < len(self._layers):
+            self._gather(self._layers[number + 1])
+        elif AFTER in self._blocks:
+            self._gather(self._blocks[AFTER])
+
+    def _layer_ended(
+        self, number: int, uses: list[Block], module: nn.Module, args: Any, output: Any
+    ) -> None:
+        for block in uses:
+            if block.is_layer:
+                self._let_go(block)
+        _before_backward(output, partial(self._layer_backward, number, uses))
+
+    def _other_begins(self, uses: list[Block], module: nn.Module, args: Any) -> None:
+        for block in uses:
+            self._use(block)
+            if block.name == BEFORE and self._layers:
+                self._gather(self._layers[0])
+
+    def _other_ended(self, uses: list[Block], module: nn.Module, args: Any, output: Any) -> None:
+        _before_backward(output, partial(self._other_backward, uses))
+
+    # --- backward ------------------------------------------------------------------------------
+
+    def _layer_backward(self, number: int, uses: list[Block], gradient: Tensor) -> None:
+        """The gradient of a layer's output is there: it begins, the one after it is over."""
+        if self._entered is not uses:
+            over, self._entered = self._entered, uses
+            after = self._blocks.get(AFTER)
+            for block in (*over, *([after] if after is not None and not over else [])):
+                if block.is_layer or block.name == AFTER:
+                    self._reduce_due(block)
+                    if block not in uses:
+                        self._let_go(block)
+        for block in uses:
+            self._use(block)
+        if number:
+            self._gather(self._layers[number - 1])
+
+    def _other_backward(self, uses: list[Block], gradient: Tensor) -> None:
+        for block in uses:
+            self._use(block)
+            if block.name == AFTER and self._layers and not self._entered:
+                self._gather(self._layers[-1])
+
+    def _reduce_due(self, block: Block) -> None:
+        """Reduce a block's gradients, once a backward; more often only if more have come."""
+        if self._kind not in (BACKWARD, WEIGHT):
+            return  # of half a backward: the weights' own half is still to come
+        for bucket in reversed(block.buckets):
+            more = bucket.gradient is not None and not bucket.late
+            if id(bucket) in self._due or (more and bucket in self._buckets):
+                self._due.discard(id(bucket))
+                self._reduce(bucket)
+
+    # --- values --------------------------------------------------------------------------------
+
+    def _gather(self, block: Block) -> None:
+        """Begin to gather a block, if it is not whole."""
+        for bucket in block.buckets:
+            if bucket.whole:
+                continue
+            bucket.whole = True
+            give_memory(bucket.flat)
+            start = self.recorder.mark()
+            phase = "other" if self.recorder.phase == "other" else "step"
+            with torch.no_grad(), self.recorder.in_phase(phase):
+                bucket.gathering = all_gather_flat(
+                    bucket.flat, bucket.mine, self.axis, self.recorder
+                )
+            block.started.append((start, bucket))
+
+    def _use(self, block: Block) -> None:
+        """A block is about to run: its values must be there."""
+        self._gather(block)
+        for start, bucket in block.started:
+            if bucket.gathering is None:
+                continue
+            bucket.gathering.wait()
+            bucket.gathering = None
+            self.recorder.add(
+                start,
+                "communication",
+                "all-gather",
+                f"all-gather {self.axis.name}",
+                axis=self.axis.name,
+                bytes=bucket.flat.numel() * bucket.flat.element_size(),
+            )
+        block.started.clear()
+
+    def _let_go(self, block: Block) -> None:
+        """Free a block's values."""
+        if any(bucket.gathering is not None for bucket in block.buckets):
+            self._use(block)  # gathered and never used
+        for bucket in block.buckets:
+            if bucket.whole:
+                if bucket.opened:
+                    with torch.no_grad():
+                        bucket.mine.copy_(bucket.part(self.axis))
+                self._free(bucket)
+
+    @staticmethod
+    def _free(bucket: Bucket) -> None:
+        bucket.whole = bucket.opened = False
+        take_memory(bucket.flat)
+
+
+def _unique(blocks: Iterable[Block]) -> list[Block]:
+    return list({id(block): block for block in blocks}.values())
+
+
+def _runs(module: nn.Module) -> bool:
+    """Whether a module can be called; lists of modules or parameters cannot."""
+    return type(module).forward is not nn.Module.forward
+
+
+def _before_backward(output: Any, call: Any) -> None:
+    """Call it with the gradient of any tensor of a module's output, before that is used."""
+    if not torch.is_grad_enabled():
+        return
+    for tensor in tree_leaves(output):
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            tensor.register_hook(call)  # type: ignore[no-untyped-call]

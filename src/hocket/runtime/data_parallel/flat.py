@@ -1,0 +1,157 @@
+"""Bucket: parameters side by side in one flat tensor, and the share of it that a rank owns.
+
+    flat    | w9 w8 w7 ........ pad |      the parameters are views of it
+    mine    | 1/n   |                      what this rank's optimizer steps, in pieces
+
+What ZeRO's stages have in common. Where parameters are resident, `mine` is a part of `flat`; where
+they are gathered for use (stage 3), it is a tensor of its own and `flat` has memory for as long as
+its values are needed. The memory is taken from the storage and given back to it, so that whatever
+autograd saved of a parameter finds the values again, and keeps none alive.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hocket.runtime.collectives import Work
+from hocket.runtime.mesh import Axis
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Piece:
+    """The part of one parameter that this rank steps.
+
+    Attributes:
+        name: of the parameter.
+        tensor: 1-D, a view of the parameter's values; its `.grad` is the summed gradient's part.
+        start, stop: where it lies in the flattened local parameter.
+    """
+
+    name: str
+    tensor: nn.Parameter
+    start: int
+    stop: int
+
+
+@dataclasses.dataclass(eq=False)
+class Bucket:
+    """Parameters that lie side by side in `flat` and travel together.
+
+    Attributes:
+        names, parameters: in their order in `flat`.
+        flat: 1-D, the axis's size times `mine`.
+        mine: 1-D, this rank's share.
+        dtype: of gradients.
+        late: gradients are summed over other axes before they are reduced.
+        offsets: where each parameter begins in `flat`; last, where the padding does.
+        pieces: those of this rank, and where each begins in `mine`.
+        gradient, views: the whole gradient while it fills, and each parameter's place in it.
+        missing: parameters whose gradient has not come.
+        share: this rank's share of the summed gradient.
+        gathering: values on their way.
+        whole: `flat` has memory, and holds values or will once `gathering` is done.
+        opened: whole for readers and writers outside of a step: what they leave is taken over.
+    """
+
+    names: list[str]
+    parameters: list[nn.Parameter]
+    flat: Tensor
+    mine: Tensor
+    dtype: torch.dtype
+    late: bool
+    offsets: list[int]
+    pieces: list[tuple[Piece, int]] = dataclasses.field(default_factory=list)
+    gradient: Tensor | None = None
+    views: list[Tensor] = dataclasses.field(default_factory=list)
+    missing: set[int] = dataclasses.field(default_factory=set)
+    share: Tensor | None = None
+    gathering: Work | None = None
+    whole: bool = True
+    opened: bool = False
+
+    def view(self, index: int) -> Tensor:
+        """The place of one parameter's gradient; the whole gradient is made at the first."""
+        if self.gradient is None:
+            self.gradient = torch.empty_like(self.flat, dtype=self.dtype)
+            self.gradient[self.offsets[-1] :].zero_()
+            self.views = [
+                self.gradient[start : start + parameter.numel()].view_as(parameter)
+                for start, parameter in zip(self.offsets, self.parameters, strict=False)
+            ]
+        return self.views[index]
+
+    def take(self) -> Tensor:
+        """The whole gradient, of which nothing is kept here."""
+        assert self.gradient is not None
+        whole, self.gradient = self.gradient, None
+        self.views = []
+        return whole
+
+    def all_missing(self) -> None:
+        """No gradient has come."""
+        self.missing = set(range(len(self.parameters)))
+
+    def part(self, axis: Axis) -> Tensor:
+        """This rank's share of `flat`, where it has memory."""
+        size = self.mine.numel()
+        return self.flat[size * axis.index : size * (axis.index + 1)]
+
+
+def bucket_of(
+    found: list[tuple[str, nn.Parameter]],
+    dtype: torch.dtype,
+    axis: Axis,
+    *,
+    late: bool = False,
+    resident: bool = True,
+) -> Bucket:
+    """Move parameters (of one dtype, with their names) into a flat tensor that the axis divides.
+
+    Args:
+        dtype: of gradients.
+        axis: the ranks that share the bucket.
+        late: as in `Bucket`.
+        resident: `mine` is a part of `flat`, which always has memory; else it is a copy.
+    """
+    names, parameters = [n for n, _ in found], [p for _, p in found]
+    offsets = [0]
+    for parameter in parameters:
+        offsets.append(offsets[-1] + parameter.numel())
+    size = -(-offsets[-1] // axis.size)
+    first = parameters[0]
+    flat = torch.zeros(size * axis.size, dtype=first.dtype, device=first.device)
+    begin, end = size * axis.index, size * (axis.index + 1)
+    for parameter, start in zip(parameters, offsets, strict=False):
+        place = flat[start : start + parameter.numel()]
+        place.copy_(parameter.detach().reshape(-1))
+        parameter.data = place.view(parameter.shape)
+    mine = flat[begin:end] if resident else flat[begin:end].clone()
+    bucket = Bucket(names, parameters, flat, mine, dtype, late, offsets)
+    for name, parameter, start in zip(names, parameters, offsets, strict=False):
+        low, high = max(start, begin), min(start + parameter.numel(), end)
+        if parameter.requires_grad and low < high:
+            piece = nn.Parameter(mine[low - begin : high - begin])
+            piece.grad_dtype = dtype
+            bucket.pieces.append((Piece(name, piece, low - start, high - start), low - begin))
+    bucket.all_missing()
+    return bucket
+
+
+def give_memory(flat: Tensor) -> None:
+    """Let a tensor whose storage is empty hold its elements; what they are is undefined."""
+    _resize(flat, flat.numel() * flat.element_size())
+
+
+def take_memory(flat: Tensor) -> None:
+    """Free a tensor's elements; it and its views stay what they are, but must not be read."""
+    _resize(flat, 0)
+
+
+def _resize(flat: Tensor, nbytes: int) -> None:
+    # As an operation of torch's it is seen by whoever counts memory (`training.memory`).
+    resize: Any = torch.ops.inductor.resize_storage_bytes_
+    resize(flat, nbytes)

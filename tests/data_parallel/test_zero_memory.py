@@ -1,0 +1,49 @@
+"""What each stage of ZeRO holds: counted, foretold, and by kind what it should be."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.ranks import RankPool
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(200)]
+
+# Much weight and few tokens: the parameters outweigh the activations.
+HIDDEN, INNER, LAYERS, VOCABULARY = 64, 256, 8, 64
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": HIDDEN,
+    "intermediate_size": INNER, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "max_position_embeddings": 64, "tie_word_embeddings": False,
+}  # fmt: skip
+LAYER = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER + 2 * HIDDEN
+ENDS = 2 * VOCABULARY * HIDDEN + HIDDEN
+WHOLE = 4 * (LAYERS * LAYER + ENDS)
+"""Bytes of all parameters, in fp32; gradients have as many."""
+
+
+@pytest.mark.parametrize("layout", ["dp2:zero=1", "dp2:zero=1,microbatches=2"])
+def test_each_stage_holds_less(ranks: RankPool, layout: str) -> None:
+    modes = [{"zero": 1}, {"zero": 2}, {"zero": 3}, {"zero": 3, "recompute": "full"}]
+    for one, two, three, again in ranks.run(
+        "tests.training.recompute_cases:modes", 2, config=LLAMA, layout=layout, modes=modes
+    ):
+        # ZeRO-1 sums microbatches first, then ranks: other bits where there are several.
+        for found in (three, again) if "microbatches" in layout else (one, three, again):
+            assert found["losses"] == two["losses"]
+            assert found["gradients"] == two["gradients"]
+        for found in (one, two, three, again):
+            counted, foretold = found["bytes"], found["foretold"]
+            assert foretold["total"] == pytest.approx(counted["total"], rel=0.05)
+            assert counted["optimizer"] == pytest.approx(WHOLE, rel=0.01)  # a half of two moments
+        assert one["bytes"]["parameters"] == two["bytes"]["parameters"] == WHOLE
+        assert three["bytes"]["parameters"] == WHOLE / 2
+        # Nothing keeps a gathered layer alive: beside what ZeRO-2 holds too, at most two of the
+        # eight are whole at a time, and what is no layer.
+        assert three["bytes"]["activations"] <= two["bytes"]["activations"] + 4 * (2 * LAYER + ENDS)
+        totals = [found["bytes"]["total"] for found in (one, two, three, again)]
+        assert totals == sorted(totals, reverse=True)
+        assert totals[1] > totals[2] > totals[3]
+        assert (totals[0] > totals[1]) == ("microbatches" in layout)
