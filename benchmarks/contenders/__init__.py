@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from benchmarks.groups import Contender
 
-AXES = ("one", "data", "tensor", "sequence", "pipeline", "three")
+AXES = ("one", "data", "zero", "tensor", "sequence", "pipeline", "three")
 """Tables, in the order they are measured."""
 
 TITLES = {
     "one": "one process",
     "data": "data parallel, 2 ranks",
+    "zero": "ZeRO-1, -2 and -3, 2 ranks",
     "tensor": "tensor parallel, 2 ranks",
     "sequence": "tensor parallel on slices of sequences, 2 ranks",
     "pipeline": "pipeline, 2 ranks, 4 microbatches",
@@ -55,6 +56,26 @@ def contenders(microbatches: int) -> list[Contender]:
             entry="benchmarks.contenders.megatron:build",
             options={"tp": 1},
             requires=("megatron", "einops"),
+        ),
+        *(
+            Contender(
+                name=f"PyTorch fully_shard, ZeRO-{stage}",
+                axis="zero",
+                entry=f"{pytorch}:sharded",
+                options={"stage": stage},
+            )
+            for stage in (2, 3)
+        ),
+        *(
+            Contender(
+                name=f"DeepSpeed, ZeRO-{stage}",
+                axis="zero",
+                entry="benchmarks.contenders.deepspeed:zero",
+                options={"stage": stage},
+                requires=("deepspeed",),
+                environment=_DEEPSPEED,
+            )
+            for stage in (1, 2, 3)
         ),
         Contender(name="PyTorch DTensor", axis="tensor", entry=f"{pytorch}:tensor_parallel"),
         Contender(
@@ -131,6 +152,7 @@ def _ours(microbatches: int) -> list[Contender]:
     # (text of the table, layout, axis, ranks)
     layouts = [
         ("dp2", "dp2", "data", 2),
+        *((f"dp2 zero={stage}", f"dp2:zero={stage}", "zero", 2) for stage in (1, 2, 3)),
         ("tp2", "tp2", "tensor", 2),
         ("tp2 whole sequences", "tp2", "sequence", 2),
         ("tp2 sequence parallel", "tp2:sequence_parallel=true", "sequence", 2),

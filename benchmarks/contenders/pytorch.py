@@ -52,6 +52,31 @@ def data_parallel(workload: Workload) -> Step:
     return step
 
 
+def sharded(workload: Workload, stage: int) -> Step:
+    """fully_shard of each layer and of the whole: ZeRO-3, or with parameters kept from forward to
+    backward what comes nearest to ZeRO-2."""
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks,))
+    model = workload.model()
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=stage == 3)
+    fully_shard(model, mesh=mesh, reshard_after_forward=stage == 3)
+    optimizer = workload.optimizer(model.parameters())
+
+    def step(ids: torch.Tensor) -> float:
+        mine = ids.chunk(ranks)[dist.get_rank()]
+        loss = next_token_loss(model(mine).logits, mine)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return mean_over_ranks(loss)
+
+    return step
+
+
 def _split_layers(layers: nn.ModuleList, mesh: DeviceMesh, slices: bool = False) -> None:
     """Megatron's pairing on each decoder layer: column then row, in attention and in the MLP; with
     `slices` norms and residuals on slices of the sequence, as PyTorch's tutorial has it."""
