@@ -8,6 +8,13 @@ what is counted as activations is the fullest moment less all gradients.
 from __future__ import annotations
 
 from hocket.cost.measured_prices import Job, resident_bytes
+from hocket.cost.measured_shares import (
+    block_bytes,
+    fullest,
+    gathered_bytes,
+    kept_bytes,
+    share_bytes,
+)
 from hocket.cost.measured_stage import GRADIENT_BYTES, local, saved_bytes, weights
 from hocket.spec.model_shape import BlockShape
 from hocket.spec.schedule import BACKWARD, FORWARD, INPUT, WEIGHT
@@ -61,6 +68,8 @@ def made(job: Job, index: int) -> int:
         stage: backward_bytes(job, kind) + _whole_layer(job, stage) for stage, kind in kinds.items()
     }
     scratch = min(SCRATCH, job.microbatch.tokens * job.shape.vocab * 4)
+    if job.layout.zero > 1 and job.state_ranks > 1:
+        return posted + _made_in_shares(job, index, held, put_off)
     now = most = posted
     for action in job.schedule.ranks[index]:
         for part in action.parts or (action,):
@@ -79,6 +88,43 @@ def made(job: Job, index: int) -> int:
                 now += gradients.pop(stage, 0)
                 now -= held[stage] if part.kind == BACKWARD else put_off[stage]
                 most = max(most, now)
+    return most
+
+
+def _made_in_shares(job: Job, index: int, held: dict[int, int], put_off: dict[int, int]) -> int:
+    """The same under ZeRO-2 and -3, where a stage's gradients are never whole at once, but while a
+    backward in two halves waits for the weights' half."""
+    now = most = 0
+    last = job.schedule.num_stages - 1
+    reduced: set[int] = set()
+    halves: dict[int, int] = {}
+    for action in job.schedule.ranks[index]:
+        for part in action.parts or (action,):
+            stage = part.stage
+            whole = sum(block_bytes(job, stage))
+            if part.kind == FORWARD:
+                now += held[stage]
+                kept = kept_bytes(job, stage)
+                values = max(gathered_bytes(job, stage), kept)
+                scratch = min(SCRATCH, job.microbatch.tokens * job.shape.vocab * 4)
+                most = max(most, now + (max(values, scratch + kept) if stage == last else values))
+            if part.kind in (BACKWARD, INPUT):
+                layers = [kind for kind in job.blocks(stage) if kind != "head"]
+                working = backward_bytes(job, layers) + _whole_layer(job, stage)
+                most = max(most, now + fullest(job, stage, working, first=stage not in reduced))
+            if part.kind == INPUT:
+                now -= held[stage] - put_off[stage]
+                now += whole if not halves.get(stage) else 0
+                halves[stage] = halves.get(stage, 0) + 1
+            elif part.kind in (BACKWARD, WEIGHT):
+                if stage not in reduced:
+                    now += share_bytes(job, stage)
+                    reduced.add(stage)
+                now -= held[stage] if part.kind == BACKWARD else put_off[stage]
+                most = max(most, now)
+                if part.kind == WEIGHT:
+                    halves[stage] -= 1
+                    now -= whole if not halves[stage] else 0
     return most
 
 
