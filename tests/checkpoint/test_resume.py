@@ -28,6 +28,8 @@ TRAIN = "tests.checkpoint.cases:train"
         ("gpt2", "tp2"),
         ("llama_tied", "dp2.pp2.tp2:microbatches=2,zero=2"),
         ("gpt2", "dp2.tp2:microbatches=2,zero=3"),
+        ("llama", "dp2:zero=3,offload=params"),
+        ("llama", "dp2:zero=1,offload=optimizer"),
     ],
 )
 def test_resuming_changes_no_bit(ranks: RankPool, tmp_path: Path, family: str, layout: str) -> None:

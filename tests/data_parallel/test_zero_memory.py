@@ -47,3 +47,21 @@ def test_each_stage_holds_less(ranks: RankPool, layout: str) -> None:
         assert totals == sorted(totals, reverse=True)
         assert totals[1] > totals[2] > totals[3]
         assert (totals[0] > totals[1]) == ("microbatches" in layout)
+
+
+def test_what_is_offloaded_is_computed_the_same(ranks: RankPool) -> None:
+    """On a CPU the host's memory is the device's: the same way, to the last bit."""
+    plain = [{"zero": 1}, {"zero": 3}]
+    moved = [{"zero": 1, "offload": "optimizer"}, {"zero": 3, "offload": "params"}]
+    for found in ranks.run(
+        "tests.training.recompute_cases:modes",
+        2, config=LLAMA, layout="dp2:zero=1", modes=[*plain, *moved],
+    ):  # fmt: skip
+        for one, other in zip(found[:2], found[2:], strict=True):
+            assert other["losses"] == one["losses"]
+            assert other["gradients"] == one["gradients"]
+            assert other["foretold"]["total"] == pytest.approx(other["bytes"]["total"], rel=0.05)
+        # Beside the moments, a master of this rank's half of all parameters.
+        masters = found[2]["bytes"]["optimizer"] - found[0]["bytes"]["optimizer"]
+        assert masters == WHOLE / 2
+        assert found[3]["bytes"]["optimizer"] == found[1]["bytes"]["optimizer"]

@@ -18,7 +18,8 @@ PUBLIC = [
 ]  # fmt: skip
 
 LAYOUT = {
-    "layout", "schedule", "microbatches", "cut", "virtual_stages", "data_parallel", "order",
+    "layout", "schedule", "microbatches", "cut", "virtual_stages", "data_parallel", "offload",
+    "order",
 }  # fmt: skip
 WORKLOAD = {"seq_len", "global_batch", "dtype"}
 TRAINING = {

@@ -37,6 +37,8 @@ class LayoutFlags:
         cut: balanced (by cost), even, or layers per stage as in 3-5. None: balanced.
         virtual_stages: stages on each pipeline rank. None: 1.
         data_parallel: processes (one rank a replica) or threads (one process). None: processes.
+        offload: optimizer (its state lives and is stepped in host memory) or params (shares of the
+            parameters too; needs zero=3 in the layout). None: nothing.
         order: mesh axes from the fastest-varying rank digit to the slowest. None: tp-cp-dp-pp.
     """
 
@@ -46,6 +48,7 @@ class LayoutFlags:
     cut: Text = None
     virtual_stages: Count = None
     data_parallel: Text = None
+    offload: Text = None
     order: Text = None
 
 

@@ -185,6 +185,7 @@ def _candidates(
             schedule=layout.schedule,
             zero=layout.zero,
             shard=layout.shard if layout.shard and dp % layout.shard == 0 else None,
+            offload=layout.offload,
             recompute=layout.recompute,
             recompute_layers=layout.recompute_layers,
             sequence_parallel=layout.sequence_parallel and tp > 1,

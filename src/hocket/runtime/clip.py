@@ -94,6 +94,7 @@ class GradientNorm:
         if parts:
             norms = torch._foreach_norm(parts, 2, dtype=torch.float32)
             total = torch.stack(list(norms)).square_().sum()
+        total = total.to(self.mesh.device)  # gradients of what is offloaded lie on the host
         all_reduce(total, self._axis, self.mesh.recorder)
         return total.sqrt_()
 
@@ -111,7 +112,7 @@ class GradientNorm:
         if norm.is_cuda or not float(scale) >= 1.0:
             grads = [p.grad for p in self.parameters if p.grad is not None]
             if grads:
-                torch._foreach_mul_(grads, scale)
+                torch._foreach_mul_(grads, scale.to(grads[0].device))
         return norm
 
 

@@ -106,7 +106,9 @@ class Parallel:
         mesh = self.mesh
         self._buckets: dict[int, Buckets] = {}
         self._sharded: dict[int, Shares] = {}
-        if mesh.axis("dp").size > 1:
+        # One rank alone has nobody to share with, and may still keep its parameters on the host.
+        alone = mesh.axis("dp").size == 1
+        if not alone or self.layout.offload == "params":
             for stage in self.stages:
                 if self.layout.zero:
                     self._sharded[stage.index] = self._shard(stage)
@@ -160,6 +162,7 @@ class Parallel:
                 axis=axis,
                 replicas=replicas,
                 recorder=self.recorder,
+                on_host=self.layout.offload == "params",
             )
         return ShardedBuckets(
             stage.module,

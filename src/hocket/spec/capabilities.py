@@ -49,6 +49,7 @@ SERVING = (
     Capability(field="ep", runs=(1,), instead="splits experts over tp, not over ep"),
     Capability(field="zero", runs=(0,), instead="has no optimizer in a server"),
     Capability(field="shard", runs=(None,), instead="has no optimizer in a server"),
+    Capability(field="offload", runs=("none",), instead="keeps weights of a server on its devices"),
     Capability(field="virtual_stages", runs=(1,), instead="serves with one stage a rank"),
     Capability(
         field="data_parallel", runs=("processes",), instead="serves each replica in processes"

@@ -27,6 +27,7 @@ DEGREES = (*AXES, "ep")
 CUTS = ("balanced", "even")
 RECOMPUTE = ("none", "selective", "full")
 DATA_PARALLEL = ("processes", "threads")
+OFFLOAD = ("none", "optimizer", "params")
 
 _TERM = re.compile(r"([a-z]+)([0-9]+)")
 
@@ -47,6 +48,9 @@ class Layout:
             `"even"` (equal numbers of layers).
         zero: ZeRO stage (0: plain data parallel).
         shard: how many data ranks share one copy of the ZeRO state. None: all of dp.
+        offload: what lives in the host's memory instead of the device's: `"none"`, `"optimizer"`
+            (moments and masters, stepped on the host) or `"params"` (each rank's share of the
+            parameters too; needs zero=3).
         recompute: activations recomputed in backward: `"none"`, `"selective"` (of attention cores
             alone) or `"full"` (each layer runs again, from its input).
         recompute_layers: how many layers of each stage, the first ones, are recomputed. None: all.
@@ -66,6 +70,7 @@ class Layout:
     cut: str | tuple[int, ...] = "balanced"
     zero: int = 0
     shard: int | None = None
+    offload: str = "none"
     recompute: str = "none"
     recompute_layers: int | None = None
     sequence_parallel: bool = False
@@ -83,10 +88,20 @@ class Layout:
             raise LayoutError(f"zero is {self.zero}; ZeRO has the stages 0, 1, 2 and 3")
         if self.shard is not None and (self.shard < 1 or self.dp % self.shard):
             raise LayoutError(f"shard is {self.shard}; it must divide dp = {self.dp}")
-        for field, choices in (("recompute", RECOMPUTE), ("data_parallel", DATA_PARALLEL)):
+        for field, choices in (
+            ("recompute", RECOMPUTE),
+            ("data_parallel", DATA_PARALLEL),
+            ("offload", OFFLOAD),
+        ):
             if getattr(self, field) not in choices:
                 message, hint = unknown(field, str(getattr(self, field)), choices)
                 raise LayoutError(message, hint=hint)
+        if self.offload == "params" and self.zero != 3:
+            raise LayoutError(
+                "offload=params keeps shares of the parameters on the host and gathers a layer "
+                f"from there when it runs, which is zero=3; zero is {self.zero}",
+                hint=f"{self.axes_text()}:zero=3,offload=params",
+            )
         if self.recompute_layers is not None and self.recompute_layers < 1:
             raise LayoutError(
                 f"recompute_layers is {self.recompute_layers}; it must be at least 1",
@@ -126,6 +141,12 @@ class Layout:
                 f"data_parallel=threads keeps one state, on its first replica: zero={self.zero} "
                 "has nothing to share",
                 hint=f"dp{self.dp}:zero={self.zero}",
+            )
+        if self.data_parallel == "threads" and self.offload != "none":
+            raise LayoutError(
+                "data_parallel=threads is there to be compared, and offloads nothing: "
+                f"offload={self.offload}",
+                hint=f"dp{self.dp}:offload={self.offload}",
             )
         if self.data_parallel == "threads" and self.recompute != "none":
             raise LayoutError(

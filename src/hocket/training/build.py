@@ -194,7 +194,8 @@ def build(spec: RunSpec, context: RankContext, schedule: Schedule | None = None)
 def build_optimizer(parallel: Parallel, options: TrainOptions) -> Optimizer:
     """The optimizer of what this rank steps: its parameters, or with ZeRO its share of them."""
     dims = {name: len(placement.shape) for name, placement in parallel.placements.items()}
-    return Optimizer(parallel.named_stepped(), options, dims)
+    on_host = parallel.layout.offload == "optimizer"
+    return Optimizer(parallel.named_stepped(), options, dims, on_host=on_host)
 
 
 def compile_blocks(

@@ -33,7 +33,7 @@ from hocket.spec.placement import Placement
 from hocket.spec.run import RunSpec, TrainOptions, write_text
 from hocket.spec.schedule import Schedule
 from hocket.spec.tensor_file import TensorFile
-from hocket.training.optimizer import STATE, Optimizer
+from hocket.training.optimizer import Optimizer
 from hocket.training.reference import global_batch, microbatches, write_reference
 
 if TYPE_CHECKING:
@@ -120,6 +120,8 @@ def compare_layout(
         "blocks": {name: p.to_json()["blocks"] for name, p in rank.placements.items()},
     }
     _realign(rank, before, 0)
+    parallel.release()
+    optimizer.refresh_masters()
     data_rank = 0 if spec.layout.data_parallel == "threads" else mesh.coordinate["dp"]
     for step in range(1, steps + 1):
         batch = global_batch(spec, step)
@@ -138,6 +140,8 @@ def compare_layout(
         parallel.arrive()
         found["value"].append(rank.value_differences(after, step, spec.options))
         _realign(rank, after, step)
+        parallel.release()
+        optimizer.refresh_masters()
     world = World.of(mesh)
     write_text(folder / f"rank-{mesh.rank}.json", json.dumps(found))
     world.barrier()
@@ -216,10 +220,10 @@ def _realign(rank: _Rank, file: Reference, step: int) -> None:
     if step == 0:
         return
     state: dict[str, dict[str, Tensor]] = {}
-    for name in rank.optimizer.state_tensors():
+    for name, held in rank.optimizer.state_tensors().items():
         state[name] = {"step": torch.tensor(float(step))}
-        for key in STATE:
-            part = rank.part(file, key, name)
+        for key in held.keys() - {"step"}:
+            part = rank.part(file, "value" if key == "master" else key, name)
             here = rank.local_part(name)
             state[name][key] = part if here == slice(None) else part.reshape(-1)[here]
     rank.optimizer.load_state_tensors(state)

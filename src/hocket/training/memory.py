@@ -30,21 +30,25 @@ _RESIZE: Any = torch.ops.inductor.resize_storage_bytes_.default
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Counted bytes of one rank."""
+    """Counted bytes of one rank, on its device; `host`: what is offloaded from a GPU. On a CPU the
+    host's memory is the device's, and what is offloaded counts by what it is for."""
 
     parameters: int = 0
     gradients: int = 0
     optimizer: int = 0
     activations: int = 0
+    host: int = 0
 
     @property
     def total(self) -> int:
-        """Bytes at the worst moment."""
+        """Bytes of the device at the worst moment."""
         return self.parameters + self.gradients + self.optimizer + self.activations
 
     def to_json(self) -> dict[str, int]:
-        """The four counts and their total."""
-        return {**dataclasses.asdict(self), "total": self.total}
+        """The four counts and their total, and the host's if there is any."""
+        counts = dataclasses.asdict(self)
+        host = counts.pop("host")
+        return {**counts, "total": self.total, **({"host": host} if host else {})}
 
 
 def storage_bytes(tensors: Iterable[Tensor | None]) -> int:
@@ -233,9 +237,19 @@ class MemoryCount:
         )
 
     def _standing(self, activations: int) -> Memory:
+        gradients = [p.grad for p in self._parameters]
+        optimizer = list(self._optimizer_tensors())
+        everything = (*self._parameters, *gradients, *optimizer)
         return Memory(
-            parameters=storage_bytes(self._parameters),
-            gradients=storage_bytes(p.grad for p in self._parameters),
-            optimizer=storage_bytes(self._optimizer_tensors()),
+            parameters=storage_bytes(self._here(self._parameters)),
+            gradients=storage_bytes(self._here(gradients)),
+            optimizer=storage_bytes(self._here(optimizer)),
             activations=activations,
+            host=storage_bytes(t for t in everything if t is not None and not self._lies_here(t)),
         )
+
+    def _here(self, tensors: Iterable[Tensor | None]) -> Iterator[Tensor]:
+        return (t for t in tensors if t is not None and self._lies_here(t))
+
+    def _lies_here(self, tensor: Tensor) -> bool:
+        return tensor.device.type == self._device.type

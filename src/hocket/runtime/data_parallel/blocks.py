@@ -79,6 +79,9 @@ class ShardedBlocks(Shares):
             `module` are its layers, wherever they are, if each runs as a module.
         late: names whose gradients are summed over other axes before they are reduced.
         axis, replicas, recorder: as for `Shares`.
+        on_host: shares live in the host's memory, and are stepped there (Rajbhandari et al. 2021,
+            ZeRO-Infinity); of a block that is gathered, this rank's share is on the device for as
+            long as that takes.
     """
 
     def __init__(
@@ -90,7 +93,9 @@ class ShardedBlocks(Shares):
         axis: Axis,
         replicas: Axis,
         recorder: Recorder,
+        on_host: bool = False,
     ) -> None:
+        self._on_host = on_host
         members: dict[str, dict[Any, list[tuple[str, nn.Parameter]]]] = {}
         for name, p in module.named_parameters():
             block = block_of(name, plan)
@@ -102,7 +107,9 @@ class ShardedBlocks(Shares):
         for name, kinds in members.items():
             buckets = []
             for (_, dtype, _, _, is_late), found in kinds.items():
-                buckets.append(bucket_of(found, dtype, axis, late=is_late, resident=False))
+                buckets.append(
+                    bucket_of(found, dtype, axis, late=is_late, resident=False, on_host=on_host)
+                )
                 self._free(buckets[-1])
             self._blocks[name] = Block(name, buckets)
         self._layers = [block for block in self._blocks.values() if block.is_layer]
@@ -258,9 +265,11 @@ class ShardedBlocks(Shares):
             start = self.recorder.mark()
             phase = "other" if self.recorder.phase == "other" else "step"
             with torch.no_grad(), self.recorder.in_phase(phase):
-                bucket.gathering = all_gather_flat(
-                    bucket.flat, bucket.mine, self.axis, self.recorder
-                )
+                piece = bucket.mine
+                if self._on_host:
+                    piece = bucket.part(self.axis)  # the very place where the gather expects it
+                    piece.copy_(bucket.mine, non_blocking=True)
+                bucket.gathering = all_gather_flat(bucket.flat, piece, self.axis, self.recorder)
             block.started.append((start, bucket))
 
     def _use(self, block: Block) -> None:

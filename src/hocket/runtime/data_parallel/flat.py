@@ -108,6 +108,7 @@ def bucket_of(
     *,
     late: bool = False,
     resident: bool = True,
+    on_host: bool = False,
 ) -> Bucket:
     """Move parameters (of one dtype, with their names) into a flat tensor that the axis divides.
 
@@ -116,6 +117,7 @@ def bucket_of(
         axis: the ranks that share the bucket.
         late: as in `Bucket`.
         resident: `mine` is a part of `flat`, which always has memory; else it is a copy.
+        on_host: that copy lies in the host's memory.
     """
     names, parameters = [n for n, _ in found], [p for _, p in found]
     offsets = [0]
@@ -129,7 +131,9 @@ def bucket_of(
         place = flat[start : start + parameter.numel()]
         place.copy_(parameter.detach().reshape(-1))
         parameter.data = place.view(parameter.shape)
-    mine = flat[begin:end] if resident else flat[begin:end].clone()
+    mine = flat[begin:end]
+    if not resident:
+        mine = to_host(mine) if on_host else mine.clone()
     bucket = Bucket(names, parameters, flat, mine, dtype, late, offsets)
     for name, parameter, start in zip(names, parameters, offsets, strict=False):
         low, high = max(start, begin), min(start + parameter.numel(), end)
@@ -139,6 +143,13 @@ def bucket_of(
             bucket.pieces.append((Piece(name, piece, low - start, high - start), low - begin))
     bucket.all_missing()
     return bucket
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """A copy in the host's memory; pinned where it comes from a GPU, so that copies to and fro need
+    not wait. On a CPU it is a copy too: the same memory, the same way."""
+    host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+    return host.copy_(tensor.detach())
 
 
 def give_memory(flat: Tensor) -> None:

@@ -125,6 +125,8 @@ class Shares(abc.ABC):
         for bucket in self._buckets:
             assert bucket.share is not None
             self._sum_replicas(bucket.share)
+            if bucket.mine.device != bucket.share.device:
+                bucket.share = bucket.share.to(bucket.mine.device)
             for piece, start in bucket.pieces:
                 piece.tensor.grad = bucket.share[start : start + piece.tensor.numel()]
         self._last = False
@@ -147,7 +149,8 @@ class Shares(abc.ABC):
         for bucket in self._buckets:
             assert bucket.share is not None, "wait() comes first"
             whole = torch.empty_like(bucket.flat, dtype=bucket.dtype)
-            work = all_gather_flat(whole, bucket.share, self.axis, self.recorder)
+            share = bucket.share.to(whole.device)
+            work = all_gather_flat(whole, share, self.axis, self.recorder)
             if work is not None:
                 work.wait()
             for name, parameter, start in zip(
