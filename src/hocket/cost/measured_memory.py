@@ -13,6 +13,7 @@ from hocket.cost.measured_shares import (
     fullest,
     gathered_bytes,
     kept_bytes,
+    left_bytes,
     share_bytes,
 )
 from hocket.cost.measured_stage import GRADIENT_BYTES, local, saved_bytes, weights
@@ -107,7 +108,9 @@ def _made_in_shares(job: Job, index: int, held: dict[int, int], put_off: dict[in
                 kept = kept_bytes(job, stage)
                 values = max(gathered_bytes(job, stage), kept)
                 scratch = min(SCRATCH, job.microbatch.tokens * job.shape.vocab * 4)
-                most = max(most, now + (max(values, scratch + kept) if stage == last else values))
+                left = left_bytes(job, stage) if stage in reduced else 0
+                values = max(values, scratch + kept) if stage == last else values
+                most = max(most, now + left + values)
             if part.kind in (BACKWARD, INPUT):
                 layers = [kind for kind in job.blocks(stage) if kind != "head"]
                 working = backward_bytes(job, layers) + _whole_layer(job, stage)

@@ -10,7 +10,7 @@ Beside these lies the share of all gradients that are summed already.
 
 from __future__ import annotations
 
-from hocket.cost.communication import FIRST_BUCKET_BYTES
+from hocket.cost.communication import FIRST_BUCKET_BYTES, bucket_bytes
 from hocket.cost.measured_prices import Job
 from hocket.cost.measured_stage import GRADIENT_BYTES, local, saved_bytes, weights
 
@@ -54,6 +54,14 @@ def fullest(job: Job, stage: int, working: int, *, first: bool) -> int:
 def share_bytes(job: Job, stage: int) -> int:
     """A rank's share of the gradients of a stage."""
     return sum(block_bytes(job, stage)) // job.state_ranks
+
+
+def left_bytes(job: Job, stage: int) -> int:
+    """Whole gradients whose reduction a backward leaves under way until the next one begins."""
+    if job.layout.zero == 3:
+        return block_bytes(job, stage)[0]
+    share = job.share(stage)
+    return sum(bucket_bytes(share.gradient_bytes, job.bucket_mb * 1e6)[-UNDER_WAY[2] :])
 
 
 def gathered_bytes(job: Job, stage: int) -> int:

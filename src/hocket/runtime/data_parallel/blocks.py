@@ -156,6 +156,7 @@ class ShardedBlocks(Shares):
         self.release()
 
     def begins(self, kind: str) -> None:
+        super().begins(kind)
         self._kind = kind
         self._entered = []
         if kind in (BACKWARD, WEIGHT):
