@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from hocket.models.chat_template import ChatTemplates
 from hocket.serving.http.server import Front
 from hocket.serving.http.service import ServedModel, Service
 from hocket.serving.http.settings import HttpSettings
-from hocket.serving.http.templates import ChatTemplates
 from tests.serving.http_fake import FakeReplica
 
 TEMPLATE = (

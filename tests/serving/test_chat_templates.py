@@ -9,7 +9,7 @@ import pytest
 transformers = pytest.importorskip("transformers")
 
 from hocket.serving.http.errors import ApiError  # noqa: E402
-from hocket.serving.http.templates import ChatTemplates  # noqa: E402
+from hocket.models.chat_template import ChatTemplates  # noqa: E402
 
 pytestmark = pytest.mark.train
 

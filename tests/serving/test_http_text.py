@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hocket.models.chat_template import ChatTemplates
 from hocket.serving.front.text import StopStrings, TextPieces
 from hocket.serving.front.words import Words
 from hocket.serving.http.auth import Keys
 from hocket.serving.http.errors import ApiError
 from hocket.serving.http.settings import is_loopback
-from hocket.serving.http.templates import ChatTemplates
 from hocket.serving.http.tools import Tools, ToolText
 from hocket.spec.errors import HocketError, ModelError, OptionError
 from hocket.training.tokenizer import byte_tokenizer, trained

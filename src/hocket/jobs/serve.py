@@ -433,11 +433,11 @@ async def _open(
     doors: tuple[socket.socket, socket.socket],
 ) -> Front:
     """Begin to answer on the sockets: that it is not ready, as long as no replica is."""
+    from hocket.models.chat_template import ChatTemplates
     from hocket.serving.front.words import Words
     from hocket.serving.http.server import Front
     from hocket.serving.http.service import ServedModel, Service
     from hocket.serving.http.settings import HttpSettings
-    from hocket.serving.http.templates import ChatTemplates
 
     options = server.options
     assert options.max_model_len is not None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from hocket.models.chat_template import SWITCHES
 from hocket.serving.http.errors import ApiError, bad
-from hocket.serving.http.templates import SWITCHES
 
 ROLES = {
     "system": "system",

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from hocket.models.chat_template import ChatTemplates, TemplateRefusal
 from hocket.serving.defaults import Defaults
 from hocket.serving.front.ask import Ask
 from hocket.serving.front.completion import Completer, Completion
@@ -17,7 +18,6 @@ from hocket.serving.http.errors import ApiError, bad
 from hocket.serving.http.fields import Fields
 from hocket.serving.http.metrics import Metrics
 from hocket.serving.http.settings import HttpSettings
-from hocket.serving.http.templates import ChatTemplates
 from hocket.serving.http.workers import Workers
 from hocket.serving.request import MAX_STRUCTURE, Request, Sampling
 from hocket.spec.errors import OptionError
@@ -135,9 +135,12 @@ class Service:
             )
 
         def job() -> str:
-            return templates.render(
-                messages, tools=tools, switches=switches, continue_last=continue_last, most=most
-            )
+            try:
+                return templates.render(
+                    messages, tools=tools, switches=switches, continue_last=continue_last, most=most
+                )
+            except TemplateRefusal as refusal:
+                raise bad(refusal.message, "messages") from None
 
         text = await self.workers.run(self.settings.render_seconds, "the chat template", job)
         return await self.encode(text, special=False, param=param)

@@ -17,9 +17,9 @@ import re
 import secrets
 from typing import Any
 
+from hocket.models.chat_template import ChatTemplates
 from hocket.serving.http.errors import bad
 from hocket.serving.http.logprobs import dumps
-from hocket.serving.http.templates import ChatTemplates
 
 MOST = 128
 """Tools of one request."""

@@ -1,8 +1,8 @@
-"""ChatTemplates: messages to the prompt that a model was trained on, by its own template.
+"""ChatTemplates: messages to the text that a model was trained on, by its own template.
 
 A template is a program in Jinja. It comes with the model, or from the operator's file, never from
-a request; it runs sandboxed, sees plain data alone, and its output and time are bounded. Rendering
-belongs in a thread (`workers`), which ends it when it takes too long.
+a request; it runs sandboxed, sees plain data alone, and its output is bounded. A server renders in
+a thread (`serving.http.workers`), which ends it when it takes too long.
 
 The names that templates may use are those that transformers gives them.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from hocket.serving.http.errors import ApiError, bad
 from hocket.spec.errors import ModelError, OptionError
 
 MOST_TEMPLATE = 1 << 20
@@ -30,18 +30,43 @@ MOST_TEMPLATE = 1 << 20
 MOST_REPEATED = 1 << 24
 """Characters or items that one multiplication may make."""
 
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
 SWITCHES = frozenset(("enable_thinking", "thinking", "reasoning_effort", "date_string"))
 """What `chat_template_kwargs` may hold: switches that models' templates know."""
 
 
+BEGIN, END = "\ufdd0", "\ufdd1"
+"""What stands around the model's own words where `marked` is asked for: code points that Unicode
+keeps out of text."""
+
+
+class TemplateRefusal(ModelError):
+    """A template that refuses the messages it is given, or writes too much."""
+
+
 class _Generation(Extension):
-    """`{% generation %}` marks what the model says, for training; here it is its content."""
+    """`{% generation %}` marks what the model says, for training; elsewhere it is its content."""
 
     tags = {"generation"}  # noqa: RUF012
+    marked = False
 
     def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        line = next(parser.stream).lineno
+        inside = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        if not self.marked:
+            return inside
+        begin, end = (
+            nodes.Output([nodes.TemplateData(mark, lineno=line)], lineno=line)
+            for mark in (BEGIN, END)
+        )
+        return [begin, *inside, end]
+
+
+class _Marked(_Generation):
+    """As its parent, with `BEGIN` and `END` around the content."""
+
+    marked = True
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
@@ -104,9 +129,10 @@ def _json(
     )
 
 
-def environment() -> Environment:
-    """Where templates run."""
-    found = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+def environment(*, marked: bool = False) -> Environment:
+    """Where templates run; `marked`: with `BEGIN` and `END` around what the model says."""
+    generation = _Marked if marked else _Generation
+    found = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[generation, loopcontrols])
     found.filters["tojson"] = _json
     found.globals = {
         "raise_exception": _raise,
@@ -124,16 +150,24 @@ class ChatTemplates:
     Args:
         texts: by name; `default` is used, and `tool_use` where there are tools, if it is there.
         words: texts of special tokens, such as `bos_token`, which templates write.
+        marked: whether the model's own words are put between `BEGIN` and `END`, where the template
+            says which they are (`marks`).
 
     Raises:
         ModelError: a template that is no Jinja, or too long.
     """
 
-    def __init__(self, texts: Mapping[str, str], words: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        texts: Mapping[str, str],
+        words: Mapping[str, str] | None = None,
+        *,
+        marked: bool = False,
+    ) -> None:
         self.texts = dict(texts)
         self.words = dict(words or {})
         self._compiled = {}
-        where = environment()
+        where = environment(marked=marked)
         for name, text in self.texts.items():
             if len(text) > MOST_TEMPLATE:
                 raise ModelError(
@@ -162,6 +196,11 @@ class ChatTemplates:
         """Whether the template says anything of tools."""
         return "tool_use" in self.texts or "tools" in self.text(True)
 
+    @property
+    def marks(self) -> bool:
+        """Whether the template says by `{% generation %}` what the model's own words are."""
+        return _MARKS.search(self.text(False)) is not None
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -169,6 +208,7 @@ class ChatTemplates:
         tools: Sequence[Mapping[str, Any]] | None = None,
         switches: Mapping[str, Any] | None = None,
         continue_last: bool = False,
+        prompt: bool = True,
         most: int,
     ) -> str:
         """The prompt, up to where the model begins to speak.
@@ -177,36 +217,39 @@ class ChatTemplates:
             messages: each with `role` and `content`. tools: as in OpenAI's requests.
             switches: of `SWITCHES`.
             continue_last: the last message is the beginning of the answer.
+            prompt: False renders the messages alone, and nothing where the model would begin.
             most: characters of the prompt.
 
         Raises:
-            ApiError: the template refuses the messages, or writes too much.
+            TemplateRefusal: the template refuses the messages, or writes too much.
         """
         values: dict[str, Any] = {**self.words, **(switches or {})}
         values["messages"] = list(messages)
         values["tools"] = list(tools) if tools else None
         values["documents"] = None
-        values["add_generation_prompt"] = not continue_last
+        values["add_generation_prompt"] = prompt and not continue_last
         parts: list[str] = []
         size = 0
         try:
             for part in self._compiled[self._name(bool(tools))].generate(values):
                 size += len(part)
                 if size > most:
-                    raise bad(f"the chat has more than {most} characters", "messages")
+                    raise TemplateRefusal(f"the chat has more than {most} characters")
                 parts.append(part)
-        except ApiError:
+        except TemplateRefusal:
             raise
         except TemplateError as error:
-            raise bad(f"the model's chat template refuses: {error}", "messages") from None
+            raise TemplateRefusal(f"the model's chat template refuses: {error}") from None
         except Exception as error:  # a template is a program: what it meets may be of any kind
             kind = type(error).__name__
-            raise bad(f"the model's chat template failed: {kind}: {error}", "messages") from None
+            raise TemplateRefusal(f"the model's chat template failed: {kind}: {error}") from None
         text = "".join(parts)
         return _continued(text, messages) if continue_last else text
 
     @classmethod
-    def read(cls, directory: Path | None, file: Path | None = None) -> ChatTemplates | None:
+    def read(
+        cls, directory: Path | None, file: Path | None = None, *, marked: bool = False
+    ) -> ChatTemplates | None:
         """The templates of a tokenizer's folder, or the one in `file`; None if there is none.
 
         Raises:
@@ -220,7 +263,7 @@ class ChatTemplates:
         }
         if file is not None:
             try:
-                return cls({"default": _normal(file.read_text())}, words)
+                return cls({"default": _normal(file.read_text())}, words, marked=marked)
             except (OSError, UnicodeDecodeError) as error:
                 raise OptionError(f"--chat-template-file {file} cannot be read: {error}") from None
         texts: dict[str, str] = {}
@@ -237,7 +280,7 @@ class ChatTemplates:
             own = directory / "chat_template.jinja"
             if own.is_file():
                 texts["default"] = own.read_text()
-        return cls(texts, words) if texts else None
+        return cls(texts, words, marked=marked) if texts else None
 
 
 def _continued(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
@@ -247,7 +290,7 @@ def _continued(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
         at = text.rfind(found) if found else -1
         if at >= 0:
             return text[: at + len(found)]
-    raise bad("the last message has no content that could be continued", "messages")
+    raise TemplateRefusal("the last message has no content that could be continued")
 
 
 def _normal(text: str) -> str:
