@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from hocket.spec.errors import DataError
 from hocket.training import data, data_sources
+from hocket.training.dataset import BatchOrder, TokenDataset
 from hocket.training.order import permuted
 from hocket.training.tokenizer import byte_tokenizer, trained
 
@@ -167,7 +168,7 @@ def test_one_long_document_holds_out_its_end(tmp_path) -> None:
 def test_nothing_is_held_out_if_asked(tmp_path) -> None:
     tokens = prepared(tmp_path, [write_lines(tmp_path / "x.jsonl")], held_out=0)
     assert (tokens.valid_tokens, tokens.valid_documents) == (0, 0)
-    assert len(data.TokenDataset(tmp_path / "data" / "valid.bin", tokens.dtype, 16)) == 0
+    assert len(TokenDataset(tmp_path / "data" / "valid.bin", tokens.dtype, 16)) == 0
 
 
 def test_prepared_once_and_again_when_something_changes(tmp_path) -> None:
@@ -215,9 +216,9 @@ def test_empty_text_is_refused_and_leaves_nothing(tmp_path) -> None:
 
 
 @pytest.fixture
-def dataset(tmp_path) -> data.TokenDataset:
+def dataset(tmp_path) -> TokenDataset:
     np.arange(16 * 50 + 1, dtype=np.uint16).tofile(tmp_path / "t.bin")
-    return data.TokenDataset(tmp_path / "t.bin", "uint16", 16, seed=3)
+    return TokenDataset(tmp_path / "t.bin", "uint16", 16, seed=3)
 
 
 def test_samples_overlap_by_one_token(dataset) -> None:
@@ -238,8 +239,8 @@ def test_each_epoch_has_its_own_order_of_all_samples(dataset) -> None:
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 1), (1, 4), (2, 1), (2, 2), (4, 3)])
 def test_every_layout_draws_the_same_global_batch(dataset, ranks, microbatches) -> None:
-    whole = data.BatchOrder(24)
-    split = data.BatchOrder(24, ranks, microbatches)
+    whole = BatchOrder(24)
+    split = BatchOrder(24, ranks, microbatches)
     for step in (0, 3):
         together = [
             split.indices(step, rank, m) for rank in range(ranks) for m in range(microbatches)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-from hocket.training.data import BatchOrder, TokenDataset  # noqa: E402
+from hocket.training.dataset import BatchOrder, TokenDataset  # noqa: E402
 from hocket.training.inputs import IGNORED, Inputs  # noqa: E402
 
 pytestmark = pytest.mark.torch

@@ -53,6 +53,7 @@ class Verdict:
         tensors: why its tensors cannot be split over ranks.
         slices: why they cannot be with sequence parallelism.
         pages: why it cannot be served from a paged cache.
+        packed: why documents that share a row would see each other.
         note: blocks that tensor parallelism holds whole, and why.
     """
 
@@ -60,6 +61,7 @@ class Verdict:
     tensors: str | None = None
     slices: str | None = None
     pages: str | None = None
+    packed: str | None = None
     note: str = ""
 
     @property
@@ -70,8 +72,8 @@ class Verdict:
     @property
     def reason(self) -> str:
         """Why not; empty where `ok`."""
-        tried = (self.stages, self.tensors, self.slices, self.pages)
-        return "; ".join(text for text in tried if text)
+        found = (self.stages, self.tensors, self.slices, self.pages, self.packed)
+        return "; ".join(text for text in found if text)
 
 
 def require(
@@ -81,9 +83,11 @@ def require(
     *,
     attention: str = "sdpa",
     pages: bool = False,
+    packed: bool = False,
 ) -> Verdict:
     """Refuse a layout that would change what this model computes, before its ranks start; with
-    `pages`, also a model that would compute something else when it is served.
+    `pages`, also a model that would compute something else when it is served, and with `packed`,
+    one whose documents would see each other in a row that they share.
 
     Takes no time where the layout splits nothing or the verdict is cached.
 
@@ -95,6 +99,7 @@ def require(
         "tensors": layout.tp > 1,
         "slices": layout.tp > 1 and layout.sequence_parallel,
         "pages": pages,
+        "packed": packed,
     }
     if not any(wanted.values()):
         return Verdict()
@@ -136,6 +141,12 @@ def require(
         )
     if wanted["pages"] and known.pages:
         raise ModelError(known.pages)
+    if wanted["packed"] and known.packed:
+        raise ModelError(
+            f"documents cannot share a row of {source.name} ({kind}) without seeing each other: "
+            f"{known.packed}",
+            hint="--packing none",
+        )
     return known
 
 
@@ -143,7 +154,7 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
     """Try the parts that `payload` names; rank 0 emits `{"event": "twin", "ok", "reason", ...}`.
 
     Payload: `config`, `attention`, `code` (a directory or None), `parts` (of `stages`, `pages`,
-    `tensors`, `slices`; the last two need two ranks).
+    `packed`, `tensors`, `slices`; the last two need two ranks).
     """
     from hocket.models.skeleton import config_of
 
@@ -154,6 +165,8 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
         found = dataclasses.replace(found, stages=try_stages(config, payload["attention"]))
     if "pages" in payload["parts"] and context.rank == 0:
         found = dataclasses.replace(found, pages=try_pages(config))
+    if "packed" in payload["parts"] and context.rank == 0:
+        found = dataclasses.replace(found, packed=try_packed(config, payload["attention"]))
     split = [part for part in ("tensors", "slices") if part in payload["parts"]]
     if split:
         context.init_process_group("gloo")
@@ -263,6 +276,45 @@ def try_pages(config: Any) -> str:
     except Exception as error:  # the forward of a foreign family fails in its own way
         return f"it cannot be served: its tiny twin fails with {type(error).__name__}: {error}"
     return ""
+
+
+def try_packed(config: Any, attention: str) -> str:
+    """Why documents that share a row would see each other; empty where the twin gives a row of
+    three documents the logits and gradients that it gives each of them by itself."""
+    import torch
+
+    from hocket.models.plans import plan_for
+    from hocket.models.twin import twin_of
+
+    try:
+        twin = twin_of(config)
+        model = twin.build(attention=attention).train()
+        inputs, weight = _microbatch(twin)
+        ids, weight = inputs["input_ids"][:1], weight[:1]
+        parts = torch.split(torch.arange(ids.shape[1]), [5, 7, ids.shape[1] - 12])
+        positions = torch.cat([part - part[0] for part in parts])[None]
+        alone = []
+        for part in parts:
+            own = {"input_ids": ids[:, part], "position_ids": positions[:, part]}
+            alone.append(_forward(model, own))
+        expected = torch.cat(alone, 1)
+        torch.autograd.backward((expected * weight).sum())
+        wanted = _taken_gradients(model)
+        logits = _forward(model, {"input_ids": ids, "position_ids": positions})
+        torch.autograd.backward((logits * weight).sum())
+        found = _taken_gradients(model)
+    except ModelError as error:
+        return error.message
+    except Exception as error:  # the forward of a foreign family fails in its own way
+        return f"its tiny twin does not run: {type(error).__name__}: {error}"
+    return _compare(expected.detach(), logits.detach(), wanted, found, plan_for(model))
+
+
+def _taken_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """The gradients of a model, which forgets them."""
+    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
 
 
 def try_tensors(
@@ -376,9 +428,7 @@ def _reference(
 
     logits = _forward(model, inputs)
     torch.autograd.backward((logits * weight).sum())
-    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    return logits.detach(), gradients
+    return logits.detach(), _taken_gradients(model)
 
 
 def _not_causal(model: nn.Module, inputs: dict[str, Tensor], expected: Tensor) -> str:

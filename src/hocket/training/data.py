@@ -3,8 +3,9 @@
     documents -> ids, eos after each -> tokens.bin (training) and valid.bin (held out) -> samples
 
 Sample i of a file holds its tokens [i S, i S + S + 1): S inputs and S labels, shifted by one.
-Documents are packed without padding; attention runs across them. Letters: B batch, S sequence.
-Never imports torch.
+Documents are packed without padding; attention runs across them. Conversations, and whatever is
+asked to be packed otherwise, have flags beside their tokens (`packed_files`). Letters: B batch,
+S sequence. Never imports torch.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,9 +24,16 @@ import numpy.typing as npt
 from hocket.spec.errors import DataError
 from hocket.spec.run import write_text
 from hocket.training import data_sources
-from hocket.training.order import permuted
+from hocket.training.conversation import TEXT
+from hocket.training.documents import Document, documents, kinds
+from hocket.training.packed_files import arrange, flags_file, write_aside
+from hocket.training.packed_files import held_out as held_out_documents
+from hocket.training.packing import ACROSS, DOCUMENTS
 from hocket.training.token_files import BATCH_CHARACTERS, Dtype, choose, split, write
 from hocket.training.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from hocket.models.chat_template import ChatTemplates
 
 TRAIN, VALID, MANIFEST = "tokens.bin", "valid.bin", "tokens.json"
 _VERSION = 1
@@ -45,6 +54,13 @@ class Tokens:
         eos_id: the token after each document, or None.
         key: hash of everything that the tokens depend on; equal keys, equal files.
         sources: path, kind and bytes of each file read.
+        held: what each of them holds: `text`, `chat` or `completion`.
+        packing: `across`, `documents` or `none`.
+        flags: whether flags lie beside the tokens.
+        train_rows, valid_rows: rows of the files; 0 where documents follow each other.
+        learned_tokens: training tokens that loss falls on; None: all.
+        truncated_documents, truncated_tokens: cut at the length of a row, and what was cut off.
+        unlearned_documents: left out, since nothing of them is learned.
     """
 
     train_tokens: int
@@ -58,7 +74,35 @@ class Tokens:
     eos_id: int | None
     key: str
     sources: tuple[tuple[str, str, int], ...]
+    held: tuple[str, ...] = ()
+    packing: str = ACROSS
+    flags: bool = False
+    train_rows: int = 0
+    valid_rows: int = 0
+    learned_tokens: int | None = None
+    truncated_documents: int = 0
+    truncated_tokens: int = 0
+    unlearned_documents: int = 0
     version: int = _VERSION
+
+    def said(self, seq_len: int) -> str:
+        """What the data came to, in one line for a person."""
+        text = f"{self.train_tokens:,} tokens to train on, {self.valid_tokens:,} held out"
+        if self.learned_tokens is not None and self.flags:
+            share = self.learned_tokens / max(1, self.train_tokens)
+            text += f"; loss falls on {share:.0%} of them"
+        if self.train_rows:
+            full = self.train_tokens / (self.train_rows * seq_len)
+            kind = "shared" if self.packing == DOCUMENTS else "one document each"
+            text += f"; {self.train_rows:,} rows ({kind}), {full:.0%} full"
+        if self.truncated_documents:
+            text += (
+                f"; {self.truncated_documents:,} documents cut at {seq_len} tokens, which lost "
+                f"{self.truncated_tokens:,}"
+            )
+        if self.unlearned_documents:
+            text += f"; {self.unlearned_documents:,} left out: nothing of them is learned"
+        return text
 
     @classmethod
     def load(cls, folder: Path) -> Tokens:
@@ -66,6 +110,7 @@ class Tokens:
         try:
             data = json.loads((folder / MANIFEST).read_text())
             data["sources"] = tuple((str(a), str(b), int(c)) for a, b, c in data["sources"])
+            data["held"] = tuple(data.get("held", ()))
             return cls(**data)
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise DataError(f"{folder} holds no complete token files: {error}") from None
@@ -82,6 +127,9 @@ def prepare(
     held_out: float = 0.02,
     seed: int = 0,
     model_vocab_size: int | None = None,
+    data_format: str = "auto",
+    packing: str | None = None,
+    templates: ChatTemplates | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Tokens:
     """Tokenize the data into `folder`, with the tokenizer beside it; do nothing if it is there.
@@ -93,45 +141,57 @@ def prepare(
     Args:
         seq_len, global_batch: what one step takes; the data must hold at least one.
         model_vocab_size: rows of the model's embedding, which every id must fit.
+        data_format: `text`, `chat`, `completion`, or `auto`: as each file's first record says.
+        packing: None: `across` for text, `documents` where there is anything else.
+        templates: of chats.
         progress: called with (bytes read, bytes in all) as the work goes on.
 
     Raises:
         DataError: unreadable, empty or too short data, or an id beyond the model's vocabulary.
+        OptionError: chats, and no template.
     """
     folder = Path(folder)
     sources = data_sources.find(paths)
     listed = tuple((str(s.path.resolve()), s.kind, s.bytes) for s in sources)
     stamps = [(path, kind, size, os.stat(path).st_mtime_ns) for path, kind, size in listed]
-    key = _hash(_VERSION, stamps, text_field, held_out, seed, seq_len, tokenizer.hash)
-    tokens = _existing(folder, key)
+    held = kinds(sources, data_format)
+    plain = set(held) <= {TEXT}
+    packing = packing or (ACROSS if plain else DOCUMENTS)
+    written = [] if templates is None else sorted(templates.texts.items())
+    key = _hash(
+        _VERSION,
+        stamps,
+        text_field,
+        held_out,
+        seed,
+        seq_len,
+        tokenizer.hash,
+        held,
+        packing,
+        written,
+    )
+    tokens = _existing(folder, key, seq_len)
     if tokens is None:
         folder.mkdir(parents=True, exist_ok=True)
         dtype: Dtype = np.dtype("uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32")
-        aside = folder / f".{TRAIN}.{os.getpid()}"
-        beside = folder / f".{VALID}.{os.getpid()}"
-        try:
-            texts = _counted(sources, text_field, progress)
-            lengths, largest = write(aside, texts, tokenizer, dtype)
-            if lengths.size == 0:
-                raise DataError(
-                    f"data {', '.join(map(str, paths))}: there is no text in it",
-                    hint="give files that hold text",
-                )
-            chosen = choose(lengths, held_out, seed, seq_len)
-            counts = split(
-                aside, beside, lengths, chosen, dtype=dtype, share=held_out, seq_len=seq_len
+        making = _Making(
+            folder=folder, sources=sources, tokenizer=tokenizer, dtype=dtype,
+            seq_len=seq_len, share=held_out, seed=seed, progress=progress,
+        )  # fmt: skip
+        if plain and packing == ACROSS:
+            counts = making.stream(text_field)
+        else:
+            found = documents(
+                sources, held, tokenizer, templates, text_field=text_field, passed=making.passed
             )
-            os.replace(beside, folder / VALID)
-            os.replace(aside, folder / TRAIN)
-        finally:
-            aside.unlink(missing_ok=True)
-            beside.unlink(missing_ok=True)
+            counts = making.flagged(found, packing)
         tokens = Tokens(
             **counts,
+            held=tuple(held),
+            packing=packing,
             dtype=dtype.name,
             tokenizer=tokenizer.hash,
             vocab_size=tokenizer.vocab_size,
-            largest=largest,
             eos_id=tokenizer.eos_id,
             key=key,
             sources=listed,
@@ -153,6 +213,14 @@ def check(
             f"{tokens.vocab_size} ids",
             hint="--tokenizer bytes" if model_vocab_size >= 257 else "a model with more rows",
         )
+    if tokens.train_rows:
+        if tokens.train_rows < global_batch:
+            raise DataError(
+                f"the training data fills {tokens.train_rows} rows of {seq_len} tokens; one step "
+                f"takes {global_batch}",
+                hint=f"--global-batch {tokens.train_rows}, or more data",
+            )
+        return
     samples = num_samples(tokens.train_tokens, seq_len)
     if samples < global_batch:
         fits = max(0, (tokens.train_tokens - 1) // global_batch)
@@ -170,95 +238,118 @@ def num_samples(num_tokens: int, seq_len: int) -> int:
     return max(0, (num_tokens - 1) // seq_len)
 
 
-class TokenDataset:
-    """Samples of one token file, in a shuffled order that is a function of seed and index.
+@dataclasses.dataclass(kw_only=True)
+class _Making:
+    """The token files of one folder while they are made; half-made ones lie aside."""
 
-    Args:
-        path: `tokens.bin` or `valid.bin`.
-        dtype: of the file.
-        seq_len: S.
-        seed: of the order. None: in the order of the file.
-    """
-
-    def __init__(self, path: Path | str, dtype: str, seq_len: int, seed: int | None = None) -> None:
-        self.seq_len = seq_len
-        self.seed = seed
-        self.path = Path(path)
-        size = self.path.stat().st_size
-        self._tokens: npt.NDArray[np.unsignedinteger] = (
-            np.memmap(self.path, dtype=dtype, mode="r") if size else np.zeros(0, dtype)
-        )
-        self.num_samples = num_samples(len(self._tokens), seq_len)
-        self._within = np.arange(seq_len + 1)
-
-    def __len__(self) -> int:
-        return self.num_samples
-
-    def order(self, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        """Global indices (0, 1, 2, ... without end) to samples; each epoch has its own order."""
-        assert self.num_samples > 0, self.path
-        index = np.asarray(indices, np.int64)
-        epoch, position = np.divmod(index, self.num_samples)
-        if self.seed is None:
-            return position
-        found = np.empty_like(position)
-        for one in np.unique(epoch):
-            here = epoch == one
-            found[here] = permuted(position[here], self.num_samples, (self.seed, int(one)))
-        return found
-
-    def rows(self, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        """Tokens [B, S + 1] of the samples at some global indices."""
-        starts = self.order(indices) * self.seq_len
-        return self._tokens[starts[:, None] + self._within].astype(np.int64)
-
-
-@dataclasses.dataclass(frozen=True)
-class BatchOrder:
-    """Which global indices a step takes, and which of them one data rank and microbatch does.
-
-    Step k takes the indices k G .. k G + G - 1 of the shuffled order, G the global batch; data
-    rank d of D takes the d-th of D equal runs of them, microbatch m the m-th of M equal runs of
-    that. One process therefore sees the same global batch as any layout.
-    """
-
-    global_batch: int
-    data_ranks: int = 1
-    microbatches: int = 1
+    folder: Path
+    sources: Sequence[data_sources.Source]
+    tokenizer: Tokenizer
+    dtype: Dtype
+    seq_len: int
+    share: float
+    seed: int
+    progress: Callable[[int, int], None] | None
 
     def __post_init__(self) -> None:
-        assert self.global_batch % (self.data_ranks * self.microbatches) == 0, self
+        self._total, self._done = sum(s.bytes for s in self.sources), 0
+        self._aside = self.folder / f".{TRAIN}.{os.getpid()}"
+        self._beside = self.folder / f".{VALID}.{os.getpid()}"
 
-    @property
-    def microbatch_size(self) -> int:
-        """Sequences in one microbatch."""
-        return self.global_batch // (self.data_ranks * self.microbatches)
+    def passed(self, characters: int) -> None:
+        """Some more characters have been read."""
+        self._done = min(self._total, self._done + characters)
+        if self.progress is not None:
+            self.progress(self._done, self._total)
 
-    def indices(self, step: int, data_rank: int, microbatch: int) -> npt.NDArray[np.int64]:
-        """Global indices [B] of one microbatch of `step` (counted from 0)."""
-        size = self.microbatch_size
-        first = step * self.global_batch + (data_rank * self.microbatches + microbatch) * size
-        return np.arange(first, first + size)
+    def stream(self, text_field: str) -> dict[str, Any]:
+        """Documents one after the other, without flags; counts for the manifest."""
+        try:
+            texts = _counted(self.sources, text_field, self.progress)
+            lengths, largest = write(self._aside, texts, self.tokenizer, self.dtype)
+            self._require(lengths)
+            chosen = choose(lengths, self.share, self.seed, self.seq_len)
+            counts = split(
+                self._aside, self._beside, lengths, chosen,
+                dtype=self.dtype, share=self.share, seq_len=self.seq_len,
+            )  # fmt: skip
+            os.replace(self._beside, self.folder / VALID)
+            os.replace(self._aside, self.folder / TRAIN)
+        finally:
+            self._aside.unlink(missing_ok=True)
+            self._beside.unlink(missing_ok=True)
+        return {**counts, "largest": largest}
 
-    def rank_indices(self, step: int, data_rank: int) -> npt.NDArray[np.int64]:
-        """Global indices of all microbatches of one data rank, in their order."""
-        size = self.microbatch_size * self.microbatches
-        first = step * self.global_batch + data_rank * size
-        return np.arange(first, first + size)
+    def flagged(self, found: Iterable[Document], packing: str) -> dict[str, Any]:
+        """Documents with flags, in rows or one after the other; counts for the manifest."""
+        row = None if packing == ACROSS else self.seq_len
+        try:
+            lengths, counts = write_aside(
+                self._aside, self._beside, found, dtype=self.dtype, row=row
+            )
+            if not lengths.size and counts.unlearned_documents:
+                raise DataError(
+                    f"data {self._paths()}: none of the {counts.unlearned_documents} documents "
+                    f"has a token in its first {self.seq_len} that loss falls on",
+                    hint="conversations with an assistant's turn, or a longer --seq-len",
+                )
+            self._require(lengths)
+            chosen = held_out_documents(len(lengths), self.share, self.seed)
+            parts = {
+                name: arrange(
+                    self.folder / file, self._aside, self._beside, lengths, which,
+                    dtype=self.dtype, packing=packing, row=self.seq_len,
+                    filler=self.tokenizer.eos_id or 0,
+                )
+                for name, file, which in (("train", TRAIN, ~chosen), ("valid", VALID, chosen))
+            }  # fmt: skip
+        finally:
+            self._aside.unlink(missing_ok=True)
+            self._beside.unlink(missing_ok=True)
+        return {
+            "flags": True,
+            "largest": max(counts.largest, self.tokenizer.eos_id or 0),
+            "train_documents": int((~chosen).sum()),
+            "valid_documents": int(chosen.sum()),
+            **{
+                f"{part}_{name}": n[name]
+                for part, n in parts.items()
+                for name in ("tokens", "rows")
+            },
+            "learned_tokens": parts["train"]["learned"],
+            "truncated_documents": counts.truncated_documents,
+            "truncated_tokens": counts.truncated_tokens,
+            "unlearned_documents": counts.unlearned_documents,
+        }
+
+    def _paths(self) -> str:
+        return ", ".join(str(source.path) for source in self.sources[:3])
+
+    def _require(self, lengths: npt.NDArray[np.int64]) -> None:
+        if lengths.size == 0:
+            raise DataError(
+                f"data {self._paths()}: there is no text in it", hint="give files that hold text"
+            )
 
 
 # --- parts of preparing ---------------------------------------------------------------------
 
 
-def _existing(folder: Path, key: str) -> Tokens | None:
+def _existing(folder: Path, key: str, seq_len: int) -> Tokens | None:
     try:
         tokens = Tokens.load(folder)
     except DataError:
         return None
     size = np.dtype(tokens.dtype).itemsize
-    for name, count in ((TRAIN, tokens.train_tokens), (VALID, tokens.valid_tokens)):
+    rows = (tokens.train_rows, tokens.valid_rows)
+    held = (tokens.train_tokens, tokens.valid_tokens)
+    for name, count, lines in zip((TRAIN, VALID), held, rows, strict=True):
         path = folder / name
+        count = lines * seq_len if any(rows) else count
         if not path.is_file() or path.stat().st_size != count * size:
+            return None
+        beside = flags_file(path)
+        if tokens.flags and (not beside.is_file() or beside.stat().st_size != count):
             return None
     return tokens if tokens.key == key and tokens.version == _VERSION else None
 

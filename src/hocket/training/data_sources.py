@@ -1,6 +1,7 @@
 """Data sources: documents out of text files, JSON lines, parquet and `datasets` directories.
 
     path -> file or `datasets` directory (a plain directory is walked) -> documents (str)
+                                                                       -> records (dict), where
 
 Never imports torch; pyarrow is loaded only for parquet and `datasets` directories.
 """
@@ -12,7 +13,7 @@ import gzip
 import io
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -102,6 +103,39 @@ def documents(sources: Iterable[Source], text_field: str = "text") -> Iterator[s
             raise DataError(f"data {source.path} cannot be read: {reason}") from error
 
 
+def fields(source: Source) -> frozenset[str]:
+    """The names that the first record of a source has; none of a text file, or where nothing can
+    be read (which reading it will say)."""
+    if source.kind == "text":
+        return frozenset()
+    try:
+        if source.kind == "json":
+            first: Any = next(_json_records(source), ({}, ""))[0]
+            return frozenset(first) if isinstance(first, dict) else frozenset()
+        return frozenset(next(_tables(source)).schema.names)
+    except (OSError, DataError, StopIteration):
+        return frozenset()
+
+
+def records(source: Source) -> Iterator[tuple[dict[str, Any], str]]:
+    """Every record of a JSON, parquet or `datasets` source, and where it stands there.
+
+    Raises:
+        DataError: a file that cannot be read, or a record that is no object.
+    """
+    assert source.kind != "text", source
+    try:
+        for record, where in _json_records(source) if source.kind == "json" else _rows(source):
+            if not isinstance(record, dict):
+                raise DataError(
+                    f"data {source.path}, {where}: a {type(record).__name__}, not an object"
+                )
+            yield record, where
+    except OSError as error:
+        reason = error.strerror or str(error) or type(error).__name__
+        raise DataError(f"data {source.path} cannot be read: {reason}") from error
+
+
 # --- what a path is ------------------------------------------------------------------------
 
 
@@ -161,11 +195,18 @@ def _text(source: Source) -> Iterator[str]:
 
 
 def _json(source: Source, field: str) -> Iterator[str]:
-    """JSON lines, or one JSON array of objects."""
+    for record, where in _json_records(source):
+        yield from _field(source, field, record, where)
+
+
+def _json_records(source: Source) -> Iterator[tuple[Any, str]]:
+    """JSON lines, or one JSON array of objects; each with the line or number it has."""
     with _open(source.path) as raw:
         file = io.TextIOWrapper(raw, encoding="utf-8-sig", errors="replace")
         first = file.read(1)
+        number = 1
         while first.isspace():
+            number += first == "\n"
             first = file.read(1)
         if first == "[":
             try:
@@ -173,9 +214,9 @@ def _json(source: Source, field: str) -> Iterator[str]:
             except ValueError as error:
                 raise DataError(f"data {source.path} is not JSON: {error}") from None
             for number, record in enumerate(records, 1):
-                yield from _field(source, field, record, f"record {number}")
+                yield record, f"record {number}"
             return
-        line, number = first + file.readline(), 1
+        line = first + file.readline()
         while line:
             if line.strip():
                 try:
@@ -185,7 +226,7 @@ def _json(source: Source, field: str) -> Iterator[str]:
                         f"data {source.path}, line {number} is not JSON: {error}",
                         hint="one JSON object a line; rename the file to .txt if it is plain text",
                     ) from None
-                yield from _field(source, field, record, f"line {number}")
+                yield record, f"line {number}"
             line, number = file.readline(), number + 1
 
 
@@ -202,7 +243,28 @@ def _field(source: Source, field: str, record: Any, where: str) -> Iterator[str]
 
 
 def _columns(source: Source, field: str) -> Iterator[str]:
-    """Parquet files and `datasets` directories (Arrow stream files), batch by batch."""
+    """The texts of parquet files and `datasets` directories."""
+    for batch in _tables(source, lambda schema: _check_column(source, field, schema), [field]):
+        yield from _strings(batch.column(field))
+
+
+def _rows(source: Source) -> Iterator[tuple[Any, str]]:
+    number = 0
+    for batch in _tables(source):
+        for record in batch.to_pylist():
+            number += 1
+            yield record, f"row {number}"
+
+
+def _tables(
+    source: Source,
+    check: Callable[[Any], None] | None = None,
+    columns: list[str] | None = None,
+) -> Iterator[Any]:
+    """Parquet files and `datasets` directories (Arrow stream files), batch by batch.
+
+    `check` is shown each file's schema; of parquet only `columns` are read (None: all).
+    """
     try:
         import pyarrow
         import pyarrow.parquet
@@ -213,16 +275,16 @@ def _columns(source: Source, field: str) -> Iterator[str]:
     try:
         if source.kind == "parquet":
             table = pyarrow.parquet.ParquetFile(source.path)
-            _check_column(source, field, table.schema_arrow)
-            for batch in table.iter_batches(batch_size=1024, columns=[field]):
-                yield from _strings(batch.column(0))
+            if check is not None:
+                check(table.schema_arrow)
+            yield from table.iter_batches(batch_size=1024, columns=columns)
             return
         for file in _arrow_files(source.path):
             with pyarrow.memory_map(str(file)) as memory:
                 reader = pyarrow.ipc.open_stream(memory)
-                _check_column(source, field, reader.schema)
-                for batch in reader:
-                    yield from _strings(batch.column(field))
+                if check is not None:
+                    check(reader.schema)
+                yield from reader
     except (pyarrow.ArrowException, KeyError, TypeError, ValueError) as error:
         raise DataError(f"data {source.path} cannot be read: {error}") from error
 

@@ -10,9 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hocket.training.data import BatchOrder, TokenDataset
-
-IGNORED = -100
+from hocket.training.dataset import IGNORED, Batch, BatchOrder, TokenDataset
 
 Microbatch = dict[str, Tensor]
 
@@ -51,30 +49,36 @@ class Inputs:
         if self.device.type == "cuda":
             self._next = (step, self._make(step))
 
+    def num_tokens(self, step: int) -> int:
+        """Labels of the global batch of `step` that loss falls on; every rank finds the same."""
+        return self.dataset.learned(self.order.step_indices(step))
+
     def _make(self, step: int) -> list[Microbatch]:
-        rows = torch.from_numpy(self.dataset.rows(self.order.rank_indices(step, self.data_rank)))
-        ids, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-        if self.device.type == "cuda":
-            ids = ids.pin_memory().to(self.device, non_blocking=True)
-            labels = labels.pin_memory().to(self.device, non_blocking=True)
-        return self._split(ids, labels)
+        return self._split(self.dataset.batch(self.order.rank_indices(step, self.data_rank)))
 
     def held_out(self, batch: int) -> list[Microbatch]:
         """As `step`, of a data set that is gone through once: where it ends, labels are ignored."""
         indices = self.order.rank_indices(batch, self.data_rank)
-        rows = torch.from_numpy(self.dataset.rows(indices % len(self.dataset)))
-        ids, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-        labels[torch.from_numpy(indices >= len(self.dataset))] = IGNORED
-        ids, labels = ids.to(self.device), labels.to(self.device)
-        return self._split(ids, labels)
+        found = self.dataset.batch(indices % len(self.dataset))
+        found.labels[indices >= len(self.dataset)] = IGNORED
+        return self._split(found)
 
-    def _split(self, ids: Tensor, labels: Tensor) -> list[Microbatch]:
+    def _split(self, batch: Batch) -> list[Microbatch]:
         size = self.order.microbatch_size
+        found = {"input_ids": batch.ids, "labels": batch.labels}
+        if batch.positions is not None:
+            found["position_ids"] = batch.positions
+        whole = {name: self._brought(torch.from_numpy(rows)) for name, rows in found.items()}
         return [
             {
-                "input_ids": ids[first : first + size],
                 "position_ids": self._positions,
-                "labels": labels[first : first + size],
+                **{name: rows[first : first + size] for name, rows in whole.items()},
             }
-            for first in range(0, len(ids), size)
+            for first in range(0, len(batch.ids), size)
         ]
+
+    def _brought(self, rows: Tensor) -> Tensor:
+        rows = rows.contiguous()
+        if self.device.type == "cuda":
+            rows = rows.pin_memory()
+        return rows.to(self.device, non_blocking=True)

@@ -12,10 +12,15 @@ from hocket.spec.errors import TrainingError
 
 
 class Reading:
-    """Loss and gradient norm of one step, on their way from the device."""
+    """Loss and gradient norm of one step, on their way from the device.
 
-    def __init__(self, step: int, lr: float, loss: Tensor, norm: Tensor) -> None:
+    Attributes:
+        step, lr: of the step. learned: tokens of its global batch that loss falls on.
+    """
+
+    def __init__(self, step: int, lr: float, loss: Tensor, norm: Tensor, learned: int) -> None:
         self.step = step
+        self.learned = learned
         self.lr = lr
         self._event: Any = None
         values = torch.stack([loss.detach().float(), norm.detach().float()])

@@ -40,6 +40,7 @@ _BESIDE = (
     "tokenizer.model",
 )
 Ids = npt.NDArray[np.uint32]
+Places = npt.NDArray[np.int64]
 
 
 class Tokenizer:
@@ -95,6 +96,32 @@ class Tokenizer:
             for (number, _), each in zip(together, encoded, strict=True):
                 found[number].append(np.array(each.ids, np.uint32))
         return [ids[0] if len(ids) == 1 else np.concatenate(ids) for ids in found]
+
+    def encode_placed(self, texts: Sequence[str]) -> list[tuple[Ids, Places]]:
+        """Ids of many texts in which special tokens are written, and for each token the first
+        character it stands for and the one after its last, [tokens, 2]. None are added."""
+        self._backend.encode_special_tokens = False
+        try:
+            encoded = self._backend.encode_batch(list(texts), add_special_tokens=False)
+        finally:
+            self._backend.encode_special_tokens = True
+        return [
+            (np.array(each.ids, np.uint32), np.array(each.offsets, np.int64).reshape(-1, 2))
+            for each in encoded
+        ]
+
+    def begin_ids(self) -> list[int]:
+        """What the tokenizer itself puts before a prompt, such as a begin token."""
+        whole, bare = self.encode("a", special=True), self.encode("a")
+        for at in range(len(whole) - len(bare) + 1):
+            if whole[at : at + len(bare)] == bare:
+                return whole[:at]
+        return []
+
+    @property
+    def directory(self) -> Path | None:
+        """Where it was read from; None of one that was made here."""
+        return self._directory
 
     def decode(self, ids: Sequence[int] | Ids, *, special: bool = False) -> str:
         """The text of some ids; special tokens are shown only if asked for."""

@@ -1,0 +1,172 @@
+"""Datasets: sample = f(seed, global index), read from memory-mapped token files.
+
+Letters: B batch, S sequence. Never imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from hocket.training.data import Tokens, num_samples
+from hocket.training.order import permuted
+from hocket.training.packed_files import BEGINS, LEARNED, flags_file
+from hocket.training.packing import ACROSS
+
+IGNORED = -100
+"""The label of a token that no loss falls on."""
+
+Ids = npt.NDArray[np.int64]
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Samples of some indices.
+
+    Attributes:
+        ids: [B, S]. labels: [B, S], the token that follows each, `IGNORED` where no loss falls.
+        positions: [B, S], counted from each document's beginning; None: from the row's.
+    """
+
+    ids: Ids
+    labels: Ids
+    positions: Ids | None = None
+
+
+class TokenDataset:
+    """Samples of one token file, in a shuffled order that is a function of seed and index.
+
+    Args:
+        path: `tokens.bin` or `valid.bin`.
+        dtype: of the file.
+        seq_len: S.
+        seed: of the order. None: in the order of the file.
+        flags: whether flags lie beside the file.
+    """
+
+    def __init__(
+        self,
+        path: Path | str,
+        dtype: str,
+        seq_len: int,
+        seed: int | None = None,
+        *,
+        flags: bool = False,
+    ) -> None:
+        self.seq_len = seq_len
+        self.seed = seed
+        self.path = Path(path)
+        size = self.path.stat().st_size
+        self._tokens: npt.NDArray[np.unsignedinteger] = (
+            np.memmap(self.path, dtype=dtype, mode="r") if size else np.zeros(0, dtype)
+        )
+        self._flags = np.memmap(flags_file(self.path), np.uint8, "r") if flags and size else None
+        self.num_samples = self._count()
+        self._within = np.arange(seq_len + 1)
+
+    def _count(self) -> int:
+        return num_samples(len(self._tokens), self.seq_len)
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def order(self, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        """Global indices (0, 1, 2, ... without end) to samples; each epoch has its own order."""
+        assert self.num_samples > 0, self.path
+        index = np.asarray(indices, np.int64)
+        epoch, position = np.divmod(index, self.num_samples)
+        if self.seed is None:
+            return position
+        found = np.empty_like(position)
+        for one in np.unique(epoch):
+            here = epoch == one
+            found[here] = permuted(position[here], self.num_samples, (self.seed, int(one)))
+        return found
+
+    def rows(self, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        """Tokens [B, S + 1] of the samples at some global indices."""
+        starts = self.order(indices) * self.seq_len
+        return self._tokens[starts[:, None] + self._within].astype(np.int64)
+
+    def batch(self, indices: npt.ArrayLike) -> Batch:
+        """The samples at some global indices."""
+        rows = self.rows(indices)
+        ids, labels = rows[:, :-1], rows[:, 1:]
+        if self._flags is not None:
+            starts = self.order(indices) * self.seq_len
+            flags = self._flags[starts[:, None] + self._within[1:]]
+            labels = np.where(flags & LEARNED, labels, IGNORED)
+        return Batch(ids, labels)
+
+    def learned(self, indices: npt.ArrayLike) -> int:
+        """Labels among the samples at some global indices that loss falls on."""
+        if self._flags is None:
+            return int(np.size(indices)) * self.seq_len
+        return int((self.batch(indices).labels != IGNORED).sum())
+
+
+class RowDataset(TokenDataset):
+    """Samples of a file of rows, each of whole documents that do not see each other."""
+
+    def _count(self) -> int:
+        return len(self._tokens) // self.seq_len
+
+    def batch(self, indices: npt.ArrayLike) -> Batch:
+        """The rows at some global indices; a row's last token has no label."""
+        assert self._flags is not None, self.path
+        where = self.order(indices)[:, None] * self.seq_len + self._within[:-1]
+        ids, flags = self._tokens[where].astype(np.int64), self._flags[where]
+        labels = np.full_like(ids, IGNORED)
+        labels[:, :-1] = np.where(flags[:, 1:] & LEARNED, ids[:, 1:], IGNORED)
+        places = np.broadcast_to(self._within[:-1], ids.shape)
+        begins = np.maximum.accumulate(np.where(flags & BEGINS, places, 0), axis=1)
+        return Batch(ids, labels, places - begins)
+
+
+def open_dataset(
+    folder: Path, name: str, tokens: Tokens, seq_len: int, seed: int | None = None
+) -> TokenDataset:
+    """The samples of one file of a data folder, as its manifest says."""
+    kind = TokenDataset if tokens.packing == ACROSS else RowDataset
+    return kind(folder / name, tokens.dtype, seq_len, seed, flags=tokens.flags)
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchOrder:
+    """Which global indices a step takes, and which of them one data rank and microbatch does.
+
+    Step k takes the indices k G .. k G + G - 1 of the shuffled order, G the global batch; data
+    rank d of D takes the d-th of D equal runs of them, microbatch m the m-th of M equal runs of
+    that. One process therefore sees the same global batch as any layout.
+    """
+
+    global_batch: int
+    data_ranks: int = 1
+    microbatches: int = 1
+
+    def __post_init__(self) -> None:
+        assert self.global_batch % (self.data_ranks * self.microbatches) == 0, self
+
+    @property
+    def microbatch_size(self) -> int:
+        """Sequences in one microbatch."""
+        return self.global_batch // (self.data_ranks * self.microbatches)
+
+    def indices(self, step: int, data_rank: int, microbatch: int) -> npt.NDArray[np.int64]:
+        """Global indices [B] of one microbatch of `step` (counted from 0)."""
+        size = self.microbatch_size
+        first = step * self.global_batch + (data_rank * self.microbatches + microbatch) * size
+        return np.arange(first, first + size)
+
+    def step_indices(self, step: int) -> npt.NDArray[np.int64]:
+        """Global indices of all that a step takes."""
+        return np.arange(step * self.global_batch, (step + 1) * self.global_batch)
+
+    def rank_indices(self, step: int, data_rank: int) -> npt.NDArray[np.int64]:
+        """Global indices of all microbatches of one data rank, in their order."""
+        size = self.microbatch_size * self.microbatches
+        first = step * self.global_batch + data_rank * size
+        return np.arange(first, first + size)
