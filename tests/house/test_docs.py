@@ -132,6 +132,8 @@ def test_commands_run_in_their_order(
         (tmp_path / f"{'run' if number == 0 else number}.toml").write_text(code)
     for code in blocks(page, "jinja"):
         (tmp_path / "template.jinja").write_text(code)
+    for code, name in zip(blocks(page, "jsonl"), ("chats", "pairs"), strict=False):
+        (tmp_path / f"{name}.jsonl").write_text(code)
     for words in commands(page):
         if words[0] == "serve":
             served(fewer(words), monkeypatch)

@@ -42,7 +42,9 @@ OUTSIDE: dict[str, set[str]] = {
     "simulation": {"numpy"},
     "reporting": {"numpy", "rich", "matplotlib"},
     "planning": {"numpy"},
-    "models": {"torch", "transformers", "safetensors", "huggingface_hub", "numpy"},
+    "models": {
+        "torch", "transformers", "safetensors", "huggingface_hub", "numpy", "jinja2", "peft",
+    },
     "runtime": {"torch", "numpy"},
     "launch": {"torch"},
     "probing": {"torch", "numpy", "pynvml"},
@@ -51,7 +53,7 @@ OUTSIDE: dict[str, set[str]] = {
     },
     "serving": {
         "torch", "numpy", "transformers", "tokenizers",
-        "starlette", "uvicorn", "pydantic", "pydantic_core", "jinja2", "prometheus_client",
+        "starlette", "uvicorn", "pydantic", "pydantic_core", "prometheus_client",
     },
     "jobs": {"torch"},
     "cli": {"tyro", "rich"},

@@ -27,7 +27,8 @@ TRAINING = {
     "dropout", "tokenizer", "vocab_size", "text_field", "held_out", "eval_every", "eval_batches",
     "save_every", "resume", "timeline_step", "timeline_steps", "device", "backend", "threads",
     "bucket_mb", "compile", "attention", "tensorboard", "trust_remote_code", "timeout",
-    "links", "memory_per_rank",
+    "links", "memory_per_rank", "data_format", "chat_template_file", "packing", "lora_rank",
+    "lora_alpha", "lora_dropout", "lora_targets",
 }  # fmt: skip
 
 SERVICE = {
@@ -42,7 +43,8 @@ FLAGS = {
         "threads", "tensorboard", *LAYOUT,
     },
     "check": {
-        "model", "steps", "seq_len", "global_batch", "seed", "lr", "attention", "device", "backend",
+        "model", "steps", "seq_len", "global_batch", "seed", "lr", "packing", "lora_rank",
+        "lora_alpha", "lora_targets", "attention", "device", "backend",
         "threads", "trust_remote_code", "json", *LAYOUT,
     },
     "compare": {
@@ -65,7 +67,7 @@ FLAGS = {
         "num_blocks", "max_waiting", "no_prefix_cache", "deadline", "drain_seconds",
         "chat_template_file", "generation_config", "max_restarts",
     },
-    "export": {"run", "to"},
+    "export": {"run", "to", "merge"},
     "plan": {
         "model", "cluster", "seq_len", "global_batch", "objective", "top", "layout", "pin", "all",
         "explain", "emit", "precision", "stack", "json", *SERVICE,

@@ -8,8 +8,8 @@ import pytest
 
 transformers = pytest.importorskip("transformers")
 
-from hocket.serving.http.errors import ApiError  # noqa: E402
 from hocket.models.chat_template import ChatTemplates  # noqa: E402
+from hocket.serving.http.errors import ApiError  # noqa: E402
 
 pytestmark = pytest.mark.train
 

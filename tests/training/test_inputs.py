@@ -49,3 +49,4 @@ def test_held_out_text_is_seen_once(tmp_path) -> None:
     assert torch.equal(ids[:5].reshape(-1), torch.arange(40))
     assert torch.equal(labels[:5], ids[:5] + 1)
     assert (labels[5:] == IGNORED).all()
+    assert (ids >= 0).all()

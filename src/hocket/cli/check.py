@@ -30,6 +30,10 @@ class Check:
         global_batch: sequences of one step.
         seed: of the weights, if they are random, and of the tokens.
         lr: learning rate of the steps.
+        packing: `documents`: several documents share a row and must not see each other.
+        lora_rank: check the training of adapters of this rank, beside peft's own.
+        lora_alpha: LoRA's products are scaled by it over the rank. None: twice the rank.
+        lora_targets: the linear layers that LoRA adapts. None: all-linear.
         attention: attention implementation, `sdpa` or `eager`.
         device: `auto`, `cpu` or `cuda`.
         backend: `auto`, `shm`, `gloo` or `nccl`.
@@ -47,6 +51,10 @@ class Check:
     global_batch: int = 8
     seed: int = 0
     lr: float = 1e-3
+    packing: str | None = None
+    lora_rank: int | None = None
+    lora_alpha: float | None = None
+    lora_targets: str | None = None
     attention: str = "sdpa"
     device: str = "auto"
     backend: str = "auto"

@@ -16,13 +16,17 @@ from hocket.spec.errors import OptionError
 class Export:
     """Write a run's model as a directory that AutoModelForCausalLM.from_pretrained loads.
 
+    Of a run with LoRA it is the adapter, as PeftModel.from_pretrained loads it.
+
     Attributes:
         run: the run folder.
         to: the directory to make.
+        merge: of a run with LoRA: the model with the adapter added to its weights.
     """
 
     run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")] = ""
     to: Annotated[str, tyro.conf.arg(metavar="DIR")] = ""
+    merge: bool = False
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -33,5 +37,5 @@ def main(arguments: Sequence[str]) -> int:
             raise OptionError(f"{name} is missing", hint="hocket export RUN --to DIR")
     from hocket.jobs.export import export
 
-    print(f"wrote {export(flags.run, flags.to)}")
+    print(f"wrote {export(flags.run, flags.to, merge=flags.merge)}")
     return 0

@@ -40,6 +40,11 @@ def result(summary: Summary) -> list[str]:
         ends = dict.fromkeys(format_bytes(size) for size in (min(each), max(each)))
         rank = " a rank" if len(each) > 1 else ""
         found.append(f"peak tensor memory {' to '.join(ends)}{rank}")
+    if summary.truncated_documents:
+        found.append(
+            f"{summary.truncated_documents:,} documents were cut at the length of a row and lost "
+            f"{summary.truncated_tokens:,} tokens"
+        )
     return found + foretold(summary)
 
 
@@ -66,12 +71,15 @@ def next_steps(summary: Summary) -> list[str]:
     """Where it lies, and commands to paste."""
     run, hocket = shlex.quote(str(summary.run)), shlex.quote(program())
     report = "" if summary.report is None else f", report {summary.report}"
+    adapter = (summary.run / "adapter").is_dir()
+    use = [f"  {hocket} generate {run} --prompt TEXT", f"  {hocket} export {run} --to DIR"]
+    if adapter:
+        use = [f"  {hocket} export {run} --to DIR --merge"]
     return [
-        f"run folder {summary.run}{report}",
+        f"run folder {summary.run}{report}" + (f", adapter {run}/adapter" if adapter else ""),
         "",
         *([] if summary.report else [f"  {hocket} report {run}"]),
-        f"  {hocket} generate {run} --prompt TEXT",
-        f"  {hocket} export {run} --to DIR",
+        *use,
     ]
 
 

@@ -26,7 +26,7 @@ def check(request: Request, *, on_event: Callable[[Event], None] | None = None) 
         HocketError: the layout does not fit the model, or the model breaks when it is cut;
             RankFailure with a rank's own traceback.
     """
-    from hocket.jobs import twin
+    from hocket.jobs import adapters, twin
     from hocket.launch import Launcher, joined
     from hocket.models.source import resolve
     from hocket.schedules.registry import build
@@ -68,7 +68,14 @@ def check(request: Request, *, on_event: Callable[[Event], None] | None = None) 
         tempfile.TemporaryDirectory(prefix="hocket-check-") as folder,
     ):
         say("checking that the architecture can be split")
-        twin.require(launcher, source, layout, attention=options.attention)
+        twin.require(
+            launcher,
+            source,
+            layout,
+            attention=options.attention,
+            packed=options.packing == "documents",
+        )
+        adapters.require(launcher, spec)
         payload = {
             "spec": spec.to_json(),
             "folder": folder,

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
-from hocket.spec.errors import RunFolderError
-from hocket.spec.run import RunFolder
+from hocket.spec.errors import OptionError, RunFolderError
+from hocket.spec.run import RunFolder, RunSpec
 
 
-def export(run: str | os.PathLike[str], to: str | os.PathLike[str]) -> Path:
-    """Write the newest state of a run as a directory that transformers loads.
+def export(run: str | os.PathLike[str], to: str | os.PathLike[str], *, merge: bool = False) -> Path:
+    """Write the newest state of a run as a directory that transformers loads; of a run with LoRA,
+    its adapter as peft loads it or, with `merge`, the base with the adapter added.
 
     That is its last checkpoint or, where the run went on beyond it or has none, the model that the
     run wrote at its end.
 
     Raises:
         RunFolderError: no run is there, or it has neither.
-        OptionError: `to` holds something that would be lost.
+        OptionError: `to` holds something that would be lost, or there is nothing to merge.
         CheckpointError: the checkpoint is damaged.
     """
     from hocket.models.source import of_run
@@ -27,6 +29,13 @@ def export(run: str | os.PathLike[str], to: str | os.PathLike[str]) -> Path:
 
     folder, to = RunFolder(run), Path(to)
     spec = folder.load()
+    if spec.options.lora_rank is not None:
+        return _adapted(folder, spec, to, merge=merge)
+    if merge:
+        raise OptionError(
+            f"{folder.path} trained the model itself: there is no adapter to merge",
+            hint=f"hocket export {folder.path} --to {to}",
+        )
     refuse_occupied(to)
     source = of_run(spec)
     last = None
@@ -40,10 +49,7 @@ def export(run: str | os.PathLike[str], to: str | os.PathLike[str]) -> Path:
             _copy(folder.model, to)
         return to
     if last is None:
-        raise RunFolderError(
-            f"{folder.path} holds neither a checkpoint nor a finished model",
-            hint="train with --save-every, or let the run reach its end",
-        )
+        raise _unfinished(folder)
     files = ModelFiles(
         config=spec.config,
         directory=source.directory,
@@ -51,6 +57,59 @@ def export(run: str | os.PathLike[str], to: str | os.PathLike[str]) -> Path:
         code=source.code,
     )
     return export_checkpoint(last, to, files)
+
+
+def _adapted(folder: RunFolder, spec: RunSpec, to: Path, *, merge: bool) -> Path:
+    """The adapter of a run, or the base with it."""
+    from hocket.models import lora
+    from hocket.spec import checkpoint
+    from hocket.training import adapter, export
+
+    (export if merge else adapter).refuse_occupied(to)
+    last = None
+    if checkpoint.checkpoints(folder.checkpoints):
+        last, _, _ = checkpoint.newest_whole(folder.checkpoints)
+    finished = folder.adapter / adapter.CONFIG
+    if last is None and not finished.exists():
+        raise _unfinished(folder)
+    stays = finished.exists() and (
+        last is None or finished.stat().st_mtime >= (last / checkpoint.MANIFEST).stat().st_mtime
+    )
+    if not merge:
+        if not stays:
+            assert last is not None
+            return adapter.adapter_of_checkpoint(last, to, spec)
+        if folder.adapter.resolve() != to.resolve():
+            _copy(folder.adapter, to)
+        return to
+    assert spec.weights is not None
+    aside = to.with_name(f".{to.name}.partial")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        with tempfile.TemporaryDirectory(prefix="hocket-adapter-") as made:
+            held = folder.adapter
+            if not stays:
+                assert last is not None
+                held = adapter.adapter_of_checkpoint(last, Path(made) / "adapter", spec)
+            code = spec.options.trust_remote_code
+            lora.merge(held, Path(spec.weights), aside, trust_remote_code=code)
+        if (folder.data / "tokenizer.json").exists():
+            from hocket.training.tokenizer import Tokenizer
+
+            Tokenizer.load(folder.data).save(aside)
+        if to.exists():
+            shutil.rmtree(to)
+        aside.rename(to)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return to
+
+
+def _unfinished(folder: RunFolder) -> RunFolderError:
+    return RunFolderError(
+        f"{folder.path} holds neither a checkpoint nor a finished model",
+        hint="train with --save-every, or let the run reach its end",
+    )
 
 
 def _copy(model: Path, to: Path) -> None:

@@ -66,6 +66,9 @@ def told(
     layout = str(spec.layout)
     if measured is None:
         return Forecast.none(layout, "this machine was not measured; hocket probe does"), None
+    if spec.options.lora_rank is not None:
+        why = "a step with LoRA is not priced: only steps that train the whole model are"
+        return Forecast.none(layout, why), None
     try:
         machine = machine_of(spec, measured)
         shape = shape_of(spec, launcher)

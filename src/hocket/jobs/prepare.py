@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from hocket.spec.checkpoint import candidates
 from hocket.spec.errors import (
     CheckpointError,
     DataError,
+    ModelError,
     OptionError,
     RunFolderError,
     ScheduleError,
@@ -93,6 +95,11 @@ def plan(request: Request, *, world_size: int | None = None) -> Plan:
     if not request.auto:
         links.checked(request.options, layout, joined=world_size is not None)
     memory.checked(request.options)
+    if request.options.lora_rank is not None and source.weights is None:
+        raise ModelError(
+            f"LoRA adapts weights that are there, and {source.name} has none",
+            hint="a directory with safetensors weights, or no --lora-rank",
+        )
     if not request.data:
         raise DataError("no data was named", hint="--data FILE_OR_FOLDER...")
     data_sources.find(request.data)
@@ -157,12 +164,18 @@ def data(
         DataError: unreadable, empty or too short data, or an id beyond the vocabulary.
         OptionError: an unknown tokenizer.
     """
+    from hocket.training import conversation, data_sources, documents, tokenizer
     from hocket.training import data as tokens_of
-    from hocket.training import data_sources, tokenizer
 
     request, source = job.request, job.source
     options, workload = request.options, request.workload
     found = data_sources.find(request.data)
+    held = documents.kinds(found, options.data_format)
+    if options.tokenizer == "train" and set(held) != {conversation.TEXT}:
+        raise OptionError(
+            "--tokenizer train learns from text; the data holds chats or completions",
+            hint="--tokenizer bytes, or a directory that has one",
+        )
     words = tokenizer.resolve(
         options.tokenizer,
         model_dir=source.tokenizer,
@@ -175,6 +188,9 @@ def data(
         config = with_vocabulary(config, words.vocab_size, words.eos_id)
         sizes = dataclasses.replace(source.dimensions, vocab_size=words.vocab_size)
         validate(sizes, job.layout, workload, world_size=job.layout.world_size)
+    templates = documents.templates_of(
+        words, words.directory or source.tokenizer, options.chat_template_file
+    )
     tokens = tokens_of.prepare(
         folder.data,
         words,
@@ -185,8 +201,13 @@ def data(
         held_out=options.held_out,
         seed=options.seed,
         model_vocab_size=int(config.get("vocab_size") or source.dimensions.vocab_size),
+        data_format=options.data_format,
+        packing=options.packing,
+        templates=templates,
         progress=progress,
     )
+    if options.chat_template_file is not None:  # the exported model brings what it was trained on
+        shutil.copyfile(options.chat_template_file, folder.data / "chat_template.jinja")
     return words, tokens, config
 
 
@@ -202,6 +223,12 @@ def with_vocabulary(config: dict[str, Any], vocab_size: int, eos: int | None) ->
         if isinstance(value, int) and value >= vocab_size:
             changed[name] = eos
     return changed
+
+
+def packed(job: Plan, packing: str) -> Plan:
+    """The job with the packing that its data asks for."""
+    options = dataclasses.replace(job.request.options, packing=packing)
+    return dataclasses.replace(job, request=dataclasses.replace(job.request, options=options))
 
 
 def placed(job: Plan, layout: Layout) -> Plan:

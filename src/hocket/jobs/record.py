@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ class Summary:
             `optimizer`, `activations`, `total`.
         forecast: what was foretold of the run, None where nothing was tried.
         bubble: measured, of the recorded step; None without one.
+        truncated_documents, truncated_tokens: of the data, cut at the length of a row.
         report: the page that was written where hocket chose the layout; None elsewhere.
     """
 
@@ -45,6 +48,8 @@ class Summary:
     memory: tuple[dict[str, int], ...] = ()
     forecast: Forecast | None = None
     bubble: float | None = None
+    truncated_documents: int = 0
+    truncated_tokens: int = 0
     report: Path | None = None
 
 
@@ -89,6 +94,10 @@ class Record:
             forecast=None if told is None else told[0],
             bubble=self.bubble,
         )
+        with contextlib.suppress(OSError, ValueError):
+            data = json.loads((folder.data / "tokens.json").read_text())
+            found.truncated_documents = int(data.get("truncated_documents", 0))
+            found.truncated_tokens = int(data.get("truncated_tokens", 0))
         if self.held_out:
             found.held_out_loss = float(self.held_out[-1]["loss"])
         if not self.steps:

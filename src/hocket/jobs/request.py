@@ -6,6 +6,7 @@ A flag, a key of `--config` and a keyword of `hocket.train` are the same word an
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import math
 import types
 import typing
@@ -23,6 +24,8 @@ DTYPES = ("fp32", "bf16")
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "shm", "gloo", "nccl")
 ATTENTION = ("sdpa", "eager")
+DATA_FORMATS = ("auto", "text", "chat", "completion")
+PACKINGS = ("across", "documents", "none")
 
 LAYOUT_FIELDS = tuple(field.name for field in dataclasses.fields(Layout))
 WORKLOAD_FIELDS = tuple(field.name for field in dataclasses.fields(Workload))
@@ -87,6 +90,11 @@ def request(values: Mapping[str, Any]) -> Request:
         raise LayoutError(
             "--layout auto chooses among processes; replicas in threads are asked for by hand",
             hint="--layout dp2 --data-parallel threads",
+        )
+    if auto and options.lora_rank is not None:
+        raise LayoutError(
+            "--layout auto prices steps that train the whole model, not LoRA's",
+            hint="--layout dp2",
         )
     return Request(
         model=given["model"],
@@ -247,11 +255,38 @@ def check_options(options: TrainOptions) -> None:
         raise OptionError(
             f"min_lr {options.min_lr} is above lr {options.lr}", hint=f"--min-lr {options.lr / 10}"
         )
+    _check_lora(options)
     memory.limit(options)
     if options.links is not None:
         Links.parse(options.links)
     _one_of("device", options.device, DEVICES)
     _one_of("backend", options.backend, BACKENDS)
     _one_of("attention", options.attention, ATTENTION)
+    _one_of("data_format", options.data_format, DATA_FORMATS)
+    if options.packing is not None:
+        _one_of("packing", options.packing, PACKINGS)
     if options.backend == "nccl" and options.device == "cpu":
         raise OptionError("the backend nccl needs CUDA devices", hint="--backend auto")
+
+
+def _check_lora(options: TrainOptions) -> None:
+    """Refuse adapters that cannot be, and words about them where there are none."""
+    if options.lora_rank is None:
+        default = TrainOptions()
+        for name in ("lora_alpha", "lora_dropout", "lora_targets"):
+            if getattr(options, name) != getattr(default, name):
+                raise OptionError(
+                    f"{name} is {getattr(options, name)}, and no lora_rank is given",
+                    hint="--lora-rank 8",
+                )
+        return
+    _at_least("lora_rank", options.lora_rank, 1)
+    if options.lora_alpha is not None and not 0 < options.lora_alpha < math.inf:
+        raise OptionError(
+            f"lora_alpha is {options.lora_alpha}; it must be above 0",
+            hint=f"--lora-alpha {2 * options.lora_rank}",
+        )
+    if not 0 <= options.lora_dropout < 1:
+        raise OptionError(f"lora_dropout is {options.lora_dropout}; it lies in 0 .. 1, 1 excluded")
+    if importlib.util.find_spec("peft") is None:
+        raise OptionError("--lora-rank needs the package peft", hint='pip install "hocket[lora]"')

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from hocket.jobs import (
+    adapters,
     forecast,
     foresight,
     ledger,
@@ -99,10 +100,9 @@ def prepared(
     """
     record.phase("tokenizing")
     words, tokens, config = prepare.data(job, folder, record.tokenized)
-    record.note(
-        f"{tokens.train_tokens:,} tokens to train on, {tokens.valid_tokens:,} held out; "
-        f"{words.kind} tokenizer of {words.vocab_size} ids"
-    )
+    job = prepare.packed(job, tokens.packing)
+    said = tokens.said(job.request.workload.seq_len)
+    record.note(f"{said}; {words.kind} tokenizer of {words.vocab_size} ids")
     if not job.request.auto:
         return prepare.write(job, folder, config, command)
     told, job = foresight.choose(job, config, record, launcher=launcher)
@@ -134,6 +134,7 @@ def launch(
     launcher.preload(modeling_modules(spec.config))
     verify(launcher, spec, record)
     weights.require(launcher, folder)
+    _adapt(launcher, spec, record)
     if spec.options.links is not None:
         spec = links.settle(launcher, folder, spec)
         record.note(f"links are felt as {spec.options.links}")
@@ -171,9 +172,22 @@ def verify(launcher: Launcher, spec: RunSpec, record: Record) -> None:
 
     if spec.layout.num_stages > 1 or spec.layout.tp > 1:
         record.phase("checking that the architecture can be split")
-    verdict = twin.require(launcher, of_run(spec), spec.layout, attention=spec.options.attention)
+    verdict = twin.require(
+        launcher,
+        of_run(spec),
+        spec.layout,
+        attention=spec.options.attention,
+        packed=spec.options.packing == "documents",
+    )
     if verdict.note and spec.layout.tp > 1:
         record.note(f"held whole on every rank of tp: {verdict.note}")
+
+
+def _adapt(launcher: Launcher, spec: RunSpec, record: Record) -> None:
+    """Refuse adapters of layers that are not there; say how many there are."""
+    layers = adapters.require(launcher, spec)
+    if layers:
+        record.note(f"LoRA of rank {spec.options.lora_rank} beside {layers} frozen layers")
 
 
 def _join(request: Request, context: RankContext, record: Record) -> Summary:
@@ -192,6 +206,7 @@ def _join(request: Request, context: RankContext, record: Record) -> Summary:
                     spec = prepared(job, folder, record)
                     with unstarted_is_no_run(folder):
                         verify(launcher, spec, record)
+                        _adapt(launcher, spec, record)
         except HocketError as error:
             if world > 1:
                 context.store().set("hocket/prepared", json.dumps({"error": str(error)}))

@@ -166,6 +166,8 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
     if "pages" in payload["parts"] and context.rank == 0:
         found = dataclasses.replace(found, pages=try_pages(config))
     if "packed" in payload["parts"] and context.rank == 0:
+        from hocket.jobs.twin_packed import try_packed
+
         found = dataclasses.replace(found, packed=try_packed(config, payload["attention"]))
     split = [part for part in ("tensors", "slices") if part in payload["parts"]]
     if split:
@@ -210,7 +212,7 @@ def try_stages(config: Any, attention: str) -> str:
     try:
         twin = twin_of(config)
         model = twin.build(attention=attention).train()
-        inputs, weight = _microbatch(twin)
+        inputs, weight = microbatch(twin)
         expected, gradients = _reference(model, inputs, weight)
     except ModelError as error:
         return error.message
@@ -261,7 +263,7 @@ def try_stages(config: Any, attention: str) -> str:
             if owner in found and name not in tied:
                 return f"{name} is used on more than one stage"
             found[owner] = found[owner] + parameter.grad if owner in found else parameter.grad
-    return _compare(expected, logits.detach(), gradients, found, plan)
+    return compare(expected, logits.detach(), gradients, found, plan)
 
 
 def try_pages(config: Any) -> str:
@@ -278,39 +280,7 @@ def try_pages(config: Any) -> str:
     return ""
 
 
-def try_packed(config: Any, attention: str) -> str:
-    """Why documents that share a row would see each other; empty where the twin gives a row of
-    three documents the logits and gradients that it gives each of them by itself."""
-    import torch
-
-    from hocket.models.plans import plan_for
-    from hocket.models.twin import twin_of
-
-    try:
-        twin = twin_of(config)
-        model = twin.build(attention=attention).train()
-        inputs, weight = _microbatch(twin)
-        ids, weight = inputs["input_ids"][:1], weight[:1]
-        parts = torch.split(torch.arange(ids.shape[1]), [5, 7, ids.shape[1] - 12])
-        positions = torch.cat([part - part[0] for part in parts])[None]
-        alone = []
-        for part in parts:
-            own = {"input_ids": ids[:, part], "position_ids": positions[:, part]}
-            alone.append(_forward(model, own))
-        expected = torch.cat(alone, 1)
-        torch.autograd.backward((expected * weight).sum())
-        wanted = _taken_gradients(model)
-        logits = _forward(model, {"input_ids": ids, "position_ids": positions})
-        torch.autograd.backward((logits * weight).sum())
-        found = _taken_gradients(model)
-    except ModelError as error:
-        return error.message
-    except Exception as error:  # the forward of a foreign family fails in its own way
-        return f"its tiny twin does not run: {type(error).__name__}: {error}"
-    return _compare(expected.detach(), logits.detach(), wanted, found, plan_for(model))
-
-
-def _taken_gradients(model: nn.Module) -> dict[str, Tensor]:
+def taken_gradients(model: nn.Module) -> dict[str, Tensor]:
     """The gradients of a model, which forgets them."""
     found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
@@ -339,7 +309,7 @@ def try_tensors(
     try:
         twin = twin_of(config)
         model = twin.build(attention=attention).train()
-        inputs, weight = _microbatch(twin)
+        inputs, weight = microbatch(twin)
         expected, gradients = _reference(model, inputs, weight)
     except ModelError as error:
         return error.message, ""
@@ -356,7 +326,7 @@ def try_tensors(
     local = copy.deepcopy(model)
     try:
         placements = apply_tensor_parallel(local, plan.tensor, axis, recorder, plan.sequence)
-        logits = _forward(local, inputs, plan, degree)
+        logits = forward(local, inputs, plan, degree)
         head = placements.get(_head_weight(local))
         mine = slice(None)
         if head is not None and head.sharded and logits.shape[-1] != expected.shape[-1]:
@@ -376,7 +346,7 @@ def try_tensors(
         for there, here in placement.pairs():
             key = f"{name} {there}"
             found[key], wanted[key] = grad[here], gradients[name][there]
-    reason = _compare(expected[..., mine], logits.detach(), wanted, found, plan)
+    reason = compare(expected[..., mine], logits.detach(), wanted, found, plan)
     return next((text for text in _said(reason, axis, recorder) if text), ""), note
 
 
@@ -394,7 +364,7 @@ def _said(text: str, axis: Axis, recorder: Recorder) -> list[str]:
     return [bytes(row).rstrip(b"\0").decode() for row in rows]
 
 
-def _microbatch(twin: Twin) -> tuple[dict[str, Tensor], Tensor]:
+def microbatch(twin: Twin) -> tuple[dict[str, Tensor], Tensor]:
     """Two sequences of 16 tokens, and weights [2, 16, V] that turn logits into one number."""
     import torch
 
@@ -408,7 +378,7 @@ def _microbatch(twin: Twin) -> tuple[dict[str, Tensor], Tensor]:
     return {"input_ids": ids, "position_ids": positions}, weight
 
 
-def _forward(
+def forward(
     model: nn.Module, inputs: dict[str, Tensor], plan: ParallelPlan | None = None, degree: int = 1
 ) -> Tensor:
     """The logits; where the plan has been asked for slices of sequences, from these."""
@@ -426,9 +396,9 @@ def _reference(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     import torch
 
-    logits = _forward(model, inputs)
+    logits = forward(model, inputs)
     torch.autograd.backward((logits * weight).sum())
-    return logits.detach(), _taken_gradients(model)
+    return logits.detach(), taken_gradients(model)
 
 
 def _not_causal(model: nn.Module, inputs: dict[str, Tensor], expected: Tensor) -> str:
@@ -437,14 +407,14 @@ def _not_causal(model: nn.Module, inputs: dict[str, Tensor], expected: Tensor) -
     changed = inputs["input_ids"].clone()
     changed[:, -1] = torch.where(changed[:, -1] == 5, 6, 5)
     with torch.no_grad():
-        logits = _forward(model, {**inputs, "input_ids": changed})
+        logits = forward(model, {**inputs, "input_ids": changed})
     off = float((logits - expected)[:, :-1].abs().max())
     if off > TOLERANCE * float(expected.abs().max()):
         return "it is not causal: a later token changes earlier logits"
     return ""
 
 
-def _compare(
+def compare(
     expected: Tensor,
     logits: Tensor,
     gradients: dict[str, Tensor],

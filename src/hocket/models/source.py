@@ -131,7 +131,8 @@ def _directory(name: str, path: Path, trust_remote_code: bool, weights: bool) ->
         if not (path / "model" / "config.json").exists():
             raise ModelError(
                 f"the run folder {name} holds no exported model",
-                hint=f"hocket export {name} --to {path / 'model'}",
+                hint=f"hocket export {name} --to {path / 'model'}"
+                + (" --merge" if (path / "adapter").is_dir() else ""),
             )
         path = path / "model"
     if not (path / "config.json").exists():

@@ -93,7 +93,8 @@ def linear(
     """
     if torch.is_grad_enabled():
         y: Tensor
-        if weight_gradients is not None and x.requires_grad:
+        trained = weight.requires_grad or (bias is not None and bias.requires_grad)
+        if weight_gradients is not None and trained and x.requires_grad:
             y = _Halved.apply(x, (weight, bias), transposed, weight_gradients, kept)  # type: ignore[no-untyped-call]
             return y
         if kept is not None and weight.requires_grad:

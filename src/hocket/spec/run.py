@@ -10,6 +10,7 @@ RUN/
   memory.json         peak tensor bytes by kind, a row a rank
   checkpoints/        step-000100/ ..., latest
   model/              the exported Hugging Face directory
+  adapter/            of a run with LoRA, instead: peft's own files
 """
 
 from __future__ import annotations
@@ -63,9 +64,22 @@ class TrainOptions:
             None: the model directory's if it has one, else bytes.
         vocab_size: of a tokenizer that is trained.
         text_field: field of JSON lines, parquet and datasets that holds the text.
+        data_format: what records hold: `text`, `chat` (messages or conversations; loss on the
+            assistant's turns), `completion` (prompt and completion; loss on the second), or
+            `auto`: as each file's first record says.
+        chat_template_file: a Jinja template to render chats with, instead of the tokenizer's own.
+        packing: `across` (documents end to end, attention across them), `documents` (whole
+            documents share rows and do not see each other) or `none` (one document a row).
+            None: across for text, documents for chats and completions.
         held_out: share of the documents kept for evaluation.
         eval_every: steps between evaluations on held-out text; 0: only at the end.
         eval_batches: global batches per evaluation.
+        lora_rank: train products of this rank beside frozen linear layers (LoRA, through peft).
+            None: the model itself is trained.
+        lora_alpha: LoRA's products are scaled by it over the rank. None: twice the rank.
+        lora_dropout: of the input of LoRA's products.
+        lora_targets: the linear layers that LoRA adapts, as in q_proj-v_proj. None: all-linear,
+            which is all but the output head.
         save_every: steps between checkpoints; 0: only if asked at the end.
         resume: continue from the run folder's latest checkpoint.
         timeline_step: the step whose timeline is recorded. None: the middle of the run.
@@ -98,9 +112,16 @@ class TrainOptions:
     tokenizer: str | None = None
     vocab_size: int = 4096
     text_field: str = "text"
+    data_format: str = "auto"
+    chat_template_file: str | None = None
+    packing: str | None = None
     held_out: float = 0.02
     eval_every: int = 50
     eval_batches: int = 2
+    lora_rank: int | None = None
+    lora_alpha: float | None = None
+    lora_dropout: float = 0.0
+    lora_targets: str | None = None
     save_every: int = 0
     resume: bool = False
     timeline_step: int | None = None
@@ -228,6 +249,10 @@ class RunFolder:
     @property
     def model(self) -> Path:
         return self.path / "model"
+
+    @property
+    def adapter(self) -> Path:
+        return self.path / "adapter"
 
     def create(self, spec: RunSpec) -> None:
         """Make the folder and write its spec.

@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from hocket.models.lora import alpha_of, targets_of
 from hocket.models.plans import plan_for
 from hocket.models.skeleton import build as build_skeleton
 from hocket.models.source import ModelSource, of_run
 from hocket.models.weights import materialize
 from hocket.runtime.device import pick_backend, pick_device
 from hocket.runtime.heap import keep_freed_memory
+from hocket.runtime.lora import Lora, adapt
 from hocket.runtime.mesh import Axis, Mesh
 from hocket.runtime.parallelize import Parallel, parallelize
 from hocket.runtime.recompute import CORE, RecomputedLayer
@@ -158,6 +160,9 @@ def build_model(
             dtype=dtype,
             seed=options.seed,
         )
+    lora = lora_of(skeleton, options)
+    if lora is not None:
+        adapt(parallel, lora)
     for parameter in parallel.parameters():
         # A sum of many small terms: microbatches and data ranks are added up in fp32.
         parameter.grad_dtype = torch.float32
@@ -196,6 +201,23 @@ def build_optimizer(parallel: Parallel, options: TrainOptions) -> Optimizer:
     dims = {name: len(placement.shape) for name, placement in parallel.placements.items()}
     on_host = parallel.layout.offload == "optimizer"
     return Optimizer(parallel.named_stepped(), options, dims, on_host=on_host)
+
+
+def lora_of(skeleton: nn.Module, options: TrainOptions) -> Lora | None:
+    """What is trained beside the frozen model; None where it is the model itself.
+
+    Raises:
+        OptionError, ModelError: targets that are not there, or no linear layers.
+    """
+    if options.lora_rank is None:
+        return None
+    return Lora(
+        rank=options.lora_rank,
+        alpha=alpha_of(options),
+        dropout=options.lora_dropout,
+        targets=targets_of(skeleton, options.lora_targets),
+        seed=options.seed,
+    )
 
 
 def compile_blocks(

@@ -5,6 +5,9 @@
     compare     the layout's ranks: the same steps through hocket; every rank holds its blocks
                 against the reference's, then takes over the reference's values
 
+With LoRA the plain model is peft's, and what is compared is what is trained. With documents that
+share rows, one process computes each document by itself.
+
 What is realigned after each step: parameters and optimizer state, since Adam amplifies rounding
 (an entry whose gradient is all but zero moves by a learning rate in either direction).
 
@@ -161,7 +164,9 @@ class _Rank:
         self.optimizer = optimizer
         self.local_part = parallel.local_part
         self.gradients: dict[str, Tensor] = {}
-        self.parameters: dict[str, nn.Parameter] = dict(parallel.named_parameters())
+        self.parameters: dict[str, nn.Parameter] = {
+            name: p for name, p in parallel.named_parameters() if p.requires_grad
+        }
         self.placements: dict[str, Placement] = {
             name: parallel.placements[name] for name in self.parameters
         }

@@ -94,7 +94,7 @@ class TokenDataset:
     def batch(self, indices: npt.ArrayLike) -> Batch:
         """The samples at some global indices."""
         rows = self.rows(indices)
-        ids, labels = rows[:, :-1], rows[:, 1:]
+        ids, labels = rows[:, :-1], rows[:, 1:].copy()  # whoever ignores a label keeps the ids
         if self._flags is not None:
             starts = self.order(indices) * self.seq_len
             flags = self._flags[starts[:, None] + self._within[1:]]

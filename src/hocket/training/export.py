@@ -112,7 +112,7 @@ def export_ranks(parallel: Parallel, to: Path, files: ModelFiles) -> Path:
     written = save_checkpoint(
         folder,
         step=0,
-        parallel=_Held(parallel, first),
+        parallel=Held(parallel, first),
         optimizer_state={},
         layout="",
         model="",
@@ -137,10 +137,10 @@ def refuse_occupied(to: Path) -> None:
         )
 
 
-class _Held:
+class Held:
     """The parameters of a rank that writes, or none."""
 
-    def __init__(self, parallel: Parallel, writes: bool) -> None:
+    def __init__(self, parallel: Any, writes: bool) -> None:
         self.arrive, self.release = parallel.arrive, parallel.release
         self._parameters = dict(parallel.named_parameters()) if writes else {}
         self.placements = {name: parallel.placements[name] for name in self._parameters}

@@ -24,13 +24,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hocket.runtime.checkpoint import load_checkpoint, save_checkpoint
+from hocket.runtime.lora import Trained
 from hocket.spec.checkpoint import config_hash
 from hocket.spec.errors import TrainingError
 from hocket.spec.run import RunFolder, write_text
 from hocket.spec.units import parse_bytes
 from hocket.training import timeline
+from hocket.training.adapter import adapter_of_ranks
 from hocket.training.build import Job
-from hocket.training.data import TRAIN, VALID, BatchOrder, TokenDataset, Tokens
+from hocket.training.data import TRAIN, VALID, Tokens
+from hocket.training.dataset import BatchOrder, open_dataset
 from hocket.training.evaluate import held_out_loss, num_batches
 from hocket.training.export import ModelFiles, export_ranks
 from hocket.training.inputs import Inputs
@@ -74,7 +77,7 @@ class Loop:
         rank = 0 if threads else job.mesh.coordinate["dp"]
 
         def inputs(name: str, seed: int | None) -> Inputs:
-            dataset = TokenDataset(folder.data / name, tokens.dtype, workload.seq_len, seed)
+            dataset = open_dataset(folder.data, name, tokens, workload.seq_len, seed)
             return Inputs(dataset, order, rank, job.mesh.device)
 
         self.inputs = inputs(TRAIN, self.options.seed)
@@ -171,10 +174,11 @@ class Loop:
         """One optimizer step; `index` counts from 0."""
         parallel, options = self.parallel, self.options
         microbatches = self.inputs.step(index)  # 1
-        loss = parallel.forward_backward(microbatches, self.num_tokens)  # 2
+        learned = self.inputs.num_tokens(index)
+        loss = parallel.forward_backward(microbatches, learned)  # 2
         norm = parallel.clip_grad_norm(options.clip)  # 3
         lr = learning_rate(index, options)
-        reading = Reading(index + 1, lr, loss, norm)
+        reading = Reading(index + 1, lr, loss, norm, learned)
         if not self.cuda:
             reading.values()
         with parallel.recorder.span("compute", "optimizer", "optimizer"):
@@ -196,6 +200,7 @@ class Loop:
             "grad_norm": norm,
             "step_seconds": seconds,
             "tokens_per_second": self.num_tokens / seconds,
+            "loss_tokens": reading.learned,
             "memory_bytes": self.memory_bytes,
         }
         if self._peak is not None:
@@ -272,7 +277,7 @@ class Loop:
             path = save_checkpoint(
                 self.folder.checkpoints,
                 step=step,
-                parallel=self.parallel,
+                parallel=Trained(self.parallel),
                 optimizer_state=self.job.optimizer.state_tensors(),
                 layout=str(self.spec.layout),
                 model=config_hash(self.spec.config),
@@ -284,7 +289,7 @@ class Loop:
         with self._long():
             restored = load_checkpoint(
                 self.folder.checkpoints,
-                parallel=self.parallel,
+                parallel=Trained(self.parallel),
                 layout=str(self.spec.layout),
                 model=config_hash(self.spec.config),
             )
@@ -296,6 +301,11 @@ class Loop:
         self._say(event="note", text=f"resumed from {restored.path}")
 
     def _export(self) -> None:
+        if self.options.lora_rank is not None:
+            self._say(event="phase", name="exporting the adapter")
+            with self._long(), self._disk(self.folder.path, f".{self.folder.adapter.name}.*"):
+                adapter_of_ranks(self.parallel, self.folder.adapter, self.spec)
+            return
         self._say(event="phase", name="exporting the model")
         source = self.job.source
         files = ModelFiles(

@@ -11,7 +11,7 @@ Ranks that differ in dp alone hold the same; of those along tp the first holds m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,13 +24,14 @@ from hocket.models.plans import plan_for
 from hocket.models.rows import one_sequence_each
 from hocket.models.skeleton import build as build_skeleton
 from hocket.models.source import of_run
+from hocket.runtime.lora import adapt
 from hocket.runtime.mesh import Axis, Mesh
 from hocket.runtime.parallelize import parallelize
 from hocket.runtime.record import Recorder
 from hocket.spec.layout import AXES, Layout
 from hocket.spec.run import RunSpec
 from hocket.spec.schedule import Schedule
-from hocket.training.build import build_optimizer, dtype_of
+from hocket.training.build import build_optimizer, dtype_of, lora_of
 from hocket.training.memory import Memory, MemoryCount
 
 _Work: Any = dist._Work  # type: ignore[attr-defined]
@@ -115,9 +116,12 @@ def _one(spec: RunSpec, schedule: Schedule | None, rank: int) -> Memory:
         bucket_mb=options.bucket_mb,
     )
     rows = workload.global_batch // layout.dp // (layout.microbatches or 1)
-    with _fake():
+    with _fake(options.packing == "documents"):
         for stage in parallel.stages:
             stage.module.to_empty(device="cpu")
+        lora = lora_of(skeleton, options)
+        if lora is not None:
+            adapt(parallel, lora, values=False)
         for parameter in parallel.parameters():
             parameter.grad_dtype = torch.float32
         parallel.finish()
@@ -137,8 +141,10 @@ def _one(spec: RunSpec, schedule: Schedule | None, rank: int) -> Memory:
 
 
 @contextmanager
-def _fake() -> Iterator[None]:
-    with FakeTensorMode(allow_non_fake_inputs=True), one_sequence_each(), _CpuAttention():  # type: ignore[no-untyped-call]
+def _fake(packed: bool) -> Iterator[None]:
+    # Of packed documents transformers builds a mask, which it does by itself where it cannot look.
+    rows = nullcontext() if packed else one_sequence_each()
+    with FakeTensorMode(allow_non_fake_inputs=True), rows, _CpuAttention():  # type: ignore[no-untyped-call]
         yield
 
 

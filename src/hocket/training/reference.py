@@ -1,7 +1,8 @@
 """The reference of a check: the plain Hugging Face model in one process, on seeded tokens.
 
 Nothing of hocket's own engine takes part: transformers' forward, torch's cross-entropy over the
-whole logits, torch's AdamW, the whole global batch at once.
+whole logits, torch's AdamW, the whole global batch at once. Adapters are peft's; documents that
+share a row are each computed by themselves, in rows of their own.
 
 Legend: B batch, S sequence.
 """
@@ -9,6 +10,7 @@ Legend: B batch, S sequence.
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,12 +23,15 @@ from torch import Tensor, nn
 from hocket.models import skeleton as skeletons
 from hocket.models import weights
 from hocket.models.dimensions import dimensions
+from hocket.models.lora import peft_model, plain_name
 from hocket.models.source import of_run
 from hocket.runtime.checkpoint import DTYPES
+from hocket.runtime.lora import initial
 from hocket.spec.placement import Placement
 from hocket.spec.run import RunSpec, write_text
 from hocket.spec.tensor_file import Entry, write_tensors
 from hocket.training.optimizer import STATE, decays
+from hocket.training.packing import DOCUMENTS
 
 _NOISE = 0.02
 _IGNORED = 0.1
@@ -46,11 +51,27 @@ def global_batch(spec: RunSpec, step: int) -> dict[str, Tensor]:
     share = _IGNORED + 0.5 * torch.arange(rows).unsqueeze(1) / rows
     labels[torch.rand(rows, length, generator=generator) < share] = -100
     labels[:, 0] = tokens[:, 1]  # never a row without a label
+    positions = torch.arange(length).expand(rows, length).contiguous()
+    if spec.options.packing == DOCUMENTS:
+        for row in positions:
+            cuts = torch.randperm(length - 1, generator=generator)[: max(1, length // 8)] + 1
+            for cut in cuts.sort().values.tolist():
+                row[cut:] = torch.arange(length - cut)
+        labels[:, :-1][positions[:, 1:] == 0] = -100  # nothing predicts the next document
+        labels[:, 0] = torch.where(positions[:, 1] == 0, -100, tokens[:, 1])
     return {
         "input_ids": tokens[:, :-1].contiguous(),
-        "position_ids": torch.arange(length).expand(rows, length).contiguous(),
+        "position_ids": positions,
         "labels": labels,
     }
+
+
+def documents_of(batch: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """The documents of a packed batch, each as a batch of one row, [1, tokens]."""
+    for row, positions in enumerate(batch["position_ids"]):
+        starts = [*(positions == 0).nonzero().flatten().tolist(), len(positions)]
+        for first, last in itertools.pairwise(starts):
+            yield {key: value[row : row + 1, first:last] for key, value in batch.items()}
 
 
 def _vocab_size(spec: RunSpec) -> int:
@@ -90,29 +111,38 @@ def write_reference(
     }
     weights.materialize(model, placements, whole, source, device=device, seed=spec.options.seed)
     model.train()
-    parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
+    known = inspect.signature(model.forward).parameters  # BLOOM takes no positions
+    if spec.options.lora_rank is not None:
+        model = _with_adapters(model, spec)
+    parameters: dict[str, nn.Parameter] = {
+        plain_name(n): p for n, p in model.named_parameters() if p.requires_grad
+    }
     folder.mkdir(parents=True, exist_ok=True)
     start = {f"start/{n}": p.detach().clone() for n, p in parameters.items()}
-    if source.weights is None:
+    if source.weights is None or spec.options.lora_rank is not None:
         _disturb(parameters, spec.options.seed)
     _write(folder / "step-0.safetensors", {**start, **_values(parameters)})
     optimizer = _plain_adamw(parameters, spec)
-    known = inspect.signature(model.forward).parameters  # BLOOM takes no positions
     found: dict[str, Any] = {"losses": [], "norms": [], "largest": [], "shapes": {}}
     found["shapes"] = {n: list(p.shape) for n, p in parameters.items()}
     for step in range(1, steps + 1):
         batch = {key: value.to(device) for key, value in global_batch(spec, step).items()}
         optimizer.zero_grad(set_to_none=True)
-        labels = batch.pop("labels")
-        logits = model(**{k: v for k, v in batch.items() if k in known}, use_cache=False).logits
-        total = F.cross_entropy(
-            logits.reshape(-1, logits.shape[-1]).float(),
-            labels.reshape(-1),
-            ignore_index=-100,
-            reduction="sum",
-        )
-        loss = total / (labels != -100).sum()
-        loss.backward()  # type: ignore[no-untyped-call]
+        tokens = (batch["labels"] != -100).sum()
+        packed = spec.options.packing == DOCUMENTS
+        loss = torch.zeros((), device=device)
+        for part in documents_of(batch) if packed else [batch]:
+            given = {k: v for k, v in part.items() if k in known and k != "labels"}
+            logits = model(**given, use_cache=False).logits
+            total = F.cross_entropy(
+                logits.reshape(-1, logits.shape[-1]).float(),
+                part["labels"].reshape(-1),
+                ignore_index=-100,
+                reduction="sum",
+            )
+            share = total / tokens
+            torch.autograd.backward(share)
+            loss += share.detach()
         for parameter in parameters.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -129,6 +159,18 @@ def write_reference(
         found["losses"].append(float(loss.detach()))
         found["largest"].append({n: _largest(gradient(p)) for n, p in parameters.items()})
     write_text(folder / "reference.json", json.dumps(found))
+
+
+def _with_adapters(model: Any, spec: RunSpec) -> Any:
+    """The model inside peft's, its adapters begun with the values that a layout begins with."""
+    adapted = peft_model(model, spec.options)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if ".lora_A." in name:
+                place = Placement.whole(plain_name(name), tuple(parameter.shape))
+                parameter.copy_(initial(place, spec.options.seed))
+    adapted.train()
+    return adapted
 
 
 def _disturb(parameters: Mapping[str, nn.Parameter], seed: int) -> None:

@@ -1,0 +1,44 @@
+"""Adapters: what `--lora-targets` names against the model's own layers, before its ranks start.
+
+Names need the model, and so torch: one process of the warm server looks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hocket.launch import Launcher, RankContext
+    from hocket.spec.run import RunSpec
+
+
+def require(launcher: Launcher, spec: RunSpec) -> int:
+    """How many layers a run with LoRA adapts; 0 of any other.
+
+    Raises:
+        OptionError, ModelError: targets that name nothing, or no linear layers.
+    """
+    if spec.options.lora_rank is None:
+        return 0
+    found: list[int] = []
+
+    def hear(event: dict[str, Any]) -> None:
+        if event["event"] == "adapters":
+            found.append(int(event["layers"]))
+
+    launcher.run("hocket.jobs.adapters:main", 1, {"spec": spec.to_json()}, hear)
+    return found[-1]
+
+
+def main(context: RankContext, payload: dict[str, Any]) -> None:
+    """The process's side of `require`."""
+    from hocket.models.lora import targets_of
+    from hocket.models.skeleton import build
+    from hocket.models.source import of_run
+    from hocket.spec.run import RunSpec
+
+    spec = RunSpec.from_json(payload["spec"])
+    source = of_run(spec)
+    skeleton = build(source.config, attention="sdpa", code=source.code)
+    layers = targets_of(skeleton, spec.options.lora_targets)
+    context.emit({"event": "adapters", "layers": len(layers)})

@@ -1,0 +1,167 @@
+"""LoRA as peft knows it: which layers its words name, its configuration, its files' names.
+
+The parallel layers are `runtime.lora`'s. What they are called in a file, what a configuration says
+and how adapters are merged is peft's own.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hocket.spec.errors import ModelError, OptionError, nearest
+from hocket.spec.run import TrainOptions
+
+if TYPE_CHECKING:
+    from torch import nn
+
+ALL_LINEAR = "all-linear"
+PREFIX = "base_model.model."
+"""What peft puts before a module's name."""
+
+_CONV1D = "Conv1D"
+
+
+def words_of(targets: str | None) -> tuple[str, ...]:
+    """The words of `--lora-targets`; none: every linear layer."""
+    if targets is None or targets == ALL_LINEAR:
+        return ()
+    return tuple(word for word in re.split(r"[,\s-]+", targets) if word)
+
+
+def linear_layers(model: nn.Module) -> list[str]:
+    """Names of the layers that can be adapted; the output head is not among them, as in peft."""
+    from torch import nn
+
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    return [
+        name
+        for name, module in model.named_modules()
+        if (isinstance(module, nn.Linear) or type(module).__name__ == _CONV1D)
+        and module is not head
+    ]
+
+
+def targets_of(model: nn.Module, targets: str | None) -> tuple[str, ...]:
+    """Names of the layers that `--lora-targets` means, in the model's order.
+
+    A word means every module of that name, or whose name ends in a dot and it.
+
+    Raises:
+        OptionError: a word that names no module (the nearest names are given), or one that names
+            something else than linear layers.
+        ModelError: a model without linear layers, or an adapted head that shares its weight.
+    """
+    layers = linear_layers(model)
+    words = words_of(targets)
+    if not words:
+        if not layers:
+            raise ModelError(f"{type(model).__name__} has no linear layers that LoRA could adapt")
+        return tuple(layers)
+    names = [name for name, _ in model.named_modules() if name]
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    found: set[str] = set()
+    for word in words:
+        meant = [name for name in names if _means(word, name)]
+        if not meant:
+            leaves = sorted({name.rpartition(".")[2] for name in layers})
+            near = nearest(word, leaves)
+            raise OptionError(
+                f"--lora-targets: {type(model).__name__} has no module {word!r}; its linear "
+                f"layers are {', '.join(leaves)}",
+                hint=f"--lora-targets {near or ALL_LINEAR}",
+            )
+        for name in meant:
+            if model.get_submodule(name) is head:
+                if getattr(model, "all_tied_weights_keys", None):
+                    raise ModelError(
+                        f"{name} shares its weight with the embedding; LoRA cannot adapt it alone",
+                        hint="leave it out of --lora-targets",
+                    )
+            elif name not in layers:
+                kind = type(model.get_submodule(name)).__name__
+                raise OptionError(
+                    f"--lora-targets: {name} is a {kind}; LoRA adapts linear layers",
+                    hint=f"--lora-targets {ALL_LINEAR}",
+                )
+        found |= set(meant)
+    return tuple(name for name in names if name in found)
+
+
+def _means(word: str, name: str) -> bool:
+    return name == word or name.endswith(f".{word}")
+
+
+def alpha_of(options: TrainOptions) -> float:
+    """The scale's numerator: as given, else twice the rank."""
+    assert options.lora_rank is not None
+    return options.lora_alpha if options.lora_alpha is not None else 2.0 * options.lora_rank
+
+
+def peft_config(model: nn.Module, options: TrainOptions, base: Path | str | None = None) -> Any:
+    """peft's own configuration of these options.
+
+    Args:
+        model: the whole model, on the meta device or real.
+        base: directory of the weights that the adapter belongs to.
+    """
+    from peft import LoraConfig
+
+    names = targets_of(model, options.lora_targets)
+    leaves = sorted({name.rpartition(".")[2] for name in names})
+    every = [name for name, _ in model.named_modules()]
+    exact = {n for n in every if any(_means(leaf, n) for leaf in leaves)} == set(names)
+    alpha = alpha_of(options)
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=None if base is None else str(base),
+        r=options.lora_rank or 0,
+        lora_alpha=int(alpha) if math.isclose(alpha, int(alpha)) else alpha,  # type: ignore[arg-type]
+        lora_dropout=options.lora_dropout,
+        target_modules=leaves if exact else list(names),
+        bias="none",
+        fan_in_fan_out=any(type(model.get_submodule(n)).__name__ == _CONV1D for n in names),
+        inference_mode=True,
+    )
+
+
+def peft_model(model: nn.Module, options: TrainOptions) -> Any:
+    """`model`, which holds values, changed in place by peft: its adapters are trained."""
+    from peft import get_peft_model
+
+    config = peft_config(model, options)
+    config.inference_mode = False
+    return get_peft_model(model, config)  # type: ignore[arg-type]
+
+
+def plain_name(name: str) -> str:
+    """Our name of a parameter of a peft model: without its prefix and the adapter's name."""
+    return name.removeprefix(PREFIX).replace(".default.", ".").replace(".base_layer.", ".")
+
+
+def saved_name(name: str) -> str:
+    """The name under which peft saves our parameter."""
+    return f"{PREFIX}{name}"
+
+
+def merge(adapter: Path, base: Path, to: Path, *, trust_remote_code: bool = False) -> None:
+    """Write the base with the adapter added to its weights, in the base's own dtype.
+
+    The whole model lies in this process's memory while it is merged; peft does it.
+    """
+    import transformers
+    from peft import PeftModel
+
+    bars: Any = transformers.utils.logging
+    shown = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            base, dtype="auto", trust_remote_code=trust_remote_code, local_files_only=True
+        )
+        PeftModel.from_pretrained(model, str(adapter)).merge_and_unload().save_pretrained(to)
+    finally:
+        if shown:
+            bars.enable_progress_bar()

@@ -1,0 +1,179 @@
+"""Fine-tuning from end to end: chats, full and with LoRA, checkpoints, files that peft loads."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hocket.spec.errors import HocketError, ModelError, OptionError
+from tests.families import LLAMA
+from tests.jobs.warm import warm  # noqa: F401  a fixture
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(240)]
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+SIZES: dict[str, Any] = {
+    "seq_len": 64, "global_batch": 4, "cluster": "none", "held_out": 0.0, "seed": 5, "clip": 0.0,
+    "warmup": 0,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory as `save_pretrained` leaves it, with a tokenizer and its chat template."""
+    import torch
+    import transformers
+
+    from hocket.training.tokenizer import byte_tokenizer
+
+    folder = tmp_path_factory.mktemp("base")
+    config = transformers.AutoConfig.for_model(**{**LLAMA, "vocab_size": 260})
+    torch.manual_seed(1)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    byte_tokenizer().save(folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    chats = [
+        {"messages": [{"role": "user", "content": f"say {n % 7}"},
+                      {"role": "assistant", "content": str(n % 7) * (n % 5 + 1)}]}
+        for n in range(60)
+    ]  # fmt: skip
+    (folder / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    return folder
+
+
+def run(base: Path, to: Path, **options: Any) -> Any:
+    from hocket.jobs.request import request
+    from hocket.jobs.train import train
+
+    values = {"model": base, "run": to, **SIZES, **options}
+    values.setdefault("data", Path(base) / "chats.jsonl")
+    return train(request(values), on_event=NOTES.append)
+
+
+NOTES: list[dict[str, Any]] = []
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").open()]
+
+
+@pytest.mark.usefixtures("warm")
+def test_full_fine_tuning_on_chats_is_the_same_in_every_layout(base: Path, tmp_path: Path) -> None:
+    import transformers
+
+    layouts = {"one": "dp1", "four": "dp2.tp2:zero=2,microbatches=2", "cut": "pp2:microbatches=2"}
+    for name, layout in layouts.items():
+        run(base, tmp_path / name, steps=3, layout=layout)
+    assert losses(tmp_path / "four") == pytest.approx(losses(tmp_path / "one"), abs=1e-4)
+    assert losses(tmp_path / "cut") == pytest.approx(losses(tmp_path / "one"), abs=1e-4)
+    model = tmp_path / "four" / "model"
+    assert transformers.AutoTokenizer.from_pretrained(model).chat_template == TEMPLATE
+    said = json.loads((tmp_path / "one" / "data" / "tokens.json").read_text())
+    assert (said["packing"], said["held"]) == ("documents", ["chat"])
+
+
+@pytest.mark.usefixtures("warm")
+def test_an_adapter_is_what_pefts_own_training_makes(base: Path, tmp_path: Path) -> None:
+    import torch
+    import torch.nn.functional as F
+    import transformers
+    from peft import PeftModel
+
+    from hocket.jobs.export import export
+    from hocket.training.data import Tokens
+    from hocket.training.dataset import IGNORED, BatchOrder, open_dataset
+
+    lora = {"lora_rank": 4, "lora_targets": "q_proj-down_proj", "lr": 1e-2, "min_lr": 1e-2}
+    NOTES.clear()
+    run(
+        base, tmp_path / "run", steps=4, layout="dp2.tp2:zero=1", save_every=2,
+        memory_per_rank="1GB", **lora,
+    )  # fmt: skip
+    said = " ".join(event["text"] for event in NOTES if event["event"] == "note")
+    assert "LoRA of rank 4 beside 8 frozen layers" in said
+    (error,) = re.findall(r"predicted, .* counted \(([+-][\d.]+)%\)", said)
+    assert abs(float(error)) < 5
+    rows = json.loads((tmp_path / "run" / "memory.json").read_text())
+    assert all(row["gradients"] + row["optimizer"] < row["parameters"] / 2 for row in rows)
+    # Begun anew from the adapter's first checkpoint, with the base from its own files.
+    shutil.copytree(tmp_path / "run", tmp_path / "again")
+    shutil.rmtree(tmp_path / "again" / "checkpoints" / "step-000004")
+    shutil.rmtree(tmp_path / "again" / "adapter")
+    from hocket.jobs.request import request
+    from hocket.jobs.train import train
+
+    train(request({"model": base, "run": tmp_path / "again", "resume": True, "cluster": "none"}))
+    assert losses(tmp_path / "again") == losses(tmp_path / "run")
+
+    # peft's own: one process, the same rows.
+    initial = tmp_path / "initial"
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000002"
+    assert sum(f.stat().st_size for f in checkpoint.iterdir()) < 200_000  # no base in it
+    run(base, initial, steps=1, layout="dp1", **{**lora, "lr": 0.0, "min_lr": 0.0})
+    plain = transformers.AutoModelForCausalLM.from_pretrained(base)
+    model = PeftModel.from_pretrained(plain, initial / "adapter", is_trainable=True)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    folder = tmp_path / "run" / "data"
+    dataset = open_dataset(folder, "tokens.bin", Tokens.load(folder), 64, SIZES["seed"])
+    for step in range(4):
+        batch = dataset.batch(BatchOrder(4).step_indices(step))
+        ids, labels = torch.from_numpy(batch.ids), torch.from_numpy(batch.labels)
+        positions = torch.from_numpy(batch.positions)  # which a cache would make it pass over
+        logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        assert loss.item() == pytest.approx(losses(tmp_path / "run")[step], abs=2e-5)
+
+    ours = export(tmp_path / "run", tmp_path / "adapter")
+    other = transformers.AutoModelForCausalLM.from_pretrained(base)
+    adapted = PeftModel.from_pretrained(other, ours).eval()
+    merged = export(tmp_path / "run", tmp_path / "merged", merge=True)
+    whole = transformers.AutoModelForCausalLM.from_pretrained(merged).eval()
+    ids = torch.arange(2, 42)[None]
+    with torch.no_grad():
+        logits = adapted(ids).logits
+        assert float((logits - model.eval()(ids).logits).abs().max()) < 2e-3
+        assert float((logits - whole(ids).logits).abs().max()) < 1e-4
+        with adapted.disable_adapter():
+            assert float((logits - adapted(ids).logits).abs().max()) > 1e-2
+    assert transformers.AutoTokenizer.from_pretrained(merged).chat_template == TEMPLATE
+    with pytest.raises(ModelError, match="no exported model") as caught:
+        run(tmp_path / "run", tmp_path / "next", steps=1)
+    assert "--merge" in (caught.value.hint or "")
+
+
+@pytest.mark.usefixtures("warm")
+@pytest.mark.parametrize(
+    ("options", "kind", "says", "hint"),
+    [
+        ({"lora_rank": 0}, OptionError, "lora_rank is 0", "--lora-rank 1"),
+        ({"lora_alpha": 8.0}, OptionError, "no lora_rank is given", "--lora-rank 8"),
+        ({"lora_rank": 2, "lora_targets": "q_prj"}, OptionError, "no module 'q_prj'", "q_proj"),
+        ({"lora_rank": 2, "lora_targets": "norm"}, OptionError, "LlamaRMSNorm", "all-linear"),
+        ({"lora_rank": 2, "model": "tiny-llama"}, ModelError, "has none", "safetensors"),
+        ({"packing": "document"}, OptionError, "unknown packing", "documents"),
+        ({"data_format": "completion"}, HocketError, "no field 'prompt'", "text"),
+        ({"model": "tiny-llama"}, OptionError, "no chat template", "--chat-template-file"),
+        ({"chat_template_file": "none.jinja"}, OptionError, "cannot be read", ""),
+    ],
+)
+def test_what_cannot_be_is_refused_and_leaves_no_run(
+    options: dict[str, Any], kind: type, says: str, hint: str, base: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(kind, match=says) as caught:
+        run(options.get("model", base), tmp_path / "run", steps=1, **{
+            k: v for k, v in {"data": base / "chats.jsonl", **options}.items() if k != "model"
+        })  # fmt: skip
+    assert hint in (caught.value.hint or "")
+    assert not (tmp_path / "run" / "run.json").exists()
