@@ -229,7 +229,7 @@ class Trained:
 
     def __init__(self, parallel: Any) -> None:
         self.mesh = parallel.mesh
-        self.arrive = parallel.arrive
+        self.arrive, self.release = parallel.arrive, parallel.release
         found = dict(parallel.named_parameters())
         if any(".lora_A." in name for name in found):
             found = {name: p for name, p in found.items() if p.requires_grad}
