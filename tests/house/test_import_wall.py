@@ -45,7 +45,7 @@ OUTSIDE: dict[str, set[str]] = {
     "models": {
         "torch", "transformers", "safetensors", "huggingface_hub", "numpy", "jinja2", "peft",
     },
-    "runtime": {"torch", "numpy"},
+    "runtime": {"torch", "numpy", "torchao"},
     "launch": {"torch"},
     "probing": {"torch", "numpy", "pynvml"},
     "training": {

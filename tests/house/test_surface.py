@@ -27,8 +27,8 @@ TRAINING = {
     "dropout", "tokenizer", "vocab_size", "text_field", "held_out", "eval_every", "eval_batches",
     "save_every", "resume", "timeline_step", "timeline_steps", "device", "backend", "threads",
     "bucket_mb", "compile", "attention", "tensorboard", "trust_remote_code", "timeout",
-    "links", "memory_per_rank", "data_format", "chat_template_file", "packing", "lora_rank",
-    "lora_alpha", "lora_dropout", "lora_targets",
+    "links", "memory_per_rank", "grad_dtype", "data_format", "chat_template_file",
+    "packing", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets",
 }  # fmt: skip
 
 SERVICE = {

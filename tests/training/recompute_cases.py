@@ -29,7 +29,7 @@ def modes(
 
     from hocket.runtime.mesh import Mesh
     from hocket.schedules.registry import build as build_schedule
-    from hocket.training.build import build_model, build_optimizer
+    from hocket.training.build import build_model, build_optimizer, offload
     from hocket.training.memory import MemoryCount
     from hocket.training.memory_forecast import forecast
 
@@ -51,7 +51,7 @@ def modes(
     ]
     found = []
     for mode in modes:
-        split = dataclasses.replace(plain, **mode)
+        split = dataclasses.replace(plain, **{k: v for k, v in mode.items() if k != "offload"})
         spec = RunSpec(
             model="tiny",
             config=config,
@@ -61,6 +61,8 @@ def modes(
         )
         schedule = build_schedule(split, count) if split.num_stages > 1 else None
         _, _, _, parallel = build_model(spec, mesh, schedule)
+        # On CPU it is refused: here every saved tensor goes to another place all the same.
+        moved = offload(parallel, least=1, host=True) if "offload" in mode else []
         optimizer = build_optimizer(parallel, spec.options)
         optimizer.state_tensors()
         memory = MemoryCount(parallel.tensors(), optimizer.tensors, mesh.device)
@@ -84,6 +86,7 @@ def modes(
                     for name, g in gradients.items()
                 },
                 "bytes": counted,
+                "moved": sum(each.bytes for each in moved),
                 "foretold": forecast(spec, schedule)[context.rank].to_json(),
             }
         )

@@ -1,4 +1,5 @@
-"""What is computed again is the same to the last bit, and holds less; as much less as was said."""
+"""What is computed again or kept elsewhere is the same to the last bit; and holds as much less as
+was said."""
 
 from __future__ import annotations
 
@@ -57,8 +58,11 @@ def test_no_bit_is_changed(
     ranks: RankPool, layout: str, size: int, options: dict[str, Any]
 ) -> None:
     """Dropout draws the same numbers again, also where tensor ranks draw their own."""
-    for plain, *others in run(ranks, size, layout=layout, modes=MODES, **options):
-        assert len(others) == 3
+    modes = [*MODES, {"offload": True}, {"offload": True, "recompute": "selective"}]
+    for plain, *others in run(ranks, size, layout=layout, modes=modes, **options):
+        assert len(others) == 5
+        *_, moved, fewer = (other["moved"] for other in others)
+        assert moved > fewer > 0
         for other in others:
             assert other["losses"] == plain["losses"]
             assert other["gradients"] == plain["gradients"]

@@ -37,8 +37,9 @@ class LayoutFlags:
         cut: balanced (by cost), even, or layers per stage as in 3-5. None: balanced.
         virtual_stages: stages on each pipeline rank. None: 1.
         data_parallel: processes (one rank a replica) or threads (one process). None: processes.
-        offload: optimizer (its state lives and is stepped in host memory) or params (shares of the
-            parameters too; needs zero=3 in the layout). None: nothing.
+        offload: optimizer (its state lives and is stepped in host memory), params (shares of the
+            parameters too; needs zero=3 in the layout), activations (what layers save for
+            backward; GPUs), or two, as in optimizer+activations. None: nothing.
         order: mesh axes from the fastest-varying rank digit to the slowest. None: tp-cp-dp-pp.
     """
 

@@ -341,7 +341,7 @@ def resident_bytes(job: Job, index: int) -> dict[str, int]:
     held = [w for stage in stages for w in weights(job.shape, job.blocks(stage))]
     elements = sum(local(w, job.layout.tp) for w in held)
     mine = elements // job.state_ranks
-    exact = job.element_bytes == GRADIENT_BYTES and job.layout.offload != "optimizer"
+    exact = job.element_bytes == GRADIENT_BYTES and not job.layout.offloads("optimizer")
     masters = 0 if exact else 4 * mine
     # ZeRO-1 lets go of the whole gradient after the step; at its worst moment it is there.
     gradients = mine if job.layout.zero > 1 else elements

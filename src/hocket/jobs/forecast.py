@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hocket
+from hocket.spec.capabilities import PRECISIONS
 from hocket.spec.errors import HocketError, OptionError
 from hocket.spec.forecast import Forecast
 from hocket.spec.layout import Layout
@@ -66,9 +67,9 @@ def told(
     layout = str(spec.layout)
     if measured is None:
         return Forecast.none(layout, "this machine was not measured; hocket probe does"), None
-    if spec.options.lora_rank is not None:
-        why = "a step with LoRA is not priced: only steps that train the whole model are"
-        return Forecast.none(layout, why), None
+    unpriced = _unpriced(spec)
+    if unpriced:
+        return Forecast.none(layout, f"nobody measured {unpriced} here"), None
     try:
         machine = machine_of(spec, measured)
         shape = shape_of(spec, launcher)
@@ -84,6 +85,17 @@ def told(
         return found, timeline
     except HocketError as error:
         return Forecast.none(layout, error.message), None
+
+
+def _unpriced(spec: RunSpec) -> str:
+    """What a run does that no measurement of a machine prices; empty: nothing."""
+    if spec.workload.dtype not in PRECISIONS:
+        return f"products in {spec.workload.dtype}"
+    if spec.options.grad_dtype != "fp32":
+        return f"gradients in {spec.options.grad_dtype}"
+    if spec.options.lora_rank is not None:
+        return "steps with LoRA: only those that train the whole model are priced"
+    return "activations in host memory" if spec.layout.offloads("activations") else ""
 
 
 def write(folder: RunFolder, found: Told) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from hocket.jobs import precision
 from hocket.jobs.llm import LLM, Completion, OnText
 from hocket.jobs.request import Request, request
 from hocket.jobs.validate import validate
@@ -53,6 +54,7 @@ def generate(
     from hocket.serving.request import Sampling, check_prompts, refuse_replicas
 
     wanted = request({"model": model, "layout": layout, "seed": seed, **options})
+    precision.served(wanted.workload)
     refuse_replicas(wanted.layout)
     # A schedule of training steps says nothing about answers: each rank holds one stage.
     plain = dataclasses.replace(

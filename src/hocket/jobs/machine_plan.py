@@ -142,14 +142,15 @@ def problem(
     """
     from hocket.jobs import forecast
     from hocket.jobs.prepare import spec_of
-    from hocket.jobs.request import DTYPES, request
+    from hocket.jobs.request import request
     from hocket.jobs.validate import validate
     from hocket.models.source import resolve
+    from hocket.spec.capabilities import PRECISIONS
 
     measured = _measured(cluster)
     precision = precision or PRECISION
-    if precision not in DTYPES:
-        message, hint = unknown("precision", precision, DTYPES)
+    if precision not in PRECISIONS:
+        message, hint = unknown("precision", precision, PRECISIONS)
         raise OptionError(f"on CPU cores: {message}", hint=hint)
     if importlib.util.find_spec("torch") is None:
         raise OptionError(

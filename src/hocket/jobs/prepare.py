@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hocket.jobs import links, memory
+from hocket.jobs import links, memory, precision
 from hocket.jobs.request import OPTION_FIELDS, WORKLOAD_FIELDS, Request
 from hocket.jobs.validate import validate
 from hocket.spec.checkpoint import candidates
@@ -100,6 +100,7 @@ def plan(request: Request, *, world_size: int | None = None) -> Plan:
             f"LoRA adapts weights that are there, and {source.name} has none",
             hint="a directory with safetensors weights, or no --lora-rank",
         )
+    precision.checked(request.workload, request.options, layout, schedule)
     if not request.data:
         raise DataError("no data was named", hint="--data FILE_OR_FOLDER...")
     data_sources.find(request.data)
@@ -243,6 +244,7 @@ def placed(job: Plan, layout: Layout) -> Plan:
     assert layout.microbatches is not None
     links.checked(job.request.options, layout)
     schedule = build(layout, layout.microbatches)
+    precision.checked(job.request.workload, job.request.options, layout, schedule)
     return dataclasses.replace(job, layout=layout, schedule=schedule)
 
 

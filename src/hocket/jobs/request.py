@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from hocket.jobs import memory
+from hocket.spec.capabilities import GRADIENTS, TRAINED
 from hocket.spec.errors import LayoutError, OptionError, unknown
 from hocket.spec.layout import DEGREES, Layout
 from hocket.spec.links import Links
 from hocket.spec.run import TrainOptions, Workload
 
-DTYPES = ("fp32", "bf16")
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "shm", "gloo", "nccl")
 ATTENTION = ("sdpa", "eager")
@@ -85,6 +85,11 @@ def request(values: Mapping[str, Any]) -> Request:
         options = dataclasses.replace(options, min_lr=min(options.min_lr, options.lr / 10))
     check_workload(workload)
     check_options(options)
+    if options.grad_dtype == "bf16" and workload.dtype == "fp32":
+        raise OptionError(
+            "grad_dtype is bf16 and dtype fp32: gradients would lose what the parameters keep",
+            hint="--dtype bf16",
+        )
     auto = given.get("layout") == AUTO
     if auto and given.get("data_parallel") == "threads":
         raise LayoutError(
@@ -221,7 +226,7 @@ def check_workload(workload: Workload) -> None:
     """Refuse sizes that cannot be. Raises OptionError."""
     _at_least("seq_len", workload.seq_len, 2)
     _at_least("global_batch", workload.global_batch, 1)
-    _one_of("dtype", workload.dtype, DTYPES)
+    _one_of("dtype", workload.dtype, TRAINED)
 
 
 def check_options(options: TrainOptions) -> None:
@@ -259,6 +264,7 @@ def check_options(options: TrainOptions) -> None:
     memory.limit(options)
     if options.links is not None:
         Links.parse(options.links)
+    _one_of("grad_dtype", options.grad_dtype, GRADIENTS)
     _one_of("device", options.device, DEVICES)
     _one_of("backend", options.backend, BACKENDS)
     _one_of("attention", options.attention, ATTENTION)

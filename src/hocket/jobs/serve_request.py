@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hocket.jobs import precision
 from hocket.jobs.request import Request, request
 from hocket.spec.capabilities import absent
 from hocket.spec.errors import LayoutError, ModelError, OptionError, unknown
@@ -129,6 +130,7 @@ def server(values: Mapping[str, Any]) -> Server:
         raise OptionError("no model was named", hint="hocket serve RUN_OR_DIR --port 8000")
     options = _options({name: given.pop(name) for name in SERVE_FIELDS if name in given})
     wanted = request(given)
+    precision.served(wanted.workload)
     device = _device(wanted)
     source = resolve(wanted.model, trust_remote_code=wanted.options.trust_remote_code)
     if source.weights is None:

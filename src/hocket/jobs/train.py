@@ -22,6 +22,7 @@ from hocket.jobs import (
     ledger,
     links,
     memory,
+    precision,
     prepare,
     report,
     topology,
@@ -142,6 +143,9 @@ def launch(
     disturbed = topology.keep(folder, cluster, spec.options.device)
     if disturbed:
         record.note(disturbed)
+    remark = precision.remark(spec)
+    if remark is not None:
+        record.note(remark)
     predicted = None
     if spec.options.memory_per_rank is not None:
         record.phase("foretelling what each rank holds")
@@ -206,6 +210,7 @@ def _join(request: Request, context: RankContext, record: Record) -> Summary:
                     spec = prepared(job, folder, record)
                     with unstarted_is_no_run(folder):
                         verify(launcher, spec, record)
+                        weights.require(launcher, folder)
                         _adapt(launcher, spec, record)
         except HocketError as error:
             if world > 1:

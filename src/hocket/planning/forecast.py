@@ -134,7 +134,8 @@ def forecast(problem: Problem, priced: Priced, index: int, *, alike: int = 0) ->
     known["buffers and context"] = peak - sum(known.values())
     lacks = [one.reason(layout) for one in absent(layout)]
     if problem.precision not in PRECISIONS:
-        lacks.append(f"precision is {problem.precision}: this release computes in bf16 or fp32")
+        names = " or ".join(PRECISIONS)
+        lacks.append(f"precision is {problem.precision}: this release is foretold in {names} alone")
     return Forecast(
         layout=layout,
         microbatch=int(at.microbatch[0]),

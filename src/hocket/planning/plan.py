@@ -259,7 +259,7 @@ def _nothing_here(problem: Problem, pins: Pins | None, objective: str) -> list[s
     """What to do where layouts fit, but none that this hocket can run today."""
     if problem.precision not in PRECISIONS:
         names = " or ".join(PRECISIONS)
-        return [f"This hocket trains in {names}, not in {problem.precision}; others do:"]
+        return [f"This hocket is foretold in {names}, not in {problem.precision}; others run it:"]
     asked = pins_text(pins)
     notes = ["Nothing that this hocket can run today fits" + (f" with {asked}." if asked else ".")]
     if pins:

@@ -61,6 +61,28 @@ def find(root: Path = Path("/")) -> Found:
     return read(pynvml, root)
 
 
+def compute_capability() -> tuple[int, int] | None:
+    """The CUDA compute capability that all GPUs of this machine have at least; None where NVML
+    does not say."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # no library, or no driver: ranks will ask torch
+        return None
+    try:
+        found = [
+            pynvml.nvmlDeviceGetCudaComputeCapability(pynvml.nvmlDeviceGetHandleByIndex(index))
+            for index in range(pynvml.nvmlDeviceGetCount())
+        ]
+        return min(((int(major), int(minor)) for major, minor in found), default=None)
+    except pynvml.NVMLError:
+        return None
+    finally:
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
+
+
 def read(nvml: Any, root: Path = Path("/")) -> Found:
     """What `nvml`, a module of NVML's functions, says of its GPUs.
 

@@ -86,13 +86,20 @@ def linear(
     transposed: bool = False,
     weight_gradients: WeightGradients | None = None,
     kept: Kept | None = None,
+    product: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Tensor:
     """`x` [..., in] times `weight` [out, in] (if `transposed`, [in, out]), plus `bias` [out].
 
     `kept` says what to keep of `x` for the weight's gradient, where that is not `x` itself.
+    `product` multiplies `x` with the weight as [in, out] in another way, which keeps `x`; None: as
+    torch does.
     """
+    y: Tensor
+    if product is not None:
+        assert weight_gradients is None, "its backward cannot be halved"
+        y = product(x, weight if transposed else weight.t())
+        return y if bias is None else y + bias.to(y.dtype)
     if torch.is_grad_enabled():
-        y: Tensor
         trained = weight.requires_grad or (bias is not None and bias.requires_grad)
         if weight_gradients is not None and trained and x.requires_grad:
             y = _Halved.apply(x, (weight, bias), transposed, weight_gradients, kept)  # type: ignore[no-untyped-call]
@@ -110,12 +117,20 @@ def _weight_gradient(x: Tensor, grad: Tensor, transposed: bool) -> Tensor:
 
 
 class DeferrableLinear(nn.Linear):
-    """A linear layer (by class swap) whose weight gradient can be put off."""
+    """A linear layer (by class swap) whose weight gradient can be put off, or whose product is
+    another."""
 
     weight_gradients: WeightGradients | None = None
+    product: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def forward(self, input: Tensor) -> Tensor:
-        return linear(input, self.weight, self.bias, weight_gradients=self.weight_gradients)
+        return linear(
+            input,
+            self.weight,
+            self.bias,
+            weight_gradients=self.weight_gradients,
+            product=self.product,
+        )
 
 
 def defer_weight_gradients(module: nn.Module, weight_gradients: WeightGradients) -> None:

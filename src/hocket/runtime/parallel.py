@@ -108,7 +108,7 @@ class Parallel:
         self._sharded: dict[int, Shares] = {}
         # One rank alone has nobody to share with, and may still keep its parameters on the host.
         alone = mesh.axis("dp").size == 1
-        if not alone or self.layout.offload == "params":
+        if not alone or self.layout.offloads("params"):
             for stage in self.stages:
                 if self.layout.zero:
                     self._sharded[stage.index] = self._shard(stage)
@@ -162,7 +162,7 @@ class Parallel:
                 axis=axis,
                 replicas=replicas,
                 recorder=self.recorder,
-                on_host=self.layout.offload == "params",
+                on_host=self.layout.offloads("params"),
             )
         return ShardedBuckets(
             stage.module,

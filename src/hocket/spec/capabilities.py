@@ -65,7 +65,71 @@ SERVING = (
 """The same for a server. What a schedule says is nothing to it: it has no backward."""
 
 PRECISIONS = ("bf16", "fp32")
-"""Precisions that the runtime trains in."""
+"""Precisions that the runtime trains in on every device, and that the planner proposes."""
+
+TRAINED = ("fp32", "bf16", "fp8")
+"""What a training run may ask for: fp8 where `refused_precision` finds nothing against it."""
+
+GRADIENTS = ("fp32", "bf16")
+"""In which gradients may be kept and summed."""
+
+FP8_CAPABILITY = (8, 9)
+"""CUDA compute capability from which on products of 8-bit floats run (Ada, Hopper, Blackwell)."""
+
+
+def refused_precision(
+    dtype: str,
+    *,
+    cuda: bool,
+    capability: tuple[int, int] | None = None,
+    library: bool = True,
+    halved: bool = False,
+) -> str | None:
+    """Why a rank cannot compute in `dtype`; None: it can.
+
+    Args:
+        dtype: one of `TRAINED`.
+        cuda: whether ranks have CUDA devices. capability: theirs, None where not known yet.
+        library: whether torchao is installed, which multiplies in fp8.
+        halved: whether the schedule puts weight gradients off (I and W).
+    """
+    if dtype != "fp8":
+        return None
+    if not cuda:
+        return (
+            "dtype is fp8: CPU cores have no products of 8-bit floats; they take a GPU of compute "
+            "capability 8.9 or higher (Ada, Hopper, Blackwell)"
+        )
+    if capability is not None and capability < FP8_CAPABILITY:
+        have, need = (".".join(map(str, pair)) for pair in (capability, FP8_CAPABILITY))
+        return (
+            f"dtype is fp8: this GPU has the compute capability {have}; products of 8-bit floats "
+            f"take {need} or higher (Ada, Hopper, Blackwell)"
+        )
+    if not library:
+        return "dtype is fp8: its products are torchao's, which is not installed"
+    if halved:
+        return (
+            "dtype is fp8: the schedule puts weight gradients off, which torchao computes "
+            "together with the input's"
+        )
+    return None
+
+
+def refused_offload(layout: Layout, *, cuda: bool) -> str | None:
+    """Why ranks cannot keep in host memory what a layout says; None: they can."""
+    if not layout.offloads("activations"):
+        return None
+    if not cuda:
+        return (
+            "offload is activations: what a CPU rank saves for backward lies in host memory already"
+        )
+    if layout.recompute == "full":
+        return (
+            "offload is activations, recompute is full: a recomputed layer saves its input alone, "
+            "which stays on the device"
+        )
+    return None
 
 
 def absent(layout: Layout, *, serving: bool = False) -> list[Capability]:

@@ -27,7 +27,9 @@ DEGREES = (*AXES, "ep")
 CUTS = ("balanced", "even")
 RECOMPUTE = ("none", "selective", "full")
 DATA_PARALLEL = ("processes", "threads")
-OFFLOAD = ("none", "optimizer", "params")
+OFFLOAD = (
+    "none", "optimizer", "params", "activations", "optimizer+activations", "params+activations",
+)  # fmt: skip
 
 _TERM = re.compile(r"([a-z]+)([0-9]+)")
 
@@ -49,8 +51,9 @@ class Layout:
         zero: ZeRO stage (0: plain data parallel).
         shard: how many data ranks share one copy of the ZeRO state. None: all of dp.
         offload: what lives in the host's memory instead of the device's: `"none"`, `"optimizer"`
-            (moments and masters, stepped on the host) or `"params"` (each rank's share of the
-            parameters too; needs zero=3).
+            (moments and masters, stepped on the host), `"params"` (each rank's share of the
+            parameters too; needs zero=3), `"activations"` (what layers save for backward; GPUs),
+            or one of the first two and the last, as in `"optimizer+activations"`.
         recompute: activations recomputed in backward: `"none"`, `"selective"` (of attention cores
             alone) or `"full"` (each layer runs again, from its input).
         recompute_layers: how many layers of each stage, the first ones, are recomputed. None: all.
@@ -96,11 +99,11 @@ class Layout:
             if getattr(self, field) not in choices:
                 message, hint = unknown(field, str(getattr(self, field)), choices)
                 raise LayoutError(message, hint=hint)
-        if self.offload == "params" and self.zero != 3:
+        if self.offloads("params") and self.zero != 3:
             raise LayoutError(
-                "offload=params keeps shares of the parameters on the host and gathers a layer "
-                f"from there when it runs, which is zero=3; zero is {self.zero}",
-                hint=f"{self.axes_text()}:zero=3,offload=params",
+                f"offload={self.offload} keeps shares of the parameters on the host and gathers a "
+                f"layer from there when it runs, which is zero=3; zero is {self.zero}",
+                hint=f"{self.axes_text()}:zero=3,offload={self.offload}",
             )
         if self.recompute_layers is not None and self.recompute_layers < 1:
             raise LayoutError(
@@ -156,6 +159,10 @@ class Layout:
             )
 
     # --- sizes -----------------------------------------------------------------------------
+
+    def offloads(self, kind: str) -> bool:
+        """Whether `optimizer`, `params` or `activations` live in the host's memory."""
+        return kind in self.offload.split("+")
 
     @property
     def world_size(self) -> int:

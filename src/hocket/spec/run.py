@@ -36,7 +36,8 @@ class Workload:
     Attributes:
         seq_len: tokens of one sequence.
         global_batch: sequences of one step, over all data ranks and microbatches.
-        dtype: `fp32` or `bf16` (with fp32 master weights).
+        dtype: `fp32`, `bf16` (parameters in bf16, with fp32 master weights), or `fp8` (as bf16,
+            but the products of the layers in 8-bit floats; GPUs of compute capability 8.9 on).
     """
 
     seq_len: int = 256
@@ -59,6 +60,8 @@ class TrainOptions:
         beta2: of AdamW: decay of the mean of its square.
         eps: of AdamW: added to the root of that mean.
         clip: largest global gradient norm; 0 clips nothing.
+        grad_dtype: `fp32` or `bf16`: in which gradients are kept, added up over microbatches and
+            summed over data ranks. CPU ranks take the sum itself in fp32 either way.
         dropout: overrides every dropout probability of the model. None: as configured.
         tokenizer: a directory, `model` (the model directory's own), `bytes`, or `train`.
             None: the model directory's if it has one, else bytes.
@@ -108,6 +111,7 @@ class TrainOptions:
     beta2: float = 0.95
     eps: float = 1e-8
     clip: float = 1.0
+    grad_dtype: str = "fp32"
     dropout: float | None = None
     tokenizer: str | None = None
     vocab_size: int = 4096

@@ -24,13 +24,16 @@ from hocket.models.skeleton import build as build_skeleton
 from hocket.models.source import ModelSource, of_run
 from hocket.models.weights import materialize
 from hocket.runtime.device import pick_backend, pick_device
+from hocket.runtime.fp8 import multiply_in_fp8
 from hocket.runtime.heap import keep_freed_memory
 from hocket.runtime.lora import Lora, adapt
 from hocket.runtime.mesh import Axis, Mesh
+from hocket.runtime.offload import OffloadedLayer, SavedOnHost, offload_activations
 from hocket.runtime.parallelize import Parallel, parallelize
 from hocket.runtime.recompute import CORE, RecomputedLayer
 from hocket.runtime.record import Recorder
 from hocket.runtime.tensor_parallel.sequence import IN_GRAPH
+from hocket.spec.capabilities import refused_precision
 from hocket.spec.errors import OptionError, unknown
 from hocket.spec.links import Links
 from hocket.spec.plan import ParallelPlan
@@ -41,7 +44,8 @@ from hocket.training.optimizer import Optimizer
 if TYPE_CHECKING:
     from hocket.launch import RankContext
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
+"""Of parameters, by the dtype that was asked for: fp8 is one of products alone."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -77,7 +81,7 @@ def join_world(spec: RunSpec, context: RankContext) -> Mesh:
     device = pick_device(wanted, context.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        torch.set_float32_matmul_precision("high" if spec.workload.dtype == "bf16" else "highest")
+        torch.set_float32_matmul_precision("highest" if spec.workload.dtype == "fp32" else "high")
     recorder = Recorder(context.rank, device)
     if context.world_size == 1:
         pick_backend(options.backend, device, 1, context.one_machine)  # refuses what cannot be
@@ -163,10 +167,22 @@ def build_model(
     lora = lora_of(skeleton, options)
     if lora is not None:
         adapt(parallel, lora)
-    for parameter in parallel.parameters():
-        # A sum of many small terms: microbatches and data ranks are added up in fp32.
-        parameter.grad_dtype = torch.float32
+    keep_gradients(parallel, options)
+    if spec.workload.dtype == "fp8":
+        why = refused_precision(
+            "fp8",
+            cuda=mesh.device.type == "cuda",
+            capability=torch.cuda.get_device_capability(mesh.device)
+            if mesh.device.type == "cuda"
+            else None,
+        )
+        if why is not None:
+            raise OptionError(why, hint="--dtype bf16")
+        for stage in parallel.stages:
+            multiply_in_fp8(stage.module, plan.stages)
     parallel.finish()
+    if spec.layout.offloads("activations"):
+        offload(parallel)
     if options.compile:
         for stage in parallel.stages:
             compile_blocks(stage.module, plan)
@@ -196,10 +212,33 @@ def build(spec: RunSpec, context: RankContext, schedule: Schedule | None = None)
     )
 
 
+def keep_gradients(parallel: Parallel, options: TrainOptions) -> None:
+    """Say in which dtype gradients are kept and summed: fp32 unless less was asked for, since
+    each is a sum of many small terms, over microbatches and data ranks. Before `finish`."""
+    for parameter in parallel.parameters():
+        parameter.grad_dtype = dtype_of(options.grad_dtype)
+
+
+def offload(parallel: Parallel, **more: Any) -> list[SavedOnHost]:
+    """Keep in host memory what layers save for backward; `more` as `SavedOnHost`. After
+    `finish`."""
+    found = []
+    for stage in parallel.stages:
+        if parallel.plan.stages is None:
+            reason = parallel.plan.reasons.get("stages", "its plan names no layers")
+            raise OptionError(f"no layer's activations can be offloaded: {reason}")
+        saved = SavedOnHost(stage.module.parameters(), **more)
+        layers = stage.module.get_submodule(parallel.plan.stages.layers).children()
+        held = [layer for layer in layers if any(True for _ in layer.parameters())]
+        offload_activations(held, saved)
+        found.append(saved)
+    return found
+
+
 def build_optimizer(parallel: Parallel, options: TrainOptions) -> Optimizer:
     """The optimizer of what this rank steps: its parameters, or with ZeRO its share of them."""
     dims = {name: len(placement.shape) for name, placement in parallel.placements.items()}
-    on_host = parallel.layout.offload == "optimizer"
+    on_host = parallel.layout.offloads("optimizer")
     return Optimizer(parallel.named_stepped(), options, dims, on_host=on_host)
 
 
@@ -252,7 +291,7 @@ def compile_blocks(
                     if not (inside and getattr(hook, IN_GRAPH, False)):
                         hooks[key] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
         again = vars(layer).get("forward")
-        if isinstance(again, RecomputedLayer):  # which runs it outside of any graph
+        if isinstance(again, RecomputedLayer | OffloadedLayer):  # which stay outside of any graph
             again.inner = torch.compile(again.inner, dynamic=False, backend=backend)
             layer.forward = torch.compiler.disable(again, recursive=False)  # type: ignore[assignment, no-untyped-call]
         else:

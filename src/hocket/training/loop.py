@@ -95,7 +95,7 @@ class Loop:
         )
         self._flops = flops_per_token(job.skeleton, workload.seq_len)
         name = torch.cuda.get_device_name(job.mesh.device) if self.cuda else ""
-        peak = peak_flops(name) if workload.dtype == "bf16" else None
+        peak = None if workload.dtype == "fp32" else peak_flops(name)
         self._peak = None if peak is None else peak * context.world_size
         self._clock = 0.0
 

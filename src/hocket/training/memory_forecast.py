@@ -31,7 +31,7 @@ from hocket.runtime.record import Recorder
 from hocket.spec.layout import AXES, Layout
 from hocket.spec.run import RunSpec
 from hocket.spec.schedule import Schedule
-from hocket.training.build import build_optimizer, dtype_of, lora_of
+from hocket.training.build import build_optimizer, dtype_of, keep_gradients, lora_of
 from hocket.training.memory import Memory, MemoryCount
 
 _Work: Any = dist._Work  # type: ignore[attr-defined]
@@ -122,8 +122,7 @@ def _one(spec: RunSpec, schedule: Schedule | None, rank: int) -> Memory:
         lora = lora_of(skeleton, options)
         if lora is not None:
             adapt(parallel, lora, values=False)
-        for parameter in parallel.parameters():
-            parameter.grad_dtype = torch.float32
+        keep_gradients(parallel, options)
         parallel.finish()
         parallel.train()
         optimizer = build_optimizer(parallel, options)

@@ -13,10 +13,14 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from hocket.runtime.data_parallel.buckets import grad_dtype
 from hocket.runtime.data_parallel.flat import to_host
 from hocket.spec.run import TrainOptions
 
 STATE = ("exp_avg", "exp_avg_sq")
+
+WIDENED = 16_000_000
+"""Gradients below fp32 that are widened at once, as a number of elements."""
 
 
 def decays(name: str, dims: int) -> bool:
@@ -79,8 +83,10 @@ class Optimizer:
             if groups
             else None
         )
-        self._rounded: list[Tensor] = [p for n, p in self.parameters.items() if n in self.masters]
+        rounded = [p for n, p in self.parameters.items() if n in self.masters]
+        self._rounded: list[Tensor] = [*rounded]
         self._exact = list(self.masters.values())
+        self._together = list(_together(rounded, self._exact))
 
     def step(self, lr: float) -> None:
         """One step at learning rate `lr` from the gradients in `.grad`."""
@@ -91,13 +97,19 @@ class Optimizer:
         if not self._exact:
             self._adamw.step()
             return
-        for parameter, master in zip(self._rounded, self._exact, strict=True):
-            assert parameter.grad is not None, "a parameter without a gradient"
-            # The very tensor, if gradients are fp32 and lie where the master does.
-            master.grad = parameter.grad.to(master.device, torch.float32)
-        self._adamw.step()
-        for master in self._exact:
-            master.grad = None
+        direct = [(p, p.grad) for n, p in self.parameters.items() if n not in self.masters]
+        for together in self._together:
+            for parameter, master in together:
+                assert parameter.grad is not None, "a parameter without a gradient"
+                # The very tensor, if gradients are fp32 and lie where the master does.
+                master.grad = parameter.grad.to(master.device, torch.float32)
+            self._adamw.step()  # what has no gradient now is passed over
+            for _, master in together:
+                master.grad = None
+            for parameter, _ in direct:  # stepped in the first turn, not again in the next
+                parameter.grad = None
+        for parameter, grad in direct:
+            parameter.grad = grad
         with torch.no_grad():
             torch._foreach_copy_(self._rounded, self._exact)
 
@@ -152,3 +164,21 @@ class Optimizer:
         """Every tensor it holds: moments and masters."""
         for state in self.state_tensors().values():
             yield from state.values()
+
+
+def _together(
+    rounded: list[nn.Parameter], exact: list[Tensor]
+) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Parameters with their masters, in runs whose gradients are widened to fp32 together: all at
+    once where they are fp32 already, else few, so that no second copy of all gradients is held."""
+    together: list[tuple[Tensor, Tensor]] = []
+    size = 0
+    for parameter, master in zip(rounded, exact, strict=True):
+        together.append((parameter, master))
+        if grad_dtype(parameter) != torch.float32:
+            size += parameter.numel()
+        if size >= WIDENED:
+            yield together
+            together, size = [], 0
+    if together:
+        yield together

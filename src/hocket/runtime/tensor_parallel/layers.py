@@ -10,6 +10,7 @@ A layer keeps its module's name, its parameters' names and Hugging Face's way of
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -86,6 +87,7 @@ class _ParallelLinear(nn.Linear):
     recorder: Recorder
     transposed: bool
     weight_gradients: WeightGradients | None = None
+    product: Callable[[Tensor, Tensor], Tensor] | None = None
     streams: RegionStreams | None = None
 
     def _linear(self, x: Tensor, bias: Tensor | None, kept: Kept | None = None) -> Tensor:
@@ -96,6 +98,7 @@ class _ParallelLinear(nn.Linear):
             transposed=self.transposed,
             weight_gradients=self.weight_gradients,
             kept=kept,
+            product=self.product,
         )
 
     def extra_repr(self) -> str:

@@ -1,0 +1,77 @@
+"""Precision and offload: what ranks compute in and keep where, held against their devices before
+they start. The rules stand in `spec.capabilities`."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING
+
+from hocket.spec.capabilities import PRECISIONS, refused_offload, refused_precision
+from hocket.spec.errors import OptionError
+from hocket.spec.layout import Layout
+from hocket.spec.run import RunSpec, TrainOptions, Workload
+from hocket.spec.schedule import INPUT, WEIGHT
+
+if TYPE_CHECKING:
+    from hocket.spec.schedule import Schedule
+
+
+def on_cuda(options: TrainOptions) -> bool:
+    """Whether ranks will have CUDA devices."""
+    if options.device != "auto":
+        return options.device == "cuda"
+    from hocket.launch.launcher import cuda_shows
+
+    return cuda_shows()
+
+
+def checked(
+    workload: Workload, options: TrainOptions, layout: Layout, schedule: Schedule | None = None
+) -> None:
+    """Refuse a dtype or an offload that the devices or the layout cannot have.
+
+    Raises:
+        OptionError: with the reason.
+    """
+    cuda = on_cuda(options)
+    halved = schedule is not None and any(
+        action.kind in (INPUT, WEIGHT) for rank in schedule.ranks for action in rank
+    )
+    library = importlib.util.find_spec("torchao") is not None
+    capability = None
+    if cuda and workload.dtype == "fp8":
+        from hocket.probing.devices import compute_capability
+
+        capability = compute_capability()
+    why = refused_precision(
+        workload.dtype, cuda=cuda, capability=capability, library=library, halved=halved
+    )
+    if why is not None:
+        lacking = cuda and not library and not halved
+        hint = "pip install 'hocket[fp8]'" if lacking else "--dtype bf16"
+        raise OptionError(why, hint=hint)
+    why = refused_offload(layout, cuda=cuda)
+    if why is not None:
+        raise OptionError(
+            why, hint="--recompute selective" if cuda else "leave --offload activations out"
+        )
+
+
+def served(workload: Workload) -> None:
+    """Refuse a dtype that is trained in and not served in. Raises OptionError."""
+    if workload.dtype not in PRECISIONS:
+        raise OptionError(
+            f"dtype is {workload.dtype}: its products are for training; a model is served in "
+            f"{' or '.join(PRECISIONS)}",
+            hint="--dtype bf16",
+        )
+
+
+def remark(spec: RunSpec) -> str | None:
+    """What a person should know of how gradients are summed; None: nothing."""
+    if spec.options.grad_dtype == "fp32" or spec.layout.dp == 1 or on_cuda(spec.options):
+        return None
+    return (
+        "gradients are kept in bf16; between CPU ranks they are summed in fp32 all the same and "
+        "rounded once: a sum in bf16 there is slower and less exact"
+    )
