@@ -124,13 +124,14 @@ def test_a_sweep_is_drawn_with_what_equal_stages_would_give() -> None:
 @pytest.mark.timeout(200)
 def test_compare(capsys: pytest.CaptureFixture[str]) -> None:
     code = main(
-        ["compare", "tiny-llama", "--ways", "threads", "data", "gpipe", "tensor", "pp64",
+        ["compare", "tiny-llama", "--ways", "threads", "data", "zero2", "gpipe", "tensor", "pp64",
          "--steps", "2", "--seq-len", "32", "--input-work", "1", "--json"]
     )  # fmt: skip
     found = json.loads(capsys.readouterr().out)
     assert code == 0, found
     by_name = {row["way"]: row for row in found["ways"]}
-    assert all(by_name[name]["equal"] for name in ("one", "threads", "data", "gpipe", "tensor"))
+    assert all(by_name[name]["equal"] for name in ("one", "data", "zero2", "gpipe", "tensor"))
+    assert by_name["threads"]["equal"]
     assert "64 stages" in by_name["pp64"]["reason"]
     names = {name: {row["name"] for row in by_name[name]["collectives"]} for name in by_name}
     assert names["threads"] == {"broadcast", "scatter", "gather", "reduce"}
@@ -141,6 +142,10 @@ def test_compare(capsys: pytest.CaptureFixture[str]) -> None:
     assert first > other, "the first device bears the optimizer and all outputs"
     parameters = {name: by_name[name]["memory"][0]["parameters"] for name in ("one", "tensor")}
     assert parameters["tensor"] < 0.6 * parameters["one"]
+    assert {"reduce-scatter", "all-gather"} <= names["zero2"]
+    for kind in ("gradients", "optimizer"):
+        plain, shared = (by_name[name]["memory"][0][kind] for name in ("data", "zero2"))
+        assert shared == pytest.approx(plain / 2, rel=0.01), kind
     assert by_name["gpipe"]["bubble"] > 0
     assert all(by_name[n]["loaded_seconds"] > 0 for n in ("one", "threads", "data"))
 

@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from hocket.jobs.precision import on_cuda
+from hocket.spec.capabilities import runs
 from hocket.spec.errors import HocketError, LayoutError, OptionError
 from hocket.spec.layout import Layout, divisors
 from hocket.spec.run import RunSpec, TrainOptions
@@ -40,12 +42,7 @@ def checked(options: TrainOptions) -> None:
     """Refuse a limit that would not be held. Raises OptionError."""
     if limit(options) is None:
         return
-    cuda = options.device == "cuda"
-    if options.device == "auto":
-        from hocket.launch.launcher import cuda_shows
-
-        cuda = cuda_shows()
-    if cuda:
+    if on_cuda(options):
         raise OptionError(
             "--memory-per-rank counts the tensors of CPU ranks; a GPU has the memory it has",
             hint="--device cpu",
@@ -72,7 +69,7 @@ def require(launcher: Launcher, spec: RunSpec, schedule: str) -> list[dict[str, 
     need = max(row["total"] for row in ranks)
     if need <= allowed:
         return ranks
-    has = f"a rank of {spec.layout.axes_text()} needs {_gb(need)} of {_gb(allowed)}"
+    has = f"a rank of {_named(spec.layout)} needs {_gb(need)} of {_gb(allowed)}"
     fitting = [e for e in events[1:] if e["peak"] <= allowed]
     if fitting:
         told = ", ".join(f"{e['layout']} with {_gb(e['peak'])} each" for e in fitting)
@@ -100,6 +97,11 @@ def beside(predicted: list[dict[str, int]], counted: tuple[dict[str, int], ...])
         f"memory of the fullest rank: {_gb(said)} predicted, {_gb(was)} counted "
         f"({(said - was) / was:+.1%})"
     )
+
+
+def _named(layout: Layout) -> str:
+    """A layout as it can be pasted after --layout: its degrees, and its ZeRO stage."""
+    return f"{layout.axes_text()}:zero={layout.zero}" if layout.zero else layout.axes_text()
 
 
 def _gb(count: float) -> str:
@@ -140,7 +142,7 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
     except Exception as error:  # fake tensors do not know every operation of every family
         context.emit({"event": say, "error": f"{type(error).__name__}: {error}"})
         return
-    context.emit({"event": say, "layout": spec.layout.axes_text(), "ranks": rows})
+    context.emit({"event": say, "layout": _named(spec.layout), "ranks": rows})
     if max(row["total"] for row in rows) <= allowed:
         return
     standing = sum(row["total"] - row["activations"] for row in rows) / spec.layout.dp
@@ -148,15 +150,21 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
         return
     ranks, fits = 0, False
     end = time.monotonic() + SEARCH
+    fit: set[str] = set()
     for layout in candidates(spec):
         if layout.world_size > ranks and (fits or time.monotonic() > end):
             return
-        if standing / layout.world_size * layout.dp > allowed:
+        # With ZeRO data ranks share a state; what they share of it is at most all.
+        if standing / layout.world_size * (1 if layout.zero else layout.dp) > allowed:
             continue
+        if layout.axes_text() in fit:
+            continue  # a lower stage is enough
         ranks = layout.world_size
         peak = _peak(spec, layout)
-        context.emit({"event": say, "layout": layout.axes_text(), "peak": peak})
-        fits = fits or peak <= allowed
+        context.emit({"event": say, "layout": _named(layout), "peak": peak})
+        if peak <= allowed:
+            fits = True
+            fit.add(layout.axes_text())
 
 
 def _peak(spec: RunSpec, layout: Layout) -> int:
@@ -169,7 +177,8 @@ def _peak(spec: RunSpec, layout: Layout) -> int:
 
 
 def candidates(spec: RunSpec) -> Iterator[Layout]:
-    """Other legal layouts of at least as many ranks, the fewest first; pipelines before tensors."""
+    """Other legal layouts of at least as many ranks, the fewest first: the same ranks under ZeRO,
+    then pipelines before tensors, and data parallel under ZeRO."""
     from hocket.jobs.validate import validate
     from hocket.models.source import of_run
 
@@ -177,9 +186,20 @@ def candidates(spec: RunSpec) -> Iterator[Layout]:
     size = spec.layout.world_size
     while size <= MOST_RANKS:
         shapes = [(dp, pp) for dp in divisors(size) for pp in divisors(size // dp)]
-        for dp, pp in sorted(shapes, key=lambda each: (each[0], -each[1])):
-            layout = Layout(dp=dp, pp=pp, tp=size // dp // pp)
-            if layout.axes_text() == spec.layout.axes_text():
+        splits = [
+            Layout(dp=dp, pp=pp, tp=size // dp // pp)
+            for dp, pp in sorted(shapes, key=lambda each: (each[0], -each[1]))
+        ]
+        mine = spec.layout.axes_text()
+        same = [
+            dataclasses.replace(spec.layout, zero=zero)
+            for zero in range(spec.layout.zero + 1, 4)
+            if size == spec.layout.world_size and spec.layout.dp > 1
+        ]
+        plain = [each for each in splits if each.axes_text() != mine]
+        others = [Layout(dp=size, zero=zero) for zero in (1, 2, 3) if mine != f"dp{size}"]
+        for layout in [*same, *plain, *others]:
+            if not runs(layout):
                 continue
             try:
                 yield validate(model, layout, spec.workload)

@@ -10,7 +10,9 @@ import random
 from collections.abc import Callable, Iterable
 
 from hocket.jobs.guide import MODEL, Guide
+from hocket.spec.capabilities import runs
 from hocket.spec.comparison import Outcome
+from hocket.spec.layout import Layout
 from hocket.spec.link_kinds import kind
 from hocket.spec.tour import Stop
 from hocket.spec.units import format_bytes, format_seconds, parse_bytes
@@ -99,6 +101,53 @@ def _more(found: Outcome) -> str:
 
 def _step(found: Outcome) -> str:
     return f"{format_seconds(found.step_seconds)} -> {format_seconds(found.loaded_seconds or 0.0)}"
+
+
+def zero(guide: Guide) -> Stop:
+    """Replicas that share what each of them would hold (ZeRO)."""
+    plain = guide.way("dp2").fullest
+    stages = [stage for stage in (1, 2, 3) if runs(Layout(dp=2, zero=stage))]
+    found = {stage: guide.way(f"dp2:zero={stage}") for stage in stages}
+    last = stages[-1]
+    kinds = ("parameters", "gradients", "optimizer")
+    state = sum(plain[kind] for kind in kinds)
+    whole = 0 if last == 3 else plain["parameters"]
+    predicted = whole + (state - whole) / 2
+    measured = sum(found[last].fullest[kind] for kind in kinds)
+    limit = f"{math.floor((plain['total'] + found[last].fullest['total']) / 2e6)}MB"
+    refusal, _, _ = guide.allowed("dp2", limit)
+    refused, _, counted = guide.allowed(f"dp2:zero={last}", limit)
+    near = abs(measured - predicted) < 0.05 * predicted
+    equal = all(outcome.equal for outcome in found.values())
+    return Stop(
+        key="zero",
+        command=f"hocket compare {MODEL} --memory-per-rank {limit} --ways data zero{last}",
+        verdict=_verdict(near and equal and bool(refusal) and not refused, here="true_if"),
+        values={
+            "stage": str(last),
+            "state": format_bytes(state),
+            "predicted": format_bytes(predicted),
+            "measured": format_bytes(measured),
+            "limit": format_bytes(parse_bytes(limit)),
+            "counted": format_bytes(counted),
+            "total": format_bytes(plain["total"]),
+        },
+        bars=(
+            ("dp2", 1.0, format_bytes(plain["total"])),
+            *(
+                (f"ZeRO-{stage}", o.fullest["total"] / plain["total"], _kinds(o))
+                for stage, o in found.items()
+            ),
+            ("|", parse_bytes(limit) / plain["total"], format_bytes(parse_bytes(limit))),
+        ),
+    )
+
+
+def _kinds(found: Outcome) -> str:
+    """The fullest rank's bytes in all, and of what stands from step to step."""
+    kinds = ("parameters", "gradients", "optimizer")
+    each = " + ".join(format_bytes(found.fullest[kind]) for kind in kinds)
+    return f"{format_bytes(found.fullest['total'])} ({each})"
 
 
 def layers(guide: Guide) -> Stop:
@@ -385,6 +434,7 @@ def serving(guide: Guide) -> Stop:
 STOPS: dict[str, Callable[[Guide], Stop]] = {
     "threads": threads,
     "processes": processes,
+    "zero": zero,
     "layers": layers,
     "microbatches": microbatches,
     "columns": columns,

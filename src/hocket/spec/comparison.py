@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from hocket.spec.capabilities import runs
 from hocket.spec.errors import LayoutError, OptionError, unknown
 from hocket.spec.layout import Layout
 
@@ -124,7 +125,8 @@ SWEEPS = ("microbatches", "layers", "devices")
 
 
 def ways(devices: int, microbatches: int, global_batch: int) -> tuple[Way, ...]:
-    """One process, each kind of parallelism over `devices`, and pairs of them over four or more.
+    """One process, each kind of parallelism over `devices`, and pairs of them over four or more;
+    of these, what the runtime can carry out.
 
     Args:
         devices: ranks (replicas, stages, slices) of each pure kind.
@@ -137,6 +139,9 @@ def ways(devices: int, microbatches: int, global_batch: int) -> tuple[Way, ...]:
         ("one", "one process", "dp1"),
         ("threads", "DataParallel (threads)", f"dp{n}:data_parallel=threads"),
         ("data", "DistributedDataParallel", f"dp{n}"),
+        ("zero1", "ZeRO-1: optimizer in shares", f"dp{n}:zero=1"),
+        ("zero2", "ZeRO-2: gradients too", f"dp{n}:zero=2"),
+        ("zero3", "ZeRO-3: parameters too", f"dp{n}:zero=3"),
         ("layerwise", "layer-wise, one batch at a time", f"pp{n}:schedule=sequential"),
         ("gpipe", "pipeline, GPipe", f"pp{n}:schedule=gpipe"),
         ("1f1b", "pipeline, 1F1B", f"pp{n}"),
@@ -153,6 +158,7 @@ def ways(devices: int, microbatches: int, global_batch: int) -> tuple[Way, ...]:
     return tuple(
         Way(name=name, title=title, layout=_timed(Layout.parse(text), microbatches, global_batch))
         for name, title, text in found
+        if runs(Layout.parse(text))
     )
 
 
