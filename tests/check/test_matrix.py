@@ -129,13 +129,10 @@ def folder(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def outcomes(ranks: RankPool, folder: Path) -> dict[tuple[str, str], Any]:
     """Every case's report, or what went wrong; one world for all cases of a size."""
     found: dict[tuple[str, str], Any] = {}
-    # Meshes of many shapes in one world hang in torch's making of groups: ZeRO's have their own.
-    worlds: dict[tuple[int, str], list[tuple[str, str]]] = {}
+    worlds: dict[int, list[tuple[str, str]]] = {}
     for case in CASES:
-        layout = Layout.parse(case[1])
-        key = layout.world_size, layout.axes_text() if layout.zero else ""
-        worlds.setdefault(key, []).append(case)
-    for (size, _), cases in worlds.items():
+        worlds.setdefault(Layout.parse(case[1]).world_size, []).append(case)
+    for size, cases in worlds.items():
         try:
             rows = ranks.run(
                 "tests.check.cases:matrix", size, folder=str(folder), cases=cases, timeout=120.0

@@ -267,6 +267,23 @@ def collectives(context: Any) -> dict[str, Any]:
     return json.loads(json.dumps(found))
 
 
+def meshes(context: Any, layouts: list[str]) -> list[dict[str, int]]:
+    """Meshes of many shapes in one world: the sum of the ranks along each axis."""
+    found = []
+    for text in layouts:
+        layout = Layout.parse(text)
+        mesh = Mesh(layout, context.rank)
+        mesh.prepare(tie=layout.pp > 1)
+        names = ["dp", "pp", "tp", "shard", *(["embedding"] if layout.pp > 1 else [])]
+        sums = {}
+        for name in names:
+            total = torch.tensor([context.rank])
+            all_reduce(total, mesh.axis(name), mesh.recorder)
+            sums[name] = int(total)
+        found.append(sums)
+    return found
+
+
 def unequal(context: Any) -> None:
     """A module that differs between ranks."""
     torch.manual_seed(context.rank)

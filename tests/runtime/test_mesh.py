@@ -99,3 +99,20 @@ def test_every_collective_moves_what_it_says_and_is_counted(ranks) -> None:
             ("receive", "tp"): (1, 4),
             ("barrier", "world"): (1, 0),
         }
+
+
+@pytest.mark.ranks
+def test_meshes_of_many_shapes_in_one_world(ranks) -> None:
+    # The first one's middle stages are in fewer groups than its ends.
+    layouts = ["pp4", "dp2.tp2", "dp2.pp2", "dp4:zero=1,shard=2", "pp4"]
+    rows = ranks.run("tests.runtime.cases:meshes", world_size=4, layouts=layouts)
+    for rank, row in enumerate(rows):
+        pair, across = (rank // 2 * 2) * 2 + 1, 2 * (rank % 2) + 2
+        ends = 3 if rank in (0, 3) else rank
+        assert row == [
+            {"dp": rank, "pp": 6, "tp": rank, "shard": rank, "embedding": ends},
+            {"dp": across, "pp": rank, "tp": pair, "shard": rank},
+            {"dp": pair, "pp": across, "tp": rank, "shard": rank, "embedding": across},
+            {"dp": 6, "pp": rank, "tp": rank, "shard": pair},
+            {"dp": rank, "pp": 6, "tp": rank, "shard": rank, "embedding": ends},
+        ]

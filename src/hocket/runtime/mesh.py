@@ -27,6 +27,9 @@ from hocket.runtime.record import Recorder
 from hocket.spec.errors import LayoutError
 from hocket.spec.layout import AXES, Layout
 
+_UNEVEN: list[object] = []
+"""The worlds of this process in which some ranks have made more groups than others."""
+
 
 @dataclasses.dataclass(eq=False)
 class Axis:
@@ -135,6 +138,8 @@ class Mesh:
             first, last = (0, self.layout.pp - 1) if tie is True else tie
             rows = self.layout.groups("pp") if first != last else []
             self._add("embedding", [tuple(sorted((row[first], row[last]))) for row in rows])
+            if rows and self.layout.pp > 2 and not _met_by_all():
+                _UNEVEN.append(dist.group.WORLD)
 
     def _back(self, pp: Axis) -> Axis:
         """The pipeline's ranks once more. NCCL runs the messages of a pair in one queue, where a
@@ -169,9 +174,17 @@ class Mesh:
             return None
         if ranks not in self._groups:
             # NCCL may split a communicator, in which every rank must take part. Elsewhere only
-            # the members meet, which is quicker than a meeting of all for every group.
-            local = dist.get_backend() != "nccl"
+            # the members meet, which is quicker than a meeting of all for every group. torch
+            # then names a group by how many a rank has made before, which must be as many on
+            # each: every axis deals all ranks out, but the stages between the first and the last
+            # have no part in `embedding`. What another mesh makes after it, all ranks make.
+            local = not _met_by_all()
             if local and self.rank not in ranks:
                 return None
             self._groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=local)
         return self._groups[ranks]
+
+
+def _met_by_all() -> bool:
+    """Whether every rank of the world has to take part when a group of some is made."""
+    return dist.get_backend() == "nccl" or any(world is dist.group.WORLD for world in _UNEVEN)
