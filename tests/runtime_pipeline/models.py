@@ -26,6 +26,8 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
+    scaled = False
+
     def __init__(self, layers: int) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, HIDDEN)
@@ -40,10 +42,12 @@ class Decoder(nn.Module):
         if hidden is None:
             hidden = self.tokens(ids)
         hidden = self.entry(hidden + self.positions(position_ids))
+        if self.scaled:
+            hidden = F.normalize(hidden, dim=-1) * HIDDEN**0.5
         for block in self.blocks:
             scale = torch.tensor(0.5 if block.kind == "odd" else 1.0)
             hidden = block(hidden, scale=scale)[0]
-        return self.final(hidden)
+        return self.final(hidden.tanh() if self.scaled else hidden)
 
 
 class Plain(nn.Module):
@@ -115,6 +119,13 @@ def gpt2(layers: int = 4, tied: bool = True) -> tuple[nn.Module, StagePlan]:
         head=("lm_head",),
     )
     return GPT2LMHeadModel(config), plan
+
+
+def scaled(layers: int = 4, tied: bool = False) -> tuple[nn.Module, StagePlan]:
+    """Computes before and after its layers what stands in no module."""
+    module, plan = plain(layers, tied)
+    module.body.scaled = True  # type: ignore[union-attr]
+    return module, plan
 
 
 MODELS = {"plain": plain, "llama": llama, "gpt2": gpt2}

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import pytest
@@ -13,7 +14,7 @@ from hocket.spec.errors import ModelError
 torch = pytest.importorskip("torch")
 
 from hocket.runtime.pipeline import Stage, cut, cut_costs
-from tests.runtime_pipeline.models import HIDDEN, batch, gpt2, llama, plain
+from tests.runtime_pipeline.models import HIDDEN, batch, gpt2, llama, plain, scaled
 
 
 @pytest.mark.torch
@@ -76,6 +77,30 @@ def test_stages_in_turn_are_the_whole_model() -> None:
         assert stage.hidden_shape(whole) == (2, whole["input_ids"].shape[1], HIDDEN)
     expected = module(whole["input_ids"], position_ids=whole["position_ids"]).logits
     torch.testing.assert_close(hidden.logits, expected)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("bounds", [(2, 1, 1), (1, 0, 3), (0, 4, 0)])
+def test_what_no_module_computes_happens_once(bounds: tuple[int, ...]) -> None:
+    module, plan = scaled(4)
+    whole = batch(2, argument="ids")
+    expected = module(whole["ids"], whole["position_ids"])
+    expected.pow(2).sum().backward()
+    wanted = {name: p.grad.clone() for name, p in module.named_parameters()}
+    module.zero_grad()
+    sent, hidden = [], None
+    for index in range(3):
+        part = cut(copy.deepcopy(module), plan, bounds, index)
+        stage = Stage(part, index, 3, plan=plan, hidden_size=HIDDEN)
+        out = stage.output(whole, hidden)
+        hidden = out.detach().requires_grad_()
+        sent.append((stage, out, hidden))
+    torch.testing.assert_close(sent[-1][1], expected)
+    sent[-1][1].pow(2).sum().backward()
+    for (_, out, hidden), _ in zip(sent[-2::-1], sent, strict=False):
+        out.backward(hidden.grad)
+    found = {n: p.grad for stage, _, _ in sent for n, p in stage.module.named_parameters()}
+    torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.torch

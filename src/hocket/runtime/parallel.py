@@ -134,9 +134,10 @@ class Parallel:
         pieces = list(self._pieces()) if self._sharded else None
         self._norm = GradientNorm(self.named_parameters(), self.placements, mesh, pieces)
         self._ties: Ties | None = None
-        if self.plan.ties and self._num_stages > 1:
+        crossing = self.plan.crossing() if self._num_stages > 1 else {}
+        if crossing:
             held = [dict(stage.module.named_parameters()) for stage in self.stages]
-            self._ties = Ties(self.plan.ties, held, mesh)
+            self._ties = Ties(crossing, held, mesh)
         self._executors: dict[int, Executor] = {}
         if threads:
             (stage,) = self.stages
@@ -151,7 +152,7 @@ class Parallel:
 
     def _shard(self, stage: Stage) -> Shares:
         """ZeRO: this stage's state in shares."""
-        late = set(sum(self.plan.ties.items(), ())) if self._num_stages > 1 else set()
+        late = set(sum(self.plan.crossing().items(), ())) if self._num_stages > 1 else set()
         late |= {name for name, p in stage.placements.items() if "tp" in p.grad_sum or p.has_copies}
         axis, replicas = self.mesh.axis("shard"), self.mesh.axis("replicas")
         if self.layout.zero == 3:

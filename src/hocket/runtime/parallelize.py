@@ -78,7 +78,7 @@ def parallelize(
     meta = any(p.is_meta for p in module.parameters())
     if not meta:
         _check_equal(module, mesh)
-    crossing = plan.ties if num_stages > 1 else {}
+    crossing = plan.crossing() if num_stages > 1 else {}
     mesh.prepare(
         copies_needed(plan.tensor, layout.tp), tie=(place[0], place[-1]) if crossing else False
     )

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from hocket.spec.errors import LayoutError
 from hocket.spec.placement import Block, Placement
@@ -197,6 +199,8 @@ class StagePlan:
         cores: modules of a layer, named from it, whose attention core can run by itself again.
         ends: modules of a layer, named from it, after which a layer saves nothing for backward:
             running it again stops before their sum over tp.
+        streams: of the hidden state, where layers hand on several (hyper-connections), as
+            [B, S, streams, H]; 0: [B, S, H].
     """
 
     decoder: str
@@ -211,6 +215,7 @@ class StagePlan:
     hidden_argument: str = "inputs_embeds"
     cores: tuple[str, ...] = ()
     ends: tuple[str, ...] = ()
+    streams: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -256,8 +261,63 @@ class ParallelPlan:
     hidden_size: int | None = None
     ties: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Tied parameter to the parameter that owns the values: `lm_head.weight` to the embedding."""
+    inferred: bool = False
+    """Whether the tensor plan comes from what the model was seen to compute."""
     reasons: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """`tensor`, `stages`, `sequence` to the reason why that is not possible, or only in part."""
+
+    def crossing(self) -> dict[str, str]:
+        """The ties between the two ends of a pipeline: RoBERTa's head also holds its own bias
+        twice, which is nothing to the first stage.
+        """
+        if self.stages is None:
+            return {}
+        end = (*self.stages.after, *self.stages.head)
+
+        def last(name: str) -> bool:
+            return any(name.startswith(f"{module}.") for module in end)
+
+        return {tied: owner for tied, owner in self.ties.items() if last(tied) != last(owner)}
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> ParallelPlan:
+        """The inverse of `to_json`."""
+        data = json.loads(text)
+        tensor, stages, sequence = (data.pop(name) for name in ("tensor", "stages", "sequence"))
+        return cls(
+            tensor=None if tensor is None else _tensor_plan(tensor),
+            stages=None if stages is None else StagePlan(**_tuples(stages)),
+            sequence=None if sequence is None else SequencePlan(**_tuples(sequence)),
+            **data,
+        )
+
+
+def _tensor_plan(data: Mapping[str, Any]) -> TensorPlan:
+    def segments(rows: list[dict[str, Any]]) -> tuple[Segment, ...]:
+        return tuple(Segment(**row) for row in rows)
+
+    def split(row: dict[str, Any]) -> Split:
+        own = {name: segments(rows) for name, rows in row["parameter_segments"].items()}
+        return Split(**{**row, "segments": segments(row["segments"]), "parameter_segments": own})
+
+    return TensorPlan(
+        splits={name: split(row) for name, row in data["splits"].items()},
+        patches={
+            name: tuple(Patch(**_tuples(row)) for row in rows)
+            for name, rows in data["patches"].items()
+        },
+        inputs={
+            name: tuple(InputSlice(**row) for row in rows) for name, rows in data["inputs"].items()
+        },
+    )
+
+
+def _tuples(row: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON knows lists only."""
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
 
 
 BEFORE, AFTER, OTHER = "before", "after", "other"

@@ -3,11 +3,17 @@
 The module keeps its own `forward` and all its names; what the stage does not own is replaced by
 something that lets the hidden state through unchanged:
 
-    foreign layers, final norm, head     `Missing`: hands its first argument on
+    foreign layers                       `MissingLayer`: hands the hidden state on
+    final norm, head                     `Missing`, the same, on earlier stages
     embedding, its norm and dropout      `Missing`, on later stages
     additive position embeddings         `ZeroPositions`: contributes 0, on later stages
 
 so that the whole model's code runs on every stage and parameter names stay those of a checkpoint.
+
+Where the hidden state comes from another stage it takes the place of what reaches the first own
+layer, and where it goes to another stage it is taken from behind the last one (`taps`): what a
+model computes before and after its layers without a module, a scaled embedding or a norm that is
+a function, cannot happen twice.
 """
 
 from __future__ import annotations
@@ -27,23 +33,54 @@ _SIMPLE = (int, float, str, bool, type(None), torch.dtype)
 
 
 class Missing(nn.Module):
-    """Stands for a module of another stage: returns its first argument.
+    """Stands for a module of another stage: returns the hidden state it is given.
 
-    If the real module returned a tuple of `returns_tuple` entries, so does this one, the others
-    being None. Simple attributes of the real module (an attention type, a size) stay readable,
-    because some models read them off their layers.
+    Simple attributes of the real module (an attention type, a size, the dtype of its weight) stay
+    readable, because some models read them off their layers and norms.
     """
 
-    def __init__(self, real: nn.Module, returns_tuple: int = 0) -> None:
+    def __init__(self, real: nn.Module) -> None:
         super().__init__()
         _carry_over(real, self)
-        self._returns_tuple = returns_tuple
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        hidden = args[0] if args else next(iter(kwargs.values()))
+        return _hidden(args, kwargs)
+
+
+class MissingLayer(Missing):
+    """Stands for a layer of another stage; two of them are where the hidden state comes and goes.
+
+    If the real layer returned a tuple of `returns_tuple` entries, so does this one, the others
+    being None.
+
+    Attributes:
+        entering: returned, once, in place of what is given.
+        leaves: whether what is given is kept in `left`, until it is asked for.
+    """
+
+    entering: Tensor | None
+    left: Any
+
+    def __init__(self, real: nn.Module, returns_tuple: int = 0) -> None:
+        super().__init__(real)
+        self._returns_tuple = returns_tuple
+        self.leaves = False
+        self.entering = self.left = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = _hidden(args, kwargs)
+        if self.entering is not None:
+            hidden, self.entering = self.entering, None
+        if self.leaves:
+            self.left = hidden
         if not self._returns_tuple:
             return hidden
         return (hidden, *[None] * (self._returns_tuple - 1))
+
+    def take(self) -> Any:
+        """What was given last."""
+        left, self.left = self.left, None
+        return left
 
 
 class ZeroPositions(nn.Module):
@@ -60,10 +97,49 @@ class ZeroPositions(nn.Module):
         return torch.zeros(())
 
 
+def _hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The hidden state among a module's arguments: the first of its kind, else the first."""
+    given = [*args, *kwargs.values()]
+    for value in given:
+        if isinstance(value, Tensor) and value.is_floating_point() and value.ndim >= 3:
+            return value
+    return given[0]
+
+
 def _carry_over(real: nn.Module, stand_in: nn.Module) -> None:
-    for name, value in vars(real).items():
+    # What a model's own class holds for all of its layers, then what this one holds itself.
+    kinds = [kind for kind in type(real).__mro__ if issubclass(kind, nn.Module)]
+    own = kinds[: kinds.index(nn.Module)]
+    shared = {name: value for kind in reversed(own) for name, value in vars(kind).items()}
+    for name, value in {**shared, **vars(real)}.items():
         if not name.startswith("_") and isinstance(value, _SIMPLE):
             setattr(stand_in, name, value)
+    for name, parameter in real.named_parameters(recurse=False):
+        # Of a weight only the dtype is read; an empty tensor owns nothing.
+        stand_in.__dict__[name] = torch.empty(0, dtype=parameter.dtype)
+
+
+def taps(
+    module: nn.Module, plan: StagePlan, *, first: bool, last: bool
+) -> tuple[MissingLayer | None, MissingLayer | None]:
+    """(where the hidden state of a cut stage comes in, where it goes out).
+
+    None on the first (the last) stage, and where a stage has no stand-in there: its hidden state
+    then goes through the module's own arguments and result.
+    """
+    layers = list(_find(module, plan.layers).children())
+    held = [i for i, layer in enumerate(layers) if not isinstance(layer, MissingLayer)]
+    # A stage without a layer of its own: in at the head of the list, out behind that.
+    start, stop = (
+        (held[0], held[-1] + 1) if held else (0 if first else len(layers) if last else 1,) * 2
+    )
+    coming = layers[start - 1] if start and not first else None
+    going = layers[stop] if stop < len(layers) and not last else None
+    assert coming is None or isinstance(coming, MissingLayer)
+    assert going is None or isinstance(going, MissingLayer)
+    if going is not None:
+        going.leaves = True
+    return coming, going
 
 
 def cut(module: nn.Module, plan: StagePlan, bounds: Sequence[int], stage: int) -> nn.Module:
@@ -98,7 +174,7 @@ def cut(module: nn.Module, plan: StagePlan, bounds: Sequence[int], stage: int) -
     memo: dict[int, Any] = {}
     for index, layer in enumerate(layers):
         if index not in owned:
-            memo[id(layer)] = Missing(layer, plan.returns_tuple)
+            memo[id(layer)] = MissingLayer(layer, plan.returns_tuple)
     if not first:
         for name in plan.before:
             real = _find(module, name)

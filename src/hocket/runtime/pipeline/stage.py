@@ -1,8 +1,9 @@
 """Stage: one cut of a model, called with what its place in the pipeline asks for.
 
-    first   decoder(input_ids, position_ids)          -> hidden [B, S, H]
-    middle  decoder(inputs_embeds=hidden, ...)        -> hidden [B, S, H]
-    last    model(inputs_embeds=hidden, ...) -> logits -> loss_fn -> (sum of losses, tokens)
+    first   decoder(input_ids, position_ids)        -> hidden [B, S, H], behind its last layer
+    middle  decoder(inputs_embeds, ...), hidden taking the place of what comes to its first layer
+                                                    -> hidden [B, S, H], behind its last layer
+    last    model(inputs_embeds, ...), the same     -> logits -> loss_fn -> (sum, tokens)
 
 On slices of the sequence every stage is called as a middle one is: the first looks its tokens up
 before, and all are told of whole sequences by their positions.
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hocket.runtime.pipeline.cut import taps
 from hocket.spec.errors import OptionError
 from hocket.spec.placement import Placement
 from hocket.spec.plan import SequencePlan, StagePlan
@@ -75,6 +77,11 @@ class Stage:
         self._accepts = set(names) if input_argument in names else None
         self._input_argument = input_argument
         self._constants = {"use_cache": False} if "use_cache" in names else {}
+        self._coming, self._going = (
+            taps(module, plan, first=self.is_first, last=self.is_last)
+            if plan is not None and num_stages > 1
+            else (None, None)
+        )
 
     @property
     def is_first(self) -> bool:
@@ -93,11 +100,13 @@ class Stage:
         return self._dtype
 
     def hidden_shape(self, microbatch: Microbatch) -> tuple[int, ...]:
-        """Shape of the hidden state that belongs to `microbatch`: (B, S, H)."""
+        """Shape of the hidden state that belongs to `microbatch`: (B, S, H), or with several
+        streams (B, S, streams, H)."""
         assert self.hidden_size is not None, "a pipeline of several stages needs hidden_size"
         rows, length = self._tokens(microbatch).shape[:2]
         ranks = 1 if self.slices is None else self.slices[1]
-        return (rows, length // ranks, self.hidden_size)
+        streams = self.plan.streams if self.plan is not None else 0
+        return (rows, length // ranks, *((streams,) if streams else ()), self.hidden_size)
 
     def _tokens(self, microbatch: Microbatch) -> Tensor:
         tokens = microbatch.get(self._input_argument)
@@ -114,7 +123,12 @@ class Stage:
             hidden = self._sliced(microbatch, arguments, *self.slices, hidden)
         if hidden is not None or not self.is_first:
             arguments.pop(self._input_argument, None)
-            arguments[self._hidden_argument] = hidden
+            if self._coming is not None and hidden is not None:
+                # What the model makes of its input is not looked at: zeros that take no memory.
+                shape = (*hidden.shape[:2], hidden.shape[-1])
+                arguments[self._hidden_argument] = hidden.new_zeros(1).expand(shape)
+            else:
+                arguments[self._hidden_argument] = hidden
         return {**self._constants, **arguments}
 
     def _sliced(
@@ -154,7 +168,12 @@ class Stage:
 
         `extra` keyword arguments (a key/value cache, say) override those of the microbatch.
         """
-        result = self._target(**{**self.inputs(microbatch, hidden), **extra})
+        arguments = {**self.inputs(microbatch, hidden), **extra}
+        if self._coming is not None:
+            self._coming.entering = hidden
+        result = self._target(**arguments)
+        if self._going is not None:
+            return self._going.take()
         return result if self.is_last else _hidden(result)
 
     def forward(self, microbatch: Microbatch, hidden: Tensor | None = None) -> Any:
