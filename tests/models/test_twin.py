@@ -51,9 +51,9 @@ def test_a_model_of_keys_and_values_can_be_served():
 @pytest.mark.parametrize(
     ("model_type", "words"),
     [
-        ("nanochat", "norm"),  # a norm without a module runs again on every stage
         ("zamba", "share"),  # one block that many layers share
-        ("xglm", "logits"),  # sinusoidal positions are added twice
+        ("zaya", "hand on more"),  # its routers tell each other what they chose
+        ("inkling2_text", "hand on more"),  # each layer sees what all before it computed
         ("bert", "not causal"),
     ],
 )
@@ -107,8 +107,8 @@ def test_a_verdict_is_kept_and_refuses_by_name(ranks, cache):
     sliced = Layout(tp=2, sequence_parallel=True)
     found = twin.require(ranks.launcher, source, sliced)
     assert found == twin.Verdict(stages="", tensors="", slices="")
-    broken = Source(model_type="nanochat")
-    with pytest.raises(ModelError, match=r"mine \(nanochat\) cannot be cut") as caught:
+    broken = Source(model_type="zamba")
+    with pytest.raises(ModelError, match=r"mine \(zamba\) cannot be cut") as caught:
         twin.require(ranks.launcher, broken, Layout(dp=2, pp=2))
     assert caught.value.hint == "dp2"
 

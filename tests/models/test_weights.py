@@ -220,3 +220,17 @@ def test_damaged_files_are_refused(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b"}}')
     with pytest.raises(WeightsError, match="no file beside it"):
         Case(LLAMA).stage(source)
+
+
+@pytest.mark.torch
+def test_a_constant_that_only_the_constructor_computes():
+    from hocket.models.initial import buffer_values
+    from hocket.models.skeleton import build
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64}
+    skeleton = build({"model_type": "apertus", "intermediate_size": 48, **sizes})
+    values = buffer_values(skeleton, "model.layers.0.mlp.act_fn")
+    assert {name: bool(value.isfinite().all()) for name, value in values.items()} == dict.fromkeys(
+        values, True
+    )
+    assert all(parameter.is_meta for parameter in skeleton.parameters())

@@ -10,7 +10,7 @@ from hocket.models import registry
 from hocket.spec.errors import ModelError
 
 _NAMES = {
-    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "hidden_size": ("hidden_size", "n_embd", "d_model", "emb_dim"),
     "num_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "num_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
     "num_key_value_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv"),
@@ -28,7 +28,8 @@ class Dimensions:
     """The sizes that decide which layouts fit a model.
 
     Attributes:
-        hidden_size, num_layers, num_heads, head_dim, vocab_size: as they are called.
+        hidden_size, num_layers, head_dim, vocab_size: as they are called.
+        num_heads: of attention; 0 for a model without it, whose state is recurrent.
         num_key_value_heads: fewer than `num_heads` under grouped-query attention.
         intermediate_size: units of one feed-forward block (of one expert, where there are some).
         max_positions: longest sequence the model has positions for, None if unbounded.
@@ -82,7 +83,8 @@ def dimensions(config: Mapping[str, Any]) -> Dimensions:
             )
         return value
 
-    hidden, heads = need("hidden_size"), need("num_heads")
+    hidden = need("hidden_size")
+    heads = need("num_heads") if find("num_heads") is not None else 0
     kv = find("num_key_value_heads")
     if config.get("multi_query") and not config.get("new_decoder_architecture"):
         kv = 1  # Falcon and GPT-BigCode say it with a switch
@@ -93,7 +95,7 @@ def dimensions(config: Mapping[str, Any]) -> Dimensions:
         num_layers=need("num_layers"),
         num_heads=heads,
         num_key_value_heads=kv if isinstance(kv, int) and kv > 0 else heads,
-        head_dim=find("head_dim") or hidden // heads,
+        head_dim=find("head_dim") or (hidden // heads if heads else 0),
         intermediate_size=feed_forward if isinstance(feed_forward, int) else 4 * hidden,
         vocab_size=need("vocab_size"),
         max_positions=positions if isinstance(positions, int) and model_type != "bloom" else None,

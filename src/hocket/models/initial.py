@@ -8,6 +8,7 @@ rank ever holds more than one whole layer besides its own part.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 from collections import defaultdict
@@ -18,7 +19,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hocket.models.skeleton import build
 from hocket.spec.errors import ModelError
+
+_WITH_BUFFERS = "_hocket_with_buffers"
+"""Where a skeleton keeps its like that has been constructed with buffers."""
 
 
 def unit_of(parameter: str) -> str:
@@ -61,19 +66,55 @@ def buffer_values(skeleton: nn.Module, module_name: str) -> dict[str, Tensor]:
     """The buffers of one module as its family's initialisation makes them, on CPU.
 
     Rotary frequencies and embedding scales are in no weight file; transformers makes them anew
-    whenever it loads a model, by the same function.
+    whenever it loads a model, by the same function. What that leaves out, a constant that only
+    the constructor computes, is taken from a model that is constructed once more.
 
     Raises:
-        ModelError: the family's initialisation leaves one of them untouched.
+        ModelError: neither makes one of them.
     """
     module = _with_own_tensors(skeleton.get_submodule(module_name), parameters=False)
     _initialise(skeleton, module_name, module)
     found = {}
     for name, buffer in module.named_buffers(recurse=False):
         if buffer.is_floating_point() and bool(torch.isnan(buffer).any()):
-            raise ModelError(f"{type(skeleton).__name__} does not initialise {module_name}.{name}")
+            made = _constructed(skeleton, module_name, name)
+            if made is None or made.shape != buffer.shape or bool(torch.isnan(made).any()):
+                raise ModelError(
+                    f"{type(skeleton).__name__} does not initialise {module_name}.{name}"
+                )
+            buffer = made.to(buffer.dtype)
         found[name] = buffer
     return found
+
+
+def _constructed(skeleton: Any, module_name: str, name: str) -> Tensor | None:
+    """A buffer as the model's constructor leaves it; None where it cannot be constructed so."""
+    known = skeleton.__dict__.get(_WITH_BUFFERS)
+    if known is None:
+        try:
+            with _without_parameters():
+                known = build(skeleton.config, device="cpu")
+        except Exception:  # a constructor may compute with its parameters, of which there are none
+            return None
+        skeleton.__dict__[_WITH_BUFFERS] = known
+    return known.get_submodule(module_name)._buffers.get(name)
+
+
+@contextlib.contextmanager
+def _without_parameters() -> Iterator[None]:
+    """Within, a parameter loses its memory as soon as its module has it; buffers keep theirs."""
+    register = nn.Module.register_parameter
+
+    def dropping(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(self, name, param)
+        if param is not None:
+            self._parameters[name] = nn.Parameter(param.to("meta"), param.requires_grad)
+
+    nn.Module.register_parameter = dropping  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def _unit(skeleton: nn.Module, unit: str, seed: int) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from hocket.spec.errors import ModelError
 NUM_LAYERS = 4
 VOCABULARY = 128
 
-_HIDDEN = ("hidden_size", "n_embd", "d_model", "n_embed")
+_HIDDEN = ("hidden_size", "n_embd", "d_model", "n_embed", "emb_dim")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
 _KEY_VALUE = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
@@ -34,13 +34,20 @@ _SIZES = {
     "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
     "v_head_dim": 8, "rotary_dim": 8, "max_position_embeddings": 64, "n_positions": 64,
     "max_seq_len": 64, "seq_length": 64, "original_max_position_embeddings": 32,
+    "d_head": 16, "d_inner": 96, "dim_head": 16, "dim_ff": 96, "expert_ffn_hidden_size": 32,
+    "pronunciation_embed_dim": 16, "shape_embed_dim": 16,
 }  # fmt: skip
 _AT_MOST = {
     **dict.fromkeys(_EXPERTS, 4),
     "num_experts_per_tok": 2, "num_experts_per_token": 2, "moe_topk": 2, "moe_k": 2,
-    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "sliding_window": 8,
-    "attention_window_size": 8, "decoder_start_token_id": 0,
+    "n_group": 1, "topk_group": 1, "num_expert_group": 1,
+    "first_k_dense_replace": 1, "sliding_window": 8,
+    "attention_window_size": 8, "decoder_start_token_id": 0, "zero_expert_num": 2,
+    "shape_vocab_size": 128, "pronunciation_vocab_size": 128, "ngram_vocab_size_base": 128,
+    "prompt_length": 8, "prompt_types": 4,
 }  # fmt: skip
+_NESTED = {"head_dim": 16, "num_heads": 4, "ffn_hidden_size": 96, "moe_num_experts": 4}
+"""Sizes inside dictionaries of the configuration."""
 _LEFT_OUT = object()
 # Some families derive the head size and refuse one, or want it to follow other widths.
 _VARIANTS: tuple[dict[str, Any], ...] = (
@@ -49,9 +56,11 @@ _VARIANTS: tuple[dict[str, Any], ...] = (
     {"num_key_value_heads": _LEFT_OUT},
     {"layer_types": _LEFT_OUT},
     {"mamba_n_heads": 8, "mamba_d_head": 16, "head_dim": _LEFT_OUT},
+    {"mamba_headdim": 16},
+    {"head_dim": 32},
 )
 _LARGEST = 5_000_000
-_VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input")
+_VOCABULARIES = ("vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input")
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _RESIDUAL_WIDTHS = ("word_embed_proj_dim", "embedding_size")
 
@@ -68,6 +77,10 @@ class Twin:
         model = skeleton.build(self.config, attention=attention, dropout=0.0, device="cpu")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
+            with torch.no_grad():
+                # What a family's own initialisation leaves out would be whatever the memory held.
+                for parameter in model.parameters():
+                    parameter.normal_(std=0.02)
             model.initialize_weights()  # type: ignore[operator]
             model.tie_weights()  # type: ignore[operator]
             with torch.no_grad():
@@ -83,6 +96,11 @@ def twin_of(config: transformers.PreTrainedConfig) -> Twin:
     Raises:
         ModelError: no set of tiny sizes makes a model that transformers builds and runs.
     """
+    if not hasattr(config, "num_hidden_layers"):
+        raise ModelError(
+            f"{config.model_type!r} is made of several models (its configuration holds "
+            f"{', '.join(sorted(config.sub_configs)) or 'others'}), not of one list of layers"
+        )
     layers = _layers(config)
     error: Exception | None = None
     for changes in _VARIANTS:
@@ -149,8 +167,10 @@ def _shrink(whole: dict[str, Any], layers: tuple[int, ...]) -> dict[str, Any]:
             value = [value[i] for i in layers]  # one entry a layer
         elif isinstance(value, dict) and value and all(str(k).isdigit() for k in value):
             value = {layers.index(int(k)): v for k, v in value.items() if int(k) in layers}
+        elif isinstance(value, dict) and "model_type" in value:
+            value = _shrink(value, tuple(range(2)))  # a model inside the model
         elif isinstance(value, dict):
-            value = _shrink_rope(value)
+            value = _shrink_nested(value)
         tiny[key] = value
     if isinstance(whole.get("max_window_layers"), int):
         tiny["max_window_layers"] = min(whole["max_window_layers"], len(layers))
@@ -166,12 +186,15 @@ def _in_proportion(key: str, value: int, hidden: int, heads: int) -> int:
     return value
 
 
-def _shrink_rope(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Rotary parameters for heads of 16: lists of factors, one for each pair, are cut."""
+def _shrink_nested(parameters: dict[str, Any]) -> dict[str, Any]:
+    """A dictionary inside the configuration: sizes of its own, and rotary parameters for heads of
+    16, of which lists of factors, one for each pair, are cut."""
     found: dict[str, Any] = {}
     for key, value in parameters.items():
         if isinstance(value, dict):
-            value = _shrink_rope(value)
+            value = _shrink_nested(value)
+        elif isinstance(value, int) and not isinstance(value, bool) and key in _NESTED:
+            value = min(value, _NESTED[key])
         elif key in ("short_factor", "long_factor") and isinstance(value, list):
             share = float(parameters.get("partial_rotary_factor") or 1.0)
             value = value[: int(16 * share) // 2]

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from hocket.models.plans.families import FAMILIES
 from hocket.models.plans.sequence import sequence_plan
 from hocket.models.plans.stages import stage_plan
 from hocket.models.plans.tensor import tensor_plan
@@ -35,9 +36,11 @@ def plan_for(model: nn.Module, *, sequence: bool = False) -> ParallelPlan:
         reasons["stages"] = f"its tiny twin does not run: {type(error).__name__}: {error}"
         decoder = str(getattr(model, "base_model_prefix", ""))
     try:
-        tensor, note = tensor_plan(model, decoder)
+        layers = stages.layers if stages is not None else ""
+        tensor, note = tensor_plan(model, decoder, twin, layers)
     except Exception as error:  # heads that vary by layer raise kinds of their own
-        tensor, note = None, f"its configuration keeps head counts in another way ({error})"
+        said = str(error).partition(". ")[0]
+        tensor, note = None, f"its configuration keeps head counts in another way ({said})"
     if note:
         reasons["tensor"] = note
     slices = None
@@ -47,8 +50,10 @@ def plan_for(model: nn.Module, *, sequence: bool = False) -> ParallelPlan:
         except ModelError as error:
             reasons["sequence"] = error.message
     ties = getattr(model, "all_tied_weights_keys", None) or {}
+    known = config.model_type in FAMILIES or getattr(config, "base_model_tp_plan", None)
     return ParallelPlan(
         tensor=tensor,
+        inferred=tensor is not None and not known,
         stages=stages,
         sequence=slices,
         hidden_size=int(config.get_text_config().hidden_size),

@@ -5,6 +5,7 @@ Patterns are relative to the module that holds the layers. `Rule.units` names wh
     heads       query heads                         kv        key/value heads
     head_triple one head's query, key and value     qkv       all query, then key, then value heads
     pair        two stacked halves (gate, then up)  units     single feed-forward units
+    pair_rows   gate and up, row by row             group     query heads, their key, their value
 
 Fused projections are split segment by segment, so that every rank holds whole heads and the
 module's own forward goes on working on its local counts; transformers' own plans all-gather the

@@ -8,6 +8,7 @@ later stages, and dropout or norms of the embedding are passed through.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -32,19 +33,12 @@ def stage_plan(twin: Twin, whole: nn.Module) -> StagePlan:
     model: Any = twin.build()
     kind = model.config.model_type
     names = {id(module): name for name, module in model.named_modules()}
-    decoder = _decoder(model)
+    decoder, layers_name, layers = _layers(model, names, len(twin.layers))
     path = names[id(decoder)]
-    lists = [
-        (name, child)
-        for name, child in decoder.named_children()
-        if isinstance(child, nn.ModuleList) and len(child) == len(twin.layers)
-    ]
-    if not lists:
-        raise ModelError(f"{kind!r} keeps its layers in no single list, so it cannot be cut")
-    layers_name, layers = lists[0]
 
     order: list[str] = []
     lengths: set[int] = set()
+    streams: set[int] = set()
     hooks = []
 
     carries: set[str] = set()
@@ -59,11 +53,14 @@ def stage_plan(twin: Twin, whole: nn.Module) -> StagePlan:
         return hook
 
     def measure(module: nn.Module, inputs: Any, output: Any) -> None:
-        lengths.add(len(output) if isinstance(output, tuple) else 0)
+        several = isinstance(output, (tuple, list))
+        lengths.add(len(output) if several else 0)
+        hidden = output[0] if several else output
+        streams.add(hidden.shape[2] if isinstance(hidden, torch.Tensor) and hidden.ndim == 4 else 0)
 
-    for name, child in decoder.named_children():
-        if name != layers_name:
-            hooks.append(child.register_forward_hook(watch(name)))
+    children = _around(decoder, layers_name)
+    for name, child in children.items():
+        hooks.append(child.register_forward_hook(watch(name)))
     for index, layer in enumerate(layers):
         hooks.append(layer.register_forward_hook(watch(f"<{index}>")))
         hooks.append(layer.register_forward_hook(measure))
@@ -78,10 +75,13 @@ def stage_plan(twin: Twin, whole: nn.Module) -> StagePlan:
     if len(lengths) != 1:
         raise ModelError(f"the layers of {kind!r} return tuples of different lengths")
     first, last = order.index(ran[0]), order.index(ran[-1])
-    children = dict(decoder.named_children())
     before = [n for n in dict.fromkeys(order[:first]) if n in carries]
     after = [n for n in dict.fromkeys(order[last + 1 :]) if n in carries]
-    if both := set(before) & set(after):
+    both = set(before) & set(after)
+    # What holds no parameters belongs to no stage: each runs it, and nobody looks at the result.
+    owned = {name for name in both if _has_parameters(children[name])}
+    before, after = ([n for n in names if n not in both - owned] for names in (before, after))
+    if both := owned:
         raise ModelError(f"{kind!r} runs its {both.pop()} before its layers and again after them")
     embedding = model.get_input_embeddings()
     positions = [
@@ -106,6 +106,7 @@ def stage_plan(twin: Twin, whole: nn.Module) -> StagePlan:
         returns_tuple=lengths.pop(),
         cores=cores,
         ends=ends,
+        streams=max(streams),
     )
 
 
@@ -116,6 +117,48 @@ def _decoder(model: Any) -> nn.Module:
         decoder = getattr(model, model.base_model_prefix, model)
     inner = getattr(decoder, "get_decoder", lambda: None)()
     return inner if isinstance(inner, nn.Module) else decoder
+
+
+def _layers(model: Any, names: dict[int, str], count: int) -> tuple[nn.Module, str, nn.ModuleList]:
+    """(decoder, name of its layers in it, the layers): a list of `count` modules that the decoder
+    holds or, as in BERT, that an encoder inside it does.
+
+    The decoder is then the innermost module around the list that is told its input by embedding.
+
+    Raises:
+        ModelError: there is no such list.
+    """
+    decoder = _decoder(model)
+    for name, child in decoder.named_children():
+        if isinstance(child, nn.ModuleList) and len(child) == count:
+            return decoder, name, child
+    found = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == count and _has_parameters(module)
+    ]
+    if found:
+        name, layers = min(found, key=lambda each: each[0].count("."))
+        parts = name.split(".")
+        for depth in reversed(range(len(parts))):
+            around = model.get_submodule(".".join(parts[:depth]))
+            if "inputs_embeds" in inspect.signature(around.forward).parameters:
+                return around, ".".join(parts[depth:]), layers
+    raise ModelError(
+        f"{model.config.model_type!r} keeps its layers in no single list, so it cannot be cut"
+    )
+
+
+def _around(decoder: nn.Module, layers: str) -> dict[str, nn.Module]:
+    """The modules beside the way from the decoder to its layers, by name."""
+    found = {}
+    parts = layers.split(".")
+    for depth, part in enumerate(parts):
+        parent = ".".join(parts[:depth])
+        for name, child in decoder.get_submodule(parent).named_children():
+            if name != part:
+                found[f"{parent}.{name}" if parent else name] = child
+    return found
 
 
 def _carries(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> bool:

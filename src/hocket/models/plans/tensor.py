@@ -1,4 +1,5 @@
-"""TensorPlan of a Hugging Face model, from transformers' own plan or our table of families.
+"""TensorPlan of a Hugging Face model, from transformers' own plan, our table of families, or what
+its tiny twin shows.
 
 A block (an attention module, an MLP, a set of experts) is split as a whole or not at all: where
 one of its parts has a style we cannot carry out, or holds parameters whose gradients nobody would
@@ -13,9 +14,21 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from hocket.models.plans.families import FAMILIES, KINDS_BY_NAME, Family, Rule
+from hocket.models.plans.inferred import inferred_plan
+from hocket.models.plans.segments import (
+    GROUPS,
+    KEY_VALUE_COUNTS,
+    QUERY_COUNTS,
+    Unsplittable,
+    folded,
+    head_size,
+    joined,
+    linear_split,
+    pattern_of,
+)
+from hocket.models.twin import Twin
 from hocket.spec.plan import InputSlice, Patch, Segment, Split, TensorPlan, matches
 
 _UPSTREAM = {
@@ -26,14 +39,6 @@ _UPSTREAM = {
     "replicated_with_grad_allreduce": Rule("sum_grad"),
 }
 _EXPERT_PARAMETERS = {"colwise": -2, "packed_colwise": -2, "rowwise": -1, "packed_rowwise": -1}
-
-_QUERY_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
-_KEY_VALUE_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
-_GROUPS = ("num_key_value_groups",)
-
-
-class Unsplittable(Exception):
-    """A block that has to be held whole; the text says why."""
 
 
 @dataclasses.dataclass
@@ -47,12 +52,16 @@ class _Block:
     unknown: list[str] = dataclasses.field(default_factory=list)
 
 
-def tensor_plan(model: nn.Module, decoder: str) -> tuple[TensorPlan | None, str]:
+def tensor_plan(
+    model: nn.Module, decoder: str, twin: Twin | None = None, layers: str = ""
+) -> tuple[TensorPlan | None, str]:
     """The tensor plan of a causal language model, and what could not be split and why.
 
     Args:
         model: the whole model; its device does not matter.
         decoder: name of the module that holds the layers.
+        twin: its tiny twin, from which a plan is inferred where there is none. None: not inferred.
+        layers: name of the list of layers.
     """
     config: Any = model.config
     family = FAMILIES.get(config.model_type)
@@ -63,11 +72,14 @@ def tensor_plan(model: nn.Module, decoder: str) -> tuple[TensorPlan | None, str]
         blocks = _blocks_of_family(model, decoder, family)
     else:
         upstream = getattr(config, "base_model_tp_plan", None)
+        if not upstream and twin is not None and layers:
+            return inferred_plan(model, twin, layers, _vocabulary(model))
         if not upstream:
             return None, (
-                f"neither transformers nor hocket has a tensor plan for {config.model_type!r}"
+                f"neither transformers nor hocket has a tensor plan for {config.model_type!r}, "
+                "and without a list of layers none can be inferred"
             )
-        blocks = _blocks_of_upstream(model, upstream)
+        blocks = _blocks_of_upstream(model, upstream, decoder)
 
     splits: dict[str, Split] = {}
     patches: dict[str, tuple[Patch, ...]] = {}
@@ -77,14 +89,14 @@ def tensor_plan(model: nn.Module, decoder: str) -> tuple[TensorPlan | None, str]
         try:
             splits |= _splits(block, config)
         except Unsplittable as error:
-            whole[str(error)].add(_pattern(block.name))
+            whole[str(error)].add(pattern_of(block.name))
             continue
         found = _patches(block, config, family)
         if found:
             patches[block.name] = found
         if family is not None:
             for pattern, arguments in family.head_inputs.items():
-                if matches(_join(decoder, pattern), block.name):
+                if matches(joined(decoder, pattern), block.name):
                     inputs[block.name] = tuple(
                         InputSlice(argument=argument, dim=dim, units=config.num_attention_heads)
                         for argument, dim in arguments
@@ -93,7 +105,7 @@ def tensor_plan(model: nn.Module, decoder: str) -> tuple[TensorPlan | None, str]
     if not splits:
         return None, "; ".join(notes) or "its tensor plan matches no module"
     splits |= _vocabulary(model)
-    plan = TensorPlan(splits=_folded(splits), patches=_folded(patches), inputs=_folded(inputs))
+    plan = TensorPlan(splits=folded(splits), patches=folded(patches), inputs=folded(inputs))
     return plan, "; ".join(notes)
 
 
@@ -104,17 +116,19 @@ def _blocks_of_family(model: nn.Module, decoder: str, family: Family) -> list[_B
     blocks: dict[str, _Block] = {}
     for name, _ in model.named_modules():
         for pattern, rule in family.rules.items():
-            if matches(_join(decoder, pattern), name):
+            if matches(joined(decoder, pattern), name):
                 parent = name.rpartition(".")[0]
                 block = blocks.setdefault(parent, _Block(parent, model.get_submodule(parent)))
                 block.rules[name] = rule
     return list(blocks.values())
 
 
-def _blocks_of_upstream(model: nn.Module, upstream: Mapping[str, str]) -> list[_Block]:
+def _blocks_of_upstream(
+    model: nn.Module, upstream: Mapping[str, str], decoder: str
+) -> list[_Block]:
     prefix = str(getattr(model, "base_model_prefix", ""))
-    base = prefix if isinstance(getattr(model, prefix, None), nn.Module) else ""
-    patterns = {_join(base, pattern): style for pattern, style in upstream.items()}
+    base = prefix if isinstance(getattr(model, prefix, None), nn.Module) else decoder
+    patterns = {joined(base, pattern): style for pattern, style in upstream.items()}
     blocks: dict[str, _Block] = {}
 
     def block(name: str) -> _Block:
@@ -168,7 +182,7 @@ def _splits(block: _Block, config: Any) -> dict[str, Split]:
         if rule.style == "sum_grad":
             splits[name] = Split(style="sum_grad")
         else:
-            splits[name] = _linear(name, module, rule, block.module, config)
+            splits[name] = linear_split(module, rule, block.module, config)
     cut = any(s.style == "column" and not s.gather_output for s in splits.values())
     joined = any(s.style == "row" and not s.scatter_input for s in splits.values())
     if cut != joined:
@@ -177,61 +191,6 @@ def _splits(block: _Block, config: Any) -> dict[str, Split]:
     if cut and not block.name.rpartition(".")[2].isdigit():
         splits |= _leftovers(block, splits, config)
     return splits
-
-
-def _linear(name: str, module: nn.Module, rule: Rule, parent: nn.Module, config: Any) -> Split:
-    transposed = isinstance(module, Conv1D)
-    if not transposed and type(module).forward is not nn.Linear.forward:
-        raise Unsplittable(f"{type(module).__name__} is no plain linear layer")
-    weight: Any = module.weight
-    shape = tuple(weight.shape)
-    outer, inner = (shape[1], shape[0]) if transposed else (shape[0], shape[1])
-    if rule.style == "column":
-        dims = {"weight": 1 if transposed else 0}
-        if module.bias is not None:
-            dims["bias"] = 0
-        rows = outer
-    else:
-        dims = {"weight": 0 if transposed else 1}
-        rows = inner
-    kind = rule.units
-    if rule.gather_output or rule.scatter_input:
-        kind = "units"  # the module itself sees the whole tensor: any rows may go anywhere
-    return Split(
-        style=rule.style,
-        segments=_segments(kind, rows, parent, config),
-        dims=dims,
-        gather_output=rule.gather_output,
-        scatter_input=rule.scatter_input,
-    )
-
-
-def _segments(kind: str, rows: int, parent: nn.Module, config: Any) -> tuple[Segment, ...]:
-    heads = int(config.num_attention_heads)
-    size = head_size(parent, config)
-    if kind in ("heads", "head_triple"):
-        if rows % heads:
-            raise Unsplittable(f"{rows} rows are no whole number for each of {heads} heads")
-        return (Segment(units=heads, size=rows // heads, what="attention heads"),)
-    if kind == "kv":
-        if rows % size:
-            raise Unsplittable(f"{rows} rows are no whole number of heads of {size}")
-        return (_key_value(rows // size, size, heads),)
-    if kind == "qkv":
-        rest = rows - heads * size
-        if rest <= 0 or rest % (2 * size):
-            raise Unsplittable(f"{rows} rows are not query, key and value heads of {size}")
-        query = Segment(units=heads, size=size, what="attention heads")
-        return (query, *([_key_value(rest // 2 // size, size, heads)] * 2))
-    if kind == "pair":
-        if rows % 2:
-            raise Unsplittable(f"{rows} rows are not two halves")
-        return (Segment(units=rows // 2, what="feed-forward units"),) * 2
-    return (Segment(units=rows, what="feed-forward units"),)
-
-
-def _key_value(units: int, size: int, heads: int) -> Segment:
-    return Segment(units=units, size=size, what="key/value heads", copies=units < heads)
 
 
 def _experts(block: _Block) -> Split:
@@ -266,7 +225,7 @@ def _leftovers(block: _Block, splits: Mapping[str, Split], config: Any) -> dict[
     size = head_size(block.module, config)
     for name, module in block.module.named_modules():
         own = dict(module.named_parameters(recurse=False))
-        full = _join(block.name, name)
+        full = joined(block.name, name)
         if not own or full in splits:
             continue
         if name and all(p.numel() in (1, size) for p in own.values()):
@@ -287,13 +246,13 @@ def _patches(block: _Block, config: Any, family: Family | None) -> tuple[Patch, 
     kv = _key_value_heads(block, config)
     found = [
         Patch(attribute=name, whole=count)
-        for names, count in ((_QUERY_COUNTS, heads), (_KEY_VALUE_COUNTS, kv))
+        for names, count in ((QUERY_COUNTS, heads), (KEY_VALUE_COUNTS, kv))
         for name in names
         if getattr(module, name, None) == count
     ]
     found += [
         Patch(attribute=name, whole=heads // kv, ratio=(heads, kv))
-        for name in _GROUPS
+        for name in GROUPS
         if hasattr(module, name)
     ]
     if family is not None:
@@ -334,44 +293,12 @@ def _vocabulary(model: nn.Module) -> dict[str, Split]:
         dims = {"weight": 0} if head.bias is None else {"weight": 0, "bias": 0}
         splits[names[id(head)]] = Split(style="vocab_head", segments=(rows,), dims=dims)
     tied = head is not None and embedding is not None and head.weight is embedding.weight
+    # RoBERTa's head shares its bias with the module around it, which is no linear layer.
+    shared = {id(p) for m in (embedding, head) if m is not None for p in m.parameters()}
+    others = (m for m in model.modules() if m is not embedding and m is not head)
+    if any(id(p) in shared for m in others for p in m.parameters(recurse=False)):
+        return {}
     return {} if tied and len(splits) == 1 else splits
-
-
-# --- names -------------------------------------------------------------------------------------
-
-
-def head_size(module: nn.Module, config: Any) -> int:
-    """Size of one attention head: as the module keeps it, else as the configuration says."""
-    for name in ("head_dim", "head_size", "attention_head_size"):
-        value = getattr(module, name, None)
-        if isinstance(value, int) and value > 0:
-            return value
-    return int(
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    )
-
-
-def _join(*parts: str) -> str:
-    return ".".join(part for part in parts if part)
-
-
-def _pattern(name: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
-
-
-def _folded(values: Mapping[str, Any]) -> dict[str, Any]:
-    """One pattern for modules that only differ by their number and are treated alike."""
-    groups: dict[str, dict[str, Any]] = defaultdict(dict)
-    for name, value in values.items():
-        groups[_pattern(name)][name] = value
-    folded: dict[str, Any] = {}
-    for pattern, members in groups.items():
-        first = next(iter(members.values()))
-        if all(value == first for value in members.values()):
-            folded[pattern] = first
-        else:
-            folded |= members
-    return folded
 
 
 def unmatched(model: nn.Module, plan: TensorPlan) -> Iterator[str]:

@@ -1,0 +1,59 @@
+"""A tiny model of every causal language model type: its class defaults, shrunk.
+
+The defaults of a configuration class are those of a model that exists, so what the sample keeps
+(layer types, ties, biases, grouping of heads) is what people train. Where the defaults leave open
+what only a checkpoint says, `SAID` says it, with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hocket.models import registry
+
+_DECODER = {"is_decoder": True}
+
+SAID: Mapping[str, Mapping[str, Any]] = {
+    # Sizes that must divide each other and do not by default.
+    "deepseek_v2": {
+        "num_experts_per_tok": 6, "n_group": 8, "topk_group": 3, "moe_intermediate_size": 1536,
+    },
+    "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2},
+    "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 16, "moe_topk": 1},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
+    "ministral": {"head_dim": 128},
+    "nemotron": {"num_key_value_heads": 8, "head_dim": 128},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "bailing_hybrid": {"n_group": 1, "topk_group": 1},
+    # One kind of rotary embedding for each kind of attention.
+    "cohere_compass_text": {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    },
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
+    # Sparse attention needs longer sequences than a tiny model is shown.
+    "big_bird": {"attention_type": "original_full"},
+    "bigbird_pegasus": {"attention_type": "original_full"},
+    # Positions whose two factors add up to a hidden size that is not the default one.
+    "reformer": {"axial_pos_embds": False},
+    # Attention both ways, and a language that only a call names.
+    "xlm": {"causal": True},
+    "xlnet": {"attn_type": "uni"},
+    "xmod": {"default_language": "en_XX"},
+}  # fmt: skip
+"""Model type to what its configuration class leaves open."""
+
+
+def sample(kind: str) -> dict[str, Any]:
+    """The configuration, as of a checkpoint's config.json, whose twin stands for a type.
+
+    A type that attends both ways by default is made a decoder, which is what makes a causal
+    language model of it.
+    """
+    config: dict[str, Any] = {"model_type": kind, **SAID.get(kind, {})}
+    if registry.defaults(kind).values.get("is_decoder") is False:
+        config |= _DECODER
+    return config

@@ -1,0 +1,77 @@
+"""Tensor rules that the tiny twin shows, of families whose plans are known by their code."""
+
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from hocket.models import skeleton
+from hocket.models.plans import plan_for
+from hocket.models.samples import sample
+from hocket.models.twin import twin_of
+from hocket.spec.plan import ParallelPlan
+
+pytestmark = pytest.mark.torch
+
+COLUMNS = {
+    # Query, key and value by themselves; fc1 and fc2 lie in the layer itself.
+    "bart": {"q_proj": [64], "k_proj": [64], "v_proj": [64], "fc1": [96]},
+    # One key and one value for all heads, fused behind the queries.
+    "gpt_bigcode": {"c_attn": [64, 16, 16], "c_fc": [256]},
+    # Fused head by head.
+    "persimmon": {"query_key_value": [192], "dense_h_to_4h": [96]},
+    # Its linear layer is a class of its own, which writes into what it computes.
+    "falcon": {"query_key_value": [64, 16, 16], "dense_h_to_4h": [256]},
+    # Projections and their way back are in different modules.
+    "bert": {"query": [64], "key": [64], "value": [64], "intermediate.dense": [96]},
+}
+
+
+def plan_of(kind: str, **changes: Any) -> ParallelPlan:
+    twin = twin_of(skeleton.config_of({**sample(kind), **changes}, dropout=0.0))
+    return plan_for(skeleton.build(twin.config))
+
+
+@pytest.mark.parametrize("kind", COLUMNS)
+def test_columns_fall_into_heads_and_units(kind: str) -> None:
+    plan = plan_of(kind)
+    assert plan.tensor is not None, plan.reasons
+    assert plan.inferred
+    columns = {
+        name: [segment.rows for segment in split.segments]
+        for name, split in plan.tensor.splits.items()
+        if split.style == "column"
+    }
+    assert len(columns) == len(COLUMNS[kind])
+    for end, rows in COLUMNS[kind].items():
+        assert [found for name, found in columns.items() if name.endswith(end)] == [rows]
+    rows_back = [s for s in plan.tensor.splits.values() if s.style == "row"]
+    assert len(rows_back) == 2
+    assert {s.segments[0].what for s in rows_back} == {"attention heads", "feed-forward units"}
+
+
+def test_a_norm_over_all_that_would_be_split_is_told() -> None:
+    plan = plan_of("bitnet")
+    assert plan.tensor is None
+    assert "attn_sub_norm spans all that would be split" in plan.reasons["tensor"]
+    assert "ffn_sub_norm spans all that would be split" in plan.reasons["tensor"]
+
+
+def test_norms_of_single_heads_are_summed_and_sinks_are_split() -> None:
+    splits = plan_of("lfm2").tensor.splits  # type: ignore[union-attr]
+    assert splits["model.layers.*.self_attn.q_layernorm"].style == "sum_grad"
+    sinks = plan_of("gpt_oss").tensor.splits["model.layers.*.self_attn"]  # type: ignore[union-attr]
+    assert dict(sinks.dims) == {"sinks": 0}
+    assert [segment.units for segment in sinks.segments] == [4]
+
+
+@pytest.mark.parametrize("kind", ["bart", "gpt_bigcode", "mixtral", "bloom", "mamba"])
+def test_a_plan_reads_back_equal(kind: str) -> None:
+    plan = plan_of(kind)
+    assert ParallelPlan.from_json(plan.to_json()) == plan
