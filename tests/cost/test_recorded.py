@@ -28,6 +28,11 @@ CASES = [
     ("dp2.tp2:zero=2,microbatches=2", "qwen3", 4),
     ("dp4:zero=2,shard=2", "llama", 4),
     ("dp2.pp2.tp2:zero=1,microbatches=2", "gpt2", 8),
+    ("dp2:zero=3", "llama", 2),
+    ("dp4:zero=3,shard=2,microbatches=2", "mixtral", 4),
+    ("dp2.tp2:zero=3,microbatches=2,recompute=full", "qwen3", 4),
+    ("dp2.pp2.tp2:zero=3,microbatches=2,schedule=zero-bubble", "gpt2", 8),
+    ("dp2.pp2:zero=3,microbatches=4,schedule=gpipe", "llama", 4),
     ("tp2:recompute=full", "llama", 2),
     ("tp2:recompute=full,recompute_layers=1,microbatches=2", "mixtral", 2),
     ("tp2:recompute=full", "gemma3", 2),  # a norm stands behind the last sum

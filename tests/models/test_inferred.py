@@ -27,7 +27,7 @@ COLUMNS = {
     # Fused head by head.
     "persimmon": {"query_key_value": [192], "dense_h_to_4h": [96]},
     # Its linear layer is a class of its own, which writes into what it computes.
-    "falcon": {"query_key_value": [64, 16, 16], "dense_h_to_4h": [256]},
+    "falcon": {"query_key_value": [64, 16, 16], "dense_h_to_4h": [96]},
     # Projections and their way back are in different modules.
     "bert": {"query": [64], "key": [64], "value": [64], "intermediate.dense": [96]},
 }

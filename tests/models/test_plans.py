@@ -151,10 +151,11 @@ def test_what_cannot_be_split_says_why():
     _, plan = plan_of({**FAMILIES["bloom"], "slow_but_exact": True, "pretraining_tp": 2})
     assert plan.tensor is None
     assert "slow_but_exact" in plan.reasons["tensor"]
-    _, plan = plan_of({"model_type": "ctrl", "n_embd": 32, "n_layer": 2, "n_head": 4, "dff": 16,
-                       "vocab_size": 64, "n_positions": 32})  # fmt: skip
+    _, plan = plan_of({"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2,
+                       "vocab_size": 64, "state_size": 4})  # fmt: skip
     assert plan.tensor is None
-    assert "'ctrl'" in plan.reasons["tensor"]
+    assert "'mamba' has no tensor plan" in plan.reasons["tensor"]
+    assert "projected from different tensors" in plan.reasons["tensor"]
 
 
 def test_a_block_that_cannot_be_split_is_held_whole():

@@ -53,7 +53,6 @@ def test_a_model_of_keys_and_values_can_be_served():
     [
         ("zamba", "share"),  # one block that many layers share
         ("zaya", "hand on more"),  # its routers tell each other what they chose
-        ("inkling2_text", "hand on more"),  # each layer sees what all before it computed
         ("bert", "not causal"),
     ],
 )

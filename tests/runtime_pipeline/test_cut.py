@@ -80,7 +80,7 @@ def test_stages_in_turn_are_the_whole_model() -> None:
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("bounds", [(2, 1, 1), (1, 0, 3), (0, 4, 0)])
+@pytest.mark.parametrize("bounds", [(2, 1, 1), (1, 0, 3), (0, 4, 0), (0, 0, 4), (4, 0, 0)])
 def test_what_no_module_computes_happens_once(bounds: tuple[int, ...]) -> None:
     module, plan = scaled(4)
     whole = batch(2, argument="ids")

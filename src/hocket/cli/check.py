@@ -10,9 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from hocket.cli.flags import LayoutFlags, Model, explicit, parse, values
+from hocket.spec.errors import OptionError
 
 if TYPE_CHECKING:
     from hocket.spec.check import CheckReport
+
+Types = Annotated[tuple[str, ...], tyro.conf.arg(metavar="TYPE...")]
+Layouts = Annotated[tuple[str, ...], tyro.conf.arg(metavar="LAYOUT...")]
+_OF_A_MATRIX = ("quick", "types", "layouts")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +44,12 @@ class Check:
         backend: `auto`, `shm`, `gloo` or `nccl`.
         threads: CPU threads per rank.
         trust_remote_code: run code that a model directory brings along.
-        json: print the whole report as one JSON object.
+        json: print the whole report as one JSON object; of a matrix, one a model type.
+        matrix: instead of one model at one layout, a tiny model of every type that transformers
+            has, at every kind of layout.
+        quick: of a matrix: two layouts that hold every axis once.
+        types: of a matrix: only these model types.
+        layouts: of a matrix: only these layouts.
     """
 
     model: Model = ""
@@ -61,6 +71,10 @@ class Check:
     threads: int = 1
     trust_remote_code: bool = False
     json: bool = False
+    matrix: bool = False
+    quick: bool = False
+    types: Types = ()
+    layouts: Layouts = ()
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -68,6 +82,11 @@ def main(arguments: Sequence[str]) -> int:
     flags = parse(Check, "check", arguments, Check())
     said = values(flags, also=explicit(arguments))
     said.pop("json", None)
+    if flags.matrix:
+        return _matrix(flags, said)
+    alone = [name for name in _OF_A_MATRIX if name in said]
+    if alone:
+        raise OptionError(f"--{alone[0]} is said of no matrix", hint="--matrix")
     from hocket.jobs.check import check
     from hocket.jobs.request import request
 
@@ -83,6 +102,18 @@ def main(arguments: Sequence[str]) -> int:
     else:
         print("\n".join(lines(report)))
     return 0 if report.ok else 1
+
+
+def _matrix(flags: Check, said: dict[str, object]) -> int:
+    from hocket.cli.matrix import run
+
+    other = [name for name in said if name not in ("matrix", *_OF_A_MATRIX)]
+    if other:
+        raise OptionError(
+            f"--matrix makes its own models, layouts and steps; {other[0]} says something else",
+            hint="hocket check --matrix --types llama --layouts tp2",
+        )
+    return run(flags.types, flags.layouts, quick=flags.quick, as_json=flags.json)
 
 
 def lines(report: CheckReport) -> list[str]:

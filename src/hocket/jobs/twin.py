@@ -38,6 +38,9 @@ TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = (1e-4, 1e-7)
 """Largest difference of a gradient: of its own largest entry, of the model's largest gradient."""
 
+RULES = 2
+"""Counted up when models can be cut or split that could not before: old verdicts are forgotten."""
+
 _IRRELEVANT = (
     "_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache",
     "vocab_size", "bos_token_id", "eos_token_id", "pad_token_id",
@@ -205,6 +208,7 @@ def try_stages(config: Any, attention: str) -> str:
     import torch
 
     from hocket.models.plans import plan_for
+    from hocket.models.plans.stages import handed_on
     from hocket.models.twin import twin_of
     from hocket.runtime.pipeline.cut import cut
     from hocket.runtime.pipeline.stage import Stage
@@ -213,6 +217,7 @@ def try_stages(config: Any, attention: str) -> str:
         twin = twin_of(config)
         model = twin.build(attention=attention).train()
         inputs, weight = microbatch(twin)
+        fresh = copy.deepcopy(model)  # some keep what they computed (RecurrentGemma)
         expected, gradients = _reference(model, inputs, weight)
     except ModelError as error:
         return error.message
@@ -233,7 +238,7 @@ def try_stages(config: Any, attention: str) -> str:
     try:
         stages = [
             Stage(
-                cut(copy.deepcopy(model), plan.stages, bounds, index), index, len(bounds),
+                cut(copy.deepcopy(fresh), plan.stages, bounds, index), index, len(bounds),
                 plan=plan.stages, hidden_size=plan.hidden_size,
             )
             for index in range(len(bounds))
@@ -242,6 +247,8 @@ def try_stages(config: Any, attention: str) -> str:
         hidden = None
         for stage in stages[:-1]:
             sent = stage.output(inputs, hidden)
+            if tuple(sent.shape) != stage.hidden_shape(inputs):
+                return f"what its layers hand on has the shape {' x '.join(map(str, sent.shape))}"
             hidden = sent.detach().requires_grad_()
             ends.append((sent, hidden))
         logits = stages[-1].output(inputs, hidden).logits
@@ -263,7 +270,12 @@ def try_stages(config: Any, attention: str) -> str:
             if owner in found and name not in tied:
                 return f"{name} is used on more than one stage"
             found[owner] = found[owner] + parameter.grad if owner in found else parameter.grad
-    return compare(expected, logits.detach(), gradients, found, plan)
+    # Of tied parameters the whole model names the first, which need not be the owner.
+    wanted = {plan.ties.get(name, name): gradient for name, gradient in gradients.items()}
+    reason = compare(expected, logits.detach(), wanted, found, plan)
+    if not reason:
+        return ""
+    return handed_on(model, plan.stages.layers, lambda: forward(model, inputs)) or reason
 
 
 def try_pages(config: Any) -> str:
@@ -310,6 +322,7 @@ def try_tensors(
         twin = twin_of(config)
         model = twin.build(attention=attention).train()
         inputs, weight = microbatch(twin)
+        fresh = copy.deepcopy(model)
         expected, gradients = _reference(model, inputs, weight)
     except ModelError as error:
         return error.message, ""
@@ -323,7 +336,7 @@ def try_tensors(
         return plan.reasons["sequence"], note
     axis = Axis("tp", degree, index, tuple(range(degree)), dist.group.WORLD)
     recorder = Recorder(index)
-    local = copy.deepcopy(model)
+    local = fresh
     try:
         placements = apply_tensor_parallel(local, plan.tensor, axis, recorder, plan.sequence)
         logits = forward(local, inputs, plan, degree)
@@ -341,8 +354,13 @@ def try_tensors(
             continue
         placement = placements[name]
         grad = parameter.grad.contiguous()
-        if "tp" in placement.grad_sum or placement.has_copies:
+        if "tp" in placement.grad_sum:
             all_reduce(grad, axis, recorder)
+        for block in placement.blocks:
+            if block.copies > 1:  # on two ranks both hold it; what else is fused with it is theirs
+                part = grad[block.in_local].contiguous()
+                all_reduce(part, axis, recorder)
+                grad[block.in_local] = part
         for there, here in placement.pairs():
             key = f"{name} {there}"
             found[key], wanted[key] = grad[here], gradients[name][there]
@@ -450,7 +468,7 @@ def _head_weight(model: nn.Module) -> str:
 def _cache_file(config: dict[str, Any], attention: str) -> Path:
     relevant = {key: value for key, value in config.items() if key not in _IRRELEVANT}
     versions = [hocket.__version__, *(_version(name) for name in ("transformers", "torch"))]
-    key = json.dumps([relevant, attention, versions], sort_keys=True, default=str)
+    key = json.dumps([relevant, attention, versions, RULES], sort_keys=True, default=str)
     name = f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(home).expanduser() / "hocket" / "twins" / name

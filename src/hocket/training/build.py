@@ -126,9 +126,11 @@ def _agreed_backend(wanted: str, device: torch.device, context: RankContext) -> 
 
 
 def build_model(
-    spec: RunSpec, mesh: Mesh, schedule: Schedule | None
+    spec: RunSpec, mesh: Mesh, schedule: Schedule | None, plan: ParallelPlan | None = None
 ) -> tuple[ModelSource, nn.Module, ParallelPlan, Parallel]:
     """This rank's part of the model that a RunSpec names, with its values, ready to step.
+
+    `plan` is how the model may be split, where that is known already; None: it is found here.
 
     Raises:
         ModelError: the model cannot be built, or not split as the layout asks.
@@ -144,7 +146,7 @@ def build_model(
         dropout=options.dropout,
         code=source.code,
     )
-    plan = plan_for(skeleton, sequence=spec.layout.sequence_parallel)
+    plan = plan or plan_for(skeleton, sequence=spec.layout.sequence_parallel)
     parallel = parallelize(
         skeleton,
         spec.layout,

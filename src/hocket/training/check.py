@@ -171,7 +171,7 @@ class _Rank:
             name: parallel.placements[name] for name in self.parameters
         }
         self.owners = {
-            name: p.tie if p.tie is not None and p.tie in shapes else name
+            name: _owner(name, p.tie, parallel.plan.ties, shapes)
             for name, p in self.placements.items()
         }
 
@@ -181,11 +181,17 @@ class _Rank:
 
     def differences(self, file: Reference, kind: str) -> dict[str, float]:
         """By parameter, the largest difference of its value (or gradient) from the reference's."""
-        held = self.gradients
         return {
-            name: _difference(held[name] if kind == "gradient" else p, self.part(file, kind, name))
+            name: _difference(
+                self.gradient(name) if kind == "gradient" else p, self.part(file, kind, name)
+            )
             for name, p in self.parameters.items()
         }
+
+    def gradient(self, name: str) -> Tensor:
+        """The whole summed gradient of a parameter; zeros for one that does not train."""
+        held = self.gradients.get(name)
+        return torch.zeros_like(self.parameters[name]) if held is None else held
 
     @torch.no_grad()
     def value_differences(
@@ -200,7 +206,7 @@ class _Rank:
                 found[name] = (0.0, value_limit(options.lr))
                 continue
             theirs = self.part(file, "gradient", name)
-            rounding = (self.gradients[name].float().cpu() - theirs).abs()
+            rounding = (self.gradient(name).float().cpu() - theirs).abs()
             second = self.part(file, "exp_avg_sq", name) / (1 - options.beta2**step)
             amplified = rounding / (second.sqrt() + options.eps)
             allowed = value_limit(options.lr) + 2 * options.lr * amplified
@@ -209,6 +215,13 @@ class _Rank:
             at = int((difference / allowed).argmax())  # the first NaN, if there is one
             found[name] = (float(difference.view(-1)[at]), float(allowed.view(-1)[at]))
         return found
+
+
+def _owner(name: str, tie: str | None, ties: Mapping[str, str], shapes: Mapping[str, Any]) -> str:
+    """The name under which the reference knows a parameter: of tied ones it keeps the first."""
+    values = ties.get(tie or name, tie or name)
+    alike = (tie, name, values, *(one for one, other in ties.items() if other == values))
+    return next(one for one in alike if one is not None and one in shapes)
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> float:

@@ -121,7 +121,7 @@ def write_reference(
     start = {f"start/{n}": p.detach().clone() for n, p in parameters.items()}
     if source.weights is None or spec.options.lora_rank is not None:
         _disturb(parameters, spec.options.seed)
-    _write(folder / "step-0.safetensors", {**start, **_values(parameters)})
+    write(folder / "step-0.safetensors", {**start, **_values(parameters)})
     optimizer = _plain_adamw(parameters, spec)
     found: dict[str, Any] = {"losses": [], "norms": [], "largest": [], "shapes": {}}
     found["shapes"] = {n: list(p.shape) for n, p in parameters.items()}
@@ -144,16 +144,17 @@ def write_reference(
             torch.autograd.backward(share)
             loss += share.detach()
         for parameter in parameters.values():
-            if parameter.grad is None:
+            if parameter.grad is None and parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
         gradients = {f"gradient/{n}": gradient(p).clone() for n, p in parameters.items()}
         optimizer.step()
         state = {
-            f"{key}/{name}": optimizer.state[parameter][key]
+            # A parameter that does not train (an expert's bias, which a rule sets) has no state.
+            f"{key}/{name}": optimizer.state[parameter].get(key, torch.zeros_like(parameter))
             for name, parameter in parameters.items()
             for key in STATE
         }
-        _write(folder / f"step-{step}.safetensors", {**gradients, **_values(parameters), **state})
+        write(folder / f"step-{step}.safetensors", {**gradients, **_values(parameters), **state})
         norms = torch.stack([g.double().norm() for g in gradients.values()])
         found["norms"].append(float(norms.norm()))
         found["losses"].append(float(loss.detach()))
@@ -186,7 +187,9 @@ def _plain_adamw(parameters: Mapping[str, nn.Parameter], spec: RunSpec) -> torch
     options = spec.options
     groups = [
         {
-            "params": [p for n, p in parameters.items() if decays(n, p.ndim) == decayed],
+            "params": [
+                p for n, p in parameters.items() if p.requires_grad and decays(n, p.ndim) == decayed
+            ],
             "weight_decay": options.weight_decay if decayed else 0.0,
         }
         for decayed in (True, False)
@@ -213,7 +216,8 @@ def _largest(tensor: Tensor) -> float:
     return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
-def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def write(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write whole tensors by name into one safetensors file."""
     entries = [
         Entry(name=n, dtype=DTYPES[t.dtype], shape=tuple(t.shape)) for n, t in tensors.items()
     ]

@@ -153,9 +153,9 @@ def _pair(
     Raises:
         Unsplittable: a block that cannot be split.
     """
-    leaves = _leaves(row.fed)
-    columns = [c for c in calls if id(c.output) in leaves]
-    others = [leaf for key, leaf in leaves.items() if key not in {id(c.output) for c in columns}]
+    begun = leaves(row.fed)
+    columns = [c for c in calls if id(c.output) in begun]
+    others = [leaf for key, leaf in begun.items() if key not in {id(c.output) for c in columns}]
     if not columns or any(id(leaf) not in names for leaf in others):
         return None  # the stream itself reaches it: it begins a block
     inner, width = row.fed.shape[-1], row.output.shape[-1]
@@ -197,7 +197,7 @@ def _between(
     return tuple(summed), tuple(bare)
 
 
-def _leaves(tensor: Tensor) -> dict[int, Tensor]:
+def leaves(tensor: Tensor) -> dict[int, Tensor]:
     """What autograd's graph of a tensor begins with, by identity."""
     found: dict[int, Tensor] = {}
     seen: set[Any] = set()

@@ -9,12 +9,14 @@ later stages, and dropout or norms of the embedding are passed through.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from hocket.models.plans.backward import saving
+from hocket.models.plans.pairs import leaves
 from hocket.models.twin import Twin
 from hocket.spec.errors import ModelError
 from hocket.spec.plan import StagePlan
@@ -117,6 +119,37 @@ def _decoder(model: Any) -> nn.Module:
         decoder = getattr(model, model.base_model_prefix, model)
     inner = getattr(decoder, "get_decoder", lambda: None)()
     return inner if isinstance(inner, nn.Module) else decoder
+
+
+def handed_on(model: nn.Module, layers: str, run: Callable[[], Any]) -> str:
+    """What layers are given beside the hidden state that has been computed from weights: why a
+    cut changes the result, if it does; empty where that is nothing.
+
+    Args:
+        model: the whole model.
+        layers: name of its list of layers.
+        run: runs the model once.
+    """
+    own = {id(parameter) for parameter in model.parameters()}
+    found: list[str] = []
+
+    def look(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        named = {**{f"argument {i + 1}": a for i, a in enumerate(args) if i}, **kwargs}
+        if not args:
+            named.pop(next(iter(kwargs)), None)
+        for name, value in named.items():
+            for part in value if isinstance(value, (tuple, list)) else (value,):
+                if isinstance(part, torch.Tensor) and own & set(leaves(part)):
+                    found.append(name)
+
+    hooks = [
+        layer.register_forward_pre_hook(look, with_kwargs=True)
+        for layer in model.get_submodule(layers).children()
+    ]
+    run()
+    for hook in hooks:
+        hook.remove()
+    return f"its layers hand on more than the hidden state ({found[0]})" if found else ""
 
 
 def _layers(model: Any, names: dict[int, str], count: int) -> tuple[nn.Module, str, nn.ModuleList]:

@@ -119,27 +119,62 @@ def _carry_over(real: nn.Module, stand_in: nn.Module) -> None:
         stand_in.__dict__[name] = torch.empty(0, dtype=parameter.dtype)
 
 
+class Tap:
+    """Where the hidden state comes in or goes out at a real layer, in a stage whose neighbours
+    hold none: the first, or the last, of all layers is then this stage's own."""
+
+    def __init__(self) -> None:
+        self.entering: Tensor | None = None
+        self.left: Any = None
+
+    def enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A hook before the first layer."""
+        if self.entering is None:
+            return None
+        given, entering, self.entering = _hidden(args, kwargs), self.entering, None
+        kept = tuple(entering if value is given else value for value in args)
+        return kept, {k: entering if value is given else value for k, value in kwargs.items()}
+
+    def leave(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """A hook behind the last layer."""
+        self.left = output[0] if isinstance(output, (tuple, list)) else output
+
+    def take(self) -> Any:
+        """What came out last."""
+        left, self.left = self.left, None
+        return left
+
+
 def taps(
     module: nn.Module, plan: StagePlan, *, first: bool, last: bool
-) -> tuple[MissingLayer | None, MissingLayer | None]:
-    """(where the hidden state of a cut stage comes in, where it goes out).
-
-    None on the first (the last) stage, and where a stage has no stand-in there: its hidden state
-    then goes through the module's own arguments and result.
+) -> tuple[MissingLayer | Tap | None, MissingLayer | Tap | None]:
+    """(where the hidden state of a cut stage comes in, where it goes out); None on the first
+    (the last) stage.
     """
     layers = list(_find(module, plan.layers).children())
     held = [i for i, layer in enumerate(layers) if not isinstance(layer, MissingLayer)]
-    # A stage without a layer of its own: in at the head of the list, out behind that.
-    start, stop = (
-        (held[0], held[-1] + 1) if held else (0 if first else len(layers) if last else 1,) * 2
-    )
-    coming = layers[start - 1] if start and not first else None
-    going = layers[stop] if stop < len(layers) and not last else None
-    assert coming is None or isinstance(coming, MissingLayer)
-    assert going is None or isinstance(going, MissingLayer)
-    if going is not None:
+    # A stage without a layer of its own has the whole list before it, or behind it.
+    none = (0, 0) if first else (len(layers), len(layers))
+    start, stop = (held[0], held[-1] + 1) if held else none
+    coming: MissingLayer | Tap | None = None
+    going: MissingLayer | Tap | None = None
+    if not first and start:
+        coming = _stand_in(layers[start - 1])
+    elif not first:
+        coming = Tap()
+        layers[0].register_forward_pre_hook(coming.enter, with_kwargs=True)
+    if not last and stop < len(layers):
+        going = _stand_in(layers[stop])
         going.leaves = True
+    elif not last:
+        going = Tap()
+        layers[-1].register_forward_hook(going.leave)
     return coming, going
+
+
+def _stand_in(layer: nn.Module) -> MissingLayer:
+    assert isinstance(layer, MissingLayer)
+    return layer
 
 
 def cut(module: nn.Module, plan: StagePlan, bounds: Sequence[int], stage: int) -> nn.Module:

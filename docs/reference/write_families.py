@@ -1,0 +1,139 @@
+"""Writes docs/reference/families.md from the rows of `hocket check --matrix --json`.
+
+    .venv/bin/python -m hocket check --matrix --json > rows.jsonl
+    .venv/bin/python docs/reference/write_families.py rows.jsonl [MORE ...]
+
+Rows of several files are put together: a later cell takes an earlier one's place. Beside the page
+lie the rows themselves, families.jsonl; a test compares the page with what this would write.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections import defaultdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from hocket.spec.matrix import LAYOUTS, Matrix, TypeRow, merged
+
+PAGE = Path(__file__).with_name("families.md")
+ROWS = PAGE.with_suffix(".jsonl")
+MARKS = {"equal": "=", "refused": "-", "different": "X", "crashed": "!"}
+
+HEAD = """\
+# Every model type
+
+Written by `docs/reference/write_families.py` from the rows of `hocket check --matrix --json`; do
+not edit.
+
+For every type of which the installed transformers has a causal language model, a tiny random model
+of its class defaults (four layers or two of each kind, hidden size 64, four heads) trains three
+steps at each layout, and its loss, every gradient and every value after the optimizer's step are
+compared with what the plain transformers model computes in one process ([what counts as
+equal](../guides/check.md)). A type or a cell that is missing here has not been run.
+"""
+
+
+def page(rows: tuple[TypeRow, ...]) -> str:
+    """The whole page."""
+    layouts = tuple(t for t in LAYOUTS if any(row.cell(t) for row in rows))
+    found = Matrix(layouts=layouts, rows=rows)
+    counts = found.outcomes()
+    split = found.train_under("dp", "pp", "tp", "zero")
+    inferred = {row.kind for row in rows if row.inferred}
+    whole = sum(1 for kind in split for row in rows if row.kind == kind and row.note)
+    lines = [
+        HEAD,
+        f"{len(rows)} types of transformers {_version()} at {len(layouts)} layouts: "
+        + ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+        + ".",
+        "",
+        f"- {len(found.train_under('dp', 'zero'))} types train under data parallelism and ZeRO;",
+        f"- {len(found.train_under('dp', 'pp', 'zero'))} under pipeline, data and ZeRO, in every "
+        "combination tried;",
+        f"- {len(split)} also under tensor parallelism, {len(inferred & set(split))} of them by a "
+        f"plan that was inferred from what their tiny model computes. {whole} of the {len(split)} "
+        "hold some blocks whole on every rank, for the reason in the last list.",
+        "",
+        "| | layout |",
+        "|---|---|",
+        *(f"| {_column(i)} | `{layout}` |" for i, layout in enumerate(layouts)),
+        "",
+        "`=` equal, `-` refused, `X` different, `!` crashed. *ratio*: the largest difference of "
+        "all, as a share of what is allowed. *i*: the tensor plan is inferred.",
+        "",
+        "| type | " + " | ".join(_column(i) for i in range(len(layouts))) + " | ratio | |",
+        "|---|" + "---|" * (len(layouts) + 2),
+        *(_line(row, layouts) for row in rows),
+        "",
+        "## What is refused, and why",
+        "",
+        *_reasons(found),
+        "## What tensor parallelism holds whole",
+        "",
+        *(f"- `{row.kind}`: {_plain(row.note)}" for row in rows if row.note and row.kind in split),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _line(row: TypeRow, layouts: tuple[str, ...]) -> str:
+    cells = [row.cell(layout) for layout in layouts]
+    marks = [MARKS[cell.outcome] if cell else " " for cell in cells]
+    ratios = [cell.ratio for cell in cells if cell is not None and cell.ratio is not None]
+    ratio = f"{max(ratios):.2f}" if ratios else ""
+    return f"| {row.kind} | {' | '.join(marks)} | {ratio} | {'i' if row.inferred else ''} |"
+
+
+def _reasons(found: Matrix) -> list[str]:
+    """The reasons, each with the types and columns it concerns."""
+    reasons: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for row in found.rows:
+        for index, layout in enumerate(found.layouts):
+            cell = row.cell(layout)
+            if cell is not None and cell.outcome != "equal":
+                reason = cell.reason.replace(repr(row.kind), "it").replace(row.kind, "it")
+                reasons[f"{cell.outcome}: {reason}"][row.kind].append(_column(index))
+    text = []
+    for reason, kinds in sorted(reasons.items(), key=lambda each: (-len(each[1]), each[0])):
+        whole = len(found.layouts)
+        who = ", ".join(
+            f"`{kind}`" + ("" if len(columns) == whole else f" ({''.join(columns)})")
+            for kind, columns in kinds.items()
+        )
+        text += [f"- {_plain(reason)}", f"  {who}", ""]
+    return text
+
+
+def _version() -> str:
+    try:
+        return version("transformers")
+    except PackageNotFoundError:
+        return "?"
+
+
+def _plain(text: str) -> str:
+    """Text that Markdown leaves as it is."""
+    return text.replace("*", r"\*").replace("_", r"\_").replace("<", r"\<").replace("|", r"\|")
+
+
+def _column(index: int) -> str:
+    return "abcdefghijklmnopqrstuvwxyz"[index]
+
+
+def read(files: list[Path]) -> tuple[TypeRow, ...]:
+    """The rows of files, put together, without how long each took here."""
+    rows = [TypeRow.from_json(line) for file in files for line in file.read_text().splitlines()]
+    return tuple(
+        dataclasses.replace(
+            row, cells=tuple(dataclasses.replace(cell, seconds=0.0) for cell in row.cells)
+        )
+        for row in merged(rows)
+    )
+
+
+if __name__ == "__main__":
+    found = read([Path(name) for name in sys.argv[1:]] or [ROWS])
+    ROWS.write_text("".join(f"{row.to_json()}\n" for row in found), encoding="utf-8")
+    PAGE.write_text(page(found), encoding="utf-8")
+    print(f"wrote {PAGE} and {ROWS}")

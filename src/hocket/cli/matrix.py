@@ -1,0 +1,89 @@
+"""The matrix of `hocket check --matrix`, as it grows: a line a type, and what it comes to."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from hocket.cli.terminal import shown
+
+if TYPE_CHECKING:
+    from hocket.spec.matrix import Matrix, TypeRow
+
+MARKS = {"equal": "=", "refused": "-", "different": "X", "crashed": "!"}
+
+
+def run(types: Sequence[str], layouts: Sequence[str], *, quick: bool, as_json: bool) -> int:
+    """Run the matrix. Returns 0 where nothing is different and nothing crashed, else 1."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from hocket.jobs.matrix import matrix
+    from hocket.spec.matrix import LAYOUTS, QUICK
+
+    chosen = tuple(layouts) or (QUICK if quick else LAYOUTS)
+    screen = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn(),
+    )  # fmt: skip
+    if not as_json:
+        print("\n".join(legend(chosen)), flush=True)
+    with Progress(*columns, console=screen, disable=not screen.is_terminal) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def show(row: TypeRow) -> None:
+            print(row.to_json() if as_json else line(row), flush=True)
+
+        def tell(event: dict[str, Any]) -> None:
+            bar.update(task, description=event["name"], completed=event["done"], total=event["of"])
+            if not screen.is_terminal:
+                print(f"{event['name']} ({event['done']} of {event['of']})", file=sys.stderr)
+
+        found = matrix(types, chosen, on_row=show, on_event=tell)
+    if not as_json:
+        print("\n".join(summary(found)))
+    return 0 if found.ok else 1
+
+
+def legend(layouts: Sequence[str]) -> list[str]:
+    """What the columns and the marks are."""
+    marks = ", ".join(f"{mark} {outcome}" for outcome, mark in MARKS.items())
+    numbered = [f"  {_column(i)}  {layout}" for i, layout in enumerate(layouts)]
+    head = "".join(_column(i) for i in range(len(layouts)))
+    return ["layouts:", *numbered, f"cells: {marks}", "", f"{'type':<26}{head}"]
+
+
+def line(row: TypeRow) -> str:
+    """One type."""
+    marks = "".join(MARKS[cell.outcome] for cell in row.cells)
+    ratios = [cell.ratio for cell in row.cells if cell.ratio is not None]
+    worst = f"  {max(ratios):.2g} of what is allowed" if ratios else ""
+    return f"{row.kind:<26}{marks}{worst}"
+
+
+def summary(found: Matrix) -> list[str]:
+    """The reasons, each with whom it concerns, and the counts."""
+    reasons: dict[tuple[str, str], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for row in found.rows:
+        for index, cell in enumerate(row.cells):
+            if cell.outcome != "equal":
+                reasons[cell.outcome, cell.reason][row.kind].append(_column(index))
+    text = [""]
+    for (outcome, reason), kinds in sorted(reasons.items()):
+        who = ", ".join(f"{kind} ({''.join(columns)})" for kind, columns in kinds.items())
+        text += [f"{outcome}: {who}", f"    {shown(reason)}"]
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in found.outcomes().items())
+    pipelined = len(found.train_under("dp", "pp", "zero"))
+    split = len(found.train_under("dp", "pp", "tp", "zero"))
+    return [
+        *text,
+        "",
+        f"{len(found.rows)} types at {len(found.layouts)} layouts: {counts}",
+        f"{pipelined} train under pipeline, data and ZeRO, {split} also under tensor parallel",
+    ]
+
+
+def _column(index: int) -> str:
+    return "abcdefghijklmnopqrstuvwxyz"[index]

@@ -1,0 +1,334 @@
+"""The matrix: a tiny model of every type of the installed transformers, at every layout.
+
+    batch of types   small, tried, and run by one process      two ranks, each by itself
+                     its cases, by size of their world         one world a size, one mesh a shape
+
+A case that kills or hangs its world is said to have crashed, and the cases after it go on in the
+next world. What the legality rules or the tiny-twin checks refuse is never started.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hocket.spec.errors import HocketError, OptionError, RankFailure, unknown
+from hocket.spec.layout import Layout
+from hocket.spec.matrix import CRASHED, LAYOUTS, REFUSED, Cell, Matrix, TypeRow
+
+if TYPE_CHECKING:
+    from hocket.launch import Launcher
+    from hocket.models.dimensions import Dimensions
+
+Event = dict[str, Any]
+
+RANKS = "hocket.jobs.matrix_rank"
+"""The module that the ranks run."""
+
+BATCH = 8
+"""Types whose references lie on the disk at the same time."""
+
+SILENCE = 150.0
+"""Seconds without a sign of a case's end that count as a hang."""
+
+
+@dataclasses.dataclass
+class _Type:
+    """What is known of one type so far."""
+
+    kind: str
+    config: dict[str, Any]
+    note: str = ""
+    inferred: bool = False
+    parameters: int = 0
+    stages: str = ""
+    tensor: str | None = None
+    failure: Cell | None = None
+    cells: dict[str, Cell] = dataclasses.field(default_factory=dict)
+
+
+def matrix(
+    kinds: Sequence[str] = (),
+    layouts: Sequence[str] = (),
+    *,
+    on_row: Callable[[TypeRow], None] | None = None,
+    on_event: Callable[[Event], None] | None = None,
+) -> Matrix:
+    """Compare every type at every layout with one process.
+
+    Args:
+        kinds: model types. Empty: all that have a causal language model.
+        layouts: their texts. Empty: `spec.matrix.LAYOUTS`.
+        on_row: called with each type's row as soon as it is whole.
+        on_event: called with what goes on: `{"event": "phase", "name", "done", "of"}`.
+
+    Raises:
+        OptionError: a type that transformers does not have.
+        LayoutError: a layout that cannot be.
+    """
+    from hocket.launch import Launcher
+    from hocket.models import registry
+
+    known = registry.causal_classes()
+    for kind in kinds:
+        if kind not in known:
+            message, hint = unknown("model type", kind, known)
+            raise OptionError(message, hint=hint)
+    chosen = list(dict.fromkeys(kinds)) or sorted(known)
+    texts = tuple(dict.fromkeys(str(Layout.parse(text)) for text in layouts or LAYOUTS))
+    preload = ("hocket.jobs.matrix_rank", "hocket.training.check", "hocket.training.build")
+    rows: list[TypeRow] = []
+    with (
+        Launcher("cpu", 1, preload=preload) as launcher,
+        tempfile.TemporaryDirectory(prefix="hocket-matrix-") as folder,
+    ):
+        for first in range(0, len(chosen), BATCH):
+            work = _Batch(launcher, Path(folder), texts, on_event)
+            for row in work.run(chosen[first : first + BATCH], first, len(chosen)):
+                rows.append(row)
+                if on_row is not None:
+                    on_row(row)
+    return Matrix(layouts=texts, rows=tuple(rows), versions=versions())
+
+
+def versions() -> dict[str, str]:
+    """What the matrix depends on, by package."""
+    found = {}
+    for name in ("hocket", "transformers", "torch"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = ""
+    return found
+
+
+class _Batch:
+    """Some types, from their configurations to their rows."""
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        folder: Path,
+        layouts: tuple[str, ...],
+        on_event: Callable[[Event], None] | None,
+    ) -> None:
+        self.launcher = launcher
+        self.folder = folder
+        self.layouts = {text: Layout.parse(text) for text in layouts}
+        self.on_event = on_event
+        self.types: dict[str, _Type] = {}
+
+    def run(self, kinds: list[str], done: int, total: int) -> Iterator[TypeRow]:
+        """The rows of `kinds`; `done` of `total` types came before them."""
+        from hocket.jobs.matrix_rank import tidy
+        from hocket.models import registry
+
+        def say(name: str) -> None:
+            if self.on_event is not None:
+                self.on_event({"event": "phase", "name": name, "done": done, "of": total})
+
+        where = f"{kinds[0]} to {kinds[-1]}"
+        say(f"{where}: one process")
+        self._resolve(kinds)
+        modules = [registry.modeling_module(kind) for kind in kinds]
+        self.launcher.preload([name for name in modules if name is not None])
+        self._prepare()
+        for size in sorted({layout.world_size for layout in self.layouts.values()}):
+            say(f"{where}: {size} ranks")
+            self._compare(size)
+        tidy(self.folder, kinds)
+        for kind in kinds:
+            yield self._row(self.types[kind])
+
+    def _row(self, one: _Type) -> TypeRow:
+        from hocket.models import registry
+
+        cells = one.cells
+        if one.failure is not None:
+            cells = {t: dataclasses.replace(one.failure, layout=t) for t in self.layouts}
+        return TypeRow(
+            kind=one.kind,
+            architecture=registry.causal_classes()[one.kind],
+            num_parameters=one.parameters,
+            note=one.note,
+            inferred=one.inferred,
+            cells=tuple(cells[text] for text in self.layouts),
+        )
+
+    # --- one process ---------------------------------------------------------------------------
+
+    def _resolve(self, kinds: list[str]) -> None:
+        """The configurations, as a user's directory would bring them."""
+        from hocket.models.samples import sample
+        from hocket.models.source import resolve
+
+        for kind in kinds:
+            one = self.types[kind] = _Type(kind, sample(kind))
+            file = self.folder / f"{kind}.json"
+            file.write_text(json.dumps(one.config))
+            try:
+                one.config = resolve(file).config
+            except HocketError as error:
+                one.failure = _cell(REFUSED, error.message.replace(str(file), kind))
+
+    def _prepare(self) -> None:
+        waiting = [one.kind for one in self.types.values() if one.failure is None]
+        begun: dict[int, str] = {}
+
+        def listen(event: Event) -> None:
+            if event["event"] == "begin":
+                begun[event["rank"]] = event["what"]
+            elif event["event"] == "type":
+                waiting.remove(event["kind"])
+                self._know(event)
+
+        while waiting:
+            begun.clear()
+            payload = {
+                "folder": str(self.folder),
+                "types": [[kind, self.types[kind].config] for kind in waiting],
+            }
+            error = self._world("prepare", min(2, len(waiting)), payload, listen)
+            if error is None:
+                break
+            hung = getattr(error, "rank", None)
+            for rank, kind in begun.items():
+                if kind in waiting and hung in (None, rank):
+                    waiting.remove(kind)
+                    self.types[kind].failure = _cell(CRASHED, _short(error))
+
+    def _know(self, event: Event) -> None:
+        one = self.types[event["kind"]]
+        for outcome in (REFUSED, CRASHED):
+            if event.get(outcome):
+                one.failure = _cell(outcome, event[outcome])
+                return
+        one.config, one.parameters = event["config"], event["parameters"]
+        one.stages, one.tensor = event["stages"], event["tensor"]
+        one.note, one.inferred = event["note"], event["inferred"]
+
+    # --- layouts -------------------------------------------------------------------------------
+
+    def _compare(self, size: int) -> None:
+        cases = [
+            (one.kind, text)
+            for one in self.types.values()
+            if one.failure is None
+            for text, layout in self.layouts.items()
+            if layout.world_size == size and not self._refused(one, text, layout)
+        ]
+        waiting = dict(enumerate(cases))
+        begun: dict[int, int] = {}
+        raised: list[Event] = []
+
+        def listen(event: Event) -> None:
+            if event["event"] == "begin":
+                begun[event["rank"]] = event["what"]
+            elif event["event"] == "tensors":
+                self._cannot_split(event["kind"], event["reason"], waiting)
+            elif event["event"] == "raised":
+                raised.append(event)
+            elif event["event"] == "case":
+                kind, text = waiting.pop(event["case"])
+                cell = {key: event[key] for key in ("outcome", "reason", "ratio", "seconds")}
+                self.types[kind].cells[text] = Cell(layout=text, **cell)
+
+        while waiting:
+            begun.clear()
+            raised.clear()
+            payload = {
+                "folder": str(self.folder),
+                "cases": [
+                    [number, kind, self.types[kind].config, text]
+                    for number, (kind, text) in waiting.items()
+                ],
+                "trials": list(self.types) if size == 2 else [],
+            }
+            error = self._world("compare", size, payload, listen)
+            if error is None:
+                assert not waiting, waiting
+                break
+            number, cell = self._blame(error, begun, raised, waiting)
+            kind, text = waiting.pop(number)
+            self.types[kind].cells[text] = dataclasses.replace(cell, layout=text)
+
+    def _blame(
+        self,
+        error: HocketError,
+        begun: dict[int, int],
+        raised: list[Event],
+        waiting: dict[int, tuple[str, str]],
+    ) -> tuple[int, Cell]:
+        """The case that ended a world, and what it came to."""
+        for event in raised:
+            if event["case"] in waiting:
+                outcome = REFUSED if event["refused"] else CRASHED
+                return event["case"], _cell(outcome, event["reason"])
+        culprit = begun.get(getattr(error, "rank", 0), min(begun.values(), default=-1))
+        if culprit not in waiting:
+            culprit = next(iter(waiting))
+        return culprit, _cell(CRASHED, _short(error))
+
+    def _refused(self, one: _Type, text: str, layout: Layout) -> bool:
+        """Whether a layout is refused before ranks start; its cell is then written."""
+        from hocket.jobs.matrix_rank import WORKLOAD
+        from hocket.jobs.validate import validate
+        from hocket.models.dimensions import dimensions
+
+        try:
+            model: Dimensions = dimensions(one.config)
+            validate(model, layout, WORKLOAD)
+        except HocketError as error:
+            one.cells[text] = _cell(REFUSED, error.message, text)
+            return True
+        if layout.num_stages > 1 and one.stages:
+            one.cells[text] = _cell(REFUSED, one.stages, text)
+        elif layout.tp > 1 and one.tensor:
+            one.cells[text] = _cell(REFUSED, one.tensor, text)
+        return text in one.cells
+
+    def _cannot_split(self, kind: str, reason: str, waiting: dict[int, tuple[str, str]]) -> None:
+        one = self.types[kind]
+        one.tensor = reason or None
+        if not reason:
+            return
+        for number, (other, text) in list(waiting.items()):
+            if other == kind and self.layouts[text].tp > 1:
+                del waiting[number]
+                one.cells[text] = _cell(REFUSED, reason, text)
+
+    def _world(
+        self, entry: str, size: int, payload: Event, listen: Callable[[Event], None]
+    ) -> HocketError | None:
+        """Run one world to its end; what ended it, if it was not the last case."""
+        try:
+            self.launcher.run(
+                f"{RANKS}:{entry}",
+                size,
+                payload,
+                listen,
+                on_output=lambda rank, line: None,
+                startup_timeout=180.0,
+                silence_timeout=SILENCE,
+            )
+        except HocketError as error:
+            if not self.launcher.alive:
+                raise
+            return error
+        return None
+
+
+def _cell(outcome: str, reason: str, layout: str = "") -> Cell:
+    return Cell(layout=layout, outcome=outcome, reason=" ".join(reason.split()))
+
+
+def _short(error: HocketError) -> str:
+    """The first lines of what ended a world: the rest is a traceback."""
+    assert isinstance(error, HocketError)
+    text = error.message if isinstance(error, RankFailure) else f"{error.message}"
+    return text.split("\n\n")[0][:400]

@@ -1,0 +1,214 @@
+"""The ranks' side of the matrix: many types and many layouts in one world.
+
+    prepare   each rank by itself: its share of the types made small, tried in stages, and run by
+              one process for reference
+    compare   the world of one size: case by case, a layout's steps beside the reference
+
+Every rank says which case it begins, so that the one that ends a world is known by name. A rank
+that raises in a case ends its world: the others may be waiting for it in a collective.
+
+FOLDER/KIND/
+  plan.json            how the tiny model may be split
+  weights/             of a family that does not initialise all of them itself
+  reference.json, ...  what one process computed (`training.check`)
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hocket.spec.errors import HocketError, ModelError
+from hocket.spec.layout import Layout
+from hocket.spec.matrix import DIFFERENT, EQUAL
+from hocket.spec.run import RunSpec, TrainOptions, Workload, write_text
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from hocket.launch import RankContext
+    from hocket.runtime.mesh import Mesh
+
+WORKLOAD = Workload(seq_len=16, global_batch=8)
+STEPS = 3
+WEIGHTS = "weights"
+MOST_FAILURES = 2
+"""Lines of a report that a cell repeats."""
+
+
+def spec_of(kind: str, config: dict[str, Any], layout: Layout, folder: Path) -> RunSpec:
+    """One case as a job, from the weights in its folder if there are any."""
+    return RunSpec(
+        model=kind,
+        config=config,
+        weights=str(folder / WEIGHTS) if (folder / WEIGHTS).exists() else None,
+        layout=layout,
+        workload=WORKLOAD,
+        options=TrainOptions(seed=3, lr=1e-3, dropout=0.0, device="cpu"),
+        command="check",
+    )
+
+
+# --- one process -----------------------------------------------------------------------------
+
+
+def prepare(context: RankContext, payload: dict[str, Any]) -> None:
+    """Make each type small, try it in stages, and write its reference.
+
+    Payload: `folder`, and `types`: for each [name, configuration as its source gave it]. Rank r
+    takes every world-size-th of them. Emits `{"event": "type", "kind", ...}` for each, with
+    `refused` or `crashed` (why there is no model to compare with), else its `config`,
+    `parameters`, and why it cannot be cut (`stages`) or split (`tensor`; None: it can).
+    """
+    for kind, config in payload["types"][context.rank :: context.world_size]:
+        context.emit({"event": "begin", "what": kind})
+        found = _prepare(kind, config, Path(payload["folder"]))
+        context.emit({"event": "type", "kind": kind, **found})
+        gc.collect()
+
+
+def _prepare(kind: str, values: dict[str, Any], folder: Path) -> dict[str, Any]:
+    from hocket.jobs.twin import try_stages
+    from hocket.models.plans import plan_for
+    from hocket.models.skeleton import build, config_of
+    from hocket.models.twin import twin_of
+    from hocket.training.reference import write_reference
+
+    try:
+        twin = twin_of(config_of(values, dropout=0.0))
+        model = build(twin.config)
+        plan = plan_for(model)
+        config = json.loads(json.dumps(twin.config.to_dict(), default=str))
+        reason = try_stages(twin.config, "sdpa")
+        where = folder / kind
+        where.mkdir(parents=True, exist_ok=True)
+        write_text(where / "plan.json", plan.to_json())
+        if _uninitialised(model):
+            _save(twin.build(), where / WEIGHTS)
+        write_reference(spec_of(kind, config, Layout(), where), where, STEPS)
+    except HocketError as error:
+        return {"refused": error.message}
+    except Exception as error:  # no other rank waits for this one: the next type may do better
+        return {"crashed": _said(error)}
+    return {
+        "config": config,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "stages": reason,
+        "tensor": None if plan.tensor is not None else plan.reasons["tensor"],
+        "inferred": plan.inferred,
+        "note": plan.reasons.get("tensor", "") if plan.tensor is not None else "",
+    }
+
+
+def _uninitialised(model: nn.Module) -> bool:
+    """Whether the family's own initialisation leaves weights out: they come from a file then."""
+    from hocket.models.initial import random_values
+
+    names = [name for name, _ in model.named_parameters()]
+    try:
+        for _ in random_values(model, names, 0):
+            pass
+    except ModelError:
+        return True
+    return False
+
+
+def _save(model: nn.Module, folder: Path) -> None:
+    from hocket.training.reference import write
+
+    folder.mkdir()
+    write(folder / "model.safetensors", {n: p.detach() for n, p in model.named_parameters()})
+
+
+def tidy(folder: Path, kinds: list[str]) -> None:
+    """Take a batch's references from the disk."""
+    for kind in kinds:
+        shutil.rmtree(folder / kind, ignore_errors=True)
+
+
+# --- a layout --------------------------------------------------------------------------------
+
+
+def compare(context: RankContext, payload: dict[str, Any]) -> None:
+    """Run cases one after the other in this world.
+
+    Payload: `folder`, `cases`: for each [number, type, configuration, layout], and `trials`: types
+    whose tensors are to be tried first, in a world of two. Rank 0 emits `{"event": "case",
+    "case", "outcome", "reason", "ratio", "seconds"}` for each, and `{"event": "tensors", "kind",
+    "reason"}`; a rank that raises emits `{"event": "raised", "case", "refused", "reason"}` first.
+    """
+    from hocket.jobs.twin import try_tensors
+    from hocket.models.skeleton import config_of
+    from hocket.training.build import join_world
+
+    meshes: dict[str, Mesh] = {}
+    tried: dict[str, str] = {}
+    for number, kind, config, text in payload["cases"]:
+        context.emit({"event": "begin", "what": number})
+        begun = time.perf_counter()
+        layout = Layout.parse(text)
+        spec = spec_of(kind, config, layout, Path(payload["folder"]) / kind)
+        if not meshes:
+            meshes[_shape(layout)] = join_world(spec, context)
+        if kind in payload["trials"] and layout.tp > 1 and kind not in tried:
+            tried[kind], _ = try_tensors(
+                config_of(config, dropout=0.0), "sdpa", index=context.rank, degree=layout.tp
+            )
+            if context.rank == 0:
+                context.emit({"event": "tensors", "kind": kind, "reason": tried[kind]})
+        if layout.tp > 1 and tried.get(kind):
+            continue
+        try:
+            found = _compare(context, spec, meshes, Path(payload["folder"]) / kind)
+        except Exception as error:
+            refused = isinstance(error, HocketError)
+            reason = error.message if isinstance(error, HocketError) else _said(error)
+            context.emit({"event": "raised", "case": number, "refused": refused, "reason": reason})
+            raise
+        if found is not None:
+            seconds = time.perf_counter() - begun
+            context.emit({"event": "case", "case": number, "seconds": seconds, **found})
+        gc.collect()
+
+
+def _compare(
+    context: RankContext, spec: RunSpec, meshes: dict[str, Mesh], folder: Path
+) -> dict[str, Any] | None:
+    import math
+
+    from hocket.runtime.mesh import Mesh
+    from hocket.schedules.registry import build
+    from hocket.spec.plan import ParallelPlan
+    from hocket.training.build import build_model, build_optimizer
+    from hocket.training.check import compare_layout
+
+    shape = _shape(spec.layout)
+    if shape not in meshes:
+        first = next(iter(meshes.values()))
+        meshes[shape] = Mesh(spec.layout, context.rank, first.device)
+    plan = ParallelPlan.from_json((folder / "plan.json").read_text())
+    schedule = build(spec.layout, spec.layout.microbatches or 1)
+    *_, parallel = build_model(spec, meshes[shape], schedule, plan)
+    optimizer = build_optimizer(parallel, spec.options)
+    report = compare_layout(spec, parallel, optimizer, folder, STEPS)
+    if report is None:
+        return None
+    ratio = report.worst_ratio
+    return {
+        "outcome": EQUAL if report.ok else DIFFERENT,
+        "reason": "; ".join(report.failures[:MOST_FAILURES]),
+        "ratio": ratio if math.isfinite(ratio) else None,
+    }
+
+
+def _shape(layout: Layout) -> str:
+    """Layouts of one shape share a mesh."""
+    return f"{layout.axes_text()}, {layout.zero}, {layout.shard}"
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip()}"

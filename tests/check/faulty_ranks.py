@@ -1,0 +1,42 @@
+"""The matrix's ranks, of which some die, raise or compute something else."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from hocket.jobs import matrix_rank
+from hocket.training import check
+
+
+def prepare(context: Any, payload: dict[str, Any]) -> None:
+    whole = matrix_rank._prepare
+
+    def faulty(kind: str, config: dict[str, Any], folder: Any) -> dict[str, Any]:
+        if kind == "gemma":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return whole(kind, config, folder)
+
+    matrix_rank._prepare = faulty
+    matrix_rank.prepare(context, payload)
+
+
+def compare(context: Any, payload: dict[str, Any]) -> None:
+    whole = matrix_rank._compare
+
+    def faulty(context: Any, spec: Any, *rest: Any) -> Any:
+        case = spec.model, str(spec.layout)
+        if case == ("gpt2", "tp2") and context.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if case == ("opt", "dp2"):
+            raise RuntimeError("out of luck")
+        with pytest.MonkeyPatch.context() as patch:
+            if case == ("llama", "dp2"):
+                patch.setattr(check._Rank, "gradient", lambda rank, n: rank.gradients[n] * 1.001)
+            return whole(context, spec, *rest)
+
+    matrix_rank._compare = faulty
+    matrix_rank.compare(context, payload)

@@ -1,0 +1,73 @@
+"""A part of the matrix, another one every day; and what happens to a world that ends early."""
+
+from __future__ import annotations
+
+import datetime
+import random
+
+import pytest
+
+from hocket.jobs import matrix as jobs
+from hocket.jobs.matrix import matrix
+from hocket.models import registry
+from hocket.spec.errors import LayoutError, OptionError
+from tests.jobs.warm import warm  # noqa: F401  a fixture
+
+pytestmark = [pytest.mark.ranks, pytest.mark.train, pytest.mark.timeout(300)]
+
+EVERY = ("llama", "roberta")
+"""A family with a plan, and one whose plan is inferred, that ties a bias and nests its layers."""
+NUMBER = 3
+LAYOUTS = ("tp2", "dp2.pp2:microbatches=2,zero=2")
+
+
+def todays() -> list[str]:
+    """Some types, drawn by the date."""
+    drawn = random.Random(datetime.date.today().toordinal())
+    return sorted({*EVERY, *drawn.sample(sorted(registry.causal_classes()), NUMBER)})
+
+
+@pytest.mark.usefixtures("warm")
+def test_todays_types_are_equal_or_refused() -> None:
+    kinds = todays()
+    found = matrix(kinds, LAYOUTS)
+    assert [row.kind for row in found.rows] == kinds
+    bad = [
+        f"{row.kind} {cell.layout}: {cell.outcome}: {cell.reason}"
+        for row in found.rows
+        for cell in row.cells
+        if cell.outcome in ("different", "crashed")
+        or (cell.outcome == "refused") != bool(cell.reason)
+    ]
+    assert not bad, "\n".join(bad)
+    for row in found.rows:
+        assert [cell.layout for cell in row.cells] == list(found.layouts)
+        if row.kind in EVERY:
+            assert [cell.outcome for cell in row.cells] == ["equal", "equal"]
+
+
+@pytest.mark.usefixtures("warm")
+def test_a_case_that_ends_its_world_ends_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "RANKS", "tests.check.faulty_ranks")
+    found = matrix(["gemma", "gpt2", "llama", "opt"], ["dp2", "tp2"])
+    outcomes = {row.kind: [cell.outcome for cell in row.cells] for row in found.rows}
+    assert outcomes == {
+        "gemma": ["crashed", "crashed"],  # killed while it was prepared
+        "gpt2": ["equal", "crashed"],  # killed at tp2
+        "llama": ["different", "equal"],  # its gradients are off at dp2
+        "opt": ["crashed", "equal"],  # raises at dp2
+    }
+    cells = {row.kind: row.cells for row in found.rows}
+    assert "SIGKILL" in cells["gemma"][0].reason
+    assert "SIGKILL" in cells["gpt2"][1].reason
+    assert "gradient differs by" in cells["llama"][0].reason
+    assert cells["opt"][0].reason == "RuntimeError: out of luck"
+    assert not found.ok
+
+
+def test_what_cannot_be_is_refused_before_ranks_start() -> None:
+    with pytest.raises(OptionError, match="unknown model type 'lama'") as error:
+        matrix(["lama"])
+    assert error.value.hint == "did you mean 'llama'?"
+    with pytest.raises(LayoutError, match="not an axis"):
+        matrix(["llama"], ["tp-2"])
