@@ -9,7 +9,7 @@ import pytest
 from hocket.catalogue import shapes
 from hocket.cost.measured_links import Links
 from hocket.cost.measured_rates import Rates, between
-from hocket.planning.machine_choice import candidates, choose
+from hocket.planning.machine_choice import candidates, choose, leaner, weigh
 from hocket.planning.machine_forecast import Machine, forecast
 from hocket.spec.errors import LayoutError, OptionError
 from hocket.spec.forecast import Forecast
@@ -270,6 +270,20 @@ def test_what_fits_nowhere_is_refused_with_the_least() -> None:
     tiny = dataclasses.replace(MACHINE, capacity=10**6)
     with pytest.raises(OptionError, match=r"the least is .* MB a rank in"):
         choose(SHAPE, WORK, tiny, candidates(SHAPE, WORK, 4))
+
+
+def test_where_no_plain_layout_fits_memory_is_saved() -> None:
+    layouts = candidates(SHAPE, WORK, 4)
+    least, _ = min(
+        weigh(SHAPE, WORK, MACHINE, layouts, shown=len(layouts)),
+        key=lambda pair: max(pair[0].peak_bytes),
+    )
+    tight = dataclasses.replace(MACHINE, capacity=round(0.98 * max(least.peak_bytes)))
+    best, _ = choose(SHAPE, WORK, tight, layouts, otherwise=lambda: leaner(layouts))
+    saving = Layout.parse(best.layout)
+    assert saving.zero or saving.sequence_parallel or saving.recompute == "full"
+    assert max(best.peak_bytes) <= tight.capacity
+    assert any(not one.fits for one in best.alternatives)
 
 
 def test_candidates_are_legal_for_model_and_batch() -> None:

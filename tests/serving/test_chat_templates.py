@@ -8,8 +8,7 @@ import pytest
 
 transformers = pytest.importorskip("transformers")
 
-from hocket.models.chat_template import ChatTemplates  # noqa: E402
-from hocket.serving.http.errors import ApiError  # noqa: E402
+from hocket.models.chat_template import ChatTemplates, TemplateRefusal  # noqa: E402
 
 pytestmark = pytest.mark.train
 
@@ -208,7 +207,7 @@ def both(theirs: Any, form: str, chat: list[dict[str, Any]], **options: Any) -> 
         found = ChatTemplates({"default": text}, TOKENS).render(
             chat, tools=tools, switches=switches, continue_last=last, most=10_000
         )
-    except ApiError:
+    except TemplateRefusal:
         found = None
     return wanted, found
 

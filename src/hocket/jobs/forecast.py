@@ -277,7 +277,7 @@ def chosen(
     Raises:
         HocketError: the model cannot be traced, or nothing fits.
     """
-    from hocket.planning.machine_choice import candidates, choose
+    from hocket.planning.machine_choice import candidates, choose, leaner
 
     machine = machine_of(spec, measured)
     shape = shape_of(spec, launcher)
@@ -285,21 +285,34 @@ def chosen(
     most = max([measured.host.cores, *(c.world for c in measured.curves)])
     if measured.device == "cuda":
         most = max(1, len(measured.devices))
-    found: dict[str, Layout] = {}
-    for layout in candidates(shape, spec.workload, most):
-        if any(getattr(layout, n) != getattr(spec.layout, n) for n in names & _WEIGHED):
-            continue
-        # The rest is not weighed: it is as it was given.
-        rest = {name: getattr(spec.layout, name) for name in names - _WEIGHED}
-        if layout.num_stages == 1 and names & {"virtual_stages", "cut"}:
-            continue  # what was given asks for a pipeline
-        try:
-            one = legal(dataclasses.replace(layout, **rest))
-        except HocketError:
-            continue
-        if one is not None:
-            found.setdefault(str(one), one)
-    return choose(shape, spec.workload, machine, found.values(), bucket_mb=spec.options.bucket_mb)
+
+    def keeping(among: Iterable[Layout]) -> list[Layout]:
+        """Those that are legal, with what was given."""
+        found: dict[str, Layout] = {}
+        for layout in among:
+            if any(getattr(layout, n) != getattr(spec.layout, n) for n in names & _WEIGHED):
+                continue
+            # The rest is not weighed: it is as it was given.
+            rest = {name: getattr(spec.layout, name) for name in names - _WEIGHED}
+            if layout.num_stages == 1 and names & {"virtual_stages", "cut"}:
+                continue  # what was given asks for a pipeline
+            try:
+                one = legal(dataclasses.replace(layout, **rest))
+            except HocketError:
+                continue
+            if one is not None:
+                found.setdefault(str(one), one)
+        return list(found.values())
+
+    among = candidates(shape, spec.workload, most)
+    return choose(
+        shape,
+        spec.workload,
+        machine,
+        keeping(among),
+        otherwise=lambda: keeping(leaner(among)),
+        bucket_mb=spec.options.bucket_mb,
+    )
 
 
 _WEIGHED = frozenset({"dp", "pp", "tp", "microbatches", "schedule"})

@@ -10,7 +10,7 @@ import dataclasses
 import importlib.util
 import os
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from hocket.spec.errors import HocketError, LayoutError, OptionError, unknown
@@ -61,7 +61,7 @@ def plan(
         LayoutError: no layout is legal, or none fits.
     """
     from hocket.jobs import foresight
-    from hocket.planning.machine_choice import beside, candidates, weigh
+    from hocket.planning.machine_choice import beside, candidates, leaner, weigh
     from hocket.planning.plan import Plan
 
     if objective not in OBJECTIVES:
@@ -75,13 +75,22 @@ def plan(
     )  # fmt: skip
     source, spec, shape, machine = asked.source, asked.spec, asked.shape, asked.machine
     measured, workload = machine.measured, spec.workload
+    otherwise: Callable[[], list[Layout]] | None = None
     if layout is not None:
         layouts = [asked.layout]
     else:
         most = max([measured.host.cores, *(curve.world for curve in measured.curves)])
-        layouts = legal(source, workload, candidates(shape, workload, most), pins or {})
+        among = candidates(shape, workload, most)
+        layouts = legal(source, workload, among, pins or {})
+
+        def with_less() -> list[Layout]:
+            return legal(source, workload, leaner(among), pins or {})
+
+        otherwise = with_less
+
     shown = ALL if objective == "memory" else top
-    rows = [one for one, _ in weigh(shape, workload, machine, layouts, shown=shown)]
+    weighed = weigh(shape, workload, machine, layouts, otherwise=otherwise, shown=shown)
+    rows = [one for one, _ in weighed]
     if objective == "memory":
         rows.sort(key=lambda one: (not fits(one), max(one.peak_bytes), one.step_seconds))
     best = rows[0]

@@ -1,14 +1,14 @@
 """The choice among the layouts that a machine can run: the fastest that fits, and what was weighed.
 
 candidates -> what each can take at the least -> played from the least upwards, as long as a
-layout can still be the fastest
+layout can still be the fastest; and where none fits, the same again with what saves memory
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from hocket.cost.measured_prices import Job, step_prices
 from hocket.planning.machine_forecast import Machine, forecast, rates_of
@@ -62,22 +62,44 @@ def candidates(shape: ModelShape, workload: Workload, most_ranks: int) -> list[L
     return found
 
 
+def leaner(layouts: Iterable[Layout]) -> list[Layout]:
+    """The same layouts with what holds less and takes longer: the state in shares (ZeRO), slices of
+    the sequence, layers that are run again in backward."""
+    found = []
+    for layout in layouts:
+        for recompute in ("none", "full"):
+            for zero in (0, 1, 2, 3) if layout.dp > 1 else (0,):
+                for slices in (False, True) if layout.tp > 1 else (False,):
+                    if recompute != "none" or zero or slices:
+                        one = dataclasses.replace(
+                            layout, recompute=recompute, zero=zero, sequence_parallel=slices
+                        )
+                        found.append(one)
+    return found
+
+
 def choose(
     shape: ModelShape,
     workload: Workload,
     machine: Machine,
     layouts: Iterable[Layout],
     *,
+    otherwise: Callable[[], Iterable[Layout]] | None = None,
     bucket_mb: float = 25.0,
     clip: bool = True,
     shown: int = 12,
 ) -> tuple[Forecast, Timeline]:
     """The forecast of the fastest layout that fits, with what else was weighed.
 
+    Args: as `weigh`.
+
     Raises:
         OptionError: none of the layouts fits into what a rank may hold.
     """
-    weighed = weigh(shape, workload, machine, layouts, bucket_mb=bucket_mb, clip=clip, shown=shown)
+    weighed = weigh(
+        shape, workload, machine, layouts,
+        otherwise=otherwise, bucket_mb=bucket_mb, clip=clip, shown=shown,
+    )  # fmt: skip
     if not weighed:
         raise OptionError(
             f"no layout of {shape.name} with a global batch of {workload.global_batch} is legal "
@@ -124,6 +146,7 @@ def weigh(
     machine: Machine,
     layouts: Iterable[Layout],
     *,
+    otherwise: Callable[[], Iterable[Layout]] | None = None,
     bucket_mb: float = 25.0,
     clip: bool = True,
     shown: int = 12,
@@ -131,6 +154,9 @@ def weigh(
     """Forecasts of layouts, those that fit first, then the fastest first.
 
     At least `shown` are played (as far as there are so many), and all that could be the fastest.
+
+    Args:
+        otherwise: further ones, weighed as well where none of `layouts` fits.
     """
     weighed: list[tuple[Forecast, Timeline]] = []
     best_yet = math.inf
@@ -149,6 +175,10 @@ def weigh(
         weighed.append((one, timeline))
         if _fits(one):
             best_yet = min(best_yet, one.step_seconds)
+    if otherwise is not None and best_yet == math.inf:
+        weighed += weigh(
+            shape, workload, machine, otherwise(), bucket_mb=bucket_mb, clip=clip, shown=shown
+        )
     return sorted(weighed, key=lambda pair: _order(pair[0]))
 
 

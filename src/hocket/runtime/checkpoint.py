@@ -11,6 +11,7 @@ Nothing is ever unpickled: files are safetensors and JSON, and each tensor carri
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import json
 import os
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -300,7 +302,10 @@ def _write_shard(
 def _bytes(tensor: Tensor) -> Any:
     """The bytes of one tensor, copied to the CPU where they are not there already."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy()
+    # Not `numpy()`: what that was called on can never be freed again, as ZeRO-3 does.
+    raw: Any = (ctypes.c_uint8 * flat.nbytes).from_address(flat.data_ptr())
+    raw.tensor = flat  # stays as long as its memory is looked at
+    return np.ctypeslib.as_array(raw)
 
 
 def _forget_cached(path: Path) -> None:
