@@ -51,7 +51,7 @@ def modes(
     ]
     found = []
     for mode in modes:
-        split = dataclasses.replace(plain, **{k: v for k, v in mode.items() if k != "offload"})
+        split = dataclasses.replace(plain, **{k: v for k, v in mode.items() if k != "moved"})
         spec = RunSpec(
             model="tiny",
             config=config,
@@ -62,7 +62,7 @@ def modes(
         schedule = build_schedule(split, count) if split.num_stages > 1 else None
         _, _, _, parallel = build_model(spec, mesh, schedule)
         # On CPU it is refused: here every saved tensor goes to another place all the same.
-        moved = offload(parallel, least=1, host=True) if "offload" in mode else []
+        moved = offload(parallel, least=1, host=True) if "moved" in mode else []
         optimizer = build_optimizer(parallel, spec.options)
         optimizer.state_tensors()
         memory = MemoryCount(parallel.tensors(), optimizer.tensors, mesh.device)

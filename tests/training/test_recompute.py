@@ -58,7 +58,7 @@ def test_no_bit_is_changed(
     ranks: RankPool, layout: str, size: int, options: dict[str, Any]
 ) -> None:
     """Dropout draws the same numbers again, also where tensor ranks draw their own."""
-    modes = [*MODES, {"offload": True}, {"offload": True, "recompute": "selective"}]
+    modes = [*MODES, {"moved": True}, {"moved": True, "recompute": "selective"}]
     for plain, *others in run(ranks, size, layout=layout, modes=modes, **options):
         assert len(others) == 5
         *_, moved, fewer = (other["moved"] for other in others)

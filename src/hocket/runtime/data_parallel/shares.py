@@ -21,7 +21,6 @@ from hocket.runtime.data_parallel.buckets import on_gradient
 from hocket.runtime.data_parallel.flat import Bucket, Piece
 from hocket.runtime.mesh import Axis
 from hocket.runtime.record import Recorder
-from hocket.spec.schedule import BACKWARD, INPUT
 
 
 @dataclasses.dataclass(eq=False)
@@ -97,10 +96,10 @@ class Shares(abc.ABC):
 
     def begins(self, kind: str) -> None:
         """A forward or backward of the stage begins: `kind` is that of its action."""
-        if kind in (BACKWARD, INPUT):
-            # What the microbatch before left under way holds whole gradients.
-            while self._reducing:
-                self._finish(self._reducing.popleft())
+        # What the microbatch before left under way holds whole gradients: they are let go before
+        # activations are made beside them.
+        while self._reducing:
+            self._finish(self._reducing.popleft())
 
     def ends(self, kind: str) -> None:  # noqa: B027  nothing to do where all is resident
         """It is over."""
