@@ -52,7 +52,10 @@ def test_a_layout_in_bf16_is_as_exact_as_one_process(ranks: RankPool) -> None:
             assert losses == pytest.approx(exact, rel=2 * EPS), where
         foretold, counted = told[0]["foretold"], told[0]["counted"]
         if foretold is not None:
-            assert counted["total"] == pytest.approx(foretold["total"], rel=0.05), where
+            # Beside gradients in bf16 lie their fp32 sums while those are under way, which a
+            # forecast does not know.
+            off = 0.05 if grad_dtype == "fp32" else 0.1
+            assert counted["total"] == pytest.approx(foretold["total"], rel=off), where
             assert counted["gradients"] == foretold["gradients"], where
     kept = dict(zip(cases, (row["counted"] for row in rows[0]), strict=True))
     for layout in NARROW:
