@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hocket
+from hocket.jobs.twin_numbers import TOLERANCE, compare, forward, microbatch, taken_gradients
 from hocket.spec.errors import ModelError
 from hocket.spec.layout import Layout
 from hocket.spec.run import write_text
@@ -27,16 +28,8 @@ if TYPE_CHECKING:
 
     from hocket.launch import Launcher, RankContext
     from hocket.models.source import ModelSource
-    from hocket.models.twin import Twin
     from hocket.runtime.mesh import Axis
     from hocket.runtime.record import Recorder
-    from hocket.spec.plan import ParallelPlan
-
-TOLERANCE = 1e-5
-"""Largest difference of a logit, relative to the largest one."""
-
-GRADIENT_TOLERANCE = (1e-4, 1e-7)
-"""Largest difference of a gradient: of its own largest entry, of the model's largest gradient."""
 
 RULES = 2
 """Counted up when models can be cut or split that could not before: old verdicts are forgotten."""
@@ -292,13 +285,6 @@ def try_pages(config: Any) -> str:
     return ""
 
 
-def taken_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """The gradients of a model, which forgets them."""
-    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    return found
-
-
 def try_tensors(
     config: Any, attention: str, *, index: int, degree: int, slices: bool = False
 ) -> tuple[str, str]:
@@ -382,33 +368,6 @@ def _said(text: str, axis: Axis, recorder: Recorder) -> list[str]:
     return [bytes(row).rstrip(b"\0").decode() for row in rows]
 
 
-def microbatch(twin: Twin) -> tuple[dict[str, Tensor], Tensor]:
-    """Two sequences of 16 tokens, and weights [2, 16, V] that turn logits into one number."""
-    import torch
-
-    from hocket.models.twin import VOCABULARY
-
-    generator = torch.Generator().manual_seed(1)
-    vocabulary = int(getattr(twin.config, "vocab_size", VOCABULARY))
-    ids = torch.randint(3, vocabulary, (2, 16), generator=generator)
-    positions = torch.arange(16).expand(2, 16).contiguous()
-    weight = torch.randn((2, 16, vocabulary), generator=generator)
-    return {"input_ids": ids, "position_ids": positions}, weight
-
-
-def forward(
-    model: nn.Module, inputs: dict[str, Tensor], plan: ParallelPlan | None = None, degree: int = 1
-) -> Tensor:
-    """The logits; where the plan has been asked for slices of sequences, from these."""
-    from hocket.runtime.pipeline.stage import Stage
-
-    stage = Stage(model)
-    if plan is not None and plan.sequence is not None:
-        stage = Stage(model, plan=plan.stages, slices=(plan.sequence, degree))
-    logits: Tensor = stage.output(inputs).logits
-    return logits
-
-
 def _reference(
     model: nn.Module, inputs: dict[str, Tensor], weight: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -429,31 +388,6 @@ def _not_causal(model: nn.Module, inputs: dict[str, Tensor], expected: Tensor) -
     off = float((logits - expected)[:, :-1].abs().max())
     if off > TOLERANCE * float(expected.abs().max()):
         return "it is not causal: a later token changes earlier logits"
-    return ""
-
-
-def compare(
-    expected: Tensor,
-    logits: Tensor,
-    gradients: dict[str, Tensor],
-    found: dict[str, Tensor],
-    plan: ParallelPlan,
-) -> str:
-    scale = float(expected.abs().max())
-    off = float((logits - expected).abs().max())
-    if not off <= TOLERANCE * scale:
-        return f"the logits of its tiny twin differ by {off:.1e} (the largest is {scale:.1e})"
-    own, model = GRADIENT_TOLERANCE
-    floor = model * max(float(g.abs().max()) for g in gradients.values())
-    for name, gradient in gradients.items():
-        parameter = name.split(" ")[0]
-        if name not in found:
-            return f"{plan.ties.get(parameter, parameter)} of its tiny twin gets no gradient"
-        largest = float(gradient.abs().max())
-        off = float((found[name] - gradient).abs().max())
-        if not off <= max(own * largest, floor):
-            share = off / largest if largest else float("inf")
-            return f"the gradient of {parameter} in its tiny twin differs by {100 * share:.2g}%"
     return ""
 
 

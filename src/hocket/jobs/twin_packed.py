@@ -12,7 +12,7 @@ def try_packed(config: Any, attention: str) -> str:
     three documents the logits and gradients that it gives each of them by itself."""
     import torch
 
-    from hocket.jobs.twin import compare, forward, microbatch, taken_gradients
+    from hocket.jobs.twin_numbers import compare, forward, microbatch, taken_gradients
     from hocket.models.plans import plan_for
     from hocket.models.twin import twin_of
 

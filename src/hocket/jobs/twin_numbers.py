@@ -1,0 +1,78 @@
+"""What a tiny twin computes, whole or split: its microbatch, its logits and gradients, and how far
+those of two are apart."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from hocket.models.twin import Twin
+    from hocket.spec.plan import ParallelPlan
+
+TOLERANCE = 1e-5
+"""Largest difference of a logit, relative to the largest one."""
+
+GRADIENT_TOLERANCE = (1e-4, 1e-7)
+"""Largest difference of a gradient: of its own largest entry, of the model's largest gradient."""
+
+
+def microbatch(twin: Twin) -> tuple[dict[str, Tensor], Tensor]:
+    """Two sequences of 16 tokens, and weights [2, 16, V] that turn logits into one number."""
+    import torch
+
+    from hocket.models.twin import VOCABULARY
+
+    generator = torch.Generator().manual_seed(1)
+    vocabulary = int(getattr(twin.config, "vocab_size", VOCABULARY))
+    ids = torch.randint(3, vocabulary, (2, 16), generator=generator)
+    positions = torch.arange(16).expand(2, 16).contiguous()
+    weight = torch.randn((2, 16, vocabulary), generator=generator)
+    return {"input_ids": ids, "position_ids": positions}, weight
+
+
+def forward(
+    model: nn.Module, inputs: dict[str, Tensor], plan: ParallelPlan | None = None, degree: int = 1
+) -> Tensor:
+    """The logits; where the plan has been asked for slices of sequences, from these."""
+    from hocket.runtime.pipeline.stage import Stage
+
+    stage = Stage(model)
+    if plan is not None and plan.sequence is not None:
+        stage = Stage(model, plan=plan.stages, slices=(plan.sequence, degree))
+    logits: Tensor = stage.output(inputs).logits
+    return logits
+
+
+def taken_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """The gradients of a model, which forgets them."""
+    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def compare(
+    expected: Tensor,
+    logits: Tensor,
+    gradients: dict[str, Tensor],
+    found: dict[str, Tensor],
+    plan: ParallelPlan,
+) -> str:
+    """Where the split twin's logits or gradients are not the whole one's; empty: nowhere."""
+    scale = float(expected.abs().max())
+    off = float((logits - expected).abs().max())
+    if not off <= TOLERANCE * scale:
+        return f"the logits of its tiny twin differ by {off:.1e} (the largest is {scale:.1e})"
+    own, model = GRADIENT_TOLERANCE
+    floor = model * max(float(g.abs().max()) for g in gradients.values())
+    for name, gradient in gradients.items():
+        parameter = name.split(" ")[0]
+        if name not in found:
+            return f"{plan.ties.get(parameter, parameter)} of its tiny twin gets no gradient"
+        largest = float(gradient.abs().max())
+        off = float((found[name] - gradient).abs().max())
+        if not off <= max(own * largest, floor):
+            share = off / largest if largest else float("inf")
+            return f"the gradient of {parameter} in its tiny twin differs by {100 * share:.2g}%"
+    return ""
