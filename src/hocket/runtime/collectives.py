@@ -32,10 +32,15 @@ class Work(Protocol):
 
 
 class _Rounded:
-    """An fp32 reduction under way, rounded into the half-precision tensor once it is there."""
+    """An fp32 reduction under way, rounded into the half-precision tensor once it is there.
 
-    def __init__(self, work: Work, wide: Tensor, target: Tensor) -> None:
-        self.work, self.wide, self.target = work, wide, target
+    `given` is what is summed, held as long: on every backend, so that memory can be foretold.
+    """
+
+    def __init__(
+        self, work: Work, wide: Tensor, target: Tensor, given: Tensor | None = None
+    ) -> None:
+        self.work, self.wide, self.target, self.given = work, wide, target, given
 
     def wait(self) -> bool:
         self.work.wait()
@@ -172,8 +177,9 @@ def reduce_scatter_flat(
     recorder.count("reduce-scatter", axis.name, whole.numel() * whole.element_size())
     if whole.dtype in _HALF and not whole.is_cuda:
         wide = piece.float()
-        work = dist.reduce_scatter_single(wide, whole.float(), group=axis.group, async_op=True)
-        return _Rounded(work, wide, piece)
+        given = whole.float()
+        work = dist.reduce_scatter_single(wide, given, group=axis.group, async_op=True)
+        return _Rounded(work, wide, piece, given)
     return dist.reduce_scatter_single(piece, whole, group=axis.group, async_op=True)
 
 
