@@ -13,8 +13,9 @@ from tests.serving.paged import ToyScheduler, compare
 
 
 def serve(context: Any, folder: str, cases: list[list[str]]) -> list[Any]:
-    """Per case: family, layout, worst difference of a logit as a share of the largest (None
-    where this rank holds no logits), and the key/value heads of this rank."""
+    """Per case: family, layout, worst difference of a logit from the whole model's in fp64, as a
+    share of the largest (None where this rank holds no logits), the key/value heads of this rank,
+    and by how much the whole model in fp32 differs (None likewise)."""
     import torch
 
     from hocket.runtime.collectives import irecv, isend
@@ -62,21 +63,26 @@ def serve(context: Any, folder: str, cases: list[list[str]]) -> list[Any]:
 
             scheduler = ToyScheduler(PROMPTS, block_size=4, num_blocks=64, every_logit=True)
             heads = sorted({layer.num_kv_heads for layer in runner.layers})
-            worst = None
+            worst = own = None
             if stage.is_last:
                 part = Vocabulary.of(stage, mesh)
                 width = part.sizes[mesh.axis("tp").index] if part.sizes else None
                 with torch.no_grad():
-                    whole = whole_model(family)
-                    logits = [whole(torch.tensor([tokens])).logits[0] for tokens in PROMPTS]
+                    plain, exact = whole_model(family), whole_model(family).double()
+                    exact.set_experts_implementation("eager")  # the grouped product has no fp64
+                    logits = [exact(torch.tensor([tokens])).logits[0] for tokens in PROMPTS]
+                    own = max(
+                        float((plain(torch.tensor([tokens])).logits[0] - row).abs().max())
+                        for tokens, row in zip(PROMPTS, logits, strict=True)
+                    )
                 scale = max(float(row.abs().max()) for row in logits)
                 if width is not None:
                     logits = [row[:, part.start : part.start + width] for row in logits]
-                worst = compare(scheduler, run, logits) / scale
+                worst, own = compare(scheduler, run, logits) / scale, own / scale
             else:
                 while (plan := scheduler.plan()) is not None:
                     run(plan)
         except Exception:
             raise RuntimeError(f"{family} {text}:\n{traceback.format_exc()}") from None
-        found.append([family, text, worst, heads])
+        found.append([family, text, worst, heads, own])
     return found

@@ -37,7 +37,7 @@ def test_models_compute_what_they_did(family: str) -> None:
         expected = plain(ids).logits
         merge_projections(plain)
         lay_inputs_first(plain)
-        size = pack(plain)
+        size = pack(plain, tried=False)
         torch.testing.assert_close(plain(ids).logits, expected, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(plain(ids[:, :1]).logits, expected[:, :1], rtol=1e-5, atol=1e-5)
     assert size > 0
@@ -50,8 +50,30 @@ def test_what_is_too_large_or_of_another_kind_is_left(monkeypatch: pytest.Monkey
     plain = whole_model("llama")
     linear = sum(m.weight.numel() for m in plain.modules() if type(m) is torch.nn.Linear)
     monkeypatch.setattr(packed, "MOST_BYTES", 4 * linear - 1)
-    assert pack(plain) == 0
+    assert pack(plain, tried=False) == 0
     assert not any(isinstance(one, PackedLinear) for one in plain.modules())
     monkeypatch.setattr(packed, "MOST_BYTES", 4 * linear)
-    assert pack(plain.bfloat16()) == 0
-    assert pack(whole_model("llama")) == 4 * linear
+    assert pack(plain.bfloat16(), tried=False) == 0
+    assert pack(whole_model("llama"), tried=False) == 4 * linear
+
+
+@pytest.mark.parametrize("faster", [True, False])
+def test_copies_are_kept_where_they_were_faster(
+    monkeypatch: pytest.MonkeyPatch, faster: bool
+) -> None:
+    now = 0.0
+
+    def product(held: PackedWeight, x: Any, bias: Any) -> Any:
+        nonlocal now
+        now += 0.0 if faster else 3.0
+        return torch.nn.functional.linear(x, held.weight, bias)
+
+    def clock() -> float:
+        nonlocal now
+        now += 1.0
+        return now
+
+    monkeypatch.setattr(PackedWeight, "product", product)
+    monkeypatch.setattr(packed.time, "perf_counter", clock)
+    monkeypatch.setattr(packed, "GAIN", 1.0)
+    assert (pack(whole_model("llama")) > 0) == faster

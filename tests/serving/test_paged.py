@@ -20,6 +20,7 @@ from hocket.serving.engine.attention_step import indices  # noqa: E402
 from hocket.serving.engine.cache import BlockTables, LayerShape, PagedCache  # noqa: E402
 from hocket.serving.engine.families import refuse, self_check  # noqa: E402
 from hocket.serving.engine.graphs import DecodeGraphs, _Graph, sizes  # noqa: E402
+from hocket.serving.engine.native.kernels import Kernels  # noqa: E402
 from hocket.serving.engine.projections import (  # noqa: E402
     MergedLinear,
     lay_inputs_first,
@@ -90,7 +91,11 @@ def gathered(cache: PagedCache, step: Any, remembered: Any) -> CudaAttention:
     return CudaAttention(cache, DeviceStep.of(step, torch.device("cpu")), "gathered")
 
 
-@pytest.mark.parametrize("attend", [cpu_attention, gathered])
+def compiled(cache: PagedCache, step: Any, remembered: Any) -> CpuAttention:
+    return CpuAttention(cache, step, remembered, Kernels.load())
+
+
+@pytest.mark.parametrize("attend", [cpu_attention, compiled, gathered])
 @pytest.mark.parametrize("block_size", [2, 5, 16])
 @pytest.mark.parametrize("case", range(len(SHAPES)))
 def test_attention_equals_the_definition(
@@ -116,7 +121,7 @@ def test_attention_equals_the_definition(
     whole[3] = tuple(torch.cat([a[:20], b[20:]]) for a, b in zip(whole[0], whole[3], strict=True))
     expected = [naive(*sequence, options) for sequence in whole]
     cache = PagedCache(
-        [shape], 64, block_size, torch.device("cpu"), heads_first=attend is cpu_attention
+        [shape], 64, block_size, torch.device("cpu"), heads_first=attend is not gathered
     )
     for pool in (*cache.keys, *cache.values):
         pool.normal_()  # what earlier sequences left behind
@@ -192,8 +197,14 @@ def runner_of(family: str, block_size: int, **sizes: int) -> tuple[Any, StageRun
     return plain, runner
 
 
-@pytest.mark.parametrize("family", PAGED)
-def test_greedy_decoding_equals_generate(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "compiled"), [(f, True) for f in PAGED] + [("llama", False), ("gemma3", False)]
+)
+def test_greedy_decoding_equals_generate(
+    family: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not compiled:
+        monkeypatch.setattr(Kernels, "load", lambda: None)
     new = 10
     for block_size, chunks in ((4, (1, 5)), (16, (64,))):
         plain, runner = runner_of(family, block_size)

@@ -285,6 +285,16 @@ def test_decoding_rows_are_spread_evenly_over_the_plans_in_flight() -> None:
     assert one.plan() is None  # its token is not known yet
 
 
+def test_much_that_waits_is_no_large_plan_behind_small_ones() -> None:
+    replica = Replica(limits(depth=3, max_batch_tokens=4096, num_blocks=4000, max_model_len=4000))
+    replica.add(request("first", [k % 97 for k in range(96)], new=2))
+    sizes = [len(plan.tokens) for plan in [replica.plan()] if plan]
+    for k in range(6):
+        replica.add(request(f"r{k}", [(k + j) % 97 for j in range(500)], new=2))
+    sizes += [len(plan.tokens) for plan in (replica.plan(), replica.plan()) if plan]
+    assert sizes == [64, 506, 421]
+
+
 def test_chunks_of_one_prompt_are_in_flight_together() -> None:
     replica = Replica(limits(depth=4, max_batch_tokens=128, num_blocks=400, max_model_len=1000))
     replica.add(request("a", [k % 97 for k in range(900)], new=2))

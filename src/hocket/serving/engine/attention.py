@@ -63,6 +63,11 @@ def attending(step: Attending) -> Iterator[None]:
         _active = before
 
 
+def active() -> Attending | None:
+    """What attends now, within `attending`: while the engine runs a model."""
+    return _active
+
+
 _IGNORED = frozenset(
     {
         "position_ids", "position_embeddings", "past_key_values", "past_key_value", "use_cache",

@@ -1,5 +1,8 @@
 """Paged attention on CPU, whose cost grows with the tokens that are really attended.
 
+In fp32, where they could be compiled, kernels of our own (`native`) read the pages where they are.
+What follows is done otherwise: for another dtype, with a softcap, or without a compiler.
+
 Decoding rows: the queries travel to the keys, not the keys to the queries. Blocks that are
 attended are taken in the order in which they lie in memory; where they lie side by side, one
 batched product reads them in place, and only blocks that lie alone are copied first:
@@ -10,8 +13,7 @@ batched product reads them in place, and only blocks that lie alone are copied f
     rows           the pairs of each, weighted by a softmax over those logarithms
 
 which is the split softmax of Milakov and Gimelshein (2018), one piece per block. Chunks of prompts
-attend one by one with the kernel for whole sequences: to themselves causally, to what was there
-before without a mask, joined the same way.
+attend one by one (`attention_chunks`).
 
 Legend: R decoding rows, N pairs of a row and a block, A query heads, K key/value heads, G = A / K,
 D head size, B block size.
@@ -21,14 +23,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hocket.serving.engine.attention import Options
-from hocket.serving.engine.attention_step import Chunk, StepIndices
+from hocket.serving.engine.attention_chunks import attend, attend_chunk, gathered, near, sunk
+from hocket.serving.engine.attention_step import StepIndices
 from hocket.serving.engine.cache import PagedCache
+from hocket.serving.engine.native.kernels import Kernels, fits
 
 _RUN_BYTES = 64 << 10
 """Keys that lie side by side and are worth a product of their own; fewer are copied together."""
@@ -39,7 +42,7 @@ _FEW = 2
 _BATCH = 1024
 """Pairs whose scores are held at once, about."""
 
-_flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_NOBODY = nn.Module()
 
 
 @dataclasses.dataclass(slots=True)
@@ -95,10 +98,15 @@ class CpuAttention:
     """Attention of one step, over all layers in the order in which they are called."""
 
     def __init__(
-        self, cache: PagedCache, step: StepIndices, remembered: Remembered | None = None
+        self,
+        cache: PagedCache,
+        step: StepIndices,
+        remembered: Remembered | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
         self.cache = cache
         self.step = step
+        self._kernels = kernels
         self._remembered: Remembered = {} if remembered is None else remembered
         self._layer = 0
         self._pairs: dict[int | None, _Pairs] = {}
@@ -110,22 +118,93 @@ class CpuAttention:
         """Write the new keys and values [1, K, T, D], attend with query [1, A, T, D]."""
         layer, self._layer = self._layer, self._layer + 1
         keys, values = self.cache.keys[layer], self.cache.values[layer]
-        self._write(keys, key)
-        self._write(values, value)
+        kernels = self._kernels
+        if kernels is not None and not fits(query, key, value, keys, values):
+            kernels = None
+        if kernels is not None:
+            kernels.store(key, self.step.places, keys)
+            kernels.store(value, self.step.places, values)
+        else:
+            self._write(keys, key)
+            self._write(values, value)
         q = query[0].transpose(0, 1)
         num_decode = self.step.num_decode
         if not self.step.chunks:
+            if kernels is not None and options.softcap is None:
+                return self._by_kernel(kernels, q, keys, values, options).unsqueeze(0)
             if self._few(keys, options):
                 return self._one_by_one(query, keys, values, options)
             return self._decode(q, keys, values, options).unsqueeze(0)
         out = q.new_empty(q.shape[0], q.shape[1], value.shape[-1])
         if num_decode:
-            out[:num_decode] = self._decode(q[:num_decode], keys, values, options)
+            if kernels is not None and options.softcap is None:
+                made = self._by_kernel(kernels, q[:num_decode], keys, values, options)
+            else:
+                made = self._decode(q[:num_decode], keys, values, options)
+            out[:num_decode] = made
         for chunk in self.step.chunks:
             where = slice(chunk.first, chunk.first + chunk.count)
+            if kernels is not None and options.softcap is None and near(chunk, keys, values):
+                kernels.attend_chunk(
+                    query[:, :, where],
+                    keys,
+                    values,
+                    chunk.blocks,
+                    start=chunk.start,
+                    scaling=options.scaling,
+                    out=out[where],
+                    window=options.window,
+                    sinks=None if options.sinks is None else options.sinks.float().contiguous(),
+                )
+                continue
             own = (query[:, :, where], key[:, :, where], value[:, :, where])
-            out[where] = _chunk(chunk, own, keys, values, options)
+            out[where] = attend_chunk(chunk, own, keys, values, options)
         return out.unsqueeze(0)
+
+    def attend_merged(
+        self,
+        merged: Tensor,
+        positions: tuple[Tensor, Tensor],
+        heads: tuple[int, int, int],
+        options: Options,
+    ) -> Tensor | None:
+        """As `attend`, of what one product made of query, key and value, not yet turned.
+
+        Args:
+            merged: [T, (A + 2 K) * D], contiguous. heads: A, K and D.
+            positions: cosine and sine [1, T, D], contiguous.
+
+        Returns:
+            [T, A * D]; None, and nothing has happened, where no kernel does that.
+        """
+        kernels, layer = self._kernels, self._layer
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        num_heads, kv_heads, size = heads
+        if kernels is None or options.softcap is not None or not fits(merged, keys, values):
+            return None
+        step = self.step
+        if not step.chunks:
+            self._layer += 1
+            return kernels.decode(
+                merged,
+                *positions,
+                keys,
+                values,
+                places=step.places,
+                tables=step.tables,
+                lengths=step.lengths,
+                longest=step.tables.shape[1] * step.block_size,
+                group=num_heads // kv_heads,
+                scaling=options.scaling,
+                window=options.window,
+                sinks=None if options.sinks is None else options.sinks.float().contiguous(),
+            )
+        split = merged.view(1, merged.shape[0], -1, size).transpose(1, 2)
+        query, key = split[:, :num_heads], split[:, num_heads : num_heads + kv_heads]
+        query, key = kernels.rotate(query, key, *positions)
+        value = split[:, num_heads + kv_heads :]
+        out = self.attend(_NOBODY, query, key, value, options)
+        return out.view(merged.shape[0], num_heads * size)
 
     def _write(self, pool: Tensor, new: Tensor) -> None:
         _, heads, count, width = new.shape
@@ -139,6 +218,23 @@ class CpuAttention:
             self._rows[heads] = rows
         flat = new[0].transpose(0, 1).reshape(count * heads, width)
         pool.view(-1, width).index_copy_(0, rows, flat)
+
+    def _by_kernel(
+        self, kernels: Kernels, q: Tensor, keys: Tensor, values: Tensor, options: Options
+    ) -> Tensor:
+        """Query [R, A, D] to [R, A, D of the value], without a copy of what is attended to."""
+        step = self.step
+        return kernels.attend(
+            q,
+            keys,
+            values,
+            step.tables,
+            step.lengths,
+            longest=step.tables.shape[1] * step.block_size,
+            scaling=options.scaling,
+            window=options.window,
+            sinks=None if options.sinks is None else options.sinks.float().contiguous(),
+        )
 
     def _few(self, keys: Tensor, options: Options) -> bool:
         """Whether copying what the rows attend to costs less than sorting them into pairs."""
@@ -155,11 +251,11 @@ class CpuAttention:
         found = []
         for row, length in enumerate(self.step.lengths.tolist()):
             blocks = self.step.tables[row, : -(-length // block)]
-            k, v = _gathered(keys, blocks)[:, :, :length], _gathered(values, blocks)[:, :, :length]
+            k, v = gathered(keys, blocks)[:, :, :length], gathered(values, blocks)[:, :, :length]
             asked = query[:, :, row].reshape(1, heads, num_heads // heads, size)
-            out, weight = _attend(asked, k, v, options.scaling, causal=False)
+            out, weight = attend(asked, k, v, options.scaling, causal=False)
             out, weight = out.reshape(num_heads, -1), weight.reshape(num_heads)
-            found.append(_sunk(out, weight, options.sinks))
+            found.append(sunk(out, weight, options.sinks))
         return torch.stack(found).unsqueeze(0)
 
     def _decode(self, q: Tensor, keys: Tensor, values: Tensor, options: Options) -> Tensor:
@@ -321,95 +417,3 @@ def _group(rows: Tensor | None, counts: Tensor, begins: Tensor, where: Tensor) -
     pairs = (begins.unsqueeze(1) + column).masked_fill_(padding, 0)
     some = bool(padding.any())
     return _Group(rows, where[pairs], padding[..., None, None, None] if some else None)
-
-
-def _chunk(
-    chunk: Chunk,
-    own: tuple[Tensor, Tensor, Tensor],
-    keys: Tensor,
-    values: Tensor,
-    options: Options,
-) -> Tensor:
-    """One chunk of a prompt, its `own` query [1, A, c, D], key and value [1, K, c, D], to
-    [c, A, D]."""
-    query, key, value = own
-    total = chunk.start + chunk.count
-    windowed = options.window is not None and options.window < total
-    if options.softcap is not None or windowed:
-        return _explicit(chunk, query, keys, values, options)
-    out, weight = _attend(query, key, value, options.scaling, causal=True)
-    if chunk.start:
-        heads, block = keys.shape[1], keys.shape[2]
-        blocks = chunk.blocks[: (chunk.start + block - 1) // block]
-        k = _gathered(keys, blocks)[:, :, : chunk.start]
-        v = _gathered(values, blocks)[:, :, : chunk.start]
-        # Queries of the heads that share a key lie one after the other: no key is repeated.
-        _, num_heads, count, size = query.shape
-        asked = query.reshape(1, heads, num_heads // heads * count, size)
-        before, old = _attend(asked, k, v, options.scaling, causal=False)
-        before, old = before.reshape(out.shape), old.reshape(weight.shape)
-        share = torch.sigmoid(weight - old).unsqueeze(-1).to(out.dtype)
-        out = torch.lerp(before, out, share)
-        weight = torch.logaddexp(weight, old)
-    return _sunk(out[0].transpose(0, 1), weight[0].t(), options.sinks)
-
-
-def _sunk(out: Tensor, weight: Tensor, sinks: Tensor | None) -> Tensor:
-    """What was attended to [..., A, D], with the logarithm of the sum of exponentials [..., A],
-    once a sink takes its share."""
-    if sinks is None:
-        return out
-    share = torch.sigmoid(weight - sinks.to(weight.dtype))
-    return out * share.unsqueeze(-1).to(out.dtype)
-
-
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, scaling: float, *, causal: bool
-) -> tuple[Tensor, Tensor]:
-    """The attended values and, per query, the logarithm of the sum of exponentials."""
-    width = v.shape[-1]
-    if width != q.shape[-1]:  # the kernel wants one width
-        v = nn.functional.pad(v, (0, q.shape[-1] - width))
-    out, weight = _flash(q, k, v, is_causal=causal, scale=scaling)
-    return out[..., :width], weight
-
-
-def _gathered(pool: Tensor, blocks: Tensor) -> Tensor:
-    """A sequence's blocks as [1, K, tokens, D]."""
-    # Picked first: of the transposed pool, all of it would be copied before a block is picked.
-    picked = pool.index_select(0, blocks)
-    count, heads, block, width = picked.shape
-    return picked.transpose(0, 1).reshape(1, heads, count * block, width)
-
-
-def _explicit(
-    chunk: Chunk, query: Tensor, keys: Tensor, values: Tensor, options: Options
-) -> Tensor:
-    """With a window or a softcap: scores and mask of this chunk alone."""
-    _, num_heads, count, size = query.shape
-    heads, block = keys.shape[1], keys.shape[2]
-    group = num_heads // heads
-    oldest = 0
-    if options.window is not None:
-        oldest = max(0, chunk.start + 1 - options.window)
-    skipped = oldest // block
-    end = chunk.start + count - skipped * block
-    k = _gathered(keys, chunk.blocks[skipped:])[0, :, :end]
-    v = _gathered(values, chunk.blocks[skipped:])[0, :, :end]
-    asked = (query[0] * options.scaling).reshape(heads, group * count, size)
-    scores = torch.bmm(asked, k.transpose(1, 2)).float().view(heads, group, count, end)
-    if options.softcap is not None:
-        scores.div_(options.softcap).tanh_().mul_(options.softcap)
-    at = torch.arange(chunk.start, chunk.start + count).unsqueeze(1)
-    seen = torch.arange(end) + skipped * block
-    hidden = seen > at
-    if options.window is not None:
-        hidden |= seen <= at - options.window
-    scores.masked_fill_(hidden, -torch.inf)
-    if options.sinks is not None:
-        sinks = options.sinks.float().view(heads, group, 1, 1).expand(-1, -1, count, 1)
-        weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :end]
-    else:
-        weights = scores.softmax(-1)
-    out = torch.bmm(weights.to(v.dtype).reshape(heads, group * count, end), v)
-    return out.view(num_heads, count, -1).transpose(0, 1)

@@ -1,17 +1,19 @@
 """Packed weights: a second copy of each matrix, laid out as oneDNN multiplies few rows by it.
 
 A step of decoding multiplies as many rows as requests run. With 4 to 64 rows the library for whole
-matrices leaves half of a core unused; oneDNN has kernels for them, which want the weights in blocks
-of their own. With one or two rows what its call costs by itself is more than it saves, and with
-many rows each new number of them would be prepared anew: both take the weight as it was.
+matrices leaves half of some cores unused; oneDNN has kernels for them, which want the weights in
+blocks of their own. With one or two rows what its call costs by itself is more than it saves, and
+with many rows each new number of them would be prepared anew: both take the weight as it was.
+On other processors the library for whole matrices is the faster one. So both are timed once:
 
-    rows       1     4     8    16    32    64
-    as it is   1.1   2.3   2.9   4.3   5.9   8.1     ms, 5.0M weights in fp32, one thread
-    packed     1.5   1.4   2.1   2.6   4.0   7.0
+    rows            1     4     8    16    32    64
+    as it is       1.1   2.3   2.9   4.3   5.9   8.1     ms, 5.0M weights in fp32, one thread of
+    packed         1.5   1.4   2.1   2.6   4.0   7.0     an AMD EPYC
 """
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -23,6 +25,9 @@ from hocket.serving.engine.projections import Merged, MergedLinear
 MOST_BYTES = 256 << 20
 """Of the second copies on a rank; larger models do without any."""
 LEAST_ROWS, MOST_ROWS = 3, 64
+GAIN = 1.05
+"""Times as fast as the weights as they are: what makes copies worth their memory."""
+_TRIED_ROWS, _TRIALS = 16, 5
 
 
 class PackedWeight:
@@ -49,15 +54,18 @@ class PackedLinear(nn.Linear):
         return self.held.product(input, self.bias)
 
 
-def pack(module: nn.Module) -> int:
+def pack(module: nn.Module, *, tried: bool = True) -> int:
     """Pack the weights of a module's linear layers, in place, on a CPU in fp32.
 
     Layers that are split over tensor ranks are left alone.
 
     Call after the weights have been laid out and merged for good; what they are is not changed.
 
+    Args:
+        tried: only if that was faster, here and now, than the weights as they are.
+
     Returns:
-        Bytes of the copies; 0 where there are none: too large, or no library for them.
+        Bytes of the copies; 0 where there are none: too large, not faster, or no library for them.
     """
     found: list[tuple[Any, Tensor]] = []
     merged: set[int] = set()
@@ -74,11 +82,30 @@ def pack(module: nn.Module) -> int:
     there: Any = torch.backends.mkldnn
     if size > MOST_BYTES or not there.is_available():
         return 0
-    for one, weight in found:
-        held = PackedWeight(weight)
+    copies = [PackedWeight(weight) for _, weight in found]
+    if tried and not _faster(copies):
+        return 0
+    for (one, _), held in zip(found, copies, strict=True):
         if isinstance(one, Merged):
             one.product = held.product  # type: ignore[method-assign]
         else:
             one.__class__ = PackedLinear
             one.held = held
     return size
+
+
+@torch.inference_mode()
+def _faster(copies: list[PackedWeight]) -> bool:
+    """Whether products of a few rows by all of the weights take less time with their copies."""
+    inputs = [torch.zeros(_TRIED_ROWS, held.weight.shape[1]) for held in copies]
+    best = [float("inf"), float("inf")]
+    for _ in range(_TRIALS):  # in turns: whatever disturbs one disturbs the other
+        for way in (0, 1):
+            began = time.perf_counter()
+            for held, x in zip(copies, inputs, strict=True):
+                if way:
+                    held.product(x, None)
+                else:
+                    F.linear(x, held.weight)
+            best[way] = min(best[way], time.perf_counter() - began)
+    return best[0] >= GAIN * best[1]

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hocket.runtime.collectives import all_reduce
 from hocket.runtime.mesh import Mesh
 from hocket.runtime.pipeline.stage import Stage
 from hocket.serving.engine.attention import Options, attending
@@ -24,7 +25,10 @@ from hocket.serving.engine.attention_cpu import CpuAttention, Remembered
 from hocket.serving.engine.attention_cuda import CudaAttention, DeviceStep, choose_kernel
 from hocket.serving.engine.attention_step import StepIndices, indices
 from hocket.serving.engine.cache import BlockTables, LayerShape, PagedCache, bytes_per_block
+from hocket.serving.engine.fused import fuse
+from hocket.serving.engine.fused_layer import fuse_layers
 from hocket.serving.engine.graphs import DecodeGraphs
+from hocket.serving.engine.native.kernels import Kernels
 from hocket.serving.engine.packed import pack
 from hocket.serving.engine.projections import (
     lay_inputs_first,
@@ -90,6 +94,7 @@ class StageRunner:
         self.cache: PagedCache | None = None
         self.kernel = "cpu"
         self._graphs: DecodeGraphs | None = None
+        self._kernels: Kernels | None = None
         self.tables = BlockTables(max_rows, -(-max_model_len // block_size))
         self.layers = self._watch()
         unmerge_wasted(merges)
@@ -97,6 +102,13 @@ class StageRunner:
             lay_inputs_first(stage.module)
             if mesh.axis("tp").size == 1:
                 pack(stage.module)
+            self._kernels = Kernels.load()
+            if self._kernels is not None:
+                fuse(stage.module, self._kernels)
+            everywhere = torch.tensor([int(self._kernels is not None)])
+            all_reduce(everywhere, mesh.axis("tp"), mesh.recorder, op="min")
+            if self._kernels is not None and bool(everywhere):
+                fuse_layers(stage.module, self._kernels)
         self._remembered: Remembered = {}
         self.threads = threads
         self._wide = _wide_step(stage.module)
@@ -146,7 +158,7 @@ class StageRunner:
         if self.device.type == "cpu":
             if self.threads > 1:
                 torch.set_num_threads(self.threads if step.num_tokens >= self._wide else 1)
-            attention = CpuAttention(self.cache, step, self._remembered)
+            attention = CpuAttention(self.cache, step, self._remembered, self._kernels)
             return self._forward(step, hidden, attention)
         there = DeviceStep.of(step, self.device)
         decodes = not step.chunks

@@ -37,6 +37,10 @@ LOOK: Final = 32
 computes what they begin with."""
 PATIENCE: Final = 8
 """Plans for which a request waits for one block that another computes."""
+PARTS: Final = 2
+"""Plans, for each that may be in flight, into which prompts that wait are cut at least ..."""
+GOOD_CHUNK: Final = 256
+"""... unless these would have fewer tokens than this."""
 LEAST_CHUNK: Final = 64
 """Tokens into which prompts are not cut smaller only to give every plan in flight a part."""
 
@@ -187,12 +191,18 @@ class Scheduler:
         return plan
 
     def _part(self) -> int:
-        """The prompt tokens that are one plan's even part, with room for more plans in flight."""
+        """The prompt tokens that are one plan's even part, with room for more plans in flight.
+
+        Of much work it is less: the last stage would wait for the whole of the first plan, and what
+        comes a moment after a few small plans would be one large one behind them.
+        """
         memory = self._memory
         work = self._waiting.tokens
         work += sum(one.remaining for one in memory.prefilling.values())
         work += sum(len(one.tokens) for one in memory.again.values())
-        return max(LEAST_CHUNK, -(-work // (self.limits.depth - len(self._flights))))
+        even = -(-work // (self.limits.depth - len(self._flights)))
+        most = max(GOOD_CHUNK, -(-work // (PARTS * self.limits.depth)))
+        return max(LEAST_CHUNK, min(even, most))
 
     def _decode(self, flight: _Flight, most: int) -> None:
         """One token each of the sequences that wait longest for it."""

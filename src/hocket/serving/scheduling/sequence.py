@@ -1,4 +1,4 @@
-"""Sequence: one request in the scheduler, from its arrival to its end.
+"""Sequence: one request in the scheduler, from its arrival to its end, and whose it is.
 
                     +------------- preempted -------------+
                     v                                     |
@@ -12,14 +12,32 @@ be preempted (`leaves`), gives them back when the last of those plans is applied
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 from typing import Final
 
 from hocket.serving.request import Finish, Request
-from hocket.serving.scheduling.waiting import User
 
 WAITING: Final = 0
 PREFILL: Final = 1
 DECODE: Final = 2
+
+
+class User:
+    """One fairness key (`scheduling.waiting`).
+
+    Attributes:
+        served: the counter.
+        queue: requests that wait, by order of arrival.
+        requests: that have not ended.
+    """
+
+    __slots__ = ("name", "queue", "requests", "served")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.served = 0
+        self.queue: OrderedDict[int, Sequence] = OrderedDict()
+        self.requests = 0
 
 
 class Sequence:

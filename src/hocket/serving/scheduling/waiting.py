@@ -15,33 +15,14 @@ import heapq
 import itertools
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-if TYPE_CHECKING:
-    from hocket.serving.scheduling.sequence import Sequence
+from hocket.serving.scheduling.sequence import Sequence, User
 
 REMEMBERED: Final = 4096
 """Users without requests whose counters are kept."""
 PROMPT_WEIGHT: Final = 1
 ANSWER_WEIGHT: Final = 2
-
-
-class User:
-    """One fairness key.
-
-    Attributes:
-        served: the counter.
-        queue: requests that wait, by order of arrival.
-        requests: that have not ended.
-    """
-
-    __slots__ = ("name", "queue", "requests", "served")
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.served = 0
-        self.queue: OrderedDict[int, Sequence] = OrderedDict()
-        self.requests = 0
 
 
 class Waiting:

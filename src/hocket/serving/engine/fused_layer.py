@@ -1,0 +1,188 @@
+"""Whole decoder layers with less between their products, on a CPU in fp32.
+
+    norm            kernel
+    q k v           one product
+    attention       one kernel: turned by position, stored, attended     (rows that decode)
+    o               one product, added to what came in
+    norm            kernel
+    gate up         one product
+    silu            kernel
+    down            one product, added
+
+That is what Llama's layers compute, and those of the families that were made after it. With few
+rows a step's time is mostly that of the calls between its products: sixty of them a layer in the
+family's own code. A layer is replaced only if it gives the same numbers as that code, and hands the
+same queries, keys and values to its attention. Tensor ranks try it together: the sums between them
+are the module's own, of which both ways have as many.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hocket.runtime.tensor_parallel.layers import RowParallelLinear
+from hocket.serving.engine import attention
+from hocket.serving.engine.attention import Options
+from hocket.serving.engine.attention_cpu import CpuAttention
+from hocket.serving.engine.fused import Gated, Norm, hooked, same, swap
+from hocket.serving.engine.native.kernels import Kernels, fits
+from hocket.serving.engine.packed import PackedLinear
+from hocket.serving.engine.projections import Merged, MergedLinear
+
+_ENDS = (nn.Linear, PackedLinear, RowParallelLinear)
+_MOST_ROWS = 256
+"""Tokens up to which gate and up are computed here; of more, by the layer's own module, which takes
+them in pieces."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parts:
+    """What a layer is made of.
+
+    Attributes:
+        qkv, gate_up: merged products.
+        heads: query heads, key/value heads, size of a head.
+        options: what its attention asks for.
+        out, down: weights [in, out] whose product is added to the residual; None: the module's own
+            way is taken, since it has a bias or is packed.
+    """
+
+    kernels: Kernels
+    qkv: Merged
+    gate_up: Merged
+    heads: tuple[int, int, int]
+    options: Options
+    out: Tensor | None
+    down: Tensor | None
+
+
+class _Layer(nn.Module):
+    """A decoder layer (by class swap)."""
+
+    input_layernorm: Norm
+    post_attention_layernorm: Norm
+    self_attn: Any
+    mlp: Any
+    parts: _Parts
+
+    def forward(self, hidden_states: Tensor, *args: Any, **others: Any) -> Any:
+        made = None if args else self._made(hidden_states, others.get("position_embeddings"))
+        return super().forward(hidden_states, *args, **others) if made is None else made
+
+    def _made(self, h: Tensor, positions: tuple[Tensor, Tensor] | None) -> Tensor | None:
+        parts, step = self.parts, attention.active()
+        tokens = h.shape[1] if h.dim() == 3 and h.shape[0] == 1 else 0
+        if not tokens or not isinstance(step, CpuAttention) or positions is None:
+            return None
+        cos, sin = positions
+        shape = (1, tokens, parts.heads[2])
+        if cos.shape != shape or sin.shape != shape or not fits(h, cos, sin):
+            return None
+        if not (cos.is_contiguous() and sin.is_contiguous()):
+            return None
+        merged = parts.qkv.product(self.input_layernorm.forward(h), parts.qkv.bias)
+        attended = step.attend_merged(merged[0], positions, parts.heads, parts.options)
+        if attended is None:
+            return None
+        x = _added(h[0], attended, parts.out, self.self_attn.o_proj)
+        y = self.post_attention_layernorm.forward(x.unsqueeze(0))
+        if tokens > _MOST_ROWS:
+            return (self.mlp(y) + x).view(h.shape)  # type: ignore[no-any-return]
+        gate, up = parts.gate_up.product(y, parts.gate_up.bias).split(parts.gate_up.sizes, -1)  # type: ignore[no-untyped-call]
+        between = parts.kernels.silu_product(gate, up)[0]
+        return _added(x, between, parts.down, self.mlp.down_proj).view(h.shape)
+
+
+def _added(x: Tensor, y: Tensor, weight: Tensor | None, module: nn.Module) -> Tensor:
+    """`x` [T, H] and what a product makes of `y`."""
+    if weight is not None:
+        return torch.addmm(x, y, weight)
+    return x + module(y.unsqueeze(0))[0]  # type: ignore[no-any-return]
+
+
+@torch.inference_mode()
+def fuse_layers(module: nn.Module, kernels: Kernels) -> int:
+    """Replace the decoder layers of a module that can be, in place; how many were.
+
+    Call after `fused.fuse`; collective over the tensor ranks, all of which must have kernels.
+    """
+    return sum(_fuse_layer(child, kernels) for child in list(module.modules()))
+
+
+def _fuse_layer(child: Any, kernels: Kernels) -> bool:
+    self_attn, mlp = getattr(child, "self_attn", None), getattr(child, "mlp", None)
+    norms: list[Any] = [
+        getattr(child, f"{name}_layernorm", None) for name in ("input", "post_attention")
+    ]
+    if isinstance(child, _Layer) or not isinstance(mlp, Gated) or hooked(child):
+        return False
+    if not all(isinstance(norm, Norm) for norm in norms) or len(child._modules) != 4:
+        return False
+    qkv = _merged(self_attn, ("q_proj", "k_proj", "v_proj"))
+    gate_up = _merged(mlp, ("gate_proj", "up_proj"))
+    size = getattr(self_attn, "head_dim", None)
+    ends: list[Any] = [getattr(self_attn, "o_proj", None), mlp.down_proj]
+    plain = all(type(one) in _ENDS and not hooked(one) for one in ends)
+    if qkv is None or gate_up is None or not isinstance(size, int) or not plain:
+        return False
+    heads = (qkv.sizes[0] // size, qkv.sizes[1] // size, size)
+    probe = _Probe(qkv.sizes)
+    x = torch.randn(1, 3, qkv.weight.shape[1], generator=torch.Generator().manual_seed(0))
+    angles = torch.rand(1, 3, size // 2, generator=torch.Generator().manual_seed(1)).repeat(1, 1, 2)
+    positions = (angles.cos(), angles.sin())
+    try:
+        with attention.attending(probe):
+            expected = child(x, position_embeddings=positions)
+    except Exception:  # whatever else has parts of these names
+        return False
+    if probe.options is None or probe.options.softcap or not isinstance(expected, Tensor):
+        return False
+    parts = _Parts(
+        kernels, qkv, gate_up, heads, probe.options, *(_plain_weight(one) for one in ends)
+    )
+    # What the probe makes of query, key and value, of the same made here.
+    merged = qkv.product(norms[0].forward(x), qkv.bias).view(1, 3, -1, size).transpose(1, 2)
+    query, key = merged[:, : heads[0]], merged[:, heads[0] : heads[0] + heads[1]]
+    query, key = kernels.rotate(query, key, *positions)
+    attended = probe.attend(child, query, key, merged[:, sum(heads[:2]) :], probe.options)
+    h = _added(x[0], attended.reshape(3, -1), parts.out, ends[0])
+    made = h + mlp(norms[1].forward(h.unsqueeze(0)))[0]
+    if not same(made.unsqueeze(0), expected):
+        return False
+    swap(child, _Layer)
+    child.parts = parts
+    return True
+
+
+class _Probe:
+    """Stands for attention: keeps what it is asked for, and mixes all that it is given."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.group = sizes[0] // sizes[1]
+        self.options: Options | None = None
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: Options
+    ) -> Tensor:
+        self.options = options
+        mixed = key.flip(2) + 0.5 * value.roll(1, 2)
+        return (query + mixed.repeat_interleave(self.group, 1)).transpose(1, 2)
+
+
+def _merged(parent: Any, names: tuple[str, ...]) -> Merged | None:
+    """The merged product of some projections, where all of it is theirs, in this order."""
+    parts: list[Any] = [getattr(parent, name, None) for name in names]
+    if not all(isinstance(part, MergedLinear) and not hooked(part) for part in parts):
+        return None
+    found: Merged = parts[0].merged
+    whole = [part.part for part in parts] == list(range(len(found.sizes)))
+    return found if whole and all(part.merged is found for part in parts) else None
+
+
+def _plain_weight(linear: Any) -> Tensor | None:
+    plain = type(linear) is nn.Linear and linear.bias is None
+    return linear.weight.t() if plain else None

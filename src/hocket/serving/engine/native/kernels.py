@@ -1,0 +1,216 @@
+"""Kernels: `kernels.c` called with tensors in fp32 on the CPU.
+
+`Kernels.load` gives them, or None where there are none: callers then compute the same with torch.
+
+Legend: T tokens, R decoding rows, N rows, V vocabulary, A query heads, K key/value heads, D head
+size of queries and keys, E of values, B block size.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hocket.serving.engine.native.library import library
+
+_WIDE, _TILE = 16, 8
+"""As in `kernels.c`."""
+
+
+def fits(*tensors: Tensor) -> bool:
+    """Whether a kernel may be given these: fp32 on the CPU, entries of the last dim in a row, and
+    nothing that autograd follows."""
+    for x in tensors:
+        if x.dtype != torch.float32 or x.device.type != "cpu" or x.stride(-1) != 1:
+            return False
+        if x.requires_grad and torch.is_grad_enabled():
+            return False
+    return True
+
+
+class Kernels:
+    """The compiled functions; none of them uses more than one thread."""
+
+    def __init__(self, found: Any) -> None:
+        self._rms_norm = found.hocket_rms_norm
+        self._silu_product = found.hocket_silu_product
+        self._rotate = found.hocket_rotate
+        self._store = found.hocket_store
+        self._attend = found.hocket_attend
+        self._decode = found.hocket_decode
+        self._attend_chunk = found.hocket_attend_chunk
+        self._largest = found.hocket_largest
+        self._scratch = torch.empty(0)
+
+    @staticmethod
+    @functools.cache
+    def load() -> Kernels | None:
+        """The kernels of this process, compiled now if they never were; None without."""
+        found = library()
+        return None if found is None else Kernels(found)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, offset: float, eps: float) -> Tensor:
+        """`x` [1, T, H] or [1, T, A, D] over the root of its last dim's mean square, times
+        `weight + offset`."""
+        out = torch.empty(x.shape)
+        width = x.shape[-1]
+        inner, inner_stride = (x.shape[2], x.stride(2)) if x.dim() == 4 else (1, 0)
+        self._rms_norm(
+            x.data_ptr(), x.shape[1], x.stride(1), inner, inner_stride, width,
+            weight.data_ptr(), offset, eps, out.data_ptr(),
+        )  # fmt: skip
+        return out
+
+    def silu_product(self, gate: Tensor, up: Tensor) -> Tensor:
+        """silu(gate) * up, of [1, T, I] each."""
+        out = torch.empty(gate.shape)
+        self._silu_product(
+            gate.data_ptr(), gate.stride(1), up.data_ptr(), up.stride(1),
+            gate.shape[1], gate.shape[2], out.data_ptr(),
+        )  # fmt: skip
+        return out
+
+    def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Query [1, A, T, D] and key [1, K, T, D] at their positions; cosine and sine [1, T, D],
+        contiguous. The results are views [1, A, T, D] and [1, K, T, D] of tokens in a row."""
+        _, queries, tokens, size = q.shape
+        keys = k.shape[1]
+        out = torch.empty(1, tokens, queries + keys, size)
+        cosine, sine, at = cos.data_ptr(), sin.data_ptr(), out.data_ptr()
+        row = (queries + keys) * size
+        self._rotate(
+            q.data_ptr(), queries, tokens, q.stride(1), q.stride(2), size, cosine, sine, at, row
+        )
+        at += queries * size * 4
+        self._rotate(
+            k.data_ptr(), keys, tokens, k.stride(1), k.stride(2), size, cosine, sine, at, row
+        )
+        out = out.transpose(1, 2)
+        return out[:, :queries], out[:, queries:]
+
+    def store(self, new: Tensor, places: Tensor, pool: Tensor) -> None:
+        """Write `new` [1, K, T, D] into a pool [blocks, K, B, D] at `places` [T]."""
+        _, heads, tokens, width = new.shape
+        self._store(
+            new.data_ptr(), heads, tokens, new.stride(1), new.stride(2), width,
+            places.data_ptr(), pool.shape[2], pool.data_ptr(),
+        )  # fmt: skip
+
+    def attend(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        tables: Tensor,
+        lengths: Tensor,
+        *,
+        longest: int,
+        scaling: float,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Query [R, A, D] to [R, A, E], attending to pools [blocks, K, B, D] and [.., E].
+
+        Args:
+            tables: [R, columns] int64, the rows' blocks. lengths: [R] int64, their tokens.
+            longest: at least the largest of `lengths`.
+            window: tokens that are seen. sinks: [A], fp32.
+        """
+        rows, num_heads, size = q.shape
+        _, heads, block, width = values.shape
+        most = -(-longest // _WIDE) * _WIDE
+        out = torch.empty(rows, num_heads, width)
+        self._attend(
+            q.data_ptr(), q.stride(0), q.stride(1), keys.data_ptr(), values.data_ptr(),
+            tables.data_ptr(), tables.stride(0), lengths.data_ptr(), rows, heads,
+            num_heads // heads, size, width, block, window or 0, scaling,
+            None if sinks is None else sinks.data_ptr(), self._room(num_heads * most), most,
+            out.data_ptr(),
+        )  # fmt: skip
+        return out
+
+    def decode(
+        self,
+        merged: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        places: Tensor,
+        tables: Tensor,
+        lengths: Tensor,
+        longest: int,
+        group: int,
+        scaling: float,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """`rotate`, `store` and `attend` at once, of rows of one token: [R, A * D].
+
+        Args:
+            merged: [R, (A + 2 K) * D], query, key and value heads; contiguous.
+            cos, sin: [1, R, D], contiguous.
+            group: query heads of a key/value head. The rest: as of `store` and `attend`.
+        """
+        rows = merged.shape[0]
+        _, heads, block, size = keys.shape
+        most = -(-longest // _WIDE) * _WIDE
+        num_heads = heads * group
+        out = torch.empty(rows, num_heads * size)
+        self._decode(
+            merged.data_ptr(), rows, cos.data_ptr(), sin.data_ptr(), places.data_ptr(),
+            keys.data_ptr(), values.data_ptr(), tables.data_ptr(), tables.stride(0),
+            lengths.data_ptr(), heads, group, size, block, window or 0, scaling,
+            None if sinks is None else sinks.data_ptr(), self._room(num_heads * (size + most)),
+            most, out.data_ptr(),
+        )  # fmt: skip
+        return out
+
+    def attend_chunk(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        table: Tensor,
+        *,
+        start: int,
+        scaling: float,
+        out: Tensor,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        """Query [1, A, c, D] of the tokens `start` to `start + c` of a sequence to `out` [c, A, E].
+
+        Each attends to what is up to itself in the pools [blocks, K, B, D] and [.., E], at the
+        blocks of `table`, int64; their own keys and values are there already.
+        """
+        assert out.is_contiguous()
+        _, num_heads, count, size = q.shape
+        _, heads, block, width = values.shape
+        most = -(-(start + count) // _WIDE) * _WIDE
+        self._attend_chunk(
+            q.data_ptr(), q.stride(1), q.stride(2), keys.data_ptr(), values.data_ptr(),
+            table.data_ptr(), start, count, heads, num_heads // heads, size, width, block,
+            window or 0, scaling, None if sinks is None else sinks.data_ptr(),
+            self._room((size + width + _TILE) * most), most, out.data_ptr(),
+        )  # fmt: skip
+
+    def _room(self, entries: int) -> int:
+        """The address of so many entries, until it is asked for again."""
+        if self._scratch.numel() < entries:
+            self._scratch = torch.empty(entries)
+        return self._scratch.data_ptr()
+
+    def largest(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The largest entry of each row of `x` [N, V] and its id, of equals the first: [N] and
+        [N]. NaN where the row holds one; its id means nothing."""
+        rows = x.shape[0]
+        values, ids = torch.empty(rows), torch.empty(rows, dtype=torch.long)
+        self._largest(
+            x.data_ptr(), rows, x.stride(0), x.shape[1], values.data_ptr(), ids.data_ptr()
+        )
+        return values, ids

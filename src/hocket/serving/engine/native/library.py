@@ -1,0 +1,124 @@
+"""Library: `kernels.c`, compiled for this machine when it is first wanted, and kept.
+
+    $XDG_CACHE_HOME/hocket/kernels/HASH.so, else ~/.cache/hocket/kernels/HASH.so
+
+The hash is of the source, the compiler's version, the flags and the processor's features, so that
+a home directory may be shared. Compiling takes two seconds, once; whoever comes meanwhile compiles
+too, and the last one's file stands, whole at every moment. Where no C compiler is found, where it
+fails, or with HOCKET_KERNELS=0, there is no library, and PyTorch computes the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+VARIABLE = "HOCKET_KERNELS"
+"""0: compile and use no kernels."""
+SOURCE = Path(__file__).with_name("kernels.c")
+
+_SECONDS = 60.0
+# Sums may be reordered, or they would not be vectorised. That numbers are finite is not assumed,
+# and how the processor treats the smallest numbers is not changed, as -ffast-math would.
+_FLAGS = (
+    *("-O3", "-march=native", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math"),
+    *(
+        "-fno-signed-zeros",
+        "-fassociative-math",
+    ),
+)
+_WIDE = "-mprefer-vector-width=512"
+
+_i, _f, _p = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+_ARGUMENTS = {
+    "hocket_rms_norm": [_p, _i, _i, _i, _i, _i, _p, _f, _f, _p],
+    "hocket_silu_product": [_p, _i, _p, _i, _i, _i, _p],
+    "hocket_rotate": [_p, _i, _i, _i, _i, _i, _p, _p, _p, _i],
+    "hocket_store": [_p, _i, _i, _i, _i, _i, _p, _i, _p],
+    "hocket_attend": [_p, _i, _i, _p, _p, _p, _i, _p, *[_i] * 7, _f, _p, _p, _i, _p],
+    "hocket_decode": [_p, _i, _p, _p, _p, _p, _p, _p, _i, _p, *[_i] * 5, _f, _p, _p, _i, _p],
+    "hocket_attend_chunk": [_p, _i, _i, _p, _p, _p, *[_i] * 8, _f, _p, _p, _i, _p],
+    "hocket_largest": [_p, _i, _i, _i, _p, _p],
+}
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The kernels; None where there are none."""
+    if os.environ.get(VARIABLE) == "0":
+        return None
+    compiler = _compiler()
+    if compiler is None:
+        return None
+    try:
+        found = ctypes.CDLL(str(_built(compiler)))
+    except (OSError, subprocess.SubprocessError):
+        return None
+    for name, arguments in _ARGUMENTS.items():
+        function = getattr(found, name)
+        function.argtypes, function.restype = arguments, None
+    return found
+
+
+def folder() -> Path:
+    """Where compiled kernels of this user are kept."""
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(home).expanduser() / "hocket" / "kernels"
+
+
+def _compiler() -> list[str] | None:
+    """The words that call a C compiler: $CC, else the first that is there."""
+    named = shlex.split(os.environ.get("CC", ""))
+    for words in [named] if named else [["gcc"], ["clang"], ["cc"]]:
+        path = shutil.which(words[0])
+        if path is not None:
+            return [path, *words[1:]]
+    return None
+
+
+def _built(compiler: list[str]) -> Path:
+    """The library's file, compiled unless it is there.
+
+    Raises:
+        OSError, subprocess.SubprocessError: it cannot be compiled or kept.
+    """
+    version = subprocess.run(
+        [*compiler, "--version"], capture_output=True, timeout=_SECONDS, check=True
+    ).stdout
+    flags = [*_FLAGS, _WIDE] if "avx512f" in _features() else list(_FLAGS)
+    known = [SOURCE.read_bytes(), version, " ".join(flags).encode(), _features().encode()]
+    digest = hashlib.sha256(b"\0".join(known)).hexdigest()[:24]
+    file = folder() / f"{digest}.so"
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryDirectory(dir=file.parent) as aside:
+            made = Path(aside) / "kernels.so"
+            subprocess.run(
+                [*compiler, *flags, str(SOURCE), "-o", str(made)],
+                capture_output=True,
+                timeout=_SECONDS,
+                check=True,
+            )
+            made.replace(file)
+    if file.stat().st_uid != os.getuid():
+        raise PermissionError(f"{file} belongs to somebody else")
+    return file
+
+
+@functools.cache
+def _features() -> str:
+    """What code for this processor may use, as its kernel tells; else its name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    told = [line for line in lines if line.startswith(("flags", "Features", "model name"))]
+    return "\n".join(told[:2])
