@@ -45,6 +45,27 @@ def run_spec() -> RunSpec:
     return prepare.spec_of(source, asked, Layout(), source.config, "train")
 
 
+def test_adapters_are_planned_as_they_are_foretold(cluster: str) -> None:
+    adapters = {"lora_rank": 4, "lora_targets": "q_proj-v_proj"}
+    whole = job.plan("tiny-llama", cluster=cluster, **SIZES, layout="dp2")
+    found = job.plan("tiny-llama", cluster=cluster, **SIZES, layout="dp2", **adapters)
+    assert any(note.startswith("LoRA: ") for note in found.notes)
+    assert job.command(found).endswith("--lora-rank 4 --lora-targets q_proj-v_proj")
+    assert found.best.step_seconds.mid < 0.9 * whole.best.step_seconds.mid
+    # Of a model of 1.8M parameters two moments; gradients come when activations have gone.
+    assert whole.best.memory - found.best.memory > 8 * 1.7e6
+    spec = run_spec()
+    options = dataclasses.replace(spec.options, **adapters)
+    one = dataclasses.replace(spec, layout=found.best.layout, options=options)
+    assert forecast.forecast(one, cluster).step_seconds == found.best.step_seconds.mid
+    spared = dataclasses.replace(one, layout=Layout.parse("dp2:zero=3"))
+    assert "adapters under ZeRO-3" in forecast.forecast(spared, cluster).why
+    with pytest.raises(HocketError, match="nobody measured adapters under ZeRO-2"):
+        job.plan("tiny-llama", cluster=cluster, **SIZES, layout="dp2:zero=2", lora_rank=4)
+    best = job.plan("tiny-llama", cluster=cluster, **SIZES, **adapters)
+    assert all(one.layout.zero < 2 for one in best.layouts)
+
+
 def test_it_says_what_a_run_is_foretold(cluster: str) -> None:
     found = job.plan("tiny-llama", cluster=cluster, **SIZES, top=5)
     assert found.precision == "fp32"

@@ -39,6 +39,8 @@ class PlanFlags:
         precision: of matrix products: bf16, fp16, fp8. None: bf16, on CPU cores fp32.
         stack: software whose constants price it: megatron-core, megatron, fsdp, fsdp-compiled,
             deepspeed ... None: megatron-core.
+        lora_rank: train adapters of this rank beside the frozen model.
+        lora_targets: layers that have one: q_proj-v_proj. None: all linear ones but the head.
         json: print one JSON object; with --emit it holds that text as well.
         serve: size a service instead of a training step; the flags below say what is asked of it.
         prompt_len: tokens of a prompt. None: 1536.
@@ -66,6 +68,8 @@ class PlanFlags:
     emit: Text = None
     precision: Text = None
     stack: Text = None
+    lora_rank: Count = None
+    lora_targets: Text = None
     json: bool = False
     serve: bool = False
     prompt_len: Count = None
@@ -86,7 +90,7 @@ SERVING = (
 )  # fmt: skip
 """Flags that mean something with --serve only."""
 
-TRAINING = ("seq_len", "global_batch", "objective", "all", "stack")
+TRAINING = ("seq_len", "global_batch", "objective", "all", "stack", "lora_rank", "lora_targets")
 """Flags that mean nothing with --serve."""
 
 
@@ -108,6 +112,11 @@ def main(arguments: Sequence[str]) -> int:
         raise OptionError("which GPUs?", hint="--cluster 8x8xH100-SXM")
     if flags.global_batch is None:
         raise OptionError("how many sequences make a step?", hint="--global-batch 512")
+    if flags.emit is not None and flags.lora_rank is not None:
+        raise OptionError(
+            f"--emit writes no flags of adapters for {flags.emit}",
+            hint="leave --emit out, and give hocket train the layout with --lora-rank",
+        )
     from hocket.jobs import plan as job
     from hocket.jobs.serve_plan import size_is_public
 
@@ -129,6 +138,8 @@ def main(arguments: Sequence[str]) -> int:
         explain=flags.explain,
         precision=flags.precision,
         stack=flags.stack,
+        lora_rank=flags.lora_rank,
+        lora_targets=flags.lora_targets,
     )
     if flags.json:
         import json

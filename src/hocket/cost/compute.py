@@ -119,8 +119,9 @@ def block_times(
         m, n, k, batch = _local(p, tokens, at)
         forward = forward + product(m, n, k, platform, batch)
         inputs = inputs + product(m, k, n, platform, batch)
-        weights = weights + product(k, n, m, platform, batch, result=result)
-    adding = local_weights(block, at) * (ELEMENT + 2 * grad) / memory
+        if not p.frozen:
+            weights = weights + product(k, n, m, platform, batch, result=result)
+    adding = local_trained(block, at) * (ELEMENT + 2 * grad) / memory
     apart = (at.microbatches > 1) & block.layer & ~fused
     weights = weights + np.where(apart, adding, 0.0)
 
@@ -182,6 +183,12 @@ def local_weights(block: BlockTerms, at: Layouts) -> Floats:
     return inside + block.weights_expert / (expert_tp(at) * at.ep)
 
 
+def local_trained(block: BlockTerms, at: Layouts) -> Floats:
+    """Those of `local_weights` that are trained."""
+    inside = block.trained_inside / at.tp + block.trained_outside
+    return inside + block.trained_expert / (expert_tp(at) * at.ep)
+
+
 def _local(
     one: Product, tokens: Floats, at: Layouts
 ) -> tuple[Floats, Floats, Floats, Floats | float]:
@@ -192,7 +199,7 @@ def _local(
         held = np.maximum(one.groups / at.ep, 1.0)
         rows = rows / np.where(each < at.tp, at.tp, 1.0) / held
         return rows, *_divided(split, n, k, each), held
-    if split == "outside":
+    if split == "outside" and not one.beside:
         return rows / np.where(at.sequence_parallel > 0, at.tp, 1.0), n, k, 1.0
     return rows, *_divided(split, n, k, at.tp), 1.0
 

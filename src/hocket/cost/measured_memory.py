@@ -16,7 +16,7 @@ from hocket.cost.measured_shares import (
     left_bytes,
     share_bytes,
 )
-from hocket.cost.measured_stage import GRADIENT_BYTES, local, saved_bytes, weights
+from hocket.cost.measured_stage import GRADIENT_BYTES, local, saved_bytes, trained, weights
 from hocket.spec.model_shape import BlockShape
 from hocket.spec.schedule import BACKWARD, FORWARD, INPUT, WEIGHT
 
@@ -45,7 +45,8 @@ def made(job: Job, index: int) -> int:
     kinds = {stage: job.blocks(stage) for stage in stages}
     held = {stage: job.held_bytes(stage) for stage in stages}
     gradients = {
-        stage: GRADIENT_BYTES * sum(local(w, job.layout.tp) for w in weights(job.shape, kind))
+        stage: GRADIENT_BYTES
+        * sum(local(w, job.layout.tp) for w in trained(weights(job.shape, kind)))
         for stage, kind in kinds.items()
     }
     # Layers that are run again in I leave more for W than they held before.
@@ -138,6 +139,8 @@ def pending_bytes(job: Job, kinds: list[str]) -> int:
     for kind in kinds:
         inputs: dict[str, float] = {}
         for p in job.shape.blocks[kind].products:
+            if p.frozen:
+                continue
             split_in = job.layout.tp if p.split == "row" else job.microbatch.ranks("outside")
             split_out = job.layout.tp if p.split in ("column", "vocab") else 1
             if p.split == "outside":

@@ -20,6 +20,7 @@ from hocket.cost.measured_stage import (
     saved_bytes,
     stage_blocks,
     stage_seconds,
+    trained,
     weight_blocks,
     weights,
 )
@@ -128,15 +129,20 @@ class Job:
         split_loss = False
         for kind in blocks if tp > 1 else ():
             block = self.shape.blocks[kind]
-            forward += sum(p.split == "row" for p in block.products)
-            backward += len({p.input or p.name for p in block.products if p.split == "column"})
+            products = [p for p in block.products if not p.beside]
+            forward += sum(p.split == "row" for p in products)
+            backward += len({p.input or p.name for p in products if p.split == "column"})
             if kind == "embedding":
                 forward += any(w.split == "vocab" for w in block.weights)
             if kind == "head" and any(p.split == "vocab" for p in block.products):
                 backward += 1
                 split_loss = True
         again = self.again(stage, "full") if tp > 1 else []
-        repeated = sum(p.split == "row" for kind in again for p in self.shape.blocks[kind].products)
+        repeated = sum(
+            p.split == "row" and not p.beside
+            for kind in again
+            for p in self.shape.blocks[kind].products
+        )
         repeated = max(0, repeated - len(again))
         sums: dict[str, Any] = {
             "forward_sums": forward, "repeated_sums": repeated, "backward_sums": backward,
@@ -154,26 +160,36 @@ class Job:
         return StageShare(
             stage=stage,
             split_loss=split_loss,
-            gradient_bytes=tuple(local(w, tp) * GRADIENT_BYTES for w in held),
-            late=tuple(self._sees_a_slice(w) for w in held),
-            blocks=tuple(weight_blocks(self.shape, blocks)),
-            partial_bytes=self._partial(held),
+            gradient_bytes=tuple(local(w, tp) * GRADIENT_BYTES for w in trained(held)),
+            late=tuple(self._sees_a_part(w) for w in trained(held)),
+            blocks=tuple(
+                block
+                for block, weight in zip(weight_blocks(self.shape, blocks), held, strict=True)
+                if not weight.frozen
+            ),
+            partial_bytes=self._partial(trained(held)),
             tied_bytes=self._tied(blocks),
             **sums,
         )
 
-    def _sees_a_slice(self, weight: Weight) -> bool:
-        """Whether a weight that is not split sees one slice of the sequence alone."""
-        slices = self.layout.sequence_parallel and self.layout.tp > 1
-        return slices and weight.split == "outside"
+    def _sees_a_part(self, weight: Weight) -> bool:
+        """Whether a weight that is not split sees one slice of the sequence alone, or beside a
+        frozen one that is split a part of its inputs or outputs."""
+        parts = self.layout.sequence_parallel or self.adapted
+        return parts and self.layout.tp > 1 and weight.split == "outside"
+
+    @property
+    def adapted(self) -> bool:
+        """Whether adapters are trained instead of the model."""
+        return any(w.frozen for w in self.shape.blocks["head"].weights)
 
     def _partial(self, held: Sequence[Weight]) -> dict[str, int]:
         """Gradients that are summed over tensor ranks once a step: of key/value heads that several
         hold, and of what each has seen a slice for."""
         found = _partial(held, self.layout.tp)
-        slices = sum(w.elements * GRADIENT_BYTES for w in held if self._sees_a_slice(w))
-        if slices:
-            found["tp"] = found.get("tp", 0) + slices
+        parts = sum(w.elements * GRADIENT_BYTES for w in held if self._sees_a_part(w))
+        if parts:
+            found["tp"] = found.get("tp", 0) + parts
         return found
 
     @property
@@ -189,6 +205,7 @@ class Job:
         both = [
             w
             for w in self.shape.blocks["head"].weights
+            if not w.frozen
             if w.name in {e.name for e in self.shape.blocks["embedding"].weights} & other
         ]
         return tuple(local(w, self.layout.tp) * GRADIENT_BYTES for w in both) if ends else ()
@@ -303,7 +320,7 @@ def _stage(job: Job, stage: int, rates: Rates, links: Links) -> StageStep:
 
 def _rank(job: Job, stages: Sequence[int], rates: Rates, links: Links) -> RankStep:
     layout, place = job.layout, job.schedule.stage_ranks
-    held = [w for stage in stages for w in weights(job.shape, job.blocks(stage))]
+    held = [w for stage in stages for w in trained(weights(job.shape, job.blocks(stage)))]
     elements = sum(local(w, layout.tp) for w in held)
     gradients = float(elements * GRADIENT_BYTES)
     sums: list[Collective | None] = []
@@ -339,13 +356,15 @@ def resident_bytes(job: Job, index: int) -> dict[str, int]:
     """Bytes that a pipeline rank holds all the time: `parameters`, `gradients`, `optimizer`."""
     stages = [s for s, owner in enumerate(job.schedule.stage_ranks) if owner == index]
     held = [w for stage in stages for w in weights(job.shape, job.blocks(stage))]
+    whole = sum(local(w, job.layout.tp) for w in held)
+    held = trained(held)
     elements = sum(local(w, job.layout.tp) for w in held)
     mine = elements // job.state_ranks
     exact = job.element_bytes == GRADIENT_BYTES and not job.layout.offloads("optimizer")
     masters = 0 if exact else 4 * mine
     # ZeRO-1 lets go of the whole gradient after the step; at its worst moment it is there.
     gradients = mine if job.layout.zero > 1 else elements
-    values = mine if job.layout.zero == 3 else elements
+    values = whole // job.state_ranks if job.layout.zero == 3 else whole
     return {
         "parameters": values * job.element_bytes,
         "gradients": gradients * GRADIENT_BYTES,

@@ -110,6 +110,11 @@ def weights(shape: ModelShape, blocks: Iterable[str]) -> list[Weight]:
     return list(found.values())
 
 
+def trained(held: Iterable[Weight]) -> list[Weight]:
+    """Those that have a gradient."""
+    return [weight for weight in held if not weight.frozen]
+
+
 def weight_blocks(shape: ModelShape, blocks: Iterable[str]) -> list[str]:
     """The block in which ZeRO-3 gathers each of `weights`, in the same order."""
     found: dict[str, str] = {}
@@ -144,8 +149,9 @@ def stage_seconds(
 
 def _layer_again(block: BlockShape, microbatch: Microbatch, rates: Rates) -> float:
     forward = block_seconds(block, microbatch, rates).forward
-    if block.products:
-        forward -= _product(block.products[-1], block, microbatch, rates).forward
+    products = [p for p in block.products if not p.beside]
+    if products:
+        forward -= _product(products[-1], block, microbatch, rates).forward
     return forward
 
 
@@ -179,15 +185,17 @@ def _product(
     share = _share(product, block, tp)
     n = max(1, round(product.n * (share if product.split in ("column", "vocab") else 1)))
     k = max(1, round(product.k * (share if product.split == "row" else 1)))
-    tokens = microbatch.tokens / (microbatch.ranks("outside") if product.split == "outside" else 1)
+    sliced = product.split == "outside" and not product.beside
+    tokens = microbatch.tokens / (microbatch.ranks("outside") if sliced else 1)
     rows = max(1, round(tokens * product.count / product.groups))
     overhead = rates.call("linear"), rates.backward("linear")
     one = Seconds(
         forward=rates.product("nt", rows, n, k),
         input=rates.product("nn", rows, k, n),
-        weight=rates.product("tn", n, k, rows),
+        weight=0.0 if product.frozen else rates.product("tn", n, k, rows),
     ).times(product.groups)
-    return one + Seconds(forward=overhead[0], input=overhead[1] / 2, weight=overhead[1] / 2)
+    half = overhead[1] / 2
+    return one + Seconds(forward=overhead[0], input=half, weight=0.0 if product.frozen else half)
 
 
 def _share(product: MatrixProduct, block: BlockShape, tp: int) -> float:
@@ -251,19 +259,18 @@ def _embedding(block: BlockShape, microbatch: Microbatch, rates: Rates) -> Secon
         width = max(1, weight.elements // rows)
         held = max(1, local(weight, microbatch.tp) // width)
         known = rates.kernel("embedding", (microbatch.tokens, held, width))
-        if known is not None:
-            total += Seconds(forward=known[0], input=known[1])
-        else:
+        if known is None:
             read = 2.0 * microbatch.tokens * width * BYTES[rates.dtype]
             dense = float(held * width * GRADIENT_BYTES)
-            total += Seconds(forward=rates.stream(read), input=rates.stream(read + dense))
+            known = rates.stream(read), rates.stream(read + dense)
+        total += Seconds(forward=known[0], input=0.0 if weight.frozen else known[1])
     return total
 
 
 def _gradients(held: list[Weight], microbatch: Microbatch, rates: Rates) -> Seconds:
     """Adding to the gradients of the microbatches before; the first are taken as they come, or
     copied into the bucket that is summed over the replicas."""
-    sizes = [local(w, microbatch.tp) * GRADIENT_BYTES for w in held]
+    sizes = [local(w, microbatch.tp) * GRADIENT_BYTES for w in trained(held)]
     added = sum(rates.stream(3.0 * size) for size in sizes)
     copied = sum(rates.stream(2.0 * size) for size in sizes) if microbatch.dp > 1 else 0.0
     calls = len(sizes) * rates.backward("add")

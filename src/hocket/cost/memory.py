@@ -23,7 +23,7 @@ import dataclasses
 import numpy as np
 
 from hocket.cost.columns import SCHEDULES, Layouts, RankLayers, equal_layers
-from hocket.cost.compute import local_weights
+from hocket.cost.compute import local_trained, local_weights
 from hocket.cost.constants import Constants
 from hocket.cost.terms import BlockTerms, Floats, Terms
 
@@ -74,15 +74,17 @@ def memory(
     ranks = ranks or equal_layers(model, at, ends_lighter)
     # Shares of all layers.
     stage, begin, end = (n / model.layers for n in (ranks.most, ranks.first, ranks.last))
-    layer_weights = live_layer = held = largest = np.zeros(shape)
+    live_layer = held = np.zeros(shape)
+    # Of parameters: all of them, and those that are trained.
+    layer_weights = largest = np.zeros((2, *shape))
     for count, block in model.kinds:
         whole, kept = _saved(block, model, at, seq_len, constants)
         held = held + count * kept * tokens
         live_layer = np.maximum(live_layer, np.where(at.recompute == FULL, whole * tokens, 0.0))
-        local = local_weights(block, at)
+        local = _local(block, at)
         layer_weights = layer_weights + count * local
         largest = np.maximum(largest, local)
-    ends = local_weights(model.embedding, at), local_weights(model.head, at)
+    ends = _local(model.embedding, at), _local(model.head, at)
     flight = _in_flight(at)
     logits = _end(model.head, at) * tokens
     looked_up = _end(model.embedding, at) * tokens
@@ -123,6 +125,12 @@ def memory(
     )
 
 
+def _local(block: BlockTerms, at: Layouts) -> Floats:
+    """Parameters of a block on one rank and those of them that are trained, [2, r]."""
+    both = [local_weights(block, at), local_trained(block, at)]
+    return np.stack([np.broadcast_to(one, at.dp.shape) for one in both])
+
+
 def _saved(
     block: BlockTerms, model: Terms, at: Layouts, seq_len: Floats, constants: Constants
 ) -> tuple[Floats, Floats]:
@@ -160,17 +168,18 @@ def _in_flight(at: Layouts) -> Floats:
 
 
 def _state(
-    parameters: Floats, largest: Floats, at: Layouts, constants: Constants
+    held: Floats, widest: Floats, at: Layouts, constants: Constants
 ) -> tuple[Floats, Floats, Floats]:
-    """Bytes of weights, gradients and optimizer of so many parameters."""
+    """Bytes of weights, gradients and optimizer of so many parameters and trained ones, [2, r]."""
+    (parameters, trained), (largest, of_trained) = held, widest
     ranks = np.minimum(at.shard, at.dp) * at.cp
     gradient = np.asarray(constants.gradient_bytes)
     weights = np.where(
         at.zero >= 3, WEIGHT * parameters / ranks + 2 * WEIGHT * largest, WEIGHT * parameters
     )
     gradients = np.where(
-        at.zero >= 2, gradient * parameters / ranks + gradient * largest, gradient * parameters
+        at.zero >= 2, gradient * trained / ranks + gradient * of_trained, gradient * trained
     )
     state = MASTER_AND_MOMENTS + np.asarray(constants.optimizer_copies)
-    optimizer = state * parameters / np.where(at.zero >= 1, ranks, 1.0)
+    optimizer = state * trained / np.where(at.zero >= 1, ranks, 1.0)
     return weights, gradients, optimizer

@@ -25,7 +25,7 @@ import numpy as np
 
 from hocket.cost.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, group, point_to_point
 from hocket.cost.columns import SCHEDULES, Layouts, RankLayers, equal_layers
-from hocket.cost.compute import ELEMENT, BlockTimes, block_times, local_weights
+from hocket.cost.compute import ELEMENT, BlockTimes, block_times, local_trained, local_weights
 from hocket.cost.constants import Constants, Platform
 from hocket.cost.machine import Machine
 from hocket.cost.terms import BlockTerms, Floats, Terms
@@ -101,10 +101,10 @@ def step_times(
     m, p, v = at.microbatches, at.pp, at.virtual
     zero = np.zeros_like(at.dp)
     forward = inputs = weights = exposed = sharded = zero
-    total_weights = ulysses = zero
+    trained = ulysses = zero
     for count, block in model.kinds:
         times = block_times(block, model, small, span, platform)
-        local = local_weights(block, at)
+        local = local_trained(block, at)
         per_layer, gather, scatter = _sharded(block, at, platform)
         f, b, w = spread(times.forward), spread(times.inputs), spread(times.weights)
         share = np.broadcast_to(constants.overlap, at.dp.shape)
@@ -117,7 +117,7 @@ def step_times(
         exposed = exposed + count * spread(times.exposed)
         ulysses = np.maximum(ulysses, spread(times.ulysses))
         sharded = sharded + count * (f2 + whole - f - b - w)
-        total_weights = total_weights + count * local
+        trained = trained + count * local
     extra = 2.0 * np.asarray(ends_lighter)  # a pipeline as long as if every stage were full
     per_stage = (model.layers + extra) / (p * model.layers)
     forward, inputs, weights = forward * per_stage, inputs * per_stage, weights * per_stage
@@ -150,9 +150,9 @@ def step_times(
     pipeline = np.where(no_bubble, m * slowest + np.where(both, (p - 1) / 2 * forward, 0), pipeline)
     pipeline = np.where(at.schedule == SCHEDULES.index("sequential"), m * fill, pipeline)
 
-    ends = local_weights(model.embedding, at) + local_weights(model.head, at)
+    ends = local_trained(model.embedding, at) + local_trained(model.head, at)
     tied = np.where((model.tied > 0) & (p == 1), 0.5, 1.0)
-    local = total_weights * (model.layers + extra) / (p * model.layers)
+    local = trained * (model.layers + extra) / (p * model.layers)
     local = local + ends * tied * np.where((p > 1) & ~both, 0.5, 1.0)
     data, again = _data_parallel(local, at, platform)
     last_backward = (inputs + weights) / np.maximum(v, 1.0)
@@ -223,7 +223,7 @@ def _sharded(
     shard, stride = _state_ranks(at)
     calls = (constants.sharded_calls - 1) * constants.hop * shard
     gather = group(ALL_GATHER, ELEMENT * local, shard, stride, slow) + calls
-    size = constants.gradient_bytes * local
+    size = constants.gradient_bytes * local_trained(block, at)
     scatter = group(REDUCE_SCATTER, size, shard, stride, slow) + calls
     copies = _copies(at)
     if np.any(copies > 1):
@@ -265,7 +265,7 @@ def _data_parallel(held: Floats, at: Layouts, platform: Platform) -> tuple[Float
 def _tied(model: Terms, at: Layouts, platform: Platform) -> Floats:
     """Gradients of tied embeddings, between the first and the last stage."""
     constants = platform.constants
-    size = constants.gradient_bytes * local_weights(model.head, at)
+    size = constants.gradient_bytes * local_trained(model.head, at)
     stride = at.tp * at.cp * at.dp * (at.pp - 1)
     machine = platform.machine
     crossing = (at.tp * at.cp * at.dp * at.pp) > machine.domain

@@ -36,6 +36,8 @@ class Product:
     k: Floats
     count: Floats
     groups: Floats
+    frozen: bool = False
+    beside: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +72,7 @@ class BlockTerms:
         kernels_backward: by one backward.
         saved: bytes held from forward to backward; `core` under selective recompute is not.
         weights: parameters by what divides them: tensor parallelism, nothing, experts.
+        trained: those of them that are not frozen.
     """
 
     layer: bool
@@ -89,6 +92,9 @@ class BlockTerms:
     weights_inside: Floats
     weights_outside: Floats
     weights_expert: Floats
+    trained_inside: Floats
+    trained_outside: Floats
+    trained_expert: Floats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +170,8 @@ def _products(block: BlockShape) -> list[MatrixProduct]:
     """Products, those that read one tensor and are split alike as one."""
     found: dict[tuple[Any, ...], MatrixProduct] = {}
     for place, p in enumerate(block.products):
-        key = (p.input or place, p.split, p.k, p.count, p.groups)
+        # What runs beside another product does so as often as there are others.
+        key = (place if p.beside else p.input or place, p.split, p.k, p.count, p.groups)
         if key in found:
             p = dataclasses.replace(found[key], n=found[key].n + p.n)
         found[key] = p
@@ -194,10 +201,12 @@ def _block(block: BlockShape, *, layer: bool = False) -> BlockTerms:
 
     experts = tuple(p.name for p in block.products if p.groups > 1)
 
-    def weights(*splits: str) -> Floats:
+    def weights(*splits: str, trained: bool = False) -> Floats:
         """Stacked experts count as such even where tensor parallelism does not split them."""
         found = 0.0
         for w in block.weights:
+            if trained and w.frozen:
+                continue
             expert = w.split == "expert" or (bool(experts) and w.name.startswith(experts))
             found += w.elements * (("expert" if expert else w.split) in splits)
         return _one(found)
@@ -209,9 +218,14 @@ def _block(block: BlockShape, *, layer: bool = False) -> BlockTerms:
     others = len(products) + len(block.attention)
     return BlockTerms(
         layer=layer,
-        reductions=len({p.name.split(".")[0] for p in products if p.split == "row"}),
+        reductions=len(
+            {p.name.split(".")[0] for p in products if p.split == "row" and not p.beside}
+        ),
         products=tuple(
-            Product(p.split, _one(p.n), _one(p.k), _one(p.count), _one(p.groups)) for p in products
+            Product(
+                p.split, _one(p.n), _one(p.k), _one(p.count), _one(p.groups), p.frozen, p.beside
+            )
+            for p in products
         ),
         cores=tuple(
             Core(
@@ -234,7 +248,7 @@ def _block(block: BlockShape, *, layer: bool = False) -> BlockTerms:
         kernels=_one(others + sum(m.kernels for m in block.memory_bound)),
         kernels_backward=_one(
             others
-            + len(products)
+            + sum(not p.frozen for p in products)
             + sum(m.backward_kernels for m in block.memory_bound)
             - (joined if sums else 0)
         ),
@@ -245,4 +259,7 @@ def _block(block: BlockShape, *, layer: bool = False) -> BlockTerms:
         weights_inside=weights("inside", "column", "row", "vocab"),
         weights_outside=weights("outside"),
         weights_expert=weights("expert"),
+        trained_inside=weights("inside", "column", "row", "vocab", trained=True),
+        trained_outside=weights("outside", trained=True),
+        trained_expert=weights("expert", trained=True),
     )

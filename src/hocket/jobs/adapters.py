@@ -1,4 +1,5 @@
-"""Adapters: what `--lora-targets` names against the model's own layers, before its ranks start.
+"""Adapters: what `--lora-targets` names against the model's own layers, before its ranks start;
+and how much of a model they leave to train, in words.
 
 Names need the model, and so torch: one process of the warm server looks.
 """
@@ -7,8 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from hocket.spec.units import format_count
+
 if TYPE_CHECKING:
     from hocket.launch import Launcher, RankContext
+    from hocket.spec.model_shape import ModelShape
     from hocket.spec.run import RunSpec
 
 
@@ -42,3 +46,11 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
     skeleton = build(source.config, attention="sdpa", code=source.code)
     layers = targets_of(skeleton, spec.options.lora_targets)
     context.emit({"event": "adapters", "layers": len(layers)})
+
+
+def words(shape: ModelShape) -> tuple[str, ...]:
+    """How much of an adapted model is trained, in words; nothing of a whole one."""
+    if not any(w.frozen for w in shape.blocks["head"].weights):
+        return ()
+    trained, whole = format_count(shape.num_trained), format_count(shape.num_parameters)
+    return (f"LoRA: {trained} parameters are trained beside {whole} that are frozen.",)

@@ -67,9 +67,9 @@ def told(
     layout = str(spec.layout)
     if measured is None:
         return Forecast.none(layout, "this machine was not measured; hocket probe does"), None
-    unpriced = _unpriced(spec)
-    if unpriced:
-        return Forecast.none(layout, f"nobody measured {unpriced} here"), None
+    missing = unpriced(spec, spec.layout)
+    if missing:
+        return Forecast.none(layout, f"nobody measured {missing} here"), None
     try:
         machine = machine_of(spec, measured)
         shape = shape_of(spec, launcher)
@@ -87,15 +87,15 @@ def told(
         return Forecast.none(layout, error.message), None
 
 
-def _unpriced(spec: RunSpec) -> str:
-    """What a run does that no measurement of a machine prices; empty: nothing."""
+def unpriced(spec: RunSpec, layout: Layout) -> str:
+    """What a run would do that no measurement of a machine prices; empty: nothing."""
     if spec.workload.dtype not in PRECISIONS:
         return f"products in {spec.workload.dtype}"
     if spec.options.grad_dtype != "fp32":
         return f"gradients in {spec.options.grad_dtype}"
-    if spec.options.lora_rank is not None:
-        return "steps with LoRA: only those that train the whole model are priced"
-    return "activations in host memory" if spec.layout.offloads("activations") else ""
+    if spec.options.lora_rank is not None and layout.zero > 1:
+        return f"adapters under ZeRO-{layout.zero}"
+    return "activations in host memory" if layout.offloads("activations") else ""
 
 
 def write(folder: RunFolder, found: Told) -> None:
@@ -173,11 +173,28 @@ def backend_of(asked: str, measured: Measured) -> str:
 
 
 def shape_of(spec: RunSpec, launcher: Launcher | None = None) -> ModelShape:
-    """The model's shape in the type it is trained in, traced by a rank and kept.
+    """The model's shape in the type it is trained in, with its adapters if it is given some.
 
     Raises:
         ModelError: it cannot be traced.
     """
+    from hocket.cost.adapters import adapted
+    from hocket.cost.measured_rates import BYTES
+    from hocket.models.lora import words_of
+
+    found, options = _plain_shape(spec, launcher), spec.options
+    if options.lora_rank is None:
+        return found
+    return adapted(
+        found,
+        options.lora_rank,
+        words_of(options.lora_targets),
+        element_bytes=BYTES[spec.workload.dtype],
+    )
+
+
+def _plain_shape(spec: RunSpec, launcher: Launcher | None) -> ModelShape:
+    """Traced by a rank, and kept for the next time."""
     file = _cache_file(spec)
     known = _read(file)
     if known is not None:
@@ -291,6 +308,8 @@ def chosen(
         found: dict[str, Layout] = {}
         for layout in among:
             if any(getattr(layout, n) != getattr(spec.layout, n) for n in names & _WEIGHED):
+                continue
+            if unpriced(spec, layout):
                 continue
             # The rest is not weighed: it is as it was given.
             rest = {name: getattr(spec.layout, name) for name in names - _WEIGHED}

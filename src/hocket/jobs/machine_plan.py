@@ -50,6 +50,8 @@ def plan(
     pins: Mapping[str, Any] | None = None,
     precision: str | None = None,
     explain: bool = False,
+    lora_rank: int | None = None,
+    lora_targets: str | None = None,
 ) -> Plan:
     """The best layouts of a model on a measured machine, or one layout foretold.
 
@@ -60,7 +62,8 @@ def plan(
             CPU cores, a sequence longer than the model has positions for.
         LayoutError: no layout is legal, or none fits.
     """
-    from hocket.jobs import foresight
+    from hocket.jobs import forecast, foresight
+    from hocket.jobs.adapters import words as of_adapters
     from hocket.planning.machine_choice import beside, candidates, leaner, weigh
     from hocket.planning.plan import Plan
 
@@ -71,7 +74,7 @@ def plan(
         raise OptionError(f"top is {top}; it must be at least 1")
     asked = problem(
         model, cluster, seq_len=seq_len, global_batch=global_batch, precision=precision,
-        layout=layout,
+        layout=layout, lora_rank=lora_rank, lora_targets=lora_targets,
     )  # fmt: skip
     source, spec, shape, machine = asked.source, asked.spec, asked.shape, asked.machine
     measured, workload = machine.measured, spec.workload
@@ -84,7 +87,8 @@ def plan(
         layouts = legal(source, workload, among, pins or {})
 
         def with_less() -> list[Layout]:
-            return legal(source, workload, leaner(among), pins or {})
+            few = [one for one in leaner(among) if not forecast.unpriced(spec, one)]
+            return legal(source, workload, few, pins or {})
 
         otherwise = with_less
 
@@ -113,8 +117,10 @@ def plan(
         num_legal=len(layouts),
         num_fitting=sum(holds(shape, one, workload, machine) for one in layouts),
         explanation=tuple(foresight.reasons(beside(best, rows[: top + 1]))) if explain else (),
-        notes=(*best.notes, *_vocabulary(source), *_trust(spec)),
+        notes=(*best.notes, *_vocabulary(source), *of_adapters(shape), *_trust(spec)),
         machine=_words(measured),
+        lora_rank=lora_rank,
+        lora_targets=lora_targets,
     )
 
 
@@ -142,6 +148,8 @@ def problem(
     global_batch: int,
     precision: str | None = None,
     layout: Layout | None = None,
+    lora_rank: int | None = None,
+    lora_targets: str | None = None,
 ) -> Asked:
     """What is asked of a machine of CPU cores, and its model traced.
 
@@ -169,11 +177,14 @@ def problem(
         )
     asked = request(
         {"model": model, "seq_len": seq_len, "global_batch": global_batch, "dtype": precision,
-         "device": "cpu"}
+         "device": "cpu", "lora_rank": lora_rank, "lora_targets": lora_targets}
     )  # fmt: skip
     source = resolve(model, weights=False)
     spec = spec_of(source, asked, Layout(), source.config, "plan")
     one = validate(source.dimensions, layout or Layout(), spec.workload)
+    unpriced = forecast.unpriced(spec, one)
+    if unpriced:
+        raise OptionError(f"nobody measured {unpriced} here", hint="another --layout")
     shape = forecast.shape_of(spec)
     machine = forecast.machine_of(spec, measured)
     return Asked(source=source, spec=spec, shape=shape, machine=machine, layout=one)

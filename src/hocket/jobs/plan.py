@@ -35,6 +35,8 @@ def plan(
     explain: bool = False,
     precision: str | None = None,
     stack: str | None = None,
+    lora_rank: int | None = None,
+    lora_targets: str | None = None,
 ) -> Plan:
     """The best layouts of a model on a cluster, or one layout priced.
 
@@ -48,11 +50,13 @@ def plan(
         explain: say why the winner wins, and what would change the answer.
         precision: of matrix products. None: bf16, on CPU cores fp32.
         stack: the software whose constants price it. None: fused kernels, gradients overlapped.
+        lora_rank, lora_targets: train adapters instead of the model, as `hocket train` does.
 
     Raises:
         HocketError: what the caller can mend: an unknown name, or a model that does not fit, with
             the smallest cluster that it fits.
     """
+    from hocket.jobs.adapters import words
     from hocket.jobs.machine import cluster as find_cluster
     from hocket.planning.layouts import parse_pins
     from hocket.planning.plan import plan as search
@@ -83,9 +87,11 @@ def plan(
             pins=pins,
             precision=precision,
             explain=explain,
+            lora_rank=lora_rank,
+            lora_targets=lora_targets,
         )
     problem = Problem(
-        shape=shape_of(os.fspath(model)),
+        shape=trained_shape(shape_of(os.fspath(model)), lora_rank, lora_targets),
         cluster=machines,
         seq_len=seq_len,
         global_batch=global_batch,
@@ -101,6 +107,12 @@ def plan(
     if positions is not None and seq_len > positions:
         note = f"The model is configured for {positions} positions; the plan is for {seq_len}."
         found = dataclasses.replace(found, notes=(*found.notes, note))
+    found = dataclasses.replace(
+        found,
+        notes=(*found.notes, *words(problem.shape)),
+        lora_rank=lora_rank,
+        lora_targets=lora_targets,
+    )
     if explain and found.best.fits:
         from hocket.planning.explain import explain as sentences
 
@@ -112,6 +124,24 @@ def plan(
 
 PRECISION = "bf16"
 """Of matrix products on GPUs, unless another is asked for."""
+
+
+def trained_shape(shape: ModelShape, rank: int | None, targets: str | None) -> ModelShape:
+    """The shape as it is trained: with adapters of that rank, or as it is where there is none.
+
+    Raises:
+        OptionError: targets without a rank, a rank below 1, or a layer that is not there.
+    """
+    from hocket.cost.adapters import adapted
+    from hocket.models.lora import words_of
+
+    if rank is None:
+        if targets is not None:
+            raise OptionError(
+                "--lora-targets names layers, and no rank is given", hint="--lora-rank 8"
+            )
+        return shape
+    return adapted(shape, rank, words_of(targets))
 
 
 def shape_of(model: str) -> ModelShape:
@@ -216,7 +246,10 @@ def command(found: Plan) -> str:
     """The command that trains in the best layout."""
     words = ["hocket", "train", found.model, "--layout", str(found.best.layout)]
     words += ["--seq-len", str(found.seq_len), "--global-batch", str(found.global_batch)]
-    return shlex.join([*words, "--dtype", found.precision])
+    words += ["--dtype", found.precision]
+    for flag, value in (("rank", found.lora_rank), ("targets", found.lora_targets)):
+        words += [] if value is None else [f"--lora-{flag}", str(value)]
+    return shlex.join(words)
 
 
 def emitted(found: Plan, tool: str) -> str:

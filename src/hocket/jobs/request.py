@@ -96,11 +96,6 @@ def request(values: Mapping[str, Any]) -> Request:
             "--layout auto chooses among processes; replicas in threads are asked for by hand",
             hint="--layout dp2 --data-parallel threads",
         )
-    if auto and options.lora_rank is not None:
-        raise LayoutError(
-            "--layout auto prices steps that train the whole model, not LoRA's",
-            hint="--layout dp2",
-        )
     return Request(
         model=given["model"],
         data=given.get("data", ()),

@@ -45,6 +45,7 @@ class Plan:
         notes: what a reader should know.
         machine: the CPU cores that were measured, in words, and empty on GPUs; where it is not,
             figures are as a run is foretold, without ranges.
+        lora_rank, lora_targets: of adapters that are trained instead of the model; None: it is.
     """
 
     model: str
@@ -60,6 +61,8 @@ class Plan:
     explanation: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     machine: str = ""
+    lora_rank: int | None = None
+    lora_targets: str | None = None
 
     @property
     def best(self) -> Forecast:

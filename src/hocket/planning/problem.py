@@ -40,9 +40,9 @@ from hocket.spec.schedule import Schedule
 STACK = "megatron-core"
 """The software whose constants stand for a runtime that fuses attention and overlaps gradients."""
 
-BACKWARD_SHARE = 2 / 3
-"""Of an embedding's or head's time: its two backward products of three."""
-
+PRODUCTS = 2, 3
+"""Of an embedding or a head that is frozen, and of one that is trained: forward, the gradient of
+its input, that of its matrix."""
 
 CHUNK = 65536
 """Rows priced at once: their columns stay in the processor's cache."""
@@ -226,10 +226,12 @@ class Problem:
             )
 
         message = np.repeat(times.exchange[:, None], num_stages, axis=1)
-        half = BACKWARD_SHARE / 2
-        inputs, weights = stages(times.inputs, half), stages(times.weights, half)
+        frozen = all(p.frozen for p in self.shape.blocks["head"].products)
+        one = 1 / PRODUCTS[not frozen]
+        inputs = stages(times.inputs, one)
+        weights = stages(times.weights, 0.0 if frozen else one)
         seconds = {
-            "F": stages(times.forward, 1 - BACKWARD_SHARE),
+            "F": stages(times.forward, one),
             "B": inputs + weights,
             "I": inputs,
             "W": weights,

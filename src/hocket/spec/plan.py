@@ -201,6 +201,7 @@ class StagePlan:
             running it again stops before their sum over tp.
         streams: of the hidden state, where layers hand on several (hyper-connections), as
             [B, S, streams, H]; 0: [B, S, H].
+        beside: these streams lie side by side, as [B, S, streams H].
     """
 
     decoder: str
@@ -216,6 +217,7 @@ class StagePlan:
     cores: tuple[str, ...] = ()
     ends: tuple[str, ...] = ()
     streams: int = 0
+    beside: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

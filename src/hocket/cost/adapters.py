@@ -1,0 +1,152 @@
+"""Adapters: the shape of a model whose matrices are frozen, with thin trained ones beside them.
+
+    y = x W^T + (x A^T) B^T alpha / r            A [r, k], B [n, r]          (Hu et al. 2021)
+
+What LoRA saves is in the shape, so that whatever prices a shape prices it: frozen weights have no
+gradient, no optimizer state, and their products no third one in backward. What it costs is there as
+well: two thin products for each adapted one, the sum of both results, and of both gradients.
+
+As `runtime.lora` splits them: beside a product split by columns A is whole and B is split, beside
+one split by rows A is split and B is whole. Held for backward is what was held before, which A
+reads or activations need, but for what a norm's weight alone was multiplied by.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+
+from hocket.spec.errors import OptionError, nearest
+from hocket.spec.model_shape import (
+    BlockShape,
+    MatrixProduct,
+    MemoryBound,
+    ModelShape,
+    Saved,
+    Weight,
+)
+
+VIEWS = {"memory_bound": "fused", "unfused": "eager"}
+
+
+def adapted(
+    shape: ModelShape, rank: int, targets: Collection[str] = (), *, element_bytes: int = 2
+) -> ModelShape:
+    """The shape under LoRA.
+
+    Args:
+        rank: r.
+        element_bytes: of an activation, in the type that the shape was traced in.
+        targets: names of layers, or their ends after a dot (`q_proj`); none: every linear layer but
+            the head. Stacked experts are no linear layers.
+
+    Raises:
+        OptionError: a rank below 1, or a target that is in no layer, with the nearest.
+    """
+    if rank < 1:
+        raise OptionError(f"the rank of LoRA is {rank}; it must be at least 1", hint="rank 8 or 16")
+    layers = {kind: shape.blocks[kind] for kind in dict.fromkeys(shape.layers)}
+    leaves = sorted({p.name.rpartition(".")[2] for b in layers.values() for p in _linear(b)})
+    for word in targets:
+        if not any(_means(word, p.name) for b in layers.values() for p in _linear(b)):
+            near = nearest(word, leaves)
+            raise OptionError(
+                f"{shape.name} has no linear layer {word!r}; it has {', '.join(leaves)}",
+                hint=f"--lora-targets {near or 'all-linear'}",
+            )
+    blocks = {
+        name: _adapted(block, rank, targets, element_bytes)
+        if name in layers
+        else _frozen(block, element_bytes)
+        for name, block in shape.blocks.items()
+    }
+    return dataclasses.replace(shape, blocks=blocks)
+
+
+def _linear(block: BlockShape) -> list[MatrixProduct]:
+    return [p for p in block.products if p.groups == 1]
+
+
+def _means(word: str, name: str) -> bool:
+    return name == word or name.endswith(f".{word}")
+
+
+def _frozen(block: BlockShape, element_bytes: int) -> BlockShape:
+    return dataclasses.replace(
+        block,
+        saved=tuple(_without_norms(block, element_bytes)),
+        products=tuple(dataclasses.replace(p, frozen=True) for p in block.products),
+        weights=tuple(dataclasses.replace(w, frozen=True) for w in block.weights),
+    )
+
+
+def _without_norms(block: BlockShape, element_bytes: int) -> list[Saved]:
+    """What is saved, less the normed activations that were kept for a norm's weight: where it is
+    multiplied by them operation by operation and a product reads the result."""
+    read = {p.input for p in block.products}
+    norms = [w for w in block.weights if f"{w.name.rpartition('.')[0]}:mul" in read]
+    less = float(sum(w.elements for w in norms) * element_bytes)
+    found = []
+    for row in block.saved:
+        if row.view == "eager" and row.split == "outside" and not row.square and not row.selective:
+            taken = min(row.bytes, less)
+            row, less = dataclasses.replace(row, bytes=row.bytes - taken), less - taken
+        found.append(row)
+    return found
+
+
+def _adapted(
+    block: BlockShape, rank: int, targets: Collection[str], element_bytes: int
+) -> BlockShape:
+    frozen = _frozen(block, element_bytes)
+    chosen = [
+        p for p in _linear(block) if not targets or any(_means(word, p.name) for word in targets)
+    ]
+    products, weights, saved = list(frozen.products), list(frozen.weights), list(frozen.saved)
+    moved = {field: list(getattr(block, field)) for field in VIEWS}
+    width = element_bytes / 2  # elements are counted as of 16 bits
+    for p in chosen:
+        own = next((w for w in block.weights if w.name.startswith(f"{p.name}.")), None)
+        units = own.units if own is not None else 1
+        first = "row" if p.split == "row" else "outside"
+        second = "outside" if p.split in ("row", "outside") else p.split
+        thin = f"{p.name}.lora_A", f"{p.name}.lora_B"
+        products += [
+            MatrixProduct(
+                name=thin[0], n=rank, k=p.k, split=first, count=p.count, input=p.input, beside=True
+            ),
+            MatrixProduct(
+                name=thin[1], n=p.n, k=rank, split=second, count=p.count, input=thin[0], beside=True
+            ),
+        ]
+        for name, elements, split in (
+            (thin[0], rank * p.k, first),
+            (thin[1], p.n * rank, second),
+        ):
+            count = 1 if split == "outside" else units
+            weights.append(
+                Weight(name=f"{name}.weight", elements=elements, split=split, units=count)
+            )
+        saved.append(Saved(name=thin[0], bytes=element_bytes * rank * p.count, split="outside"))
+        entered = "inside" if p.split == "row" else "outside"
+        left = "inside" if p.split in ("column", "vocab") else "outside"
+        for field, view in VIEWS.items():
+            moved[field] += [
+                MemoryBound(
+                    name=f"{p.name} and its adapter",
+                    forward=width * (3 * p.n + 2 * rank) * p.count,
+                    backward=width * 2 * rank * p.count, split=left, kernels=2, view=view,
+                ),
+                MemoryBound(
+                    name=f"gradients of {p.name} and its adapter", forward=0.0,
+                    backward=width * 3 * p.k * p.count, split=entered, kernels=0, view=view,
+                ),
+            ]  # fmt: skip
+    return dataclasses.replace(
+        frozen,
+        products=tuple(products),
+        weights=tuple(weights),
+        saved=tuple(saved),
+        memory_bound=tuple(moved["memory_bound"]),
+        unfused=tuple(moved["unfused"]),
+    )

@@ -1,0 +1,89 @@
+"""The shape of a model under LoRA: what is trained, and what a step no longer computes or holds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hocket.catalogue import hardware
+from hocket.catalogue.shapes import shape
+from hocket.cost.adapters import adapted
+from hocket.planning.problem import Problem
+from hocket.spec.errors import OptionError
+from hocket.spec.layout import Layout
+from hocket.spec.model_shape import ModelShape
+
+LLAMA = shape("llama-3-8b")
+QKV_O, MLP = (4096 + 4096) * 2 + (4096 + 1024) * 2, (4096 + 14336) * 3
+
+
+@pytest.mark.parametrize(
+    ("targets", "width"),
+    [
+        ((), QKV_O + MLP),
+        (("q_proj", "v_proj"), 4096 + 4096 + 4096 + 1024),
+        (("mlp.up_proj",), 18432),
+    ],
+)
+def test_so_many_parameters_are_trained(targets: tuple[str, ...], width: int) -> None:
+    """As peft counts them: r (in + out) of each; 41,943,040 for a whole Llama 3 8B at 16."""
+    found = adapted(LLAMA, 16, targets)
+    assert found.num_trained == 32 * 16 * width
+    assert found.num_parameters == LLAMA.num_parameters == LLAMA.num_trained
+
+
+def test_a_head_and_stacked_experts_have_none() -> None:
+    found = adapted(shape("mixtral-8x7b"), 8)
+    names = [w.name for b in found.blocks.values() for w in b.weights if not w.frozen]
+    assert names
+    assert not any("experts" in name or name.startswith("lm_head") for name in names)
+
+
+def test_a_step_computes_no_gradient_of_frozen_matrices() -> None:
+    """Two of three products remain, but of attention, and the adapters' own are few."""
+    whole, thin = LLAMA.flops_per_token(2048), adapted(LLAMA, 16).flops_per_token(2048)
+    forward = LLAMA.flops_per_token(2048, backward=False)
+    products = 2 * (LLAMA.num_parameters - 128256 * 4096)
+    assert thin == pytest.approx(whole - products + 6 * 32 * 16 * (QKV_O + MLP), rel=1e-3)
+    assert 2 * forward < thin < 2.2 * forward
+
+
+def problem(of: ModelShape) -> Problem:
+    cluster = hardware.cluster("8xA100-80")
+    return Problem(shape=of, cluster=cluster, seq_len=2048, global_batch=64)
+
+
+def held(of: ModelShape, layout: str) -> tuple[float, float, float, float]:
+    from hocket.cost.columns import columns
+
+    asked = problem(of)
+    at = columns([Layout.parse(layout)], asked.global_batch)
+    found, times = asked.memory(at), asked.times(at)
+    parts = (found.weights, found.gradients, found.optimizer, times.step)
+    return tuple(float(np.asarray(part)[0]) for part in parts)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("layout", ["dp8:microbatches=8", "pp4.tp2:microbatches=8", "dp8:zero=1"])
+def test_what_is_frozen_has_no_gradient_and_no_state(layout: str) -> None:
+    weights, gradients, optimizer, step = held(LLAMA, layout)
+    thin = held(adapted(LLAMA, 16), layout)
+    share = 32 * 16 * (QKV_O + MLP) / LLAMA.num_parameters
+    assert weights < thin[0] < 1.02 * weights
+    assert thin[1] < 3 * share * gradients
+    assert thin[2] < 3 * share * optimizer
+    assert 0.6 * step < thin[3] < 0.95 * step
+
+
+def test_zero_3_gathers_what_is_frozen_and_reduces_what_is_not() -> None:
+    weights, gradients, _, _ = held(LLAMA, "dp8:zero=3")
+    thin = held(adapted(LLAMA, 16), "dp8:zero=3")
+    assert thin[0] > 0.99 * weights
+    assert thin[1] < 0.05 * gradients
+
+
+def test_what_is_not_there_is_refused_with_the_nearest() -> None:
+    with pytest.raises(OptionError, match="no linear layer 'q_prj'") as error:
+        adapted(LLAMA, 8, ("q_prj",))
+    assert error.value.hint == "--lora-targets q_proj"
+    with pytest.raises(OptionError, match="the rank of LoRA is 0"):
+        adapted(LLAMA, 0)
