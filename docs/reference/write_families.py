@@ -31,7 +31,8 @@ For every type of which the installed transformers has a causal language model, 
 of its class defaults (four layers or two of each kind, hidden size 64, four heads) trains three
 steps at each layout, and its loss, every gradient and every value after the optimizer's step are
 compared with what the plain transformers model computes in one process ([what counts as
-equal](../guides/check.md)). A type or a cell that is missing here has not been run.
+equal](../guides/check.md)). A type or a cell that is missing here has not been run. "Train" means:
+every layout tried that splits along these axes, or some of them, is equal.
 """
 
 
@@ -41,6 +42,7 @@ def page(rows: tuple[TypeRow, ...]) -> str:
     found = Matrix(layouts=layouts, rows=rows)
     counts = found.outcomes()
     split = found.train_under("dp", "pp", "tp", "zero")
+    sliced = found.train_under("dp", "pp", "tp", "zero", "sequence")
     inferred = {row.kind for row in rows if row.inferred}
     whole = sum(1 for kind in split for row in rows if row.kind == kind and row.note)
     lines = [
@@ -54,7 +56,8 @@ def page(rows: tuple[TypeRow, ...]) -> str:
         "combination tried;",
         f"- {len(split)} also under tensor parallelism, {len(inferred & set(split))} of them by a "
         f"plan that was inferred from what their tiny model computes. {whole} of the {len(split)} "
-        "hold some blocks whole on every rank, for the reason in the last list.",
+        "hold some blocks whole on every rank, for the reason in the last list;",
+        f"- {len(sliced)} also with sequence parallelism.",
         "",
         "| | layout |",
         "|---|---|",

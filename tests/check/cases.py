@@ -14,6 +14,8 @@ from hocket.spec.layout import Layout
 from hocket.spec.run import RunSpec, TrainOptions, Workload
 from tests.families import FAMILIES
 
+PLAN = "plan.json"
+
 
 def spec_of(family: str, layout: str) -> RunSpec:
     return RunSpec(
@@ -27,10 +29,17 @@ def spec_of(family: str, layout: str) -> RunSpec:
 
 
 def references(context: Any, folder: str, families: list[str]) -> str:
+    """What one process computes, and the plan that all ranks of all layouts go by: looking for it
+    takes longer than the steps of a case. Each rank takes some families."""
+    from hocket.models.plans import plan_for
+    from hocket.models.skeleton import build
     from hocket.training.reference import write_reference
 
-    for family in families:
-        write_reference(spec_of(family, "dp1"), Path(folder) / family, 3)
+    for family in families[context.rank :: context.world_size]:
+        where = Path(folder) / family
+        write_reference(spec_of(family, "dp1"), where, 3)
+        plan = plan_for(build(FAMILIES[family], dropout=0.0), sequence=True)
+        (where / PLAN).write_text(plan.to_json())
     return "done"
 
 
@@ -56,7 +65,7 @@ def matrix(context: Any, folder: str, cases: list[list[str]], fault: str = "") -
             sequence_parallel=False,
         )
         try:
-            parallel, optimizer = compose(context, spec, meshes, str(key))
+            parallel, optimizer = compose(context, spec, meshes, str(key), where)
             break_something(parallel, optimizer, fault)
             report = compare_layout(spec, parallel, optimizer, where, 3)
             result = report and json.loads(report.to_json())
@@ -68,17 +77,22 @@ def matrix(context: Any, folder: str, cases: list[list[str]], fault: str = "") -
     return found
 
 
-def compose(context: Any, spec: RunSpec, meshes: dict[str, Any], key: str) -> tuple[Any, Any]:
-    """A rank as training composes it, on a mesh that earlier cases have made already."""
+def compose(
+    context: Any, spec: RunSpec, meshes: dict[str, Any], key: str, folder: Path | None = None
+) -> tuple[Any, Any]:
+    """A rank as training composes it, on a mesh that earlier cases have made already, by the plan
+    that `references` left in `folder`."""
     from hocket.runtime.mesh import Mesh
     from hocket.schedules.registry import build
+    from hocket.spec.plan import ParallelPlan
     from hocket.training.build import build_model, build_optimizer
 
     if key not in meshes:
         meshes[key] = Mesh(spec.layout, context.rank)
     threads = spec.layout.data_parallel == "threads"
     schedule = None if threads else build(spec.layout, spec.layout.microbatches or 1)
-    *_, parallel = build_model(spec, meshes[key], schedule)
+    plan = ParallelPlan.from_json((folder / PLAN).read_text()) if folder else None
+    *_, parallel = build_model(spec, meshes[key], schedule, plan)
     return parallel, build_optimizer(parallel, spec.options)
 
 

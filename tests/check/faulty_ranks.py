@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 
 from hocket.jobs import matrix_rank
+from hocket.jobs.matrix_rank import redraw  # noqa: F401  the entry of the second draw
 from hocket.training import check
+
+FIRST = 3
+"""Seed of the first draw."""
 
 
 def prepare(context: Any, payload: dict[str, Any]) -> None:
@@ -34,7 +38,8 @@ def compare(context: Any, payload: dict[str, Any]) -> None:
         if case == ("opt", "dp2"):
             raise RuntimeError("out of luck")
         with pytest.MonkeyPatch.context() as patch:
-            if case == ("llama", "dp2"):
+            tipped = case == ("llama", "tp2") and spec.options.seed == FIRST
+            if case == ("llama", "dp2") or tipped:
                 patch.setattr(check._Rank, "gradient", lambda rank, n: rank.gradients[n] * 1.001)
             return whole(context, spec, *rest)
 

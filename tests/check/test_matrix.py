@@ -123,7 +123,7 @@ def folder(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     # What every forked rank would otherwise import for itself, the model code above all.
     ranks.launcher.preload(["hocket.training.check", "hocket.training.build", *MODEL_CODE])
     ranks.run(
-        "tests.check.cases:references", 1, backend=None, folder=str(path), families=list(FAMILIES)
+        "tests.check.cases:references", 2, backend=None, folder=str(path), families=list(FAMILIES)
     )
     return path
 

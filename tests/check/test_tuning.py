@@ -27,6 +27,8 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("llama", "tp2:recompute=full", SOME),
     ("llama", "pp2:schedule=zb-v,microbatches=4,virtual_stages=2", LORA),
     ("llama_tied", "dp2:zero=2,microbatches=2", LORA),
+    ("llama", "dp2:zero=3,recompute=full", LORA),
+    ("gpt2", "tp2:sequence_parallel=true", LORA),
     ("gpt2", "tp2", LORA),
     ("phi3", "tp2", LORA),
     ("gemma3", "pp2:microbatches=4", PACKED),
@@ -35,6 +37,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("llama_tied", "pp2.tp2:schedule=zero-bubble,microbatches=2", LORA),
     ("gpt2", "dp2.tp2:zero=1", LORA),
     ("gemma3", "dp2.tp2:zero=2,microbatches=2", PACKED),
+    ("llama_tied", "dp2.tp2:zero=3,sequence_parallel=true", LORA),
 ]
 
 

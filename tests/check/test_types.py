@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import datetime
+import json
 import random
+from pathlib import Path
 
 import pytest
 
 from hocket.jobs import matrix as jobs
 from hocket.jobs.matrix import matrix
+from hocket.jobs.matrix_rank import spec_of
 from hocket.models import registry
+from hocket.models.samples import sample
 from hocket.spec.errors import LayoutError, OptionError
+from hocket.spec.layout import Layout
 from tests.jobs.warm import warm  # noqa: F401  a fixture
 
 pytestmark = [pytest.mark.ranks, pytest.mark.train, pytest.mark.timeout(300)]
@@ -54,7 +59,7 @@ def test_a_case_that_ends_its_world_ends_no_other(monkeypatch: pytest.MonkeyPatc
     assert outcomes == {
         "gemma": ["crashed", "crashed"],  # killed while it was prepared
         "gpt2": ["equal", "crashed"],  # killed at tp2
-        "llama": ["different", "equal"],  # its gradients are off at dp2
+        "llama": ["different", "equal"],  # its gradients are off at dp2, and once at tp2
         "opt": ["crashed", "equal"],  # raises at dp2
     }
     cells = {row.kind: row.cells for row in found.rows}
@@ -63,6 +68,30 @@ def test_a_case_that_ends_its_world_ends_no_other(monkeypatch: pytest.MonkeyPatc
     assert "gradient differs by" in cells["llama"][0].reason
     assert cells["opt"][0].reason == "RuntimeError: out of luck"
     assert not found.ok
+
+
+@pytest.mark.usefixtures("warm")
+def test_whole_sequences_are_masked_and_what_no_module_reads_is_gathered() -> None:
+    found = matrix(["mpt", "prophetnet"], ["dp2:zero=3", "dp2.tp2:sequence_parallel=true,zero=3"])
+    outcomes = {row.kind: [cell.outcome for cell in row.cells] for row in found.rows}
+    assert outcomes["mpt"] == ["equal", "equal"]  # its alibi is added to the mask
+    assert outcomes["prophetnet"] == ["equal", "refused"]  # it reads an embedding's weight itself
+
+
+def test_rounding_is_told_from_what_a_layout_does(tmp_path: Path) -> None:
+    """Of an ordinary type it stays far below what is allowed; xLSTM's passes it."""
+    from hocket.models.skeleton import config_of
+    from hocket.models.twin import twin_of
+    from hocket.training.reference import own_rounding, write_reference
+
+    found = {}
+    for kind in ("llama", "xlstm"):
+        tiny = twin_of(config_of(sample(kind), dropout=0.0)).config.to_dict()
+        spec = spec_of(kind, json.loads(json.dumps(tiny, default=str)), Layout(), tmp_path / kind)
+        write_reference(spec, tmp_path / kind, 1)
+        found[kind], _ = own_rounding(spec, tmp_path / kind)
+    assert 0 < found["llama"] < 0.1
+    assert found["xlstm"] > 1
 
 
 def test_what_cannot_be_is_refused_before_ranks_start() -> None:

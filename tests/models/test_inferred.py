@@ -71,6 +71,28 @@ def test_norms_of_single_heads_are_summed_and_sinks_are_split() -> None:
     assert [segment.units for segment in sinks.segments] == [4]
 
 
+def test_heads_may_vary_by_layer() -> None:
+    plan = plan_of("gemma4_unified_text")
+    assert plan.tensor is not None, plan.reasons
+    queries = {n: s for n, s in plan.tensor.splits.items() if n.endswith("q_proj")}
+    assert {(s.segments[0].units, s.segments[0].size) for s in queries.values()} == {
+        (4, 16), (4, 32),
+    }  # fmt: skip
+
+
+def test_fused_experts_are_halves_where_their_plan_does_not_say_so() -> None:
+    plan = plan_of("inkling_text")
+    assert plan.tensor is not None, plan.reasons
+    fused = plan.tensor.splits["model.layers.*.mlp.experts"].parameter_segments["gate_up_proj"]
+    assert [segment.units for segment in fused] == [32, 32]
+
+
+def test_what_has_no_attention_is_asked_for_units_only() -> None:
+    plan = plan_of("rwkv")
+    assert plan.tensor is None or plan.inferred
+    assert "AttributeError" not in plan.reasons.get("tensor", "")
+
+
 @pytest.mark.parametrize("kind", ["bart", "gpt_bigcode", "mixtral", "bloom", "mamba"])
 def test_a_plan_reads_back_equal(kind: str) -> None:
     plan = plan_of(kind)

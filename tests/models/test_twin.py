@@ -1,6 +1,7 @@
 import pytest
 
 from hocket.jobs import twin
+from hocket.jobs import twin_numbers as numbers
 from hocket.spec.errors import ModelError
 from hocket.spec.layout import Layout
 from tests.families import LLAMA
@@ -80,10 +81,94 @@ def test_a_twin_keeps_switches_and_shrinks_sizes():
     assert tiny.config.attention_bias
 
 
+@pytest.mark.torch
+def test_streams_that_lie_side_by_side_are_handed_on():
+    from hocket.models.plans import plan_for
+    from hocket.models.samples import sample
+    from hocket.models.skeleton import build
+
+    config = sample("qwen4_exp_text")
+    assert twin.verdict(config) == twin.Verdict(stages="")
+    stages = plan_for(build(config)).stages
+    assert (stages.streams, stages.beside) == (4, True)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("kind", "layers", "sizes"),
+    [
+        # Two layers of each kind, of which the second takes keys and values from earlier ones.
+        ("gemma3n_text", (0, 4, 20, 24), {"num_kv_shared_layers": 2}),
+        # Chunks that 16 tokens fill.
+        ("bamba", (0, 1, 2, 3), {"mamba_chunk_size": 8, "mamba_n_heads": 8, "mamba_d_head": 16}),
+        ("mamba2", (0, 1, 2, 3), {"chunk_size": 8, "num_heads": 8, "head_dim": 16}),
+        # A list that says how many layers there are, where no number does.
+        ("nemotron_h", (0, 1, 2, 3), {"num_hidden_layers": 4}),
+    ],
+)
+def test_twins_of_what_counts_in_its_own_way(kind, layers, sizes):
+    from hocket.models.samples import sample
+    from hocket.models.skeleton import config_of
+    from hocket.models.twin import twin_of
+
+    tiny = twin_of(config_of(sample(kind)))
+    assert tiny.layers == layers
+    assert {name: getattr(tiny.config, name) for name in sizes} == sizes
+
+
+@pytest.mark.torch
+def test_a_twin_keeps_what_differs_by_layer():
+    from hocket.models.samples import sample
+    from hocket.models.skeleton import config_of
+    from hocket.models.twin import twin_of
+
+    tiny = twin_of(config_of(sample("dots3_note_text")))
+    assert tiny.config.layer_types == ["indexed_attention"] * 2 + ["sliding_attention"] * 2
+    heads, ranks = (
+        [getattr(tiny.config.per_layer_config[i], name) for i in range(4)]
+        for name in ("num_attention_heads", "kv_lora_rank")
+    )
+    assert heads == [4, 4, 2, 2]  # 128 and 64 in the real one
+    assert ranks == [16, 16, 32, 32]  # 512 and 1024
+
+
+def test_a_gradient_that_differs_is_drawn_once_more(monkeypatch):
+    said = {}
+
+    def trial(reasons):
+        drawn = []
+
+        def one(tiny, attention, *, index, degree, slices, draw):
+            drawn.append(draw)
+            return reasons[draw], ""
+
+        monkeypatch.setattr(twin, "_try_tensors", one)
+        monkeypatch.setattr("hocket.models.twin.twin_of", lambda config: None)
+        said[reasons], _ = twin.try_tensors(None, "sdpa", index=0, degree=2)
+        return drawn
+
+    gradient = f"{numbers.GRADIENT} of w differs"
+    assert trial(("", "")) == [0]
+    assert trial(("the logits differ", "")) == [0]
+    assert trial((gradient, "")) == [0, 1]
+    assert trial((gradient, gradient)) == [0, 1]
+    assert [*said.values()] == ["", "the logits differ", "", gradient]
+
+
+SAMPLES = ("llama4_text", "inkling_text", "gemma3n_text", "gemma4_unified_text")
+"""Experts that are given sorted tokens; a fused gate and up that no plan calls so; an MLP whose
+units know of each other; heads that vary by layer."""
+
+
 @pytest.mark.ranks
 def test_two_ranks_split_every_family(ranks):
-    results = ranks.run("tests.models.cases:tensors", 2, configs=VARIANTS)
-    assert results[0] == results[1] == {family: ["", ""] for family in VARIANTS}
+    from hocket.models.samples import sample
+
+    samples = {kind: sample(kind) for kind in SAMPLES}
+    results = ranks.run("tests.models.cases:tensors", 2, configs={**VARIANTS, **samples})
+    assert results[0] == results[1]
+    assert {name: reason for name, (reason, _) in results[0].items() if reason} == {}
+    assert all(not results[0][family][1] for family in VARIANTS)
 
 
 @pytest.mark.ranks

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from hocket.spec.layout import Layout
 from hocket.spec.matrix import LAYOUTS, QUICK, Cell, Matrix, TypeRow, axes_of, merged
 
@@ -24,11 +26,15 @@ def test_rows_read_back_equal() -> None:
 
 def test_every_axis_alone_in_pairs_and_together_with_and_without_zero() -> None:
     assert all(str(Layout.parse(text)) == text for text in (*LAYOUTS, *QUICK))
-    plain = {frozenset(axes_of(Layout.parse(t)) - {"zero"}) for t in LAYOUTS if "zero" not in t}
-    sharded = {frozenset(axes_of(Layout.parse(t)) - {"zero"}) for t in LAYOUTS if "zero" in t}
+    more = {"zero", "sequence"}
+    plain = {frozenset(axes_of(Layout.parse(t)) - more) for t in LAYOUTS if "zero" not in t}
+    sharded = {frozenset(axes_of(Layout.parse(t)) - more) for t in LAYOUTS if "zero" in t}
+    sliced = {frozenset(axes_of(Layout.parse(t)) - more) for t in LAYOUTS if "sequence" in t}
     sets = [{"dp"}, {"pp"}, {"tp"}, {"dp", "pp"}, {"dp", "tp"}, {"pp", "tp"}, {"dp", "pp", "tp"}]
     assert plain == {frozenset(axes) for axes in sets}
     assert sharded == {frozenset(axes) for axes in sets if "dp" in axes}
+    assert sliced == {frozenset({"tp"}), frozenset({"dp", "pp", "tp"})}
+    assert {Layout.parse(t).zero for t in LAYOUTS} == {0, 1, 2, 3}
     assert set().union(*(axes_of(Layout.parse(t)) for t in QUICK)) == {"dp", "pp", "tp", "zero"}
 
 
@@ -38,6 +44,11 @@ def test_a_type_trains_under_axes_where_all_their_layouts_are_equal() -> None:
     assert not good.trains_under("dp", "pp", "tp", "zero")
     assert not good.trains_under("tp")
     assert not row("a", dp2="equal").trains_under("dp", "pp")
+    sliced = Cell(layout="tp2:sequence_parallel=true", outcome="refused")
+    whole = row("a", tp2="equal")
+    unsliced = dataclasses.replace(whole, cells=(*whole.cells, sliced))
+    assert unsliced.trains_under("tp")
+    assert not unsliced.trains_under("tp", "sequence")
     assert not row("a", dp2="equal", pp2="equal", dp2_pp2="different").trains_under("dp", "pp")
 
 

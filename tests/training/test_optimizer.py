@@ -131,3 +131,15 @@ def test_a_rank_without_parameters_steps() -> None:
     optimizer = Optimizer([], OPTIONS)
     optimizer.step(0.1)
     assert optimizer.state_tensors() == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_the_loss_does_not_use_decays_all_the_same(dtype) -> None:
+    unused = parameters(dtype)
+    before = {name: p.detach().float().clone() for name, p in unused.items()}
+    optimizer = Optimizer(unused.items(), OPTIONS)
+    optimizer.step(0.01)
+    stepped = {**unused, **optimizer.masters}
+    decayed = before["a.weight"] * (1 - 0.01 * 0.1)
+    assert torch.allclose(stepped["a.weight"], decayed, rtol=1e-6, atol=0)
+    assert torch.equal(stepped["a.bias"], before["a.bias"])

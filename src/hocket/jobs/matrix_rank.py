@@ -2,6 +2,7 @@
 
     prepare   each rank by itself: its share of the types made small, tried in stages, and run by
               one process for reference
+    redraw    the same reference from other weights and tokens
     compare   the world of one size: case by case, a layout's steps beside the reference
 
 Every rank says which case it begins, so that the one that ends a world is known by name. A rank
@@ -40,15 +41,17 @@ MOST_FAILURES = 2
 """Lines of a report that a cell repeats."""
 
 
-def spec_of(kind: str, config: dict[str, Any], layout: Layout, folder: Path) -> RunSpec:
-    """One case as a job, from the weights in its folder if there are any."""
+def spec_of(
+    kind: str, config: dict[str, Any], layout: Layout, folder: Path, draw: int = 0
+) -> RunSpec:
+    """One case as a job, from the weights in its folder if there are any, else a draw of them."""
     return RunSpec(
         model=kind,
         config=config,
         weights=str(folder / WEIGHTS) if (folder / WEIGHTS).exists() else None,
         layout=layout,
         workload=WORKLOAD,
-        options=TrainOptions(seed=3, lr=1e-3, dropout=0.0, device="cpu"),
+        options=TrainOptions(seed=3 + draw, lr=1e-3, dropout=0.0, device="cpu"),
         command="check",
     )
 
@@ -62,7 +65,8 @@ def prepare(context: RankContext, payload: dict[str, Any]) -> None:
     Payload: `folder`, and `types`: for each [name, configuration as its source gave it]. Rank r
     takes every world-size-th of them. Emits `{"event": "type", "kind", ...}` for each, with
     `refused` or `crashed` (why there is no model to compare with), else its `config`,
-    `parameters`, and why it cannot be cut (`stages`) or split (`tensor`; None: it can).
+    `parameters`, and why it cannot be cut (`stages`), split (`tensor`; None: it can) or run on
+    slices of its sequences (`slices`; the same).
     """
     for kind, config in payload["types"][context.rank :: context.world_size]:
         context.emit({"event": "begin", "what": kind})
@@ -81,7 +85,7 @@ def _prepare(kind: str, values: dict[str, Any], folder: Path) -> dict[str, Any]:
     try:
         twin = twin_of(config_of(values, dropout=0.0))
         model = build(twin.config)
-        plan = plan_for(model)
+        plan = plan_for(model, sequence=True)
         config = json.loads(json.dumps(twin.config.to_dict(), default=str))
         reason = try_stages(twin.config, "sdpa")
         where = folder / kind
@@ -99,9 +103,26 @@ def _prepare(kind: str, values: dict[str, Any], folder: Path) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in model.parameters()),
         "stages": reason,
         "tensor": None if plan.tensor is not None else plan.reasons["tensor"],
+        "slices": None if plan.sequence is not None else plan.reasons["sequence"],
         "inferred": plan.inferred,
         "note": plan.reasons.get("tensor", "") if plan.tensor is not None else "",
     }
+
+
+def redraw(context: RankContext, payload: dict[str, Any]) -> None:
+    """Write references anew, from the next draw of weights and tokens.
+
+    Payload: `folder`, and `types`: for each [name, tiny configuration]. Emits `{"event": "rounded",
+    "kind", "ratio", "name"}` for each: what rounding alone does (`training.reference`).
+    """
+    from hocket.training.reference import own_rounding, write_reference
+
+    for kind, config in payload["types"][context.rank :: context.world_size]:
+        where = Path(payload["folder"]) / kind
+        spec = spec_of(kind, config, Layout(), where, draw=1)
+        write_reference(spec, where, STEPS)
+        ratio, name = own_rounding(spec, where)
+        context.emit({"event": "rounded", "kind": kind, "ratio": ratio, "name": name})
 
 
 def _uninitialised(model: nn.Module) -> bool:
@@ -136,31 +157,36 @@ def tidy(folder: Path, kinds: list[str]) -> None:
 def compare(context: RankContext, payload: dict[str, Any]) -> None:
     """Run cases one after the other in this world.
 
-    Payload: `folder`, `cases`: for each [number, type, configuration, layout], and `trials`: types
-    whose tensors are to be tried first, in a world of two. Rank 0 emits `{"event": "case",
-    "case", "outcome", "reason", "ratio", "seconds"}` for each, and `{"event": "tensors", "kind",
-    "reason"}`; a rank that raises emits `{"event": "raised", "case", "refused", "reason"}` first.
+    Payload: `folder`, `draw` of the weights, `cases`: for each [number, type, configuration,
+    layout], and `trials`: types whose tensors are to be tried first, in a world of two. Rank 0
+    emits `{"event": "case", "case", "outcome", "reason", "ratio", "seconds", "tipped"}` for each
+    (tipped: it is different, and may be equal in another draw), and `{"event": "tensors", "kind",
+    "slices", "reason"}`; a rank that raises emits `{"event": "raised", "case", "refused",
+    "reason"}` first.
     """
     from hocket.jobs.twin import try_tensors
     from hocket.models.skeleton import config_of
     from hocket.training.build import join_world
 
     meshes: dict[str, Mesh] = {}
-    tried: dict[str, str] = {}
+    tried: dict[tuple[str, bool], str] = {}
     for number, kind, config, text in payload["cases"]:
         context.emit({"event": "begin", "what": number})
         begun = time.perf_counter()
         layout = Layout.parse(text)
-        spec = spec_of(kind, config, layout, Path(payload["folder"]) / kind)
+        spec = spec_of(kind, config, layout, Path(payload["folder"]) / kind, payload["draw"])
         if not meshes:
             meshes[_shape(layout)] = join_world(spec, context)
-        if kind in payload["trials"] and layout.tp > 1 and kind not in tried:
-            tried[kind], _ = try_tensors(
-                config_of(config, dropout=0.0), "sdpa", index=context.rank, degree=layout.tp
-            )
+        trial = kind, layout.sequence_parallel
+        if layout.tp > 1 and kind in payload["trials"] and trial not in tried:
+            tried[trial], _ = try_tensors(
+                config_of(config, dropout=0.0), "sdpa",
+                index=context.rank, degree=layout.tp, slices=layout.sequence_parallel,
+            )  # fmt: skip
             if context.rank == 0:
-                context.emit({"event": "tensors", "kind": kind, "reason": tried[kind]})
-        if layout.tp > 1 and tried.get(kind):
+                told = {"kind": kind, "slices": trial[1], "reason": tried[trial]}
+                context.emit({"event": "tensors", **told})
+        if layout.tp > 1 and (tried.get((kind, False)) or tried.get(trial)):
             continue
         try:
             found = _compare(context, spec, meshes, Path(payload["folder"]) / kind)
@@ -202,6 +228,9 @@ def _compare(
         "outcome": EQUAL if report.ok else DIFFERENT,
         "reason": "; ".join(report.failures[:MOST_FAILURES]),
         "ratio": ratio if math.isfinite(ratio) else None,
+        "tipped": not report.ok
+        and all(step.ok for step in report.steps)
+        and all(row.covered and row.start <= 0 for row in report.rows),
     }
 
 

@@ -11,7 +11,9 @@ from hocket.spec.errors import ModelError
 
 _NAMES = {
     "hidden_size": ("hidden_size", "n_embd", "d_model", "emb_dim"),
-    "num_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "num_layers": (
+        "num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers",
+    ),
     "num_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
     "num_key_value_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv"),
     "head_dim": ("head_dim",),
@@ -20,7 +22,9 @@ _NAMES = {
     "max_positions": ("max_position_embeddings", "n_positions", "max_seq_len"),
     "num_experts": ("num_local_experts", "num_experts", "n_routed_experts"),
     "tied": ("tie_word_embeddings",),
-}
+}  # fmt: skip
+_KINDS = ("layer_types", "layers_block_type")
+"""A list of what each layer is, which says how many there are where nothing else does."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,6 +75,9 @@ def dimensions(config: Mapping[str, Any]) -> Dimensions:
 
     def need(noun: str) -> int:
         value = find(noun)
+        if value is None and noun == "num_layers":
+            lists = (config.get(name) for name in _KINDS)
+            value = next((len(kinds) for kinds in lists if isinstance(kinds, list)), None)
         if value is None:
             raise ModelError(
                 f"the configuration of {model_type!r} says no {_NAMES[noun][0]}, "

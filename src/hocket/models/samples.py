@@ -34,11 +34,20 @@ SAID: Mapping[str, Mapping[str, Any]] = {
         },
     },
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
+    # The indexer of its sparse attention, without which it cannot be built.
+    "qwen4_exp_text": {
+        "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 256,
+        "indexer_budget": 2048, "indexer_compress_ratio": 4,
+    },
+    # A list of layers that the class computes, and that says how many there are.
+    "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},
     # Sparse attention needs longer sequences than a tiny model is shown.
     "big_bird": {"attention_type": "original_full"},
     "bigbird_pegasus": {"attention_type": "original_full"},
     # Positions whose two factors add up to a hidden size that is not the default one.
     "reformer": {"axial_pos_embds": False},
+    # Kernels in bf16, whose rounding is no measure of what a layout changes.
+    "xlstm": {"autocast_kernel_dtype": "float32"},
     # Attention both ways, and a language that only a call names.
     "xlm": {"causal": True},
     "xlnet": {"attn_type": "uni"},

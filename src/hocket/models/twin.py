@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import transformers
@@ -22,20 +22,34 @@ NUM_LAYERS = 4
 VOCABULARY = 128
 
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "n_embed", "emb_dim")
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
-_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
+_LAYERS = (
+    "num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_blocks",
+    "num_decoder_layers", "num_encoder_layers",
+)  # fmt: skip
+_HEADS = (
+    "num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads",
+    "num_decoder_attention_heads", "num_encoder_attention_heads",
+)  # fmt: skip
 _KEY_VALUE = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _SIZES = {
     **dict.fromkeys(_HIDDEN, 64),
     **dict.fromkeys(_HEADS, 4),
     "head_dim": 16, "intermediate_size": 96, "ffn_dim": 96, "n_inner": 96, "ffn_hidden_size": 96,
-    "decoder_ffn_dim": 96, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+    "decoder_ffn_dim": 96, "encoder_ffn_dim": 96, "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32, "shared_experts_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 32, "shared_intermediate_size": 32,
     "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
     "v_head_dim": 8, "rotary_dim": 8, "max_position_embeddings": 64, "n_positions": 64,
     "max_seq_len": 64, "seq_length": 64, "original_max_position_embeddings": 32,
     "d_head": 16, "d_inner": 96, "dim_head": 16, "dim_ff": 96, "expert_ffn_hidden_size": 32,
     "pronunciation_embed_dim": 16, "shape_embed_dim": 16,
+    "qk_head_dim": 16, "linear_head_dim": 16, "linear_num_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16,
+    "o_lora_rank": 16, "index_head_dim": 16, "hc_lowrank": 16,
+    "dff": 96, "intermediate_size_mlp": 96,
+    "mamba_n_heads": 8, "mamba_num_heads": 8, "mamba_head_dim": 16, "mamba_d_ssm": 128,
 }  # fmt: skip
 _AT_MOST = {
     **dict.fromkeys(_EXPERTS, 4),
@@ -45,6 +59,10 @@ _AT_MOST = {
     "attention_window_size": 8, "decoder_start_token_id": 0, "zero_expert_num": 2,
     "shape_vocab_size": 128, "pronunciation_vocab_size": 128, "ngram_vocab_size_base": 128,
     "prompt_length": 8, "prompt_types": 4,
+    # Plain PyTorch computes whole chunks of a recurrence, however short the sequence.
+    "chunk_size": 8, "mamba_chunk_size": 8,
+    "mamba_d_state": 16, "state_size": 16, "ssm_state_size": 16,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "index_n_heads": 4,
 }  # fmt: skip
 _NESTED = {"head_dim": 16, "num_heads": 4, "ffn_hidden_size": 96, "moe_num_experts": 4}
 """Sizes inside dictionaries of the configuration."""
@@ -56,12 +74,15 @@ _VARIANTS: tuple[dict[str, Any], ...] = (
     {"num_key_value_heads": _LEFT_OUT},
     {"layer_types": _LEFT_OUT},
     {"mamba_n_heads": 8, "mamba_d_head": 16, "head_dim": _LEFT_OUT},
-    {"mamba_headdim": 16},
+    {"mamba_headdim": 16, "hybrid_layer_ids": _LEFT_OUT},
+    {"num_heads": 8, "head_dim": 16},
     {"head_dim": 32},
+    {"head_dim": 8},
 )
 _LARGEST = 5_000_000
 _VOCABULARIES = ("vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input")
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_TAKING = "num_kv_shared_layers"
 _RESIDUAL_WIDTHS = ("word_embed_proj_dim", "embedding_size")
 
 
@@ -104,7 +125,7 @@ def twin_of(config: transformers.PreTrainedConfig) -> Twin:
     layers = _layers(config)
     error: Exception | None = None
     for changes in _VARIANTS:
-        values = _shrink(config.to_dict(), layers)
+        values = _shrink(config.to_dict(), layers, int(config.num_hidden_layers))
         values |= {key: value for key, value in changes.items() if key in values}
         values = {key: value for key, value in values.items() if value is not _LEFT_OUT}
         try:
@@ -129,20 +150,27 @@ def _run(twin: Twin) -> None:
 
 
 def _layers(config: transformers.PreTrainedConfig) -> tuple[int, ...]:
-    """Which layers the twin has: the first four, or two of each kind (they may share a block)."""
+    """Which layers the twin has: the first four, or two of each kind (they may share a block); of
+    layers that take keys and values from earlier ones, one that does and one that does not."""
     total = int(config.num_hidden_layers)
     kinds = getattr(config, "layer_types", None)
     if not kinds or len(kinds) < total:
         return tuple(range(min(total, NUM_LAYERS)))
+    taking = range(total - int(getattr(config, _TAKING, None) or 0), total)
     chosen: list[int] = []
     for kind in dict.fromkeys(kinds[:total]):
-        chosen += [i for i in range(total) if kinds[i] == kind][:2]
+        alike = [i for i in range(total) if kinds[i] == kind]
+        second = next((i for i in alike if i in taking), None)
+        chosen += alike[:2] if second is None else dict.fromkeys((alike[0], second))
     chosen += [i for i in range(total) if i not in chosen][: max(0, NUM_LAYERS - len(chosen))]
     return tuple(sorted(chosen))
 
 
-def _shrink(whole: dict[str, Any], layers: tuple[int, ...]) -> dict[str, Any]:
-    total = next((whole[name] for name in _LAYERS if isinstance(whole.get(name), int)), None)
+def _shrink(
+    whole: dict[str, Any], layers: tuple[int, ...], total: int | None = None
+) -> dict[str, Any]:
+    """The values at tiny sizes; `total` layers where no value says how many."""
+    total = next((whole[name] for name in _LAYERS if isinstance(whole.get(name), int)), total)
     hidden = next((whole[name] for name in _HIDDEN if isinstance(whole.get(name), int)), None)
     heads = next((whole[name] for name in _HEADS if isinstance(whole.get(name), int)), None)
     tiny: dict[str, Any] = {}
@@ -161,11 +189,12 @@ def _shrink(whole: dict[str, Any], layers: tuple[int, ...]) -> dict[str, Any]:
             value = 64 if value == hidden else 32
         elif isinstance(value, int) and not isinstance(value, bool):
             value = _SIZES.get(key, min(value, _AT_MOST.get(key, value)))
-            if key not in _SIZES and hidden and heads:
+            if key not in _SIZES and hidden:
                 value = _in_proportion(key, value, hidden, heads)
         elif isinstance(value, list) and len(value) == total and key != "architectures":
-            value = [value[i] for i in layers]  # one entry a layer
-        elif isinstance(value, dict) and value and all(str(k).isdigit() for k in value):
+            own = [value[i] for i in layers]  # one entry a layer
+            value = [_SIZES.get(key, v) if type(v) is int else v for v in own]
+        elif _by_layer(value):
             value = {layers.index(int(k)): v for k, v in value.items() if int(k) in layers}
         elif isinstance(value, dict) and "model_type" in value:
             value = _shrink(value, tuple(range(2)))  # a model inside the model
@@ -174,12 +203,41 @@ def _shrink(whole: dict[str, Any], layers: tuple[int, ...]) -> dict[str, Any]:
         tiny[key] = value
     if isinstance(whole.get("max_window_layers"), int):
         tiny["max_window_layers"] = min(whole["max_window_layers"], len(layers))
+    if total is not None and isinstance(whole.get(_TAKING), int):
+        tiny[_TAKING] = sum(1 for i in layers if i >= total - whole[_TAKING])
+    for key, value in tiny.items():
+        if _by_layer(value):
+            tiny[key] = {i: _of_layer(own, whole, tiny) for i, own in value.items()}
     return tiny
 
 
-def _in_proportion(key: str, value: int, hidden: int, heads: int) -> int:
+def _by_layer(value: Any) -> bool:
+    """Whether a value of a configuration says what differs in some layers, by their number."""
+    return isinstance(value, dict) and bool(value) and all(str(k).isdigit() for k in value)
+
+
+def _count(value: Any) -> TypeGuard[int]:
+    return type(value) is int and value > 0
+
+
+def _of_layer(own: Any, whole: dict[str, Any], tiny: dict[str, Any]) -> Any:
+    """One layer's own sizes: twice or half of the others' where they are so in the whole."""
+    if not isinstance(own, dict):
+        return own
+    found = dict(own)
+    for key, value in own.items():
+        others, size = whole.get(key), tiny.get(key)
+        if not (_count(value) and _count(others) and _count(size)):
+            continue
+        more, less = max(value, others), min(value, others)
+        times = more // less if more % less == 0 and (more // less).bit_count() == 1 else 1
+        found[key] = size * times if value >= others else max(1, size // times)
+    return found
+
+
+def _in_proportion(key: str, value: int, hidden: int, heads: int | None) -> int:
     """Widths that families derive from the hidden size in their own configuration."""
-    if key.endswith("head_dim") and (value * heads) % hidden == 0:
+    if heads and key.endswith("head_dim") and (value * heads) % hidden == 0:
         return value * heads // hidden * (64 // 4)
     if key.endswith(("_size", "_dim", "_width")) and value >= hidden and value % hidden == 0:
         return value // hidden * 64

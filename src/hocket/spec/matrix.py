@@ -30,8 +30,11 @@ LAYOUTS = (
     "dp2.pp2:microbatches=2,zero=2",
     "dp2.pp2.tp2:microbatches=2",
     "dp2.pp2.tp2:microbatches=2,zero=2",
+    "dp2:zero=3",
+    "tp2:sequence_parallel=true",
+    "dp2.pp2.tp2:microbatches=2,zero=3,sequence_parallel=true",
 )
-"""Each axis alone, each pair and all together, with and without ZeRO."""
+"""Each axis alone, each pair and all together, with and without ZeRO and slices of sequences."""
 
 QUICK = ("tp2", "dp2.pp2:microbatches=2,zero=2")
 """Every axis once, in two small worlds."""
@@ -95,7 +98,7 @@ class TypeRow:
 
     def trains_under(self, *axes: str) -> bool:
         """Whether every layout tried that splits along no other axes is equal, and each of
-        `axes` (`dp`, `pp`, `tp`, `zero`) is among them.
+        `axes` (`dp`, `pp`, `tp`, `zero`, `sequence`) is among them.
         """
         seen: set[str] = set()
         for cell in self.cells:
@@ -141,9 +144,10 @@ class Matrix:
 
 
 def axes_of(layout: Layout) -> set[str]:
-    """What a layout splits along: axes of its mesh, and `zero`."""
+    """What a layout splits along: axes of its mesh, `zero`, and `sequence` for its slices."""
     found = {axis for axis in ("dp", "pp", "tp") if layout.degree(axis) > 1}
-    return found | ({"zero"} if layout.zero else set())
+    found |= {"zero"} if layout.zero else set()
+    return found | ({"sequence"} if layout.sequence_parallel else set())
 
 
 def merged(rows: Iterable[TypeRow]) -> tuple[TypeRow, ...]:

@@ -44,6 +44,9 @@ class MatrixProduct:
         count: rows for each token (experts reached by each token; 1 elsewhere).
         groups: matrices among which the rows are divided (experts; divided by ep).
         input: products with the same `input` read the same tensor, and may be run as one.
+        frozen: its matrix is not trained, and backward leaves out the matrix's gradient.
+        beside: it runs beside another product (LoRA), whose communication is its own too; where
+            `split` is `outside` it sees all tokens, also under sequence parallelism.
     """
 
     name: str
@@ -53,6 +56,8 @@ class MatrixProduct:
     count: float = 1.0
     groups: int = 1
     input: str = ""
+    frozen: bool = False
+    beside: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,12 +117,14 @@ class Weight:
 
     `units` are query heads, key/value heads (each may be held by several ranks where there are
     fewer of them than ranks), feed-forward units or vocabulary rows; 1 where nothing is split.
+    What is `frozen` has neither gradient nor optimizer state.
     """
 
     name: str
     elements: int
     split: str
     units: int = 1
+    frozen: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,7 +146,13 @@ class BlockShape:
 
     @property
     def num_parameters(self) -> int:
-        return sum(w.elements for w in self.weights)
+        """Of the model itself: what was put beside frozen weights is not among them."""
+        own = [w for w in self.weights if w.frozen] or self.weights
+        return sum(w.elements for w in own)
+
+    @property
+    def num_trained(self) -> int:
+        return sum(w.elements for w in self.weights if not w.frozen)
 
 
 def block_flops(block: BlockShape, sequence: int, causal: bool = True) -> float:
@@ -194,23 +207,32 @@ class ModelShape:
         total += sum(weight.elements for weight in embedding)
         return total + sum(weight.elements for weight in head if weight.name not in held)
 
+    @property
+    def num_trained(self) -> int:
+        """Parameters that are trained, tied ones once; all, unless some are frozen."""
+        total = sum(self.blocks[kind].num_trained for kind in self.layers)
+        ends = [w for kind in ("embedding", "head") for w in self.blocks[kind].weights]
+        return total + sum({w.name: w.elements for w in ends if not w.frozen}.values())
+
     def flops_per_token(
         self, sequence: int, *, causal: bool = True, backward: bool = True
     ) -> float:
         """Operations of the model itself for each token, as model FLOP/s utilisation counts them.
 
-        Matrix products and attention, forward and (twice that) backward, nothing recomputed;
-        the embedding's lookup is none.
+        Matrix products and attention, forward and (twice that) backward, nothing recomputed; of a
+        frozen matrix no gradient; the embedding's lookup is none.
 
         Args:
             sequence: length of the sequence a token stands in.
             causal: whether masked positions are left out; many published figures count them.
             backward: False for the forward alone.
         """
-        total = sum(block_flops(self.blocks[kind], sequence, causal) for kind in self.layers)
-        total += block_flops(self.blocks["head"], sequence, causal)
-        total += block_flops(self.blocks["embedding"], sequence, causal)
-        return (3 if backward else 1) * total
+        blocks = [self.blocks[kind] for kind in (*self.layers, "head", "embedding")]
+        total = sum(block_flops(block, sequence, causal) for block in blocks)
+        if not backward:
+            return total
+        frozen = (p for block in blocks for p in block.products if p.frozen)
+        return 3 * total - sum(2.0 * p.n * p.k * p.count for p in frozen)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON form with an exact inverse: fields at their defaults are left out."""

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from hocket.models.lora import alpha_of, targets_of
+from hocket.models.masks import of_whole_sequences
 from hocket.models.plans import plan_for
 from hocket.models.skeleton import build as build_skeleton
 from hocket.models.source import ModelSource, of_run
@@ -147,6 +148,8 @@ def build_model(
         code=source.code,
     )
     plan = plan or plan_for(skeleton, sequence=spec.layout.sequence_parallel)
+    if spec.layout.sequence_parallel:
+        of_whole_sequences()
     parallel = parallelize(
         skeleton,
         spec.layout,

@@ -94,13 +94,16 @@ class Optimizer:
             return
         for group in self._adamw.param_groups:
             group["lr"] = lr
+        for unused in self.parameters.values():
+            if unused.grad is None:  # no use of it reaches the loss; it decays on any layout
+                unused.grad = torch.zeros_like(unused, dtype=grad_dtype(unused))
         if not self._exact:
             self._adamw.step()
             return
         direct = [(p, p.grad) for n, p in self.parameters.items() if n not in self.masters]
         for together in self._together:
             for parameter, master in together:
-                assert parameter.grad is not None, "a parameter without a gradient"
+                assert parameter.grad is not None
                 # The very tensor, if gradients are fp32 and lie where the master does.
                 master.grad = parameter.grad.to(master.device, torch.float32)
             self._adamw.step()  # what has no gradient now is passed over

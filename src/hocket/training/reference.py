@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +23,21 @@ from torch import Tensor, nn
 from hocket.models import skeleton as skeletons
 from hocket.models import weights
 from hocket.models.dimensions import dimensions
+from hocket.models.disk_tensor import DiskTensor
 from hocket.models.lora import peft_model, plain_name
 from hocket.models.source import of_run
 from hocket.runtime.checkpoint import DTYPES
 from hocket.runtime.lora import initial
+from hocket.spec.check import gradient_limit
 from hocket.spec.placement import Placement
 from hocket.spec.run import RunSpec, write_text
-from hocket.spec.tensor_file import Entry, write_tensors
+from hocket.spec.tensor_file import Entry, TensorFile, write_tensors
 from hocket.training.optimizer import STATE, decays
 from hocket.training.packing import DOCUMENTS
 
 _NOISE = 0.02
 _IGNORED = 0.1
+_ROUNDINGS = 4
 
 
 def global_batch(spec: RunSpec, step: int) -> dict[str, Tensor]:
@@ -97,21 +100,9 @@ def write_reference(
     spec: RunSpec, folder: Path, steps: int, device: torch.device | str = "cpu"
 ) -> None:
     """The plain model in one process: every step's gradients, values and losses, into files."""
-
-    source = of_run(spec)
-    whole = skeletons.build(
-        spec.config, attention=spec.options.attention, dropout=0.0, code=source.code
-    )
-    model: Any = skeletons.build(
-        spec.config, attention=spec.options.attention, dropout=0.0, code=source.code
-    )
-    placements = {
-        n: Placement.whole(n, tuple(p.shape))
-        for n, p in model.named_parameters(remove_duplicate=False)
-    }
-    weights.materialize(model, placements, whole, source, device=device, seed=spec.options.seed)
-    model.train()
+    model = _plain(spec, device)
     known = inspect.signature(model.forward).parameters  # BLOOM takes no positions
+    from_seed = of_run(spec).weights is None
     if spec.options.lora_rank is not None:
         model = _with_adapters(model, spec)
     parameters: dict[str, nn.Parameter] = {
@@ -119,7 +110,7 @@ def write_reference(
     }
     folder.mkdir(parents=True, exist_ok=True)
     start = {f"start/{n}": p.detach().clone() for n, p in parameters.items()}
-    if source.weights is None or spec.options.lora_rank is not None:
+    if from_seed or spec.options.lora_rank is not None:
         _disturb(parameters, spec.options.seed)
     write(folder / "step-0.safetensors", {**start, **_values(parameters)})
     optimizer = _plain_adamw(parameters, spec)
@@ -128,21 +119,7 @@ def write_reference(
     for step in range(1, steps + 1):
         batch = {key: value.to(device) for key, value in global_batch(spec, step).items()}
         optimizer.zero_grad(set_to_none=True)
-        tokens = (batch["labels"] != -100).sum()
-        packed = spec.options.packing == DOCUMENTS
-        loss = torch.zeros((), device=device)
-        for part in documents_of(batch) if packed else [batch]:
-            given = {k: v for k, v in part.items() if k in known and k != "labels"}
-            logits = model(**given, use_cache=False).logits
-            total = F.cross_entropy(
-                logits.reshape(-1, logits.shape[-1]).float(),
-                part["labels"].reshape(-1),
-                ignore_index=-100,
-                reduction="sum",
-            )
-            share = total / tokens
-            torch.autograd.backward(share)
-            loss += share.detach()
+        loss = _backward(model, batch, known, packed=spec.options.packing == DOCUMENTS)
         for parameter in parameters.values():
             if parameter.grad is None and parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
@@ -160,6 +137,83 @@ def write_reference(
         found["losses"].append(float(loss.detach()))
         found["largest"].append({n: _largest(gradient(p)) for n, p in parameters.items()})
     write_text(folder / "reference.json", json.dumps(found))
+
+
+def _plain(spec: RunSpec, device: torch.device | str = "cpu") -> Any:
+    """The plain model in training mode, with the values that the job begins with."""
+    source = of_run(spec)
+    whole, model = (
+        skeletons.build(
+            spec.config, attention=spec.options.attention, dropout=0.0, code=source.code
+        )
+        for _ in range(2)
+    )
+    placements = {
+        n: Placement.whole(n, tuple(p.shape))
+        for n, p in model.named_parameters(remove_duplicate=False)
+    }
+    weights.materialize(model, placements, whole, source, device=device, seed=spec.options.seed)
+    return model.train()
+
+
+def _backward(
+    model: nn.Module, batch: Mapping[str, Tensor], known: Collection[str], *, packed: bool
+) -> Tensor:
+    """The loss of a batch, its gradient added to the parameters'. `known`: what `model` takes."""
+    tokens = (batch["labels"] != -100).sum()
+    loss = torch.zeros((), device=tokens.device)
+    for part in documents_of(batch) if packed else [batch]:
+        given = {k: v for k, v in part.items() if k in known and k != "labels"}
+        logits = model(**given, use_cache=False).logits
+        total = F.cross_entropy(
+            logits.reshape(-1, logits.shape[-1]).float(),
+            part["labels"].reshape(-1),
+            ignore_index=-100,
+            reduction="sum",
+        )
+        share = total / tokens
+        torch.autograd.backward(share)
+        loss += share.detach()
+    return loss
+
+
+def own_rounding(spec: RunSpec, folder: Path) -> tuple[float, str]:
+    """How far rounding alone takes a gradient of the first step of a reference in `folder`:
+    (relative to what is allowed, the parameter's name).
+
+    Every weight is moved by one unit in its last place, a few times over. A sum that is taken in
+    another order loses as much: where this is above 1, nothing can be held against one process.
+    """
+    values = _read(folder / "step-0.safetensors", "value")
+    wanted = _read(folder / "step-1.safetensors", "gradient")
+    batch = global_batch(spec, 1)
+    generator = torch.Generator().manual_seed(0)
+    model_largest = max(_largest(g) for g in wanted.values())
+    worst = (0.0, "")
+    for _ in range(_ROUNDINGS):
+        model = _plain(spec)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                up = torch.randint(2, parameter.shape, generator=generator) * 2.0 - 1.0
+                parameter.copy_(torch.nextafter(values[name], up * torch.inf))
+        _backward(model, batch, inspect.signature(model.forward).parameters, packed=False)
+        for name, parameter in model.named_parameters():
+            limit = gradient_limit(_largest(wanted[name]), model_largest)
+            if limit:
+                off = _largest(gradient(parameter) - wanted[name]) / limit
+                worst = max(worst, (off, name))
+    return worst
+
+
+def _read(path: Path, kind: str) -> dict[str, Tensor]:
+    """The whole tensors of one kind, by parameter."""
+    file = TensorFile(path)
+    found = {}
+    for key, entry in file.entries.items():
+        if key.startswith(f"{kind}/"):
+            found[key[len(kind) + 1 :]] = whole = torch.empty(entry.shape)
+            DiskTensor(file, key).read([slice(0, size) for size in entry.shape], whole)
+    return found
 
 
 def _with_adapters(model: Any, spec: RunSpec) -> Any:

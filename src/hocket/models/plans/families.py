@@ -102,6 +102,8 @@ _STABLELM = Family(
     },
     unsupported={"qk_layernorm": True},
 )
+# What an MLP of Gemma 3n lets through depends on the mean and deviation of all of its units.
+_GEMMA3N = Family(rules=_attention("layers.*.self_attn", "o_proj", **_SEPARATE))
 _MPT = Family(
     rules=_attention("blocks.*.attn", "out_proj", Wqkv="qkv")
     | _feed_forward("blocks.*.ffn", "up_proj", "down_proj"),
@@ -119,6 +121,7 @@ FAMILIES: Mapping[str, Family] = {
     "gpt_neo": _GPT_NEO,
     "stablelm": _STABLELM,
     "mpt": _MPT,
+    "gemma3n_text": _GEMMA3N,
 }
 
 KINDS_BY_NAME: Mapping[str, str] = {

@@ -60,12 +60,12 @@ class Pair:
 
 
 def heads_of(module: nn.Module, config: Any) -> int:
-    """Query heads: as the module counts them, else as the configuration says."""
+    """Query heads: as the module counts them, else as the configuration says; 0 for none."""
     for name in QUERY_COUNTS:
         value = getattr(module, name, None)
         if isinstance(value, int) and value > 0:
             return value
-    return int(config.num_attention_heads)
+    return int(getattr(config, "num_attention_heads", None) or 0)
 
 
 def pairs(twin: Twin, layers: str) -> tuple[list[Pair], list[str]]:
@@ -165,7 +165,7 @@ def _pair(
         raise Unsplittable("its inputs are projected from different tensors")
     heads = heads_of(held[columns[0].name.rpartition(".")[0]], config)
     mixes = any(_rows(c, row, slice(1, 2)).sum() > 1 for c in columns)
-    attention = mixes and inner % heads == 0
+    attention = mixes and heads > 0 and inner % heads == 0
     size = inner // heads if attention else 1
     used = {names[id(leaf)]: leaf for leaf in others}
     around = columns[0].name.rpartition(".")[0]

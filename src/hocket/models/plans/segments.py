@@ -63,7 +63,7 @@ def linear_split(
     if rule.gather_output or rule.scatter_input:
         kind = "units"  # the module itself sees the whole tensor: any rows may go anywhere
     size = head_size(parent, config)
-    count = int(config.num_attention_heads) if heads is None else heads
+    count = query_heads(parent, config) if heads is None else heads
     return Split(
         style=rule.style,
         segments=segments_of(kind, rows, size, count),
@@ -79,6 +79,8 @@ def segments_of(kind: str, rows: int, size: int, heads: int) -> tuple[Segment, .
     Raises:
         Unsplittable: they are no whole number of such units.
     """
+    if kind not in ("pair", "pair_rows", "units") and not (size and heads):
+        raise Unsplittable("its heads vary from layer to layer, and it does not keep their number")
     if kind in ("heads", "head_triple"):
         if rows % heads:
             raise Unsplittable(f"{rows} rows are no whole number for each of {heads} heads")
@@ -113,14 +115,29 @@ def key_value(units: int, size: int, heads: int) -> Segment:
 
 
 def head_size(module: nn.Module, config: Any) -> int:
-    """Size of one attention head: as the module keeps it, else as the configuration says."""
+    """Size of one attention head: as the module keeps it, else as the configuration says; 0 where
+    it says one for each layer."""
     for name in ("head_dim", "head_size", "attention_head_size"):
         value = getattr(module, name, None)
         if isinstance(value, int) and value > 0:
             return value
-    return int(
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    )
+    heads = query_heads(module, config)
+    return int(_said(config, "head_dim") or (config.hidden_size // heads if heads else 0))
+
+
+def query_heads(module: nn.Module, config: Any) -> int:
+    """Query heads: as the configuration says, or the module where it says one for each layer."""
+    said = _said(config, "num_attention_heads")
+    kept = (getattr(module, name, None) for name in QUERY_COUNTS)
+    return int(said or next((n for n in kept if isinstance(n, int) and n > 0), 0))
+
+
+def _said(config: Any, name: str) -> Any:
+    """What a configuration says; None where layers differ in it, which it then refuses to say."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:
+        return None
 
 
 # --- names -------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ def sequence_plan(
         raise ModelError("it can be split over no tensor ranks, or its layers are no list")
     of_whole_sequences()
     model: Any = twin.build()
-    split, note = tensor_plan(model, stages.decoder)
+    split, note = tensor_plan(model, stages.decoder, twin, stages.layers)
     if split is None:
         raise ModelError(f"its tiny twin cannot be split: {note}")
     plan = _plan(model, split, stages)

@@ -40,7 +40,8 @@ def stage_plan(twin: Twin, whole: nn.Module) -> StagePlan:
 
     order: list[str] = []
     lengths: set[int] = set()
-    streams: set[int] = set()
+    streams: set[tuple[int, bool]] = set()
+    width = int(model.config.get_text_config().hidden_size)
     hooks = []
 
     carries: set[str] = set()
@@ -58,7 +59,7 @@ def stage_plan(twin: Twin, whole: nn.Module) -> StagePlan:
         several = isinstance(output, (tuple, list))
         lengths.add(len(output) if several else 0)
         hidden = output[0] if several else output
-        streams.add(hidden.shape[2] if isinstance(hidden, torch.Tensor) and hidden.ndim == 4 else 0)
+        streams.add(_streams(hidden, width))
 
     children = _around(decoder, layers_name)
     for name, child in children.items():
@@ -93,6 +94,7 @@ def stage_plan(twin: Twin, whole: nn.Module) -> StagePlan:
     def full(found: list[str]) -> tuple[str, ...]:
         return tuple(f"{path}.{name}" if path else name for name in found)
 
+    number, beside = max(streams)
     try:
         cores, ends = saving(twin, whole, full([layers_name])[0])
     except Exception:  # it runs, as was seen, but does not train in its own way: nothing is known
@@ -108,8 +110,20 @@ def stage_plan(twin: Twin, whole: nn.Module) -> StagePlan:
         returns_tuple=lengths.pop(),
         cores=cores,
         ends=ends,
-        streams=max(streams),
+        streams=number,
+        beside=beside,
     )
+
+
+def _streams(hidden: Any, width: int) -> tuple[int, bool]:
+    """(streams of a layer's output, whether they lie side by side), for a hidden size of `width`;
+    0 for one stream."""
+    if not isinstance(hidden, torch.Tensor):
+        return 0, False
+    if hidden.ndim == 4:
+        return hidden.shape[2], False
+    more, rest = divmod(hidden.shape[-1], width)
+    return (more, True) if hidden.ndim == 3 and more > 1 and not rest else (0, False)
 
 
 def _decoder(model: Any) -> nn.Module:

@@ -27,6 +27,7 @@ from hocket.models.plans.segments import (
     joined,
     linear_split,
     pattern_of,
+    query_heads,
 )
 from hocket.models.twin import Twin
 from hocket.spec.plan import InputSlice, Patch, Segment, Split, TensorPlan, matches
@@ -206,10 +207,8 @@ def _experts(block: _Block) -> Split:
             raise Unsplittable(f"its plan uses {style} for {name}")
         dims[name] = 3 + _EXPERT_PARAMETERS[style]
         rows = int(parameters[name].shape[dims[name]])
-        if style.startswith("packed"):
+        if style.startswith("packed") or "gate_up" in name:  # Inkling's plan does not say so
             segments[name] = (Segment(units=rows // 2, what="expert units"),) * 2
-        elif "gate_up" in name:  # gate and up alternate row by row
-            segments[name] = (Segment(units=rows // 2, size=2, what="expert units"),)
         else:
             segments[name] = (Segment(units=rows, what="expert units"),)
     return Split(style="experts", dims=dims, parameter_segments=segments)
@@ -241,7 +240,7 @@ def _patches(block: _Block, config: Any, family: Family | None) -> tuple[Patch, 
     if not any(r.style == "column" and not r.gather_output for r in query):
         return ()
     module = block.module
-    heads = int(config.num_attention_heads)
+    heads = query_heads(module, config)
     size = head_size(module, config)
     kv = _key_value_heads(block, config)
     found = [
@@ -274,7 +273,7 @@ def _key_value_heads(block: _Block, config: Any) -> int:
             linear: Any = block.module.get_submodule(name[len(block.name) :].lstrip("."))
             return int(linear.weight.shape[0]) // size
     count = getattr(config, "num_key_value_heads", None)
-    return int(count or config.num_attention_heads)
+    return int(count or query_heads(block.module, config))
 
 
 def _vocabulary(model: nn.Module) -> dict[str, Split]:

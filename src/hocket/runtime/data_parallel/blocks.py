@@ -41,6 +41,7 @@ from hocket.runtime.data_parallel.flat import Bucket, bucket_of, give_memory, ta
 from hocket.runtime.data_parallel.shares import Shares
 from hocket.runtime.mesh import Axis
 from hocket.runtime.record import Recorder
+from hocket.spec.errors import ModelError
 from hocket.spec.plan import AFTER, BEFORE, OTHER, StagePlan, block_of
 from hocket.spec.schedule import BACKWARD, FORWARD, WEIGHT
 
@@ -118,11 +119,12 @@ class ShardedBlocks(Shares):
         super().__init__(stepped, axis, replicas, recorder, in_flight=IN_FLIGHT)
         self._frozen = [bucket for bucket in everything if bucket not in stepped]
         self._kind = ""
+        self._learns = False
         self._entered: list[Block] = []
         self._due: set[int] = set()
-        self._hook(module)
+        self._hook(module, "" if plan is None else plan.decoder)
 
-    def _hook(self, module: nn.Module) -> None:
+    def _hook(self, module: nn.Module, decoder: str) -> None:
         """Gather before a layer, or another module that holds parameters, runs; free after it."""
         owner = {id(p): b for b in self._blocks.values() for u in b.buckets for p in u.parameters}
         inside: set[int] = set()
@@ -145,6 +147,12 @@ class ShardedBlocks(Shares):
             child.register_forward_pre_hook(partial(self._other_begins, uses))
             if reads:
                 child.register_forward_hook(partial(self._other_ended, uses))
+        other = self._blocks.get(OTHER)
+        if other is not None:
+            # It may be read where its own module does not run (ProphetNet's n-gram embedding).
+            other.kept = True
+            for whole in {module, module.get_submodule(decoder)}:
+                whole.register_forward_pre_hook(partial(self._other_begins, [other]))
 
     # --- what the step sees ------------------------------------------------------------------
 
@@ -158,6 +166,7 @@ class ShardedBlocks(Shares):
     def begins(self, kind: str) -> None:
         super().begins(kind)
         self._kind = kind
+        self._learns = kind == FORWARD and torch.is_grad_enabled()
         self._entered = []
         if kind in (BACKWARD, WEIGHT):
             self._due = {id(bucket) for bucket in self._buckets if not bucket.late}
@@ -194,6 +203,12 @@ class ShardedBlocks(Shares):
     # --- forward -------------------------------------------------------------------------------
 
     def _layer_begins(self, number: int, uses: list[Block], module: nn.Module, args: Any) -> None:
+        if self._learns and not torch.is_grad_enabled():
+            raise ModelError(
+                f"{type(module).__name__} is run without gradients inside a training step, by the "
+                "model's own code: ZeRO-3 does not follow when it is needed whole",
+                hint="zero=2",
+            )
         before = self._blocks.get(BEFORE)
         if before is not None and not before.kept and before not in uses:
             self._let_go(before)

@@ -101,11 +101,13 @@ class Stage:
 
     def hidden_shape(self, microbatch: Microbatch) -> tuple[int, ...]:
         """Shape of the hidden state that belongs to `microbatch`: (B, S, H), or with several
-        streams (B, S, streams, H)."""
+        streams (B, S, streams, H) or (B, S, streams H)."""
         assert self.hidden_size is not None, "a pipeline of several stages needs hidden_size"
         rows, length = self._tokens(microbatch).shape[:2]
         ranks = 1 if self.slices is None else self.slices[1]
         streams = self.plan.streams if self.plan is not None else 0
+        if streams and _plan(self.plan).beside:
+            return (rows, length // ranks, streams * self.hidden_size)
         return (rows, length // ranks, *((streams,) if streams else ()), self.hidden_size)
 
     def _tokens(self, microbatch: Microbatch) -> Tensor:
@@ -125,7 +127,7 @@ class Stage:
             arguments.pop(self._input_argument, None)
             if self._coming is not None and hidden is not None:
                 # What the model makes of its input is not looked at: zeros that take no memory.
-                shape = (*hidden.shape[:2], hidden.shape[-1])
+                shape = (*hidden.shape[:2], self.hidden_size or hidden.shape[-1])
                 arguments[self._hidden_argument] = hidden.new_zeros(1).expand(shape)
             else:
                 arguments[self._hidden_argument] = hidden

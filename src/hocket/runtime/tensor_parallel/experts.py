@@ -15,12 +15,14 @@ from torch import Tensor, nn
 
 from hocket.runtime.mesh import Axis
 from hocket.runtime.record import Recorder
-from hocket.runtime.tensor_parallel.regions import copy_two_to_axis, reduce_from_axis
+from hocket.runtime.tensor_parallel.regions import copy_to_axis, copy_two_to_axis, reduce_from_axis
 from hocket.runtime.tensor_parallel.sequence import gather, gather_whole, scatter_sum
+from hocket.spec.errors import ModelError
 
 
 class TensorParallelExperts(nn.Module):
-    """A module of stacked experts, `forward(hidden_states, top_k_index, top_k_weights)`.
+    """A module of stacked experts, `forward(hidden_states, top_k_index, top_k_weights)`, or as in
+    Llama 4, `forward(hidden_states)` of tokens that were sorted by expert and weighted before.
 
     Shapes: hidden_states [tokens, H], top_k_index and top_k_weights [tokens, k]; output
     [tokens, H]. Made by class swap; the module's own forward does the products.
@@ -31,8 +33,18 @@ class TensorParallelExperts(nn.Module):
     slices: bool = False
 
     def forward(
-        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, **kwargs: Any
+        self,
+        hidden_states: Tensor,
+        top_k_index: Tensor | None = None,
+        top_k_weights: Tensor | None = None,
+        **kwargs: Any,
     ) -> Tensor:
+        if top_k_index is None or top_k_weights is None:
+            if self.slices:
+                raise ModelError("experts that are given sorted tokens cannot be given slices")
+            hidden_states = copy_to_axis(hidden_states, self.axis, self.recorder)
+            out = super().forward(hidden_states, **kwargs)  # type: ignore[misc]
+            return reduce_from_axis(out, self.axis, self.recorder)
         if self.slices:
             hidden_states, top_k_weights = self._gather(hidden_states, top_k_weights)
             top_k_index = gather(top_k_index, self.axis, self.recorder)
