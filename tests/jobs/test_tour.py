@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import string
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from hocket.cli.main import main
 from hocket.jobs.tour import told
 from hocket.jobs.tour_stops import STOPS, columns
-from hocket.reporting.tour import page_markdown, words
+from hocket.reporting.tour import page_markdown, stop_text, words
 from hocket.spec.errors import OptionError
 from hocket.spec.tour import LANGUAGES, VERDICTS, Stop
 from tests.jobs.warm import warm  # noqa: F401  a fixture
@@ -59,6 +60,12 @@ def three_bars() -> Stop:
     bars = (("m=1 {predicted}", 0.5, "50%"), ("{measured}", 0.25, "25%"))
     values = {"predicted": "1", "measured": "1"}
     return Stop(key="microbatches", command="x", verdict="true_if", values=values, bars=bars)
+
+
+def test_a_condition_that_was_not_seen_stays_one() -> None:
+    missed = dataclasses.replace(three_bars(), verdict="false")
+    assert "true, if: the stages take equally long" in stop_text(three_bars(), 1, "en", 200)
+    assert "not seen here; true, if: the stages take" in stop_text(missed, 1, "en", 200)
 
 
 def test_the_page_holds_every_stop() -> None:

@@ -20,6 +20,7 @@ SMALL = dataclasses.replace(
     updates=((2**10, 2),),
     messages=(64, 1024, 2**14, 2**16),
     rounds=2,
+    others=2,
     seconds=dict.fromkeys(QUICK.seconds, 0.02),
 )
 

@@ -78,7 +78,9 @@ class Probe:
         self._pulse("pairs")
         cases = [(b, w, g) for b in backends for w in worlds for g in groups(w)]
         for backend, world, ranks in cases:
-            self._curves(backend, world, ranks, self.sizes.seconds["collectives"] / len(cases))
+            least = self.sizes.rounds if backend == backends[0] else self.sizes.others
+            seconds = self.sizes.seconds["collectives"] / len(cases)
+            self._curves(backend, world, ranks, seconds, least)
             self._pulse("collectives")
         own = self.room.total(time.process_time() - own)
         if self.alone:
@@ -160,13 +162,13 @@ class Probe:
         os.sched_setaffinity(0, {cpus[self.room.rank % len(cpus)]})
         return frozenset(cpus)
 
-    def _curves(self, backend: str, world: int, ranks: int, seconds: float) -> None:
+    def _curves(self, backend: str, world: int, ranks: int, seconds: float, least: int) -> None:
         """Each collective by size, in all groups of `ranks` among `world` ranks at once."""
         self._say(f"{backend}, groups of {ranks} among {world} ranks")
         axis = self.room.axis(world, ranks, backend)
         operations = (*COLLECTIVES, "send") if ranks == 2 else COLLECTIVES
         taken = self.room.curves(
-            axis, operations, self.sizes.messages, seconds=seconds, least=self.sizes.rounds
+            axis, operations, self.sizes.messages, seconds=seconds, least=least
         )
         curves = []
         for operation in operations:

@@ -100,15 +100,15 @@ def _together(
     """Processor seconds of one call while `those` ranks make them at the same time, and the
     variance among the ranks of what one took of them, over the square of its mean."""
     end = room.agree(time.perf_counter()) + seconds
-    ranks, count, used, mine = len(those), 0, 0.0, 0.0
+    count, used = 0, 0.0
     if room.rank in those:
         start = time.thread_time()
         while time.perf_counter() < end or count == 0:
             call()
             count += 1
         used = time.thread_time() - start
-        mine = used / count
-    mean = room.total(mine) / ranks
-    squares = room.total((mine - mean) ** 2 if room.rank in those else 0.0)
-    unlike = squares / (ranks - 1) / mean**2 if ranks > 1 else 0.0
-    return room.total(used) / room.total(count), unlike
+    # All is told at once: the ranks that only listen wake once a sample.
+    told = [row for row in room.told(used, count) if row[1]]
+    each = [used / count for used, count in told]
+    unlike = statistics.variance(each) / statistics.mean(each) ** 2 if len(each) > 1 else 0.0
+    return sum(used for used, _ in told) / sum(count for _, count in told), unlike

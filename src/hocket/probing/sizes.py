@@ -21,7 +21,8 @@ class Sizes:
         dtypes: of the products; the first one of everything else.
         streams: bytes of one tensor. heads: shapes of attention. widths: (tokens, width).
         updates: (elements, tensors). messages: bytes of collectives.
-        rounds: of repeats, at least (of products half of them). seconds: that each part may take.
+        rounds: of repeats, at least (of products half of them). others: of messages over a backend
+            that the runtime would not choose by itself. seconds: that each part may take.
     """
 
     tokens: tuple[int, ...]
@@ -35,6 +36,7 @@ class Sizes:
     updates: tuple[tuple[int, int], ...]
     messages: tuple[int, ...]
     rounds: int
+    others: int
     seconds: dict[str, float]
 
 
@@ -57,6 +59,7 @@ QUICK = Sizes(
     updates=((2**16, 8), (2**20, 40)),
     messages=(256, 4 * _KI, 32 * _KI, 128 * _KI, 512 * _KI, 2 * _MI, 8 * _MI),
     rounds=5,
+    others=3,
     seconds={
         "products": 3.0, "streams": 0.5, "kernels": 1.0, "updates": 0.3, "dispatch": 0.3,
         "sharing": 2.4, "pairs": 0.4, "collectives": 3.0,
@@ -81,6 +84,7 @@ FULL = dataclasses.replace(
         64, 256, 1 * _KI, 4 * _KI, 16 * _KI, 64 * _KI, 256 * _KI, _MI, 4 * _MI, 16 * _MI,
     ),
     rounds=9,
+    others=9,
     seconds={
         "products": 20.0, "streams": 3.0, "kernels": 5.0, "updates": 2.5, "dispatch": 1.0,
         "sharing": 8.0, "pairs": 2.0, "collectives": 25.0,
@@ -112,6 +116,7 @@ CUDA_FULL = dataclasses.replace(
     weights=(*_CUDA_WEIGHTS, (28672, 8192), (8192, 28672), (32000, 4096)),
     messages=tuple(_KI * 4**i for i in range(11)),
     rounds=9,
+    others=9,
     seconds=FULL.seconds,
 )
 

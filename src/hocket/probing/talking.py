@@ -89,13 +89,13 @@ class Room:
 
     def total(self, value: float) -> float:
         """The sum of all ranks' values, on all ranks."""
-        return sum(row[0] for row in self._all(value))
+        return sum(row[0] for row in self.told(value))
 
     def agree(self, value: float) -> float:
         """The largest value of all ranks, on all ranks."""
-        return max(row[0] for row in self._all(value))
+        return max(row[0] for row in self.told(value))
 
-    def _all(self, *values: float) -> list[list[float]]:
+    def told(self, *values: float) -> list[list[float]]:
         """Every rank's values, on all ranks."""
         device = self.device if dist.get_backend() == "nccl" else "cpu"
         mine = torch.tensor(values, dtype=torch.float64, device=device)
@@ -167,7 +167,7 @@ class Room:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         took, own = (time.perf_counter() - start) / count, (time.process_time() - own) / count
-        rows = self._all(_waited() - waited, took, own)
+        rows = self.told(_waited() - waited, took, own)
         waits, seconds, used = zip(*rows, strict=True)
         return _Sample(sum(waits), max(seconds), sum(used))
 

@@ -93,7 +93,10 @@ def _filled(stop: Stop, language: str) -> dict[str, str]:
 
 def _verdict(stop: Stop, mine: dict[str, str], said: dict[str, Any]) -> str:
     verdict: str = said["verdicts"][stop.verdict]
-    return f"{verdict}{': ' if stop.verdict == 'true_if' else '. '}{mine['because']}"
+    if "provided" not in mine:
+        return f"{verdict}. {mine['because']}"
+    condition = f"{said['verdicts']['true_if']}: {mine['provided']}"
+    return condition if stop.verdict == "true_if" else f"{verdict}; {condition}"
 
 
 def _labelled(label: str, text: str, room: int, width: int) -> list[str]:
