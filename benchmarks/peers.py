@@ -22,6 +22,7 @@ from benchmarks.quiet import DISTURBED, Watch, wait_until_quiet
 from benchmarks.workload import Workload, quiet
 
 RESULTS = ROOT / "benchmarks" / "results"
+ENVIRONMENTS = (".venv-peers", ".venv-automodel")
 
 
 def measure(
@@ -31,7 +32,7 @@ def measure(
     rounds: int,
     steps: int,
     warmup: int,
-    python: str,
+    pythons: list[str],
     patience: float = 0.0,
     timeout: float = 180.0,
     say: Any = print,
@@ -47,8 +48,11 @@ def measure(
         for measured in found:
             contender = measured.contender
             # A contender without special needs runs on the interpreter that runs this.
-            interpreter = python if contender.requires else sys.executable
-            missing = missing_packages(interpreter, contender.requires)
+            interpreter, missing = sys.executable, []
+            for python in pythons if contender.requires else ():
+                interpreter, missing = python, missing_packages(python, contender.requires)
+                if not missing:
+                    break
             if missing:
                 measured.absent = f"not installed: {', '.join(missing)}"
                 say(f"  {contender.name}: {measured.absent}")
@@ -107,6 +111,9 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m benchmarks.peers", description=__doc__.splitlines()[0] if __doc__ else ""
     )
     parser.add_argument("--axis", nargs="+", choices=AXES, default=list(AXES))
+    parser.add_argument(
+        "--ranks", type=int, default=2, choices=(2, 4, 8), help="of the axes that take any number"
+    )
     parser.add_argument("--only", nargs="+", default=[], help="parts of contenders' names")
     parser.add_argument("--rounds", type=int, default=6, help="turns of each contender")
     parser.add_argument("--steps", type=int, default=4, help="steps of a turn")
@@ -119,8 +126,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument(
         "--peers-python",
-        default=str(ROOT / ".venv-peers" / "bin" / "python"),
-        help="interpreter of the environment that holds the optional peers",
+        nargs="+",
+        default=[str(ROOT / name / "bin" / "python") for name in ENVIRONMENTS],
+        help="interpreters of the environments that hold the optional peers",
     )
     parser.add_argument("--json", type=Path, default=None, help="file for the figures")
     options = parser.parse_args(arguments)
@@ -131,14 +139,14 @@ def main(arguments: list[str] | None = None) -> int:
     workload = Workload(model_dir=str(model_dir))
     if not (model_dir / "model.safetensors").exists():
         workload.write_model(model_dir)
-    every = contenders(workload.microbatches)
+    every = contenders(workload.microbatches, options.ranks)
     chosen = [
         c
         for c in every
         if c.axis in options.axis
         and (not options.only or any(part.lower() in c.name.lower() for part in options.only))
     ]
-    python = options.peers_python if Path(options.peers_python).exists() else sys.executable
+    pythons = [one for one in options.peers_python if Path(one).exists()] or [sys.executable]
     report: dict[str, Any] = {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S"),
         "machine": machine(),
@@ -156,7 +164,8 @@ def main(arguments: list[str] | None = None) -> int:
         of_axis = [c for c in chosen if c.axis == axis]
         if not of_axis:
             continue
-        print(f"{TITLES[axis]}: starting {len(of_axis)} contenders", flush=True)
+        title = TITLES[axis].format(ranks=options.ranks)
+        print(f"{title}: starting {len(of_axis)} contenders", flush=True)
         before = machine()["load"]
         measured = measure(
             of_axis,
@@ -164,7 +173,7 @@ def main(arguments: list[str] | None = None) -> int:
             rounds=options.rounds,
             steps=options.steps,
             warmup=options.warmup,
-            python=python,
+            pythons=pythons,
             patience=options.patience,
         )
         if axis == "one" and not reference:
@@ -178,7 +187,7 @@ def main(arguments: list[str] | None = None) -> int:
             "load_after": machine()["load"],
             "rows": rows,
         }
-        print("\n" + table(rows, TITLES[axis]) + "\n", flush=True)
+        print("\n" + table(rows, title) + "\n", flush=True)
     path = options.json or RESULTS / f"peers-{time.strftime('%Y%m%d-%H%M%S')}.json"
     path.write_text(json.dumps(report, indent=1))
     print(f"written: {path}")
@@ -190,7 +199,13 @@ def _reference(every: list[Contender], workload: Workload, options: Any) -> list
     one = [c for c in every if c.name == REFERENCE]
     total = options.warmup + options.rounds * options.steps
     measured = measure(
-        one, workload, rounds=1, steps=total, warmup=0, python=sys.executable, say=lambda text: None
+        one,
+        workload,
+        rounds=1,
+        steps=total,
+        warmup=0,
+        pythons=[sys.executable],
+        say=lambda text: None,
     )
     return measured[0].losses
 

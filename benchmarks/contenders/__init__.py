@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from benchmarks.groups import Contender
 
 AXES = ("one", "data", "zero", "tensor", "sequence", "pipeline", "three")
 """Tables, in the order they are measured."""
 
+SIZED = frozenset({"data", "zero", "tensor", "sequence"})
+"""Axes whose contenders run on any number of ranks."""
+
 TITLES = {
     "one": "one process",
-    "data": "data parallel, 2 ranks",
-    "zero": "ZeRO-1, -2 and -3, 2 ranks",
-    "tensor": "tensor parallel, 2 ranks",
-    "sequence": "tensor parallel on slices of sequences, 2 ranks",
+    "data": "data parallel, {ranks} ranks",
+    "zero": "ZeRO-1, -2 and -3, {ranks} ranks",
+    "tensor": "tensor parallel, {ranks} ranks",
+    "sequence": "tensor parallel on slices of sequences, {ranks} ranks",
     "pipeline": "pipeline, 2 ranks, 4 microbatches",
     "three": "dp2.pp2.tp2, 8 ranks",
 }
@@ -22,8 +27,11 @@ REFERENCE = "one process, 1 thread"
 _DEEPSPEED = {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}
 
 
-def contenders(microbatches: int) -> list[Contender]:
-    """Every contender, extras included; `microbatches` is the pipeline's, per data rank."""
+def contenders(microbatches: int, ranks: int = 2) -> list[Contender]:
+    """Every contender, extras included.
+
+    `microbatches` is the pipeline's, per data rank; `ranks` those of axes that run on any number.
+    """
     pytorch = "benchmarks.contenders.pytorch"
     found = [
         Contender(
@@ -77,6 +85,12 @@ def contenders(microbatches: int) -> list[Contender]:
             )
             for stage in (1, 2, 3)
         ),
+        Contender(
+            name="NeMo Automodel, ZeRO-3",
+            axis="zero",
+            entry="benchmarks.contenders.automodel:sharded",
+            requires=("nemo_automodel",),
+        ),
         Contender(name="PyTorch DTensor", axis="tensor", entry=f"{pytorch}:tensor_parallel"),
         Contender(
             name="PyTorch DTensor, loss_parallel",
@@ -101,7 +115,7 @@ def contenders(microbatches: int) -> list[Contender]:
             name="Megatron-Core",
             axis="tensor",
             entry="benchmarks.contenders.megatron:build",
-            options={"tp": 2},
+            options={"tp": ranks},
             requires=("megatron", "einops"),
         ),
     ]
@@ -144,18 +158,19 @@ def contenders(microbatches: int) -> list[Contender]:
             world_size=8,
         ),
     ]
-    return found + _ours(microbatches)
+    sized = [replace(one, world_size=ranks) if one.axis in SIZED else one for one in found]
+    return sized + _ours(microbatches, ranks)
 
 
-def _ours(microbatches: int) -> list[Contender]:
+def _ours(microbatches: int, n: int) -> list[Contender]:
     cut = f"microbatches={microbatches}"
     # (text of the table, layout, axis, ranks)
     layouts = [
-        ("dp2", "dp2", "data", 2),
-        *((f"dp2 zero={stage}", f"dp2:zero={stage}", "zero", 2) for stage in (1, 2, 3)),
-        ("tp2", "tp2", "tensor", 2),
-        ("tp2 whole sequences", "tp2", "sequence", 2),
-        ("tp2 sequence parallel", "tp2:sequence_parallel=true", "sequence", 2),
+        (f"dp{n}", f"dp{n}", "data", n),
+        *((f"dp{n} zero={stage}", f"dp{n}:zero={stage}", "zero", n) for stage in (1, 2, 3)),
+        (f"tp{n}", f"tp{n}", "tensor", n),
+        (f"tp{n} whole sequences", f"tp{n}", "sequence", n),
+        (f"tp{n} sequence parallel", f"tp{n}:sequence_parallel=true", "sequence", n),
         ("pp2 gpipe", f"pp2:schedule=gpipe,{cut}", "pipeline", 2),
         ("pp2 1f1b", f"pp2:schedule=1f1b,{cut}", "pipeline", 2),
         ("pp2 interleaved", f"pp2:schedule=interleaved,virtual_stages=2,{cut}", "pipeline", 2),

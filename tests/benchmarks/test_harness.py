@@ -67,7 +67,13 @@ def test_a_missing_package_makes_a_contender_absent() -> None:
     assert missing_packages(sys.executable, ("json", "no_such_package")) == ["no_such_package"]
     nowhere = contender("nowhere", "m:f", requires=("no_such_package",))
     (found,) = measure(
-        [nowhere], TINY, rounds=1, steps=1, warmup=0, python=sys.executable, say=lambda text: None
+        [nowhere],
+        TINY,
+        rounds=1,
+        steps=1,
+        warmup=0,
+        pythons=[sys.executable],
+        say=lambda text: None,
     )
     assert found.absent == "not installed: no_such_package"
     assert "absent" in table([found.row(TINY, None, [])], "data")
@@ -86,7 +92,7 @@ def test_groups_take_turns_and_agree(tmp_path: Path, monkeypatch: pytest.MonkeyP
         rounds=2,
         steps=1,
         warmup=1,
-        python=sys.executable,
+        pythons=[sys.executable],
         say=lambda text: None,
     )
     assert [len(m.losses) for m in found] == [3, 3, 0]
