@@ -13,7 +13,9 @@ STAMP := $(VENV)/.hocket-installed
 
 # A relative name: the checkout may lie in a folder whose name holds spaces.
 # `make test TESTS=tests/spec` runs a part; `make demo DEMO='--steps 20'` passes flags on.
+# Ranks mostly wait for each other: two files of tests at once take two thirds of the time.
 TESTS ?=
+JOBS ?= 2
 DEMO ?=
 BENCH ?=
 
@@ -40,7 +42,7 @@ demo: $(STAMP) ## train a small Llama on eight ranks, end to end, in under four 
 	$(BIN)/python -m hocket demo $(DEMO)
 
 test: $(STAMP) ## run all tests
-	$(BIN)/python -m pytest $(TESTS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(TESTS)
 
 # Installed as a user would, not editable: this also sees what a wheel leaves out. A wheel takes what
 # it finds in build/, stale files too, so that goes first.
