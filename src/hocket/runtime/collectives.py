@@ -48,13 +48,14 @@ class _Rounded:
         return True
 
 
-def _options(op: str) -> Any:
+def _options(op: str, async_op: bool) -> Any:
     options = dist.AllreduceOptions()
     options.reduceOp = _OPS[op]
+    options.asyncOp = async_op
     return options
 
 
-_ALL_REDUCE = {op: _options(op) for op in _OPS}
+_ALL_REDUCE = {(op, late): _options(op, late) for op in _OPS for late in (False, True)}
 
 
 def all_reduce(
@@ -73,7 +74,7 @@ def all_reduce(
     wide = tensor
     if tensor.dtype in _HALF and not tensor.is_cuda:
         wide = tensor.float()
-    work: Work = axis.group.allreduce([wide], _ALL_REDUCE[op])
+    work: Work = axis.group.allreduce([wide], _ALL_REDUCE[op, async_op])
     if wide is not tensor:
         work = _Rounded(work, wide, tensor)
     if async_op:

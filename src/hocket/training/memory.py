@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from hocket.spec.errors import TrainingError
 from hocket.spec.units import format_bytes
@@ -96,11 +97,14 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         `limit` raises `full(bytes)`."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.limit, self.full = limit, full
-        self.bytes = 0
         self.peak = 0
+        self._bytes = 0
         self._alive: dict[int, Any] = {}
         self._sizes: dict[int, int] = {}
         self._counted: dict[int, int] = {}
+        # A thread of Gloo may be the last that holds a storage: what is gone is taken off the
+        # count by the thread that counts.
+        self._gone: deque[int] = deque()
         for tensor in known:
             if tensor is not None:
                 self._watch(tensor, counted=False)
@@ -112,6 +116,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if getattr(func, "namespace", "") == "c10d" and _waited_for(func, args):
+            return _apart(func, args, kwargs or {})
         out = func(*args, **(kwargs or {}))
         if func is _RESIZE:
             self._resized(args[0])
@@ -123,12 +129,25 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._watch(leaf)
         return out
 
+    @property
+    def bytes(self) -> int:
+        """Alive now."""
+        self._settle()
+        return self._bytes
+
+    def _settle(self) -> None:
+        while self._gone:
+            key = self._gone.popleft()
+            del self._alive[key], self._sizes[key]
+            self._bytes -= self._counted.pop(key)
+
     def _watch(self, tensor: Tensor, counted: bool = True) -> None:
+        self._settle()  # before a new storage is known by the address of one that is gone
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._alive:
             return
-        self._alive[key] = weakref.finalize(storage, self._gone, key)
+        self._alive[key] = weakref.finalize(storage, self._gone.append, key)
         self._alive[key].atexit = False
         self._sizes[key] = storage.nbytes()
         self._counted[key] = 0
@@ -145,22 +164,50 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _more(self, key: int, nbytes: int) -> None:
         self._counted[key] += nbytes
-        self.bytes += nbytes
-        self.peak = max(self.peak, self.bytes)
-        if self.limit is not None and self.bytes > self.limit:
-            raise self.full(self.bytes)
-
-    def _gone(self, key: int) -> None:
-        self._alive.pop(key, None)
-        self._sizes.pop(key)
-        self.bytes -= self._counted.pop(key)
+        self._bytes += nbytes
+        held = self.bytes  # less what is gone
+        self.peak = max(self.peak, held)
+        if self.limit is not None and held > self.limit:
+            raise self.full(held)
 
     def close(self) -> None:
         """Let go of what is still watched."""
+        self._settle()
         for watched in list(self._alive.values()):  # collecting garbage may end some meanwhile
             watched.detach()
         self._alive.clear()
         self._counted.clear()
+
+
+def _waited_for(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an operation of torch.distributed is waited for where it is called."""
+    names = [each.name for each in func._schema.arguments]
+    if "async_op" not in names:  # a message to one rank
+        return False
+    at = names.index("async_op")
+    return len(args) > at and not args[at]
+
+
+def _apart(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A collective over copies that are not counted, and its end.
+
+    A thread of Gloo ends a wait before it lets go of what it was given, and sometimes long before:
+    buffers would be counted beside the next, or not, as the cores are busy.
+    """
+    copies: list[tuple[Tensor, Tensor]] = []
+
+    def copied(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        copies.append((leaf, leaf.clone()))
+        return copies[-1][1]
+
+    out = func(*tree_map(copied, args), **kwargs)
+    work = out[-1] if isinstance(out, tuple) else out
+    torch._C._distributed_c10d.Work.unbox(work).wait()
+    for tensor, copy in copies:
+        tensor.copy_(copy)
+    return out
 
 
 class MemoryCount:
