@@ -78,6 +78,14 @@ def test_whole_sequences_are_masked_and_what_no_module_reads_is_gathered() -> No
     assert outcomes["prophetnet"] == ["equal", "refused"]  # it reads an embedding's weight itself
 
 
+@pytest.mark.usefixtures("warm")
+def test_layers_that_run_without_gradients_are_whole_when_backward_reads_them() -> None:
+    """HRM runs its early cycles so, and the same layers with gradients later; Reformer runs all of
+    its layers so, and computes their backward itself."""
+    found = matrix(["hrm_text", "reformer"], ["dp2:zero=3,microbatches=2"])
+    assert [cell.outcome for row in found.rows for cell in row.cells] == ["equal", "equal"]
+
+
 def test_rounding_is_told_from_what_a_layout_does(tmp_path: Path) -> None:
     """Of an ordinary type it stays far below what is allowed; xLSTM's passes it."""
     from hocket.models.skeleton import config_of

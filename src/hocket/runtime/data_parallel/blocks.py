@@ -14,6 +14,10 @@ What is no layer lies in up to three blocks of its own: what runs `before` the l
 them, and any `other`. They are gathered once a microbatch: an embedding's values are not read in
 backward, and what follows the layers stays from its forward to its backward.
 
+A layer that the model's own code runs without gradients, though its backward may follow (Reformer
+makes its inputs again from its outputs), calls no hook there: what has run in no other way is whole
+from the beginning of the backward to its end.
+
 Everything happens at places that are the same on every rank (a block begins, a pass ends), and not
 when some gradient happens to be there: so ranks cannot differ in the order of their collectives,
 whatever part of a block their data uses.
@@ -41,7 +45,6 @@ from hocket.runtime.data_parallel.flat import Bucket, bucket_of, give_memory, ta
 from hocket.runtime.data_parallel.shares import Shares
 from hocket.runtime.mesh import Axis
 from hocket.runtime.record import Recorder
-from hocket.spec.errors import ModelError
 from hocket.spec.plan import AFTER, BEFORE, OTHER, StagePlan, block_of
 from hocket.spec.schedule import BACKWARD, FORWARD, WEIGHT
 
@@ -57,12 +60,14 @@ class Block:
         name: of the layer's module, or `before`, `after`, `other`.
         buckets: one for each dtype, and for what is frozen or reduced late.
         kept: its values stay from its forward to its backward.
+        followed: whether its layer has run with gradients; None: it has not run.
         started: marks of the gathers under way.
     """
 
     name: str
     buckets: list[Bucket]
     kept: bool = False
+    followed: bool | None = None
     started: list[tuple[Any, Bucket]] = dataclasses.field(default_factory=list)
 
     @property
@@ -170,6 +175,12 @@ class ShardedBlocks(Shares):
         self._entered = []
         if kind in (BACKWARD, WEIGHT):
             self._due = {id(bucket) for bucket in self._buckets if not bucket.late}
+        if kind != FORWARD:
+            blind = [block for block in self._layers if block.followed is False]
+            for block in blind:
+                self._gather(block)
+            for block in blind:
+                self._use(block)
 
     def ends(self, kind: str) -> None:
         if kind in (BACKWARD, WEIGHT):
@@ -203,12 +214,9 @@ class ShardedBlocks(Shares):
     # --- forward -------------------------------------------------------------------------------
 
     def _layer_begins(self, number: int, uses: list[Block], module: nn.Module, args: Any) -> None:
-        if self._learns and not torch.is_grad_enabled():
-            raise ModelError(
-                f"{type(module).__name__} is run without gradients inside a training step, by the "
-                "model's own code: ZeRO-3 does not follow when it is needed whole",
-                hint="zero=2",
-            )
+        if self._learns:
+            for block in uses:
+                block.followed = bool(block.followed) or torch.is_grad_enabled()
         before = self._blocks.get(BEFORE)
         if before is not None and not before.kept and before not in uses:
             self._let_go(before)
