@@ -110,3 +110,68 @@ def half_precision(context: Any) -> dict[str, Any]:
             buckets.nbytes,
         ]
     return results
+
+
+def reads(context: Any, config: dict[str, Any]) -> dict[str, Any]:
+    """What a program meets that reads ZeRO-3's parameters between steps, and inside of one."""
+    import copy
+
+    from hocket.spec.errors import ModelError
+    from hocket.spec.run import RunSpec, TrainOptions, Workload
+    from hocket.training.build import build_model, build_optimizer
+
+    layout = Layout.parse("dp2:zero=3")
+    mesh = Mesh(layout, context.rank)
+    spec = RunSpec(
+        model="tiny", config=config, layout=layout, workload=Workload(seq_len=8, global_batch=4),
+        options=TrainOptions(dropout=0.0, device="cpu"),
+    )  # fmt: skip
+    *_, parallel = build_model(spec, mesh, None)
+    optimizer = build_optimizer(parallel, spec.options)
+    module = parallel.stages[0].module
+    weight, other = module.model.layers[0].mlp.up_proj.weight, module.model.layers[3].mlp.up_proj
+    ids = torch.arange(16).view(2, 8)
+    batch = [{"input_ids": ids, "labels": ids, "position_ids": torch.arange(8).expand(2, 8)}]
+
+    def step() -> float:
+        loss = float(parallel.forward_backward(batch))
+        optimizer.step(1e-2)
+        return loss
+
+    def message(call: Any) -> str:
+        try:
+            call()
+        except ModelError as error:
+            return error.message
+        return "no error"
+
+    losses = [step()]
+    raised = {
+        "state_dict": message(module.state_dict),
+        "sum": message(lambda: weight.sum()),
+        "data": message(lambda: weight.data),
+        "transpose": message(lambda: weight.T),
+        "numpy": message(lambda: weight.numpy(force=True)),
+        "write": message(lambda: torch.nn.init.zeros_(weight)),
+        "list": message(lambda: torch.stack([torch.zeros(weight.shape), weight])),
+        "copy": message(lambda: copy.deepcopy(module)),
+    }
+    handle = module.model.layers[0].register_forward_hook(lambda *_: other.weight.norm())
+    raised["hook"] = message(step)
+    handle.remove()
+    asked = [list(weight.shape), weight.numel(), str(weight.dtype), weight.requires_grad]
+    printed = repr(weight)
+    losses.append(step())
+    # What is read while it is whole stays readable, and is freed when its reader lets it go.
+    parallel.arrive()
+    inside = float(weight.sum())
+    kept = module.state_dict()
+    kept["array"] = weight.detach().numpy()
+    parallel.release()
+    after = float(kept["model.layers.0.mlp.up_proj.weight"].sum()), float(kept["array"].sum())
+    held = weight.untyped_storage().nbytes()
+    losses.append(step())
+    return {
+        "raised": raised, "asked": asked, "printed": printed, "losses": losses,
+        "inside": inside, "after": after, "held": held,
+    }  # fmt: skip

@@ -73,9 +73,9 @@ class WeightGradients:
             grad = grad.reshape(-1, grad.shape[-1])
             if weight.requires_grad:
                 x = source if isinstance(source, Tensor) else source()
-                torch.autograd.backward(weight, _weight_gradient(x, grad, transposed))
+                _accumulate(weight, _weight_gradient(x, grad, transposed))
             if bias is not None and bias.requires_grad:
-                torch.autograd.backward(bias, grad.sum(0))
+                _accumulate(bias, grad.sum(0))
 
 
 def linear(
@@ -114,6 +114,12 @@ def _weight_gradient(x: Tensor, grad: Tensor, transposed: bool) -> Tensor:
     """Of input [..., in] and the output's gradient [N, out]."""
     x = x.reshape(-1, x.shape[-1])
     return x.t() @ grad if transposed else grad.t() @ x
+
+
+def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
+    """Add to a parameter's gradient as a backward does; its values may be elsewhere (ZeRO-3)."""
+    with torch._C.DisableTorchFunctionSubclass():  # which would ask after them
+        torch.autograd.backward(parameter, gradient)
 
 
 class DeferrableLinear(nn.Linear):

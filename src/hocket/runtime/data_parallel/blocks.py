@@ -40,6 +40,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from hocket.runtime.collectives import all_gather_flat
+from hocket.runtime.data_parallel.absent import NAME, come_back, leave
 from hocket.runtime.data_parallel.buckets import grad_dtype
 from hocket.runtime.data_parallel.flat import Bucket, bucket_of, give_memory, take_memory
 from hocket.runtime.data_parallel.shares import Shares
@@ -108,6 +109,7 @@ class ShardedBlocks(Shares):
             if plan is None and block != OTHER and not _runs(module.get_submodule(block)):
                 block = OTHER
             kind = (p.requires_grad, grad_dtype(p), p.dtype, p.device, name in late)
+            setattr(p, NAME, name)
             members.setdefault(block, {}).setdefault(kind, []).append((name, p))
         self._blocks: dict[str, Block] = {}
         for name, kinds in members.items():
@@ -165,7 +167,8 @@ class ShardedBlocks(Shares):
         return [bucket.mine for bucket in (*self._buckets, *self._frozen)]
 
     def zero_grad(self) -> None:
-        super().zero_grad()
+        with torch._C.DisableTorchFunctionSubclass():  # which an absent parameter's `.grad` calls
+            super().zero_grad()
         self.release()
 
     def begins(self, kind: str) -> None:
@@ -195,9 +198,7 @@ class ShardedBlocks(Shares):
     def publish(self) -> None:
         """What was gathered for readers is out of date."""
         for block in self._blocks.values():
-            for bucket in block.buckets:
-                bucket.opened = False
-            self._let_go(block)
+            self._let_go(block, keep=False)
 
     def arrive(self) -> None:
         """Gather everything; what is written into it is taken over by `release`."""
@@ -300,9 +301,11 @@ class ShardedBlocks(Shares):
         """A block is about to run: its values must be there."""
         self._gather(block)
         for start, bucket in block.started:
+            if bucket.gathering is not None:
+                bucket.gathering.wait()
+            come_back(bucket.parameters)
             if bucket.gathering is None:
                 continue
-            bucket.gathering.wait()
             bucket.gathering = None
             self.recorder.add(
                 start,
@@ -314,21 +317,25 @@ class ShardedBlocks(Shares):
             )
         block.started.clear()
 
-    def _let_go(self, block: Block) -> None:
-        """Free a block's values."""
+    def _let_go(self, block: Block, *, keep: bool = True) -> None:
+        """Free a block's values; `keep`: of what was opened, this rank's share as it is now."""
         if any(bucket.gathering is not None for bucket in block.buckets):
             self._use(block)  # gathered and never used
         for bucket in block.buckets:
             if bucket.whole:
-                if bucket.opened:
+                if bucket.opened and keep:
                     with torch.no_grad():
                         bucket.mine.copy_(bucket.part(self.axis))
                 self._free(bucket)
 
     @staticmethod
     def _free(bucket: Bucket) -> None:
+        if bucket.opened:
+            bucket.part_from_readers()
+        else:
+            take_memory(bucket.flat)
+        leave(bucket.parameters)
         bucket.whole = bucket.opened = False
-        take_memory(bucket.flat)
 
 
 def _unique(blocks: Iterable[Block]) -> list[Block]:

@@ -79,7 +79,7 @@ class Bucket:
             self.gradient = torch.empty_like(self.flat, dtype=self.dtype)
             self.gradient[self.offsets[-1] :].zero_()
             self.views = [
-                self.gradient[start : start + parameter.numel()].view_as(parameter)
+                self.gradient[start : start + parameter.numel()].view(parameter.shape)
                 for start, parameter in zip(self.offsets, self.parameters, strict=False)
             ]
         return self.views[index]
@@ -94,6 +94,19 @@ class Bucket:
     def all_missing(self) -> None:
         """No gradient has come."""
         self.missing = set(range(len(self.parameters)))
+
+    def part_from_readers(self) -> None:
+        """Go on with new, empty storage: whoever still holds the old one (a `state_dict()`) keeps
+        its values, else it is freed."""
+        shapes = [parameter.shape for parameter in self.parameters]
+        size, none = self.flat.numel(), self.flat.new_empty(0)
+        self.flat = none
+        for parameter in self.parameters:
+            parameter.data = none
+        self.flat = none.new_empty(size)
+        for parameter, shape, start in zip(self.parameters, shapes, self.offsets, strict=False):
+            parameter.data = self.flat[start : start + shape.numel()].view(shape)
+        take_memory(self.flat)
 
     def part(self, axis: Axis) -> Tensor:
         """This rank's share of `flat`, where it has memory."""

@@ -160,7 +160,7 @@ class Shares(abc.ABC):
             for name, parameter, start in zip(
                 bucket.names, bucket.parameters, bucket.offsets, strict=False
             ):
-                found[name] = whole[start : start + parameter.numel()].view_as(parameter)
+                found[name] = whole[start : start + parameter.numel()].view(parameter.shape)
         return found
 
     # --- while backward runs -----------------------------------------------------------------
