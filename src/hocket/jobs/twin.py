@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from hocket.runtime.mesh import Axis
     from hocket.runtime.record import Recorder
 
-RULES = 3
+RULES = 4
 """Counted up when models can be cut or split that could not before: old verdicts are forgotten."""
 
 _IRRELEVANT = (
@@ -212,7 +212,7 @@ def try_stages(config: Any, attention: str) -> str:
     from hocket.models.plans import plan_for
     from hocket.models.plans.stages import handed_on
     from hocket.models.twin import twin_of
-    from hocket.runtime.pipeline.cut import cut
+    from hocket.runtime.pipeline.cut import MissingLayer, cut
     from hocket.runtime.pipeline.stage import Stage
 
     try:
@@ -250,7 +250,11 @@ def try_stages(config: Any, attention: str) -> str:
         for stage in stages[:-1]:
             sent = stage.output(inputs, hidden)
             if tuple(sent.shape) != stage.hidden_shape(inputs):
-                return f"what its layers hand on has the shape {' x '.join(map(str, sent.shape))}"
+                shape = " x ".join(map(str, stage.hidden_shape(inputs)))
+                return (
+                    f"what its layers hand on has the shape {' x '.join(map(str, sent.shape))}, "
+                    f"not that of rows, tokens and hidden size ({shape})"
+                )
             hidden = sent.detach().requires_grad_()
             ends.append((sent, hidden))
         logits = stages[-1].output(inputs, hidden).logits
@@ -261,6 +265,8 @@ def try_stages(config: Any, attention: str) -> str:
     except Exception as error:  # the forward of a foreign family fails in its own way
         if isinstance(error, ModelError):
             return error.message
+        if isinstance(error, AttributeError) and isinstance(error.obj, MissingLayer):
+            return f"its own code reads {error.name!r} of a layer that lies on another stage"
         return f"a stage of its tiny twin fails with {type(error).__name__}: {error}"
     found: dict[str, Tensor] = {}
     tied = {*plan.ties, *plan.ties.values()}

@@ -202,6 +202,8 @@ class StagePlan:
         streams: of the hidden state, where layers hand on several (hyper-connections), as
             [B, S, streams, H]; 0: [B, S, H].
         beside: these streams lie side by side, as [B, S, streams H].
+        tokens: keyword by which layers are given the token ids; empty: they are not.
+        overwrites: the decoder's forward writes into the embedded input that it is given.
     """
 
     decoder: str
@@ -218,6 +220,8 @@ class StagePlan:
     ends: tuple[str, ...] = ()
     streams: int = 0
     beside: bool = False
+    tokens: str = ""
+    overwrites: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -38,6 +38,7 @@ class Family:
         widths: attributes of the attention module that hold heads x head size.
         config_counts: its forward reads head counts from `self.config`.
         unsupported: configuration keys and the value that no split can follow.
+        whole: pattern of a block that has no rules, to why it has none.
     """
 
     rules: Mapping[str, Rule]
@@ -45,6 +46,7 @@ class Family:
     widths: tuple[str, ...] = ()
     config_counts: bool = False
     unsupported: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    whole: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def _attention(path: str, output: str, **projections: str) -> dict[str, Rule]:
@@ -102,8 +104,23 @@ _STABLELM = Family(
     },
     unsupported={"qk_layernorm": True},
 )
-# What an MLP of Gemma 3n lets through depends on the mean and deviation of all of its units.
-_GEMMA3N = Family(rules=_attention("layers.*.self_attn", "o_proj", **_SEPARATE))
+_GEMMA3N = Family(
+    rules=_attention("layers.*.self_attn", "o_proj", **_SEPARATE),
+    whole={
+        "layers.*.mlp": "what it lets through depends on the mean and deviation of all its units"
+    },
+)
+_CODEGEN = Family(
+    rules=_feed_forward("h.*.mlp", "fc_in", "fc_out"),
+    whole={"h.*.attn": "its code cuts its projection into four parts, whatever it holds"},
+)
+_TROCR = Family(
+    rules=_feed_forward("layers.*", "fc1", "fc2"),
+    whole={
+        "layers.*.self_attn": "its code gives its heads' output the width of its input",
+        "layers.*.encoder_attn": "its code gives its heads' output the width of its input",
+    },
+)
 _MPT = Family(
     rules=_attention("blocks.*.attn", "out_proj", Wqkv="qkv")
     | _feed_forward("blocks.*.ffn", "up_proj", "down_proj"),
@@ -122,6 +139,8 @@ FAMILIES: Mapping[str, Family] = {
     "stablelm": _STABLELM,
     "mpt": _MPT,
     "gemma3n_text": _GEMMA3N,
+    "codegen": _CODEGEN,
+    "trocr": _TROCR,
 }
 
 KINDS_BY_NAME: Mapping[str, str] = {

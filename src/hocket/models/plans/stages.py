@@ -45,15 +45,22 @@ def stage_plan(twin: Twin, whole: nn.Module) -> StagePlan:
     hooks = []
 
     carries: set[str] = set()
+    tokens: set[str] = set()
+    embedded: list[tuple[torch.Tensor, int]] = []
     ids = torch.arange(3, 19).unsqueeze(0)
 
     def watch(name: str) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             order.append(name)
+            if isinstance(module, nn.Embedding) and isinstance(output, torch.Tensor):
+                embedded.append((output, output._version))
             if _carries(module, inputs, output):
                 carries.add(name)
 
         return hook
+
+    def given(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        tokens.update(name for name, value in kwargs.items() if value is ids)
 
     def measure(module: nn.Module, inputs: Any, output: Any) -> None:
         several = isinstance(output, (tuple, list))
@@ -67,6 +74,7 @@ def stage_plan(twin: Twin, whole: nn.Module) -> StagePlan:
     for index, layer in enumerate(layers):
         hooks.append(layer.register_forward_hook(watch(f"<{index}>")))
         hooks.append(layer.register_forward_hook(measure))
+        hooks.append(layer.register_forward_pre_hook(given, with_kwargs=True))
     with torch.no_grad():
         model(input_ids=ids, position_ids=torch.arange(ids.shape[1]).unsqueeze(0), use_cache=False)
     for handle in hooks:
@@ -78,7 +86,9 @@ def stage_plan(twin: Twin, whole: nn.Module) -> StagePlan:
     if len(lengths) != 1:
         raise ModelError(f"the layers of {kind!r} return tuples of different lengths")
     first, last = order.index(ran[0]), order.index(ran[-1])
-    before = [n for n in dict.fromkeys(order[:first]) if n in carries]
+    before = [
+        n for n in dict.fromkeys(order[:first]) if n in carries and not _serves(children[n], width)
+    ]
     after = [n for n in dict.fromkeys(order[last + 1 :]) if n in carries]
     both = set(before) & set(after)
     # What holds no parameters belongs to no stage: each runs it, and nobody looks at the result.
@@ -112,6 +122,8 @@ def stage_plan(twin: Twin, whole: nn.Module) -> StagePlan:
         ends=ends,
         streams=number,
         beside=beside,
+        tokens=min(tokens, default=""),
+        overwrites=any(tensor._version > version for tensor, version in embedded),
     )
 
 
@@ -222,6 +234,16 @@ def _carries(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> bool:
         and given.is_floating_point()
         and given.ndim == 3
         and given.shape == output.shape
+    )
+
+
+def _serves(module: nn.Module, width: int) -> bool:
+    """Whether a module is a table for the layers (rotary sines as a frozen embedding, RoFormer's):
+    it adds nothing to the hidden state of `width`, and every stage looks it up."""
+    return (
+        isinstance(module, nn.Embedding)
+        and module.embedding_dim != width
+        and not module.weight.requires_grad
     )
 
 

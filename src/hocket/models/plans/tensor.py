@@ -102,6 +102,8 @@ def tensor_plan(
                         InputSlice(argument=argument, dim=dim, units=config.num_attention_heads)
                         for argument, dim in arguments
                     )
+    for pattern, why in (family.whole if family is not None else {}).items():
+        whole[why].add(joined(decoder, pattern))
     notes = [f"{', '.join(sorted(names))} held whole: {why}" for why, names in whole.items()]
     if not splits:
         return None, "; ".join(notes) or "its tensor plan matches no module"

@@ -82,6 +82,17 @@ class Stage:
             if plan is not None and num_stages > 1
             else (None, None)
         )
+        self._ids: Tensor | None = None
+        if not self.is_first and plan is not None and plan.tokens:
+            for layer in module.get_submodule(plan.layers).children():
+                layer.register_forward_pre_hook(self._give_tokens, with_kwargs=True)
+
+    def _give_tokens(
+        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A hook before a layer that reads token ids: where the model is given a hidden state, its
+        own code has none to hand on."""
+        return args, {**kwargs, _plan(self.plan).tokens: self._ids}
 
     @property
     def is_first(self) -> bool:
@@ -126,9 +137,11 @@ class Stage:
         if hidden is not None or not self.is_first:
             arguments.pop(self._input_argument, None)
             if self._coming is not None and hidden is not None:
-                # What the model makes of its input is not looked at: zeros that take no memory.
+                # What the model makes of its input is not looked at: zeros that take no memory,
+                # unless the model writes there.
                 shape = (*hidden.shape[:2], self.hidden_size or hidden.shape[-1])
-                arguments[self._hidden_argument] = hidden.new_zeros(1).expand(shape)
+                zeros = hidden.new_zeros(shape if _plan(self.plan).overwrites else 1)
+                arguments[self._hidden_argument] = zeros.expand(shape)
             else:
                 arguments[self._hidden_argument] = hidden
         return {**self._constants, **arguments}
@@ -171,6 +184,7 @@ class Stage:
         `extra` keyword arguments (a key/value cache, say) override those of the microbatch.
         """
         arguments = {**self.inputs(microbatch, hidden), **extra}
+        self._ids = microbatch.get(self._input_argument)
         if self._coming is not None:
             self._coming.entering = hidden
         result = self._target(**arguments)
