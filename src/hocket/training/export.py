@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from hocket.models.saved_names import SavedNames
     from hocket.runtime.checkpoint import Parallel
+    from hocket.runtime.mesh import Mesh
 
 SHARD_BYTES = 5_000_000_000
 """Largest file of weights; what is larger is spread over several, with an index."""
@@ -77,22 +78,11 @@ def export_checkpoint(
     from hocket.models.saved_names import SavedNames
 
     refuse_occupied(to)
-    manifest = words.read_manifest(checkpoint)
-    aside = to.with_name(f".{to.name}.partial")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    try:
-        with contextlib.ExitStack() as stack:
-            shards = [stack.enter_context(words.open_shard(checkpoint, s)) for s in manifest.shards]
-            whole = Whole(manifest, shards)
+    with appearing(to) as aside:
+        with opened(checkpoint) as whole:
             names = SavedNames(dict(files.config), code=files.code)
             dtype = _write_weights(aside, whole, names, shard_bytes)
         _write_files(aside, files, names.skeleton, dtype)
-        if to.exists():
-            shutil.rmtree(to)
-        aside.rename(to)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
     return to
 
 
@@ -101,14 +91,85 @@ def export_ranks(parallel: Parallel, to: Path, files: ModelFiles) -> Path:
 
     The ranks of the first replica write their parameters aside; rank 0 assembles them.
     """
+    mesh = getattr(parallel, "mesh", None)
+    return of_ranks(
+        parallel,
+        mesh,
+        to,
+        refuse=lambda: refuse_occupied(to),
+        assemble=lambda written: export_checkpoint(written, to, files),
+    )
+
+
+def refuse_occupied(to: Path) -> None:
+    """Raise OptionError where `to` holds something that an export would destroy."""
+    refuse_other(to, "config.json", "model")
+
+
+# --- what every export does ------------------------------------------------------------------
+
+
+def refuse_other(to: Path, mark: str, what: str) -> None:
+    """Raise OptionError where `to` is a file, or a directory that is not empty and does not hold
+    the file `mark`, by which a `what` is known."""
+    if to.is_file():
+        raise OptionError(f"{to} is a file, not a directory")
+    if to.is_dir() and any(to.iterdir()) and not (to / mark).exists():
+        raise OptionError(
+            f"{to} is not empty and holds no {what}",
+            hint=f"--to {to.with_name(f'{to.name}-{what}')}",
+        )
+
+
+@contextlib.contextmanager
+def appearing(to: Path) -> Iterator[Path]:
+    """A folder aside, which takes the name `to` when the block has ended without an error."""
+    aside = to.with_name(f".{to.name}.partial")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        yield aside
+        if to.exists():
+            shutil.rmtree(to)
+        aside.rename(to)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def opened(checkpoint: Path) -> Iterator[Whole]:
+    """A checkpoint's whole parameters, for as long as its files are open."""
+    manifest = words.read_manifest(checkpoint)
+    with contextlib.ExitStack() as stack:
+        shards = [stack.enter_context(words.open_shard(checkpoint, s)) for s in manifest.shards]
+        yield Whole(manifest, shards)
+
+
+def of_ranks(
+    parallel: Any,
+    mesh: Mesh | None,
+    to: Path,
+    *,
+    refuse: Callable[[], None],
+    assemble: Callable[[Path], Path],
+) -> Path:
+    """Export live ranks: those of the first replica write their parameters aside, and rank 0
+    assembles the files. Every rank calls it.
+
+    Args:
+        parallel: whose parameters are written.
+        mesh: the ranks. None: this one alone.
+        to: what is made.
+        refuse: called by rank 0 before anything is written.
+        assemble: called by rank 0 with the checkpoint's folder.
+    """
     from hocket.runtime.checkpoint import World, save_checkpoint
 
-    mesh: Any = getattr(parallel, "mesh", None)
     world = World() if mesh is None else World.of(mesh)
     first = mesh is None or mesh.coordinate["dp"] == 0
     folder = to.with_name(f".{to.name}.ranks")
     if world.rank == 0:
-        refuse_occupied(to)
+        refuse()
     written = save_checkpoint(
         folder,
         step=0,
@@ -120,21 +181,11 @@ def export_ranks(parallel: Parallel, to: Path, files: ModelFiles) -> Path:
     )
     if world.rank == 0:
         try:
-            export_checkpoint(written, to, files)
+            assemble(written)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
     world.barrier()
     return to
-
-
-def refuse_occupied(to: Path) -> None:
-    """Raise OptionError where `to` holds something that an export would destroy."""
-    if to.is_file():
-        raise OptionError(f"{to} is a file, not a directory")
-    if to.is_dir() and any(to.iterdir()) and not (to / "config.json").exists():
-        raise OptionError(
-            f"{to} is not empty and holds no model", hint=f"--to {to.with_name(to.name + '-model')}"
-        )
 
 
 class Held:
