@@ -13,6 +13,7 @@ from hocket.jobs import forecast, machine
 from hocket.jobs.request import request
 from hocket.spec.measured import Line, Measured
 from hocket.spec.run import RunFolder
+from tests.families import LLAMA
 from tests.jobs.warm import warm  # noqa: F401  a fixture
 from tests.planning.test_machine_forecast import measured
 
@@ -89,6 +90,62 @@ def test_a_run_is_foretold_whatever_its_layout(
     recorded = json.loads(folder.communication_file.read_text())["total"]
     assert list(told.collectives) == [row for row in recorded if row["phase"] != "other"]
     assert "predicted: " in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of weights, which adapters need."""
+    import torch
+    import transformers
+
+    from hocket.training.tokenizer import byte_tokenizer
+
+    folder = tmp_path_factory.mktemp("base")
+    sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 6}
+    config = transformers.AutoConfig.for_model(**{**LLAMA, **sizes, "vocab_size": 260})
+    torch.manual_seed(1)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    byte_tokenizer().save(folder)
+    return folder
+
+
+@pytest.mark.ranks
+@pytest.mark.usefixtures("warm")
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp2:zero=2,microbatches=2",
+        "dp2:zero=3",
+        "dp2:zero=3,microbatches=2,recompute=full",
+        "dp2.tp2:zero=3",
+        "dp2.tp2:zero=3,sequence_parallel=true",
+        "dp2.pp2:zero=3,microbatches=2",
+    ],
+)
+def test_adapters_are_foretold_under_every_stage_of_zero(
+    tmp_path: Path, text: str, cluster: str, base: Path, layout: str
+) -> None:
+    code = main(
+        ["train", str(base), "--data", text, "--layout", layout, "--lora-rank", "4", *SMALL,
+         "--cluster", cluster, "--run", str(tmp_path / "run")]
+    )  # fmt: skip
+    assert code == 0
+    folder = RunFolder(tmp_path / "run")
+    found = forecast.read(folder)
+    assert found is not None
+    told = found[0]
+    assert told.known, told.why
+    counted = json.loads(folder.memory_file.read_text())
+    for row, seen in zip(told.memory, counted, strict=True):
+        for kind in ("parameters", "gradients", "optimizer"):
+            assert row[kind] == pytest.approx(seen[kind], rel=0.01), (kind, row, seen)
+        assert row["total"] == pytest.approx(seen["total"], rel=0.05), (row, seen)
+    # What data ranks send each other, to the byte: gathers of what is frozen, and no sums of it.
+    recorded = json.loads(folder.communication_file.read_text())["total"]
+    ours = [row for row in told.collectives if row["axis"] in ("dp", "shard")]
+    seen = [row for row in recorded if row["phase"] != "other"]
+    assert ours == [row for row in seen if row["axis"] in ("dp", "shard")]
 
 
 @pytest.mark.ranks

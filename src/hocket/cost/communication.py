@@ -185,6 +185,9 @@ def _sharded(table: _Table, layout: Layout, step: Step, share: StageShare) -> No
             table.add("all-gather", "shard", "step", gathers, elements * step.element_bytes)
         if ranks < layout.dp:
             table.add("all-reduce", "replicas", "step", 1, elements // ranks * step.gradient_bytes)
+    for nbytes, gathers in frozen_buckets(layout, step, share) if ranks > 1 else ():
+        elements = -(-nbytes // step.gradient_bytes // ranks) * ranks
+        table.add("all-gather", "shard", "step", gathers, elements * step.element_bytes)
 
 
 def shared_buckets(
@@ -202,8 +205,24 @@ def shared_buckets(
             if is_late == late:
                 blocks[block] = blocks.get(block, 0) + nbytes
         for block, nbytes in blocks.items():
-            often = 1 if block in (BEFORE, AFTER, OTHER) else 2
-            yield late, nbytes, often * step.num_microbatches
+            yield late, nbytes, _gathers(block, step)
+
+
+def frozen_buckets(layout: Layout, step: Step, share: StageShare) -> Iterator[tuple[int, int]]:
+    """(bytes that gradients would have, gathers of the values in a step) of each bucket of what is
+    frozen: ZeRO-3 shares that out too."""
+    if layout.zero < 3:
+        return
+    buckets: dict[tuple[str, bool], int] = {}
+    for block, nbytes, late in share.frozen:
+        buckets[block, late] = buckets.get((block, late), 0) + nbytes
+    for (block, _), nbytes in buckets.items():
+        yield nbytes, _gathers(block, step)
+
+
+def _gathers(block: str, step: Step) -> int:
+    """How often ZeRO-3 gathers a block in a step."""
+    return (1 if block in (BEFORE, AFTER, OTHER) else 2) * step.num_microbatches
 
 
 def _loss(table: _Table, step: Step, share: StageShare, tp: int) -> None:

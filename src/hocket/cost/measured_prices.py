@@ -10,7 +10,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from hocket.cost.communication import Step, bucket_bytes, communication, shared_buckets
+from hocket.cost.communication import (
+    Step,
+    bucket_bytes,
+    communication,
+    frozen_buckets,
+    shared_buckets,
+)
 from hocket.cost.measured_links import Links
 from hocket.cost.measured_rates import BYTES, Rates
 from hocket.cost.measured_stage import (
@@ -157,15 +163,17 @@ class Job:
                 "backward_gathers": one * (forward + backward),
                 "backward_scatters": one * backward,
             }
+        of_blocks = list(zip(weight_blocks(self.shape, blocks), held, strict=True))
         return StageShare(
             stage=stage,
             split_loss=split_loss,
             gradient_bytes=tuple(local(w, tp) * GRADIENT_BYTES for w in trained(held)),
             late=tuple(self._sees_a_part(w) for w in trained(held)),
-            blocks=tuple(
-                block
-                for block, weight in zip(weight_blocks(self.shape, blocks), held, strict=True)
-                if not weight.frozen
+            blocks=tuple(block for block, weight in of_blocks if not weight.frozen),
+            frozen=tuple(
+                (block, local(w, tp) * GRADIENT_BYTES, self._sees_a_slice(w))
+                for block, w in of_blocks
+                if w.frozen
             ),
             partial_bytes=self._partial(trained(held)),
             tied_bytes=self._tied(blocks),
@@ -175,8 +183,13 @@ class Job:
     def _sees_a_part(self, weight: Weight) -> bool:
         """Whether a weight that is not split sees one slice of the sequence alone, or beside a
         frozen one that is split a part of its inputs or outputs."""
-        parts = self.layout.sequence_parallel or self.adapted
-        return parts and self.layout.tp > 1 and weight.split == "outside"
+        beside = self.adapted and self.layout.tp > 1 and weight.split == "outside"
+        return beside or self._sees_a_slice(weight)
+
+    def _sees_a_slice(self, weight: Weight) -> bool:
+        """Whether a weight that is not split sees one slice of the sequence alone."""
+        slices = self.layout.sequence_parallel and self.layout.tp > 1
+        return slices and weight.split == "outside"
 
     @property
     def adapted(self) -> bool:
@@ -290,20 +303,26 @@ def _stage(job: Job, stage: int, rates: Rates, links: Links) -> StageStep:
     reductions: list[Collective | None] = []
     whole = [] if job.layout.zero else bucket_bytes(share.gradient_bytes, job.bucket_mb * 1e6)
     reductions += [links.collective("all-reduce", "dp", n, job.layout.dp) for n in whole]
+    gathered: list[tuple[Collective, int]] = []
     shared = shared_buckets(job.layout, job.step, share) if job.layout.zero else ()
     for late, nbytes, gathers in shared:
         ranks = job.state_ranks
         if job.layout.zero == 3:
             size = nbytes // GRADIENT_BYTES * job.element_bytes
             values = links.collective("all-gather", "shard", size, ranks)
-            forward += [values] if values else []
-            again = gathers // job.microbatches - 1
-            backward += [values] * again if values else []
+            gathered += [(values, gathers)] if values else []
         # ZeRO-2 and 3 reduce in every microbatch; all of them are laid to the last.
         often = job.microbatches if job.layout.zero > 1 and not late else 1
         reductions += [links.collective("reduce-scatter", "shard", nbytes, ranks)] * often
         rest = job.layout.dp // ranks
         reductions.append(links.collective("all-reduce", "replicas", nbytes // ranks, rest))
+    for nbytes, gathers in frozen_buckets(job.layout, job.step, share) if job.layout.zero else ():
+        size = nbytes // GRADIENT_BYTES * job.element_bytes
+        values = links.collective("all-gather", "shard", size, job.state_ranks)
+        gathered += [(values, gathers)] if values else []
+    for values, gathers in gathered:
+        forward.append(values)
+        backward += [values] * (gathers // job.microbatches - 1)
     last = stage == job.schedule.num_stages - 1
     return StageStep(
         forward=seconds.forward,

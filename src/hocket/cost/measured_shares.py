@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from hocket.cost.communication import FIRST_BUCKET_BYTES, bucket_bytes
 from hocket.cost.measured_prices import Job
-from hocket.cost.measured_stage import GRADIENT_BYTES, local, saved_bytes, weights
+from hocket.cost.measured_stage import GRADIENT_BYTES, local, saved_bytes, trained, weights
+from hocket.spec.model_shape import Weight
 
 UNDER_WAY = {2: 2, 3: 1}
 """ZeRO stage to the buckets whose reduction may be under way at once (`runtime.data_parallel`)."""
@@ -27,7 +28,7 @@ def fullest(job: Job, stage: int, working: int, *, first: bool) -> int:
     """
     kinds, ranks, zero = job.blocks(stage), job.state_ranks, job.layout.zero
     sizes = block_bytes(job, stage)
-    buckets = sizes if zero == 3 else None
+    buckets = value_bytes(job, stage) if zero == 3 else None
     opened = _opened(job, stage)
     again = len(job.again(stage, "full"))
     done = released = most = 0
@@ -40,10 +41,11 @@ def fullest(job: Job, stage: int, working: int, *, first: bool) -> int:
         share = done // ranks if first else 0
         if buckets is not None:
             whole = _filling(kinds, sizes, at)
-            values = _values(kinds, sizes, at) * job.element_bytes // GRADIENT_BYTES
+            values = _values(kinds, buckets, at)
         else:
             whole, values = opened[at], 0
-        one = max((local(w, job.layout.tp) for w in job.shape.blocks[kind].weights), default=0)
+        own = trained(job.shape.blocks[kind].weights)
+        one = max((local(w, job.layout.tp) for w in own), default=0)
         made = 0 if kind == "head" else working
         most = max(most, made - released + share + whole + values + one * GRADIENT_BYTES)
         released += saved
@@ -69,9 +71,8 @@ def gathered_bytes(job: Job, stage: int) -> int:
     the last one."""
     if job.layout.zero != 3:
         return 0
-    kinds, sizes = job.blocks(stage), block_bytes(job, stage)
-    pairs = [sum(sizes[i : i + 2]) for i in range(max(1, len(kinds) - 1))]
-    return max(pairs) * job.element_bytes // GRADIENT_BYTES
+    kinds, sizes = job.blocks(stage), value_bytes(job, stage)
+    return max(sum(sizes[i : i + 2]) for i in range(max(1, len(kinds) - 1)))
 
 
 def kept_bytes(job: Job, stage: int) -> int:
@@ -79,19 +80,34 @@ def kept_bytes(job: Job, stage: int) -> int:
     and an embedding that is tied to it."""
     if job.layout.zero != 3:
         return 0
-    kinds, sizes = job.blocks(stage), block_bytes(job, stage)
+    kinds, sizes = job.blocks(stage), value_bytes(job, stage)
     kept = sizes[-1] if kinds[-1] == "head" else 0
     if kinds[0] == "embedding" and kinds[-1] == "head" and job.shape.tied:
         kept += sizes[0]
-    return kept * job.element_bytes // GRADIENT_BYTES
+    return kept
 
 
 def block_bytes(job: Job, stage: int) -> list[int]:
     """Bytes of the gradients of each block of a stage; a tied one counts where it comes first."""
-    kinds, tp = job.blocks(stage), job.layout.tp
+    return [
+        GRADIENT_BYTES * sum(local(w, job.layout.tp) for w in trained(held))
+        for held in _by_block(job, stage)
+    ]
+
+
+def value_bytes(job: Job, stage: int) -> list[int]:
+    """Bytes of the values of each block, of what is frozen too; a tied one counts likewise."""
+    return [
+        job.element_bytes * sum(local(w, job.layout.tp) for w in held)
+        for held in _by_block(job, stage)
+    ]
+
+
+def _by_block(job: Job, stage: int) -> list[list[Weight]]:
+    kinds = job.blocks(stage)
+    held = weights(job.shape, kinds)
     counts = [len(weights(job.shape, kinds[: n + 1])) for n in range(len(kinds))]
-    sizes = [local(w, tp) * GRADIENT_BYTES for w in weights(job.shape, kinds)]
-    return [sum(sizes[a:b]) for a, b in zip([0, *counts], counts, strict=False)]
+    return [held[a:b] for a, b in zip([0, *counts], counts, strict=False)]
 
 
 def _filling(kinds: list[str], sizes: list[int], at: int) -> int:
@@ -104,7 +120,7 @@ def _filling(kinds: list[str], sizes: list[int], at: int) -> int:
 
 
 def _values(kinds: list[str], sizes: list[int], at: int) -> int:
-    """Gradient bytes of the blocks whose values are whole while block `at` runs backward."""
+    """Bytes of the blocks whose values are whole while block `at` runs backward."""
     if kinds[at] == "embedding":
         return sizes[at + 1] if at + 1 < len(sizes) else 0
     before = sizes[at - 1] if at and kinds[at - 1] != "embedding" else 0
@@ -115,8 +131,8 @@ def _opened(job: Job, stage: int) -> list[int]:
     """ZeRO-2: bytes of the buckets that are there, filling or under way, when a block's last
     gradient comes."""
     kinds, tp = job.blocks(stage), job.layout.tp
-    flat = [local(w, tp) * GRADIENT_BYTES for w in weights(job.shape, kinds)]
-    counts = [len(weights(job.shape, kinds[: n + 1])) for n in range(len(kinds))]
+    flat = [local(w, tp) * GRADIENT_BYTES for w in trained(weights(job.shape, kinds))]
+    counts = [len(trained(weights(job.shape, kinds[: n + 1]))) for n in range(len(kinds))]
     filled: list[int] = []
     place: dict[int, int] = {}
     limit = min(FIRST_BUCKET_BYTES, job.bucket_mb * 1e6)

@@ -45,6 +45,8 @@ class StageShare:
             if left empty): under ZeRO they are reduced last, from buckets of their own.
         blocks: the block in which ZeRO-3 gathers each of them (`spec.plan.block_of`), in the same
             order.
+        frozen: of each parameter without a gradient its block, its elements in the bytes that a
+            gradient would have, and whether it lies in the bucket of what would be late.
         partial_bytes: axis to bytes of gradients that are partial sums over it, once a step.
         tied_bytes: bytes of gradients that another stage holds too; one entry per tie.
     """
@@ -66,6 +68,7 @@ class StageShare:
     gradient_bytes: tuple[int, ...] = ()
     late: tuple[bool, ...] = ()
     blocks: tuple[str, ...] = ()
+    frozen: tuple[tuple[str, int, bool], ...] = ()
     partial_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     tied_bytes: tuple[int, ...] = ()
 

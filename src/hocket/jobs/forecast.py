@@ -93,8 +93,6 @@ def unpriced(spec: RunSpec, layout: Layout) -> str:
         return f"products in {spec.workload.dtype}"
     if spec.options.grad_dtype != "fp32":
         return f"gradients in {spec.options.grad_dtype}"
-    if spec.options.lora_rank is not None and layout.zero > 1:
-        return f"adapters under ZeRO-{layout.zero}"
     return "activations in host memory" if layout.offloads("activations") else ""
 
 
