@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
 
 from hocket.reporting.record import on_all_ranks, read
+from hocket.reporting.run_text import report_text
 from hocket.schedules import build
 from hocket.simulation import simulate
 from hocket.spec.errors import RunFolderError
@@ -56,6 +58,28 @@ def test_a_damaged_file_is_named_and_left_out(tmp_path: Path, name: str, damage:
     (path / name).write_bytes(wrong[damage].encode() if damage in wrong else b"\xff\xfe\x00{")
     notes = read(path).notes
     assert any(name in note for note in notes), notes
+
+
+@pytest.mark.parametrize("number", ["1e999", "NaN", '"x"', "[]"])
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("run.json", "steps"), ("run.json", "seq_len"), ("forecast.json", "step_seconds"),
+     ("forecast.json", "total"), ("forecast.json", "memory"), ("memory.json", "total"),
+     ("communication.json", "bytes"), ("metrics.jsonl", "step")],
+)  # fmt: skip
+def test_a_number_that_is_none_is_named_and_left_out(
+    tmp_path: Path, name: str, key: str, number: str
+) -> None:
+    path = make(tmp_path / "run")
+    whole = (path / name).read_text()
+    torn, count = re.subn(rf'("{key}": )[0-9][0-9.e]*', rf"\g<1>{number}", whole, count=1)
+    assert count == 1
+    (path / name).write_text(torn)
+    record = read(path)
+    said = [note for note in record.notes if name in note]
+    assert len(said) == 1, record.notes
+    assert said[0].count(name) == 1
+    assert report_text(record)
 
 
 def test_why_nothing_was_predicted_is_told(tmp_path: Path) -> None:

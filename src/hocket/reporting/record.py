@@ -115,8 +115,9 @@ def read(path: str | Path) -> Record:
         except OSError as error:
             notes.append(f"{file.name} cannot be read: {error.strerror}")
         except HocketError as error:
-            notes.append(f"{file.name} cannot be read: {error.message}")
-        except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+            named = error.message.startswith(file.name)
+            notes.append(error.message if named else f"{file.name} cannot be read: {error.message}")
+        except (ValueError, TypeError, AttributeError, LookupError, OverflowError) as error:
             notes.append(f"{file.name} is damaged and left out: {_short(error)}")
         return None
 
@@ -238,7 +239,7 @@ def _metrics(text: str, torn: list[int]) -> tuple[Mapping[str, Any], ...]:
             row = json.loads(line)
             int(row["step"])
             rows.append(row)
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, OverflowError):
             torn.append(number)
     return tuple(rows)
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from typing import Any
 
-from hocket.spec.errors import RunFolderError
+from hocket.spec.errors import OptionError, RunFolderError
+from hocket.spec.rows import typed
 
 KINDS = ("parameters", "gradients", "optimizer", "activations")
 
@@ -100,9 +102,31 @@ class Forecast:
         try:
             data = json.loads(text)
             data.pop("peak_bytes", None)
+            _finite(data)
+            for one in data["alternatives"]:
+                typed(Alternative, one)
             data["alternatives"] = tuple(Alternative(**one) for one in data["alternatives"])
             for name in ("memory", "collectives", "notes"):
                 data[name] = tuple(data[name])
-            return cls(**data)
+            typed(cls, data)
+            found = cls(**data)
+            sizes = [row["total"] for row in found.memory]
+            sizes += [row.get(name, 0) for row in found.collectives for name in ("count", "bytes")]
+            if not all(isinstance(size, int) for size in sizes):
+                raise ValueError("a number of bytes or of messages is not whole")
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise RunFolderError(f"forecast.json cannot be read: {error}") from None
+        except OptionError as error:
+            raise RunFolderError(f"forecast.json cannot be read: {error.message}") from None
+        return found
+
+
+def _finite(value: Any) -> None:
+    """Raise ValueError where a number anywhere in it is none, or endless."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for one in value:
+            _finite(one)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"a number is {value}")

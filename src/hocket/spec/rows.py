@@ -89,6 +89,33 @@ def checked(annotation: str, value: Any, what: str) -> Any:
     return _KINDS[annotation](value, what)
 
 
+def typed(kind: type, values: Mapping[str, Any]) -> None:
+    """Refuse a value that is not of its field's type, where that is a plain one.
+
+    Plain are `int`, `float` (a whole number will do), `str`, `bool`, and any of these or None.
+
+    Raises:
+        OptionError: the first such value, with its field.
+    """
+    for field in dataclasses.fields(kind):
+        wanted = str(field.type).split(" | ")
+        if field.name not in values or not set(wanted) <= set(_PLAIN):
+            continue
+        value = values[field.name]
+        kinds = tuple(one for name in wanted for one in _PLAIN[name])
+        if not isinstance(value, kinds) or (isinstance(value, bool) and "bool" not in wanted):
+            raise OptionError(f"{field.name} is {_short(value)}; it must be of type {field.type}")
+
+
+_PLAIN: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (int, float),
+    "str": (str,),
+    "bool": (bool,),
+    "None": (type(None),),
+}
+
+
 def _number(least: float, whole: bool, strict: bool) -> Callable[[Any, str], float]:
     words = "a whole number" if whole else "a number"
     words += f" above {least:g}" if strict else f" of at least {least:g}"

@@ -24,6 +24,7 @@ from typing import Any
 
 from hocket.spec.errors import OptionError, RunFolderError, unknown
 from hocket.spec.layout import Layout
+from hocket.spec.rows import typed
 from hocket.spec.serving import ServeOptions
 
 VERSION = 1
@@ -175,7 +176,12 @@ class RunSpec:
 
     @classmethod
     def from_json(cls, text: str) -> RunSpec:
-        """The inverse of `to_json`. Raises OptionError for a key this version does not know."""
+        """The inverse of `to_json`.
+
+        Raises:
+            OptionError: a key this version does not know, or a value of another type than its own.
+            ValueError, KeyError, TypeError, AttributeError: it is no RunSpec at all.
+        """
         data = json.loads(text)
         data["layout"] = Layout.parse(data["layout"])
         data["workload"] = from_dict(Workload, data.get("workload", {}))
@@ -190,12 +196,17 @@ T = typing.TypeVar("T")
 
 
 def from_dict(kind: type[T], values: dict[str, Any]) -> T:
-    """A dataclass from a dictionary; an unknown key is refused with the nearest name."""
+    """A dataclass from a dictionary; an unknown key is refused with the nearest name.
+
+    Raises:
+        OptionError: so, or a value is not of its field's type.
+    """
     names = [f.name for f in dataclasses.fields(kind)]  # type: ignore[arg-type]
     for key in values:
         if key not in names:
             message, hint = unknown("key", key, names)
             raise OptionError(message, hint=hint)
+    typed(kind, values)
     return kind(**values)
 
 
