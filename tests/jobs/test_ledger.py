@@ -49,7 +49,8 @@ def test_an_entry_reads_back_and_knows_its_errors() -> None:
 @pytest.mark.parametrize(
     "line",
     ["", "{", "[]", "null", "{}", '{"date": 1}',
-     entry().to_json().replace('"dp2"', '"xp2"'), entry().to_json().replace("1.0", '"fast"')],
+     entry().to_json().replace('"dp2"', '"xp2"'), entry().to_json().replace("1.0", '"fast"'),
+     entry().to_json().replace("1.0", "-1.0"), entry().to_json().replace("100.0", "0")],
 )  # fmt: skip
 def test_what_is_no_entry_is_refused(line: str) -> None:
     with pytest.raises(Exception):  # noqa: B017, PT011  any of those that reading passes over
@@ -139,6 +140,12 @@ def test_a_run_that_others_disturbed_is_marked(tmp_path: Path) -> None:
     assert "0.1 cores" not in told
     with pytest.raises(TypeError):
         Entry.from_json(loud.to_json().replace('"others": 0.8', '"others": "much"'))
+
+
+@pytest.mark.timeout(20)
+def test_what_has_no_end_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOCKET_LEDGER", "/dev/zero")
+    assert ledger.read_ledger() == ([], 0)
 
 
 def test_where_the_ledger_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

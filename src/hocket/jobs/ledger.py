@@ -156,7 +156,7 @@ def read_ledger() -> tuple[list[Entry], int]:
         OptionError: the ledger is a folder or cannot be read.
     """
     path = ledger_file()
-    if path is None or not path.exists():
+    if path is None or not (path.is_file() or path.is_dir()):  # a device or a pipe may have no end
         return [], 0
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()

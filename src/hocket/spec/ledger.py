@@ -21,7 +21,10 @@ DISTURBED = 0.25
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Figures:
-    """Of one run, predicted or measured: seconds of a step, bytes of the fullest rank, bubble."""
+    """Of one run, predicted or measured: seconds of a step, bytes of the fullest rank, bubble.
+
+    Seconds and bytes of a line that is read are above zero.
+    """
 
     step_seconds: float | None = None
     memory: float | None = None
@@ -123,6 +126,8 @@ def _figures(data: Any) -> Figures:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise TypeError(f"{name} is {value!r}")
+        if value <= 0 and name != "bubble":
+            raise ValueError(f"{name} is {value!r}")
         if math.isfinite(value):
             found[name] = float(value)
     return Figures(**found)
