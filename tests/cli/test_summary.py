@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from hocket.cli.summary import next_steps, result
-from hocket.jobs.record import Summary
+from hocket.jobs.record import Record, Summary
 from hocket.spec.forecast import Forecast
+from hocket.spec.run import RunFolder
 
 
 @pytest.mark.parametrize(
@@ -20,6 +21,19 @@ def test_a_pipelines_rest_is_told_where_there_is_a_pipeline(layout: str, told: b
     )
     summary = Summary(run=Path("run"), step_seconds=1.0, forecast=forecast, bubble=0.2)
     assert ("idle 10% of the pipeline (measured 20%)" in "\n".join(result(summary))) == told
+
+
+@pytest.mark.parametrize(("each", "median"), [((9.0, 1.0, 2.0, 3.0), 2.0), ((9.0,), 9.0)])
+def test_the_first_step_warms_up(tmp_path: Path, each: tuple[float, ...], median: float) -> None:
+    record = Record()
+    for number, seconds in enumerate(each, start=1):
+        record(
+            {"event": "step", "step": number, "loss": 1.0, "tokens_per_second": 60 / seconds,
+             "step_seconds": seconds}
+        )  # fmt: skip
+    summary = record.summary(RunFolder(tmp_path))
+    assert summary.step_seconds == median
+    assert summary.tokens_per_second == 60 / median
 
 
 def test_a_report_that_was_written_is_named_and_not_asked_for() -> None:

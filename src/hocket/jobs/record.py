@@ -26,8 +26,8 @@ class Summary:
         steps: optimizer steps done, those of an earlier start included.
         first_loss, loss: of the first and the last step this job did (nats per token).
         held_out_loss: of the last evaluation, None without one.
-        tokens_per_second: median over the steps.
-        step_seconds: median over the steps.
+        tokens_per_second, step_seconds: medians over the steps this job did; the first one, which
+            warms up, counts only where there is no other.
         memory_bytes: peak tensor bytes counted on each rank.
         memory: the same by what they are for, a dictionary a rank: `parameters`, `gradients`,
             `optimizer`, `activations`, `total`.
@@ -105,7 +105,8 @@ class Record:
         found.steps = int(self.steps[-1]["step"])
         found.first_loss = float(self.steps[0]["loss"])
         found.loss = float(self.steps[-1]["loss"])
-        found.tokens_per_second = statistics.median(s["tokens_per_second"] for s in self.steps)
-        found.step_seconds = statistics.median(s["step_seconds"] for s in self.steps)
+        warm = self.steps[1:] or self.steps
+        found.tokens_per_second = statistics.median(s["tokens_per_second"] for s in warm)
+        found.step_seconds = statistics.median(s["step_seconds"] for s in warm)
         found.memory_bytes = tuple(self.steps[-1].get("memory_bytes") or ())
         return found

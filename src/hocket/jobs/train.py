@@ -32,6 +32,7 @@ from hocket.jobs.others import Others
 from hocket.jobs.record import Listener, Record, Summary
 from hocket.jobs.request import Request
 from hocket.spec.errors import HocketError, RunFolderError
+from hocket.spec.ledger import DISTURBED
 from hocket.spec.run import RunFolder, RunSpec
 
 if TYPE_CHECKING:
@@ -161,6 +162,11 @@ def launch(
         silence_timeout=spec.options.timeout,
     )
     disturbance = beside.cores()
+    if disturbance > DISTURBED:
+        record.note(
+            f"other programs took {disturbance:.1f} cores while it ran: times are those of a busy "
+            "machine, and the ledger marks them"
+        )
     foresight.after(folder, spec, record, cluster=cluster, launcher=launcher)
     topology.keep(folder, cluster, spec.options.device)  # if it was measured only now
     if predicted is not None and record.memory:
