@@ -297,3 +297,12 @@ def test_candidates_are_legal_for_model_and_batch() -> None:
 def test_threads_are_not_foretold() -> None:
     with pytest.raises(LayoutError, match="one interpreter"):
         told("dp2:data_parallel=threads")
+
+
+def test_messages_that_nobody_measured_are_not_free() -> None:
+    alone = dataclasses.replace(measured(), curves=())
+    told, _ = forecast(SHAPE, Layout.parse("dp1"), WORK, Machine(measured=alone))
+    assert told.step_seconds > 0
+    for layout in ("tp2", "dp2", "pp2:microbatches=2"):
+        with pytest.raises(OptionError, match="over shm were not measured"):
+            forecast(SHAPE, Layout.parse(layout), WORK, Machine(measured=alone))

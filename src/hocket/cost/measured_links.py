@@ -11,6 +11,7 @@ import itertools
 import math
 
 from hocket.cost.measured_rates import between
+from hocket.spec.errors import OptionError
 from hocket.spec.layout import AXES, Layout
 from hocket.spec.links import ELEMENT
 from hocket.spec.links import Links as Wires
@@ -38,6 +39,8 @@ class Links:
             its bytes have run over them as well. None: only what was measured.
         layout: whose ranks lie on the wires. element_bytes: of what is sent here; on the wires an
             element has that of the GPU that is emulated.
+
+    Asking for the price of a message raises OptionError where none was measured over `backend`.
     """
 
     def __init__(
@@ -73,6 +76,11 @@ class Links:
         given = SENT if operation == "send" else GIVEN
         curve = self._curve(operation, ranks)
         if curve is None:
+            if not any(one.backend == self.backend for one in self.measured.curves):
+                raise OptionError(
+                    f"messages between ranks over {self.backend} were not measured",
+                    hint="hocket probe",
+                )
             self._note(f"{operation} over {ranks} ranks was not measured by {self.backend}: free")
             return Collective(name=name, axis=axis, bytes=nbytes, give=0.0, wait=0.0, take=0.0)
         points = list(zip(map(float, curve.sizes), curve.seconds, strict=True))
