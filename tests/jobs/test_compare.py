@@ -153,6 +153,23 @@ def test_compare(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.ranks
 @pytest.mark.usefixtures("warm")
 @pytest.mark.timeout(200)
+def test_a_way_that_holds_more_than_it_may_is_not_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """Replicas in threads too, whose memory nobody foretells: the others are run all the same."""
+    code = main(
+        ["compare", "tiny-llama", "--ways", "threads", "zero2", "--steps", "1", "--seq-len", "32",
+         "--input-work", "0", "--cluster", "none", "--memory-per-rank", "35MB", "--json"]
+    )  # fmt: skip
+    found = {row["way"]: row for row in json.loads(capsys.readouterr().out)["ways"]}
+    assert code == 0
+    assert "of 35 MB" in found["one"]["reason"]
+    assert "allows 35 MB" in found["threads"]["reason"]
+    assert found["zero2"]["equal"]
+    assert max(row["total"] for row in found["zero2"]["memory"]) <= 35e6
+
+
+@pytest.mark.ranks
+@pytest.mark.usefixtures("warm")
+@pytest.mark.timeout(200)
 def test_sweep(capsys: pytest.CaptureFixture[str]) -> None:
     code = main(
         ["compare", "tiny-llama", "--sweep", "microbatches", "--steps", "1", "--seq-len", "16",
@@ -165,6 +182,11 @@ def test_sweep(capsys: pytest.CaptureFixture[str]) -> None:
     ]  # fmt: skip
     assert all(p["step_seconds"] > 0 for p in points)
     assert points[0]["bubble"] > 0.3, "one microbatch leaves a stage idle half the time"
+
+
+def test_a_sweep_has_ways_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "tiny-llama", "--sweep", "layers", "--ways", "data"]) == 2
+    assert "--ways" in capsys.readouterr().err
 
 
 def test_an_unknown_sweep_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from typing import Annotated
 import tyro
 
 from hocket.cli.flags import Model, Text, parse
+from hocket.spec.errors import OptionError
 
 Ways = Annotated[tuple[str, ...], tyro.conf.arg(metavar="WAY...")]
 
@@ -97,6 +98,11 @@ def main(arguments: Sequence[str]) -> int:
         print(f"{text} ...", file=sys.stderr, flush=True)
 
     if flags.sweep is not None:
+        if flags.ways:
+            raise OptionError(
+                "--ways names rows of the tables; a sweep runs ways of its own",
+                hint=f"hocket compare {flags.model} --sweep {flags.sweep}",
+            )
         points = sweep(job, wanted, flags.sweep, on_way=tell)
         if flags.json:
             rows = [{"at": p.at, **p.outcome.to_json()} for p in points]

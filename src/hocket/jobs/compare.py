@@ -21,7 +21,7 @@ from hocket.jobs.request import Request
 from hocket.jobs.validate import validate
 from hocket.spec.collectives import total
 from hocket.spec.comparison import SWEEPS, Comparison, Outcome, Point, Way, chosen, ways
-from hocket.spec.errors import LayoutError, ModelError, OptionError, unknown
+from hocket.spec.errors import LayoutError, ModelError, OptionError, RankMemoryError, unknown
 from hocket.spec.layout import Layout, divisors
 from hocket.spec.timeline import Event, Timeline
 
@@ -304,7 +304,10 @@ class Bench:
         }
         if self._reference is not None and not other:
             payload |= {"reference": self._reference, "checked": CHECKED}
-        found = self._launch("hocket.training.compare:main", layout.world_size, payload)
+        try:
+            found = self._launch("hocket.training.compare:main", layout.world_size, payload)
+        except RankMemoryError as error:  # of replicas in threads it cannot be foretold
+            return Outcome(way=way, reason=error.message)
         (event,) = (e for e in found if e["event"] == "way")
         return dataclasses.replace(outcome(way, event), predicted=predicted)
 

@@ -81,6 +81,10 @@ class TrainingError(HocketError):
     exit_code = 1
 
 
+class RankMemoryError(TrainingError):
+    """A rank that would hold more tensor bytes than `--memory-per-rank` allows."""
+
+
 class RankFailure(HocketError):
     """A rank died. The message holds the first rank to fail and its own traceback."""
 

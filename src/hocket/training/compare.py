@@ -154,6 +154,7 @@ class _Way:
         feed.close()
         if job.parallel.replicas is not None:
             rows = of_replicas(job.parallel.replicas.replica_bytes(), count.memory.optimizer)
+            count.require(max(row.total for row in rows))
         else:
             rows = [count.memory]
         return {

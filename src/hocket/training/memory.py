@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hocket.spec.errors import TrainingError
+from hocket.spec.errors import RankMemoryError
 from hocket.spec.units import format_bytes
 
 _RESIZE: Any = torch.ops.inductor.resize_storage_bytes_.default
@@ -247,7 +247,7 @@ class MemoryCount:
     def counting(self) -> Iterator[None]:
         """Count within the block, which runs one step.
 
-        Raises TrainingError where the rank holds more than its limit, at that very moment.
+        Raises RankMemoryError where the rank holds more than its limit, at that very moment.
         """
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -271,13 +271,13 @@ class MemoryCount:
         self._found = self._standing(max(0, live.peak - max(0, made)))
 
     def require(self, held: int) -> None:
-        """Raise TrainingError where `held` bytes are more than the rank may hold."""
+        """Raise RankMemoryError where `held` bytes are more than the rank may hold."""
         if self.limit is not None and held > self.limit:
             raise self._full(held)
 
-    def _full(self, held: int) -> TrainingError:
+    def _full(self, held: int) -> RankMemoryError:
         assert self.limit is not None
-        return TrainingError(
+        return RankMemoryError(
             f"{format_bytes(held)} of tensors, and --memory-per-rank allows "
             f"{format_bytes(self.limit)}",
             hint="more ranks: a layout with a larger pp or tp",
