@@ -27,13 +27,13 @@ GPU = "A100-SXM-80"
 """Whose ratio of computing to links is felt."""
 
 
-def one(folder: Path, layout: str, links: str, steps: int) -> dict[str, float]:
-    """Train once; measured and foretold seconds of a step."""
+def one(folder: Path, layout: str, links: str, steps: int, name: str = "") -> dict[str, float]:
+    """Train once, in a folder of that name; measured and foretold seconds of a step."""
     from hocket.jobs.request import request
     from hocket.jobs.train import train
     from hocket.spec.run import RunFolder
 
-    run = folder / f"{layout[:3]}-{links.partition('@')[0]}"
+    run = folder / (name or f"{layout[:3]}-{links.partition('@')[0]}")
     train(
         request(
             {
@@ -59,8 +59,8 @@ def measured_scale(folder: Path) -> float:
     from hocket.spec.links import Links
     from hocket.spec.run import RunFolder
 
-    one(folder, LAYOUTS[0], f"nvlink5@{GPU}", 2)
-    kept = RunFolder(folder / f"{LAYOUTS[0][:3]}-nvlink5").load().options.links
+    one(folder, LAYOUTS[0], f"nvlink5@{GPU}", 2, "scale")
+    kept = RunFolder(folder / "scale").load().options.links
     assert kept is not None
     scale = Links.parse(kept).scale
     assert scale is not None
