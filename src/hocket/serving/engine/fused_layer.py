@@ -30,10 +30,10 @@ from hocket.serving.engine.attention import Options
 from hocket.serving.engine.attention_cpu import CpuAttention
 from hocket.serving.engine.fused import Gated, Norm, hooked, same, swap
 from hocket.serving.engine.native.kernels import Kernels, fits
-from hocket.serving.engine.packed import PackedLinear
+from hocket.serving.engine.products import ChosenLinear, Product
 from hocket.serving.engine.projections import Merged, MergedLinear
 
-_ENDS = (nn.Linear, PackedLinear, RowParallelLinear)
+_ENDS = (nn.Linear, ChosenLinear, RowParallelLinear)
 _MOST_ROWS = 256
 """Tokens up to which gate and up are computed here; of more, by the layer's own module, which takes
 them in pieces."""
@@ -47,8 +47,8 @@ class _Parts:
         qkv, gate_up: merged products.
         heads: query heads, key/value heads, size of a head.
         options: what its attention asks for.
-        out, down: weights [in, out] whose product is added to the residual; None: the module's own
-            way is taken, since it has a bias or is packed.
+        out, down: products that are added to the residual at once, or weights [in, out] of such;
+            None: the module's own way is taken, since it has a bias or is split.
     """
 
     kernels: Kernels
@@ -56,8 +56,8 @@ class _Parts:
     gate_up: Merged
     heads: tuple[int, int, int]
     options: Options
-    out: Tensor | None
-    down: Tensor | None
+    out: Product | Tensor | None
+    down: Product | Tensor | None
 
 
 class _Layer(nn.Module):
@@ -97,10 +97,12 @@ class _Layer(nn.Module):
         return _added(x, between, parts.down, self.mlp.down_proj).view(h.shape)
 
 
-def _added(x: Tensor, y: Tensor, weight: Tensor | None, module: nn.Module) -> Tensor:
+def _added(x: Tensor, y: Tensor, end: Product | Tensor | None, module: nn.Module) -> Tensor:
     """`x` [T, H] and what a product makes of `y`."""
-    if weight is not None:
-        return torch.addmm(x, y, weight)
+    if isinstance(end, Product):
+        return end(y, x)
+    if end is not None:
+        return torch.addmm(x, y, end)
     return x + module(y.unsqueeze(0))[0]  # type: ignore[no-any-return]
 
 
@@ -141,9 +143,7 @@ def _fuse_layer(child: Any, kernels: Kernels) -> bool:
         return False
     if probe.options is None or probe.options.softcap or not isinstance(expected, Tensor):
         return False
-    parts = _Parts(
-        kernels, qkv, gate_up, heads, probe.options, *(_plain_weight(one) for one in ends)
-    )
+    parts = _Parts(kernels, qkv, gate_up, heads, probe.options, *(_end(one) for one in ends))
     # What the probe makes of query, key and value, of the same made here.
     merged = qkv.product(norms[0].forward(x), qkv.bias).view(1, 3, -1, size).transpose(1, 2)
     query, key = merged[:, : heads[0]], merged[:, heads[0] : heads[0] + heads[1]]
@@ -183,6 +183,9 @@ def _merged(parent: Any, names: tuple[str, ...]) -> Merged | None:
     return found if whole and all(part.merged is found for part in parts) else None
 
 
-def _plain_weight(linear: Any) -> Tensor | None:
-    plain = type(linear) is nn.Linear and linear.bias is None
-    return linear.weight.t() if plain else None
+def _end(linear: Any) -> Product | Tensor | None:
+    if linear.bias is not None:
+        return None
+    if isinstance(linear, ChosenLinear):
+        return linear.held
+    return linear.weight.t() if type(linear) is nn.Linear else None

@@ -29,7 +29,7 @@ from hocket.serving.engine.fused import fuse
 from hocket.serving.engine.fused_layer import fuse_layers
 from hocket.serving.engine.graphs import DecodeGraphs
 from hocket.serving.engine.native.kernels import Kernels
-from hocket.serving.engine.packed import pack
+from hocket.serving.engine.products import choose_products
 from hocket.serving.engine.projections import (
     lay_inputs_first,
     merge_projections,
@@ -96,22 +96,21 @@ class StageRunner:
         self._graphs: DecodeGraphs | None = None
         self._kernels: Kernels | None = None
         self.tables = BlockTables(max_rows, -(-max_model_len // block_size))
+        self.threads = threads
+        self._wide = _wide_step(stage.module)
         self.layers = self._watch()
         unmerge_wasted(merges)
         if self.device.type == "cpu":
             lay_inputs_first(stage.module)
-            if mesh.axis("tp").size == 1:
-                pack(stage.module)
             self._kernels = Kernels.load()
             if self._kernels is not None:
+                choose_products(stage.module, self._kernels, threads=self._threads_of)
                 fuse(stage.module, self._kernels)
             everywhere = torch.tensor([int(self._kernels is not None)])
             all_reduce(everywhere, mesh.axis("tp"), mesh.recorder, op="min")
             if self._kernels is not None and bool(everywhere):
                 fuse_layers(stage.module, self._kernels)
         self._remembered: Remembered = {}
-        self.threads = threads
-        self._wide = _wide_step(stage.module)
 
     @property
     def bytes_per_block(self) -> int:
@@ -157,7 +156,7 @@ class StageRunner:
         step = indices(plan, self.tables, self.block_size)
         if self.device.type == "cpu":
             if self.threads > 1:
-                torch.set_num_threads(self.threads if step.num_tokens >= self._wide else 1)
+                torch.set_num_threads(self._threads_of(step.num_tokens))
             attention = CpuAttention(self.cache, step, self._remembered, self._kernels)
             return self._forward(step, hidden, attention)
         there = DeviceStep.of(step, self.device)
@@ -165,6 +164,10 @@ class StageRunner:
         if decodes and self._graphs is not None and self._graphs.fits(there):
             return self._graphs.run(there, hidden)
         return self._on_device(there, hidden)
+
+    def _threads_of(self, num_tokens: int) -> int:
+        """Those that torch uses in a step of so many tokens."""
+        return self.threads if num_tokens >= self._wide else 1
 
     @torch.inference_mode()
     def step_bytes(self) -> int:

@@ -317,6 +317,106 @@ void hocket_attend_chunk(const float *q, i64 head_stride, i64 token_stride, cons
     }
 }
 
+/* How a product of few rows goes over its weight: tiles of DEEP rows and COLUMNS columns, which all
+rows of x pass over while the next tile is fetched. SIDE vectors of the columns times GROUP rows are
+as many sums as there are registers for. */
+#ifdef __AVX512F__
+enum { SIDE = 4 };
+#else
+enum { SIDE = 1 };
+#endif
+enum { GROUP = 6, DEEP = 32, COLUMNS = 64, KEPT = 1 << 16 };
+
+/* `count` rows of x times one tile's `side` vectors of columns, added to `from` (null: to nothing),
+stored at y but for the first `skip` columns; of the next tile's rows at `next`, asks for some. */
+INLINE void tile(int count, int side, const float *x, i64 x_stride, const float *weight,
+                 i64 weight_stride, i64 depth, const float *from, i64 from_stride, float *y,
+                 i64 y_stride, i64 skip, const float *next, i64 some) {
+    wide sum[GROUP][SIDE];
+    for (int r = 0; r < count; r++)
+        for (int v = 0; v < side; v++) sum[r][v] = (wide){};
+    i64 k = 0;
+    do {
+        if (k < some)
+            for (int v = 0; v < side; v++)
+                __builtin_prefetch(next + k * weight_stride + v * WIDE, 0, 2);
+        wide w[SIDE];
+        for (int v = 0; v < side; v++) w[v] = *(const wide *)(weight + v * WIDE);
+        for (int r = 0; r < count; r++)
+            for (int v = 0; v < side; v++) sum[r][v] += w[v] * x[r * x_stride + k];
+        weight += weight_stride;
+    } while (++k < depth);
+    if (from)
+        for (int r = 0; r < count; r++)
+            for (int v = 0; v < side; v++)
+                sum[r][v] += *(const wide *)(from + r * from_stride + v * WIDE);
+    for (int r = 0; r < count; r++)
+        for (int v = 0; v < side; v++) {
+            if (side == 1 && skip)
+                for (i64 j = skip; j < WIDE; j++) y[r * y_stride + j] = sum[r][0][j];
+            else
+                *(wide *)(y + r * y_stride + v * WIDE) = sum[r][v];
+        }
+}
+
+/* out[r] = x[r] W + added[r], of `rows` rows x [rows, K] with a stride and W [K, N], N >= WIDE;
+`added` [rows, N] with a stride (0: the same for all) or null; out [rows, N].
+
+W is read from memory once, whatever the number of rows (up to some 100), and sums are those of DEEP
+products each. As in Goto and van de Geijn 2008, but W is not copied: it would be as long as
+the product. */
+void hocket_product(const float *x, i64 x_stride, i64 rows, const float *weight, i64 depth,
+                    i64 width, const float *added, i64 added_stride, float *out) {
+    i64 groups = (rows + GROUP - 1) / GROUP, kept = KEPT / rows / COLUMNS * COLUMNS;
+    if (kept < COLUMNS) kept = COLUMNS;
+    /* So many columns at a time that their sums stay near the core. */
+    for (i64 begin = 0; begin < width; begin += kept) {
+        i64 end = begin + kept < width ? begin + kept : width;
+        for (i64 k = 0; k < depth; k += DEEP) {
+            i64 deep = depth - k < DEEP ? depth - k : DEEP;
+            for (i64 n = begin, size; n < end; n += size) {
+                size = end - n < COLUMNS ? end - n : COLUMNS;
+                const float *next = n + size < end ? weight + k * width + n + size
+                                    : k + deep < depth ? weight + (k + deep) * width + begin
+                                                       : weight + end;
+                i64 row = 0, asked = 0;
+                for (i64 g = 0; g < groups; g++) {
+                    i64 count = (rows - row) / (groups - g), some = (deep - asked) / (groups - g);
+                    const float *a = x + row * x_stride + k;
+                    for (i64 c = 0, step; c < size; c += step) {
+                        int whole = size - c >= SIDE * WIDE;
+                        step = whole ? SIDE * WIDE : WIDE;
+                        i64 at = n + c, skip = at + step > width ? at + step - width : 0;
+                        at -= skip;
+                        const float *w = weight + k * width + at;
+                        const float *from = k ? out : added;
+                        i64 stride = k ? width : added_stride;
+                        if (from) from += row * stride + at;
+                        float *to = out + row * width + at;
+                        const float *ahead = next + asked * width + c;
+#define TILE_OF(COUNT, SIDES)                                                                      \
+    tile(COUNT, SIDES, a, x_stride, w, width, deep, from, stride, to, width, skip, ahead, some)
+#define COUNTED(COUNT)                                                                             \
+    case COUNT:                                                                                    \
+        if (SIDE > 1 && whole) TILE_OF(COUNT, SIDE);                                               \
+        else TILE_OF(COUNT, 1);                                                                    \
+        break
+                        switch (count) {
+                            COUNTED(1);
+                            COUNTED(2);
+                            COUNTED(3);
+                            COUNTED(4);
+                            COUNTED(5);
+                            COUNTED(6);
+                        }
+                    }
+                    row += count, asked += some;
+                }
+            }
+        }
+    }
+}
+
 /* The largest entry of each row of x [R, width] and which it is, of equals the first. The value is
 NaN where the row holds one. */
 void hocket_largest(const float *x, i64 rows, i64 stride, i64 width, float *value, i64 *which) {

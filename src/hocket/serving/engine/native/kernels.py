@@ -42,6 +42,7 @@ class Kernels:
         self._attend = found.hocket_attend
         self._decode = found.hocket_decode
         self._attend_chunk = found.hocket_attend_chunk
+        self._product = found.hocket_product
         self._largest = found.hocket_largest
         self._scratch = torch.empty(0)
 
@@ -204,6 +205,18 @@ class Kernels:
         if self._scratch.numel() < entries:
             self._scratch = torch.empty(entries)
         return self._scratch.data_ptr()
+
+    def product(self, x: Tensor, weight: Tensor, added: Tensor | None = None) -> Tensor:
+        """`x` [N, in] or [1, N, in] times `weight` [in, out], contiguous, of at least 16 outputs,
+        plus `added` [N, out] or [out]; shaped as `x`."""
+        depth, width = weight.shape
+        out = torch.empty(*x.shape[:-1], width)
+        self._product(
+            x.data_ptr(), x.stride(-2), x.shape[-2], weight.data_ptr(), depth, width,
+            None if added is None else added.data_ptr(),
+            added.stride(0) if added is not None and added.dim() == 2 else 0, out.data_ptr(),
+        )  # fmt: skip
+        return out
 
     def largest(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The largest entry of each row of `x` [N, V] and its id, of equals the first: [N] and

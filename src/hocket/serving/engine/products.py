@@ -1,0 +1,176 @@
+"""Products: of few rows, by torch or by the kernel, whichever was faster here.
+
+A step of decoding multiplies as many rows as requests run. The library for whole matrices, made
+for many rows, then moves the weight through memory twice or copies it into blocks of its own; the
+kernel reads it once, and is over when the last of it has come:
+
+    rows          1     2     4     8    11    16    32    64
+    torch      17.4  26.6  31.4  39.4  46.9  49.7  60.7  72.6   ms, 252 MB of weights in fp32, one
+    kernel     17.4  17.6  18.1  19.5  20.1  23.1  37.4  65.2   thread of an Intel Xeon with AVX-512
+
+On another processor, or with more threads, it may be otherwise, so both are timed once: for each
+shape of weight, at the numbers of rows above which the choice may change.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hocket.runtime.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from hocket.serving.engine.native.kernels import Kernels
+from hocket.serving.engine.projections import Merged, MergedLinear
+
+MOST_ROWS = 64
+"""Of more rows, products are the library's."""
+_LEAST_OUTPUTS = 16
+_ROWS = tuple(2**power for power in range(MOST_ROWS.bit_length()))
+"""Tried; a number between is decided as the next."""
+_TRIALS = 3
+_TRIED_WEIGHTS = 1 << 24
+"""In a trial, together: they must come from memory, as in a step."""
+_MOST_OF_ONE = 1 << 22
+_TIE = 1.03
+"""Times as long as torch that the kernel may take: it sums more exactly, and ties are settled the
+same way each time."""
+_SPLIT = (ColumnParallelLinear, RowParallelLinear)
+
+Choice = tuple[bool, ...]
+"""For each of the numbers of rows tried, whether the kernel is taken."""
+
+
+class Product:
+    """What multiplies by one weight [out, in], which is stored as [in, out]."""
+
+    def __init__(self, weight: Tensor, kernels: Kernels, choice: Choice) -> None:
+        self.weight, self.kernels, self.choice = weight, kernels, choice
+        self.turned = weight.t()
+        self._depth = weight.shape[1]
+
+    def __call__(self, x: Tensor, added: Tensor | None = None) -> Tensor:
+        """`x` [..., in] times the weight, plus `added` [out], or [T, out] if `x` is [T, in]."""
+        rows = x.numel() // self._depth
+        if not 0 < rows <= MOST_ROWS or not self.choice[(rows - 1).bit_length()]:
+            if added is not None and added.dim() == 2:
+                return torch.addmm(added, x, self.turned)
+            return F.linear(x, self.weight, added)
+        if x.stride(-1) != 1 or x.dim() < 2 or rows != x.shape[-2]:
+            flat = x.reshape(rows, self._depth).contiguous()
+            return self.kernels.product(flat, self.turned, added).view(*x.shape[:-1], -1)
+        return self.kernels.product(x, self.turned, added)
+
+
+class ChosenLinear(nn.Linear):
+    """A linear layer (by class swap) that multiplies by the faster way."""
+
+    held: Product
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.held(input, self.bias)
+
+
+def choose_products(
+    module: nn.Module,
+    kernels: Kernels,
+    *,
+    threads: Callable[[int], int] = lambda rows: 1,
+    tried: bool = True,
+) -> int:
+    """Let the linear layers of a module use the kernel where it is faster, in place, in fp32.
+
+    Call after the weights have been merged and laid out for good: the kernel is for those that are
+    stored as [in, out].
+
+    Args:
+        threads: that torch uses for so many rows.
+        tried: by a trial, here and now; else the kernel is used for all numbers of rows.
+
+    Returns:
+        How many weights are multiplied by the kernel for some number of rows.
+    """
+    found: list[tuple[Any, Tensor]] = []
+    merged: set[int] = set()
+    child: Any
+    for child in module.modules():
+        if isinstance(child, MergedLinear):
+            if id(child.merged) not in merged:
+                merged.add(id(child.merged))
+                found.append((child.merged, child.merged.weight))
+        elif type(child) is nn.Linear or (isinstance(child, _SPLIT) and not child.transposed):
+            found.append((child, child.weight.data))
+    found = [(one, weight) for one, weight in found if _fits(weight)]
+    shapes = {weight.shape for _, weight in found}
+    everything = (True,) * len(_ROWS)
+    choices = dict.fromkeys(shapes, everything)
+    if tried:
+        choices = _choices([weight for _, weight in found], kernels, threads)
+    count = 0
+    for one, weight in found:
+        choice = choices[weight.shape]
+        if not any(choice):
+            continue
+        count += 1
+        held = Product(weight, kernels, choice)
+        if isinstance(one, Merged):
+            one.product = held  # type: ignore[method-assign, assignment]
+        elif isinstance(one, _SPLIT):
+            one.product = lambda x, _, held=held: held(x)
+        else:
+            one.__class__ = ChosenLinear
+            one.held = held
+    return count
+
+
+def _fits(weight: Tensor) -> bool:
+    turned = weight.t()
+    there = weight.dtype == torch.float32 and weight.device.type == "cpu"
+    return there and turned.is_contiguous() and turned.shape[1] >= _LEAST_OUTPUTS
+
+
+@torch.inference_mode()
+def _choices(
+    weights: list[Tensor], kernels: Kernels, threads: Callable[[int], int]
+) -> dict[torch.Size, Choice]:
+    """For each shape, for which numbers of rows the kernel takes no more time than torch.
+
+    As a step does, a pass goes over weights in their order; of a large model, over some of them and
+    the beginning of each.
+    """
+    trial: list[tuple[torch.Size, Product]] = []
+    seen: set[torch.Size] = set()
+    total = 0
+    for weight in weights:
+        if total >= _TRIED_WEIGHTS and weight.shape in seen:
+            continue
+        cut = weight[:, : max(1, _MOST_OF_ONE // weight.shape[0])]
+        trial.append((weight.shape, Product(cut, kernels, (True,) * len(_ROWS))))
+        seen.add(weight.shape)
+        total += cut.numel()
+    alone = torch.get_num_threads()
+    choices: dict[torch.Size, Choice] = dict.fromkeys(seen, ())
+    for rows in _ROWS:
+        torch.set_num_threads(threads(rows))
+        best = [dict.fromkeys(seen, float("inf")) for _ in range(2)]
+        inputs = [torch.zeros(1, rows, held.weight.shape[1]) for _, held in trial]
+        for _ in range(_TRIALS):  # in turns: whatever disturbs one disturbs the other
+            for way in (0, 1):
+                spent = dict.fromkeys(seen, 0.0)
+                for (shape, held), x in zip(trial, inputs, strict=True):
+                    began = time.perf_counter()
+                    if way:
+                        held(x)
+                    else:
+                        F.linear(x, held.weight)
+                    spent[shape] += time.perf_counter() - began
+                for shape, seconds in spent.items():
+                    best[way][shape] = min(best[way][shape], seconds)
+        for shape in seen:
+            faster = best[1][shape] <= _TIE * best[0][shape]
+            choices[shape] = (*choices[shape], faster)
+    torch.set_num_threads(alone)
+    return choices
