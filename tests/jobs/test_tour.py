@@ -37,6 +37,19 @@ def fields(sentence: str) -> set[str]:
 def test_an_unknown_stop_or_language_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tour", "--stops", "half_layer"]) == 2
     assert "half_layers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("out", "said"),
+    [(".", "is a folder"), ("nowhere/page.md", "no folder"), ("/proc/p.md", "/proc")],
+)
+def test_a_page_that_cannot_be_written_is_told_before_the_walk(
+    out: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tour", "--stops", "pool", "--out", out]) == 2
+    found = capsys.readouterr()
+    assert said in found.err
+    assert found.out == ""
     with pytest.raises(OptionError, match="kor"):
         told(None, 0, "kor")
 

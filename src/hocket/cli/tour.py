@@ -41,6 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     import json
 
     from hocket.cli.terminal import terminal
+    from hocket.jobs.machine import writable
     from hocket.jobs.tour import told, tour, written
     from hocket.jobs.tour_stops import STOPS
     from hocket.spec.tour import Stop
@@ -49,6 +50,8 @@ def main(arguments: Sequence[str]) -> int:
     walked = [key for key in STOPS if not flags.stops or key in flags.stops]
     numbers = {key: number for number, key in enumerate(walked, 1)}
     told(None, 0, flags.lang)  # an unknown language is refused before anything runs
+    if flags.out is not None:
+        writable([flags.out], "tour.md")
 
     def show(stop: Stop) -> None:
         if flags.json:

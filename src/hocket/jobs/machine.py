@@ -263,8 +263,10 @@ def told(measured: Measured) -> str:
     return measured_text(measured)
 
 
-def writable(files: Sequence[str | os.PathLike[str]]) -> None:
+def writable(files: Sequence[str | os.PathLike[str]], instead: str = "cluster.toml") -> None:
     """That each of these files can be written: asked before a minute is spent measuring.
+
+    `instead`: a file's name for the hint where a folder was named.
 
     Raises:
         OptionError: a folder that is not there or does not let us, or a folder's own name.
@@ -272,7 +274,7 @@ def writable(files: Sequence[str | os.PathLike[str]]) -> None:
     for name in files:
         path = Path(name)
         if path.is_dir():
-            raise OptionError(f"{path} is a folder", hint=str(path / "cluster.toml"))
+            raise OptionError(f"{path} is a folder", hint=str(path / instead))
         if not path.parent.is_dir():
             raise OptionError(f"there is no folder {path.parent} to write {path.name} in")
         try:  # what permissions say is not the whole truth: a full disk, /proc
