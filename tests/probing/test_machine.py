@@ -18,7 +18,7 @@ from hocket.jobs import machine, probe
 from hocket.probing import devices
 from hocket.probing.devices import Found
 from hocket.spec.errors import HocketError, OptionError
-from hocket.spec.measured import Host, Measured, Product, Stream
+from hocket.spec.measured import Curve, Host, Measured, Product, Stream
 from tests.probing import nvml
 
 HOST = Host(name="here", cpu="EPYC", cores=2, memory=2**34)
@@ -30,6 +30,17 @@ MEASURED = Measured(
     host=HOST,
     products=(Product(dtype="fp32", form="nt", m=64, n=64, k=64, seconds=1e-5),),
     streams=(Stream(operation="copy", bytes=2**26, seconds=1e-2),),
+    curves=tuple(
+        Curve(
+            backend="shm",
+            operation=operation,
+            ranks=2,
+            world=2,
+            sizes=(64, 2**20),
+            seconds=(1e-5, 1e-3),
+        )
+        for operation in ("all-reduce", "all-gather", "reduce-scatter", "send")
+    ),
 )
 
 
