@@ -5,8 +5,8 @@ for many rows, then moves the weight through memory twice or copies it into bloc
 kernel reads it once, and is over when the last of it has come:
 
     rows          1     2     4     8    11    16    32    64
-    torch      17.4  26.6  31.4  39.4  46.9  49.7  60.7  72.6   ms, 252 MB of weights in fp32, one
-    kernel     17.4  17.6  18.1  19.5  20.1  23.1  37.4  65.2   thread of an Intel Xeon with AVX-512
+    torch      18.9  28.7  33.8  42.4  49.0  52.2  62.8  76.9   ms, 252 MB of weights in fp32, one
+    kernel     18.8  19.3  20.0  21.7  22.5  25.8  40.8  72.9   thread of an Intel Xeon with AVX-512
 
 On another processor, or with more threads, it may be otherwise, so both are timed once: for each
 shape of weight, at the numbers of rows above which the choice may change.
