@@ -85,6 +85,8 @@ def test_threads_run_in_one_process() -> None:
     ("text", "says", "hint"),
     [
         ("ddp2", "unknown axis 'ddp'", "'dp'"),
+        ("autoo", "is not an axis and a degree", "auto"),
+        ("tp2.zero=3:microbatches=2", "is not an axis and a degree", "tp2:zero=3,microbatches=2"),
         ("", "is empty", "dp2.pp2.tp2"),
         ("dp2.dp2", "names the axis dp twice", None),
         ("dp0", "at least 1", None),

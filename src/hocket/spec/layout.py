@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from hocket.spec.errors import LayoutError, unknown
+from hocket.spec.errors import LayoutError, nearest, unknown
 
 AXES = ("dp", "pp", "cp", "tp")
 """The mesh axes, in the order the text form prints them."""
@@ -272,7 +272,7 @@ class Layout:
             if match is None:
                 raise LayoutError(
                     f"{term!r} in layout {text!r} is not an axis and a degree",
-                    hint="dp2.pp2.tp2",
+                    hint=_meant(axes, options),
                 )
             axis, degree = match.groups()
             if axis not in DEGREES:
@@ -308,6 +308,16 @@ class Layout:
                 )
             given[key] = value
         return cls(**given)
+
+
+def _meant(axes: str, options: str) -> str:
+    """What a text with a term that is no axis was to be: fields stand after a colon."""
+    terms = [term.strip() for term in axes.split(".")]
+    fields = [term for term in terms if "=" in term]
+    split = [term for term in terms if _TERM.fullmatch(term)]
+    if split and len(split) + len(fields) == len(terms):
+        return f"{'.'.join(split)}:{','.join([*fields, *filter(None, [options])])}"
+    return nearest(axes, ["auto"]) or "dp2.pp2.tp2"
 
 
 def _value(key: str, text: str) -> Any:
