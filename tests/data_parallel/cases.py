@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -175,3 +176,116 @@ def reads(context: Any, config: dict[str, Any]) -> dict[str, Any]:
         "raised": raised, "asked": asked, "printed": printed, "losses": losses,
         "inside": inside, "after": after, "held": held,
     }  # fmt: skip
+
+
+def built(
+    context: Any, config: dict[str, Any], layout: str, directory: str | None
+) -> dict[str, Any]:
+    """What building this rank holds at its worst and reads, under a layout with ZeRO-3 and under
+    the same one without; and whether both give the same values.
+
+    Args:
+        directory: weights are written there by rank 0 and read from there. None: from a seed.
+    """
+    import dataclasses
+    from pathlib import Path
+
+    from hocket.models.plans import plan_for
+    from hocket.models.skeleton import build as build_skeleton
+    from hocket.models.source import resolve
+    from hocket.models.weight_files import WeightFiles
+    from hocket.runtime.collectives import barrier
+    from hocket.runtime.mesh import Mesh
+    from hocket.schedules.registry import build as build_schedule
+    from hocket.spec.layout import Layout
+    from hocket.spec.plan import block_of
+    from hocket.spec.run import RunSpec, TrainOptions, Workload
+    from hocket.training.build import build_model
+    from hocket.training.memory import LiveBytes, storage_bytes
+
+    sharded = Layout.parse(layout)
+    mesh = Mesh(sharded, context.rank)
+    # Found beforehand: that holds a tiny twin, whose size is not the model's.
+    plan = plan_for(build_skeleton(config, attention="sdpa"))
+    weights = None
+    if directory is not None:
+        if context.rank == 0:
+            _save_random(config, Path(directory))
+        barrier(mesh.axis("world"), mesh.recorder)
+        weights, config = directory, resolve(directory).config
+
+    class Real(LiveBytes):
+        """Without what is on the meta device, which has no memory."""
+
+        def _watch(self, tensor: torch.Tensor, counted: bool = True) -> None:
+            if tensor.device.type != "meta":
+                super()._watch(tensor, counted)
+
+    closed: list[int] = []
+    plain_close = WeightFiles.close
+
+    def close(self: WeightFiles) -> None:
+        closed.append(self.bytes_read)
+        plain_close(self)
+
+    def made(split: Layout) -> tuple[Any, int, int]:
+        spec = RunSpec(
+            model="tiny" if weights is None else weights,
+            config=config,
+            weights=weights,
+            layout=split,
+            workload=Workload(seq_len=16, global_batch=4, dtype="fp32"),
+            options=TrainOptions(seed=5),
+        )
+        schedule = None
+        if split.num_stages > 1:
+            schedule = build_schedule(split, split.microbatches or 1)
+        closed.clear()
+        live = Real()
+        with live:
+            *_, parallel = build_model(spec, mesh, schedule, plan)
+        live.close()
+        return parallel, live.peak, sum(closed)
+
+    WeightFiles.close = close  # type: ignore[method-assign]
+    try:
+        whole, _, read_whole = made(dataclasses.replace(sharded, zero=0))
+        parallel, peak, read = made(sharded)
+    finally:
+        WeightFiles.close = plain_close  # type: ignore[method-assign]
+    shares = storage_bytes(parallel.tensors())
+    blocks: dict[str, int] = {}
+    wholes: dict[str, int] = {}
+    for name, parameter in parallel.named_parameters():
+        block = block_of(name, plan.stages)
+        blocks[block] = blocks.get(block, 0) + parameter.nbytes
+        numel = math.prod(parallel.placements[name].shape)
+        wholes[block] = wholes.get(block, 0) + numel * parameter.element_size()
+    parallel.arrive()
+    expected = dict(whole.named_parameters())
+    values = dict(parallel.named_parameters())
+    equal = values.keys() == expected.keys() and all(
+        torch.equal(p, expected[name]) for name, p in values.items()
+    )
+    parallel.release()
+    return {
+        "equal": equal,
+        "read": read,
+        "read_whole": read_whole,
+        "shares": shares,
+        "peak": peak,
+        "stage": sum(blocks.values()),
+        "block": max(blocks.values()),
+        "whole_block": max(wholes.values()),
+    }
+
+
+def _save_random(config: dict[str, Any], to: Any) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(11)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    with torch.no_grad():
+        for parameter in model.parameters():  # norms are not at one
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    model.save_pretrained(to)

@@ -1,11 +1,13 @@
 """Weights: memory and values for the meta tensors of one stage, on one rank.
 
-A rank allocates what its stage owns, at its tensor-parallel size, and nothing else.
+A rank allocates what its stage owns, at its tensor-parallel size, and nothing else; where it holds
+shares of that, it is filled block by block as each is shared out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,23 +18,16 @@ from hocket.models.weight_files import WeightFiles
 from hocket.spec.placement import Placement
 
 
-def materialize(
-    module: nn.Module,
-    placements: Mapping[str, Placement],
-    skeleton: nn.Module,
-    source: ModelSource | None = None,
-    *,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    seed: int = 0,
-) -> int:
-    """Give every meta parameter and buffer of a stage memory and its values, in place.
+class Weights:
+    """The values of one stage: buffers at once, parameters by name when they are asked for.
 
+    Until then a parameter has its shape, dtype and device, one element's memory, and no values.
     Values come from the source's safetensors files, of which only the needed slices are read, or,
-    where there are none, from the seed: equal on every layout, bit for bit.
+    where there are none, from the seed: equal on every layout and in every order, bit for bit.
 
     Args:
-        module: one stage, cut and split, under the whole model's names.
+        module: one stage, cut and split, under the whole model's names; its meta parameters and
+            buffers are replaced.
         placements: name to placement, of every parameter of the stage.
         skeleton: the whole model on the meta device.
         source: where the weights are. None, or a source without weights: random.
@@ -40,34 +35,86 @@ def materialize(
         dtype: of floating-point parameters; buffers keep the dtype their family gave them.
         seed: of random weights.
 
-    Returns:
-        The bytes read from weight files, their headers among them.
-
     Raises:
         WeightsError: weight files whose names or shapes do not fit.
-        ModelError: a family whose own initialisation leaves a tensor untouched.
+        ModelError: a family whose own initialisation leaves a buffer untouched.
     """
-    files = None
-    if source is not None and source.weights is not None:
-        files = WeightFiles(source.weights, skeleton)
-    locals_ = _allocate(module, torch.device(device), dtype)
-    ties: dict[str, str] = dict(getattr(skeleton, "all_tied_weights_keys", None) or {})
-    with torch.no_grad():
-        if files is not None:
+
+    def __init__(
+        self,
+        module: nn.Module,
+        placements: Mapping[str, Placement],
+        skeleton: nn.Module,
+        source: ModelSource | None = None,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+    ) -> None:
+        self._placements, self._skeleton, self._seed = placements, skeleton, seed
+        self._files: WeightFiles | None = None
+        if source is not None and source.weights is not None:
+            self._files = WeightFiles(source.weights, skeleton)
+        self._ties: dict[str, str] = dict(getattr(skeleton, "all_tied_weights_keys", None) or {})
+        self._left = _replace(module, torch.device(device), dtype)
+        with torch.no_grad():
+            _fill_buffers(module, skeleton, self._files, torch.device(device))
+
+    @torch.no_grad()
+    def fill(self, names: Iterable[str] | None = None) -> None:
+        """Give parameters their values, and memory to those that were given none meanwhile.
+
+        Args:
+            names: which; None: all that are left. Those that have values are passed over.
+
+        Raises:
+            WeightsError: the weight files cannot be read.
+            ModelError: a family whose own initialisation leaves one of them untouched.
+        """
+        wanted = [n for n in (list(self._left) if names is None else names) if n in self._left]
+        locals_: dict[str, Tensor] = {}
+        for name in wanted:
+            parameter = self._left.pop(name)
+            if 0 in parameter.stride():  # one element's memory still
+                parameter.data = torch.empty_like(parameter, memory_format=torch.contiguous_format)
+            locals_[name] = parameter.data
+        if self._files is not None:
             for name, local in locals_.items():
-                files.read_into(local, placements[name])
-        else:
-            owners = {name: _owner(name, placements[name], ties) for name in locals_}
-            wanted = dict.fromkeys(owners.values())
-            for owner, whole in random_values(skeleton, wanted, seed):
-                for name, local in locals_.items():
-                    if owners[name] == owner:
-                        for there, here in placements[name].pairs():
-                            local[here].copy_(whole[there])
-        _fill_buffers(module, skeleton, files, torch.device(device))
-    if files is not None:
-        files.close()
-    return 0 if files is None else files.bytes_read
+                self._files.read_into(local, self._placements[name])
+            return
+        owners = {name: _owner(name, self._placements[name], self._ties) for name in locals_}
+        for owner, whole in random_values(
+            self._skeleton, dict.fromkeys(owners.values()), self._seed
+        ):
+            for name, local in locals_.items():
+                if owners[name] == owner:
+                    for there, here in self._placements[name].pairs():
+                        local[here].copy_(whole[there])
+
+    def close(self) -> int:
+        """Let the files go, once every parameter has its values. Returns the bytes read from
+        them, their headers among them."""
+        assert not self._left, f"without values: {', '.join(list(self._left)[:5])}"
+        if self._files is None:
+            return 0
+        self._files.close()
+        return self._files.bytes_read
+
+
+def materialize(
+    module: nn.Module,
+    placements: Mapping[str, Placement],
+    skeleton: nn.Module,
+    source: ModelSource | None = None,
+    **more: Any,
+) -> int:
+    """Give every meta parameter and buffer of a stage memory and its values, in place.
+
+    Args and errors are those of `Weights`. Returns the bytes read from weight files.
+    """
+    weights = Weights(module, placements, skeleton, source, **more)
+    weights.fill()
+    return weights.close()
 
 
 def _owner(name: str, placement: Placement, ties: Mapping[str, str]) -> str:
@@ -76,12 +123,15 @@ def _owner(name: str, placement: Placement, ties: Mapping[str, str]) -> str:
     return ties.get(owner, owner)
 
 
-def _allocate(module: nn.Module, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Replace each meta parameter by an empty real one; tied ones stay one. Name to tensor."""
+def _replace(
+    module: nn.Module, device: torch.device, dtype: torch.dtype
+) -> dict[str, nn.Parameter]:
+    """Replace each meta parameter by a real one, all of it one element's memory; tied ones stay
+    one. Name to parameter."""
     made: dict[int, nn.Parameter] = {}
     # The old ones are held until the end: a tie is known by the identity of a living object.
     held: list[nn.Parameter] = []
-    found: dict[str, Tensor] = {}
+    found: dict[str, nn.Parameter] = {}
     for module_name, child in module.named_modules():
         for key, parameter in list(child._parameters.items()):
             if parameter is None or not parameter.is_meta:
@@ -89,13 +139,13 @@ def _allocate(module: nn.Module, device: torch.device, dtype: torch.dtype) -> di
             if id(parameter) not in made:
                 kind = dtype if parameter.is_floating_point() else parameter.dtype
                 real = nn.Parameter(
-                    torch.empty(parameter.shape, dtype=kind, device=device),
+                    torch.zeros((), dtype=kind, device=device).expand(parameter.shape),
                     requires_grad=parameter.requires_grad,
                 )
                 real.__dict__.update(parameter.__dict__)
                 held.append(parameter)
                 made[id(parameter)] = real
-                found[f"{module_name}.{key}" if module_name else key] = real.data
+                found[f"{module_name}.{key}" if module_name else key] = real
             child._parameters[key] = made[id(parameter)]
     return found
 

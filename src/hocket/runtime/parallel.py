@@ -15,6 +15,7 @@ from hocket.runtime.clip import GradientNorm
 from hocket.runtime.collectives import all_reduce
 from hocket.runtime.data_parallel import (
     Buckets,
+    Fill,
     Piece,
     ShardedBlocks,
     ShardedBuckets,
@@ -97,8 +98,14 @@ class Parallel:
             for replica in self.replicas.replicas:
                 replica.train(mode)
 
-    def finish(self) -> None:
-        """Build what needs real tensors. Once, after the stages were given their values."""
+    def finish(self, fills: Sequence[Fill] = ()) -> None:
+        """Build what needs real tensors. Once, after the stages were given their values.
+
+        Args:
+            fills: for each stage, what gives its parameters their values: block by block while
+                they are shared out (ZeRO-3), so that a stage is never whole, else all before.
+                Empty: they have them.
+        """
         assert not self._finished, "finish() was called already"
         empty = [name for name, p in self.named_parameters() if p.is_meta]
         assert not empty, f"still on the meta device: {', '.join(empty[:5])}"
@@ -108,10 +115,14 @@ class Parallel:
         self._sharded: dict[int, Shares] = {}
         # One rank alone has nobody to share with, and may still keep its parameters on the host.
         alone = mesh.axis("dp").size == 1
-        if not alone or self.layout.offloads("params"):
-            for stage in self.stages:
+        shared = not alone or self.layout.offloads("params")
+        given: Sequence[Fill | None] = fills or [None] * len(self.stages)
+        for stage, fill in zip(self.stages, given, strict=True):
+            if fill is not None and not (shared and self.layout.zero == 3):
+                fill([name for name, _ in stage.module.named_parameters()])
+            if shared:
                 if self.layout.zero:
-                    self._sharded[stage.index] = self._shard(stage)
+                    self._sharded[stage.index] = self._shard(stage, fill)
                 else:
                     self._buckets[stage.index] = Buckets(
                         stage.module.named_parameters(),
@@ -150,7 +161,7 @@ class Parallel:
     def _num_stages(self) -> int:
         return 1 if self.schedule is None else self.schedule.num_stages
 
-    def _shard(self, stage: Stage) -> Shares:
+    def _shard(self, stage: Stage, fill: Fill | None) -> Shares:
         """ZeRO: this stage's state in shares."""
         late = set(sum(self.plan.crossing().items(), ())) if self._num_stages > 1 else set()
         late |= {name for name, p in stage.placements.items() if "tp" in p.grad_sum or p.has_copies}
@@ -164,6 +175,7 @@ class Parallel:
                 replicas=replicas,
                 recorder=self.recorder,
                 on_host=self.layout.offloads("params"),
+                fill=fill,
             )
         return ShardedBuckets(
             stage.module,

@@ -3,7 +3,7 @@
     world     device, process group, mesh
     source    where the model comes from         skeleton  the whole model on the meta device
     plan      how it may be split                parallel  this rank's stages, still without memory
-    weights   memory and values for those        finish    buckets, ties, norms
+    weights   values for those, not read yet     finish    memory, values, buckets, ties, norms
     optimizer
 
 Nothing here communicates but the making of groups, so every rank builds at its own pace.
@@ -23,7 +23,7 @@ from hocket.models.masks import of_whole_sequences
 from hocket.models.plans import plan_for
 from hocket.models.skeleton import build as build_skeleton
 from hocket.models.source import ModelSource, of_run
-from hocket.models.weights import materialize
+from hocket.models.weights import Weights
 from hocket.runtime.device import pick_backend, pick_device
 from hocket.runtime.fp8 import multiply_in_fp8
 from hocket.runtime.heap import keep_freed_memory
@@ -159,8 +159,8 @@ def build_model(
         seed=options.seed,
         bucket_mb=options.bucket_mb,
     )
-    for stage in parallel.stages:
-        materialize(
+    weights = [
+        Weights(
             stage.module,
             stage.placements,
             skeleton,
@@ -169,6 +169,8 @@ def build_model(
             dtype=dtype,
             seed=options.seed,
         )
+        for stage in parallel.stages
+    ]
     lora = lora_of(skeleton, options)
     if lora is not None:
         adapt(parallel, lora)
@@ -185,7 +187,9 @@ def build_model(
             raise OptionError(why, hint="--dtype bf16")
         for stage in parallel.stages:
             multiply_in_fp8(stage.module, plan.stages)
-    parallel.finish()
+    parallel.finish([each.fill for each in weights])
+    for each in weights:
+        each.close()
     if spec.layout.offloads("activations"):
         offload(parallel)
     if options.compile:

@@ -1,6 +1,6 @@
 """Data parallelism: replicas in processes (whole or sharded state) or in threads of one process."""
 
-from hocket.runtime.data_parallel.blocks import ShardedBlocks
+from hocket.runtime.data_parallel.blocks import Fill, ShardedBlocks
 from hocket.runtime.data_parallel.buckets import Buckets, bucket_sizes
 from hocket.runtime.data_parallel.flat import Piece
 from hocket.runtime.data_parallel.sharded import ShardedBuckets
@@ -9,6 +9,7 @@ from hocket.runtime.data_parallel.threads import ThreadedReplicas
 
 __all__ = [
     "Buckets",
+    "Fill",
     "Piece",
     "ShardedBlocks",
     "ShardedBuckets",

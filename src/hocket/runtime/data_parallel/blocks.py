@@ -31,7 +31,7 @@ tensor ranks and ties would have to be made before.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
 
@@ -42,12 +42,21 @@ from torch.utils._pytree import tree_leaves
 from hocket.runtime.collectives import all_gather_flat
 from hocket.runtime.data_parallel.absent import NAME, come_back, leave
 from hocket.runtime.data_parallel.buckets import grad_dtype
-from hocket.runtime.data_parallel.flat import Bucket, bucket_of, give_memory, take_memory
+from hocket.runtime.data_parallel.flat import (
+    Bucket,
+    bucket_of,
+    give_memory,
+    side_by_side,
+    take_memory,
+)
 from hocket.runtime.data_parallel.shares import Shares
 from hocket.runtime.mesh import Axis
 from hocket.runtime.record import Recorder
 from hocket.spec.plan import AFTER, BEFORE, OTHER, StagePlan, block_of
 from hocket.spec.schedule import BACKWARD, FORWARD, WEIGHT
+
+Fill = Callable[[Iterable[str]], None]
+"""Gives parameters of a stage, by name, their values."""
 
 IN_FLIGHT = 1
 """A block's reduction has until the next block's to end."""
@@ -89,6 +98,8 @@ class ShardedBlocks(Shares):
         on_host: shares live in the host's memory, and are stepped there (Rajbhandari et al. 2021,
             ZeRO-Infinity); of a block that is gathered, this rank's share is on the device for as
             long as that takes.
+        fill: gives parameters, by name, their values; called block by block, so that no more than
+            one block is ever whole. None: they have them.
     """
 
     def __init__(
@@ -101,6 +112,7 @@ class ShardedBlocks(Shares):
         replicas: Axis,
         recorder: Recorder,
         on_host: bool = False,
+        fill: Fill | None = None,
     ) -> None:
         self._on_host = on_host
         members: dict[str, dict[Any, list[tuple[str, nn.Parameter]]]] = {}
@@ -113,13 +125,17 @@ class ShardedBlocks(Shares):
             members.setdefault(block, {}).setdefault(kind, []).append((name, p))
         self._blocks: dict[str, Block] = {}
         for name, kinds in members.items():
-            buckets = []
+            self._blocks[name] = Block(name, [])
+            flats = [side_by_side([p for _, p in found], axis) for found in kinds.values()]
+            if fill is not None:
+                fill([member for found in kinds.values() for member, _ in found])
             for (_, dtype, _, _, is_late), found in kinds.items():
-                buckets.append(
-                    bucket_of(found, dtype, axis, late=is_late, resident=False, on_host=on_host)
-                )
-                self._free(buckets[-1])
-            self._blocks[name] = Block(name, buckets)
+                bucket = bucket_of(
+                    found, dtype, axis,
+                    late=is_late, resident=False, on_host=on_host, flat=flats.pop(0),
+                )  # fmt: skip
+                self._free(bucket)
+                self._blocks[name].buckets.append(bucket)
         self._layers = [block for block in self._blocks.values() if block.is_layer]
         everything = [bucket for block in self._blocks.values() for bucket in block.buckets]
         stepped = [bucket for bucket in everything if bucket.parameters[0].requires_grad]

@@ -12,6 +12,7 @@ autograd saved of a parameter finds the values again, and keeps none alive.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import torch
@@ -122,28 +123,25 @@ def bucket_of(
     late: bool = False,
     resident: bool = True,
     on_host: bool = False,
+    flat: Tensor | None = None,
 ) -> Bucket:
     """Move parameters (of one dtype, with their names) into a flat tensor that the axis divides.
 
     Args:
+        found: names and parameters.
         dtype: of gradients.
         axis: the ranks that share the bucket.
         late: as in `Bucket`.
         resident: `mine` is a part of `flat`, which always has memory; else it is a copy.
         on_host: that copy lies in the host's memory.
+        flat: what `side_by_side` made of them. None: it is made here.
     """
     names, parameters = [n for n, _ in found], [p for _, p in found]
-    offsets = [0]
-    for parameter in parameters:
-        offsets.append(offsets[-1] + parameter.numel())
-    size = -(-offsets[-1] // axis.size)
-    first = parameters[0]
-    flat = torch.zeros(size * axis.size, dtype=first.dtype, device=first.device)
+    if flat is None:
+        flat = side_by_side(parameters, axis)
+    offsets = _offsets(parameters)
+    size = flat.numel() // axis.size
     begin, end = size * axis.index, size * (axis.index + 1)
-    for parameter, start in zip(parameters, offsets, strict=False):
-        place = flat[start : start + parameter.numel()]
-        place.copy_(parameter.detach().reshape(-1))
-        parameter.data = place.view(parameter.shape)
     mine = flat[begin:end]
     if not resident:
         mine = to_host(mine) if on_host else mine.clone()
@@ -156,6 +154,24 @@ def bucket_of(
             bucket.pieces.append((Piece(name, piece, low - start, high - start), low - begin))
     bucket.all_missing()
     return bucket
+
+
+def side_by_side(parameters: list[nn.Parameter], axis: Axis) -> Tensor:
+    """A flat tensor that the axis divides, of which the parameters are views from now on; what
+    they held is copied, and zeros follow."""
+    first, offsets = parameters[0], _offsets(parameters)
+    size = -(-offsets[-1] // axis.size)
+    flat = torch.zeros(size * axis.size, dtype=first.dtype, device=first.device)
+    for parameter, start in zip(parameters, offsets, strict=False):
+        place = flat[start : start + parameter.numel()].view(parameter.shape)
+        place.copy_(parameter.detach())
+        parameter.data = place
+    return flat
+
+
+def _offsets(parameters: list[nn.Parameter]) -> list[int]:
+    """Where each parameter begins, and where the last one ends."""
+    return [0, *itertools.accumulate(parameter.numel() for parameter in parameters)]
 
 
 def to_host(tensor: Tensor) -> Tensor:
