@@ -18,7 +18,7 @@ from hocket.jobs import machine, probe
 from hocket.probing import devices
 from hocket.probing.devices import Found
 from hocket.spec.errors import HocketError, OptionError
-from hocket.spec.measured import Curve, Host, Measured, Product, Stream
+from hocket.spec.measured import Curve, Host, Line, Measured, Product, Stream
 from tests.probing import nvml
 
 HOST = Host(name="here", cpu="EPYC", cores=2, memory=2**34)
@@ -30,17 +30,18 @@ MEASURED = Measured(
     host=HOST,
     products=(Product(dtype="fp32", form="nt", m=64, n=64, k=64, seconds=1e-5),),
     streams=(Stream(operation="copy", bytes=2**26, seconds=1e-2),),
-    curves=tuple(
-        Curve(
-            backend="shm",
-            operation=operation,
-            ranks=2,
-            world=2,
-            sizes=(64, 2**20),
-            seconds=(1e-5, 1e-3),
-        )
-        for operation in ("all-reduce", "all-gather", "reduce-scatter", "send")
-    ),
+)
+CURVES = tuple(
+    Curve(
+        backend="shm",
+        operation=operation,
+        ranks=2,
+        world=2,
+        sizes=(64, 2**20),
+        seconds=(1e-5, 1e-3),
+        lines=(Line(bytes=2**20, latency=1e-5, rate=1e9),),
+    )
+    for operation in ("all-reduce", "all-gather", "reduce-scatter", "send")
 )
 
 
@@ -49,13 +50,14 @@ class Here:
 
     def __init__(self) -> None:
         self.kind, self.host, self.found, self.count = "cpu", HOST, Found(), 0
+        self.measured = MEASURED
 
     def present(self, device: str = "auto") -> probe.Present:
         return probe.Present(self.kind if device != "cpu" else "cpu", self.host, self.found)
 
     def measure(self, **options: Any) -> Measured:
         self.count += 1
-        return dataclasses.replace(MEASURED, quick=options["quick"])
+        return dataclasses.replace(self.measured, quick=options["quick"])
 
 
 @pytest.fixture
@@ -197,6 +199,7 @@ def test_gpus_that_vanish(here: Here) -> None:
 def test_the_verb_writes_a_file_that_others_read(
     here: Here, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    here.measured = dataclasses.replace(MEASURED, curves=CURVES)
     out, drawing = tmp_path / "my cluster.toml", tmp_path / "topology.svg"
     assert main(["probe", "--quick", "--out", str(out), "--svg", str(drawing)]) == 0
     said = capsys.readouterr().out
