@@ -16,6 +16,7 @@ SMALL = dataclasses.replace(
     streams=(2**14,),
     heads=((1, 2, 16, 8),),
     widths=((16, 32),),
+    layers=((16, 16),),
     vocabularies=((16, 64, 8),),
     updates=((2**10, 2),),
     messages=(64, 1024, 2**14, 2**16),

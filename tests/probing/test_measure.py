@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -68,6 +69,27 @@ def test_a_case_that_takes_too_long_is_left_out() -> None:
     assert clock[0] == pytest.approx(2.0 + 4 * 0.1)
 
 
+def test_what_a_case_needs_before_it_is_not_timed() -> None:
+    clock, order = [0.0], list[str]()
+
+    def passes(name: str, seconds: float) -> Callable[[], None]:
+        def call() -> None:
+            clock[0] += seconds
+            order.append(name)
+
+        return call
+
+    taken = interleaved(
+        {"case": passes("case", 1.0)},
+        seconds=0.0,
+        least=2,
+        reads=lambda: clock[0],
+        prepare={"case": passes("before", 5.0)},
+    )
+    assert taken["case"].seconds == 1.0
+    assert order[-4:] == ["before", "case"] * 2
+
+
 def test_a_thread_of_another_does_not_count_as_its_own() -> None:
     """The clock of the thread stands still while it waits."""
     with_wait = interleaved(
@@ -94,7 +116,9 @@ def test_four_ranks_measure_everything(ranks: RankPool) -> None:
 
     assert {p.form for p in found.products} == {"nt", "nn", "tn"}
     assert {(p.m, p.n, p.k) for p in found.products} == {(16, 32, 16), (16, 16, 32), (32, 16, 16)}
-    assert {s.operation for s in found.streams} == {"copy", "add", "scale", "kept"}
+    assert {s.operation for s in found.streams} == {
+        "copy", "add", "scale", "forward", "backward",
+    }  # fmt: skip
     assert {d.operation for d in found.dispatch} == {"add", "linear", "view", "module"}
     assert {k.name for k in found.kernels} >= {"attention", "cross-entropy", "embedding"}
     assert found.updates[0].elements == 2**10

@@ -52,7 +52,7 @@ class Rates:
             if product.dtype == taken:
                 self._products.setdefault(product.form, []).append(product)
         self._streams = _points(measured, "add") or _points(measured, "copy")
-        self._kept = _points(measured, "kept") or self._streams
+        self._layer = {way: _points(measured, way) for way in ("forward", "backward")}
         self._dispatch = {d.operation: d for d in measured.dispatch}
         self._seconds: dict[tuple[str, int, int, int], float] = {}
 
@@ -90,18 +90,18 @@ class Rates:
         """Seconds of `calls` operations of so many bytes together."""
         return calls * self.stream(nbytes / calls) if calls else 0.0
 
-    def kept(self, nbytes: float, calls: float) -> float:
-        """As `streams`, of a forward's operations, whose results stay for the backward."""
-        if not calls or nbytes <= 0 or not self._kept:
+    def layer(self, way: str, nbytes: float, calls: float) -> float:
+        """Seconds of `calls` operations of so many bytes together, of those between a layer's
+        products: with what calling them costs. `way`: `forward` or `backward`."""
+        if not calls or nbytes <= 0:
             return 0.0
-        return calls * between(self._kept, nbytes / calls)
+        points = self._layer[way]
+        if points:
+            return calls * between(points, nbytes / calls)
+        overhead = self.call("add") if way == "forward" else self.backward("add")
+        return self.streams(nbytes, calls) + calls * overhead
 
     # --- overheads -------------------------------------------------------------------------
-
-    def recorded(self, operation: str) -> float:
-        """What autograd adds to one small operation of a forward, in seconds."""
-        found = self._dispatch.get(operation)
-        return max(0.0, found.recorded - found.forward) if found else 0.0
 
     def call(self, operation: str) -> float:
         """One small operation with autograd, forward."""

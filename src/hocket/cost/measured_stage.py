@@ -234,8 +234,8 @@ def _memory_bound(row: MemoryBound, microbatch: Microbatch, rates: Rates) -> Sec
     forward = 2.0 * row.forward * microbatch.tokens / split
     backward = 2.0 * row.backward * microbatch.tokens / split
     return Seconds(
-        forward=rates.kept(forward, row.kernels) + row.kernels * rates.recorded("add"),
-        input=rates.streams(backward, row.backward_kernels) + row.kernels * rates.backward("add"),
+        forward=rates.layer("forward", forward, row.kernels),
+        input=rates.layer("backward", backward, row.backward_kernels),
     )
 
 

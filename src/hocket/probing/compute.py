@@ -1,9 +1,9 @@
 """Compute: what one device alone does: products, memory, small and other operations, the optimizer.
 
-Operands are taken from several copies in turn, as a step's layers take theirs: none is in the
-nearest cache just because it was used a moment ago. What a forward leaves for the backward is kept
-here too: such results go to memory that no cache holds, which makes small ones a third slower, and
-the backward's weight gradients read them from there.
+Everything finds the caches as a step's own find them: what the operation before has just written is
+there; weights, which the other layers' were used after, are not, nor what a forward kept for its
+backward or the memory that a forward writes its results to. That makes small operations take up to
+twice as long.
 
 Each part is measured together with a pulse (`probing.beat`), so that it is known how fast the
 machine was just then.
@@ -15,14 +15,16 @@ import collections
 import functools
 import itertools
 import time
-from collections.abc import Callable, Hashable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hocket.probing.beat import Beat
+from hocket.probing.kernels import Case, kernels
+from hocket.probing.layer import Layer
 from hocket.probing.repeats import Reads, Taken, enough, interleaved, rounded, summary
 from hocket.probing.sizes import Sizes
 from hocket.spec.measured import FORMS, Dispatch, Kernel, Product, Pulse, Stream, Update
@@ -34,8 +36,17 @@ CHAIN = 64
 SAMPLES = 9
 """Of a pulse that is taken beside nothing: some 50 ms."""
 
-KEPT = 64 << 20
+KEPT = 128 << 20
 """Bytes of results that are kept: beyond the caches of a core."""
+
+HELD = 24 << 20
+"""Bytes that layers write in their forwards before the first backward: of a few, as in a model."""
+
+WEIGHTS = 8 << 20
+"""Bytes of weights that are taken in turn."""
+
+FEWEST, MOST, SAMPLE = 2, 64, 8e-3
+"""Forwards and backwards in one sample, and about the seconds that it lasts."""
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -55,7 +66,7 @@ class Compute:
         self.reads: Reads = time.thread_time if alone else time.perf_counter
         self.pulses: list[Pulse] = []
         self._beat = Beat(device, self.sizes.streams[-1], self.settle, self.reads)
-        self._kept: collections.deque[Tensor] = collections.deque()
+        self._kept: collections.deque[tuple[list[Tensor], int]] = collections.deque()
         self._kept_bytes = 0
         self._saved: Tensor | None = None
         self._at = 0
@@ -66,7 +77,12 @@ class Compute:
             self._beat.take()
         return self._beat.told(part)
 
-    def _interleaved(self, key: str, cases: dict[Key, Callable[[], object]]) -> dict[Key, Taken]:
+    def _interleaved(
+        self,
+        key: str,
+        cases: dict[Key, Callable[[], object]],
+        prepare: dict[Key, Callable[[], object]] | None = None,
+    ) -> dict[Key, Taken]:
         seconds = self.sizes.seconds[key]
         found = interleaved(
             cases,
@@ -78,6 +94,7 @@ class Compute:
             settle=self.settle,
             reads=self.reads,
             each_round=self._beat.take,
+            prepare=prepare or {},
         )
         self.pulses += self._beat.told(key)
         return found
@@ -85,6 +102,7 @@ class Compute:
     def products(self) -> list[Product]:
         """Every product of a training step of each layer and number of tokens."""
         cases: dict[tuple[str, str, int, int, int], Callable[[], object]] = {}
+        written: dict[tuple[str, str, int, int, int], Callable[[], object]] = {}
         for dtype in self.sizes.dtypes:
             for (out, width), tokens in itertools.product(self.sizes.weights, self.sizes.tokens):
                 if 2.0 * tokens * out * width > self.sizes.largest:
@@ -95,70 +113,130 @@ class Compute:
                     "tn": (out, width, tokens),
                 }
                 for form in FORMS:
-                    cases[dtype, form, *shapes[form]] = self.product(dtype, form, *shapes[form])
-        found = self._interleaved("products", cases)
+                    key = (dtype, form, *shapes[form])
+                    cases[key], written[key] = self.product(*key)
+        found = self._interleaved("products", cases, written)
         return [
             Product(dtype=dtype, form=form, m=m, n=n, k=k, seconds=t.seconds, spread=t.spread)
             for (dtype, form, m, n, k), t in found.items()
         ]
 
-    def product(self, dtype: str, form: str, m: int, n: int, k: int) -> Callable[[], object]:
-        """One product as a call; see `spec.measured.FORMS`."""
+    def product(
+        self, dtype: str, form: str, m: int, n: int, k: int
+    ) -> tuple[Callable[[], object], Callable[[], object]]:
+        """One product as a call, and what touches its left operand before it.
+
+        A step's products read on the left what the operation before them has just written; on the
+        right lie weights, which all other layers' were used after, and what the forward kept.
+        See `spec.measured.FORMS`.
+        """
         left, right = {
             "nt": ((m, k), (n, k)),
             "nn": ((m, k), (k, n)),
             "tn": ((k, m), (k, n)),
         }[form]
-        size = (m * k + k * n) * DTYPES[dtype].itemsize
-        copies = max(1, min(4, (8 << 20) // size))
-        pairs = [(self._tensor(left, dtype), self._tensor(right, dtype)) for _ in range(copies)]
-        if form == "nt":
-            pairs = [(a, b.t()) for a, b in pairs]
-            return _in_turn(lambda a, b: self._keep(torch.mm(a, b)), pairs)
+        given = self._tensor(left, dtype)
+        written = functools.partial(given.mul_, 1.0)
         if form == "tn":
-            gradients = [(a.t(),) for a, _ in pairs]
             self._saved_before(right, dtype)  # the whole is made now, not in what is timed
-            return _in_turn(lambda g: torch.mm(g, self._saved_before(right, dtype)), gradients)
-        return _in_turn(torch.mm, pairs)
+            return lambda: torch.mm(given.t(), self._saved_before(right, dtype)), written
+        size = right[0] * right[1] * DTYPES[dtype].itemsize
+        weights = [self._tensor(right, dtype) for _ in range(max(1, min(4, WEIGHTS // size)))]
+        if form == "nt":
+            weights = [weight.t() for weight in weights]
+            turn = _in_turn(functools.partial(torch.mm, given), weights)
+            nbytes = m * n * DTYPES[dtype].itemsize
+            return lambda: self._keep([turn()], nbytes), written
+        return _in_turn(functools.partial(torch.mm, given), weights), written
 
-    def _keep(self, result: Tensor) -> None:
+    def _keep(self, results: list[Tensor], nbytes: int) -> None:
         """As a forward keeps what its backward needs."""
-        self._kept.append(result)
-        self._kept_bytes += result.nbytes
+        self._kept.append((results, nbytes))
+        self._kept_bytes += nbytes
         while self._kept_bytes > KEPT:
-            self._kept_bytes -= self._kept.popleft().nbytes
+            self._kept_bytes -= self._kept.popleft()[1]
+
+    def _cool(self) -> None:
+        """Empties the caches of what was freed just before: a step's forward writes its results
+        where nothing was written for as long as a step takes."""
+        arena = self._arena("fp32", 0)
+        half = len(arena) // 2
+        arena[:half].copy_(arena[half : 2 * half])
 
     def _saved_before(self, shape: tuple[int, int], dtype: str) -> Tensor:
         """A matrix that was written long ago, as a backward finds what the forward kept."""
         elements = shape[0] * shape[1]
-        most = max(KEPT // DTYPES[dtype].itemsize, elements)
-        known = self._saved
-        if known is None or known.dtype != DTYPES[dtype] or known.numel() < elements:
-            known = self._saved = self._tensor((most,), dtype)
-            self._at = 0
+        known = self._arena(dtype, elements)
         if self._at + elements > known.numel():
             self._at = 0
         found = known[self._at : self._at + elements].view(shape)
         self._at += elements
         return found
 
+    def _arena(self, dtype: str, elements: int) -> Tensor:
+        """At least so many elements, and no cache holds all of them."""
+        most = max(KEPT // DTYPES[dtype].itemsize, elements)
+        known = self._saved
+        if known is None or known.dtype != DTYPES[dtype] or known.numel() < elements:
+            known = self._saved = self._tensor((most,), dtype)
+            self._at = 0
+        return known
+
     def streams(self) -> list[Stream]:
-        """Memory traffic by size: a copy, a sum, a scaling in place."""
+        """Memory traffic by size: a copy, a sum, a scaling in place; and what a decoder layer calls
+        between its products, by the bytes of one call."""
         cases: dict[tuple[str, int], Callable[[], object]] = {}
         for size in self.sizes.streams:
             a, b, c = (self._tensor((size // 4,), "fp32") for _ in range(3))
             cases["copy", 2 * size] = functools.partial(a.copy_, b)
             cases["add", 3 * size] = functools.partial(torch.add, a, b, out=c)
-            cases["kept", 3 * size] = functools.partial(self._added, a, b)
             cases["scale", 2 * size] = functools.partial(c.mul_, 1.0)
         found = self._interleaved("streams", cases)
         return [
             Stream(operation=operation, bytes=size, seconds=t.seconds, spread=t.spread)
             for (operation, size), t in found.items()
-        ]
+        ] + self._layers()
 
-    def _added(self, a: Tensor, b: Tensor) -> None:
-        self._keep(torch.add(a, b))
+    def _layers(self) -> list[Stream]:
+        make, dtype = self._tensor, self.sizes.dtypes[0]
+        layers = {
+            shape: Layer(shape, make, dtype, self.reads, self.settle) for shape in self.sizes.layers
+        }
+        traffic = {shape: layer.traffic() for shape, layer in layers.items()}
+        samples: dict[tuple[int, int], tuple[list[float], list[float]]]
+        samples = {shape: ([], []) for shape in layers}
+        begin, rounds, seconds = time.perf_counter(), 0, self.sizes.seconds["layers"]
+        # The first one warms up.
+        while not enough(rounds - 1, self.sizes.rounds, time.perf_counter() - begin, seconds):
+            self._beat.take()
+            for shape, layer in layers.items():
+                count = max(FEWEST, min(MOST, HELD // traffic[shape][0].made))
+                self._cool()
+                stack = [layer.forward() for _ in range(count)]
+                forward = layer.taken() / count
+                while stack:
+                    layer.backward(stack.pop())
+                backward = layer.taken() / count
+                if rounds:
+                    samples[shape][0].append(forward)
+                    samples[shape][1].append(backward)
+            rounds += 1
+        self.pulses += self._beat.told("streams")
+        found = []
+        for shape, ways in samples.items():
+            for way, counted, taken in zip(
+                ("forward", "backward"), traffic[shape], ways, strict=True
+            ):
+                whole = summary(taken)
+                found.append(
+                    Stream(
+                        operation=way,
+                        bytes=round(counted.bytes / counted.calls),
+                        seconds=rounded(whole.seconds / counted.calls),
+                        spread=whole.spread,
+                    )
+                )
+        return found
 
     def dispatch(self) -> list[Dispatch]:
         """Seconds of operations that are too small for their size to matter."""
@@ -211,39 +289,12 @@ class Compute:
 
     def kernels(self) -> list[Kernel]:
         """Attention, norms, activations, the loss and the embedding, forward and backward."""
-        dtype = self.sizes.dtypes[0]
-        calls: dict[tuple[str, tuple[int, ...]], tuple[Callable[[], Tensor], list[Tensor]]] = {}
-        for shape in self.sizes.heads:
-            q, k, v = (self._tensor(shape, dtype).requires_grad_() for _ in range(3))
-            attend = functools.partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
-            calls["attention", shape] = (attend, [q, k, v])
-        for tokens, width in self.sizes.widths:
-            x = self._tensor((tokens, width), dtype).requires_grad_()
-            w = self._tensor((width,), dtype).requires_grad_()
-            plain: dict[str, Callable[[], Tensor]] = {
-                "gelu": functools.partial(F.gelu, x),
-                "silu": functools.partial(F.silu, x),
-                "softmax": functools.partial(torch.softmax, x, -1),
-            }
-            for name, call in plain.items():
-                calls[name, (tokens, width)] = (call, [x])
-            rms = functools.partial(F.rms_norm, x, (width,), w)
-            layer = functools.partial(F.layer_norm, x, (width,), w, w)
-            calls["rms-norm", (tokens, width)] = (rms, [x, w])
-            calls["layer-norm", (tokens, width)] = (layer, [x, w])
-        for tokens, vocabulary, hidden in self.sizes.vocabularies:
-            logits = self._tensor((tokens, vocabulary), "fp32").requires_grad_()
-            ids = torch.randint(vocabulary, (tokens,), device=self.device)
-            loss = functools.partial(F.cross_entropy, logits, ids)
-            calls["cross-entropy", (tokens, vocabulary)] = (loss, [logits])
-            table = self._tensor((vocabulary, hidden), dtype).requires_grad_()
-            look = functools.partial(F.embedding, ids, table)
-            calls["embedding", (tokens, vocabulary, hidden)] = (look, [table])
-        taken = self._both_ways(calls)
+        cases = kernels(self.sizes, self._tensor)
+        taken = self._both_ways("kernels", self.sizes.seconds["kernels"], cases)
         return [
             Kernel(
                 name=name,
-                dtype="fp32" if name == "cross-entropy" else dtype,
+                dtype="fp32" if name == "cross-entropy" else self.sizes.dtypes[0],
                 shape=shape,
                 forward=forward.seconds,
                 backward=backward.seconds,
@@ -253,34 +304,48 @@ class Compute:
         ]
 
     def _both_ways(
-        self, calls: dict[Key, tuple[Callable[[], Tensor], list[Tensor]]]
+        self, part: str, seconds: float, cases: dict[Key, Case]
     ) -> dict[Key, tuple[Taken, Taken]]:
         """Forward and backward seconds: interleaved rounds of a few calls each."""
-        samples: dict[Key, tuple[list[float], list[float]]] = {key: ([], []) for key in calls}
-        gradients = {key: torch.ones_like(call()) for key, (call, _) in calls.items()}
-        begin, rounds, seconds = time.perf_counter(), 0, self.sizes.seconds["kernels"]
-        # The first one warms up.
-        while not enough(rounds - 1, self.sizes.rounds, time.perf_counter() - begin, seconds):
+        samples: dict[Key, tuple[list[float], list[float]]] = {key: ([], []) for key in cases}
+        calls: dict[Key, int] = {}
+        for key, case in cases.items():
+            forward, backward = self._there_and_back(case, FEWEST)
+            calls[key] = max(FEWEST, min(MOST, int(SAMPLE / max(forward + backward, 1e-7))))
+        begin, rounds = time.perf_counter(), 0
+        while not enough(rounds, self.sizes.rounds, time.perf_counter() - begin, seconds):
             self._beat.take()
-            for key, (call, inputs) in calls.items():
-                forward = backward = 0.0
-                for _ in range(4):
-                    self.settle()
-                    start = self.reads()
-                    y = call()
-                    self.settle()
-                    middle = self.reads()
-                    self._keep(y.detach())
-                    torch.autograd.grad(y, inputs, gradients[key])
-                    self.settle()
-                    forward += (middle - start) / 4
-                    backward += (self.reads() - middle) / 4
-                if rounds:
-                    samples[key][0].append(forward)
-                    samples[key][1].append(backward)
+            for key, case in cases.items():
+                taken = self._there_and_back(case, calls[key])
+                for found, one in zip(samples[key], taken, strict=True):
+                    found.append(one)
             rounds += 1
-        self.pulses += self._beat.told("kernels")
+        self.pulses += self._beat.told(part)
         return {key: (summary(f), summary(b)) for key, (f, b) in samples.items()}
+
+    def _there_and_back(self, case: Case, calls: int) -> tuple[float, float]:
+        """Seconds of one forward and one backward, of so many forwards and then, the last first,
+        their backwards."""
+        forward = backward = 0.0
+        self._cool()
+        made: list[tuple[Sequence[Tensor], Tensor]] = []
+        for _ in range(calls):
+            inputs = case.prepare()
+            self.settle()
+            start = self.reads()
+            result = case.call(*inputs)
+            self.settle()
+            forward += self.reads() - start
+            made.append((inputs, result))
+            self._keep([result.detach(), *inputs], result.nbytes + case.prepared)
+        ones = torch.ones_like(result)
+        while made:
+            inputs, result = made.pop()
+            start = self.reads()
+            torch.autograd.grad(result, inputs, ones)
+            self.settle()
+            backward += self.reads() - start
+        return forward / calls, backward / calls
 
     def updates(self) -> list[Update]:
         """Steps of PyTorch's fused AdamW, as training runs it."""
@@ -305,6 +370,6 @@ class Compute:
         return torch.randn(*shape, device=self.device).to(DTYPES[dtype])
 
 
-def _in_turn(call: Callable[..., object], arguments: list[Any]) -> Callable[[], object]:
-    turns = itertools.cycle(arguments)
-    return lambda: call(*next(turns))
+def _in_turn(call: Callable[[Tensor], Tensor], tensors: Iterable[Tensor]) -> Callable[[], Tensor]:
+    turns = itertools.cycle(tensors)
+    return lambda: call(next(turns))

@@ -55,6 +55,7 @@ def interleaved(
     settle: Callable[[], None] = lambda: None,
     reads: Reads = time.perf_counter,
     each_round: Callable[[], None] = lambda: None,
+    prepare: Mapping[Key, Callable[[], object]] | None = None,
 ) -> dict[Key, Taken]:
     """Seconds of one call of each case.
 
@@ -65,7 +66,9 @@ def interleaved(
         settle: waits until what was called has run (CUDA).
         reads: the clock.
         each_round: called before every round.
+        prepare: of cases that have it, called before every sample, outside of what is timed.
     """
+    ahead = prepare or {}
     begin = time.perf_counter()
     counts: dict[Key, int] = {}
     for key, call in cases.items():
@@ -77,6 +80,8 @@ def interleaved(
             break
         each_round()
         for key, count in counts.items():
+            if key in ahead:
+                ahead[key]()
             samples[key].append(_sample(cases[key], count, settle, reads))
     return {key: summary(taken) for key, taken in samples.items()}
 

@@ -19,7 +19,8 @@ class Sizes:
     Attributes:
         tokens, weights: of the products; each pair up to `largest` operations.
         dtypes: of the products; the first one of everything else.
-        streams: bytes of one tensor. heads: shapes of attention. widths: (tokens, width).
+        streams: bytes of one tensor. heads: shapes of attention.
+        widths, layers: (tokens, width), of kernels and of what lies between a layer's products.
         updates: (elements, tensors). messages: bytes of collectives.
         rounds: of repeats, at least (of products half of them). others: of messages over a backend
             that the runtime would not choose by itself. seconds: that each part may take.
@@ -32,6 +33,7 @@ class Sizes:
     streams: tuple[int, ...]
     heads: tuple[tuple[int, int, int, int], ...]
     widths: tuple[tuple[int, int], ...]
+    layers: tuple[tuple[int, int], ...]
     vocabularies: tuple[tuple[int, int, int], ...]
     updates: tuple[tuple[int, int], ...]
     messages: tuple[int, ...]
@@ -53,16 +55,17 @@ QUICK = Sizes(
     largest=1.2e9,
     dtypes=("fp32",),
     streams=(16 * _KI, 256 * _KI, 2 * _MI, 32 * _MI),
-    heads=((1, 4, 64, 32), (1, 4, 256, 64), (4, 4, 128, 64)),
-    widths=((128, 64), (128, 256), (512, 1024)),
+    heads=((1, 4, 64, 32), (4, 4, 128, 32), (1, 4, 256, 64), (4, 4, 128, 64)),
+    widths=((512, 1024),),
+    layers=((32, 64), (128, 128), (512, 128), (512, 256)),
     vocabularies=((128, 512, 128), (512, 4096, 256)),
     updates=((2**16, 8), (2**20, 40)),
     messages=(256, 4 * _KI, 32 * _KI, 128 * _KI, 512 * _KI, 2 * _MI, 8 * _MI),
     rounds=5,
     others=3,
     seconds={
-        "products": 3.0, "streams": 0.5, "kernels": 1.0, "updates": 0.3, "dispatch": 0.3,
-        "sharing": 2.4, "pairs": 0.4, "collectives": 3.0,
+        "products": 3.0, "streams": 0.5, "layers": 0.5, "kernels": 1.0, "updates": 0.3,
+        "dispatch": 0.3, "sharing": 2.4, "pairs": 0.4, "collectives": 3.0,
     },
 )  # fmt: skip
 
@@ -78,6 +81,7 @@ FULL = dataclasses.replace(
         (1, 2, 512, 64), (2, 12, 512, 64),
     ),
     widths=((32, 64), (128, 64), (128, 256), (512, 1024), (2048, 256), (512, 4096)),
+    layers=((8, 64), (32, 64), (128, 128), (512, 128), (512, 384)),
     vocabularies=((128, 512, 128), (512, 4096, 256), (512, 32000, 256), (2048, 1024, 256)),
     updates=((2**14, 4), (2**16, 8), (2**20, 40), (2**22, 80), (2**24, 100)),
     messages=(
@@ -86,8 +90,8 @@ FULL = dataclasses.replace(
     rounds=9,
     others=9,
     seconds={
-        "products": 20.0, "streams": 3.0, "kernels": 5.0, "updates": 2.5, "dispatch": 1.0,
-        "sharing": 8.0, "pairs": 2.0, "collectives": 25.0,
+        "products": 17.0, "streams": 3.0, "layers": 3.0, "kernels": 5.0, "updates": 2.5,
+        "dispatch": 1.0, "sharing": 8.0, "pairs": 2.0, "collectives": 25.0,
     },
 )  # fmt: skip
 
@@ -105,6 +109,7 @@ CUDA_QUICK = dataclasses.replace(
     streams=(256 * _KI, 4 * _MI, 64 * _MI, 1024 * _MI),
     heads=((1, 16, 1024, 64), (1, 32, 4096, 128), (4, 32, 2048, 128)),
     widths=((2048, 1024), (8192, 4096)),
+    layers=((16, 1024), (512, 1024), (2048, 1024), (8192, 4096)),
     vocabularies=((2048, 32000, 1024), (8192, 128256, 4096)),
     updates=((2**22, 40), (2**28, 200)),
     messages=(_KI, 16 * _KI, 256 * _KI, 4 * _MI, 64 * _MI, 512 * _MI),

@@ -144,8 +144,9 @@ class Stream:
     """Memory: `bytes` read and written together in one call of `operation`.
 
     `copy` reads and writes one tensor each, `add` reads two and writes one, `scale` rewrites one
-    in place; `kept` is an `add` whose results are kept as a forward keeps its own, so that each
-    goes to memory that no cache holds. A small working set lies in a cache, a large one does not.
+    in place. A small working set lies in a cache, a large one does not. `forward` and `backward`
+    are one call of those that a decoder layer makes between its products, on average, with what
+    autograd and the code around it add: a forward's results are kept, as its backward needs them.
     """
 
     operation: str
