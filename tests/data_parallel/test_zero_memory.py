@@ -65,3 +65,14 @@ def test_what_is_offloaded_is_computed_the_same(ranks: RankPool) -> None:
         masters = found[2]["bytes"]["optimizer"] - found[0]["bytes"]["optimizer"]
         assert masters == WHOLE / 2
         assert found[3]["bytes"]["optimizer"] == found[1]["bytes"]["optimizer"]
+
+
+def test_a_tied_weight_is_foretold_once(ranks: RankPool) -> None:
+    for (found,) in ranks.run(
+        "tests.training.recompute_cases:modes", 2,
+        config=LLAMA | {"tie_word_embeddings": True, "vocab_size": 4096}, layout="dp2:zero=2",
+        modes=[{}],
+    ):  # fmt: skip
+        counted, foretold = found["bytes"], found["foretold"]
+        assert foretold["parameters"] == counted["parameters"]
+        assert foretold["total"] == pytest.approx(counted["total"], rel=0.05)

@@ -92,6 +92,39 @@ def test_a_run_is_foretold_whatever_its_layout(
     assert "predicted: " in capsys.readouterr().out
 
 
+@pytest.mark.ranks
+@pytest.mark.usefixtures("warm")
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("tiny-llama", "dp2:zero=2"),
+        ("tiny-llama", "dp2:zero=3"),
+        ("tiny-llama", "dp2.pp2:zero=2,microbatches=4,schedule=zero-bubble"),
+        ("tiny-qwen3", "dp2:zero=2,microbatches=2"),  # tied
+        ("tiny-qwen3", "dp2:zero=3,microbatches=4"),
+    ],
+)
+def test_memory_is_foretold_under_zero(
+    tmp_path: Path, text: str, cluster: str, model: str, layout: str
+) -> None:
+    """Within 5% of what each rank counts, where the logits are the most that a step holds."""
+    code = main(
+        ["train", model, "--data", text, "--layout", layout, "--seq-len", "128",
+         "--global-batch", "8", "--eval-batches", "1", "--steps", "2", "--cluster", cluster,
+         "--run", str(tmp_path / "run")]
+    )  # fmt: skip
+    assert code == 0
+    folder = RunFolder(tmp_path / "run")
+    found = forecast.read(folder)
+    assert found is not None
+    counted = json.loads(folder.memory_file.read_text())
+    for row, seen in zip(found[0].memory, counted, strict=True):
+        for kind in ("parameters", "gradients", "optimizer"):
+            assert row[kind] == pytest.approx(seen[kind], rel=0.01), (kind, row, seen)
+        assert row["total"] == pytest.approx(seen["total"], rel=0.05), (row, seen)
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory of weights, which adapters need."""

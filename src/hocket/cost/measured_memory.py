@@ -11,8 +11,10 @@ from hocket.cost.measured_prices import Job, resident_bytes
 from hocket.cost.measured_shares import (
     block_bytes,
     fullest,
+    fullest_half,
     gathered_bytes,
     kept_bytes,
+    largest_bytes,
     left_bytes,
     share_bytes,
 )
@@ -100,22 +102,28 @@ def _made_in_shares(job: Job, index: int, held: dict[int, int], put_off: dict[in
     last = job.schedule.num_stages - 1
     reduced: set[int] = set()
     halves: dict[int, int] = {}
+    left: dict[int, int] = {}
     for action in job.schedule.ranks[index]:
         for part in action.parts or (action,):
             stage = part.stage
             whole = sum(block_bytes(job, stage))
+            now -= left.pop(stage, 0)
             if part.kind == FORWARD:
                 now += held[stage]
                 kept = kept_bytes(job, stage)
                 values = max(gathered_bytes(job, stage), kept)
                 scratch = min(SCRATCH, job.microbatch.tokens * job.shape.vocab * 4)
-                left = left_bytes(job, stage) if stage in reduced else 0
                 values = max(values, scratch + kept) if stage == last else values
-                most = max(most, now + left + values)
+                most = max(most, now + values)
             if part.kind in (BACKWARD, INPUT):
                 layers = [kind for kind in job.blocks(stage) if kind != "head"]
                 working = backward_bytes(job, layers) + _whole_layer(job, stage)
-                most = max(most, now + fullest(job, stage, working, first=stage not in reduced))
+                if part.kind == INPUT:
+                    pending = {kind: pending_bytes(job, [kind]) for kind in job.blocks(stage)}
+                    made = whole if halves.get(stage) else 0
+                    most = max(most, now + fullest_half(job, stage, working, pending, made))
+                else:
+                    most = max(most, now + fullest(job, stage, working, first=stage not in reduced))
             if part.kind == INPUT:
                 now -= held[stage] - put_off[stage]
                 now += whole if not halves.get(stage) else 0
@@ -124,11 +132,15 @@ def _made_in_shares(job: Job, index: int, held: dict[int, int], put_off: dict[in
                 if stage not in reduced:
                     now += share_bytes(job, stage)
                     reduced.add(stage)
+                if part.kind == WEIGHT:  # a gradient that is made apart is copied, and then again
+                    most = max(most, now + 2 * largest_bytes(job, stage))
                 now -= held[stage] if part.kind == BACKWARD else put_off[stage]
-                most = max(most, now)
                 if part.kind == WEIGHT:
                     halves[stage] -= 1
                     now -= whole if not halves[stage] else 0
+                left[stage] = left_bytes(job, stage)
+                now += left[stage]
+                most = max(most, now)
     return most
 
 

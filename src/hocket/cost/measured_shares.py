@@ -1,22 +1,52 @@
 """Memory of a backward under ZeRO-2 and -3: what is whole while shares are made, block by block.
 
     block       activations           values (ZeRO-3)   gradients
-    head        all                   it, last layer    its bucket
+    head        all                   it, last layer    its weight's
+    after it    all but the logits    it, last layer    its bucket
     layer L     all but the head's    L, L - 1          L's bucket, and those under way
     embedding   its own               layer 0           its bucket, and layer 0's
 
-Beside these lies the share of all gradients that are summed already.
+Beside these lies the share of all gradients that are summed already. A bucket is there with the
+first gradient that is copied into it: the logits' own gradient, which is as large as they, has gone
+by then.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from hocket.cost.communication import FIRST_BUCKET_BYTES, bucket_bytes
 from hocket.cost.measured_prices import Job
 from hocket.cost.measured_stage import GRADIENT_BYTES, local, saved_bytes, trained, weights
-from hocket.spec.model_shape import Weight
+from hocket.spec.model_shape import BlockShape, Weight
 
 UNDER_WAY = {2: 2, 3: 1}
 """ZeRO stage to the buckets whose reduction may be under way at once (`runtime.data_parallel`)."""
+
+
+def fullest_half(job: Job, stage: int, working: int, pending: Mapping[str, int], made: int) -> int:
+    """The most bytes of the inputs' half of a backward, beside what lives before it begins: the
+    gradients of norms and embeddings open buckets, which wait for the weights' half.
+
+    Args:
+        working: what the backward of a layer makes for itself.
+        pending: kind of block to the bytes that it keeps for the weights' half.
+        made: bytes of the buckets that an earlier half has opened.
+    """
+    kinds, sizes = job.blocks(stage), block_bytes(job, stage)
+    values = value_bytes(job, stage) if job.layout.zero == 3 else None
+    released = most = 0
+    for at in reversed(range(len(kinds))):
+        kind = kinds[at]
+        saved = saved_bytes(job.shape, [kind], job.microbatch, job.element_bytes)
+        if kind in job.again(stage, "full"):
+            saved = job.hidden_bytes
+        used = 0 if values is None else _values(kinds, values, at)
+        whole = max(0, sum(sizes[at:]) - made)
+        one = sizes[at] if kind == "embedding" else 0
+        most = max(most, (job.hidden_bytes if one else working) + one - released + used + whole)
+        released += saved - min(saved, pending[kind])
+    return most
 
 
 def fullest(job: Job, stage: int, working: int, *, first: bool) -> int:
@@ -28,29 +58,52 @@ def fullest(job: Job, stage: int, working: int, *, first: bool) -> int:
     """
     kinds, ranks, zero = job.blocks(stage), job.state_ranks, job.layout.zero
     sizes = block_bytes(job, stage)
-    buckets = value_bytes(job, stage) if zero == 3 else None
+    values = value_bytes(job, stage) if zero == 3 else None
     opened = _opened(job, stage)
+    tied = job.shape.tied and kinds[0] == "embedding" and kinds[-1] == "head"
     again = len(job.again(stage, "full"))
-    done = released = most = 0
+    done = released = late = most = 0
     for at in reversed(range(len(kinds))):
         kind = kinds[at]
         saved = saved_bytes(job.shape, [kind], job.microbatch, job.element_bytes)
-        layer = kind not in ("embedding", "head")
-        if layer and again:
+        if again and kind not in ("embedding", "head"):
             saved = job.hidden_bytes
-        share = done // ranks if first else 0
-        if buckets is not None:
-            whole = _filling(kinds, sizes, at)
-            values = _values(kinds, buckets, at)
-        else:
-            whole, values = opened[at], 0
+        begins, ends = opened[at] if values is None else (_filling(kinds, sizes, at),) * 2
+        (filling, going), whole = begins, sum(ends)
+        used = 0 if values is None else _values(kinds, values, at) + (values[0] if tied else 0)
+        share = done // ranks if first else going // ranks
         own = trained(job.shape.blocks[kind].weights)
-        one = max((local(w, job.layout.tp) for w in own), default=0)
-        made = 0 if kind == "head" else working
-        most = max(most, made - released + share + whole + values + one * GRADIENT_BYTES)
+        one = max((local(w, job.layout.tp) for w in own), default=0) * GRADIENT_BYTES
+        if kind == "head":
+            # The products of the logits' gradient, which is let go before a bucket fills.
+            most = max(most, job.hidden_bytes + one + used)
+            late = one if tied else 0
+            filled = max(one + filling + going, late + whole)
+            most = max(most, job.hidden_bytes - saved + used + filled)
+        elif kind == "embedding":
+            # A tied weight has two gradients, and their sum is another tensor; its bucket is there
+            # with the first gradient that lies in it.
+            before = whole - sizes[at] if zero == 3 and len(own) == 1 else whole
+            filled = max(2 * late + one + before, one + whole)
+            most = max(most, filled - released + used + share)
+        else:
+            beside = late + one - released + used + share
+            most = max(most, working + beside + filling + going)
+            most = max(most, 2 * job.hidden_bytes - saved + beside + whole)
         released += saved
         done += sizes[at]
     return most
+
+
+def largest_bytes(job: Job, stage: int) -> int:
+    """The largest gradient of a product of a stage."""
+    products = {
+        (kind, w.name): w
+        for kind in job.blocks(stage)
+        for w in trained(job.shape.blocks[kind].weights)
+        if any(w.name.startswith(f"{p.name}.") for p in job.shape.blocks[kind].products)
+    }
+    return GRADIENT_BYTES * max((local(w, job.layout.tp) for w in products.values()), default=0)
 
 
 def share_bytes(job: Job, stage: int) -> int:
@@ -110,13 +163,14 @@ def _by_block(job: Job, stage: int) -> list[list[Weight]]:
     return [held[a:b] for a, b in zip([0, *counts], counts, strict=False)]
 
 
-def _filling(kinds: list[str], sizes: list[int], at: int) -> int:
-    """Whole gradients that are there while block `at` runs backward: its own, and of the one after
-    it, whose reduction is under way. What is no layer is reduced when all is over."""
-    found = sizes[at] + (sizes[at + 1] if at + 1 < len(sizes) else 0)
+def _filling(kinds: list[str], sizes: list[int], at: int) -> tuple[int, int]:
+    """Whole gradients that are there while block `at` runs backward: those that fill, its own, and
+    of the one after it, whose reduction is under way. What is no layer is reduced when all is
+    over."""
+    after = sizes[at + 1] if at + 1 < len(sizes) else 0
     if kinds[at] == "embedding" and at + 2 < len(sizes):
-        found += sizes[at + 2]
-    return found
+        return sizes[at] + after, sizes[at + 2]
+    return sizes[at], after
 
 
 def _values(kinds: list[str], sizes: list[int], at: int) -> int:
@@ -127,12 +181,12 @@ def _values(kinds: list[str], sizes: list[int], at: int) -> int:
     return sizes[at] + before
 
 
-def _opened(job: Job, stage: int) -> list[int]:
-    """ZeRO-2: bytes of the buckets that are there, filling or under way, when a block's last
-    gradient comes."""
+def _opened(job: Job, stage: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """ZeRO-2: bytes of the buckets that are there when a block's inner gradients are widest and
+    when its last one comes: each time those that fill, and those under way."""
     kinds, tp = job.blocks(stage), job.layout.tp
-    flat = [local(w, tp) * GRADIENT_BYTES for w in trained(weights(job.shape, kinds))]
-    counts = [len(trained(weights(job.shape, kinds[: n + 1]))) for n in range(len(kinds))]
+    held = [trained(found) for found in _by_block(job, stage)]
+    flat = [local(w, tp) * GRADIENT_BYTES for found in held for w in found]
     filled: list[int] = []
     place: dict[int, int] = {}
     limit = min(FIRST_BUCKET_BYTES, job.bucket_mb * 1e6)
@@ -144,9 +198,24 @@ def _opened(job: Job, stage: int) -> list[int]:
             filled.append(flat[index])
         place[index] = len(filled) - 1
     found = []
-    for number in range(len(kinds)):
-        inside = range(counts[number - 1] if number else 0, counts[number])
-        touched = {place[i] for i in inside} or {len(filled) - 1}
-        begin = max(0, min(touched) - UNDER_WAY[2])
-        found.append(sum(filled[begin : max(touched) + 1]))
+    start = 0
+    for kind, own in zip(kinds, held, strict=True):
+        every = [place[start + at] for at in range(len(own))] or [len(filled) - 1]
+        narrowing = _narrowing(job.shape.blocks[kind])
+        early = [place[start + at] for at, w in enumerate(own) if w.name.startswith(narrowing)]
+        going = sum(filled[max(0, min(every) - UNDER_WAY[2]) : min(every)])
+        begins, ends = (
+            sum(filled[min(every) : last + 1]) for last in (max(early or every), max(every))
+        )
+        found.append(((begins, going), (ends, going)))
+        start += len(own)
     return found
+
+
+def _narrowing(block: BlockShape) -> str:
+    """How the names of the weights begin that take a block's widest inner tensor, or make the
+    logits: theirs are its first gradients."""
+    if block.kind == "head":
+        return f"{max(block.products, key=lambda p: p.n).name}."
+    rows = [p for p in block.products if p.split in ("row", "outside")]
+    return f"{max(rows, key=lambda p: p.k * p.count).name}." if rows else ""

@@ -118,7 +118,7 @@ def _one(spec: RunSpec, schedule: Schedule | None, rank: int) -> Memory:
     rows = workload.global_batch // layout.dp // (layout.microbatches or 1)
     with _fake(options.packing == "documents"):
         for stage in parallel.stages:
-            stage.module.to_empty(device="cpu")
+            _to_empty(stage.module)
         lora = lora_of(skeleton, options)
         if lora is not None:
             adapt(parallel, lora, values=False)
@@ -137,6 +137,22 @@ def _one(spec: RunSpec, schedule: Schedule | None, rank: int) -> Memory:
             parallel.clip_grad_norm(0.0)  # scaling in place holds nothing
             optimizer.step(options.lr)
     return count.memory
+
+
+def _to_empty(module: torch.nn.Module) -> None:
+    """Take a module off the meta device; a parameter of several modules stays one."""
+    meta = {id(p): p for p in module.parameters()}
+    places = [
+        (child, key, id(p))
+        for child in module.modules()
+        for key, p in child._parameters.items()
+        if p is not None
+    ]
+    module.to_empty(device="cpu")
+    made: dict[int, torch.nn.Parameter | None] = {}
+    for child, key, old in places:
+        child._parameters[key] = made.setdefault(old, child._parameters[key])
+    meta.clear()
 
 
 @contextmanager
