@@ -38,10 +38,10 @@ def train(
     optimizer = build_optimizer(parallel, spec.options)
     common = {"parallel": parallel, "layout": str(spec.layout), "model": config_hash(spec.config)}
     if first:
-        restored = load_checkpoint(folder, **common)
+        state = optimizer.state_tensors()
+        restored = load_checkpoint(folder, optimizer_state=state, **common)
         assert restored.step == first
         assert restored.cursor == {"step": first}
-        optimizer.load_state_tensors(restored.optimizer_state)
         parallel.step = restored.step
     told = []
     for step in range(first, last):

@@ -289,3 +289,100 @@ def _save_random(config: dict[str, Any], to: Any) -> None:
         for parameter in model.parameters():  # norms are not at one
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
     model.save_pretrained(to)
+
+
+def kept(context: Any, config: dict[str, Any], layout: str, folder: str) -> dict[str, Any]:
+    """What saving, resuming and exporting hold beside the shares, and whether the values are those
+    that were saved, bit for bit."""
+    import dataclasses
+    from pathlib import Path
+
+    from hocket.models.plans import plan_for
+    from hocket.models.skeleton import build as build_skeleton
+    from hocket.runtime.checkpoint import load_checkpoint, save_checkpoint
+    from hocket.runtime.mesh import Mesh
+    from hocket.schedules.registry import build as build_schedule
+    from hocket.spec.layout import Layout
+    from hocket.spec.plan import block_of
+    from hocket.spec.run import RunSpec, TrainOptions, Workload
+    from hocket.training.build import build_model, build_optimizer
+    from hocket.training.export import ModelFiles, export_ranks
+    from hocket.training.memory import LiveBytes
+
+    sharded = Layout.parse(layout)
+    mesh = Mesh(sharded, context.rank)
+    plan = plan_for(build_skeleton(config, attention="sdpa"))
+    schedule = None
+    if sharded.num_stages > 1:
+        schedule = build_schedule(sharded, sharded.microbatches or 1)
+
+    class Real(LiveBytes):
+        """Without what is on the meta device, which has no memory."""
+
+        def _watch(self, tensor: torch.Tensor, counted: bool = True) -> None:
+            if tensor.device.type != "meta":
+                super()._watch(tensor, counted)
+
+    def made(split: Layout, seed: int) -> tuple[Any, Any]:
+        options = TrainOptions(seed=seed)
+        spec = RunSpec(
+            model="tiny", config=config, layout=split, options=options,
+            workload=Workload(seq_len=16, global_batch=4, dtype="fp32"),
+        )  # fmt: skip
+        *_, parallel = build_model(spec, mesh, schedule, plan)
+        return parallel, build_optimizer(parallel, options)
+
+    def beside(parallel: Any, optimizer: Any, call: Any) -> int:
+        """The most bytes that `call` held beside what is there between steps."""
+        with Real([*parallel.tensors(), *optimizer.tensors()]) as live:
+            call()
+        live.close()
+        return live.peak
+
+    whole, _ = made(dataclasses.replace(sharded, zero=0, offload=Layout().offload), 5)
+    files = ModelFiles(config=config)
+    export_ranks(whole, Path(folder, "plain"), files)
+    parallel, optimizer = made(sharded, 5)
+    generator = torch.Generator().manual_seed(context.rank)
+    for tensor in optimizer.tensors():
+        tensor.copy_(torch.rand(tensor.shape, generator=generator))
+    common = {"layout": layout, "model": "m"}
+    checkpoints = Path(folder, "checkpoints")
+
+    def save() -> None:
+        state = optimizer.state_tensors()
+        save_checkpoint(checkpoints, step=1, parallel=parallel, optimizer_state=state, **common)
+
+    saving = beside(parallel, optimizer, save)
+    exporting = beside(
+        parallel, optimizer, lambda: export_ranks(parallel, Path(folder, "shared"), files)
+    )
+    other, moments = made(sharded, 6)
+
+    def resume() -> None:
+        state = moments.state_tensors()
+        load_checkpoint(checkpoints, parallel=other, optimizer_state=state, **common)
+
+    resuming = beside(other, moments, resume)
+    other.arrive()
+    values = dict(other.named_parameters())
+    equal = [torch.equal(p, values[name]) for name, p in whole.named_parameters()]
+    other.release()
+    states = zip(optimizer.tensors(), moments.tensors(), strict=True)
+    blocks: dict[str, int] = {}
+    for name, parameter in parallel.named_parameters():
+        block = block_of(name, plan.stages)
+        blocks[block] = blocks.get(block, 0) + parameter.nbytes
+    exported = [
+        Path(folder, each, "model.safetensors").read_bytes() for each in ("plain", "shared")
+    ]
+    return {
+        "values": all(equal),
+        "moments": all(torch.equal(one, two) for one, two in states),
+        "exports": exported[0] == exported[1],
+        "saving": saving,
+        "exporting": exporting,
+        "resuming": resuming,
+        "block": max(blocks.values()),
+        "stage": sum(blocks.values()),
+    }

@@ -47,3 +47,33 @@ def test_a_stage_is_never_whole(
         assert found["peak"] <= limit
         # The bound says something: a stage that is whole, beside nothing, is beyond it.
         assert found["stage"] > limit
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp2:zero=3",
+        "dp2:zero=3,offload=params",
+        "dp2.tp2:zero=3",
+        "dp2.pp2:zero=3,microbatches=2,schedule=gpipe",
+    ],
+)
+def test_nor_is_one_that_is_saved_resumed_or_exported(
+    ranks: RankPool, layout: str, tied: bool, tmp_path: Path
+) -> None:
+    config = LLAMA | {"tie_word_embeddings": tied}
+    size = 2 if layout.startswith("dp2:") else 4
+    for found in ranks.run(
+        "tests.data_parallel.cases:kept", size, config=config, layout=layout, folder=str(tmp_path)
+    ):
+        assert found["values"]
+        assert found["moments"]
+        assert found["exports"]
+        limit = 2 * found["block"] + SLACK
+        assert found["saving"] <= limit
+        assert found["exporting"] <= limit
+        assert found["resuming"] <= limit
+        assert found["stage"] > limit
+        # The count sees what is made: the resumed bytes of a block, and a block that is gathered.
+        assert min(found["saving"], found["exporting"], found["resuming"]) >= found["block"]

@@ -81,7 +81,10 @@ def test_full_fine_tuning_on_chats_is_the_same_in_every_layout(base: Path, tmp_p
 
 
 @pytest.mark.usefixtures("warm")
-def test_an_adapter_is_what_pefts_own_training_makes(base: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["dp2.tp2:zero=1", "dp2:zero=3"])
+def test_an_adapter_is_what_pefts_own_training_makes(
+    base: Path, tmp_path: Path, layout: str
+) -> None:
     import torch
     import torch.nn.functional as F
     import transformers
@@ -94,7 +97,7 @@ def test_an_adapter_is_what_pefts_own_training_makes(base: Path, tmp_path: Path)
     lora = {"lora_rank": 4, "lora_targets": "q_proj-down_proj", "lr": 1e-2, "min_lr": 1e-2}
     NOTES.clear()
     run(
-        base, tmp_path / "run", steps=4, layout="dp2.tp2:zero=1", save_every=2,
+        base, tmp_path / "run", steps=4, layout=layout, save_every=2,
         memory_per_rank="1GB", **lora,
     )  # fmt: skip
     said = " ".join(event["text"] for event in NOTES if event["event"] == "note")

@@ -17,7 +17,8 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -52,11 +53,14 @@ class Parallel(Protocol):
 
     def named_parameters(self) -> Iterable[tuple[str, Tensor]]: ...
 
-    def arrive(self) -> None:
-        """Make parameters whole, for reading and writing."""
+    def groups(self) -> Iterable[Sequence[str]]:
+        """The names, by what is made whole at once; also those that other ranks alone write."""
 
-    def release(self) -> None:
-        """That is done."""
+    def reading(self, group: Sequence[str]) -> AbstractContextManager[None]:
+        """Within the block those of a group have their values. Every rank enters it."""
+
+    def writing(self, group: Sequence[str]) -> AbstractContextManager[None]:
+        """Within the block those of a group may be written, and all are."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,7 +158,6 @@ def save_checkpoint(
         OSError: the disk is full, or not writable.
     """
     world = _world(parallel, world)
-    parallel.arrive()
     folder = Path(folder)
     final = words.step_folder(folder, step)
     aside = folder / f".{final.name}.partial"
@@ -163,7 +166,6 @@ def save_checkpoint(
         aside.mkdir(parents=True)
     world.barrier()
     shard = _write_shard(aside, world.rank, parallel, optimizer_state)
-    parallel.release()
     write_text(aside / f"rank-{world.rank:05d}.json", json.dumps(shard.to_json()))
     world.barrier()  # (1)
     if world.rank == 0:
@@ -192,12 +194,17 @@ def load_checkpoint(
     parallel: Parallel,
     layout: str,
     model: str,
+    optimizer_state: OptimizerState | None = None,
     world: World | None = None,
 ) -> Restored:
     """Fill this rank's parameters and random states from the newest whole checkpoint.
 
     Every rank calls it and verifies its own file; if any rank finds its file damaged, all of them
-    fall back to the checkpoint before.
+    fall back to the checkpoint before. Beside what is filled, one tensor is held at a time, and
+    under ZeRO-3 one block.
+
+    Args:
+        optimizer_state: the live state, filled in place. None: it is given back, in new tensors.
 
     Raises:
         CheckpointError: there is none, none is whole, or it is of another layout or model.
@@ -216,10 +223,8 @@ def load_checkpoint(
         if world.all_agree(not why):
             _same(path, manifest, layout, model, world)
             assert file is not None
-            parallel.arrive()
             with file:
-                state = _restore(file, manifest.shards[world.rank], parallel)
-            parallel.release()
+                state = _restore(file, manifest.shards[world.rank], parallel, optimizer_state)
             return Restored(
                 path=path,
                 step=manifest.step,
@@ -260,10 +265,12 @@ def _write_shard(
     parameters = dict(parallel.named_parameters())
     placements = {name: parallel.placements[name] for name in parameters}
     tensors: list[tuple[str, str, str | None, Tensor]] = []
-    for name, tensor in parameters.items():
-        placement = placements[name]
+    groups = [list(group) for group in parallel.groups()]
+    for name in (n for group in groups for n in group if n in parameters):
+        placement, tensor = placements[name], parameters[name]
         assert tuple(tensor.shape) == placement.local_shape, (name, tensor.shape, placement)
         tensors.append(("parameter", name, None, tensor))
+    assert len(tensors) == len(parameters), "parameters that no group holds"
     for name, states in optimizer_state.items():
         assert name in parameters, name
         tensors += [("optimizer", name, key, tensor) for key, tensor in states.items()]
@@ -277,8 +284,18 @@ def _write_shard(
         )
         for kind, name, state, tensor in tensors
     ]
+
+    def buffers() -> Iterator[Any]:
+        for group in groups:
+            with parallel.reading(group):
+                for name in group:
+                    if name in parameters:
+                        yield _bytes(parameters[name])
+        for _, _, _, tensor in tensors[len(parameters) :]:
+            yield _bytes(tensor)
+
     path = aside / words.shard_file(rank)
-    sums = write_tensors(path, entries, (_bytes(tensor) for *_, tensor in tensors))
+    sums = write_tensors(path, entries, buffers())
     records = [
         TensorRecord(
             key=entry.name,
@@ -368,24 +385,51 @@ def _differences(shard: Shard, parallel: Parallel) -> Iterator[str]:
             yield f"{name} lies elsewhere"
 
 
-def _restore(file: TensorFile, shard: Shard, parallel: Parallel) -> dict[str, dict[str, Tensor]]:
+def _restore(
+    file: TensorFile, shard: Shard, parallel: Parallel, live: OptimizerState | None
+) -> dict[str, dict[str, Tensor]]:
     odd = list(_differences(shard, parallel))
+    if live is not None:
+        odd += _other_states(shard, live)
     if odd:
         more = f" and {len(odd) - 5} more" if len(odd) > 5 else ""
         raise CheckpointError(f"{file.path} does not fit: " + "; ".join(odd[:5]) + more)
     parameters = dict(parallel.named_parameters())
+    values = {record.name: record for record in shard.tensors if record.kind == "parameter"}
+    for group in parallel.groups():
+        with parallel.writing(group), torch.no_grad():
+            for name in group:
+                parameters[name].copy_(_tensor(file, values[name]))
     state: dict[str, dict[str, Tensor]] = {}
     for record in shard.tensors:
-        tensor = _tensor(file, record)
-        if record.kind == "parameter":
-            with torch.no_grad():
-                parameters[record.name].copy_(tensor)
-        elif record.kind == "optimizer":
-            device = parameters[record.name].device if record.placed else torch.device("cpu")
-            state.setdefault(record.name, {})[str(record.state)] = tensor.to(device)
-        else:
-            _set_random_state(record.name, tensor)
+        if record.kind == "optimizer":
+            tensor = _tensor(file, record)
+            if live is not None:
+                tensor = live[record.name][str(record.state)].copy_(tensor)
+            else:
+                device = parameters[record.name].device if record.placed else torch.device("cpu")
+                tensor = tensor.to(device)
+            state.setdefault(record.name, {})[str(record.state)] = tensor
+        elif record.kind == "random":
+            _set_random_state(record.name, _tensor(file, record))
     return state
+
+
+def _other_states(shard: Shard, live: OptimizerState) -> Iterator[str]:
+    """What of an optimizer's state is not there, or of another shape."""
+    theirs = {
+        (record.name, str(record.state)): record.shape
+        for record in shard.tensors
+        if record.kind == "optimizer"
+    }
+    mine = {(name, key): tuple(t.shape) for name, held in live.items() for key, t in held.items()}
+    for name, key in sorted(mine.keys() | theirs.keys()):
+        one, other = mine.get((name, key)), theirs.get((name, key))
+        if one is None or other is None:
+            where = "optimizer" if one is None else "checkpoint"
+            yield f"the state {key} of {name} is not in the {where}"
+        elif one != other:
+            yield f"the state {key} of {name} has the shape {list(other)}, not {list(one)}"
 
 
 def _tensor(file: TensorFile, record: TensorRecord) -> Tensor:

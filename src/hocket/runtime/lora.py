@@ -229,12 +229,18 @@ class Trained:
 
     def __init__(self, parallel: Any) -> None:
         self.mesh = parallel.mesh
-        self.arrive, self.release = parallel.arrive, parallel.release
+        self.reading, self.writing = parallel.reading, parallel.writing
         found = dict(parallel.named_parameters())
         if any(".lora_A." in name for name in found):
             found = {name: p for name, p in found.items() if p.requires_grad}
         self._parameters = found
         self.placements = {n: parallel.placements[n] for n in self._parameters}
+        # What is trained and what is frozen is gathered apart.
+        self._groups = [g for g in parallel.groups() if any(n in found for n in g)]
+        self._groups = [[n for n in group if n in found] for group in self._groups]
 
     def named_parameters(self) -> Any:
         return self._parameters.items()
+
+    def groups(self) -> list[list[str]]:
+        return self._groups

@@ -6,7 +6,8 @@ a step        forward_backward -> clip_grad_norm -> optimizer
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -241,6 +242,49 @@ class Parallel:
         into them."""
         for sharded in self._sharded.values():
             sharded.release()
+
+    def groups(self) -> list[list[str]]:
+        """Names of this rank's parameters by what is made whole at once: under ZeRO-3 those of a
+        block, else those of a stage."""
+        found: list[list[str]] = []
+        for stage in self.stages:
+            sharded = self._sharded.get(stage.index)
+            if isinstance(sharded, ShardedBlocks):
+                found += sharded.groups()
+            else:
+                found.append([name for name, _ in stage.module.named_parameters()])
+        return found
+
+    @contextmanager
+    def reading(self, group: Sequence[str]) -> Iterator[None]:
+        """Within the block the parameters of one of `groups` have their values, and under ZeRO-3 no
+        others. Every rank enters the same groups in the same order."""
+        with self._open(group, ShardedBlocks.reading):
+            yield
+
+    @contextmanager
+    def writing(self, group: Sequence[str]) -> Iterator[None]:
+        """Within the block the parameters of one of `groups` have memory, and are all to be
+        written; what is written stays."""
+        with self._open(group, ShardedBlocks.writing), torch.no_grad():
+            yield
+
+    @contextmanager
+    def _open(
+        self,
+        group: Sequence[str],
+        how: Callable[[ShardedBlocks, str], AbstractContextManager[None]],
+    ) -> Iterator[None]:
+        self.publish()
+        with self.recorder.in_phase("other"):
+            for sharded in self._sharded.values():
+                if not isinstance(sharded, ShardedBlocks):
+                    sharded.arrive()
+                elif group[0] in (name for names in sharded.groups() for name in names):
+                    with how(sharded, group[0]):
+                        yield
+                    return
+        yield
 
     def gradients(self) -> dict[str, Tensor]:
         """Every local parameter's whole summed gradient after a step, by name; gathered from the

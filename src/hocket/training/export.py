@@ -192,7 +192,9 @@ class Held:
     """The parameters of a rank that writes, or none."""
 
     def __init__(self, parallel: Any, writes: bool) -> None:
-        self.arrive, self.release = parallel.arrive, parallel.release
+        self.groups, self.reading, self.writing = (
+            parallel.groups, parallel.reading, parallel.writing,
+        )  # fmt: skip
         self._parameters = dict(parallel.named_parameters()) if writes else {}
         self.placements = {name: parallel.placements[name] for name in self._parameters}
 

@@ -292,8 +292,8 @@ class Loop:
                 parallel=Trained(self.parallel),
                 layout=str(self.spec.layout),
                 model=config_hash(self.spec.config),
+                optimizer_state=self.job.optimizer.state_tensors(),
             )
-        self.job.optimizer.load_state_tensors(restored.optimizer_state)
         assert restored.cursor["samples"] == restored.step * self.spec.workload.global_batch
         self.done = self.parallel.step = restored.step
         for text in restored.notes:

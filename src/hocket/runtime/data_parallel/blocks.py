@@ -31,7 +31,8 @@ tensor ranks and ties would have to be made before.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -228,6 +229,50 @@ class ShardedBlocks(Shares):
         for block in self._blocks.values():
             self._let_go(block)
 
+    def groups(self) -> list[list[str]]:
+        """Names of the parameters by what `reading` and `writing` make whole: one bucket."""
+        return [bucket.names for block in self._blocks.values() for bucket in block.buckets]
+
+    @contextmanager
+    def reading(self, name: str) -> Iterator[None]:
+        """Within the block the parameters of `name`'s bucket have their values. Every rank."""
+        bucket = self._bucket_of(name)
+        if bucket.whole:  # `arrive` gathered everything
+            yield
+            return
+        self._begin(bucket)
+        if bucket.gathering is not None:
+            bucket.gathering.wait()
+            bucket.gathering = None
+        come_back(bucket.parameters)
+        try:
+            yield
+        finally:
+            self._free(bucket)
+
+    @contextmanager
+    def writing(self, name: str) -> Iterator[None]:
+        """Within the block the parameters of `name`'s bucket have memory, and are all to be
+        written; this rank's share of that is kept. Nothing is sent."""
+        bucket = self._bucket_of(name)
+        if bucket.whole:
+            yield
+            return
+        bucket.whole = True
+        give_memory(bucket.flat)
+        bucket.flat[bucket.offsets[-1] :].zero_()
+        come_back(bucket.parameters)
+        try:
+            yield
+            with torch.no_grad():
+                bucket.mine.copy_(bucket.part(self.axis))
+        finally:
+            self._free(bucket)
+
+    def _bucket_of(self, name: str) -> Bucket:
+        found = (b for block in self._blocks.values() for b in block.buckets if name in b.names)
+        return next(found)
+
     # --- forward -------------------------------------------------------------------------------
 
     def _layer_begins(self, number: int, uses: list[Block], module: nn.Module, args: Any) -> None:
@@ -301,17 +346,21 @@ class ShardedBlocks(Shares):
         for bucket in block.buckets:
             if bucket.whole:
                 continue
-            bucket.whole = True
-            give_memory(bucket.flat)
             start = self.recorder.mark()
-            phase = "other" if self.recorder.phase == "other" else "step"
-            with torch.no_grad(), self.recorder.in_phase(phase):
-                piece = bucket.mine
-                if self._on_host:
-                    piece = bucket.part(self.axis)  # the very place where the gather expects it
-                    piece.copy_(bucket.mine, non_blocking=True)
-                bucket.gathering = all_gather_flat(bucket.flat, piece, self.axis, self.recorder)
+            self._begin(bucket)
             block.started.append((start, bucket))
+
+    def _begin(self, bucket: Bucket) -> None:
+        """Give a bucket memory, and begin to gather its values."""
+        bucket.whole = True
+        give_memory(bucket.flat)
+        phase = "other" if self.recorder.phase == "other" else "step"
+        with torch.no_grad(), self.recorder.in_phase(phase):
+            piece = bucket.mine
+            if self._on_host:
+                piece = bucket.part(self.axis)  # the very place where the gather expects it
+                piece.copy_(bucket.mine, non_blocking=True)
+            bucket.gathering = all_gather_flat(bucket.flat, piece, self.axis, self.recorder)
 
     def _use(self, block: Block) -> None:
         """A block is about to run: its values must be there."""
