@@ -150,18 +150,22 @@ class Job:
             for p in self.shape.blocks[kind].products
         )
         repeated = max(0, repeated - len(again))
+        entries, exits = self._untouched(blocks) if tp > 1 else (0, 0)
         sums: dict[str, Any] = {
-            "forward_sums": forward, "repeated_sums": repeated, "backward_sums": backward,
+            "forward_sums": forward, "repeated_sums": repeated,
+            "backward_sums": backward - entries,
         }  # fmt: skip
         if tp > 1 and self.layout.sequence_parallel:
             one, entered = (self.shape.hidden,), repeated + len(again)
+            # Inputs are gathered once more for the gradients of what is not frozen.
+            inputs = 0 if self.adapted else backward
             sums = {
                 "forward_gathers": one * backward,
                 "forward_scatters": one * forward,
                 "repeated_gathers": one * entered,
                 "repeated_scatters": one * repeated,
-                "backward_gathers": one * (forward + backward),
-                "backward_scatters": one * backward,
+                "backward_gathers": one * (forward - exits + inputs),
+                "backward_scatters": one * (backward - entries),
             }
         of_blocks = list(zip(weight_blocks(self.shape, blocks), held, strict=True))
         return StageShare(
@@ -179,6 +183,25 @@ class Job:
             tied_bytes=self._tied(blocks),
             **sums,
         )
+
+    def _untouched(self, blocks: Sequence[str]) -> tuple[int, int]:
+        """(ways in, ways out) of split products through which no gradient goes back: nothing before
+        a model's first adapter is trained."""
+        entries: set[str] = set()
+        exits = 0
+        if not self.adapted or blocks[0] != "embedding":
+            return 0, 0
+        for number, kind in enumerate(blocks):
+            block = self.shape.blocks[kind]
+            exits += kind == "embedding" and any(w.split == "vocab" for w in block.weights)
+            names = {p.name for p in block.products}
+            for product in (p for p in block.products if not p.beside):
+                if product.split == "column":
+                    entries.add(f"{number}.{product.input or product.name}")
+                if f"{product.name}.lora_A" in names:
+                    return len(entries), exits
+                exits += product.split == "row"
+        return len(entries), exits
 
     def _sees_a_part(self, weight: Weight) -> bool:
         """Whether a weight that is not split sees one slice of the sequence alone, or beside a

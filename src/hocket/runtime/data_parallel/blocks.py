@@ -145,6 +145,7 @@ class ShardedBlocks(Shares):
         self._kind = ""
         self._learns = False
         self._entered: list[Block] = []
+        self._among_layers = False
         self._due: set[int] = set()
         self._hook(module, "" if plan is None else plan.decoder)
 
@@ -193,6 +194,7 @@ class ShardedBlocks(Shares):
         self._kind = kind
         self._learns = kind == FORWARD and torch.is_grad_enabled()
         self._entered = []
+        self._among_layers = False
         if kind in (BACKWARD, WEIGHT):
             self._due = {id(bucket) for bucket in self._buckets if not bucket.late}
         if kind != FORWARD:
@@ -279,6 +281,7 @@ class ShardedBlocks(Shares):
         if self._learns:
             for block in uses:
                 block.followed = bool(block.followed) or torch.is_grad_enabled()
+        self._among_layers = True
         before = self._blocks.get(BEFORE)
         if before is not None and not before.kept and before not in uses:
             self._let_go(before)
@@ -300,7 +303,8 @@ class ShardedBlocks(Shares):
     def _other_begins(self, uses: list[Block], module: nn.Module, args: Any) -> None:
         for block in uses:
             self._use(block)
-            if block.name == BEFORE and self._layers:
+            # A head that is tied to the embedding lies in its block, and runs when layers are over.
+            if block.name == BEFORE and self._layers and not self._among_layers:
                 self._gather(self._layers[0])
 
     def _other_ended(self, uses: list[Block], module: nn.Module, args: Any, output: Any) -> None:
