@@ -23,6 +23,7 @@ from hocket.serving.engine.graphs import DecodeGraphs, _Graph, sizes  # noqa: E4
 from hocket.serving.engine.native.kernels import Kernels  # noqa: E402
 from hocket.serving.engine.projections import (  # noqa: E402
     MergedLinear,
+    inputs_first,
     lay_inputs_first,
     merge_projections,
     unmerge_wasted,
@@ -370,6 +371,22 @@ def test_weights_are_laid_out_for_products_and_stay_what_they_are() -> None:
     tied = whole_model("llama_tied")
     lay_inputs_first(tied)
     assert tied.lm_head.weight.is_contiguous()
+
+
+@pytest.mark.parametrize(("outputs", "apart"), [(512, 528), (1024, 1040), (4096, 4112), (768, 768)])
+def test_no_two_rows_of_a_weight_begin_at_the_same_place_of_a_page(
+    outputs: int, apart: int
+) -> None:
+    weight = torch.randn(outputs, 24)
+    stored = inputs_first(weight)
+    assert stored.stride() == (1, apart)
+    assert torch.equal(stored, weight)
+    linear = torch.nn.Linear(24, outputs, bias=False)
+    x = torch.randn(5, 24)
+    with torch.inference_mode():
+        expected = linear(x)
+        assert lay_inputs_first(linear) == 1
+        torch.testing.assert_close(linear(x), expected)
 
 
 def test_fused_and_transposed_projections_are_left_alone() -> None:

@@ -48,6 +48,28 @@ def test_the_kernel_gives_the_products_of_any_size(kernels: Kernels, rows: int, 
             torch.testing.assert_close(made.double(), exact(x, weight, added), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("rows", [1, 7, 64])
+def test_the_rows_of_a_weight_may_lie_apart(kernels: Kernels, rows: int) -> None:
+    torch.manual_seed(rows)
+    stored = torch.full((100, 80), float("nan"))
+    weight = stored[:, :65]
+    weight.copy_(torch.randn(100, 65))
+    x, added = torch.randn(rows, 100), torch.randn(rows, 65)
+    made = kernels.product(x, weight, added)
+    torch.testing.assert_close(made.double(), exact(x, weight, added), rtol=1e-5, atol=1e-5)
+    held = Product(weight.t(), kernels, ALWAYS)
+    torch.testing.assert_close(
+        held(x, added).double(), exact(x, weight, added), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_weights_whose_rows_lie_apart_are_chosen_for(kernels: Kernels) -> None:
+    linear = torch.nn.Linear(24, 512)
+    lay_inputs_first(linear)
+    assert not linear.weight.t().is_contiguous()
+    assert choose_products(torch.nn.Sequential(linear), kernels, tried=False) == 1
+
+
 def test_the_kernel_sums_in_pieces(kernels: Kernels) -> None:
     torch.manual_seed(0)
     for depth in (256, 2048):

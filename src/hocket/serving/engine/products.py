@@ -129,7 +129,8 @@ def choose_products(
 def _fits(weight: Tensor) -> bool:
     turned = weight.t()
     there = weight.dtype == torch.float32 and weight.device.type == "cpu"
-    return there and turned.is_contiguous() and turned.shape[1] >= _LEAST_OUTPUTS
+    inputs_first = turned.stride(1) == 1 and turned.stride(0) >= turned.shape[1]
+    return there and inputs_first and turned.shape[1] >= _LEAST_OUTPUTS
 
 
 @torch.inference_mode()

@@ -30,6 +30,10 @@ _SIBLINGS = (
     ("w1", "w3"),
 )
 """Names of modules that families feed the same tensor."""
+_CROWDED = 2048
+"""Bytes, of which no row of a stored weight may be a multiple ..."""
+_LINE = 64
+"""... but is so much longer."""
 
 
 class Merged:
@@ -62,7 +66,7 @@ class Merged:
     def lay_inputs_first(self) -> Tensor:
         """Store the weight as [in, out]; its shape stays."""
         if self.weight.dtype == torch.float32:
-            self.weight = self.weight.t().contiguous().t()
+            self.weight = inputs_first(self.weight)
         return self.weight
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -153,9 +157,24 @@ def lay_inputs_first(module: nn.Module) -> int:
             and not getattr(child, "transposed", False)
             and child.weight.dtype == torch.float32
         ):
-            child.weight.data = child.weight.data.t().contiguous().t()
+            child.weight.data = inputs_first(child.weight.data)
             done[id(child)] = child.weight
     return len(done)
+
+
+def inputs_first(weight: Tensor) -> Tensor:
+    """A copy of `weight` [out, in], stored as [in, out]; its shape stays.
+
+    Rows that begin at the same place of a page meet in the same few lines of the core's cache: of
+    4096 outputs in fp32, a product of 64 rows took 1.67 times as long as with rows a line further
+    apart, one of 256 rows 1.06 times.
+    """
+    outputs, inputs = weight.shape
+    crowded = outputs * weight.element_size() % _CROWDED == 0
+    apart = outputs + (_LINE // weight.element_size() if crowded else 0)
+    stored = weight.new_empty(inputs, apart)[:, :outputs]
+    stored.copy_(weight.t())
+    return stored.t()
 
 
 def _uses(module: nn.Module) -> dict[int, int]:

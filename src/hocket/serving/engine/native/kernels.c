@@ -359,14 +359,15 @@ INLINE void tile(int count, int side, const float *x, i64 x_stride, const float 
         }
 }
 
-/* out[r] = x[r] W + added[r], of `rows` rows x [rows, K] with a stride and W [K, N], N >= WIDE;
+/* out[r] = x[r] W + added[r], of `rows` rows x [rows, K] and W [K, N], N >= WIDE, both with a stride;
 `added` [rows, N] with a stride (0: the same for all) or null; out [rows, N].
 
 W is read from memory once, whatever the number of rows (up to some 100), and sums are those of DEEP
 products each. As in Goto and van de Geijn 2008, but W is not copied: it would be as long as
 the product. */
-void hocket_product(const float *x, i64 x_stride, i64 rows, const float *weight, i64 depth,
-                    i64 width, const float *added, i64 added_stride, float *out) {
+void hocket_product(const float *x, i64 x_stride, i64 rows, const float *weight,
+                    i64 weight_stride, i64 depth, i64 width, const float *added,
+                    i64 added_stride, float *out) {
     i64 groups = (rows + GROUP - 1) / GROUP, kept = KEPT / rows / COLUMNS * COLUMNS;
     if (kept < COLUMNS) kept = COLUMNS;
     /* So many columns at a time that their sums stay near the core. */
@@ -376,9 +377,9 @@ void hocket_product(const float *x, i64 x_stride, i64 rows, const float *weight,
             i64 deep = depth - k < DEEP ? depth - k : DEEP;
             for (i64 n = begin, size; n < end; n += size) {
                 size = end - n < COLUMNS ? end - n : COLUMNS;
-                const float *next = n + size < end ? weight + k * width + n + size
-                                    : k + deep < depth ? weight + (k + deep) * width + begin
-                                                       : weight + end;
+                const float *next = weight + end;
+                if (n + size < end) next = weight + k * weight_stride + n + size;
+                else if (k + deep < depth) next = weight + (k + deep) * weight_stride + begin;
                 i64 row = 0, asked = 0;
                 for (i64 g = 0; g < groups; g++) {
                     i64 count = (rows - row) / (groups - g), some = (deep - asked) / (groups - g);
@@ -388,14 +389,15 @@ void hocket_product(const float *x, i64 x_stride, i64 rows, const float *weight,
                         step = whole ? SIDE * WIDE : WIDE;
                         i64 at = n + c, skip = at + step > width ? at + step - width : 0;
                         at -= skip;
-                        const float *w = weight + k * width + at;
+                        const float *w = weight + k * weight_stride + at;
                         const float *from = k ? out : added;
                         i64 stride = k ? width : added_stride;
                         if (from) from += row * stride + at;
                         float *to = out + row * width + at;
-                        const float *ahead = next + asked * width + c;
+                        const float *ahead = next + asked * weight_stride + c;
 #define TILE_OF(COUNT, SIDES)                                                                      \
-    tile(COUNT, SIDES, a, x_stride, w, width, deep, from, stride, to, width, skip, ahead, some)
+    tile(COUNT, SIDES, a, x_stride, w, weight_stride, deep, from, stride, to, width, skip, ahead,  \
+         some)
 #define COUNTED(COUNT)                                                                             \
     case COUNT:                                                                                    \
         if (SIDE > 1 && whole) TILE_OF(COUNT, SIDE);                                               \

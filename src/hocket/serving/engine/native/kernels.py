@@ -207,12 +207,13 @@ class Kernels:
         return self._scratch.data_ptr()
 
     def product(self, x: Tensor, weight: Tensor, added: Tensor | None = None) -> Tensor:
-        """`x` [N, in] or [1, N, in] times `weight` [in, out], contiguous, of at least 16 outputs,
-        plus `added` [N, out] or [out]; shaped as `x`."""
+        """`x` [N, in] or [1, N, in] times `weight` [in, out], its outputs side by side and at least
+        16, plus `added` [N, out] or [out]; shaped as `x`."""
         depth, width = weight.shape
         out = torch.empty(*x.shape[:-1], width)
         self._product(
-            x.data_ptr(), x.stride(-2), x.shape[-2], weight.data_ptr(), depth, width,
+            x.data_ptr(), x.stride(-2), x.shape[-2], weight.data_ptr(), weight.stride(0),
+            depth, width,
             None if added is None else added.data_ptr(),
             added.stride(0) if added is not None and added.dim() == 2 else 0, out.data_ptr(),
         )  # fmt: skip

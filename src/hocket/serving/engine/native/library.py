@@ -46,7 +46,7 @@ _ARGUMENTS = {
     "hocket_attend": [_p, _i, _i, _p, _p, _p, _i, _p, *[_i] * 7, _f, _p, _p, _i, _p],
     "hocket_decode": [_p, _i, _p, _p, _p, _p, _p, _p, _i, _p, *[_i] * 5, _f, _p, _p, _i, _p],
     "hocket_attend_chunk": [_p, _i, _i, _p, _p, _p, *[_i] * 8, _f, _p, _p, _i, _p],
-    "hocket_product": [_p, _i, _i, _p, _i, _i, _p, _i, _p],
+    "hocket_product": [_p, _i, _i, _p, _i, _i, _i, _p, _i, _p],
     "hocket_largest": [_p, _i, _i, _i, _p, _p],
 }
 
