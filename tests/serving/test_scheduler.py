@@ -6,6 +6,7 @@ import dataclasses
 from collections import defaultdict
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -285,14 +286,40 @@ def test_decoding_rows_are_spread_evenly_over_the_plans_in_flight() -> None:
     assert one.plan() is None  # its token is not known yet
 
 
-def test_much_that_waits_is_no_large_plan_behind_small_ones() -> None:
-    replica = Replica(limits(depth=3, max_batch_tokens=4096, num_blocks=4000, max_model_len=4000))
+def test_plans_of_much_that_waits_are_equal_and_no_larger_for_what_is_left() -> None:
+    """A stage waits for the larger of two plans in a row: in all, for what the sizes differ by."""
+    wide = limits(depth=2, max_batch_tokens=4096, num_blocks=4000, max_model_len=4000, max_rows=64)
+    replica = Replica(wide)
     replica.add(request("first", [k % 97 for k in range(96)], new=2))
-    sizes = [len(plan.tokens) for plan in [replica.plan()] if plan]
-    for k in range(6):
-        replica.add(request(f"r{k}", [(k + j) % 97 for j in range(500)], new=2))
-    sizes += [len(plan.tokens) for plan in (replica.plan(), replica.plan()) if plan]
-    assert sizes == [64, 506, 421]
+    replica.plan()
+    for k in range(1, 32):
+        replica.add(request(f"r{k}", [(k + j) % 97 for j in range(96)], new=2))
+    replica.run()
+    read = [sum(row.count for row in p.rows if row.count > 1) for p in replica.plans]
+    assert [count for count in read if count] == [96, 331, 331, 331, 331, 331, 331, 330, 330, 330]
+
+
+SIZES = [
+    (2, 32, [152, 152, 151]),
+    (4, 32, [76] * 5 + [75]),
+    (2, 256, [455]),
+    (4, 256, [228, 227]),
+    (4, 4096, [455]),
+]
+
+
+@pytest.mark.parametrize(("depth", "plan_tokens", "sizes"), SIZES)
+def test_what_a_plan_costs_and_the_stages_say_how_large_plans_are(
+    depth: int, plan_tokens: int, sizes: list[int]
+) -> None:
+    given = limits(
+        depth=depth, plan_tokens=plan_tokens, max_batch_tokens=512, num_blocks=400,
+        max_model_len=1000,
+    )  # fmt: skip
+    replica = Replica(given)
+    replica.add(request("a", [k % 97 for k in range(455)], new=2))
+    replica.run()
+    assert [len(p.tokens) for p in replica.plans][:-1] == sizes
 
 
 def test_chunks_of_one_prompt_are_in_flight_together() -> None:
@@ -300,7 +327,7 @@ def test_chunks_of_one_prompt_are_in_flight_together() -> None:
     replica.add(request("a", [k % 97 for k in range(900)], new=2))
     plans = [replica.plan() for _ in range(4)]
     assert [(p.rows[0].start, p.rows[0].count) for p in plans if p] == [
-        (0, 128), (128, 128), (256, 128), (384, 128),
+        (0, 100), (100, 100), (200, 100), (300, 100),
     ]  # fmt: skip
     assert all(p.rows[0].logits == NONE for p in plans if p)
     assert replica.plan() is None
@@ -311,7 +338,7 @@ def test_a_short_prompt_is_cut_so_that_every_stage_has_work() -> None:
     replica = Replica(limits(depth=4, max_batch_tokens=512, num_blocks=400, max_model_len=1000))
     replica.add(request("a", [k % 97 for k in range(400)], new=2))
     plans = [replica.plan() for _ in range(4)]
-    assert [p.rows[0].count for p in plans if p] == [100] * 4
+    assert [p.rows[0].count for p in plans if p] == [67] * 4
     replica.run()
     alone = Replica(limits(depth=1, max_batch_tokens=512, num_blocks=400, max_model_len=1000))
     alone.add(request("a", [k % 97 for k in range(400)], new=2))

@@ -18,6 +18,8 @@ class Limits:
         max_batch_tokens: tokens that one plan computes.
         max_model_len: tokens of one request, prompt and answer.
         depth: plans in flight; at least the number of pipeline stages, so that none waits.
+        plan_tokens: prompt tokens that take a stage as long as what a plan costs besides its own,
+            since weights are read for each.
         max_waiting: requests that wait before more are refused.
         max_waiting_tokens: prompt tokens that wait before more are refused.
         max_logit_rows: positions of one plan for which every position's logits are made
@@ -32,6 +34,7 @@ class Limits:
     max_batch_tokens: int
     max_model_len: int
     depth: int = 1
+    plan_tokens: int = 32
     max_waiting: int = 256
     max_waiting_tokens: int = 1 << 20
     max_logit_rows: int = 64

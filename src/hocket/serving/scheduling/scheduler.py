@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import math
 from collections import Counter, deque
 from typing import Final
 
@@ -37,12 +38,6 @@ LOOK: Final = 32
 computes what they begin with."""
 PATIENCE: Final = 8
 """Plans for which a request waits for one block that another computes."""
-PARTS: Final = 2
-"""Plans, for each that may be in flight, into which prompts that wait are cut at least ..."""
-GOOD_CHUNK: Final = 256
-"""... unless these would have fewer tokens than this."""
-LEAST_CHUNK: Final = 64
-"""Tokens into which prompts are not cut smaller only to give every plan in flight a part."""
 
 
 class _Flight:
@@ -84,6 +79,7 @@ class Scheduler:
         self._deadlines: list[tuple[float, int, Sequence]] = []
         self._flights: deque[_Flight] = deque()
         self._serial = self._number = 0
+        self._burst = 0  # most prompt tokens that were to be computed since the last time of none
         self._pace = Pace()
         self._counts = Stats()
         self._finished: Counter[str] = Counter()
@@ -169,7 +165,9 @@ class Scheduler:
         if memory.ready:  # 1
             self._decode(flight, min(-(-decoding // limits.depth), limits.max_batch_tokens - kept))
         budget = limits.max_batch_tokens - len(flight.rows)
-        if wait and budget:
+        if not wait:
+            self._burst = 0
+        elif budget:
             if limits.depth > 1:
                 budget = min(budget, self._part())
             self._admit(budget, now)  # 2
@@ -191,18 +189,23 @@ class Scheduler:
         return plan
 
     def _part(self) -> int:
-        """The prompt tokens that are one plan's even part, with room for more plans in flight.
+        """The prompt tokens of one plan, where plans pass through several stages.
 
-        Of much work it is less: the last stage would wait for the whole of the first plan, and what
-        comes a moment after a few small plans would be one large one behind them.
+        Of W tokens in plans of G, each of which costs as much as F tokens besides its own, the last
+        of S stages waits for S - 1 plans before its first, and each stage has W / G to pay for:
+
+            (W + F W / G) + (S - 1) (F + G)    is least at    G = sqrt(F W / (S - 1))
+
+        All are of one size, since a stage waits for the larger of two plans that follow each other:
+        so G stays while W is worked off, and the rest is cut evenly.
         """
         memory = self._memory
         work = self._waiting.tokens
         work += sum(one.remaining for one in memory.prefilling.values())
         work += sum(len(one.tokens) for one in memory.again.values())
-        even = -(-work // (self.limits.depth - len(self._flights)))
-        most = max(GOOD_CHUNK, -(-work // (PARTS * self.limits.depth)))
-        return max(LEAST_CHUNK, min(even, most))
+        self._burst = max(self._burst, work)
+        good = math.sqrt(self.limits.plan_tokens * self._burst / (self.limits.depth - 1))
+        return max(1, math.ceil(work / max(1, int(work / good))))
 
     def _decode(self, flight: _Flight, most: int) -> None:
         """One token each of the sequences that wait longest for it."""
