@@ -20,6 +20,7 @@ import pytest
 import hocket
 import hocket.launch
 from hocket.cli.main import main
+from hocket.jobs import ledger
 from hocket.jobs import serve as job
 from hocket.launch import Launcher
 from hocket.spec.run import RunFolder
@@ -156,6 +157,10 @@ def test_it_answers_on_two_replicas_and_ends_in_order(where: Path, tmp_path: Pat
     assert (spec.command, spec.layout.dp, spec.serving.max_model_len) == ("serve", 2, 128)
     assert ServingMeasured.from_json((run / "measured.json").read_text()).requests == 4
     assert "none" in ServingForecast.from_json((run / "forecast.json").read_text()).why
+    (entered,) = [one for one in ledger.read_all()[1] if one.run == str(run.resolve())]
+    assert (entered.layout, entered.requests, entered.predicted) == ("dp2", 4, None)
+    assert entered.measured.cache_tokens
+    assert entered.measured.decode_seconds
 
 
 def test_the_command(

@@ -11,6 +11,7 @@ from hocket.reporting import (
     table_text,
     timeline_text,
 )
+from hocket.reporting.table import columns
 from hocket.schedules import build
 from hocket.simulation import simulate, theoretical_bubble
 from hocket.spec.layout import Layout
@@ -119,6 +120,18 @@ def test_a_table_aligns_numbers_right() -> None:
         "long  1,234",
     ]
     assert table_text(["a"], []) == "a\n-"
+
+
+def test_columns_are_what_a_terminal_draws() -> None:
+    spelled_out = "\u1112\u1161\u11ab"
+    texts = ["한글", "漢字", spelled_out, "e\u0301", "\uff21", "a\u200db", "\U0001f600", "Ж"]
+    assert [columns(text) for text in texts] == [4, 4, 2, 1, 2, 2, 2, 1]
+    assert table_text(["name", "n"], [["한글모델", 1], ["abc", 2]]).splitlines() == [
+        "name      n",
+        "--------  -",
+        "한글모델  1",
+        "abc       2",
+    ]
 
 
 def test_predicted_beside_measured() -> None:

@@ -15,7 +15,8 @@ class LedgerFlags:
     Attributes:
         by: group the runs by axis, machine or model.
         last: runs to list one by one.
-        json: print one JSON object instead: `file`, `unreadable`, `errors` and `entries`.
+        json: print one JSON object instead: `file`, `unreadable`, `errors` and `entries` of runs,
+            `served_errors` and `served` of servers.
     """
 
     by: str = "axis"
@@ -28,10 +29,11 @@ def main(arguments: Sequence[str]) -> int:
     flags = parse(LedgerFlags, "ledger", arguments, LedgerFlags())
     from hocket.jobs import ledger
     from hocket.spec.errors import OptionError
+    from hocket.spec.ledger import SERVED_FIGURES
 
     if flags.last < 0:
         raise OptionError(f"--last is {flags.last}; it is a number of runs", hint="--last 10")
-    entries, torn = ledger.read_ledger()
+    entries, served, torn = ledger.read_all()
     errors = ledger.errors(entries, flags.by)
     if flags.json:
         import json
@@ -42,8 +44,10 @@ def main(arguments: Sequence[str]) -> int:
             "unreadable": torn,
             "errors": errors,
             "entries": [dataclasses.asdict(entry) for entry in entries],
+            "served_errors": ledger.errors(served, flags.by, SERVED_FIGURES),
+            "served": [dataclasses.asdict(entry) for entry in served],
         }
         print(json.dumps(found))
     else:
-        print(ledger.text(entries, torn, flags.by, flags.last), end="")
+        print(ledger.text(entries, torn, flags.by, flags.last, served), end="")
     return 0

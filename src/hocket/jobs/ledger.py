@@ -1,4 +1,4 @@
-"""The ledger: every run's prediction and measurement, one line each, in one file of the user.
+"""The ledger: what every run and server was predicted to do and did, a line each, in one file.
 
     $HOCKET_LEDGER, else $XDG_DATA_HOME/hocket/ledger.jsonl, else ~/.local/share/hocket/...
 
@@ -11,22 +11,24 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import hashlib
+import json
 import os
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hocket.spec.errors import HocketError, OptionError, unknown
-from hocket.spec.ledger import FIGURES, Entry, Figures
+from hocket.spec.ledger import FIGURES, Entry, Figures, Line, ServedEntry
 
 if TYPE_CHECKING:
     from hocket.reporting.record import Record
+    from hocket.spec.run import RunSpec
 
 VARIABLE = "HOCKET_LEDGER"
 
-GROUPS: dict[str, Callable[[Entry], tuple[str, ...]]] = {
+GROUPS: dict[str, Callable[[Line], tuple[str, ...]]] = {
     "axis": lambda entry: entry.axes,
     "machine": lambda entry: (f"{entry.machine} ({entry.fingerprint})",),
     "model": lambda entry: (entry.model,),
@@ -43,8 +45,9 @@ def ledger_file() -> Path | None:
     return Path(home).expanduser() / "hocket" / "ledger.jsonl"
 
 
-def append(run: str | os.PathLike[str], others: float = 0.0) -> Entry | None:
-    """Add what a run folder holds; None where no ledger is kept, or nothing was measured.
+def append(run: str | os.PathLike[str], others: float = 0.0) -> Line | None:
+    """Add what a run's or a server's folder holds; None where no ledger is kept, or nothing was
+    measured.
 
     `others`: cores' worth of time that other programs took beside it.
 
@@ -52,12 +55,16 @@ def append(run: str | os.PathLike[str], others: float = 0.0) -> Entry | None:
         HocketError: the folder holds no run.
         OSError: the ledger cannot be written.
     """
+    from hocket.jobs import served_ledger
     from hocket.reporting.record import read
+    from hocket.reporting.served import is_served
 
     path = ledger_file()
     if path is None:
         return None
-    entry = entry_of(read(Path(run)))
+    folder = Path(run)
+    entry: Line | None
+    entry = served_ledger.entry_of(folder) if is_served(folder) else entry_of(read(folder))
     if entry is None:
         return None
     entry = dataclasses.replace(entry, others=others)
@@ -92,8 +99,6 @@ def _append_whole(path: Path, line: bytes) -> None:
 
 def entry_of(record: Record) -> Entry | None:
     """The line of one run; None where it took no step or its spec is gone."""
-    from hocket import __version__
-
     spec = record.spec
     if spec is None or record.step_seconds is None:
         return None
@@ -113,26 +118,35 @@ def entry_of(record: Record) -> Entry | None:
             memory=max(record.forecast.peak_bytes, default=None),
             bubble=record.forecast.bubble if pipelined else None,
         )
-    words = machine_words(spec.options.device)
-    if spec.options.links is not None:
-        words += f", links as {spec.options.links}"
     return Entry(
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        version=__version__,
-        run=str(record.path.resolve()),
-        command=spec.command,
-        model=spec.model,
-        layout=str(spec.layout),
-        machine=words,
-        fingerprint=hashlib.sha256(words.encode()).hexdigest()[:8],
+        **told_by(spec, record.path),
         steps=record.steps_done,
-        ranks=spec.layout.world_size,
         seq_len=spec.workload.seq_len,
         global_batch=spec.workload.global_batch,
-        dtype=spec.workload.dtype,
         measured=measured,
         predicted=predicted,
     )
+
+
+def told_by(spec: RunSpec, folder: Path) -> dict[str, Any]:
+    """What every line holds besides figures, of a run that ends now."""
+    from hocket import __version__
+
+    words = machine_words(spec.options.device)
+    if spec.options.links is not None:
+        words += f", links as {spec.options.links}"
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "version": __version__,
+        "run": str(folder.resolve()),
+        "command": spec.command,
+        "model": spec.model,
+        "layout": str(spec.layout),
+        "machine": words,
+        "fingerprint": hashlib.sha256(words.encode()).hexdigest()[:8],
+        "ranks": spec.layout.world_size,
+        "dtype": spec.workload.dtype,
+    }
 
 
 def machine_words(device: str = "auto") -> str:
@@ -150,30 +164,47 @@ def machine_words(device: str = "auto") -> str:
 
 
 def read_ledger() -> tuple[list[Entry], int]:
-    """The entries, the oldest first, and how many lines could not be read.
+    """The training runs, the oldest first, and how many lines could not be read.
 
     Raises:
         OptionError: the ledger is a folder or cannot be read.
     """
+    entries, _, torn = read_all()
+    return entries, torn
+
+
+def read_all() -> tuple[list[Entry], list[ServedEntry], int]:
+    """Training runs and servers, the oldest first, and how many lines could not be read.
+
+    Raises:
+        OptionError: as `read_ledger`.
+    """
     path = ledger_file()
     if path is None or not (path.is_file() or path.is_dir()):  # a device or a pipe may have no end
-        return [], 0
+        return [], [], 0
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
         raise OptionError(
             f"the ledger {path} cannot be read: {error.strerror}", hint=f"{VARIABLE}=FILE"
         ) from None
-    found, torn = [], 0
+    found: list[Entry] = []
+    served: list[ServedEntry] = []
+    torn = 0
     for line in filter(str.strip, lines):
         try:
-            found.append(Entry.from_json(line))
+            if json.loads(line)["command"] == "serve":
+                served.append(ServedEntry.from_json(line))
+            else:
+                found.append(Entry.from_json(line))
         except (ValueError, TypeError, KeyError, AttributeError, HocketError):
             torn += 1
-    return found, torn
+    return found, served, torn
 
 
-def errors(entries: Iterable[Entry], by: str) -> list[dict[str, Any]]:
+def errors(
+    entries: Iterable[Line], by: str, figures: Sequence[str] = FIGURES
+) -> list[dict[str, Any]]:
     """How far predictions were off, a row a group and one over all.
 
     Each row holds the group, its `runs`, how many of them were `predicted`, and for every figure
@@ -185,22 +216,22 @@ def errors(entries: Iterable[Entry], by: str) -> list[dict[str, Any]]:
     if by not in GROUPS:
         message, hint = unknown("group", by, GROUPS)
         raise OptionError(message, hint=hint)
-    groups: dict[str, list[Entry]] = defaultdict(list)
+    groups: dict[str, list[Line]] = defaultdict(list)
     everything = list(entries)
     for entry in everything:
         for name in GROUPS[by](entry):
             groups[name].append(entry)
-    rows = [_row(name, groups[name]) for name in sorted(groups)]
-    return [*rows, _row("all", everything)] if everything else []
+    rows = [_row(name, groups[name], figures) for name in sorted(groups)]
+    return [*rows, _row("all", everything, figures)] if everything else []
 
 
-def _row(name: str, entries: list[Entry]) -> dict[str, Any]:
+def _row(name: str, entries: list[Line], figures: Sequence[str]) -> dict[str, Any]:
     row: dict[str, Any] = {
         "group": name,
         "runs": len(entries),
         "predicted": sum(entry.predicted is not None for entry in entries),
     }
-    for figure in FIGURES:
+    for figure in figures:
         off = [error for entry in entries if (error := entry.error(figure)) is not None]
         row[figure] = {
             "count": len(off),
@@ -210,20 +241,27 @@ def _row(name: str, entries: list[Entry]) -> dict[str, Any]:
     return row
 
 
-def text(entries: list[Entry], torn: int, by: str, last: int) -> str:
-    """The ledger as tables: the errors by group, then the last runs."""
+def text(
+    entries: list[Entry], torn: int, by: str, last: int, served: Sequence[ServedEntry] = ()
+) -> str:
+    """The ledger as tables: the errors by group, then the last runs; then the same of servers."""
+    from hocket.jobs import served_ledger
     from hocket.reporting import table_text
     from hocket.reporting.run_text import printable
+    from hocket.spec.units import format_bytes, format_seconds
 
     path = ledger_file()
+    beside = served_ledger.text(served, by, last)
     if not entries:
         where = f"{path} holds no runs yet" if path else f"{VARIABLE} is empty: none is kept"
-        return f"{where}\n" + _torn(torn)
+        if served:
+            where = f"{path} holds no training runs yet"
+        return f"{where}\n" + beside + _torn(torn)
     rows = []
     for row in errors(entries, by):
         line = [printable(row["group"]), row["runs"], row["predicted"]]
         for figure in FIGURES:
-            line += _off(row[figure], points=figure == "bubble")
+            line += off_by(row[figure], points=figure == "bubble")
         rows.append(line)
     headers = [by, "runs", "predicted", "step off by", "bias", "memory off by", "bias",
                "bubble off by", "bias"]  # fmt: skip
@@ -235,8 +273,8 @@ def text(entries: list[Entry], torn: int, by: str, last: int) -> str:
                 entry.date[:16].replace("T", " "),
                 printable(Path(entry.model).name),
                 entry.layout,
-                *_both(entry, "step_seconds"),
-                *_both(entry, "memory"),
+                *both(entry, "step_seconds", format_seconds),
+                *both(entry, "memory", format_bytes),
                 f"{entry.others:.1f} cores" if entry.disturbed else "",
             ]
         )
@@ -255,7 +293,7 @@ def text(entries: list[Entry], torn: int, by: str, last: int) -> str:
     )
     return (
         f"how far predictions were off, medians; runs on record: {len(entries)}, in {path}\n\n"
-        f"{table}\n" + (f"\nthe last of them\n\n{told}\n" if recent else "") + _torn(torn)
+        f"{table}\n" + (f"\nthe last of them\n\n{told}\n" if recent else "") + beside + _torn(torn)
     )
 
 
@@ -263,17 +301,16 @@ def _torn(torn: int) -> str:
     return f"\n{torn} lines could not be read and are passed over\n" if torn else ""
 
 
-def _off(found: dict[str, Any], *, points: bool) -> list[str]:
+def off_by(found: dict[str, Any], *, points: bool = False) -> list[str]:
+    """The median error and the bias of a group's figure, in words."""
     if found["error"] is None:
         return ["", ""]
     unit = " points" if points else "%"
     return [f"{100 * found['error']:.1f}{unit}", f"{100 * found['bias']:+.1f}{unit}"]
 
 
-def _both(entry: Entry, figure: str) -> list[str]:
-    from hocket.spec.units import format_bytes, format_seconds
-
-    form = format_seconds if figure == "step_seconds" else format_bytes
+def both(entry: Line, figure: str, form: Callable[[float], str]) -> list[str]:
+    """A figure measured and predicted, in words."""
     now = getattr(entry.measured, figure)
     then = getattr(entry.predicted, figure) if entry.predicted is not None else None
     return ["" if value is None else form(value) for value in (now, then)]

@@ -23,7 +23,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hocket.jobs import serve_forecast, serve_request
+from hocket.jobs import ledger, serve_forecast, serve_request
+from hocket.jobs.others import Others
 from hocket.jobs.record import Record
 from hocket.jobs.replicas import Client, Replicas, World
 from hocket.jobs.serve_measured import Keeper
@@ -306,7 +307,7 @@ async def _serve(
         max_restarts=server.options.max_restarts,
     )
     keeper = Keeper(str(server.layout), router, replicas, measured_file(folder))
-    ends = Ends()
+    ends, beside = Ends(), Others()
     address, metrics = _address(doors[0]), _address(doors[1])
     record.phase("starting ranks")
     with ends.heard():
@@ -315,6 +316,7 @@ async def _serve(
         try:
             if await _until(ends.gently, replicas.ready(), front.failed):
                 keeper.begin(time.monotonic() - began)
+                beside = Others()
                 record(
                     {
                         "event": "ready",
@@ -347,6 +349,7 @@ async def _serve(
             await replicas.end()
             await front.close(0.0)
     found = keeper.last()
+    ledger.enter(folder.path, record.note, others=beside.cores())
     record({"event": "ended", "drained": drained, "run": str(folder.path)})
     return Served(
         run=folder.path, address=address, metrics=metrics, measured=found, drained=drained

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Sequence
 
 
@@ -16,18 +17,37 @@ def table_text(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
         for i in range(len(headers))
     ]
     widths = [
-        max(len(headers[i]), *(len(row[i]) for row in cells), 0) if cells else len(headers[i])
+        max(columns(text) for text in (headers[i], *(row[i] for row in cells)))
         for i in range(len(headers))
     ]
 
     def line(values: Sequence[str]) -> str:
         return "  ".join(
-            value.rjust(width) if right else value.ljust(width)
+            _blank(value, width) + value if right else value + _blank(value, width)
             for value, width, right in zip(values, widths, numeric, strict=True)
         ).rstrip()
 
     rule = "  ".join("-" * width for width in widths)
     return "\n".join([line(headers), rule, *(line(row) for row in cells)])
+
+
+def columns(text: str) -> int:
+    """Columns that a text takes in a terminal: an ideograph or a Hangul syllable two; none what is
+    drawn onto the character before it, as the vowels of a syllable that is spelled out are."""
+    return sum(map(_columns, text))
+
+
+def _columns(character: str) -> int:
+    if unicodedata.east_asian_width(character) in "WF":
+        return 2
+    over = (
+        unicodedata.category(character) in ("Mn", "Me", "Cf") or "\u1160" <= character <= "\u11ff"
+    )
+    return 0 if over else 1
+
+
+def _blank(text: str, width: int) -> str:
+    return " " * (width - columns(text))
 
 
 def _cell(value: object) -> str:

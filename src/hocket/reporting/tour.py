@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import tomllib
-import unicodedata
 from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
+from hocket.reporting.table import columns
 from hocket.spec.errors import OptionError, unknown
 from hocket.spec.tour import LANGUAGES, Stop
 from hocket.spec.units import format_seconds
@@ -32,7 +32,7 @@ def stop_text(stop: Stop, number: int, language: str = "en", width: int = 100) -
     page = said["page"]
     mine = _filled(stop, language)
     lines = [f"{number}. {mine['title']}", "", *_wrapped(mine["claim"], width, "   ")]
-    label = max(_columns(page[part]) for part in (*_PARTS, "try", "verdict"))
+    label = max(columns(page[part]) for part in (*_PARTS, "try", "verdict"))
     lines.append("")
     for part in _PARTS:
         lines += _labelled(page[part], mine[part], label, width)
@@ -74,9 +74,9 @@ def footer(stops: Sequence[Stop], language: str = "en") -> str:
 def _picture(stop: Stop, page: dict[str, str], width: int = 40) -> str:
     """A stop's bars, or its drawing. Labels may hold {predicted} and {measured}."""
     names = [name.format(**page) for name, _, _ in stop.bars]
-    room = max((_columns(name) for name in names), default=0)
+    room = max((columns(name) for name in names), default=0)
     rows = [
-        f"{' ' * (room - _columns(name))}{name}  {'█' * max(0, round(width * share))} {beside}"
+        f"{' ' * (room - columns(name))}{name}  {'█' * max(0, round(width * share))} {beside}"
         for name, (_, share, beside) in zip(names, stop.bars, strict=True)
     ]
     return "\n".join(row.rstrip() for row in rows) or stop.drawing
@@ -100,7 +100,7 @@ def _verdict(stop: Stop, mine: dict[str, str], said: dict[str, Any]) -> str:
 
 
 def _labelled(label: str, text: str, room: int, width: int) -> list[str]:
-    first = f"   {label}{' ' * (room - _columns(label))}  "
+    first = f"   {label}{' ' * (room - columns(label))}  "
     rest = " " * (room + 5)
     lines = _wrapped(text, width, rest)
     return [first + lines[0].strip(), *lines[1:]]
@@ -111,12 +111,8 @@ def _wrapped(text: str, width: int, indent: str) -> list[str]:
     lines, line = [], ""
     for word in text.split():
         longer = f"{line} {word}" if line else word
-        if line and _columns(indent + longer) > width:
+        if line and columns(indent + longer) > width:
             lines.append(line)
             longer = word
         line = longer
     return [indent + each for each in (*lines, line)]
-
-
-def _columns(text: str) -> int:
-    return sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)

@@ -1,4 +1,7 @@
-"""Ledger entry: what one run was predicted to take and what it took, as one line of JSON.
+"""Ledger lines: what one run was predicted to take and what it took, as one line of JSON.
+
+    Entry          of a training run
+    ServedEntry    of a server; its `command` is `serve`
 
 A figure that was not predicted, or not measured, is None. The bubble is that of `Timeline`.
 """
@@ -8,12 +11,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from hocket.spec.layout import DEGREES, Layout
 
 FIGURES = ("step_seconds", "memory", "bubble")
 """What predictions are judged by: seconds, bytes of the fullest rank, share of the pipeline."""
+
+SERVED_FIGURES = ("decode_seconds", "prefill_seconds", "tokens_per_second", "cache_tokens")
+"""What a server's predictions are judged by."""
 
 DISTURBED = 0.25
 """Cores' worth of other programs from which a run counts as disturbed."""
@@ -32,19 +38,39 @@ class Figures:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Entry:
-    """One run.
+class ServedFigures:
+    """Of one server, predicted or measured; all above zero.
+
+    Attributes:
+        decode_seconds: of a round, one token for each running request: mean of those measured, and
+            predicted for the same numbers of requests and tokens.
+        prefill_seconds: of a step of prompts alone, likewise.
+        tokens_per_second: of a replica's rounds, at the number of requests at which they were most.
+        cache_tokens: that a replica's cache holds.
+    """
+
+    decode_seconds: float | None = None
+    prefill_seconds: float | None = None
+    tokens_per_second: float | None = None
+    cache_tokens: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Line:
+    """What all lines tell.
 
     Attributes:
         date: when it ended, ISO 8601 in UTC. version: of hocket.
-        run: its folder. command: `train` or `demo`.
-        model: as it was named. layout: text form.
+        run: its folder. command: `train`, `demo` or `serve`.
+        model: as it was named. layout: text form. ranks: processes. dtype: of the workload.
         machine: its processors and devices in words. fingerprint: of those words, so that equal
             machines stand together.
-        steps: taken. ranks: processes. seq_len, global_batch, dtype: of the workload.
         predicted: before it began; None where nothing was. measured: afterwards.
         others: cores' worth of time that other programs took meanwhile.
     """
+
+    kind: ClassVar[type]
+    """Of `predicted` and `measured`."""
 
     date: str
     version: str
@@ -53,13 +79,10 @@ class Entry:
     layout: str
     machine: str
     fingerprint: str
-    measured: Figures
-    predicted: Figures | None = None
+    measured: Any
+    predicted: Any = None
     command: str = "train"
-    steps: int = 0
     ranks: int = 1
-    seq_len: int = 0
-    global_batch: int = 0
     dtype: str = ""
     others: float = 0.0
 
@@ -92,42 +115,71 @@ class Entry:
         return json.dumps(dataclasses.asdict(self), sort_keys=True)
 
     @classmethod
-    def from_json(cls, text: str) -> Entry:
+    def from_json(cls, text: str) -> Self:
         """The inverse of `to_json`; what a later version has added is passed over.
 
         Raises:
-            ValueError, TypeError, KeyError: the line is no entry.
+            ValueError, TypeError, KeyError: the line is no entry of this kind.
             LayoutError: its layout cannot be read.
         """
         data = json.loads(text)
         names = {field.name for field in dataclasses.fields(cls)}
         known = {key: value for key, value in data.items() if key in names}
-        known["measured"] = _figures(data["measured"])
+        known["measured"] = _figures(cls.kind, data["measured"])
         if known.get("predicted") is not None:
-            known["predicted"] = _figures(data["predicted"])
+            known["predicted"] = _figures(cls.kind, data["predicted"])
         for field in dataclasses.fields(cls):
             value = known.get(field.name, field.default)
-            wanted = {"str": str, "int": int}.get(str(field.type))
-            if wanted is not None and not isinstance(value, wanted):
+            wanted: Any = _KINDS.get(str(field.type))
+            if wanted is None:
+                continue
+            if not isinstance(value, wanted) or isinstance(value, bool):
                 raise TypeError(f"{field.name} is {value!r}")
-        others = known.get("others", 0.0)
-        if isinstance(others, bool) or not isinstance(others, int | float):
-            raise TypeError(f"others is {others!r}")
         entry = cls(**known)
         Layout.parse(entry.layout)
         return entry
 
 
-def _figures(data: Any) -> Figures:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Entry(Line):
+    """One training run: also steps taken, and `seq_len` and `global_batch` of the workload."""
+
+    kind: ClassVar[type] = Figures
+
+    measured: Figures
+    predicted: Figures | None = None
+    steps: int = 0
+    seq_len: int = 0
+    global_batch: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServedEntry(Line):
+    """One server: also the requests and tokens it answered, and the seconds it was ready for."""
+
+    kind: ClassVar[type] = ServedFigures
+
+    measured: ServedFigures
+    predicted: ServedFigures | None = None
+    command: str = "serve"
+    requests: int = 0
+    output_tokens: int = 0
+    seconds: float = 0.0
+
+
+_KINDS = {"str": str, "int": int, "float": (int, float)}
+
+
+def _figures(kind: type, data: Any) -> Any:
     found: dict[str, float] = {}
-    for name in FIGURES:
-        value = data.get(name)
+    for field in dataclasses.fields(kind):
+        value = data.get(field.name)
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise TypeError(f"{name} is {value!r}")
-        if value <= 0 and name != "bubble":
-            raise ValueError(f"{name} is {value!r}")
+            raise TypeError(f"{field.name} is {value!r}")
+        if value <= 0 and field.name != "bubble":
+            raise ValueError(f"{field.name} is {value!r}")
         if math.isfinite(value):
-            found[name] = float(value)
-    return Figures(**found)
+            found[field.name] = float(value)
+    return kind(**found)
