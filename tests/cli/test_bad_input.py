@@ -198,6 +198,16 @@ def test_a_configuration_that_is_not_there(refused: Run) -> None:
     assert "there is no file nowhere.toml" in refused("train", "--config", "nowhere.toml")
 
 
+def test_a_folder_that_is_named_as_a_file(refused: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "folder.toml"
+    folder.mkdir()
+    assert f"{folder} is a folder" in refused("train", "--config", str(folder))
+    assert f"{folder} is a folder" in refused(
+        "plan", "tiny-llama", "--global-batch", "8", "--cluster", str(folder)
+    )
+    assert f"{folder} is a folder" in refused("validate", str(folder))
+
+
 def test_an_unknown_schedule(refused: Run, text: str) -> None:
     said = refused("train", "tiny-llama", "--data", text, "--layout", "pp2", "--schedule", "1b1f")
     assert "unknown schedule '1b1f'" in said

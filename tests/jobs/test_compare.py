@@ -8,7 +8,7 @@ import json
 import pytest
 
 from hocket.cli.main import main
-from hocket.jobs.compare import asked, outcome, with_layers
+from hocket.jobs.compare import asked, microbatches, outcome, with_layers
 from hocket.models.source import resolve
 from hocket.reporting.comparison import comparison_text, sweep_text
 from hocket.spec.comparison import Comparison, Outcome, Point, Way, chosen, ways
@@ -46,6 +46,35 @@ def test_ways_are_chosen_by_name_or_layout_and_one_process_stays() -> None:
 def test_values_that_cannot_be(values: dict[str, float]) -> None:
     with pytest.raises(OptionError, match=next(iter(values))):
         asked(**values)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "batch", "count"),
+    [(None, 8, 4), (None, 6, 3), (None, 7, 1), (2, 8, 2), (8, 8, 8), (1, 3, 1)],
+)
+def test_microbatches_divide_the_batch(wanted: int | None, batch: int, count: int) -> None:
+    assert microbatches(asked(microbatches=wanted), batch) == count
+
+
+@pytest.mark.parametrize(
+    ("wanted", "batch", "near"),
+    [(3, 8, "--microbatches 2 or --microbatches 4"), (16, 8, "--microbatches 8")],
+)
+def test_microbatches_that_do_not_are_refused(wanted: int, batch: int, near: str) -> None:
+    with pytest.raises(OptionError, match=f"does not divide into {wanted} microbatches") as error:
+        microbatches(asked(microbatches=wanted), batch)
+    assert error.value.hint == near
+
+
+@pytest.mark.parametrize("more", [[], ["--sweep", "devices"], ["--sweep", "layers"]])
+def test_they_are_refused_before_anything_starts(
+    more: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["compare", "tiny-llama", "--microbatches", "3", "--global-batch", "8", *more]
+    assert main(command) == 2
+    said = capsys.readouterr().err
+    assert "a batch of 8 sequences does not divide into 3 microbatches" in said
+    assert "1, 2, 4, 8" in said
 
 
 def test_idle_counts_what_waits_inside_an_action() -> None:

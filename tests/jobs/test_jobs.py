@@ -57,7 +57,8 @@ def test_the_run_folder_is_complete(run: Path) -> None:
     spec = folder.load()
     assert str(spec.layout) == "dp2.tp2:microbatches=1"
     assert spec.config["vocab_size"] == 257, "the vocabulary of the byte tokenizer"
-    for file in (folder.schedule_file, folder.timeline_file, folder.communication_file):
+    files = (folder.schedule_file, folder.timeline_file, folder.communication_file)
+    for file in (*files, folder.others_file):
         assert file.stat().st_size > 0
     assert (folder.model / "model.safetensors").exists()
 

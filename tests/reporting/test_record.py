@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hocket.cli.main import main
 from hocket.reporting.record import on_all_ranks, read
 from hocket.reporting.run_text import report_text
 from hocket.schedules import build
@@ -15,6 +16,7 @@ from hocket.simulation import simulate
 from hocket.spec.errors import RunFolderError
 from hocket.spec.forecast import Forecast
 from hocket.spec.layout import Layout
+from hocket.spec.run import RunFolder
 from tests.reporting.run_folders import gpus, make
 
 
@@ -27,6 +29,22 @@ def test_a_whole_run(tmp_path: Path) -> None:
     assert record.forecast is not None
     assert len(record.memory) == 8
     assert record.schedule is not None
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"), [('{"cores": 0.8}', 1), ('{"cores": 0.1}', 0), ("", 0), (None, 0)]
+)
+def test_a_run_that_others_disturbed_says_so(
+    tmp_path: Path, said: str | None, shown: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make(tmp_path / "run")
+    if said is not None:
+        RunFolder(run).others_file.write_text(said)
+    assert main(["report", str(run), "--text"]) == 0
+    assert capsys.readouterr().out.count("other programs took 0.8 cores") == shown
+    found = read(run)
+    assert sum("other programs took" in note for note in found.notes) == shown
+    assert any("others.json is damaged" in note for note in found.notes) == (said == "")
 
 
 def test_a_run_that_died(tmp_path: Path) -> None:

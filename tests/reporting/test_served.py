@@ -121,6 +121,13 @@ def folder(
     return path
 
 
+def test_a_server_that_others_disturbed_says_so(tmp_path: Path) -> None:
+    run = folder(tmp_path)
+    assert not any("other programs" in note for note in served.read(run).notes)
+    (run / "others.json").write_text('{"cores": 1.25}')
+    assert any("other programs took 1.2 cores" in note for note in served.read(run).notes)
+
+
 def test_the_words_are_read_back_equal() -> None:
     assert ServingForecast.from_json(FORECAST.to_json()) == FORECAST
     assert ServingMeasured.from_json(MEASURED.to_json()) == MEASURED

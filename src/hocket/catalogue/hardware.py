@@ -125,6 +125,8 @@ def cluster(text: str) -> Cluster:
     """
     if text.endswith(".toml"):
         path = Path(text)
+        if path.is_dir():
+            raise OptionError(f"{text} is a folder; a cluster is a file of hocket probe --out")
         if not path.is_file():
             raise OptionError(f"there is no file {text}", hint=f"hocket probe --out {text}")
         try:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from hocket.cli.flags import Model, Text, parse
+from hocket.cli.flags import Count, Model, Text, parse
 from hocket.spec.errors import OptionError
 
 Ways = Annotated[tuple[str, ...], tyro.conf.arg(metavar="WAY...")]
@@ -27,7 +27,7 @@ class Compare:
         model: a Hugging Face directory, a run folder, or a name that `hocket models` lists.
         devices: ranks (or replicas, or stages) of each pure way.
         ways: only these, by name (threads data layerwise gpipe 1f1b tensor) or by layout.
-        microbatches: of the pipelines.
+        microbatches: of the pipelines. None: 4, or the most below it that divides the batch.
         sweep: microbatches, layers or devices: a curve instead of the tables.
         input_work: milliseconds of Python to prepare each sequence, in a second timing; 0: none.
         cluster: auto (this machine, measured once), a file of `hocket probe`, or none: what
@@ -51,7 +51,7 @@ class Compare:
     model: Model = ""
     devices: int = 2
     ways: Ways = ()
-    microbatches: int = 4
+    microbatches: Count = None
     sweep: Text = None
     input_work: float = 5.0
     cluster: str = "auto"

@@ -34,6 +34,8 @@ def read(path: str) -> dict[str, Any]:
         data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise OptionError(f"there is no file {path}") from None
+    except IsADirectoryError:
+        raise OptionError(f"{path} is a folder; options stand in a TOML file") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise OptionError(f"{path} cannot be read: {error}") from None
     tables = [key for key, value in data.items() if isinstance(value, dict)]

@@ -36,6 +36,8 @@ CHECKED = 2
 """Steps that are held against one process."""
 
 _DEPTH = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+MICROBATCHES = 4
+"""Of the pipelines, where none are asked for."""
 _PER_LAYER = ("layer_types", "mlp_layer_types")
 
 
@@ -45,13 +47,13 @@ class Asked:
 
     Attributes:
         devices: ranks of each pure way. wanted: ways by name or layout; empty: all.
-        microbatches: of the pipelines.
+        microbatches: of the pipelines. None: 4, or the most below it that divides the batch.
         input_work: milliseconds of Python for each sequence in the loaded measurement; 0: none.
     """
 
     devices: int = 2
     wanted: tuple[str, ...] = ()
-    microbatches: int = 4
+    microbatches: int | None = None
     input_work: float = 5.0
 
 
@@ -60,7 +62,7 @@ def asked(**values: Any) -> Asked:
     found = Asked(**values)
     if not 2 <= found.devices <= 64:
         raise OptionError(f"devices is {found.devices}; it lies in 2 .. 64", hint="--devices 2")
-    if found.microbatches < 1:
+    if found.microbatches is not None and found.microbatches < 1:
         raise OptionError(
             f"microbatches is {found.microbatches}; it must be at least 1", hint="--microbatches 4"
         )
@@ -69,6 +71,27 @@ def asked(**values: Any) -> Asked:
             f"input_work is {found.input_work}; it lies in 0 .. 1000 ms", hint="--input-work 5"
         )
     return found
+
+
+def microbatches(asked: Asked, batch: int) -> int:
+    """Of the pipelines, for a batch of so many sequences.
+
+    Raises:
+        OptionError: as many as were asked for do not divide it; with the nearest that do.
+    """
+    fitting = divisors(batch)
+    wanted = asked.microbatches
+    if wanted is None:
+        return max(count for count in fitting if count <= MICROBATCHES)
+    if wanted in fitting:
+        return wanted
+    near = [max((n for n in fitting if n < wanted), default=None)]
+    near.append(min((n for n in fitting if n > wanted), default=None))
+    raise OptionError(
+        f"a batch of {batch} sequences does not divide into {wanted} microbatches; it does into "
+        f"{', '.join(map(str, fitting))}",
+        hint=" or ".join(f"--microbatches {n}" for n in near if n is not None),
+    )
 
 
 def text(found: Comparison) -> str:
@@ -99,7 +122,8 @@ def compare(
         HocketError: the model cannot be found; RankFailure with a rank's own traceback.
     """
     workload = request.workload
-    known = ways(asked.devices, asked.microbatches, workload.global_batch)
+    count = microbatches(asked, workload.global_batch)
+    known = ways(asked.devices, count, workload.global_batch)
     runs = chosen(asked.wanted, known)
     with Bench(request, asked, on_way) as bench:
         bench.say("the reference: one process, plain transformers")
@@ -131,6 +155,7 @@ def sweep(
     if axis not in SWEEPS:
         message, hint = unknown("sweep", axis, SWEEPS)
         raise OptionError(message, hint=hint)
+    microbatches(asked, request.workload.global_batch)  # refused before anything starts
     points = []
     with Bench(request, dataclasses.replace(asked, input_work=0.0), on_way) as bench:
         for at, way, layers in _points(request, asked, axis, bench.source):
@@ -148,7 +173,7 @@ def _points(
         yield 1, ways(2, 1, batch)[0], None
         count = 2
         while count <= n:
-            for way in ways(count, asked.microbatches, batch):
+            for way in ways(count, microbatches(asked, batch), batch):
                 if way.name in ("data", "1f1b", "tensor"):
                     yield count, way, None
             count *= 2
@@ -162,7 +187,7 @@ def _points(
         return
     for layers in (n * 2**k for k in range(4)):
         for name, title in pipelines:
-            layout = Layout(pp=n, schedule=name, microbatches=min(asked.microbatches, batch))
+            layout = Layout(pp=n, schedule=name, microbatches=microbatches(asked, batch))
             yield layers, Way(name=name, title=title, layout=layout), layers
 
 

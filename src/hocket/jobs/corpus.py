@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hocket.spec.errors import DataError
+from hocket.spec.files import named
 
 LARGEST = 6_000_000
 """Characters taken; enough for a tokenizer and some thousand steps of a small model."""
@@ -43,7 +44,7 @@ def write(to: Path, largest: int = LARGEST) -> int:
     """
     count = 0
     to.parent.mkdir(parents=True, exist_ok=True)
-    with to.open("w", encoding="utf-8") as out:
+    with named(to), to.open("w", encoding="utf-8") as out:
         for path, text in standard_library():
             if count >= largest:
                 break

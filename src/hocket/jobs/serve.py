@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+import json
 import os
 import shutil
 import signal
@@ -349,7 +350,10 @@ async def _serve(
             await replicas.end()
             await front.close(0.0)
     found = keeper.last()
-    ledger.enter(folder.path, record.note, others=beside.cores())
+    others = beside.cores()
+    with contextlib.suppress(OSError):  # it has ended well: a full disk cannot undo that
+        write_text(folder.others_file, json.dumps({"cores": others}))
+    ledger.enter(folder.path, record.note, others=others)
     record({"event": "ended", "drained": drained, "run": str(folder.path)})
     return Served(
         run=folder.path, address=address, metrics=metrics, measured=found, drained=drained

@@ -33,7 +33,7 @@ from hocket.jobs.record import Listener, Record, Summary
 from hocket.jobs.request import Request
 from hocket.spec.errors import HocketError, RunFolderError
 from hocket.spec.ledger import DISTURBED
-from hocket.spec.run import RunFolder, RunSpec
+from hocket.spec.run import RunFolder, RunSpec, write_text
 
 if TYPE_CHECKING:
     from hocket.launch import Launcher, RankContext
@@ -162,6 +162,8 @@ def launch(
         silence_timeout=spec.options.timeout,
     )
     disturbance = beside.cores()
+    with contextlib.suppress(OSError):  # it has ended well: a full disk cannot undo that
+        write_text(folder.others_file, json.dumps({"cores": disturbance}))
     if disturbance > DISTURBED:
         record.note(
             f"other programs took {disturbance:.1f} cores while it ran: times are those of a busy "

@@ -134,6 +134,8 @@ def read(path: str | Path) -> list[dict[str, str]]:
         OptionError: no such file, or columns that are needed are missing; the nearest is named.
     """
     path = Path(path)
+    if path.is_dir():
+        raise OptionError(f"{path} is a folder; a table is a CSV file")
     if not path.is_file():
         raise OptionError(f"there is no file {path}")
     with path.open(newline="") as file:

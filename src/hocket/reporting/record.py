@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from hocket.spec.errors import HocketError, RunFolderError, nearest
 from hocket.spec.forecast import KINDS, Forecast
 from hocket.spec.layout import Layout
+from hocket.spec.ledger import DISTURBED as DISTURBED_RUN
 from hocket.spec.measured import Measured
 from hocket.spec.run import RunFolder, RunSpec
 from hocket.spec.schedule import Schedule
@@ -153,6 +154,9 @@ def read(path: str | Path) -> Record:
             "the machine was probed: what was predicted is less certain (hocket probe measures "
             "again)"
         )
+    others = take(folder.others_file, cores_of_others, "")
+    if others is not None and others > DISTURBED_RUN:
+        notes.append(disturbed(others))
     memory = take(folder.memory_file, _memory, "")
     traffic = take(folder.communication_file, _traffic, "")
     schedule = take(folder.schedule_file, Schedule.parse, "")
@@ -178,6 +182,22 @@ def read(path: str | Path) -> Record:
         memory=memory or (),
         machine=machine,
         notes=tuple(notes),
+    )
+
+
+def cores_of_others(text: str) -> float:
+    """Of a folder's `others_file`. Raises ValueError for what it does not say."""
+    found = json.loads(text)["cores"]
+    if isinstance(found, bool) or not isinstance(found, int | float):
+        raise ValueError(f"cores is {found!r}")
+    return float(found)
+
+
+def disturbed(cores: float) -> str:
+    """What a run beside which others took so many cores has to say."""
+    return (
+        f"other programs took {cores:.2g} cores while it ran: times are those of a busy machine, "
+        "and what was predicted is for a machine by itself"
     )
 
 

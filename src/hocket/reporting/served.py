@@ -14,7 +14,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hocket.reporting.record import cores_of_others, disturbed
 from hocket.spec.errors import HocketError
+from hocket.spec.ledger import DISTURBED
 from hocket.spec.run import RunFolder, RunSpec
 from hocket.spec.serving_forecast import (
     Decode,
@@ -123,6 +125,9 @@ def read(path: Path) -> Served:
         notes.append("no request has been answered to its end")
     if measured is not None and measured.restarts:
         notes.append(f"replicas died and were started again {measured.restarts} times")
+    others = take(folder.others_file, cores_of_others, "")
+    if others is not None and others > DISTURBED:
+        notes.append(disturbed(others))
     timeline = take(folder.timeline_file, Timeline.from_json, "")
     return Served(
         path=path,

@@ -29,6 +29,7 @@ from torch import Tensor
 from hocket.spec import checkpoint as words
 from hocket.spec.checkpoint import Manifest, Shard, TensorRecord
 from hocket.spec.errors import CheckpointError
+from hocket.spec.files import named
 from hocket.spec.placement import Placement
 from hocket.spec.run import write_text
 from hocket.spec.tensor_file import Entry, TensorFile, write_tensors
@@ -335,7 +336,7 @@ def _forget_cached(path: Path) -> None:
 def _commit(folder: Path, aside: Path, final: Path, manifest: Manifest, keep: int) -> None:
     """Give the finished folder its name, move `latest` there, delete what is too old."""
     target = aside / words.MANIFEST
-    with target.open("w") as file:
+    with named(target), target.open("w") as file:
         file.write(manifest.to_json())
         file.flush()
         os.fsync(file.fileno())

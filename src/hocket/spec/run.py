@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from hocket.spec.errors import OptionError, RunFolderError, unknown
+from hocket.spec.files import named
 from hocket.spec.layout import Layout
 from hocket.spec.rows import typed
 from hocket.spec.serving import ServeOptions
@@ -254,6 +255,11 @@ class RunFolder:
         return self.path / "memory.json"
 
     @property
+    def others_file(self) -> Path:
+        """`cores`: cores' worth of time that other programs took while it ran."""
+        return self.path / "others.json"
+
+    @property
     def topology_file(self) -> Path:
         return self.path / "topology.json"
 
@@ -298,5 +304,6 @@ class RunFolder:
 def write_text(path: Path, text: str) -> None:
     """Write aside, then rename: a reader sees the old file or the new one, never half."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(text)
+    with named(path):
+        aside.write_text(text)
     os.replace(aside, path)

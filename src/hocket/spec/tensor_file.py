@@ -25,6 +25,7 @@ from types import TracebackType
 from typing import Any
 
 from hocket.spec.errors import CheckpointError
+from hocket.spec.files import named
 
 ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "U16": 2, "I16": 2, "F16": 2,
@@ -75,7 +76,7 @@ def write_tensors(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     sums = []
-    with path.open("wb") as file:
+    with named(path), path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for entry, buffer in zip(entries, buffers, strict=True):
             view = memoryview(buffer).cast("B")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hocket.spec.errors import OptionError
+from hocket.spec.files import named
 from hocket.spec.run import write_text
 
 _SCALARS = ("loss", "held_out_loss", "lr", "grad_norm", "tokens_per_second", "step_seconds", "mfu")
@@ -43,7 +44,8 @@ class Metrics:
 
     def write(self, row: dict[str, Any]) -> None:
         """Append one row; it is on its way to the disk when this returns."""
-        self._file.write(json.dumps(row) + "\n")
+        with named(self._file.name):
+            self._file.write(json.dumps(row) + "\n")
         if self._writer is not None:
             for name in _SCALARS:
                 if row.get(name) is not None:

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hocket.spec.files import named
 from hocket.training.documents import Document
 from hocket.training.order import permuted
 from hocket.training.packing import ACROSS, DOCUMENTS, rows_of
@@ -64,7 +65,7 @@ def write_aside(
     """
     lengths: list[int] = []
     counts = Counts()
-    with ids.open("wb") as tokens, flags.open("wb") as marks:
+    with named(ids), ids.open("wb") as tokens, flags.open("wb") as marks:
         for document in documents:
             counts.largest = max(counts.largest, int(document.ids.max(initial=0)))
             for piece, learned in _fitted(document, row, counts):
@@ -133,7 +134,7 @@ def arrange(
     starts = np.concatenate([[0], np.cumsum(lengths)])
     numbers = np.flatnonzero(chosen)
     learned = 0
-    with target.open("wb") as to, flags_file(target).open("wb") as beside:
+    with named(target), target.open("wb") as to, flags_file(target).open("wb") as beside:
         if packing == ACROSS:
             for number in numbers:
                 here = slice(starts[number], starts[number + 1])

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hocket.spec.files import named
 from hocket.training.order import permuted
 from hocket.training.tokenizer import Tokenizer
 
@@ -25,7 +26,7 @@ def write(
     end = np.array([] if tokenizer.eos_id is None else [tokenizer.eos_id], dtype)
     lengths: list[int] = []
     largest = 0 if tokenizer.eos_id is None else tokenizer.eos_id
-    with path.open("wb") as file:
+    with named(path), path.open("wb") as file:
         for texts_together in _batches(texts):
             for ids in tokenizer.encode_batch(texts_together):
                 if ids.size == 0:
@@ -85,7 +86,7 @@ def split(
     total = int(lengths.sum())
     tokens = np.memmap(train, dtype=dtype, mode="r+")
     starts = np.concatenate([[0], np.cumsum(lengths)])
-    with valid.open("wb") as file:
+    with named(valid), valid.open("wb") as file:
         if chosen.any():
             for index in np.flatnonzero(chosen):
                 file.write(tokens[starts[index] : starts[index + 1]].tobytes())
