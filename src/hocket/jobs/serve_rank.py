@@ -45,7 +45,7 @@ PRELOAD = (
 
 SPARE_PLANS = 0
 """Plans in flight beyond one a stage: with one more, decoding rows are cut into smaller plans, each
-of which reads all weights (13% fewer tokens/s of pp2 on two cores at 32 requests)."""
+of which reads all weights (11% fewer tokens/s of pp2 on two cores at 32 requests)."""
 
 PLAN_TOKENS = {"cpu": 32, "cuda": 256}
 """Prompt tokens that take as long as reading the weights once. In fp32 on a core of an Intel Xeon a
