@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import shutil
 import zlib
 from pathlib import Path
 
 import pytest
 
-from hocket.spec.errors import CheckpointError
 from hocket.spec.layout import Layout
 from tests.check.test_matrix import MODEL_CODE
 from tests.families import FAMILIES
 from tests.ranks import RankPool
+from tests.rotation import part
 
+torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(240)]
 
 TRAIN = "tests.checkpoint.cases:train"
@@ -57,12 +60,63 @@ def test_a_damaged_shard_of_one_rank_takes_all_ranks_back(ranks: RankPool, tmp_p
     assert [rank["sums"] for rank in again] == [rank["sums"] for rank in two]
 
 
-def test_another_layout_is_refused(ranks: RankPool, tmp_path: Path) -> None:
-    options = {"family": "llama", "folder": str(tmp_path)}
-    ranks.run(TRAIN, 2, first=0, last=1, layout="tp2", **options)
-    with pytest.raises(CheckpointError, match=r"written by the layout tp2 on 2 ranks") as caught:
-        ranks.run(TRAIN, 2, first=1, last=2, layout="dp2", **options)
-    assert caught.value.hint == "--layout tp2"
+LAYOUTS = (
+    "dp1",
+    "dp2",
+    "dp2:zero=1",
+    "dp2:zero=3",
+    "tp2",
+    "pp2:microbatches=2",
+    "dp2.tp2:zero=2",
+    "dp2.pp2:microbatches=2,zero=3",
+    "tp2.pp2:microbatches=2",
+    "dp4:zero=2,shard=2",
+)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), part([pair for pair in itertools.permutations(LAYOUTS, 2)], 10)
+)
+@pytest.mark.parametrize("family", ["llama_tied"])
+def test_another_layout_goes_on(
+    ranks: RankPool, tmp_path: Path, family: str, one: str, other: str
+) -> None:
+    """Values, moments and steps are the saved ones, bit for bit; so the next loss is the one that
+    the run would have had, within the bound of a check."""
+    from hocket.runtime.checkpoint import _tensor
+    from hocket.runtime.relaid import Relaid
+    from hocket.spec import checkpoint as words
+
+    ranks.launcher.preload(["hocket.training.build", "hocket.training.export", *MODEL_CODE])
+    folder = tmp_path / "a"
+    sizes = [Layout.parse(each).world_size for each in (one, other)]
+    options = {"family": family, "folder": str(folder)}
+    ranks.run(TRAIN, sizes[0], layout=one, first=0, last=2, **options)
+    shutil.copytree(folder, tmp_path / "b")
+    straight = ranks.run(TRAIN, sizes[0], layout=one, first=2, last=3, **options)
+    options["folder"] = str(tmp_path / "b")
+    ranks.run(TRAIN, sizes[1], layout=other, first=2, last=2, **options)  # saved as it is
+    found = []
+    for each in ("a", "b"):
+        path = tmp_path / each / "step-000002"
+        manifest = words.verify(path)
+        files = [words.open_shard(path, shard) for shard in manifest.shards]
+        found.append(Relaid(manifest, files, _tensor))
+        assert manifest.layout == str(Layout.parse(one if each == "a" else other))
+    # A tied head is a tensor of its own only where another stage has it.
+    names = found[0].names() & found[1].names()
+    assert "model.embed_tokens.weight" in names
+    assert (found[0].names() ^ found[1].names()) <= {"lm_head.weight"}
+    for name in names:
+        assert torch.equal(found[0].value(name), found[1].value(name)), name
+        assert sorted(found[0].states(name)) == sorted(found[1].states(name)) != []
+        for state in found[0].states(name):
+            before, after = (each.state(name, state) for each in found)
+            assert torch.equal(before, after), (name, state)
+    rest = ranks.run(TRAIN, sizes[1], layout=other, first=2, last=3, **options)
+    for (loss, norm), (again, grown) in zip(straight[0]["told"], rest[0]["told"], strict=True):
+        assert again == pytest.approx(loss, abs=1e-5)
+        assert grown == pytest.approx(norm, rel=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hocket.runtime.relaid import Relaid, read_into
 from hocket.spec import checkpoint as words
 from hocket.spec.checkpoint import Manifest, Shard, TensorRecord
 from hocket.spec.errors import CheckpointError
@@ -205,34 +206,44 @@ def load_checkpoint(
     under ZeRO-3 one block.
 
     Args:
-        optimizer_state: the live state, filled in place. None: it is given back, in new tensors.
+        optimizer_state: the live state, filled in place; so a checkpoint of another layout is read
+            too, by every rank from all files. None: it is given back, in new tensors.
 
     Raises:
-        CheckpointError: there is none, none is whole, or it is of another layout or model.
+        CheckpointError: there is none, none is whole, or it is of another model, or of another
+            layout and `optimizer_state` is None.
     """
     world = _world(parallel, world)
     folder = Path(folder)
     notes: list[str] = []
     for path in words.candidates(folder):
-        file, why = None, ""
+        files: list[TensorFile] = []
+        relaid, why = False, ""
         try:
             manifest = words.read_manifest(path)
-            if world.rank < len(manifest.shards):
-                file = words.open_shard(path, manifest.shards[world.rank])
+            relaid = optimizer_state is not None and manifest.layout != layout
+            files = _opened(path, manifest, world, relaid)
         except CheckpointError as error:
             why = error.message
         if world.all_agree(not why):
-            _same(path, manifest, layout, model, world)
-            assert file is not None
-            with file:
-                state = _restore(file, manifest.shards[world.rank], parallel, optimizer_state)
+            if not relaid:
+                _same_layout(path, manifest, layout, world)
+            if manifest.model != model:
+                raise CheckpointError(f"{path} is of another model: its configuration differs")
+            if relaid:
+                assert optimizer_state is not None
+                state = _relay(manifest, files, parallel, optimizer_state, world.rank)
+            else:
+                state = _restore(files[0], manifest.shards[world.rank], parallel, optimizer_state)
+            for file in files:
+                file.close()
             return Restored(
                 path=path,
                 step=manifest.step,
                 cursor=manifest.cursor,
                 extra=manifest.extra,
                 optimizer_state=state,
-                notes=notes,
+                notes=[*notes, *([f"{path} is of {manifest.layout}"] if relaid else [])],
             )
         notes.append(why or f"{path} is damaged on another rank")
     if notes:
@@ -363,15 +374,40 @@ def _commit(folder: Path, aside: Path, final: Path, manifest: Manifest, keep: in
 # --- reading ---------------------------------------------------------------------------------
 
 
-def _same(path: Path, manifest: Manifest, layout: str, model: str, world: World) -> None:
+def _opened(path: Path, manifest: Manifest, world: World, relaid: bool) -> list[TensorFile]:
+    """This rank's own file; of another layout all, each of them verified by one rank."""
+    if relaid:
+        return [
+            words.open_shard(path, shard, verify=shard.rank % world.size == world.rank)
+            for shard in manifest.shards
+        ]
+    mine = manifest.shards[world.rank : world.rank + 1]
+    return [words.open_shard(path, shard) for shard in mine]
+
+
+def _relay(
+    manifest: Manifest,
+    files: list[TensorFile],
+    parallel: Parallel,
+    live: OptimizerState,
+    rank: int,
+) -> dict[str, dict[str, Tensor]]:
+    """Fill a rank from a checkpoint of another layout."""
+    read_into(parallel, Relaid(manifest, files, _tensor), live)
+    like = manifest.shards[rank % len(manifest.shards)]
+    for record in like.tensors:
+        if record.kind == "random":
+            _set_random_state(record.name, _tensor(files[like.rank], record))
+    return {name: dict(states) for name, states in live.items()}
+
+
+def _same_layout(path: Path, manifest: Manifest, layout: str, world: World) -> None:
     if manifest.layout != layout or len(manifest.shards) != world.size:
         raise CheckpointError(
             f"{path} was written by the layout {manifest.layout} on {len(manifest.shards)} ranks; "
             f"this run has {layout} on {world.size}",
             hint=f"--layout {manifest.layout}",
         )
-    if manifest.model != model:
-        raise CheckpointError(f"{path} is of another model: its configuration differs")
 
 
 def _differences(shard: Shard, parallel: Parallel) -> Iterator[str]:

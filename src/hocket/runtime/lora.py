@@ -230,6 +230,7 @@ class Trained:
     def __init__(self, parallel: Any) -> None:
         self.mesh = parallel.mesh
         self.reading, self.writing = parallel.reading, parallel.writing
+        self.local_part = parallel.local_part
         found = dict(parallel.named_parameters())
         if any(".lora_A." in name for name in found):
             found = {name: p for name, p in found.items() if p.requires_grad}
