@@ -213,3 +213,13 @@ def test_the_text_says_what_was_taken_and_what_is_unknown(tmp_path: Path) -> Non
     assert "Not measured:\n  the weather" in text
     assert "20 us + 200 GB/s" in text
     assert "3%" in text
+
+
+def test_what_lies_between_products_is_told_both_ways(tmp_path: Path) -> None:
+    ways = tuple(
+        Stream(operation=way, bytes=2**20, seconds=seconds)
+        for way, seconds in (("forward", 4e-5), ("backward", 6e-5))
+    )
+    text = measured_text(measured(devices.read(nvml.dgx_a100(), tmp_path), streams=ways))
+    assert "1.05 MB a call; forward, backward" in text
+    assert "40 us, 60 us" in text

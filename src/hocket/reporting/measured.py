@@ -58,6 +58,11 @@ def _compute(measured: Measured) -> str:
     copies = [one for one in measured.streams if one.operation == "copy"]
     for stream in copies:
         rows.append(("memory, copy", f"{format_bytes(stream.bytes / 2)} tensor", _bytes(stream)))
+    ways = ([s for s in measured.streams if s.operation == way] for way in ("forward", "backward"))
+    for there, back in zip(*ways, strict=False):
+        texts = [format_seconds(there.seconds), format_seconds(back.seconds)]
+        size = f"{format_bytes(there.bytes)} a call; forward, backward"
+        rows.append(("between products", size, ", ".join(texts)))
     for small in measured.dispatch:
         texts = [format_seconds(s) for s in (small.forward, small.recorded, small.backward) if s]
         rows.append(
