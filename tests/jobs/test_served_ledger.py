@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hocket.cli.main import main
-from hocket.jobs import ledger, served_ledger
+from hocket.jobs import ledger, ledger_tables
 from hocket.reporting.table import columns
 from hocket.spec.ledger import SERVED_FIGURES, Entry, ServedEntry
 from tests.jobs.test_ledger import entry
@@ -105,12 +105,11 @@ def test_the_command_shows_both(
     assert len(found["entries"]) == len(found["served"]) == 1
     assert found["served"][0]["measured"]["cache_tokens"] == 4096
     assert [row["group"] for row in found["served_errors"]] == ["dp", "all"]
-    assert served_ledger.text([], "axis", 5) == ""
 
 
 def test_columns_stay_under_each_other_whatever_names_are_written_in() -> None:
     names = ["한글모델", "plain", unicodedata.normalize("NFD", "모델"), "модель"]
-    said = ledger.text([entry(model=name) for name in names], 0, "model", 9).splitlines()
+    said = ledger_tables.text([entry(model=name) for name in names], 0, "model", 9).splitlines()
     for mark, count in (("10.0%", 5), ("dp2", 4)):
         places = [columns(line[: line.index(mark)]) for line in said if mark in line]
         assert len(places) == count

@@ -9,22 +9,17 @@ end together do not mix theirs; a line that a crash has torn is ended first and 
 from __future__ import annotations
 
 import dataclasses
-import datetime
-import hashlib
 import json
 import os
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from hocket.jobs.ledger_entries import of_run, of_server
 from hocket.spec.errors import HocketError, OptionError, unknown
-from hocket.spec.ledger import FIGURES, Entry, Figures, Line, ServedEntry
-
-if TYPE_CHECKING:
-    from hocket.reporting.record import Record
-    from hocket.spec.run import RunSpec
+from hocket.spec.ledger import FIGURES, Entry, Line, ServedEntry
 
 VARIABLE = "HOCKET_LEDGER"
 
@@ -55,7 +50,6 @@ def append(run: str | os.PathLike[str], others: float = 0.0) -> Line | None:
         HocketError: the folder holds no run.
         OSError: the ledger cannot be written.
     """
-    from hocket.jobs import served_ledger
     from hocket.reporting.record import read
     from hocket.reporting.served import is_served
 
@@ -64,7 +58,7 @@ def append(run: str | os.PathLike[str], others: float = 0.0) -> Line | None:
         return None
     folder = Path(run)
     entry: Line | None
-    entry = served_ledger.entry_of(folder) if is_served(folder) else entry_of(read(folder))
+    entry = of_server(folder) if is_served(folder) else of_run(read(folder))
     if entry is None:
         return None
     entry = dataclasses.replace(entry, others=others)
@@ -95,69 +89,6 @@ def _append_whole(path: Path, line: bytes) -> None:
             line = line[os.write(descriptor, line) :]
     finally:
         os.close(descriptor)  # and with it the lock
-
-
-def entry_of(record: Record) -> Entry | None:
-    """The line of one run; None where it took no step or its spec is gone."""
-    spec = record.spec
-    if spec is None or record.step_seconds is None:
-        return None
-    fullest = max((row["total"] for row in record.memory), default=None)
-    if fullest is None and record.measured is not None:
-        fullest = max(record.measured.peak_bytes, default=None)
-    pipelined = spec.layout.pp > 1
-    measured = Figures(
-        step_seconds=record.step_seconds,
-        memory=fullest,
-        bubble=record.measured.bubble if record.measured is not None and pipelined else None,
-    )
-    predicted = None
-    if record.forecast is not None:
-        predicted = Figures(
-            step_seconds=record.forecast.step_seconds,
-            memory=max(record.forecast.peak_bytes, default=None),
-            bubble=record.forecast.bubble if pipelined else None,
-        )
-    return Entry(
-        **told_by(spec, record.path),
-        steps=record.steps_done,
-        seq_len=spec.workload.seq_len,
-        global_batch=spec.workload.global_batch,
-        measured=measured,
-        predicted=predicted,
-    )
-
-
-def told_by(spec: RunSpec, folder: Path) -> dict[str, Any]:
-    """What every line holds besides figures, of a run that ends now."""
-    from hocket import __version__
-
-    words = machine_words(spec.options.device)
-    if spec.options.links is not None:
-        words += f", links as {spec.options.links}"
-    return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "version": __version__,
-        "run": str(folder.resolve()),
-        "command": spec.command,
-        "model": spec.model,
-        "layout": str(spec.layout),
-        "machine": words,
-        "fingerprint": hashlib.sha256(words.encode()).hexdigest()[:8],
-        "ranks": spec.layout.world_size,
-        "dtype": spec.workload.dtype,
-    }
-
-
-def machine_words(device: str = "auto") -> str:
-    """This machine in words: its GPUs where runs use them, else its cores."""
-    from hocket.jobs.probe import present
-
-    here = present(device)
-    cpu = f"{here.host.cores} cores of {here.host.cpu}"
-    names = [found.name for found in here.found.devices] if here.kind == "cuda" else []
-    gpus = [f"{names.count(name)} x {name}" for name in dict.fromkeys(names)]
-    return ", ".join([*gpus, cpu])
 
 
 # --- reading -------------------------------------------------------------------------------
@@ -239,78 +170,3 @@ def _row(name: str, entries: list[Line], figures: Sequence[str]) -> dict[str, An
             "bias": statistics.median(off) if off else None,
         }
     return row
-
-
-def text(
-    entries: list[Entry], torn: int, by: str, last: int, served: Sequence[ServedEntry] = ()
-) -> str:
-    """The ledger as tables: the errors by group, then the last runs; then the same of servers."""
-    from hocket.jobs import served_ledger
-    from hocket.reporting import table_text
-    from hocket.reporting.run_text import printable
-    from hocket.spec.units import format_bytes, format_seconds
-
-    path = ledger_file()
-    beside = served_ledger.text(served, by, last)
-    if not entries:
-        where = f"{path} holds no runs yet" if path else f"{VARIABLE} is empty: none is kept"
-        if served:
-            where = f"{path} holds no training runs yet"
-        return f"{where}\n" + beside + _torn(torn)
-    rows = []
-    for row in errors(entries, by):
-        line = [printable(row["group"]), row["runs"], row["predicted"]]
-        for figure in FIGURES:
-            line += off_by(row[figure], points=figure == "bubble")
-        rows.append(line)
-    headers = [by, "runs", "predicted", "step off by", "bias", "memory off by", "bias",
-               "bubble off by", "bias"]  # fmt: skip
-    table = table_text(headers, rows)
-    recent = []
-    for entry in entries[-last:] if last else []:
-        recent.append(
-            [
-                entry.date[:16].replace("T", " "),
-                printable(Path(entry.model).name),
-                entry.layout,
-                *both(entry, "step_seconds", format_seconds),
-                *both(entry, "memory", format_bytes),
-                f"{entry.others:.1f} cores" if entry.disturbed else "",
-            ]
-        )
-    told = table_text(
-        [
-            "ended (UTC)",
-            "model",
-            "layout",
-            "step",
-            "predicted",
-            "memory",
-            "predicted",
-            "disturbed by",
-        ],
-        recent,
-    )
-    return (
-        f"how far predictions were off, medians; runs on record: {len(entries)}, in {path}\n\n"
-        f"{table}\n" + (f"\nthe last of them\n\n{told}\n" if recent else "") + beside + _torn(torn)
-    )
-
-
-def _torn(torn: int) -> str:
-    return f"\n{torn} lines could not be read and are passed over\n" if torn else ""
-
-
-def off_by(found: dict[str, Any], *, points: bool = False) -> list[str]:
-    """The median error and the bias of a group's figure, in words."""
-    if found["error"] is None:
-        return ["", ""]
-    unit = " points" if points else "%"
-    return [f"{100 * found['error']:.1f}{unit}", f"{100 * found['bias']:+.1f}{unit}"]
-
-
-def both(entry: Line, figure: str, form: Callable[[float], str]) -> list[str]:
-    """A figure measured and predicted, in words."""
-    now = getattr(entry.measured, figure)
-    then = getattr(entry.predicted, figure) if entry.predicted is not None else None
-    return ["" if value is None else form(value) for value in (now, then)]
