@@ -36,6 +36,17 @@ def test_a_storage_counts_once_and_only_while_it_lives() -> None:
     live.close()
 
 
+def test_what_lives_at_the_start_counts_until_it_goes() -> None:
+    old = torch.zeros(KB)
+    live = LiveBytes(live=[old])
+    with live:
+        assert live.bytes == 4 * KB
+        del old
+        new = torch.zeros(KB)
+    assert (live.bytes, live.peak) == (new.nbytes, 4 * KB), "never both"
+    live.close()
+
+
 def test_saved_activations_live_until_backward() -> None:
     x = torch.randn(KB, requires_grad=True)
     live = LiveBytes([x])

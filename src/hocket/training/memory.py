@@ -92,9 +92,10 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known: Iterable[Tensor | None] = (),
         limit: int | None = None,
         full: Callable[[int], Exception] = MemoryError,
+        live: Iterable[Tensor | None] = (),
     ) -> None:
-        """Storages of the `known` tensors are not counted. A tensor that takes the count beyond
-        `limit` raises `full(bytes)`."""
+        """Storages of the `known` tensors are not counted, those of the `live` ones from the start.
+        A tensor that takes the count beyond `limit` raises `full(bytes)`."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.limit, self.full = limit, full
         self.peak = 0
@@ -105,9 +106,10 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # A thread of Gloo may be the last that holds a storage: what is gone is taken off the
         # count by the thread that counts.
         self._gone: deque[int] = deque()
-        for tensor in known:
-            if tensor is not None:
-                self._watch(tensor, counted=False)
+        for tensors, counted in ((known, False), (live, True)):
+            for tensor in tensors:
+                if tensor is not None:
+                    self._watch(tensor, counted=counted)
 
     def __torch_dispatch__(
         self,
@@ -256,19 +258,23 @@ class MemoryCount:
             standing = self._standing(0).total
             self._found = self._standing(max(0, peak - standing))
             return
-        gradients = [p.grad for p in self._parameters]
-        before = storage_bytes(gradients)
-        standing = self._standing(0).total
-        left = None if self.limit is None else self.limit - standing
-        known = [*self._parameters, *gradients, *self._optimizer_tensors()]
-        live = LiveBytes(known, left, lambda more: self._full(standing + more))
+        before = self._standing(0)
+        # Gradients of the step before are live until this one lets go of them.
+        others = before.total - before.gradients
+        left = None if self.limit is None else self.limit - others
+        live = LiveBytes(
+            [*self._parameters, *self._optimizer_tensors()],
+            left,
+            lambda more: self._full(others + more),
+            live=(p.grad for p in self._parameters),
+        )
         eager = torch.compiler.set_stance("force_eager") if self._compiled else nullcontext()
         with eager, live:
             yield
         live.close()
-        # Gradients that this step made were counted among the rest, and are not of it.
-        made = storage_bytes(p.grad for p in self._parameters) - before
-        self._found = self._standing(max(0, live.peak - max(0, made)))
+        # Gradients were counted among the rest, and are not of it.
+        left_behind = storage_bytes(p.grad for p in self._parameters)
+        self._found = self._standing(max(0, live.peak - left_behind))
 
     def require(self, held: int) -> None:
         """Raise RankMemoryError where `held` bytes are more than the rank may hold."""
