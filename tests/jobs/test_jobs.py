@@ -105,9 +105,10 @@ def test_resume_gives_the_same_losses(
         (["--seq-len", "64"], "seq_len is 64"),
         (["--lr", "0.1"], "lr is 0.1"),
         (["--steps", "5"], "steps is 5"),
+        (["--steps", "8", "--memory-per-rank", "0.1MB"], "needs 10.1 MB of 100 KB"),
     ],
 )
-def test_resume_refuses_what_would_change_the_result(
+def test_a_refused_resume_leaves_the_run_as_it_was(
     run: Path, flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = (run / "run.json").read_text()

@@ -13,6 +13,7 @@ import contextlib
 import json
 import shutil
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hocket.jobs import (
@@ -60,13 +61,15 @@ def train(request: Request, *, on_event: Listener | None = None) -> Summary:
     context = joined()
     record = Record(on_event)
     if context is not None:
-        return _join(request, context, record)
+        with unresumed_is_as_it_was(request, mine=context.rank == 0):
+            return _join(request, context, record)
     foresight.checked(request.cluster)
     if request.options.resume:
-        folder, spec = prepare.resume(request)
-        with Launcher(spec.options.device, spec.options.threads, preload=PRELOAD) as launcher:
-            record.phase("starting ranks")
-            return launch(launcher, folder, spec, record, cluster=request.cluster)
+        with unresumed_is_as_it_was(request):
+            folder, spec = prepare.resume(request)
+            with Launcher(spec.options.device, spec.options.threads, preload=PRELOAD) as launcher:
+                record.phase("starting ranks")
+                return launch(launcher, folder, spec, record, cluster=request.cluster)
     job = prepare.plan(request)
     folder = prepare.run_folder(request)
     with (
@@ -277,3 +280,25 @@ def unstarted_is_no_run(
             if fresh:
                 shutil.rmtree(folder.path, ignore_errors=True)
         raise
+
+
+@contextlib.contextmanager
+def unresumed_is_as_it_was(request: Request, *, mine: bool = True) -> Iterator[None]:
+    """Within, a run that is resumed and ends before its next step keeps the options it had: one
+    that was refused must not be refused the next time."""
+    if not (mine and request.options.resume and request.run is not None):
+        yield
+        return
+    folder = RunFolder(request.run)
+    before = folder.spec_file.read_text() if folder.spec_file.is_file() else None
+    steps = _size(folder.metrics_file)
+    try:
+        yield
+    except BaseException:
+        if before is not None and _size(folder.metrics_file) == steps:
+            write_text(folder.spec_file, before)
+        raise
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.is_file() else 0
