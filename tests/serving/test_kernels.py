@@ -16,7 +16,8 @@ from hocket.serving.engine.fused import fuse  # noqa: E402
 from hocket.serving.engine.fused_layer import fuse_layers  # noqa: E402
 from hocket.serving.engine.native import library  # noqa: E402
 from hocket.serving.engine.native.kernels import Kernels, fits  # noqa: E402
-from hocket.serving.engine.projections import merge_projections  # noqa: E402
+from hocket.serving.engine.products import choose_products  # noqa: E402
+from hocket.serving.engine.projections import lay_inputs_first, merge_projections  # noqa: E402
 from tests.families import FAMILIES, whole_model  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(60)]
@@ -225,6 +226,23 @@ def served_model(family: str, kernels: Kernels) -> Any:
 def test_layers_are_replaced_where_they_compute_the_same(kernels: Kernels, family: str) -> None:
     replaced = fuse_layers(served_model(family, kernels), kernels)
     assert replaced == (4 if family in ("llama_tied", "mistral") else 0)
+
+
+def test_layers_whose_sums_nearly_cancel_are_replaced(kernels: Kernels) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=768, intermediate_size=2048, num_hidden_layers=2,
+        num_attention_heads=12, num_key_value_heads=4, initializer_range=0.06,
+    )  # fmt: skip
+    made: Any = LlamaForCausalLM(config).eval().requires_grad_(False)
+    made.config._attn_implementation = attention.NAME
+    merge_projections(made)
+    lay_inputs_first(made)
+    choose_products(made, kernels, tried=False)
+    fuse(made, kernels)
+    assert fuse_layers(made, kernels) == 2
 
 
 def test_a_layer_that_computes_something_else_is_left(kernels: Kernels) -> None:

@@ -151,7 +151,7 @@ def _fuse_layer(child: Any, kernels: Kernels) -> bool:
     attended = probe.attend(child, query, key, merged[:, sum(heads[:2]) :], probe.options)
     h = _added(x[0], attended.reshape(3, -1), parts.out, ends[0])
     made = h + mlp(norms[1].forward(h.unsqueeze(0)))[0]
-    if not same(made.unsqueeze(0), expected):
+    if not same(made.unsqueeze(0), expected, summed=True):
         return False
     swap(child, _Layer)
     child.parts = parts
