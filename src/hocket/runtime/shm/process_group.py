@@ -176,6 +176,16 @@ class ShmProcessGroup(_ProcessGroup):
     def _device_types(self) -> list[torch.device]:
         return [torch.device("cpu")]
 
+    @property
+    def segment(self) -> Segment:
+        """The memory that the ranks share, and their processes."""
+        return self._segment
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a collective may wait."""
+        return self._cells.timeout
+
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         self._cells.timeout = self._channels.timeout = timeout.total_seconds()
 

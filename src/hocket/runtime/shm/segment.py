@@ -3,6 +3,7 @@
     page 0..    process ids, doorbells, progress, counters and signatures of cells, channel heads
     cells       NUM_CELLS x n slots of SLOT bytes     what collectives pass through
     rings       n x n of RING bytes                   what send and receive pass through
+    parts       2 x n of PART bytes                   what compiled code of others sums, if any
 
 It is a file without a name (memfd): nothing is left in /dev/shm after a kill, its size is not
 bound to that of /dev/shm, and pages cost memory only once touched.
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 NUM_CELLS = 8
 LINE = 64  # bytes of a cache line: words of different writers stay apart
 CHANNEL = 4 * LINE
+PART = 1 << 20  # bytes of a sum that compiled code takes: a step's hidden states while decoding
 
 
 def sizes(num_ranks: int) -> tuple[int, int]:
@@ -46,7 +48,8 @@ class Segment:
         counters: byte offset of a cell's two arrival counters, a line each.
         room: index (32-bit) of the word that is rung when cells become free; the flag that asks
             for it lies a line behind, the word nobody waits on another line behind.
-        channels, slots, rings: byte offsets.
+        channels, slots, rings, parts: byte offsets.
+        told: byte offset of n lines that belong to the parts; the group itself uses neither.
     """
 
     def __init__(self, store: Store, rank: int, num_ranks: int) -> None:
@@ -67,10 +70,13 @@ class Segment:
         offset = _up(offset + 8 * n * NUM_CELLS)
         self.channels = offset
         offset += CHANNEL * n * n
+        self.told = offset
+        offset += LINE * n
         self.head_size = _up(offset, mmap.PAGESIZE)
         self.slots = self.head_size
         self.rings = self.slots + NUM_CELLS * n * self.slot_size
-        self.size = self.rings + n * n * self.ring_size
+        self.parts = self.rings + n * n * self.ring_size
+        self.size = self.parts + 2 * n * PART
         self._fd = -1
         fd = self._create(store) if rank == 0 else self._open(store)
         try:

@@ -39,6 +39,11 @@ def expect_ranks(num_ranks: int) -> None:
     _num_ranks = max(_num_ranks, num_ranks)
 
 
+def crowded() -> bool:
+    """Whether more ranks than cores are known on this machine."""
+    return _num_ranks > _num_cores
+
+
 def until(
     ready: Callable[[], bool],
     word: Callable[[], tuple[int, int, futex.Nap]],
@@ -72,7 +77,7 @@ def until(
 
 def look(words: memoryview, index: int, value: int) -> bool:
     """Look at a word for some microseconds, where a core can be spared; whether it is `value`."""
-    if _num_ranks > _num_cores:
+    if crowded():
         return bool(words[index] == value)
     for _ in range(_LOOKS):  # noqa: SIM110  any() is three times slower
         if words[index] == value:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -16,13 +18,15 @@ class VocabParallelEmbedding(nn.Embedding):
 
     Input [B, S] token ids, output [B, S, H] summed over the ranks: a token is zero everywhere but
     where its row lies. With `slices` the output is this rank's slice of the sum, [B, S / tp, H].
-    Made by class swap; a subclass of `nn.Embedding` keeps its own forward.
+    `summed`: another way to sum, that needs no gradient. Made by class swap; a subclass of
+    `nn.Embedding` keeps its own forward.
     """
 
     axis: Axis
     recorder: Recorder
     start: int
     slices: bool = False
+    summed: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         rows = self.weight.shape[0]
@@ -39,6 +43,8 @@ class VocabParallelEmbedding(nn.Embedding):
             out = out.masked_fill_(foreign.unsqueeze(-1), 0)
         if self.slices:
             return scatter_sum(out, self.axis, self.recorder)
+        if self.summed is not None:
+            return self.summed(out)
         return reduce_in_place(out, self.axis, self.recorder)
 
 

@@ -136,11 +136,12 @@ class RowParallelLinear(_ParallelLinear):
 
     Input [..., in of this rank], or [..., in] if the plan says `scatter_input`; output [..., out],
     summed over the ranks; the bias is added once, after the sum. With `slices` the output is this
-    rank's slice of the sequence.
+    rank's slice of the sequence. `summed`: another way to sum, that needs no gradient.
     """
 
     scatter: Shards | None
     slices: bool = False
+    summed: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         if self.streams is not None and self.training:
@@ -150,6 +151,8 @@ class RowParallelLinear(_ParallelLinear):
         y = self._linear(input, None)
         if self.slices:
             y = scatter_sum(y, self.axis, self.recorder)
+        elif self.summed is not None:
+            y = self.summed(y)
         else:
             y = reduce_in_place(y, self.axis, self.recorder)
         return y if self.bias is None else y + self.bias

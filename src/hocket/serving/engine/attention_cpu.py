@@ -32,6 +32,7 @@ from hocket.serving.engine.attention_chunks import attend, attend_chunk, gathere
 from hocket.serving.engine.attention_step import StepIndices
 from hocket.serving.engine.cache import PagedCache
 from hocket.serving.engine.native.kernels import Kernels, fits
+from hocket.serving.engine.whole_layer import DecodeStep, WholeLayer
 
 _RUN_BYTES = 64 << 10
 """Keys that lie side by side and are worth a product of their own; fewer are copied together."""
@@ -109,6 +110,7 @@ class CpuAttention:
         self._kernels = kernels
         self._remembered: Remembered = {} if remembered is None else remembered
         self._layer = 0
+        self._decode_step: DecodeStep | None = None
         self._pairs: dict[int | None, _Pairs] = {}
         self._rows: dict[int, Tensor] = {}
 
@@ -160,6 +162,26 @@ class CpuAttention:
             own = (query[:, :, where], key[:, :, where], value[:, :, where])
             out[where] = attend_chunk(chunk, own, keys, values, options)
         return out.unsqueeze(0)
+
+    def whole_layer(
+        self, layer: WholeLayer, hidden: Tensor, positions: tuple[Tensor, Tensor]
+    ) -> Tensor | None:
+        """`hidden` [1, T, H] after a layer, in one call; None, and nothing has happened, where a
+        part of it is done otherwise.
+
+        Args:
+            positions: cosine and sine [1, T, D], contiguous.
+        """
+        keys, values = self.cache.keys[self._layer], self.cache.values[self._layer]
+        if self._kernels is None or self.step.chunks or not layer.takes(hidden.shape[1]):
+            return None
+        if not fits(hidden, keys, values) or not hidden.is_contiguous():
+            return None
+        self._layer += 1
+        step = self._decode_step
+        if step is None or not step.turned_by(*positions):
+            step = self._decode_step = DecodeStep(self.step, *positions)
+        return layer(hidden, step, keys, values)
 
     def attend_merged(
         self,

@@ -11,9 +11,9 @@
 
 That is what Llama's layers compute, and those of the families that were made after it. With few
 rows a step's time is mostly that of the calls between its products: sixty of them a layer in the
-family's own code. A layer is replaced only if it gives the same numbers as that code, and hands the
-same queries, keys and values to its attention. Tensor ranks try it together: the sums between them
-are the module's own, of which both ways have as many.
+family's own code. Where rows decode, one call may do all of it (`whole_layer`). A layer is replaced
+only if it gives the same numbers as that code, and hands the same queries, keys and values to its
+attention. Tensor ranks try it together: all ways have as many sums between them.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from hocket.serving.engine.fused import Gated, Norm, hooked, same, swap
 from hocket.serving.engine.native.kernels import Kernels, fits
 from hocket.serving.engine.products import ChosenLinear, Product
 from hocket.serving.engine.projections import Merged, MergedLinear
+from hocket.serving.engine.sums import Sums
+from hocket.serving.engine.whole_layer import WholeLayer
 
 _ENDS = (nn.Linear, ChosenLinear, RowParallelLinear)
 _MOST_ROWS = 256
@@ -39,7 +41,7 @@ _MOST_ROWS = 256
 them in pieces."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class _Parts:
     """What a layer is made of.
 
@@ -49,6 +51,7 @@ class _Parts:
         options: what its attention asks for.
         out, down: products that are added to the residual at once, or weights [in, out] of such;
             None: the module's own way is taken, since it has a bias or is split.
+        whole: all of it for rows that decode; None: a product of it is torch's.
     """
 
     kernels: Kernels
@@ -58,6 +61,7 @@ class _Parts:
     options: Options
     out: Product | Tensor | None
     down: Product | Tensor | None
+    whole: WholeLayer | None = None
 
 
 class _Layer(nn.Module):
@@ -84,6 +88,10 @@ class _Layer(nn.Module):
             return None
         if not (cos.is_contiguous() and sin.is_contiguous()):
             return None
+        if parts.whole is not None:
+            found = step.whole_layer(parts.whole, h, positions)
+            if found is not None:
+                return found
         merged = parts.qkv.product(self.input_layernorm.forward(h), parts.qkv.bias)
         attended = step.attend_merged(merged[0], positions, parts.heads, parts.options)
         if attended is None:
@@ -143,7 +151,9 @@ def _fuse_layer(child: Any, kernels: Kernels) -> bool:
         return False
     if probe.options is None or probe.options.softcap or not isinstance(expected, Tensor):
         return False
-    parts = _Parts(kernels, qkv, gate_up, heads, probe.options, *(_end(one) for one in ends))
+    out, down = (_end(one) for one in ends)
+    parts = _Parts(kernels, qkv, gate_up, heads, probe.options, out, down)
+    parts.whole = _whole(parts, norms, ends)
     # What the probe makes of query, key and value, of the same made here.
     merged = qkv.product(norms[0].forward(x), qkv.bias).view(1, 3, -1, size).transpose(1, 2)
     query, key = merged[:, : heads[0]], merged[:, heads[0] : heads[0] + heads[1]]
@@ -181,6 +191,31 @@ def _merged(parent: Any, names: tuple[str, ...]) -> Merged | None:
     found: Merged = parts[0].merged
     whole = [part.part for part in parts] == list(range(len(found.sizes)))
     return found if whole and all(part.merged is found for part in parts) else None
+
+
+def _whole(parts: _Parts, norms: list[Any], ends: list[Any]) -> WholeLayer | None:
+    """A layer's parts in one call; None where the kernel cannot do one of them."""
+    split = [isinstance(one, RowParallelLinear) for one in ends]
+    sums = getattr(ends[0], "summed", None)
+    if any(split) and not (all(split) and isinstance(sums, Sums)):
+        return None
+    if any(one.bias is not None or getattr(one, "scatter", None) is not None for one in ends):
+        return None
+    merged, gate_up = parts.qkv, parts.gate_up
+    out, down = (getattr(one, "held", None) for one in ends)
+    products: Any = (merged.product, out, gate_up.product, down)
+    halves = gate_up.sizes[0] == gate_up.sizes[1]
+    if not halves or not all(isinstance(one, Product) for one in products):
+        return None
+    return WholeLayer(
+        parts.kernels,
+        (norms[0], norms[1]),
+        products,
+        biases=(merged.bias, gate_up.bias),
+        heads=parts.heads,
+        options=parts.options,
+        sums=sums,
+    )
 
 
 def _end(linear: Any) -> Product | Tensor | None:

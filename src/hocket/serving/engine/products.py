@@ -42,13 +42,18 @@ _SPLIT = (ColumnParallelLinear, RowParallelLinear)
 
 Choice = tuple[bool, ...]
 """For each of the numbers of rows tried, whether the kernel is taken."""
+Lost = tuple[float, ...]
+"""For each of them, the seconds by which the kernel is slower than torch."""
 
 
 class Product:
     """What multiplies by one weight [out, in], which is stored as [in, out]."""
 
-    def __init__(self, weight: Tensor, kernels: Kernels, choice: Choice) -> None:
+    def __init__(
+        self, weight: Tensor, kernels: Kernels, choice: Choice, lost: Lost | None = None
+    ) -> None:
         self.weight, self.kernels, self.choice = weight, kernels, choice
+        self.lost = lost or (0.0,) * len(choice)
         self.turned = weight.t()
         self._depth = weight.shape[1]
 
@@ -105,21 +110,22 @@ def choose_products(
             found.append((child, child.weight.data))
     found = [(one, weight) for one, weight in found if _fits(weight)]
     shapes = {weight.shape for _, weight in found}
-    everything = (True,) * len(_ROWS)
+    everything = (True,) * len(_ROWS), (0.0,) * len(_ROWS)
     choices = dict.fromkeys(shapes, everything)
     if tried:
         choices = _choices([weight for _, weight in found], kernels, threads)
     count = 0
     for one, weight in found:
-        choice = choices[weight.shape]
+        choice, lost = choices[weight.shape]
         if not any(choice):
             continue
         count += 1
-        held = Product(weight, kernels, choice)
+        held = Product(weight, kernels, choice, lost)
         if isinstance(one, Merged):
             one.product = held  # type: ignore[method-assign, assignment]
         elif isinstance(one, _SPLIT):
             one.product = lambda x, _, held=held: held(x)
+            one.held = held  # type: ignore[assignment]
         else:
             one.__class__ = ChosenLinear
             one.held = held
@@ -136,14 +142,16 @@ def _fits(weight: Tensor) -> bool:
 @torch.inference_mode()
 def _choices(
     weights: list[Tensor], kernels: Kernels, threads: Callable[[int], int]
-) -> dict[torch.Size, Choice]:
-    """For each shape, for which numbers of rows the kernel takes no more time than torch.
+) -> dict[torch.Size, tuple[Choice, Lost]]:
+    """For each shape, for which numbers of rows the kernel takes no more time than torch, and how
+    much more it takes.
 
     As a step does, a pass goes over weights in their order; of a large model, over some of them and
     the beginning of each.
     """
     trial: list[tuple[torch.Size, Product]] = []
     seen: set[torch.Size] = set()
+    whole: dict[torch.Size, float] = {}  # weights as long as one, in those that are tried
     total = 0
     for weight in weights:
         if total >= _TRIED_WEIGHTS and weight.shape in seen:
@@ -151,9 +159,10 @@ def _choices(
         cut = weight[:, : max(1, _MOST_OF_ONE // weight.shape[0])]
         trial.append((weight.shape, Product(cut, kernels, (True,) * len(_ROWS))))
         seen.add(weight.shape)
+        whole[weight.shape] = whole.get(weight.shape, 0.0) + cut.numel() / weight.numel()
         total += cut.numel()
     alone = torch.get_num_threads()
-    choices: dict[torch.Size, Choice] = dict.fromkeys(seen, ())
+    choices: dict[torch.Size, tuple[Choice, Lost]] = dict.fromkeys(seen, ((), ()))
     for rows in _ROWS:
         torch.set_num_threads(threads(rows))
         best = [dict.fromkeys(seen, float("inf")) for _ in range(2)]
@@ -171,7 +180,8 @@ def _choices(
                 for shape, seconds in spent.items():
                     best[way][shape] = min(best[way][shape], seconds)
         for shape in seen:
+            (choice, lost), more = choices[shape], best[1][shape] - best[0][shape]
             faster = best[1][shape] <= _TIE * best[0][shape]
-            choices[shape] = (*choices[shape], faster)
+            choices[shape] = (*choice, faster), (*lost, more / whole[shape])
     torch.set_num_threads(alone)
     return choices

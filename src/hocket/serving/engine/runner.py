@@ -36,6 +36,7 @@ from hocket.serving.engine.projections import (
     unmerge_wasted,
 )
 from hocket.serving.engine.refusal import no_attention, refuse
+from hocket.serving.engine.sums import Sums, use_sums
 from hocket.serving.scheduling.step import StepPlan
 
 _WIDE = 1_500_000
@@ -109,6 +110,9 @@ class StageRunner:
             everywhere = torch.tensor([int(self._kernels is not None)])
             all_reduce(everywhere, mesh.axis("tp"), mesh.recorder, op="min")
             if self._kernels is not None and bool(everywhere):
+                sums = Sums.of(mesh.axis("tp"), mesh.recorder, self._kernels)
+                if sums is not None:
+                    use_sums(stage.module, sums)
                 fuse_layers(stage.module, self._kernels)
         self._remembered: Remembered = {}
 

@@ -44,6 +44,9 @@ class Kernels:
         self._attend_chunk = found.hocket_attend_chunk
         self._product = found.hocket_product
         self._largest = found.hocket_largest
+        self._sum = found.hocket_sum
+        self._layer = found.hocket_layer
+        self._layer_scratch = found.hocket_layer_scratch
         self._scratch = torch.empty(0)
 
     @staticmethod
@@ -218,6 +221,19 @@ class Kernels:
             added.stride(0) if added is not None and added.dim() == 2 else 0, out.data_ptr(),
         )  # fmt: skip
         return out
+
+    def sum(self, sums: int, x: Tensor, added: Tensor | None) -> int:
+        """Sum `x` over tensor ranks in place, plus `added` of as many entries, both contiguous;
+        `sums` is the address of what says how (`engine.sums`). Not 0: it failed."""
+        at = x.data_ptr()
+        more = None if added is None else added.data_ptr()
+        return int(self._sum(sums, at, x.numel(), more, at))
+
+    def layer(self, layer: int, step: Any, x: Tensor, out: Tensor) -> int:
+        """A whole layer (`engine.whole_layer`) of rows that decode, from `x` to `out`, contiguous
+        both; `layer` is the address of what it is made of. Not 0: a sum failed."""
+        step.known.scratch = self._room(self._layer_scratch(layer, step.rows, step.most))
+        return int(self._layer(layer, step.address, x.data_ptr(), out.data_ptr()))
 
     def largest(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The largest entry of each row of `x` [N, V] and its id, of equals the first: [N] and

@@ -1,8 +1,8 @@
-"""Library: `kernels.c`, compiled for this machine when it is first wanted, and kept.
+"""Library: `kernels.c` and `layer.c`, compiled for this machine when it is first wanted, and kept.
 
     $XDG_CACHE_HOME/hocket/kernels/HASH.so, else ~/.cache/hocket/kernels/HASH.so
 
-The hash is of the source, the compiler's version, the flags and the processor's features, so that
+The hash is of the sources, the compiler's version, the flags and the processor's features, so that
 a home directory may be shared. Compiling takes two seconds, once; whoever comes meanwhile compiles
 too, and the last one's file stands, whole at every moment. Where no C compiler is found, where it
 fails, or with HOCKET_KERNELS=0, there is no library, and PyTorch computes the same.
@@ -23,7 +23,7 @@ from pathlib import Path
 
 VARIABLE = "HOCKET_KERNELS"
 """0: compile and use no kernels."""
-SOURCE = Path(__file__).with_name("kernels.c")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "layer.c"))
 
 _SECONDS = 60.0
 # Sums may be reordered, or they would not be vectorised. That numbers are finite is not assumed,
@@ -48,7 +48,12 @@ _ARGUMENTS = {
     "hocket_attend_chunk": [_p, _i, _i, _p, _p, _p, *[_i] * 8, _f, _p, _p, _i, _p],
     "hocket_product": [_p, _i, _i, _p, _i, _i, _i, _p, _i, _p],
     "hocket_largest": [_p, _i, _i, _i, _p, _p],
+    "hocket_sum": [_p, _p, _i, _p, _p],
+    "hocket_layer": [_p, _p, _p, _p],
+    "hocket_layer_scratch": [_p, _i, _i],
 }
+_COUNTS = ("hocket_sum", "hocket_layer", "hocket_layer_scratch")
+"""Those that return a number; the others return nothing."""
 
 
 @functools.cache
@@ -65,7 +70,7 @@ def library() -> ctypes.CDLL | None:
         return None
     for name, arguments in _ARGUMENTS.items():
         function = getattr(found, name)
-        function.argtypes, function.restype = arguments, None
+        function.argtypes, function.restype = arguments, _i if name in _COUNTS else None
     return found
 
 
@@ -95,7 +100,8 @@ def _built(compiler: list[str]) -> Path:
         [*compiler, "--version"], capture_output=True, timeout=_SECONDS, check=True
     ).stdout
     flags = [*_FLAGS, _WIDE] if "avx512f" in _features() else list(_FLAGS)
-    known = [SOURCE.read_bytes(), version, " ".join(flags).encode(), _features().encode()]
+    sources = [source.read_bytes() for source in SOURCES]
+    known = [*sources, version, " ".join(flags).encode(), _features().encode()]
     digest = hashlib.sha256(b"\0".join(known)).hexdigest()[:24]
     file = folder() / f"{digest}.so"
     if not file.exists():
@@ -103,7 +109,7 @@ def _built(compiler: list[str]) -> Path:
         with tempfile.TemporaryDirectory(dir=file.parent) as aside:
             made = Path(aside) / "kernels.so"
             subprocess.run(
-                [*compiler, *flags, str(SOURCE), "-o", str(made)],
+                [*compiler, *flags, *map(str, SOURCES), "-o", str(made)],
                 capture_output=True,
                 timeout=_SECONDS,
                 check=True,
