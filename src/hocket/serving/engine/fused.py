@@ -182,17 +182,11 @@ def hooked(child: nn.Module) -> bool:
     return bool(child._forward_pre_hooks or child._forward_hooks)
 
 
-def same(one: Tensor, other: object, *, summed: bool = False) -> bool:
-    """Whether two ways gave the same numbers, but for rounding.
-
-    `summed`: entries are sums of many products, some of which nearly cancel: what is rounded is as
-    large as the largest entry, not as the one that is left.
-    """
+def same(one: Tensor, other: object) -> bool:
+    """Whether two ways gave the same numbers, but for rounding."""
     if not isinstance(other, Tensor) or one.shape != other.shape or one.dtype != other.dtype:
         return False
-    size = other.abs()
-    size = size.max() if summed else size
-    return bool(((one - other).abs() <= _CLOSE * size.clamp_min(1)).all())
+    return bool(((one - other).abs() <= _CLOSE * other.abs().clamp_min(1)).all())
 
 
 def swap(child: nn.Module, kind: type[nn.Module]) -> None:

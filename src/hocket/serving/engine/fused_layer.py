@@ -28,7 +28,7 @@ from hocket.runtime.tensor_parallel.layers import RowParallelLinear
 from hocket.serving.engine import attention
 from hocket.serving.engine.attention import Options
 from hocket.serving.engine.attention_cpu import CpuAttention
-from hocket.serving.engine.fused import Gated, Norm, hooked, same, swap
+from hocket.serving.engine.fused import Gated, Norm, hooked, swap
 from hocket.serving.engine.native.kernels import Kernels, fits
 from hocket.serving.engine.products import ChosenLinear, Product
 from hocket.serving.engine.projections import Merged, MergedLinear
@@ -39,6 +39,9 @@ _ENDS = (nn.Linear, ChosenLinear, RowParallelLinear)
 _MOST_ROWS = 256
 """Tokens up to which gate and up are computed here; of more, by the layer's own module, which takes
 them in pieces."""
+_CLOSE = 2e-5
+"""Differences over the root mean square of a layer's result, in which sums of thousands of products
+were added in two orders: 3e-6 with 4096 inputs and 14336 between."""
 
 
 @dataclasses.dataclass
@@ -161,11 +164,18 @@ def _fuse_layer(child: Any, kernels: Kernels) -> bool:
     attended = probe.attend(child, query, key, merged[:, sum(heads[:2]) :], probe.options)
     h = _added(x[0], attended.reshape(3, -1), parts.out, ends[0])
     made = h + mlp(norms[1].forward(h.unsqueeze(0)))[0]
-    if not same(made.unsqueeze(0), expected, summed=True):
+    if not _same(made.unsqueeze(0), expected):
         return False
     swap(child, _Layer)
     child.parts = parts
     return True
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether two ways to compute a layer gave the same, but for the order of their sums."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return bool((one - other).abs().max() <= _CLOSE * other.square().mean().sqrt())
 
 
 class _Probe:
