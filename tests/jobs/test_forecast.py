@@ -14,7 +14,7 @@ from hocket.jobs import forecast, machine
 from hocket.jobs.request import request
 from hocket.spec.measured import Line, Measured
 from hocket.spec.run import RunFolder
-from tests.families import LLAMA
+from tests.families import FAMILIES, LLAMA
 from tests.jobs.warm import warm  # noqa: F401  a fixture
 from tests.planning.test_machine_forecast import measured
 from tests.rotation import part
@@ -212,6 +212,49 @@ def test_messages_of_adapters_are_foretold_to_the_byte(
     folder = RunFolder(tmp_path / "run")
     found = forecast.read(folder)
     assert found is not None
+    recorded = json.loads(folder.communication_file.read_text())["total"]
+    assert list(found[0].collectives) == [row for row in recorded if row["phase"] != "other"]
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Models whose layers do not end in a product: dropout follows it, or a norm."""
+    from hocket.training.tokenizer import byte_tokenizer
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    configs = {
+        "gpt2": {**FAMILIES["gpt2"], "vocab_size": 260, "n_layer": 3},
+        "gemma2": {**LLAMA, **sizes, "model_type": "gemma2", "vocab_size": 260, "head_dim": 8},
+    }
+    found = {}
+    for name, values in configs.items():
+        folder = tmp_path_factory.mktemp(name)
+        (folder / "config.json").write_text(json.dumps(values))
+        byte_tokenizer().save(folder)
+        found[name] = str(folder)
+    return found
+
+
+@pytest.mark.ranks
+@pytest.mark.usefixtures("warm")
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("model", "layout"), list(itertools.product(("gpt2", "gemma2"), TENSOR_LAYOUTS))
+)
+def test_messages_are_foretold_where_no_product_ends_a_layer(
+    tmp_path: Path, text: str, cluster: str, ended: dict[str, str], model: str, layout: str
+) -> None:
+    """A layer that is run again sums its last product again too, if something that follows it
+    saves its result for backward."""
+    code = main(
+        ["train", ended[model], "--data", text, "--layout", layout, *SMALL, "--cluster", cluster,
+         "--run", str(tmp_path / "run")]
+    )  # fmt: skip
+    assert code == 0
+    folder = RunFolder(tmp_path / "run")
+    found = forecast.read(folder)
+    assert found is not None
+    assert found[0].known, found[0].why
     recorded = json.loads(folder.communication_file.read_text())["total"]
     assert list(found[0].collectives) == [row for row in recorded if row["phase"] != "other"]
 

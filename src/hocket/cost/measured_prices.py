@@ -144,19 +144,20 @@ class Job:
                 backward += 1
                 split_loss = True
         again = self.again(stage, "full") if tp > 1 else []
-        repeated = sum(
-            p.split == "row" and not p.beside
+        rows = [
+            p
             for kind in again
             for p in self.shape.blocks[kind].products
-        )
-        repeated = max(0, repeated - len(again))
+            if p.split == "row" and not p.beside
+        ]
+        repeated = sum(not p.ends for p in rows)
         entries, exits = self._untouched(blocks) if tp > 1 else (0, 0)
         sums: dict[str, Any] = {
             "forward_sums": forward, "repeated_sums": repeated,
             "backward_sums": backward - entries,
         }  # fmt: skip
         if tp > 1 and self.layout.sequence_parallel:
-            one, entered = (self.shape.hidden,), repeated + len(again)
+            one, entered = (self.shape.hidden,), len(rows)
             # Inputs are gathered once more for the gradients of what is not frozen.
             inputs = 0 if self.adapted else backward
             sums = {

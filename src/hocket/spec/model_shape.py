@@ -47,6 +47,8 @@ class MatrixProduct:
         frozen: its matrix is not trained, and backward leaves out the matrix's gradient.
         beside: it runs beside another product (LoRA), whose communication is its own too; where
             `split` is `outside` it sees all tokens, also under sequence parallelism.
+        ends: it is done after the last tensor that its block saves for backward: a block that is
+            run again stops before it is, and what it would sum over ranks is not summed again.
     """
 
     name: str
@@ -58,6 +60,7 @@ class MatrixProduct:
     input: str = ""
     frozen: bool = False
     beside: bool = False
+    ends: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,9 @@ class Costs(Graph):
     def products(self) -> tuple[MatrixProduct, ...]:
         """Every product with a weight, in order."""
         found = []
+        # Stacked experts are done when their module is, with the last of its products.
+        done = {op.path: at for at, op in enumerate(self.part.forward)}
+        last = {op.path: op for op in self.part.forward if op.kind == "product"}
         for op in self.part.forward:
             if op.kind != "product" or op.rows % TOKENS:
                 continue
@@ -36,6 +39,7 @@ class Costs(Graph):
                     count=op.rows / TOKENS,
                     groups=op.groups,
                     input=self.value_name(read[-1]) if read else "",
+                    ends=op is last[op.path] and done[op.path] >= self.part.last_save,
                 )
             )
         return tuple(found)

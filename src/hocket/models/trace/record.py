@@ -94,6 +94,8 @@ class Part:
     """Value to its bytes, of what autograd held."""
     inputs: list[Ref] = dataclasses.field(default_factory=list)
     outputs: list[Ref] = dataclasses.field(default_factory=list)
+    last_save: int = 0
+    """Operations that had run when autograd last saved something."""
     grads: list[Ref] = dataclasses.field(default_factory=list)
 
 
@@ -130,6 +132,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """Hook on what autograd saves."""
         key = _key(tensor)
+        if not self.in_backward:
+            self.part.last_save = len(self.part.forward)
         if key not in self.parameters and not self.in_backward:
             self.ref(tensor)
             self.part.saved[key] = tensor.untyped_storage().nbytes()
