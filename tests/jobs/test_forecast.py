@@ -196,6 +196,43 @@ def test_adapters_are_foretold_under_every_stage_of_zero(
 @pytest.mark.ranks
 @pytest.mark.usefixtures("warm")
 @pytest.mark.timeout(200)
+@pytest.mark.parametrize("adapters", [True, False])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "tp2",
+        "tp2:recompute=full",
+        "tp2:sequence_parallel=true",
+        "tp2:sequence_parallel=true,recompute=full",
+        "pp2.tp2:microbatches=2",
+        "pp2.tp2:microbatches=2,sequence_parallel=true",
+    ],
+)
+def test_memory_is_foretold_over_tensor_ranks(
+    tmp_path: Path, text: str, cluster: str, base: Path, layout: str, adapters: bool
+) -> None:
+    """Within 5%: key/value heads are saved as they are, the loss takes its tokens in as many rows
+    as a rank has, adapters keep whole sequences, and a layer that is run again late stands beside
+    the gradients of those after it."""
+    lora = ["--lora-rank", "4"] if adapters else []
+    code = main(
+        ["train", str(base), "--data", text, "--layout", layout, *lora, *SMALL,
+         "--cluster", cluster, "--run", str(tmp_path / "run")]
+    )  # fmt: skip
+    assert code == 0
+    folder = RunFolder(tmp_path / "run")
+    found = forecast.read(folder)
+    assert found is not None
+    counted = json.loads(folder.memory_file.read_text())
+    for row, seen in zip(found[0].memory, counted, strict=True):
+        for kind in ("parameters", "gradients", "optimizer"):
+            assert row[kind] == pytest.approx(seen[kind], rel=0.01), (kind, row, seen)
+        assert row["total"] == pytest.approx(seen["total"], rel=0.05), (row, seen)
+
+
+@pytest.mark.ranks
+@pytest.mark.usefixtures("warm")
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("targets", "layout"), part(list(itertools.product(TARGETS, TENSOR_LAYOUTS)), 3)
 )

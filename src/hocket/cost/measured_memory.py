@@ -7,6 +7,8 @@ what is counted as activations is the fullest moment less all gradients.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from hocket.cost.measured_prices import Job, resident_bytes
 from hocket.cost.measured_shares import (
     block_bytes,
@@ -71,7 +73,7 @@ def made(job: Job, index: int) -> int:
     working = {
         stage: backward_bytes(job, kind) + _whole_layer(job, stage) for stage, kind in kinds.items()
     }
-    scratch = min(SCRATCH, job.microbatch.tokens * job.shape.vocab * 4)
+    scratch = _scratch(job)
     if job.layout.zero > 1 and job.state_ranks > 1:
         return posted + _made_in_shares(job, index, held, put_off)
     now = most = posted
@@ -83,6 +85,8 @@ def made(job: Job, index: int) -> int:
                 most = max(most, now + (scratch if stage == last else 0))
             if part.kind in (BACKWARD, INPUT):
                 most = max(most, now + working[stage])
+            if part.kind == BACKWARD:
+                most = max(most, now - held[stage] + _at_its_first_layer(job, stage, gradients))
             if part.kind == BACKWARD and job.layout.dp > 1:
                 # A bucket is there whole with the first gradient that is copied into it.
                 most = max(most, now - ends[stage] + gradients.get(stage, 0))
@@ -93,6 +97,14 @@ def made(job: Job, index: int) -> int:
                 now -= held[stage] if part.kind == BACKWARD else put_off[stage]
                 most = max(most, now)
     return most
+
+
+def _scratch(job: Job) -> int:
+    """Bytes of the buffer in which the loss takes its tokens: of this rank's vocabulary rows."""
+    shape, head = job.shape, job.shape.blocks["head"]
+    split = any(p.split == "vocab" for p in head.products)
+    rows = -(-shape.vocab // job.layout.tp) if split else shape.vocab
+    return min(SCRATCH, job.microbatch.tokens * rows * 4)
 
 
 def _made_in_shares(job: Job, index: int, held: dict[int, int], put_off: dict[int, int]) -> int:
@@ -112,8 +124,7 @@ def _made_in_shares(job: Job, index: int, held: dict[int, int], put_off: dict[in
                 now += held[stage]
                 kept = kept_bytes(job, stage)
                 values = max(gathered_bytes(job, stage), kept)
-                scratch = min(SCRATCH, job.microbatch.tokens * job.shape.vocab * 4)
-                values = max(values, scratch + kept) if stage == last else values
+                values = max(values, _scratch(job) + kept) if stage == last else values
                 most = max(most, now + values)
             if part.kind in (BACKWARD, INPUT):
                 layers = [kind for kind in job.blocks(stage) if kind != "head"]
@@ -177,10 +188,25 @@ def backward_bytes(job: Job, kinds: list[str]) -> int:
 def _whole_layer(job: Job, stage: int) -> int:
     """What one layer saves while it is run again: of the largest, all are as one after another."""
     one = (
-        saved_bytes(job.shape, [kind], job.microbatch, job.element_bytes)
+        saved_bytes(job.shape, [kind], job.microbatch, job.element_bytes) + job.adapter_bytes(kind)
         for kind in dict.fromkeys(job.again(stage, "full"))
     )
     return max(one, default=0)
+
+
+def _at_its_first_layer(job: Job, stage: int, gradients: Mapping[int, int]) -> int:
+    """What a backward holds when it has come to a stage's first layer: what that layer saved, what
+    its backward makes, and the gradients of all others, if they are not there from before."""
+    kind = next((kind for kind in job.blocks(stage) if kind not in ("embedding", "head")), None)
+    if kind is None:
+        return 0
+    saved = saved_bytes(job.shape, [kind], job.microbatch, job.element_bytes)
+    saved += job.adapter_bytes(kind)
+    others = 0
+    if stage in gradients:
+        held = trained(weights(job.shape, [kind]))
+        others = gradients[stage] - GRADIENT_BYTES * sum(local(w, job.layout.tp) for w in held)
+    return saved + backward_bytes(job, [kind]) + others
 
 
 def _widest(job: Job, block: BlockShape) -> int:

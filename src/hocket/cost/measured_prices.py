@@ -112,7 +112,21 @@ class Job:
             kinds.remove(kind)
         inputs = len(self.again(stage, "full")) * self.stream_bytes
         saved = saved_bytes(self.shape, kinds, self.microbatch, self.element_bytes)
+        saved += sum(self.adapter_bytes(kind) for kind in kinds)
         return saved + inputs + (0 if last else self.stream_bytes)
+
+    def adapter_bytes(self, kind: str) -> int:
+        """What adapters of one block keep of whole sequences, where the rest keeps slices: the
+        gathered input of each split block, once, and what A returns."""
+        if not self.layout.sequence_parallel or self.layout.tp == 1:
+            return 0
+        products = self.shape.blocks[kind].products
+        beside = {p.name: p for p in products if p.beside}
+        thin = [beside[f"{p.name}.lora_A"] for p in products if f"{p.name}.lora_A" in beside]
+        inputs = {p.input or p.name: p.k * p.count for p in thin if p.split == "outside"}
+        elements = sum(inputs.values()) + sum(p.n * p.count for p in thin)
+        missing = elements * (self.layout.tp - 1) / self.layout.tp  # one slice is counted already
+        return round(missing * self.microbatch.tokens * self.element_bytes)
 
     def bounds(self) -> tuple[int, ...]:
         """Layers per stage, cut as the runtime cuts: a layer costs its parameters."""

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from hocket.models import skeleton
+from hocket.models.rows import one_sequence_each
 from hocket.models.trace.record import BATCH, SEQUENCE, Kernels, Part, Recorder
 from hocket.spec.errors import ModelError
 
@@ -57,7 +58,13 @@ def run(config: Any, dtype: torch.dtype = torch.bfloat16) -> Run:
     following = _Layers(recorder, parts, layers, kinds)
     watched = {f"{name}.{index}" for index in picked}
     try:
-        with fake, _watched(model, name, watched, recorder), following, recorder:
+        with (
+            fake,
+            one_sequence_each(),
+            _watched(model, name, watched, recorder),
+            following,
+            recorder,
+        ):
             with (
                 Kernels(recorder),
                 torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor),
