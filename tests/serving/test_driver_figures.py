@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from pathlib import Path
 
 from tests.serving.test_driver import limits, prompt, replica, request, slowly
@@ -24,5 +25,24 @@ def test_figures_tell_at_once_that_an_aborted_request_holds_nothing(tmp_path: Pa
                 async with asyncio.timeout(20):
                     while client.stats["running"] or client.stats["blocks_used"]:
                         await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+
+
+def test_figures_tell_that_a_request_whose_time_is_over_holds_nothing(tmp_path: Path) -> None:
+    """Its end may be told while its last step is still in flight, and that adds nothing to tell."""
+
+    async def main() -> None:
+        bounds = limits(depth=2)
+        async with replica(tmp_path, bounds, stages=2, before=slowly) as (client, _):
+            for number in range(8):  # the end falls at another place between two looks each time
+                asked = request(number, prompt(number, 5), 100)
+                asked = dataclasses.replace(asked, deadline=0.03 + 0.013 * number)
+                found = [output async for output in client.submit(asked)]
+                assert found[-1].finish == "deadline"
+                async with asyncio.timeout(5):
+                    while client.stats["running"] or client.stats["blocks_used"]:
+                        await asyncio.sleep(0.01)
+                assert client.stats["finished"] == number + 1
 
     asyncio.run(main())

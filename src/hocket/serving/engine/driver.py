@@ -91,7 +91,7 @@ class Driver:
         self._rows_in_flight = 0
         self._outputs: list[Output] = []
         self._draining = self._drained = self._stopped = False
-        self._freed = False  # an abort, which makes no output, has changed the figures
+        self._untold = False  # the figures have changed since the parent was told them
         self._last_beat = self._last_look = self._last_told = 0.0
         self._window = 0  # steps left to record
         self._wanted = 0  # steps of the next window
@@ -122,7 +122,8 @@ class Driver:
         now = self._clock()
         if now - self._last_look > LOOK:
             self._last_look = now
-            self._outputs += self.scheduler.expire(now)
+            self._outputs += (ended := self.scheduler.expire(now))
+            self._untold |= bool(ended)
             if now - self._last_beat > BEAT:
                 self._last_beat = now
                 self._beat()
@@ -148,6 +149,7 @@ class Driver:
         plan, batch, begun = self._begun.pop(result.number)
         self._rows_in_flight -= len(plan.rows)
         self._outputs += self.scheduler.apply(result, now)
+        self._untold = True
         self.measured.add(plan, batch, begun, self._clock())
 
     def _patience(self) -> float:
@@ -195,7 +197,7 @@ class Driver:
                     self._add(command["request"])
                 case "abort":
                     for name in command["ids"]:
-                        self._freed |= bool(self.scheduler.abort(name))
+                        self._untold |= bool(self.scheduler.abort(name))
                 case "drain":
                     self._draining, self._drained = True, False
                 case "stop":
@@ -245,11 +247,11 @@ class Driver:
         outputs, self._outputs = self._outputs, []
         drained = self._draining and not self._drained and self.scheduler.idle and not self._begun
         told = now - self._last_told > LOOK or drained
-        freed = self._freed and (told or self.scheduler.idle)
-        if outputs or freed or (told and self._begun):
+        stale = self._untold and (told or self.scheduler.idle)
+        if outputs or stale or (told and self._begun):
             event: Message = {"event": "outputs", "outputs": [one.to_json() for one in outputs]}
             if told or self.scheduler.idle:
-                self._last_told, self._freed = now, False
+                self._last_told, self._untold = now, False
                 event["stats"] = self._stats()
             self._emit(event)
         if drained:
