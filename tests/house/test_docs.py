@@ -68,6 +68,8 @@ def commands(page: Path) -> list[list[str]]:
 
 
 def fewer(words: list[str]) -> list[str]:
+    if "--resume" in words:  # which says how many more
+        return words
     return [
         FEW.get(words[at - 1], word) if at and words[at - 1] in FEW else word
         for at, word in enumerate(words)

@@ -101,7 +101,8 @@ def test_resume_gives_the_same_losses(
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--layout", "tp2"], "was started with dp2.tp2"),
+        (["--layout", "dp3"], "global batch of 8 does not divide over dp 3"),
+        (["--layout", "tp2"], "has taken all of its 6 steps"),
         (["--seq-len", "64"], "seq_len is 64"),
         (["--lr", "0.1"], "lr is 0.1"),
         (["--steps", "5"], "steps is 5"),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 from hocket.cli.main import main
+from hocket.reporting.payload import figures
 from hocket.reporting.record import on_all_ranks, read
 from hocket.reporting.run_text import report_text
 from hocket.schedules import build
@@ -155,3 +157,44 @@ def test_a_disturbed_probe_is_told(tmp_path: Path, load: float) -> None:
     machine = dataclasses.replace(made, host=dataclasses.replace(made.host, load=load))
     notes = read(make(tmp_path / "run", machine=machine)).notes
     assert any("1.2 of the 16 cores" in note for note in notes) == bool(load)
+
+
+def test_times_are_of_the_layout_that_the_run_has_now(tmp_path: Path) -> None:
+    from hocket.jobs.ledger_entries import of_run
+
+    run = make(tmp_path / "run", metrics={"mfu": 0.5})
+    folder = RunFolder(run)
+    plain = read(run)
+    now = str(plain.layout)
+    rows = [json.loads(line) for line in folder.metrics_file.read_text().splitlines()]
+    last = len(rows)
+
+    def laid(until: int, then: str = now) -> None:
+        """Steps up to one in another layout, slower."""
+        for row in rows:
+            early = row["step"] <= until
+            row.update({"layout": "dp9", "step_seconds": 3.0, "mfu": 0.1} if early else
+                       {"layout": then, "step_seconds": 0.2, "mfu": 0.5})  # fmt: skip
+        folder.metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    laid(0)
+    assert read(run).notes == ()
+    laid(4)
+    record = read(run)
+    assert record.stretches == (("dp9", 1, 4), (now, 5, last))
+    assert record.step_seconds == 0.2
+    assert {row["title"]: row["measured"] for row in figures(record)}["MFU"] == 0.5
+    assert len(record.column("loss")) == last
+    assert record.notes == (
+        f"steps 1 to 4 in dp9, steps 5 to {last} in {now}: times and memory are of the last",
+    )
+    (run / "earlier").mkdir()
+    assert "in dp9 (recorded in earlier/), steps 5" in report_text(read(run))
+    entry = of_run(record)
+    assert entry is not None
+    assert (entry.steps, entry.measured.step_seconds) == (last - 4, 0.2)
+    laid(last)  # ended before the first step in the new layout
+    record = read(run)
+    assert record.step_seconds is None
+    assert of_run(record) is None
+    assert record.notes[0] == f"no step was taken in {now} yet; steps 1 to {last} in dp9"

@@ -44,12 +44,18 @@ def of_run(record: Record) -> Entry | None:
         )
     return Entry(
         **_told_by(spec, record.path),
-        steps=record.steps_done,
+        steps=_steps(record),
         seq_len=spec.workload.seq_len,
         global_batch=spec.workload.global_batch,
         measured=measured,
         predicted=predicted,
     )
+
+
+def _steps(record: Record) -> int:
+    """Steps in the layout that the run has now, which its figures are of."""
+    _, first, last = record.stretches[-1]
+    return last - first + 1
 
 
 def of_server(folder: Path) -> ServedEntry | None:

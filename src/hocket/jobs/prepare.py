@@ -17,19 +17,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hocket.jobs import links, memory, precision
-from hocket.jobs.request import OPTION_FIELDS, WORKLOAD_FIELDS, Request
+from hocket.jobs.request import Request
 from hocket.jobs.validate import validate
-from hocket.spec.checkpoint import candidates
 from hocket.spec.errors import (
-    CheckpointError,
     DataError,
     ModelError,
     OptionError,
     RunFolderError,
     ScheduleError,
 )
-from hocket.spec.layout import DEGREES, Layout
-from hocket.spec.run import RunFolder, RunSpec, write_text
+from hocket.spec.layout import Layout
+from hocket.spec.run import RunFolder, RunSpec, TrainOptions, write_text
 from hocket.spec.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -38,13 +36,6 @@ if TYPE_CHECKING:
     from hocket.training.tokenizer import Tokenizer
 
 Progress = Callable[[int, int], None]
-
-_CHANGEABLE_ON_RESUME = frozenset(
-    {"steps", "resume", "eval_every", "eval_batches", "save_every", "timeline_step",
-     "timeline_steps", "device", "backend", "threads", "bucket_mb", "compile", "tensorboard",
-     "trust_remote_code", "timeout",
-     "links", "memory_per_rank"}
-)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,31 +58,15 @@ def plan(request: Request, *, world_size: int | None = None) -> Plan:
         HocketError: the model is unknown, the layout or the schedule does not fit, the data is
             not there.
     """
-    from hocket.launch.launcher import cuda_shows
     from hocket.models.source import resolve
-    from hocket.schedules.registry import build
     from hocket.training import data_sources, tokenizer
 
-    if request.options.device == "cuda" and not cuda_shows():
-        raise OptionError(
-            "--device cuda: torch sees no CUDA device on this machine", hint="--device cpu"
-        )
+    device_checked(request.options)
     source = resolve(request.model, trust_remote_code=request.options.trust_remote_code)
-    if request.auto and world_size is not None:
-        raise OptionError(
-            "--layout auto starts as many ranks as it chooses; another launcher has started "
-            f"{world_size} already",
-            hint="run it without torchrun, or give a --layout",
-        )
+    choice_checked(request, world_size)
     asked = Layout() if request.auto else request.layout  # chosen once the vocabulary is known
     layout = validate(source.dimensions, asked, request.workload, world_size=world_size)
-    assert layout.microbatches is not None
-    if "," in layout.schedule:
-        raise ScheduleError(
-            f"the path {layout.schedule!r} holds a comma, which separates a layout's fields",
-            hint="rename the schedule file",
-        )
-    schedule = build(layout, layout.microbatches)
+    schedule = scheduled(layout)
     if not request.auto:
         links.checked(request.options, layout, joined=world_size is not None)
     memory.checked(request.options)
@@ -113,6 +88,39 @@ def plan(request: Request, *, world_size: int | None = None) -> Plan:
     return Plan(request=request, source=source, layout=layout, schedule=schedule)
 
 
+def device_checked(options: TrainOptions) -> None:
+    """Refuse a device that is not there. Raises OptionError."""
+    from hocket.launch.launcher import cuda_shows
+
+    if options.device == "cuda" and not cuda_shows():
+        raise OptionError(
+            "--device cuda: torch sees no CUDA device on this machine", hint="--device cpu"
+        )
+
+
+def choice_checked(request: Request, world_size: int | None) -> None:
+    """Refuse to choose a layout for ranks that are there already. Raises OptionError."""
+    if request.auto and world_size is not None:
+        raise OptionError(
+            "--layout auto starts as many ranks as it chooses; another launcher has started "
+            f"{world_size} already",
+            hint="run it without torchrun, or give a --layout",
+        )
+
+
+def scheduled(layout: Layout) -> Schedule:
+    """The schedule of a layout with microbatches. Raises ScheduleError."""
+    from hocket.schedules.registry import build
+
+    assert layout.microbatches is not None
+    if "," in layout.schedule:
+        raise ScheduleError(
+            f"the path {layout.schedule!r} holds a comma, which separates a layout's fields",
+            hint="rename the schedule file",
+        )
+    return build(layout, layout.microbatches)
+
+
 def run_folder(request: Request) -> RunFolder:
     """The run folder asked for, or a new name under `runs/`.
 
@@ -129,11 +137,11 @@ def run_folder(request: Request) -> RunFolder:
             raise RunFolderError(
                 f"{folder.path} already holds a run: one that was ended before its first step, "
                 "or that is just starting",
-                hint=f"rm -r {folder.path}, or another name: --run {_free_name(folder.path)}",
+                hint=f"rm -r {folder.path}, or another name: --run {free_name(folder.path)}",
             )
         raise RunFolderError(
             f"{folder.path} already holds a run",
-            hint=f"--resume to continue it, or another name: --run {_free_name(folder.path)}",
+            hint=f"--resume to continue it, or another name: --run {free_name(folder.path)}",
         )
     if folder.path.exists() and not folder.path.is_dir():
         raise RunFolderError(f"{folder.path} is a file, not a folder", hint="--run runs/first")
@@ -148,7 +156,8 @@ def run_folder(request: Request) -> RunFolder:
     return folder
 
 
-def _free_name(path: Path) -> Path:
+def free_name(path: Path) -> Path:
+    """A folder's name with the first number that is free."""
     names = (path.with_name(f"{path.name}-{k}") for k in itertools.count(2))
     return next(name for name in names if not name.exists())
 
@@ -232,19 +241,28 @@ def packed(job: Plan, packing: str) -> Plan:
     return dataclasses.replace(job, request=dataclasses.replace(job.request, options=options))
 
 
-def placed(job: Plan, layout: Layout) -> Plan:
+def placed(
+    job: Plan,
+    layout: Layout,
+    *,
+    world_size: int | None = None,
+    schedule: Schedule | None = None,
+) -> Plan:
     """The job in another layout, with its schedule.
+
+    Args:
+        world_size: as `plan`.
+        schedule: of the layout, where it is not to be built.
 
     Raises:
         LayoutError, ScheduleError: the layout does not fit.
+        OptionError: the links, the dtype or an offload cannot be had in it.
     """
-    from hocket.schedules.registry import build
-
-    layout = validate(job.source.dimensions, layout, job.request.workload)
-    assert layout.microbatches is not None
-    links.checked(job.request.options, layout)
-    schedule = build(layout, layout.microbatches)
-    precision.checked(job.request.workload, job.request.options, layout, schedule)
+    options, workload = job.request.options, job.request.workload
+    layout = validate(job.source.dimensions, layout, workload, world_size=world_size)
+    links.checked(options, layout, joined=world_size is not None)
+    schedule = schedule or scheduled(layout)
+    precision.checked(workload, options, layout, schedule)
     return dataclasses.replace(job, layout=layout, schedule=schedule)
 
 
@@ -272,63 +290,3 @@ def spec_of(
         data=tuple(str(Path(path).resolve()) for path in request.data),
         command=command,
     )
-
-
-def resume(request: Request) -> tuple[RunFolder, RunSpec]:
-    """Continue a run: its own spec, with those of the given options that may change.
-
-    Raises:
-        RunFolderError: no run is there.
-        CheckpointError: it has no checkpoint, or an option was given that would change what the
-            run computes.
-    """
-    if request.run is None:
-        raise OptionError("--resume continues a run, and none was named", hint="--run DIR")
-    folder = RunFolder(request.run)
-    spec = folder.load()
-    if not any(folder.checkpoints.glob("step-*")):
-        raise CheckpointError(
-            f"{folder.path} holds no checkpoint to resume from",
-            hint=f"a new run: --run {_free_name(folder.path)}, with --save-every to have some",
-        )
-    asked = {**_fields(request), "layout": request.layout.axes_text()}
-    held = {**_fields(spec), "layout": spec.layout.axes_text()}
-    # The degrees are compared together, as the layout's axes.
-    kept = set(DEGREES) | ({"layout"} if request.auto else set())
-    for name in sorted((request.given & asked.keys()) - kept):
-        if name not in _CHANGEABLE_ON_RESUME and asked[name] != held[name]:
-            raise CheckpointError(
-                f"{name} is {asked[name]}; the run in {folder.path} was started with "
-                f"{held[name]}, and this would change what it computes",
-                hint=f"leave --{name.replace('_', '-')} out, or start a new run",
-            )
-    steps = request.options.steps if "steps" in request.given else spec.options.steps
-    newest = next((int(p.name.split("-")[1]) for p in candidates(folder.checkpoints)), 0)
-    if steps < newest:
-        raise CheckpointError(
-            f"steps is {steps}; the run in {folder.path} holds a checkpoint of step {newest}",
-            hint=f"--steps {max(newest, spec.options.steps)}",
-        )
-    changed = {
-        name: getattr(request.options, name)
-        for name in request.given & _CHANGEABLE_ON_RESUME
-        if name != "resume"
-    }
-    spec = dataclasses.replace(
-        spec, options=dataclasses.replace(spec.options, **changed, resume=True)
-    )
-    write_text(folder.spec_file, spec.to_json())
-    return folder, spec
-
-
-def _fields(job: Request | RunSpec) -> dict[str, Any]:
-    layout = {
-        field.name: getattr(job.layout, field.name)
-        for field in dataclasses.fields(Layout)
-        if field.name != "microbatches" or job.layout.microbatches is not None
-    }
-    return {
-        **layout,
-        **{name: getattr(job.workload, name) for name in WORKLOAD_FIELDS},
-        **{name: getattr(job.options, name) for name in OPTION_FIELDS},
-    }

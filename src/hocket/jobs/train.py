@@ -10,10 +10,10 @@ the run folder, the others wait for it.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import shutil
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hocket.jobs import (
@@ -26,6 +26,7 @@ from hocket.jobs import (
     precision,
     prepare,
     report,
+    resume,
     topology,
     weights,
 )
@@ -61,15 +62,17 @@ def train(request: Request, *, on_event: Listener | None = None) -> Summary:
     context = joined()
     record = Record(on_event)
     if context is not None:
-        with unresumed_is_as_it_was(request, mine=context.rank == 0):
+        with resume.unresumed_is_as_it_was(request, record, mine=context.rank == 0):
             return _join(request, context, record)
     foresight.checked(request.cluster)
     if request.options.resume:
-        with unresumed_is_as_it_was(request):
-            folder, spec = prepare.resume(request)
-            with Launcher(spec.options.device, spec.options.threads, preload=PRELOAD) as launcher:
-                record.phase("starting ranks")
-                return launch(launcher, folder, spec, record, cluster=request.cluster)
+        with resume.unresumed_is_as_it_was(request, record):
+            found = resume.plan(request)
+            options = found.job.request.options
+            with Launcher(options.device, options.threads, preload=PRELOAD) as launcher:
+                spec = resumed(found, record, launcher=launcher)
+                summary = launch(launcher, found.folder, spec, record, cluster=request.cluster)
+        return _told(summary, request, record)
     job = prepare.plan(request)
     folder = prepare.run_folder(request)
     with (
@@ -83,8 +86,13 @@ def train(request: Request, *, on_event: Listener | None = None) -> Summary:
             record,
             cluster=request.cluster,
         )
+    return _told(summary, request, record)
+
+
+def _told(summary: Summary, request: Request, record: Record) -> Summary:
+    """With the page of a run whose layout hocket chose."""
     if request.auto:
-        summary.report = report.of_ended(folder.path, record.note)
+        summary.report = report.of_ended(summary.run, record.note)
     return summary
 
 
@@ -116,6 +124,16 @@ def prepared(
     return spec
 
 
+def resumed(found: resume.Resumed, record: Record, *, launcher: Launcher) -> RunSpec:
+    """Choose the layout of a run that goes on, if that was asked for, and write it down."""
+    if not found.job.request.auto:
+        return resume.write(found, record)
+    told, job = foresight.choose(found.job, found.spec.config, record, launcher=launcher)
+    spec = resume.write(dataclasses.replace(found, job=job), record)
+    forecast.write(found.folder, told)
+    return spec
+
+
 def modeling_modules(config: Mapping[str, Any]) -> list[str]:
     """Where transformers keeps a model's family: imported once by the server, not by each rank."""
     from hocket.models.registry import modeling_module
@@ -137,9 +155,7 @@ def launch(
     `cluster` is what the run is foretold for, see `jobs.foresight.before`.
     """
     launcher.preload(modeling_modules(spec.config))
-    verify(launcher, spec, record)
-    weights.require(launcher, folder)
-    _adapt(launcher, spec, record)
+    _require(launcher, folder, spec, record)
     if spec.options.links is not None:
         spec = links.settle(launcher, folder, spec)
         record.note(f"links are felt as {spec.options.links}")
@@ -150,10 +166,7 @@ def launch(
     remark = precision.remark(spec)
     if remark is not None:
         record.note(remark)
-    predicted = None
-    if spec.options.memory_per_rank is not None:
-        record.phase("foretelling what each rank holds")
-        predicted = memory.require(launcher, spec, folder.schedule_file.read_text())
+    predicted = _foretold(launcher, folder, spec, record)
     record.phase("starting ranks")
     beside = Others()
     launcher.run(
@@ -178,6 +191,23 @@ def launch(
         record.note(memory.beside(predicted, record.memory))
     ledger.enter(folder.path, record.note, others=disturbance)
     return record.summary(folder)
+
+
+def _require(launcher: Launcher, folder: RunFolder, spec: RunSpec, record: Record) -> None:
+    """Refuse what only a look at the model itself can find."""
+    verify(launcher, spec, record)
+    weights.require(launcher, folder)
+    _adapt(launcher, spec, record)
+
+
+def _foretold(
+    launcher: Launcher, folder: RunFolder, spec: RunSpec, record: Record
+) -> list[dict[str, int]] | None:
+    """What each rank will hold, where that is limited and allowed."""
+    if spec.options.memory_per_rank is None:
+        return None
+    record.phase("foretelling what each rank holds")
+    return memory.require(launcher, spec, folder.schedule_file.read_text())
 
 
 def verify(launcher: Launcher, spec: RunSpec, record: Record) -> None:
@@ -207,22 +237,12 @@ def _adapt(launcher: Launcher, spec: RunSpec, record: Record) -> None:
 
 def _join(request: Request, context: RankContext, record: Record) -> Summary:
     """Be one rank of a foreign launcher's world."""
-    from hocket.launch import Launcher, run_joined
+    from hocket.launch import run_joined
 
     world, options = context.world_size, request.options
     if context.rank == 0:
         try:
-            if options.resume:
-                folder, _ = prepare.resume(request)
-            else:
-                job = prepare.plan(request, world_size=world)
-                folder = prepare.run_folder(request)
-                with Launcher("cpu", options.threads) as launcher:
-                    spec = prepared(job, folder, record)
-                    with unstarted_is_no_run(folder):
-                        verify(launcher, spec, record)
-                        weights.require(launcher, folder)
-                        _adapt(launcher, spec, record)
+            folder = _prepare_joined(request, world, record)
         except HocketError as error:
             if world > 1:
                 context.store().set("hocket/prepared", json.dumps({"error": str(error)}))
@@ -244,7 +264,8 @@ def _join(request: Request, context: RankContext, record: Record) -> Summary:
                 f"rank {context.rank} does not see {folder.path}, which rank 0 has written",
                 hint="--run FOLDER on a file system that all machines share",
             )
-    with unstarted_is_no_run(folder, mine=context.rank == 0):
+    options = folder.load().options  # those of the run, where it is resumed
+    with unstarted_is_no_run(folder, mine=context.rank == 0 and not options.resume):
         if context.rank == 0:
             cluster = foresight.NONE if request.cluster == foresight.NONE else foresight.KEPT
             foresight.before(folder, folder.load(), record, cluster=cluster)
@@ -259,6 +280,29 @@ def _join(request: Request, context: RankContext, record: Record) -> Summary:
     if context.rank == 0:
         ledger.enter(folder.path, record.note)
     return record.summary(folder)
+
+
+def _prepare_joined(request: Request, world_size: int, record: Record) -> RunFolder:
+    """On rank 0 of a foreign launcher's world: the run folder, ready for its ranks."""
+    from hocket.launch import Launcher
+
+    threads = request.options.threads
+    if request.options.resume:
+        found = resume.plan(request, world_size=world_size)
+        folder = found.folder
+        with Launcher("cpu", threads) as launcher:
+            spec = resumed(found, record, launcher=launcher)
+            _require(launcher, folder, spec, record)
+            _foretold(launcher, folder, spec, record)
+        return folder
+    job = prepare.plan(request, world_size=world_size)
+    folder = prepare.run_folder(request)
+    with Launcher("cpu", threads) as launcher:
+        spec = prepared(job, folder, record)
+        with unstarted_is_no_run(folder):
+            _require(launcher, folder, spec, record)
+            _foretold(launcher, folder, spec, record)
+    return folder
 
 
 @contextlib.contextmanager
@@ -280,25 +324,3 @@ def unstarted_is_no_run(
             if fresh:
                 shutil.rmtree(folder.path, ignore_errors=True)
         raise
-
-
-@contextlib.contextmanager
-def unresumed_is_as_it_was(request: Request, *, mine: bool = True) -> Iterator[None]:
-    """Within, a run that is resumed and ends before its next step keeps the options it had: one
-    that was refused must not be refused the next time."""
-    if not (mine and request.options.resume and request.run is not None):
-        yield
-        return
-    folder = RunFolder(request.run)
-    before = folder.spec_file.read_text() if folder.spec_file.is_file() else None
-    steps = _size(folder.metrics_file)
-    try:
-        yield
-    except BaseException:
-        if before is not None and _size(folder.metrics_file) == steps:
-            write_text(folder.spec_file, before)
-        raise
-
-
-def _size(file: Path) -> int:
-    return file.stat().st_size if file.is_file() else 0

@@ -188,7 +188,7 @@ def figures(record: Record) -> list[dict[str, Any]]:
     fullest = max((row["total"] for row in record.memory), default=None)
     if fullest is None and record.measured is not None and record.measured.peak_bytes:
         fullest = max(record.measured.peak_bytes)
-    mfu = record.column("mfu")
+    mfu = record.column("mfu", own=True)
     pipelined = record.layout is None or record.layout.pp > 1
     rows: list[tuple[str, str, str, float | None, float | None]] = [
         (

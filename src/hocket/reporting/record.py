@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from hocket.spec.schedule import Schedule
 from hocket.spec.timeline import Event, Timeline
 
 PREDICTED = "timeline.predicted.json"
+EARLIER = "earlier"
 
 DISTURBED = 0.1
 """Cores' worth of other programs' time from which a probe was disturbed."""
@@ -82,15 +83,41 @@ class Record:
         """Whether the last step that was asked for was taken."""
         return self.spec is not None and self.steps_done >= self.spec.options.steps
 
-    def column(self, name: str) -> list[float]:
-        """The finite numbers of one metric, in order of the steps."""
-        values = (row.get(name) for row in self.metrics)
+    @property
+    def stretches(self) -> tuple[tuple[str, int, int], ...]:
+        """Layout, first and last step of each part of the run that kept one layout: a run that is
+        resumed may go on in another. The layout is empty where its steps do not name it."""
+        found: list[tuple[str, int, int]] = []
+        for row in self.metrics:
+            layout, step = str(row.get("layout", "")), int(row["step"])
+            if found and found[-1][0] == layout:
+                found[-1] = (layout, found[-1][1], step)
+            else:
+                found.append((layout, step, step))
+        return tuple(found)
+
+    @property
+    def own_metrics(self) -> tuple[Mapping[str, Any], ...]:
+        """The rows of the steps that were taken last in the layout that the run has now."""
+        if not self.metrics:
+            return ()
+        layout, first, _ = self.stretches[-1]
+        if layout and self.layout is not None and layout != str(self.layout):
+            return ()
+        return tuple(row for row in self.metrics if int(row["step"]) >= first)
+
+    def column(self, name: str, *, own: bool = False) -> list[float]:
+        """The finite numbers of one metric, in order of the steps; `own`: of those alone that were
+        taken in the layout that the run has now."""
+        values = (row.get(name) for row in (self.own_metrics if own else self.metrics))
         return [float(v) for v in values if isinstance(v, int | float) and math.isfinite(v)]
 
     @property
     def step_seconds(self) -> float | None:
-        """Median over the steps; the first one, which warms up, only where there is no other."""
-        values = sorted(self.column("step_seconds")[1:] or self.column("step_seconds"))
+        """Median over the steps in the layout that the run has now; the first one, which warms up,
+        only where there is no other."""
+        values = self.column("step_seconds", own=True)
+        values = sorted(values[1:] or values)
         if not values:
             return None
         middle = len(values) // 2
@@ -168,7 +195,7 @@ def read(path: str | Path) -> Record:
                 f"the run has taken {metrics[-1]['step']} of {spec.options.steps} steps: "
                 "it was ended, or is still going",
             )
-    return Record(
+    found = Record(
         path=Path(path),
         spec=spec,
         metrics=metrics or (),
@@ -181,7 +208,27 @@ def read(path: str | Path) -> Record:
         recorded_step=traffic[0] if traffic else 0,
         memory=memory or (),
         machine=machine,
-        notes=tuple(notes),
+    )
+    return dataclasses.replace(found, notes=(*_laid_anew(found), *notes))
+
+
+def _laid_anew(record: Record) -> list[str]:
+    """Which steps were taken in which layout, where that was more than one."""
+    found = record.stretches
+    now = "" if record.layout is None else str(record.layout)
+    if found and now and found[-1][0] not in ("", now):
+        return [f"no step was taken in {now} yet; {_spans(found)}"]
+    if len(found) < 2:
+        return []
+    where = f" (recorded in {EARLIER}/)" if (record.path / EARLIER).is_dir() else ""
+    return [f"{_spans(found[:-1])}{where}, {_spans(found[-1:])}: times and memory are of the last"]
+
+
+def _spans(found: Sequence[tuple[str, int, int]]) -> str:
+    return ", ".join(
+        (f"step {first}" if first == last else f"steps {first} to {last}")
+        + f" in {layout or 'a layout unknown'}"
+        for layout, first, last in found
     )
 
 

@@ -11,6 +11,7 @@ RUN/
   checkpoints/        step-000100/ ..., latest
   model/              the exported Hugging Face directory
   adapter/            of a run with LoRA, instead: peft's own files
+  earlier/            1/ ...: what was recorded in a layout that the run has left
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ class TrainOptions:
         lora_targets: the linear layers that LoRA adapts, as in q_proj-v_proj. None: all-linear,
             which is all but the output head.
         save_every: steps between checkpoints; 0: only if asked at the end.
-        resume: continue from the run folder's latest checkpoint.
+        resume: continue from the run folder's latest checkpoint, in the run's own layout or in the
+            one that is given.
         timeline_step: the step whose timeline is recorded. None: the middle of the run.
         timeline_steps: how many steps are recorded from that one on; --trace shows them all.
         device: `auto`, `cpu` or `cuda`.
@@ -270,6 +272,11 @@ class RunFolder:
     @property
     def model(self) -> Path:
         return self.path / "model"
+
+    @property
+    def earlier(self) -> Path:
+        """Of a run that has gone on in another layout: a run folder for each one before."""
+        return self.path / "earlier"
 
     @property
     def adapter(self) -> Path:

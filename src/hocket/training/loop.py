@@ -202,6 +202,7 @@ class Loop:
             "tokens_per_second": self.num_tokens / seconds,
             "loss_tokens": reading.learned,
             "memory_bytes": self.memory_bytes,
+            "layout": str(self.spec.layout),
         }
         if self._peak is not None:
             row["mfu"] = self._flops * row["tokens_per_second"] / self._peak

@@ -1,0 +1,253 @@
+"""Resume: a run goes on from its newest checkpoint, in its own layout or in another.
+
+    run.json, and of it what may change -> the layout: its own, a given one, or chosen anew
+        -> checked as a new run's is -> what was recorded in the layout before, to earlier/N
+        -> run.json, schedule.txt
+
+A text under `layout` is read as a new run's is: whole, what it leaves out is the default, and
+microbatches are chosen. Fields without a text change those of the run's own layout. Batch, data
+and their order are never asked for again, so that steps are those of the run on any layout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hocket.jobs import forecast, memory, prepare
+from hocket.jobs.request import LAYOUT_FIELDS, OPTION_FIELDS, WORKLOAD_FIELDS, Request
+from hocket.spec.checkpoint import candidates
+from hocket.spec.errors import CheckpointError, HocketError, OptionError
+from hocket.spec.layout import DEGREES, Layout
+from hocket.spec.run import RunFolder, RunSpec, write_text
+from hocket.spec.schedule import Schedule
+
+if TYPE_CHECKING:
+    from hocket.jobs.record import Record
+
+CHANGEABLE = frozenset(
+    {"steps", "resume", "eval_every", "eval_batches", "save_every", "timeline_step",
+     "timeline_steps", "device", "backend", "threads", "bucket_mb", "compile", "tensorboard",
+     "trust_remote_code", "timeout", "links", "memory_per_rank"}
+)  # fmt: skip
+"""Options that a run may go on with otherwise: none changes what its steps compute."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Resumed:
+    """A run that may go on. Nothing is written yet.
+
+    Attributes:
+        folder, spec: the run, and what run.json says of it.
+        job: with what it goes on; where hocket is to choose the layout, in one rank's as yet.
+        step: of the newest checkpoint, by its name.
+    """
+
+    folder: RunFolder
+    spec: RunSpec
+    job: prepare.Plan
+    step: int
+
+
+def plan(request: Request, *, world_size: int | None = None) -> Resumed:
+    """Check a resume as `prepare.plan` checks a new run.
+
+    Args:
+        world_size: ranks that a launcher has started, None where hocket starts its own.
+
+    Raises:
+        RunFolderError: no run is there.
+        CheckpointError: it has no checkpoint, no step is left to take, or an option was given that
+            would change what the run computes.
+        HocketError: the layout does not fit, or this machine cannot have what the run asks for.
+    """
+    from hocket.models.source import of_run
+
+    if request.run is None:
+        raise OptionError("--resume continues a run, and none was named", hint="--run DIR")
+    folder = RunFolder(request.run)
+    spec = folder.load()
+    if not any(folder.checkpoints.glob("step-*")):
+        raise CheckpointError(
+            f"{folder.path} holds no checkpoint to resume from",
+            hint=f"a new run: --run {prepare.free_name(folder.path)}, with --save-every to have "
+            "some",
+        )
+    asked, held = _fields(request), _fields(spec)
+    for name in sorted(request.given & asked.keys() - CHANGEABLE):
+        if asked[name] != held[name]:
+            raise CheckpointError(
+                f"{name} is {asked[name]}; the run in {folder.path} was started with "
+                f"{held[name]}, and this would change what it computes",
+                hint=f"leave --{name.replace('_', '-')} out, or start a new run",
+            )
+    step = next((int(p.name.split("-")[1]) for p in candidates(folder.checkpoints)), 0)
+    steps = request.options.steps if "steps" in request.given else spec.options.steps
+    if steps < step:
+        raise CheckpointError(
+            f"steps is {steps}; the run in {folder.path} holds a checkpoint of step {step}",
+            hint=f"--steps {max(step, spec.options.steps)}",
+        )
+    changed = {name: getattr(request.options, name) for name in request.given & CHANGEABLE}
+    options = dataclasses.replace(spec.options, **{**changed, "resume": True})
+    prepare.device_checked(options)
+    prepare.choice_checked(request, world_size)
+    memory.checked(options)
+    own = dataclasses.replace(
+        request, model=spec.model, data=spec.data, workload=spec.workload, options=options
+    )
+    unsplit = Layout(microbatches=1)
+    job = prepare.Plan(
+        request=own, source=of_run(spec), layout=unsplit, schedule=prepare.scheduled(unsplit)
+    )
+    layout = spec.layout if request.auto else _layout(request, spec.layout)
+    if not request.auto:
+        kept = _schedule(folder, layout) if layout == spec.layout else None
+        job = prepare.placed(job, layout, world_size=world_size, schedule=kept)
+    if (request.auto or job.layout != spec.layout) and steps == step:
+        raise CheckpointError(
+            f"the run in {folder.path} has taken all of its {steps} steps: there are none to take "
+            "in another layout",
+            hint=f"--steps {2 * steps}, or hocket export {folder.path} --to DIR",
+        )
+    return Resumed(folder=folder, spec=spec, job=job, step=step)
+
+
+def _layout(request: Request, own: Layout) -> Layout:
+    """The layout that is asked for; the run's own where nothing is."""
+    given = request.given & {"layout", *LAYOUT_FIELDS}
+    asked = own
+    if given & {"layout", *DEGREES}:
+        asked = request.layout
+    elif given:
+        asked = dataclasses.replace(own, **{name: getattr(request.layout, name) for name in given})
+    if "microbatches" not in given:
+        alike = dataclasses.replace(asked, microbatches=own.microbatches)
+        return own if alike == own else asked
+    return asked
+
+
+def _schedule(folder: RunFolder, layout: Layout) -> Schedule:
+    """What the run's schedule.txt holds, if it is of the run's own layout; else built anew. A
+    process that ended between the writing of two files leaves one that is not."""
+    from hocket.schedules.registry import NAMES
+    from hocket.schedules.validate import validate
+
+    try:
+        found = Schedule.parse(folder.schedule_file.read_text())
+        validate(found, layout=layout, num_microbatches=layout.microbatches)
+    except (OSError, ValueError, HocketError):
+        return prepare.scheduled(layout)
+    if layout.schedule in NAMES and found.name != layout.schedule:
+        return prepare.scheduled(layout)
+    return found
+
+
+def _fields(job: Request | RunSpec) -> dict[str, Any]:
+    """What a resumed run is held against: all but the layout."""
+    return {
+        **{name: getattr(job.workload, name) for name in WORKLOAD_FIELDS},
+        **{name: getattr(job.options, name) for name in OPTION_FIELDS},
+    }
+
+
+def write(found: Resumed, record: Record) -> RunSpec:
+    """Write run.json and schedule.txt: from here on the run is one of its new layout."""
+    folder, before, job = found.folder, found.spec, found.job
+    options = job.request.options
+    if job.layout != before.layout:
+        if options.timeline_step is not None and options.timeline_step <= found.step:
+            # That step was recorded in the layout before; of this one it is its own middle.
+            options = dataclasses.replace(options, timeline_step=None)
+        kept = _set_aside(folder)
+        record.note(
+            f"from step {found.step + 1} on the layout is {job.layout}; what was recorded in "
+            f"{before.layout} lies in {kept}"
+        )
+    spec = dataclasses.replace(before, layout=job.layout, options=options)
+    write_text(folder.spec_file, spec.to_json())
+    write_text(folder.schedule_file, str(job.schedule))
+    return spec
+
+
+# --- what was recorded in the layout before ------------------------------------------------------
+
+
+def _of_layout(folder: RunFolder) -> tuple[Path, ...]:
+    """Files that tell of a layout and not of the run."""
+    return (
+        folder.timeline_file,
+        folder.later_file,
+        folder.communication_file,
+        folder.memory_file,
+        folder.others_file,
+        folder.forecast_file,
+        forecast.predicted_timeline_file(folder),
+        folder.topology_file,
+    )
+
+
+def _of_run(folder: RunFolder) -> tuple[Path, ...]:
+    return folder.spec_file, folder.schedule_file, folder.metrics_file
+
+
+def _set_aside(folder: RunFolder) -> Path:
+    """Move what tells of the layout before into a run folder of its own, earlier/N, which can be
+    reported. A crash in between leaves the files in both places, or in the new one."""
+    there = folder.earlier
+    aside = there / ".partial"
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    told = _of_layout(folder)
+    for file in (*_of_run(folder), *told):
+        if file.is_file():
+            shutil.copy2(file, aside / file.name)
+    kept = next(path for n in itertools.count(1) if not (path := there / str(n)).exists())
+    os.rename(aside, kept)
+    for file in told:
+        file.unlink(missing_ok=True)
+    return kept
+
+
+@contextlib.contextmanager
+def unresumed_is_as_it_was(
+    request: Request, record: Record, *, mine: bool = True
+) -> Iterator[None]:
+    """Within, a run that is resumed and ends before its next step stays the run that it was: one
+    that was refused must not be refused the next time.
+
+    `mine`: this process writes the folder.
+    """
+    if not (mine and request.options.resume and request.run is not None):
+        yield
+        return
+    folder = RunFolder(request.run)
+    files = (*_of_run(folder), *_of_layout(folder))
+    before = {file: file.read_bytes() if file.is_file() else None for file in files}
+    known = set(folder.earlier.glob("*"))
+    try:
+        yield
+    except BaseException:
+        if not record.steps and before[folder.spec_file] is not None:
+            for file, held in before.items():
+                _put_back(file, held)
+            for path in set(folder.earlier.glob("*")) - known:
+                shutil.rmtree(path, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                folder.earlier.rmdir()  # if nothing is left in it
+        raise
+
+
+def _put_back(file: Path, held: bytes | None) -> None:
+    if held is None:
+        file.unlink(missing_ok=True)
+    elif not file.is_file() or file.read_bytes() != held:
+        aside = file.with_name(f".{file.name}.{os.getpid()}")
+        aside.write_bytes(held)
+        os.replace(aside, file)
