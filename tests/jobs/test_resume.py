@@ -48,6 +48,7 @@ def make(path: Path, layout: str = OWN, **options: Any) -> Path:
     rows = [{"step": step, "loss": 4.0, "layout": layout} for step in (1, 2, 3)]
     folder.metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     folder.memory_file.write_text("[]")
+    (path / "report.html").write_text("a page")
     checkpoint = folder.checkpoints / "step-000003"
     checkpoint.mkdir(parents=True)
     (checkpoint / "manifest.json").write_text("{}")
@@ -156,7 +157,9 @@ def test_what_was_recorded_stays_with_its_layout(tmp_path: Path) -> None:
     assert not RunFolder(run).memory_file.exists()
     earlier = RunFolder(run / "earlier" / "1")
     assert earlier.load() == before
-    for file in (earlier.metrics_file, earlier.memory_file, earlier.schedule_file):
+    assert not (run / "report.html").exists()
+    page = earlier.path / "report.html"
+    for file in (earlier.metrics_file, earlier.memory_file, earlier.schedule_file, page):
         assert file.read_bytes() == files[run / file.name]
     # In the same layout nothing moves.
     RunFolder(run).memory_file.write_text("[1]")
@@ -165,6 +168,10 @@ def test_what_was_recorded_stays_with_its_layout(tmp_path: Path) -> None:
     assert RunFolder(run).memory_file.read_text() == "[1]"
     resume.write(resume.plan(asked(run, layout="dp2")), record)
     assert RunFolder(run / "earlier" / "2").load().layout == spec.layout
+    # Where nothing was recorded, as by a layout that was left before its first step.
+    resume.write(resume.plan(asked(run, layout="pp2")), record)
+    assert said[2] == "from step 4 on the layout is pp2:microbatches=4"
+    assert len(list((run / "earlier").iterdir())) == 2
 
 
 def test_a_run_that_ends_before_its_next_step_gets_everything_back(tmp_path: Path) -> None:

@@ -113,8 +113,13 @@ def test_an_adapter_is_what_pefts_own_training_makes(
     from hocket.jobs.request import request
     from hocket.jobs.train import train
 
-    train(request({"model": base, "run": tmp_path / "again", "resume": True, "cluster": "none"}))
+    values = {"model": base, "run": tmp_path / "again", "resume": True, "cluster": "none"}
+    shutil.copytree(tmp_path / "again", tmp_path / "elsewhere")
+    train(request(values))
     assert losses(tmp_path / "again") == losses(tmp_path / "run")
+    # And in another layout, whose ranks hold other parts of the products.
+    train(request({**values, "run": tmp_path / "elsewhere", "layout": "pp2"}))
+    assert losses(tmp_path / "elsewhere") == pytest.approx(losses(tmp_path / "run"), abs=1e-5)
 
     # peft's own: one process, the same rows.
     initial = tmp_path / "initial"

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hocket.jobs import forecast, memory, prepare
+from hocket.jobs import forecast, memory, prepare, report
 from hocket.jobs.request import LAYOUT_FIELDS, OPTION_FIELDS, WORKLOAD_FIELDS, Request
 from hocket.spec.checkpoint import candidates
 from hocket.spec.errors import CheckpointError, HocketError, OptionError
@@ -167,8 +167,8 @@ def write(found: Resumed, record: Record) -> RunSpec:
             options = dataclasses.replace(options, timeline_step=None)
         kept = _set_aside(folder)
         record.note(
-            f"from step {found.step + 1} on the layout is {job.layout}; what was recorded in "
-            f"{before.layout} lies in {kept}"
+            f"from step {found.step + 1} on the layout is {job.layout}"
+            + (f"; what was recorded in {before.layout} lies in {kept}" if kept else "")
         )
     spec = dataclasses.replace(before, layout=job.layout, options=options)
     write_text(folder.spec_file, spec.to_json())
@@ -190,6 +190,7 @@ def _of_layout(folder: RunFolder) -> tuple[Path, ...]:
         folder.forecast_file,
         forecast.predicted_timeline_file(folder),
         folder.topology_file,
+        *(folder.path / name for name in report.FILES.values()),
     )
 
 
@@ -197,14 +198,17 @@ def _of_run(folder: RunFolder) -> tuple[Path, ...]:
     return folder.spec_file, folder.schedule_file, folder.metrics_file
 
 
-def _set_aside(folder: RunFolder) -> Path:
+def _set_aside(folder: RunFolder) -> Path | None:
     """Move what tells of the layout before into a run folder of its own, earlier/N, which can be
-    reported. A crash in between leaves the files in both places, or in the new one."""
+    reported; None where nothing was recorded. A crash in between leaves the files in both places,
+    or in the new one."""
+    told = [file for file in _of_layout(folder) if file.is_file()]
+    if not told:
+        return None
     there = folder.earlier
     aside = there / ".partial"
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    told = _of_layout(folder)
     for file in (*_of_run(folder), *told):
         if file.is_file():
             shutil.copy2(file, aside / file.name)
