@@ -11,9 +11,9 @@ import torch
 from hocket.launch import RankContext
 from hocket.runtime.collectives import all_reduce
 from hocket.runtime.mesh import Mesh
+from hocket.runtime.native.kernels import Kernels
+from hocket.runtime.native.sums import Sums
 from hocket.runtime.shm import Mismatch, PeerLost, PeerTimeout
-from hocket.serving.engine.native.kernels import Kernels
-from hocket.serving.engine.sums import Sums
 from hocket.spec.layout import Layout
 
 

@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 
 from hocket.models import skeleton  # noqa: E402
 from hocket.runtime.mesh import Mesh  # noqa: E402
+from hocket.runtime.native.kernels import Kernels  # noqa: E402
 from hocket.runtime.pipeline.stage import Stage  # noqa: E402
 from hocket.serving.engine import attention, attention_cpu  # noqa: E402
 from hocket.serving.engine.attention import Options  # noqa: E402
@@ -20,7 +21,6 @@ from hocket.serving.engine.attention_step import indices  # noqa: E402
 from hocket.serving.engine.cache import BlockTables, LayerShape, PagedCache  # noqa: E402
 from hocket.serving.engine.families import refuse, self_check  # noqa: E402
 from hocket.serving.engine.graphs import DecodeGraphs, _Graph, sizes  # noqa: E402
-from hocket.serving.engine.native.kernels import Kernels  # noqa: E402
 from hocket.serving.engine.projections import (  # noqa: E402
     MergedLinear,
     inputs_first,

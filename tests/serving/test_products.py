@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from hocket.serving.engine.native.kernels import Kernels  # noqa: E402
+from hocket.runtime.native.kernels import Kernels  # noqa: E402
 from hocket.serving.engine.products import (  # noqa: E402
     MOST_ROWS,
     ChosenLinear,

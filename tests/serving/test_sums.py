@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hocket.serving.engine.native.library import library
+from hocket.runtime.native.library import library
 from hocket.spec.errors import RankFailure
 from hocket.spec.layout import Layout
 from tests.check.test_matrix import MODEL_CODE

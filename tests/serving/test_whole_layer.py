@@ -11,9 +11,9 @@ torch = pytest.importorskip("torch")
 
 from hocket.models import skeleton  # noqa: E402
 from hocket.runtime.mesh import Mesh  # noqa: E402
+from hocket.runtime.native.kernels import Kernels  # noqa: E402
 from hocket.runtime.pipeline.stage import Stage  # noqa: E402
 from hocket.serving.engine import attention, runner  # noqa: E402
-from hocket.serving.engine.native.kernels import Kernels  # noqa: E402
 from hocket.serving.engine.products import Product, choose_products  # noqa: E402
 from hocket.serving.engine.runner import StageRunner  # noqa: E402
 from hocket.serving.engine.whole_layer import WholeLayer  # noqa: E402

@@ -27,11 +27,11 @@ import itertools
 import torch
 from torch import Tensor, nn
 
+from hocket.runtime.native.kernels import Kernels, fits
 from hocket.serving.engine.attention import Options
 from hocket.serving.engine.attention_chunks import attend, attend_chunk, gathered, near, sunk
 from hocket.serving.engine.attention_step import StepIndices
 from hocket.serving.engine.cache import PagedCache
-from hocket.serving.engine.native.kernels import Kernels, fits
 from hocket.serving.engine.whole_layer import DecodeStep, WholeLayer
 
 _RUN_BYTES = 64 << 10

@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hocket.runtime.native.kernels import Kernels, fits
 from hocket.runtime.tensor_parallel.layers import RowParallelLinear
 from hocket.serving.engine import attention
-from hocket.serving.engine.native.kernels import Kernels, fits
 from hocket.serving.engine.projections import MergedLinear
 
 _ROTATION = "apply_rotary_pos_emb"

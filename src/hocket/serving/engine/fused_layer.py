@@ -24,15 +24,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hocket.runtime.native.kernels import Kernels, fits
+from hocket.runtime.native.sums import Sums
 from hocket.runtime.tensor_parallel.layers import RowParallelLinear
 from hocket.serving.engine import attention
 from hocket.serving.engine.attention import Options
 from hocket.serving.engine.attention_cpu import CpuAttention
 from hocket.serving.engine.fused import Gated, Norm, hooked, swap
-from hocket.serving.engine.native.kernels import Kernels, fits
 from hocket.serving.engine.products import ChosenLinear, Product
 from hocket.serving.engine.projections import Merged, MergedLinear
-from hocket.serving.engine.sums import Sums
 from hocket.serving.engine.whole_layer import WholeLayer
 
 _ENDS = (nn.Linear, ChosenLinear, RowParallelLinear)

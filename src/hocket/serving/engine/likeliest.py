@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hocket.serving.engine.native.kernels import Kernels, fits
+from hocket.runtime.native.kernels import Kernels, fits
 
 BLOCK = 64
 """Entries of a block."""

@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hocket.runtime.native.kernels import Kernels
 from hocket.runtime.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from hocket.serving.engine.native.kernels import Kernels
 from hocket.serving.engine.projections import Merged, MergedLinear
 
 MOST_ROWS = 64

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from hocket.runtime.collectives import all_reduce
 from hocket.runtime.mesh import Mesh
+from hocket.runtime.native.kernels import Kernels
+from hocket.runtime.native.sums import Sums, use_sums
 from hocket.runtime.pipeline.stage import Stage
 from hocket.serving.engine.attention import Options, attending
 from hocket.serving.engine.attention_cpu import CpuAttention, Remembered
@@ -28,7 +30,6 @@ from hocket.serving.engine.cache import BlockTables, LayerShape, PagedCache, byt
 from hocket.serving.engine.fused import fuse
 from hocket.serving.engine.fused_layer import fuse_layers
 from hocket.serving.engine.graphs import DecodeGraphs
-from hocket.serving.engine.native.kernels import Kernels
 from hocket.serving.engine.products import choose_products
 from hocket.serving.engine.projections import (
     lay_inputs_first,
@@ -36,7 +37,6 @@ from hocket.serving.engine.projections import (
     unmerge_wasted,
 )
 from hocket.serving.engine.refusal import no_attention, refuse
-from hocket.serving.engine.sums import Sums, use_sums
 from hocket.serving.scheduling.step import StepPlan
 
 _WIDE = 1_500_000

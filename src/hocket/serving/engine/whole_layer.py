@@ -1,7 +1,7 @@
 """Whole layers: all of a decoder layer for rows that decode, in one call of a kernel.
 
 What `fused_layer` does in eight calls, each of which costs as much as a norm: the kernel goes from
-product to product by itself, and of tensor ranks sums in between (`engine.sums`). Its products are
+product to product by itself, and of tensor ranks sums in between (`native.sums`). Its products are
 those that read a weight once (`engine.products`), so it is for numbers of rows at which they are no
 slower than torch's by more than the calls take.
 """
@@ -14,12 +14,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from hocket.runtime.native.kernels import Kernels
+from hocket.runtime.native.sums import Sums
 from hocket.serving.engine.attention import Options
 from hocket.serving.engine.attention_step import StepIndices
 from hocket.serving.engine.fused import Norm
-from hocket.serving.engine.native.kernels import Kernels
 from hocket.serving.engine.products import MOST_ROWS, Product
-from hocket.serving.engine.sums import Sums
 
 _SAVED = 100e-6
 """Seconds that one call takes less than eight."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hocket.serving.engine.native.library import library
+from hocket.runtime.native.library import library
 
 _WIDE, _TILE = 16, 8
 """As in `kernels.c`."""

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from hocket.runtime.collectives import all_reduce
 from hocket.runtime.mesh import Axis
+from hocket.runtime.native.kernels import Kernels, fits
 from hocket.runtime.record import Recorder
 from hocket.runtime.tensor_parallel.embedding import VocabParallelEmbedding
 from hocket.runtime.tensor_parallel.layers import RowParallelLinear
-from hocket.serving.engine.native.kernels import Kernels, fits
 
 if TYPE_CHECKING:
     from hocket.runtime.shm import ShmProcessGroup
