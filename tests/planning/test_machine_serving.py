@@ -9,7 +9,12 @@ import pytest
 
 from hocket.cost.measured_links import Links
 from hocket.cost.measured_rates import Rates
-from hocket.cost.measured_serving import MeasuredServing, Replica
+from hocket.cost.measured_serving import (
+    ROW_CALLS,
+    STEP_CALLS,
+    MeasuredServing,
+    Replica,
+)
 from hocket.planning import machine_serving as planning
 from hocket.planning.machine_forecast import Machine
 from hocket.planning.machine_serving import MeasuredSteps, Sizes
@@ -43,7 +48,9 @@ FLOPS, BYTES = 1e10, 1e10
 H, INNER, V, LAYERS = 64, 128, 256, 4
 
 
-def machine(cores: int = 2, memory: int = 10**9, latency: float = 1e-4) -> Machine:
+def machine(
+    cores: int = 2, memory: int = 10**9, latency: float = 1e-4, call: float = 1e-6
+) -> Machine:
     sizes = (8, 64, 512)
     measured = Measured(
         device="cpu",
@@ -60,7 +67,7 @@ def machine(cores: int = 2, memory: int = 10**9, latency: float = 1e-4) -> Machi
             Stream(operation="add", bytes=size, seconds=size / BYTES) for size in (1, 10**9)
         ),
         dispatch=tuple(
-            Dispatch(operation=name, forward=1e-6, recorded=2e-6, backward=1e-6)
+            Dispatch(operation=name, forward=call, recorded=2 * call, backward=call)
             for name in ("add", "view", "module", "linear")
         ),
         kernels=(
@@ -133,6 +140,110 @@ def prices(layout: str, *, where: Machine | None = None, slowdown: float = 1.0) 
     return MeasuredServing(replica, Rates(where.measured), Links(where.measured), slowdown)
 
 
+CALL = 4e-6
+"""Of a kernel that serves."""
+
+
+def kernels() -> Machine:
+    """The machine with the kernels that serve: reading a byte of a weight takes ten times as long
+    as on `machine`, and so much longer for every row; a sum takes a tenth."""
+    found = machine()
+
+    def kernel(name: str, *shape: int, seconds: float) -> Kernel:
+        return Kernel(name=name, dtype="fp32", shape=shape, forward=seconds, backward=0)
+
+    rows = [
+        kernel("rows", rows, 64, 64, count, seconds=CALL + 10 * rows * 4 * 64 * 64 / BYTES)
+        for rows in (1, 64)
+        for count in (1, 4096)
+    ]
+    others = [
+        kernel("decode", 8, 4, 2, 64, 16, LAYERS, seconds=1e-3),
+        kernel("chunk", 4, 2, 64, 16, seconds=2e-3),
+        kernel("call", 16, seconds=CALL),
+    ]
+    measured = found.measured
+    fast = tuple(
+        dataclasses.replace(
+            c, operation="sum", sizes=(64, 4096), seconds=tuple(s / 10 for s in c.seconds)
+        )
+        for c in measured.curves
+        if c.operation == "all-reduce"
+    )
+    return dataclasses.replace(
+        found,
+        measured=dataclasses.replace(
+            measured,
+            kernels=(*measured.kernels, *rows, *others),
+            curves=(*measured.curves, *fast),
+        ),
+    )
+
+
+def test_a_step_is_priced_by_the_kernels_that_serve() -> None:
+    one = prices("dp1", where=kernels())
+    layer = 4 * (H * H * 2 + 2 * H * H // 2 + 3 * H * INNER)
+    read = 10 * (LAYERS * layer + 4 * V * H) / BYTES
+    plain = prices("dp1", where=machine())
+    attended, around = LAYERS * 1e-3, (STEP_CALLS + 8 * ROW_CALLS) * 1e-6
+    assert one.decode_seconds(8, 64) == pytest.approx(8 * read + attended + around, rel=0.05)
+    # Between measured numbers of rows, straight in doublings; of more than 64, torch's products.
+    assert one.decode_seconds(8, 64) > 10 * plain.decode_seconds(8, 64) / 2
+    half = one.decode_seconds(8, 32) - one.decode_seconds(8, 64)
+    assert half == pytest.approx(-attended / 2)
+    assert one.prefill_seconds(64, 64) > one.decode_seconds(1, 1) + LAYERS * 2e-3 * 0.9
+    assert one.prefill_seconds(128, 128) < 2 * one.prefill_seconds(64, 64)
+    half_precision = Replica(shape=shape(), layout=Layout(), dtype="bf16")
+    rates, links = Rates(kernels().measured, "bf16"), Links(machine().measured)
+    assert MeasuredServing(half_precision, rates, links).decode_seconds(8, 64) < 8 * read
+
+
+def test_products_of_few_rows_lie_between_those_that_were_measured() -> None:
+    rates = Rates(kernels().measured)
+    one, all_ = 64 * 64 * 4, 4096 * 64 * 64 * 4
+    for rows in (1, 8, 64):
+        expected = pytest.approx(CALL + 10 * rows * one / BYTES)
+        assert rates.rows(rows, one, one) == expected
+        assert rates.rows(rows, one, all_ / 100) == expected
+    assert rates.rows(128, one, one) == rates.rows(64, one, one)
+    assert Rates(machine().measured).rows(1, one, one) is None
+
+
+def test_tensor_ranks_that_serve_sum_by_their_kernel() -> None:
+    links = Links(kernels().measured)
+    slow, fast = links.all_reduce("tp", 4096, 2), links.sum("tp", 4096, 2)
+    assert slow is not None
+    assert fast is not None
+    assert fast.give + fast.wait + fast.take < 0.2 * (slow.give + slow.wait + slow.take)
+    assert links.sum("tp", 4097, 2) == links.all_reduce("tp", 4097, 2), "more than it takes"
+    assert links.sum("tp", 64, 1) is None
+    assert Links(machine().measured).sum("tp", 64, 2) == links.all_reduce("tp", 64, 2)
+
+
+def test_layers_like_llamas_have_less_between_their_products() -> None:
+    plain = shape()
+    rows = [("norm", 64.0, 1, "outside"), ("second norm", 64.0, 1, "outside"),
+            ("attention", 96.0, 2, "inside"), ("add", 192.0, 2, "outside"),
+            ("mlp", 144.0, 1, "inside")]  # fmt: skip
+    bound = tuple(
+        MemoryBound(name=name, forward=forward, backward=0, split=split, kernels=kernels)
+        for name, forward, kernels, split in rows
+    )
+    many = dataclasses.replace(plain.blocks["block"].unfused[0], kernels=1000)
+    block = dataclasses.replace(plain.blocks["block"], memory_bound=bound, unfused=(many,))
+    alike = dataclasses.replace(plain, blocks={**plain.blocks, "block": block})
+    # One norm more (Qwen 3's heads), and the engine leaves the layer to its own code.
+    other = dataclasses.replace(block, memory_bound=(*bound, bound[0]))
+    unlike = dataclasses.replace(plain, blocks={**plain.blocks, "block": other})
+
+    def seconds(which: ModelShape) -> float:
+        where = kernels().measured
+        replica = Replica(shape=which, layout=Layout())
+        return MeasuredServing(replica, Rates(where), Links(where)).decode_seconds(1, 64)
+
+    assert seconds(unlike) - seconds(alike) > LAYERS * 700 * 1e-6
+
+
 SIZES = Sizes(batch_tokens=64, rows=16, longest=128)
 
 
@@ -175,7 +286,7 @@ def test_time_grows_with_what_is_computed_and_attended() -> None:
 
 
 def test_splits_do_what_they_are_for() -> None:
-    fast = machine(latency=1e-7)
+    fast = machine(latency=1e-7, call=1e-8)  # nothing but what is computed takes time
     alone, split, staged = (prices(name, where=fast) for name in ("dp1", "tp2", "pp2"))
     # One request: tensor ranks share it, stages only take turns.
     assert split.decode_seconds(1, 4096) < 0.75 * alone.decode_seconds(1, 4096)

@@ -12,7 +12,7 @@ from hocket.probing.repeats import enough, interleaved, rounded, summary
 from hocket.spec.measured import PULSES, Measured
 from tests.ranks import RankPool
 
-ALONE = ("products", "streams", "dispatch", "kernels", "updates")
+ALONE = ("products", "streams", "dispatch", "kernels", "updates", "serving")
 
 
 def test_the_median_and_the_quartiles() -> None:
@@ -121,6 +121,11 @@ def test_four_ranks_measure_everything(ranks: RankPool) -> None:
     }  # fmt: skip
     assert {d.operation for d in found.dispatch} == {"add", "linear", "view", "module"}
     assert {k.name for k in found.kernels} >= {"attention", "cross-entropy", "embedding"}
+    serving = {k.name: k for k in found.kernels if k.name in ("rows", "decode", "chunk", "call")}
+    assert len(serving) == 4
+    assert {k.shape for k in found.kernels if k.name == "rows"} == {(1, 32, 16, 2), (4, 32, 16, 2)}
+    assert serving["decode"].shape == (2, 2, 1, 20, 8, 2)
+    assert serving["decode"].backward == 0
     assert found.updates[0].elements == 2**10
     assert [s.ranks for s in found.sharing] == [2, 4]
     assert all(min(s.product, s.stream, s.dispatch, s.step) >= s.ranks / 2 for s in found.sharing)
@@ -136,6 +141,7 @@ def test_four_ranks_measure_everything(ranks: RankPool) -> None:
             assert {(backend, operation, 2, 2), (backend, operation, 2, 4)} <= kinds
             assert (backend, operation, 4, 4) in kinds
         assert (backend, "send", 2, 2) in kinds
+    assert {key[2:] for key in kinds if key[1] == "sum"} == {(2, 2), (2, 4), (4, 4)}
     assert all(len(c.lines) >= 2 for c in found.curves)
     assert all(len(c.busy) == len(c.sizes) for c in found.curves)
     assert any(event["event"] == "load" for event in events)

@@ -67,6 +67,18 @@ class Links:
         operation = "all-reduce" if name in ("all-reduce", "barrier") else name
         return self._priced((name, axis, nbytes), operation, ranks)
 
+    def all_reduce(self, axis: str, nbytes: int, ranks: int) -> Collective | None:
+        """A sum over ranks, by the backend."""
+        return self.collective("all-reduce", axis, nbytes, ranks)
+
+    def sum(self, axis: str, nbytes: int, ranks: int) -> Collective | None:
+        """A sum over ranks that serve: by their kernel up to the size at which it was measured, by
+        the backend beyond."""
+        most = max((c.sizes[-1] for c in self.measured.curves if c.operation == "sum"), default=0)
+        if ranks < 2 or nbytes > most or self.backend != "shm":
+            return self.all_reduce(axis, nbytes, ranks)
+        return self._priced(("all-reduce", axis, nbytes), "sum", ranks)
+
     def message(self, nbytes: int) -> Collective:
         """One message to a neighbouring stage."""
         return self._priced(("send", "pp", nbytes), "send", 2)

@@ -115,7 +115,7 @@ class Rates:
 
     # --- kernels and optimizer -------------------------------------------------------------
 
-    def kernel(self, name: str, shape: Sequence[int]) -> tuple[float, float] | None:
+    def kernel(self, name: str, shape: Sequence[float]) -> tuple[float, float] | None:
         """(forward, backward) seconds of a kernel; None where it was not measured."""
         known = [k for k in self.measured.kernels if k.name == name]
         same = [k for k in known if k.dtype == self.dtype] or known
@@ -135,6 +135,30 @@ class Rates:
                 amount += weight * math.log(max(getattr(one, field), 1e-12) / _units(one))
             found.append(math.exp(amount / total) * _work(name, shape))
         return found[0], found[1]
+
+    # --- the kernels that serve ------------------------------------------------------------
+
+    def rows(self, m: float, nbytes: float, held: float) -> float | None:
+        """Seconds of a product of `m` rows with a weight of `nbytes`, one of those of `held` bytes
+        that are read in turn; None where that was not measured.
+
+        Seconds for each byte, straight in doublings of rows and of what is held.
+        """
+        known: dict[float, list[tuple[float, float]]] = {}
+        for one in self.measured.kernels:
+            if one.name == "rows":
+                rows, wide, deep, count = one.shape
+                each = 4.0 * wide * deep
+                seconds = max(one.forward - self.kernel_call(), 1e-9) / each
+                known.setdefault(each * count, []).append((float(rows), seconds))
+        if not known:
+            return None
+        by_held = [(size, _within(points, m)) for size, points in known.items()]
+        return _within(by_held, held) * nbytes + self.kernel_call()
+
+    def kernel_call(self) -> float:
+        """Seconds of calling a kernel that serves; 0 where it was not measured."""
+        return next((k.forward for k in self.measured.kernels if k.name == "call"), 0.0)
 
     def update(self, elements: int, tensors: int) -> float:
         """Seconds of one AdamW step."""
@@ -161,11 +185,16 @@ def between(points: Sequence[tuple[float, float]], size: float) -> float:
     raise AssertionError(size)
 
 
+def _within(points: Sequence[tuple[float, float]], size: float) -> float:
+    """As `between`, and the last one's above the last."""
+    return between(points, min(size, max(at for at, _ in points)))
+
+
 def _points(measured: Measured, operation: str) -> list[tuple[float, float]]:
     return [(float(s.bytes), s.seconds) for s in measured.streams if s.operation == operation]
 
 
-def _doublings(sizes: Iterable[int]) -> tuple[float, ...]:
+def _doublings(sizes: Iterable[float]) -> tuple[float, ...]:
     return tuple(math.log2(size) for size in sizes)
 
 
@@ -173,11 +202,17 @@ def _units(kernel: Kernel) -> float:
     return _work(kernel.name, kernel.shape)
 
 
-def _work(name: str, shape: Sequence[int]) -> float:
+def _work(name: str, shape: Sequence[float]) -> float:
     """What a kernel's time grows with."""
     if name == "attention":
         batch, heads, sequence, width = shape
         return float(batch * heads * sequence * sequence * width)
+    if name == "decode":
+        rows, heads, _, tokens, width, _ = shape
+        return float(rows * heads * tokens * width)
+    if name == "chunk":
+        heads, _, tokens, width = shape
+        return float(heads * tokens * tokens * width)
     if name == "embedding":
         tokens, vocabulary, hidden = shape
         return float(tokens * hidden + vocabulary * hidden)

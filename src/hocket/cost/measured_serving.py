@@ -2,10 +2,11 @@
 
 A step computes the new tokens of all its requests packed in one row, without padding:
 
-    products      of T rows, those that read the same tensor in one; at least the reading of W
-    the rest      the model's own operations, one call each, of so many bytes
-    attention     decode: the cached keys and values are read where they lie, a small product for
-                  each block of them; prompts: the flash kernel, by the area that is attended
+    products      of T rows, those that read the same tensor in one; of few rows by the kernel that
+                  reads a weight once, from wherever all weights of the rank have room
+    the rest      of a layer like Llama's a few kernels; else the model's own operations, one call
+                  each, of so many bytes
+    attention     kernels by what is attended to: rows that decode, chunks of prompts
     head, sample  of the rows alone whose next token is asked for
     messages      two sums a layer over tp, the hidden state to the next stage, the plan to all
 
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,8 +35,10 @@ from hocket.spec.layout import Layout
 from hocket.spec.model_shape import Attention, BlockShape, MatrixProduct, ModelShape
 from hocket.spec.step_prices import Collective
 
-STEP_CALLS = 80
-"""Small operations of a step beside the model: the plan's indices, positions, the sampled rows."""
+STEP_CALLS, ROW_CALLS = 700, 24
+"""Small operations that a step takes as long as beside its layers, and for each row that decodes:
+planning and telling it, the plan's indices, positions, the model's own code around its layers, the
+sampled rows. As it came out on one machine with a model of four layers."""
 
 ATTENTION_CALLS, ATTENTION_VIEWS = 28, 22
 """Operations and views in which one layer writes its keys and values and attends, decoding."""
@@ -46,6 +49,20 @@ counted in a Llama's, the trace of a model holds none."""
 
 SCORE_PASSES = 6
 """Times that decoding reads or writes each score: mask, largest, difference, exponential, sum."""
+
+FEW = 64
+"""Rows up to which products are the kernel's."""
+
+LAYER = (3, 1, 2, 1)
+"""Products of a layer like Llama's that read one tensor: query, key and value; the attention's end;
+gate and up; the end."""
+
+LLAMA_KERNELS = 7
+"""Of such a layer with everything fused: two norms, two rotations, two sums, the gate."""
+
+LAYER_CALLS, WHOLE_CALLS = 20, 2
+"""Calls of a kernel that such a layer takes as long as, besides what it computes: where prompts are
+read, and where up to `FEW` rows decode, in one call."""
 
 SMALL = 512
 """Bytes of a plan or a result between ranks."""
@@ -139,6 +156,20 @@ class Replica:
         return self.layout.tp if product.split in ("column", "vocab") else 1
 
 
+class _Step(NamedTuple):
+    """What a step computes: `prompt` tokens that attend to `attended` on average, `rows` that
+    decode over `context`."""
+
+    prompt: float
+    attended: float
+    rows: float
+    context: float
+
+    @property
+    def tokens(self) -> float:
+        return self.prompt + self.rows
+
+
 def _together(block: BlockShape, source: str) -> list[MatrixProduct]:
     """The products that read one tensor."""
     return [p for p in block.products if (p.input or p.name) == source]
@@ -159,7 +190,9 @@ class MeasuredServing:
         self.links = links
         self.slowdown = slowdown
         self._calls = {d.operation: d.forward for d in rates.measured.dispatch}
-        self._known: dict[tuple[float, float, float, float], tuple[float, float]] = {}
+        measured = {one.name for one in rates.measured.kernels}
+        self._kernels = replica.dtype == "fp32" and measured >= {"rows", "decode", "chunk", "call"}
+        self._known: dict[_Step, tuple[float, float]] = {}
 
     def _called(self, operation: str) -> float:
         """One small operation without autograd, in seconds."""
@@ -209,26 +242,25 @@ class MeasuredServing:
 
     def _step(self, n: float, k: float, b: float, c: float) -> tuple[float, float]:
         """(through all stages, on the slowest) of n prompt tokens and b decoding requests."""
-        key = (n, k, b, c)
-        found = self._known.get(key)
+        step = _Step(n, k, b, c)
+        found = self._known.get(step)
         if found is None:
-            each = [self._stage(s, n, k, b, c) for s in range(self.stages)]
-            found = self._known[key] = (sum(each), max(each))
+            each = [self._stage(stage, step) for stage in range(self.stages)]
+            found = self._known[step] = (sum(each), max(each))
         return found
 
-    def _stage(self, stage: int, n: float, k: float, b: float, c: float) -> float:
+    def _stage(self, stage: int, step: _Step) -> float:
         replica = self.replica
-        tokens = n + b
-        if tokens <= 0:
+        if step.tokens <= 0:
             return 0.0
         kinds = replica.stages[stage]
         work = wait = 0.0
         for kind in dict.fromkeys(kinds):
-            one, asleep = self._block(kind, n, k, b, c)
+            one, asleep = self._block(stage, kind, step)
             work += kinds.count(kind) * one
             wait += kinds.count(kind) * asleep
-        work += STEP_CALLS * self._called("add")
-        hidden = round(tokens * replica.shape.hidden * replica.element_bytes)
+        work += (STEP_CALLS + ROW_CALLS * step.rows) * self._called("add")
+        hidden = round(step.tokens * replica.shape.hidden * replica.element_bytes)
         if stage + 1 < self.stages:
             more, asleep = _both(self.links.message(hidden))
             work, wait = work + more, wait + asleep
@@ -237,31 +269,27 @@ class MeasuredServing:
             work, wait = work + more, wait + asleep
         return work * self.slowdown + wait
 
-    def _block(self, kind: str, n: float, k: float, b: float, c: float) -> tuple[float, float]:
+    def _block(self, stage: int, kind: str, step: _Step) -> tuple[float, float]:
         """(a processor's seconds, waiting) of one block."""
         replica, rates, tp = self.replica, self.rates, self.replica.layout.tp
         block = replica.shape.blocks[kind]
         # A prompt's last chunk asks for one row; which it is in, the mean does not know.
-        tokens = n + b if kind != "head" else max(b, 1.0)
+        tokens = step.tokens if kind != "head" else max(step.rows, 1.0)
+        held = float(replica.weight_bytes(stage))
         work = sum(
-            self._product(block, _together(block, source), tokens)
+            self._product(block, _together(block, source), tokens, held)
             for source in dict.fromkeys(p.input or p.name for p in block.products)
         )
-        for row in block.unfused:
-            if row.view == "eager" and not (kind == "head" and row.split == "vocab"):
-                split = tp if row.split in ("inside", "vocab", "column", "row") else 1
-                each = 2.0 * row.forward * tokens / split / max(row.kernels, 1)
-                work += row.kernels * max(rates.stream(each), self._called("add"))
-        work += (len(block.products) + len(block.memory_bound)) * self._called("module")
-        for core in replica.cores_of(kind):
-            work += self._attention(core, n, k, b, c) + OWN_VIEWS * self._called("view")
+        work += self._between(kind, tokens, whole=not step.prompt and step.rows <= FEW)
+        work += sum(self._attention(core, step, held) for core in replica.cores_of(kind))
         sums: list[Collective | None] = []
         hidden = round(tokens * replica.shape.hidden * replica.element_bytes)
         if tp > 1:
             count = sum(p.split == "row" for p in block.products)
             if kind == "embedding":
                 count = int(any(w.split == "vocab" for w in block.weights))
-            sums += [self.links.collective("all-reduce", "tp", hidden, tp)] * count
+            summed = self.links.sum if self._kernels else self.links.all_reduce
+            sums += [summed("tp", hidden, tp)] * count
         if kind == "head":
             columns = replica.shape.vocab / tp
             work += rates.stream(tokens * columns * 4)
@@ -271,8 +299,33 @@ class MeasuredServing:
         pairs = [_both(one) for one in sums]
         return work + sum(own for own, _ in pairs), sum(asleep for _, asleep in pairs)
 
-    def _product(self, block: BlockShape, merged: list[MatrixProduct], tokens: float) -> float:
-        """Products that read one tensor, as one."""
+    def _between(self, kind: str, tokens: float, *, whole: bool) -> float:
+        """What lies between the products of a block, attention left out.
+
+        `whole`: the engine may compute a layer in one call.
+        """
+        rates, tp = self.rates, self.replica.layout.tp
+        block = self.replica.shape.blocks[kind]
+        if self._kernels and _like_llama(block):
+            sizes = [
+                2.0 * row.forward * tokens / (tp if row.split == "inside" else 1)
+                for row in block.memory_bound
+                if row.forward
+            ]
+            calls = WHOLE_CALLS if whole else LAYER_CALLS
+            return calls * rates.kernel_call() + sum(map(rates.stream, sizes))
+        work = (len(block.products) + len(block.memory_bound)) * self._called("module")
+        for row in block.unfused:
+            if row.view == "eager" and not (kind == "head" and row.split == "vocab"):
+                split = tp if row.split in ("inside", "vocab", "column", "row") else 1
+                each = 2.0 * row.forward * tokens / split / max(row.kernels, 1)
+                work += row.kernels * max(rates.stream(each), self._called("add"))
+        return work + len(self.replica.cores_of(kind)) * OWN_VIEWS * self._called("view")
+
+    def _product(
+        self, block: BlockShape, merged: list[MatrixProduct], tokens: float, held: float
+    ) -> float:
+        """Products that read one tensor, as one, among `held` bytes of weights."""
         rates, tp = self.rates, self.replica.layout.tp
         first = merged[0]
         columns = sum(p.n / (tp if p.split in ("column", "vocab") else 1) for p in merged)
@@ -280,36 +333,65 @@ class MeasuredServing:
         rows = tokens * first.count
         reached = min(float(first.groups), rows)  # experts that any token goes to, at most
         m, wide, deep = max(1, round(rows / reached)), max(1, round(columns)), max(1, round(inner))
-        read = rates.stream(float(wide * deep * self.replica.element_bytes))
-        one = max(rates.product("nt", m, wide, deep), read)
+        nbytes = float(wide * deep * self.replica.element_bytes)
+        few = rates.rows(m, nbytes, held) if self._kernels and m <= FEW else None
+        if few is not None and first.groups == 1:
+            return few
+        form = "nn" if self._kernels else "nt"  # the engine stores weights as [in, out]
+        one = max(rates.product(form, m, wide, deep), rates.stream(nbytes))
         return reached * (one + self._called("linear"))
 
-    def _attention(self, core: Attention, n: float, k: float, b: float, c: float) -> float:
+    def _attention(self, core: Attention, step: _Step, held: float) -> float:
+        """One layer's, in a stage that holds so many bytes of weights."""
         rates, replica = self.rates, self.replica
-        tp = 1 if core.split == "outside" else replica.layout.tp
-        heads = max(1, core.heads // tp)
-        held = replica._held(core)
-        work = ATTENTION_CALLS * self._called("add") + ATTENTION_VIEWS * self._called("view")
-        if b:
-            seen = min(c, core.window) if core.window else c
-            blocks = b * -(-seen // replica.block_size)
-            cached = b * seen * held * (core.head_dim + core.value_dim) * replica.element_bytes
-            group = max(1, heads // held)
+        heads = max(1, core.heads // (1 if core.split == "outside" else replica.layout.tp))
+        kv_heads = replica._held(core)
+        rows, prompt = step.rows, step.prompt
+        seen = max(1.0, min(step.context, core.window or step.context))
+        attended = max(1.0, min(step.attended, core.window or step.attended))
+        by_kernel = self._kernels and core.head_dim == core.value_dim
+        work = 0.0
+        if not by_kernel:
+            work += ATTENTION_CALLS * self._called("add") + ATTENTION_VIEWS * self._called("view")
+        if rows and by_kernel:
+            # What lies between two visits of a layer's keys is that of so many layers.
+            own = 8.0 * rows * kv_heads * seen * core.head_dim
+            layers = max(1.0, held / own)
+            known = rates.kernel("decode", (rows, heads, kv_heads, seen, core.head_dim, layers))
+            assert known is not None
+            work += known[0]
+        elif rows:
+            blocks = rows * -(-seen // replica.block_size)
+            width = core.head_dim + core.value_dim
+            cached = rows * seen * kv_heads * width * replica.element_bytes
+            group = max(1, heads // kv_heads)
             one = rates.product("nn", group, replica.block_size, core.head_dim)
             other = rates.product("nn", group, core.value_dim, replica.block_size)
-            work += max(blocks * held * (one + other), rates.stream(cached))
-            work += rates.streams(SCORE_PASSES * b * heads * seen * 4, SCORE_PASSES)
-        if n:
-            known = rates.kernel("attention", (1, heads, max(2, round(n)), core.head_dim))
-            if known is None:
-                length = max(2, round(n))
-                forward = heads * 2 * rates.product("nn", length, length, core.head_dim)
+            work += max(blocks * kv_heads * (one + other), rates.stream(cached))
+            work += rates.streams(SCORE_PASSES * rows * heads * seen * 4, SCORE_PASSES)
+        if prompt:
+            length = max(2, round(prompt))
+            if by_kernel:
+                known = rates.kernel("chunk", (heads, kv_heads, length, core.head_dim))
             else:
-                forward = known[0]
-            # The kernel's own area is a triangle of n: each token sees n / 2 on average.
-            seen = min(k, core.window) if core.window else k
-            work += forward * max(seen, 1.0) / max(n / 2, 1.0)
+                known = rates.kernel("attention", (1, heads, length, core.head_dim))
+            forward = (
+                known[0]
+                if known
+                else 2 * heads * rates.product("nn", length, length, core.head_dim)
+            )
+            # The kernel's own area is a triangle: each token sees half of them on average.
+            work += forward * attended / max(prompt / 2, 1.0)
         return work
+
+
+def _like_llama(block: BlockShape) -> bool:
+    """Whether the engine computes a layer by kernels from product to product: two norms, one group
+    of heads turned by position, a gate by SiLU."""
+    sources = [p.input or p.name for p in block.products]
+    together = tuple(sources.count(one) for one in dict.fromkeys(sources))
+    kernels = sum(row.kernels for row in block.memory_bound if row.forward)
+    return together == LAYER and len(block.attention) == 1 and kernels == LLAMA_KERNELS
 
 
 def _both(one: Collective | None) -> tuple[float, float]:

@@ -160,13 +160,13 @@ def _prices(replica: Replica, machine: Machine, busy: int) -> tuple[MeasuredServ
 
 def _notes(machine: Machine) -> list[str]:
     found = ["the server's own process (HTTP, text) is not priced"]
-    if machine.measured.device == "cpu":
-        small = min((p.m for p in machine.measured.products), default=1)
-        if small > 1:
-            found.append(
-                f"products of fewer than {small} rows were not measured: they take the rate of "
-                f"{small}, and no less than reading their weights"
-            )
+    measured = machine.measured
+    if measured.device == "cpu" and not any(one.name == "rows" for one in measured.kernels):
+        small = min((p.m for p in measured.products), default=1)
+        found.append(
+            "the kernels that serve were not measured (hocket probe does): products of fewer than "
+            f"{small} rows take the rate of {small}, and no less than reading their weights"
+        )
     return found
 
 

@@ -22,11 +22,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hocket.probing import serving
 from hocket.probing.beat import Beat
 from hocket.probing.kernels import Case, kernels
 from hocket.probing.layer import Layer
 from hocket.probing.repeats import Reads, Taken, enough, interleaved, rounded, summary
 from hocket.probing.sizes import Sizes
+from hocket.runtime.native.kernels import Kernels
 from hocket.spec.measured import FORMS, Dispatch, Kernel, Product, Pulse, Stream, Update
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -301,6 +303,26 @@ class Compute:
                 spread=max(forward.spread, backward.spread),
             )
             for (name, shape), (forward, backward) in taken.items()
+        ]
+
+    def serving(self) -> list[Kernel]:
+        """The kernels of ranks that serve; none on CUDA, nor where they cannot be compiled."""
+        native = Kernels.load() if self.device.type == "cpu" else None
+        if native is None:
+            return []
+        known = serving.cases(self.sizes, native)
+        with torch.inference_mode():
+            found = self._interleaved("serving", {key: call for key, (call, _) in known.items()})
+        return [
+            Kernel(
+                name=name,
+                dtype="fp32",
+                shape=shape,
+                forward=rounded(t.seconds / known[name, shape][1]),
+                backward=0.0,
+                spread=t.spread,
+            )
+            for (name, shape), t in found.items()
         ]
 
     def _both_ways(

@@ -110,10 +110,12 @@ class Probe:
             ("dispatch", "small operations"),
             ("kernels", "other operations"),
             ("updates", "the optimizer"),
+            ("serving", "what serving calls"),
         ):
             self._say(what)
             try:
-                self._tell(name, getattr(self.compute, name)())
+                found = getattr(self.compute, name)()
+                self._tell("kernels" if name == "serving" else name, found)
             except torch.OutOfMemoryError:
                 torch.cuda.empty_cache()
                 self.context.emit({"event": "lacking", "what": f"{what}: too large for the GPU"})
@@ -167,22 +169,23 @@ class Probe:
         self._say(f"{backend}, groups of {ranks} among {world} ranks")
         axis = self.room.axis(world, ranks, backend)
         operations = (*COLLECTIVES, "send") if ranks == 2 else COLLECTIVES
-        taken = self.room.curves(
-            axis, operations, self.sizes.messages, seconds=seconds, least=least
-        )
+        sizes = dict.fromkeys(operations, self.sizes.messages)
+        if backend == "shm" and self.room.summed:
+            sizes["sum"] = tuple(s for s in self.sizes.messages if s <= self.room.summed)
+        taken = self.room.curves(axis, sizes, seconds=seconds, least=least)
         curves = []
-        for operation in operations:
-            points = [taken[operation, size] for size in self.sizes.messages]
+        for operation, measured in sizes.items():
+            points = [taken[operation, size] for size in measured]
             times = tuple(point.seconds for point in points)
-            lines = fit.lines(self.sizes.messages, times)
-            wrong = fit.errors(self.sizes.messages, times)
+            lines = fit.lines(measured, times)
+            wrong = fit.errors(measured, times)
             curves.append(
                 Curve(
                     backend=backend,
                     operation=operation,
                     ranks=ranks,
                     world=world,
-                    sizes=self.sizes.messages,
+                    sizes=measured,
                     seconds=times,
                     spread=tuple(point.spread for point in points),
                     lines=lines,

@@ -21,6 +21,8 @@ class Sizes:
         dtypes: of the products; the first one of everything else.
         streams: bytes of one tensor. heads: shapes of attention.
         widths, layers: (tokens, width), of kernels and of what lies between a layer's products.
+        rows, matrices: of products that serve: rows, and (out, in) of so many weights in turn.
+        decoding, chunks: shapes of paged attention, as in `spec.measured.Kernel`.
         updates: (elements, tensors). messages: bytes of collectives.
         rounds: of repeats, at least (of products half of them). others: of messages over a backend
             that the runtime would not choose by itself. seconds: that each part may take.
@@ -35,6 +37,10 @@ class Sizes:
     widths: tuple[tuple[int, int], ...]
     layers: tuple[tuple[int, int], ...]
     vocabularies: tuple[tuple[int, int, int], ...]
+    rows: tuple[int, ...]
+    matrices: tuple[tuple[int, int, int], ...]
+    decoding: tuple[tuple[int, int, int, int, int, int], ...]
+    chunks: tuple[tuple[int, int, int, int], ...]
     updates: tuple[tuple[int, int], ...]
     messages: tuple[int, ...]
     rounds: int
@@ -59,13 +65,20 @@ QUICK = Sizes(
     widths=((512, 1024),),
     layers=((32, 64), (128, 128), (512, 128), (512, 256)),
     vocabularies=((128, 512, 128), (512, 4096, 256)),
+    rows=(1, 8, 16, 32, 64),
+    matrices=((512, 256, 2), (1024, 512, 6), (1024, 512, 64)),
+    decoding=(
+        (1, 8, 4, 256, 32, 64), (8, 8, 4, 256, 32, 8), (32, 8, 4, 256, 32, 4),
+        (8, 12, 4, 128, 64, 64), (32, 12, 4, 128, 64, 16),
+    ),
+    chunks=((8, 4, 64, 32), (8, 4, 256, 32), (12, 4, 128, 64)),
     updates=((2**16, 8), (2**20, 40)),
     messages=(256, 4 * _KI, 32 * _KI, 128 * _KI, 512 * _KI, 2 * _MI, 8 * _MI),
     rounds=5,
     others=3,
     seconds={
         "products": 3.0, "streams": 0.5, "layers": 0.5, "kernels": 1.0, "updates": 0.3,
-        "dispatch": 0.3, "sharing": 2.4, "pairs": 0.4, "collectives": 3.0,
+        "dispatch": 0.3, "serving": 0.6, "sharing": 2.4, "pairs": 0.4, "collectives": 3.0,
     },
 )  # fmt: skip
 
@@ -83,6 +96,13 @@ FULL = dataclasses.replace(
     widths=((32, 64), (128, 64), (128, 256), (512, 1024), (2048, 256), (512, 4096)),
     layers=((8, 64), (32, 64), (128, 128), (512, 128), (512, 384)),
     vocabularies=((128, 512, 128), (512, 4096, 256), (512, 32000, 256), (2048, 1024, 256)),
+    rows=(1, 2, 4, 8, 16, 32, 64),
+    matrices=((512, 256, 2), (1024, 512, 6), (1024, 512, 32), (1024, 512, 64), (4096, 1024, 16)),
+    decoding=(
+        *QUICK.decoding, (1, 4, 4, 64, 16, 4), (4, 32, 8, 512, 128, 8), (64, 8, 4, 256, 32, 4),
+        (64, 12, 4, 128, 64, 8),
+    ),
+    chunks=(*QUICK.chunks, (4, 4, 32, 16), (32, 8, 256, 128)),
     updates=((2**14, 4), (2**16, 8), (2**20, 40), (2**22, 80), (2**24, 100)),
     messages=(
         64, 256, 1 * _KI, 4 * _KI, 16 * _KI, 64 * _KI, 256 * _KI, _MI, 4 * _MI, 16 * _MI,
@@ -91,7 +111,7 @@ FULL = dataclasses.replace(
     others=9,
     seconds={
         "products": 17.0, "streams": 3.0, "layers": 3.0, "kernels": 5.0, "updates": 2.5,
-        "dispatch": 1.0, "sharing": 8.0, "pairs": 2.0, "collectives": 25.0,
+        "dispatch": 1.0, "serving": 4.0, "sharing": 8.0, "pairs": 2.0, "collectives": 25.0,
     },
 )  # fmt: skip
 

@@ -23,6 +23,8 @@ import torch.distributed as dist
 from hocket.probing.repeats import enough, rounded, summary
 from hocket.runtime import collectives
 from hocket.runtime.mesh import Axis
+from hocket.runtime.native.kernels import Kernels
+from hocket.runtime.native.sums import Sums
 from hocket.runtime.record import Recorder
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
@@ -60,6 +62,14 @@ class Room:
         self.rank, self.size, self.device = rank, size, device
         self.recorder = Recorder(rank, device)
         self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
+        self._kernels = Kernels.load() if device.type == "cpu" else None
+
+    @property
+    def summed(self) -> int:
+        """Bytes up to which a kernel sums; 0: there is none."""
+        from hocket.runtime.shm.segment import PART  # not where there are no futexes
+
+        return PART if self._kernels is not None else 0
 
     def axis(self, world: int, ranks: int, backend: str) -> Axis:
         """This rank's group where the first `world` ranks are cut into groups of `ranks`.
@@ -106,20 +116,19 @@ class Room:
     def curves(
         self,
         axis: Axis,
-        operations: Sequence[str],
-        sizes: Sequence[int],
+        sizes: Mapping[str, Sequence[int]],
         *,
         seconds: float,
         least: int,
     ) -> dict[tuple[str, int], Talk]:
-        """Seconds of each operation and size on this rank's group, by interleaved rounds.
+        """Seconds of each operation at its sizes on this rank's group, by interleaved rounds.
 
         Called by all ranks of the run; those whose axis has no other rank only keep step.
         """
         calls = {
             (operation, size): self._call(axis, operation, size)
-            for operation in operations
-            for size in sizes
+            for operation, some in sizes.items()
+            for size in some
         }
         talking = self.total(float(axis.group is not None))
         return self.rounds(calls, talking=talking, seconds=seconds, least=least)
@@ -188,6 +197,11 @@ class Room:
             case "all-to-all":
                 out = torch.empty_like(whole)
                 return lambda: _none(dist.all_to_all_single(out, whole, group=group))
+            case "sum":
+                assert self._kernels is not None
+                sums = Sums.of(axis, recorder, self._kernels)
+                assert sums is not None
+                return lambda: _none(sums(whole))
             case "broadcast":
                 return lambda: _none(collectives.broadcast(whole, axis, recorder))
         assert operation == "send", operation

@@ -36,8 +36,12 @@ from hocket.spec.rows import (
 
 VERSION = 1
 
-OPERATIONS = ("send", "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast")
-"""What a curve can be of; `send` is the journey of one message between two ranks."""
+OPERATIONS = (
+    *("send", "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast"),
+    "sum",
+)
+"""What a curve can be of; `send` is the journey of one message between two ranks, `sum` an
+all-reduce by the kernel of ranks that serve."""
 
 FORMS = ("nt", "nn", "tn")
 """How a product's operands are stored: `nt` x [m, k] times w [n, k] transposed (a layer's forward),
@@ -181,13 +185,22 @@ class Kernel:
     `attention` [batch, heads, sequence, head size] causal, `cross-entropy` [tokens, vocabulary],
     `embedding` [tokens, vocabulary, hidden], `softmax`, `rms-norm`, `layer-norm`, `gelu`, `silu`
     [tokens, width].
+
+    Of a CPU that serves, forward only (`backward` is 0), by the runtime's own kernels:
+
+        rows      [rows, out, in, count]   a product of few rows, of `count` weights in turn
+        decode    [rows, heads, key/value heads, tokens, head size, layers]   rows that decode
+                  attend to so many tokens each, in so many layers in turn
+        call      [width]   a norm of next to nothing: what a call of a kernel costs
+        chunk     [heads, key/value heads, tokens, head size]   tokens of one prompt attend to
+                  those before them
     """
 
     name: str
     dtype: str
     shape: tuple[Count, ...]
     forward: Seconds
-    backward: Seconds
+    backward: Share
     spread: Share = 0.0
 
 
