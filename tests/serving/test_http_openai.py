@@ -246,6 +246,15 @@ def test_echo_and_logprobs(ai: Any) -> None:
     assert ai.completions.create(**options).choices[0].logprobs is None
 
 
+def test_a_character_of_several_tokens_moves_offsets_once(ai: Any) -> None:
+    options = {"model": MODEL, "prompt": "a\N{EURO SIGN}b", "max_tokens": 0, "echo": True}
+    told = ai.completions.create(**options, logprobs=0).choices[0]
+    (chunk,) = ai.completions.create(**options, logprobs=0, stream=True)
+    for found in (told, chunk.choices[0]):
+        assert found.text == "a\N{EURO SIGN}b"
+        assert found.logprobs.text_offset == [0, 1, 1, 1, 2]
+
+
 def test_bytes_that_are_no_text_keep_their_names(ai: Any) -> None:
     found = ai.completions.create(model=MODEL, prompt=[0xE2, 0x82], max_tokens=2, logprobs=0)
     assert found.choices[0].logprobs.tokens[0].startswith("bytes:\\x")

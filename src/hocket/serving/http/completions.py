@@ -185,9 +185,9 @@ class _Form:
 
     def _prompt_columns(self, columns: CompletionLogprobs, answer: Answer | Piece) -> None:
         tokens = self.prompts[answer.index // self.fields.n][0]
-        columns.begin(tokens[0], self.words.token_text(tokens[0]))
+        columns.begin(tokens[0])
         for one in answer.prompt_logprobs or ():
-            columns.add(one, self.words.token_text(one.token))
+            columns.add_prompt(one)
 
     async def events(self, completion: Completion) -> AsyncIterator[bytes]:
         """The stream."""
@@ -232,10 +232,9 @@ class _Form:
             as_ids = self.fields.return_tokens_as_token_ids
             columns = known[piece.index] = CompletionLogprobs(self.words, as_ids=as_ids)
             if self.fields.echo:
-                columns.begin(*self._first(piece.index))
-        if piece.prompt_logprobs:
-            for one in piece.prompt_logprobs:
-                columns.add(one, self.words.token_text(one.token))
+                columns.begin(self.prompts[piece.index // self.fields.n][0][0])
+        for one in piece.prompt_logprobs or ():
+            columns.add_prompt(one)
         if self.fields.echo and piece.tokens:
             columns.offset = max(columns.offset, len(self._echo(piece.index)))
         for one, text in zip(piece.logprobs or (), piece.texts or (), strict=True):
@@ -243,10 +242,6 @@ class _Form:
         form = dumps(columns.form())
         columns.clear()
         return form
-
-    def _first(self, index: int) -> tuple[int, str]:
-        token = self.prompts[index // self.fields.n][0][0]
-        return token, self.words.token_text(token)
 
 
 def usage_form(usage: Usage) -> dict[str, Any]:

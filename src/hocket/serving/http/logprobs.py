@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 from collections.abc import Iterable
@@ -42,6 +43,7 @@ class CompletionLogprobs:
         self.words = words
         self.as_ids = as_ids
         self.offset = offset
+        self._open = codecs.getincrementaldecoder("utf-8")("replace")
         self.clear()
 
     def clear(self) -> None:
@@ -60,9 +62,17 @@ class CompletionLogprobs:
         top.setdefault(name, finite(one.logprob))
         self._add(name, finite(one.logprob), top, len(text))
 
-    def begin(self, token: int, text: str) -> None:
+    def begin(self, token: int) -> None:
         """The first token of a prompt, which nothing foretells."""
-        self._add(label(self.words, token, self.as_ids), None, None, len(text))
+        self._add(label(self.words, token, self.as_ids), None, None, len(self._completed(token)))
+
+    def add_prompt(self, one: TokenLogprobs) -> None:
+        """A further token of a prompt."""
+        self.add(one, self._completed(one.token))
+
+    def _completed(self, token: int) -> str:
+        """The characters that a token of a prompt ends; some are spread over several."""
+        return self._open.decode(self.words.token_bytes(token))
 
     def _add(
         self, name: str, logprob: float | None, top: dict[str, float] | None, size: int
