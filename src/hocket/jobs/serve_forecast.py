@@ -53,7 +53,37 @@ def settle(server: Server, launcher: Launcher, record: Record) -> tuple[Server, 
             hint=f"--cache-memory {format_bytes(least).replace(' ', '')}, or "
             f"--max-model-len {max(2, told.cache_tokens)}",
         )
+    if told.known and server.request.cluster in (foresight.AUTO, foresight.NONE):
+        _require_room(server, told)
     return server, told
+
+
+def _require_room(server: Server, told: ServingForecast) -> None:
+    """Refuse what is larger than this machine.
+
+    Raises:
+        OptionError: weights, a step and the cache that was asked for are more than a rank's part of
+            the machine's memory.
+    """
+    fullest = max(told.memory, key=lambda row: row["total"])
+    if not told.capacity or fullest["total"] <= told.capacity:
+        return
+    options, ranks = server.options, server.layout.world_size
+    left = told.capacity - fullest["weights"] - fullest["step"]
+    each = max(1, fullest["cache"] // max(1, told.cache_tokens))
+    blocks = left // (each * options.block_size)
+    assert options.max_model_len is not None
+    hint = "--dtype bf16, fewer replicas, or a smaller --max-batch-tokens"
+    if blocks * options.block_size >= options.max_model_len:
+        size = f"--cache-memory {left // 10**6}MB" if left >= 10**6 else f"--cache-memory {left}B"
+        hint = size if options.num_blocks is None else f"--num-blocks {blocks}"
+    raise OptionError(
+        f"the fullest rank needs {format_bytes(fullest['total'])}: "
+        f"{format_bytes(fullest['weights'])} weights, {format_bytes(fullest['step'])} for a step, "
+        f"{format_bytes(fullest['cache'])} cache; each of {ranks} rank{'s' if ranks > 1 else ''} "
+        f"may take {format_bytes(told.capacity)} of this machine",
+        hint=hint,
+    )
 
 
 def bill(server: Server, told: ServingForecast) -> list[str]:

@@ -222,19 +222,25 @@ def _structures(spec: RunSpec, words: dict[str, Any], vocab_size: int) -> Struct
 
 
 def agreed_blocks(options: ServeOptions, runner: StageRunner, most: int) -> int:
-    """Blocks of the cache: the fewest that any rank has room for, equal on all of them."""
+    """Blocks of the cache: the fewest that any rank has room for, equal on all of them.
+
+    Raises:
+        OptionError: those that were asked for are larger than the memory that is free.
+    """
     import torch
 
     from hocket.runtime.collectives import all_reduce
-    from hocket.serving.engine.memory import cache_bytes
+    from hocket.serving.engine.memory import cache_bytes, require_room
 
+    mesh, each = runner.mesh, runner.bytes_per_block
     if options.num_blocks is not None:
-        return options.num_blocks
-    mesh = runner.mesh
-    if options.cache_memory is not None:
-        count = parse_bytes(options.cache_memory) // runner.bytes_per_block
+        count = options.num_blocks
+    elif options.cache_memory is not None:
+        count = int(parse_bytes(options.cache_memory)) // each
     else:
-        count = min(most, cache_bytes(runner, mesh.world_size) // runner.bytes_per_block)
+        count = min(most, cache_bytes(runner, mesh.world_size) // each)
+    if runner.device.type == "cpu":  # before any rank has taken its own: they agree below
+        require_room(count * each, mesh.world_size)
     least = torch.tensor(min(count, 2**31 - 1), device=mesh.device)
     all_reduce(least, mesh.axis("world"), mesh.recorder, op="min")
     return int(least)

@@ -44,6 +44,26 @@ def cache_bytes(runner: StageRunner, ranks_here: int) -> int:
     return room
 
 
+def require_room(wanted: int, ranks_here: int) -> None:
+    """Refuse a cache that the memory of this machine cannot hold, before it is touched.
+
+    Args:
+        wanted: bytes on each rank. ranks_here: ranks that share this machine's memory.
+
+    Raises:
+        OptionError: there is less memory free.
+    """
+    free = _free_memory()
+    if wanted * ranks_here > free:
+        part = free // ranks_here
+        raise OptionError(
+            f"a cache of {format_bytes(wanted)} on each of {ranks_here} "
+            f"rank{'s' if ranks_here > 1 else ''} does not fit: this machine has "
+            f"{format_bytes(free)} of memory free, {format_bytes(part)} a rank",
+            hint=f"--cache-memory {max(1, int(part * CPU_SHARE) // 10**6)}MB",
+        )
+
+
 def _free_memory() -> int:
     """Bytes that processes may still take on this machine without swapping."""
     with Path("/proc/meminfo").open() as file:

@@ -1,0 +1,47 @@
+"""Caches that are larger than the machine: refused with the numbers, before memory is touched."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hocket.jobs import serve_forecast
+from hocket.serving.engine import memory
+from hocket.spec.errors import OptionError
+from hocket.spec.layout import Layout
+from hocket.spec.serving import ServeOptions
+
+ROW = {"weights": 1_000_000, "step": 1_000_000, "cache": 64_000_000, "total": 66_000_000}
+
+
+@pytest.mark.parametrize(
+    ("options", "hint"),
+    [
+        ({"cache_memory": "64MB"}, "--cache-memory 30MB"),
+        ({"num_blocks": 4000}, "--num-blocks 1875"),
+        ({"cache_memory": "64MB", "max_model_len": 40_000}, "fewer replicas"),
+    ],
+)
+def test_what_a_rank_may_take_is_known_before_ranks_start(
+    options: dict[str, Any], hint: str
+) -> None:
+    given = ServeOptions(**{"max_model_len": 512, "block_size": 16, **options})
+    server: Any = SimpleNamespace(options=given, layout=Layout(dp=2))
+    told: Any = SimpleNamespace(capacity=32_000_000, memory=(ROW,), cache_tokens=64_000)
+    with pytest.raises(OptionError, match=r"66 MB: .* each of 2 ranks may take 32 MB") as found:
+        serve_forecast._require_room(server, told)
+    assert hint in str(found.value.hint)
+    told.capacity = ROW["total"]
+    serve_forecast._require_room(server, told)
+
+
+def test_a_rank_asks_for_no_more_than_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_free_memory", lambda: 10_000_000_000)
+    memory.require_room(5_000_000_000, 2)
+    with pytest.raises(
+        OptionError, match=r"5 GB on each of 3 ranks .* 10 GB .* 3.33 GB a"
+    ) as found:
+        memory.require_room(5_000_000_000, 3)
+    assert found.value.hint == "--cache-memory 1666MB"
