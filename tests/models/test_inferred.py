@@ -97,3 +97,56 @@ def test_what_has_no_attention_is_asked_for_units_only() -> None:
 def test_a_plan_reads_back_equal(kind: str) -> None:
     plan = plan_of(kind)
     assert ParallelPlan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("codegen", "h.0.attn is held whole on every rank, and works on whole sequences"),
+        ("qwen3_next", "layers.0.linear_attn gathers what its split products return"),
+        ("roberta", "roberta.embeddings counts positions from token ids"),
+        ("gemma4_text", "embed_tokens_per_layer looks the tokens up"),
+        ("roformer", "makes for as many tokens as a slice has"),
+        ("xlnet", "is given [sequence, rows, hidden size]"),
+        ("ctrl", "transformer puts what belongs to the positions of whole sequences"),
+    ],
+)
+def test_why_a_model_does_not_run_on_slices_is_said_of_the_module(kind: str, said: str) -> None:
+    twin = twin_of(skeleton.config_of(sample(kind), dropout=0.0))
+    plan = plan_for(skeleton.build(twin.config), sequence=True)
+    assert plan.sequence is None
+    assert said in plan.reasons["sequence"]
+    assert "Error" not in plan.reasons["sequence"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "embedders", "positions"),
+    [
+        ("bert", ("bert.embeddings",), ()),
+        ("bart", (), ("model.decoder.embed_positions",)),
+    ],
+)
+def test_positions_are_told_to_what_adds_them(
+    kind: str, embedders: tuple[str, ...], positions: tuple[str, ...]
+) -> None:
+    twin = twin_of(skeleton.config_of(sample(kind), dropout=0.0))
+    plan = plan_for(skeleton.build(twin.config), sequence=True).sequence
+    assert plan is not None
+    assert (plan.embedders, plan.positions) == (embedders, positions)
+    assert not any(plan.sees_slices(f"{name}.decoder") for name in plan.alike)
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(120)
+def test_models_that_add_positions_in_their_own_way_run_on_slices(ranks: Any) -> None:
+    kinds = ("bert", "bart", "marian", "whisper", "git", "falcon")
+    configs = {kind: sample(kind) for kind in kinds}
+    (found, _) = ranks.run("tests.models.cases:tensors", 2, configs=configs, slices=True)
+    assert {kind: reason for kind, (reason, _) in found.items()} == dict.fromkeys(kinds, "")
+
+
+@pytest.mark.parametrize("kind", ["reformer", "hy_v4", "gemma4_text"])
+def test_what_layers_hand_on_beside_the_hidden_state_is_named(kind: str) -> None:
+    from hocket.jobs.twin import verdict
+
+    assert "its layers hand on more than the hidden state (" in verdict(sample(kind)).reason

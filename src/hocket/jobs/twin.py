@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from hocket.runtime.mesh import Axis
     from hocket.runtime.record import Recorder
 
-RULES = 4
+RULES = 5
 """Counted up when models can be cut or split that could not before: old verdicts are forgotten."""
 
 _IRRELEVANT = (
@@ -267,7 +267,8 @@ def try_stages(config: Any, attention: str) -> str:
             return error.message
         if isinstance(error, AttributeError) and isinstance(error.obj, MissingLayer):
             return f"its own code reads {error.name!r} of a layer that lies on another stage"
-        return f"a stage of its tiny twin fails with {type(error).__name__}: {error}"
+        more = handed_on(model, plan.stages.layers, lambda: forward(model, inputs))
+        return more or f"a stage of its tiny twin fails with {type(error).__name__}: {error}"
     found: dict[str, Tensor] = {}
     tied = {*plan.ties, *plan.ties.values()}
     for stage in stages:

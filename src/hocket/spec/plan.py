@@ -232,6 +232,8 @@ class SequencePlan:
         embedding: the token embedding, called before the decoder, which is given its slice.
         blocks: modules that read whole sequences: gathered once, as they begin.
         positions: modules that add a position embedding: it is cut to the slice.
+        embedders: modules that embed the hidden state they are given and add the embedding of
+            `position_ids`: they are told those of the slice.
         alike: modules held whole that read whole sequences (an output head that is not split).
         mask: the decoder learns the length of the sequence from an attention mask of ones, since
             it takes no positions.
@@ -240,20 +242,21 @@ class SequencePlan:
     embedding: str
     blocks: tuple[str, ...] = ()
     positions: tuple[str, ...] = ()
+    embedders: tuple[str, ...] = ()
     alike: tuple[str, ...] = ()
     mask: bool = False
 
     def sees_slices(self, name: str) -> bool:
         """Whether the module `name`, held whole, sees this rank's slice alone: the gradients of its
         parameters are then parts of sums."""
-        if name == self.embedding or name in self.alike:
+        if name == self.embedding:
             return False
         parts = name.split(".")
-        return not any(".".join(parts[:n]) in self._blocks for n in range(1, len(parts) + 1))
+        return not any(".".join(parts[:n]) in self._whole for n in range(1, len(parts) + 1))
 
     @functools.cached_property
-    def _blocks(self) -> frozenset[str]:
-        return frozenset(self.blocks)
+    def _whole(self) -> frozenset[str]:
+        return frozenset((*self.blocks, *self.alike))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -55,6 +55,18 @@ def sequence_plan(
     for name in _attention(model, stages):
         if not any(f"{name}.".startswith(f"{block}.") for block in plan.blocks):
             raise ModelError(f"{name} is held whole on every rank, and attends to whole sequences")
+    for block in plan.blocks:
+        if _gathers(split, model, block):
+            raise ModelError(
+                f"{block} gathers what its split products return, and computes on whole sequences "
+                "from there on"
+            )
+    for name in plan.embedders:
+        if hasattr(model.get_submodule(name), "create_position_ids_from_input_ids"):
+            raise ModelError(
+                f"{name} counts positions from token ids, of which padding has none, and is given "
+                "a slice of what they look up"
+            )
     trial = _Trial(model, split, plan, stages)
     reasons = []
     for mask in (False, True):
@@ -64,7 +76,7 @@ def sequence_plan(
             reasons.append(error.message)
             continue
         except Exception as error:  # a forward of any family may fail in its own way
-            reasons.append(f"its tiny twin fails on a slice: {type(error).__name__}: {error}")
+            reasons.append(trial.why(error))
             continue
         return _plan(whole, tensor, stages, mask)
     raise ModelError(reasons[0])
@@ -83,9 +95,23 @@ def _plan(model: Any, tensor: TensorPlan, stages: StagePlan, mask: bool = False)
         # Where a layer itself holds the linear layers, they gather on their own.
         blocks=tuple(b for b in blocks if b.rpartition(".")[0] != stages.layers),
         positions=stages.positions,
+        embedders=tuple(n for n in stages.before if _embeds(model.get_submodule(n))),
         alike=tuple(heads),
         mask=mask,
     )
+
+
+def _embeds(module: nn.Module) -> bool:
+    """Whether a module embeds the hidden state that it is given, and adds what positions ask for
+    (BERT)."""
+    return {"inputs_embeds", "position_ids"} <= set(inspect.signature(module.forward).parameters)
+
+
+def _gathers(tensor: TensorPlan, model: nn.Module, block: str) -> bool:
+    """Whether all that a block's split products return is gathered: it is whole from there on."""
+    names = (f"{block}.{name}" for name, _ in model.get_submodule(block).named_children())
+    found = [_split_of(tensor.splits, name) for name in names]
+    return all(s.gather_output for s in found if s is not None and s.style == "column")
 
 
 def _attention(model: nn.Module, stages: StagePlan) -> list[str]:
@@ -95,10 +121,14 @@ def _attention(model: nn.Module, stages: StagePlan) -> list[str]:
     return [name for name in names if own[name] in stages.cores]
 
 
+def _split_of(splits: Mapping[str, Split], name: str) -> Split | None:
+    if name in splits:
+        return splits[name]
+    return next((s for pattern, s in splits.items() if matches(pattern, name)), None)
+
+
 def _style(splits: Mapping[str, Split], name: str) -> str:
-    split = splits.get(name)
-    if split is None:
-        split = next((s for pattern, s in splits.items() if matches(pattern, name)), None)
+    split = _split_of(splits, name)
     return "" if split is None else split.style
 
 
@@ -126,16 +156,64 @@ class _Trial:
             "position_ids": torch.arange(_LENGTH).expand(_ROWS, -1).contiguous(),
             "attention_mask": torch.ones(_ROWS, _LENGTH, dtype=torch.long),
         }
+        self.running: list[str] = []
+        noted = [*self.entries, *plan.positions]
         with torch.no_grad():
-            self.logits = self._hooked({n: self._note(n) for n in self.entries}, {}, whole=True)
+            self.logits = self._hooked({n: self._note(n) for n in noted}, {}, whole=True)
+        for name in plan.positions:
+            known = inspect.signature(self.modules[name].forward).parameters
+            if "position_ids" not in known and self.entered[name][0] is self.inputs["input_ids"]:
+                raise ModelError(
+                    f"{name} looks the tokens up, and is given a slice of what they are"
+                )
+        for name in self.entries:
+            if name.startswith(f"{stages.layers}."):
+                given = self.entered.get(name)
+                if given and tuple(given[0].shape[:2]) == (_LENGTH, _ROWS):
+                    raise ModelError(
+                        f"{name} is given [sequence, rows, hidden size]; slices are dealt of "
+                        "[rows, sequence, hidden size]"
+                    )
+
+    def why(self, error: Exception) -> str:
+        """Why a forward on a slice failed: said of the module in which it did."""
+        where = self.running[-1] if self.running else ""
+        layers = f"{self.stages.layers}."
+        if where.startswith(layers) and where[len(layers) :].count("."):
+            block = next((b for b in self.plan.blocks if f"{where}.".startswith(f"{b}.")), None)
+            if block is None:
+                return f"{where} is held whole on every rank, and works on whole sequences"
+            return (
+                f"{block} is given whole sequences, and beside them what its model makes for as "
+                "many tokens as a slice has"
+            )
+        if where in self.plan.positions:
+            return f"{where} cannot be told the positions of whole sequences"
+        name = where or type(self.model).__name__
+        if where.startswith(layers):
+            return f"{name} puts whole sequences and slices together"
+        return (
+            f"{name} puts what belongs to the positions of whole sequences together with a slice, "
+            "where no module of its own can be cut"
+        )
+
+    def _enter(self, name: str) -> Any:
+        def before(module: nn.Module, args: Any) -> None:
+            self.running.append(name)
+
+        return before
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        del self.running[-1:]
 
     @torch.no_grad()
     def run(self, mask: bool) -> None:
         """Each slice in turn. Raises ModelError where a module is given something else."""
         for self.index in reversed(range(_RANKS)):
             logits = self._hooked(
-                {n: self._replace(n) for n in self.entries},
-                {n: self._cut_output for n in (*self.exits, *self.plan.positions)},
+                {n: self._replace(n) for n in self.entries}
+                | {n: self._positions(n) for n in (*self.plan.positions, *self.plan.embedders)},
+                {n: self._cut_output(n) for n in (*self.exits, *self.plan.positions)},
                 mask=mask,
             )
             self._same("its output", logits, self.logits)
@@ -145,10 +223,12 @@ class _Trial:
         mask: bool = False,
     ) -> Tensor:  # fmt: skip
         modules = self.modules
-        handles = [
+        handles = [m.register_forward_pre_hook(self._enter(n)) for n, m in modules.items()]
+        handles += [
             modules[n].register_forward_pre_hook(h, with_kwargs=True) for n, h in before.items()
         ]
         handles += [modules[n].register_forward_hook(h) for n, h in after.items()]
+        handles += [m.register_forward_hook(self._leave) for m in modules.values()]
         try:
             return self._call(whole, mask)
         finally:
@@ -156,9 +236,12 @@ class _Trial:
                 handle.remove()
 
     def _call(self, whole: bool, mask: bool) -> Tensor:
+        self.running.clear()
         accepted = inspect.signature(self.model.forward).parameters
         given = {n: v for n, v in self.inputs.items() if n in accepted and n != "attention_mask"}
-        if not whole:
+        if whole:  # as a model is called that nobody has split
+            given.pop("position_ids", None)
+        else:
             embeds = _looked_up(self.modules[self.plan.embedding], given.pop("input_ids"))
             given[self.stages.hidden_argument] = self._cut(embeds)
             if mask:
@@ -177,6 +260,8 @@ class _Trial:
     def _replace(self, name: str) -> Any:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             many = name in self.exits  # experts take tokens, choices and weights
+            if name not in self.entered:
+                raise ModelError(f"{name} runs on a part of a sequence alone, and not on the whole")
             noted = self.entered[name]
             found = _tensors(module, args, kwargs)
             first = next(iter(inspect.signature(module.forward).parameters))
@@ -191,8 +276,38 @@ class _Trial:
 
         return before
 
-    def _cut_output(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return self._cut(output)
+    def _positions(self, name: str) -> Any:
+        """As `runtime.tensor_parallel.sequence` tells positions: whole ones where what is added is
+        cut, this slice's own where a slice is embedded."""
+        names = list(inspect.signature(self.modules[name].forward).parameters)
+        count = _LENGTH // _RANKS
+
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if "position_ids" not in names:
+                return None
+            at = names.index("position_ids")
+            given = args[at] if at < len(args) else kwargs.get("position_ids")
+            if name in self.plan.embedders:
+                own = self.inputs["position_ids"][:1].narrow(-1, self.index * count, count)
+                if given is not None and given.shape[-1] == _LENGTH:
+                    own = given.narrow(-1, self.index * count, count)
+            elif given is None or given.shape[-1] == count:
+                own = torch.arange(_LENGTH)
+            else:
+                return None
+            return args[:at], {**kwargs, "position_ids": own}
+
+        return before
+
+    def _cut_output(self, name: str) -> Any:
+        def after(module: nn.Module, args: Any, output: Any) -> Any:
+            if not isinstance(output, Tensor):
+                raise ModelError(
+                    f"{name} returns more than one tensor, and cannot be cut to a slice"
+                )
+            return self._cut(output)
+
+        return after
 
     def _cut(self, x: Tensor) -> Tensor:
         """This slice of [B, S, ...] or of [B S, ...]."""

@@ -148,8 +148,8 @@ def _decoder(model: Any) -> nn.Module:
 
 
 def handed_on(model: nn.Module, layers: str, run: Callable[[], Any]) -> str:
-    """What layers are given beside the hidden state that has been computed from weights: why a
-    cut changes the result, if it does; empty where that is nothing.
+    """What layers are given beside the hidden state that has been computed from weights, or by a
+    layer before them: why a cut changes the result, if it does; empty where that is nothing.
 
     Args:
         model: the whole model.
@@ -158,23 +158,33 @@ def handed_on(model: nn.Module, layers: str, run: Callable[[], Any]) -> str:
     """
     own = {id(parameter) for parameter in model.parameters()}
     found: list[str] = []
+    made: list[torch.Tensor] = []  # held, so that no other tensor takes its identity
+
+    def keep(layer: nn.Module, args: Any, output: Any) -> None:
+        several = isinstance(output, (tuple, list))
+        parts = output[1:] if several else getattr(output, "__dict__", {}).values()
+        made.extend(part for part in parts if isinstance(part, torch.Tensor))
 
     def look(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         named = {**{f"argument {i + 1}": a for i, a in enumerate(args) if i}, **kwargs}
         if not args:
-            named.pop(next(iter(kwargs)), None)
+            named.pop("hidden_states" if "hidden_states" in kwargs else next(iter(kwargs)), None)
         for name, value in named.items():
             for part in value if isinstance(value, (tuple, list)) else (value,):
-                if isinstance(part, torch.Tensor) and own & set(leaves(part)):
+                if not isinstance(part, torch.Tensor):
+                    continue
+                if own & set(leaves(part)) or any(part is other for other in made):
                     found.append(name)
 
-    hooks = [
-        layer.register_forward_pre_hook(look, with_kwargs=True)
-        for layer in model.get_submodule(layers).children()
-    ]
-    run()
-    for hook in hooks:
-        hook.remove()
+    hooks = []
+    for layer in model.get_submodule(layers).children():
+        hooks.append(layer.register_forward_pre_hook(look, with_kwargs=True))
+        hooks.append(layer.register_forward_hook(keep))
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
     return f"its layers hand on more than the hidden state ({found[0]})" if found else ""
 
 

@@ -25,7 +25,9 @@ from hocket.runtime.tensor_parallel.sequence import (
     cut_after,
     gather_before,
     open_block,
+    own_positions,
     slice_after,
+    whole_positions,
 )
 from hocket.runtime.tensor_parallel.shards import Shards, take
 from hocket.spec.errors import ModelError
@@ -171,7 +173,11 @@ class _Splitting:
             if name in plan.blocks and isinstance(entry, SequenceEntry):
                 open_block(child, next(iter(inspect.signature(child.forward).parameters)), entry)
             elif name in plan.positions:
+                if "position_ids" in inspect.signature(child.forward).parameters:
+                    whole_positions(child, self.axis)
                 cut_after(child, self.axis)
+            elif name in plan.embedders:
+                own_positions(child, self.axis)
             elif name in plan.alike:
                 gather_before(child, self.axis, self.recorder)
             elif name == plan.embedding and not hasattr(child, "slices"):

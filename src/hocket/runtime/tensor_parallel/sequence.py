@@ -21,6 +21,8 @@ Legend: B batch, S sequence, s = S / tp, H hidden.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -89,7 +91,10 @@ class _ScatterSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, recorder: Recorder) -> Tensor:  # type: ignore[override]
         ctx.axis, ctx.recorder = axis, recorder
-        return scatter(x, axis, recorder)
+        found = scatter(x, axis, recorder)
+        # No view of what is forgotten here: some models add to it in place (Falcon).
+        whole: Tensor = torch.ops.aten._unsafe_view.default(found, found.shape)
+        return whole
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -260,6 +265,54 @@ def slice_after(module: nn.Module, axis: Axis, recorder: Recorder) -> None:
         return slice_alike(output, axis, recorder)
 
     module.register_forward_hook(after)
+
+
+def whole_positions(module: nn.Module, axis: Axis) -> None:
+    """Let a position embedding that counts the tokens it is given count whole sequences: what it
+    returns is cut (`cut_after`). One that is told whole positions already is left alone."""
+    at = list(inspect.signature(module.forward).parameters).index("position_ids")
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = args[at] if at < len(args) else kwargs.get("position_ids")
+        length = _told(args, kwargs, given)
+        if length is None:
+            return None
+        if given is not None and given.shape[-1] != length:
+            return None
+        whole = torch.arange(axis.size * length, device=next(module.parameters()).device)
+        return args[:at], {**kwargs, "position_ids": whole}
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
+
+
+def own_positions(module: nn.Module, axis: Axis) -> None:
+    """Tell a module that embeds a slice [B, s, H], and adds what belongs to positions, which
+    positions these are. Whole ones [B, S] are cut."""
+    at = list(inspect.signature(module.forward).parameters).index("position_ids")
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        length = kwargs["inputs_embeds"].shape[1]
+        given = args[at] if at < len(args) else kwargs.get("position_ids")
+        if given is not None and given.shape[-1] == axis.size * length:
+            own = given.narrow(-1, axis.index * length, length)
+        else:
+            own = torch.arange(length, device=kwargs["inputs_embeds"].device).unsqueeze(0)
+            own = own + axis.index * length
+        return args[:at], {**kwargs, "position_ids": own}
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
+
+
+def _told(args: tuple[Any, ...], kwargs: Mapping[str, Any], given: Tensor | None) -> int | None:
+    """Tokens of a slice, as a position embedding hears of them: from the hidden state, one of its
+    features, or its size; where no tokens are `given`, from positions counted for it. None where it
+    is told by something else, which is whole."""
+    first = args[0] if args else next(iter(kwargs.values()), None)
+    if first is None and given is not None:
+        return given.shape[-1]
+    if isinstance(first, Tensor):
+        return first.shape[1] if first.is_floating_point() and first.ndim > 1 else None
+    return int(first[1]) if isinstance(first, tuple) else None
 
 
 def cut_after(module: nn.Module, axis: Axis) -> None:
