@@ -7,8 +7,7 @@ what is counted as activations is the fullest moment less all gradients.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
+from hocket.cost.measured_backward import fullest_inputs, fullest_whole
 from hocket.cost.measured_prices import Job, resident_bytes
 from hocket.cost.measured_shares import (
     block_bytes,
@@ -20,7 +19,7 @@ from hocket.cost.measured_shares import (
     left_bytes,
     share_bytes,
 )
-from hocket.cost.measured_stage import GRADIENT_BYTES, local, saved_bytes, trained, weights
+from hocket.cost.measured_stage import GRADIENT_BYTES, local, trained, weights
 from hocket.spec.model_shape import BlockShape
 from hocket.spec.schedule import BACKWARD, FORWARD, INPUT, WEIGHT
 
@@ -60,19 +59,10 @@ def made(job: Job, index: int) -> int:
         else min(held[stage], pending_bytes(job, kind))
         for stage, kind in kinds.items()
     }
-    ends = {
-        stage: saved_bytes(job.shape, kind[-1:], job.microbatch, job.element_bytes)
-        if kind[-1] == "head"
-        else 0
-        for stage, kind in kinds.items()
-    }
     place = job.schedule.stage_ranks
     neighbours = {s + d for s in stages for d in (-1, 1)} & set(range(last + 1))
     places = min(POSTED, job.microbatches)
     posted = places * job.stream_bytes * sum(place[s] != index for s in neighbours)
-    working = {
-        stage: backward_bytes(job, kind) + _whole_layer(job, stage) for stage, kind in kinds.items()
-    }
     scratch = _scratch(job)
     if job.layout.zero > 1 and job.state_ranks > 1:
         return posted + _made_in_shares(job, index, held, put_off)
@@ -83,14 +73,12 @@ def made(job: Job, index: int) -> int:
             if part.kind == FORWARD:
                 now += held[stage]
                 most = max(most, now + (scratch if stage == last else 0))
-            if part.kind in (BACKWARD, INPUT):
-                most = max(most, now + working[stage])
             if part.kind == BACKWARD:
-                most = max(most, now - held[stage] + _at_its_first_layer(job, stage, gradients))
-            if part.kind == BACKWARD and job.layout.dp > 1:
-                # A bucket is there whole with the first gradient that is copied into it.
-                most = max(most, now - ends[stage] + gradients.get(stage, 0))
+                most = max(most, now + _backward(job, stage, first=stage in gradients))
             if part.kind == INPUT:
+                pending = {kind: pending_bytes(job, [kind]) for kind in kinds[stage]}
+                working = backward_bytes(job, kinds[stage])
+                most = max(most, now + fullest_inputs(job, stage, working, pending))
                 now -= held[stage] - put_off[stage]
             elif part.kind in (BACKWARD, WEIGHT):
                 now += gradients.pop(stage, 0)
@@ -127,8 +115,7 @@ def _made_in_shares(job: Job, index: int, held: dict[int, int], put_off: dict[in
                 values = max(values, _scratch(job) + kept) if stage == last else values
                 most = max(most, now + values)
             if part.kind in (BACKWARD, INPUT):
-                layers = [kind for kind in job.blocks(stage) if kind != "head"]
-                working = backward_bytes(job, layers) + _whole_layer(job, stage)
+                working = backward_bytes(job, job.blocks(stage))
                 if part.kind == INPUT:
                     pending = {kind: pending_bytes(job, [kind]) for kind in job.blocks(stage)}
                     made = whole if halves.get(stage) else 0
@@ -174,48 +161,28 @@ def pending_bytes(job: Job, kinds: list[str]) -> int:
     return round(elements * job.microbatch.tokens * job.element_bytes)
 
 
+def _backward(job: Job, stage: int, *, first: bool) -> int:
+    """The most bytes of a whole backward beside what lives before it begins."""
+    working = backward_bytes(job, job.blocks(stage))
+    if job.layout.zero == 1 and job.state_ranks > 1 and job.microbatches == 1:
+        return fullest(job, stage, working, first=True)
+    return fullest_whole(job, stage, working, first=first)
+
+
 def backward_bytes(job: Job, kinds: list[str]) -> int:
-    """What a backward makes beside what is held, where it begins with a layer.
-
-    Where it begins with the loss, the gradient of the logits takes their place, and they are more
-    than what the layers before them make.
-    """
-    if kinds[-1] == "head":
-        return 0
-    return job.hidden_bytes + _widest(job, job.shape.blocks[kinds[-1]])
-
-
-def _whole_layer(job: Job, stage: int) -> int:
-    """What one layer saves while it is run again: of the largest, all are as one after another."""
-    one = (
-        saved_bytes(job.shape, [kind], job.microbatch, job.element_bytes) + job.adapter_bytes(kind)
-        for kind in dict.fromkeys(job.again(stage, "full"))
-    )
-    return max(one, default=0)
-
-
-def _at_its_first_layer(job: Job, stage: int, gradients: Mapping[int, int]) -> int:
-    """What a backward holds when it has come to a stage's first layer: what that layer saved, what
-    its backward makes, and the gradients of all others, if they are not there from before."""
-    kind = next((kind for kind in job.blocks(stage) if kind not in ("embedding", "head")), None)
-    if kind is None:
-        return 0
-    saved = saved_bytes(job.shape, [kind], job.microbatch, job.element_bytes)
-    saved += job.adapter_bytes(kind)
-    others = 0
-    if stage in gradients:
-        held = trained(weights(job.shape, [kind]))
-        others = gradients[stage] - GRADIENT_BYTES * sum(local(w, job.layout.tp) for w in held)
-    return saved + backward_bytes(job, [kind]) + others
+    """What the backward of a layer makes beside what is held: of the last of these that is one."""
+    layers = [kind for kind in kinds if kind != "head"]
+    widest = _widest(job, job.shape.blocks[layers[-1]]) if layers else 0
+    return job.hidden_bytes + widest
 
 
 def _widest(job: Job, block: BlockShape) -> int:
-    """Gradients of the widest inner tensors (gate and up are two) at once."""
+    """Gradients of the widest inner tensors at once: of two (gate and up), or of what an activation
+    gave and of what it was given."""
     rows = [p for p in block.products if p.split in ("row", "outside")]
     if not rows or block.kind == "embedding":
         return 0
     down = max(rows, key=lambda p: p.k * p.count)
-    inner = sum(p.n == down.k for p in block.products if p is not down) or 1
     tp = job.layout.tp if down.split == "row" else 1
-    elements = min(2, inner) * down.k * down.count / tp
+    elements = 2 * down.k * down.count / tp
     return round(elements * job.microbatch.tokens * job.element_bytes)

@@ -419,8 +419,7 @@ def resident_bytes(job: Job, index: int) -> dict[str, int]:
     mine = elements // job.state_ranks
     exact = job.element_bytes == GRADIENT_BYTES and not job.layout.offloads("optimizer")
     masters = 0 if exact else 4 * mine
-    # ZeRO-1 lets go of the whole gradient after the step; at its worst moment it is there.
-    gradients = mine if job.layout.zero > 1 else elements
+    gradients = mine if job.layout.zero else elements
     values = whole // job.state_ranks if job.layout.zero == 3 else whole
     return {
         "parameters": values * job.element_bytes,

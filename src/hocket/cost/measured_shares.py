@@ -33,18 +33,19 @@ def fullest_half(job: Job, stage: int, working: int, pending: Mapping[str, int],
         pending: kind of block to the bytes that it keeps for the weights' half.
         made: bytes of the buckets that an earlier half has opened.
     """
-    kinds, sizes = job.blocks(stage), block_bytes(job, stage)
+    kinds, sizes, again = job.blocks(stage), block_bytes(job, stage), rerun(job, stage)
     values = value_bytes(job, stage) if job.layout.zero == 3 else None
     released = most = 0
     for at in reversed(range(len(kinds))):
         kind = kinds[at]
         saved = saved_bytes(job.shape, [kind], job.microbatch, job.element_bytes)
-        if kind in job.again(stage, "full"):
-            saved = job.hidden_bytes
+        one_again = saved - job.stream_bytes if again[at] else 0
+        saved -= one_again
         used = 0 if values is None else _values(kinds, values, at)
         whole = max(0, sum(sizes[at:]) - made)
         one = sizes[at] if kind == "embedding" else 0
-        most = max(most, (job.hidden_bytes if one else working) + one - released + used + whole)
+        work = job.hidden_bytes if one else working + one_again
+        most = max(most, work + one - released + used + whole)
         released += saved - min(saved, pending[kind])
     return most
 
@@ -61,13 +62,13 @@ def fullest(job: Job, stage: int, working: int, *, first: bool) -> int:
     values = value_bytes(job, stage) if zero == 3 else None
     opened = _opened(job, stage)
     tied = job.shape.tied and kinds[0] == "embedding" and kinds[-1] == "head"
-    again = len(job.again(stage, "full"))
+    again = rerun(job, stage)
     done = released = late = most = 0
     for at in reversed(range(len(kinds))):
         kind = kinds[at]
         saved = saved_bytes(job.shape, [kind], job.microbatch, job.element_bytes)
-        if again and kind not in ("embedding", "head"):
-            saved = job.hidden_bytes
+        one_again = saved - job.stream_bytes if again[at] else 0
+        saved -= one_again
         begins, ends = opened[at] if values is None else (_filling(kinds, sizes, at),) * 2
         (filling, going), whole = begins, sum(ends)
         used = 0 if values is None else _values(kinds, values, at) + (values[0] if tied else 0)
@@ -87,9 +88,9 @@ def fullest(job: Job, stage: int, working: int, *, first: bool) -> int:
             filled = max(2 * late + one + before, one + whole)
             most = max(most, filled - released + used + share)
         else:
-            beside = late + one - released + used + share
-            most = max(most, working + beside + filling + going)
-            most = max(most, 2 * job.hidden_bytes - saved + beside + whole)
+            beside = late - released + used + share
+            most = max(most, working + one_again + beside + filling + going)
+            most = max(most, 2 * job.hidden_bytes - saved + one + beside + whole)
         released += saved
         done += sizes[at]
     return most
@@ -182,8 +183,19 @@ def _values(kinds: list[str], sizes: list[int], at: int) -> int:
 
 
 def _opened(job: Job, stage: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """ZeRO-2: bytes of the buckets that are there when a block's inner gradients are widest and
-    when its last one comes: each time those that fill, and those under way."""
+    """ZeRO-1 and -2: bytes of the buckets that are there when a block's inner gradients are widest
+    and when its last one comes: each time those that fill, and those under way."""
+    filled, places = bucket_places(job, stage)
+    found = []
+    for low, early, high in places:
+        going = sum(filled[max(0, low - UNDER_WAY[2]) : low])
+        found.append(((sum(filled[low : early + 1]), going), (sum(filled[low : high + 1]), going)))
+    return found
+
+
+def bucket_places(job: Job, stage: int) -> tuple[list[int], list[tuple[int, int, int]]]:
+    """Bytes of a stage's buckets, in the order in which they fill, and for each block the first
+    that its gradients lie in, the last one when its inner gradients are widest, and the last."""
     kinds, tp = job.blocks(stage), job.layout.tp
     held = [trained(found) for found in _by_block(job, stage)]
     flat = [local(w, tp) * GRADIENT_BYTES for found in held for w in found]
@@ -201,18 +213,24 @@ def _opened(job: Job, stage: int) -> list[tuple[tuple[int, int], tuple[int, int]
     start = 0
     for kind, own in zip(kinds, held, strict=True):
         every = [place[start + at] for at in range(len(own))] or [len(filled) - 1]
-        narrowing = _narrowing(job.shape.blocks[kind])
-        early = [place[start + at] for at, w in enumerate(own) if w.name.startswith(narrowing)]
-        going = sum(filled[max(0, min(every) - UNDER_WAY[2]) : min(every)])
-        begins, ends = (
-            sum(filled[min(every) : last + 1]) for last in (max(early or every), max(every))
-        )
-        found.append(((begins, going), (ends, going)))
+        widest = narrowing(job.shape.blocks[kind])
+        early = [place[start + at] for at, w in enumerate(own) if w.name.startswith(widest)]
+        found.append((min(every), max(early or every), max(every)))
         start += len(own)
+    return filled, found
+
+
+def rerun(job: Job, stage: int) -> list[bool]:
+    """Of each block of a stage, whether it is a layer that is run again in backward."""
+    found, left = [], len(job.again(stage, "full"))
+    for kind in job.blocks(stage):
+        layer = kind not in ("embedding", "head")
+        found.append(layer and left > 0)
+        left -= layer
     return found
 
 
-def _narrowing(block: BlockShape) -> str:
+def narrowing(block: BlockShape) -> str:
     """How the names of the weights begin that take a block's widest inner tensor, or make the
     logits: theirs are its first gradients."""
     if block.kind == "head":
