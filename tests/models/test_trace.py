@@ -148,6 +148,16 @@ def test_experts():
     assert stacked == 4 * 3 * 32 * 48
 
 
+def test_experts_in_fp32():
+    """torch tells the sizes of grouped products in bf16 alone: they are the same in fp32."""
+    config = catalogue.config("tiny-mixtral")
+    half, whole = (trace(config, dtype=dtype) for dtype in ("bf16", "fp32"))
+    for kind, block in half.blocks.items():
+        assert whole.blocks[kind].products == block.products
+        assert whole.blocks[kind].weights == block.weights
+    assert {p.groups for p in whole.blocks["block"].products} > {1}
+
+
 def test_kinds_of_blocks():
     config = catalogue.config("gemma-3-27b")
     shape = trace(config)

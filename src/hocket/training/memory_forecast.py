@@ -24,6 +24,7 @@ from hocket.models.plans import plan_for
 from hocket.models.rows import one_sequence_each
 from hocket.models.skeleton import build as build_skeleton
 from hocket.models.source import of_run
+from hocket.models.trace.grouped import GroupedProducts
 from hocket.runtime.lora import adapt
 from hocket.runtime.mesh import Axis, Mesh
 from hocket.runtime.parallelize import parallelize
@@ -159,7 +160,8 @@ def _to_empty(module: torch.nn.Module) -> None:
 def _fake(packed: bool) -> Iterator[None]:
     # Of packed documents transformers builds a mask, which it does by itself where it cannot look.
     rows = nullcontext() if packed else one_sequence_each()
-    with FakeTensorMode(allow_non_fake_inputs=True), rows, _CpuAttention():  # type: ignore[no-untyped-call]
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake, rows, GroupedProducts(), _CpuAttention():  # type: ignore[no-untyped-call]
         yield
 
 

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from hocket.models import skeleton
 from hocket.models.rows import one_sequence_each
+from hocket.models.trace.grouped import GroupedProducts
 from hocket.models.trace.record import BATCH, SEQUENCE, Kernels, Part, Recorder
 from hocket.spec.errors import ModelError
 
@@ -58,13 +59,9 @@ def run(config: Any, dtype: torch.dtype = torch.bfloat16) -> Run:
     following = _Layers(recorder, parts, layers, kinds)
     watched = {f"{name}.{index}" for index in picked}
     try:
-        with (
-            fake,
-            one_sequence_each(),
-            _watched(model, name, watched, recorder),
-            following,
-            recorder,
-        ):
+        watch = _watched(model, name, watched, recorder)
+        products = GroupedProducts()  # type: ignore[no-untyped-call]
+        with fake, products, one_sequence_each(), watch, following, recorder:
             with (
                 Kernels(recorder),
                 torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor),
