@@ -12,20 +12,22 @@ from hocket.launch import RankContext
 from hocket.runtime.collectives import all_reduce
 from hocket.runtime.mesh import Mesh
 from hocket.runtime.native.kernels import Kernels
+from hocket.runtime.native.library import library
 from hocket.runtime.native.sums import Sums
 from hocket.runtime.shm import Mismatch, PeerLost, PeerTimeout
 from hocket.spec.layout import Layout
 
 
-def made(context: RankContext) -> tuple[Mesh, Sums | None]:
+def made(context: RankContext, form: str | None = None) -> tuple[Mesh, Sums | None]:
     mesh = Mesh(Layout.parse(f"tp{context.world_size}"), context.rank)
-    kernels = Kernels.load()
-    return mesh, None if kernels is None else Sums.of(mesh.axis("tp"), mesh.recorder, kernels)
+    found = library(form)
+    assert found is not None
+    return mesh, Sums.of(mesh.axis("tp"), mesh.recorder, Kernels(found))
 
 
-def equal(context: RankContext) -> Any:
+def equal(context: RankContext, form: str | None = None) -> Any:
     """(whether there are sums, how often they were other bits than the same sum done here)."""
-    mesh, sums = made(context)
+    mesh, sums = made(context, form)
     if sums is None:
         return [False, 0]
     off = 0

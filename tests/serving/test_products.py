@@ -23,14 +23,6 @@ F = torch.nn.functional
 ALWAYS, NEVER = (True,) * 7, (False,) * 7
 
 
-@pytest.fixture
-def kernels() -> Kernels:
-    found = Kernels.load()
-    if found is None:
-        pytest.skip("no C compiler here")
-    return found
-
-
 def exact(x: Any, weight: Any, added: Any) -> Any:
     y = x.double() @ weight.double()
     return y if added is None else y + added.double()
@@ -133,7 +125,10 @@ def test_the_choice_is_by_the_number_of_rows(
 
 
 @pytest.mark.parametrize("family", ["llama", "llama_tied", "opt", "mixtral"])
-def test_models_compute_what_they_did(kernels: Kernels, family: str) -> None:
+def test_models_compute_what_they_did(form: str, kernels: Kernels, family: str) -> None:
+    # mixtral's logits are off by as much in fp32 as it is; products that are rounded before they
+    # are added are off by more.
+    off = 1e-4 if (form, family) == ("portable", "mixtral") else 1e-5
     plain: Any = whole_model(family)
     ids = torch.randint(3, 60, (1, 20))
     before = {name: value.clone() for name, value in plain.named_parameters()}
@@ -142,8 +137,8 @@ def test_models_compute_what_they_did(kernels: Kernels, family: str) -> None:
         merge_projections(plain)
         lay_inputs_first(plain)
         count = choose_products(plain, kernels, tried=False)
-        torch.testing.assert_close(plain(ids).logits, expected, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(plain(ids[:, :1]).logits, expected[:, :1], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(plain(ids).logits, expected, rtol=off, atol=off)
+        torch.testing.assert_close(plain(ids[:, :1]).logits, expected[:, :1], rtol=off, atol=off)
     assert count > 0
     swapped = sum(type(one) is ChosenLinear for one in plain.modules())
     assert swapped > 0

@@ -31,6 +31,11 @@ def test_every_rank_has_the_sum_in_the_order_of_ranks(ranks: RankPool, world_siz
     assert found == [[True, 0, 120 + 24 + 1]] * world_size
 
 
+def test_lesser_processors_sum_alike(ranks: RankPool, form: str) -> None:
+    found = ranks.run(CASES + "equal", 2, backend="shm", form=form)
+    assert found == [[True, 0, 120 + 24 + 1]] * 2
+
+
 def test_ranks_that_share_no_memory_have_none(ranks: RankPool) -> None:
     assert ranks.run(CASES + "equal", 2, backend="gloo") == [[False, 0]] * 2
 

@@ -26,10 +26,9 @@ BIASED = {**FAMILIES["llama"], "model_type": "qwen2"}  # query, key and value ha
 
 
 @pytest.fixture
-def called(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def called(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rows of each layer that was computed whole, with the kernel for every product."""
-    if Kernels.load() is None:
-        pytest.skip("no C compiler here")
+    monkeypatch.setattr(Kernels, "load", staticmethod(lambda: kernels))
     monkeypatch.setattr(runner, "choose_products", functools.partial(choose_products, tried=False))
     rows: list[int] = []
     original = Kernels.layer
@@ -92,9 +91,7 @@ def test_what_is_not_all_decoding_or_has_more_parts_is_computed_in_parts(
     assert not called
 
 
-def test_it_is_left_where_its_products_take_longer(called: list[int]) -> None:
-    kernels = Kernels.load()
-    assert kernels is not None
+def test_it_is_left_where_its_products_take_longer(kernels: Kernels, called: list[int]) -> None:
     module: Any = made(FAMILIES["llama"]).stage.module
     whole = module.model.layers[0].parts.whole
     assert [whole.takes(rows) for rows in (0, 1, 2, 3, 64, 65)] == [False, *[True] * 4, False]

@@ -36,7 +36,16 @@ INLINE float exponential(float x) {
 
 enum { LANES = 32, WIDE = 16, TILE = 8 };
 
-typedef float wide __attribute__((vector_size(WIDE * sizeof(float)), aligned(4), may_alias));
+/* Entries of a register. Of a longer vector than that, the compiler keeps the parts in memory. */
+#if defined(__AVX512F__)
+enum { VECTOR = 16 };
+#elif defined(__AVX__)
+enum { VECTOR = 8 };
+#else
+enum { VECTOR = 4 };
+#endif
+
+typedef float vector __attribute__((vector_size(VECTOR * sizeof(float)), aligned(4), may_alias));
 
 /* The largest of `size` entries. Lane by lane: a maximum in the presence of NaN has an order, which
 the compiler would keep. A NaN is passed over unless it comes first. */
@@ -256,14 +265,14 @@ INLINE void attend_chunk(const float *q, i64 head_stride, i64 token_stride, cons
             /* Rows that are not there are the last one again. */
             for (i64 i = 0; i < TILE; i++)
                 rows[i] = q + g * head_stride + (at + (i < n ? i : n - 1)) * token_stride;
-            for (i64 t = first; t < last; t += WIDE) {
-                const float *k = turned + t * size;
-                wide sum[TILE] = {};
+            for (i64 t = first; t < last; t += VECTOR) {
+                const float *k = turned + t / WIDE * WIDE * size + t % WIDE;
+                vector sum[TILE] = {};
                 for (i64 d = 0; d < size; d++) {
-                    wide one = *(const wide *)(k + d * WIDE);
+                    vector one = *(const vector *)(k + d * WIDE);
                     for (int i = 0; i < TILE; i++) sum[i] += rows[i][d] * one;
                 }
-                for (int i = 0; i < TILE; i++) *(wide *)(scores + i * most + t) = sum[i];
+                for (int i = 0; i < TILE; i++) *(vector *)(scores + i * most + t) = sum[i];
             }
             for (i64 i = 0; i < n; i++) {
                 i64 end = start + at + i + 1, oldest = window && end > window ? end - window : 0;
@@ -273,14 +282,14 @@ INLINE void attend_chunk(const float *q, i64 head_stride, i64 token_stride, cons
             for (i64 i = n; i < TILE; i++) memset(scores + i * most + first, 0,
                                                   (size_t)(last - first) * sizeof(float));
             i64 e = 0;
-            for (; e + WIDE <= width; e += WIDE) {
-                wide sum[TILE] = {};
+            for (; e + VECTOR <= width; e += VECTOR) {
+                vector sum[TILE] = {};
                 for (i64 t = first; t < last; t++) {
-                    wide one = *(const wide *)(plain + t * width + e);
+                    vector one = *(const vector *)(plain + t * width + e);
                     for (int i = 0; i < TILE; i++) sum[i] += scores[i * most + t] * one;
                 }
                 for (i64 i = 0; i < n; i++)
-                    *(wide *)(out + (at + i) * out_stride + g * width + e) = sum[i];
+                    *(vector *)(out + (at + i) * out_stride + g * width + e) = sum[i];
             }
             for (; e < width; e++)
                 for (i64 i = 0; i < n; i++) {
@@ -320,10 +329,10 @@ void hocket_attend_chunk(const float *q, i64 head_stride, i64 token_stride, cons
 /* How a product of few rows goes over its weight: tiles of DEEP rows and COLUMNS columns, which all
 rows of x pass over while the next tile is fetched. SIDE vectors of the columns times GROUP rows are
 as many sums as there are registers for. */
-#ifdef __AVX512F__
-enum { SIDE = 4 };
+#if defined(__AVX512F__) || defined(__aarch64__)
+enum { SIDE = 4 };  /* of 32 registers */
 #else
-enum { SIDE = 1 };
+enum { SIDE = 2 };  /* of 16 */
 #endif
 enum { GROUP = 6, DEEP = 32, COLUMNS = 64, KEPT = 1 << 16 };
 
@@ -332,16 +341,16 @@ stored at y but for the first `skip` columns; of the next tile's rows at `next`,
 INLINE void tile(int count, int side, const float *x, i64 x_stride, const float *weight,
                  i64 weight_stride, i64 depth, const float *from, i64 from_stride, float *y,
                  i64 y_stride, i64 skip, const float *next, i64 some) {
-    wide sum[GROUP][SIDE];
+    vector sum[GROUP][SIDE];
     for (int r = 0; r < count; r++)
-        for (int v = 0; v < side; v++) sum[r][v] = (wide){};
+        for (int v = 0; v < side; v++) sum[r][v] = (vector){};
     i64 k = 0;
     do {
         if (k < some)
             for (int v = 0; v < side; v++)
-                __builtin_prefetch(next + k * weight_stride + v * WIDE, 0, 2);
-        wide w[SIDE];
-        for (int v = 0; v < side; v++) w[v] = *(const wide *)(weight + v * WIDE);
+                __builtin_prefetch(next + k * weight_stride + v * VECTOR, 0, 2);
+        vector w[SIDE];
+        for (int v = 0; v < side; v++) w[v] = *(const vector *)(weight + v * VECTOR);
         for (int r = 0; r < count; r++)
             for (int v = 0; v < side; v++) sum[r][v] += w[v] * x[r * x_stride + k];
         weight += weight_stride;
@@ -349,13 +358,13 @@ INLINE void tile(int count, int side, const float *x, i64 x_stride, const float 
     if (from)
         for (int r = 0; r < count; r++)
             for (int v = 0; v < side; v++)
-                sum[r][v] += *(const wide *)(from + r * from_stride + v * WIDE);
+                sum[r][v] += *(const vector *)(from + r * from_stride + v * VECTOR);
     for (int r = 0; r < count; r++)
         for (int v = 0; v < side; v++) {
             if (side == 1 && skip)
-                for (i64 j = skip; j < WIDE; j++) y[r * y_stride + j] = sum[r][0][j];
+                for (i64 j = skip; j < VECTOR; j++) y[r * y_stride + j] = sum[r][0][j];
             else
-                *(wide *)(y + r * y_stride + v * WIDE) = sum[r][v];
+                *(vector *)(y + r * y_stride + v * VECTOR) = sum[r][v];
         }
 }
 
@@ -385,8 +394,8 @@ void hocket_product(const float *x, i64 x_stride, i64 rows, const float *weight,
                     i64 count = (rows - row) / (groups - g), some = (deep - asked) / (groups - g);
                     const float *a = x + row * x_stride + k;
                     for (i64 c = 0, step; c < size; c += step) {
-                        int whole = size - c >= SIDE * WIDE;
-                        step = whole ? SIDE * WIDE : WIDE;
+                        int whole = size - c >= SIDE * VECTOR;
+                        step = whole ? SIDE * VECTOR : VECTOR;
                         i64 at = n + c, skip = at + step > width ? at + step - width : 0;
                         at -= skip;
                         const float *w = weight + k * weight_stride + at;

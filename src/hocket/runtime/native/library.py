@@ -5,7 +5,9 @@
 The hash is of the sources, the compiler's version, the flags and the processor's features, so that
 a home directory may be shared. Compiling takes two seconds, once; whoever comes meanwhile compiles
 too, and the last one's file stands, whole at every moment. Where no C compiler is found, where it
-fails, or with HOCKET_KERNELS=0, there is no library, and PyTorch computes the same.
+fails, or with HOCKET_KERNELS=0, there is no library, and PyTorch computes the same. A processor may
+be taken for a lesser one, to see what that would compute and how fast: HOCKET_KERNELS=avx2, for one
+without AVX-512, or =portable, for the least that its compiler knows.
 """
 
 from __future__ import annotations
@@ -22,19 +24,21 @@ import tempfile
 from pathlib import Path
 
 VARIABLE = "HOCKET_KERNELS"
-"""0: compile and use no kernels."""
+"""0: compile and use no kernels. A name of `FORMS`: those of a lesser processor."""
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "layer.c"))
 
 _SECONDS = 60.0
 # Sums may be reordered, or they would not be vectorised. That numbers are finite is not assumed,
 # and how the processor treats the smallest numbers is not changed, as -ffast-math would.
 _FLAGS = (
-    *("-O3", "-march=native", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math"),
+    *("-O3", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math"),
     *(
         "-fno-signed-zeros",
         "-fassociative-math",
     ),
 )
+FORMS = {"native": ("-march=native",), "avx2": ("-march=haswell",), "portable": ()}
+"""Processors that kernels are compiled for, and the flags that say so."""
 _WIDE = "-mprefer-vector-width=512"
 
 _i, _f, _p = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
@@ -57,15 +61,19 @@ _COUNTS = ("hocket_sum", "hocket_layer", "hocket_layer_scratch")
 
 
 @functools.cache
-def library() -> ctypes.CDLL | None:
-    """The kernels; None where there are none."""
-    if os.environ.get(VARIABLE) == "0":
+def library(form: str | None = None) -> ctypes.CDLL | None:
+    """The kernels; None where there are none. `form`: of `FORMS`; None: what the environment says,
+    else native."""
+    asked = os.environ.get(VARIABLE)
+    if asked == "0":
         return None
+    if form is None:
+        form = asked if asked in FORMS else "native"
     compiler = _compiler()
     if compiler is None:
         return None
     try:
-        found = ctypes.CDLL(str(_built(compiler)))
+        found = ctypes.CDLL(str(_built(compiler, form)))
     except (OSError, subprocess.SubprocessError):
         return None
     for name, arguments in _ARGUMENTS.items():
@@ -90,8 +98,8 @@ def _compiler() -> list[str] | None:
     return None
 
 
-def _built(compiler: list[str]) -> Path:
-    """The library's file, compiled unless it is there.
+def _built(compiler: list[str], form: str) -> Path:
+    """The library's file, compiled for a processor of `FORMS` unless it is there.
 
     Raises:
         OSError, subprocess.SubprocessError: it cannot be compiled or kept.
@@ -99,7 +107,9 @@ def _built(compiler: list[str]) -> Path:
     version = subprocess.run(
         [*compiler, "--version"], capture_output=True, timeout=_SECONDS, check=True
     ).stdout
-    flags = [*_FLAGS, _WIDE] if "avx512f" in _features() else list(_FLAGS)
+    flags = [*FORMS[form], *_FLAGS]
+    if form == "native" and "avx512f" in _features():
+        flags.append(_WIDE)
     sources = [source.read_bytes() for source in SOURCES]
     known = [*sources, version, " ".join(flags).encode(), _features().encode()]
     digest = hashlib.sha256(b"\0".join(known)).hexdigest()[:24]
