@@ -224,7 +224,7 @@ class Kernels:
 
     def sum(self, sums: int, x: Tensor, added: Tensor | None) -> int:
         """Sum `x` over tensor ranks in place, plus `added` of as many entries, both contiguous;
-        `sums` is the address of what says how (`engine.sums`). Not 0: it failed."""
+        `sums` is the address of what says how (`native.sums`). Not 0: it failed."""
         at = x.data_ptr()
         more = None if added is None else added.data_ptr()
         return int(self._sum(sums, at, x.numel(), more, at))
