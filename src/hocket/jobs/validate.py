@@ -1,6 +1,7 @@
 """Validation: does the layout fit the model, the batch and the machine? Asked before ranks start.
 
-Torch-free: the model's dimensions hold every number that is needed.
+Torch-free: the model's dimensions hold every number that is needed. What divides what is said by
+`spec.legality`, which the planner reads too; here stands how a refusal is told.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from hocket.spec import legality
 from hocket.spec.capabilities import TABLE, absent
 from hocket.spec.errors import LayoutError, OptionError
 from hocket.spec.layout import DEGREES, Layout, divisors
@@ -60,8 +62,7 @@ def microbatches(layout: Layout, workload: Workload) -> int:
         return layout.microbatches
     if layout.num_stages == 1:
         return 1
-    batch = workload.global_batch // layout.dp
-    return max((n for n in divisors(batch) if n <= 2 * layout.pp), default=1)
+    return legality.usual_microbatches(workload.global_batch // layout.dp, layout.pp)
 
 
 def _problems(
@@ -80,15 +81,16 @@ def _problems(
         )
     yield from _tensor(model, layout.tp)
     yield from _pipeline(model, layout)
-    if layout.sequence_parallel and workload.seq_len % layout.tp:
+    sliced = legality.slices(workload.seq_len, layout.cp, layout.tp)
+    if layout.sequence_parallel and not sliced:
         yield (
             f"sequences of {workload.seq_len} tokens do not divide over tp {layout.tp}, as "
             "sequence parallelism needs"
         )
-    batch, rest = divmod(workload.global_batch, layout.dp)
-    if rest:
+    batch = workload.global_batch // layout.dp
+    if not legality.batch(workload.global_batch, layout.dp):
         yield f"the global batch of {workload.global_batch} does not divide over dp {layout.dp}"
-    elif layout.microbatches is not None and batch % layout.microbatches:
+    elif layout.microbatches and not legality.microbatches(batch, layout.microbatches):
         yield (
             f"the batch of {batch} sequences of each data rank ({workload.global_batch} / dp "
             f"{layout.dp}) does not divide into {layout.microbatches} microbatches"
@@ -96,15 +98,14 @@ def _problems(
 
 
 def _tensor(model: Dimensions, tp: int) -> Iterator[str]:
-    if model.num_heads % tp:
+    if not legality.units(model.num_heads, tp):
         yield f"{model.num_heads} attention heads do not divide over tp {tp}"
     kv = model.num_key_value_heads
-    if kv % tp and tp % kv:
+    if not legality.copied_units(kv, tp):
         yield f"{kv} key/value heads neither divide over tp {tp} nor are a divisor of it"
-    if model.intermediate_size % tp:
+    if not legality.units(model.intermediate_size, tp):
         yield f"the MLP's {model.intermediate_size} inner features do not divide over tp {tp}"
-    # Vocabulary rows may be uneven, but every rank must hold some.
-    if (tp - 1) * -(-model.vocab_size // tp) >= model.vocab_size:
+    if not legality.rows(model.vocab_size, tp):
         yield f"a vocabulary of {model.vocab_size} leaves a rank of tp {tp} without any row"
 
 
@@ -116,9 +117,9 @@ def _pipeline(model: Dimensions, layout: Layout) -> Iterator[str]:
                 f"the cut {'-'.join(map(str, layout.cut))} places {sum(layout.cut)} layers; "
                 f"the model has {layers}"
             )
-    elif stages > layers:
+    elif not legality.stages(layers, stages):
         yield f"{layers} layers cannot be cut into {stages} stages"
-    elif layout.cut == "even" and layers % stages:
+    elif layout.cut == "even" and not legality.even_stages(layers, stages):
         yield f"{layers} layers do not divide evenly into {stages} stages"
 
 
@@ -169,7 +170,7 @@ def _candidates(
         cut = layout.cut
         if isinstance(cut, tuple) and (len(cut) != pp * virtual or sum(cut) != model.num_layers):
             cut = "balanced"
-        if cut == "even" and model.num_layers % (pp * virtual):
+        if cut == "even" and not legality.even_stages(model.num_layers, pp * virtual):
             cut = "balanced"
         batch = workload.global_batch // dp
         asked = layout.microbatches
@@ -184,7 +185,7 @@ def _candidates(
             microbatches=asked,
             schedule=layout.schedule,
             zero=layout.zero,
-            shard=layout.shard if layout.shard and dp % layout.shard == 0 else None,
+            shard=layout.shard if layout.shard and legality.shard(dp, layout.shard) else None,
             offload=layout.offload,
             recompute=layout.recompute,
             recompute_layers=layout.recompute_layers,

@@ -6,6 +6,8 @@
     batch       dp x microbatch x microbatches = global batch
     options     schedule, ZeRO stage, recompute, sequence parallel
 
+The rules themselves stand in `spec.legality`, by which a run is refused too.
+
 Left out, unless pinned, is what another layout beats: gpipe has the step time of 1f1b and holds
 more, sequential waits more than either, more virtual stages whose longest has no fewer layers only
 send more, and a schedule that puts weights' gradients off keeps what full recompute makes again.
@@ -25,6 +27,7 @@ import numpy as np
 from hocket.cost.columns import NAMES, SCHEDULES, Layouts, schedule_number
 from hocket.cost.terms import Floats
 from hocket.schedules.registry import compute
+from hocket.spec import legality
 from hocket.spec.capabilities import TABLE
 from hocket.spec.errors import LayoutError, OptionError, unknown
 from hocket.spec.layout import AXES, RECOMPUTE, Layout, divisors
@@ -132,14 +135,14 @@ def _sharded(
     dp = rows["dp"]
     asked = pins.get("shard")
     if asked is not None:
-        keep = (dp % asked == 0) & ((zero > 0) | (dp == asked))
+        keep = legality.shard(dp, asked) & ((zero > 0) | (dp == asked))
         inner = np.full(len(dp), float(asked))
     else:
         yield rows
         if not zero:
             return
         inner = domain // (rows["tp"] * rows["cp"])
-        keep = (inner > 1) & (inner < dp) & (dp % np.maximum(inner, 1) == 0)
+        keep = (inner > 1) & (inner < dp) & legality.shard(dp, np.maximum(inner, 1))
     if keep.any():
         yield {**{name: column[keep] for name, column in rows.items()}, "shard": inner[keep]}
 
@@ -178,7 +181,7 @@ def row(layout: Layout, shape: ModelShape, seq_len: int, global_batch: int) -> L
     batch = global_batch // layout.dp
     count = layout.microbatches or 1
     if layout.microbatches is None and layout.pp > 1:
-        count = max(n for n in divisors(batch) if n <= 2 * layout.pp)
+        count = legality.usual_microbatches(batch, layout.pp)
     compute(layout, count if layout.virtual_stages > 1 else 1)  # refuses what cannot be
     values = {
         **{axis: getattr(layout, axis) for axis in ("dp", "pp", "cp", "tp", "ep", "zero")},
@@ -201,22 +204,22 @@ def _problems(
     if layout.tp not in degrees:
         near = min(degrees, key=lambda n: abs(n - layout.tp))
         yield f"{shape.heads} heads do not divide over tp {layout.tp}", f"tp{near}"
-    if layout.num_stages > layers:
+    if not legality.stages(layers, layout.num_stages):
         yield f"{layers} layers cannot be cut into {layout.num_stages} stages", f"pp{layers}"
-    if layout.cp > 1 and seq_len % (2 * layout.cp):
+    if not legality.context(seq_len, layout.cp):
         yield f"a sequence of {seq_len} does not divide over 2 x cp {layout.cp}", None
     if layout.ep > 1 and not shape.experts:
         yield f"{shape.name} has no experts to divide over ep {layout.ep}", "ep1"
-    elif layout.ep > 1 and shape.experts % layout.ep:
+    elif not legality.experts(shape.experts, layout.ep):
         yield f"{shape.experts} experts do not divide over ep {layout.ep}", "ep1"
-    if layout.sequence_parallel and seq_len % (layout.cp * layout.tp):
+    if layout.sequence_parallel and not legality.slices(seq_len, layout.cp, layout.tp):
         yield f"a sequence of {seq_len} does not divide over cp x tp", "sequence_parallel=false"
     if layout.recompute_layers is not None:
         yield "the planner prices every layer recomputed, or none", f"recompute={layout.recompute}"
-    batch, rest = divmod(global_batch, layout.dp)
-    if rest:
+    batch = global_batch // layout.dp
+    if not legality.batch(global_batch, layout.dp):
         yield f"the global batch of {global_batch} does not divide over dp {layout.dp}", None
-    elif batch % (layout.microbatches or 1):
+    elif not legality.microbatches(batch, layout.microbatches or 1):
         fits = [n for n in divisors(batch) if n <= (layout.microbatches or 1)]
         yield (
             f"the batch of {batch} of each data rank does not divide into "
@@ -254,26 +257,26 @@ def why_not(shape: ModelShape, num_gpus: int, seq_len: int, batch: int, pins: Pi
         return f"tp {pins['tp']} does not divide its {shape.heads} heads; it may be " + ", ".join(
             map(str, degrees)
         )
-    if pins.get("pp", 1) > len(shape.layers):
+    if not legality.stages(len(shape.layers), pins.get("pp", 1)):
         return f"it has {len(shape.layers)} layers, fewer than pp {pins['pp']}"
     if pins.get("ep", 1) > 1 and not shape.experts:
         return f"it has no experts to divide over ep {pins['ep']}"
-    if pins.get("ep", 1) > 1 and shape.experts % pins["ep"]:
+    if not legality.experts(shape.experts, pins.get("ep", 1)):
         return f"its {shape.experts} experts do not divide over ep {pins['ep']}"
     used = math.prod(pins.get(axis, 1) for axis in AXES)
     if num_gpus % used:
         return f"the pinned axes use {used} GPUs, which does not divide {num_gpus}"
     for name in ("dp", "microbatch", "microbatches"):
-        if batch % pins.get(name, 1):
+        if not legality.batch(batch, pins.get(name, 1)):
             return f"the global batch of {batch} does not divide by {name} {pins[name]}"
-    if seq_len % (2 * pins.get("cp", 1)) and pins.get("cp", 1) > 1:
+    if not legality.context(seq_len, pins.get("cp", 1)):
         return f"a sequence of {seq_len} does not divide over 2 x cp {pins['cp']}"
     return None
 
 
 def tensor_degrees(shape: ModelShape) -> list[int]:
     """The degrees of tensor parallelism that divide a model."""
-    units = [
+    counts = [
         weight.units
         for block in shape.blocks.values()
         for weight in block.weights
@@ -282,9 +285,9 @@ def tensor_degrees(shape: ModelShape) -> list[int]:
     return [
         tp
         for tp in divisors(shape.heads)
-        if (shape.kv_heads % tp == 0 or tp % shape.kv_heads == 0)
-        and all(u % tp == 0 or tp % u == 0 for u in units)
-        and (tp - 1) * -(-shape.vocab // tp) < shape.vocab
+        if legality.attention(shape.heads, shape.kv_heads, tp)
+        and all(legality.copied_units(count, tp) for count in counts)
+        and legality.rows(shape.vocab, tp)
     ]
 
 
@@ -307,16 +310,16 @@ def _meshes(
     """(dp, pp, cp, tp, ep), each a way to use all GPUs."""
     sizes = divisors(num_gpus)
     tensor = _degrees("tp", [n for n in tensor_degrees(shape) if num_gpus % n == 0], pins, here)
-    stages = _degrees("pp", [n for n in sizes if n <= len(shape.layers)], pins, here)
-    halves = [n for n in sizes if n == 1 or seq_len % (2 * n) == 0]
+    stages = _degrees("pp", [n for n in sizes if legality.stages(len(shape.layers), n)], pins, here)
+    halves = [n for n in sizes if legality.context(seq_len, n)]
     context = _degrees("cp", halves, pins, here)
     expert = _degrees("ep", divisors(shape.experts) if shape.experts else [1], pins, here)
     found = []
     for tp, pp, cp in itertools.product(tensor, stages, context):
         dp, rest = divmod(num_gpus, tp * pp * cp)
-        if rest or not dp or global_batch % dp or dp != pins.get("dp", dp):
+        if rest or not dp or dp != pins.get("dp", dp) or not legality.batch(global_batch, dp):
             continue
-        found += [(dp, pp, cp, tp, ep) for ep in expert if dp * cp % ep == 0]
+        found += [(dp, pp, cp, tp, ep) for ep in expert if legality.expert_ranks(dp, cp, ep)]
     return found
 
 
@@ -329,7 +332,8 @@ def _with_batches(
     for dp, pp, cp, tp, ep in meshes:
         virtual = _virtual_stages(layers, pp)
         if "virtual_stages" in pins:
-            virtual = [pins["virtual_stages"]] if pins["virtual_stages"] * pp <= layers else []
+            pinned = pins["virtual_stages"]
+            virtual = [pinned] if legality.stages(layers, pp * pinned) else []
         batch = global_batch // dp
         sizes = [
             b
@@ -385,7 +389,7 @@ def _allowed(
     piped = pp > 1
     if schedule == "interleaved":
         # Rounds of microbatches must be equal, as the schedule's builder asks.
-        keep = piped & (virtual > 1) & (m % np.maximum(1, m // pp) == 0)
+        keep = piped & (virtual > 1) & legality.rounds(m, pp)
     elif schedule in LATE:
         # Full recompute has thrown away what the weights' half waits for; it is made again for the
         # first half and held from there on: as much as without it, and slower.
@@ -402,5 +406,5 @@ def _allowed(
         # Of a pipeline's many microbatches every one would be summed apart; nobody does that.
         keep = keep & ((m == 1) | ~piped)
     if parallel:
-        keep = keep & (base["tp"] > 1) & (seq_len % (base["cp"] * base["tp"]) == 0)
+        keep = keep & (base["tp"] > 1) & legality.slices(seq_len, base["cp"], base["tp"])
     return keep

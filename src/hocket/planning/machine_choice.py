@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from hocket.cost.measured_prices import Job, step_prices
 from hocket.planning.machine_forecast import Machine, forecast, rates_of
 from hocket.schedules.registry import build
+from hocket.spec import legality
 from hocket.spec.errors import LayoutError, OptionError, ScheduleError
 from hocket.spec.forecast import Alternative, Forecast
 from hocket.spec.layout import Layout, divisors
@@ -38,11 +39,13 @@ def candidates(shape: ModelShape, workload: Workload, most_ranks: int) -> list[L
     found = []
     for world in range(1, most_ranks + 1):
         for tp in divisors(world):
-            if shape.heads % tp or (shape.kv_heads % tp and tp % max(1, shape.kv_heads)):
+            if not legality.attention(shape.heads, shape.kv_heads, tp):
                 continue
             for pp in divisors(world // tp):
                 dp = world // tp // pp
-                if pp > len(shape.layers) or workload.global_batch % dp:
+                if not legality.stages(len(shape.layers), pp):
+                    continue
+                if not legality.batch(workload.global_batch, dp):
                     continue
                 batch = workload.global_batch // dp
                 if pp == 1:

@@ -21,6 +21,7 @@ from hocket.cost.measured_rates import Rates
 from hocket.cost.measured_serving import MeasuredServing, Replica
 from hocket.planning.machine_forecast import Machine
 from hocket.simulation.traffic import RoundTable, StepPrices, poisson, simulate_requests
+from hocket.spec import legality
 from hocket.spec.errors import OptionError
 from hocket.spec.layout import Layout, divisors
 from hocket.spec.model_shape import ModelShape
@@ -374,12 +375,12 @@ def candidates(shape: ModelShape, most_ranks: int) -> list[Layout]:
     found = []
     for world in range(1, most_ranks + 1):
         for tp in divisors(world):
-            if shape.heads % tp or (shape.kv_heads % tp and tp % max(1, shape.kv_heads)):
+            if not legality.attention(shape.heads, shape.kv_heads, tp):
                 continue
             found += [
                 Layout(dp=world // tp // pp, tp=tp, pp=pp)
                 for pp in divisors(world // tp)
-                if pp <= len(shape.layers)
+                if legality.stages(len(shape.layers), pp)
             ]
     return found
 

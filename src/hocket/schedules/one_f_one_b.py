@@ -10,6 +10,7 @@ bubble shrinks to (p - 1) / (v m + p - 1), paid for with v times the messages.
 
 from __future__ import annotations
 
+from hocket.spec import legality
 from hocket.spec.errors import ScheduleError
 from hocket.spec.layout import divisors
 from hocket.spec.schedule import BACKWARD, FORWARD, Action
@@ -56,8 +57,8 @@ def _interleaved(
 ) -> tuple[tuple[Action, ...], ...]:
     # Microbatches go in rounds: a round passes a rank's first stage, then its second, and so on.
     rounds = max(1, num_microbatches // pp)
-    if num_microbatches % rounds:
-        fits = [n for n in range(1, 2 * num_microbatches + pp) if n % max(1, n // pp) == 0]
+    if not legality.rounds(num_microbatches, pp):
+        fits = [n for n in range(1, 2 * num_microbatches + pp) if legality.rounds(n, pp)]
         near = sorted(fits, key=lambda n: abs(n - num_microbatches))[:3]
         raise ScheduleError(
             f"{num_microbatches} microbatches do not fall into {rounds} equal rounds "

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
+from hocket.spec import legality
 from hocket.spec.errors import LayoutError, unknown
 from hocket.spec.layout import CUTS, divisors
 
@@ -55,7 +56,7 @@ def choose_cut(
     if cut not in CUTS:
         message, hint = unknown("cut", cut, CUTS)
         raise LayoutError(message, hint=hint)
-    if num_stages > num_layers:
+    if not legality.stages(num_layers, num_stages):
         raise LayoutError(
             f"{num_layers} layers do not fill {num_stages} stages; each needs at least one",
             hint=f"pp{num_layers}" if num_layers > 1 else "pp1",
@@ -88,7 +89,7 @@ def _spread(num_layers: int, num_stages: int) -> Cut:
 
 
 def _even(num_layers: int, num_stages: int) -> Cut:
-    if num_layers % num_stages:
+    if not legality.even_stages(num_layers, num_stages):
         near = sorted(divisors(num_layers), key=lambda n: abs(n - num_stages))[:2]
         raise LayoutError(
             f"{num_layers} layers do not divide over {num_stages} stages; "

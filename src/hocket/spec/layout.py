@@ -17,6 +17,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from hocket.spec import legality
 from hocket.spec.errors import LayoutError, nearest, unknown
 
 AXES = ("dp", "pp", "cp", "tp")
@@ -89,7 +90,7 @@ class Layout:
             raise LayoutError(f"microbatches is {self.microbatches}; it must be at least 1")
         if self.zero not in (0, 1, 2, 3):
             raise LayoutError(f"zero is {self.zero}; ZeRO has the stages 0, 1, 2 and 3")
-        if self.shard is not None and (self.shard < 1 or self.dp % self.shard):
+        if self.shard is not None and (self.shard < 1 or not legality.shard(self.dp, self.shard)):
             raise LayoutError(f"shard is {self.shard}; it must divide dp = {self.dp}")
         for field, choices in (
             ("recompute", RECOMPUTE),
@@ -131,7 +132,7 @@ class Layout:
         elif self.cut not in CUTS:
             message, hint = unknown("cut", self.cut, CUTS)
             raise LayoutError(message, hint=f"{hint}; or layers per stage: cut=3-5")
-        if (self.dp * self.cp) % self.ep:
+        if not legality.expert_ranks(self.dp, self.cp, self.ep):
             raise LayoutError(f"ep {self.ep} must divide dp x cp = {self.dp * self.cp}")
         if self.data_parallel == "threads" and self.pp * self.cp * self.tp > 1:
             raise LayoutError(

@@ -17,6 +17,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from hocket.spec import legality
 from hocket.spec.errors import LayoutError
 from hocket.spec.placement import Block, Placement
 
@@ -66,7 +67,8 @@ class Segment:
 
     def fits(self, degree: int) -> bool:
         """Whether `degree` ranks can share this segment."""
-        return self.uneven or self.units % degree == 0 or (self.copies and degree % self.units == 0)
+        fits = legality.copied_units if self.copies else legality.units
+        return self.uneven or fits(self.units, degree)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

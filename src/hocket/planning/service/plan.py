@@ -25,6 +25,7 @@ from hocket.planning.service.search import (
     told,
     too_slow,
 )
+from hocket.spec import legality
 from hocket.spec.errors import LayoutError, OptionError, unknown
 from hocket.spec.layout import Layout
 from hocket.spec.service import Service
@@ -225,7 +226,7 @@ def _divides(problem: ServiceProblem, tp: int, pp: int) -> None:
             f"{shape.kv_heads} key/value heads",
             hint="one of " + ", ".join(f"tp={n}" for n in degrees if n <= most),
         )
-    if pp > len(shape.layers):
+    if not legality.stages(len(shape.layers), pp):
         raise LayoutError(
             f"pp {pp} is more stages than the {len(shape.layers)} layers of {shape.name}",
             hint=f"pp={len(shape.layers)} at most",

@@ -1,0 +1,102 @@
+"""Legality: what a layout must divide, each rule once.
+
+The runtime refuses by these rules (`jobs.validate`, and schedules and cuts where they are built),
+and the planner enumerates by them (`planning`): a rule that is changed here is changed for both.
+What of a layout the runtime lacks altogether stands beside them, in `spec.capabilities`.
+
+Every rule says True where the numbers fit. Those that take `Numbers` are written with operators
+alone, and take arrays of whole numbers as well, of one layout each; they then return an array.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+Numbers = Any
+"""An int, or an array of whole numbers (this room imports no numpy)."""
+
+# --- the model over tp ------------------------------------------------------------------------
+
+
+def units(count: int, tp: int) -> bool:
+    """Things of which every rank holds as many: attention heads, features inside the MLP."""
+    return count % tp == 0
+
+
+def copied_units(count: int, tp: int) -> bool:
+    """Things of which one may be held by several ranks, all by as many: key/value heads."""
+    return count % tp == 0 or tp % count == 0
+
+
+def attention(heads: int, kv_heads: int, tp: int) -> bool:
+    """Both kinds of heads; 0 of either: there is no attention that would have to be divided."""
+    return units(heads, tp) and copied_units(kv_heads, tp)
+
+
+def rows(count: int, tp: int) -> bool:
+    """Vocabulary rows: they may be uneven (ceil(count / tp) on the first ranks), but every rank
+    must hold some."""
+    return (tp - 1) * -(-count // tp) < count
+
+
+# --- layers over stages -----------------------------------------------------------------------
+
+
+def stages(layers: int, count: int) -> bool:
+    """Pipeline stages (pp x virtual stages), of which each has a layer at least."""
+    return count <= layers
+
+
+def even_stages(layers: int, count: int) -> bool:
+    """Stages of as many layers each."""
+    return layers % count == 0
+
+
+def rounds(microbatches: Numbers, pp: Numbers) -> Numbers:
+    """Microbatches of the interleaved schedule: max(1, microbatches // pp) rounds, all equal."""
+    return microbatches % (microbatches // pp + (microbatches < pp)) == 0
+
+
+# --- batch, sequence, experts, state ----------------------------------------------------------
+
+
+def batch(global_batch: Numbers, dp: Numbers) -> Numbers:
+    """Sequences of a step over data ranks."""
+    return global_batch % dp == 0
+
+
+def microbatches(rank_batch: Numbers, count: Numbers) -> Numbers:
+    """Sequences of one data rank over its microbatches."""
+    return rank_batch % count == 0
+
+
+def usual_microbatches(rank_batch: int, pp: int) -> int:
+    """Microbatches of a pipeline where they are left open: the largest divisor of the rank's batch
+    that is at most 2 x pp."""
+    fitting = (n for n in range(1, min(rank_batch, 2 * pp) + 1) if microbatches(rank_batch, n))
+    return max(fitting, default=1)
+
+
+def context(seq_len: int, cp: int) -> bool:
+    """A sequence over context ranks: causal work is dealt in two halves."""
+    return cp == 1 or seq_len % (2 * cp) == 0
+
+
+def slices(seq_len: int, cp: Numbers, tp: Numbers) -> Numbers:
+    """A sequence under sequence parallelism: each tensor rank holds a slice as long."""
+    return seq_len % (cp * tp) == 0
+
+
+def experts(count: int, ep: int) -> bool:
+    """Experts over expert ranks; 1 of them divides a model without any, too."""
+    return ep == 1 or (count > 0 and count % ep == 0)
+
+
+def expert_ranks(dp: int, cp: int, ep: int) -> bool:
+    """Expert parallelism reuses the ranks of dp x cp."""
+    return (dp * cp) % ep == 0
+
+
+def shard(dp: Numbers, count: Numbers) -> Numbers:
+    """Data ranks that share one state (ZeRO), over all data ranks."""
+    return dp % count == 0

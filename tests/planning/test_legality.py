@@ -1,0 +1,134 @@
+"""What the planner enumerates is what a run is allowed, and the other way round."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from hocket.jobs import validate as validation
+from hocket.jobs.validate import validate
+from hocket.models.dimensions import Dimensions
+from hocket.planning import machine_choice
+from hocket.planning.decoder import decoder
+from hocket.planning.layouts import layout_at, legal, row, tensor_degrees
+from hocket.spec.capabilities import runs
+from hocket.spec.errors import LayoutError, ScheduleError
+from hocket.spec.layout import Layout
+from hocket.spec.model_shape import ModelShape
+from hocket.spec.run import Workload
+
+SEQ_LEN, BATCH = 36, 24
+
+
+@pytest.fixture(autouse=True)
+def no_hints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands are refused here, and what lies nearest to each is not in question."""
+    monkeypatch.setattr(validation, "nearest", lambda *_, **__: [])
+
+
+MODELS = [
+    # layers, heads, key/value heads, inner features, vocabulary
+    # Inner features divide wherever heads do: `decoder` leaves their number out of its weights.
+    (6, 8, 2, 64, 1000),
+    (4, 12, 4, 96, 50),
+    (5, 6, 3, 36, 7),
+    (3, 8, 8, 24, 9),
+    (2, 4, 1, 48, 3),
+    (4, 12, 12, 48, 100),
+]
+
+
+def shape(sizes: tuple[int, ...]) -> ModelShape:
+    layers, heads, kv_heads, ffn, vocab = sizes
+    return decoder(
+        layers=layers, hidden=8 * heads, heads=heads, kv_heads=kv_heads, ffn=ffn, vocab=vocab
+    )
+
+
+def dimensions(sizes: tuple[int, ...]) -> Dimensions:
+    layers, heads, kv_heads, ffn, vocab = sizes
+    return Dimensions(
+        hidden_size=8 * heads,
+        num_layers=layers,
+        num_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=8,
+        intermediate_size=ffn,
+        vocab_size=vocab,
+        max_positions=None,
+        num_experts=0,
+        tied=False,
+    )
+
+
+WORKLOAD = Workload(seq_len=SEQ_LEN, global_batch=BATCH)
+
+
+def allowed(sizes: tuple[int, ...], layout: Layout) -> bool:
+    try:
+        validate(dimensions(sizes), layout, WORKLOAD)
+    except LayoutError:
+        return False
+    return True
+
+
+def priced(sizes: tuple[int, ...], layout: Layout) -> bool:
+    try:
+        row(layout, shape(sizes), SEQ_LEN, BATCH)
+    except LayoutError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("sizes", MODELS, ids=str)
+def test_planner_and_runtime_allow_the_same(sizes: tuple[int, ...]) -> None:
+    told = []
+    degrees = (1, 2, 3, 5, 6, 8, 12)
+    for dp, pp, tp in itertools.product(degrees, degrees[:6], degrees):
+        for microbatches, slices in itertools.product((None, 2, 5), (False, tp > 1)):
+            layout = Layout(
+                dp=dp, pp=pp, tp=tp, microbatches=microbatches, sequence_parallel=slices
+            )
+            if layout.world_size > 256:
+                continue  # hocket starts no more on one machine, whatever the model
+            told.append(allowed(sizes, layout))
+            assert told[-1] == priced(sizes, layout), layout
+    assert True in told
+    assert False in told
+
+
+@pytest.mark.parametrize("sizes", MODELS, ids=str)
+@pytest.mark.parametrize("num_gpus", [1, 2, 4, 6, 12])
+def test_no_proposal_is_refused(sizes: tuple[int, ...], num_gpus: int) -> None:
+    found = legal(shape(sizes), num_gpus, SEQ_LEN, BATCH, here=True, domain=4)
+    proposed = {layout_at(found, index) for index in range(len(found))}
+    for one in proposed:
+        assert runs(one)
+        assert validate(dimensions(sizes), one, WORKLOAD) == one
+    meshes = {(one.dp, one.pp, one.tp) for one in proposed}
+    expected = {
+        (dp, pp, tp)
+        for dp, pp, tp in itertools.product(range(1, num_gpus + 1), repeat=3)
+        if dp * pp * tp == num_gpus and allowed(sizes, Layout(dp=dp, pp=pp, tp=tp))
+    }
+    assert meshes == expected
+
+
+@pytest.mark.parametrize("sizes", MODELS, ids=str)
+def test_the_machines_candidates_are_among_what_is_allowed(sizes: tuple[int, ...]) -> None:
+    """Its candidates know heads, layers and batch alone; what is left is asked of the validator."""
+    degrees = tensor_degrees(shape(sizes))
+    for one in machine_choice.candidates(shape(sizes), WORKLOAD, 8):
+        assert allowed(sizes, one) == (one.tp in degrees), one
+
+
+@pytest.mark.parametrize("text", ["pp2:microbatches=5", "dp2.pp3", "dp3.pp2", "dp24.pp2", "dp2"])
+def test_microbatches_left_open_are_resolved_alike(text: str) -> None:
+    layout, sizes = Layout.parse(text), MODELS[0]
+    try:
+        found = layout_at(row(layout, shape(sizes), SEQ_LEN, BATCH), 0)
+    except (LayoutError, ScheduleError):
+        assert not allowed(sizes, layout)
+        return
+    assert validate(dimensions(sizes), layout, WORKLOAD) == found

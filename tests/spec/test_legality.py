@@ -1,0 +1,64 @@
+"""The rules by themselves, on numbers and on arrays."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from hocket.spec import legality
+
+GRID = list(itertools.product(range(1, 25), repeat=2))
+
+
+@pytest.mark.parametrize(
+    "rule", [legality.batch, legality.microbatches, legality.rounds, legality.shard]
+)
+def test_an_array_is_told_what_each_of_its_numbers_is(rule: object) -> None:
+    assert callable(rule)
+    left, right = (np.array(column, dtype=np.float64) for column in zip(*GRID, strict=True))
+    single = [rule(one, other) for one, other in GRID]
+    assert rule(left, right).tolist() == single
+    assert True in single
+    assert False in single
+
+
+def test_slices_of_many_layouts_at_once() -> None:
+    cp, tp = (np.array(column, dtype=np.float64) for column in zip(*GRID, strict=True))
+    assert legality.slices(48, cp, tp).tolist() == [legality.slices(48, *one) for one in GRID]
+
+
+def test_rounds_are_equal() -> None:
+    for count, pp in GRID:
+        assert legality.rounds(count, pp) == (count % max(1, count // pp) == 0)
+
+
+def test_no_tensor_rank_without_a_row() -> None:
+    for count, tp in GRID:
+        each = -(-count // tp)
+        held = [max(0, min(count - rank * each, each)) for rank in range(tp)]
+        assert legality.rows(count, tp) == all(held)
+
+
+def test_key_value_heads_are_held_by_as_many_ranks_each() -> None:
+    assert [tp for tp in range(1, 13) if legality.copied_units(3, tp)] == [1, 3, 6, 9, 12]
+    assert legality.attention(0, 0, 4)  # there is none
+
+
+def test_what_is_cut_in_two_halves() -> None:
+    assert [cp for cp in range(1, 9) if legality.context(12, cp)] == [1, 2, 3, 6]
+    assert legality.context(7, 1)
+    assert not legality.context(7, 7)
+
+
+def test_experts_over_ranks() -> None:
+    assert [ep for ep in range(1, 9) if legality.experts(8, ep)] == [1, 2, 4, 8]
+    assert legality.experts(0, 1)
+    assert not legality.experts(0, 2)
+
+
+def test_microbatches_left_open() -> None:
+    assert [legality.usual_microbatches(batch, 2) for batch in (1, 2, 3, 6, 7, 8)] == [
+        1, 2, 3, 3, 1, 4,
+    ]  # fmt: skip
