@@ -107,6 +107,32 @@ def test_what_cannot_be_is_refused(
         server(where, **{"device": "cpu", **options})
 
 
+@pytest.mark.parametrize(
+    ("options", "words", "hint"),
+    [
+        ({"layout": "pp2", "cut": "2-0"}, "leaves stage 1 without a layer", "--cut 1-1"),
+        ({"layout": "tp2.pp3", "cut": "2-0-0"}, "leaves stage 1", "--layout pp2.tp2"),
+        ({"backend": "nccl"}, "nccl joins CUDA devices; .* run on cpu", "--backend auto"),
+        ({"threads": 100_000}, "threads is 100000; this machine has [0-9]+ core", "--threads "),
+        ({"served_name": ""}, "served_name is ''", "--served-name"),
+        ({"served_name": " "}, "served_name is ' '", "--served-name"),
+        ({"api_key_file": "/no/such/file"}, "cannot be read", "rand -hex 24 > /no/such/file"),
+        ({"chat_template_file": "/no/such/file"}, "cannot be read", "--chat-template-file"),
+    ],
+)
+def test_what_is_refused_comes_with_what_would_do(
+    where: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    words: str,
+    hint: str,
+) -> None:
+    monkeypatch.setattr(hocket.launch.launcher, "cuda_shows", lambda: False)
+    with pytest.raises(HocketError, match=words) as told:
+        server(where, **options)
+    assert hint in (told.value.hint or "")
+
+
 def test_models_that_cannot_answer(where: Path, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="no model"):
         serve_request.server({})

@@ -132,6 +132,7 @@ def server(values: Mapping[str, Any]) -> Server:
     wanted = request(given)
     precision.served(wanted.workload)
     device = _device(wanted)
+    _threads(wanted, device)
     source = resolve(wanted.model, trust_remote_code=wanted.options.trust_remote_code)
     if source.weights is None:
         raise ModelError(
@@ -174,6 +175,18 @@ def legal(source: ModelSource, layout: Layout, device: str) -> Layout:
         plain = dataclasses.replace(layout, **{row.field: row.runs[0] for row in rows})
         raise LayoutError(rows[0].reason(layout), hint=f"--layout {plain.axes_text()}")
     found = validate(source.dimensions, layout, Workload(seq_len=2, global_batch=layout.dp))
+    if isinstance(layout.cut, tuple) and 0 in layout.cut:
+        layers, stages = source.dimensions.num_layers, layout.num_stages
+        # The runtime trains over a stage that is empty; one that serves is told by its cache.
+        fits = stages <= layers
+        even = [layers // stages + (stage < layers % stages) for stage in range(stages)]
+        raise LayoutError(
+            f"the cut {'-'.join(map(str, layout.cut))} leaves stage {layout.cut.index(0)} without "
+            f"a layer; the model has {layers} for {stages} stages, and each that serves needs one",
+            hint=f"--cut {'-'.join(map(str, even))}"
+            if fits
+            else f"--layout {dataclasses.replace(layout, pp=layers, cut='balanced').axes_text()}",
+        )
     if device == "cuda":
         from hocket.jobs.probe import present
 
@@ -246,6 +259,11 @@ def _options(given: Mapping[str, Any]) -> ServeOptions:
             f"generation_config is {options.generation_config!r}; it is {AUTO} or {NONE}",
             hint=f"--generation-config {NONE}",
         )
+    if options.served_name is not None and not options.served_name.strip():
+        raise OptionError(
+            f"served_name is {options.served_name!r}; clients need a name to ask for",
+            hint="--served-name my-model, or none: the name of the model's folder",
+        )
     if options.cache_memory is not None:
         parse_bytes(options.cache_memory)
         if options.num_blocks is not None:
@@ -268,7 +286,28 @@ def _device(wanted: Request) -> str:
         raise OptionError(
             "--device cuda: torch sees no CUDA device on this machine", hint="--device cpu"
         )
-    return ("cuda" if cuda_shows() else "cpu") if device == "auto" else device
+    found = ("cuda" if cuda_shows() else "cpu") if device == "auto" else device
+    backend = wanted.options.backend
+    if backend != "auto" and (backend == "nccl") != (found == "cuda"):
+        joins = "joins CUDA devices" if backend == "nccl" else "joins CPU ranks"
+        raise OptionError(
+            f"the backend {backend} {joins}; the server would run on {found}",
+            hint="--backend auto",
+        )
+    return found
+
+
+def _threads(wanted: Request, device: str) -> None:
+    """Refuse more threads of a CPU rank than there are cores. Raises OptionError."""
+    from hocket.jobs.compare import cores
+
+    threads, here = wanted.options.threads, cores()
+    if device == "cpu" and threads > here:
+        raise OptionError(
+            f"threads is {threads}; this machine has {here} core{'s' if here > 1 else ''} for "
+            "them, and a rank's threads need one each",
+            hint=f"--threads {here}",
+        )
 
 
 def _sizes(options: ServeOptions, source: ModelSource, device: str) -> ServeOptions:
@@ -384,4 +423,7 @@ def _template(options: ServeOptions) -> None:
     try:
         path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(f"chat_template_file {path} cannot be read: {error}") from None
+        raise OptionError(
+            f"chat_template_file {path} cannot be read: {error}",
+            hint="--chat-template-file FILE.jinja, or none: the tokenizer's own template",
+        ) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -55,7 +56,10 @@ class Keys:
         try:
             lines = path.read_text().splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise OptionError(f"--api-key-file {path} cannot be read: {error}") from None
+            raise OptionError(
+                f"--api-key-file {path} cannot be read: {error}",
+                hint=f"(umask 077; openssl rand -hex 24 > {shlex.quote(str(path))})",
+            ) from None
         found: dict[str, str] = {}
         for number, line in enumerate(lines, 1):
             words = line.split("#", 1)[0].split() if line.lstrip().startswith("#") else line.split()
