@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -74,7 +75,7 @@ def main(arguments: Sequence[str]) -> int:
 
     served = serve(flags.model, on_event=_rows if flags.json else _lines, **said)
     if not flags.json:
-        _summary(served)
+        _summary(served, foretold=flags.cluster != "none")
     return 0 if served.drained else 1
 
 
@@ -103,17 +104,21 @@ def _ready(event: dict[str, Any]) -> str:
     size = sum(one.get("num_blocks", 0) * one.get("bytes_per_block", 0) for one in each[:1])
     room = f"; the cache of a replica holds {held:,} tokens" if held else ""
     of = f" ({format_bytes(size)} on its first rank)" if size else ""
+    # Of a line `NAME KEY` the last word is the key; lines that begin with # are comments.
+    file = event.get("api_key_file")
+    key = file and f"$(awk 'NF && $1 !~ /^#/ {{print $NF; exit}}' {shlex.quote(file)})"
+    sent = f' -H "Authorization: Bearer {key}"' if key else ""
     return (
         f"ready after {event['seconds']:.1f} s: {event['model']} in {event['layout']} at "
         f"{address}/v1{room}{of}\n"
         f"  a chat page: {address}/    metrics: {event['metrics']}/metrics    "
         f"run folder: {event['run']}\n"
-        f"  curl {address}/v1/completions -H 'content-type: application/json' "
+        f"  curl {address}/v1/completions -H 'content-type: application/json'{sent} "
         f'-d \'{{"prompt": "Once", "max_tokens": 16}}\''
     )
 
 
-def _summary(served: Any) -> None:
+def _summary(served: Any, *, foretold: bool) -> None:
     found = served.measured
     with contextlib.suppress(BrokenPipeError):
         if found.requests:
@@ -123,4 +128,5 @@ def _summary(served: Any) -> None:
                 f"after {1e3 * found.ttft.p50:.1f} ms, then {1e3 * found.tpot.p50:.1f} ms each "
                 "(medians)"
             )
-        print(f"predicted beside measured: hocket report {served.run}", flush=True)
+        what = "predicted beside measured" if foretold else "what was measured"
+        print(f"{what}: hocket report {served.run}", flush=True)

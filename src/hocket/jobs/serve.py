@@ -310,6 +310,7 @@ async def _serve(
     keeper = Keeper(str(server.layout), router, replicas, measured_file(folder))
     ends, beside = Ends(), Others()
     address, metrics = _address(doors[0]), _address(doors[1])
+    keys = server.options.api_key_file
     record.phase("starting ranks")
     with ends.heard():
         front = await _open(server, router, replicas, doors)
@@ -325,6 +326,7 @@ async def _serve(
                         "metrics": metrics,
                         "run": str(folder.path),
                         "model": server.name,
+                        "api_key_file": keys and os.path.expanduser(keys),
                         "layout": server.layout.axes_text(),
                         "seconds": time.monotonic() - began,
                         "replicas": [dict(one.capacity) for one in replicas.replicas],
