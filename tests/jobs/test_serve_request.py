@@ -136,6 +136,10 @@ def test_what_is_refused_comes_with_what_would_do(
 def test_models_that_cannot_answer(where: Path, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="no model"):
         serve_request.server({})
+    for missing in (str(tmp_path), "nosuch"):
+        with pytest.raises(ModelError) as told:
+            serve_request.server({"model": missing})
+        assert (told.value.hint or "").startswith("a directory with config.json")
     with pytest.raises(ModelError, match="no weights"):
         serve_request.server({"model": "tiny-llama"})
     bare = model(tmp_path / "bare")

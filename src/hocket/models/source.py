@@ -110,6 +110,8 @@ def resolve(
             hint=hub or (f"did you mean the catalogue's {near!r}?" if near else None),
         )
     message, hint = unknown("model", text, catalogue.names())
+    if nearest(text, catalogue.names()) is None:  # the message names them all already
+        hint = "a directory with config.json and safetensors weights, or a run folder"
     raise ModelError(message + ". A directory of that name does not exist either", hint=hint)
 
 
@@ -136,7 +138,10 @@ def _directory(name: str, path: Path, trust_remote_code: bool, weights: bool) ->
             )
         path = path / "model"
     if not (path / "config.json").exists():
-        raise ModelError(f"{path} is no Hugging Face directory: it has no config.json")
+        raise ModelError(
+            f"{path} is no Hugging Face directory: it has no config.json",
+            hint="a directory with config.json and safetensors weights, or a run folder",
+        )
     config = _check(name, _read_config(path / "config.json"), trust_remote_code)
     return ModelSource(
         name=name,
