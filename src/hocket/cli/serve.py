@@ -35,7 +35,8 @@ class Serve:
         serving: everything about requests.
         dtype: `fp32` or `bf16`.
         tokenizer: a directory, or `bytes`. None: the model's own.
-        attention: attention implementation of checks, `sdpa` or `eager`.
+        attention: attention implementation of the trial before ranks start, `sdpa` or `eager`;
+            requests use the paged one.
         device: `auto`, `cpu` or `cuda`.
         backend: `auto`, `shm`, `gloo` or `nccl`.
         threads: CPU threads per rank.
