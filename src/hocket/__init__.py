@@ -9,8 +9,8 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from hocket.jobs.api import check, export, generate, plan, serve, train
-    from hocket.jobs.llm import LLM
     from hocket.jobs.parallelize import parallelize
+    from hocket.jobs.serving.llm import LLM
     from hocket.serving.request import Sampling
     from hocket.spec.errors import HocketError
     from hocket.spec.layout import Layout
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # Each public name is loaded when it is first asked for: `import hocket` loads nothing heavy.
 _HOME = {
     "HocketError": "hocket.spec.errors",
-    "LLM": "hocket.jobs.llm",
+    "LLM": "hocket.jobs.serving.llm",
     "Layout": "hocket.spec.layout",
     "ParallelPlan": "hocket.spec.plan",
     "Sampling": "hocket.serving.request",

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from hocket.jobs import replicas as module
-from hocket.jobs.replicas import Replicas, World
-from hocket.jobs.serve_measured import Keeper
+from hocket.jobs.serving import replicas as module
+from hocket.jobs.serving.measured import Keeper
+from hocket.jobs.serving.replicas import Replicas, World
 from hocket.launch import Launcher
 from hocket.serving.front.client import ReplicaClient, ReplicaLost
 from hocket.serving.front.router import NoReplica, Router

@@ -21,7 +21,7 @@ import hocket
 import hocket.launch
 from hocket.cli.main import main
 from hocket.jobs import ledger
-from hocket.jobs import serve as job
+from hocket.jobs.serving import server as job
 from hocket.launch import Launcher
 from hocket.spec.run import RunFolder
 from hocket.spec.serving_forecast import ServingForecast, ServingMeasured
@@ -282,7 +282,7 @@ def test_requests_that_outlast_the_drain_are_cut(where: Path, tmp_path: Path) ->
 def test_a_server_whose_parent_is_killed_leaves_no_process(tmp_path: Path) -> None:
     run = tmp_path / "run"
     code = (
-        "import hocket, hocket.launch, hocket.jobs.serve as job\n"
+        "import hocket, hocket.launch, hocket.jobs.serving.server as job\n"
         "from tests.jobs.test_serve import cold, SMALL\n"
         "job.ENTRY = 'tests.jobs.replica_cases:main'\n"
         "hocket.launch.Launcher = cold\n"

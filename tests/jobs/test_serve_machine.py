@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from hocket.jobs import machine, probe, serve_plan
+from hocket.jobs import machine, probe
 from hocket.jobs.measured_cluster import cluster_of
+from hocket.jobs.serving import plan as serve_plan
 from hocket.probing.devices import Found
 from hocket.spec.errors import OptionError
 from tests.jobs.test_forecast import here

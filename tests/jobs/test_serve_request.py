@@ -13,7 +13,7 @@ import pytest
 
 import hocket.launch
 from hocket.cli.main import main
-from hocket.jobs import serve_request
+from hocket.jobs.serving import request as serve_request
 from hocket.serving.defaults import Defaults
 from hocket.spec.errors import HocketError, LayoutError, ModelError, OptionError
 from hocket.spec.run import RunSpec

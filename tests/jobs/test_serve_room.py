@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hocket.jobs import serve_forecast
+from hocket.jobs.serving import forecast as serve_forecast
 from hocket.serving.engine import memory
 from hocket.spec.errors import OptionError
 from hocket.spec.layout import Layout

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from hocket.jobs.llm import LLM, Completion
+from hocket.jobs.serving.llm import LLM, Completion
 from hocket.serving.request import Sampling
 from hocket.spec.errors import OptionError, RankFailure
 from hocket.spec.timeline import Timeline

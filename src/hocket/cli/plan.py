@@ -118,7 +118,7 @@ def main(arguments: Sequence[str]) -> int:
             hint="leave --emit out, and give hocket train the layout with --lora-rank",
         )
     from hocket.jobs import plan as job
-    from hocket.jobs.serve_plan import size_is_public
+    from hocket.jobs.serving.plan import size_is_public
 
     if not size_is_public(flags.model):
         raise OptionError(
@@ -163,8 +163,8 @@ def _serve(flags: PlanFlags, written: frozenset[str]) -> int:
             )
     if not flags.model and flags.weights is None:
         raise OptionError("which model?", hint="hocket plan llama-3-70b --serve --cluster H100")
-    from hocket.jobs import serve_plan as job
-    from hocket.jobs import serve_table
+    from hocket.jobs.serving import plan as job
+    from hocket.jobs.serving import table as serve_table
 
     if flags.emit is not None:
         serve_table.check_tool(flags.emit, one=flags.weights is not None, model=flags.model)

@@ -72,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
     said = values(flags, also=explicit(arguments))
     for name in ("json", "model"):
         said.pop(name, None)
-    from hocket.jobs.serve import serve
+    from hocket.jobs.serving.server import serve
 
     served = serve(flags.model, on_event=_rows if flags.json else _lines, **said)
     if not flags.json:

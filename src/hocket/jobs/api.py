@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from hocket.jobs.llm import Completion
     from hocket.jobs.record import Summary
-    from hocket.jobs.serve import Served
+    from hocket.jobs.serving.llm import Completion
+    from hocket.jobs.serving.server import Served
     from hocket.planning.plan import Plan
     from hocket.planning.service.plan import ServicePlan
     from hocket.spec.check import CheckReport
@@ -114,7 +114,7 @@ def serve(
     Raises:
         HocketError: what the caller can mend.
     """
-    from hocket.jobs.serve import serve as job
+    from hocket.jobs.serving.server import serve as job
 
     return job(model, layout=layout, on_event=on_event, **options)
 
@@ -164,7 +164,7 @@ def plan(
             cluster that it fits.
     """
     if serve:
-        from hocket.jobs.serve_plan import serve_plan
+        from hocket.jobs.serving.plan import serve_plan
 
         return serve_plan(model, cluster=cluster, **options)
     from hocket.jobs.plan import plan as job

@@ -8,15 +8,15 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hocket.jobs import precision
-from hocket.jobs.llm import LLM, Completion, OnText
 from hocket.jobs.request import Request, request
+from hocket.jobs.serving.llm import LLM, Completion, OnText
 from hocket.jobs.validate import validate
 from hocket.spec.errors import ModelError
 from hocket.spec.layout import Layout
 from hocket.spec.run import RunSpec, Workload
 
 if TYPE_CHECKING:
-    from hocket.jobs.serve_request import Server
+    from hocket.jobs.serving.request import Server
     from hocket.launch import Launcher, RankContext
     from hocket.serving.request import Sampling
 
@@ -50,7 +50,7 @@ def generate(
     Raises:
         HocketError: what the caller can mend, before any rank starts wherever possible.
     """
-    from hocket.jobs import serve_request
+    from hocket.jobs.serving import request as serve_request
     from hocket.serving.request import Sampling, check_prompts, refuse_replicas
 
     wanted = request({"model": model, "layout": layout, "seed": seed, **options})

@@ -29,7 +29,7 @@ def records(runs: Sequence[str | os.PathLike[str]]) -> list[Record] | list[Serve
         OptionError: no run, more than two, or a training job beside a server.
         RunFolderError: one of them holds no run.
     """
-    from hocket.jobs import serve_report
+    from hocket.jobs.serving import report as serve_report
     from hocket.reporting.record import read
     from hocket.reporting.served import is_served
 
@@ -64,7 +64,7 @@ def text(
 
     found, servers = _apart(found)
     if servers:
-        from hocket.jobs import serve_report
+        from hocket.jobs.serving import report as serve_report
 
         return serve_report.text(servers, width=width, color=color, unicode=unicode)
     parts = [
@@ -104,7 +104,7 @@ def write(
     _must_be_writable(path, asked=out is not None)
     found, servers = _apart(found)
     if servers:
-        from hocket.jobs import serve_report
+        from hocket.jobs.serving import report as serve_report
 
         serve_report.write(servers, form, path)
         return path

@@ -392,7 +392,7 @@ def pool(guide: Guide) -> Stop:
 
 def serving(guide: Guide) -> Stop:
     """How many GPUs a service of 175 billion parameters takes."""
-    from hocket.jobs.serve_plan import serve_plan
+    from hocket.jobs.serving.plan import serve_plan
     from hocket.planning.service.memory import pool_gpus
 
     layers, width, context = 96, 12288, 2048

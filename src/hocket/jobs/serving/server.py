@@ -24,12 +24,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hocket.jobs import ledger, serve_forecast, serve_request
+from hocket.jobs import ledger
 from hocket.jobs.others import Others
 from hocket.jobs.record import Record
-from hocket.jobs.replicas import Client, Replicas, World
-from hocket.jobs.serve_measured import Keeper
-from hocket.jobs.serve_request import Server
+from hocket.jobs.serving import forecast as serve_forecast
+from hocket.jobs.serving import request as serve_request
+from hocket.jobs.serving.measured import Keeper
+from hocket.jobs.serving.replicas import Client, Replicas, World
+from hocket.jobs.serving.request import Server
 from hocket.spec.errors import OptionError, RunFolderError
 from hocket.spec.run import RunFolder, write_text
 from hocket.spec.serving_forecast import ServingMeasured
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
 
-ENTRY = "hocket.jobs.serve_rank:main"
+ENTRY = "hocket.jobs.serving.rank:main"
 ENDED, LAST = 15.0, 2.0
 """Seconds in which ranks are surely gone, and in which the last answers are written."""
 
@@ -178,7 +180,7 @@ class Launchers:
 
     def make(self, number: int) -> Launcher:
         """A warm one for the replica of that number, with GPUs of its own."""
-        from hocket.jobs.serve_rank import PRELOAD
+        from hocket.jobs.serving.rank import PRELOAD
         from hocket.jobs.train import modeling_modules
         from hocket.launch import Launcher
 
@@ -191,7 +193,7 @@ class Launchers:
         if self.server.device == "cuda":
             devices = _visible(number, size)
             environment = {"CUDA_VISIBLE_DEVICES": ",".join(devices)}
-        preload = (*PRELOAD, "hocket.jobs.serve_rank", "hocket.runtime.shm")
+        preload = (*PRELOAD, "hocket.jobs.serving.rank", "hocket.runtime.shm")
         return self.stack.enter_context(
             Launcher(
                 self.server.device,

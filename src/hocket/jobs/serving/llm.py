@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from hocket.spec.errors import OptionError
 
 if TYPE_CHECKING:
-    from hocket.jobs.replicas import Replicas
-    from hocket.jobs.serve_request import Server
+    from hocket.jobs.serving.replicas import Replicas
+    from hocket.jobs.serving.request import Server
     from hocket.launch import Launcher
     from hocket.reporting.answers import AnswersBar
     from hocket.serving.front.completion import Completer
@@ -86,7 +86,7 @@ class LLM:
         launcher: Launcher | None = None,
         **options: Any,
     ) -> None:
-        from hocket.jobs import serve_request
+        from hocket.jobs.serving import request as serve_request
 
         values = {"model": os.fspath(model), "layout": layout, **options}
         self._start(serve_request.server(values), launcher)
@@ -99,8 +99,8 @@ class LLM:
         return found
 
     def _start(self, server: Server, launcher: Launcher | None) -> None:
-        from hocket.jobs.serve import Launchers, require_split
-        from hocket.jobs.serve_rank import PRELOAD
+        from hocket.jobs.serving.rank import PRELOAD
+        from hocket.jobs.serving.server import Launchers, require_split
         from hocket.jobs.train import modeling_modules
         from hocket.launch import joined
 
@@ -227,8 +227,8 @@ class LLM:
     # --- on the loop -------------------------------------------------------------------------
 
     async def _open(self, launchers: list[Any], relaunch: Callable[[int], Launcher]) -> None:
-        from hocket.jobs.replicas import Replicas, World
-        from hocket.jobs.serve import ENTRY, STARTUP, _connect
+        from hocket.jobs.serving.replicas import Replicas, World
+        from hocket.jobs.serving.server import ENTRY, STARTUP, _connect
         from hocket.serving.front.completion import Completer
         from hocket.serving.front.router import Router
 

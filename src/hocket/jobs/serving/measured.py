@@ -29,7 +29,7 @@ from hocket.spec.serving_forecast import (
 )
 
 if TYPE_CHECKING:
-    from hocket.jobs.replicas import Replicas
+    from hocket.jobs.serving.replicas import Replicas
     from hocket.serving.front.router import Router, Timing
 
 PERIOD = 10.0

@@ -61,7 +61,7 @@ def check_tool(tool: str, *, model: str, one: bool) -> None:
     Args:
         one: whether the model is one all the same.
     """
-    from hocket.jobs.serve_plan import size_is_public
+    from hocket.jobs.serving.plan import size_is_public
 
     if tool not in TOOLS:
         message, hint = unknown("tool", tool, TOOLS)

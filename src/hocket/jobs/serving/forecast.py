@@ -11,8 +11,9 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from hocket.jobs import forecast, foresight, links, serve_request
-from hocket.jobs.serve_request import Server
+from hocket.jobs import forecast, foresight, links
+from hocket.jobs.serving import request as serve_request
+from hocket.jobs.serving.request import Server
 from hocket.spec.errors import HocketError, LayoutError, OptionError
 from hocket.spec.layout import Layout
 from hocket.spec.serving_forecast import Load, Need, ServingForecast, ServingMeasured
@@ -261,7 +262,7 @@ def _planned(
     server: Server, cluster: str, found: Cluster, record: Record
 ) -> tuple[Server, ServingForecast]:
     """On GPUs: the service planner's answer for those that are there."""
-    from hocket.jobs.serve_plan import serve_plan
+    from hocket.jobs.serving.plan import serve_plan
     from hocket.planning.machine_serving import usual
 
     assert server.options.max_model_len is not None

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def read(path: Path) -> Served:
     """A server's folder, with what its measured steps come to under load."""
-    from hocket.jobs.serve_forecast import curve
+    from hocket.jobs.serving.forecast import curve
     from hocket.reporting import served
 
     found = served.read(path)
