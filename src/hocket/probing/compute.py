@@ -50,6 +50,9 @@ WEIGHTS = 8 << 20
 FEWEST, MOST, SAMPLE = 2, 64, 8e-3
 """Forwards and backwards in one sample, and about the seconds that it lasts."""
 
+LONG = ("products", "serving")
+"""Parts with half as many rounds: their cases are many, or take long."""
+
 Key = TypeVar("Key", bound=Hashable)
 
 
@@ -92,7 +95,7 @@ class Compute:
             # Half precision without instructions for it, or a slow machine: then a case would
             # take the time of all others.
             longest=max(0.05, seconds / 30),
-            least=self.sizes.rounds // 2 + 1 if key == "products" else self.sizes.rounds,
+            least=self.sizes.rounds // 2 + 1 if key in LONG else self.sizes.rounds,
             settle=self.settle,
             reads=self.reads,
             each_round=self._beat.take,

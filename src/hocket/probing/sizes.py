@@ -24,8 +24,9 @@ class Sizes:
         rows, matrices: of products that serve: rows, and (out, in) of so many weights in turn.
         decoding, chunks: shapes of paged attention, as in `spec.measured.Kernel`.
         updates: (elements, tensors). messages: bytes of collectives.
-        rounds: of repeats, at least (of products half of them). others: of messages over a backend
-            that the runtime would not choose by itself. seconds: that each part may take.
+        rounds: of repeats, at least (half of them of products, and of what serving calls). others:
+            of messages over a backend that the runtime would not choose by itself. seconds: that
+            each part may take.
     """
 
     tokens: tuple[int, ...]
@@ -66,10 +67,10 @@ QUICK = Sizes(
     layers=((32, 64), (128, 128), (512, 128), (512, 256)),
     vocabularies=((128, 512, 128), (512, 4096, 256)),
     rows=(1, 8, 16, 32, 64),
-    matrices=((512, 256, 2), (1024, 512, 6), (1024, 512, 64)),
+    matrices=((512, 256, 2), (1024, 512, 6), (1024, 512, 48)),
     decoding=(
         (1, 8, 4, 256, 32, 64), (8, 8, 4, 256, 32, 8), (32, 8, 4, 256, 32, 4),
-        (8, 12, 4, 128, 64, 64), (32, 12, 4, 128, 64, 16),
+        (8, 12, 4, 128, 64, 32), (32, 12, 4, 128, 64, 12),
     ),
     chunks=((8, 4, 64, 32), (8, 4, 256, 32), (12, 4, 128, 64)),
     updates=((2**16, 8), (2**20, 40)),
@@ -78,7 +79,7 @@ QUICK = Sizes(
     others=3,
     seconds={
         "products": 3.0, "streams": 0.5, "layers": 0.5, "kernels": 1.0, "updates": 0.3,
-        "dispatch": 0.3, "serving": 0.6, "sharing": 2.4, "pairs": 0.4, "collectives": 3.0,
+        "dispatch": 0.3, "serving": 0.4, "sharing": 2.4, "pairs": 0.4, "collectives": 3.0,
     },
 )  # fmt: skip
 
@@ -97,7 +98,7 @@ FULL = dataclasses.replace(
     layers=((8, 64), (32, 64), (128, 128), (512, 128), (512, 384)),
     vocabularies=((128, 512, 128), (512, 4096, 256), (512, 32000, 256), (2048, 1024, 256)),
     rows=(1, 2, 4, 8, 16, 32, 64),
-    matrices=((512, 256, 2), (1024, 512, 6), (1024, 512, 32), (1024, 512, 64), (4096, 1024, 16)),
+    matrices=((512, 256, 2), (1024, 512, 6), (1024, 512, 48), (4096, 1024, 16)),
     decoding=(
         *QUICK.decoding, (1, 4, 4, 64, 16, 4), (4, 32, 8, 512, 128, 8), (64, 8, 4, 256, 32, 4),
         (64, 12, 4, 128, 64, 8),
@@ -111,7 +112,7 @@ FULL = dataclasses.replace(
     others=9,
     seconds={
         "products": 17.0, "streams": 3.0, "layers": 3.0, "kernels": 5.0, "updates": 2.5,
-        "dispatch": 1.0, "serving": 4.0, "sharing": 8.0, "pairs": 2.0, "collectives": 25.0,
+        "dispatch": 1.0, "serving": 2.0, "sharing": 8.0, "pairs": 2.0, "collectives": 23.0,
     },
 )  # fmt: skip
 
