@@ -31,6 +31,8 @@ LAYOUTS = (
     "tp2:microbatches=1,recompute=full",
     "pp2:microbatches=4,recompute=full",
     "pp2:microbatches=4,recompute=full,recompute_layers=1",
+    "pp2:microbatches=4,schedule=zero-bubble",
+    "pp2:microbatches=4,schedule=zero-bubble,recompute=full",
 )
 
 

@@ -238,10 +238,16 @@ def test_shards_go_there_and_back() -> None:
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_deferred_weight_gradient_is_the_same_gradient(bias: bool) -> None:
+@pytest.mark.parametrize("kind", ["linear", "no bias", "Conv1D"])
+def test_a_deferred_weight_gradient_is_the_same_gradient(kind: str) -> None:
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(3, 5, bias=bias), nn.Tanh(), nn.Linear(5, 2, bias=bias))
+    bias = kind != "no bias"
+    if kind == "Conv1D":
+        from transformers.pytorch_utils import Conv1D
+
+        plain = nn.Sequential(Conv1D(5, 3), nn.Tanh(), Conv1D(2, 5))
+    else:
+        plain = nn.Sequential(nn.Linear(3, 5, bias=bias), nn.Tanh(), nn.Linear(5, 2, bias=bias))
     halved, queue, fired = models.copy_of(plain), WeightGradients(), []
     defer_weight_gradients(halved, queue)
     for parameter in halved.parameters():

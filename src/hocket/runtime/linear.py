@@ -17,6 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+CONV1D = "Conv1D"
+"""What transformers calls GPT-2's linear layers."""
+
 Parameters = tuple[Tensor, Tensor | None]
 Input = Tensor | Callable[[], Tensor]
 """The input of a product, or what makes it again."""
@@ -139,12 +142,28 @@ class DeferrableLinear(nn.Linear):
         )
 
 
+class DeferrableConv1D(nn.Module):
+    """As `DeferrableLinear`, of GPT-2's linear layers, which keep their weight as [in, out]."""
+
+    weight: Tensor
+    bias: Tensor
+    weight_gradients: WeightGradients | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(
+            x, self.weight, self.bias, transposed=True, weight_gradients=self.weight_gradients
+        )
+
+
 def defer_weight_gradients(module: nn.Module, weight_gradients: WeightGradients) -> None:
     """Let every linear layer of `module` use `weight_gradients`; plain ones change their class."""
     child: Any
     for child in module.modules():
         if type(child) is nn.Linear:
             child.__class__ = DeferrableLinear
+        elif type(child).__name__ == CONV1D and not isinstance(child, DeferrableConv1D):
+            was = type(child)
+            child.__class__ = type(was.__name__, (DeferrableConv1D, was), {})
         if hasattr(type(child), "weight_gradients"):
             child.weight_gradients = weight_gradients
 
