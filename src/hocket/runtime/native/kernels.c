@@ -334,26 +334,28 @@ enum { SIDE = 4 };  /* of 32 registers */
 #else
 enum { SIDE = 2 };  /* of 16 */
 #endif
-enum { GROUP = 6, DEEP = 32, COLUMNS = 64, KEPT = 1 << 16 };
+enum { GROUP = 6, DEEP = 48, COLUMNS = 64, KEPT = 1 << 16 };
 
 /* `count` rows of x times one tile's `side` vectors of columns, added to `from` (null: to nothing),
-stored at y but for the first `skip` columns; of the next tile's rows at `next`, asks for some. */
-INLINE void tile(int count, int side, const float *x, i64 x_stride, const float *weight,
+stored at y but for the first `skip` columns. With each row of the tile, asks for `ask` vectors of
+those it will be `near` to and those that come `after`. */
+INLINE void tile(int count, int side, int ask, const float *x, i64 x_stride, const float *weight,
                  i64 weight_stride, i64 depth, const float *from, i64 from_stride, float *y,
-                 i64 y_stride, i64 skip, const float *next, i64 some) {
+                 i64 y_stride, i64 skip, const float *near, const float *after) {
     vector sum[GROUP][SIDE];
     for (int r = 0; r < count; r++)
         for (int v = 0; v < side; v++) sum[r][v] = (vector){};
     i64 k = 0;
     do {
-        if (k < some)
-            for (int v = 0; v < side; v++)
-                __builtin_prefetch(next + k * weight_stride + v * VECTOR, 0, 2);
+        for (int v = 0; v < ask; v++) {
+            __builtin_prefetch(near + v * VECTOR, 0, 3);
+            __builtin_prefetch(after + v * VECTOR, 0, 2);
+        }
         vector w[SIDE];
         for (int v = 0; v < side; v++) w[v] = *(const vector *)(weight + v * VECTOR);
         for (int r = 0; r < count; r++)
             for (int v = 0; v < side; v++) sum[r][v] += w[v] * x[r * x_stride + k];
-        weight += weight_stride;
+        weight += weight_stride, near += weight_stride, after += weight_stride;
     } while (++k < depth);
     if (from)
         for (int r = 0; r < count; r++)
@@ -373,7 +375,9 @@ INLINE void tile(int count, int side, const float *x, i64 x_stride, const float 
 
 W is read from memory once, whatever the number of rows (up to some 100), and sums are those of DEEP
 products each. As in Goto and van de Geijn 2008, but W is not copied: it would be as long as
-the product. */
+the product. The next tile is fetched to the core's first cache and the one after it to the second,
+by the groups of rows in turn: asked for at once, it would keep the core's few requests to memory
+from what is wanted now. */
 void hocket_product(const float *x, i64 x_stride, i64 rows, const float *weight,
                     i64 weight_stride, i64 depth, i64 width, const float *added,
                     i64 added_stride, float *out) {
@@ -384,33 +388,39 @@ void hocket_product(const float *x, i64 x_stride, i64 rows, const float *weight,
         i64 end = begin + kept < width ? begin + kept : width;
         for (i64 k = 0; k < depth; k += DEEP) {
             i64 deep = depth - k < DEEP ? depth - k : DEEP;
+            /* Past a row of tiles comes the next one. Nothing is read there, so it may be none. */
+            const float *row_of_tiles = weight + k * weight_stride;
+            const float *below = row_of_tiles + deep * weight_stride + begin;
             for (i64 n = begin, size; n < end; n += size) {
                 size = end - n < COLUMNS ? end - n : COLUMNS;
-                const float *next = weight + end;
-                if (n + size < end) next = weight + k * weight_stride + n + size;
-                else if (k + deep < depth) next = weight + (k + deep) * weight_stride + begin;
-                i64 row = 0, asked = 0;
+                i64 one = n + COLUMNS, two = one + COLUMNS;
+                const float *next = one < end ? row_of_tiles + one : below;
+                const float *later = two < end ? row_of_tiles + two
+                                   : one < end ? below : below + COLUMNS;
+                i64 row = 0;
                 for (i64 g = 0; g < groups; g++) {
-                    i64 count = (rows - row) / (groups - g), some = (deep - asked) / (groups - g);
+                    i64 count = (rows - row) / (groups - g), first = g * SIDE / groups * VECTOR;
                     const float *a = x + row * x_stride + k;
                     for (i64 c = 0, step; c < size; c += step) {
                         int whole = size - c >= SIDE * VECTOR;
                         step = whole ? SIDE * VECTOR : VECTOR;
                         i64 at = n + c, skip = at + step > width ? at + step - width : 0;
                         at -= skip;
-                        const float *w = weight + k * weight_stride + at;
+                        const float *w = row_of_tiles + at;
                         const float *from = k ? out : added;
                         i64 stride = k ? width : added_stride;
                         if (from) from += row * stride + at;
                         float *to = out + row * width + at;
-                        const float *ahead = next + asked * weight_stride + c;
-#define TILE_OF(COUNT, SIDES)                                                                      \
-    tile(COUNT, SIDES, a, x_stride, w, weight_stride, deep, from, stride, to, width, skip, ahead,  \
-         some)
+                        const float *near = next + c + first, *after = later + c + first;
+#define TILE_OF(COUNT, SIDES, ASK)                                                                 \
+    tile(COUNT, SIDES, ASK, a, x_stride, w, weight_stride, deep, from, stride, to, width, skip,    \
+         near, after)
 #define COUNTED(COUNT)                                                                             \
     case COUNT:                                                                                    \
-        if (SIDE > 1 && whole) TILE_OF(COUNT, SIDE);                                               \
-        else TILE_OF(COUNT, 1);                                                                    \
+        if (SIDE == 1 || !whole) TILE_OF(COUNT, 1, 1);                                             \
+        else if (groups == 1) TILE_OF(COUNT, SIDE, SIDE);                                          \
+        else if (groups < SIDE) TILE_OF(COUNT, SIDE, SIDE / 2);                                    \
+        else TILE_OF(COUNT, SIDE, 1);                                                              \
         break
                         switch (count) {
                             COUNTED(1);
@@ -421,7 +431,7 @@ void hocket_product(const float *x, i64 x_stride, i64 rows, const float *weight,
                             COUNTED(6);
                         }
                     }
-                    row += count, asked += some;
+                    row += count;
                 }
             }
         }
