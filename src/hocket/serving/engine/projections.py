@@ -30,10 +30,10 @@ _SIBLINGS = (
     ("w1", "w3"),
 )
 """Names of modules that families feed the same tensor."""
-_CROWDED = 2048
-"""Bytes, of which no row of a stored weight may be a multiple ..."""
 _LINE = 64
-"""... but is so much longer."""
+"""Bytes that the core's cache holds together."""
+_LONG = 16
+"""Lines from which a row of a stored weight is long: one more hardly costs memory."""
 
 
 class Merged:
@@ -165,13 +165,16 @@ def lay_inputs_first(module: nn.Module) -> int:
 def inputs_first(weight: Tensor) -> Tensor:
     """A copy of `weight` [out, in], stored as [in, out]; its shape stays.
 
-    Rows that begin at the same place of a page meet in the same few lines of the core's cache: of
-    4096 outputs in fp32, a product of 64 rows took 1.67 times as long as with rows a line further
-    apart, one of 256 rows 1.06 times.
+    Long rows begin a line of the core's cache and are an odd number of lines apart, so that 64 that
+    follow each other begin at 64 different places of a page. Those that begin at the same ones meet
+    in the same few lines of the cache: of 4096 outputs in fp32, a product of 64 rows took 1.67
+    times as long as with rows a line further apart, one of 256 rows 1.06 times; of 768 and 1280
+    outputs, which begin at four places, one of 32 rows by the kernel took 1.06 times as long.
     """
     outputs, inputs = weight.shape
-    crowded = outputs * weight.element_size() % _CROWDED == 0
-    apart = outputs + (_LINE // weight.element_size() if crowded else 0)
+    line = _LINE // weight.element_size()
+    lines = -(-outputs // line)
+    apart = outputs if lines < _LONG else (lines | 1) * line
     stored = weight.new_empty(inputs, apart)[:, :outputs]
     stored.copy_(weight.t())
     return stored.t()
