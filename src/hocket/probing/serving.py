@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hocket.probing.sizes import Sizes
 from hocket.runtime.native.kernels import Kernels
+from hocket.runtime.pages import in_large_pages
 
 BLOCK = 16
 """Tokens of a block of the cache."""
@@ -36,6 +37,7 @@ def cases(sizes: Sizes, kernels: Kernels) -> Known:
     weights = [count * inputs * (outputs + APART) for outputs, inputs, count in sizes.matrices]
     cached = [2 * layers * _entries(shape) for *shape, layers in sizes.decoding]
     pool = torch.full((max(weights + cached),), 0.01)
+    in_large_pages([pool])
     found: Known = {}
     for outputs, inputs, count in sizes.matrices:
         held = _weights(pool, outputs, inputs, count)

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from hocket.runtime.pages import in_large_pages
 from hocket.serving.scheduling.step import StepPlan
 
 
@@ -79,7 +80,9 @@ class PagedCache:
         if not self.heads_first:
             middle = (self.block_size, layer.num_kv_heads)
         shape = (self.num_blocks, *middle, width)
-        return torch.zeros(shape, dtype=layer.dtype, device=self.device)
+        pool = torch.empty(shape, dtype=layer.dtype, device=self.device)
+        in_large_pages([pool], written=False)
+        return pool.zero_()
 
 
 class BlockTables:

@@ -21,6 +21,7 @@ from hocket.runtime.collectives import all_reduce
 from hocket.runtime.mesh import Mesh
 from hocket.runtime.native.kernels import Kernels
 from hocket.runtime.native.sums import Sums, use_sums
+from hocket.runtime.pages import in_large_pages
 from hocket.runtime.pipeline.stage import Stage
 from hocket.serving.engine.attention import Options, attending
 from hocket.serving.engine.attention_cpu import CpuAttention, Remembered
@@ -103,6 +104,7 @@ class StageRunner:
         unmerge_wasted(merges)
         if self.device.type == "cpu":
             lay_inputs_first(stage.module)
+            in_large_pages(stage.module.parameters())
             self._kernels = Kernels.load()
             if self._kernels is not None:
                 choose_products(stage.module, self._kernels, threads=self._threads_of)
