@@ -109,6 +109,25 @@ def test_a_cut_of_another_number_of_layers(refused: Run, model: str, text: str) 
 def test_a_cut_of_another_number_of_stages(refused: Run, model: str, text: str) -> None:
     said = refused("train", model, "--data", text, "--layout", "pp2", "--cut", "1-1-1")
     assert "names 3 stages, the layout has 2" in said
+    assert "hint: --layout pp3:cut=1-1-1" in said
+
+
+@pytest.mark.parametrize("command", ["train", "serve"])
+@pytest.mark.parametrize(
+    ("arguments", "says", "hint"),
+    [
+        (["--layout", "ep2"], "ep 2 must divide dp x cp = 1", "--layout dp1"),
+        (["--layout", "dp0"], "dp is 0; a degree is a whole number of at least 1", "--layout dp1"),
+        (["--layout", "tp0.pp2"], "tp is 0; a degree", "--layout pp2"),
+        (["--cut", "1-2"], "names 2 stages, the layout has 1", "--layout pp2:cut=1-2"),
+    ],
+)
+def test_a_layout_that_cannot_be(
+    refused: Run, model: str, command: str, arguments: list[str], says: str, hint: str
+) -> None:
+    said = refused(command, model, *arguments)
+    assert says in said
+    assert f"hint: {hint}\n" in said
 
 
 def test_a_batch_that_does_not_divide(refused: Run, model: str, text: str) -> None:

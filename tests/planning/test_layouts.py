@@ -81,9 +81,11 @@ def test_pins_leave_only_what_they_name() -> None:
     [
         ("tpp=2", "did you mean 'tp'"),
         ("tp", "has no value"),
-        ("tp=two", "not a whole number"),
+        ("tp=two", "--pin 'tp=two' is not a whole number of at least 1\n  hint: --pin tp=1"),
+        ("tp=0", "--pin 'tp=0' is not a whole number of at least 1\n  hint: --pin tp=1"),
+        ("shard=0", "--pin 'shard=0' is not a whole number"),
         ("schedule=1f1c", "did you mean '1f1b'"),
-        ("microbatch=0", "whole number of sequences"),
+        ("microbatch=0", "--pin microbatch=1"),
         ("recompute=som", "unknown recompute"),
         ("schedule=zb-h2", "unknown schedule"),
     ],

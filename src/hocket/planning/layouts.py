@@ -19,6 +19,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -38,6 +39,8 @@ PINS = (
     "zero", "shard", "recompute", "sequence_parallel",
 )  # fmt: skip
 """What can be pinned. `microbatch` is the sequences of one; the others are fields of a layout."""
+
+COUNTS = ("dp", "pp", "cp", "tp", "ep", "virtual_stages", "microbatch", "microbatches", "shard")
 
 SEARCHED = ("1f1b", "interleaved", "zero-bubble", "zb-v")
 LATE = ("zero-bubble", "zb-v")
@@ -64,9 +67,11 @@ def parse_pins(texts: Sequence[str]) -> dict[str, Any]:
         if key not in PINS:
             message, hint = unknown("axis", key, PINS)
             raise OptionError(f"--pin: {message}", hint=hint)
+        if key in COUNTS and not re.fullmatch(r"0*[1-9][0-9]*", value.strip()):
+            raise OptionError(
+                f"--pin {text!r} is not a whole number of at least 1", hint=f"--pin {key}=1"
+            )
         if key == "microbatch":
-            if not value.strip().isdigit() or int(value) < 1:
-                raise OptionError(f"--pin {text!r} is not a whole number of sequences")
             found[key] = int(value)
             continue
         # Read, and judged, as a layout's field; ep divides dp x cp, shard divides dp.

@@ -10,6 +10,7 @@ World size = dp x pp x cp x tp. Expert parallelism reuses ranks: ep divides dp x
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import math
@@ -82,16 +83,33 @@ class Layout:
     order: tuple[str, ...] = ("tp", "cp", "dp", "pp")
 
     def __post_init__(self) -> None:
-        for name in (*DEGREES, "virtual_stages"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise LayoutError(f"{name} is {value!r}; a degree is a whole number of at least 1")
+        degrees = {name: getattr(self, name) for name in (*DEGREES, "virtual_stages")}
+        wrong = {
+            name: value
+            for name, value in degrees.items()
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1
+        }
+        for name, value in wrong.items():
+            raise LayoutError(
+                f"{name} is {value!r}; a degree is a whole number of at least 1",
+                hint=self._mended(**dict.fromkeys(wrong, 1)),
+            )
         if self.microbatches is not None and self.microbatches < 1:
-            raise LayoutError(f"microbatches is {self.microbatches}; it must be at least 1")
+            raise LayoutError(
+                f"microbatches is {self.microbatches}; it must be at least 1",
+                hint=self._mended(microbatches=1),
+            )
         if self.zero not in (0, 1, 2, 3):
-            raise LayoutError(f"zero is {self.zero}; ZeRO has the stages 0, 1, 2 and 3")
+            raise LayoutError(
+                f"zero is {self.zero}; ZeRO has the stages 0, 1, 2 and 3",
+                hint="zero=3",
+            )
         if self.shard is not None and (self.shard < 1 or not legality.shard(self.dp, self.shard)):
-            raise LayoutError(f"shard is {self.shard}; it must divide dp = {self.dp}")
+            most = max(n for n in divisors(self.dp) if n <= max(1, self.shard))
+            raise LayoutError(
+                f"shard is {self.shard}; it must divide dp = {self.dp}",
+                hint=self._mended(shard=most),
+            )
         for field, choices in (
             ("recompute", RECOMPUTE),
             ("data_parallel", DATA_PARALLEL),
@@ -104,7 +122,7 @@ class Layout:
             raise LayoutError(
                 f"offload={self.offload} keeps shares of the parameters on the host and gathers a "
                 f"layer from there when it runs, which is zero=3; zero is {self.zero}",
-                hint=f"{self.axes_text()}:zero=3,offload={self.offload}",
+                hint=self._mended(zero=3),
             )
         if self.recompute_layers is not None and self.recompute_layers < 1:
             raise LayoutError(
@@ -123,40 +141,48 @@ class Layout:
             )
         if isinstance(self.cut, tuple):
             if len(self.cut) != self.num_stages:
+                pp, rest = divmod(len(self.cut), self.virtual_stages)
                 raise LayoutError(
                     f"the cut {'-'.join(map(str, self.cut))} names {len(self.cut)} stages, "
-                    f"the layout has {self.num_stages} (pp {self.pp} x {self.virtual_stages})"
+                    f"the layout has {self.num_stages} (pp {self.pp} x {self.virtual_stages})",
+                    hint=self._mended(cut="balanced") if rest or not pp else self._mended(pp=pp),
                 )
             if any(n < 0 for n in self.cut):
-                raise LayoutError(f"the cut {self.cut} holds a negative number of layers")
+                raise LayoutError(
+                    f"the cut {self.cut} holds a negative number of layers",
+                    hint=self._mended(cut="balanced"),
+                )
         elif self.cut not in CUTS:
             message, hint = unknown("cut", self.cut, CUTS)
             raise LayoutError(message, hint=f"{hint}; or layers per stage: cut=3-5")
         if not legality.expert_ranks(self.dp, self.cp, self.ep):
-            raise LayoutError(f"ep {self.ep} must divide dp x cp = {self.dp * self.cp}")
+            raise LayoutError(
+                f"ep {self.ep} must divide dp x cp = {self.dp * self.cp}",
+                hint=self._mended(ep=1),
+            )
         if self.data_parallel == "threads" and self.pp * self.cp * self.tp > 1:
             raise LayoutError(
                 "data_parallel=threads runs in one process and takes no other axis; "
                 f"the layout is {self.axes_text()}",
-                hint=f"dp{self.dp}:data_parallel=threads",
+                hint=self._mended(pp=1, cp=1, tp=1),
             )
         if self.data_parallel == "threads" and self.zero:
             raise LayoutError(
                 f"data_parallel=threads keeps one state, on its first replica: zero={self.zero} "
                 "has nothing to share",
-                hint=f"dp{self.dp}:zero={self.zero}",
+                hint=self._mended(data_parallel="processes"),
             )
         if self.data_parallel == "threads" and self.offload != "none":
             raise LayoutError(
                 "data_parallel=threads is there to be compared, and offloads nothing: "
                 f"offload={self.offload}",
-                hint=f"dp{self.dp}:offload={self.offload}",
+                hint=self._mended(data_parallel="processes"),
             )
         if self.data_parallel == "threads" and self.recompute != "none":
             raise LayoutError(
                 "data_parallel=threads draws from one generator, in whatever order its threads "
                 f"come: recompute={self.recompute} could not draw the same again",
-                hint=f"dp{self.dp}:recompute={self.recompute}",
+                hint=self._mended(data_parallel="processes"),
             )
 
     # --- sizes -----------------------------------------------------------------------------
@@ -254,6 +280,13 @@ class Layout:
             options.append(f"{field.name}={value}")
         return self.axes_text() + (":" + ",".join(options) if options else "")
 
+    def _mended(self, **fields: Any) -> str:
+        """For hints: this layout with other values, of which nothing is asked."""
+        other = copy.copy(self)
+        for name, value in fields.items():
+            object.__setattr__(other, name, value)
+        return f"--layout {other}"
+
     @classmethod
     def parse(cls, text: str, **flags: Any) -> Layout:
         """Read a text form; `flags` fill the fields that the text leaves out.
@@ -280,7 +313,10 @@ class Layout:
                 message, hint = unknown("axis", axis, DEGREES)
                 raise LayoutError(f"layout {text!r}: {message}", hint=hint)
             if axis in given:
-                raise LayoutError(f"layout {text!r} names the axis {axis} twice")
+                raise LayoutError(
+                    f"layout {text!r} names the axis {axis} twice",
+                    hint=f"say it once: {axis}{given[axis]}",
+                )
             given[axis] = int(degree)
         names = [f.name for f in dataclasses.fields(cls)]
         for option in filter(None, options.split(",")):
@@ -292,7 +328,9 @@ class Layout:
             if not equals:
                 raise LayoutError(f"layout {text!r}: {key} has no value", hint=f"{key}=...")
             if key in given:
-                raise LayoutError(f"layout {text!r} gives {key} twice")
+                raise LayoutError(
+                    f"layout {text!r} gives {key} twice", hint=f"say it once: {option.strip()}"
+                )
             given[key] = _value(key, value.strip())
         for key, value in flags.items():
             if value is None:
@@ -325,11 +363,11 @@ def _value(key: str, text: str) -> Any:
     """The value of one field from its text."""
     if key in (*DEGREES, "microbatches", "virtual_stages", "zero", "shard", "recompute_layers"):
         if not re.fullmatch(r"[0-9]+", text):
-            raise LayoutError(f"{key}={text!r} is not a whole number")
+            raise LayoutError(f"{key}={text!r} is not a whole number", hint=f"{key}=1")
         return int(text)
     if key == "sequence_parallel":
         if text not in ("true", "false"):
-            raise LayoutError(f"{key}={text!r} is neither true nor false")
+            raise LayoutError(f"{key}={text!r} is neither true nor false", hint=f"{key}=true")
         return text == "true"
     if key == "order":
         return tuple(text.split("-"))
