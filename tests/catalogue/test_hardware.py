@@ -112,7 +112,11 @@ def test_prices_are_dated():
         ("2x8xDGX-H100", "kind of node", "2xDGX-H100"),
         ("0xH100", "no GPU", "8xH100"),
         ("8xRTX4090@DGX-H100", "not sold with", "pcie"),
-        ("nowhere.toml", "no file", ""),
+        ("nowhere.toml", "no file nowhere.toml", "hocket probe --out nowhere.toml"),
+        ("nowhere.json", "no file nowhere.json", "--cluster 8xH100-SXM-80"),
+        ("no/where", "no file no/where", "hocket probe --out no/where"),
+        (".", ". is a folder", "--cluster ./cluster.toml"),
+        ("aws-g5.48xlarg", "unknown GPU or node", "aws-g5.48xlarge"),
     ],
 )
 def test_errors_name_what_is_near(text, message, hint):
@@ -120,6 +124,34 @@ def test_errors_name_what_is_near(text, message, hint):
         hardware.cluster(text)
     assert message in error.value.message
     assert hint in (error.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        (b'{"num_nodes": 2}', "is no cluster, which is written in TOML"),
+        (b"", "is no cluster: it says no node"),
+        (b"\xff\xfe", "cannot be read"),
+    ],
+)
+def test_a_file_that_is_no_cluster(tmp_path, written, message):
+    file = tmp_path / "machine.json"
+    file.write_bytes(written)
+    with pytest.raises(OptionError, match=message) as error:
+        hardware.cluster(str(file))
+    assert str(file) in error.value.message
+    assert error.value.hint
+
+
+def test_a_file_is_read_whatever_it_is_called(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cluster = hardware.cluster("2x8xH100")
+    for name in ("machine.json", "mine"):
+        (tmp_path / name).write_text(hardware.to_toml(cluster))
+        assert hardware.cluster(name) == cluster
+    (tmp_path / "H200").write_text(hardware.to_toml(cluster))
+    assert hardware.cluster("H200").node.gpu.name == "H200-SXM-141"
+    assert hardware.cluster(str(tmp_path / "H200")) == cluster
 
 
 MINE = """

@@ -16,6 +16,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import functools
+import os
 import re
 import statistics
 import tomllib
@@ -121,25 +122,16 @@ def cluster(text: str) -> Cluster:
 
     Raises:
         OptionError: text that is none of the forms, unknown names (with the nearest), more GPUs
-            than a node holds, or a file that `machine_file` refuses.
+            than a node holds, or a file that is not there or that `machine_file` refuses.
     """
-    if text.endswith(".toml"):
-        path = Path(text)
-        if path.is_dir():
-            raise OptionError(f"{text} is a folder; a cluster is a file of hocket probe --out")
-        if not path.is_file():
-            raise OptionError(f"there is no file {text}", hint=f"hocket probe --out {text}")
-        try:
-            written = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise OptionError(f"{text} cannot be read: {error}") from None
-        return machine_file.read(written, gpu=gpu, node=node, origin=text)
+    if is_file(text):
+        return _read(text)
     if "," in text:
         raise OptionError(
             f"{text!r} names several clusters; a training step is planned on one at a time",
             hint=f"--cluster {text.partition(',')[0].strip()}",
         )
-    match = re.fullmatch(r"(?:(\d{1,9})x)?(?:(\d{1,9})x)?([^@]+?)(?:@(.+))?", text.strip())
+    match = _FORM.fullmatch(text.strip())
     if match is None:
         raise OptionError(f"{text!r} is not a cluster", hint="2x8xH100-SXM, 16xA100-40-PCIe")
     first, second, name, kind = match.groups()
@@ -167,6 +159,40 @@ def cluster(text: str) -> Cluster:
         )
     per_node = min(total, whole.num_gpus)
     return _named(total // per_node, node(kind, device, per_node))
+
+
+_FORM = re.compile(r"(?:(\d{1,9})x)?(?:(\d{1,9})x)?([^@]+?)(?:@(.+))?")
+"""Nodes, GPUs of each (or GPUs alone), the GPU or node, a kind of node."""
+
+
+def is_file(text: str) -> bool:
+    """Whether the text of a cluster means a file, by its ending or because one is there. What has
+    a name of the catalogue does not."""
+    if text.endswith(".toml"):
+        return True
+    match = _FORM.fullmatch(text.strip())
+    if match is None or "," in text or match[4] or _is_gpu(match[3]) or _node_key(match[3]):
+        return False
+    return os.sep in text or os.path.exists(text) or re.search(r"\.[a-z]+$", text) is not None
+
+
+def _read(file: str) -> Cluster:
+    """Raises OptionError as `cluster`."""
+    if os.path.isdir(file):
+        raise OptionError(
+            f"{file} is a folder; a cluster is a file of hocket probe --out",
+            hint=f"--cluster {os.path.join(file, 'cluster.toml')}",
+        )
+    if not os.path.isfile(file):
+        raise OptionError(
+            f"there is no file {file}",
+            hint=f"hocket probe --out {file}, or --cluster 8xH100-SXM-80",
+        )
+    try:
+        written = Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"{file} cannot be read: {error}", hint=machine_file.HINT) from None
+    return machine_file.read(written, gpu=gpu, node=node, origin=file)
 
 
 def to_toml(cluster: Cluster) -> str:

@@ -48,6 +48,10 @@ _LINK = ("kind", "bandwidth", "domain", "generation")
 _CLUSTER = ("name", "num_nodes", "gpu", "node", "measured")
 
 
+HINT = "hocket probe --out cluster.toml, or --cluster 8xH100-SXM-80"
+"""For a file that is no cluster."""
+
+
 def read(
     text: str,
     *,
@@ -69,8 +73,12 @@ def read(
         table = tomllib.loads(text)
     # Not only its own error: numbers of a million digits, and tables a thousand deep.
     except (ValueError, RecursionError) as error:
-        raise OptionError(f"{origin} is not TOML: {error}") from None
-    _check(table, _CLUSTER, "cluster", needed=("node",))
+        raise OptionError(
+            f"{origin} is no cluster, which is written in TOML: {error}", hint=HINT
+        ) from None
+    _check(table, _CLUSTER, "cluster")
+    if "node" not in table:
+        raise OptionError(f"{origin} is no cluster: it says no node", hint='node = "DGX-H100"')
     device: Any = table.get("gpu")
     if isinstance(device, str):
         device = gpu(device)

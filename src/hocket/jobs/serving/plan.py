@@ -259,7 +259,7 @@ def _cluster(text: str) -> tuple[Cluster, bool]:
     found = machine.cluster(text)
     if found.is_cpu:
         raise _no_cores(f"{found.name} is CPU cores")
-    if auto or text.endswith(".toml") or re.match(r"\d+x", text):
+    if auto or hardware.is_file(text) or re.match(r"\d+x", text):
         return found, True
     node = hardware.node(found.node.name, found.node.gpu)
     count = f"{node.num_gpus}x{node.gpu.name}"
