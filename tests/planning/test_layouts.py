@@ -108,6 +108,8 @@ def test_state_is_shared_by_all_data_ranks_or_by_those_of_one_domain() -> None:
     pinned = layouts(legal(SMALL, 8, 64, 16, pins=parse_pins(["shard=2", "zero=1"])))
     assert pinned
     assert all(one.shard == 2 or one.dp == 2 for one in pinned)
+    free = layouts(legal(SMALL, 8, 64, 16, pins=parse_pins(["shard=2"])))
+    assert {one.zero for one in free} == {1, 2, 3}
     here = layouts(legal(SMALL, 8, 64, 16, here=True, domain=4))
     assert {one.zero for one in here if one.shard} == {1, 2, 3}
 
@@ -120,6 +122,7 @@ def test_state_is_shared_by_all_data_ranks_or_by_those_of_one_domain() -> None:
         ({"ep": 2}, "it has no experts to divide"),
         ({"tp": 8, "pp": 2}, "use 16 GPUs, which does not divide 8"),
         ({"microbatches": 5}, "global batch of 12 does not divide by microbatches 5"),
+        ({"shard": 2, "zero": 0}, "shard 2 shares a state of ZeRO, and zero is pinned at 0"),
         ({"tp": 2}, None),
     ],
 )

@@ -111,6 +111,7 @@ def test_threads_run_in_one_process() -> None:
             "dp2:offload=optimizer",
         ),
         ("dp2:zero=1,shard=3", "must divide dp = 2", "dp2:zero=1,shard=2"),
+        ("dp2:shard=2", "shard is 2, and zero is 0", "--layout dp2:zero=1,shard=2"),
         ("dp2:zero=1,shard=0", "must divide dp = 2", "dp2:zero=1,shard=1"),
         ("dp2:order=tp-dp-pp", "must name each of", "order=tp-cp-dp-pp"),
         ("ep4.dp2", "must divide dp x cp = 2", "dp2"),

@@ -12,9 +12,7 @@ from hocket.spec import legality
 GRID = list(itertools.product(range(1, 25), repeat=2))
 
 
-@pytest.mark.parametrize(
-    "rule", [legality.batch, legality.microbatches, legality.rounds, legality.shard]
-)
+@pytest.mark.parametrize("rule", [legality.batch, legality.microbatches, legality.rounds])
 def test_an_array_is_told_what_each_of_its_numbers_is(rule: object) -> None:
     assert callable(rule)
     left, right = (np.array(column, dtype=np.float64) for column in zip(*GRID, strict=True))
@@ -27,6 +25,16 @@ def test_an_array_is_told_what_each_of_its_numbers_is(rule: object) -> None:
 def test_slices_of_many_layouts_at_once() -> None:
     cp, tp = (np.array(column, dtype=np.float64) for column in zip(*GRID, strict=True))
     assert legality.slices(48, cp, tp).tolist() == [legality.slices(48, *one) for one in GRID]
+
+
+def test_shares_of_many_layouts_at_once() -> None:
+    dp, count = (np.array(column, dtype=np.float64) for column in zip(*GRID, strict=True))
+    for zero in (1, 2, 3):
+        told = legality.shard(dp, count, np.full(len(GRID), zero)).tolist()
+        assert told == [whole % some == 0 for whole, some in GRID]
+    assert not legality.shard(dp, count, 0).any()
+    assert not legality.shard(4, 2, 0)
+    assert legality.shard(4, 2, 1)
 
 
 def test_rounds_are_equal() -> None:

@@ -185,7 +185,9 @@ def _candidates(
             microbatches=asked,
             schedule=layout.schedule,
             zero=layout.zero,
-            shard=layout.shard if layout.shard and legality.shard(dp, layout.shard) else None,
+            shard=layout.shard
+            if layout.shard and legality.shard(dp, layout.shard, layout.zero)
+            else None,
             offload=layout.offload,
             recompute=layout.recompute,
             recompute_layers=layout.recompute_layers,

@@ -74,9 +74,9 @@ def parse_pins(texts: Sequence[str]) -> dict[str, Any]:
         if key == "microbatch":
             found[key] = int(value)
             continue
-        # Read, and judged, as a layout's field; ep divides dp x cp, shard divides dp.
-        beside = {"ep": "cp", "shard": "dp"}
-        fields = {key: value.strip(), **({beside[key]: value.strip()} if key in beside else {})}
+        # Read, and judged, as a layout's field, beside what it needs.
+        beside = {"ep": {"cp": value.strip()}, "shard": {"dp": value.strip(), "zero": "1"}}
+        fields = {key: value.strip(), **beside.get(key, {})}
         again = getattr(Layout.parse("tp1" if "dp" in fields else "dp1", **fields), key)
         if found.get(key, again) != again:
             raise OptionError(f"--pin gives {key} twice: {found[key]} and {again}")
@@ -140,14 +140,14 @@ def _sharded(
     dp = rows["dp"]
     asked = pins.get("shard")
     if asked is not None:
-        keep = legality.shard(dp, asked) & ((zero > 0) | (dp == asked))
+        keep = legality.shard(dp, asked, zero)
         inner = np.full(len(dp), float(asked))
     else:
         yield rows
         if not zero:
             return
         inner = domain // (rows["tp"] * rows["cp"])
-        keep = (inner > 1) & (inner < dp) & legality.shard(dp, np.maximum(inner, 1))
+        keep = (inner > 1) & (inner < dp) & legality.shard(dp, np.maximum(inner, 1), zero)
     if keep.any():
         yield {**{name: column[keep] for name, column in rows.items()}, "shard": inner[keep]}
 
@@ -276,6 +276,8 @@ def why_not(shape: ModelShape, num_gpus: int, seq_len: int, batch: int, pins: Pi
             return f"the global batch of {batch} does not divide by {name} {pins[name]}"
     if not legality.context(seq_len, pins.get("cp", 1)):
         return f"a sequence of {seq_len} does not divide over 2 x cp {pins['cp']}"
+    if "shard" in pins and pins.get("zero") == 0:
+        return f"shard {pins['shard']} shares a state of ZeRO, and zero is pinned at 0"
     return None
 
 

@@ -51,7 +51,8 @@ class Layout:
         cut: layers per stage as a tuple, `"balanced"` (by cost, embedding and head counted) or
             `"even"` (equal numbers of layers).
         zero: ZeRO stage (0: plain data parallel).
-        shard: how many data ranks share one copy of the ZeRO state. None: all of dp.
+        shard: how many data ranks share one copy of the ZeRO state (needs zero=1, 2 or 3).
+            None: all of dp.
         offload: what lives in the host's memory instead of the device's: `"none"`, `"optimizer"`
             (moments and masters, stepped on the host), `"params"` (each rank's share of the
             parameters too; needs zero=3), `"activations"` (what layers save for backward; GPUs),
@@ -104,7 +105,15 @@ class Layout:
                 f"zero is {self.zero}; ZeRO has the stages 0, 1, 2 and 3",
                 hint="zero=3",
             )
-        if self.shard is not None and (self.shard < 1 or not legality.shard(self.dp, self.shard)):
+        if self.shard is not None and not self.zero:
+            raise LayoutError(
+                f"shard is {self.shard}, and zero is 0: every data rank holds a whole state, and "
+                "shares one under zero=1, 2 or 3",
+                hint=self._mended(zero=1),
+            )
+        if self.shard is not None and (
+            self.shard < 1 or not legality.shard(self.dp, self.shard, self.zero)
+        ):
             most = max(n for n in divisors(self.dp) if n <= max(1, self.shard))
             raise LayoutError(
                 f"shard is {self.shard}; it must divide dp = {self.dp}",

@@ -97,6 +97,6 @@ def expert_ranks(dp: int, cp: int, ep: int) -> bool:
     return (dp * cp) % ep == 0
 
 
-def shard(dp: Numbers, count: Numbers) -> Numbers:
-    """Data ranks that share one state (ZeRO), over all data ranks."""
-    return dp % count == 0
+def shard(dp: Numbers, count: Numbers, zero: Numbers) -> Numbers:
+    """Data ranks that share one state, over all data ranks; without ZeRO each holds a whole one."""
+    return (zero > 0) & (dp % count == 0)
