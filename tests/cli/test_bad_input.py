@@ -85,6 +85,15 @@ def test_key_value_heads_that_do_not_divide(refused: Run, model: str, text: str)
     assert "hint: --layout" in said
 
 
+def test_slices_of_one_tensor_rank(refused: Run, model: str, text: str) -> None:
+    said = refused(
+        "train", model, "--data", text, "--layout", "dp2:zero=1,sequence_parallel=true",
+        "--seq-len", "32",
+    )  # fmt: skip
+    assert "of which there must be at least 2; tp is 1" in said
+    assert "hint: --layout dp2:zero=1\n" in said
+
+
 def test_layers_that_are_too_few(refused: Run, model: str, text: str) -> None:
     said = refused("train", model, "--data", text, "--layout", "pp4", "--seq-len", "32")
     assert "3 layers cannot be cut into 4 stages" in said

@@ -122,6 +122,7 @@ def test_state_is_shared_by_all_data_ranks_or_by_those_of_one_domain() -> None:
         ({"ep": 2}, "it has no experts to divide"),
         ({"tp": 8, "pp": 2}, "use 16 GPUs, which does not divide 8"),
         ({"microbatches": 5}, "global batch of 12 does not divide by microbatches 5"),
+        ({"tp": 1, "sequence_parallel": True}, "over tensor ranks, and tp is pinned at 1"),
         ({"shard": 2, "zero": 0}, "shard 2 shares a state of ZeRO, and zero is pinned at 0"),
         ({"tp": 2}, None),
     ],
@@ -179,6 +180,7 @@ def test_open_microbatches_are_resolved() -> None:
         ("dp2:microbatches=4", "does not divide into 4 microbatches"),
         ("cp64", "does not divide over 2 x cp"),
         ("dp2.ep2", "has no experts to divide"),
+        ("dp2:sequence_parallel=true", "over tensor ranks, and tp is 1"),
     ],
 )
 def test_a_layout_that_does_not_fit(text: str, said: str) -> None:

@@ -25,6 +25,7 @@ def test_an_array_is_told_what_each_of_its_numbers_is(rule: object) -> None:
 def test_slices_of_many_layouts_at_once() -> None:
     cp, tp = (np.array(column, dtype=np.float64) for column in zip(*GRID, strict=True))
     assert legality.slices(48, cp, tp).tolist() == [legality.slices(48, *one) for one in GRID]
+    assert not legality.slices(48, 1, 1)  # one rank has no slice
 
 
 def test_shares_of_many_layouts_at_once() -> None:

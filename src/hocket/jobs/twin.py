@@ -137,7 +137,7 @@ def require(
     if wanted["tensors"] and known.tensors:
         raise ModelError(
             f"{source.name} ({kind}) cannot be split over tensor-parallel ranks: {known.tensors}",
-            hint=str(dataclasses.replace(layout, tp=1)),
+            hint=str(dataclasses.replace(layout, tp=1, sequence_parallel=False)),
         )
     if wanted["slices"] and known.slices:
         raise ModelError(

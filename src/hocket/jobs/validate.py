@@ -82,7 +82,12 @@ def _problems(
     yield from _tensor(model, layout.tp)
     yield from _pipeline(model, layout)
     sliced = legality.slices(workload.seq_len, layout.cp, layout.tp)
-    if layout.sequence_parallel and not sliced:
+    if layout.sequence_parallel and layout.tp == 1:
+        yield (
+            "sequence_parallel slices what lies between split blocks over tensor ranks, of which "
+            "there must be at least 2; tp is 1"
+        )
+    elif layout.sequence_parallel and not sliced:
         yield (
             f"sequences of {workload.seq_len} tokens do not divide over tp {layout.tp}, as "
             "sequence parallelism needs"

@@ -218,7 +218,10 @@ def _problems(
     elif not legality.experts(shape.experts, layout.ep):
         yield f"{shape.experts} experts do not divide over ep {layout.ep}", "ep1"
     if layout.sequence_parallel and not legality.slices(seq_len, layout.cp, layout.tp):
-        yield f"a sequence of {seq_len} does not divide over cp x tp", "sequence_parallel=false"
+        why = f"a sequence of {seq_len} does not divide over cp x tp"
+        if layout.tp == 1:
+            why = "sequence_parallel slices sequences over tensor ranks, and tp is 1"
+        yield why, "sequence_parallel=false"
     if layout.recompute_layers is not None:
         yield "the planner prices every layer recomputed, or none", f"recompute={layout.recompute}"
     batch = global_batch // layout.dp
@@ -276,6 +279,8 @@ def why_not(shape: ModelShape, num_gpus: int, seq_len: int, batch: int, pins: Pi
             return f"the global batch of {batch} does not divide by {name} {pins[name]}"
     if not legality.context(seq_len, pins.get("cp", 1)):
         return f"a sequence of {seq_len} does not divide over 2 x cp {pins['cp']}"
+    if pins.get("sequence_parallel") and pins.get("tp") == 1:
+        return "sequence_parallel slices sequences over tensor ranks, and tp is pinned at 1"
     if "shard" in pins and pins.get("zero") == 0:
         return f"shard {pins['shard']} shares a state of ZeRO, and zero is pinned at 0"
     return None
@@ -413,5 +418,5 @@ def _allowed(
         # Of a pipeline's many microbatches every one would be summed apart; nobody does that.
         keep = keep & ((m == 1) | ~piped)
     if parallel:
-        keep = keep & (base["tp"] > 1) & legality.slices(seq_len, base["cp"], base["tp"])
+        keep = keep & legality.slices(seq_len, base["cp"], base["tp"])
     return keep

@@ -83,8 +83,8 @@ def context(seq_len: int, cp: int) -> bool:
 
 
 def slices(seq_len: int, cp: Numbers, tp: Numbers) -> Numbers:
-    """A sequence under sequence parallelism: each tensor rank holds a slice as long."""
-    return seq_len % (cp * tp) == 0
+    """A sequence under sequence parallelism: each of several tensor ranks holds a slice as long."""
+    return (tp > 1) & (seq_len % (cp * tp) == 0)
 
 
 def experts(count: int, ep: int) -> bool:
