@@ -94,6 +94,32 @@ def test_slices_of_one_tensor_rank(refused: Run, model: str, text: str) -> None:
     assert "hint: --layout dp2:zero=1\n" in said
 
 
+@pytest.mark.parametrize(
+    ("layout", "says", "hint"),
+    [
+        ("dp2:recompute=full,recompute_layers=4", "the model has 3 layers", "dp2:recompute=full"),
+        (
+            "pp2:recompute=full,recompute_layers=3",
+            "stages holds at most 2 of its 3",
+            "pp2:recompute=full",
+        ),
+        (
+            "pp2:cut=1-2,recompute=full,recompute_layers=3",
+            "longest of 2 stages holds at most 2",
+            "pp2:rec",
+        ),
+        ("pp3:cut=even,recompute=full,recompute_layers=2", "at most 1 of its 3", "pp3:recompute"),
+    ],
+)
+def test_more_layers_to_recompute_than_a_stage_has(
+    refused: Run, model: str, text: str, layout: str, says: str, hint: str
+) -> None:
+    said = refused("train", model, "--data", text, "--layout", layout, "--seq-len", "32")
+    assert "recompute_layers is " in said
+    assert says in said
+    assert f"hint: --layout {hint}" in said
+
+
 def test_layers_that_are_too_few(refused: Run, model: str, text: str) -> None:
     said = refused("train", model, "--data", text, "--layout", "pp4", "--seq-len", "32")
     assert "3 layers cannot be cut into 4 stages" in said

@@ -67,6 +67,7 @@ def test_sizes_are_settled(where: Path) -> None:
     [
         ({"layout": "cp2"}, LayoutError, "cp is 2"),
         ({"layout": "dp2:zero=1"}, LayoutError, "zero is 1"),
+        ({"layout": "dp2:recompute=full,recompute_layers=2"}, LayoutError, "recompute is full"),
         ({"layout": "dp2:data_parallel=threads"}, LayoutError, "threads"),
         ({"layout": "pp2:virtual_stages=2"}, LayoutError, "virtual_stages is 2"),
         ({"layout": "tp2:order=dp-tp-cp-pp"}, LayoutError, "dp-tp-cp-pp"),

@@ -126,6 +126,17 @@ def _pipeline(model: Dimensions, layout: Layout) -> Iterator[str]:
         yield f"{layers} layers cannot be cut into {stages} stages"
     elif layout.cut == "even" and not legality.even_stages(layers, stages):
         yield f"{layers} layers do not divide evenly into {stages} stages"
+    again, longest = layout.recompute_layers, _longest(layers, stages, layout.cut)
+    if again is not None and not legality.recomputed(again, longest):
+        of = f"the longest of {stages} stages holds at most {longest} of its " if stages > 1 else ""
+        yield f"recompute_layers is {again}, of each stage; {of or 'the model has '}{layers} layers"
+
+
+def _longest(layers: int, stages: int, cut: str | tuple[int, ...]) -> int:
+    """Layers of the longest stage; where costs are to decide, the most that it can have."""
+    if isinstance(cut, tuple):
+        return max(cut)
+    return layers // stages if cut == "even" else layers - stages + 1
 
 
 def nearest(
@@ -177,6 +188,9 @@ def _candidates(
             cut = "balanced"
         if cut == "even" and not legality.even_stages(model.num_layers, pp * virtual):
             cut = "balanced"
+        again = layout.recompute_layers
+        if again and not legality.recomputed(again, _longest(model.num_layers, pp * virtual, cut)):
+            again = None
         batch = workload.global_batch // dp
         asked = layout.microbatches
         if asked is not None and batch:
@@ -195,7 +209,7 @@ def _candidates(
             else None,
             offload=layout.offload,
             recompute=layout.recompute,
-            recompute_layers=layout.recompute_layers,
+            recompute_layers=again,
             sequence_parallel=layout.sequence_parallel and tp > 1,
             data_parallel=layout.data_parallel,
             order=layout.order,

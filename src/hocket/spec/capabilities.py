@@ -58,6 +58,7 @@ SERVING = (
         field="order", runs=(("tp", "cp", "dp", "pp"),), instead="serves with tp varying fastest"
     ),
     Capability(field="recompute", runs=("none",), instead="recomputes in training alone"),
+    Capability(field="recompute_layers", runs=(None,), instead="recomputes in training alone"),
     Capability(
         field="sequence_parallel", runs=(False,), instead="keeps whole sequences between layers"
     ),

@@ -52,6 +52,11 @@ def even_stages(layers: int, count: int) -> bool:
     return layers % count == 0
 
 
+def recomputed(count: int, longest: int) -> bool:
+    """The first layers of each stage that are run again, of the layers of the longest."""
+    return count <= longest
+
+
 def rounds(microbatches: Numbers, pp: Numbers) -> Numbers:
     """Microbatches of the interleaved schedule: max(1, microbatches // pp) rounds, all equal."""
     return microbatches % (microbatches // pp + (microbatches < pp)) == 0
