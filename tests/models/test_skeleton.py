@@ -57,6 +57,25 @@ def test_a_configuration_that_cannot_be_built(skeleton):
         skeleton.build({**LLAMA, "num_attention_heads": "four"})
 
 
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"hidden_size": 100, "num_attention_heads": 3}, "The hidden size (100) is not a multiple"),
+        ({"hidden_size": "wide"}, "Field 'hidden_size' expected int, got str (value: 'wide')"),
+    ],
+)
+def test_a_configuration_is_refused_for_what_is_wrong_with_it(skeleton, values, said):
+    with pytest.raises(ModelError) as error:
+        skeleton.config_of({**LLAMA, **values})
+    begin = "transformers refuses the model's configuration (llama): "
+    assert error.value.message.startswith(begin + said)
+
+
+def test_a_configuration_of_no_model(skeleton):
+    with pytest.raises(ModelError, match=r"\(no model_type\): it has no 'model_type'"):
+        skeleton.config_of({"hidden_size": 64})
+
+
 def test_dimensions_are_those_of_transformers(skeleton):
     """What is read without transformers is what transformers builds."""
     for family, config in FAMILIES.items():

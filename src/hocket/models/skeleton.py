@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import initialization
 
@@ -28,6 +29,13 @@ def register_attention(name: str, function: Callable[..., Any]) -> None:
     _REGISTERED.add(name)
 
 
+def _cause(error: BaseException) -> str:
+    """What was found wrong, without the names of the validators that came upon it."""
+    while isinstance(error, StrictDataclassError) and error.__cause__ is not None:
+        error = error.__cause__
+    return f"it has no {error}" if isinstance(error, KeyError) else str(error)
+
+
 def config_of(
     values: dict[str, Any], *, dropout: float | None = None, code: Path | None = None
 ) -> transformers.PreTrainedConfig:
@@ -44,6 +52,7 @@ def config_of(
     """
     values = copy.deepcopy(values)
     values.pop("transformers_version", None)
+    kind = values.get("model_type")
     try:
         if code is not None:
             config = transformers.AutoConfig.from_pretrained(code, trust_remote_code=True)
@@ -54,7 +63,10 @@ def config_of(
             model_type = values.pop("model_type")
             config = transformers.AutoConfig.for_model(model_type, **values)
     except Exception as error:  # transformers raises many kinds for a configuration that is wrong
-        raise ModelError(f"transformers refuses the model's configuration: {error}") from error
+        of = code or kind or "no model_type"
+        raise ModelError(
+            f"transformers refuses the model's configuration ({of}): {_cause(error)}"
+        ) from error
     config.use_cache = False
     for key in ("output_router_logits", "output_attentions", "output_hidden_states"):
         if getattr(config, key, False):
