@@ -178,6 +178,21 @@ def test_a_verdict_of_any_rank_is_heard_by_all(ranks, texts):
 
 
 @pytest.mark.ranks
+def test_a_head_that_gathers_what_is_whole_is_named(ranks):
+    rembert = {
+        "model_type": "rembert", "num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 320,
+        "num_attention_heads": 4, "intermediate_size": 64, "input_embedding_size": 32,
+        "output_embedding_size": 48, "is_decoder": True,
+    }  # fmt: skip
+    run = {"configs": {"rembert": rembert}, "slices": True}
+    for reason, _ in (one["rembert"] for one in ranks.run("tests.models.cases:tensors", 2, **run)):
+        assert reason == (
+            "cls.predictions.decoder makes logits of 32 positions for 16 tokens: it gathers "
+            "slices, and is given what is whole"
+        )
+
+
+@pytest.mark.ranks
 def test_a_verdict_is_kept_and_refuses_by_name(ranks, cache):
     source = Source(**LLAMA)
     assert twin.require(ranks.launcher, source, Layout(dp=4)) == twin.Verdict()

@@ -359,6 +359,12 @@ def _try_tensors(
     try:
         placements = apply_tensor_parallel(local, plan.tensor, axis, recorder, plan.sequence)
         logits = forward(local, inputs, plan, degree)
+        if logits.shape[1] != expected.shape[1]:
+            return (
+                f"{_head_weight(local).removesuffix('.weight') or 'its output head'} makes logits "
+                f"of {logits.shape[1]} positions for {expected.shape[1]} tokens"
+                + (": it gathers slices, and is given what is whole" if slices else "")
+            ), note
         head = placements.get(_head_weight(local))
         mine = slice(None)
         if head is not None and head.sharded and logits.shape[-1] != expected.shape[-1]:
