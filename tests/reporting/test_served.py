@@ -252,3 +252,12 @@ def test_there_is_no_trace_without_a_recorded_window(
 ) -> None:
     assert main(["report", str(folder(tmp_path)), "--trace"]) == 2
     assert "no timeline" in capsys.readouterr().err
+
+
+def test_an_axis_names_thousands_in_full() -> None:
+    from hocket.reporting.served_page import _chart
+
+    drawn = _chart("tokens/s", [("predicted", [(1.0, 100.0), (12.3, 1064.0)])])
+    assert ">1,064</text>" in drawn
+    assert ">12.3</text>" in drawn
+    assert "e+0" not in drawn

@@ -245,6 +245,11 @@ def _bars(rows: Sequence[Row]) -> str:
     )
 
 
+def _tick(value: float) -> str:
+    """A figure at an axis: three digits, never as 1.06e+03, which does not fit beside it."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
 def _chart(title: str, lines: Sequence[tuple[str, Sequence[tuple[float, float]]]]) -> str:
     """Lines over requests a second."""
     points = [point for _, line in lines for point in line if all(map(math.isfinite, point))]
@@ -259,11 +264,11 @@ def _chart(title: str, lines: Sequence[tuple[str, Sequence[tuple[float, float]]]
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
         x, y = at(share * far, share * high)
         drawn.append(f'<path class="axis" d="M{LEFT} {y:.1f}H{WIDE - RIGHT}"/>')
-        value = f"{share * high:.3g}"
+        value = _tick(share * high)
         drawn.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{value}</text>')
         drawn.append(
             f'<text x="{x:.1f}" y="{HIGH - BOTTOM + 18}" text-anchor="middle">'
-            f"{share * far:.3g}</text>"
+            f"{_tick(share * far)}</text>"
         )
     middle = (LEFT + WIDE - RIGHT) / 2
     drawn.append(
