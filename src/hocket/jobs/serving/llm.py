@@ -145,7 +145,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling: Sampling | Sequence[Sampling] | None = None,
         *,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         on_text: OnText | None = None,
         progress: bool | None = None,
     ) -> list[Completion]:
@@ -154,7 +154,7 @@ class LLM:
         Args:
             prompts: a text, token ids, or a list of either.
             sampling: how to choose tokens, for all or one for each. None: 64 tokens, greedily.
-            stop: strings that end an answer.
+            stop: a string, or some, that end an answer.
             on_text: told of texts as they grow; called in another thread.
             progress: show a bar. None: for several prompts, where standard error is a terminal.
 
@@ -179,9 +179,10 @@ class LLM:
         if ids:
             for tokens, one in zip(ids, each, strict=True):
                 check_prompts([tokens], one, self.vocab_size, self.max_model_len)
+        ends = _stops(stop)
         shown = progress if progress is not None or len(ids) > 1 else False
         with AnswersBar(len(ids), shown=shown) as bar:
-            return self._wait(self._answer(_Batch(ids, each, tuple(stop), on_text, bar)))
+            return self._wait(self._answer(_Batch(ids, each, ends, on_text, bar)))
 
     @property
     def capacity(self) -> dict[str, Any]:
@@ -363,6 +364,14 @@ class Lent:
 
     def close(self) -> None:
         return None
+
+
+def _stops(given: str | Sequence[str]) -> tuple[str, ...]:
+    """Stop strings; one alone is not its letters. Raises OptionError for an empty one."""
+    found = (given,) if isinstance(given, str) else tuple(given)
+    if not all(found):
+        raise OptionError("a stop string is empty: every text would end before its first token")
+    return found
 
 
 def _is_one(prompts: Any) -> bool:
