@@ -129,7 +129,7 @@ def test_errors_name_what_is_near(text, message, hint):
 @pytest.mark.parametrize(
     ("written", "message"),
     [
-        (b'{"num_nodes": 2}', "is no cluster, which is written in TOML"),
+        (b'{"num_nodes": 2}', "is not TOML, in which a cluster is written"),
         (b"", "is no cluster: it says no node"),
         (b"\xff\xfe", "cannot be read"),
     ],

@@ -74,7 +74,7 @@ def read(
     # Not only its own error: numbers of a million digits, and tables a thousand deep.
     except (ValueError, RecursionError) as error:
         raise OptionError(
-            f"{origin} is no cluster, which is written in TOML: {error}", hint=HINT
+            f"{origin} is not TOML, in which a cluster is written: {error}", hint=HINT
         ) from None
     _check(table, _CLUSTER, "cluster")
     if "node" not in table:
