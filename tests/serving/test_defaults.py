@@ -45,14 +45,22 @@ def test_what_is_said_counts() -> None:
 def test_settings_are_read(tmp_path: Path) -> None:
     assert settings(None) == settings(tmp_path) == {}
     file = tmp_path / "generation_config.json"
-    for text in ("{", "[]", "\0"):
-        file.write_text(text)
-        assert settings(tmp_path) == {}
     file.write_text(json.dumps({"temperature": 0.6, "top_k": 0, "eos_token_id": 2, "top_p": 1}))
     found = Defaults.of(settings(tmp_path))
     assert found == Defaults(temperature=0.6, top_p=1)
     assert found.text() == "temperature 0.6, top_p 1"
     assert Defaults().text() == ""
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "\0", "[" * 100_000, '{"eos_token_id": 2'])
+def test_a_torn_file_is_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "generation_config.json"
+    file.write_text(text)
+    with pytest.raises(OptionError, match=r"generation_config\.json (cannot be read|is no JSON)"):
+        settings(tmp_path)
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(OptionError, match="cannot be read"):
+        settings(tmp_path)
 
 
 @pytest.mark.parametrize(

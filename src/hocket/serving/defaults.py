@@ -17,6 +17,7 @@ from hocket.spec.errors import OptionError
 
 FILE = "generation_config.json"
 AUTO, NONE = "auto", "none"
+_AGAIN = "copy it again from where the model is from; a model needs none"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,12 +62,21 @@ class Defaults:
 
 
 def settings(directory: Path | None) -> dict[str, Any]:
-    """The fields of a model's generation_config.json; none where it has no such file, or one that
-    is not an object."""
+    """The fields of a model's generation_config.json; none where it has no such file.
+
+    Raises:
+        OptionError: a file that cannot be read, or is no JSON object: the tokens that end a text
+            may stand in it, and an answer would not end.
+    """
     if directory is None:
         return {}
+    file = directory / FILE
     try:
-        found = json.loads((directory / FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
         return {}
-    return found if isinstance(found, dict) else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise OptionError(f"{file} cannot be read: {error}", hint=_AGAIN) from None
+    if not isinstance(found, dict):
+        raise OptionError(f"{file} is no JSON object", hint=_AGAIN)
+    return found
