@@ -506,3 +506,20 @@ def test_tokens_without_text_of_their_own_are_told_too(tmp_path: Path) -> None:
             assert found.text == ""
 
     asyncio.run(main())
+
+
+def test_prompts_of_requests_that_were_sent_away_are_not_counted(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with replica(tmp_path) as (client, _):
+            completer = Completer(client, lambda ids: "")
+            few = Sampling(max_new_tokens=2)
+            away = Ask(prompts=((1,) * 100_000,), sampling=few, id="away")
+            with pytest.raises(RequestRefused):
+                await completer.start(away).collect()
+            assert completer.counts.prompt_tokens == 0
+            both = Ask(prompts=((1, 2), (3, 4, 5)), n=2, sampling=few, id="both")
+            await completer.start(both).collect()
+            assert completer.counts.prompt_tokens == 5
+            assert completer.counts.completion_tokens == 8
+
+    asyncio.run(main())

@@ -104,6 +104,7 @@ class Completion:
             ), decode)
             for index in range(ask.answers)
         ]  # fmt: skip
+        self._heard: set[int] = set()  # prompts of which something was answered
         self._over = False
 
     def cancel(self) -> None:
@@ -113,8 +114,6 @@ class Completion:
             answer.cancel()
 
     async def __aiter__(self) -> AsyncIterator[list[Piece]]:
-        counts = self._completer.counts
-        counts.prompt_tokens += self.usage.prompt_tokens
         try:
             if len(self._answers) == 1:
                 answer = self._answers[0]
@@ -151,6 +150,10 @@ class Completion:
     def _take(self, answer: OneAnswer, output: Output) -> Piece | None:
         """Count an output and make its piece."""
         usage, counts = self.usage, self._completer.counts
+        prompt = answer.index // self.ask.n
+        if prompt not in self._heard:  # not one that was sent away
+            self._heard.add(prompt)
+            counts.prompt_tokens += len(self.ask.prompts[prompt])
         if output.cached > answer.cached:
             more = output.cached - answer.cached
             answer.cached = output.cached
