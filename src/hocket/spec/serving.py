@@ -27,7 +27,8 @@ class ServeOptions:
         block_size: tokens of one block of the key/value cache.
         cache_memory: of each rank's key/value cache, as in 2GB. None: what is free.
         num_blocks: of each replica's cache; instead of `cache_memory`.
-        max_waiting: requests that a replica lets wait; more are sent away with a 429.
+        max_waiting: requests that a replica lets wait beside those that free places of `max_rows`
+            take at once; more are sent away with a 429.
         no_prefix_cache: compute shared prompts again.
         deadline: seconds from its arrival after which a request is ended. None: none.
         drain_seconds: seconds that requests have to end when the server is asked to.

@@ -20,7 +20,8 @@ class Limits:
         depth: plans in flight; at least the number of pipeline stages, so that none waits.
         plan_tokens: prompt tokens that take a stage as long as what a plan costs besides its own,
             since weights are read for each.
-        max_waiting: requests that wait before more are refused.
+        max_waiting: requests that wait, beside those for which a row is free, before more are
+            refused.
         max_waiting_tokens: prompt tokens that wait before more are refused.
         max_logit_rows: positions of one plan for which every position's logits are made
             (`Row.logits` ALL), besides one for each row that is sampled.
