@@ -14,9 +14,10 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+import operator
 import os
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from hocket.spec.errors import OptionError
@@ -162,15 +163,18 @@ class LLM:
             One Completion a prompt, in their order.
 
         Raises:
-            OptionError: a prompt that is empty, too long or of unknown tokens, before anything
-                is computed.
+            OptionError: a prompt that is empty, too long or of unknown tokens, or something that is
+                no prompt, Sampling or stop string, before anything is computed.
             HocketError: the replicas died.
         """
         from hocket.reporting.answers import AnswersBar
         from hocket.serving.request import Sampling, check_prompts
 
-        given: list[Any] = [prompts] if _is_one(prompts) else list(prompts)
-        ids = [self._ids(one) for one in given]
+        ids = [
+            tuple(self.words.encode(one, special=True)) if isinstance(one, str) else one
+            for one in _prompts(prompts)
+        ]
+        _check_samplings(sampling, Sampling)
         each = [sampling or Sampling()] if not isinstance(sampling, Sequence) else list(sampling)
         if len(each) == 1 and not isinstance(sampling, Sequence):
             each *= len(ids)
@@ -335,11 +339,6 @@ class LLM:
             future.cancel()
             raise
 
-    def _ids(self, prompt: Prompt) -> tuple[int, ...]:
-        if isinstance(prompt, str):
-            return tuple(self.words.encode(prompt, special=True))
-        return tuple(prompt)
-
 
 @dataclasses.dataclass(frozen=True)
 class _Batch:
@@ -367,12 +366,72 @@ class Lent:
 
 
 def _stops(given: str | Sequence[str]) -> tuple[str, ...]:
-    """Stop strings; one alone is not its letters. Raises OptionError for an empty one."""
-    found = (given,) if isinstance(given, str) else tuple(given)
+    """Stop strings; one alone is not its letters. Raises OptionError for an empty one, or none."""
+    listed = None if isinstance(given, str) else _items(given)
+    found: list[Any] = [given] if listed is None else listed
+    for one in found:
+        if not isinstance(one, str):
+            raise OptionError(f"a stop string is {one!r:.60}", hint='stop=["end"]')
     if not all(found):
         raise OptionError("a stop string is empty: every text would end before its first token")
+    return tuple(found)
+
+
+def _prompts(given: Any) -> list[str | tuple[int, ...]]:
+    """Each as a text or as token ids; one alone is a list of one.
+
+    Raises:
+        OptionError: something else.
+    """
+    if isinstance(given, str):
+        return [given]
+    listed = _items(given)
+    if listed is None:
+        raise OptionError(
+            f"prompts are of {type(given).__name__}; they are texts, or lists of token ids",
+            hint='llm.generate(["hocket trains"])',
+        )
+    alone = _tokens(listed)
+    if listed and alone is not None:
+        return [alone]
+    found: list[str | tuple[int, ...]] = []
+    for number, one in enumerate(listed):
+        items = _items(one)
+        tokens = None if items is None else _tokens(items)
+        if not isinstance(one, str) and tokens is None:
+            raise OptionError(
+                f"prompt {number} is {one!r:.60}; a prompt is a text, or a list of token ids",
+                hint='llm.generate(["hocket trains"])',
+            )
+        found.append(one if isinstance(one, str) else tokens or ())
     return found
 
 
-def _is_one(prompts: Any) -> bool:
-    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+def _items(given: Any) -> list[Any] | None:
+    """What can be gone through, as a list; None: it cannot, or its items are not meant."""
+    if isinstance(given, bytes | bytearray | Mapping):
+        return None
+    try:
+        return list(given)
+    except TypeError:
+        return None
+
+
+def _tokens(items: list[Any]) -> tuple[int, ...] | None:
+    """Whole numbers of any library; None: they are something else."""
+    try:
+        return tuple(operator.index(item) for item in items)
+    except TypeError:
+        return None
+
+
+def _check_samplings(given: Any, kind: type) -> None:
+    """Raises OptionError: not None, a Sampling, or a list of them."""
+    if given is None:
+        return
+    for one in given if isinstance(given, Sequence) else (given,):
+        if not isinstance(one, kind):
+            raise OptionError(
+                f"sampling is {one!r:.60}; it is a Sampling, or one for each prompt",
+                hint="hocket.Sampling(max_new_tokens=64)",
+            )
