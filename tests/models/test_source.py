@@ -99,6 +99,10 @@ def test_hints_that_can_be_pasted(tmp_path):
     with pytest.raises(ModelError) as caught:
         resolve("meta-llama/Llama-3.1-8B")
     assert "hf download meta-llama/Llama-3.1-8B" in str(caught.value.hint)
+    for path in ("/nope", "./nope", "~/nope"):  # no name of a hub
+        with pytest.raises(ModelError) as caught:
+            resolve(path)
+        assert "hf download" not in str(caught.value.hint)
     with pytest.raises(ModelError) as caught:
         resolve("tiny-lama")
     assert "tiny-llama" in str(caught.value.hint)

@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,8 @@ def resolve(
         raise ModelError(f"{text} is neither a directory nor a config.json")
     if os.sep in text or text.startswith((".", "~")):
         near = nearest(path.name, catalogue.names())
-        hub = f"hf download {text} --local-dir {path.name}" if text.count("/") == 1 else None
+        of_hub = re.fullmatch(r"[\w][\w.-]*/[\w][\w.-]*", text) is not None
+        hub = f"hf download {text} --local-dir {path.name}" if of_hub else None
         raise ModelError(
             f"there is no directory {text}, and the catalogue has no such name",
             hint=hub or (f"did you mean the catalogue's {near!r}?" if near else None),
