@@ -140,13 +140,17 @@ INLINE void softmax(float *s, i64 first, i64 end, i64 size, float scale, const f
     for (i64 t = end; t < size; t++) s[t] = 0.0f;
 }
 
-/* Asks for `size` entries that are read soon. */
-INLINE void fetch(const float *x, i64 size) {
-    for (i64 j = 0; j < size; j += 16) __builtin_prefetch(x + j);
+/* Asks for `size` entries that are read next, and for as many of those after them. */
+INLINE void fetch(const float *next, const float *after, i64 size) {
+    for (i64 j = 0; j < size; j += 16) {
+        __builtin_prefetch(next + j, 0, 3);
+        __builtin_prefetch(after + j, 0, 2);
+    }
 }
 
 /* One row: scores of `count` tokens from `first`, their softmax, the values weighted by it. A block
-is read from its beginning to its end, all heads of it, while the next one is fetched.
+is read from its beginning to its end, all heads of it; with each token of it, that token's place in
+the next two is fetched: a whole block asked for at once waits for the core's few open reads.
 `scores` [K * G, most]. */
 INLINE void attend(const float *q, i64 head_stride, const float *keys, const float *values,
                    const i64 *table, i64 heads, i64 group, i64 size, i64 width, i64 block_size,
@@ -157,17 +161,19 @@ INLINE void attend(const float *q, i64 head_stride, const float *keys, const flo
     for (i64 at = first, n; at < end; at += n) {
         i64 block = at / block_size, offset = at % block_size;
         n = block_size - offset < end - at ? block_size - offset : end - at;
-        const float *next = block < last ? keys + table[block + 1] * key_block : 0;
+        const float *next = keys + table[block < last ? block + 1 : last] * key_block;
+        const float *after = keys + table[block + 1 < last ? block + 2 : last] * key_block;
         for (i64 h = 0; h < heads; h++) {
-            const float *k = keys + table[block] * key_block + (h * block_size + offset) * size;
-            if (next) fetch(next + h * block_size * size, block_size * size);
-            for (i64 g = h * group; g < (h + 1) * group; g++)
-                for (i64 t = 0; t < n; t++)
+            i64 at_head = h * block_size * size;
+            const float *k = keys + table[block] * key_block + at_head + offset * size;
+            for (i64 t = 0; t < n; t++) {
+                fetch(next + at_head + t * size, after + at_head + t * size, size);
+                for (i64 g = h * group; g < (h + 1) * group; g++)
                     scores[g * most + at - first + t] =
                         product(q + g * head_stride, k + t * size, size);
+            }
         }
     }
-    fetch(values + table[first / block_size] * value_block, value_block);
     for (i64 g = 0; g < heads * group; g++) {
         softmax(scores + g * most, 0, count, (count + WIDE - 1) / WIDE * WIDE, scale,
                 sinks ? sinks + g : 0);
@@ -176,15 +182,18 @@ INLINE void attend(const float *q, i64 head_stride, const float *keys, const flo
     for (i64 at = first, n; at < end; at += n) {
         i64 block = at / block_size, offset = at % block_size;
         n = block_size - offset < end - at ? block_size - offset : end - at;
-        const float *next = block < last ? values + table[block + 1] * value_block : 0;
+        const float *next = values + table[block < last ? block + 1 : last] * value_block;
+        const float *after = values + table[block + 1 < last ? block + 2 : last] * value_block;
         for (i64 h = 0; h < heads; h++) {
-            const float *v = values + table[block] * value_block + (h * block_size + offset) * width;
-            if (next) fetch(next + h * block_size * width, block_size * width);
-            for (i64 g = h * group; g < (h + 1) * group; g++) {
-                float *restrict to = out + g * width;
-                const float *s = scores + g * most + at - first;
-                for (i64 t = 0; t < n; t++)
-                    for (i64 j = 0; j < width; j++) to[j] += s[t] * v[t * width + j];
+            i64 at_head = h * block_size * width;
+            const float *v = values + table[block] * value_block + at_head + offset * width;
+            for (i64 t = 0; t < n; t++) {
+                fetch(next + at_head + t * width, after + at_head + t * width, width);
+                for (i64 g = h * group; g < (h + 1) * group; g++) {
+                    float *restrict to = out + g * width;
+                    float share = scores[g * most + at - first + t];
+                    for (i64 j = 0; j < width; j++) to[j] += share * v[t * width + j];
+                }
             }
         }
     }
