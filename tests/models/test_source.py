@@ -60,11 +60,49 @@ def test_run_folder_stands_for_its_exported_model(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     (run / "run.json").write_text("{}")
-    with pytest.raises(ModelError, match="holds no exported model") as caught:
-        resolve(run)
-    assert "hocket export" in str(caught.value.hint)
     write(run / "model", **LLAMA)
     assert resolve(run).directory == run / "model"
+
+
+def test_hints_make_a_model_of_what_a_run_holds(tmp_path):
+    run = tmp_path / "my run"
+    run.mkdir()
+    (run / "run.json").write_text("{}")
+    with pytest.raises(ModelError, match="neither a model nor a checkpoint") as caught:
+        resolve(run)
+    assert "--save-every" in str(caught.value.hint)
+    (run / "checkpoints" / "step-000004").mkdir(parents=True)
+    with pytest.raises(ModelError, match="holds no exported model") as caught:
+        resolve(run)
+    assert str(caught.value.hint) == f"hocket export '{run}' --to '{run}/model'"
+    (run / "model").mkdir()  # which an export would not replace
+    with pytest.raises(ModelError, match="holds no exported model") as caught:
+        resolve(run)
+    assert str(caught.value.hint) == f"hocket export '{run}' --to '{run}-model'"
+    (run / "model").rmdir()
+    (run / "run.json").write_text('{"options": {"lora_rank": 4}}')
+    with pytest.raises(ModelError, match="holds no exported model") as caught:
+        resolve(run)
+    assert str(caught.value.hint).endswith("model' --merge")
+    (run / "run.json").write_text('{"command": "serve", "model": "tiny-llama"}')
+    with pytest.raises(ModelError, match="the folder of a server") as caught:
+        resolve(run)
+    assert str(caught.value.hint) == "the model that it served: tiny-llama"
+
+
+def test_an_adapter_is_not_the_model_that_it_was_trained_on(tmp_path):
+    folder = tmp_path / "run" / "adapter"
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match="holds an adapter") as caught:
+        resolve(folder)
+    assert "merge_and_unload" in str(caught.value.hint)
+    (tmp_path / "run" / "run.json").write_text("{}")
+    with pytest.raises(ModelError, match="holds an adapter") as caught:
+        resolve(folder)
+    assert str(caught.value.hint) == (
+        f"hocket export {tmp_path}/run --to {tmp_path}/run/model --merge"
+    )
 
 
 def test_run_spec_gives_the_source_back(tmp_path):

@@ -15,11 +15,13 @@ import functools
 import json
 import os
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 from hocket.models import registry
 from hocket.models.dimensions import Dimensions, dimensions
+from hocket.spec import checkpoint
 from hocket.spec.errors import ModelError, nearest, unknown
 from hocket.spec.run import RunSpec
 
@@ -133,13 +135,17 @@ def of_run(spec: RunSpec) -> ModelSource:
 def _directory(name: str, path: Path, trust_remote_code: bool, weights: bool) -> ModelSource:
     if (path / "run.json").exists():
         if not (path / "model" / "config.json").exists():
-            raise ModelError(
-                f"the run folder {name} holds no exported model",
-                hint=f"hocket export {name} --to {path / 'model'}"
-                + (" --merge" if (path / "adapter").is_dir() else ""),
-            )
+            raise _not_exported(name, path)
         path = path / "model"
     if not (path / "config.json").exists():
+        if (path / "adapter_config.json").exists():
+            run = path.parent
+            raise ModelError(
+                f"{path} holds an adapter of LoRA, not the model that it was trained on",
+                hint=f"{_export(run, run / 'model')} --merge"
+                if (run / "run.json").exists()
+                else "add it to its base with peft: merge_and_unload(), then save_pretrained(DIR)",
+            )
         raise ModelError(
             f"{path} is no Hugging Face directory: it has no config.json",
             hint="a directory with config.json and safetensors weights, or a run folder",
@@ -155,6 +161,43 @@ def _directory(name: str, path: Path, trust_remote_code: bool, weights: bool) ->
     )
 
 
+def _not_exported(name: str, path: Path) -> ModelError:
+    """Of a run folder without a model; the hint makes one of what the run holds."""
+    said = _said(path / "run.json")
+    if said.get("command") == "serve":
+        return ModelError(
+            f"{name} is the folder of a server, which holds no model",
+            hint=f"the model that it served: {said.get('model')}",
+        )
+    options = said.get("options")
+    lora = isinstance(options, dict) and options.get("lora_rank") is not None
+    if not (path / "adapter").is_dir() and not checkpoint.checkpoints(path / "checkpoints"):
+        return ModelError(
+            f"the run folder {name} holds neither a model nor a checkpoint to make one of",
+            hint="train with --save-every, or let the run reach its end",
+        )
+    to = path / "model"
+    if to.exists():  # something else lies there, which the export does not replace
+        to = path.with_name(f"{path.name}-model")
+    return ModelError(
+        f"the run folder {name} holds no exported model",
+        hint=_export(path, to) + (" --merge" if lora else ""),
+    )
+
+
+def _said(spec: Path) -> dict[str, Any]:
+    """What run.json says; nothing where it is damaged, which is told by whoever needs it."""
+    try:
+        said = json.loads(spec.read_text())
+    except (OSError, ValueError):
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
+def _export(run: Path, to: Path) -> str:
+    return f"hocket export {shlex.quote(str(run))} --to {shlex.quote(str(to))}"
+
+
 def _weights(path: Path) -> Path | None:
     if (path / _INDEX).exists() or (path / _SINGLE).exists():
         return path
@@ -167,7 +210,8 @@ def _weights(path: Path) -> Path | None:
     shards = sorted(path.glob("model*.safetensors"))
     if shards:
         raise ModelError(
-            f"{path} holds {shards[0].name} but no {_INDEX} that says which tensor lies where"
+            f"{path} holds {shards[0].name} but no {_INDEX} that says which tensor lies where",
+            hint="copy that file too, or save the model again with transformers",
         )
     return None
 
