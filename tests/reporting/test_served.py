@@ -12,6 +12,7 @@ import pytest
 
 from hocket.cli.main import main
 from hocket.reporting import served
+from hocket.reporting.served_page import served_page
 from hocket.spec.layout import Layout
 from hocket.spec.run import RunSpec
 from hocket.spec.serving import ServeOptions
@@ -252,6 +253,16 @@ def test_there_is_no_trace_without_a_recorded_window(
 ) -> None:
     assert main(["report", str(folder(tmp_path)), "--trace"]) == 2
     assert "no timeline" in capsys.readouterr().err
+
+
+def test_curves_stand_in_numbers_too(tmp_path: Path) -> None:
+    found = served.read(folder(tmp_path))
+    page = served_page([found], version="0", made="now")
+    told = "".join(f"<td>{cell}</td>" for cell in served.load_rows([LOAD])[0])
+    several = served.curves(found)
+    assert several
+    assert page.count("<th>at once</th>") == len(several)
+    assert page.count(f"<tr>{told}</tr>") == sum(loads.count(LOAD) for _, loads in several) > 0
 
 
 def test_an_axis_names_thousands_in_full() -> None:

@@ -374,6 +374,34 @@ def curves(served: Served) -> list[tuple[str, tuple[Load, ...]]]:
     return [(name, loads) for name, loads in several if loads]
 
 
+LOAD_COLUMNS = (
+    "requests/s",
+    "tokens/s",
+    "at once",
+    "first p50",
+    "first p90",
+    "next p50",
+    "next p90",
+)
+"""Of `load_rows`: `first` is the time to the first token, `next` the time for each further one."""
+
+
+def load_rows(loads: Sequence[Load]) -> list[list[str]]:
+    """One replica over load, a row a load."""
+    return [
+        [
+            f"{load.rate:.3g}",
+            f"{load.tokens_per_second:,.0f}",
+            f"{load.batch:.1f}",
+            format_seconds(load.ttft_p50),
+            format_seconds(load.ttft_p90),
+            format_seconds(load.tpot_p50),
+            format_seconds(load.tpot_p90),
+        ]
+        for load in loads
+    ]
+
+
 def needs(served: Served) -> tuple[str, tuple[Need, ...]]:
     """Replicas for a load, and what they are counted from."""
     if served.needs:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from importlib import resources
 
 from hocket.reporting.served import (
+    LOAD_COLUMNS,
     Row,
     Served,
     asked,
@@ -23,6 +24,7 @@ from hocket.reporting.served import (
     facts,
     figures,
     latencies,
+    load_rows,
     needs,
     off,
     prompts,
@@ -157,7 +159,13 @@ def _load(served: Served) -> str:
         f"One replica over requests a second. Predicted and played: {asked(served)}. Measured: "
         "the requests that came."
     )
-    body = f'<div class="legend">{legend}</div><div class="pair two">{drawn}</div>'
+    numbers = "".join(
+        f"<p>{_e(name)}</p>{_table(LOAD_COLUMNS, load_rows(loads))}" for name, loads in several
+    )
+    body = (
+        f'<div class="legend">{legend}</div><div class="pair two">{drawn}</div>'
+        f"<details><summary>In numbers</summary>{numbers}</details>"
+    )
     return _section("Load", lead, body + (table if found else ""))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from hocket.reporting.run_text import printable
 from hocket.reporting.served import (
+    LOAD_COLUMNS,
     Row,
     Served,
     asked,
@@ -13,6 +14,7 @@ from hocket.reporting.served import (
     curves,
     figures,
     latencies,
+    load_rows,
     needs,
     off,
     prompts,
@@ -46,21 +48,9 @@ def served_text(
         table = [[name, *map(format_seconds, values)] for name, *values in met]
         blocks.append("\n" + table_text(["latency", "p50", "p90", "p99"], table))
     for name, loads in curves(served):
-        table = [
-            [
-                f"{load.rate:.3g}",
-                f"{load.tokens_per_second:,.0f}",
-                f"{load.batch:.1f}",
-                format_seconds(load.ttft_p50),
-                format_seconds(load.ttft_p90),
-                format_seconds(load.tpot_p50),
-                format_seconds(load.tpot_p90),
-            ]
-            for load in loads
-        ]
-        headers = ["requests/s", "tokens/s", "at once", "first p50", "p90", "next p50", "p90"]
         of = "" if name == "measured" else f": {asked(served)}"
-        blocks.append(f"\none replica over load, {name}{of}\n" + table_text(headers, table))
+        lines = table_text(LOAD_COLUMNS, load_rows(loads))
+        blocks.append(f"\none replica over load, {name}{of}\n{lines}")
     name, found = needs(served)
     if found:
         table = [
