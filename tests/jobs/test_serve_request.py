@@ -15,7 +15,7 @@ import hocket.launch
 from hocket.cli.main import main
 from hocket.jobs.serving import request as serve_request
 from hocket.serving.defaults import Defaults
-from hocket.spec.errors import HocketError, LayoutError, ModelError, OptionError
+from hocket.spec.errors import HocketError, LayoutError, ModelError, OptionError, WeightsError
 from hocket.spec.run import RunSpec
 from tests.jobs.served_model import model
 
@@ -132,6 +132,23 @@ def test_what_is_refused_comes_with_what_would_do(
     with pytest.raises(HocketError, match=words) as told:
         server(where, **options)
     assert hint in (told.value.hint or "")
+
+
+def test_weights_that_are_not_whole(where: Path, tmp_path: Path) -> None:
+    cut = Path(shutil.copytree(where, tmp_path / "cut"))
+    (file,) = cut.glob("*.safetensors")
+    with file.open("r+b") as opened:
+        opened.truncate(file.stat().st_size - 1)
+    with pytest.raises(WeightsError, match="is not a whole safetensors file"):
+        server(cut)
+    file.unlink()
+    index = cut / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}')
+    with pytest.raises(WeightsError, match=r"model-00001-of-00002\.safetensors cannot be read"):
+        server(cut)
+    index.write_text('{"weight_map": {"lm')
+    with pytest.raises(WeightsError, match=r"index\.json cannot be read: Unterminated string"):
+        server(cut)
 
 
 def test_models_that_cannot_answer(where: Path, tmp_path: Path) -> None:

@@ -21,11 +21,11 @@ from typing import Any
 
 from hocket.models import registry
 from hocket.models.dimensions import Dimensions, dimensions
+from hocket.models.weight_headers import INDEX, SINGLE
 from hocket.spec import checkpoint
 from hocket.spec.errors import ModelError, nearest, unknown
 from hocket.spec.run import RunSpec
 
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 _FOREIGN = (
     "_attn_implementation",
@@ -199,7 +199,7 @@ def _export(run: Path, to: Path) -> str:
 
 
 def _weights(path: Path) -> Path | None:
-    if (path / _INDEX).exists() or (path / _SINGLE).exists():
+    if (path / INDEX).exists() or (path / SINGLE).exists():
         return path
     pickled = sorted(path.glob("pytorch_model*.bin"))
     if pickled:
@@ -210,7 +210,7 @@ def _weights(path: Path) -> Path | None:
     shards = sorted(path.glob("model*.safetensors"))
     if shards:
         raise ModelError(
-            f"{path} holds {shards[0].name} but no {_INDEX} that says which tensor lies where",
+            f"{path} holds {shards[0].name} but no {INDEX} that says which tensor lies where",
             hint="copy that file too, or save the model again with transformers",
         )
     return None

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -28,14 +27,11 @@ from transformers.core_model_loading import (
 )
 
 from hocket.models.disk_tensor import DTYPES, DiskTensor
-from hocket.spec.errors import CheckpointError, WeightsError
+from hocket.models.weight_headers import headers, shown
+from hocket.spec.errors import WeightsError
 from hocket.spec.placement import Placement
-from hocket.spec.tensor_file import TensorFile
 
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _MOST_LISTED = 20
-_MOST_TENSORS = 250_000
-_LARGEST_INDEX = 100_000_000
 # Saved by old versions of many families; tables that every model makes anew.
 _IGNORED = (r"rotary_emb\.inv_freq$", r"\.attn\.(masked_)?bias$", r"attention\.(masked_)?bias$")
 
@@ -67,9 +63,9 @@ class WeightFiles:
         self._expected = {name: tuple(t.shape) for name, t in state.items()}
         self._floats = {name for name, t in state.items() if t.is_floating_point()}
         self._ties: dict[str, str] = dict(getattr(skeleton, "all_tied_weights_keys", None) or {})
-        self._files: list[TensorFile] = []
-        self._where: dict[str, TensorFile] = {}
-        self._open()
+        self._where = headers(directory)
+        self._files = list(dict.fromkeys(self._where.values()))
+        self._check_dtypes()
         unexpected = self._map_names()
         self._check(unexpected)
 
@@ -146,29 +142,14 @@ class WeightFiles:
 
     # --- names ---------------------------------------------------------------------------------
 
-    def _open(self) -> None:
-        index = self.directory / _INDEX
-        names = [_SINGLE]
-        if index.exists():
-            names = _files_of(index)
-        for name in names:
-            if Path(name).name != name:
-                raise WeightsError(f"{index} names {name!r}, which is no file beside it")
-            try:
-                file = TensorFile(self.directory / name, most_tensors=_MOST_TENSORS)
-            except CheckpointError as error:
-                raise WeightsError(error.message) from None
-            self._files.append(file)
-            for key, entry in file.entries.items():
-                if key in self._where:
-                    other = self._where[key].path
-                    raise WeightsError(f"{_shown(key)} stands in {name} and in {other}")
-                if entry.dtype not in DTYPES:
-                    raise WeightsError(
-                        f"{_shown(key)} in {name} has dtype {entry.dtype}; known: "
-                        f"{', '.join(DTYPES)}"
-                    )
-                self._where[key] = file
+    def _check_dtypes(self) -> None:
+        for key, file in self._where.items():
+            dtype = file.entries[key].dtype
+            if dtype not in DTYPES:
+                raise WeightsError(
+                    f"{shown(key)} in {file.path.name} has dtype {dtype}; known: "
+                    f"{', '.join(DTYPES)}"
+                )
 
     def _map_names(self) -> list[str]:
         model: Any = self.skeleton
@@ -204,7 +185,7 @@ class WeightFiles:
                 self._stored.setdefault(sibling, found)
 
     def _check(self, unexpected: Iterable[str]) -> None:
-        wrong = [f"unexpected {_shown(key)}" for key in unexpected]
+        wrong = [f"unexpected {shown(key)}" for key in unexpected]
         optional = {name for name, _ in self.skeleton.named_buffers()}
         held = set(self._stored)
         for name, shape in self._expected.items():
@@ -247,25 +228,6 @@ class WeightFiles:
             return (len(layout[0]), 0)
         rows = sum(part[0].shape[0] for part in layout)
         return (len(layout[0]), rows, *layout[0][0].shape[1:])
-
-
-def _files_of(index: Path) -> list[str]:
-    """The files that an index names; what lies in them, they say themselves. Raises
-    WeightsError."""
-    try:
-        if index.stat().st_size > _LARGEST_INDEX:
-            raise ValueError(f"it has {index.stat().st_size} bytes")
-        table = json.loads(index.read_text())["weight_map"]
-        if not all(isinstance(name, str) for name in table.values()):
-            raise ValueError("its weight_map names something else than files")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise WeightsError(f"{index} cannot be read: {error!r}"[:500]) from None
-    return sorted(set(table.values()))
-
-
-def _shown(key: str) -> str:
-    """A name of a file, as it may be printed: it may be anything."""
-    return key if key.isprintable() and len(key) <= 200 else repr(key[:200])
 
 
 def _copy_stacked(layout: list[list[DiskTensor]], there: tuple[slice, ...], to: Tensor) -> None:

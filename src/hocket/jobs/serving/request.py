@@ -119,6 +119,7 @@ def server(values: Mapping[str, Any]) -> Server:
         HocketError: the first thing that cannot be, with the numbers and what would do.
     """
     from hocket.models.source import resolve
+    from hocket.models.weight_headers import headers
     from hocket.serving.defaults import AUTO, Defaults, settings
 
     given = {name: value for name, value in values.items() if value is not None}
@@ -139,6 +140,7 @@ def server(values: Mapping[str, Any]) -> Server:
             f"{wanted.model} has no weights, and random ones would answer noise",
             hint="a run folder, or a directory with safetensors weights",
         )
+    headers(source.weights)  # that they are whole; whether they fit the model, the ranks say
     layout = wanted.layout if wanted.auto else legal(source, wanted.layout, device)
     sizes = _sizes(options, source, device)
     words = tokenizer_of(source, wanted.options.tokenizer, wanted.options.trust_remote_code)

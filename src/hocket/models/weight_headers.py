@@ -1,0 +1,64 @@
+"""Which tensor lies in which safetensors file of a Hugging Face directory, by the files' headers.
+
+Torch-free, and done in milliseconds: a file that is missing or cut short is found before anything
+is started.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from hocket.spec.errors import CheckpointError, WeightsError
+from hocket.spec.tensor_file import TensorFile
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+_MOST_TENSORS = 250_000
+_LARGEST_INDEX = 100_000_000
+
+
+def headers(directory: Path) -> dict[str, TensorFile]:
+    """The file of each tensor, opened, by the names in the files.
+
+    Args:
+        directory: holds `model.safetensors`, or shards and their index.
+
+    Raises:
+        WeightsError: a file is missing or damaged, two hold the same name, or the index cannot be
+            read or names what is no file beside it.
+    """
+    index = directory / INDEX
+    where: dict[str, TensorFile] = {}
+    for name in _files_of(index) if index.exists() else [SINGLE]:
+        if Path(name).name != name:
+            raise WeightsError(f"{index} names {name!r}, which is no file beside it")
+        try:
+            file = TensorFile(directory / name, most_tensors=_MOST_TENSORS)
+        except CheckpointError as error:
+            raise WeightsError(error.message) from None
+        for key in file.entries:
+            if key in where:
+                raise WeightsError(f"{shown(key)} stands in {name} and in {where[key].path}")
+            where[key] = file
+    return where
+
+
+def shown(key: str) -> str:
+    """A name of a file, as it may be printed: it may be anything."""
+    return key if key.isprintable() and len(key) <= 200 else repr(key[:200])
+
+
+def _files_of(index: Path) -> list[str]:
+    """The files that an index names; what lies in them, they say themselves. Raises
+    WeightsError."""
+    try:
+        if index.stat().st_size > _LARGEST_INDEX:
+            raise ValueError(f"it has {index.stat().st_size} bytes")
+        table = json.loads(index.read_text())["weight_map"]
+        if not all(isinstance(name, str) for name in table.values()):
+            raise ValueError("its weight_map names something else than files")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        why = error if isinstance(error, OSError | ValueError) else repr(error)
+        raise WeightsError(f"{index} cannot be read: {why}"[:500]) from None
+    return sorted(set(table.values()))
