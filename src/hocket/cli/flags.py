@@ -6,6 +6,7 @@ The names are those of `spec.run` and `spec.layout`; a test holds them together.
 from __future__ import annotations
 
 import dataclasses
+import typing
 from collections.abc import Sequence
 from typing import Annotated, Any, TypeVar
 
@@ -81,5 +82,41 @@ def with_defaults(kind: type[Kind], given: dict[str, Any]) -> Kind:
 
 
 def parse(kind: type[Kind], verb: str, arguments: Sequence[str], default: Kind) -> Kind:
-    """Read a verb's flags. A mistake ends the process with code 2 and the nearest name."""
-    return tyro.cli(kind, prog=f"hocket {verb}", args=arguments, default=default, config=CONFIG)
+    """Read a verb's flags. A mistake ends the process with code 2 and the nearest name.
+
+    Where a flag takes several values, what it is given at each place is taken together.
+    """
+    args = _together(arguments, _lists(kind))
+    return tyro.cli(kind, prog=f"hocket {verb}", args=args, default=default, config=CONFIG)
+
+
+def _lists(kind: Any) -> frozenset[str]:
+    """The flags of a group, and of groups in it, that take several values."""
+    found: set[str] = set()
+    for name, hint in typing.get_type_hints(kind).items():
+        if typing.get_origin(hint) is tuple:
+            found.add(f"--{name.replace('_', '-')}")
+        elif dataclasses.is_dataclass(hint):
+            found |= _lists(hint)
+    return frozenset(found)
+
+
+def _together(arguments: Sequence[str], lists: frozenset[str]) -> list[str]:
+    """The arguments, those of a repeated list where it stands first: only its last place is read,
+    and `--data a --data b` would lose a file without a word."""
+    part: list[str] = []
+    parts = [part]
+    first: dict[str, list[str]] = {}
+    for argument in arguments:
+        flag, equals, value = argument.partition("=")
+        if not argument.startswith("--"):
+            part.append(argument)
+        elif flag in first:
+            part = first[flag]
+            part += [value] if equals else []
+        else:
+            part = [flag, value] if flag in lists and equals else [argument]
+            parts.append(part)
+            if flag in lists:
+                first[flag] = part
+    return [argument for part in parts for argument in part]
