@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,9 @@ def test_an_adapter_is_what_pefts_own_training_makes(
     ours = export(tmp_path / "run", tmp_path / "adapter")
     other = transformers.AutoModelForCausalLM.from_pretrained(base)
     adapted = PeftModel.from_pretrained(other, ours).eval()
-    merged = export(tmp_path / "run", tmp_path / "merged", merge=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        merged = export(tmp_path / "run", tmp_path / "merged", merge=True)
     whole = transformers.AutoModelForCausalLM.from_pretrained(merged).eval()
     ids = torch.arange(2, 42)[None]
     with torch.no_grad():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -158,10 +159,13 @@ def merge(adapter: Path, base: Path, to: Path, *, trust_remote_code: bool = Fals
     shown = bars.is_progress_bar_enabled()
     bars.disable_progress_bar()
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            base, dtype="auto", trust_remote_code=trust_remote_code, local_files_only=True
-        )
-        PeftModel.from_pretrained(model, str(adapter)).merge_and_unload().save_pretrained(to)
+        with warnings.catch_warnings():
+            # peft asks transformers by a name that transformers gives up.
+            warnings.simplefilter("ignore", FutureWarning)
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                base, dtype="auto", trust_remote_code=trust_remote_code, local_files_only=True
+            )
+            PeftModel.from_pretrained(model, str(adapter)).merge_and_unload().save_pretrained(to)
     finally:
         if shown:
             bars.enable_progress_bar()
