@@ -1,4 +1,4 @@
-"""Kernels: `kernels.c` called with tensors in fp32 on the CPU.
+"""Kernels: `kernels.c` and its neighbours called with tensors in fp32 on the CPU.
 
 `Kernels.load` gives them, or None where there are none: callers then compute the same with torch.
 
@@ -43,6 +43,8 @@ class Kernels:
         self._decode = found.hocket_decode
         self._attend_chunk = found.hocket_attend_chunk
         self._product = found.hocket_product
+        self._half_product = found.hocket_half_product
+        self._half_scratch = found.hocket_half_scratch
         self._largest = found.hocket_largest
         self._sum = found.hocket_sum
         self._layer = found.hocket_layer
@@ -219,6 +221,21 @@ class Kernels:
             depth, width,
             None if added is None else added.data_ptr(),
             added.stride(0) if added is not None and added.dim() == 2 else 0, out.data_ptr(),
+        )  # fmt: skip
+        return out
+
+    def half_product(self, x: Tensor, weight: Tensor, added: Tensor | None = None) -> Tensor:
+        """`x` [N, in] or [1, N, in] times the transpose of `weight` [out, in], in bfloat16, its
+        inputs side by side and its outputs at least 32, plus `added` [N, out] or [out]; in fp32,
+        shaped as `x`. Of some rows, `x` may be rounded to bfloat16."""
+        width, depth = weight.shape
+        rows = x.shape[-2]
+        out = torch.empty(*x.shape[:-1], width)
+        self._half_product(
+            x.data_ptr(), x.stride(-2), rows, weight.data_ptr(), weight.stride(0), depth, width,
+            None if added is None else added.data_ptr(),
+            added.stride(0) if added is not None and added.dim() == 2 else 0, out.data_ptr(),
+            self._room(self._half_scratch(rows, depth)),
         )  # fmt: skip
         return out
 

@@ -25,6 +25,9 @@ void hocket_decode(const float *, i64, const float *, const float *, const i64 *
                    float *, i64, float *);
 void hocket_product(const float *, i64, i64, const float *, i64, i64, i64, const float *, i64,
                     float *);
+void hocket_half_product(const float *, i64, i64, const uint16_t *, i64, i64, i64, const float *,
+                         i64, float *, float *);
+i64 hocket_half_scratch(i64, i64);
 
 /* Sums over ranks. Each puts its part into a slot of its own and tells that it has come; when all
 have, each adds all slots, in the order of ranks, so that all hold the same bits:
@@ -107,9 +110,10 @@ i64 hocket_sum(Sums *sums, const float *x, i64 size, const float *added, float *
 }
 
 typedef struct {
-    const float *weight;  /* [depth, width] */
+    const void *weight;   /* [depth, width] in fp32; if `half`, [width, depth] in bfloat16 */
     i64 stride, depth, width;
     const float *bias;    /* or null */
+    i64 half;
 } Matrix;
 
 typedef struct {
@@ -131,19 +135,26 @@ typedef struct {
     float *scratch;       /* as many entries as `hocket_layer_scratch` says */
 } Step;
 
-static void multiply(const float *x, i64 rows, const Matrix *by, const float *added, float *out) {
-    hocket_product(x, by->depth, rows, by->weight, by->stride, by->depth, by->width,
-                   added ? added : by->bias, added ? by->width : 0, out);
+static void multiply(const float *x, i64 rows, const Matrix *by, const float *added, float *out,
+                     float *room) {
+    const float *more = added ? added : by->bias;
+    i64 apart = added ? by->width : 0;
+    if (by->half)
+        hocket_half_product(x, by->depth, rows, by->weight, by->stride, by->depth, by->width, more,
+                            apart, out, room);
+    else
+        hocket_product(x, by->depth, rows, by->weight, by->stride, by->depth, by->width, more,
+                       apart, out);
 }
 
 /* out = added + x times a weight of which each rank has some inputs. */
 static int reduce(Sums *sums, const float *x, i64 rows, const Matrix *by, const float *added,
-                  float *out) {
+                  float *out, float *room) {
     if (!sums) {
-        multiply(x, rows, by, added, out);
+        multiply(x, rows, by, added, out, room);
         return 0;
     }
-    multiply(x, rows, by, 0, place(sums, sums->rank));
+    multiply(x, rows, by, 0, place(sums, sums->rank), room);
     return sum(sums, rows * by->width, added, out);
 }
 
@@ -153,7 +164,13 @@ i64 hocket_layer_scratch(const Layer *layer, i64 rows, i64 most) {
     i64 wide = layer->merged.width > layer->gate_up.width ? layer->merged.width
                                                           : layer->gate_up.width;
     i64 between = asked * layer->size > layer->down.depth ? asked * layer->size : layer->down.depth;
-    return rows * (2 * layer->merged.depth + wide + between) + asked * (layer->size + most);
+    i64 room = asked * (layer->size + most);
+    const Matrix *each[] = {&layer->merged, &layer->out, &layer->gate_up, &layer->down};
+    for (int i = 0; i < 4; i++) {
+        i64 taken = each[i]->half ? hocket_half_scratch(rows, each[i]->depth) : 0;
+        room = room > taken ? room : taken;
+    }
+    return rows * (2 * layer->merged.depth + wide + between) + room;
 }
 
 /* x [R, H] to out [R, H]. Not 0: a sum failed. */
@@ -167,16 +184,16 @@ i64 hocket_layer(const Layer *layer, const Step *step, const float *x, float *ou
     float *room = narrow + rows * (asked > between ? asked : between);
     hocket_rms_norm(x, rows, hidden, 1, 0, hidden, layer->norms[0], layer->offsets[0],
                     layer->eps[0], normed);
-    multiply(normed, rows, &layer->merged, 0, wide);
+    multiply(normed, rows, &layer->merged, 0, wide, room);
     hocket_decode(wide, rows, step->cosine, step->sine, step->places, layer->keys, layer->values,
                   step->tables, step->columns, step->lengths, layer->heads, layer->group,
                   layer->size, layer->block_size, layer->window, layer->scale, layer->sinks, room,
                   step->most, narrow);
-    int failed = reduce(layer->sums, narrow, rows, &layer->out, x, y);
+    int failed = reduce(layer->sums, narrow, rows, &layer->out, x, y, room);
     if (failed) return failed;
     hocket_rms_norm(y, rows, hidden, 1, 0, hidden, layer->norms[1], layer->offsets[1],
                     layer->eps[1], normed);
-    multiply(normed, rows, &layer->gate_up, 0, wide);
+    multiply(normed, rows, &layer->gate_up, 0, wide, room);
     hocket_silu_product(wide, 2 * between, wide + between, 2 * between, rows, between, narrow);
-    return reduce(layer->sums, narrow, rows, &layer->down, y, out);
+    return reduce(layer->sums, narrow, rows, &layer->down, y, out, room);
 }

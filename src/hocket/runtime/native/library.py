@@ -1,4 +1,4 @@
-"""Library: `kernels.c` and `layer.c`, compiled for this machine when it is first wanted, and kept.
+"""Library: the C sources beside this, compiled for this machine when first wanted, and kept.
 
     $XDG_CACHE_HOME/hocket/kernels/HASH.so, else ~/.cache/hocket/kernels/HASH.so
 
@@ -25,7 +25,7 @@ from pathlib import Path
 
 VARIABLE = "HOCKET_KERNELS"
 """0: compile and use no kernels. A name of `FORMS`: those of a lesser processor."""
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "layer.c"))
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "half.c", "layer.c"))
 
 _SECONDS = 60.0
 # Sums may be reordered, or they would not be vectorised. That numbers are finite is not assumed,
@@ -51,12 +51,14 @@ _ARGUMENTS = {
     "hocket_decode": [_p, _i, _p, _p, _p, _p, _p, _p, _i, _p, *[_i] * 5, _f, _p, _p, _i, _p],
     "hocket_attend_chunk": [_p, _i, _i, _p, _p, _p, *[_i] * 8, _f, _p, _p, _i, _p],
     "hocket_product": [_p, _i, _i, _p, _i, _i, _i, _p, _i, _p],
+    "hocket_half_product": [_p, _i, _i, _p, _i, _i, _i, _p, _i, _p, _p],
+    "hocket_half_scratch": [_i, _i],
     "hocket_largest": [_p, _i, _i, _i, _p, _p],
     "hocket_sum": [_p, _p, _i, _p, _p],
     "hocket_layer": [_p, _p, _p, _p],
     "hocket_layer_scratch": [_p, _i, _i],
 }
-_COUNTS = ("hocket_sum", "hocket_layer", "hocket_layer_scratch")
+_COUNTS = ("hocket_half_scratch", "hocket_sum", "hocket_layer", "hocket_layer_scratch")
 """Those that return a number; the others return nothing."""
 
 
