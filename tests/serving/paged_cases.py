@@ -7,15 +7,23 @@ from pathlib import Path
 from typing import Any
 
 from hocket.spec.layout import Layout
-from hocket.spec.run import RunSpec, TrainOptions
+from hocket.spec.run import RunSpec, TrainOptions, Workload
 from tests.families import FAMILIES, PROMPTS, whole_model
 from tests.serving.paged import ToyScheduler, compare
 
 
-def serve(context: Any, folder: str, cases: list[list[str]]) -> list[Any]:
+def serve(context: Any, folder: str, cases: list[list[str]], dtype: str = "fp32") -> list[Any]:
     """Per case: family, layout, worst difference of a logit from the whole model's in fp64, as a
     share of the largest (None where this rank holds no logits), the key/value heads of this rank,
-    and by how much the whole model in fp32 differs (None likewise)."""
+    and by how much the whole model in fp32 differs (None likewise). In bf16 the weights are
+    rounded, of the whole model too, and nothing else is."""
+    from hocket.serving.engine.products import exactly
+
+    with exactly():
+        return _serve(context, folder, cases, dtype)
+
+
+def _serve(context: Any, folder: str, cases: list[list[str]], dtype: str) -> list[Any]:
     import torch
 
     from hocket.runtime.collectives import irecv, isend
@@ -35,6 +43,7 @@ def serve(context: Any, folder: str, cases: list[list[str]]) -> list[Any]:
             layout=Layout.parse(text),
             options=TrainOptions(dropout=0.0, attention=attention.NAME),
             weights=str(Path(folder) / family),
+            workload=Workload(dtype=dtype),
             command="serve",
         )
         mesh = mesh or Mesh(spec.layout, context.rank)
@@ -54,7 +63,7 @@ def serve(context: Any, folder: str, cases: list[list[str]]) -> list[Any]:
                 hidden = None
                 if not stage.is_first:
                     shape = (1, len(plan.tokens), stage.hidden_size)
-                    hidden = torch.empty(shape, dtype=stage.dtype)
+                    hidden = torch.empty(shape, dtype=runner.dtype)
                     irecv(hidden, axis, axis.index - 1, mesh.recorder).wait()
                 output = runner.run(plan, hidden)
                 if not stage.is_last:
@@ -68,7 +77,12 @@ def serve(context: Any, folder: str, cases: list[list[str]]) -> list[Any]:
                 part = Vocabulary.of(stage, mesh)
                 width = part.sizes[mesh.axis("tp").index] if part.sizes else None
                 with torch.no_grad():
-                    plain, exact = whole_model(family), whole_model(family).double()
+                    plain, exact = whole_model(family), whole_model(family)
+                    if dtype == "bf16":
+                        assert runner.half
+                        for parameter in (*plain.parameters(), *exact.parameters()):
+                            parameter.copy_(parameter.bfloat16())
+                    exact = exact.double()
                     exact.set_experts_implementation("eager")  # the grouped product has no fp64
                     logits = [exact(torch.tensor([tokens])).logits[0] for tokens in PROMPTS]
                     own = max(

@@ -58,3 +58,25 @@ def test_split_runners_equal_the_whole_model(ranks: RankPool, tmp_path: Path) ->
         pytest.xfail(
             f"mixtral's logits in fp32 are off fp64, split or whole, by {beyond}, not 1e-5"
         )
+
+
+HALF = {
+    "tp2": ["llama", "llama_tied", "qwen3"],
+    "pp2": ["llama", "llama_tied", "opt"],
+    "tp2.pp2": ["llama", "qwen3"],
+}
+
+
+def test_weights_in_bfloat16_are_all_that_is_rounded(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.launcher.preload(["hocket.training.build", "hocket.serving.engine.runner", *MODEL_CODE])
+    for family in {family for families in HALF.values() for family in families}:
+        whole_model(family).save_pretrained(tmp_path / family)
+    for layout, families in HALF.items():
+        results = ranks.run(
+            "tests.serving.paged_cases:serve", Layout.parse(layout).world_size,
+            folder=str(tmp_path), cases=[(family, layout) for family in families], dtype="bf16",
+        )  # fmt: skip
+        for number, family in enumerate(families):
+            told = [result[number][2] for result in results if result[number][2] is not None]
+            assert len(told) == Layout.parse(layout).tp
+            assert max(told) < 1e-5, (family, layout, told)

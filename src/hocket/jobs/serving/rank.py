@@ -184,7 +184,7 @@ def build_part(
             found, vocab_size, mesh.device, mesh.recorder, rows, structures=structures
         )
     part = StagePart(
-        runner, sampler, mesh, hidden_size=stage.hidden_size or 0, dtype=stage.dtype, depth=depth
+        runner, sampler, mesh, hidden_size=stage.hidden_size or 0, dtype=runner.dtype, depth=depth
     )
     limits = Limits(
         num_blocks=num_blocks,

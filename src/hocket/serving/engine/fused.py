@@ -28,7 +28,8 @@ _ROTATION = "apply_rotary_pos_emb"
 _GATED = "self.down_proj(self.act_fn(self.gate_proj(x))*self.up_proj(x))"
 _PIECE = 128
 """Tokens whose gate and up are computed at a time: they are read again while they lie near the
-core. A split layer sends a message for every piece, so it takes all at once."""
+core. A split layer sends a message for every piece, so it takes all at once, and so does one with
+weights in bfloat16: there a product of 512 tokens takes 0.55 of the time of four of 128."""
 _CLOSE = 1e-6
 """Differences of two ways to compute numbers of about 1."""
 
@@ -55,9 +56,10 @@ class Gated(nn.Module):
     up_proj: nn.Module
     down_proj: nn.Module
     kernels: Kernels
+    in_pieces: bool
 
     def forward(self, x: Tensor) -> Tensor:
-        count = x.shape[1] if x.dim() == 3 and x.shape[0] == 1 else 0
+        count = x.shape[1] if self.in_pieces and x.dim() == 3 and x.shape[0] == 1 else 0
         if count < 2 * _PIECE or isinstance(self.down_proj, RowParallelLinear) or not fits(x):
             return self._whole(x)
         out = torch.empty_like(x)
@@ -150,10 +152,10 @@ def _fuse_gated(child: Any, kernels: Kernels) -> bool:
         return False
     gate = child.gate_proj
     weight = gate.merged.weight if isinstance(gate, MergedLinear) else gate.weight
-    if not fits(weight.flatten()):
+    if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
         return False
     swap(child, Gated)
-    child.kernels = kernels
+    child.kernels, child.in_pieces = kernels, weight.dtype == torch.float32
     return True
 
 

@@ -31,7 +31,7 @@ from hocket.serving.engine import attention
 from hocket.serving.engine.attention import Options
 from hocket.serving.engine.attention_cpu import CpuAttention
 from hocket.serving.engine.fused import Gated, Norm, hooked, swap
-from hocket.serving.engine.products import ChosenLinear, Product
+from hocket.serving.engine.products import ChosenLinear, Product, exactly
 from hocket.serving.engine.projections import Merged, MergedLinear
 from hocket.serving.engine.whole_layer import WholeLayer
 
@@ -123,7 +123,8 @@ def fuse_layers(module: nn.Module, kernels: Kernels) -> int:
 
     Call after `fused.fuse`; collective over the tensor ranks, all of which must have kernels.
     """
-    return sum(_fuse_layer(child, kernels) for child in list(module.modules()))
+    with exactly():
+        return sum(_fuse_layer(child, kernels) for child in list(module.modules()))
 
 
 def _fuse_layer(child: Any, kernels: Kernels) -> bool:
@@ -215,7 +216,7 @@ def _whole(parts: _Parts, norms: list[Any], ends: list[Any]) -> WholeLayer | Non
     out, down = (getattr(one, "held", None) for one in ends)
     products: Any = (merged.product, out, gate_up.product, down)
     halves = gate_up.sizes[0] == gate_up.sizes[1]
-    if not halves or not all(isinstance(one, Product) for one in products):
+    if not halves or not all(isinstance(one, Product) and one.kernels for one in products):
         return None
     return WholeLayer(
         parts.kernels,

@@ -31,6 +31,7 @@ from hocket.serving.engine.cache import BlockTables, LayerShape, PagedCache, byt
 from hocket.serving.engine.fused import fuse
 from hocket.serving.engine.fused_layer import fuse_layers
 from hocket.serving.engine.graphs import DecodeGraphs
+from hocket.serving.engine.half import can_be_half, compute_in_fp32, multiply_by_halves
 from hocket.serving.engine.products import choose_products
 from hocket.serving.engine.projections import (
     lay_inputs_first,
@@ -61,6 +62,8 @@ class StageRunner:
 
     Attributes:
         layers: the shape of what each attention layer of the stage keeps, in calling order.
+        dtype: of what travels between stages, and of the cache.
+        half: whether weights are in bfloat16 and the rest is in fp32.
         kernel: what attends: `cpu`, or on CUDA what `attention_cuda` chose.
 
     Raises:
@@ -100,8 +103,14 @@ class StageRunner:
         self.tables = BlockTables(max_rows, -(-max_model_len // block_size))
         self.threads = threads
         self._wide = _wide_step(stage.module)
+        self.half = self._halved()
+        self.dtype = torch.float32 if self.half else stage.dtype
+        if self.half:
+            compute_in_fp32(stage.module)
         self.layers = self._watch()
         unmerge_wasted(merges)
+        if self.half:
+            multiply_by_halves(stage.module)
         if self.device.type == "cpu":
             lay_inputs_first(stage.module)
             in_large_pages(stage.module.parameters())
@@ -117,6 +126,15 @@ class StageRunner:
                     use_sums(stage.module, sums)
                 fuse_layers(stage.module, self._kernels)
         self._remembered: Remembered = {}
+
+    def _halved(self) -> bool:
+        """Whether all ranks keep weights in bfloat16 under a computation in fp32."""
+        if self.device.type != "cpu":
+            return False
+        agreed = torch.tensor([int(can_be_half(self.stage.module))])
+        for axis in ("tp", "pp"):
+            all_reduce(agreed, self.mesh.axis(axis), self.mesh.recorder, op="min")
+        return bool(agreed)
 
     @property
     def bytes_per_block(self) -> int:
@@ -197,7 +215,7 @@ class StageRunner:
     def _empty_hidden(self, tokens: int) -> Tensor:
         assert self.stage.hidden_size is not None
         shape = (1, tokens, self.stage.hidden_size)
-        return torch.zeros(shape, dtype=self.stage.dtype, device=self.device)
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def _forward(
         self, step: StepIndices | DeviceStep, hidden: Tensor | None, attention: Any

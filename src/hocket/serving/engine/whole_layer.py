@@ -36,13 +36,15 @@ class _Matrix(ctypes.Structure):
         ("depth", ctypes.c_int64),
         ("width", ctypes.c_int64),
         ("bias", ctypes.c_void_p),
+        ("half", ctypes.c_int64),
     ]
 
     @classmethod
     def of(cls, product: Product, bias: Tensor | None) -> _Matrix:
-        depth, width = product.turned.shape
+        width, depth = product.weight.shape
+        stored = product.weight if product.half else product.turned
         at = None if bias is None else bias.data_ptr()
-        return cls(product.turned.data_ptr(), product.turned.stride(0), depth, width, at)
+        return cls(stored.data_ptr(), stored.stride(0), depth, width, at, int(product.half))
 
 
 class _Layer(ctypes.Structure):
