@@ -21,6 +21,8 @@ CACHED = 64 * 1024
 """Tokens that its cache may hold: room for all requests of the largest load, and for prefixes."""
 CHUNK = 2048
 """Tokens of one step at most, where that can be said."""
+NAMES = {"fp32": "float32", "bf16": "bfloat16"}
+"""Of dtypes, as vLLM has them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,7 @@ class Contender:
         project: "hocket", "vllm", "transformers" or "null"; whose interpreter runs it.
         threads: CPU threads per process that computes.
         layout: hocket's, or "".
+        dtype: of its weights, by hocket's name.
         method: of an offline contender, what it calls.
         requires: packages without which it is absent.
     """
@@ -42,6 +45,7 @@ class Contender:
     project: str
     threads: int = 1
     layout: str = ""
+    dtype: str = "fp32"
     method: str = ""
     requires: tuple[str, ...] = ()
 
@@ -71,7 +75,7 @@ class Contender:
         if self.project == "vllm":
             return [
                 *(str(scripts / "vllm"), "serve", str(folder), "--served-model-name", "m"),
-                *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"),
+                *("--host", "127.0.0.1", "--port", str(port), "--dtype", NAMES[self.dtype]),
                 *("--max-num-seqs", str(ROWS), "--max-model-len", "512"),
                 *("--max-num-batched-tokens", str(CHUNK), "--disable-uvicorn-access-log"),
             ]
@@ -84,7 +88,7 @@ class Contender:
             ]
         return [
             *(sys.executable, "-m", "hocket", "serve", str(folder), "--served-name", "m"),
-            *("--layout", self.layout, "--run", str(run)),
+            *("--layout", self.layout, "--dtype", self.dtype, "--run", str(run)),
             *("--host", "127.0.0.1", "--port", str(port)),
             *("--device", "cpu", "--threads", str(self.threads), "--max-rows", str(ROWS)),
             *("--max-model-len", "512", "--max-batch-tokens", str(CHUNK)),
@@ -161,12 +165,17 @@ def _ours() -> list[Contender]:
     return served + offline
 
 
-EVERY = (
-    Contender(name="null server", kind="server", project="null"),
-    *_ours(),
-    *_peers(1),
-    *_peers(2),
-)
+def _in_bf16(several: Sequence[Contender]) -> list[Contender]:
+    """Those servers among them that are told a dtype, with weights in bfloat16."""
+    return [
+        dataclasses.replace(one, name=f"bf16: {one.name}", dtype="bf16")
+        for one in several
+        if one.kind == "server" and one.project in ("hocket", "vllm")
+    ]
+
+
+_FP32 = (*_ours(), *_peers(1), *_peers(2))
+EVERY = (Contender(name="null server", kind="server", project="null"), *_FP32, *_in_bf16(_FP32))
 REFERENCE = "generate, 1 thread"
 """Whose tokens the others' are compared with; it also judges where they differ."""
 

@@ -24,7 +24,9 @@ class Goal:
 
 
 ONE_RANK = "hocket serve dp1, 1 thread a rank"
-GOALS = (
+HALF = "bf16: "
+"""Before the names of those whose weights are in bfloat16."""
+_GOALS = (
     Goal("hocket serve / vLLM serve", "hocket serve dp1", "vLLM serve", "rate", 1.0),
     Goal("hocket serve, best layout / vLLM serve", "hocket serve", "vLLM serve", "rate", 1.0),
     Goal("hocket.LLM / vLLM offline", "hocket.LLM", "vLLM offline", "rate", 1.0),
@@ -35,6 +37,17 @@ GOALS = (
     Goal("tp2 / one rank, throughput", "hocket serve tp2", ONE_RANK, "rate", 1.0),
     Goal("pp2 / one rank, throughput", "hocket serve pp2", ONE_RANK, "rate", 1.7, (32, 64)),
     Goal("dp2 / one rank, throughput", "hocket serve dp2", ONE_RANK, "rate", 1.7, (32, 64)),
+)
+GOALS = (
+    *_GOALS,
+    *(
+        dataclasses.replace(
+            goal, title=f"{HALF}{goal.title}", one=HALF + goal.one, other=HALF + goal.other
+        )
+        for goal in _GOALS
+        if goal.one.startswith("hocket serve")
+        and goal.other.startswith(("hocket serve", "vLLM serve"))
+    ),
 )
 
 
