@@ -168,6 +168,48 @@ def test_models_that_cannot_answer(where: Path, tmp_path: Path) -> None:
     assert server(bare, tokenizer="bytes", device="cpu").words.vocab_size == 257
 
 
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ([3, -1, 4, 257, 3, None], (3, 4)),  # -1 and 257 never come
+        (-1, ()),
+        (None, (256,)),  # the tokenizer's
+        ([], ()),
+        ("</s>", "eos_token_id is '</s>' in the generation_config.json"),
+        (1.5, "token ids are whole numbers"),
+        (True, "token ids are whole numbers"),
+        ([[3]], "token ids are whole numbers"),
+        (list(range(257)), "eos_token_id names 257 tokens"),
+    ],
+)
+def test_tokens_that_end_a_text(
+    where: Path, tmp_path: Path, said: object, expected: tuple[int, ...] | str
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(where, folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": said}))
+    if isinstance(expected, tuple):
+        assert server(folder, device="cpu").stop == expected
+    else:
+        with pytest.raises(ModelError, match=expected):
+            server(folder, device="cpu")
+
+
+def test_positions_that_no_table_could_hold(where: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(where, folder)
+    config = json.loads((folder / "config.json").read_text())
+    for positions, longest in ((10**12, 2**24), (-3, None)):
+        (folder / "config.json").write_text(
+            json.dumps({**config, "max_position_embeddings": positions})
+        )
+        if longest is None:
+            with pytest.raises(ModelError, match="max_position_embeddings is -3"):
+                server(folder, device="cpu")
+        else:
+            assert server(folder, device="cpu").options.max_model_len == longest
+
+
 def test_sampling_is_as_the_model_says(where: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(where, folder)

@@ -96,6 +96,11 @@ def dimensions(config: Mapping[str, Any]) -> Dimensions:
     if config.get("multi_query") and not config.get("new_decoder_architecture"):
         kv = 1  # Falcon and GPT-BigCode say it with a switch
     positions = find("max_positions")
+    if isinstance(positions, int) and positions < 1:
+        raise ModelError(
+            f"{_NAMES['max_positions'][0]} is {positions} in the model's configuration; "
+            "it must be at least 1"
+        )
     feed_forward = find("intermediate_size")
     return Dimensions(
         hidden_size=hidden,

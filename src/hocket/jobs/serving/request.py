@@ -46,6 +46,10 @@ NAMES = ("model", "layout", "cut", "run", "cluster", *SERVE_FIELDS, *SHARED)
 UNBOUNDED = 4096
 """Tokens of a request where the model itself names no bound."""
 
+LONGEST = 2**24
+"""Most tokens of a request, however many positions a model claims: its table of blocks grows with
+them."""
+
 BATCH_TOKENS = {"cpu": 512, "cuda": 2048}
 ROWS = {"cpu": 64, "cuda": 256}
 """Defaults by device: a step as large as keeps products efficient, and answers prompt."""
@@ -220,14 +224,36 @@ def tokenizer_of(source: ModelSource, choice: str | None, trust: bool) -> Tokeni
 
 
 def stop_tokens(source: ModelSource, words: Tokenizer) -> tuple[int, ...]:
-    """The tokens that end a text: as the model's generation settings say, else the tokenizer's."""
-    from hocket.serving.defaults import settings
+    """The tokens that end a text: as the model's generation settings say, else the tokenizer's.
 
-    found: Any = settings(source.directory).get("eos_token_id", source.config.get("eos_token_id"))
+    Those outside the vocabulary, such as the -1 of some configurations, never come: none is kept.
+
+    Raises:
+        ModelError: what is said is no token id, or more of them than a request can name.
+    """
+    from hocket.serving.defaults import FILE, settings
+    from hocket.serving.request import MAX_STOP_TOKENS
+
+    said = settings(source.directory)
+    where = FILE if "eos_token_id" in said else "config.json"
+    found: Any = said.get("eos_token_id", source.config.get("eos_token_id"))
     if found is None:
         found = words.eos_id
-    ids = found if isinstance(found, list) else [found]
-    return tuple(int(i) for i in ids if i is not None)
+    ids = [i for i in (found if isinstance(found, list) else [found]) if i is not None]
+    for one in ids:
+        if not isinstance(one, int) or isinstance(one, bool):
+            raise ModelError(
+                f"eos_token_id is {found!r:.100} in the {where} of {source.name}; token ids are "
+                "whole numbers",
+                hint=f"what its makers wrote into {where}, or null: the tokenizer's own",
+            )
+    known = tuple(dict.fromkeys(i for i in ids if 0 <= i < source.dimensions.vocab_size))
+    if len(known) > MAX_STOP_TOKENS:
+        raise ModelError(
+            f"eos_token_id names {len(known)} tokens in the {where} of {source.name}; at most "
+            f"{MAX_STOP_TOKENS} end a text"
+        )
+    return known
 
 
 # --- options -------------------------------------------------------------------------------------
@@ -245,7 +271,7 @@ def _options(given: Mapping[str, Any]) -> ServeOptions:
     options = ServeOptions(**given)
     for name, least, most in (
         ("port", 0, 65535), ("metrics_port", 0, 65535), ("max_batch_tokens", 1, 2**20),
-        ("max_model_len", 2, 2**24), ("max_rows", 1, 65535), ("block_size", 1, 1024),
+        ("max_model_len", 2, LONGEST), ("max_rows", 1, 65535), ("block_size", 1, 1024),
         ("num_blocks", 1, 2**31 - 1), ("max_waiting", 0, 10**6), ("deadline", 0.001, 1e9),
         ("drain_seconds", 0, 1e6), ("max_restarts", 0, 10**6),
     ):  # fmt: skip
@@ -317,7 +343,7 @@ def _sizes(options: ServeOptions, source: ModelSource, device: str) -> ServeOpti
     positions = source.dimensions.max_positions
     longest = options.max_model_len
     if longest is None:
-        longest = positions or UNBOUNDED
+        longest = min(positions or UNBOUNDED, LONGEST)
         if options.num_blocks is not None:
             longest = max(2, min(longest, options.num_blocks * options.block_size))
     elif positions is not None and longest > positions:
