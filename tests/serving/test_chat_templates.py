@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 transformers = pytest.importorskip("transformers")
 
 from hocket.models.chat_template import ChatTemplates, TemplateRefusal  # noqa: E402
+from hocket.spec.errors import ModelError  # noqa: E402
 
 pytestmark = pytest.mark.train
 
@@ -234,3 +236,28 @@ def test_answers_are_continued_alike(form: str, begun: str, theirs: Any) -> None
     assert wanted is not None
     assert found == wanted
     assert found.rstrip().endswith(begun.strip())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{% if %}",
+        "{% break %}",
+        "{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}",
+        "{% if 1 %}" * 20_000 + "{% endif %}" * 20_000,
+        "{{ " + "+".join("1" * 50_000) + " }}",
+        "{% for a in [1] %}" * 30 + "{% endfor %}" * 30,
+        "{{ " + "9" * 200_000 + " }}",
+    ],
+    ids=["syntax", "break", "brackets", "ifs", "sum", "loops", "digits"],
+)
+def test_what_is_no_template_is_told(text: str) -> None:
+    with pytest.raises(ModelError, match="the chat template 'default' cannot be read") as told:
+        ChatTemplates({"default": text})
+    assert told.value.hint == "--chat-template-file FILE"
+
+
+def test_a_template_file_of_other_bytes_is_told(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(ModelError, match=r"cannot be read: .*chat_template.jinja: 'utf-8' codec"):
+        ChatTemplates.read(tmp_path)

@@ -176,11 +176,10 @@ class ChatTemplates:
                 )
             try:
                 self._compiled[name] = where.from_string(text)
-            except TemplateError as error:
-                raise ModelError(
-                    f"the chat template {name!r} cannot be read: {error}",
-                    hint="--chat-template-file FILE",
-                ) from None
+            except (TemplateError, SyntaxError, ValueError, OverflowError) as error:
+                raise _unreadable(name, str(error)) from None
+            except (RecursionError, MemoryError) as error:  # a template is a program
+                raise _unreadable(name, f"it is too deep or too large ({error})") from None
 
     def text(self, tools: bool) -> str:
         """The template that is used."""
@@ -267,6 +266,13 @@ class ChatTemplates:
             except (OSError, UnicodeDecodeError) as error:
                 raise OptionError(f"--chat-template-file {file} cannot be read: {error}") from None
         texts: dict[str, str] = {}
+
+        def take(name: str, path: Path) -> None:
+            try:
+                texts[name] = path.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise _unreadable(name, f"{path}: {error}") from None
+
         given = settings.get("chat_template")
         if isinstance(given, str):
             texts["default"] = given
@@ -276,11 +282,17 @@ class ChatTemplates:
                     texts[str(one.get("name", "default"))] = one["template"]
         if directory is not None:
             for path in sorted((directory / "additional_chat_templates").glob("*.jinja")):
-                texts[path.stem] = path.read_text()
+                take(path.stem, path)
             own = directory / "chat_template.jinja"
             if own.is_file():
-                texts["default"] = own.read_text()
+                take("default", own)
         return cls(texts, words, marked=marked) if texts else None
+
+
+def _unreadable(name: str, why: str) -> ModelError:
+    return ModelError(
+        f"the chat template {name!r} cannot be read: {why}", hint="--chat-template-file FILE"
+    )
 
 
 def _continued(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
@@ -306,6 +318,6 @@ def _content(value: Any) -> str | None:
 def _settings_of(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
