@@ -53,7 +53,7 @@ OUTSIDE: dict[str, set[str]] = {
     },
     "serving": {
         "torch", "numpy", "transformers", "tokenizers",
-        "starlette", "uvicorn", "pydantic", "pydantic_core", "prometheus_client",
+        "starlette", "uvicorn", "httptools", "pydantic", "pydantic_core", "prometheus_client",
     },
     "jobs": {"torch"},
     "cli": {"tyro", "rich"},

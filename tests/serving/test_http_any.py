@@ -278,6 +278,45 @@ def test_running_requests_end_before_the_server_does() -> None:
             server.get("/health")
 
 
+@pytest.mark.parametrize("cut", [None, 40, 150])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_an_offer_of_another_protocol_is_passed_over(
+    server: Live, cut: int | None, chunked: bool
+) -> None:
+    """What Java's HTTP client sends: `Upgrade: h2c` with every request, and its body."""
+    body = json.dumps(NORMAL).encode()
+    length = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {len(body)}"
+    sent = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if chunked else body
+    head = f"POST {PLAIN} HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade, HTTP2-Settings"
+    offer = "Upgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA"
+    kind = "Content-Type: application/json"
+    first = f"{head}\r\n{length}\r\n{offer}\r\n{kind}\r\n\r\n".encode() + sent
+    last = first.replace(b"Connection: Upgrade", b"Connection: close, Upgrade")
+    for whole in (last, first + last):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as door:
+            for part in (whole,) if cut is None else (whole[:cut], whole[cut:]):
+                door.sendall(part)
+                time.sleep(0.01)
+            answer = b""
+            while found := door.recv(65536):
+                answer += found
+        count = 1 if whole is last else 2
+        assert answer.count(b"HTTP/1.1 200 OK") == answer.count(b'"text":"abcabc"') == count
+    well(server)
+
+
+def test_other_protocols_are_not_spoken(server: Live) -> None:
+    host = b"Host: localhost\r\n"
+    offer = b"Connection: upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n\r\n"
+    ready = b"GET /ready HTTP/1.1\r\n" + host
+    found = server.raw((ready + offer) * 400 + ready + b"Connection: close\r\n\r\n")
+    assert found.count(b"HTTP/1.1 200 OK") == 401
+    for to in (b"localhost:80", b"/", b"a:1"):
+        data = b"CONNECT " + to + b" HTTP/1.1\r\n" + host + b"\r\n"
+        assert split(server.raw(data))[0] == 400
+    well(server)
+
+
 def test_too_many_requests_and_connections_are_told() -> None:
     replica = FakeReplica(delay=0.05, length=10_000, max_waiting=100)
     with live(replica, max_requests=3, max_connections=12) as server:
