@@ -2,7 +2,7 @@
 
 A template is a program in Jinja. It comes with the model, or from the operator's file, never from
 a request; it runs sandboxed, sees plain data alone, and its output is bounded. A server renders in
-a thread (`serving.http.workers`), which ends it when it takes too long.
+a process beside it (`serving.front.renderer`), which ends when it takes too long or too much.
 
 The names that templates may use are those that transformers gives them.
 """
@@ -183,17 +183,12 @@ class ChatTemplates:
 
     def text(self, tools: bool) -> str:
         """The template that is used."""
-        return self.texts[self._name(tools)]
-
-    def _name(self, tools: bool) -> str:
-        if tools and "tool_use" in self.texts:
-            return "tool_use"
-        return "default" if "default" in self.texts else next(iter(self.texts))
+        return self.texts[used(self.texts, tools)]
 
     @property
     def has_tools(self) -> bool:
         """Whether the template says anything of tools."""
-        return "tool_use" in self.texts or "tools" in self.text(True)
+        return has_tools(self.texts)
 
     @property
     def marks(self) -> bool:
@@ -230,7 +225,7 @@ class ChatTemplates:
         parts: list[str] = []
         size = 0
         try:
-            for part in self._compiled[self._name(bool(tools))].generate(values):
+            for part in self._compiled[used(self.texts, bool(tools))].generate(values):
                 size += len(part)
                 if size > most:
                     raise TemplateRefusal(f"the chat has more than {most} characters")
@@ -243,6 +238,10 @@ class ChatTemplates:
             kind = type(error).__name__
             raise TemplateRefusal(f"the model's chat template failed: {kind}: {error}") from None
         text = "".join(parts)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # a template may write what no text holds
+            raise TemplateRefusal(f"the model's chat template failed: {error}") from None
         return _continued(text, messages) if continue_last else text
 
     @classmethod
@@ -254,39 +253,63 @@ class ChatTemplates:
         Raises:
             OptionError: `file` cannot be read. ModelError: a template cannot be.
         """
-        settings = _settings_of(directory / "tokenizer_config.json") if directory else {}
-        words = {
-            name: text
-            for name, value in settings.items()
-            if name.endswith("_token") and (text := _content(value)) is not None
-        }
-        if file is not None:
-            try:
-                return cls({"default": _normal(file.read_text())}, words, marked=marked)
-            except (OSError, UnicodeDecodeError) as error:
-                raise OptionError(f"--chat-template-file {file} cannot be read: {error}") from None
-        texts: dict[str, str] = {}
-
-        def take(name: str, path: Path) -> None:
-            try:
-                texts[name] = path.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise _unreadable(name, f"{path}: {error}") from None
-
-        given = settings.get("chat_template")
-        if isinstance(given, str):
-            texts["default"] = given
-        elif isinstance(given, list):
-            for one in given:
-                if isinstance(one, dict) and isinstance(one.get("template"), str):
-                    texts[str(one.get("name", "default"))] = one["template"]
-        if directory is not None:
-            for path in sorted((directory / "additional_chat_templates").glob("*.jinja")):
-                take(path.stem, path)
-            own = directory / "chat_template.jinja"
-            if own.is_file():
-                take("default", own)
+        texts, words = written(directory, file)
         return cls(texts, words, marked=marked) if texts else None
+
+
+def used(texts: Mapping[str, str], tools: bool) -> str:
+    """The name of the template that is used."""
+    if tools and "tool_use" in texts:
+        return "tool_use"
+    return "default" if "default" in texts else next(iter(texts))
+
+
+def has_tools(texts: Mapping[str, str]) -> bool:
+    """Whether templates say anything of tools."""
+    return "tool_use" in texts or "tools" in texts[used(texts, True)]
+
+
+def written(
+    directory: Path | None, file: Path | None = None
+) -> tuple[dict[str, str], dict[str, str]]:
+    """The texts and the words of `ChatTemplates` in a tokenizer's folder, or the text in `file`.
+
+    Raises:
+        OptionError: `file` cannot be read. ModelError: a template cannot be.
+    """
+    settings = _settings_of(directory / "tokenizer_config.json") if directory else {}
+    words = {
+        name: text
+        for name, value in settings.items()
+        if name.endswith("_token") and (text := _content(value)) is not None
+    }
+    if file is not None:
+        try:
+            return {"default": _normal(file.read_text(encoding="utf-8"))}, words
+        except (OSError, UnicodeDecodeError) as error:
+            raise OptionError(f"--chat-template-file {file} cannot be read: {error}") from None
+    texts: dict[str, str] = {}
+
+    def take(name: str, path: Path) -> None:
+        try:
+            texts[name] = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise _unreadable(name, f"{path}: {error}") from None
+
+    given = settings.get("chat_template")
+    if isinstance(given, str):
+        texts["default"] = given
+    elif isinstance(given, list):
+        for one in given:
+            if isinstance(one, dict) and isinstance(one.get("template"), str):
+                texts[str(one.get("name", "default"))] = one["template"]
+    if directory is not None:
+        for path in sorted((directory / "additional_chat_templates").glob("*.jinja")):
+            take(path.stem, path)
+        own = directory / "chat_template.jinja"
+        if own.is_file():
+            take("default", own)
+    return texts, words
 
 
 def _unreadable(name: str, why: str) -> ModelError:

@@ -38,6 +38,7 @@ from hocket.spec.serving_forecast import ServingMeasured
 
 if TYPE_CHECKING:
     from hocket.launch import Launcher
+    from hocket.serving.front.renderer import Renderer
     from hocket.serving.front.router import Router
     from hocket.serving.http.server import Front
 
@@ -103,6 +104,7 @@ def serve(
         doors = listeners(server, stack)
         launchers = Launchers(server, stack)
         first = launchers.make(0)
+        templates = chat_templates(server, stack)
         for warning in server.warnings:
             record.note(f"warning: {warning}")
         if told_by_model := server.sampling.text():
@@ -124,6 +126,7 @@ def serve(
                 folder=folder,
                 launchers=ready,
                 relaunch=launchers.make,
+                templates=templates,
                 doors=doors,
                 record=record,
                 began=began,
@@ -169,6 +172,19 @@ def listeners(server: Server, stack: contextlib.ExitStack) -> tuple[socket.socke
     metrics = serve_request.listener(options.host, options.metrics_port, "--metrics-port")
     stack.callback(metrics.close)
     return front, metrics
+
+
+def chat_templates(server: Server, stack: contextlib.ExitStack) -> Renderer | None:
+    """What renders the model's chats; closed with the stack. Raises HocketError: it cannot."""
+    from hocket.models.chat_template import written
+    from hocket.serving.front.renderer import Renderer
+    from hocket.serving.http.settings import HttpSettings
+
+    file = server.options.chat_template_file
+    texts, words = written(server.source.tokenizer, Path(file).expanduser() if file else None)
+    if not texts:
+        return None
+    return stack.enter_context(Renderer(texts, words, seconds=HttpSettings.render_seconds))
 
 
 class Launchers:
@@ -282,6 +298,7 @@ async def _serve(
     folder: RunFolder,
     launchers: list[Launcher],
     relaunch: Callable[[int], Launcher],
+    templates: Renderer | None,
     doors: tuple[socket.socket, socket.socket],
     record: Record,
     began: float,
@@ -315,7 +332,7 @@ async def _serve(
     keys = server.options.api_key_file
     record.phase("starting ranks")
     with ends.heard():
-        front = await _open(server, router, replicas, doors)
+        front = await _open(server, router, replicas, templates, doors)
         replicas.start()
         try:
             if await _until(ends.gently, replicas.ready(), front.failed):
@@ -443,10 +460,10 @@ async def _open(
     server: Server,
     router: Router,
     replicas: Replicas,
+    templates: Renderer | None,
     doors: tuple[socket.socket, socket.socket],
 ) -> Front:
     """Begin to answer on the sockets: that it is not ready, as long as no replica is."""
-    from hocket.models.chat_template import ChatTemplates
     from hocket.serving.front.words import Words
     from hocket.serving.http.server import Front
     from hocket.serving.http.service import ServedModel, Service
@@ -456,7 +473,6 @@ async def _open(
     assert options.max_model_len is not None
     assert options.max_rows is not None
     places = options.max_rows + options.max_waiting
-    template = options.chat_template_file
     service = Service(
         router,
         Words(server.words.to_json()),
@@ -468,7 +484,7 @@ async def _open(
             created=int(time.time()),
             sampling=server.sampling,
         ),
-        ChatTemplates.read(server.source.tokenizer, Path(template) if template else None),
+        templates,
         HttpSettings(
             host=options.host,
             keys=server.keys,

@@ -7,11 +7,12 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from hocket.models.chat_template import ChatTemplates, TemplateRefusal
+from hocket.models.chat_template import TemplateRefusal
 from hocket.serving.defaults import Defaults
 from hocket.serving.front.ask import Ask
 from hocket.serving.front.completion import Completer, Completion
 from hocket.serving.front.one_answer import Stream
+from hocket.serving.front.renderer import Templates
 from hocket.serving.front.words import Words
 from hocket.serving.http.body import Bodies
 from hocket.serving.http.errors import ApiError, bad
@@ -75,7 +76,7 @@ class Service:
         replicas: Replicas,
         words: Words,
         model: ServedModel,
-        templates: ChatTemplates | None = None,
+        templates: Templates | None = None,
         settings: HttpSettings | None = None,
         *,
         room: Callable[[], int | None] = lambda: None,

@@ -17,7 +17,7 @@ import re
 import secrets
 from typing import Any
 
-from hocket.models.chat_template import ChatTemplates
+from hocket.serving.front.renderer import Templates
 from hocket.serving.http.errors import bad
 from hocket.serving.http.logprobs import dumps
 
@@ -53,7 +53,7 @@ class Tools:
         return self.shown is not None and self.form in ("mistral", "llama")
 
     @classmethod
-    def read(cls, given: Any, choice: Any, templates: ChatTemplates | None) -> Tools:
+    def read(cls, given: Any, choice: Any, templates: Templates | None) -> Tools:
         """`tools` and `tool_choice`. Raises ApiError."""
         if not given or choice == "none":
             if choice not in (None, "none", "auto"):
