@@ -121,3 +121,40 @@ def test_an_error_is_told_in_the_talk(page: Any, server: Live) -> None:
     ask(page, "short")
     page.wait_for_selector("article.assistant >> nth=1 >> .note")
     assert time.monotonic() - before < 60
+
+
+def test_without_a_key_a_message_leads_to_the_field_of_the_key_and_is_kept(page: Any) -> None:
+    with live(keys=Keys([("me", KEY)])) as server:
+        page.goto(server.url)
+        page.wait_for_selector("text=This server needs a key")
+        ask(page, "hello")
+        page.wait_for_selector("article.assistant .bad")
+        assert page.evaluate("document.activeElement.id") == "key"
+        assert page.input_value("#prompt") == "hello"
+
+
+def test_a_server_that_is_gone_is_named_and_the_message_is_kept(page: Any) -> None:
+    with live() as server:
+        page.goto(server.url)
+        page.wait_for_selector("#model:has-text('fake-model')", state="attached")
+        assert page.evaluate("document.activeElement.id") == "prompt"
+        page.route("**/v1/**", lambda route: route.abort())
+        ask(page, "are you there?")
+        page.wait_for_selector("article.assistant .bad")
+        told = page.locator("article.assistant .bad").text_content()
+        assert told == "The server does not answer."
+        assert page.input_value("#prompt") == "are you there?"
+
+
+def test_a_new_chat_holds_nothing_of_one_that_was_being_answered(page: Any) -> None:
+    with live(FakeReplica(delay=0.02, length=200, num_blocks=128)) as server:
+        page.goto(server.url)
+        ask(page, "the first")
+        page.wait_for_selector("article.assistant p")
+        page.click("#fresh")
+        page.wait_for_selector("#send")
+        with page.expect_request("**/v1/chat/completions") as sent:
+            ask(page, "the second")
+        assert sent.value.post_data_json["messages"] == [{"role": "user", "content": "the second"}]
+        page.click("#stop")
+        page.wait_for_selector("text=Stopped.")
