@@ -114,3 +114,9 @@ def test_columns_stay_under_each_other_whatever_names_are_written_in() -> None:
         places = [columns(line[: line.index(mark)]) for line in said if mark in line]
         assert len(places) == count
         assert len(set(places)) == 1
+
+
+def test_a_model_of_a_run_folder_is_called_as_the_run(tmp_path: Path) -> None:
+    told = ledger_tables.text([entry(model="/runs/mine/model")], 0, "axis", 9)
+    (line,) = (line for line in told.splitlines() if line.startswith("20"))
+    assert " mine " in line

@@ -13,6 +13,12 @@ _HEADERS = ("round", "prompts", "tokens/s", "cache")
 """Words for SERVED_FIGURES."""
 
 
+def _short(model: str) -> str:
+    """The name of a model's folder; of the one in a run folder, the run's."""
+    path = Path(model)
+    return path.parent.name if path.name == "model" and path.parent.name else path.name
+
+
 def text(
     entries: list[Entry], torn: int, by: str, last: int, served: Sequence[ServedEntry] = ()
 ) -> str:
@@ -42,7 +48,7 @@ def text(
         recent.append(
             [
                 entry.date[:16].replace("T", " "),
-                printable(Path(entry.model).name),
+                printable(_short(entry.model)),
                 entry.layout,
                 *_both(entry, "step_seconds", format_seconds),
                 *_both(entry, "memory", format_bytes),
@@ -90,7 +96,7 @@ def _served(entries: Sequence[ServedEntry], by: str, last: int) -> str:
     recent = [
         [
             entry.date[:16].replace("T", " "),
-            printable(Path(entry.model).name),
+            printable(_short(entry.model)),
             entry.layout,
             entry.requests,
             *_both(entry, "decode_seconds", format_seconds),

@@ -124,7 +124,7 @@ def read(path: Path) -> Served:
     if measured is not None and not measured.requests:
         notes.append("no request has been answered to its end")
     if measured is not None and measured.restarts:
-        notes.append(f"replicas died and were started again {measured.restarts} times")
+        notes.append(f"replicas died and were started again {_times(measured.restarts)}")
     others = take(folder.others_file, cores_of_others, "")
     if others is not None and others > DISTURBED:
         notes.append(disturbed(others))
@@ -219,7 +219,7 @@ def rounds(served: Served) -> list[Row]:
     if measured:
         return [
             Row(
-                f"{row.batch:.3g} requests of {row.context:.0f} tokens",
+                _of(row),
                 "seconds",
                 _foretold(told.decode, row.batch, row.context) if told else None,
                 row.seconds,
@@ -227,10 +227,21 @@ def rounds(served: Served) -> list[Row]:
             )
             for row in measured
         ]
-    return [
-        Row(f"{row.batch:.3g} requests of {row.context:.0f} tokens", "seconds", row.seconds, None)
-        for row in (told.decode if told else ())
-    ]
+    return [Row(_of(row), "seconds", row.seconds, None) for row in (told.decode if told else ())]
+
+
+def _of(row: Decode) -> str:
+    return f"{_counted(row.batch, 'request')} of {_counted(row.context, 'token', '.0f')}"
+
+
+def _times(number: int) -> str:
+    return "once" if number == 1 else f"{number} times"
+
+
+def _counted(number: float, noun: str, form: str = ".3g") -> str:
+    """`1 request`, `2 requests`."""
+    told = format(number, form)
+    return f"{told} {noun}{'' if told == '1' else 's'}"
 
 
 def prompts(served: Served) -> list[Row]:
@@ -295,7 +306,7 @@ def counts(served: Served) -> list[tuple[str, str]]:
         rows.append(
             (
                 f"replica {one.number}",
-                f"{one.requests:,} requests, started {one.starts} times, "
+                f"{one.requests:,} requests, started {_times(one.starts)}, "
                 f"{preempted:,.0f} put back for lack of cache",
             )
         )
@@ -438,7 +449,9 @@ def facts(served: Served) -> list[tuple[str, str]]:
                 ("tokens of a request", options.max_model_len),
                 ("tokens of a block", options.block_size),
             ]
-        found.append(("device", f"{spec.options.device}, {spec.options.threads} threads a rank"))
+        found.append(
+            ("device", f"{spec.options.device}, {_counted(spec.options.threads, 'thread')} a rank")
+        )
     if told is not None:
         found.append(("predicted for", f"{told.cluster}, measured {told.measured}"))
         found += [("assumed", note) for note in told.notes]

@@ -209,7 +209,7 @@ def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _compared(title: str, rows: Sequence[Row]) -> str:
     return _table(
-        [title, "predicted", "measured", "off by", "measured so often"],
+        [title, "predicted", "measured", "off by", "times"],
         [
             [
                 row.title,

@@ -108,7 +108,7 @@ def _rows(title: str, rows: Sequence[Row]) -> str:
         ]
         for row in rows
     ]
-    return table_text([title, "predicted", "measured", "off by", "measured so often"], table)
+    return table_text([title, "predicted", "measured", "off by", "times"], table)
 
 
 def _count(value: int | None) -> str:
