@@ -193,9 +193,41 @@ def test_a_step_is_priced_by_the_kernels_that_serve() -> None:
     assert half == pytest.approx(-attended / 2)
     assert one.prefill_seconds(64, 64) > one.decode_seconds(1, 1) + LAYERS * 2e-3 * 0.9
     assert one.prefill_seconds(128, 128) < 2 * one.prefill_seconds(64, 64)
+    # Those by weights in bf16 were not measured.
     half_precision = Replica(shape=shape(), layout=Layout(), dtype="bf16")
     rates, links = Rates(kernels().measured, "bf16"), Links(machine().measured)
     assert MeasuredServing(half_precision, rates, links).decode_seconds(8, 64) < 8 * read
+
+
+def test_weights_in_bf16_are_priced_under_a_computation_in_fp32() -> None:
+    where = kernels().measured
+    halves = [
+        dataclasses.replace(k, name="half", dtype="bf16", forward=CALL + (k.forward - CALL) / 4)
+        for k in where.kernels
+        if k.name == "rows"
+    ]
+    where = dataclasses.replace(where, kernels=(*where.kernels, *halves))
+    links = Links(where)
+
+    def priced(dtype: str) -> MeasuredServing:
+        one = Replica(shape=shape(), layout=Layout(), dtype=dtype)
+        return MeasuredServing(one, Rates(where, dtype), links)
+
+    full, half = priced("fp32"), priced("bf16")
+    assert half.replica.weight_bytes(0) == full.replica.weight_bytes(0) / 2
+    assert half.replica.cache_bytes(0) == full.replica.cache_bytes(0)
+    assert half.replica.step_bytes(0, 64, 4) == full.replica.step_bytes(0, 64, 4)
+    layer = 4 * (H * H * 2 + 2 * H * H // 2 + 3 * H * INNER)
+    read = 10 * (LAYERS * layer + 4 * V * H) / BYTES
+    less = full.decode_seconds(8, 64) - half.decode_seconds(8, 64)
+    assert less == pytest.approx(8 * read * 3 / 4, rel=0.05)
+    on_cuda = dataclasses.replace(half.replica, cpu=False)
+    assert on_cuda.cache_bytes(0) == full.replica.cache_bytes(0) / 2
+    block = shape().blocks["block"]
+    products = tuple(dataclasses.replace(p, groups=4) for p in block.products)
+    experts = dataclasses.replace(block, products=products)
+    mixed = dataclasses.replace(shape(), blocks={**shape().blocks, "block": experts})
+    assert not dataclasses.replace(half.replica, shape=mixed).half
 
 
 def test_products_of_few_rows_lie_between_those_that_were_measured() -> None:

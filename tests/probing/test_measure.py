@@ -124,6 +124,11 @@ def test_four_ranks_measure_everything(ranks: RankPool) -> None:
     serving = {k.name: k for k in found.kernels if k.name in ("rows", "decode", "chunk", "call")}
     assert len(serving) == 4
     assert {k.shape for k in found.kernels if k.name == "rows"} == {(1, 32, 16, 2), (4, 32, 16, 2)}
+    halves = [k for k in found.kernels if k.name == "half"]
+    assert {(k.dtype, k.shape) for k in halves} == {
+        ("bf16", (1, 32, 16, 2)),
+        ("bf16", (4, 32, 16, 2)),
+    }
     assert serving["decode"].shape == (2, 2, 1, 20, 8, 2)
     assert serving["decode"].backward == 0
     assert found.updates[0].elements == 2**10

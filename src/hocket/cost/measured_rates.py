@@ -138,17 +138,18 @@ class Rates:
 
     # --- the kernels that serve ------------------------------------------------------------
 
-    def rows(self, m: float, nbytes: float, held: float) -> float | None:
+    def rows(self, m: float, nbytes: float, held: float, name: str = "rows") -> float | None:
         """Seconds of a product of `m` rows with a weight of `nbytes`, one of those of `held` bytes
-        that are read in turn; None where that was not measured.
+        that are read in turn; None where that was not measured. `name`: `rows`, of weights in
+        fp32, or `half`, in bf16.
 
         Seconds for each byte, straight in doublings of rows and of what is held.
         """
         known: dict[float, list[tuple[float, float]]] = {}
         for one in self.measured.kernels:
-            if one.name == "rows":
+            if one.name == name:
                 rows, wide, deep, count = one.shape
-                each = 4.0 * wide * deep
+                each = float(BYTES[one.dtype]) * wide * deep
                 seconds = max(one.forward - self.kernel_call(), 1e-9) / each
                 known.setdefault(each * count, []).append((float(rows), seconds))
         if not known:

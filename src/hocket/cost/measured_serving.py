@@ -74,18 +74,31 @@ class Replica:
 
     Attributes:
         shape: of the model, traced in `dtype`. layout: with dp 1. dtype: `fp32` or `bf16`.
-        block_size: tokens of a block of the cache.
+        block_size: tokens of a block of the cache. cpu: whether its ranks compute on a CPU.
     """
 
     shape: ModelShape
     layout: Layout
     dtype: str = "fp32"
     block_size: int = 16
+    cpu: bool = True
 
     @property
     def element_bytes(self) -> int:
-        """Of weights, activations and the cache."""
+        """Of weights."""
         return BYTES[self.dtype]
+
+    @property
+    def half(self) -> bool:
+        """Whether weights are in bf16 under a computation in fp32: on a CPU, of a model without
+        experts."""
+        products = (p for block in self.shape.blocks.values() for p in block.products)
+        return self.cpu and self.dtype == "bf16" and all(p.groups == 1 for p in products)
+
+    @functools.cached_property
+    def state_bytes(self) -> int:
+        """Of activations, of what ranks send each other and of the cache."""
+        return BYTES["fp32"] if self.half else self.element_bytes
 
     @functools.cached_property
     def stages(self) -> tuple[tuple[str, ...], ...]:
@@ -127,7 +140,7 @@ class Replica:
                     total += width
                 else:
                     total += self._held(core) * (core.head_dim + core.value_dim)
-        return total * self.element_bytes
+        return total * self.state_bytes
 
     def _held(self, core: Attention) -> int:
         """Key/value heads on one tensor rank."""
@@ -147,7 +160,7 @@ class Replica:
             ),
             default=0,
         )
-        found = tokens * (2 * widest + 4 * self.shape.hidden) * self.element_bytes
+        found = tokens * (2 * widest + 4 * self.shape.hidden) * self.state_bytes
         if "head" in self.stages[stage]:
             found += rows * self.shape.vocab / self.layout.tp * 4
         return round(found)
@@ -191,7 +204,8 @@ class MeasuredServing:
         self.slowdown = slowdown
         self._calls = {d.operation: d.forward for d in rates.measured.dispatch}
         measured = {one.name for one in rates.measured.kernels}
-        self._kernels = replica.dtype == "fp32" and measured >= {"rows", "decode", "chunk", "call"}
+        self._few = "half" if replica.half else "rows" if replica.dtype == "fp32" else ""
+        self._kernels = measured >= {self._few, "decode", "chunk", "call"}
         self._known: dict[_Step, tuple[float, float]] = {}
 
     def _called(self, operation: str) -> float:
@@ -260,7 +274,7 @@ class MeasuredServing:
             work += kinds.count(kind) * one
             wait += kinds.count(kind) * asleep
         work += (STEP_CALLS + ROW_CALLS * step.rows) * self._called("add")
-        hidden = round(step.tokens * replica.shape.hidden * replica.element_bytes)
+        hidden = round(step.tokens * replica.shape.hidden * replica.state_bytes)
         if stage + 1 < self.stages:
             more, asleep = _both(self.links.message(hidden))
             work, wait = work + more, wait + asleep
@@ -283,7 +297,7 @@ class MeasuredServing:
         work += self._between(kind, tokens, whole=not step.prompt and step.rows <= FEW)
         work += sum(self._attention(core, step, held) for core in replica.cores_of(kind))
         sums: list[Collective | None] = []
-        hidden = round(tokens * replica.shape.hidden * replica.element_bytes)
+        hidden = round(tokens * replica.shape.hidden * replica.state_bytes)
         if tp > 1:
             count = sum(p.split == "row" for p in block.products)
             if kind == "embedding":
@@ -306,6 +320,8 @@ class MeasuredServing:
         """
         rates, tp = self.rates, self.replica.layout.tp
         block = self.replica.shape.blocks[kind]
+        # Traced in the weights' type.
+        tokens *= self.replica.state_bytes / self.replica.element_bytes
         if self._kernels and _like_llama(block):
             sizes = [
                 2.0 * row.forward * tokens / (tp if row.split == "inside" else 1)
@@ -334,11 +350,14 @@ class MeasuredServing:
         reached = min(float(first.groups), rows)  # experts that any token goes to, at most
         m, wide, deep = max(1, round(rows / reached)), max(1, round(columns)), max(1, round(inner))
         nbytes = float(wide * deep * self.replica.element_bytes)
-        few = rates.rows(m, nbytes, held) if self._kernels and m <= FEW else None
+        few = rates.rows(m, nbytes, held, self._few) if self._kernels and m <= FEW else None
         if few is not None and first.groups == 1:
             return few
-        form = "nn" if self._kernels else "nt"  # the engine stores weights as [in, out]
+        # The engine stores weights in fp32 as [in, out].
+        form = "nn" if self._kernels and self._few == "rows" else "nt"
         one = max(rates.product(form, m, wide, deep), rates.stream(nbytes))
+        if self.replica.half:  # what goes in is rounded to bf16, what comes out made fp32
+            one += rates.stream(6.0 * m * deep) + rates.stream(6.0 * m * wide)
         return reached * (one + self._called("linear"))
 
     def _attention(self, core: Attention, step: _Step, held: float) -> float:
@@ -363,7 +382,7 @@ class MeasuredServing:
         elif rows:
             blocks = rows * -(-seen // replica.block_size)
             width = core.head_dim + core.value_dim
-            cached = rows * seen * kv_heads * width * replica.element_bytes
+            cached = rows * seen * kv_heads * width * replica.state_bytes
             group = max(1, heads // kv_heads)
             one = rates.product("nn", group, replica.block_size, core.head_dim)
             other = rates.product("nn", group, core.value_dim, replica.block_size)

@@ -98,7 +98,7 @@ def forecast(
         OptionError: the machine's measurements hold no products.
     """
     service = service or usual(sizes.longest)
-    replica = _replica(shape, layout, sizes)
+    replica = _replica(shape, layout, sizes, machine)
     prices, rates, links = _prices(replica, machine, layout.world_size)
     memory, tokens = capacity(replica, machine, sizes, layout.world_size)
     contexts = sorted({max(1, sizes.longest // 8), max(1, sizes.longest // 2)})
@@ -137,12 +137,13 @@ def forecast(
     )
 
 
-def _replica(shape: ModelShape, layout: Layout, sizes: Sizes) -> Replica:
+def _replica(shape: ModelShape, layout: Layout, sizes: Sizes, machine: Machine) -> Replica:
     return Replica(
         shape=shape,
         layout=dataclasses.replace(layout, dp=1),
         dtype=sizes.dtype,
         block_size=sizes.block_size,
+        cpu=machine.measured.device == "cpu",
     )
 
 
@@ -154,7 +155,7 @@ def _prices(replica: Replica, machine: Machine, busy: int) -> tuple[MeasuredServ
         machine.backend,
         wires=machine.wires,
         layout=replica.layout,
-        element_bytes=replica.element_bytes,
+        element_bytes=replica.state_bytes,
     )
     return MeasuredServing(replica, rates, links, machine.slowdown(busy)), rates, links
 
@@ -400,7 +401,7 @@ def weigh(
     service = service or usual(sizes.longest)
     found: list[tuple[float, Weighed]] = []
     for layout in layouts:
-        replica = _replica(shape, layout, sizes)
+        replica = _replica(shape, layout, sizes, machine)
         tokens = capacity(replica, machine, sizes, layout.world_size)[1]
         fits = tokens >= max(service.tokens, sizes.longest)
         slots = min(sizes.rows, tokens // service.tokens)

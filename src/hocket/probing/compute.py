@@ -319,7 +319,7 @@ class Compute:
         return [
             Kernel(
                 name=name,
-                dtype="fp32",
+                dtype="bf16" if name == "half" else "fp32",
                 shape=shape,
                 forward=rounded(t.seconds / known[name, shape][1]),
                 backward=0.0,

@@ -33,7 +33,7 @@ Known = dict[tuple[str, tuple[int, ...]], tuple[Case, int]]
 
 
 def cases(sizes: Sizes, kernels: Kernels) -> Known:
-    """Everything that is measured, in fp32."""
+    """Everything that is measured, in fp32; `half` by weights in bf16."""
     weights = [count * inputs * (outputs + APART) for outputs, inputs, count in sizes.matrices]
     cached = [2 * layers * _entries(shape) for *shape, layers in sizes.decoding]
     pool = torch.full((max(weights + cached),), 0.01)
@@ -44,6 +44,15 @@ def cases(sizes: Sizes, kernels: Kernels) -> Known:
         for rows in sizes.rows:
             x = torch.randn(rows, inputs)
             found["rows", (rows, outputs, inputs, count)] = (_products(kernels, x, held), count)
+    halves = pool.view(torch.bfloat16)
+    for outputs, inputs, count in sizes.halves:
+        each = inputs * outputs
+        weights16 = [
+            halves[at : at + each].view(outputs, inputs) for at in range(0, count * each, each)
+        ]
+        for rows in sizes.half_rows:
+            x = torch.randn(rows, inputs)
+            found["half", (rows, outputs, inputs, count)] = (_halves(kernels, x, weights16), count)
     for *shape, layers in sizes.decoding:
         found["decode", (*shape, layers)] = (_decode(kernels, pool, shape, layers), layers)
     for chunk in sizes.chunks:
@@ -66,6 +75,14 @@ def _products(kernels: Kernels, x: Tensor, weights: list[Tensor]) -> Case:
     def call() -> None:
         for weight in weights:
             kernels.product(x, weight)
+
+    return call
+
+
+def _halves(kernels: Kernels, x: Tensor, weights: list[Tensor]) -> Case:
+    def call() -> None:
+        for weight in weights:
+            kernels.half_product(x, weight)
 
     return call
 

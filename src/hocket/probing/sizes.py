@@ -22,6 +22,7 @@ class Sizes:
         streams: bytes of one tensor. heads: shapes of attention.
         widths, layers: (tokens, width), of kernels and of what lies between a layer's products.
         rows, matrices: of products that serve: rows, and (out, in) of so many weights in turn.
+        half_rows, halves: the same, by weights in bf16.
         decoding, chunks: shapes of paged attention, as in `spec.measured.Kernel`.
         updates: (elements, tensors). messages: bytes of collectives.
         rounds: of repeats, at least (half of them of products, and of what serving calls). others:
@@ -40,6 +41,8 @@ class Sizes:
     vocabularies: tuple[tuple[int, int, int], ...]
     rows: tuple[int, ...]
     matrices: tuple[tuple[int, int, int], ...]
+    half_rows: tuple[int, ...]
+    halves: tuple[tuple[int, int, int], ...]
     decoding: tuple[tuple[int, int, int, int, int, int], ...]
     chunks: tuple[tuple[int, int, int, int], ...]
     updates: tuple[tuple[int, int], ...]
@@ -68,6 +71,8 @@ QUICK = Sizes(
     vocabularies=((128, 512, 128), (512, 4096, 256)),
     rows=(1, 8, 16, 32, 64),
     matrices=((512, 256, 2), (1024, 512, 6), (1024, 512, 48)),
+    half_rows=(1, 2, 4, 32, 64),
+    halves=((512, 256, 2), (1024, 512, 48)),
     decoding=(
         (1, 8, 4, 256, 32, 64), (8, 8, 4, 256, 32, 8), (32, 8, 4, 256, 32, 4),
         (8, 12, 4, 128, 64, 32), (32, 12, 4, 128, 64, 12),
@@ -99,6 +104,7 @@ FULL = dataclasses.replace(
     vocabularies=((128, 512, 128), (512, 4096, 256), (512, 32000, 256), (2048, 1024, 256)),
     rows=(1, 2, 4, 8, 16, 32, 64),
     matrices=((512, 256, 2), (1024, 512, 6), (1024, 512, 48), (4096, 1024, 16)),
+    halves=((512, 256, 2), (1024, 512, 6), (1024, 512, 48)),
     decoding=(
         *QUICK.decoding, (1, 4, 4, 64, 16, 4), (4, 32, 8, 512, 128, 8), (64, 8, 4, 256, 32, 4),
         (64, 12, 4, 128, 64, 8),

@@ -189,6 +189,7 @@ class Kernel:
     Of a CPU that serves, forward only (`backward` is 0), by the runtime's own kernels:
 
         rows      [rows, out, in, count]   a product of few rows, of `count` weights in turn
+        half      the same, of weights in bf16 under fp32
         decode    [rows, heads, key/value heads, tokens, head size, layers]   rows that decode
                   attend to so many tokens each, in so many layers in turn
         call      [width]   a norm of next to nothing: what a call of a kernel costs
