@@ -32,8 +32,8 @@ typedef float vector __attribute__((vector_size(VECTOR * sizeof(float)), aligned
 typedef uint32_t pairs __attribute__((vector_size(VECTOR * sizeof(float)), aligned(2), may_alias));
 
 /* BLOCK inputs are taken at a time; GROUP rows times SIDE outputs have as many sums as there are
-registers for; AHEAD entries of a weight's row are fetched early; more rows than FEW are the tiles'. */
-enum { BLOCK = 32, GROUP = 6, SIDE = 4, AHEAD = 512, FEW = 2, EDGE = 16 };
+registers for; more rows than FEW are the tiles', of EDGE by EDGE sums. */
+enum { BLOCK = 32, GROUP = 6, SIDE = 4, FEW = 2, EDGE = 16 };
 
 /* Rounds to the nearest, of two to the even one; a NaN stays one. */
 INLINE half rounded(float x) {
@@ -69,7 +69,8 @@ INLINE void part(const float *x, i64 x_stride, i64 rows, i64 depth, float *restr
             }
 }
 
-/* `count` rows of x, parted, times `side` rows of the weight. */
+/* `count` rows of x, parted, times `side` rows of the weight, while those that follow are fetched to
+the core's first cache and those after them to the second. Nothing is read there: it may be none. */
 INLINE void few(int count, int side, const float *x, i64 whole, const half *weight, i64 stride,
                 float *y, i64 y_stride) {
     vector sum[GROUP][SIDE];
@@ -79,7 +80,8 @@ INLINE void few(int count, int side, const float *x, i64 whole, const half *weig
         for (int n = 0; n < side; n++) {
             pairs two = *(const pairs *)(weight + n * stride + k);
             vector even = (vector)(two << 16), odd = (vector)(two & 0xffff0000u);
-            __builtin_prefetch(weight + n * stride + k + AHEAD, 0, 3);
+            __builtin_prefetch(weight + (side + n) * stride + k, 0, 3);
+            __builtin_prefetch(weight + (2 * side + n) * stride + k, 0, 2);
             for (int r = 0; r < count; r++) {
                 sum[r][n] += even * *(const vector *)(x + r * whole + k);
                 sum[r][n] += odd * *(const vector *)(x + r * whole + k + VECTOR);
@@ -151,8 +153,11 @@ INLINE void tiles(const half *weight, i64 stride, i64 blocks, const half *one, i
         i64 k = b * BLOCK;
         if (first)
             for (i64 r = 0; r < EDGE; r++) {
-                __builtin_prefetch(weight + r * stride + k + 8 * BLOCK, 0, 3);
-                __builtin_prefetch(below + r * stride + k + 8 * BLOCK, 0, 3);
+                const half *near = weight + r * stride + k;
+                for (i64 side = 0; side < 2; side++, near += EDGE * stride) {
+                    __builtin_prefetch(near + 2 * BLOCK, 0, 3);
+                    __builtin_prefetch(near + 2 * EDGE * stride, 0, 2);
+                }
             }
         _tile_loadd(4, weight + k, stride * 2);
         _tile_loadd(5, below + k, stride * 2);

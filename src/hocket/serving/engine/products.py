@@ -9,8 +9,8 @@ kernel reads it once, and is over when the last of it has come:
     kernel     19.5  19.2  19.9  20.2  20.9  23.1  35.4  65.2   thread of an Intel Xeon with AVX-512
 
     in bfloat16, under fp32 (`engine.half`):
-    torch      19.3  19.3  20.4  20.2     -  20.0  21.9  32.1   ms, 151 MB; the same processor,
-    kernel     10.9  12.1  13.9  13.7     -  14.0  14.7  20.6   which has matrix tiles
+    torch      19.1  19.3  19.0  19.7     -  20.5  23.6  34.7   ms, 151 MB; the same processor,
+    kernel      9.2   9.6  11.3  11.8     -  11.7  13.8  20.3   which has matrix tiles
 
 On another processor, or with more threads, it may be otherwise, so both are timed once: for each
 shape of weight, at the numbers of rows above which the choice may change.
