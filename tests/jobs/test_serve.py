@@ -279,6 +279,27 @@ def test_requests_that_outlast_the_drain_are_cut(where: Path, tmp_path: Path) ->
     assert gone(tmp_path / "run")
 
 
+def test_a_server_that_cannot_keep_what_it_measured_has_ended_well(
+    where: Path, tmp_path: Path
+) -> None:
+    """As on a full disk, or in a folder that was removed meanwhile."""
+
+    def visit(event: dict[str, Any]) -> None:
+        assert post(event["address"])[0] == 200
+        file = tmp_path / "run" / "measured.json"
+        file.unlink()
+        (file / "taken").mkdir(parents=True)
+
+    visitor = Visitor(visit)
+    found = hocket.serve(where, run=tmp_path / "run", on_event=visitor, **SMALL)
+    visitor.over()
+    assert found.drained
+    assert found.measured.requests == 1
+    assert "warning: what was measured is not kept" in visitor.said()
+    assert visitor.events[-1]["event"] == "ended"
+    assert gone(tmp_path / "run")
+
+
 def test_a_server_whose_parent_is_killed_leaves_no_process(tmp_path: Path) -> None:
     run = tmp_path / "run"
     code = (

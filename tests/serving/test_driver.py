@@ -7,6 +7,7 @@ import contextlib
 import queue
 import random
 import resource
+import select
 import socket
 import threading
 import time
@@ -460,6 +461,41 @@ def test_prompt_logprobs_come_in_order_however_the_prompt_is_cut(tmp_path: Path)
         TokenLogprobs(token, -float(k)) for k, token in enumerate(tokens[1:])
     ]
     assert found.tokens == answer(tokens, 2)
+
+
+def test_a_replica_that_dies_as_it_is_greeted_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it left unread resets the connection; nobody is left to be told of that in print."""
+    made: list[Any] = []
+    connect = asyncio.open_unix_connection
+
+    async def recorded(path: str) -> Any:
+        made.append(found := await connect(path))
+        return found
+
+    async def main() -> None:
+        path = str(tmp_path / "door")
+        with socket.socket(socket.AF_UNIX) as door:
+            door.bind(path)
+            door.listen()
+            door.setblocking(False)
+            asking = asyncio.ensure_future(ReplicaClient.connect(path, TOKEN))
+            came, _ = await asyncio.get_running_loop().sock_accept(door)
+            while not select.select([came], (), (), 0)[0]:
+                await asyncio.sleep(0.001)
+            came.close()  # with the greeting unread
+            with pytest.raises(ReplicaLost, match="reset by peer"):
+                await asking
+        await asyncio.sleep(0.01)
+        ((_, writer),) = made
+        closed = writer._protocol._get_close_waiter(writer)
+        # What asyncio looks at when the future goes: True, it prints the exception.
+        assert closed.done()
+        assert not closed._log_traceback
+
+    monkeypatch.setattr(asyncio, "open_unix_connection", recorded)
+    asyncio.run(main())
 
 
 def test_a_wrong_token_does_not_come_in(tmp_path: Path) -> None:

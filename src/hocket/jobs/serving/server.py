@@ -370,10 +370,12 @@ async def _serve(
                 replicas.kill()
             await replicas.end()
             await front.close(0.0)
-    found = keeper.last()
-    others = beside.cores()
-    with contextlib.suppress(OSError):  # it has ended well: a full disk cannot undo that
+    found, others = keeper.measured(), beside.cores()
+    try:  # it has ended well: a full disk, or a folder that is gone, cannot undo that
+        found = keeper.last()
         write_text(folder.others_file, json.dumps({"cores": others}))
+    except OSError as error:
+        record.note(f"warning: what was measured is not kept: {error}")
     ledger.enter(folder.path, record.note, others=others)
     record({"event": "ended", "drained": drained, "run": str(folder.path)})
     return Served(

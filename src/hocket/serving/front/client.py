@@ -251,6 +251,9 @@ class ReplicaClient:
             why = f"the replica is gone: {error}"
         finally:
             self._end(ReplicaLost(why))
+            # The streams keep a reset for whoever asks how they closed, and else print it.
+            with contextlib.suppress(OSError):
+                await self._writer.wait_closed()
 
     def _hear(self, message: Message) -> None:
         match message["event"]:
