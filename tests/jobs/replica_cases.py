@@ -40,6 +40,14 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
         _drive(context, payload)
 
 
+def never(context: RankContext, payload: dict[str, Any]) -> None:
+    """Never be ready."""
+    (_folder(payload) / f"{payload['replica']}-{payload['attempt']}-{context.rank}").touch()
+    while True:
+        context.beat()
+        time.sleep(0.02)
+
+
 def _folder(payload: dict[str, Any]) -> Path:
     return Path(payload.get("pids") or payload["run"])
 

@@ -321,6 +321,34 @@ def test_a_server_whose_parent_is_killed_leaves_no_process(tmp_path: Path) -> No
     assert gone(run)
 
 
+@pytest.mark.parametrize("there", [False, True])
+def test_a_server_that_is_ended_before_it_is_ready_leaves_no_run(
+    where: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool
+) -> None:
+    monkeypatch.setattr(job, "ENTRY", "tests.jobs.replica_cases:never")
+    run, notes = tmp_path / "run", []
+    if there:
+        run.mkdir()
+
+    def end() -> None:
+        while not (run / "0-0-0").exists():  # once there is a rank, signals are heard
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_event(event: dict[str, Any]) -> None:
+        assert event["event"] != "ready"
+        notes.append(event.get("text", ""))
+        if event == {"event": "phase", "name": "starting ranks"}:
+            threading.Thread(target=end).start()
+
+    found = hocket.serve(where, run=run, on_event=on_event, **SMALL)
+    assert found.drained
+    assert "ended before it was ready: no run is left of it" in notes
+    assert run.exists() == there
+    assert not any((run / name).exists() for name in ("run.json", "forecast.json", "measured.json"))
+    assert not [one for one in ledger.read_all()[1] if one.run == str(run.resolve())]
+
+
 def test_a_start_that_fails_says_why_and_leaves_no_run(
     where: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

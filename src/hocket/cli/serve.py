@@ -129,5 +129,7 @@ def _summary(served: Any, *, foretold: bool) -> None:
                 f"after {1e3 * found.ttft.p50:.1f} ms, then {1e3 * found.tpot.p50:.1f} ms each "
                 "(medians)"
             )
+        if not served.run.exists():
+            return
         what = "predicted beside measured" if foretold else "what was measured"
         print(f"{what}: hocket report {served.run}", flush=True)

@@ -74,6 +74,11 @@ class Keeper:
         self._begun = time.monotonic()
         self.last()
 
+    @property
+    def begun(self) -> bool:
+        """Whether the server was ever ready."""
+        return self._begun is not None
+
     def count(self, timing: Timing) -> None:
         """A request is over."""
         self.requests += timing.finished

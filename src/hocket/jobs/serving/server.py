@@ -242,14 +242,12 @@ def unready_is_no_run(folder: RunFolder) -> Iterator[None]:
     fresh = not folder.path.exists()
     try:
         yield
-    except BaseException:
+    finally:
         if not measured_file(folder).exists():
+            for file in (folder.spec_file, folder.forecast_file):
+                file.unlink(missing_ok=True)
             if fresh:
                 shutil.rmtree(folder.path, ignore_errors=True)
-            else:
-                folder.spec_file.unlink(missing_ok=True)
-                folder.forecast_file.unlink(missing_ok=True)
-        raise
 
 
 def measured_file(folder: RunFolder) -> Path:
@@ -371,12 +369,15 @@ async def _serve(
             await replicas.end()
             await front.close(0.0)
     found, others = keeper.measured(), beside.cores()
-    try:  # it has ended well: a full disk, or a folder that is gone, cannot undo that
-        found = keeper.last()
-        write_text(folder.others_file, json.dumps({"cores": others}))
-    except OSError as error:
-        record.note(f"warning: what was measured is not kept: {error}")
-    ledger.enter(folder.path, record.note, others=others)
+    if keeper.begun:
+        try:  # it has ended well: a full disk, or a folder that is gone, cannot undo that
+            found = keeper.last()
+            write_text(folder.others_file, json.dumps({"cores": others}))
+        except OSError as error:
+            record.note(f"warning: what was measured is not kept: {error}")
+        ledger.enter(folder.path, record.note, others=others)
+    else:
+        record.note("ended before it was ready: no run is left of it")
     record({"event": "ended", "drained": drained, "run": str(folder.path)})
     return Served(
         run=folder.path, address=address, metrics=metrics, measured=found, drained=drained
