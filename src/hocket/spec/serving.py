@@ -17,7 +17,8 @@ class ServeOptions:
         port: of requests; 0 takes a free one.
         metrics_port: of Prometheus metrics, on the same address; 0 takes a free one. None: the
             port after `port`.
-        api_key_file: a file with one key a line; then every route but health needs one of them.
+        api_key_file: a file with one key a line, or a name and a key; then every route but
+            /health and /ready needs one of them.
         insecure: open an address that is not loopback without keys.
         served_name: what clients call the model. None: the name of its folder.
         max_batch_tokens: tokens that one step of a replica computes. None: 512 on CPU, 2048 on
@@ -25,7 +26,9 @@ class ServeOptions:
         max_model_len: tokens of a request, prompt and answer. None: the model's positions.
         max_rows: requests that a replica runs at once. None: 64 on CPU, 256 on CUDA.
         block_size: tokens of one block of the key/value cache.
-        cache_memory: of each rank's key/value cache, as in 2GB. None: what is free.
+        cache_memory: of each rank's key/value cache, as in 2GB. None: this rank's part of half of
+            the memory that is free on CPU, 0.95 of it less the largest step on CUDA; at most twice
+            what `max_rows` requests of full length take.
         num_blocks: of each replica's cache; instead of `cache_memory`.
         max_waiting: requests that a replica lets wait beside those that free places of `max_rows`
             take at once; more are sent away with a 429.
