@@ -46,6 +46,7 @@ table { border-collapse: collapse; font-size: 15px; margin-top: 8px; }
 td, th { padding: 4px 14px 4px 0; text-align: left; border-bottom: 1px solid var(--line); }
 th { font-weight: 600; color: var(--soft); font-size: 13px; }
 .wide { overflow-x: auto; }
+.two .two { grid-template-columns: minmax(0, 1fr); }
 svg.chart { width: 100%; max-width: 760px; height: auto; font: 12px system-ui, sans-serif; }
 svg.chart text { fill: var(--soft); }
 svg.chart .axis { stroke: var(--line); fill: none; }
