@@ -124,10 +124,10 @@ def _summary(served: Any, *, foretold: bool) -> None:
     with contextlib.suppress(BrokenPipeError):
         if found.requests:
             print(
-                f"{found.requests:,} requests answered, {found.output_tokens:,} tokens "
-                f"({found.tokens_per_second:,.0f} tokens/s while there were any); first token "
-                f"after {1e3 * found.ttft.p50:.1f} ms, then {1e3 * found.tpot.p50:.1f} ms each "
-                "(medians)"
+                f"{found.requests:,} request{'s' * (found.requests != 1)} answered, "
+                f"{found.output_tokens:,} tokens ({found.tokens_per_second:,.0f} tokens/s while "
+                f"there were any); first token after {1e3 * found.ttft.p50:.1f} ms, then "
+                f"{1e3 * found.tpot.p50:.1f} ms each (medians)"
             )
         if not served.run.exists():
             return
