@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import pytest
@@ -128,6 +129,14 @@ def test_models_of_linear_layers_can_be_half(family: str) -> None:
     assert can_be_half(whole.bfloat16()) == (family not in ("gpt2", "mixtral"))
 
 
+@pytest.fixture
+def always(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every product that a kernel can do is a kernel's, whatever a trial would say."""
+    untried = functools.partial(choose_products, tried=False)
+    monkeypatch.setattr(Kernels, "load", staticmethod(lambda: kernels))
+    monkeypatch.setattr(runner, "choose_products", untried)
+
+
 def served(config: dict[str, Any], weights: Any) -> tuple[StageRunner, float]:
     """A runner in bfloat16, and how far its logits are from those of `weights`, in fp64."""
     plain: Any = skeleton.build(config, device="cpu", dropout=0.0, attention=attention.NAME)
@@ -163,7 +172,9 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.usefixtures("always")
 def test_only_products_round(config: dict[str, Any]) -> None:
+    """With all kernels there are, but those of the products themselves."""
     with exactly():
         runs, worst = served(config, whole(config))
     assert runs.half
@@ -173,12 +184,8 @@ def test_only_products_round(config: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_by_the_kernels_it_is_nearer_than_a_model_in_bfloat16(
-    kernels: Kernels, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any]
-) -> None:
-    always = lambda module, kernels, **_: choose_products(module, kernels, tried=False)  # noqa: E731
-    monkeypatch.setattr(Kernels, "load", staticmethod(lambda: kernels))
-    monkeypatch.setattr(runner, "choose_products", always)
+@pytest.mark.usefixtures("always")
+def test_by_the_kernels_it_is_nearer_than_a_model_in_bfloat16(config: dict[str, Any]) -> None:
     weights = whole(config)
     runs, worst = served(config, weights)
     assert runs.half
@@ -193,12 +200,8 @@ def test_by_the_kernels_it_is_nearer_than_a_model_in_bfloat16(
     assert worst < own / scale
 
 
-def test_whole_layers_take_weights_in_bfloat16(
-    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Kernels, "load", staticmethod(lambda: kernels))
-    always = lambda module, kernels, **_: choose_products(module, kernels, tried=False)  # noqa: E731
-    monkeypatch.setattr(runner, "choose_products", always)
+@pytest.mark.usefixtures("always")
+def test_whole_layers_take_weights_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[int] = []
     original = Kernels.layer
 

@@ -66,6 +66,11 @@ def exactly() -> Iterator[None]:
         _EXACTLY.pop()
 
 
+def is_exact() -> bool:
+    """Whether this is inside `exactly`."""
+    return bool(_EXACTLY)
+
+
 class Product:
     """What multiplies by one weight [out, in], in fp32.
 
@@ -98,7 +103,7 @@ class Product:
             self.kernels is None
             or not 0 < rows <= MOST_ROWS
             or not self.choice[(rows - 1).bit_length()]
-            or (self.half and (_EXACTLY or x.dtype != torch.float32))
+            or (self.half and (is_exact() or x.dtype != torch.float32))
         ):
             return self.by_torch(x, added)
         multiply, weight = self.kernels.product, self.turned
@@ -113,7 +118,7 @@ class Product:
         """The same, by the library."""
         if self.half:
             flat = x.reshape(-1, self._depth)  # of more dims, a view would be multiplied in batches
-            if _EXACTLY:
+            if is_exact():
                 y = F.linear(flat, self.weight.float())
             else:
                 y = F.linear(flat.to(torch.bfloat16), self.weight).to(x.dtype)

@@ -19,7 +19,7 @@ from hocket.runtime.native.sums import Sums
 from hocket.serving.engine.attention import Options
 from hocket.serving.engine.attention_step import StepIndices
 from hocket.serving.engine.fused import Norm
-from hocket.serving.engine.products import MOST_ROWS, Product
+from hocket.serving.engine.products import MOST_ROWS, Product, is_exact
 
 _SAVED = 100e-6
 """Seconds that one call takes less than eight."""
@@ -158,12 +158,15 @@ class WholeLayer:
             None if sums is None else sums.address,
         )
         self._address = ctypes.addressof(self._known)
+        self._rounds = any(product.half for product in products)
         later = [sum(lost) for lost in zip(*(one.lost for one in products), strict=True)]
         self._faster = tuple(seconds < _SAVED for seconds in later)
 
     def takes(self, rows: int) -> bool:
         """Whether so many rows are computed by it."""
         if not 0 < rows <= MOST_ROWS or not self._faster[(rows - 1).bit_length()]:
+            return False
+        if self._rounds and is_exact():
             return False
         if self.sums is None:
             return True
