@@ -111,10 +111,13 @@ def test_a_product_is_the_same_by_both_ways(kernels: Kernels) -> None:
     torch.manual_seed(0)
     weight, bias = bfloat16(96, 64), torch.randn(96)
     mine, torchs = Product(weight, kernels, (True,) * 7), Product(weight)
-    for shape in ((1, 64), (3, 64), (1, 20, 64), (2, 5, 64), (1, MOST_ROWS + 1, 64)):
+    for shape in ((1, 64), (3, 64), (1, 20, 64), (2, 5, 64), (1, MOST_ROWS + 1, 64), (1, 0, 64)):
         x = bfloat16(*shape).float()
         for added in (None, bias):
             one, other = mine(x, added), torchs(x, added)
+            assert one.shape == other.shape == (*shape[:-1], 96)
+            if not x.numel():
+                continue
             assert one.dtype == other.dtype == torch.float32
             assert off(one, other.double()) < 5e-3
             with exactly():
@@ -212,6 +215,25 @@ def test_whole_layers_take_weights_in_bfloat16(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Kernels, "layer", layer)
     served(WIDE, whole(WIDE))
     assert rows
+
+
+@pytest.mark.usefixtures("always")
+def test_pieces_of_prompts_ask_for_no_logits() -> None:
+    plain: Any = skeleton.build(WIDE, device="cpu", dropout=0.0, attention=attention.NAME)
+    plain.load_state_dict(whole(WIDE).state_dict())
+    runs = StageRunner(
+        Stage(plain.bfloat16()), Mesh.single(), plain.config, block_size=4, max_rows=4,
+        max_batch_tokens=64, max_model_len=64,
+    )  # fmt: skip
+    runs.allocate(64)
+    scheduler = ToyScheduler(PROMPTS, block_size=4, num_blocks=64, chunks=(2,))
+    rows = []
+    while (plan := scheduler.plan()) is not None:
+        logits = runs.run(plan)
+        assert logits.shape[1] == WIDE["vocab_size"]
+        rows.append(len(logits))
+    assert 0 in rows
+    assert sum(rows) == len(PROMPTS)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "mixtral"])

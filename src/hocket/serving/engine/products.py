@@ -122,7 +122,7 @@ class Product:
                 y = F.linear(flat, self.weight.float())
             else:
                 y = F.linear(flat.to(torch.bfloat16), self.weight).to(x.dtype)
-            y = y.view(*x.shape[:-1], -1)
+            y = y.view(*x.shape[:-1], self.weight.shape[0])
             return y if added is None else y.add_(added)
         if added is not None and added.dim() == 2:
             return torch.addmm(added, x, self.turned)
