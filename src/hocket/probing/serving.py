@@ -35,6 +35,7 @@ Known = dict[tuple[str, tuple[int, ...]], tuple[Case, int]]
 def cases(sizes: Sizes, kernels: Kernels) -> Known:
     """Everything that is measured, in fp32; `half` by weights in bf16."""
     weights = [count * inputs * (outputs + APART) for outputs, inputs, count in sizes.matrices]
+    weights += [-(-count * inputs * outputs // 2) for outputs, inputs, count in sizes.halves]
     cached = [2 * layers * _entries(shape) for *shape, layers in sizes.decoding]
     pool = torch.full((max(weights + cached),), 0.01)
     in_large_pages([pool])

@@ -71,8 +71,8 @@ QUICK = Sizes(
     vocabularies=((128, 512, 128), (512, 4096, 256)),
     rows=(1, 8, 16, 32, 64),
     matrices=((512, 256, 2), (1024, 512, 6), (1024, 512, 48)),
-    half_rows=(1, 2, 4, 32, 64),
-    halves=((512, 256, 2), (1024, 512, 48)),
+    half_rows=(1, 4, 32, 64),
+    halves=((512, 256, 2), (1024, 512, 96)),
     decoding=(
         (1, 8, 4, 256, 32, 64), (8, 8, 4, 256, 32, 8), (32, 8, 4, 256, 32, 4),
         (8, 12, 4, 128, 64, 32), (32, 12, 4, 128, 64, 12),
@@ -83,8 +83,8 @@ QUICK = Sizes(
     rounds=5,
     others=3,
     seconds={
-        "products": 3.0, "streams": 0.5, "layers": 0.5, "kernels": 1.0, "updates": 0.3,
-        "dispatch": 0.3, "serving": 0.4, "sharing": 2.4, "pairs": 0.4, "collectives": 3.0,
+        "products": 2.8, "streams": 0.5, "layers": 0.5, "kernels": 1.0, "updates": 0.3,
+        "dispatch": 0.3, "serving": 0.4, "sharing": 2.4, "pairs": 0.4, "collectives": 2.7,
     },
 )  # fmt: skip
 
@@ -104,7 +104,7 @@ FULL = dataclasses.replace(
     vocabularies=((128, 512, 128), (512, 4096, 256), (512, 32000, 256), (2048, 1024, 256)),
     rows=(1, 2, 4, 8, 16, 32, 64),
     matrices=((512, 256, 2), (1024, 512, 6), (1024, 512, 48), (4096, 1024, 16)),
-    halves=((512, 256, 2), (1024, 512, 6), (1024, 512, 48)),
+    halves=((512, 256, 2), (1024, 512, 12), (1024, 512, 96)),
     decoding=(
         *QUICK.decoding, (1, 4, 4, 64, 16, 4), (4, 32, 8, 512, 128, 8), (64, 8, 4, 256, 32, 4),
         (64, 12, 4, 128, 64, 8),
@@ -118,7 +118,7 @@ FULL = dataclasses.replace(
     others=9,
     seconds={
         "products": 17.0, "streams": 3.0, "layers": 3.0, "kernels": 5.0, "updates": 2.5,
-        "dispatch": 1.0, "serving": 2.0, "sharing": 8.0, "pairs": 2.0, "collectives": 23.0,
+        "dispatch": 1.0, "serving": 2.0, "sharing": 8.0, "pairs": 2.0, "collectives": 21.5,
     },
 )  # fmt: skip
 
