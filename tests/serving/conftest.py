@@ -3,6 +3,7 @@ this processor runs them, and as lesser ones do."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -39,3 +40,24 @@ def kernels(form: str) -> Any:
     found = library(form)
     assert found is not None, form
     return Kernels(found)
+
+
+@pytest.fixture
+def called(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of each layer that was computed whole, with the kernel for every product that it can
+    do, whatever a trial would say."""
+    from hocket.runtime.native.kernels import Kernels
+    from hocket.serving.engine import runner
+    from hocket.serving.engine.products import choose_products
+
+    monkeypatch.setattr(Kernels, "load", staticmethod(lambda: kernels))
+    monkeypatch.setattr(runner, "choose_products", functools.partial(choose_products, tried=False))
+    rows: list[int] = []
+    original = Kernels.layer
+
+    def layer(self: Kernels, at: int, step: Any, *rest: Any) -> int:
+        rows.append(step.rows)
+        return original(self, at, step, *rest)
+
+    monkeypatch.setattr(Kernels, "layer", layer)
+    return rows

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from typing import Any
 
 import pytest
@@ -14,12 +13,11 @@ from hocket.models import skeleton  # noqa: E402
 from hocket.runtime.mesh import Mesh  # noqa: E402
 from hocket.runtime.native.kernels import Kernels  # noqa: E402
 from hocket.runtime.pipeline.stage import Stage  # noqa: E402
-from hocket.serving.engine import attention, runner  # noqa: E402
+from hocket.serving.engine import attention  # noqa: E402
 from hocket.serving.engine.half import can_be_half  # noqa: E402
 from hocket.serving.engine.products import (  # noqa: E402
     MOST_ROWS,
     Product,
-    choose_products,
     exactly,
 )
 from hocket.serving.engine.runner import StageRunner  # noqa: E402
@@ -132,14 +130,6 @@ def test_models_of_linear_layers_can_be_half(family: str) -> None:
     assert can_be_half(whole.bfloat16()) == (family not in ("gpt2", "mixtral"))
 
 
-@pytest.fixture
-def always(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every product that a kernel can do is a kernel's, whatever a trial would say."""
-    untried = functools.partial(choose_products, tried=False)
-    monkeypatch.setattr(Kernels, "load", staticmethod(lambda: kernels))
-    monkeypatch.setattr(runner, "choose_products", untried)
-
-
 def served(config: dict[str, Any], weights: Any) -> tuple[StageRunner, float]:
     """A runner in bfloat16, and how far its logits are from those of `weights`, in fp64."""
     plain: Any = skeleton.build(config, device="cpu", dropout=0.0, attention=attention.NAME)
@@ -175,7 +165,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-@pytest.mark.usefixtures("always")
+@pytest.mark.usefixtures("called")
 def test_only_products_round(config: dict[str, Any]) -> None:
     """With all kernels there are, but those of the products themselves."""
     with exactly():
@@ -187,7 +177,7 @@ def test_only_products_round(config: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-@pytest.mark.usefixtures("always")
+@pytest.mark.usefixtures("called")
 def test_by_the_kernels_it_is_nearer_than_a_model_in_bfloat16(config: dict[str, Any]) -> None:
     weights = whole(config)
     runs, worst = served(config, weights)
@@ -203,21 +193,12 @@ def test_by_the_kernels_it_is_nearer_than_a_model_in_bfloat16(config: dict[str, 
     assert worst < own / scale
 
 
-@pytest.mark.usefixtures("always")
-def test_whole_layers_take_weights_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows: list[int] = []
-    original = Kernels.layer
-
-    def layer(self: Kernels, at: int, step: Any, *rest: Any) -> int:
-        rows.append(step.rows)
-        return original(self, at, step, *rest)
-
-    monkeypatch.setattr(Kernels, "layer", layer)
+def test_whole_layers_take_weights_in_bfloat16(called: list[int]) -> None:
     served(WIDE, whole(WIDE))
-    assert rows
+    assert called
 
 
-@pytest.mark.usefixtures("always")
+@pytest.mark.usefixtures("called")
 def test_pieces_of_prompts_ask_for_no_logits() -> None:
     plain: Any = skeleton.build(WIDE, device="cpu", dropout=0.0, attention=attention.NAME)
     plain.load_state_dict(whole(WIDE).state_dict())

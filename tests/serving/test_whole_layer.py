@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
@@ -13,8 +12,8 @@ from hocket.models import skeleton  # noqa: E402
 from hocket.runtime.mesh import Mesh  # noqa: E402
 from hocket.runtime.native.kernels import Kernels  # noqa: E402
 from hocket.runtime.pipeline.stage import Stage  # noqa: E402
-from hocket.serving.engine import attention, runner  # noqa: E402
-from hocket.serving.engine.products import Product, choose_products  # noqa: E402
+from hocket.serving.engine import attention  # noqa: E402
+from hocket.serving.engine.products import Product  # noqa: E402
 from hocket.serving.engine.runner import StageRunner  # noqa: E402
 from hocket.serving.engine.whole_layer import WholeLayer  # noqa: E402
 from tests.families import FAMILIES  # noqa: E402
@@ -23,22 +22,6 @@ from tests.serving.paged import ToyScheduler  # noqa: E402
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(60)]
 WINDOWED = {**FAMILIES["mistral"], "sliding_window": 7}
 BIASED = {**FAMILIES["llama"], "model_type": "qwen2"}  # query, key and value have one
-
-
-@pytest.fixture
-def called(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The rows of each layer that was computed whole, with the kernel for every product."""
-    monkeypatch.setattr(Kernels, "load", staticmethod(lambda: kernels))
-    monkeypatch.setattr(runner, "choose_products", functools.partial(choose_products, tried=False))
-    rows: list[int] = []
-    original = Kernels.layer
-
-    def layer(self: Kernels, at: int, step: Any, *rest: Any) -> int:
-        rows.append(step.rows)
-        return original(self, at, step, *rest)
-
-    monkeypatch.setattr(Kernels, "layer", layer)
-    return rows
 
 
 def made(config: dict[str, Any]) -> StageRunner:
