@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hocket.schedules import NAMES, build, load, save, validate
+from hocket.schedules import NAMES, build, load, relower, save, validate
 from hocket.spec.errors import ScheduleError
 from hocket.spec.layout import Layout
 from hocket.spec.schedule import COMPUTE, RECEIVES, SENDS, Action, Schedule
@@ -86,11 +88,11 @@ def test_the_picture(layout: str, m: int) -> None:
     assert compute(build(Layout.parse(layout), m)) == picture(PICTURES[layout, m])
 
 
-def test_lowered_1f1b_sends_at_once_and_reduces_last() -> None:
+def test_lowered_1f1b_posts_receives_early_and_reduces_last() -> None:
     lines = [",".join(map(str, line)) for line in build(Layout(pp=2), 2).ranks]
     assert lines == [
         "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1,0REDUCE_GRAD",
-        "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1,1REDUCE_GRAD",
+        "1RECV_F0,1RECV_F1,1F0,1B0,1SEND_B0,1F1,1B1,1SEND_B1,1REDUCE_GRAD",
     ]
 
 
@@ -188,8 +190,8 @@ def test_a_schedule_written_by_hand_is_lowered(tmp_path) -> None:
     )
     lines = [",".join(map(str, line)) for line in load(file).ranks]
     assert lines == [
-        "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B1,0B1,0RECV_B0,0B0,0REDUCE_GRAD",
-        "1RECV_F0,1F0,1RECV_F1,1F1,1B1,1SEND_B1,1I0,1SEND_B0,1W0,1REDUCE_GRAD",
+        "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B1,0RECV_B0,0B1,0B0,0REDUCE_GRAD",
+        "1RECV_F0,1RECV_F1,1F0,1F1,1B1,1SEND_B1,1I0,1SEND_B0,1W0,1REDUCE_GRAD",
     ]
 
 
@@ -200,7 +202,7 @@ def test_both_halves_of_an_overlap_are_served(tmp_path) -> None:
         "0F0,0F1,0B0,0B1\n1F0,(1F1;1B0)OVERLAP_F_B,1B1\n"
     )
     line = ",".join(map(str, load(file).ranks[1]))
-    assert line == ("1RECV_F0,1F0,1RECV_F1,(1F1;1B0)OVERLAP_F_B,1SEND_B0,1B1,1SEND_B1,1REDUCE_GRAD")
+    assert line == ("1RECV_F0,1RECV_F1,1F0,(1F1;1B0)OVERLAP_F_B,1SEND_B0,1B1,1SEND_B1,1REDUCE_GRAD")
 
 
 @pytest.mark.parametrize(
@@ -220,6 +222,31 @@ def test_an_unreadable_file_says_so(tmp_path) -> None:
     (tmp_path / "bad.txt").write_text("0F0\n")
     with pytest.raises(ScheduleError, match=r"bad\.txt: a schedule file begins"):
         load(tmp_path / "bad.txt")
+
+
+def test_messages_that_a_file_orders_for_buffered_sends_are_refused_and_ordered_again(
+    tmp_path,
+) -> None:
+    # 1F1B as it was lowered where a send does not wait: rank 0 sends F1 while rank 1 sends B0.
+    file = tmp_path / "old.txt"
+    file.write_text(
+        "# hocket schedule 1\n# name: 1f1b\n# microbatches: 2\n# stage ranks: 0 1\n"
+        "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1,0REDUCE_GRAD\n"
+        "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1,1REDUCE_GRAD\n"
+    )
+    with pytest.raises(ScheduleError) as caught:
+        load(file)
+    text = str(caught.value)
+    assert "rank 0: 0SEND_F1 waits for 1RECV_F1; rank 1: 1SEND_B0 waits for 0RECV_B0" in text
+    assert ">>0SEND_F1<<" in text
+    assert ">>1SEND_B0<<" in text
+    assert caught.value.hint is not None
+    assert "remove every SEND_F, RECV_F, SEND_B and RECV_B" in caught.value.hint
+    # What the hint says, and what resuming a run of an earlier version does.
+    file.write_text(re.sub(r"\d(SEND|RECV)_[FB]\d,", "", file.read_text()))
+    expected = build(Layout(pp=2), 2)
+    assert load(file) == expected
+    assert relower(load(file)) == expected
 
 
 def test_the_order_of_a_pair_is_kept_where_natural_order_would_differ() -> None:

@@ -78,6 +78,6 @@ def test_a_file_that_cannot_be_read_says_where(text: str, says: str) -> None:
 
 def test_the_board_marks_the_failing_cell() -> None:
     ranks = [[Action(0, "F", 0), Action(0, "B", 0)], [Action(1, "F", 0)]]
-    drawn = board(ranks, mark=(0, 1)).splitlines()
+    drawn = board(ranks, mark=[(0, 1)]).splitlines()
     assert drawn[1] == "rank 0  0F0 >>0B0<<"
     assert drawn[2] == "rank 1  1F0"

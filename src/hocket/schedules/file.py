@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from hocket.schedules.lower import is_compute_only, lower
+from hocket.schedules.lower import has_communication, lower
 from hocket.schedules.validate import validate
 from hocket.spec.errors import ScheduleError
 from hocket.spec.layout import Layout
@@ -19,7 +19,7 @@ def load(
     layout: Layout | None = None,
     num_microbatches: int | None = None,
 ) -> Schedule:
-    """Read, lower where it holds compute actions alone, and check.
+    """Read, lower where it holds no sends and receives, and check.
 
     Raises:
         ScheduleError: the file cannot be read, does not run, or does not fit `layout` or
@@ -33,7 +33,7 @@ def load(
         schedule = Schedule.parse(text)
     except ScheduleError as error:
         raise ScheduleError(f"{path}: {error.message}", hint=error.hint) from None
-    if is_compute_only(schedule):
+    if not has_communication(schedule):
         validate(schedule, compute_only=True)
         schedule = lower(schedule)
     validate(schedule, layout=layout, num_microbatches=num_microbatches)

@@ -7,15 +7,17 @@ Four questions, each answered with the whole board and the failing cell marked:
    message sent once and received once?
 3. Do both ends of a pair of ranks keep the same order? (Messages carry no names: swapped receives
    of equal size would exchange their data in silence.)
-4. Played with sends that never wait and receives that do, does it reach its end?
+4. Does it complete where every action blocks and a send completes only together with its receive?
+   Then it completes on NCCL, which runs what a communicator is given in order and promises no
+   buffering, and on every backend that buffers.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
-from hocket.schedules.lower import halves
+from hocket.schedules.lower import halves, remove_communication
 from hocket.spec.errors import ScheduleError
 from hocket.spec.layout import Layout
 from hocket.spec.schedule import (
@@ -39,6 +41,8 @@ from hocket.spec.schedule import (
 
 Cell = tuple[int, int]
 """(pipeline rank, step)."""
+
+_OTHER_END = {SEND_F: RECV_F, RECV_F: SEND_F, SEND_B: RECV_B, RECV_B: SEND_B}
 
 
 def validate(
@@ -83,11 +87,17 @@ class _Check:
         self.place = schedule.stage_ranks
         self.cells: dict[Action, Cell] = {}
 
-    def refuse(self, message: str, cell: Cell | None = None, hint: str | None = None) -> None:
+    def refuse(
+        self,
+        message: str,
+        cell: Cell | None = None,
+        hint: str | None = None,
+        mark: Collection[Cell] = (),
+    ) -> None:
         where = "" if cell is None else f"rank {cell[0]}, step {cell[1]}: "
         raise ScheduleError(
             f"schedule {self.schedule.name!r}: {where}{message}\n"
-            + board(self.schedule.ranks, mark=cell),
+            + board(self.schedule.ranks, mark=mark or ([] if cell is None else [cell])),
             hint=hint,
         )
 
@@ -196,11 +206,7 @@ class _Check:
             return
         rank = self.place[action.stage]
         if action.kind in SENDS:
-            end = Action(
-                action.peer_stage,
-                RECV_F if action.kind == SEND_F else RECV_B,
-                action.microbatch,
-            )
+            end = _other_end(action)
             if end in self.cells:
                 self.refuse(
                     f"{end} receives what nobody sends: rank {rank} has no {action}",
@@ -220,8 +226,7 @@ class _Check:
         received: dict[Cell, list[Action]] = defaultdict(list)
         for (rank, _), action in self.actions():
             if action.kind in SENDS:
-                kind = RECV_F if action.kind == SEND_F else RECV_B
-                end = Action(action.peer_stage, kind, action.microbatch)
+                end = _other_end(action)
                 sent[rank, self.place[end.stage]].append(end)
             elif action.kind in RECEIVES:
                 received[self.place[action.peer_stage], rank].append(action)
@@ -230,14 +235,15 @@ class _Check:
                 if comes != taken:
                     self.refuse(
                         f"{taken} is received next from rank {pair[0]}, which sends "
-                        f"{_source(comes)} first: the data would be exchanged",
+                        f"{_other_end(comes)} first: the data would be exchanged",
                         self.cells[taken],
                         f"receive {comes} before {taken}",
                     )
 
-    # --- 4: play -------------------------------------------------------------------------------
+    # --- 4: does it complete? ------------------------------------------------------------------
 
     def play(self) -> None:
+        """Simulate lines in which every action blocks; a message is one event of both its ends."""
         lines = self.schedule.ranks
         steps = [0] * len(lines)
         done: set[Action] = set()
@@ -245,37 +251,74 @@ class _Check:
         while moved:
             moved = False
             for rank, line in enumerate(lines):
-                while steps[rank] < len(line):
-                    parts = halves(line[steps[rank]])
-                    if any(self.waits(part, done) for part in parts):
-                        break
-                    done.update(parts)
-                    steps[rank] += 1
+                while steps[rank] < len(line) and self.perform(rank, steps, done):
                     moved = True
         stuck = [r for r, line in enumerate(lines) if steps[r] < len(line)]
-        if not stuck:
-            return
-        reasons = []
-        for rank in stuck:
-            for part in halves(lines[rank][steps[rank]]):
-                waits = self.waits(part, done)
-                if waits:
-                    reasons.append(f"rank {rank}: {part} waits for {waits[0]}")
-        # A rank that waits for its own later action is at fault alone; name it first.
-        own = [
-            r
-            for r in stuck
-            for part in halves(lines[r][steps[r]])
-            for w in self.waits(part, done)
-            if w in self.cells and self.cells[w][0] == r
-        ]
-        first = (own or stuck)[0]
-        what = "runs before what it needs" if own else "it deadlocks"
-        self.refuse(f"{what}; " + "; ".join(reasons), (first, steps[first]))
+        if stuck:
+            self.stuck(stuck, steps, done)
+
+    def perform(self, rank: int, steps: list[int], done: set[Action]) -> bool:
+        """Do the next action of a rank, a message together with its other end; whether it can."""
+        action = self.schedule.ranks[rank][steps[rank]]
+        if self.waits(action, done):
+            return False
+        if action.kind in (*SENDS, *RECEIVES):
+            end = _other_end(action)
+            peer = self.rank_of(end)
+            line, step = self.schedule.ranks[peer], steps[peer]
+            if step == len(line) or line[step] != end or self.waits(end, done):
+                return False
+            steps[peer] += 1
+            done.add(end)
+        steps[rank] += 1
+        done.update(halves(action))
+        return True
+
+    def stuck(self, stuck: list[int], steps: list[int], done: set[Action]) -> None:
+        """Refuse lines that stop at `steps`: name what a rank misses, or a cycle of ranks."""
+        heads = {rank: self.schedule.ranks[rank][steps[rank]] for rank in stuck}
+        for rank, action in heads.items():
+            missing = [need for need in self.waits(action, done) if self.rank_of(need) == rank]
+            if missing:
+                self.refuse(
+                    f"runs before what it needs; rank {rank}: {action} waits for {missing[0]}",
+                    (rank, steps[rank]),
+                )
+        waits_for = {}
+        for rank, action in heads.items():
+            missing = self.waits(action, done)
+            waits_for[rank] = missing[0] if missing else _other_end(action)
+        # Every stopped rank waits for an action of another one: follow them to the cycle.
+        seen: list[int] = []
+        rank = stuck[0]
+        while rank not in seen:
+            seen.append(rank)
+            rank = self.rank_of(waits_for[rank])
+        cycle = sorted(seen[seen.index(rank) :])
+        reasons = (f"rank {r}: {heads[r]} waits for {waits_for[r]}" for r in cycle)
+        self.refuse(
+            "it deadlocks; " + "; ".join(reasons),
+            hint=None if self.compute_only else self.other_order(),
+            mark=[(r, steps[r]) for r in cycle],
+        )
+
+    def other_order(self) -> str | None:
+        """A hint where the same compute actions complete with their messages in another order."""
+        try:
+            validate(remove_communication(self.schedule), compute_only=True)
+        except ScheduleError:
+            return None
+        return (
+            "remove every SEND_F, RECV_F, SEND_B and RECV_B: hocket adds them in an order that "
+            "completes"
+        )
+
+    def rank_of(self, action: Action) -> int:
+        return self.place[action.stage]
 
     def waits(self, action: Action, done: set[Action]) -> list[Action]:
         """What `action` needs that is not done yet."""
-        return [need for need in self.needs(action) if need not in done]
+        return [n for half in halves(action) for n in self.needs(half) if n not in done]
 
     def needs(self, action: Action) -> Iterator[Action]:
         stage, m, last = action.stage, action.microbatch, self.schedule.num_stages - 1
@@ -291,8 +334,6 @@ class _Check:
             yield Action(stage, FORWARD, m)
         elif action.kind == SEND_B:
             yield self.gradient(stage, m)
-        elif action.kind in RECEIVES:
-            yield _source(action)
         elif action.kind == REDUCE_GRAD:
             for n in range(self.schedule.num_microbatches):
                 half = Action(stage, WEIGHT, n)
@@ -310,7 +351,6 @@ class _Check:
         return half if half in self.cells else Action(stage, BACKWARD, m)
 
 
-def _source(receive: Action) -> Action:
-    """The send that a receive takes from."""
-    kind = SEND_F if receive.kind == RECV_F else SEND_B
-    return Action(receive.peer_stage, kind, receive.microbatch)
+def _other_end(message: Action) -> Action:
+    """The receive of a send, the send of a receive."""
+    return Action(message.peer_stage, _OTHER_END[message.kind], message.microbatch)

@@ -15,6 +15,7 @@ from hocket.spec.errors import ScheduleError
 from hocket.spec.schedule import (
     BACKWARD,
     COMPUTE,
+    FORWARD,
     INPUT,
     RECEIVES,
     RECV_B,
@@ -23,6 +24,7 @@ from hocket.spec.schedule import (
     SEND_F,
     SENDS,
     WEIGHT,
+    Action,
     Schedule,
 )
 
@@ -46,49 +48,72 @@ def durations(schedule: Schedule, seconds: Mapping[str, Floats]) -> Floats:
     """
     count = next(iter(seconds.values())).shape[0]
     prices = {kind: list(np.ascontiguousarray(value.T)) for kind, value in _all(seconds).items()}
-    now = [np.zeros(count) for _ in schedule.ranks]
-    lane = [np.zeros(count) for _ in schedule.ranks]
-    arrival: dict[tuple[int, str, int | None], Floats] = {}
-    last = np.zeros(count)
+    lines, place = schedule.ranks, schedule.stage_ranks
+    free = np.zeros(count)
+    now = [free for _ in lines]
+    queue, sent = list(now), list(now)
+    reduced: dict[int, Floats] = {}
+    arrival: dict[tuple[int, bool, int | None], Floats] = {}
+    last = free
     steps = [0] * schedule.num_ranks
+    costs = {
+        (kind, stage): (cost, bool(cost.all()), cost > 0)
+        for kind in SENDS
+        for stage, cost in enumerate(prices.get(kind, ()))
+        if cost.any()
+    }
+
+    def send(rank: int, action: Action) -> bool:
+        forward = action.kind == SEND_F
+        stage, kind = (action.stage + 1, RECV_F) if forward else (action.stage - 1, RECV_B)
+        peer = place[stage]
+        if steps[peer] == len(lines[peer]):
+            return False
+        end = lines[peer][steps[peer]]
+        if end.kind != kind or end.stage != stage or end.microbatch != action.microbatch:
+            return False
+        steps[peer] += 1
+        time = now[rank]
+        if (action.kind, action.stage) in costs:
+            cost, always, paid = costs[action.kind, action.stage]
+            time = np.maximum(np.maximum(time, now[peer]), np.maximum(queue[rank], queue[peer]))
+            if rank in reduced:
+                time = np.maximum(time, reduced[rank])
+            time = time + cost
+            if always:
+                sent[rank] = queue[rank] = queue[peer] = time
+            else:
+                for ends, index in ((sent, rank), (queue, rank), (queue, peer)):
+                    ends[index] = np.where(paid, time, ends[index])
+                time = np.where(paid, time, now[rank])
+        arrival[stage, forward, action.microbatch] = time
+        return True
+
     moved = True
     while moved:
         moved = False
-        for rank, line in enumerate(schedule.ranks):
-            step = steps[rank]
-            while step < len(line):
-                action = line[step]
-                kind, stage = action.kind, action.stage
-                if kind in COMPUTE:
-                    if kind in prices:
-                        now[rank] = now[rank] + prices[kind][stage]
-                elif kind in RECEIVES:
-                    message = arrival.pop((stage, kind, action.microbatch), None)
-                    if message is None:
-                        break
-                    now[rank] = np.maximum(now[rank], message)
-                elif kind in SENDS or kind == REDUCE_GRAD:
-                    if kind in prices:
-                        start = np.maximum(now[rank], lane[rank])
-                        end = start + prices[kind][stage]
-                        lane[rank] = end
-                        last = np.maximum(last, end)
-                    else:
-                        end = np.maximum(now[rank], lane[rank])
-                    if kind in SENDS:
-                        forward = kind == SEND_F
-                        there = (stage + 1, RECV_F) if forward else (stage - 1, RECV_B)
-                        arrival[(*there, action.microbatch)] = end
-                elif action.parts is not None:
-                    for part in action.parts:
-                        if part.kind in prices:
-                            now[rank] = now[rank] + prices[part.kind][part.stage]
-                step += 1
-            moved = moved or step > steps[rank]
-            steps[rank] = step
+        for rank, line in enumerate(lines):
+            while steps[rank] < len(line):
+                action = line[steps[rank]]
+                if action.kind in RECEIVES or (action.kind in SENDS and not send(rank, action)):
+                    break
+                for part in action.parts or (action,):
+                    kind = part.kind
+                    if kind in COMPUTE:
+                        key = (part.stage, kind == FORWARD, part.microbatch)
+                        if kind != WEIGHT and key in arrival:
+                            now[rank] = np.maximum(now[rank], arrival.pop(key))
+                        if kind in prices:
+                            now[rank] = now[rank] + prices[kind][part.stage]
+                    elif kind == REDUCE_GRAD and kind in prices:
+                        start = np.maximum(now[rank], sent[rank])
+                        start = np.maximum(start, reduced.get(rank, free))
+                        reduced[rank] = start + prices[kind][part.stage]
+                steps[rank] += 1
+                moved = True
     if any(steps[rank] < len(line) for rank, line in enumerate(schedule.ranks)):
         raise ScheduleError(f"schedule {schedule.name!r} never ends")
-    for end in now:
+    for end in (*now, *sent, *reduced.values()):
         last = np.maximum(last, end)
     return last
 

@@ -1,11 +1,13 @@
 """Play a schedule event by event, on a compute and a communication lane per rank.
 
-    compute         F, B, I, W in the order of the rank's line; a receive waits there until its
-                    message has arrived
-    communication   messages in the order they are sent, one at a time; REDUCE_GRAD queues with
-                    them and holds up no compute
+    compute         F, B, I, W in the order of the rank's line; one that consumes a message begins
+                    once it has arrived
+    communication   a rank's messages, sent and received, one at a time in the order of its line,
+                    as a communicator of NCCL runs them: one begins once both ends have come to it,
+                    the action before its send and the one before its receive having ended.
+                    REDUCE_GRAD queues with what the rank sends and holds up no compute
 
-Links are full duplex: what a rank receives does not delay what it sends.
+A message that costs nothing is not modelled: it arrives as its producer ends.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ from hocket.spec.schedule import (
     BACKWARD,
     COMPUTE,
     FORWARD,
-    OVERLAP_F_B,
     RECEIVES,
     RECV_B,
     RECV_F,
@@ -65,13 +66,15 @@ class _Play:
         self.schedule = schedule
         self.prices = prices
         self.now = [0.0] * schedule.num_ranks  # end of each compute lane
-        self.lane = [0.0] * schedule.num_ranks  # end of each communication lane
-        self.arrival: dict[Action, tuple[float, float]] = {}  # receive to journey's start and end
+        self.lane = [0.0] * schedule.num_ranks  # end of what each rank sends or reduces
+        self.queue = [0.0] * schedule.num_ranks  # end of each rank's messages
+        self.arrival: dict[Action, float] = {}  # receive to its end
+        self.steps = [0] * schedule.num_ranks
         self.events: list[Event] = []
         self.changes: list[list[int]] = [[] for _ in self.now]  # activation bytes, in order
 
     def run(self) -> None:
-        steps = [0] * self.schedule.num_ranks
+        steps = self.steps
         moved = True
         while moved:
             moved = False
@@ -83,33 +86,51 @@ class _Play:
             if steps[rank] < len(line):
                 raise ScheduleError(
                     f"schedule {self.schedule.name!r} never ends: {line[steps[rank]]} waits\n"
-                    + board(self.schedule.ranks, mark=(rank, steps[rank]))
+                    + board(self.schedule.ranks, mark=[(rank, steps[rank])])
                 )
 
     def perform(self, rank: int, action: Action) -> bool:
-        """Do one action; False if its message is not even sent yet."""
+        """Do one action; False for a message whose other end has not come to it."""
         if action.kind in RECEIVES:
-            if action not in self.arrival:
-                return False
-            start, end = self.arrival.pop(action)
-            self.note(rank, action, "communication", start, end)
-            self.now[rank] = max(self.now[rank], end)
-        elif action.kind in SENDS:
-            start, end = self.occupy(rank, action)
-            kind = RECV_F if action.kind == SEND_F else RECV_B
-            self.arrival[Action(action.peer_stage, kind, action.microbatch)] = (start, end)
-        elif action.kind == REDUCE_GRAD:
-            self.occupy(rank, action)
-        elif action.kind == OVERLAP_F_B:
-            assert action.parts is not None
-            for part in action.parts:
+            return False  # done by its send
+        if action.kind in SENDS:
+            return self.message(rank, action)
+        if action.kind == REDUCE_GRAD:
+            start = max(self.now[rank], self.lane[rank])
+            self.lane[rank] = start + self.prices.of(action.kind, action.stage)
+            self.note(rank, action, "communication", start, self.lane[rank])
+        for part in action.parts or (action,):
+            if part.kind in COMPUTE:
                 self.compute(rank, part)
-        elif action.kind in COMPUTE:
-            self.compute(rank, action)
+        return True
+
+    def message(self, rank: int, send: Action) -> bool:
+        kind = RECV_F if send.kind == SEND_F else RECV_B
+        receive = Action(send.peer_stage, kind, send.microbatch)
+        peer = self.schedule.stage_ranks[receive.stage]
+        line, step = self.schedule.ranks[peer], self.steps[peer]
+        if step == len(line) or line[step] != receive:
+            return False
+        self.steps[peer] += 1
+        seconds = self.prices.of(send.kind, send.stage)
+        if not seconds:
+            self.arrival[receive] = self.now[rank]
+            return True
+        ends = (self.now[rank], self.now[peer], self.queue[rank], self.queue[peer])
+        start = max(*ends, self.lane[rank])
+        end = start + seconds
+        self.lane[rank] = self.queue[rank] = self.queue[peer] = end
+        self.arrival[receive] = end
+        self.note(rank, send, "communication", start, end)
+        self.note(peer, receive, "communication", start, end)
         return True
 
     def compute(self, rank: int, action: Action) -> None:
         start = self.now[rank]
+        if action.kind != WEIGHT:
+            kind = RECV_F if action.kind == FORWARD else RECV_B
+            receive = Action(action.stage, kind, action.microbatch)
+            start = max(start, self.arrival.pop(receive, 0.0))
         self.now[rank] = start + self.prices.of(action.kind, action.stage)
         self.note(rank, action, "compute", start, self.now[rank])
         held = self.prices.activation_bytes
@@ -118,16 +139,9 @@ class _Play:
         elif held and action.kind in (BACKWARD, WEIGHT):
             self.changes[rank].append(-held[action.stage])
 
-    def occupy(self, rank: int, action: Action) -> tuple[float, float]:
-        """Put an action on the communication lane: its start and end."""
-        start = max(self.now[rank], self.lane[rank])
-        self.lane[rank] = end = start + self.prices.of(action.kind, action.stage)
-        self.note(rank, action, "communication", start, end)
-        return start, end
-
     def note(self, rank: int, action: Action, lane: str, start: float, end: float) -> None:
         if lane == "communication" and end <= start:
-            return  # a free message leaves no span
+            return  # what is free leaves no span
         self.events.append(
             Event(
                 rank=rank,

@@ -34,6 +34,8 @@ from hocket.spec.schedule import (
     FORWARD,
     INPUT,
     RECEIVES,
+    RECV_B,
+    RECV_F,
     SEND_F,
     SENDS,
     WEIGHT,
@@ -203,6 +205,9 @@ class _Writer:
         stage = self.prices.stages[action.stage]
         fields = {"stage": action.stage, "microbatch": action.microbatch}
         if action.kind in (FORWARD, BACKWARD, INPUT, WEIGHT):
+            receive = self._consumed(action)
+            if receive is not None:
+                yield from self._message(receive, rank, number, fields)
             seconds, inside = _compute(stage, action.kind)
             if action.kind in (BACKWARD, WEIGHT) and action.stage in first:
                 first.discard(action.stage)
@@ -215,8 +220,18 @@ class _Writer:
                 yield from _collective(one, key, self._ranks(rank, one.axis))
             yield Work(seconds / (len(inside) + 1))
             yield End(name, {"lane": "compute", "kind": action.kind, "name": name, **fields})
-        elif action.kind in SENDS or action.kind in RECEIVES:
+        elif action.kind in SENDS:
             yield from self._message(action, rank, number, fields)
+
+    def _consumed(self, action: Action) -> Action | None:
+        """The receive that a compute action waits for; where the line posts it costs nothing."""
+        place, s = self.schedule.stage_ranks, action.stage
+        if action.kind == FORWARD and s > 0 and place[s - 1] != place[s]:
+            return Action(s, RECV_F, action.microbatch)
+        backward = action.kind in (BACKWARD, INPUT)
+        if backward and s + 1 < len(place) and place[s + 1] != place[s]:
+            return Action(s, RECV_B, action.microbatch)
+        return None
 
     def _message(
         self, action: Action, rank: int, number: int, fields: dict[str, int | None]
@@ -226,7 +241,7 @@ class _Writer:
         assert one is not None, action
         fields = {**fields, "bytes": one.bytes}
         sends = action.kind in SENDS
-        forward = action.kind in (SEND_F, "RECV_F")
+        forward = action.kind in (SEND_F, RECV_F)
         where = self.layout.coordinate(rank)
         place = tuple(index for axis, index in where.items() if axis != "pp")
         target = action.peer_stage if sends else action.stage

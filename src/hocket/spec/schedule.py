@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from hocket.spec.errors import ScheduleError, unknown
 
@@ -174,11 +174,12 @@ class Schedule:
         )
 
 
-def board(ranks: Sequence[Sequence[Action]], mark: tuple[int, int] | None = None) -> str:
-    """The whole schedule, rank by step, with the cell `mark` (rank, step) between arrows."""
+def board(ranks: Sequence[Sequence[Action]], mark: Collection[tuple[int, int]] = ()) -> str:
+    """The whole schedule, rank by step, with the cells in `mark` (rank, step) between arrows."""
     cells = [[str(a) for a in line] for line in ranks]
-    if mark is not None and mark[1] < len(cells[mark[0]]):
-        cells[mark[0]][mark[1]] = f">>{cells[mark[0]][mark[1]]}<<"
+    for rank, step in mark:
+        if step < len(cells[rank]):
+            cells[rank][step] = f">>{cells[rank][step]}<<"
     depth = max((len(line) for line in cells), default=0)
     widths = [
         max([len(line[i]) for line in cells if i < len(line)] + [len(str(i))]) for i in range(depth)

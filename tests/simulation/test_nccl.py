@@ -1,0 +1,167 @@
+"""The NCCL player against cases worked by hand."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from hocket.simulation.nccl import Group, Op, Trace, check
+
+PAIR: Group = ("pp", 0, 1)
+
+
+def send(trace: Trace, group: Group, peer: int, numel: int = 4) -> Op:
+    return trace.enqueue(Op("send", group, trace.rank, numel, "float32", peer))
+
+
+def recv(trace: Trace, group: Group, peer: int, numel: int = 4) -> Op:
+    return trace.enqueue(Op("recv", group, trace.rank, numel, "float32", peer))
+
+
+def reduce(trace: Trace, group: Group, numel: int = 4, blocks: bool = True) -> Op:
+    return trace.enqueue(Op("all-reduce", group, trace.rank, numel, "float32", blocks=blocks))
+
+
+def traces(count: int) -> list[Trace]:
+    return [Trace(rank) for rank in range(count)]
+
+
+@pytest.mark.parametrize("rule", ["eager", "lazy"])
+def test_a_send_meets_its_receive(rule: str) -> None:
+    a, b = traces(2)
+    send(a, PAIR, 1)
+    b.wait(recv(b, PAIR, 0))
+    assert check([a, b], rule).ok
+
+
+@pytest.mark.parametrize("rule", ["eager", "lazy"])
+def test_two_sends_that_come_first_never_end(rule: str) -> None:
+    a, b = traces(2)
+    send(a, PAIR, 1)
+    a.wait(recv(a, PAIR, 1))
+    send(b, PAIR, 0)
+    b.wait(recv(b, PAIR, 0))
+    verdict = check([a, b], rule)
+    assert not verdict.ends
+    assert verdict.cycle == (0, 1)
+    assert verdict.waiting[0].ranks == (1,)
+    assert verdict.waiting[0].behind == 1
+    assert verdict.picture().splitlines()[0] == (
+        "rank 0 -- send to 1 of 4 float32 on pp --> rank 1"
+    )
+
+
+def test_two_groups_let_opposite_sends_pass() -> None:
+    a, b = traces(2)
+    forward, backward = ("forward", 0, 1), ("backward", 0, 1)
+    send(a, forward, 1)
+    a.wait(recv(a, backward, 1))
+    send(b, backward, 0)
+    b.wait(recv(b, forward, 0))
+    assert check([a, b], "eager").ends
+    # Lazily, each host waits for the other to create another communicator.
+    verdict = check([a, b], "lazy")
+    assert not verdict.ends
+    assert verdict.waiting[0].operation.startswith("creating the communicator of send to 1")
+
+
+def test_a_receive_at_the_head_holds_up_the_collective_behind_it() -> None:
+    a, b = traces(2)
+    for trace in (a, b):  # both communicators exist before
+        reduce(trace, PAIR)
+    recv(a, PAIR, 1)
+    send(b, PAIR, 0)
+    recv(a, PAIR, 1)
+    reduce(a, PAIR)
+    reduce(b, PAIR)
+    send(b, PAIR, 0)
+    assert not check([a, b], "eager").ends  # one queue
+    assert check([a, b], "lazy").ends  # the pair has a queue of its own
+
+
+def test_a_rank_that_never_calls_is_named() -> None:
+    ranks = traces(3)
+    world: Group = ("world", 0, 1, 2)
+    for trace in ranks[:2]:
+        reduce(trace, world)
+    verdict = check(ranks, "eager")
+    assert [w.rank for w in verdict.waiting] == [0, 1]
+    assert verdict.waiting[0].ranks == (2,)
+    assert verdict.cycle == ()
+
+
+def test_different_calls_of_one_collective_are_found() -> None:
+    a, b = traces(2)
+    reduce(a, PAIR, numel=4)
+    reduce(b, PAIR, numel=5)
+    verdict = check([a, b])
+    assert verdict.ends
+    assert not verdict.ok
+    assert "4 float32" in verdict.mismatches[0]
+    assert "5 float32" in verdict.mismatches[0]
+
+
+def test_a_send_of_another_size_is_found() -> None:
+    a, b = traces(2)
+    send(a, PAIR, 1, numel=3)
+    recv(b, PAIR, 0, numel=4)
+    assert len(check([a, b]).mismatches) == 1
+
+
+def test_an_asynchronous_collective_lets_the_compute_stream_continue() -> None:
+    a, b = traces(2)
+    other: Group = ("other", 0, 1)
+    first = reduce(a, PAIR, blocks=False)
+    reduce(a, other)
+    a.wait(first)
+    reduce(b, other)
+    reduce(b, PAIR)
+    assert check([a, b], "eager").ok
+
+
+def test_a_mirrored_trace_is_that_of_its_own_groups() -> None:
+    first = [Trace(0), Trace(1)]
+    for trace in first:
+        reduce(trace, PAIR)
+        reduce(trace, ("dp", trace.rank, trace.rank + 2))
+    send(first[0], PAIR, 1)
+    recv(first[1], PAIR, 0)
+    to = {0: 2, 1: 3}
+    second = [
+        Trace(to[t.rank], like=t, ranks=to, groups={op.group: moved(op.group) for op in t.ops})
+        for t in first
+    ]
+    for rule in ("eager", "lazy"):
+        assert check([*first, *second], rule).ok
+        assert [w.rank for w in check([*first, *second[:1], Trace(3)], rule).waiting] == [0, 1, 2]
+
+
+def moved(group: Group) -> Group:
+    """The group of the replica two ranks on; that of both replicas is its own."""
+    return group if group[0] == "dp" else (group[0], *(r + 2 for r in group[1:]))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_lines_that_restrict_one_global_order_end(seed: int) -> None:
+    """Whatever order all operations are written in, if every rank keeps it the job ends; if one
+    rank exchanges two that block and share a member, it does not."""
+    draw = random.Random(seed)
+    size = draw.randint(2, 6)
+    ranks = traces(size)
+    for number in range(draw.randint(1, 40)):
+        members = sorted(draw.sample(range(size), draw.randint(2, size)))
+        if draw.random() < 0.5:
+            a, b = draw.sample(members, 2)
+            group: Group = ("pp", *range(size))
+            sent, received = send(ranks[a], group, b, number), recv(ranks[b], group, a, number)
+            if draw.random() < 0.5:
+                ranks[a].wait(sent)
+            if draw.random() < 0.8:
+                ranks[b].wait(received)
+        else:
+            for rank in members:
+                reduce(ranks[rank], ("g", *members), number, blocks=draw.random() < 0.5)
+    for rule in ("eager", "lazy"):
+        verdict = check(ranks, rule)
+        assert verdict.ok, verdict
