@@ -243,7 +243,8 @@ def built(
         closed.clear()
         live = Real()
         with live:
-            *_, parallel = build_model(spec, mesh, schedule, plan)
+            own = mesh if split.zero else Mesh(split, context.rank)  # its norm has other ranks
+            *_, parallel = build_model(spec, own, schedule, plan)
         live.close()
         return parallel, live.peak, sum(closed)
 
@@ -329,7 +330,8 @@ def kept(context: Any, config: dict[str, Any], layout: str, folder: str) -> dict
             model="tiny", config=config, layout=split, options=options,
             workload=Workload(seq_len=16, global_batch=4, dtype="fp32"),
         )  # fmt: skip
-        *_, parallel = build_model(spec, mesh, schedule, plan)
+        own = mesh if split.zero else Mesh(split, context.rank)  # its norm has other ranks
+        *_, parallel = build_model(spec, own, schedule, plan)
         return parallel, build_optimizer(parallel, options)
 
     def beside(parallel: Any, optimizer: Any, call: Any) -> int:

@@ -133,3 +133,40 @@ def exchange(context: RankContext, payload: dict[str, Any]) -> None:
     dist.all_reduce(value)
     told = [context.rank, context.world_size, context.local_rank, context.one_machine]
     context.emit({"event": "sum", "value": int(value), "told": told})
+
+
+def on_nccl_like(context: RankContext, payload: dict[str, Any]) -> None:
+    """Steps of two all-reduces on a backend that behaves as NCCL's; one rank fails in the third."""
+    import torch
+
+    from hocket.runtime.collectives import all_reduce
+    from hocket.runtime.mesh import Mesh
+    from hocket.spec.layout import Layout
+    from tests.launch import nccl_like
+
+    nccl_like.register()
+    context.init_process_group(nccl_like.NAME, timeout=payload["timeout"])
+    mesh = Mesh(Layout(dp=context.world_size), context.rank)
+    context.position = mesh.position
+    for step in range(5):
+        for call in range(2):
+            if step == 2 and call == 1 and context.rank == payload["rank"]:
+                context.emit({"event": "ready"})
+                end_as(payload["how"])
+            all_reduce(torch.ones(4), mesh.axis("dp"), mesh.recorder)
+        nccl_like.synchronize()
+    if payload["rank"] is None:
+        atexit_groups = list(nccl_like._groups)
+        destroy = context.destroy
+
+        def recorded(seconds: float = 10.0) -> bool:
+            done = destroy(seconds)
+            context.emit({"event": "destroyed", "how": atexit_groups[0].ended, "done": done})
+            return done
+
+        context.destroy = recorded  # type: ignore[method-assign]
+
+
+def tell_environment(context: RankContext, payload: dict[str, Any]) -> None:
+    values = [os.environ.get(name) for name in payload["names"]]
+    context.emit({"event": "environment", "values": values})

@@ -116,3 +116,41 @@ def test_two_torchrun_agents_on_one_machine(tmp_path: Path) -> None:
         (event,) = json.loads((tmp_path / f"rank-{rank}.json").read_text())
         assert event["value"] == 11
         assert event["told"] == [rank, 2, 0, False]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_waits_for_its_device_learns_of_a_failed_one(failing: int) -> None:
+    """Without a parent of ours, on a backend that behaves as NCCL's: its watchdog would take a
+    minute."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    environment = {k: v for k, v in os.environ.items() if k not in TORCHRUN}
+    folders = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment |= {"PYTHONPATH": folders, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    code = (
+        "from hocket.launch import run_joined\n"
+        f"payload = {{'how': 'raise', 'rank': {failing}, 'timeout': 60.0}}\n"
+        "run_joined('tests.launch.cases:on_nccl_like', payload, device='cpu')\n"
+    )
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env={**environment, "RANK": str(rank), "MASTER_PORT": str(port)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        errors = [rank.communicate(timeout=50)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [1, 1]
+    assert "ValueError: boom in the middle" in errors[failing]
+    victim = 1 - failing
+    text = f"rank {victim} ends: rank {failing} failed: ValueError: boom in the middle"
+    assert text in errors[victim]
+    assert "Watchdog" not in errors[victim]

@@ -317,3 +317,110 @@ def generic(context: Any) -> list[float]:
         float((p.grad - w).abs().max()) for p, w in zip(parallel.parameters(), wanted, strict=True)
     ]
     return [float(loss) - float(whole), *gaps]
+
+
+def split_mesh(context: Any, layout: str, tie: bool) -> dict[str, Any]:
+    """A mesh on a world that is bound to a device, as a GPU's is; the splits that it takes.
+
+    Gloo's own split loses connections at random, so its groups are made one by one here, after
+    the demands of `split_group` on its callers have been checked.
+    """
+    import inspect
+
+    import torch.distributed as dist
+
+    world = dist.group.WORLD
+    assert world is not None
+    world.bound_device_id = torch.device("cpu", 0)
+    assert world._get_backend(world.bound_device_id).supports_splitting
+    splits: list[str] = []
+    timeouts: list[float] = []
+    original = dist.split_group
+
+    def split_group(**given: Any) -> Any:
+        arguments = inspect.signature(original).bind(**given).arguments
+        rows, name = arguments["split_ranks"], arguments["group_desc"]
+        flat = [rank for row in rows for rank in row]
+        assert rows
+        assert len(flat) == len(set(flat)), "splits overlap"
+        # Every rank of the parent takes part, with the same splits, in the same order.
+        key = f"split {len(splits)}"
+        context.store().set(f"{key} {context.rank}", json.dumps([name, rows]))
+        for rank in range(context.world_size):
+            assert json.loads(context.store().get(f"{key} {rank}")) == [name, rows]
+        splits.append(name)
+        timeouts.append(arguments["timeout"].total_seconds())
+        bound, world.bound_device_id = (
+            world.bound_device_id,
+            None,
+        )  # no accelerator: Gloo rejects it
+        groups = [dist.new_group(row, use_local_synchronization=True) for row in rows]
+        world.bound_device_id = bound
+        return next((g for g, row in zip(groups, rows, strict=True) if context.rank in row), None)
+
+    dist.split_group = split_group
+    mesh = Mesh(Layout.parse(layout), context.rank)
+    mesh.prepare(tie=tie)
+    sums = {}
+    for members, names in mesh.process_groups().items():
+        total = torch.tensor([context.rank])
+        all_reduce(total, mesh.axis(names[0]), mesh.recorder)
+        sums[" ".join(map(str, members))] = int(total)
+    return {
+        "splits": splits,
+        "timeouts": timeouts,
+        "members": [list(members) for members in mesh.process_groups()],
+        "sums": sums,
+    }
+
+
+def overlapped(context: Any, sequence: bool, model: str = "llama") -> dict[str, Any]:
+    """A step of a model over tp as torch orders its backward, and with weight gradients computed
+    during collectives: losses, gradients that differ, and the order of what backward did."""
+    import gc
+
+    from hocket.models.masks import of_whole_sequences
+    from hocket.models.plans import plan_for
+    from hocket.runtime.tensor_parallel import overlap
+
+    of_whole_sequences()
+    layout = Layout(tp=context.world_size, sequence_parallel=sequence)
+    losses, gradients, counted, kept = [], [], [], 0
+    ordinary = overlap.on_cuda
+    order: list[str] = []
+
+    def noted(name: str, label: str) -> None:
+        inner = getattr(overlap, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            order.append(label)
+            return inner(*args, **kwargs)
+
+        setattr(overlap, name, call)
+
+    for name, label in (
+        ("all_reduce", "begin"), ("reduce_scatter_flat", "begin"), ("weight_gradient", "dW"),
+        ("_note", "wait"),
+    ):  # fmt: skip
+        noted(name, label)
+    for asked in (False, True):
+        overlap.on_cuda = lambda x, asked=asked: asked
+        try:
+            module, _, _ = llama(model)
+            plan = plan_for(module, sequence=sequence)
+            mesh = Mesh(layout, context.rank)
+            parallel = parallelize(module, layout, plan, mesh=mesh)
+        finally:
+            overlap.on_cuda = ordinary
+        mesh.recorder.clear()
+        batches = [models.tokens(batch=2, seed=i) for i in range(2)]
+        for batch in batches:
+            batch["position_ids"] = torch.arange(batch["input_ids"].shape[1]).expand(2, -1)
+        losses.append(float(parallel.forward_backward(batches, num_tokens=30)))
+        gradients.append({name: p.grad.clone() for name, p in parallel.named_parameters()})
+        counted.append(mesh.recorder.collectives())
+        gc.collect()
+        kept = sum(isinstance(each, overlap.Overlap) for each in gc.get_objects())
+    differ = [n for n, g in gradients[0].items() if not torch.equal(g, gradients[1][n])]
+    found = {"losses": losses, "differ": differ, "counted": counted, "kept": kept}
+    return {**found, "order": " ".join(order)}

@@ -116,3 +116,40 @@ def test_meshes_of_many_shapes_in_one_world(ranks) -> None:
             {"dp": 6, "pp": rank, "tp": rank, "shard": pair},
             {"dp": rank, "pp": 6, "tp": rank, "shard": rank, "embedding": ends},
         ]
+
+
+@pytest.mark.ranks
+def test_a_bound_world_is_split_once_for_each_distinct_axis(ranks) -> None:
+    for layout, tie, splits in (
+        ("dp2.tp2", False, ["dp", "tp"]),
+        ("dp4:zero=1,shard=2", False, ["shard", "replicas"]),
+        ("pp4", True, ["embedding"]),
+        ("dp2.pp2", True, ["dp", "pp"]),
+    ):
+        rows = ranks.run("tests.runtime.cases:split_mesh", world_size=4, layout=layout, tie=tie)
+        for rank, row in enumerate(rows):
+            assert row["splits"] == splits
+            # The world's own, not the ten minutes that torch gives a new NCCL group.
+            assert row["timeouts"] == [60.0] * len(splits)
+            assert row["sums"] == {
+                " ".join(map(str, members)): sum(members) for members in row["members"]
+            }
+            assert all(rank in members for members in row["members"])
+
+
+@pytest.mark.torch
+def test_a_mesh_without_a_world_takes_its_groups_from_a_factory() -> None:
+    made = []
+
+    def factory(rows, rank, name):
+        made.append(name)
+        return f"{name} of {rank}"
+
+    mesh = Mesh(Layout.parse("dp4.pp2.tp2"), 5, group_factory=factory)
+    assert made == ["world", "dp", "pp", "tp", "model"]
+    assert mesh.axis("tp").ranks == (4, 5)
+    assert mesh.axis("pp").group == "pp of 5"
+    mesh.prepare(tie=True)
+    # With two stages the ends are the pipeline's ranks.
+    assert mesh.axis("embedding").group == "pp of 5"
+    assert list(mesh.process_groups().values())[2] == ["pp", "embedding"]

@@ -52,6 +52,21 @@ def test_one_all_reduce_forward_and_one_backward_per_half_layer(ranks, model: st
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("model", ["llama", "gemma3_text"])
+def test_overlapped_weight_gradients_are_the_same(ranks, sequence: bool, model: str) -> None:
+    case = "tests.runtime.cases:overlapped"
+    for row in ranks.run(case, world_size=2, sequence=sequence, model=model):
+        assert row["losses"][0] == row["losses"][1]
+        assert row["differ"] == []
+        assert row["counted"][0] == row["counted"][1]  # the same collectives
+        assert row["kept"] == 0  # no graph outlives its backward
+        head, mlp, attention = ("begin " + n * "dW " + "wait" for n in (1, 2, 3))
+        backward = " ".join([head, *models.LAYERS * [mlp, attention]])
+        assert row["order"] == f"{backward} {backward}"  # of two microbatches
+
+
+@pytest.mark.ranks
 def test_hugging_face_models_equal_one_process(ranks) -> None:
     for tp, kinds in ((2, ["llama", "qwen3", "gemma3_text", "mixtral"]), (4, ["qwen3", "mixtral"])):
         for rows in ranks.run("tests.runtime.cases:hugging_face", world_size=tp, kinds=kinds):

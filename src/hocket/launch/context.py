@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import os
+import sys
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +28,9 @@ class RankContext:
         device_kind: `cpu` or `cuda`.
         one_machine: all ranks share this machine (and its memory).
         attempt: 0 at first, counted up by every restart; keys of the store carry it.
+        watched: a parent of ours watches the rank, and ends it.
+        position: gives, as plain data, how far the rank has come in its collectives
+            (`Mesh.position`); asked from another thread, where the run is silent.
     """
 
     rank: int
@@ -36,6 +42,8 @@ class RankContext:
     _send: Callable[[dict[str, Any]], None] = dataclasses.field(repr=False)
     _open_store: Callable[[float], Store] = dataclasses.field(repr=False)
     _store: Store | None = dataclasses.field(default=None, repr=False)
+    watched: bool = True
+    position: Callable[[], dict[str, Any]] | None = dataclasses.field(default=None, repr=False)
 
     def emit(self, event: dict[str, Any]) -> None:
         """Hand an event (a dictionary of plain values with a key `event`) to the parent.
@@ -73,18 +81,56 @@ class RankContext:
 
         `backend` is any that torch knows at this moment (a backend of our own has to be
         registered before); `device` is given for CUDA, which binds the group to it at once;
-        `timeout` in seconds bounds every collective.
+        `timeout` in seconds bounds every collective. Under NCCL its watchdog ends a rank after that
+        time, a victim as likely as the cause: where the parent watches, it comes later.
         """
         import torch.distributed as dist
 
+        cuda = device is not None and device.type == "cuda"
+        if cuda and self.watched:
+            timeout = max(WATCHDOG, 2 * timeout)
         dist.init_process_group(
             backend,
             store=self.store(timeout),
             rank=self.rank,
             world_size=self.world_size,
             timeout=datetime.timedelta(seconds=timeout),
-            device_id=device if device is not None and device.type == "cuda" else None,
+            device_id=device if cuda else None,
         )
+
+    def destroy(self, seconds: float = 10.0) -> bool:
+        """Take down the process groups at the end of a healthy run; whether that was done in time.
+
+        Every rank calls it once all have finished: communicators end together. After `seconds` it
+        returns all the same, for the process is about to end.
+        """
+        return _bounded("destroy_process_group", seconds)
+
+    def abort(self, seconds: float = 5.0) -> bool:
+        """Take down the process groups after a failure, without the other ranks: whatever waits
+        in a collective on this rank is released. Whether that was done in time."""
+        return _bounded("_abort_process_group", seconds)
+
+
+WATCHDOG = 3600.0
+"""Least seconds after which NCCL's watchdog may end a rank that a parent of ours watches."""
+
+
+def _bounded(name: str, seconds: float) -> bool:
+    """Call a function of torch.distributed in a thread that may be left behind."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return True
+    done = threading.Event()
+
+    def call() -> None:
+        with contextlib.suppress(Exception):  # the run has its outcome already
+            function: Any = getattr(dist, name, None) or getattr(dist.distributed_c10d, name)
+            function()
+        done.set()
+
+    threading.Thread(target=call, daemon=True).start()
+    return done.wait(seconds)
 
 
 def loopback_store(

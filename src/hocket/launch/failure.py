@@ -12,6 +12,7 @@ import signal
 from collections.abc import Sequence
 from typing import Any
 
+from hocket.launch import symptoms
 from hocket.spec import errors
 
 # A stack that ends in one of these waits for other ranks: the one they wait for does not.
@@ -20,6 +21,10 @@ _WAITING = (
     "hocket/runtime/shm/",
     "hocket/runtime/collectives.py",
 )
+
+
+Positions = dict[int, dict[str, tuple[list[int], int]] | None]
+"""Rank to axis to its ranks and the number of collectives enqueued; None: it gave no answer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +47,11 @@ class Failure:
 
     @property
     def symptom(self) -> bool:
-        """It only says that another rank is gone."""
-        return self.report is not None and bool(self.report["lost_peer"])
+        """It only says that another rank is gone: so did its exception, or NCCL's watchdog, which
+        ended it."""
+        if self.report is None:
+            return self.code == -signal.SIGABRT and symptoms.of_nccl(self.tail)
+        return bool(self.report["lost_peer"])
 
 
 def first(failures: Sequence[Failure]) -> Failure:
@@ -67,7 +75,7 @@ def to_error(failures: Sequence[Failure], world_size: int, stacks: str = "") -> 
     report = cause.report
     if report is None:
         error: errors.HocketError = errors.RankFailure(
-            f"{who} (process {cause.pid}) {_end(cause.code)}" + _tail(cause) + after,
+            f"{who} (process {cause.pid}) {_end(cause.code)}" + _tail(cause) + after + stacks,
             hint=_HINTS.get(cause.code) if cause.code is not None else None,
         )
     elif report["hocket"] not in (None, "RankFailure"):
@@ -104,27 +112,73 @@ def _tail(failure: Failure) -> str:
     return "\nits last words:\n" + "\n".join(f"  {line}" for line in failure.tail)
 
 
-def silence(seconds: float, stacks: dict[int, str], begun: bool) -> errors.RankFailure:
+def silence(
+    seconds: float, stacks: dict[int, str], begun: bool, positions: Positions | None = None
+) -> errors.RankFailure:
     """No rank has spoken for `seconds`: the stacks, those first that wait for no other rank."""
     when = "" if begun else " since the start"
     text = f"no rank gave a sign of life for {seconds:.0f} s{when}; the run was ended"
+    found = _suspects(stacks, behind(positions or {}))
+    if len(stacks) > 1 and 0 < len(found) < len(stacks):
+        label = "rank" if len(found) == 1 else "ranks"
+        text += f"; {label} {', '.join(map(str, found))} may hold up the others"
     return errors.RankFailure(
-        text + show_stacks(stacks), hint="if a step may take this long, a larger --timeout"
+        text + show_stacks(stacks, positions),
+        hint="if a step may take this long, a larger --timeout",
     )
 
 
-def show_stacks(stacks: dict[int, str]) -> str:
+def behind(positions: Positions) -> dict[int, str]:
+    """The ranks that have enqueued fewer collectives of an axis than another of its ranks, and
+    how far each is behind.
+
+    Under NCCL a rank enqueues and goes on, so that its stack does not tell what it waits for:
+    victims have enqueued all that they could, the rank at fault has not. A rank that gave no
+    answer while others did (stopped, or in code that holds the interpreter) is behind them.
+    """
+    found: dict[int, str] = {}
+    waits_for: dict[int, set[int]] = {}
+    for rank, position in sorted(positions.items()):
+        for axis, (ranks, count) in (position or {}).items():
+            others = {r: positions.get(r) or {} for r in ranks}
+            counts = {r: each[axis][1] for r, each in others.items() if axis in each}
+            ahead = max(counts, key=lambda r: (counts[r], -r), default=rank)
+            if counts.get(ahead, count) > count:
+                more = f"rank {ahead} has {counts[ahead]}"
+                found.setdefault(rank, f"has enqueued {count} collectives of axis {axis}, {more}")
+            waits_for.setdefault(rank, set()).update(r for r in counts if counts[r] < count)
+    # One that is ahead of another late rank on some axis waits for it, and is a victim.
+    causes = {rank: how for rank, how in found.items() if not waits_for[rank] & set(found)}
+    found = causes or found
+    if any(positions.values()):
+        for rank, position in positions.items():
+            if position is None:
+                found[rank] = "did not answer"
+    return found
+
+
+def show_stacks(stacks: dict[int, str], positions: Positions | None = None) -> str:
     """Stacks in full of the ranks that hold up the others, a line for each that waits."""
-    suspects = [r for r, text in stacks.items() if not waits(text)]
+    late = behind(positions or {})
+    suspects = _suspects(stacks, late)
     full = suspects or list(stacks)[:1]
-    parts = [f"\n\nrank {r}{_role(r, suspects)}:\n{stacks[r].rstrip()}" for r in full[:4]]
+    parts = [f"\n\nrank {r}{_role(r, suspects, late)}:\n{stacks[r].rstrip()}" for r in full[:4]]
     rest = [r for r in stacks if r not in full[:4]]
     parts += [f"\nrank {r}: {_top(stacks[r])}" for r in rest]
     return "".join(parts)
 
 
-def _role(rank: int, suspects: list[int]) -> str:
-    return " (the others may be waiting for it)" if rank in suspects else ""
+def _suspects(stacks: dict[int, str], late: dict[int, str]) -> list[int]:
+    """The ranks that the others seem to wait for, by their stacks and by who is `behind`."""
+    busy = [r for r, text in stacks.items() if not waits(text)]
+    return [r for r in busy if r in late] or busy or [r for r in stacks if r in late]
+
+
+def _role(rank: int, suspects: list[int], late: dict[int, str]) -> str:
+    if rank not in suspects:
+        return ""
+    how = f"; it {late[rank]}" if rank in late else ""
+    return f" (the others may be waiting for it{how})"
 
 
 def waits(stack: str) -> bool:

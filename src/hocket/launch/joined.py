@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import os
 import re
+import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from hocket.launch import gpus
 from hocket.launch.context import RankContext
-from hocket.launch.rank import load
+from hocket.launch.rank import load, lost_peer
 from hocket.spec.errors import LayoutError
 
 if TYPE_CHECKING:
@@ -59,18 +63,13 @@ def joined(environment: Mapping[str, str] | None = None) -> RankContext | None:
         rank=world.rank,
         world_size=world.world_size,
         local_rank=world.local_rank,
-        device_kind=_device_kind(),
+        device_kind="cuda" if gpus.cuda_shows() else "cpu",
         one_machine=world.one_machine,
         attempt=world.attempt,
+        watched=False,
         _send=lambda message: None,
         _open_store=lambda timeout: _open(world, timeout),
     )
-
-
-def _device_kind() -> str:
-    from hocket.launch.launcher import cuda_shows
-
-    return "cuda" if cuda_shows() else "cpu"
 
 
 def _read(environment: Mapping[str, str]) -> _World | None:
@@ -160,6 +159,8 @@ def run_joined(
             on_event({**message, "rank": context.rank})
 
     context._send = hear
+    if context.device_kind == "cuda":  # read by torch when the device is first used
+        os.environ |= gpus.rank_settings(os.environ, watched=False)
     import torch
     from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -168,16 +169,67 @@ def run_joined(
 
     @record
     def call() -> None:
-        load(entry)(context, payload or {})
+        notice = _Notice(context)
+        notice.start()
+        try:
+            load(entry)(context, payload or {})
+        except BaseException as error:
+            notice.done.set()
+            notice.send(error)
+            context.abort()  # or the end of this process would wait for collectives under way
+            raise
+        notice.done.set()
         _leave_together(context)
 
     call()
 
 
+class _Notice(threading.Thread):
+    """Tells the ranks of a failure of one of them, through the store.
+
+    No launcher of ours watches these ranks, and one that waits in a collective of NCCL learns of
+    a dead peer only when its watchdog does, minutes later. It ends itself here, and reports whose
+    failure it was.
+    """
+
+    def __init__(self, context: RankContext) -> None:
+        super().__init__(daemon=True, name="notice")
+        self.context = context
+        self.done = threading.Event()
+
+    def run(self) -> None:
+        while not self.done.wait(_POLL):
+            store = self.context._store
+            try:
+                if store is None or not store.check(["failed"]):
+                    continue
+                text = store.get("failed").decode(errors="replace")
+            except Exception as error:
+                first = str(error).split("\n", maxsplit=1)[0]
+                text = f"the store that the ranks share is gone, and who served it ({first})"
+            if not self.done.is_set():
+                print(f"rank {self.context.rank} ends: {text}", file=sys.stderr, flush=True)
+                self.context.abort()
+                os._exit(1)
+
+    def send(self, error: BaseException) -> None:
+        """Say that this rank failed, unless it is only another one's victim."""
+        store, context = self.context._store, self.context
+        if store is None or context.world_size == 1 or lost_peer(error):
+            return
+        first = str(error).split("\n", maxsplit=1)[0][:500]
+        with contextlib.suppress(Exception):
+            store.set("failed", f"rank {context.rank} failed: {type(error).__name__}: {first}")
+            if context.rank == 0:
+                time.sleep(2 * _POLL)  # it may serve the store that the others read
+
+
+_POLL = 1.0
+"""Seconds between two looks at the store."""
+
+
 def _leave_together(context: RankContext, seconds: float = 60.0) -> None:
     """Rank 0 may serve the store, so it leaves last."""
-    import torch.distributed as dist
-
     if context.world_size == 1 or context._store is None:
         return
     store = context._store
@@ -186,5 +238,4 @@ def _leave_together(context: RankContext, seconds: float = 60.0) -> None:
         end = time.monotonic() + seconds
         while store.add("finished", 0) < context.world_size and time.monotonic() < end:
             time.sleep(0.02)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    context.destroy()

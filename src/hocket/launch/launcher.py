@@ -11,10 +11,8 @@ ranks with it.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -27,8 +25,11 @@ from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from hocket.launch import lines
+from hocket.launch.gpus import cuda_shows, rank_settings
 from hocket.launch.watch import Event, Watch
 from hocket.spec.errors import OptionError, RankFailure
+
+__all__ = ["DEVICES", "Launcher", "Terminated", "cuda_shows", "raising_on_sigterm"]
 
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -114,6 +115,10 @@ class Launcher:
         environment["PYTHONUNBUFFERED"] = "1"
         if any(name == "lo" for _, name in socket.if_nameindex()):
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        # A server that asked CUDA for devices could not fork ranks, not even for the CPU.
+        environment.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+        if self.device_kind == "cuda":
+            environment |= rank_settings(environment, watched=True)
         if self.quiet:
             environment.setdefault("TRANSFORMERS_VERBOSITY", "error")
             environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -289,15 +294,3 @@ def raising_on_sigterm() -> Iterator[None]:
     finally:
         for number, old in before:
             signal.signal(number, old)
-
-
-def cuda_shows() -> bool:
-    """Whether torch is built for CUDA and this machine has a device; imports nothing."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or not spec.submodule_search_locations:
-        return False
-    version = Path(spec.submodule_search_locations[0]) / "version.py"
-    with contextlib.suppress(OSError):
-        built = re.search(r"^cuda\b[^=]*=\s*['\"]", version.read_text(), re.MULTILINE)
-        return built is not None and any(Path("/dev").glob("nvidia[0-9]*"))
-    return False

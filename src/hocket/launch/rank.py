@@ -3,12 +3,17 @@
 1 die with the parent    2 own output and stacks    3 read the start message
 4 import the entry       5 run it                   6 say how it ended, wait, leave
 
-A rank leaves by `os._exit`: nothing at interpreter exit may hold up or confuse the others.
+A rank leaves by `os._exit`: nothing at interpreter exit may hold up or confuse the others. NCCL's
+communicators are destroyed before, in bounded time: all ranks do so together, when the parent asks
+them to leave. After a failure the parent ends every rank, and nothing is waited for.
+
+A thread answers the parent while the entry runs, whatever the main thread waits for.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import faulthandler
 import importlib
@@ -17,34 +22,20 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from hocket.launch import symptoms
 from hocket.launch.context import RankContext, loopback_store
 from hocket.launch.lines import LineWriter
 from hocket.spec import errors
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
-
-# What a rank sees when another one went away: never the cause of a failure.
-_PEER_LOST = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Connection refused",
-    "Broken pipe",
-    "Socket Closed",
-    "recvValue failed",
-    "sendBytes failed",
-    "failed to recv",
-    "Failed to recv",
-    "remote process exited",
-    "Timed out waiting",
-    "NCCL communicator was aborted",
-)
 
 
 def die_with(parent: int) -> None:
@@ -75,7 +66,7 @@ def lost_peer(error: BaseException) -> bool:
         return True
     if isinstance(error, errors.HocketError):
         return False
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _PEER_LOST)
+    return isinstance(error, RuntimeError) and symptoms.of_lost_peer(str(error))
 
 
 def describe(error: BaseException) -> dict[str, Any]:
@@ -104,23 +95,52 @@ def run_rank(
     message (shared by all ranks, so never seeked) and the store's listening socket."""
     connection = socket.socket(fileno=events)
     writer = LineWriter(connection)
+    answers = _Answers(connection, writer)
     code = 1
     try:
         _own_streams(output, stacks)
+        answers.start()
         size = os.fstat(start).st_size
         message = json.loads(os.pread(start, size, 0))
-        code = _call(rank, message, writer, listener)
+        context = _context(rank, message, writer, listener)
+        answers.context = context
+        code = _call(context, message, writer)
     except BaseException as error:
         code = _report(error, writer)
-    try:
+    with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
-        # Rank 0 serves the store and others may still read from any rank: leave together.
-        connection.settimeout(60.0)
-        connection.recv(1)
-    except OSError:
-        pass
+    # Rank 0 serves the store and others may still read from any rank: leave together.
+    if answers.leave.wait(60.0) and code == 0 and answers.context is not None and on_nccl():
+        answers.context.destroy()
     os._exit(code)
+
+
+class _Answers(threading.Thread):
+    """Reads what the parent asks: `?` how far this rank has come, a line's end to leave."""
+
+    def __init__(self, connection: socket.socket, writer: LineWriter) -> None:
+        super().__init__(daemon=True, name="answers")
+        self.connection, self.writer = connection, writer
+        self.context: RankContext | None = None
+        self.leave = threading.Event()
+
+    def run(self) -> None:
+        with contextlib.suppress(OSError):
+            while self.connection.recv(1) == b"?":
+                position = self.context.position if self.context is not None else None
+                found: dict[str, Any] = {}
+                with contextlib.suppress(Exception):  # the rank goes on whatever its position is
+                    found = position() if position is not None else {}
+                self.writer.write({"launch": "position", "position": found})
+        self.leave.set()
+
+
+def on_nccl() -> bool:
+    """Whether the default process group is NCCL's (or stands for it), which leaves device memory
+    and kernels behind unless it is destroyed."""
+    dist = sys.modules.get("torch.distributed")
+    return bool(dist and dist.is_initialized() and "nccl" in dist.get_backend())
 
 
 def _own_streams(output: int, stacks: int) -> None:
@@ -140,14 +160,8 @@ def _own_streams(output: int, stacks: int) -> None:
     faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
 
 
-def _call(rank: int, message: dict[str, Any], writer: LineWriter, listener: int) -> int:
-    writer.write({"launch": "started", "time": time.time(), "pid": os.getpid()})
-    if message["quiet"]:
-        warnings.filterwarnings("ignore", module=r"(torch|transformers)\b")
-        warnings.filterwarnings("ignore", category=FutureWarning)
-    if message["threads"] is not None and "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(message["threads"])
-    context = RankContext(
+def _context(rank: int, message: dict[str, Any], writer: LineWriter, listener: int) -> RankContext:
+    return RankContext(
         rank=rank,
         world_size=message["world_size"],
         local_rank=rank,
@@ -159,6 +173,15 @@ def _call(rank: int, message: dict[str, Any], writer: LineWriter, listener: int)
             rank, message["port"], listener if rank == 0 else None, timeout
         ),
     )
+
+
+def _call(context: RankContext, message: dict[str, Any], writer: LineWriter) -> int:
+    writer.write({"launch": "started", "time": time.time(), "pid": os.getpid()})
+    if message["quiet"]:
+        warnings.filterwarnings("ignore", module=r"(torch|transformers)\b")
+        warnings.filterwarnings("ignore", category=FutureWarning)
+    if message["threads"] is not None and "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(message["threads"])
     load(message["entry"])(context, message["payload"])
     writer.write({"launch": "finished", "time": time.time()})
     return 0

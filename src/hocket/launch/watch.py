@@ -45,6 +45,7 @@ class Rank:
     finished: bool = False
     ended: bool = False
     failure: failure.Failure | None = None
+    position: dict[str, Any] | None = None
     tail: collections.deque[str] = dataclasses.field(
         default_factory=lambda: collections.deque(maxlen=TAIL)
     )
@@ -154,8 +155,11 @@ class Watch:
                 self.selector.unregister(entry.connection)
 
     def _hear(self, entry: Rank, message: Event) -> None:
-        self.heard = time.monotonic()
         kind = message.get("launch")
+        if kind == "position":  # no sign of life: a thread answers, whatever the rank waits for
+            entry.position = message["position"]
+            return
+        self.heard = time.monotonic()
         if kind is None:
             self.begun = True
             self.allowed = self.silence_timeout
@@ -202,7 +206,8 @@ class Watch:
             if any(entry.failure for entry in self.ranks):
                 raise self._conclude()
             if not self._turn(0.5) and time.monotonic() - self.heard > self.allowed:
-                raise failure.silence(self.allowed, self.stacks(), self.begun)
+                positions = self.positions()
+                raise failure.silence(self.allowed, self.stacks(), self.begun, positions)
         for entry in self.ranks:
             with contextlib.suppress(OSError):
                 entry.connection.send(b"\n")
@@ -228,8 +233,21 @@ class Watch:
         stacks = ""
         if failure.first(failures).symptom:
             alive = [e.rank for e in self.ranks if not (e.failure or e.finished)]
-            stacks = failure.show_stacks(self.stacks(alive)) if alive else ""
+            positions = self.positions() if alive else {}
+            stacks = failure.show_stacks(self.stacks(alive), positions) if alive else ""
         return failure.to_error(failures, self.world_size, stacks)
+
+    def positions(self) -> failure.Positions:
+        """How far each living rank has come in its collectives; None of one that cannot answer."""
+        asked = [e for e in self.ranks if not (e.ended or e.finished or e.failure)]
+        for entry in asked:
+            entry.position = None
+            with contextlib.suppress(OSError):
+                entry.connection.send(b"?")
+        end = time.monotonic() + 2.0
+        while any(e.position is None for e in asked) and (left := end - time.monotonic()) > 0:
+            self._turn(left)
+        return {entry.rank: entry.position for entry in asked}
 
     def stacks(self, ranks: list[int] | None = None) -> dict[int, str]:
         """Where each living rank is, asked by SIGUSR2; a rank that cannot answer is described."""

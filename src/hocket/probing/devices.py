@@ -106,9 +106,12 @@ def read(nvml: Any, root: Path = Path("/")) -> Found:
 class _Reader:
     def __init__(self, nvml: Any, root: Path) -> None:
         self.nvml, self.root = nvml, root
-        self.handles = [
-            nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())
-        ]
+        self.handles, self.hidden = [], 0
+        for index in range(nvml.nvmlDeviceGetCount()):
+            try:
+                self.handles.append(nvml.nvmlDeviceGetHandleByIndex(index))
+            except nvml.NVMLError:  # of a container that may not open it, or lost
+                self.hidden += 1
         self.cards = network.cards(root)
         self.silent: dict[str, int] = {}
 
@@ -125,6 +128,8 @@ class _Reader:
             f"NVML does not tell {what} of {count} of {len(devices)} GPUs"
             for what, count in self.silent.items()
         )
+        if self.hidden:
+            unknown += (f"GPUs: NVML may not open {self.hidden} of them",)
         return Found(tuple(devices), tuple(pairs), unknown)
 
     def _ask(self, what: str | None, function: str, *arguments: Any) -> Any:

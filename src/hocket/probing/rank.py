@@ -19,7 +19,7 @@ from hocket.probing.repeats import rounded
 from hocket.probing.sharing import sharing
 from hocket.probing.sizes import Sizes, groups, sizes
 from hocket.probing.talking import COLLECTIVES, Room
-from hocket.runtime.device import pick_backend, pick_device
+from hocket.runtime.device import claim, pick_backend, pick_device
 from hocket.runtime.heap import keep_freed_memory
 from hocket.spec.measured import Curve, Pair, to_rows
 
@@ -51,8 +51,8 @@ class Probe:
     def __init__(self, context: RankContext, payload: dict[str, Any], form: Sizes) -> None:
         self.context, self.payload, self.sizes = context, payload, form
         self.device = pick_device(context.device_kind, context.local_rank)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+        for text in claim(self.device):
+            context.emit({"event": "lacking", "what": f"rank {context.rank}: {text}"})
         keep_freed_memory()
         backend = pick_backend("auto", self.device, max(2, context.world_size), True)
         context.expect(LONG)

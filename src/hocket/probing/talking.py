@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from hocket.probing.repeats import enough, rounded, summary
 from hocket.runtime import collectives
-from hocket.runtime.mesh import Axis
+from hocket.runtime.mesh import Axis, make_groups
 from hocket.runtime.native.kernels import Kernels
 from hocket.runtime.native.sums import Sums
 from hocket.runtime.record import Recorder
@@ -61,7 +61,7 @@ class Room:
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size, self.device = rank, size, device
         self.recorder = Recorder(rank, device)
-        self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
+        self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup | None] = {}
         self._kernels = Kernels.load() if device.type == "cpu" else None
 
     @property
@@ -76,22 +76,16 @@ class Room:
 
         Called by all ranks of the run alike; those beyond `world` get an axis of themselves.
         """
-        found = Axis("world", ranks=(self.rank,))
-        for first in range(0, world, ranks):
-            row = tuple(range(first, first + ranks))
-            group = self._group(row, backend)
-            if group is not None and self.rank in row:
-                found = Axis("world", ranks, row.index(self.rank), row, group)
-        return found
-
-    def _group(self, row: tuple[int, ...], backend: str) -> dist.ProcessGroup | None:
-        # NCCL may split a communicator, in which every rank must take part.
-        local = backend != "nccl"
-        if (row, backend) not in self._groups and (self.rank in row or not local):
-            group = dist.new_group(list(row), backend=backend, use_local_synchronization=local)
-            assert group is not None
-            self._groups[row, backend] = group
-        return self._groups.get((row, backend))
+        rows = [tuple(range(first, first + ranks)) for first in range(0, world, ranks)]
+        new = [row for row in rows if (row, backend) not in self._groups]
+        if new:
+            mine = make_groups(new, self.rank, f"probe{ranks}", backend)
+            self._groups |= {(row, backend): mine if self.rank in row else None for row in new}
+        for row in rows:
+            if self.rank in row:
+                group = self._groups[row, backend]
+                return Axis("world", ranks, row.index(self.rank), row, group)
+        return Axis("world", ranks=(self.rank,))
 
     def wait(self) -> None:
         """Until every rank is here."""

@@ -264,7 +264,7 @@ def _world(parallel: Parallel, world: World | None) -> World:
 def _random_states() -> dict[str, Tensor]:
     """The states of the generators that code outside the keyed streams may draw from."""
     states = {"torch": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states["cuda"] = torch.cuda.get_rng_state()
     version, internal, _ = random.getstate()
     states["python"] = torch.tensor([version, *internal], dtype=torch.int64)
@@ -483,5 +483,5 @@ def _set_random_state(name: str, state: Tensor) -> None:
     elif name == "python":
         version, *internal = state.tolist()
         random.setstate((version, tuple(internal), None))
-    elif name == "cuda" and torch.cuda.is_available():
+    elif name == "cuda" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.set_rng_state(state)

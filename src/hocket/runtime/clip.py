@@ -75,10 +75,10 @@ class GradientNorm:
         if placement.tie is not None or ("tp" not in placement.sharded and index):
             return
         others = [b for b in placement.blocks if index % b.copies] if placement.sharded else []
-        if not others:
+        if not others or not pieces:
             self._whole += [piece.tensor for piece in pieces]
             return
-        mask = torch.ones(placement.local_shape, dtype=torch.bool, device=parameter.device)
+        mask = torch.ones(placement.local_shape, dtype=torch.bool, device=pieces[0].tensor.device)
         for block in others:
             mask[block.in_local] = False
         flat = mask.reshape(-1)
@@ -89,12 +89,15 @@ class GradientNorm:
         """The global norm, fp32, equal on every rank."""
         parts = [p.grad for p in self._whole if p.grad is not None]
         parts += [p.grad[where] for p, where in self._slices if p.grad is not None]
-        parts += [p.grad[mask] for p, mask in self._masked if p.grad is not None]
+        # A product with the mask: indexing by it would make a CUDA rank read the number of ones.
+        parts += [p.grad * mask for p, mask in self._masked if p.grad is not None]
         total = torch.zeros((), device=self.mesh.device)
         if parts:
             norms = torch._foreach_norm(parts, 2, dtype=torch.float32)
             total = torch.stack(list(norms)).square_().sum()
-        total = total.to(self.mesh.device)  # gradients of what is offloaded lie on the host
+        # Gradients of what is offloaded are on the host, where the scale is needed too: two waits a
+        # step. Else the device is not read.
+        total = total.to(self.mesh.device)
         all_reduce(total, self._axis, self.mesh.recorder)
         return total.sqrt_()
 

@@ -3,10 +3,16 @@
 Every function is recorded by name, axis and bytes, and does nothing on an axis of one rank. Bytes
 are those of the tensor handed in (of the output for all-gather). CPU backends sum bf16 and fp16
 scalar by scalar and round after each term: there the sum is taken in fp32 and rounded once.
+
+NCCL's rules hold for every caller: tensors are contiguous and on the device of the group; a
+synchronous call runs on the current stream and returns no work (torch 2.8 on); the result of an
+asynchronous one may be read, and its tensors freed or written, only after its `wait`, which makes
+the current stream wait and never the host.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -26,7 +32,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 class Work(Protocol):
-    """What an asynchronous call returns: hold the tensor until `wait` came back."""
+    """An asynchronous collective: hold its tensors until `wait` has returned."""
 
     def wait(self) -> Any: ...
 
@@ -34,7 +40,7 @@ class Work(Protocol):
 class _Rounded:
     """An fp32 reduction under way, rounded into the half-precision tensor once it is there.
 
-    `given` is what is summed, held as long: on every backend, so that memory can be foretold.
+    `given` is what is summed, held as long: on every backend, so that memory can be predicted.
     """
 
     def __init__(
@@ -67,6 +73,7 @@ def all_reduce(
     """
     if axis.group is None:
         return None
+    assert tensor.is_contiguous(), (tensor.shape, tensor.stride())
     nbytes = tensor.numel() * tensor.element_size()
     recorder.count("all-reduce", axis.name, nbytes)
     start = recorder.mark()
@@ -74,12 +81,14 @@ def all_reduce(
     wide = tensor
     if tensor.dtype in _HALF and not tensor.is_cuda:
         wide = tensor.float()
-    work: Work = axis.group.allreduce([wide], _ALL_REDUCE[op, async_op])
-    if wide is not tensor:
-        work = _Rounded(work, wide, tensor)
+    work: Work | None = axis.group.allreduce([wide], _ALL_REDUCE[op, async_op])
     if async_op:
-        return work
-    work.wait()
+        assert work is not None
+        return work if wide is tensor else _Rounded(work, wide, tensor)
+    if work is not None:
+        work.wait()
+    if wide is not tensor:
+        tensor.copy_(wide)
     recorder.add(
         start, "communication", "all-reduce", f"all-reduce {axis.name}", axis=axis.name,
         bytes=nbytes,
@@ -90,9 +99,10 @@ def all_reduce(
 def broadcast(
     tensor: Tensor, axis: Axis, recorder: Recorder, source: int = 0, async_op: bool = False
 ) -> Work | None:
-    """Overwrite `tensor` with that of index `source` on the axis."""
+    """Overwrite `tensor` (contiguous) with that of index `source` on the axis."""
     if axis.group is None:
         return None
+    assert tensor.is_contiguous(), (tensor.shape, tensor.stride())
     with _communication(recorder, "broadcast", axis, tensor):
         return dist.broadcast(
             tensor.detach(), axis.ranks[source], group=axis.group, async_op=async_op
@@ -106,42 +116,49 @@ def all_gather(
     dim: int = 0,
     sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """The axis's tensors side by side along `dim`.
+    """The axis's tensors concatenated along `dim`, in a contiguous tensor.
 
-    `sizes`: extent of each rank's tensor along `dim` where they differ; they travel padded to the
-    largest.
+    `sizes`: extent of each rank's tensor along `dim` where they differ; they are sent padded to
+    the largest.
     """
     if axis.group is None:
         return tensor
-    piece = tensor.detach().movedim(dim, 0)
-    if sizes is not None and len(set(sizes)) > 1:
-        padded = piece.new_zeros(max(sizes), *piece.shape[1:])
-        padded[: piece.shape[0]] = piece
-        piece = padded
-    else:
-        sizes = None
-    piece = piece.contiguous()
-    whole = piece.new_empty(axis.size * piece.shape[0], *piece.shape[1:])
-    with _communication(recorder, "all-gather", axis, whole):
-        dist.all_gather_single(whole, piece, group=axis.group)
-    if sizes is not None:
-        parts = whole.view(axis.size, -1, *whole.shape[1:])
-        whole = torch.cat([parts[i, :n] for i, n in enumerate(sizes)])
-    return whole.movedim(0, dim)
+    shard, dim = tensor.detach(), dim % tensor.ndim
+    uneven = sizes is not None and len(set(sizes)) > 1
+    if uneven:
+        assert sizes is not None
+        missing = max(sizes) - shard.shape[dim]
+        if missing:
+            rest = shard.new_zeros(*shard.shape[:dim], missing, *shard.shape[dim + 1 :])
+            shard = torch.cat([shard, rest], dim)
+    shard = shard.contiguous()
+    stacked = shard.new_empty(axis.size, *shard.shape)
+    with _communication(recorder, "all-gather", axis, stacked):
+        dist.all_gather_single(stacked.view(-1), shard.view(-1), group=axis.group)
+    if uneven:
+        assert sizes is not None
+        return torch.cat([stacked[i].narrow(dim, 0, n) for i, n in enumerate(sizes)], dim)
+    if math.prod(shard.shape[:dim]) == 1:  # the ranks' tensors follow each other in memory already
+        lead, size = shard.shape[:dim], shard.shape[dim]
+        return stacked.view(*lead, axis.size * size, *shard.shape[dim + 1 :])
+    return torch.cat(stacked.unbind(), dim)
 
 
 def reduce_scatter(tensor: Tensor, axis: Axis, recorder: Recorder, dim: int = 0) -> Tensor:
-    """The sum over the axis, of which this rank gets its equal share along `dim`."""
+    """The sum over the axis, of which this rank gets its equal shard along `dim`, contiguous."""
     if axis.group is None:
         return tensor
-    whole = tensor.detach().movedim(dim, 0).contiguous()
-    assert whole.shape[0] % axis.size == 0, (tensor.shape, dim, axis.size)
-    if whole.dtype in _HALF and not whole.is_cuda:
-        whole = whole.float()
-    piece = whole.new_empty(whole.shape[0] // axis.size, *whole.shape[1:])
+    dim %= tensor.ndim
+    assert tensor.shape[dim] % axis.size == 0, (tensor.shape, dim, axis.size)
+    lead, size, rest = tensor.shape[:dim], tensor.shape[dim], tensor.shape[dim + 1 :]
+    stacked = tensor.detach().reshape(*lead, axis.size, size // axis.size, *rest)
+    stacked = stacked.movedim(dim, 0).contiguous()
+    if stacked.dtype in _HALF and not stacked.is_cuda:
+        stacked = stacked.float()
+    shard = stacked.new_empty(stacked.shape[1:])
     with _communication(recorder, "reduce-scatter", axis, tensor):
-        dist.reduce_scatter_single(piece, whole, group=axis.group)
-    return piece.to(tensor.dtype).movedim(0, dim)
+        dist.reduce_scatter_single(shard.view(-1), stacked.view(-1), group=axis.group)
+    return shard.to(tensor.dtype)
 
 
 def traced_all_gather(tensor: Tensor, axis: Axis) -> Tensor:
@@ -152,6 +169,17 @@ def traced_all_gather(tensor: Tensor, axis: Axis) -> Tensor:
     found = ops.all_gather_into_tensor(tensor.contiguous(), axis.size, axis.group.group_name)
     whole: Tensor = ops.wait_tensor(found)
     return whole
+
+
+def traced_all_reduce(tensor: Tensor, axis: Axis) -> Tensor:
+    """The sum over the axis in a new tensor, as an operation of a graph, without a gradient of its
+    own."""
+    assert axis.group is not None
+    ops: Any = torch.ops._c10d_functional
+    total: Tensor = ops.wait_tensor(
+        ops.all_reduce(tensor.contiguous(), "sum", axis.group.group_name)
+    )
+    return total
 
 
 def traced_reduce_scatter(tensor: Tensor, axis: Axis) -> Tensor:
@@ -167,9 +195,9 @@ def traced_reduce_scatter(tensor: Tensor, axis: Axis) -> Tensor:
 def reduce_scatter_flat(
     piece: Tensor, whole: Tensor, axis: Axis, recorder: Recorder
 ) -> Work | None:
-    """Begin to sum `whole` (1-D, the axis's size times `piece`) over the axis; this rank's share
-    of the sum goes to `piece`. Hold both until `wait` came back. None on an axis of one rank,
-    where the share is copied.
+    """Begin to sum `whole` (1-D, the axis's size times `piece`) over the axis; this rank's shard
+    of the sum goes to `piece`. Hold both until `wait` has returned. None on an axis of one rank,
+    where `whole` is copied.
     """
     assert whole.numel() == axis.size * piece.numel(), (whole.shape, piece.shape, axis.size)
     if axis.group is None:
@@ -186,7 +214,7 @@ def reduce_scatter_flat(
 
 def all_gather_flat(whole: Tensor, piece: Tensor, axis: Axis, recorder: Recorder) -> Work | None:
     """Begin to gather the axis's `piece`s (1-D) into `whole`, which may hold this rank's own
-    already, in its place. Hold both until `wait` came back. None on an axis of one rank.
+    already, in its place. Hold both until `wait` has returned. None on an axis of one rank.
     """
     assert whole.numel() == axis.size * piece.numel(), (whole.shape, piece.shape, axis.size)
     if axis.group is None:
@@ -202,17 +230,18 @@ def scatter(
 ) -> Tensor:
     """Split dim 0 of the source's `tensor` over the axis.
 
-    `like` has the shape, dtype and device of one piece and is overwritten; `tensor` is None on
+    `like` has the shape, dtype and device of one shard and is overwritten; `tensor` is None on
     the other ranks.
     """
     if axis.group is None:
         assert tensor is not None
         return tensor
+    assert like.is_contiguous(), (like.shape, like.stride())
     pieces = None
     if axis.index == source:
         assert tensor is not None
         pieces = [p.contiguous() for p in tensor.detach().chunk(axis.size)]
-        assert len(pieces) == axis.size, (tensor.shape, axis.size)
+        assert [p.shape for p in pieces] == [like.shape] * axis.size, (tensor.shape, axis.size)
     with _communication(recorder, "scatter", axis, like if tensor is None else tensor):
         dist.scatter(like, pieces, src=axis.ranks[source], group=axis.group)
     return like
@@ -235,6 +264,7 @@ def reduce(tensor: Tensor, axis: Axis, recorder: Recorder, target: int = 0) -> N
     """Sum over the axis, in place on `target`; the other ranks' tensors are undefined after."""
     if axis.group is None:
         return
+    assert tensor.is_contiguous(), (tensor.shape, tensor.stride())
     wide = tensor.detach()
     if tensor.dtype in _HALF and not tensor.is_cuda:
         wide = wide.float()
@@ -245,7 +275,7 @@ def reduce(tensor: Tensor, axis: Axis, recorder: Recorder, target: int = 0) -> N
 
 
 def isend(tensor: Tensor, axis: Axis, peer: int, recorder: Recorder, tag: int = 0) -> Work:
-    """Begin to send to index `peer`. The tensor must stay unchanged until `wait` came back."""
+    """Begin to send to index `peer`. The tensor must stay unchanged until `wait` has returned."""
     assert axis.group is not None, axis.name
     tensor = tensor.detach()
     assert tensor.is_contiguous()
@@ -263,7 +293,8 @@ def irecv(tensor: Tensor, axis: Axis, peer: int, recorder: Recorder, tag: int = 
 
 
 def barrier(axis: Axis, recorder: Recorder) -> None:
-    """Wait until every rank of the axis is here."""
+    """Wait until every rank of the axis is here. Under NCCL the host waits too, for the device
+    that the group is bound to (`Mesh` makes every group so)."""
     if axis.group is None:
         return
     recorder.count("barrier", axis.name, 0)

@@ -1,10 +1,20 @@
-"""Device: the one place where a device and a communication backend are chosen."""
+"""Device: the one place where a device and a communication backend are chosen.
+
+What concerns GPUs is tested with devices that are not there, and not executed on a GPU yet.
+"""
 
 from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from hocket.spec.errors import OptionError, unknown
+from hocket.spec.units import format_bytes
 
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "shm", "gloo", "nccl")
@@ -28,12 +38,119 @@ def pick_device(device: str = "auto", local_rank: int = 0) -> torch.device:
     if device == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 1 and local_rank > 0 and _one_each(os.environ):
+        return torch.device("cuda", 0)
     if local_rank >= count:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        shown = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
+        if visible is not None and "MIG-" in visible:
+            shown += "; CUDA shows a process one slice of a GPU (MIG) alone"
         raise OptionError(
-            f"local rank {local_rank} needs its own GPU, this machine shows {count} CUDA devices",
+            f"local rank {local_rank} needs its own GPU, this machine shows {count} CUDA devices"
+            + shown,
             hint="--device cpu" if count == 0 else f"a layout of {count} ranks on this machine",
         )
     return torch.device("cuda", local_rank)
+
+
+def _one_each(environment: Mapping[str, str]) -> bool:
+    """Whether Slurm shows each task its own GPU alone, which is then device 0 of every task."""
+    bound = ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_STEP_GPU_BIND")
+    return any(environment.get(name) not in (None, "", "none") for name in bound)
+
+
+_REFUSALS = (
+    # (what CUDA says, what it means, what to do)
+    (
+        "busy or unavailable",
+        "another process holds it, or its compute mode excludes this one",
+        "nvidia-smi --query-gpu=index,compute_mode --format=csv",
+    ),
+    ("out of memory", "other processes have filled its memory", "nvidia-smi"),
+    (
+        "no kernel image",
+        "this torch was not built for its architecture",
+        "pip install --upgrade torch",
+    ),
+    ("driver version is insufficient", "the driver is older than torch's CUDA", "nvidia-smi"),
+    ("driver on your system is too old", "the driver is older than torch's CUDA", "nvidia-smi"),
+    (
+        "system not yet initialized",
+        "the fabric manager of NVSwitch does not run",
+        "systemctl status nvidia-fabricmanager",
+    ),
+)
+
+SHARED = 0.9
+"""Least share of a GPU's memory that is free where no other process uses it."""
+
+
+def claim(device: torch.device) -> list[str]:
+    """Take a GPU for this rank: make it current, allocate a first byte, and run on the cores of
+    its NUMA node. To be called before the process group is made; nothing on a CPU.
+
+    Returns:
+        What a user should know: a GPU in use by others, or a slice of one.
+
+    Raises:
+        OptionError: the GPU cannot be used, with CUDA's reason.
+    """
+    if device.type != "cuda":
+        return []
+    try:
+        torch.cuda.set_device(device)
+        torch.zeros(1, device=device)
+        free, total = torch.cuda.mem_get_info(device)
+        properties: Any = torch.cuda.get_device_properties(device)
+    except RuntimeError as error:
+        text = str(error)
+        for words, meaning, hint in _REFUSALS:
+            if words in text:
+                raise OptionError(
+                    f"{device} cannot be used: {meaning} ({text.splitlines()[0]})", hint=hint
+                ) from error
+        raise
+    notes = []
+    if free < SHARED * total:
+        notes.append(
+            f"{device} has {format_bytes(free)} of {format_bytes(total)} free: other processes "
+            "use it"
+        )
+    if " MIG " in f" {properties.name} ":
+        notes.append(f"{device} is a slice of a GPU ({properties.name}): NCCL may not connect it")
+    with contextlib.suppress(AttributeError):
+        bind_near(
+            f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:"
+            f"{properties.pci_device_id:02x}.0"
+        )
+    return notes
+
+
+def bind_near(address: str, root: Path = Path("/")) -> frozenset[int]:
+    """Keep this thread, and those it starts, on the cores next to a PCI device, of those that the
+    process may use. Where the kernel does not say, or none of them is ours, nothing changes.
+
+    Args:
+        address: `domain:bus:device.function` in hexadecimal, as under /sys/bus/pci/devices.
+        root: where /sys is.
+
+    Returns:
+        The cores that were chosen; none if nothing changed.
+    """
+    near: set[int] = set()
+    try:
+        file = root / "sys/bus/pci/devices" / address / "local_cpulist"
+        for part in file.read_text().strip().split(","):
+            first, _, last = part.partition("-")
+            near.update(range(int(first), int(last or first) + 1))
+        own = os.sched_getaffinity(0)
+        chosen = near & own
+        if not chosen or chosen == own:
+            return frozenset()
+        os.sched_setaffinity(0, chosen)
+    except (OSError, ValueError, AttributeError):  # no such file, or not Linux
+        return frozenset()
+    return frozenset(chosen)
 
 
 def pick_backend(

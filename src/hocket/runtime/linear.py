@@ -34,6 +34,9 @@ class Again(Protocol):
     def promise(self) -> None:
         """One more product will ask, once in its backward."""
 
+    def begin(self, part: Tensor, /) -> None:
+        """Begin to make it, concurrently with what is computed meanwhile."""
+
     def __call__(self, part: Tensor, /) -> Tensor:
         """The whole input."""
 
@@ -76,7 +79,7 @@ class WeightGradients:
             grad = grad.reshape(-1, grad.shape[-1])
             if weight.requires_grad:
                 x = source if isinstance(source, Tensor) else source()
-                _accumulate(weight, _weight_gradient(x, grad, transposed))
+                _accumulate(weight, weight_gradient(x, grad, transposed))
             if bias is not None and bias.requires_grad:
                 _accumulate(bias, grad.sum(0))
 
@@ -113,7 +116,7 @@ def linear(
     return F.linear(x, weight.t() if transposed else weight, bias)
 
 
-def _weight_gradient(x: Tensor, grad: Tensor, transposed: bool) -> Tensor:
+def weight_gradient(x: Tensor, grad: Tensor, transposed: bool) -> Tensor:
     """Of input [..., in] and the output's gradient [N, out]."""
     x = x.reshape(-1, x.shape[-1])
     return x.t() @ grad if transposed else grad.t() @ x
@@ -224,10 +227,12 @@ class _KeptInPart(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         part, weight = ctx.saved_tensors
         dx = db = None
+        if part.is_cuda:
+            ctx.again.begin(part)
         if ctx.needs_input_grad[0]:
             dx = grad @ (weight.t() if ctx.transposed else weight)
         flat = grad.reshape(-1, grad.shape[-1])
-        dw = _weight_gradient(ctx.again(part), flat, ctx.transposed)
+        dw = weight_gradient(ctx.again(part), flat, ctx.transposed)
         if ctx.needs_input_grad[2]:
             db = flat.sum(0)
         return dx, dw, db, None, None, None

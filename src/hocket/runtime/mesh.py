@@ -1,24 +1,19 @@
 """Mesh: the ranks of a layout as axes, each with its process group.
 
-    axis       ranks that differ in      used for
-    tp         tp                        tensor parallelism
-    dp         dp                        gradients of replicas
-    pp         pp                        activations between stages
-    cp         cp                        context parallelism
-    model      tp, cp and pp             one replica: the gradient's norm
-    world      all                       the loss, barriers
-    pp_back    pp                        messages to earlier stages
-    embedding  first and last stage      gradients of tied embeddings (after `prepare`)
-    tp_copies  n neighbours along tp     key/value heads held n times (after `prepare`)
+Which axes a layout has, and what each is used for, is in `spec.process_groups`. Only axes with
+several ranks own a group, and axes over the same ranks share one: a group costs threads on CPU, and
+device memory and start-up time under NCCL.
 
-Only axes with several ranks own a group, and axes over the same ranks share one: groups cost
-threads and start-up time.
+Where the world's group is bound to a device, the groups of an axis are made by one split of its
+communicator, in which all ranks take part. Elsewhere each group is made by itself.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import datetime
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +21,7 @@ import torch.distributed as dist
 from hocket.runtime.record import Recorder
 from hocket.spec.errors import LayoutError
 from hocket.spec.layout import AXES, Layout
+from hocket.spec.process_groups import AxisGroups, axis_groups, groups_of_rank, prepared
 
 _UNEVEN: list[object] = []
 """The worlds of this process in which some ranks have made more groups than others."""
@@ -53,11 +49,23 @@ class Axis:
         return self  # a copied module talks to the same ranks
 
 
+GroupFactory = Callable[[Sequence[tuple[int, ...]], int, str], Any]
+"""(disjoint rows of ranks, this rank, name of the axis) to the group of this rank's row."""
+
+
 class Mesh:
     """One rank's view of a layout.
 
     Create it on every rank after `dist.init_process_group`; groups are made in the same order
     everywhere.
+
+    Args:
+        layout: the whole job's.
+        rank: this one.
+        device: of its tensors.
+        recorder: of its collectives; None: a new one.
+        group_factory: makes the groups of one axis, the world's among them, instead of
+            torch.distributed: for a rank without a world, whose collectives move nothing.
 
     Raises:
         LayoutError: the world does not have the layout's number of ranks.
@@ -69,8 +77,11 @@ class Mesh:
         rank: int = 0,
         device: torch.device | str = "cpu",
         recorder: Recorder | None = None,
+        group_factory: GroupFactory | None = None,
     ) -> None:
         world_size = dist.get_world_size() if dist.is_initialized() else 1
+        if group_factory is not None:
+            world_size = layout.world_size
         if layout.world_size != world_size:
             raise LayoutError(
                 f"layout {layout.axes_text()} needs {layout.world_size} ranks, "
@@ -83,18 +94,14 @@ class Mesh:
         self.recorder = recorder or Recorder(rank, self.device)
         self.coordinate = layout.coordinate(rank)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
-        if world_size > 1:
+        if world_size > 1 and group_factory is None:
             self._groups[tuple(range(world_size))] = dist.group.WORLD
+        self._meets = group_factory is None
+        self._group_factory = group_factory or make_groups
         self._axes: dict[str, Axis] = {}
-        for name in AXES:
-            # The replicas of a threads layout live in one process: its dp is no axis of ranks.
-            degree = 1 if layout.data_parallel == "threads" else layout.degree(name)
-            self._add(name, layout.groups(name) if degree > 1 else [])
-        self._add("world", [tuple(range(world_size))])
-        self._add("model", self._model_groups())
-        self._add("shard", layout.shard_groups())
-        self._add("replicas", layout.replica_groups())
-        self._axes["pp_back"] = self._back(self._axes["pp"])
+        self._made: list[AxisGroups] = []
+        for axis in axis_groups(layout):
+            self._add(axis.name, axis.rows)
 
     @classmethod
     def single(cls, device: torch.device | str = "cpu", recorder: Recorder | None = None) -> Mesh:
@@ -104,8 +111,9 @@ class Mesh:
         mesh.device = torch.device(device)
         mesh.recorder = recorder or Recorder(0, mesh.device)
         mesh.coordinate = mesh.layout.coordinate(0)
-        mesh._groups = {}
-        names = (*AXES, "world", "model", "shard", "replicas", "pp_back")
+        mesh._groups, mesh._made = {}, []
+        mesh._group_factory, mesh._meets = make_groups, False
+        names = (*AXES, "world", "model", "shard", "replicas")
         mesh._axes = {name: Axis(name) for name in names}
         return mesh
 
@@ -126,63 +134,105 @@ class Mesh:
             tie: whether first and last stage share parameters; a pair names the pp indices that
                 hold them, True is the first and the last index.
         """
-        tp = self.layout.tp
-        for count in sorted(set(copies) - {1, tp}):
-            assert tp % count == 0, (count, tp)
-            rows = self.layout.groups("tp")
-            self._add(
-                f"tp_copies{count}",
-                [row[i : i + count] for row in rows for i in range(0, tp, count)],
-            )
-        if tie is not False:
-            first, last = (0, self.layout.pp - 1) if tie is True else tie
-            rows = self.layout.groups("pp") if first != last else []
-            self._add("embedding", [tuple(sorted((row[first], row[last]))) for row in rows])
-            if rows and self.layout.pp > 2 and not _met_by_all():
+        ends = (0, self.layout.pp - 1) if tie is True else tie or None
+        for name, rows in prepared(self.layout, copies=copies, tie=ends):
+            self._add(name, rows)
+            uneven = name == "embedding" and rows and self.layout.pp > 2
+            if uneven and self._meets and not _met_by_all():
                 _UNEVEN.append(dist.group.WORLD)
 
-    def _back(self, pp: Axis) -> Axis:
-        """The pipeline's ranks once more. NCCL runs the messages of a pair in one queue, where a
-        send would wait behind a receive of the other direction: there it has its own group."""
-        if pp.group is None or dist.get_backend() != "nccl":
-            return pp
-        for row in self.layout.groups("pp"):
-            group = dist.new_group(list(row))
-            if self.rank in row:
-                pp = dataclasses.replace(pp, group=group)
-        return pp
+    def process_groups(self) -> dict[tuple[int, ...], list[str]]:
+        """The groups that this rank is in, by their ranks, and the axes that share each.
 
-    def _model_groups(self) -> list[tuple[int, ...]]:
-        if self.layout.data_parallel == "threads":
-            return [(0,)]
-        ranks: dict[int, list[int]] = {}
-        for rank in range(self.world_size):
-            ranks.setdefault(self.layout.coordinate(rank)["dp"], []).append(rank)
-        return [tuple(row) for row in ranks.values()]
+        Under NCCL each is one communicator.
+        """
+        return groups_of_rank(self._made, self.rank)
 
-    def _add(self, name: str, rows: list[tuple[int, ...]]) -> None:
+    def position(self) -> dict[str, tuple[list[int], int]]:
+        """By axis its ranks, and how many collectives this rank has enqueued on it since the
+        recorder was cleared: equal on all of them where they stand at the same call. Messages to
+        one rank are not counted. May be called from another thread."""
+        counts = self.recorder.enqueued()
+        return {
+            axis.name: (list(axis.ranks), counts.get(axis.name, 0))
+            for axis in list(self._axes.values())
+            if axis.group is not None
+        }
+
+    def _add(self, name: str, rows: Sequence[tuple[int, ...]]) -> None:
         if name in self._axes:
             return
+        rows = [row for row in rows if len(row) > 1]
+        self._made.append(AxisGroups(name, tuple(rows)))
+        new = [row for row in rows if row not in self._groups]
+        if new:
+            mine = self._group_factory(new, self.rank, name)
+            self._groups |= {row: mine if self.rank in row else None for row in new}
         self._axes[name] = Axis(name, ranks=(self.rank,))
         for row in rows:
-            group = self._group(row)
             if self.rank in row:
+                group = self._groups[row]
                 self._axes[name] = Axis(name, len(row), row.index(self.rank), row, group)
 
-    def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        if len(ranks) < 2:
-            return None
-        if ranks not in self._groups:
-            # NCCL may split a communicator, in which every rank must take part. Elsewhere only
-            # the members meet, which is quicker than a meeting of all for every group. torch
-            # then names a group by how many a rank has made before, which must be as many on
-            # each: every axis deals all ranks out, but the stages between the first and the last
-            # have no part in `embedding`. What another mesh makes after it, all ranks make.
-            local = not _met_by_all()
-            if local and self.rank not in ranks:
-                return None
-            self._groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=local)
-        return self._groups[ranks]
+
+def make_groups(
+    rows: Sequence[tuple[int, ...]], rank: int, name: str, backend: str | None = None
+) -> dist.ProcessGroup | None:
+    """The process group of this rank's row among disjoint rows of ranks; None in none of them.
+
+    Every rank of the world calls it, with equal arguments and in one order. A world that is bound
+    to a device is split: one collective call, however many rows there are.
+
+    Args:
+        rows: ascending ranks of each group.
+        rank: this rank.
+        name: what the groups are for, as torch's own messages show it.
+        backend: as `dist.new_group` takes it; None: the world's.
+    """
+    assert all(list(row) == sorted(row) for row in rows), rows
+    timeout = _timeout()
+    if backend in (None, dist.get_backend()) and _splits():
+        return dist.split_group(
+            split_ranks=[list(row) for row in rows], timeout=timeout, group_desc=name
+        )
+    mine = None
+    # NCCL may split a communicator for each, in which every rank must take part. Elsewhere only
+    # the members meet, which is quicker than a meeting of all for every group. torch then names a
+    # group by how many a rank has made before, which must be as many on each: every axis deals all
+    # ranks out, but the stages between the first and the last have no part in `embedding`. What
+    # another mesh makes after it, all ranks make.
+    local = not _met_by_all()
+    for row in rows:
+        if rank in row or not local:
+            group = dist.new_group(
+                list(row),
+                timeout=timeout,
+                backend=backend,
+                use_local_synchronization=local,
+                group_desc=name,
+            )
+            mine = group if rank in row else mine
+    return mine
+
+
+def _splits() -> bool:
+    """Whether the world's communicator can be split: it exists (a group that is bound to a device
+    makes its own at once), and its backend knows how."""
+    world = dist.group.WORLD
+    device = None if world is None else world.bound_device_id
+    if world is None or device is None:
+        return False
+    return bool(world._get_backend(device).supports_splitting)
+
+
+def _timeout() -> datetime.timedelta | None:
+    """The world's: torch gives a new group its own default, which may end it before."""
+    world: Any = dist.group.WORLD
+    try:
+        found = world._get_backend(world.bound_device_id or torch.device("cpu")).options._timeout
+    except (AttributeError, RuntimeError):
+        return None
+    return found if isinstance(found, datetime.timedelta) else None
 
 
 def _met_by_all() -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,7 @@ from hocket.spec.errors import OptionError
 from hocket.spec.layout import Layout
 from hocket.spec.placement import Placement
 from hocket.spec.plan import ParallelPlan
+from hocket.spec.run import bucket_mb
 from hocket.spec.schedule import BACKWARD, FORWARD, Action, Schedule
 
 
@@ -48,7 +50,7 @@ class Parallel:
         recorder: of the mesh.
         bounds: layers per stage, None if uncut.
         step: number of the next step; keys random numbers. Set it when a run is resumed.
-        bucket_mb: size of a gradient bucket in MB, used by `finish`.
+        bucket_mb: size of a gradient bucket in MB, used by `finish`. None: by the device.
         replicas: after `finish`, the threads of a layout that asks for them, else None.
     """
 
@@ -74,7 +76,7 @@ class Parallel:
         for stage in self.stages:
             self.placements.update(stage.placements)
         self.step = 0
-        self.bucket_mb = 25.0
+        self.bucket_mb: float | None = None
         self._seed = seed
         self._count = 1
         self._finished = False
@@ -129,7 +131,7 @@ class Parallel:
                         stage.module.named_parameters(),
                         mesh.axis("dp"),
                         self.recorder,
-                        bucket_mb=self.bucket_mb,
+                        bucket_mb=self._bucket_mb,
                     )
         self._streams: Streams | None = None
         threads = self.layout.data_parallel == "threads"  # they share one generator
@@ -159,6 +161,11 @@ class Parallel:
             )
 
     @property
+    def _bucket_mb(self) -> float:
+        cuda = self.mesh.device.type == "cuda"
+        return bucket_mb(self.bucket_mb, cuda=cuda, dp=self.mesh.axis("dp").size)
+
+    @property
     def _num_stages(self) -> int:
         return 1 if self.schedule is None else self.schedule.num_stages
 
@@ -185,7 +192,7 @@ class Parallel:
             replicas,
             self.recorder,
             each_microbatch=self.layout.zero == 2,
-            bucket_mb=self.bucket_mb,
+            bucket_mb=self._bucket_mb,
         )
 
     # --- what an optimizer steps -------------------------------------------------------------
@@ -211,6 +218,15 @@ class Parallel:
         and all whose `.grad` may hold memory."""
         held = [tensor for sharded in self._sharded.values() for tensor in sharded.held()]
         return [*self.parameters(), *(p for _, p in self.named_stepped()), *held]
+
+    def gradient_buffers(self) -> list[Tensor]:
+        """The flat buckets that gradients lie in from `finish` on (without ZeRO)."""
+        return [flat for buckets in self._buckets.values() for flat in buckets.flats()]
+
+    def buffers(self) -> list[Tensor]:
+        """What collectives fill for a while: whole gradients on their way to shards, and whole
+        parameters where they are held in shards (ZeRO-3). To be counted, not read."""
+        return [tensor for sharded in self._sharded.values() for tensor in sharded.buffers()]
 
     def local_part(self, name: str) -> slice | None:
         """What of the flattened local parameter `name` this rank's optimizer steps; None: none."""
@@ -325,14 +341,17 @@ class Parallel:
         self._count = len(microbatches)
         self.publish()
         self.zero_grad()
-        with recorder.in_phase("step"):
-            if num_tokens is None:
-                num_tokens = self.count_tokens(microbatches)
+        # A CUDA rank does not read how many it counted.
+        divisor: Any = max(1, num_tokens or 1)
+        if num_tokens is None:
+            with recorder.in_phase("step"):
+                total = self._num_labels(microbatches)
+            divisor = total.clamp(min=1).float() if total.is_cuda else max(1, int(total))
         with recorder.in_phase("microbatch"):
             if self.replicas is not None:
-                share = self.replicas.forward_backward(microbatches, max(1, num_tokens))
+                share = self.replicas.forward_backward(microbatches, divisor)
             else:
-                share = engine.step(microbatches, max(1, num_tokens))
+                share = engine.step(microbatches, divisor)
         with recorder.in_phase("step"):
             reducers = self._reducers()
             for reducer in reducers.values():
@@ -348,7 +367,10 @@ class Parallel:
         return loss
 
     def count_tokens(self, microbatches: Sequence[Microbatch]) -> int:
-        """Labels of the global batch that are not ignored."""
+        """Labels of the global batch that are not ignored. Reads the device."""
+        return int(self._num_labels(microbatches))
+
+    def _num_labels(self, microbatches: Sequence[Microbatch]) -> Tensor:
         if any("labels" not in microbatch for microbatch in microbatches):
             raise OptionError(
                 "the microbatches hold no labels to count",
@@ -357,7 +379,7 @@ class Parallel:
         found = [(microbatch["labels"] != IGNORED).sum() for microbatch in microbatches]
         total = torch.stack(found).sum()
         all_reduce(total, self.mesh.axis("dp"), self.recorder)
-        return int(total)
+        return total
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Microbatch]) -> tuple[float, int]:
@@ -420,7 +442,6 @@ class Parallel:
                 self.recorder,
                 device=self.mesh.device,
                 reducers=self._reducers(),
-                back=self.mesh.axis("pp_back"),
                 before_forward=self._key if self._streams is not None else None,
             )
         return self._executors[count]

@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,7 +45,7 @@ def parallelize(
     loss_fn: LossFunction | None = None,
     bounds: Sequence[int] | None = None,
     seed: int = 0,
-    bucket_mb: float = 25.0,
+    bucket_mb: float | None = None,
 ) -> Parallel:
     """Take this rank's part of `module`. Call on every rank of the world with equal arguments.
 
@@ -62,7 +63,7 @@ def parallelize(
             cross-entropy of the output's `logits` (or of the output) against `labels`.
         bounds: layers per stage. None: as `layout.cut` says.
         seed: of the random numbers that dropout draws.
-        bucket_mb: size of a gradient bucket in MB.
+        bucket_mb: size of a gradient bucket in MB. None: by the device.
 
     Raises:
         LayoutError: the layout does not fit the world or the module.
@@ -173,6 +174,9 @@ def _check(layout: Layout, plan: ParallelPlan, schedule: Schedule | None) -> Non
 def _device_of(module: nn.Module, rank: int) -> torch.device:
     """The device of a rank that was given no mesh: CUDA only if the process group is for it."""
     if dist.is_initialized():
+        world: Any = dist.group.WORLD
+        if world.bound_device_id is not None:
+            return torch.device(world.bound_device_id)
         cuda = dist.get_backend() == "nccl"
         local = int(os.environ.get("LOCAL_RANK", rank))
         return pick_device("cuda" if cuda else "cpu", local)

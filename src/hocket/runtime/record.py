@@ -77,6 +77,14 @@ class Recorder:
             for (name, axis, phase), (count, nbytes) in sorted(self._counts.items())
         ]
 
+    def enqueued(self) -> dict[str, int]:
+        """Collectives by axis, in all phases, without messages to one rank."""
+        found: dict[str, int] = {}
+        for (name, axis, _), (count, _) in list(self._counts.items()):
+            if name not in ("send", "receive"):
+                found[axis] = found.get(axis, 0) + count
+        return found
+
     def clear(self) -> None:
         """Forget all counts and spans."""
         self._counts.clear()

@@ -22,6 +22,11 @@ Everything happens at places that are the same on every rank (a block begins, a 
 when some gradient happens to be there: so ranks cannot differ in the order of their collectives,
 whatever part of a block their data uses.
 
+Memory is given and taken in the order of the compute stream. A gather runs on the group's own
+stream, behind what was queued when it began, so behind the last reader of memory that it is given;
+and a block is freed only when the compute stream has waited for its gather (`_let_go`). With shares
+on the host a copy stream brings them, and the gather runs behind that.
+
 Not `torch.distributed.fully_shard`: its parameters are wrapper tensors, where layers, placements,
 checkpoints and clipping here read plain local ones; it reduces when a layer's backward is over,
 where weights' gradients that are put off (I and W) have not come, and sums of gradients over
@@ -41,6 +46,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from hocket.runtime.collectives import all_gather_flat
+from hocket.runtime.copy_stream import CopyStream
 from hocket.runtime.data_parallel.absent import NAME, come_back, leave
 from hocket.runtime.data_parallel.buckets import grad_dtype
 from hocket.runtime.data_parallel.flat import (
@@ -116,6 +122,8 @@ class ShardedBlocks(Shares):
         fill: Fill | None = None,
     ) -> None:
         self._on_host = on_host
+        device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        self._copies = CopyStream(device)
         members: dict[str, dict[Any, list[tuple[str, nn.Parameter]]]] = {}
         for name, p in module.named_parameters():
             block = block_of(name, plan)
@@ -360,11 +368,16 @@ class ShardedBlocks(Shares):
         give_memory(bucket.flat)
         phase = "other" if self.recorder.phase == "other" else "step"
         with torch.no_grad(), self.recorder.in_phase(phase):
-            piece = bucket.mine
-            if self._on_host:
+            if not self._on_host:
+                bucket.gathering = all_gather_flat(
+                    bucket.flat, bucket.mine, self.axis, self.recorder
+                )
+                return
+            with self._copies.behind_current():
                 piece = bucket.part(self.axis)  # the very place where the gather expects it
                 piece.copy_(bucket.mine, non_blocking=True)
-            bucket.gathering = all_gather_flat(bucket.flat, piece, self.axis, self.recorder)
+                gathering = all_gather_flat(bucket.flat, piece, self.axis, self.recorder)
+            bucket.gathering = gathering or self._copies.copied()
 
     def _use(self, block: Block) -> None:
         """A block is about to run: its values must be there."""
@@ -373,9 +386,9 @@ class ShardedBlocks(Shares):
             if bucket.gathering is not None:
                 bucket.gathering.wait()
             come_back(bucket.parameters)
-            if bucket.gathering is None:
+            gathered, bucket.gathering = bucket.gathering is not None, None
+            if not gathered or self.axis.group is None:
                 continue
-            bucket.gathering = None
             self.recorder.add(
                 start,
                 "communication",

@@ -120,6 +120,10 @@ class Buckets:
         """Bytes of gradients held, which is what one step sends."""
         return sum(b.flat.numel() * b.flat.element_size() for b in self._buckets)
 
+    def flats(self) -> list[Tensor]:
+        """The buckets' memory, 1-D."""
+        return [bucket.flat for bucket in self._buckets]
+
     def zero_grad(self) -> None:
         """Forget the last step's gradients."""
         self._last = False

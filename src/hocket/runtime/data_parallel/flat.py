@@ -53,6 +53,7 @@ class Bucket:
         gradient, views: the whole gradient while it fills, and each parameter's place in it.
         missing: parameters whose gradient has not come.
         share: this rank's share of the summed gradient.
+        landing: pinned host memory for it, where the host steps `mine`.
         gathering: values on their way.
         whole: `flat` has memory, and holds values or will once `gathering` is done.
         opened: whole for readers and writers outside of a step: what they leave is taken over.
@@ -70,6 +71,7 @@ class Bucket:
     views: list[Tensor] = dataclasses.field(default_factory=list)
     missing: set[int] = dataclasses.field(default_factory=set)
     share: Tensor | None = None
+    landing: Tensor | None = None
     gathering: Work | None = None
     whole: bool = True
     opened: bool = False

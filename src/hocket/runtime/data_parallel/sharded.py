@@ -90,6 +90,11 @@ class ShardedBuckets(Shares):
         for bucket in reversed(self._buckets):
             _arrive(bucket)
 
+    def wait(self) -> None:
+        super().wait()
+        for bucket in self._buckets:
+            _arrive(bucket)  # of modules that did not run: the optimizer writes what is gathered
+
     def _filled(self, bucket: Bucket, index: int) -> None:
         if bucket.late or not (self._last or self.each_microbatch):
             return

@@ -81,6 +81,11 @@ class Shares(abc.ABC):
         """Tensors that hold values beside parameters and pieces."""
         return []
 
+    def buffers(self) -> list[Tensor]:
+        """Whole gradients and parameters, as far as they have memory now."""
+        each = [(bucket.flat, bucket.gradient, bucket.share) for bucket in self._buckets]
+        return [tensor for row in each for tensor in row if tensor is not None]
+
     def zero_grad(self) -> None:
         """Forget the last step's gradients."""
         assert not self._reducing, "wait() for the last step first"
@@ -129,11 +134,27 @@ class Shares(abc.ABC):
         for bucket in self._buckets:
             assert bucket.share is not None
             self._sum_replicas(bucket.share)
-            if bucket.mine.device != bucket.share.device:
-                bucket.share = bucket.share.to(bucket.mine.device)
+        self._to_host()
+        for bucket in self._buckets:
+            assert bucket.share is not None
             for piece, start in bucket.pieces:
                 piece.tensor.grad = bucket.share[start : start + piece.tensor.numel()]
         self._last = False
+
+    def _to_host(self) -> None:
+        """Where the host steps the shares, bring their gradients there: many copies, one wait."""
+        waits: Any = None
+        for bucket in self._buckets:
+            share = bucket.share
+            if share is None or share.device == bucket.mine.device:
+                continue
+            if bucket.landing is None:  # kept: pinning is slow, and waits for the device
+                bucket.landing = torch.empty_like(share, device="cpu", pin_memory=share.is_cuda)
+            bucket.share = bucket.landing.copy_(share, non_blocking=True)
+            waits = waits or torch.cuda.Event()  # type: ignore[no-untyped-call]
+        if waits is not None:
+            waits.record()
+            waits.synchronize()
 
     @abc.abstractmethod
     def publish(self) -> None:

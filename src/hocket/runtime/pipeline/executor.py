@@ -2,22 +2,29 @@
 
 What each action does on the rank that holds its stage s, for microbatch m:
 
-    RECV_F  wait for the hidden state from stage s - 1        (posted ahead of need)
+    RECV_F  post the receive of the hidden state from stage s - 1    (F waits for it)
     F       run the stage; the last one ends in its loss
-    SEND_F  begin to send the output to stage s + 1           (waited for when the step ends)
-    RECV_B  wait for the gradient of the output from stage s + 1
+    SEND_F  begin to send the output to stage s + 1
+    RECV_B  post the receive of the output's gradient from stage s + 1    (B, I wait for it)
     B       run backward; the activations are freed
     SEND_B  begin to send the gradient of the input to stage s - 1
     I, W    the two halves of B: all but the weights of linear layers, then those weights
     REDUCE_GRAD  launch what is left of the stage's data-parallel reduction
 
-Stages that lie on one rank hand tensors over directly. Messages are not named: both ends of a
-pair keep the same order, which `schedules.validate` has checked.
+Stages that lie on one rank hand tensors over directly. Messages carry no names: both ends of a
+pair keep the same order. All messages of a rank share one process group, whose NCCL communicator
+runs them one by one in the order in which they are enqueued: the order of the line, in which
+`schedules.validate` has simulated them with every action blocking.
+
+Lifetime of tensors on CUDA: a received tensor is allocated before its receive is enqueued and
+consumed by the compute stream after a wait on it. A sent tensor is referenced until the compute
+stream has waited for an operation that the communicator runs later, so that the allocator reuses
+its memory after it was sent; the host never waits. (Not executed on a GPU yet.)
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -35,7 +42,6 @@ from hocket.spec.schedule import (
     FORWARD,
     INPUT,
     OVERLAP_F_B,
-    RECEIVES,
     RECV_B,
     RECV_F,
     REDUCE_GRAD,
@@ -45,9 +51,6 @@ from hocket.spec.schedule import (
     Action,
     Schedule,
 )
-
-AHEAD = 2
-"""Receives posted ahead of need, per neighbour: one in use, one on its way."""
 
 Microbatches = Mapping[int, Microbatch] | Sequence[Microbatch]
 Key = tuple[int, int]
@@ -80,9 +83,6 @@ class Executor:
         recorder: of this rank.
         device: where received tensors are made.
         reducers: stage to what sums its gradients; a stage without one keeps its own.
-        back: an axis over the same ranks with a group of its own, for messages to lower indices.
-            NCCL runs the messages of a pair in one queue and needs it, so that a send does not
-            wait behind a receive; elsewhere None.
         before_forward: called with (stage, microbatch) before each F (keys of random numbers).
     """
 
@@ -95,7 +95,6 @@ class Executor:
         *,
         device: torch.device | str = "cpu",
         reducers: Mapping[int, Reducer] | None = None,
-        back: Axis | None = None,
         before_forward: Callable[[int, int], None] | None = None,
     ) -> None:
         self.stages = {stage.index: stage for stage in stages}
@@ -103,9 +102,10 @@ class Executor:
         self.axis = axis
         self.recorder = recorder
         self.device = torch.device(device)
+        # On CUDA the host runs ahead of the device: that a send is complete it would learn late.
+        self._host_knows = self.device.type == "cpu"
         self.reducers = dict(reducers or {})
         self.before_forward = before_forward
-        self._back = back if back is not None else axis
         self._place = schedule.stage_ranks
         self._actions = schedule.ranks[axis.index]
         assert set(self.stages) == set(schedule.stages_of(axis.index)), (
@@ -154,7 +154,6 @@ class Executor:
         self._reset(microbatches, 1.0 / num_tokens, grad=True)
         line = list(actions)
         self._final.update(_final_backwards(line))
-        self._plan_receives(line)
         run = self._run
         for action in line:
             run[action.kind](action)
@@ -168,9 +167,7 @@ class Executor:
             (sum of losses, number of tokens) of this rank's last stage, fp32: zeros elsewhere.
         """
         self._reset(microbatches, 1.0, grad=False)
-        line = list(self._forwards(range(len(microbatches))))
-        self._plan_receives(line)
-        for action in line:
+        for action in self._forwards(len(microbatches)):
             self._run[action.kind](action)
         return self._finish(), self._tokens
 
@@ -185,16 +182,15 @@ class Executor:
         self._input_grads: dict[Key, Tensor] = {}
         self._output_grads: dict[Key, Tensor] = {}
         self._sends: deque[tuple[Work, Tensor]] = deque()
-        self._upcoming: dict[int, deque[Action]] = {}
-        self._posted: dict[Action, tuple[Work, Tensor]] = {}
+        self._released = 0  # sends that were complete, or followed by one that was
+        self._posted: dict[Action, tuple[Work, Tensor, int]] = {}  # and sends before it
         self._final: dict[int, Action] = {}
         self._pending: dict[Key, Any] = {}
         self._losses: list[Tensor] = []
         self._tokens = torch.zeros((), device=self.device)
 
     def _finish(self) -> Tensor:
-        while self._sends:
-            self._sends.popleft()[0].wait()
+        self._release(self._released + len(self._sends))
         assert not self._posted, f"received and never taken: {list(self._posted)}"
         losses, self._losses = self._losses, []
         self._microbatches = {}
@@ -202,16 +198,19 @@ class Executor:
             return torch.zeros((), device=self.device)
         return torch.stack(losses).sum()
 
-    def _forwards(self, numbers: Iterable[int]) -> Iterator[Action]:
-        """Each microbatch through this rank's stages, one after the other."""
-        rank, last = self.axis.index, len(self._place) - 1
-        for m in numbers:
-            for s in sorted(self.stages):
-                if s > 0 and self._place[s - 1] != rank:
-                    yield Action(s, RECV_F, m)
-                yield Action(s, FORWARD, m)
-                if s < last and self._place[s + 1] != rank:
-                    yield Action(s, SEND_F, m)
+    def _forwards(self, count: int) -> Iterator[Action]:
+        """The forwards of `count` microbatches, in the order of the schedule.
+
+        What is left of the lines without all backwards is again a restriction of one order of all
+        ranks, and so are several of them in a row: it completes where the schedule does.
+        """
+        forward = [action for part in self._actions for action in part.parts or (part,)]
+        forward = [action for action in forward if action.kind in (FORWARD, SEND_F, RECV_F)]
+        each = self.schedule.num_microbatches
+        for first in range(0, count, each):
+            for action in forward:
+                if first + _number(action) < count:
+                    yield Action(action.stage, action.kind, first + _number(action))
 
     # --- compute -------------------------------------------------------------------------------
 
@@ -220,6 +219,7 @@ class Executor:
         stage = self.stages[action.stage]
         if self.before_forward is not None:
             self.before_forward(*key)
+        self._take(RECV_F, key)
         hidden = self._inputs.get(key)
         if hidden is None and not stage.is_first:
             # Handed over by the stage before, on this same rank.
@@ -245,6 +245,7 @@ class Executor:
 
     def _backward(self, action: Action) -> None:
         key = (action.stage, _number(action))
+        self._take(RECV_B, key)
         self._prepare(action)
         output, gradient = self._outputs.pop(key), self._output_grads.pop(key, None)
         with self._pass(action, BACKWARD):
@@ -318,55 +319,46 @@ class Executor:
         else:
             tensor = self._input_grads.pop(key)
         tensor = tensor.detach().contiguous()
-        while self._sends and _done(self._sends[0][0]):
+        while self._sends and self._host_knows and _done(self._sends[0][0]):
             self._sends.popleft()
+            self._released += 1
         start = self.recorder.mark()
-        work = isend(tensor, self._route(self.axis.index, peer), peer, self.recorder)
+        work = isend(tensor, self.axis, peer, self.recorder)
         self._sends.append((work, tensor))
         self._note(start, action, tensor)
 
     def _receive(self, action: Action) -> None:
-        source = self._place[action.peer_stage]
+        """Post the receive; `_take` waits for it."""
+        stage = self.stages[action.stage]
+        tensor = torch.empty(
+            stage.hidden_shape(self._microbatches[_number(action)]),
+            dtype=stage.dtype,
+            device=self.device,
+        )
+        work = irecv(tensor, self.axis, self._place[action.peer_stage], self.recorder)
+        self._posted[action] = (work, tensor, self._released + len(self._sends))
+
+    def _take(self, kind: str, key: Key) -> None:
+        """Wait for the tensor that (stage, microbatch) consumes, if it comes from another rank."""
+        action = Action(key[0], kind, key[1])
+        if action not in self._posted:
+            return
+        work, tensor, sends = self._posted.pop(action)
         start = self.recorder.mark()
-        self._post(source, until=action)
-        work, tensor = self._posted.pop(action)
         work.wait()
         self._note(start, action, tensor)
-        self._post(source)
-        key = (action.stage, _number(action))
-        if action.kind == RECV_F:
+        if not self._host_knows:
+            self._release(sends)
+        if kind == RECV_F:
             self._inputs[key] = tensor.requires_grad_() if self._grad else tensor
         else:
             self._output_grads[key] = tensor
 
-    def _plan_receives(self, line: Iterable[Action]) -> None:
-        """Queue the receives by neighbour, in the order of the line, and post the first ones."""
-        queues: dict[int, deque[Action]] = defaultdict(deque)
-        for action in line:
-            if action.kind in RECEIVES:
-                queues[self._place[action.peer_stage]].append(action)
-        self._upcoming = dict(queues)
-        for source in self._upcoming:
-            self._post(source)
-
-    def _post(self, source: int, until: Action | None = None) -> None:
-        """Post receives from `source` in order: up to AHEAD of them, or until one is posted."""
-        queue = self._upcoming[source]
-        waiting = sum(1 for a in self._posted if self._place[a.peer_stage] == source)
-        while queue and (waiting < AHEAD if until is None else until not in self._posted):
-            action = queue.popleft()
-            stage = self.stages[action.stage]
-            tensor = torch.empty(
-                stage.hidden_shape(self._microbatches[_number(action)]),
-                dtype=stage.dtype,
-                device=self.device,
-            )
-            work = irecv(tensor, self._route(source, self.axis.index), source, self.recorder)
-            self._posted[action] = (work, tensor)
-            waiting += 1
-
-    def _route(self, source: int, target: int) -> Axis:
-        return self.axis if source < target else self._back
+    def _release(self, count: int) -> None:
+        """Wait for the first `count` sends of the step, and forget their tensors."""
+        while self._released < count:
+            self._sends.popleft()[0].wait()
+            self._released += 1
 
     def _note(self, start: Any, action: Action, tensor: Tensor) -> None:
         if start is not None:

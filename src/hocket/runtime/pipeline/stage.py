@@ -165,9 +165,9 @@ class Stage:
             )
         whole: dict[str, Tensor] = {}
         if plan.mask:
-            whole["attention_mask"] = torch.ones(
-                rows, length, dtype=torch.long, device=tokens.device
-            )
+            # One number, expanded: `models.masks` knows by that, without a read, what it holds.
+            one = torch.ones(1, 1, dtype=torch.long, device=tokens.device)
+            whole["attention_mask"] = one.expand(rows, length)
         if "position_ids" not in arguments:
             whole["position_ids"] = torch.arange(length, device=tokens.device).expand(rows, -1)
         for name, value in whole.items():

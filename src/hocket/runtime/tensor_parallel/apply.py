@@ -253,7 +253,7 @@ class _Splitting:
     def _enter(self, child: Any, parent: str) -> None:
         kind = Entry if self.sequence is None else SequenceEntry
         entry = self.entries.setdefault(parent, kind(self.axis, self.recorder))
-        entry.layers += 1
+        entry.layers.append(child)
         child.entry = entry
 
     def _shards(self, segments: tuple[Segment, ...]) -> Shards:

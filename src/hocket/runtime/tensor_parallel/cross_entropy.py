@@ -28,6 +28,7 @@ Labels = tuple[Tensor, "Tensor | None"]
 # Operations whose backward does not read their own result, which may therefore be overwritten.
 _KEEPS_NO_RESULT = (
     "Addmm", "Mm", "Bmm", "Linear", "Mul", "Div", "ToCopy", "Clone", "_Halved", "_KeptInPart",
+    "_Overlapped",
 )  # fmt: skip
 _VIEWS = ("View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze")
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from hocket.runtime.linear import Kept, WeightGradients, linear
 from hocket.runtime.mesh import Axis
 from hocket.runtime.record import Recorder
+from hocket.runtime.tensor_parallel import overlap
 from hocket.runtime.tensor_parallel.regions import (
     copy_to_axis,
     gather_from_axis,
@@ -37,34 +38,45 @@ class Entry:
     last of the `layers` siblings has asked.
     """
 
-    __slots__ = ("_asked", "_copied", "_source", "axis", "layers", "recorder")
+    __slots__ = (
+        "_asked", "_copied", "_late", "_source", "axis", "layers", "overlaps", "recorder",
+    )  # fmt: skip
 
     def __init__(self, axis: Axis, recorder: Recorder) -> None:
         self.axis = axis
         self.recorder = recorder
-        self.layers = 0
+        self.layers: list[nn.Module] = []
+        self.overlaps = overlap.on_cuda
+        self._late: dict[int, overlap.Late] = {}
         self._source: Tensor | None = None
         self._copied: Tensor | None = None
         self._asked = 0
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, None]:
-        """(`x` for the layer's product, nothing to keep in its place)."""
-        return self._copy(x), None
-
-    def _copy(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, layer: nn.Module) -> tuple[Tensor, None, overlap.Late | None]:
+        """(`x` for the layer's matmul, nothing to keep in its place, what the layer runs with where
+        it overlaps)."""
         if not (x.requires_grad and torch.is_grad_enabled()):
-            return x
-        if self.layers == 1:
-            return copy_to_axis(x, self.axis, self.recorder)
+            return x, None, None
         if self._source is not x or self._copied is None:
             self._source = x
-            self._copied = copy_to_axis(x, self.axis, self.recorder)
             self._asked = 0
+            self._copy(x)
         self._asked += 1
+        late = self._late.pop(id(layer), None) if self._late else None
         copied = self._copied
-        if self._asked == self.layers:
+        assert copied is not None
+        if self._asked == len(self.layers):
             self._source = self._copied = None
-        return copied
+            self._late = {}
+        return copied, None, late
+
+    def _copy(self, x: Tensor) -> None:
+        if self.axis.size > 1 and self.overlaps(x) and not torch.compiler.is_compiling():
+            self._copied, self._late = overlap.begin(
+                x, self.layers, self.axis, self.recorder, gathered=None, whole=lambda given: given
+            )
+        else:
+            self._copied, self._late = copy_to_axis(x, self.axis, self.recorder), {}
 
 
 class RegionStreams(Protocol):
@@ -118,9 +130,15 @@ class ColumnParallelLinear(_ParallelLinear):
     entry: Entry | SequenceEntry
     gather: Shards | None
 
+    def _entered(self, input: Tensor) -> Tensor:
+        input, kept, late = self.entry(input, self)
+        if late is None:
+            return self._linear(input, self.bias, kept)
+        piece = None if kept is None else kept[0]
+        return overlap.linear(input, self.bias, late, transposed=self.transposed, piece=piece)
+
     def forward(self, input: Tensor) -> Tensor:
-        input, kept = self.entry(input)
-        y = self._linear(input, self.bias, kept)
+        y = self._entered(input)
         streams = self.streams if self.training else None
         if self.gather is not None:
             if streams is not None:
@@ -172,5 +190,4 @@ class VocabParallelHead(ColumnParallelLinear):
     sizes: list[int]
 
     def forward(self, input: Tensor) -> Tensor:
-        input, kept = self.entry(input)
-        return self._linear(input, self.bias, kept)
+        return self._entered(input)

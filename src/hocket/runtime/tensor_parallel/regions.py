@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hocket.runtime.collectives import all_gather, all_reduce
+from hocket.runtime.collectives import all_gather, all_reduce, traced_all_reduce
 from hocket.runtime.mesh import Axis
 from hocket.runtime.record import Recorder
 from hocket.runtime.tensor_parallel.shards import Shards
@@ -36,6 +36,31 @@ class _Copy(torch.autograd.Function):
         return grad, None, None
 
 
+class _TracedCopy(torch.autograd.Function):
+    """As `_Copy`, in a graph that the compiler holds."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:  # type: ignore[override]
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return traced_all_reduce(grad, ctx.axis), None
+
+
+class _TracedReduce(torch.autograd.Function):
+    """As `_Reduce`, in a graph that the compiler holds."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:  # type: ignore[override]
+        return traced_all_reduce(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return grad, None
+
+
 class _CopyTwo(torch.autograd.Function):
     """Two tensors whose gradients travel in one all-reduce."""
 
@@ -50,12 +75,12 @@ class _CopyTwo(torch.autograd.Function):
     def backward(  # type: ignore[override]
         ctx: Any, dx: Tensor, dy: Tensor
     ) -> tuple[Tensor | None, ...]:
+        # In the first one's dtype: of activations in bf16 and their routing weights in fp32, fp32
+        # would double the bytes, and what reads either gradient next is in bf16.
         flat = torch.cat([dx.reshape(-1), dy.reshape(-1).to(dx.dtype)])
-        if dx.dtype != dy.dtype:
-            flat = torch.cat([dx.reshape(-1).float(), dy.reshape(-1).float()])
         all_reduce(flat, ctx.axis, ctx.recorder)
         first, second = torch.split(flat, [dx.numel(), dy.numel()])
-        return first.view_as(dx).to(dx.dtype), second.view_as(dy).to(dy.dtype), None, None
+        return first.view_as(dx), second.view_as(dy).to(dy.dtype), None, None
 
 
 class _Reduce(torch.autograd.Function):
@@ -106,6 +131,9 @@ def copy_to_axis(x: Tensor, axis: Axis, recorder: Recorder) -> Tensor:
     """`x`, whole on every rank; its gradient is summed over the axis."""
     if axis.size == 1 or not (x.requires_grad and torch.is_grad_enabled()):
         return x
+    if torch.compiler.is_compiling():
+        traced: Tensor = _TracedCopy.apply(x, axis)  # type: ignore[no-untyped-call]
+        return traced
     out: Tensor = _Copy.apply(x, axis, recorder)  # type: ignore[no-untyped-call]
     return out
 
@@ -135,6 +163,9 @@ def reduce_in_place(x: Tensor, axis: Axis, recorder: Recorder) -> Tensor:
     result: a matrix product, an embedding.
     """
     if axis.size > 1:
+        if torch.compiler.is_compiling():
+            traced: Tensor = _TracedReduce.apply(x, axis)  # type: ignore[no-untyped-call]
+            return traced
         all_reduce(x, axis, recorder)
     return x
 

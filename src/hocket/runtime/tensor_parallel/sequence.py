@@ -22,7 +22,7 @@ Legend: B batch, S sequence, s = S / tp, H hidden.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from hocket.runtime.collectives import (
     all_gather,
+    all_gather_flat,
     reduce_scatter,
     traced_all_gather,
     traced_reduce_scatter,
@@ -37,6 +38,7 @@ from hocket.runtime.collectives import (
 from hocket.runtime.linear import Kept
 from hocket.runtime.mesh import Axis
 from hocket.runtime.record import Recorder
+from hocket.runtime.tensor_parallel import overlap
 
 IN_GRAPH = "in_graph"
 """Attribute of a hook that a compiled graph can hold."""
@@ -55,6 +57,27 @@ def gather(piece: Tensor, axis: Axis, recorder: Recorder) -> Tensor:
         return found.view(*lead, axis.size * rows, width)
     found = found.view(axis.size, -1, rows, width).transpose(0, 1)
     return found.reshape(*lead, axis.size * rows, width)
+
+
+def begin_gather(piece: Tensor, axis: Axis, recorder: Recorder) -> Callable[[], Tensor]:
+    """As `gather`, begun; what is returned waits for it, and gives the result."""
+    *lead, rows, width = piece.shape
+    flat = piece.detach().contiguous().view(-1)
+    whole = flat.new_empty(axis.size * flat.numel())
+    start = recorder.mark()
+    work = all_gather_flat(whole, flat, axis, recorder)
+
+    def finish() -> Tensor:
+        if work is not None:
+            work.wait()
+            recorder.add(
+                start, "communication", "all-gather", f"all-gather {axis.name}", axis=axis.name,
+                bytes=whole.numel() * whole.element_size(),
+            )  # fmt: skip
+        found = whole.view(axis.size, -1, rows, width).transpose(0, 1)
+        return found.reshape(*lead, axis.size * rows, width)
+
+    return finish
 
 
 def scatter(whole: Tensor, axis: Axis, recorder: Recorder) -> Tensor:
@@ -158,19 +181,28 @@ class GatheredAgain:
     Products that share the input share one gathering: it is let go when the last has read it.
     """
 
-    __slots__ = ("_axis", "_left", "_readers", "_recorder", "_whole")
+    __slots__ = ("_axis", "_finish", "_left", "_readers", "_recorder", "_whole")
 
     def __init__(self, axis: Axis, recorder: Recorder) -> None:
         self._axis, self._recorder = axis, recorder
         self._readers = self._left = 0
         self._whole: Tensor | None = None
+        self._finish: Callable[[], Tensor] | None = None
 
     def promise(self) -> None:
         """One more product will read the input in its backward."""
         self._readers += 1
 
+    def begin(self, piece: Tensor) -> None:
+        """Begin to gather, if that was not done; the next call waits."""
+        if self._whole is None and self._finish is None:
+            self._finish = begin_gather(piece, self._axis, self._recorder)
+            self._left = self._readers
+
     def __call__(self, piece: Tensor) -> Tensor:
         """The input [..., S, H] of its slice [..., s, H]."""
+        if self._finish is not None:
+            self._whole, self._finish = self._finish(), None
         if self._whole is None:
             self._whole = gather(piece, self._axis, self._recorder)
             self._left = self._readers
@@ -192,27 +224,33 @@ class SequenceEntry:
     def __init__(self, axis: Axis, recorder: Recorder) -> None:
         self.axis = axis
         self.recorder = recorder
-        self.layers = 0
+        self.layers: list[nn.Module] = []
+        self.overlaps = overlap.on_cuda
         self.opened_by_block = False
+        self._late: dict[int, overlap.Late] = {}
         self._source: Tensor | None = None
         self._whole: Tensor | None = None
         self._kept: Kept | None = None
         self._asked = 0
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, Kept | None]:
-        """(the whole input, what to keep of it); `x` is the slice, or what `open` returned."""
+    def __call__(
+        self, x: Tensor, layer: nn.Module
+    ) -> tuple[Tensor, Kept | None, overlap.Late | None]:
+        """(the whole input, what to keep of it, what the layer runs with where it overlaps); `x`
+        is the slice, or what `open` returned."""
         if self.opened_by_block:
             if x is not self._whole:  # changed on the way: autograd keeps it whole
-                return x, None
+                return x, None, None
         elif self._source is not x:
             self._gather(x)
             self._source = x
         whole, kept = self._whole, self._kept
         assert whole is not None
+        late = self._late.pop(id(layer), None) if self._late else None
         self._asked += 1
-        if self._asked == self.layers:
+        if self._asked == len(self.layers):
             self.close()
-        return whole, kept
+        return whole, kept, late
 
     def open(self, x: Tensor) -> Tensor:
         """Gather for the layers of a block that is about to run."""
@@ -223,13 +261,21 @@ class SequenceEntry:
     def close(self) -> None:
         """Forget the input."""
         self._source = self._whole = self._kept = None
+        self._late = {}
 
     def _gather(self, x: Tensor) -> None:
         self._asked = 0
-        self._whole = gather_whole(x, self.axis, self.recorder)
-        self._kept = None
+        self._kept, self._late = None, {}
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            self._kept = (x.detach(), GatheredAgain(self.axis, self.recorder))
+            again = GatheredAgain(self.axis, self.recorder)
+            self._kept = (x.detach(), again)
+            if self.overlaps(x):
+                self._whole, self._late = overlap.begin(
+                    x, self.layers, self.axis, self.recorder, gathered=again,
+                    whole=lambda piece: gather(piece, self.axis, self.recorder),
+                )  # fmt: skip
+                return
+        self._whole = gather_whole(x, self.axis, self.recorder)
 
 
 def open_block(module: nn.Module, name: str, entry: SequenceEntry) -> None:
@@ -245,6 +291,7 @@ def open_block(module: nn.Module, name: str, entry: SequenceEntry) -> None:
         entry.close()
 
     setattr(before, IN_GRAPH, True)
+    setattr(after, IN_GRAPH, True)
     module.register_forward_pre_hook(before, with_kwargs=True)
     module.register_forward_hook(after)
 

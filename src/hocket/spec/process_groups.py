@@ -1,0 +1,118 @@
+"""ProcessGroups: the groups of ranks that a layout communicates in, in the order they are made.
+
+    axis       ranks that differ in      used for
+    world      all                       the loss, barriers
+    dp         dp                        gradients of replicas
+    pp         pp                        activations between stages
+    cp         cp                        context parallelism
+    tp         tp                        tensor parallelism
+    model      tp, cp and pp             one replica: the gradient's norm; without ZeRO
+    shard      dp                        one copy of the ZeRO state
+    replicas   dp                        equal shards of a ZeRO state (hybrid sharding)
+    tp_copiesN N neighbours along tp     key/value heads held N times
+    embedding  first and last stage      gradients of tied embeddings
+
+The runtime's mesh, the planner and the reports read this one list. Axes over equal ranks share a
+group. Each group is one NCCL communicator on each of its ranks, which holds device memory for
+channels and buffers and takes part in start-up, so none is made that the layout does not use.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from hocket.spec.layout import AXES, Layout
+
+Ranks = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class AxisGroups:
+    """One axis: disjoint groups of at least two ranks each; none where nothing is split.
+
+    Attributes:
+        name: of the axis.
+        rows: the ranks of each group, ascending.
+    """
+
+    name: str
+    rows: tuple[Ranks, ...]
+
+
+def axis_groups(
+    layout: Layout, *, copies: Iterable[int] = (), tie: tuple[int, int] | None = None
+) -> tuple[AxisGroups, ...]:
+    """Every axis that a layout communicates along, in the order in which groups are made.
+
+    Args:
+        layout: the whole job's.
+        copies: how often key/value heads are held, each a divisor of tp.
+        tie: the pp indices whose stages share a parameter, if any do.
+    """
+    size = layout.world_size
+    found = [("world", [tuple(range(size))])]
+    for name in AXES:
+        # The replicas of a threads layout live in one process: its dp is not an axis of ranks.
+        degree = 1 if layout.data_parallel == "threads" else layout.degree(name)
+        found.append((name, layout.groups(name) if degree > 1 else []))
+    if not layout.zero or layout.dp == 1:
+        found.append(("model", _replicas(layout)))
+    found.append(("shard", layout.shard_groups()))
+    found.append(("replicas", layout.replica_groups()))
+    found += prepared(layout, copies=copies, tie=tie)
+    return tuple(
+        AxisGroups(name, tuple(row for row in rows if len(row) > 1)) for name, rows in found
+    )
+
+
+def prepared(
+    layout: Layout, *, copies: Iterable[int] = (), tie: tuple[int, int] | None = None
+) -> list[tuple[str, list[Ranks]]]:
+    """The axes that only some models need: of copied key/value heads and of tied embeddings."""
+    found = []
+    for count in sorted(set(copies) - {1, layout.tp}):
+        assert layout.tp % count == 0, (count, layout.tp)
+        rows = layout.groups("tp")
+        parts = [row[i : i + count] for row in rows for i in range(0, layout.tp, count)]
+        found.append((f"tp_copies{count}", parts))
+    if tie is not None:
+        first, last = tie
+        rows = layout.groups("pp") if first != last else []
+        ends = sorted(tuple(sorted((row[first], row[last]))) for row in rows)
+        found.append(("embedding", ends))
+    return found
+
+
+def own_groups(axes: Iterable[AxisGroups]) -> list[AxisGroups]:
+    """The axes that need groups of their own, each with those rows that no earlier axis has.
+
+    Where a communicator can be split (NCCL), each is one call of all ranks, however many rows.
+    """
+    known: set[Ranks] = set()
+    found = []
+    for axis in axes:
+        rows = tuple(row for row in axis.rows if row not in known)
+        known.update(rows)
+        if rows:
+            found.append(AxisGroups(axis.name, rows))
+    return found
+
+
+def groups_of_rank(axes: Iterable[AxisGroups], rank: int) -> dict[Ranks, list[str]]:
+    """The groups that one rank is in, by their ranks, and the axes that share each."""
+    found: dict[Ranks, list[str]] = {}
+    for axis in axes:
+        for row in axis.rows:
+            if rank in row:
+                found.setdefault(row, []).append(axis.name)
+    return found
+
+
+def _replicas(layout: Layout) -> list[Ranks]:
+    if layout.data_parallel == "threads":
+        return []
+    ranks: dict[int, list[int]] = {}
+    for rank in range(layout.world_size):
+        ranks.setdefault(layout.coordinate(rank)["dp"], []).append(rank)
+    return [tuple(row) for row in ranks.values()]

@@ -1,0 +1,127 @@
+"""Devices on machines with GPUs, simulated by stand-ins of torch.cuda and /sys."""
+
+from __future__ import annotations
+
+import os
+import types
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hocket.runtime import device as d  # noqa: E402
+from hocket.spec.errors import OptionError  # noqa: E402
+
+pytestmark = pytest.mark.torch
+GPU = torch.device("cuda", 1)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
+    """Two GPUs, of which tests change what they say."""
+    machine = types.SimpleNamespace(count=2, free=79 << 30, error=None, name="NVIDIA H100", set=[])
+    properties = types.SimpleNamespace(
+        name=machine.name, pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0
+    )
+
+    def zeros(size: int, device: torch.device) -> None:
+        assert machine.set == [device]  # before the first allocation
+        if machine.error is not None:
+            raise RuntimeError(machine.error)
+
+    def get(device: torch.device) -> types.SimpleNamespace:
+        properties.name = machine.name
+        return properties
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: machine.count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: machine.count)
+    monkeypatch.setattr(torch.cuda, "set_device", machine.set.append)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (machine.free, 80 << 30))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", get)
+    monkeypatch.setattr(torch, "zeros", zeros)
+    machine.bound = []
+    monkeypatch.setattr(d, "bind_near", machine.bound.append)
+    return machine
+
+
+def test_a_rank_takes_the_gpu_of_its_number(gpus: types.SimpleNamespace) -> None:
+    assert d.pick_device("auto", 1) == GPU
+    assert d.claim(GPU) == []
+    assert gpus.bound == ["0000:3b:00.0"]
+    assert d.claim(torch.device("cpu")) == []
+
+
+def test_more_ranks_than_gpus(gpus: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OptionError, match="local rank 2 needs its own GPU, this machine shows 2"):
+        d.pick_device("cuda", 2)
+    gpus.count = 1
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1a,MIG-2b")
+    with pytest.raises(OptionError, match=r"CUDA shows a process one slice of a GPU \(MIG\) alone"):
+        d.pick_device("cuda", 1)
+    gpus.count = 0
+    with pytest.raises(OptionError, match="0 CUDA devices"):
+        d.pick_device("cuda", 0)
+
+
+def test_slurm_shows_each_task_a_gpu_of_its_own(
+    gpus: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus.count = 1
+    with pytest.raises(OptionError):
+        d.pick_device("cuda", 3)
+    monkeypatch.setenv("SLURM_GPUS_PER_TASK", "1")
+    assert d.pick_device("cuda", 3) == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("error", "meaning"),
+    [
+        ("CUDA error: CUDA-capable device(s) is/are busy or unavailable", "compute mode"),
+        ("CUDA out of memory. Tried to allocate 2.00 MiB", "filled its memory"),
+        ("CUDA error: no kernel image is available for execution", "architecture"),
+    ],
+)
+def test_a_gpu_that_refuses_says_why(gpus: types.SimpleNamespace, error: str, meaning: str) -> None:
+    gpus.error = error
+    with pytest.raises(OptionError, match=meaning) as caught:
+        d.claim(GPU)
+    assert error.split(".", maxsplit=1)[0] in caught.value.message
+    assert caught.value.hint
+
+
+def test_any_other_error_stays_what_it_is(gpus: types.SimpleNamespace) -> None:
+    gpus.error = "CUDA error: an illegal memory access was encountered"
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        d.claim(GPU)
+
+
+def test_what_a_user_should_know_of_a_gpu(gpus: types.SimpleNamespace) -> None:
+    gpus.free, gpus.name = 12 << 30, "NVIDIA H100 MIG 3g.40gb"
+    busy, slice_ = d.claim(GPU)
+    assert "cuda:1 has 12.9 GB of 85.9 GB free" in busy
+    assert "slice of a GPU (NVIDIA H100 MIG 3g.40gb)" in slice_
+
+
+def test_ranks_run_on_the_cores_of_their_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, chosen = {0, 1, 2, 3}, []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(own))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: chosen.append(cores))
+    folder = tmp_path / "sys/bus/pci/devices/0000:3b:00.0"
+    folder.mkdir(parents=True)
+    cores = folder / "local_cpulist"
+    for text, expected in (
+        ("2-3,8-11\n", {2, 3}),
+        ("0-15\n", set()),  # all that the process has: nothing to choose
+        ("8-11\n", set()),  # none that it has: Slurm chose others
+        ("\n", set()),
+        ("nonsense\n", set()),
+    ):
+        cores.write_text(text)
+        chosen.clear()
+        assert d.bind_near("0000:3b:00.0", tmp_path) == expected
+        assert chosen == ([expected] if expected else [])
+    assert d.bind_near("0000:ff:00.0", tmp_path) == set()
