@@ -77,6 +77,15 @@ def nvlink_rate(name: str) -> float | None:
     return parse_bandwidth(own["bandwidth"]) / int(own["links"]) if own.get("links") else None
 
 
+def capability(name: str) -> tuple[int, int] | None:
+    """CUDA compute capability of a GPU, None of other accelerators. Raises OptionError as `gpu`."""
+    text = _tables("gpus")[gpu(name).name].get("capability")
+    if text is None:
+        return None
+    major, minor = str(text).split(".")
+    return int(major), int(minor)
+
+
 @functools.cache
 def quotes(name: str) -> tuple[Quote, ...]:
     """Every dated price of a GPU. Raises OptionError as `gpu`."""
@@ -288,7 +297,7 @@ def _day(date: str) -> str:
     return f"{year}-{3 * int(count) - 2:02d}-01" if quarter else date
 
 
-_NOTES = ("architecture", "pcie", "watts", "unverified", "note")
+_NOTES = ("architecture", "capability", "pcie", "watts", "unverified", "note")
 
 
 def _pcie(name: str) -> str:

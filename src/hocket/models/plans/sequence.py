@@ -154,7 +154,7 @@ class _Trial:
         self.inputs = {
             "input_ids": torch.arange(3, 3 + _ROWS * _LENGTH).view(_ROWS, _LENGTH),
             "position_ids": torch.arange(_LENGTH).expand(_ROWS, -1).contiguous(),
-            "attention_mask": torch.ones(_ROWS, _LENGTH, dtype=torch.long),
+            "attention_mask": torch.ones(1, 1, dtype=torch.long).expand(_ROWS, _LENGTH),
         }
         self.running: list[str] = []
         noted = [*self.entries, *plan.positions]

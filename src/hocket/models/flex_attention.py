@@ -1,0 +1,132 @@
+"""Flex attention: soft caps, attention sinks and unequal head sizes without a matrix of S x S.
+
+PyTorch's flex attention (`torch.nn.attention.flex_attention`; Dong et al., arXiv 2412.05496)
+generates one kernel from a function of a score and a description of what queries see:
+
+    causal, windows, documents   a block mask and, inside blocks, `lowest[query] <= key <= query`
+    soft cap c                   score -> c tanh(score / c)
+    sink s of a head             out * sigmoid(lse - s): its share of the softmax, taken afterwards
+
+In all three a query sees one interval of keys, which ends with itself and whose first key never
+moves back from one query to the next. So the block mask follows from the first keys alone, with
+tensors of B x (S / 128)^2: `create_block_mask` would compute S x S. Nothing is read from the
+device.
+
+Compiled once in a process for each combination of shapes (`torch.compile`, which needs a C compiler
+on the machine); within a layer that is being compiled it becomes part of the layer's graph.
+
+Not executed on a GPU yet. On a CPU, tests put PyTorch's own unfused implementation in the place of
+the generated kernel, forward and backward.
+
+Legend: B rows, S tokens, A query heads, K key/value heads, D and E head sizes of keys and values.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+BLOCK = 128
+"""Queries and keys of a block, the default of flex attention."""
+
+_TRITON = {"BACKEND": "TRITON"}
+"""Not CuTe's kernels, whose backward has no gradient of the log-sum-exp, nor those of decoding."""
+
+_SMALL_TILES = {**_TRITON, "fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32, "fwd_num_stages": 1}
+"""Of float32 heads that PyTorch has no tuned tiles for (2.13: all but 64, 128, 256): its default of
+64 x 64 in 3 stages does not fit into shared memory. These take 96 KiB at head size 256."""
+
+
+def lowest_keys(cu_seqlens: Tensor, *, window: int, rows: int, length: int) -> Tensor:
+    """The first key that each query sees, in its row: [B, S] int32.
+
+    Args:
+        cu_seqlens: [N + 1] int32, first token of each sequence in B * S, and B * S.
+        window: tokens that a query sees, itself included.
+        rows, length: B and S.
+    """
+    device = cu_seqlens.device
+    token = torch.arange(rows * length, device=device, dtype=torch.int32)
+    sequence = torch.searchsorted(cu_seqlens, token, right=True) - 1
+    begin = cu_seqlens[sequence].view(rows, length)
+    begin = begin - torch.arange(rows, device=device, dtype=torch.int32).unsqueeze(1) * length
+    query = torch.arange(length, device=device, dtype=torch.int32)
+    return torch.maximum(begin, query - (window - 1))
+
+
+def block_mask(lowest: Tensor) -> BlockMask:
+    """The block mask of queries that see the keys from `lowest` [B, S] to themselves.
+
+    The same as `create_block_mask` makes of that rule, which it would try on each of S x S pairs.
+    """
+    length = lowest.shape[1]
+    first = torch.arange(0, length, BLOCK, device=lowest.device)
+    last = (first + (BLOCK - 1)).clamp(max=length - 1)
+    query_first, query_last = first.unsqueeze(1), last.unsqueeze(1)
+    # [B, blocks of queries, blocks of keys]
+    some = (first <= query_last) & (last >= lowest[:, first].unsqueeze(2))
+    every = (last <= query_first) & (first >= lowest[:, last].unsqueeze(2))
+    # A block of fewer queries than BLOCK is never full, and neither is one of fewer keys.
+    every = every & (query_last - query_first == BLOCK - 1) & (last - first == BLOCK - 1)
+
+    def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (key >= lowest[batch, query])
+
+    return BlockMask.from_kv_blocks(
+        *_ordered(some & ~every), *_ordered(every), BLOCK, visible, (length, length)
+    )
+
+
+def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Number of key blocks of each query block [B, 1, Q], and their order [B, 1, Q, K]."""
+    order = torch.argsort(blocks.int(), dim=-1, descending=True, stable=True)
+    return blocks.sum(-1).int().unsqueeze(1), order.int().unsqueeze(1)
+
+
+def attend(  # noqa: PLR0917
+    query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float | None,
+    softcap: float | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Attention of query [B, A, S, D], key [B, K, S, D] and value [B, K, S, E]: [B, A, S, E].
+
+    Args:
+        mask: what queries see.
+        scale: of the scores. None: 1 / sqrt(D).
+        softcap: bound of the scores, by a hyperbolic tangent. None: none.
+        sinks: [A], of each head a score that has no value. None: none.
+    """
+    bend = None if softcap is None else _bent(softcap)
+    grouped = key.shape[1] != query.shape[1]
+    tuned = query.dtype != torch.float32 or query.shape[-1] in (64, 128, 256)
+    options: Any = _TRITON if tuned else _SMALL_TILES
+    if sinks is None:
+        out: Any = flex_attention(
+            query, key, value, bend, mask, scale, grouped, kernel_options=options
+        )
+        return out  # type: ignore[no-any-return]
+    out, aux = flex_attention(
+        query, key, value, bend, mask, scale, grouped, kernel_options=options,
+        return_aux=AuxRequest(lse=True),
+    )  # fmt: skip
+    assert aux.lse is not None
+    kept = torch.sigmoid(aux.lse - sinks.float().unsqueeze(-1))
+    return (out * kept.unsqueeze(-1)).to(out.dtype)
+
+
+def _bent(softcap: float) -> Callable[..., Tensor]:
+    def bend(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return bend
+
+
+@functools.cache
+def compiled() -> Callable[..., Tensor]:
+    """`attend`, compiled. A graph break or too many shapes is an error: what would run instead is
+    the unfused implementation, with its matrix of S x S."""
+    return torch.compile(attend, dynamic=False, fullgraph=True)
