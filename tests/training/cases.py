@@ -11,10 +11,14 @@ from hocket.spec.run import RunSpec, TrainOptions, Workload
 
 
 def compiled(
-    context: RankContext, config: dict[str, Any], dropout: float, slices: bool = False
+    context: RankContext,
+    config: dict[str, Any],
+    dropout: float,
+    slices: bool = False,
+    functional: bool = False,
 ) -> list[Any]:
     """Loss and norm of a step, plain and with compiled blocks (traced, without a compiler); with
-    `slices` of sequences, also the collectives that stand inside graphs, by name."""
+    `functional` collectives, also those inside graphs, by name, and the number of graphs."""
     import torch
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
@@ -41,19 +45,27 @@ def compiled(
         for rows in ids
     ]
     inside: set[str] = set()
+    graphs = 0
+
+    def forward(graph: Any, inputs: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return note(graph, inputs)
 
     def note(graph: Any, inputs: Any) -> Any:
         names = (str(node.target) for node in graph.graph.nodes if node.op == "call_function")
         inside.update(name.split(".")[1] for name in names if name.startswith("_c10d_functional."))
         return make_boxed_func(graph.forward)
 
-    backend: Any = aot_autograd(fw_compiler=note, bw_compiler=note) if slices else "aot_eager"
+    backend: Any = (
+        aot_autograd(fw_compiler=forward, bw_compiler=note) if functional else "aot_eager"
+    )
     found: list[Any] = []
     for compile_them in (False, True):
         _, _, plan, parallel = build_model(dataclasses.replace(spec), mesh, None)
         if compile_them:
             for stage in parallel.stages:
-                compile_blocks(stage.module, plan, backend=backend, functional=slices)
+                compile_blocks(stage.module, plan, backend=backend, functional=functional)
         loss = parallel.forward_backward(batch, 32)
         found.append([float(loss), float(parallel.clip_grad_norm(0.0))])
-    return [*found, sorted(inside)] if slices else found
+    return [*found, sorted(inside), graphs] if functional else found

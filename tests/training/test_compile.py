@@ -36,18 +36,27 @@ def test_compiled_blocks_with_dropout_seed_as_plain_ones_do(ranks) -> None:
     assert compiled == pytest.approx(plain, abs=1e-5)
 
 
-def test_slices_are_gathered_and_summed_inside_the_graphs(ranks) -> None:
+@pytest.mark.parametrize(
+    ("slices", "expected"),
+    [
+        (False, {"all_reduce", "wait_tensor"}),
+        (True, {"all_gather_into_tensor", "reduce_scatter_tensor", "wait_tensor"}),
+    ],
+)
+def test_collectives_are_inside_one_graph_a_layer(ranks, slices: bool, expected: set[str]) -> None:
     config = {
         **catalogue.config("tiny-llama"),
         "hidden_size": 32,
         "intermediate_size": 64,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": 2,
         "vocab_size": 64,
     }
     found = ranks.run(
-        "tests.training.cases:compiled", 2, timeout=200.0, config=config, dropout=0.0, slices=True
-    )
+        "tests.training.cases:compiled", 2, timeout=200.0, config=config, dropout=0.0,
+        slices=slices, functional=True,
+    )  # fmt: skip
     assert found[0] == found[1]
-    plain, compiled, inside = found[0]
+    plain, compiled, inside, graphs = found[0]
     assert compiled == pytest.approx(plain, abs=1e-5)
-    assert {"all_gather_into_tensor", "reduce_scatter_tensor"} <= {*inside}
+    assert {*inside} == expected
+    assert graphs == 1  # compiled once: both layers are equal, and nothing breaks their graph

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-from hocket.training.dataset import BatchOrder, TokenDataset  # noqa: E402
+from hocket.training.dataset import Batch, BatchOrder, TokenDataset  # noqa: E402
 from hocket.training.inputs import IGNORED, Inputs  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -50,3 +50,27 @@ def test_held_out_text_is_seen_once(tmp_path) -> None:
     assert torch.equal(labels[:5], ids[:5] + 1)
     assert (labels[5:] == IGNORED).all()
     assert (ids >= 0).all()
+
+
+def test_on_cuda_the_documents_of_packed_rows_are_known_without_a_look(tmp_path) -> None:
+    """Positions that begin again are found on the host, for each microbatch."""
+    from hocket.models import rows
+
+    class Packed(TokenDataset):
+        def batch(self, indices):
+            found = super().batch(indices)
+            positions = np.stack([np.arange(8) % (3 + i) for i in range(len(found.ids))])
+            return Batch(found.ids, found.labels, positions)
+
+    np.arange(161, dtype=np.uint16).tofile(tmp_path / "t.bin")
+    data = Packed(tmp_path / "t.bin", "uint16", 8, 0)
+    inputs = Inputs(data, BatchOrder(4, 1, 2), 0, CPU)
+    assert all(m["position_ids"] not in rows._KNOWN for m in inputs.step(0))
+    inputs.device = torch.device("cuda")
+    inputs._brought = lambda found: found.contiguous()
+    known = [rows._KNOWN[m["position_ids"]] for m in inputs.step(0)]
+    assert [k.cu_seqlens.tolist() for k in known] == [
+        [0, 3, 6, 8, 12, *[16] * 11],
+        [0, 5, 8, 14, *[16] * 12],
+    ]
+    assert [k.longest for k in known] == [4, 8]

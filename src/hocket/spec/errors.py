@@ -82,7 +82,8 @@ class TrainingError(HocketError):
 
 
 class RankMemoryError(TrainingError):
-    """A rank that would hold more tensor bytes than `--memory-per-rank` allows."""
+    """A rank that would hold more tensor bytes than its device has, or `--memory-per-rank`
+    allows."""
 
 
 class RankFailure(HocketError):

@@ -87,6 +87,8 @@ class TrainOptions:
         lora_targets: the linear layers that LoRA adapts, as in q_proj-v_proj. None: all-linear,
             which is all but the output head.
         save_every: steps between checkpoints; 0: only if asked at the end.
+        log_interval: steps between reports of loss and gradient norm; each step still has its own
+            row. A CUDA rank reads its device once an interval. None: 1 on CPU, 10 on CUDA.
         resume: continue from the run folder's latest checkpoint, in the run's own layout or in the
             one that is given.
         timeline_step: the step whose timeline is recorded. None: the middle of the run.
@@ -94,7 +96,8 @@ class TrainOptions:
         device: `auto`, `cpu` or `cuda`.
         backend: `auto`, `shm`, `gloo` or `nccl`.
         threads: CPU threads per rank.
-        bucket_mb: size of a gradient bucket in MB.
+        bucket_mb: size of a gradient bucket in MB. None: 25 on CPU; on CUDA 160, or 4 for each data
+            rank where that is more.
         compile: torch.compile every block.
         attention: attention implementation (`sdpa` or `eager`).
         tensorboard: write TensorBoard events into the run folder.
@@ -131,13 +134,14 @@ class TrainOptions:
     lora_dropout: float = 0.0
     lora_targets: str | None = None
     save_every: int = 0
+    log_interval: int | None = None
     resume: bool = False
     timeline_step: int | None = None
     timeline_steps: int = 1
     device: str = "auto"
     backend: str = "auto"
     threads: int = 1
-    bucket_mb: float = 25.0
+    bucket_mb: float | None = None
     compile: bool = False
     attention: str = "sdpa"
     tensorboard: bool = False
@@ -213,6 +217,18 @@ def from_dict(kind: type[T], values: dict[str, Any]) -> T:
     return kind(**values)
 
 
+def bucket_mb(given: float | None, *, cuda: bool, dp: int) -> float:
+    """Size of a gradient bucket in MB: as given, else by the link that it goes over.
+
+    An all-reduce among n ranks sends pieces of 1/n of a bucket, and NVLink and InfiniBand need MBs
+    at once to be fast. On CUDA the default is Megatron-Core's (`DistributedDataParallelConfig`):
+    40 million gradients in fp32, or a million for each data rank.
+    """
+    if given is not None:
+        return given
+    return 4.0 * max(40, dp) if cuda else 25.0
+
+
 class RunFolder:
     """Paths of one run folder, and the rule that two runs never share one."""
 
@@ -255,6 +271,11 @@ class RunFolder:
     @property
     def memory_file(self) -> Path:
         return self.path / "memory.json"
+
+    @property
+    def attention_file(self) -> Path:
+        """On CUDA: the attention kernel of each kind of layer, and why it is that one."""
+        return self.path / "attention.json"
 
     @property
     def others_file(self) -> Path:

@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from hocket.models.attention import choose_kernels_on_cuda
 from hocket.models.lora import alpha_of, targets_of
 from hocket.models.masks import of_whole_sequences
 from hocket.models.plans import plan_for
 from hocket.models.skeleton import build as build_skeleton
 from hocket.models.source import ModelSource, of_run
 from hocket.models.weights import Weights
-from hocket.runtime.device import pick_backend, pick_device
+from hocket.runtime.device import claim, pick_backend, pick_device
 from hocket.runtime.fp8 import multiply_in_fp8
 from hocket.runtime.heap import keep_freed_memory
 from hocket.runtime.lora import Lora, adapt
@@ -33,6 +34,7 @@ from hocket.runtime.offload import OffloadedLayer, SavedOnHost, offload_activati
 from hocket.runtime.parallelize import Parallel, parallelize
 from hocket.runtime.recompute import CORE, RecomputedLayer
 from hocket.runtime.record import Recorder
+from hocket.runtime.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from hocket.runtime.tensor_parallel.sequence import IN_GRAPH
 from hocket.spec.capabilities import refused_precision
 from hocket.spec.errors import OptionError, unknown
@@ -80,8 +82,9 @@ def join_world(spec: RunSpec, context: RankContext) -> Mesh:
         raise OptionError("--links joins ranks of one machine, these are on several")
     wanted = context.device_kind if options.device == "auto" else options.device
     device = pick_device(wanted, context.local_rank)
+    for text in claim(device):
+        context.emit({"event": "note", "text": f"rank {context.rank}: {text}"})
     if device.type == "cuda":
-        torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("highest" if spec.workload.dtype == "fp32" else "high")
     recorder = Recorder(context.rank, device)
     if context.world_size == 1:
@@ -97,7 +100,9 @@ def join_world(spec: RunSpec, context: RankContext) -> Mesh:
         context.init_process_group(backend, device, timeout=max(options.timeout, 600.0))
     if device.type == "cpu":
         keep_freed_memory()
-    return Mesh(spec.layout, context.rank, device, recorder)
+    mesh = Mesh(spec.layout, context.rank, device, recorder)
+    context.position = mesh.position
+    return mesh
 
 
 def install_links(links: Links, inner: str, context: RankContext, recorder: Recorder) -> None:
@@ -150,6 +155,8 @@ def build_model(
     plan = plan or plan_for(skeleton, sequence=spec.layout.sequence_parallel)
     if spec.layout.sequence_parallel:
         of_whole_sequences()
+    if mesh.device.type == "cuda":
+        choose_kernels_on_cuda(skeleton, asked=options.attention)
     parallel = parallelize(
         skeleton,
         spec.layout,
@@ -278,8 +285,8 @@ def compile_blocks(
     """Compile each layer by itself: one small graph, compiled once for all equal layers.
 
     What communicates or seeds random numbers runs as it is, between compiled parts: collectives
-    of our own are nothing that a graph can hold. With sequence parallelism they can be functional
-    ones (None: on CUDA), and stand inside the graph.
+    of our own are nothing that a graph can hold. They can be functional ones (None: on CUDA), which
+    are inside the graph: one graph a layer.
     """
     if plan.stages is None:
         return
@@ -308,11 +315,18 @@ def compile_blocks(
 
 
 def _in_graph(layer: nn.Module) -> bool:
-    """Whether a layer's collectives may stand inside a graph: those of slices of sequences, where
-    no module switches random streams."""
-    children = list(layer.modules())
-    slices = any(getattr(child, "slices", False) for child in children)
-    return slices and all(getattr(child, "streams", None) is None for child in children)
+    """Whether a layer's collectives may be inside a graph: those of slices of sequences, and of
+    column- and row-parallel layers that gather and split nothing; where no module switches random
+    streams."""
+    split = [child for child in layer.modules() if isinstance(getattr(child, "axis", None), Axis)]
+    if not split or any(getattr(child, "streams", None) is not None for child in split):
+        return False
+    return any(getattr(child, "slices", False) for child in split) or all(
+        isinstance(child, ColumnParallelLinear | RowParallelLinear)
+        and getattr(child, "gather", None) is None
+        and getattr(child, "scatter", None) is None
+        for child in split
+    )
 
 
 def dtype_of(name: str) -> torch.dtype:

@@ -6,8 +6,9 @@
         3 clip by the global norm                     at the end
         4 AdamW at this step's learning rate              7 export
 
-On CPU a step's loss and norm are looked at before the optimizer moves anything. On CUDA nothing
-waits for the device: they are read when the next step's work is queued.
+On CPU a step's loss and norm are checked before the optimizer changes anything. On CUDA nothing
+waits for the device: a step that is not finite is skipped there, and loss and norm are read once in
+`--log-interval` steps, when the next step's work is queued.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import gc
 import json
 import shutil
-import time
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -23,6 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hocket.models.attention_layers import kernel_rows
+from hocket.models.rows import one_sequence_each, packed_rows
 from hocket.runtime.checkpoint import load_checkpoint, save_checkpoint
 from hocket.runtime.lora import Trained
 from hocket.spec.checkpoint import config_hash
@@ -31,7 +34,7 @@ from hocket.spec.run import RunFolder, write_text
 from hocket.spec.units import parse_bytes
 from hocket.training import timeline
 from hocket.training.adapter import adapter_of_ranks
-from hocket.training.build import Job
+from hocket.training.build import Job, dtype_of
 from hocket.training.data import TRAIN, VALID, Tokens
 from hocket.training.dataset import BatchOrder, open_dataset
 from hocket.training.evaluate import held_out_loss, num_batches
@@ -40,7 +43,7 @@ from hocket.training.inputs import Inputs
 from hocket.training.learning_rate import learning_rate
 from hocket.training.memory import MemoryCount, of_replicas
 from hocket.training.metrics import Metrics
-from hocket.training.reading import Reading
+from hocket.training.reading import Reading, Readings, elapsed, interval, mark
 from hocket.training.utilization import flops_per_token, peak_flops
 
 if TYPE_CHECKING:
@@ -97,7 +100,8 @@ class Loop:
         name = torch.cuda.get_device_name(job.mesh.device) if self.cuda else ""
         peak = None if workload.dtype == "fp32" else peak_flops(name)
         self._peak = None if peak is None else peak * context.world_size
-        self._clock = 0.0
+        self._interval = interval(self.options.log_interval, job.mesh.device)
+        self._clock: Any = None
 
     # --- the run ---------------------------------------------------------------------------
 
@@ -120,7 +124,8 @@ class Loop:
             )
         try:
             self._say(event="phase", name="training")
-            self._steps(self.done, steps, metrics)
+            with self._rows():
+                self._steps(self.done, steps, metrics)
         finally:
             gc.unfreeze()
             if metrics is not None:
@@ -130,8 +135,9 @@ class Loop:
 
     def _steps(self, first: int, steps: int, metrics: Metrics | None) -> None:
         recorded = self._timeline_steps(first)
-        unread: Reading | None = None
-        self._clock = time.perf_counter()
+        unread: list[Reading] = []
+        underway: Readings | None = None
+        self._clock = mark(self.job.mesh.device)
         for index in range(first, steps):
             step = index + 1
             counted = index == first
@@ -147,17 +153,19 @@ class Loop:
                 reading = self._step(index)
             if counted:
                 self._gather_memory()
+                self._name_kernels()
             pause = self._evaluates(step) or self._saves(step) or step in recorded
-            if not self.cuda or counted or pause or step == steps:
-                # Read now: nothing is queued behind it, or the device has to be waited for.
-                if unread is not None:
-                    self._report(unread, metrics)
-                    unread = None
-                self._report(reading, metrics, held_out=self._evaluates(step))
-            else:
-                if unread is not None:
-                    self._report(unread, metrics)
-                unread = reading
+            unread.append(reading)
+            if underway is not None:  # this step's work is queued behind it
+                self._report(underway, metrics)
+                underway = None
+            now = counted or pause or step == steps
+            if now or len(unread) >= self._interval:
+                underway, unread = Readings(unread), []
+            if underway is not None and (now or not self.cuda):
+                # Nothing is queued behind it, or the device has to be waited for.
+                self._report(underway, metrics, held_out=self._evaluates(step))
+                underway = None
             self.done = step
             if step in recorded:
                 self._write_timeline(step, later=step > recorded.start)
@@ -168,7 +176,7 @@ class Loop:
                 gc.collect()
                 gc.freeze()
             if counted or pause:
-                self._clock = time.perf_counter()
+                self._clock = mark(self.job.mesh.device)
 
     def _step(self, index: int) -> Reading:
         """One optimizer step; `index` counts from 0."""
@@ -180,18 +188,38 @@ class Loop:
         lr = learning_rate(index, options)
         reading = Reading(index + 1, lr, loss, norm, learned)
         if not self.cuda:
-            reading.values()
+            reading.check()
         with parallel.recorder.span("compute", "optimizer", "optimizer"):
-            self.job.optimizer.step(lr)  # 4
+            self.job.optimizer.step(lr, reading.skip() if self.cuda else None)  # 4
         parallel.publish()
         self.inputs.prefetch(index + 1)
+        reading.end = mark(self.job.mesh.device)
         return reading
 
-    def _report(self, reading: Reading, metrics: Metrics | None, held_out: bool = False) -> None:
-        """Say what a step gave, after evaluating if it is its turn."""
-        loss, norm = reading.values()
-        now = time.perf_counter()
-        seconds, self._clock = now - self._clock, now
+    @contextmanager
+    def _rows(self) -> Iterator[None]:
+        """Within, transformers does not look at positions to find packed documents: that would
+        read the device in every forward. Whether rows are packed is known from the data."""
+        if not self.inputs.packed:
+            with one_sequence_each():
+                yield
+        elif self.cuda:
+            with packed_rows():
+                yield
+        else:
+            yield
+
+    def _report(self, readings: Readings, metrics: Metrics | None, held_out: bool = False) -> None:
+        """Report what some steps gave, the last of them after evaluating if `held_out`."""
+        rows = list(readings.rows())
+        for number, (reading, loss, norm) in enumerate(rows, start=1):
+            last = number == len(rows)
+            self._report_step(reading, loss, norm, metrics, held_out=held_out and last)
+
+    def _report_step(
+        self, reading: Reading, loss: float, norm: float, metrics: Metrics | None, *, held_out: bool
+    ) -> None:
+        seconds, self._clock = elapsed(self._clock, reading.end), reading.end
         row: dict[str, Any] = {
             "step": reading.step,
             "steps": self.options.steps,
@@ -208,8 +236,9 @@ class Loop:
             row["mfu"] = self._flops * row["tokens_per_second"] / self._peak
         if metrics is not None:
             self.context.emit({"event": "step", **row})
-            if seconds > self.options.timeout / 4:
-                self.context.expect(10 * seconds)  # slow, and not silent
+            silence = seconds * self._interval
+            if silence > self.options.timeout / 4:
+                self.context.expect(10 * silence)  # slow, and not silent
         if held_out:
             row["held_out_loss"] = self._evaluate(reading.step)
         if metrics is not None:
@@ -270,6 +299,23 @@ class Loop:
             self.memory_bytes = [row["total"] for row in rows]
             write_text(self.folder.memory_file, json.dumps(rows))
             self.context.emit({"event": "memory", "ranks": rows})
+
+    def _name_kernels(self) -> None:
+        """On CUDA, which kernel computes each kind of attention layer, into the run folder."""
+        if not self.leads or not self.cuda:
+            return
+        try:
+            rows = kernel_rows(
+                self.job.skeleton,
+                dtype=dtype_of(self.spec.workload.dtype),
+                device=self.job.mesh.device,
+                seq_len=self.spec.workload.seq_len,
+                packed=self.inputs.packed,
+            )
+        except Exception as error:  # a report does not end a run, whatever a configuration lacks
+            warnings.warn(f"attention kernels are not known: {error}", stacklevel=1)
+            return
+        write_text(self.folder.attention_file, json.dumps(rows))
 
     # --- checkpoints -----------------------------------------------------------------------
 

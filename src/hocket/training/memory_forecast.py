@@ -10,7 +10,7 @@ Ranks that differ in dp alone hold the same; of those along tp the first holds m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -26,10 +26,10 @@ from hocket.models.skeleton import build as build_skeleton
 from hocket.models.source import of_run
 from hocket.models.trace.grouped import GroupedProducts
 from hocket.runtime.lora import adapt
-from hocket.runtime.mesh import Axis, Mesh
+from hocket.runtime.mesh import Mesh
 from hocket.runtime.parallelize import parallelize
 from hocket.runtime.record import Recorder
-from hocket.spec.layout import AXES, Layout
+from hocket.spec.layout import Layout
 from hocket.spec.run import RunSpec
 from hocket.spec.schedule import Schedule
 from hocket.training.build import build_optimizer, dtype_of, keep_gradients, lora_of
@@ -49,8 +49,48 @@ class _Done(_Work):
         return True
 
 
+class _Sent(_Work):
+    """A send: complete once the second receive that is posted after it is. Neighbours follow one
+    order of messages, so that its receiver has taken it by then; shared memory, which moves what it
+    has no room for while the sender waits, has often not by the first."""
+
+    def __init__(self, group: _Silent) -> None:
+        super().__init__()
+        self.complete = False
+        group.sent.append(self)
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return self.complete
+
+
+class _Received(_Work):
+    """A receive, and the sends that were posted before it."""
+
+    def __init__(self, group: _Silent) -> None:
+        super().__init__()
+        self.group = group
+        self.before, group.sent = group.sent, []
+
+    def wait(self, timeout: Any = None) -> bool:
+        for sent in self.group.taken:
+            sent.complete = True
+        self.group.taken = self.before
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
 class _Silent(_ProcessGroup):
-    """A group of one voice: its collectives move nothing and are done at once."""
+    """A group of one rank: its collectives move nothing and are done at once."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self.sent: list[_Sent] = []
+        self.taken: list[_Sent] = []
 
     def allreduce(self, tensors: Any, opts: Any = None) -> _Done:
         return _Done()
@@ -60,11 +100,11 @@ class _Silent(_ProcessGroup):
 
     _allgather_base = reduce_scatter_single = _reduce_scatter_base = all_gather_single
 
-    def send(self, tensors: Any, target: int, tag: int) -> _Done:
-        return _Done()
+    def send(self, tensors: Any, target: int, tag: int) -> _Sent:
+        return _Sent(self)
 
-    def recv(self, tensors: Any, source: int, tag: int) -> _Done:
-        return _Done()
+    def recv(self, tensors: Any, source: int, tag: int) -> _Received:
+        return _Received(self)
 
 
 def forecast(spec: RunSpec, schedule: Schedule | None) -> list[Memory]:
@@ -188,28 +228,8 @@ class _CpuAttention(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _mesh(layout: Layout, rank: int) -> Mesh:
     """The mesh of one rank whose groups move nothing."""
-    mesh = Mesh.single("cpu", Recorder(rank))
-    mesh.layout, mesh.rank, mesh.world_size = layout, rank, layout.world_size
-    mesh.coordinate = layout.coordinate(rank)
-    rows = {name: layout.group(rank, name) for name in AXES}
-    rows["world"] = tuple(range(layout.world_size))
-    rows["pp_back"] = rows["pp"]
-    rows["model"] = tuple(
-        other for other in rows["world"] if layout.coordinate(other)["dp"] == mesh.coordinate["dp"]
-    )
-    for name, groups in (("shard", layout.shard_groups()), ("replicas", layout.replica_groups())):
-        rows[name] = next((row for row in groups if rank in row), (rank,))
-    for name, ranks in rows.items():
-        mesh._axes[name] = _axis(name, ranks, rank)
-    mesh._group = _group  # type: ignore[method-assign, assignment]
-    return mesh
+    return Mesh(layout, rank, "cpu", Recorder(rank), group_factory=_silent)
 
 
-def _axis(name: str, ranks: tuple[int, ...], rank: int) -> Axis:
-    index = ranks.index(rank)
-    group = _Silent(index, len(ranks)) if len(ranks) > 1 else None
-    return Axis(name, len(ranks), index, ranks, group)
-
-
-def _group(ranks: tuple[int, ...]) -> Any:
-    return _Silent(0, len(ranks)) if len(ranks) > 1 else None
+def _silent(rows: Sequence[tuple[int, ...]], rank: int, name: str) -> Any:
+    return next((_Silent(row.index(rank), len(row)) for row in rows if rank in row), None)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from hocket.spec.run import RunFolder
 from hocket.training.build import build, read_schedule
 from hocket.training.loop import LONG, Loop
+from hocket.training.out_of_memory import explain
 
 if TYPE_CHECKING:
     from hocket.launch import RankContext
@@ -27,4 +30,8 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
     if context.rank == 0:
         context.emit({"event": "phase", "name": "building the model"})
     context.expect(max(LONG, spec.options.timeout))
-    Loop(build(spec, context, read_schedule(folder.schedule_file)), folder, context).run()
+    job = build(spec, context, read_schedule(folder.schedule_file))
+    try:
+        Loop(job, folder, context).run()
+    except torch.OutOfMemoryError as error:
+        raise explain(error, job, folder.path) from error
