@@ -1,0 +1,1 @@
+"""Triton kernels of the runtime, and how they are compiled and checked without a GPU."""

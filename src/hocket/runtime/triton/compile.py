@@ -1,0 +1,295 @@
+"""Compiles every Triton kernel of hocket to machine code, on a machine without a GPU.
+
+    python -m hocket.runtime.triton.compile [--arch 90] [--write docs/reference/kernels.md]
+
+For each kernel, dtype, head size and tile that hocket launches, and each architecture: registers of
+a thread, bytes of stack (a register that spills goes there), shared memory of a program, which the
+architecture limits, and the tensor-core instruction that the compiler chose. This finds, before a
+GPU is rented, kernels that do not compile, spill, do not fit, or multiply without tensor cores. It
+does not find whether they are right (Triton's interpreter does, in the tests) or fast.
+
+Needs the package triton, which brings ptxas and cuobjdump.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hocket.runtime.triton.paged_attention import Tile, launch_of, padded
+
+SHARED_LIMIT = {80: 166912, 90: 232448, 100: 232448, 120: 101376}
+"""Compute capability to the shared memory a program may use, in bytes (CUDA C++ Programming Guide,
+table of compute capabilities: 163, 227, 227 and 99 KiB)."""
+
+_RESERVED = 1024
+"""Bytes of it that the driver takes for itself from sm_90 on, already taken off the limits."""
+
+TENSOR_CORE = {"mma": r"\bmma\.sync", "wgmma": r"wgmma\.mma_async", "tcgen05": r"tcgen05\.mma"}
+
+_POINTER = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Configuration:
+    """One specialisation of one kernel that hocket launches.
+
+    Attributes:
+        kernel: attend_kernel or merge_kernel.
+        dtype: of query, keys and values.
+        sizes: head sizes of keys and values.
+        tile: what a program holds; for `merge_kernel`, rows are the splits.
+        variant: plain, or with what else an attention layer may ask for.
+        constants: compile-time arguments.
+        matmul: whether tensor cores are expected.
+    """
+
+    kernel: str
+    dtype: torch.dtype
+    sizes: tuple[int, int]
+    tile: Tile
+    variant: str
+    constants: dict[str, object] = dataclasses.field(hash=False)
+    matmul: bool = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Compiled:
+    """What the compiler made of a configuration.
+
+    Attributes:
+        arch: compute capability, 90 for sm_90.
+        registers: of a thread.
+        stack: bytes of a thread; 0 unless registers spill.
+        shared: bytes of a program.
+        instruction: of the tensor core: mma, wgmma, tcgen05 or "".
+    """
+
+    configuration: Configuration
+    arch: int
+    registers: int
+    stack: int
+    shared: int
+    instruction: str
+
+    def faults(self) -> list[str]:
+        """What a shipped configuration must not do."""
+        limit = SHARED_LIMIT[self.arch]
+        found = []
+        if self.stack:
+            found.append(f"{self.stack} bytes of stack a thread")
+        if self.shared > limit:
+            found.append(f"{self.shared} of {limit} bytes of shared memory")
+        if self.configuration.matmul and not self.instruction:
+            found.append("no tensor-core instruction")
+        return found
+
+
+def configurations() -> tuple[Configuration, ...]:
+    """Every tile of every kernel, plain and with window, softcap and sinks together."""
+    return tuple(_attention()) + tuple(_merging())
+
+
+def _attention() -> Iterator[Configuration]:
+    seen = set()
+    heads = [(64, 64), (128, 128), (192, 128), (256, 256)]
+    whole = [(torch.bfloat16, sizes) for sizes in heads] + [(torch.float32, s) for s in heads]
+    for dtype, (key_size, value_size) in [*whole, (torch.float16, (128, 128))]:
+        for queries in (1, 8, 16, 512):  # of a sequence: 4, 32, 64 and 2048 rows
+            for variant in ("plain", "window, softcap, sinks"):
+                more = variant != "plain"
+                launch = launch_of(
+                    dtype=dtype, num_tokens=queries, num_rows=1, num_heads=32, num_kv_heads=8,
+                    key_size=key_size, value_size=value_size, block_size=16, max_blocks=1024,
+                    max_seqlen_q=queries, causal=True, window=more, softcap=more, sinks=more,
+                    multiprocessors=132,
+                )  # fmt: skip
+                half = dtype != torch.float32
+                found = Configuration(
+                    "attend_kernel", dtype, (key_size, value_size), launch.tile, variant,
+                    launch.constants, matmul=half or launch.constants["PRECISION"] == "tf32x3",
+                )  # fmt: skip
+                if found not in seen:
+                    seen.add(found)
+                    yield found
+
+
+def _merging() -> Iterator[Configuration]:
+    for size in (64, 128, 256):
+        constants: dict[str, object] = {"DV": size, "DV_PAD": padded(size), "SPLITS_PAD": 64}
+        tile = Tile(64, 1, 4, 1)
+        yield Configuration(
+            "merge_kernel", torch.bfloat16, (size, size), tile, "plain", constants, matmul=False
+        )
+
+
+def compile_for(configuration: Configuration, arch: int) -> Compiled:
+    """Compile one configuration for one architecture; a second or so."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from hocket.runtime.triton import paged_attention_kernels as kernels
+
+    kernel = getattr(kernels, configuration.kernel)
+    signature = _signature(configuration)
+    names: list[str] = kernel.arg_names
+    dense = {"query_stride_token", "query_stride_head"}
+    source = ASTSource(
+        kernel,
+        {name: signature.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): v for name, v in configuration.constants.items()},
+        attrs={
+            (i,): [["tt.divisibility", 16]]
+            for i, name in enumerate(names)
+            if name in dense or signature.get(name, "").startswith("*")
+        },
+    )
+    tile = configuration.tile
+    built = triton.compile(
+        source,
+        target=GPUTarget("cuda", arch, 32),
+        options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
+    )
+    registers, stack = _usage(built.asm["cubin"])
+    chosen = [name for name, sign in TENSOR_CORE.items() if re.search(sign, built.asm["ptx"])]
+    reserved = _RESERVED if arch >= 90 else 0
+    shared = built.metadata.shared + reserved if built.metadata.shared else 0
+    return Compiled(configuration, arch, registers, stack, shared, " ".join(chosen))
+
+
+def _signature(configuration: Configuration) -> dict[str, str]:
+    pointer = _POINTER[configuration.dtype]
+    if configuration.kernel == "merge_kernel":
+        return {
+            "partial": "*fp32", "lse": "*fp32", "out": pointer, "num_places": "i32",
+            "splits": "i32",
+        }  # fmt: skip
+    split = bool(configuration.constants["SPLIT"])
+    numbers = (
+        "window", "query_stride_token", "query_stride_head", "num_tokens", "num_rows",
+        "max_blocks", "num_kv_heads",
+    )  # fmt: skip
+    return {
+        **dict.fromkeys(("query", "key_cache", "value_cache", "sinks"), pointer),
+        **dict.fromkeys(("block_tables", "seqused_k", "cu_seqlens_q"), "*i32"),
+        **dict.fromkeys(("out", "lse"), "*fp32" if split else pointer),
+        **dict.fromkeys(("scale", "softcap"), "fp32"),
+        **dict.fromkeys(numbers, "i32"),
+    }
+
+
+@functools.cache
+def _cuobjdump() -> str:
+    import triton
+
+    return str(next(Path(triton.__file__).parent.rglob("cuobjdump")))
+
+
+def _usage(cubin: bytes) -> tuple[int, int]:
+    """Registers and bytes of stack of a thread."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run(
+            [_cuobjdump(), "-res-usage", file.name], capture_output=True, text=True, check=True
+        )
+    text = done.stdout + done.stderr
+    found: Any = [re.search(rf"{name}:(\d+)", text) for name in ("REG", "STACK")]
+    assert all(found), text
+    return int(found[0][1]), int(found[1][1])
+
+
+def table(compiled: list[Compiled]) -> str:
+    """The results in Markdown: a line for each tile, the worst of its variants in each cell."""
+    archs = sorted({one.arch for one in compiled})
+    head = ["kernel", "dtype", "heads", "rows x keys", "warps", "stages"]
+    lines = [head + [f"sm_{arch}" for arch in archs], ["---"] * (len(head) + len(archs))]
+    tiles: dict[Any, dict[int, list[Compiled]]] = {}
+    for one in compiled:
+        c = one.configuration
+        key = (c.kernel, c.dtype, c.sizes, c.tile)
+        tiles.setdefault(key, {}).setdefault(one.arch, []).append(one)
+    for (kernel, dtype, sizes, tile), found in tiles.items():
+        heads = str(sizes[0]) if sizes[0] == sizes[1] else f"{sizes[0]}/{sizes[1]}"
+        cells = [_cell(found[arch]) for arch in archs]
+        lines.append(
+            [kernel, str(dtype)[6:], heads, f"{tile.rows} x {tile.keys}", str(tile.num_warps),
+             str(tile.num_stages), *cells]
+        )  # fmt: skip
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _cell(variants: list[Compiled]) -> str:
+    registers = max(one.registers for one in variants)
+    stack = max(one.stack for one in variants)
+    shared = max(one.shared for one in variants)
+    spilled = f", **{stack} B spilled**" if stack else ""
+    return f"{registers}, {shared / 1024:.0f} KiB, {variants[0].instruction or '-'}{spilled}"
+
+
+HEAD = """\
+# Triton kernels
+
+Written by `python -m hocket.runtime.triton.compile --write docs/reference/kernels.md`, on a machine
+without a GPU; do not edit. No GPU has executed these kernels yet: this page says what the compiler
+made of them, and tests hold them against PyTorch in Triton's interpreter.
+
+`attend_kernel` and `merge_kernel` are paged attention (`hocket.runtime.triton.paged_attention`):
+the fallback of the server where neither FlashAttention nor FlashInfer can do what a model asks.
+
+A cell: registers of a thread, shared memory of a program (with the 1 KiB that the driver takes from
+sm_90 on), tensor-core instruction; the largest of the plain kernel and the one with window, soft
+cap and attention sinks. None may spill registers, and none may use more shared memory than the
+architecture has: {limits}. A test compiles them (a rotating third; `HOCKET_TESTS=all` all of them).
+
+float32 multiplies by three TF32 matmuls (tf32x3), above head size 128 without tensor cores.
+Head sizes in between use the next power of two: 80, 96 and 112 the tiles of 128.
+
+Triton {version}.
+
+"""
+
+
+def page(compiled: list[Compiled]) -> str:
+    """The page docs/reference/kernels.md."""
+    import triton
+
+    limits = ", ".join(f"{b / 1024:.0f} KiB on sm_{a}" for a, b in SHARED_LIMIT.items())
+    return HEAD.format(limits=limits, version=triton.__version__) + table(compiled) + "\n"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Compile all of them; 1 if one spills, does not fit or misses the tensor cores."""
+    parser = argparse.ArgumentParser(prog="python -m hocket.runtime.triton.compile")
+    parser.add_argument("--arch", type=int, action="append", choices=sorted(SHARED_LIMIT))
+    parser.add_argument("--write", type=Path, help="write the page there")
+    options = parser.parse_args(arguments)
+    done = [
+        compile_for(configuration, arch)
+        for configuration in configurations()
+        for arch in options.arch or SHARED_LIMIT
+    ]
+    if options.write:
+        options.write.write_text(page(done))
+    else:
+        print(table(done))
+    faults = [(one, one.faults()) for one in done if one.faults()]
+    for one, what in faults:
+        c = one.configuration
+        print(f"{c.kernel} {c.dtype} {c.sizes} {c.variant} sm_{one.arch}: {what}", file=sys.stderr)
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,305 @@
+"""Attention over a paged key/value cache, as a Triton kernel behind an operator of PyTorch.
+
+`paged_attention` takes chunks of prompts, decode steps and both in one batch, any number of query
+heads for a key/value head, head sizes up to 256 that may differ between keys and values, blocks of
+any multiple of 16 tokens, sliding windows, soft caps and attention sinks, in float16, bfloat16 and
+float32. It is the kernel for what the libraries cannot do, or where they are not installed.
+
+Nothing is read back from the device: the grid follows from shapes and `max_seqlen_q`, so that a
+call can be captured in a CUDA graph and replayed with other lengths. A batch with too few tiles to
+fill the device splits the keys of each sequence and merges the results (two launches).
+
+Checked against `paged_attention_reference` in Triton's interpreter, and compiled for every
+architecture of `compile`. Not executed on a GPU yet.
+
+Legend: T tokens, R sequences, Hq query heads, Hkv key/value heads, D and Dv head sizes of keys and
+values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LARGEST_HEAD = 256
+BLOCK_MULTIPLE = 16
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+_MOST_SPLITS = 64
+_INTERPRETED_MULTIPROCESSORS = 132
+"""Of the device that Triton's interpreter stands for: an H100."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tile:
+    """What one program holds at once.
+
+    Attributes:
+        rows: query rows (tokens times the query heads of one key/value head).
+        keys: keys of one iteration.
+        num_warps, num_stages: of Triton's compiler.
+    """
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+def padded(size: int) -> int:
+    """The power of two, 16 or larger, that holds a head: a tile's sides are powers of two."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+_HALF = {
+    64: (Tile(16, 64, 4, 3), Tile(32, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 32, 8, 3)),
+    128: (Tile(16, 64, 4, 3), Tile(32, 64, 4, 3), Tile(64, 64, 8, 3), Tile(128, 32, 8, 3)),
+    256: (Tile(16, 32, 4, 3), Tile(32, 32, 4, 3), Tile(64, 16, 8, 3)),
+}
+_SINGLE = {
+    64: (Tile(16, 32, 4, 3), Tile(32, 32, 8, 3)),
+    128: (Tile(16, 32, 4, 3), Tile(32, 16, 8, 2)),
+    256: (Tile(16, 16, 4, 2),),
+}
+"""Padded head size to the tiles that none of the architectures of `compile` spills: one table for
+all, which fits the smallest shared memory among them (99 KiB of sm_120)."""
+
+
+def tile_of(dtype: torch.dtype, key_size: int, value_size: int, most_rows: int) -> Tile:
+    """The tile for heads of these sizes in a batch whose longest sequence has `most_rows` rows.
+
+    The smallest that holds them, or the largest: a decode step gets tiles of 16 rows.
+    """
+    tiles = _SINGLE if dtype == torch.float32 else _HALF
+    found = tiles[max(64, padded(key_size), padded(value_size))]
+    return next((tile for tile in found if tile.rows >= most_rows), found[-1])
+
+
+def precision_of(dtype: torch.dtype, key_size: int, value_size: int) -> str:
+    """How `tl.dot` multiplies: ieee, or tf32x3 for float32.
+
+    tf32x3 is three matmuls of TF32 on tensor cores, with a rounding of about 2**-21 instead of
+    TF32's 2**-11. For heads above 128 its halves of every operand spill registers.
+    """
+    wide = max(padded(key_size), padded(value_size)) > 128
+    return "tf32x3" if dtype == torch.float32 and not wide else "ieee"
+
+
+def num_splits(tiles: int, max_context: int, tile: Tile, multiprocessors: int) -> int:
+    """Into how many parts the keys of each sequence are split, from sizes known on the host.
+
+    As many as give each multiprocessor two programs, none of fewer than two iterations. Tiles that
+    fill the device already are not split.
+    """
+    if tiles >= multiprocessors:
+        return 1
+    wanted = -(-2 * multiprocessors // max(tiles, 1))
+    return max(1, min(wanted, max_context // (2 * tile.keys), _MOST_SPLITS))
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _INTERPRETED_MULTIPROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def paged_attention(  # noqa: PLR0917  as kernels of this kind are called
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seqused_k: Tensor,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    *,
+    scale: float,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attend with the new tokens of R sequences to all tokens that the cache holds of them.
+
+    The queries of sequence r are its last tokens: query i of n stands at position
+    `seqused_k[r] - n + i`. The cache holds their keys and values already. A query that sees no key
+    gets zeros. Rows of the result after `cu_seqlens_q[R]` are undefined.
+
+    Args:
+        query: [T, Hq, D], its last dimension dense.
+        key_cache: [blocks, block, Hkv, D], contiguous; block is a multiple of 16.
+        value_cache: [blocks, block, Hkv, Dv], contiguous.
+        block_tables: [R, max_blocks] int32: where the tokens of each sequence are, block by block.
+        seqused_k: [R] int32, tokens of each sequence in the cache. 0: none (a row that pads).
+        cu_seqlens_q: [R + 1] int32, first query of each sequence, and their number.
+        max_seqlen_q: an upper bound of the queries of one sequence; 1 for a decode step.
+        scale: of the scores.
+        causal: a query sees no token after its own.
+        window: tokens that a query sees, itself included. None: all before it.
+        softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2).
+        sinks: [Hq], for each head a score that takes weight and has no value (gpt-oss).
+
+    Returns:
+        [T, Hq, Dv], contiguous, of the query's dtype.
+
+    Raises:
+        ValueError: shapes, dtypes or strides other than these.
+    """
+    _check(query, key_cache, value_cache, block_tables, seqused_k, cu_seqlens_q, sinks)
+    if max_seqlen_q < 1 or (window is not None and window < 1):
+        raise ValueError(f"max_seqlen_q {max_seqlen_q} and window {window} must be 1 or more")
+    out: Tensor = torch.ops.hocket.paged_attention(
+        query, key_cache, value_cache, block_tables, seqused_k, cu_seqlens_q, max_seqlen_q,
+        scale, causal, window, softcap, sinks,
+    )  # fmt: skip
+    return out
+
+
+def _check(  # noqa: PLR0917
+    query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, used: Tensor, begins: Tensor,
+    sinks: Tensor | None,
+) -> None:  # fmt: skip
+    """Shapes, dtypes and strides: nothing that is on the device."""
+    if query.ndim != 3 or keys.ndim != 4 or values.ndim != 4 or tables.ndim != 2:
+        raise ValueError(
+            f"query {tuple(query.shape)}, key_cache {tuple(keys.shape)}, value_cache "
+            f"{tuple(values.shape)} and block_tables {tuple(tables.shape)} must have 3, 4, 4 and 2 "
+            "dimensions"
+        )
+    heads, size = query.shape[1:]
+    rows = tables.shape[0]
+    if keys.shape[3] != size or values.shape[:3] != keys.shape[:3] or heads % keys.shape[2]:
+        raise ValueError(
+            f"query {tuple(query.shape)} does not fit key_cache {tuple(keys.shape)} and "
+            f"value_cache {tuple(values.shape)}"
+        )
+    if max(size, values.shape[3]) > LARGEST_HEAD:
+        raise ValueError(f"head sizes {size} and {values.shape[3]}: at most {LARGEST_HEAD}")
+    if keys.shape[1] % BLOCK_MULTIPLE:
+        raise ValueError(f"blocks of {keys.shape[1]} tokens: not a multiple of {BLOCK_MULTIPLE}")
+    if query.dtype not in DTYPES or keys.dtype != query.dtype or values.dtype != query.dtype:
+        raise ValueError(
+            f"query {query.dtype}, key_cache {keys.dtype}, value_cache {values.dtype}: one of "
+            "float16, bfloat16, float32 for all three"
+        )
+    for name, tensor, shape in (
+        ("block_tables", tables, tuple(tables.shape)),
+        ("seqused_k", used, (rows,)),
+        ("cu_seqlens_q", begins, (rows + 1,)),
+    ):
+        if tensor.dtype != torch.int32 or tuple(tensor.shape) != shape:
+            raise ValueError(
+                f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not torch.int32 {shape}"
+            )
+    if sinks is not None and tuple(sinks.shape) != (heads,):
+        raise ValueError(f"sinks {tuple(sinks.shape)}: one for each of {heads} query heads")
+    if query.stride(2) != 1:
+        raise ValueError(f"query with strides {query.stride()}: its last dimension must be dense")
+    dense = {"key_cache": keys, "value_cache": values, "block_tables": tables}
+    dense |= {"seqused_k": used, "cu_seqlens_q": begins}
+    for name, tensor in (dense | ({} if sinks is None else {"sinks": sinks})).items():
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} with strides {tensor.stride()} is not contiguous")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Launch:
+    """The grid and the compile-time constants of one call.
+
+    Attributes:
+        grid: of `attend_kernel`.
+        tile: of it.
+        splits: of the keys; more than one: `merge_kernel` follows.
+        constants: the values of `attend_kernel`'s compile-time arguments.
+    """
+
+    grid: tuple[int, int, int]
+    tile: Tile
+    splits: int
+    constants: dict[str, object]
+
+
+def launch_of(
+    *, dtype: torch.dtype, num_tokens: int, num_rows: int, num_heads: int, num_kv_heads: int,
+    key_size: int, value_size: int, block_size: int, max_blocks: int, max_seqlen_q: int,
+    causal: bool, window: bool, softcap: bool, sinks: bool, multiprocessors: int,
+) -> Launch:  # fmt: skip
+    """How a call of these sizes is launched: a function of what the host knows."""
+    group = num_heads // num_kv_heads
+    most_rows = min(max_seqlen_q, num_tokens) * group
+    tile = tile_of(dtype, key_size, value_size, most_rows)
+    one_tile = most_rows <= tile.rows
+    tiles = num_rows if one_tile else num_tokens * group // tile.rows + num_rows
+    splits = num_splits(tiles * num_kv_heads, max_blocks * block_size, tile, multiprocessors)
+    return Launch(
+        (tiles, num_kv_heads, splits), tile, splits,
+        {
+            "GROUP": group, "D": key_size, "DV": value_size, "BLOCK_SIZE": block_size,
+            "BLOCK_M": tile.rows, "BLOCK_N": tile.keys,
+            "D_PAD": padded(key_size), "DV_PAD": padded(value_size),
+            "SPLIT": splits > 1, "ONE_TILE": one_tile, "CAUSAL": causal, "HAS_WINDOW": window,
+            "HAS_SOFTCAP": softcap, "HAS_SINKS": sinks,
+            "PRECISION": precision_of(dtype, key_size, value_size),
+        },
+    )  # fmt: skip
+
+
+def _paged_attention(  # noqa: PLR0917
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor,
+    seqused_k: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int, scale: float, causal: bool,
+    window: int | None, softcap: float | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    from hocket.runtime.triton.paged_attention_kernels import attend_kernel, merge_kernel
+
+    num_tokens, num_heads, key_size = query.shape
+    _, block_size, num_kv_heads, value_size = value_cache.shape
+    num_rows, max_blocks = block_tables.shape
+    out = query.new_empty(num_tokens, num_heads, value_size)
+    if not num_tokens or not num_rows:
+        return out
+    launch = launch_of(
+        dtype=query.dtype, num_tokens=num_tokens, num_rows=num_rows, num_heads=num_heads,
+        num_kv_heads=num_kv_heads, key_size=key_size, value_size=value_size,
+        block_size=block_size, max_blocks=max_blocks, max_seqlen_q=max_seqlen_q, causal=causal,
+        window=window is not None, softcap=softcap is not None, sinks=sinks is not None,
+        multiprocessors=_multiprocessors(query.device),
+    )  # fmt: skip
+    splits = launch.splits
+    target, lse = out, out
+    if splits > 1:
+        lse = query.new_empty(splits, num_tokens, num_heads, dtype=torch.float32)
+        target = query.new_empty(splits, num_tokens, num_heads, value_size, dtype=torch.float32)
+    attend_kernel[launch.grid](
+        query, key_cache, value_cache, block_tables, seqused_k, cu_seqlens_q,
+        query if sinks is None else sinks, target, lse,
+        scale, softcap or 0.0, window or 0, query.stride(0), query.stride(1),
+        num_tokens, num_rows, max_blocks, num_kv_heads,
+        **launch.constants, num_warps=launch.tile.num_warps, num_stages=launch.tile.num_stages,
+    )  # fmt: skip
+    if splits > 1:
+        merge_kernel[(num_tokens * num_heads,)](
+            target, lse, out, num_tokens * num_heads, splits, DV=value_size,
+            DV_PAD=padded(value_size), SPLITS_PAD=1 << (splits - 1).bit_length(), num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def _fake_paged_attention(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, *_: object
+) -> Tensor:
+    return query.new_empty(*query.shape[:2], value_cache.shape[3])
+
+
+_LIBRARY: Any = torch.library.Library("hocket", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define(
+    "paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, "
+    "Tensor seqused_k, Tensor cu_seqlens_q, int max_seqlen_q, float scale, bool causal, "
+    "int? window, float? softcap, Tensor? sinks) -> Tensor"
+)
+_LIBRARY.impl("paged_attention", _paged_attention, "CUDA")
+_LIBRARY.impl("paged_attention", _paged_attention, "CPU")  # Triton's interpreter
+torch.library.register_fake("hocket::paged_attention", _fake_paged_attention, lib=_LIBRARY)
