@@ -43,15 +43,21 @@ def kernels(form: str) -> Any:
 
 
 @pytest.fixture
-def called(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The rows of each layer that was computed whole, with the kernel for every product that it can
-    do, whatever a trial would say."""
-    from hocket.runtime.native.kernels import Kernels
+def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel does every matmul that it can, whatever a trial would find: what a trial finds
+    faster depends on the machine's load, and the two round differently."""
     from hocket.serving.engine import runner
     from hocket.serving.engine.products import choose_products
 
-    monkeypatch.setattr(Kernels, "load", staticmethod(lambda: kernels))
     monkeypatch.setattr(runner, "choose_products", functools.partial(choose_products, tried=False))
+
+
+@pytest.fixture
+def called(kernels: Any, untimed: None, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of each layer that was computed whole."""
+    from hocket.runtime.native.kernels import Kernels
+
+    monkeypatch.setattr(Kernels, "load", staticmethod(lambda: kernels))
     rows: list[int] = []
     original = Kernels.layer
 

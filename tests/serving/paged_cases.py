@@ -8,7 +8,7 @@ from typing import Any
 
 from hocket.spec.layout import Layout
 from hocket.spec.run import RunSpec, TrainOptions, Workload
-from tests.families import FAMILIES, PROMPTS, whole_model
+from tests.families import PROMPTS, SERVED, whole_model
 from tests.serving.paged import ToyScheduler, compare
 
 
@@ -39,7 +39,7 @@ def _serve(context: Any, folder: str, cases: list[list[str]], dtype: str) -> lis
     for family, text in cases:
         spec = RunSpec(
             model=family,
-            config=FAMILIES[family],
+            config=SERVED[family],
             layout=Layout.parse(text),
             options=TrainOptions(dropout=0.0, attention=attention.NAME),
             weights=str(Path(folder) / family),

@@ -102,9 +102,10 @@ def plain(result: Any) -> Any:
     ]
 
 
-def split(context: Any, cases: list[list[Any]]) -> list[Any]:
+def split(context: Any, cases: list[list[Any]], kind: str = "host") -> list[Any]:
     """What the ranks of one tensor axis tell, for each [sizes, dtype]; empty sizes: not split."""
     from hocket.runtime.mesh import Mesh
+    from hocket.serving.engine.device_sampler import DeviceSampler
     from hocket.serving.engine.sampler import Sampler
     from hocket.serving.engine.vocabulary import Vocabulary
     from hocket.spec.layout import Layout
@@ -116,6 +117,7 @@ def split(context: Any, cases: list[list[Any]]) -> list[Any]:
         part = slice(start, start + sizes[context.rank]) if sizes else slice(None)
         axis = mesh.axis("tp")
         held = Vocabulary(axis=axis, sizes=tuple(sizes), start=start if sizes else 0)
-        sampler = Sampler(held, vocabulary, "cpu", mesh.recorder, 32)
+        made: Any = Sampler if kind == "host" else DeviceSampler
+        sampler = made(held, vocabulary, "cpu", mesh.recorder, 32)
         found.append(run(sampler, vocabulary, dtype, part))
     return found

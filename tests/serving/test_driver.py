@@ -50,6 +50,7 @@ class World:
 
     Args:
         before: called with (rank, plan) before each step of a rank.
+        later: whether results are collected, as on a device.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class World:
         stages: int = 1,
         width: int = 1,
         before: Callable[[int, StepPlan], None] = lambda rank, plan: None,
+        later: bool = False,
         **driver: Any,
     ) -> None:
         self._options = driver
@@ -74,6 +76,7 @@ class World:
                     taken=hidden[rank - width] if stage else None,
                     given=hidden[rank] if stage < stages - 1 else None,
                     before=lambda plan, rank=rank: before(rank, plan),
+                    later=later,
                 )
             )
         self.ends = {rank: socket.socketpair() for rank in range(1, stages * width)}
@@ -167,11 +170,13 @@ def prompt(seed: int, length: int) -> list[int]:
 
 
 SHAPES = [(1, 1, 1), (1, 3, 1), (2, 1, 2), (2, 2, 3), (3, 1, 4)]
+LATER = [(1, 1, 2), (1, 3, 2), (2, 2, 2), (3, 1, 4)]
+CASES = [(*shape, False) for shape in SHAPES] + [(*shape, True) for shape in LATER]
 
 
-@pytest.mark.parametrize(("stages", "width", "depth"), SHAPES)
+@pytest.mark.parametrize(("stages", "width", "depth", "later"), CASES)
 def test_many_mixed_requests_are_answered_rightly(
-    tmp_path: Path, stages: int, width: int, depth: int
+    tmp_path: Path, stages: int, width: int, depth: int, later: bool
 ) -> None:
     """A small cache, chunks, preemptions and shared beginnings change no token."""
     draw = random.Random(stages)
@@ -182,13 +187,18 @@ def test_many_mixed_requests_are_answered_rightly(
         asked.append(request(number, (shared if number % 3 else []) + own, draw.randint(1, 24)))
 
     async def main() -> list[Output]:
-        bounds = limits(depth=depth, num_blocks=40)
-        async with replica(tmp_path, bounds, stages=stages, width=width) as (client, world):
+        lookahead = later and stages == 1
+        bounds = limits(depth=depth, num_blocks=40, lookahead=lookahead)
+        async with replica(tmp_path, bounds, stages=stages, width=width, later=later) as (
+            client,
+            world,
+        ):
             found = await asyncio.gather(*(all_of(client.submit(one)) for one in asked))
             figures = await client.measured()
             assert figures["measured"]["steps"] == len(world.parts[0].plans)
             assert figures["stats"]["generated_tokens"] == sum(len(one.tokens) for one in found)
             assert figures["stats"]["preempted"] > 0
+            assert (world.parts[(stages - 1) * width].most_launched == 2) == later
         assert all(part.plans == world.parts[0].plans for part in world.parts)
         return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from typing import Any
 
 import pytest
@@ -16,11 +17,13 @@ from hocket.runtime.pipeline.stage import Stage  # noqa: E402
 from hocket.serving.engine import attention, attention_cpu  # noqa: E402
 from hocket.serving.engine.attention import Options  # noqa: E402
 from hocket.serving.engine.attention_cpu import CpuAttention  # noqa: E402
-from hocket.serving.engine.attention_cuda import CudaAttention, DeviceStep  # noqa: E402
+from hocket.serving.engine.attention_cuda import CudaAttention  # noqa: E402
+from hocket.serving.engine.attention_kernels import Choice, Chosen  # noqa: E402
 from hocket.serving.engine.attention_step import indices  # noqa: E402
 from hocket.serving.engine.cache import BlockTables, LayerShape, PagedCache  # noqa: E402
+from hocket.serving.engine.device_step import DeviceStep, DeviceTables  # noqa: E402
 from hocket.serving.engine.families import refuse, self_check  # noqa: E402
-from hocket.serving.engine.graphs import DecodeGraphs, _Graph, sizes  # noqa: E402
+from hocket.serving.engine.graphs import DecodeGraphs, sizes  # noqa: E402
 from hocket.serving.engine.projections import (  # noqa: E402
     MergedLinear,
     inputs_first,
@@ -29,14 +32,19 @@ from hocket.serving.engine.projections import (  # noqa: E402
     unmerge_wasted,
 )
 from hocket.serving.engine.runner import StageRunner  # noqa: E402
-from hocket.serving.scheduling.step import LAST, Row, StepPlan  # noqa: E402
+from hocket.serving.request import Sampling  # noqa: E402
+from hocket.serving.scheduling.admission import Admission  # noqa: E402
+from hocket.serving.scheduling.step import LAST, UNKNOWN, Row, StepPlan  # noqa: E402
 from hocket.spec.errors import ModelError  # noqa: E402
-from tests.families import FAMILIES, PROMPTS, whole_model  # noqa: E402
+from tests.families import FAMILIES, PROMPTS, SERVED, whole_model  # noqa: E402
 from tests.serving.paged import ToyScheduler, compare  # noqa: E402
+from tests.serving.recorded_graph import Recorder, reference_operator  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(120)]
 
-PAGED = [family for family in FAMILIES if family != "bloom"]
+__all__ = ["reference_operator"]
+
+PAGED = [family for family in SERVED if family != "bloom"]
 
 
 @pytest.fixture(autouse=True)
@@ -88,15 +96,28 @@ def cpu_attention(cache: PagedCache, step: Any, remembered: Any) -> CpuAttention
     return CpuAttention(cache, step, remembered)
 
 
-def gathered(cache: PagedCache, step: Any, remembered: Any) -> CudaAttention:
-    return CudaAttention(cache, DeviceStep.of(step, torch.device("cpu")), "gathered")
+def reference(cache: PagedCache, step: Any, remembered: Any) -> CudaAttention:
+    """What a GPU's kernels are held to in their trial, over the indices that they get."""
+    counts = [1] * step.num_decode + [chunk.count for chunk in step.chunks]
+    lengths = [*step.lengths.tolist(), *(c.start + c.count for c in step.chunks)]
+    most = max([step.tables.shape[1], *(c.blocks.shape[0] for c in step.chunks)])
+    tables = torch.zeros(len(counts), most, dtype=torch.int32)
+    tables[: step.num_decode, : step.tables.shape[1]] = step.tables
+    for row, chunk in enumerate(step.chunks, step.num_decode):
+        tables[row, : chunk.blocks.shape[0]] = chunk.blocks
+    begins = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
+    made = DeviceStep(
+        step.tokens, step.positions, step.places, step.wanted, begins,
+        torch.tensor(lengths, dtype=torch.int32), tables, max(counts), max(lengths),
+    )  # fmt: skip
+    return CudaAttention(cache, made, ["reference"])
 
 
 def compiled(cache: PagedCache, step: Any, remembered: Any) -> CpuAttention:
     return CpuAttention(cache, step, remembered, Kernels.load())
 
 
-@pytest.mark.parametrize("attend", [cpu_attention, compiled, gathered])
+@pytest.mark.parametrize("attend", [cpu_attention, compiled, reference])
 @pytest.mark.parametrize("block_size", [2, 5, 16])
 @pytest.mark.parametrize("case", range(len(SHAPES)))
 def test_attention_equals_the_definition(
@@ -122,7 +143,7 @@ def test_attention_equals_the_definition(
     whole[3] = tuple(torch.cat([a[:20], b[20:]]) for a, b in zip(whole[0], whole[3], strict=True))
     expected = [naive(*sequence, options) for sequence in whole]
     cache = PagedCache(
-        [shape], 64, block_size, torch.device("cpu"), heads_first=attend is not gathered
+        [shape], 64, block_size, torch.device("cpu"), heads_first=attend is not reference
     )
     for pool in (*cache.keys, *cache.values):
         pool.normal_()  # what earlier sequences left behind
@@ -161,6 +182,40 @@ def test_attention_equals_the_definition(
     assert run(None) > 5
 
 
+@pytest.mark.parametrize("kernels", [None, "compiled"])
+@pytest.mark.parametrize("strided", list(itertools.product((False, True), repeat=3)))
+def test_tensors_of_any_strides_are_attended_equally(
+    strided: tuple[bool, ...], kernels: str | None
+) -> None:
+    """An all-gather along the last dimension returns a view whose last stride is not 1, which the
+    operator for whole sequences reads as if it were."""
+    shape, options = LayerShape(4, 2, 16, 16, torch.float32), Options(0.25)
+    torch.manual_seed(2)
+    dense = [torch.randn(1, heads, 21, 16) for heads in (4, 2, 2)]
+    given = [
+        x.permute(1, 3, 0, 2).contiguous().permute(2, 0, 3, 1) if moved else x
+        for x, moved in zip(dense, strided, strict=True)
+    ]
+    assert [x.stride(-1) != 1 for x in given] == list(strided)
+    found = []
+    for tensors in (dense, given):
+        cache = PagedCache([shape], 8, 4, torch.device("cpu"))
+        tables = BlockTables(2, 8)
+        out = []
+        for begin, end in ((0, 9), (9, 20), (20, 21)):  # a prompt, its next chunk, a decode step
+            blocks = list(range(-(-begin // 4), -(-end // 4)))
+            plan = StepPlan(0, [Row(0, begin, end - begin, LAST, blocks)], [0] * (end - begin))
+            tables.apply(plan)
+            step = indices(plan, tables, 4)
+            attending = CpuAttention(cache, step, {}, Kernels.load() if kernels else None)
+            part = [x[:, :, begin:end] for x in tensors]
+            out.append(attending.attend(torch.nn.Module(), *part, options)[0])
+        found.append(torch.cat(out))
+    assert torch.equal(*found)
+    expected = naive(*(x[0].transpose(0, 1) for x in dense), options)
+    assert float((found[1] - expected).abs().max()) < 2e-5
+
+
 def test_blocks_that_lie_side_by_side_are_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_cpu, "_RUN_BYTES", 4 * 2 * 2 * 4 * 4)  # four blocks
     cache = PagedCache([LayerShape(2, 2, 4, 4, torch.float32)], 32, 2, torch.device("cpu"))
@@ -183,18 +238,27 @@ def test_blocks_that_lie_side_by_side_are_read_in_place(monkeypatch: pytest.Monk
 # --- whole models ---------------------------------------------------------------------------
 
 
-def runner_of(family: str, block_size: int, **sizes: int) -> tuple[Any, StageRunner]:
+def module_of(family: str) -> tuple[Any, Any]:
+    """The whole model, and another of its values that attends from pages."""
     plain = whole_model(family)
-    module = skeleton.build(FAMILIES[family], device="cpu", dropout=0.0, attention=attention.NAME)
+    module: Any = skeleton.build(
+        SERVED[family], device="cpu", dropout=0.0, attention=attention.NAME
+    )
     module.load_state_dict(plain.state_dict())
     own = dict(module.named_buffers())
     for name, buffer in plain.named_buffers():
         own[name].copy_(buffer)
-    limits = {"max_rows": 4, "max_batch_tokens": 64, "max_model_len": 64, **sizes}
+    return plain, module
+
+
+def runner_of(family: str, block_size: int, **options: Any) -> tuple[Any, StageRunner]:
+    plain, module = module_of(family)
+    limits = {"max_rows": 4, "max_batch_tokens": 64, "max_model_len": 64, **options}
     runner = StageRunner(
         Stage(module), Mesh.single(), module.config, block_size=block_size, **limits
     )
-    runner.allocate(96)
+    if "chooser" not in options:
+        runner.allocate(96)
     return plain, runner
 
 
@@ -235,6 +299,7 @@ def test_greedy_decoding_equals_generate(
             assert tokens == expected.tolist(), (block_size, chunks)
 
 
+@pytest.mark.usefixtures("untimed")
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "phi3"])
 def test_every_logit_of_shared_and_chunked_prompts(family: str) -> None:
     plain, runner = runner_of(family, 4)
@@ -445,58 +510,148 @@ def test_groups_of_rows_pad_little() -> None:
 # --- captured steps -------------------------------------------------------------------------
 
 
-def test_sizes_of_graphs_end_with_all_rows() -> None:
+def by_reference(kinds: Any, block_size: int | None) -> Choice:
+    chosen = [Chosen(kind, kinds.count(kind), "reference", {}) for kind in dict.fromkeys(kinds)]
+    return Choice(tuple(chosen), block_size or 16)
+
+
+def on_device(family: str, block_size: int, **more: Any) -> tuple[Any, StageRunner, Recorder]:
+    """A runner that takes the path of a GPU, on CPU tensors, with graphs that are recorded."""
+    graphs = Recorder()
+    plain, made = runner_of(family, block_size, chooser=by_reference, graphs=graphs, **more)
+    return plain, made, graphs
+
+
+def test_sizes_of_graphs_are_few_and_end_with_all_rows() -> None:
     assert sizes(1) == [1]
     assert sizes(5) == [1, 2, 4, 5]
-    assert sizes(40) == [1, 2, 4, 8, 16, 24, 32, 40]
-    assert sizes(300)[-3:] == [256, 288, 300]
+    assert sizes(40) == [1, 2, 4, 8, 16, 32, 40]
+    assert sizes(256) == [1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256]
+    assert sizes(5000)[-2:] == [448, 512]
 
 
-class Replayed(DecodeGraphs):
-    """Graphs whose replay runs the step again into the same output, as a captured one would."""
-
-    def _captured(self, rows: int) -> _Graph:
-        step = self.padding(rows)
-        output = self.forward(step, None).clone()
-
-        class Graph:
-            def replay(graph) -> None:
-                output.copy_(self.forward(step, None))
-
-        return _Graph(Graph(), step, None, output)  # type: ignore[arg-type]
-
-
-def test_padded_steps_touch_no_other_sequence() -> None:
-    """Decoding by graphs, whose padding changes from step to step, equals eager decoding."""
-    plain, runner = runner_of("llama", 4)
-    spare = 96
-    runner.cache = PagedCache(runner.layers, 97, 4, torch.device("cpu"), heads_first=False)
-    runner.kernel = "gathered"
-    with torch.inference_mode():
-        graphs = Replayed(
-            runner._on_device, max_rows=4, max_blocks=16, block_size=4, spare_block=spare,
-            hidden=None, device=torch.device("cpu"),
-        )  # fmt: skip
-        graphs.capture()
-    sequences = [[*range(3, 30)], [*range(20, 45)], [9] * 26, [*range(40, 60)]]
+@pytest.mark.usefixtures("reference_operator")
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+def test_captured_steps_equal_a_plain_forward_and_touch_no_other_sequence(family: str) -> None:
+    """Prompts, mixed and decode steps, some of them without logits, on the path of a GPU: steps of
+    one token each are replayed, from the addresses of the capture, with padding that changes."""
+    plain, runner, graphs = on_device(family, 4)
+    runner.allocate(96)
+    assert runner.graphs is not None
+    assert runner.graphs.captured == [1, 2, 4]
+    assert graphs.order == [4, 2, 1], "the largest first"
+    sequences = [[*range(3, 30)], [*range(20, 45)], [9] * 26, [*range(3, 7), *range(40, 60)]]
     with torch.no_grad():
         expected = [plain(torch.tensor([tokens])).logits[0] for tokens in sequences]
-    scheduler = ToyScheduler(
-        sequences, block_size=4, num_blocks=96, chunks=(1, 1, 1, 6), every_logit=True
-    )
-    replayed = 0
-
-    def run(plan: StepPlan) -> Any:
-        nonlocal replayed
-        runner.tables.apply(plan)
-        with torch.inference_mode():
-            step = DeviceStep.of(indices(plan, runner.tables, 4), torch.device("cpu"))
-            if graphs.fits(step) and max(step.counts) == 1:
-                replayed += 1
-                return graphs.run(step, None)
-            return runner._on_device(step, None)
-
-    worst = compare(scheduler, run, expected, {0, 1, 2})
-    worst = max(worst, compare(scheduler, run, expected))
-    assert replayed > 5
+    worst = 0.0
+    for every in (True, False):  # a step whose rows ask for no logits is replayed, too
+        scheduler = ToyScheduler(
+            sequences, block_size=4, num_blocks=96, chunks=(1, 1, 1, 6), every_logit=every
+        )
+        worst = max(worst, compare(scheduler, runner.run, expected, {0, 1, 2}))
+        scheduler.share(0, 3, 1)  # of the prefix cache
+        worst = max(worst, compare(scheduler, runner.run, expected))
+    assert runner.graphs.replays > 20
     assert worst < 1e-5 * max(float(e.abs().max()) for e in expected)
+
+
+@torch.inference_mode()
+@pytest.mark.usefixtures("reference_operator")
+def test_tokens_that_only_the_device_knows() -> None:
+    """A plan made before the tokens of the one before it are known gives the same logits."""
+    plain, runner, _ = on_device("llama", 4, lookahead=True)
+    runner.allocate(96)
+    prompts = [[5, 9, 33, 12, 60], [11, 4, 50]]
+    first = StepPlan(
+        0,
+        [Row(0, 0, 5, LAST, [0, 1]), Row(1, 0, 3, LAST, [2])],
+        [*prompts[0], *prompts[1]],
+        [a_slot(0), a_slot(1)],
+    )
+    logits = runner.run(first)
+    assert runner.last_tokens is not None
+    for number in range(1, 4):
+        tokens = logits.argmax(-1)
+        runner.last_tokens[:2] = tokens  # as the sampler does, on the device
+        for prompt, token in zip(prompts, tokens.tolist(), strict=True):
+            prompt.append(token)
+        # in one step both are unknown, in one the first is known: a request that was preempted
+        known = [prompts[0][-1] if number == 2 else UNKNOWN, UNKNOWN]
+        rows = [
+            Row(0, 4 + number, 1, LAST, [3] if number == 4 else ()),
+            Row(1, 2 + number, 1, LAST, [4] if number == 2 else ()),
+        ]
+        logits = runner.run(StepPlan(number, rows, known))
+        with torch.no_grad():
+            wanted = torch.stack([plain(torch.tensor([p])).logits[0, -1] for p in prompts])
+        assert float((logits - wanted).abs().max()) < 1e-5 * float(wanted.abs().max())
+    mixed = StepPlan(
+        4, [Row(0, 8, 1, LAST, [5]), Row(2, 0, 3, LAST, [6])], [UNKNOWN, 7, 8, 9], [a_slot(2)]
+    )
+    runner.last_tokens[0] = 17
+    logits = runner.run(mixed)
+    with torch.no_grad():
+        for row, tokens in zip(logits, ([*prompts[0], 17], [7, 8, 9]), strict=True):
+            wanted = plain(torch.tensor([tokens])).logits[0, -1]
+            assert float((row - wanted).abs().max()) < 1e-5 * float(wanted.abs().max())
+
+
+def a_slot(slot: int) -> Admission:
+    return Admission(slot=slot, sampling=Sampling(max_new_tokens=9, seed=0), prompt_length=3)
+
+
+@pytest.mark.usefixtures("reference_operator")
+def test_a_step_that_reads_the_device_is_run_eagerly_and_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain, runner, graphs = on_device("llama", 4)
+    forward = runner._on_device
+
+    def looks(step: Any, hidden: Any) -> Any:
+        assert int(step.tokens.sum()) >= 0
+        return forward(step, hidden)
+
+    monkeypatch.setattr(runner, "_on_device", looks)
+    runner.allocate(96)
+    assert runner.graphs is not None
+    assert graphs.failures == 1
+    assert runner.graphs_json() == {
+        "sizes": [],
+        "reason": "a step of this model cannot be captured: aten.item reads the device",
+    }
+    sequences = [[*range(3, 12)]]
+    with torch.no_grad():
+        expected = [plain(torch.tensor([tokens])).logits[0] for tokens in sequences]
+    scheduler = ToyScheduler(sequences, block_size=4, num_blocks=96, every_logit=True)
+    scale = max(float(e.abs().max()) for e in expected)
+    assert compare(scheduler, runner.run, expected) < 1e-5 * scale
+    assert runner.graphs.replays == 0
+
+
+def test_all_ranks_give_a_size_up_together() -> None:
+    """What one rank cannot capture no rank replays: its collectives would wait for ever."""
+    _, runner, _ = on_device("llama", 4)
+    runner._place(8)
+    answers = iter([True, False])
+    graphs = DecodeGraphs(
+        runner._on_device, runner._device_tables, max_rows=4, hidden=None, unknown=False,
+        device=Recorder(), agree=lambda captured: captured and next(answers),
+    )  # fmt: skip
+    with torch.inference_mode():
+        graphs.capture()
+    assert graphs.captured == []
+    assert graphs.reason == "a step of this model cannot be captured by another rank"
+
+
+def test_more_new_blocks_than_one_copy_holds_arrive() -> None:
+    tables = DeviceTables(2, 4096, 8, block_size=4, spare_block=9000, device=torch.device("cpu"))
+    blocks = random.Random(1).sample(range(9000), 3000)
+    plan = StepPlan(0, [Row(0, 11996, 1, LAST, blocks), Row(1, 3, 1, LAST, [8])], [5, 6])
+    changes = tables.apply(plan)
+    made = tables.send(tables.host(plan), changes)
+    assert made.tables[0, :3000].tolist() == blocks
+    assert made.tables[1, :2].tolist() == [8, 9000]
+    assert made.places.tolist() == [blocks[2999] * 4, 8 * 4 + 3]
+    assert made.lengths.tolist() == [11997, 4]
+    assert made.begins.tolist() == [0, 1, 2]
+    assert tables.staging.copies == 1

@@ -8,12 +8,12 @@ import pytest
 
 from hocket.spec.layout import Layout
 from tests.check.test_matrix import MODEL_CODE
-from tests.families import FAMILIES, whole_model
+from tests.families import SERVED, whole_model
 from tests.ranks import RankPool
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(200)]
 
-PAGED = [family for family in FAMILIES if family != "bloom"]
+PAGED = [family for family in SERVED if family != "bloom"]
 CASES = [(family, layout) for layout in ("tp2", "pp2") for family in PAGED]
 CASES += [
     ("llama", "tp4"),  # fewer key/value heads than ranks

@@ -14,14 +14,26 @@ from tests.serving import sampler_cases as cases
 
 V = 3000
 
+KIND = "host"
+
+
+@pytest.fixture(autouse=True, params=["host", "device"])
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The sampler of a CPU, and that of a device, whose tensors here are on the CPU: whatever a
+    test says holds for both."""
+    monkeypatch.setattr("tests.serving.test_sampler.KIND", request.param)
+    return str(request.param)
+
 
 def a_sampler(vocabulary: int = V, rows: int = 64, **more: Any) -> Any:
     from hocket.runtime.mesh import Axis
     from hocket.runtime.record import Recorder
+    from hocket.serving.engine.device_sampler import DeviceSampler
     from hocket.serving.engine.sampler import Sampler
     from hocket.serving.engine.vocabulary import Vocabulary
 
-    return Sampler(Vocabulary(axis=Axis("tp")), vocabulary, "cpu", Recorder(), rows, **more)
+    made: Any = Sampler if KIND == "host" else DeviceSampler
+    return made(Vocabulary(axis=Axis("tp")), vocabulary, "cpu", Recorder(), rows, **more)
 
 
 def chosen(sampler: Any, logits: Any, slots: list[int], length: int) -> list[int]:
@@ -63,7 +75,8 @@ def test_processors_are_those_of_transformers() -> None:
 
 def edited(logits: Any, generated: tuple[int, ...], **options: Any) -> Any:
     """What the sampler makes of one row of logits."""
-    from hocket.serving.engine import sampler as module
+    from hocket.serving.engine.asked import Asked
+    from hocket.serving.engine.sampling_step import SamplingStep
 
     sampler = a_sampler()
     sampling = Sampling(max_new_tokens=100, **options)
@@ -71,11 +84,15 @@ def edited(logits: Any, generated: tuple[int, ...], **options: Any) -> Any:
         slot=2, sampling=sampling, prompt_length=len(cases.PROMPT),
         prompt=cases.PROMPT, generated=generated,
     )  # fmt: skip
-    sampler.admit(admission)
+    sampler.begin(StepPlan(0, [], [], [admission]))
     position = len(cases.PROMPT) + len(generated)
-    asked = module._Asked(0, 0, 2, sampler._slots[2], position)
+    asked = Asked(0, 0, 2, sampler._slots[2], position)
     rows = logits.clone()
-    if asked.edited:
+    if KIND == "device":
+        part = sampler._sliced([asked])
+        step = SamplingStep([asked], [part], [], sampler._staging, samples=True)
+        sampler._edit(rows, part, step, 0, 0)
+    elif asked.edited:
         sampler._edit(rows, [asked], [0])
     return rows
 
@@ -241,7 +258,9 @@ def test_log_probabilities_are_those_of_log_softmax_of_the_raw_logits() -> None:
 
 @pytest.mark.torch
 def test_prompt_log_probabilities_are_told_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hocket.serving.engine import logprobs
+    from hocket.serving.engine import device_sampler, logprobs
+
+    monkeypatch.setattr(device_sampler, "_SLICE_BYTES", 2**21)  # a GPU takes more at once
 
     most = 0
     summary = logprobs.summary
@@ -377,7 +396,7 @@ def test_extreme_biases_and_penalties() -> None:
 
 
 @pytest.mark.ranks
-def test_split_vocabularies_choose_what_a_whole_one_does(ranks: Any) -> None:
+def test_split_vocabularies_choose_what_a_whole_one_does(ranks: Any, kind: str) -> None:
     import torch
 
     torch.set_num_threads(1)
@@ -386,7 +405,7 @@ def test_split_vocabularies_choose_what_a_whole_one_does(ranks: Any) -> None:
              [V, [], "float32"], [5, [5, 0], "float32"]]),
         (3, [[V, [1001, 1001, V - 2002], "float32"], [1, [1, 0, 0], "bfloat16"]]),
     ):  # fmt: skip
-        found = ranks.run("tests.serving.sampler_cases:split", world, cases=splits)
+        found = ranks.run("tests.serving.sampler_cases:split", world, cases=splits, kind=kind)
         for i, (vocabulary, _, dtype) in enumerate(splits):
             wanted = cases.run(a_sampler(vocabulary), vocabulary, dtype, slice(None))
             assert all(told == [None] * 5 for told in (found[r][i] for r in range(1, world)))

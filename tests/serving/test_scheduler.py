@@ -14,7 +14,13 @@ from hocket.serving.request import Output, Request, RequestRefused, Sampling
 from hocket.serving.scheduling.limits import Limits
 from hocket.serving.scheduling.scheduler import Scheduler
 from hocket.serving.scheduling.step import NONE, StepPlan
-from tests.serving.token_machine import VOCABULARY, TokenMachine, continuation, logprob
+from tests.serving.token_machine import (
+    VOCABULARY,
+    TokenMachine,
+    continuation,
+    following,
+    logprob,
+)
 
 LONGEST = 40
 
@@ -137,13 +143,17 @@ class Replica:
 def loads(draw: st.DrawFn) -> tuple[Limits, list[tuple[int, Request, int | None]], list[int]]:
     """Limits; requests with the step they come at and the step they are aborted at; and how many
     results are taken after each step."""
+    depth, lookahead = draw(
+        st.sampled_from([(1, False), (2, False), (3, False), (4, False), (2, True), (2, True)])
+    )
     bounds = Limits(
         num_blocks=draw(st.integers(6, 30)),
         block_size=draw(st.sampled_from([1, 2, 4])),
         max_rows=draw(st.integers(1, 6)),
         max_batch_tokens=draw(st.sampled_from([1, 2, 3, 8, 16, 64])),
         max_model_len=LONGEST,
-        depth=draw(st.integers(1, 4)),
+        depth=depth,
+        lookahead=lookahead,
         max_waiting=draw(st.integers(1, 20)),
         max_waiting_tokens=draw(st.integers(1, 300)),
         max_logit_rows=draw(st.integers(1, 8)),
@@ -219,6 +229,67 @@ def test_plans_depend_on_requests_alone(load: Any) -> None:
     one, two = drive(load, b"one"), drive(load, b"two")
     assert [p.encode() for p in one.plans] == [p.encode() for p in two.plans]
     assert one.ended == two.ended
+
+
+# --- lookahead ----------------------------------------------------------------------------------
+
+
+def test_decoding_goes_on_while_the_result_before_is_in_flight() -> None:
+    """One plan is always under way while the next one is made; the last token, which ends the
+    request, costs one row that is dropped."""
+    replica = Replica(limits(depth=2, lookahead=True))
+    replica.add(request("a", [5, 6, 7], new=6, ignore_eos=True), request("b", [9], new=3))
+    made = [replica.plan(), replica.plan()]
+    assert [None if plan is None else plan.tokens for plan in made] == [[9, 5, 6, 7], [-1, -1]]
+    assert replica.plan() is None, "no more than the depth"
+    steps = 0
+    while not replica.scheduler.idle:
+        replica.result()
+        steps += replica.plan() is not None
+    replica.check()
+    assert replica.machine.unknown == 5 + 2
+    assert steps == 4  # six tokens are six plans: length is known before
+
+
+def test_a_stop_token_that_comes_late_costs_one_row() -> None:
+    prompt = next(
+        [k] for k in range(40)
+        if following([k]) not in (1, 2) and following([k, following([k])]) in range(50)
+    )  # fmt: skip
+    second = following([*prompt, following(prompt)])
+    replica = Replica(limits(depth=2, lookahead=True))
+    replica.add(request("a", prompt, new=9, stop=(second,), seed=0))
+    rows = 0
+    while not replica.scheduler.idle:
+        while replica.plan() is not None:
+            rows += 1
+        replica.result()
+    replica.check()
+    assert replica.tokens["a"] == [following(prompt)]
+    assert rows == 3  # the prompt, its first token, and one that was dropped
+
+
+def test_a_structure_is_not_looked_ahead_of() -> None:
+    replica = Replica(limits(depth=2, lookahead=True))
+    replica.add(request("a", [5], new=4, structure='{"type": "object"}'))
+    assert replica.plan() is not None
+    assert replica.plan() is None, "its mask follows from a token that the host does not know"
+    while not replica.scheduler.idle:
+        replica.result()
+        replica.plan()
+    replica.check()
+    assert replica.machine.unknown == 0
+
+
+def test_answers_are_shared_with_lookahead_too() -> None:
+    """Blocks whose last token was unknown when they were planned are found all the same."""
+    replica = Replica(limits(depth=2, lookahead=True))
+    replica.add(request("a", range(6), new=13, ignore_eos=True))
+    replica.run()
+    whole = [*range(6), *replica.tokens["a"]]
+    replica.add(request("b", whole, new=1))
+    replica.run()
+    assert replica.scheduler.stats().prefix_hits == 16
 
 
 # --- preemption ---------------------------------------------------------------------------------

@@ -21,7 +21,15 @@ from collections.abc import Sequence
 
 from hocket.serving.request import Sampling, TokenLogprobs
 from hocket.serving.scheduling.limits import Limits
-from hocket.serving.scheduling.step import ALL, LAST, NONE, Admission, StepPlan, StepResult
+from hocket.serving.scheduling.step import (
+    ALL,
+    LAST,
+    NONE,
+    UNKNOWN,
+    Admission,
+    StepPlan,
+    StepResult,
+)
 
 VOCABULARY = 97
 
@@ -60,17 +68,20 @@ class TokenMachine:
 
     Attributes:
         largest: most tokens, rows and logits that a plan had.
+        unknown: tokens that a plan took from the plan before it.
     """
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.largest = {"tokens": 0, "rows": 0, "logits": 0}
         self.plans = 0
+        self.unknown = 0
         self._cells: dict[int, list[int | None]] = {}
         self._tables: dict[int, list[int]] = {}
         self._held: dict[int, int] = {}
         self._admitted: dict[int, Admission] = {}
         self._writers: dict[int, int] = {}
+        self._last: dict[int, int] = {}
         self._ready: deque[StepResult] = deque()
 
     @property
@@ -92,6 +103,7 @@ class TokenMachine:
         plan = StepPlan.decode(given.encode())
         assert plan == given
         self._check(plan)
+        self._tell(plan)
         result = StepResult(plan.number, [])
         size, at = self.limits.block_size, 0
         for row in plan.rows:  # all keys and values of a step are written before any is read
@@ -118,7 +130,21 @@ class TokenMachine:
                         token, logprob(before, token), ((token, -1.5),)
                     )
                 result.tokens.append(following(before, admission.seed, admission.index))
+                self._last[row.slot] = result.tokens[-1]
         self._ready.append(result)
+
+    def _tell(self, plan: StepPlan) -> None:
+        """Put what was sampled last where a plan did not know it yet."""
+        at = 0
+        for row in plan.rows:
+            if plan.tokens[at] == UNKNOWN:
+                assert self.limits.lookahead
+                assert row.count == 1
+                assert self._ready, "the plan that samples it is still in flight"
+                assert self._admitted[row.slot].sampling.structure is None
+                plan.tokens[at] = self._last[row.slot]
+                self.unknown += 1
+            at += row.count
 
     def _check(self, plan: StepPlan) -> None:
         limits = self.limits

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hocket.serving.request import TokenLogprobs
-from hocket.serving.scheduling.step import ALL, StepPlan, StepResult
+from hocket.serving.scheduling.step import ALL, UNKNOWN, StepPlan, StepResult
 
 VOCABULARY = 211
 
@@ -41,6 +41,7 @@ class TokenPart:
         samples: whether this rank tells results.
         taken, given: where the "hidden state" comes from and goes to: the plan's number.
         before: called with each plan as it is run.
+        later: whether results are collected, as on a device.
     """
 
     def __init__(
@@ -51,7 +52,12 @@ class TokenPart:
         taken: queue.Queue[int] | None = None,
         given: queue.Queue[int] | None = None,
         before: Callable[[StepPlan], None] = lambda plan: None,
+        later: bool = False,
     ) -> None:
+        self.later = later
+        self.launched: list[StepResult] = []
+        self.most_launched = 0
+        self.last: dict[int, int] = {}
         self.block_size = block_size
         self.samples = samples
         self.taken, self.given, self.before = taken, given, before
@@ -82,6 +88,8 @@ class TokenPart:
             table = self.tables[row.slot]
             table += row.new_blocks
             for k, token in enumerate(plan.tokens[at : at + row.count]):
+                if token == UNKNOWN:
+                    token = self.last[row.slot]
                 block, offset = divmod(row.start + k, self.block_size)
                 self.memory[table[block], offset] = token
             at += row.count
@@ -96,11 +104,25 @@ class TokenPart:
                 ]
             if row.samples:
                 result.tokens.append(following(context))
+                self.last[row.slot] = result.tokens[-1]
         if self.noted is not None:
             self.noted.append({"plan": plan.number, "thread": threading.current_thread().name})
         if self.given is not None:
             self.given.put(plan.number)
-        return result if self.samples else None
+        if not self.samples:
+            return None
+        if not self.later:
+            return result
+        self.launched.append(result)
+        self.most_launched = max(self.most_launched, len(self.launched))
+        return None
+
+    @property
+    def uncollected(self) -> int:
+        return len(self.launched)
+
+    def collect(self) -> StepResult | None:
+        return self.launched.pop(0) if self.launched else None
 
     def settle(self) -> None:
         return None

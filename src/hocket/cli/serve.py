@@ -43,6 +43,7 @@ class Serve:
         links: links between CPU ranks that are to be felt, as in pcie4 or nvlink3x2+net100g.
         timeout: seconds a replica may be silent before it is ended and started again.
         trust_remote_code: run code that a model directory brings along.
+        dry_run: check everything, rehearse the steps of one replica as on H100s, start nothing.
         json: print one JSON object an event on stdout, and nothing else there.
     """
 
@@ -61,6 +62,7 @@ class Serve:
     links: Text = None
     timeout: float = 120.0
     trust_remote_code: bool = False
+    dry_run: bool = False
     json: Annotated[bool, tyro.conf.arg(name="json")] = False
 
 
@@ -70,8 +72,15 @@ def main(arguments: Sequence[str]) -> int:
     if not flags.model:
         raise OptionError("no model was named", hint="hocket serve RUN_OR_DIR --port 8000")
     said = values(flags, also=explicit(arguments))
-    for name in ("json", "model"):
+    for name in ("json", "model", "dry_run"):
         said.pop(name, None)
+    if flags.dry_run:
+        from hocket.cli.rehearse import print_serving
+        from hocket.jobs.serving import request
+        from hocket.jobs.serving.rehearse import replica_of
+
+        server = request.server({"model": flags.model, **said})
+        return print_serving(replica_of(server), gpu="H100", json=flags.json)
     from hocket.jobs.serving.server import serve
 
     served = serve(flags.model, on_event=_rows if flags.json else _lines, **said)

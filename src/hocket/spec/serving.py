@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 
+BLOCK_SIZE = 16
+"""Tokens of a block on CPU, and in estimates that are made before a GPU's kernels are chosen."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServeOptions:
@@ -25,7 +28,8 @@ class ServeOptions:
             CUDA.
         max_model_len: tokens of a request, prompt and answer. None: the model's positions.
         max_rows: requests that a replica runs at once. None: 64 on CPU, 256 on CUDA.
-        block_size: tokens of one block of the key/value cache.
+        block_size: tokens of one block of the key/value cache. None: 16 on CPU; on CUDA what the
+            attention kernels read, chosen when the replica starts.
         cache_memory: of each rank's key/value cache, as in 2GB. None: this rank's part of half of
             the memory that is free on CPU, 0.95 of it less the largest step on CUDA; at most twice
             what `max_rows` requests of full length take.
@@ -50,7 +54,7 @@ class ServeOptions:
     max_batch_tokens: int | None = None
     max_model_len: int | None = None
     max_rows: int | None = None
-    block_size: int = 16
+    block_size: int | None = None
     cache_memory: str | None = None
     num_blocks: int | None = None
     max_waiting: int = 256

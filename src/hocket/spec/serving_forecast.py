@@ -162,7 +162,9 @@ class ReplicaMeasured:
     """One replica. `starts`: of its ranks; `requests`: that were sent to it.
 
     `decode`, `prefill`: steps by what was in them; `cache_tokens`: that its cache holds; `memory`:
-    bytes of each rank, `weights`, `cache` and what else it told of; `counts`: its own counters.
+    bytes of each rank, `weights`, `cache` and what else it reports; `attention`: the kernel of each
+    kind of layer of each stage, and why; `graphs`: of each rank, the captured decode steps;
+    `counts`: its own counters.
     """
 
     number: int
@@ -172,6 +174,8 @@ class ReplicaMeasured:
     decode: tuple[Decode, ...] = ()
     prefill: tuple[Prefill, ...] = ()
     memory: tuple[dict[str, int], ...] = ()
+    attention: tuple[dict[str, Any], ...] = ()
+    graphs: tuple[dict[str, Any], ...] = ()
     counts: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
@@ -226,7 +230,10 @@ class ServingMeasured:
                         **one,
                         "decode": tuple(Decode(**row) for row in one["decode"]),
                         "prefill": tuple(Prefill(**row) for row in one["prefill"]),
-                        "memory": tuple(one["memory"]),
+                        **{
+                            key: tuple(one.get(key, ()))
+                            for key in ("memory", "attention", "graphs")
+                        },
                     }
                 )
                 for one in found.replicas

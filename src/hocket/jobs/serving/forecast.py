@@ -16,6 +16,7 @@ from hocket.jobs.serving import request as serve_request
 from hocket.jobs.serving.request import Server
 from hocket.spec.errors import HocketError, LayoutError, OptionError
 from hocket.spec.layout import Layout
+from hocket.spec.serving import BLOCK_SIZE
 from hocket.spec.serving_forecast import Load, Need, ServingForecast, ServingMeasured
 from hocket.spec.units import format_bytes, format_count, format_seconds, parse_bytes
 
@@ -72,10 +73,11 @@ def _require_room(server: Server, told: ServingForecast) -> None:
     options, ranks = server.options, server.layout.world_size
     left = told.capacity - fullest["weights"] - fullest["step"]
     each = max(1, fullest["cache"] // max(1, told.cache_tokens))
-    blocks = left // (each * options.block_size)
+    block_size = options.block_size or BLOCK_SIZE
+    blocks = left // (each * block_size)
     assert options.max_model_len is not None
     hint = "--dtype bf16, fewer replicas, or a smaller --max-batch-tokens"
-    if blocks * options.block_size >= options.max_model_len:
+    if blocks * block_size >= options.max_model_len:
         size = f"--cache-memory {left // 10**6}MB" if left >= 10**6 else f"--cache-memory {left}B"
         hint = size if options.num_blocks is None else f"--num-blocks {blocks}"
     raise OptionError(
@@ -172,9 +174,9 @@ def sizes_of(server: Server) -> Sizes:
         batch_tokens=options.max_batch_tokens,
         rows=options.max_rows,
         longest=options.max_model_len,
-        block_size=options.block_size,
+        block_size=options.block_size or BLOCK_SIZE,
         cache=0 if options.cache_memory is None else int(parse_bytes(options.cache_memory)),
-        tokens=(options.num_blocks or 0) * options.block_size,
+        tokens=(options.num_blocks or 0) * (options.block_size or BLOCK_SIZE),
         dtype=server.request.workload.dtype,
     )
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from hocket.spec.errors import OptionError
+from hocket.spec.serving import BLOCK_SIZE
 
 if TYPE_CHECKING:
     from hocket.jobs.serving.replicas import Replicas
@@ -238,7 +239,7 @@ class LLM:
         from hocket.serving.front.router import Router
 
         server = self._server
-        self._router: Router = Router(server.options.block_size)
+        self._router: Router = Router(server.options.block_size or BLOCK_SIZE)
         self._replicas = Replicas(
             launchers,
             World(

@@ -13,7 +13,7 @@ import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -158,9 +158,15 @@ class Keeper:
             cache_tokens=int(one.capacity.get("cache_tokens", 0)),
             decode=_merged_decode(row for said in counted for row in said.get("decode", ())),
             prefill=_merged_prefill(row for said in counted for row in said.get("prefill", ())),
-            memory=tuple(dict(row) for row in one.capacity.get("memory") or ()),
+            memory=_rows(one.capacity, "memory"),
+            attention=_rows(one.capacity, "attention"),
+            graphs=_rows(one.capacity, "graphs"),
             counts=counts,
         )
+
+
+def _rows(capacity: Mapping[str, Any], key: str) -> tuple[dict[str, Any], ...]:
+    return tuple(dict(row) for row in capacity.get(key) or ())
 
 
 def _merged_decode(rows: Iterable[dict[str, Any]]) -> tuple[Decode, ...]:

@@ -7,7 +7,7 @@ Rank 0 drives: it listens for the parent and for the other ranks, and holds the 
     token      32 bytes in hexadecimal: who connects must know them
     replica    number of the replica
     run        the run folder, where a measured timeline is kept; absent: none is
-    depth      plans in flight; absent: chosen by the number of stages
+    depth      plans in flight; absent: chosen by the number of stages and the device
     words      {"directory", "ends"}: the tokenizer's directory (null: bytes) and the tokens that
                end a text, for answers that must obey a structure; absent: there are none
 """
@@ -39,6 +39,7 @@ PRELOAD = (
     "hocket.serving.engine.runner",
     "hocket.serving.engine.part",
     "hocket.serving.engine.sampler",
+    "hocket.serving.engine.device_sampler",
     "hocket.serving.engine.driver",
 )
 """What the fork server imports, so that no rank has to."""
@@ -81,16 +82,15 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
     channel = None if doors else connect(f"{path}.ranks", token, context.rank)
     followers = _followers(doors[1], context.world_size) if doors else {}
     context.beat()
-    stages = mesh.axis("pp").size
-    depth = payload.get("depth") or stages + SPARE_PLANS * (stages > 1)
-    part, limits, sizes = build_part(spec, mesh, depth, payload.get("words"))
-    memory = _gather(context, sizes)
+    part, limits, said = build_part(spec, mesh, payload.get("depth"), payload.get("words"))
+    depth = limits.depth
+    every = _gather(context, said)
     if channel is not None:
         with mesh.recorder.in_phase("microbatch"):
             follow(channel, part)
         return
     assert doors is not None
-    assert memory is not None
+    assert every is not None
     found = doors[0].accept(PARENT_WAIT, MAX_COMMAND)
     doors[0].close()
     if found is None:
@@ -113,7 +113,9 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
         "layout": spec.layout.axes_text(),
         "cache_tokens": limits.capacity,
         **dataclasses.asdict(limits),
-        "memory": memory,
+        "memory": [one["memory"] for one in every],
+        "attention": _by_stage(every, "attention", mesh),
+        "graphs": [one["graphs"] for one in every],
         "seconds": time.perf_counter() - began,
     }
     context.emit(ready)
@@ -122,10 +124,28 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
         driver.run()
 
 
+def _by_stage(every: list[dict[str, Any]], key: str, mesh: Mesh) -> list[dict[str, Any]]:
+    """What the first rank of each stage said: its tensor ranks say the same."""
+    tp = mesh.axis("tp").size
+    return [{"stage": stage, **row} for stage, said in enumerate(every[::tp]) for row in said[key]]
+
+
+def depth_of(wanted: int | None, stages: int, device: str) -> tuple[int, bool]:
+    """Plans in flight, and whether decoding looks ahead: on a GPU that holds all stages the host
+    plans a step while the one before it runs."""
+    from hocket.serving.scheduling.limits import LOOKAHEAD_DEPTH
+
+    ahead = device != "cpu" and stages == 1 and wanted in (None, LOOKAHEAD_DEPTH)
+    if ahead:
+        return LOOKAHEAD_DEPTH, True
+    return wanted or stages + SPARE_PLANS * (stages > 1), False
+
+
 def build_part(
-    spec: RunSpec, mesh: Mesh, depth: int, words: dict[str, Any] | None = None
-) -> tuple[StagePart, Limits, dict[str, int]]:
-    """This rank's part of every step, its cache allocated; the scheduler's limits; bytes held.
+    spec: RunSpec, mesh: Mesh, depth: int | None = None, words: dict[str, Any] | None = None
+) -> tuple[StagePart, Limits, dict[str, Any]]:
+    """This rank's part of every step, its cache allocated; the scheduler's limits; and what it
+    says of itself: `memory` in bytes, `attention` kernels, `graphs`.
 
     Raises:
         ModelError: the cache holds less than one request may need, or the model's layers cannot
@@ -133,6 +153,7 @@ def build_part(
     """
     from hocket.schedules.registry import build
     from hocket.serving.engine import attention
+    from hocket.serving.engine.device_sampler import DeviceSampler
     from hocket.serving.engine.part import StagePart
     from hocket.serving.engine.runner import StageRunner
     from hocket.serving.engine.sampler import Sampler
@@ -151,6 +172,7 @@ def build_part(
     spec = dataclasses.replace(spec, options=paged)
     _, skeleton, _, parallel = build_model(spec, mesh, schedule)
     (stage,) = parallel.stages
+    plans, lookahead = depth_of(depth, mesh.axis("pp").size, mesh.device.type)
     runner = StageRunner(
         stage,
         mesh,
@@ -160,12 +182,14 @@ def build_part(
         max_batch_tokens=tokens,
         max_model_len=longest,
         threads=spec.options.threads,
+        lookahead=lookahead,
     )
+    block_size = runner.block_size
     # More than twice every row at its longest would only remember very old prompts.
-    most = 2 * rows * -(-longest // options.block_size)
+    most = 2 * rows * -(-longest // block_size)
     num_blocks = agreed_blocks(options, runner, most)
-    if num_blocks * options.block_size < longest:
-        room = num_blocks * options.block_size
+    if num_blocks * block_size < longest:
+        room = num_blocks * block_size
         raise ModelError(
             f"the cache holds {room} tokens ({num_blocks} blocks of "
             f"{format_bytes(runner.bytes_per_block)} a rank); one request may have {longest}",
@@ -174,32 +198,44 @@ def build_part(
     runner.allocate(num_blocks)
     config: Any = skeleton.config
     vocab_size = int(config.get_text_config(decoder=True).vocab_size)
-    sampler = None
+    sampler: Sampler | DeviceSampler | None = None
     if stage.is_last:
         found = Vocabulary.of(stage, mesh)
         structures = None
         if words is not None and found.axis.index == 0:
             structures = _structures(spec, words, vocab_size)
-        sampler = Sampler(
-            found, vocab_size, mesh.device, mesh.recorder, rows, structures=structures
-        )
+        if mesh.device.type == "cpu":
+            sampler = Sampler(
+                found, vocab_size, mesh.device, mesh.recorder, rows, structures=structures
+            )
+        else:
+            sampler = DeviceSampler(
+                found, vocab_size, mesh.device, mesh.recorder, rows,
+                structures=structures, last=runner.last_tokens,
+            )  # fmt: skip
     part = StagePart(
-        runner, sampler, mesh, hidden_size=stage.hidden_size or 0, dtype=runner.dtype, depth=depth
+        runner, sampler, mesh, hidden_size=stage.hidden_size or 0, dtype=runner.dtype, depth=plans
     )
     limits = Limits(
         num_blocks=num_blocks,
-        block_size=options.block_size,
+        block_size=block_size,
         max_rows=rows,
         max_batch_tokens=tokens,
         max_model_len=longest,
-        depth=depth,
+        depth=plans,
+        lookahead=lookahead,
         plan_tokens=PLAN_TOKENS[mesh.device.type],
         max_waiting=options.max_waiting,
         prefix_cache=not options.no_prefix_cache,
         vocab_size=vocab_size,
     )
     weights = sum(p.numel() * p.element_size() for p in stage.module.parameters())
-    return part, limits, {"weights": weights, "cache": num_blocks * runner.bytes_per_block}
+    said = {
+        "memory": {"weights": weights, "cache": num_blocks * runner.bytes_per_block},
+        "attention": runner.attention_json(),
+        "graphs": runner.graphs_json(),
+    }
+    return part, limits, said
 
 
 def _structures(spec: RunSpec, words: dict[str, Any], vocab_size: int) -> Structures | None:
@@ -282,7 +318,7 @@ def _followers(door: Listener, world_size: int) -> dict[int, Channel]:
     return found
 
 
-def _gather(context: RankContext, value: dict[str, int]) -> list[dict[str, int]] | None:
+def _gather(context: RankContext, value: dict[str, Any]) -> list[dict[str, Any]] | None:
     """Every rank's value by rank, on rank 0; None on the others."""
     if context.world_size == 1:
         return [value]

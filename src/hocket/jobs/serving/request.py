@@ -24,7 +24,7 @@ from hocket.spec.capabilities import absent
 from hocket.spec.errors import LayoutError, ModelError, OptionError, unknown
 from hocket.spec.layout import Layout
 from hocket.spec.run import RunSpec, Workload
-from hocket.spec.serving import ServeOptions
+from hocket.spec.serving import BLOCK_SIZE, ServeOptions
 from hocket.spec.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -338,26 +338,32 @@ def _threads(wanted: Request, device: str) -> None:
         )
 
 
+GPU_BLOCK_MULTIPLE = 16
+"""Tokens of a block that every attention kernel on a GPU reads are a multiple of this."""
+
+
 def _sizes(options: ServeOptions, source: ModelSource, device: str) -> ServeOptions:
     """The options with every size settled. Raises OptionError for those that do not fit."""
     positions = source.dimensions.max_positions
+    options = _blocks(options, device)
+    block_size = options.block_size or BLOCK_SIZE
     longest = options.max_model_len
     if longest is None:
         longest = min(positions or UNBOUNDED, LONGEST)
         if options.num_blocks is not None:
-            longest = max(2, min(longest, options.num_blocks * options.block_size))
+            longest = max(2, min(longest, options.num_blocks * block_size))
     elif positions is not None and longest > positions:
         raise OptionError(
             f"max_model_len is {longest}; {source.name} has {positions} positions",
             hint=f"--max-model-len {positions}",
         )
     if options.num_blocks is not None:
-        room = options.num_blocks * options.block_size
+        room = options.num_blocks * block_size
         if room < longest:
             raise OptionError(
-                f"{options.num_blocks} blocks of {options.block_size} tokens hold {room} tokens; "
+                f"{options.num_blocks} blocks of {block_size} tokens hold {room} tokens; "
                 f"one request may have {longest}",
-                hint=f"--num-blocks {-(-longest // options.block_size)}, or --max-model-len {room}",
+                hint=f"--num-blocks {-(-longest // block_size)}, or --max-model-len {room}",
             )
     metrics = options.metrics_port
     if metrics is None:
@@ -369,6 +375,30 @@ def _sizes(options: ServeOptions, source: ModelSource, device: str) -> ServeOpti
         max_rows=options.max_rows or ROWS[device],
         metrics_port=metrics,
     )
+
+
+def _blocks(options: ServeOptions, device: str) -> ServeOptions:
+    """With the block size of a CPU settled; a GPU's follows from its kernels, in the ranks.
+
+    Raises:
+        OptionError: a block size that no kernel of a GPU reads, or a number of blocks of no size.
+    """
+    if device == "cpu":
+        return dataclasses.replace(options, block_size=options.block_size or BLOCK_SIZE)
+    if options.block_size is not None and options.block_size % GPU_BLOCK_MULTIPLE:
+        size = options.block_size
+        fit = max(GPU_BLOCK_MULTIPLE, size // GPU_BLOCK_MULTIPLE * GPU_BLOCK_MULTIPLE)
+        raise OptionError(
+            f"block_size is {size}; on a GPU it is a multiple of {GPU_BLOCK_MULTIPLE}",
+            hint=f"--block-size {fit}, or none: what the attention kernels read best",
+        )
+    if options.num_blocks is not None and options.block_size is None:
+        raise OptionError(
+            f"num_blocks is {options.num_blocks}, of blocks whose size follows from the GPU's "
+            "attention kernels",
+            hint=f"--num-blocks {options.num_blocks} --block-size 256, or --cache-memory",
+        )
+    return options
 
 
 # --- the address and who may come -----------------------------------------------------------------

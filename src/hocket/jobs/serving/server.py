@@ -34,6 +34,7 @@ from hocket.jobs.serving.replicas import Client, Replicas, World
 from hocket.jobs.serving.request import Server
 from hocket.spec.errors import OptionError, RunFolderError
 from hocket.spec.run import RunFolder, write_text
+from hocket.spec.serving import BLOCK_SIZE
 from hocket.spec.serving_forecast import ServingMeasured
 
 if TYPE_CHECKING:
@@ -196,6 +197,7 @@ class Launchers:
 
     def make(self, number: int) -> Launcher:
         """A warm one for the replica of that number, with GPUs of its own."""
+        from hocket.jobs.serving.gpus import visible
         from hocket.jobs.serving.rank import PRELOAD
         from hocket.jobs.train import modeling_modules
         from hocket.launch import Launcher
@@ -207,7 +209,7 @@ class Launchers:
             "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
         }
         if self.server.device == "cuda":
-            devices = _visible(number, size)
+            devices = visible(number, size)
             environment = {"CUDA_VISIBLE_DEVICES": ",".join(devices)}
         preload = (*PRELOAD, "hocket.jobs.serving.rank", "hocket.runtime.shm")
         return self.stack.enter_context(
@@ -218,14 +220,6 @@ class Launchers:
                 environment=environment,
             )
         )
-
-
-def _visible(number: int, size: int) -> list[str]:
-    """The GPUs of one replica, among those that this process may see."""
-    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    mine = range(number * size, (number + 1) * size)
-    names = seen.split(",") if seen else None
-    return [names[i] if names and i < len(names) else str(i) for i in mine]
 
 
 def require_split(launcher: Launcher, server: Server) -> None:
@@ -303,7 +297,7 @@ async def _serve(
 ) -> Served:
     from hocket.serving.front.router import Router
 
-    router = Router(server.options.block_size)
+    router = Router(server.options.block_size or BLOCK_SIZE)
     replicas = Replicas(
         launchers,
         World(

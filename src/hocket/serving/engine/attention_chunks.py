@@ -71,12 +71,22 @@ def sunk(out: Tensor, weight: Tensor, sinks: Tensor | None) -> Tensor:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, scaling: float, *, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """The attended values and, per query, the logarithm of the sum of exponentials."""
+    """The attended values and, per query, the logarithm of the sum of exponentials.
+
+    The operator is called below torch's own checks: it reads the last dimension as if its stride
+    were 1, whatever it is, so tensors with another stride are copied here.
+    """
+    q, k, v = (dense(x) for x in (q, k, v))
     width = v.shape[-1]
     if width != q.shape[-1]:  # the kernel wants one width
         v = nn.functional.pad(v, (0, q.shape[-1] - width))
     out, weight = _flash(q, k, v, is_causal=causal, scale=scaling)
     return out[..., :width], weight
+
+
+def dense(x: Tensor) -> Tensor:
+    """`x`, copied if the entries of its last dimension are not adjacent in memory."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def gathered(pool: Tensor, blocks: Tensor) -> Tensor:

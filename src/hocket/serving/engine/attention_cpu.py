@@ -29,7 +29,14 @@ from torch import Tensor, nn
 
 from hocket.runtime.native.kernels import Kernels, fits
 from hocket.serving.engine.attention import Options
-from hocket.serving.engine.attention_chunks import attend, attend_chunk, gathered, near, sunk
+from hocket.serving.engine.attention_chunks import (
+    attend,
+    attend_chunk,
+    dense,
+    gathered,
+    near,
+    sunk,
+)
 from hocket.serving.engine.attention_step import StepIndices
 from hocket.serving.engine.cache import PagedCache
 from hocket.serving.engine.whole_layer import DecodeStep, WholeLayer
@@ -120,6 +127,8 @@ class CpuAttention:
         """Write the new keys and values [1, K, T, D], attend with query [1, A, T, D]."""
         layer, self._layer = self._layer, self._layer + 1
         keys, values = self.cache.keys[layer], self.cache.values[layer]
+        # An all-gather along the last dimension (norms over all heads) leaves other strides.
+        query, key, value = dense(query), dense(key), dense(value)
         kernels = self._kernels
         if kernels is not None and not fits(query, key, value, keys, values):
             kernels = None

@@ -1,102 +1,47 @@
 """Paged attention on CUDA: all rows of a step in one kernel that reads the blocks in place.
 
-PyTorch's variable-length attention takes a block table. What it can do depends on the flash
-attention behind it, so each rank asks once, with a small case whose result is known:
+Which kernel that is for each layer was settled before (`attention_kernels`). Nothing here reads the
+device, copies the cache or loops over rows, so that decode steps can be captured in CUDA graphs.
 
-    fa3        Hopper, where the package flash_attn_3 is installed; any block size
-    fa2        built into PyTorch; blocks of a multiple of 256 tokens; never split along the keys,
-               since a split forgets rows of packed sequences (pytorch/pytorch#194167)
-    gathered   neither: fp32, a softcap or attention sinks, other head sizes or blocks. Keys are
-               copied row by row into padded batches for the kernels of whole sequences.
+torch's variable-length attention calls the flash-attention that is active; the built-in one is not
+split along the keys, since a split forgets rows of packed sequences (pytorch/pytorch#194167). What
+is handed over as pointers (queries with strides, tables) is made dense here.
 
 Legend: T tokens of the step, R rows, A query heads, K key/value heads, D head size.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
+from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hocket.serving.engine.attention import Options
-from hocket.serving.engine.attention_step import StepIndices
-from hocket.serving.engine.cache import LayerShape, PagedCache
+from hocket.serving.engine.attention_kernels import Kernel, LayerKind
+from hocket.serving.engine.cache import PagedCache
+from hocket.serving.engine.device_step import DeviceStep
 
-FA2_BLOCK = 256
-_LARGEST_HEAD = 256
-
-_Pools = tuple[Tensor, Tensor]
+Pools = tuple[Tensor, Tensor]
 """Keys and values of a layer, each [blocks, block, K, D]."""
 
-
-@dataclasses.dataclass(slots=True)
-class DeviceStep:
-    """The indices of one step on the device.
-
-    Attributes:
-        tokens, positions, places, wanted: as in `StepIndices`.
-        begins: [R + 1] int32, first token of each row, and T.
-        lengths: [R] int32, tokens that each row's last token attends to.
-        ends: [R + 1] int32, the lengths summed up; FA2 wants it and does not read it.
-        tables: [R, most blocks] int32.
-        counts: new tokens of each row.
-        longest: upper bound of the lengths.
-    """
-
-    tokens: Tensor
-    positions: Tensor
-    places: Tensor
-    wanted: Tensor
-    begins: Tensor
-    lengths: Tensor
-    ends: Tensor
-    tables: Tensor
-    counts: list[int]
-    longest: int
-
-    @classmethod
-    def of(cls, step: StepIndices, device: torch.device) -> DeviceStep:
-        """A step's indices, in two copies to the device."""
-        counts = [1] * step.num_decode + [chunk.count for chunk in step.chunks]
-        lengths = [*step.lengths.tolist(), *(c.start + c.count for c in step.chunks)]
-        most = max([step.tables.shape[1], *(c.blocks.shape[0] for c in step.chunks)])
-        tables = torch.zeros(len(counts), most, dtype=torch.long)
-        tables[: step.num_decode, : step.tables.shape[1]] = step.tables
-        for row, chunk in enumerate(step.chunks, step.num_decode):
-            tables[row, : chunk.blocks.shape[0]] = chunk.blocks
-        # What lies beyond a sequence is never read, but must name a block.
-        long = [step.tokens, step.positions, step.places, step.wanted]
-        short = [
-            _summed(counts), torch.tensor(lengths), _summed(lengths), tables.view(-1),
-        ]  # fmt: skip
-        a, b, c, d = _sent(long, torch.long, device)
-        e, f, g, h = _sent(short, torch.int32, device)
-        return cls(a, b, c, d, e, f, g, h.view(tables.shape), counts, max(lengths))
-
-
-def _summed(counts: list[int]) -> Tensor:
-    return F.pad(torch.tensor(counts).cumsum(0), (1, 0))
-
-
-def _sent(parts: list[Tensor], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    flat = torch.cat(parts).to(dtype)
-    if device.type == "cuda":
-        flat = flat.pin_memory()
-    there = flat.to(device, non_blocking=True)
-    sizes = [part.shape[0] for part in parts]
-    return list(there.split(sizes))  # type: ignore[no-untyped-call]
+_TOLERANCE = 0.03
+"""Of the trial: bfloat16 carries 8 bits, values there are near 1."""
 
 
 class CudaAttention:
-    """Attention of one step, over all layers in the order in which they are called."""
+    """Attention of one step, over all layers in the order in which they are called.
 
-    def __init__(self, cache: PagedCache, step: DeviceStep, kernel: str) -> None:
+    Args:
+        cache: of the stage.
+        step: indices of the step.
+        kernels: name of each layer's kernel, in calling order.
+    """
+
+    def __init__(self, cache: PagedCache, step: DeviceStep, kernels: Sequence[str]) -> None:
         self.cache = cache
         self.step = step
-        self.kernel = kernel
+        self.kernels = kernels
         self._layer = 0
 
     def attend(
@@ -104,153 +49,141 @@ class CudaAttention:
     ) -> Tensor:
         """Write the new keys and values [1, K, T, D], attend with query [1, A, T, D]."""
         layer, self._layer = self._layer, self._layer + 1
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
-        for pool, new in ((keys, key), (values, value)):
+        pools = self.cache.keys[layer], self.cache.values[layer]
+        for pool, new in zip(pools, (key, value), strict=True):
             rows = new[0].transpose(0, 1).reshape(new.shape[2], -1)
             pool.view(-1, rows.shape[1]).index_copy_(0, self.step.places, rows)
         q = query[0].transpose(0, 1)
-        varlen = options.softcap is None and options.sinks is None
-        if self.kernel != "gathered" and varlen and keys.shape[-1] == values.shape[-1]:
-            out = _varlen(q.contiguous(), (keys, values), self.step, options, self.kernel)
-        else:
-            out = _gathered(q, (keys, values), self.step, options)
-        return out.unsqueeze(0)
+        return attend(self.kernels[layer], q, pools, self.step, options).unsqueeze(0)
 
 
-def _varlen(q: Tensor, pools: _Pools, step: DeviceStep, options: Options, kernel: str) -> Tensor:
-    """Query [T, A, D] to [T, A, D], all rows at once."""
+def attend(name: str, q: Tensor, pools: Pools, step: DeviceStep, options: Options) -> Tensor:
+    """Query [T, A, D] to [T, A, D of the value], all rows at once, by the kernel of this name."""
+    keys, values = pools
+    handed = (keys, values, step.tables, step.lengths, step.begins)  # as pointers
+    assert all(x.is_contiguous() for x in handed)
+    assert all(x.dtype == torch.int32 for x in handed[2:])
+    assert {x.device for x in handed} == {q.device}
+    assert keys.dtype == values.dtype == q.dtype
+    if q.stride(-1) != 1:
+        q = q.contiguous()
+    if name == "triton":
+        from hocket.runtime.triton.paged_attention import paged_attention
+
+        sinks = options.sinks
+        return paged_attention(
+            q, keys, values, step.tables, step.lengths, step.begins, step.most,
+            scale=options.scaling, window=options.window, softcap=options.softcap,
+            sinks=None if sinks is None else sinks.contiguous(),
+        )  # fmt: skip
+    if name == "reference":
+        from hocket.runtime.triton.paged_attention_cases import paged_attention_reference
+
+        return paged_attention_reference(
+            q, keys, values, step.tables, step.lengths, step.begins, step.most,
+            scale=options.scaling, window=options.window, softcap=options.softcap,
+            sinks=options.sinks,
+        ).to(q.dtype)  # fmt: skip
+    return _varlen(q, pools, step, options, split=name != "fa2")
+
+
+def _varlen(q: Tensor, pools: Pools, step: DeviceStep, options: Options, *, split: bool) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
+    assert options.softcap is None
+    assert options.sinks is None
     keys, values = pools
-
     out: Tensor = varlen_attn(  # type: ignore[assignment]
-        q, keys, values, step.begins, None if kernel == "fa3" else step.ends,
-        max(step.counts), step.longest, scale=options.scaling,
+        # The second offsets are those of keys that are packed; of pages their number alone counts.
+        q.contiguous(), keys, values, step.begins, None if split else step.begins,
+        step.most, step.longest, scale=options.scaling,
         window_size=(-1, 0) if options.window is None else (options.window - 1, 0),
         enable_gqa=True, seqused_k=step.lengths, block_table=step.tables,
-        num_splits=None if kernel == "fa3" else 1,
+        num_splits=None if split else 1,
     )  # fmt: skip
     return out
 
 
-def _gathered(q: Tensor, pools: _Pools, step: DeviceStep, options: Options) -> Tensor:
-    """The same from copies: rows of one token together, padded to the longest; others alone."""
-    single = next((i for i, count in enumerate(step.counts) if count != 1), len(step.counts))
-    parts = []
-    if single:
-        parts.append(_padded(q[:single].unsqueeze(1), pools, step, slice(0, single), options))
-    first = single
-    for row in range(single, len(step.counts)):
-        count = step.counts[row]
-        own = q[first : first + count].unsqueeze(0)
-        parts.append(_padded(own, pools, step, slice(row, row + 1), options)[0])
-        first += count
-    parts = [part.reshape(-1, *part.shape[-2:]) for part in parts]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+# --- the trial ------------------------------------------------------------------------------------
 
 
-def _padded(q: Tensor, pools: _Pools, step: DeviceStep, rows: slice, options: Options) -> Tensor:
-    """Query [r, c, A, D] of rows with c new tokens each to [r, c, A, D of the value]."""
-    keys, values = pools
-    size, heads = keys.shape[1], keys.shape[2]
-    tables = step.tables[rows, : -(-step.longest // size)]
-    lengths = step.lengths[rows].view(-1, 1, 1)
-    many, count, num_heads, width = q.shape
-    group = num_heads // heads
+class Trial:
+    """Tries kernels on a device, with three rows of several blocks whose result is known."""
 
-    def picked(pool: Tensor) -> Tensor:
-        found = pool.index_select(0, tables.reshape(-1).long())
-        return found.view(many, -1, heads, pool.shape[-1]).transpose(1, 2)
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
 
-    k, v = picked(keys), picked(values)
-    seen = torch.arange(k.shape[2], device=q.device)
-    at = lengths - count + torch.arange(count, device=q.device).view(1, -1, 1)
-    visible = seen <= at  # [r, c, keys]
-    if options.window is not None:
-        visible &= seen > at - options.window
-    # Queries of heads that share a key lie one after the other: no key is repeated.
-    asked = q.permute(0, 2, 1, 3).reshape(many, heads, group * count, width)
-    mask = visible.repeat(1, group, 1).unsqueeze(1)
-    if options.softcap is None and options.sinks is None and k.shape[-1] == v.shape[-1]:
-        out = F.scaled_dot_product_attention(asked, k, v, mask, scale=options.scaling)
-    else:
-        scores = (asked * options.scaling @ k.transpose(2, 3)).float()
-        if options.softcap is not None:
-            scores = (scores / options.softcap).tanh_().mul_(options.softcap)
-        scores = scores.masked_fill(~mask, -torch.inf)
-        if options.sinks is not None:
-            sinks = options.sinks.float().view(1, heads, group, 1)
-            sinks = sinks.expand(many, -1, -1, count).reshape(many, heads, group * count, 1)
-            scores = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
-        else:
-            scores = scores.softmax(-1)
-        out = scores.to(v.dtype) @ v
-    return out.reshape(many, num_heads, count, -1).transpose(1, 2)
+    @torch.inference_mode()
+    def __call__(self, kernel: Kernel, kind: LayerKind, block_size: int) -> str | None:
+        """Why a kernel does not work for a kind of layer; None if it does.
 
+        A kernel that torch activates is active afterwards.
+        """
+        try:
+            if kernel.flash:
+                _activate(kernel.impl)
+            off = self._difference(kernel, kind, block_size)
+        except Exception as error:  # absent parts, other versions, what a library rejects
+            first = (str(error).splitlines() or [""])[0]
+            return f"failed in a trial: {type(error).__name__}: {first}"
+        tolerance = 1e-4 if kind.shape.dtype == torch.float32 else _TOLERANCE
+        if not off <= tolerance:
+            return f"gave results off by {off:.2g} in a trial"
+        return None
 
-def choose_kernel(layers: list[LayerShape], block_size: int, device: torch.device) -> str:
-    """The kernel that serves these layers on this device: fa3, fa2 or gathered."""
-    fitting = [
-        layer
-        for layer in layers
-        if layer.dtype in (torch.float16, torch.bfloat16)
-        and layer.key_size == layer.value_size <= _LARGEST_HEAD
-        and layer.key_size % 8 == 0
-    ]
-    if not fitting or device.type != "cuda":
-        return "gathered"
-    if torch.cuda.get_device_capability(device)[0] == 9:
-        with contextlib.suppress(Exception):  # the package is absent, or not for this PyTorch
-            from torch.nn.attention import activate_flash_attention_impl
-
-            activate_flash_attention_impl("FA3")
-            if all(_right(layer, block_size, device, "fa3") for layer in fitting):
-                return "fa3"
-            from torch.nn.attention import restore_flash_attention_impl
-
-            restore_flash_attention_impl()
-    if block_size % FA2_BLOCK == 0:
-        with contextlib.suppress(RuntimeError):
-            if all(_right(layer, block_size, device, "fa2") for layer in fitting):
-                return "fa2"
-    return "gathered"
+    def _difference(self, kernel: Kernel, kind: LayerKind, block_size: int) -> float:
+        layer, device = kind.shape, self.device
+        generator = torch.Generator(device).manual_seed(1)
+        cache = PagedCache([layer], 8, block_size, device, heads_first=False)
+        for pool in (*cache.keys, *cache.values):
+            pool.normal_(generator=generator)
+        step = trial_step(block_size, device)
+        q = torch.empty(6, layer.num_heads, layer.key_size, dtype=layer.dtype, device=device)
+        q.normal_(generator=generator)
+        sinks = torch.linspace(-1, 1, layer.num_heads, dtype=layer.dtype, device=device)
+        options = Options(
+            layer.key_size**-0.5,
+            kind.window,
+            2.0 if kind.softcap else None,
+            sinks if kind.sinks else None,
+        )
+        pools = cache.keys[0], cache.values[0]
+        found = attend(kernel.name, q, pools, step, options)
+        wanted = attend("reference", q, pools, step, options)
+        return float((found.float() - wanted.float()).abs().max().nan_to_num(nan=torch.inf))
 
 
-@torch.inference_mode()
-def _right(layer: LayerShape, block_size: int, device: torch.device, kernel: str) -> bool:
-    """Whether a kernel gives what copies give, for three rows of several blocks."""
-    generator = torch.Generator(device).manual_seed(1)
-    cache = PagedCache([layer], 8, block_size, device)
-    for pool in (*cache.keys, *cache.values):
-        pool.normal_(generator=generator)
-    lengths, counts = [2 * block_size + 3, block_size + 1, 5], [1, 1, 4]
-    step = DeviceStep.of(
-        StepIndices(
-            tokens=torch.zeros(6, dtype=torch.long),
-            positions=torch.zeros(6, dtype=torch.long),
-            places=torch.zeros(6, dtype=torch.long),
-            num_decode=2,
-            lengths=torch.tensor(lengths[:2]),
-            tables=torch.tensor([[5, 1, 6], [3, 2, 0]]),
-            chunks=[],
-            wanted=torch.zeros(0, dtype=torch.long),
-            block_size=block_size,
-        ),
-        device,
-    )
-    tables = torch.tensor([[5, 1, 6], [3, 2, 0], [7, 0, 0]], dtype=torch.int32, device=device)
-    step = dataclasses.replace(
-        step,
-        begins=_summed(counts).int().to(device),
-        lengths=torch.tensor(lengths, dtype=torch.int32, device=device),
-        ends=_summed(lengths).int().to(device),
-        tables=tables,
-        counts=counts,
+def trial_step(block_size: int, device: torch.device) -> DeviceStep:
+    """Two rows of one token and one of four, over scattered blocks of 8."""
+    lengths, begins = [2 * block_size + 3, block_size + 1, 5], [0, 1, 2, 6]
+    nothing = torch.zeros(6, dtype=torch.long, device=device)
+
+    def ints(values: list[int] | list[list[int]]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    return DeviceStep(
+        tokens=nothing,
+        positions=nothing,
+        places=nothing,
+        wanted=None,
+        begins=ints(begins),
+        lengths=ints(lengths),
+        tables=ints([[5, 1, 6], [3, 2, 0], [7, 0, 0]]),
+        most=4,
         longest=max(lengths),
     )
-    q = torch.empty(6, layer.num_heads, layer.key_size, dtype=layer.dtype, device=device)
-    q.normal_(generator=generator)
-    options = Options(layer.key_size**-0.5)
-    found = _varlen(q, (cache.keys[0], cache.values[0]), step, options, kernel)
-    wanted = _gathered(q, (cache.keys[0], cache.values[0]), step, options)
-    return bool(torch.isclose(found.float(), wanted.float(), atol=0.03).all())
+
+
+def _activate(impl: str | None) -> None:
+    """Have torch call a flash-attention, or its own."""
+    from torch.nn.attention import (
+        activate_flash_attention_impl,
+        current_flash_attention_impl,
+        restore_flash_attention_impl,
+    )
+
+    if impl is None:
+        if current_flash_attention_impl() is not None:
+            restore_flash_attention_impl()
+    elif current_flash_attention_impl() != impl:
+        activate_flash_attention_impl(impl)

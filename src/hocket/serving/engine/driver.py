@@ -7,10 +7,12 @@
     5 tell     the parent what they added, in one frame
     6 sleep    in the kernel, if there was nothing of all this
 
+Where results are collected (on a device), step n + 1 is planned and launched before the result of
+step n is waited for, as far as `depth` goes. Otherwise nothing is waited for but in (6).
+
 With several stages, step n + 1 is planned and run here while later stages run step n: the last
-stage's result comes back over its channel. Nothing is ever waited for but in (6), where every
-descriptor is listened to, so that no two ranks can wait for each other; before it, `Part.settle`
-has brought hidden states on their way.
+stage's result comes back over its channel. In (6) every descriptor is listened to, so that no two
+ranks can wait for each other; before it, `Part.settle` has brought hidden states on their way.
 
 A parent that does not read is not planned for: beyond `HIGH` bytes of outputs no new step begins
 until it reads again, while its commands are still heard. A parent that hangs up ends the replica.
@@ -80,7 +82,7 @@ class Driver:
         self.parent = parent
         self.followers = dict(followers or {})
         self.depth = depth
-        self.measured = Measured()
+        self.measured = Measured(overlapped=scheduler.limits.lookahead)
         self._beat, self._clock, self._on_timeline = beat, clock, on_timeline
         self._poll = select.poll()
         self._poll.register(parent, select.POLLIN)
@@ -128,10 +130,10 @@ class Driver:
                 self._last_beat = now
                 self._beat()
         if len(self._begun) >= self.depth or self.parent.unsent_bytes > HIGH:
-            return False
+            return self._collect()
         plan = self.scheduler.plan(now)
         if plan is None:
-            return False
+            return self._collect()
         self._begin_window()
         if self.followers:
             self._send(PLAN + plan.encode())
@@ -142,6 +144,16 @@ class Driver:
         self._end_window()
         if result is not None:
             self._apply(result)
+        elif len(self._begun) >= self.depth:
+            self._collect()
+        return True
+
+    def _collect(self) -> bool:
+        """Wait for the oldest step that this rank launched, if there is one; whether there was."""
+        result = self.part.collect()
+        if result is None:
+            return False
+        self._apply(result)
         return True
 
     def _apply(self, result: StepResult) -> None:

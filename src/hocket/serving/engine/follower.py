@@ -8,7 +8,8 @@ It sleeps on its channel until the driver sends a frame, does what it says, and 
     STOP     leave
 
 What arrives is worked off in order. The next plans are looked at before the first is run, so that
-the receives of their hidden states are posted early.
+the receives of their hidden states are posted early. A result that has to be collected is sent once
+the next plan, if it is here already, has been launched: so the device does not wait for the host.
 """
 
 from __future__ import annotations
@@ -31,7 +32,14 @@ class Part(Protocol):
         """A plan that will be run after those before it: prepare for what it receives."""
 
     def run(self, plan: StepPlan) -> StepResult | None:
-        """Run it; the result where this rank samples."""
+        """Run it; the result where this rank samples, unless it is to be collected."""
+
+    @property
+    def uncollected(self) -> int:
+        """Steps whose results are to be collected."""
+
+    def collect(self) -> StepResult | None:
+        """The result of the oldest of them; waits for it. None: there is none."""
 
     def settle(self) -> None:
         """Wait until what was sent has left this process: nothing leaves while it sleeps."""
@@ -61,6 +69,14 @@ def follow(channel: Channel, part: Part) -> None:
             assert plan is not None
             result = part.run(plan)
             if result is not None:
+                channel.send(RESULT + result.encode())
+            if part.uncollected and not waiting:
+                for payload in channel.take():
+                    _note(payload, waiting, part)
+            ahead = 1 if waiting and waiting[0][0] == PLAN else 0
+            while part.uncollected > ahead:
+                result = part.collect()
+                assert result is not None
                 channel.send(RESULT + result.encode())
         elif kind == RECORD:
             part.record()

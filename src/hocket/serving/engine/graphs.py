@@ -4,147 +4,218 @@ A small model's step is hundreds of kernels of a few microseconds each; launched
 device waits for Python. A step in which every row adds one token has the same kernels every time,
 so it is captured for some numbers of rows, and a step is padded to the next of them:
 
-    rows        1  2  4  8  16  24  32 ...      padding writes to a block that nobody holds
+    rows        1  2  4  8  16  32  64  96  128 ...  512      padding writes to a spare block
+
+The sizes are powers of two, then steps of 32 and of 64: a size costs start-up time and a little
+memory, padding costs what the rows cost. A graph reads its indices where `DeviceTables.copied` puts
+them, so that a replay is one copy and one launch. It makes the logits of all rows; which of them
+are wanted is picked afterwards, so that any step of decoding rows fits: those whose rows ask for
+log-probabilities, have penalties, or began in the prefix cache, too.
+
+Under tensor parallelism the collectives are captured with the rest. NCCL must have made the
+communicators before (`StageRunner.warm_up`), every rank must capture the same sizes in the same
+order, and no other collective of these groups may run meanwhile: the ranks capture together, on
+one stream.
 
 What a capture cannot hold (a model that looks at values on the host, as experts may do) is run
-eagerly, and the reason is kept.
+eagerly, on all ranks, and the reason is kept. Not executed on a GPU yet.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from hocket.serving.engine.attention_cuda import DeviceStep
+from hocket.serving.engine.device_step import Changes, DeviceStep, DeviceTables, HostStep
 
 Forward = Callable[[DeviceStep, "Tensor | None"], Tensor]
-"""A step's indices and the hidden state to the hidden state or logits."""
+"""A step's indices and the hidden state to the hidden state or logits of all rows."""
+
+LARGEST = 512
+"""Rows above which a step is not captured: the device has enough to do with each kernel."""
+_WARM = 2
+"""Runs before a capture: libraries choose kernels and take their workspaces."""
 
 
 def sizes(max_rows: int) -> list[int]:
-    """Numbers of rows that are captured, ascending; the last is `max_rows`."""
-    found = [n for n in (1, 2, 4, 8) if n < max_rows]
-    found += range(16, min(max_rows, 256), 8)
-    found += range(256, max_rows, 32)
-    return [*found, max_rows]
+    """Numbers of rows that are captured, ascending; the last is the smaller of `max_rows` and
+    `LARGEST`."""
+    last = min(max_rows, LARGEST)
+    found = [1 << k for k in range(7)] + [*range(96, 257, 32), *range(320, LARGEST, 64)]
+    return [*(n for n in found if n < last), last]
+
+
+class Device(Protocol):
+    """Streams and graphs of a device: CUDA's, or what a test or a rehearsal puts in their place."""
+
+    def begin(self) -> Any:
+        """A pool of memory that all graphs share."""
+
+    def warm(self) -> contextlib.AbstractContextManager[None]:
+        """Within, work runs on the stream of captures, and has run at the end."""
+
+    def capture(self, pool: Any) -> contextlib.AbstractContextManager[Any]:
+        """Within, work is captured, on the same stream; yields the graph, which can `replay`."""
+
+    def failed(self) -> None:
+        """A capture was given up."""
+
+
+class CudaDevice:
+    """CUDA's own, on one side stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream: torch.cuda.Stream | None = None
+
+    def begin(self) -> Any:
+        self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        return torch.cuda.graph_pool_handle()
+
+    @contextlib.contextmanager
+    def warm(self) -> Iterator[None]:
+        assert self._stream is not None
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            yield
+        torch.cuda.current_stream(self.device).wait_stream(self._stream)
+
+    @contextlib.contextmanager
+    def capture(self, pool: Any) -> Iterator[Any]:
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: NCCL's watchdog thread asks for events meanwhile, which is not forbidden it.
+        with torch.cuda.graph(
+            graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"
+        ):
+            yield graph
+
+    def failed(self) -> None:
+        torch.cuda.synchronize(self.device)
 
 
 @dataclasses.dataclass(slots=True)
 class _Graph:
-    graph: torch.cuda.CUDAGraph
-    step: DeviceStep
-    hidden: Tensor | None
+    graph: Any
     output: Tensor
 
 
 class DecodeGraphs:
-    """Captured steps of one stage.
+    """Captured decode steps of one stage.
 
     Args:
-        forward: runs a step; what it allocates belongs to the graphs.
+        forward: runs a step.
+        tables: of the stage, through which steps reach the device.
         max_rows: most rows of a step.
-        max_blocks: blocks of the longest sequence.
-        block_size: tokens of a block.
-        spare_block: a block that no sequence holds.
         hidden: an empty [1, max_rows, H] of what comes from the stage before. None: first stage.
-        device: of the stage.
+        unknown: whether steps may have tokens that only the device knows.
+        device: streams and graphs.
+        agree: given whether this rank captured a size, whether all ranks did: otherwise one would
+            replay collectives that another runs eagerly, and warm up sizes that another left out.
 
     Attributes:
         reason: why steps run eagerly; empty while they do not.
+        replays: steps that were replayed.
     """
 
     def __init__(
         self,
         forward: Forward,
+        tables: DeviceTables,
         *,
         max_rows: int,
-        max_blocks: int,
-        block_size: int,
-        spare_block: int,
         hidden: Tensor | None,
-        device: torch.device,
+        unknown: bool,
+        device: Device,
+        agree: Callable[[bool], bool] = lambda captured: captured,
     ) -> None:
-        self.forward = forward
+        self.forward, self.tables = forward, tables
+        self.agree = agree
         self.sizes = sizes(max_rows)
-        self.max_blocks = max_blocks
-        self.block_size = block_size
-        self.spare_block = spare_block
         self.hidden = hidden
+        self.unknown = unknown
         self.device = device
         self.reason = ""
+        self.replays = 0
+        self._pool: Any = None
         self._graphs: dict[int, _Graph] = {}
-        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
-    def capture(self) -> None:
-        """Capture every size, the largest first, so that the smaller ones live in its memory."""
-        try:
-            for rows in reversed(self.sizes):
+    def capture(self, wanted: list[int] | None = None) -> None:
+        """Capture sizes, the largest first, so that the smaller ones live in its memory.
+
+        Args:
+            wanted: sizes. None: all.
+        """
+        if self._pool is None:
+            self._pool = self.device.begin()
+        for rows in sorted(self.sizes if wanted is None else wanted, reverse=True):
+            reason = "a step of this model cannot be captured by another rank"
+            try:
                 self._graphs[rows] = self._captured(rows)
-        except RuntimeError as error:
-            self._graphs.clear()
-            self.reason = f"a step of this model cannot be captured: {str(error).splitlines()[0]}"
-            torch.cuda.synchronize(self.device)
+                captured = True
+            except RuntimeError as error:
+                captured = False
+                first = (str(error).splitlines() or [type(error).__name__])[0]
+                reason = f"a step of this model cannot be captured: {first}"
+                self.device.failed()
+            if not self.agree(captured):
+                self.give_up(reason)
+                return
 
-    def fits(self, step: DeviceStep) -> bool:
+    @property
+    def captured(self) -> list[int]:
+        """Sizes that can be replayed, ascending."""
+        return sorted(self._graphs)
+
+    def give_up(self, reason: str) -> None:
+        """Run all steps eagerly from now on."""
+        self._graphs.clear()
+        self.reason = reason
+
+    def fits(self, step: HostStep) -> bool:
         """Whether a step is one that was captured."""
-        rows = len(step.counts)
-        return bool(self._graphs) and rows <= self.sizes[-1] and step.wanted.shape[0] in (0, rows)
+        return step.decode and self._size(step.rows) is not None
 
-    def run(self, step: DeviceStep, hidden: Tensor | None) -> Tensor:
-        """Replay the next larger size; the result's rows are those of the step."""
-        rows = len(step.counts)
-        graph = self._graphs[next(size for size in self.sizes if size >= rows)]
-        fixed = graph.step
-        for name in ("tokens", "positions", "places", "lengths"):
-            getattr(fixed, name)[:rows].copy_(getattr(step, name), non_blocking=True)
-        fixed.tables[:rows, : step.tables.shape[1]].copy_(step.tables, non_blocking=True)
-        # Rows of padding left from a larger step write to blocks that are someone else's now.
-        fixed.places[rows:].fill_(self.spare_block * self.block_size)
-        fixed.lengths[rows:].fill_(1)
-        fixed.tables[rows:, 0].fill_(self.spare_block)
+    def _size(self, rows: int) -> int | None:
+        return next((n for n in self.sizes if n >= rows > 0 and n in self._graphs), None)
+
+    def run(self, step: HostStep, changes: Changes, hidden: Tensor | None) -> Tensor:
+        """Replay the next larger size; hidden state [1, R, H], or logits of the wanted rows."""
+        rows = step.rows
+        size = self._size(rows)
+        assert size is not None
+        graph = self._graphs[size]
+        step.pad(size, self.tables.max_rows, self.tables.spare_place)
+        columns = self.tables.copied(step, changes)
         if hidden is not None:
-            assert graph.hidden is not None
-            graph.hidden[:, :rows].copy_(hidden, non_blocking=True)
+            assert self.hidden is not None
+            self.hidden[:, :rows].copy_(hidden, non_blocking=True)
         graph.graph.replay()
+        self.replays += 1
+        # Copies: the next replay of any size writes over what this one made.
         if graph.output.dim() == 3:
             return graph.output[:, :rows].clone()
-        return graph.output[: step.wanted.shape[0]].clone()
-
-    def padding(self, rows: int) -> DeviceStep:
-        """A step of nothing but padding, whose tensors a captured graph reads."""
-        device = self.device
-        zeros = torch.zeros(rows, dtype=torch.long, device=device)
-        tables = torch.full(
-            (rows, self.max_blocks), self.spare_block, dtype=torch.int32, device=device
-        )
-        ones = torch.ones(rows, dtype=torch.int32, device=device)
-        begins = torch.arange(rows + 1, dtype=torch.int32, device=device)
-        return DeviceStep(
-            tokens=zeros.clone(),
-            positions=zeros.clone(),
-            places=zeros + self.spare_block * self.block_size,
-            wanted=torch.arange(rows, device=device),
-            begins=begins,
-            lengths=ones,
-            ends=begins.clone(),
-            tables=tables,
-            counts=[1] * rows,
-            longest=self.max_blocks * self.block_size,
-        )
+        if len(step.wanted) == rows:
+            return graph.output[:rows].clone()
+        return graph.output.index_select(0, columns.wanted)
 
     def _captured(self, rows: int) -> _Graph:
-        step = self.padding(rows)
-        hidden = None if self.hidden is None else self.hidden[:, :rows]
-        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            for _ in range(2):  # libraries choose kernels and take their workspaces
-                self.forward(step, hidden)
-        torch.cuda.current_stream(self.device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            output = self.forward(step, hidden)
-        return _Graph(graph, step, hidden, output)
+        step = HostStep.padding(rows, self.tables.max_rows, self.tables.spare_place)
+        self.tables.copied(step, ([], []))
+        with self.device.warm():
+            for _ in range(_WARM):
+                self._step(rows, step)
+        with self.device.capture(self._pool) as graph:
+            output = self._step(rows, step)
+        return _Graph(graph, output)
+
+    def _step(self, rows: int, step: HostStep) -> Tensor:
+        made = self.tables.step_of(
+            self.tables.columns(rows), step, unknown=self.unknown, width=self.tables.max_blocks
+        )
+        made.wanted = None
+        return self.forward(made, None if self.hidden is None else self.hidden[:, :rows])

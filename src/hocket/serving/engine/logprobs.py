@@ -59,33 +59,79 @@ def summary(logits: Tensor, wanted: Tensor, count: int, start: int = 0) -> Tenso
     return found
 
 
-def combine(summaries: Tensor, wanted: list[int], counts: list[int]) -> list[TokenLogprobs]:
-    """The log-probabilities of P rows from what each rank knows.
+def combine(summaries: Tensor) -> Tensor:
+    """The log-probabilities of P rows from what each rank knows: [P, 1 + 2 n], fp64.
 
     Args:
         summaries: [ranks, P, 3 + 2 n].
-        wanted: P token ids.
-        counts: alternatives to tell of each row, at most n.
+
+    Returns:
+        columns: log-probability of the wanted token, those of the n largest in order, their ids.
     """
     most = (summaries.shape[2] - 3) // 2
     peaks, sums = summaries[..., 0], summaries[..., 1]
     peak = peaks.amax(0)
     normalizer = peak + (sums * (peaks - peak).exp()).sum(0).log()
-    chosen = _finite(summaries[..., 2].amax(0) - normalizer).tolist()
+    chosen = _finite(summaries[..., 2].amax(0) - normalizer).unsqueeze(1)
     if most == 0:
-        return [TokenLogprobs(*pair) for pair in zip(wanted, chosen, strict=True)]
+        return chosen
     # Ranks in order hold ascending ids and each rank's equals ascend: a stable sort keeps that.
     values = summaries[..., 3 : 3 + most].movedim(0, 1).flatten(1)
     ids = summaries[..., 3 + most :].movedim(0, 1).flatten(1)
     values, order = values.sort(dim=-1, descending=True, stable=True)
-    tops = _finite(values[:, :most] - normalizer.unsqueeze(1)).tolist()
-    names = ids.gather(1, order[:, :most]).long().tolist()
+    tops = _finite(values[:, :most] - normalizer.unsqueeze(1))
+    return torch.cat([chosen, tops, ids.gather(1, order[:, :most])], 1)
+
+
+def entries(rows: list[list[float]], wanted: list[int], counts: list[int]) -> list[TokenLogprobs]:
+    """What is reported of P rows.
+
+    Args:
+        rows: of `combine`, on the host.
+        wanted: P token ids.
+        counts: alternatives to tell of each row, at most n.
+    """
+    if not rows:
+        return []
+    most = (len(rows[0]) - 1) // 2
+    if most == 0:
+        return [TokenLogprobs(token, row[0]) for token, row in zip(wanted, rows, strict=True)]
     return [
-        TokenLogprobs(token, logprob, tuple(zip(name[:count], top[:count], strict=True)))
-        for token, logprob, name, top, count in zip(
-            wanted, chosen, names, tops, counts, strict=True
+        TokenLogprobs(
+            token,
+            row[0],
+            tuple(zip(map(int, row[1 + most : 1 + most + count]), row[1 : 1 + count], strict=True)),
+        )
+        for token, row, count in zip(wanted, rows, counts, strict=True)
+    ]
+
+
+def logprobs(
+    logits: Tensor,
+    targets: Tensor,
+    most: int,
+    vocabulary: Vocabulary,
+    recorder: Recorder,
+    *,
+    rows_at_once: int,
+) -> Tensor | None:
+    """The log-probabilities of `targets` [P] and of the `most` likeliest tokens, as `combine`
+    gives them, where the logits are; None on all but index 0 of a split axis.
+
+    Args:
+        logits: [P, V of this rank], of the model's dtype; taken in slices of `rows_at_once`.
+    """
+    parts = [
+        summary(part.float(), target, most, vocabulary.start)
+        for part, target in zip(
+            torch.split(logits, rows_at_once), torch.split(targets, rows_at_once), strict=True
         )
     ]
+    mine = torch.cat(parts)
+    if not vocabulary.split:
+        return combine(mine.unsqueeze(0))
+    every = gather(mine, vocabulary.axis, recorder)
+    return None if every is None else combine(torch.stack(every))
 
 
 def token_logprobs(
@@ -103,19 +149,11 @@ def token_logprobs(
         logits: [P, V of this rank], of the model's dtype; taken in slices of `rows_at_once`.
         counts: alternatives to tell of each row.
     """
-    most = max(counts, default=0)
     targets = torch.tensor(wanted, dtype=torch.long, device=logits.device)
-    parts = [
-        summary(part.float(), target, most, vocabulary.start)
-        for part, target in zip(
-            torch.split(logits, rows_at_once), torch.split(targets, rows_at_once), strict=True
-        )
-    ]
-    mine = torch.cat(parts)
-    if not vocabulary.split:
-        return combine(mine.unsqueeze(0).cpu(), wanted, counts)
-    every = gather(mine, vocabulary.axis, recorder)
-    return None if every is None else combine(torch.stack(every).cpu(), wanted, counts)
+    found = logprobs(
+        logits, targets, max(counts, default=0), vocabulary, recorder, rows_at_once=rows_at_once
+    )
+    return None if found is None else entries(found.tolist(), wanted, counts)
 
 
 def _finite(logprobs: Tensor) -> Tensor:

@@ -4,8 +4,9 @@
     prefill    steps of prompts alone, by their tokens
 
 A step's seconds are those from its plan to its result: with several stages, its way through all of
-them while other steps are on theirs. `busy` is the time in which any step was under way, so that
-tokens / busy is the throughput.
+them while other steps are on theirs. With lookahead a step is launched while the one before it
+runs: its seconds begin when that one has ended. `busy` is the time in which any step was under way,
+so that tokens / busy is the throughput.
 """
 
 from __future__ import annotations
@@ -33,9 +34,14 @@ class Tally:
 
 
 class Measured:
-    """Sums over all steps of a replica's life."""
+    """Sums over all steps of a replica's life.
 
-    def __init__(self) -> None:
+    Args:
+        overlapped: whether a step is launched before the one before it has ended, on one device.
+    """
+
+    def __init__(self, *, overlapped: bool = False) -> None:
+        self.overlapped = overlapped
         self.decode: dict[int, Tally] = {}
         self.prefill: dict[int, Tally] = {}
         self.decoded = self.prefilled = self.steps = 0
@@ -46,7 +52,7 @@ class Measured:
         """A step was planned at `begun`, when `batch` rows were in flight with its own, and its
         result applied at `ended`."""
         rows, tokens = len(plan.rows), len(plan.tokens)
-        seconds = ended - begun
+        seconds = ended - (max(begun, self._until) if self.overlapped else begun)
         self.steps += 1
         self.busy += ended - max(begun, self._until)
         self._until = ended

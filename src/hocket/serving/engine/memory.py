@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import torch
 
 from hocket.serving.engine.runner import StageRunner
+from hocket.serving.engine.warm_up import warm_up
 from hocket.spec.errors import OptionError
 from hocket.spec.units import format_bytes
 
 CUDA_SHARE = 0.95
-"""Of a GPU's free memory; the rest is for fragments, graphs and libraries' workspaces."""
+"""Of a GPU's free memory; the rest is for fragments and libraries' workspaces."""
 CPU_SHARE = 0.5
 """Of a CPU's free memory, of which all ranks of the machine get even parts."""
 
@@ -19,8 +21,9 @@ CPU_SHARE = 0.5
 def cache_bytes(runner: StageRunner, ranks_here: int) -> int:
     """Bytes that the cache of a rank may take where nobody said.
 
-    On CUDA: what is free once the weights are there, less what the largest step takes, which is
-    measured by running it. On CPU: this rank's part of half of the free memory.
+    On CUDA: what is free once weights and communicators are there, less what the largest step and
+    the captured decode steps take, which are measured by running and capturing them (all ranks of
+    the replica call this together). On CPU: this rank's part of half of the free memory.
 
     Args:
         runner: with its weights, before `allocate`.
@@ -31,17 +34,39 @@ def cache_bytes(runner: StageRunner, ranks_here: int) -> int:
     """
     if runner.device.type != "cuda":
         return int(_free_memory() * CPU_SHARE) // ranks_here
+    warm_up(runner.mesh)
     needed = runner.step_bytes()
     torch.cuda.empty_cache()
+    needed += graph_bytes(runner)
     free, total = torch.cuda.mem_get_info(runner.device)
     room = int(free * CUDA_SHARE) - needed
     if room <= 0:
         raise OptionError(
             f"the GPU has {format_bytes(free)} of {format_bytes(total)} free beside the weights, "
-            f"and a step of {runner.max_batch_tokens} tokens takes {format_bytes(needed)}",
+            f"and a step of {runner.max_batch_tokens} tokens and the graphs of decode take "
+            f"{format_bytes(needed)}",
             hint=f"--max-batch-tokens {max(1, runner.max_batch_tokens // 4)}",
         )
     return room
+
+
+def graph_bytes(runner: StageRunner) -> int:
+    """Bytes that the graphs of all sizes take, measured on the largest and the smallest of them.
+
+    Smaller sizes live in the memory of the largest; what each adds is taken from the smallest.
+    """
+    before = torch.cuda.mem_get_info(runner.device)[0]
+    found = []
+    for _ in runner.trial_graphs():
+        torch.cuda.synchronize(runner.device)
+        found.append(max(0, before - torch.cuda.mem_get_info(runner.device)[0]))
+        before -= found[-1]
+    runner.drop_trial()
+    gc.collect()
+    torch.cuda.empty_cache()
+    if not found:
+        return 0
+    return found[0] + found[-1] * (runner.num_graphs - 1)
 
 
 def require_room(wanted: int, ranks_here: int) -> None:

@@ -6,10 +6,16 @@
     sample   logits [N, V of this rank] to tokens        (the last stage)
 
 These are the letters of a training step, whose executor is not used: what it interprets is a
-Schedule known to its end, whose receives it posts ahead from known shapes, whose sends it waits for
-when the step is over, and around which it keeps what backward needs. Here there is no board: every
-rank runs the plans in the order in which they come, and never waits for all of them. What is the
-same is the same code: `runtime.collectives`, the Recorder's spans, and so the Timeline.
+Schedule known to its end, whose receives it posts where the lines have them, whose sends it waits
+for when the step is over, and around which it keeps what backward needs. Here there is no board:
+every rank runs the plans in the order in which they come, and never waits for all of them. What is
+the same is the same code: `runtime.collectives`, the Recorder's spans, and so the Timeline.
+
+On a device, `sample` is launched and its result is collected later: meanwhile the next step can be
+planned and launched. Receives are posted when their step is run, and not before: NCCL runs the
+operations of a communicator in their order, and a receive that is posted early holds up the send of
+the step before. Plan by plan, receive before send, all ranks follow one order of messages, in which
+every operation may block.
 
 Legend: T tokens of a step, H hidden, N rows of logits, V vocabulary.
 """
@@ -25,6 +31,7 @@ from torch import Tensor
 
 from hocket.runtime.collectives import Work, irecv, isend
 from hocket.runtime.mesh import Mesh
+from hocket.serving.engine.device_sampler import DeviceSampler, Sampled
 from hocket.serving.scheduling.step import StepPlan, StepResult
 from hocket.spec.schedule import FORWARD, RECV_F, SEND_F, Action
 
@@ -48,7 +55,7 @@ class StagePart:
 
     Args:
         runner: of this rank's stage.
-        sampler: on the last stage.
+        sampler: on the last stage; a `DeviceSampler`'s results are collected.
         mesh: the replica's ranks.
         hidden_size, dtype: of what travels between stages.
         depth: plans in flight: a send that so many plans have followed has been received.
@@ -57,7 +64,7 @@ class StagePart:
     def __init__(
         self,
         runner: Runner,
-        sampler: Sampler | None,
+        sampler: Sampler | DeviceSampler | None,
         mesh: Mesh,
         *,
         hidden_size: int,
@@ -71,6 +78,10 @@ class StagePart:
         self.is_last = self.stage == self.axis.size - 1
         assert (sampler is not None) == self.is_last
         self.hidden_size, self.dtype, self.depth = hidden_size, dtype, depth
+        # NCCL runs the messages of a communicator in the order in which they are enqueued: behind
+        # the receive of a later plan, the send of this one would wait for the stage before.
+        self._early = mesh.device.type == "cpu"
+        self._launched: deque[Sampled | StepResult] = deque()
         self._posted: deque[tuple[int, Work, Tensor]] = deque()
         self._sends: deque[tuple[Work, Tensor]] = deque()
         # What shared memory has no room for goes on only while this process waits for it; other
@@ -80,9 +91,11 @@ class StagePart:
     # --- one step ----------------------------------------------------------------------------
 
     def expect(self, plan: StepPlan) -> None:
-        """Post the receive of a plan's hidden state."""
-        if self.stage == 0:
-            return
+        """Post the receive of a plan's hidden state, where that may be done early."""
+        if self.stage > 0 and self._early:
+            self._post(plan)
+
+    def _post(self, plan: StepPlan) -> None:
         hidden = torch.empty(
             1, len(plan.tokens), self.hidden_size, dtype=self.dtype, device=self.mesh.device
         )
@@ -91,7 +104,10 @@ class StagePart:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult | None:
-        """Run the step; its result on the rank that samples, None on the others."""
+        """Run the step; its result on the rank that samples, None on the others and where it is
+        to be collected."""
+        if self.stage and not self._early:
+            self._post(plan)
         hidden = self._receive(plan.number) if self.stage else None
         if self.sampler is not None:
             self.sampler.begin(plan)
@@ -101,13 +117,33 @@ class StagePart:
         if self.sampler is None:
             self._send(output, plan.number)
             return None
-        if not plan.num_logits:  # pieces of prompts, none of them its last
-            return StepResult(plan.number, []) if self.mesh.axis("tp").index == 0 else None
         start = self.recorder.mark()
-        result = self.sampler.sample(output, plan)
-        if start is not None:
+        result: StepResult | Sampled | None = None
+        if not plan.num_logits:  # pieces of prompts, none of them its last
+            result = StepResult(plan.number, []) if self.mesh.axis("tp").index == 0 else None
+        elif isinstance(self.sampler, DeviceSampler):
+            result = self.sampler.launch(output, plan)
+        else:
+            result = self.sampler.sample(output, plan)
+        if start is not None and plan.num_logits:
             self.recorder.add(start, "compute", "sample", f"sample {plan.number}", stage=self.stage)
-        return result
+        if result is None or not isinstance(self.sampler, DeviceSampler):
+            assert not isinstance(result, Sampled)
+            return result
+        self._launched.append(result)
+        return None
+
+    @property
+    def uncollected(self) -> int:
+        """Steps whose results are to be collected."""
+        return len(self._launched)
+
+    def collect(self) -> StepResult | None:
+        """The result of the oldest step that was launched; waits for it. None: there is none."""
+        if not self._launched:
+            return None
+        first = self._launched.popleft()
+        return first.result() if isinstance(first, Sampled) else first
 
     def _receive(self, number: int) -> Tensor:
         posted, work, hidden = self._posted.popleft()

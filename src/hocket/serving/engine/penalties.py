@@ -11,10 +11,12 @@ costs what was said before and not the vocabulary. Legend: N rows, V vocabulary,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+
+from hocket.serving.engine.staging import Column
 
 _FIRST = 64
 """Distinct tokens a row has room for at first; doubled as needed."""
@@ -26,9 +28,16 @@ class TokenHistory:
     Args:
         max_rows: slots.
         device: where the logits are.
+        send: brings columns to the device. None: as tensors are made.
     """
 
-    def __init__(self, max_rows: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        max_rows: int,
+        device: torch.device | str = "cpu",
+        send: Callable[[Sequence[Column]], list[Tensor]] | None = None,
+    ) -> None:
+        self._send = send or self._made
         self.max_rows = max_rows
         self.device = torch.device(device)
         self._tokens = torch.zeros(0, 0, dtype=torch.long, device=self.device)
@@ -45,22 +54,29 @@ class TokenHistory:
         self._make_room(len(times))
         count = len(times)
         if count:
-            self._tokens[slot, :count] = torch.tensor(list(times), device=self.device)
-            self._times[slot, :count] = torch.tensor(
-                list(times.values()), dtype=torch.float, device=self.device
-            )
-        self._length[slot] = count
+            columns: list[Column] = [
+                (list(times), torch.long), (list(times.values()), torch.float)
+            ]  # fmt: skip
+            tokens, counts = self._send(columns)
+            self._tokens[slot, :count] = tokens
+            self._times[slot, :count] = counts
+        self._length[slot].fill_(count)
         self._most[slot] = count
 
     def note(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
         """Add one token to each of some different slots."""
         if not slots:
             return
+        rows = torch.tensor(slots, device=self.device)
+        self.note_rows(slots, rows, torch.tensor(tokens, device=self.device))
+
+    def note_rows(self, slots: Sequence[int], rows: Tensor, tokens: Tensor) -> None:
+        """As `note`, of `rows` [N] and `tokens` [N] that are on the device; `slots` are the rows
+        as the host knows them."""
         self._make_room(1 + max(self._most[slot] for slot in slots))
         for slot in slots:
             self._most[slot] += 1
-        rows = torch.tensor(slots, device=self.device)
-        new = torch.tensor(tokens, device=self.device).unsqueeze(1)
+        new = tokens.unsqueeze(1)
         held = self._held(rows)
         same = (self._tokens[rows] == new) & held
         known = same.any(-1)
@@ -78,14 +94,26 @@ class TokenHistory:
         frequency: Sequence[float],
     ) -> None:
         """Penalize rows of `logits` [N, V], fp32, in place; row i belongs to slots[i]."""
+        rows = torch.tensor(slots, device=self.device)
+        columns = [
+            torch.tensor(column, dtype=logits.dtype, device=self.device)
+            for column in (repetition, presence, frequency)
+        ]
+        self.apply_rows(logits, slots, rows, (columns[0], columns[1], columns[2]))
+
+    def apply_rows(
+        self,
+        logits: Tensor,
+        slots: Sequence[int],
+        rows: Tensor,
+        penalties: tuple[Tensor, Tensor, Tensor],
+    ) -> None:
+        """As `apply`, of `rows` [N] and `penalties` (repetition, presence, frequency: [N] each)
+        that are on the device; `slots` are the rows as the host knows them."""
         width = max(self._most[slot] for slot in slots)
         if width == 0:
             return
-        rows = torch.tensor(slots, device=self.device)
-        factor, flat, each = (
-            torch.tensor(column, dtype=logits.dtype, device=self.device).unsqueeze(1)
-            for column in (repetition, presence, frequency)
-        )
+        factor, flat, each = (one.unsqueeze(1) for one in penalties)
         held = self._held(rows)[:, :width]
         # Where a row has fewer tokens, its first is told again: it gets the same value again.
         tokens = self._tokens[rows, :width]
@@ -97,6 +125,9 @@ class TokenHistory:
         after = torch.where(held, after, after[:, :1])
         nothing = ~held[:, :1]
         logits.scatter_(1, tokens, torch.where(nothing, before, after))
+
+    def _made(self, columns: Sequence[Column]) -> list[Tensor]:
+        return [torch.tensor(values, dtype=kind, device=self.device) for values, kind in columns]
 
     def _held(self, rows: Tensor) -> Tensor:
         """Which places [N, D] hold a token."""

@@ -6,12 +6,16 @@
     the model's code    packed [1, T], layer by layer; attention is paged  (3)
     logits              of the asked positions alone, on the last stage    (4)
 
+On CUDA, (1) and (2) are `DeviceTables` and `DeviceStep`, and a step of decoding rows is replayed
+from a graph.
+
 Legend: T tokens of the step, H hidden, N rows of logits, V vocabulary.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,12 +29,20 @@ from hocket.runtime.pages import in_large_pages
 from hocket.runtime.pipeline.stage import Stage
 from hocket.serving.engine.attention import Options, attending
 from hocket.serving.engine.attention_cpu import CpuAttention, Remembered
-from hocket.serving.engine.attention_cuda import CudaAttention, DeviceStep, choose_kernel
+from hocket.serving.engine.attention_cuda import CudaAttention, Trial
+from hocket.serving.engine.attention_kernels import (
+    Accelerator,
+    Choice,
+    Chosen,
+    LayerKind,
+    choose,
+)
 from hocket.serving.engine.attention_step import StepIndices, indices
 from hocket.serving.engine.cache import BlockTables, LayerShape, PagedCache, bytes_per_block
+from hocket.serving.engine.device_step import DeviceStep, DeviceTables
 from hocket.serving.engine.fused import fuse
 from hocket.serving.engine.fused_layer import fuse_layers
-from hocket.serving.engine.graphs import DecodeGraphs
+from hocket.serving.engine.graphs import CudaDevice, DecodeGraphs, Device, sizes
 from hocket.serving.engine.half import can_be_half, compute_in_fp32, multiply_by_halves
 from hocket.serving.engine.products import choose_products
 from hocket.serving.engine.projections import (
@@ -40,10 +52,15 @@ from hocket.serving.engine.projections import (
 )
 from hocket.serving.engine.refusal import no_attention, refuse
 from hocket.serving.scheduling.step import StepPlan
+from hocket.spec.serving import BLOCK_SIZE
 
 _WIDE = 1_500_000
 """Multiplications of a product (the stage's mean) that several threads share with profit. On two
 cores a product of 235,000 weights took as long with one row and less with eight."""
+
+
+Chooser = Callable[["Sequence[LayerKind]", "int | None"], Choice]
+"""The kind of each attention layer and the block size that was asked for to their kernels."""
 
 
 class StageRunner:
@@ -53,18 +70,24 @@ class StageRunner:
         stage: this rank's stage, with its values, built with the attention `attention.NAME`.
         mesh: the ranks of the replica.
         config: the model's configuration.
-        block_size: tokens of a block of the cache.
+        block_size: tokens of a block of the cache. None: 16 on CPU; on CUDA what the kernels of
+            all ranks' layers read.
         max_rows: slots.
         max_batch_tokens: tokens of a step.
         max_model_len: tokens of a sequence.
         threads: on a CPU, those that a step may use which is large enough for them; a smaller one
             is over before they have met.
+        lookahead: whether plans may hold tokens that only the device knows, below 0. Not on CPU.
+        chooser: chooses the kernels of the attention layers, given their kinds and the block size.
+            None: on CUDA by capability and a trial of each; on a CPU they are the CPU's own.
+        graphs: streams and graphs to capture decode with. None: CUDA's, on CUDA.
 
     Attributes:
         layers: the shape of what each attention layer of the stage keeps, in calling order.
+        kinds: what each of them asks of a kernel.
         dtype: of what travels between stages, and of the cache.
         half: whether weights are in bfloat16 and the rest is in fp32.
-        kernel: what attends: `cpu`, or on CUDA what `attention_cuda` chose.
+        choice: kernels of the attention layers; None: a CPU's own.
 
     Raises:
         ModelError: layers of the stage keep something else than keys and values.
@@ -76,17 +99,19 @@ class StageRunner:
         mesh: Mesh,
         config: Any,
         *,
-        block_size: int,
+        block_size: int | None,
         max_rows: int,
         max_batch_tokens: int,
         max_model_len: int,
         threads: int = 1,
+        lookahead: bool = False,
+        chooser: Chooser | None = None,
+        graphs: Device | None = None,
     ) -> None:
         self.stage = stage
         self.mesh = mesh
         self.config = config
         self.device = mesh.device
-        self.block_size = block_size
         self.max_rows = max_rows
         self.max_batch_tokens = max_batch_tokens
         self.max_model_len = max_model_len
@@ -97,21 +122,31 @@ class StageRunner:
             inspect.signature(stage.module.forward).parameters
         )
         self.cache: PagedCache | None = None
-        self.kernel = "cpu"
-        self._graphs: DecodeGraphs | None = None
+        self.lookahead = lookahead
+        self.choice: Choice | None = None
+        self.graphs: DecodeGraphs | None = None
+        self._graph_device = graphs
         self._kernels: Kernels | None = None
-        self.tables = BlockTables(max_rows, -(-max_model_len // block_size))
         self.threads = threads
         self._wide = _wide_step(stage.module)
         self.half = self._halved()
         self.dtype = torch.float32 if self.half else stage.dtype
         if self.half:
             compute_in_fp32(stage.module)
-        self.layers = self._watch()
+        self.kinds = self._watch()
+        self.layers = [kind.shape for kind in self.kinds]
+        self.block_size = block_size or BLOCK_SIZE
+        if chooser is None and self.device.type != "cpu":
+            chooser = self._by_trial
+        if chooser is not None:
+            self.choice = self._agreed(chooser, block_size)
+            self.block_size = self.choice.block_size
+        self.tables = BlockTables(max_rows, self._max_blocks)
+        self._device_tables: DeviceTables | None = None
         unmerge_wasted(merges)
         if self.half:
             multiply_by_halves(stage.module)
-        if self.device.type == "cpu":
+        if self.choice is None:
             lay_inputs_first(stage.module)
             in_large_pages(stage.module.parameters())
             self._kernels = Kernels.load()
@@ -137,31 +172,131 @@ class StageRunner:
         return bool(agreed)
 
     @property
+    def _max_blocks(self) -> int:
+        return -(-self.max_model_len // self.block_size)
+
+    def _by_trial(self, kinds: Sequence[LayerKind], block_size: int | None) -> Choice:
+        return choose(kinds, Accelerator.of(self.device), block_size, Trial(self.device))
+
+    def _agreed(self, chooser: Chooser, block_size: int | None) -> Choice:
+        """The kernels of this stage, for a block size that all ranks of the replica read."""
+        choice = chooser(self.kinds, block_size)
+        if self.mesh.world_size == 1:
+            return choice
+        size = torch.full((), choice.block_size, device=self.device)
+        # Where none was asked for, sizes are powers of two: the largest is a multiple of all.
+        all_reduce(size, self.mesh.axis("world"), self.mesh.recorder, op="max")
+        largest = int(size)
+        return chooser(self.kinds, largest) if largest > choice.block_size else choice
+
+    @property
     def bytes_per_block(self) -> int:
         """Bytes that one block takes on this rank, in all of the stage's layers."""
         return bytes_per_block(self.layers, self.block_size)
 
+    def attention_json(self) -> list[dict[str, Any]]:
+        """The kernel of each kind of layer and why, as plain data."""
+        if self.choice is not None:
+            return self.choice.to_json()
+        name = "torch" if self._kernels is None else "native"
+        counts = dict.fromkeys(self.kinds, 0)
+        for kind in self.kinds:
+            counts[kind] += 1
+        one = [Chosen(kind, count, name, {}) for kind, count in counts.items()]
+        return Choice(tuple(one), self.block_size).to_json()
+
+    def graphs_json(self) -> dict[str, Any]:
+        """Sizes of the captured decode steps, and why there are none, as plain data."""
+        if self.graphs is None:
+            return {"sizes": [], "reason": "a CPU has no graphs"}
+        return {"sizes": self.graphs.captured, "reason": self.graphs.reason}
+
     def allocate(self, num_blocks: int) -> None:
-        """Make the cache, once; on CUDA also choose the kernel and capture decode in graphs."""
-        if self.device.type == "cpu":
+        """Make the cache, once; on CUDA also capture decode in graphs."""
+        if self.choice is None:
             self.cache = PagedCache(self.layers, num_blocks, self.block_size, self.device)
             return
+        self.capture(num_blocks)
+
+    @torch.inference_mode()
+    def capture(self, num_blocks: int, rows: Iterable[int] | None = None) -> DecodeGraphs:
+        """As `allocate` on a device.
+
+        Args:
+            rows: captured are the sizes that hold so many. None: all.
+        """
+        self._place(num_blocks)
+        self.graphs = self._decode_graphs()
+        every = self.graphs.sizes
+        wanted = None if rows is None else {next(n for n in every if n >= min(r, every[-1]))
+                                            for r in rows}  # fmt: skip
+        self.graphs.capture(None if wanted is None else sorted(wanted))
+        return self.graphs
+
+    def _place(self, num_blocks: int) -> None:
+        """Cache and tables on the device."""
         # One block more than the scheduler knows of: what padding writes to.
-        self.cache = PagedCache(self.layers, num_blocks + 1, self.block_size, self.device)
-        self.kernel = choose_kernel(self.layers, self.block_size, self.device)
-        if self.kernel == "gathered":
-            return  # padded to the longest sequence there is, a graph would copy all of that
-        self._graphs = DecodeGraphs(
-            self._on_device,
-            max_rows=self.max_rows,
-            max_blocks=self.tables.table.shape[1],
+        self.cache = PagedCache(
+            self.layers, num_blocks + 1, self.block_size, self.device, heads_first=False
+        )
+        self._device_tables = DeviceTables(
+            self.max_rows,
+            self._max_blocks,
+            self.max_batch_tokens,
             block_size=self.block_size,
             spare_block=num_blocks,
-            hidden=None if self.stage.is_first else self._empty_hidden(self.max_rows),
             device=self.device,
         )
-        with torch.inference_mode():
-            self._graphs.capture()
+
+    def _decode_graphs(self) -> DecodeGraphs:
+        assert self._device_tables is not None
+        return DecodeGraphs(
+            self._on_device,
+            self._device_tables,
+            max_rows=self.max_rows,
+            hidden=None if self.stage.is_first else self._empty_hidden(self.max_rows),
+            unknown=self.lookahead,
+            device=self._graph_device or CudaDevice(self.device),
+            agree=self._agree,
+        )
+
+    @torch.inference_mode()
+    def trial_graphs(self) -> Iterator[int]:
+        """Capture the largest size, then the smallest, over a cache of one block; yields after
+        each. `drop_trial` gives their memory back."""
+        self._place(1)
+        graphs = self._decode_graphs()
+        for rows in dict.fromkeys((graphs.sizes[-1], graphs.sizes[0])):
+            graphs.capture([rows])
+            if graphs.reason:
+                return
+            yield rows
+
+    def drop_trial(self) -> None:
+        """Give back what `trial_graphs` took."""
+        self.cache = self._device_tables = None
+
+    @property
+    def num_graphs(self) -> int:
+        """Sizes of decode steps that are captured."""
+        return len(sizes(self.max_rows))
+
+    def _agree(self, captured: bool) -> bool:
+        """Whether all ranks of the tensor axis captured a size."""
+        axis = self.mesh.axis("tp")
+        if axis.size == 1:
+            return captured
+        every = torch.full((), int(captured), device=self.device)
+        all_reduce(every, axis, self.mesh.recorder, op="min")
+        return bool(every)
+
+    @property
+    def last_tokens(self) -> Tensor | None:
+        """[slots + 1] int64, where the tokens that were sampled last are kept for steps that the
+        host makes before it knows them. None: there are none."""
+        if not self.lookahead or self._device_tables is None:
+            return None
+        return self._device_tables.last
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, hidden: Tensor | None = None) -> Tensor:
@@ -176,18 +311,23 @@ class StageRunner:
             each row with LAST, `count` for each with ALL, in row order.
         """
         assert self.cache is not None, "allocate() first"
+        if self.choice is not None:
+            return self._run_on_device(plan, hidden)
         self.tables.apply(plan)
         step = indices(plan, self.tables, self.block_size)
-        if self.device.type == "cpu":
-            if self.threads > 1:
-                torch.set_num_threads(self._threads_of(step.num_tokens))
-            attention = CpuAttention(self.cache, step, self._remembered, self._kernels)
-            return self._forward(step, hidden, attention)
-        there = DeviceStep.of(step, self.device)
-        decodes = not step.chunks
-        if decodes and self._graphs is not None and self._graphs.fits(there):
-            return self._graphs.run(there, hidden)
-        return self._on_device(there, hidden)
+        if self.threads > 1:
+            torch.set_num_threads(self._threads_of(step.num_tokens))
+        attention = CpuAttention(self.cache, step, self._remembered, self._kernels)
+        return self._forward(step, hidden, attention)
+
+    def _run_on_device(self, plan: StepPlan, hidden: Tensor | None) -> Tensor:
+        tables = self._device_tables
+        assert tables is not None
+        changes = tables.apply(plan)
+        step = tables.host(plan)
+        if self.graphs is not None and self.graphs.fits(step):
+            return self.graphs.run(step, changes, hidden)
+        return self._on_device(tables.send(step, changes), hidden)
 
     def _threads_of(self, num_tokens: int) -> int:
         """Those that torch uses in a step of so many tokens."""
@@ -210,7 +350,9 @@ class StageRunner:
 
     def _on_device(self, step: DeviceStep, hidden: Tensor | None) -> Tensor:
         assert self.cache is not None
-        return self._forward(step, hidden, CudaAttention(self.cache, step, self.kernel))
+        assert self.choice is not None
+        names = [self.choice.name(kind) for kind in self.kinds]
+        return self._forward(step, hidden, CudaAttention(self.cache, step, names))
 
     def _empty_hidden(self, tokens: int) -> Tensor:
         assert self.stage.hidden_size is not None
@@ -224,25 +366,26 @@ class StageRunner:
             "input_ids": step.tokens.unsqueeze(0).to(self.device),
             "position_ids": step.positions.unsqueeze(0).to(self.device),
         }
-        wanted = step.wanted.to(self.device)
-        extra: dict[str, Any] = {"logits_to_keep": wanted} if self._keeps else {}
+        wanted = None if step.wanted is None else step.wanted.to(self.device)
+        picks = self._keeps and wanted is not None
+        extra: dict[str, Any] = {"logits_to_keep": wanted} if picks else {}
         with attending(attention):
             output = self.stage.output(batch, hidden, use_cache=False, **extra)
         if not self.stage.is_last:
             return output  # type: ignore[no-any-return]
         logits: Tensor = output.logits[0]
-        return logits if self._keeps else logits.index_select(0, wanted)
+        return logits if picks or wanted is None else logits.index_select(0, wanted)
 
     @torch.inference_mode()
-    def _watch(self) -> list[LayerShape]:
+    def _watch(self) -> list[LayerKind]:
         """Run two tokens without a cache and see which layers attend, and with what."""
         watch = _Watch()
         hidden = None if self.stage.is_first else self._empty_hidden(2)
-        step = _unplaced(2, 1, self.block_size)
+        step = _unplaced(2, 1, 1)
         self._forward(step, hidden, watch)
-        if not watch.layers:
+        if not watch.kinds:
             raise no_attention(self.config, self.stage.module)
-        return watch.layers
+        return watch.kinds
 
 
 def _wide_step(module: nn.Module) -> int:
@@ -271,12 +414,11 @@ class _Watch:
     """Stands for attention: notes what layers hand over, and returns something of the shape."""
 
     def __init__(self) -> None:
-        self.layers: list[LayerShape] = []
+        self.kinds: list[LayerKind] = []
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: Options
     ) -> Tensor:
-        self.layers.append(
-            LayerShape(query.shape[1], key.shape[1], key.shape[-1], value.shape[-1], key.dtype)
-        )
+        shape = LayerShape(query.shape[1], key.shape[1], key.shape[-1], value.shape[-1], key.dtype)
+        self.kinds.append(LayerKind.of(shape, options))
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])

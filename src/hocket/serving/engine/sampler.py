@@ -28,51 +28,30 @@ from torch import Tensor
 
 from hocket.runtime.collectives import gather
 from hocket.runtime.record import Recorder
+from hocket.serving.engine.asked import (
+    DRAWN,
+    LARGEST,
+    NUCLEUS,
+    RANKED,
+    Asked,
+    PromptRow,
+    Slot,
+    asked_of,
+)
 from hocket.serving.engine.draw import Choices, draw, uniform
 from hocket.serving.engine.likeliest import likeliest
 from hocket.serving.engine.logprobs import token_logprobs
 from hocket.serving.engine.penalties import TokenBiases, TokenHistory, add_biases, forbid
 from hocket.serving.engine.truncation import Scratch
 from hocket.serving.engine.vocabulary import Vocabulary
-from hocket.serving.request import Sampling
 from hocket.serving.scheduling.admission import Admission
-from hocket.serving.scheduling.step import ALL, Row, StepPlan, StepResult
+from hocket.serving.scheduling.step import StepPlan, StepResult
 
 if TYPE_CHECKING:
     from hocket.serving.engine.structure import Structures, StructureState
 
-_SLICE_BYTES = {"cpu": 2**21, "cuda": 2**28}
-"""Logits taken at once: on a CPU what its cache holds."""
-
-# In this order, so that rows of one kind lie side by side.
-# The last ones need no pass over probabilities.
-_LARGEST, _DRAWN, _NUCLEUS, _RANKED = range(4)
-
-
-@dataclasses.dataclass(slots=True)
-class _Slot:
-    """What is known of one request.
-
-    Attributes:
-        barred_until: position before which the tokens that end it must not come.
-        kind: how its token is chosen once its logits are final.
-        top_k, top_p: None where they would cut nothing.
-        edited: whether its logits are changed at every position.
-        broken: why it cannot be sampled; None: it can.
-    """
-
-    sampling: Sampling
-    seed: int
-    index: int
-    barred_until: int
-    kind: int
-    edited: bool
-    top_k: int | None = None
-    top_p: float | None = None
-    broken: str | None = None
-    ends: Tensor | None = None
-    biases: TokenBiases | None = None
-    structure: StructureState | None = None
+_SLICE_BYTES = 2**21
+"""Logits taken at once: what a CPU's cache holds."""
 
 
 class Sampler:
@@ -104,11 +83,11 @@ class Sampler:
         self.recorder = recorder
         self.structures = structures
         self.samples = vocabulary.axis.index == 0
-        self._slots: dict[int, _Slot] = {}
+        self._slots: dict[int, Slot] = {}
         self._history = TokenHistory(max_rows, device)
         self._scratch = Scratch()
         row_bytes = 4 * vocab_size
-        self._rows_at_once = max(1, _SLICE_BYTES[self.device.type] // row_bytes)
+        self._rows_at_once = max(1, _SLICE_BYTES // row_bytes)
 
     def begin(self, plan: StepPlan) -> None:
         """Release and admit what the plan says. Call before the plan's forward pass, so that
@@ -122,25 +101,7 @@ class Sampler:
     def admit(self, admission: Admission) -> None:
         """Take a request, or take one up again after a preemption."""
         sampling = admission.sampling
-        top_k, top_p = sampling.top_k, sampling.top_p
-        top_k = None if top_k is None or top_k >= self.vocab_size else top_k
-        top_p = None if top_p is None or top_p >= 1 else top_p
-        if sampling.temperature == 0:
-            kind = _LARGEST
-        elif top_k is not None or (top_p is None and sampling.min_p):
-            kind = _RANKED
-        else:
-            kind = _NUCLEUS if top_p is not None else _DRAWN
-        slot = _Slot(
-            sampling=sampling,
-            seed=admission.seed,
-            index=admission.index,
-            barred_until=admission.prompt_length + sampling.min_new_tokens,
-            kind=kind,
-            edited=bool(sampling.penalizes or sampling.logit_bias or sampling.structure),
-            top_k=top_k,
-            top_p=top_p,
-        )
+        slot = Slot.of(admission, self.vocab_size)
         self._slots[admission.slot] = slot
         if not self.samples:
             return
@@ -180,17 +141,7 @@ class Sampler:
             None on tensor indices above 0.
         """
         assert logits.shape[0] == plan.num_logits, (logits.shape, plan.num_logits)
-        asked: list[_Asked] = []
-        prompts: list[tuple[int, Row, int, int]] = []
-        at = token = 0
-        for number, row in enumerate(plan.rows):
-            if row.logits == ALL:
-                prompts.append((number, row, at, token))
-            at += row.num_logits
-            token += row.count
-            if row.samples:
-                slot = self._slots[row.slot]
-                asked.append(_Asked(len(asked), at - 1, row.slot, slot, row.start + row.count))
+        asked, prompts = asked_of(plan, self._slots)
         result = StepResult(plan.number, [0] * len(asked))
         plain = [one for one in asked if one.plain]
         if plain:
@@ -200,7 +151,7 @@ class Sampler:
         for first in range(0, len(rest), self._rows_at_once):
             self._take_slice(logits, rest[first : first + self._rows_at_once], result)
         if prompts:
-            self._read_prompts(logits, plan, prompts, result)
+            self._read_prompts(logits, prompts, result)
         if not self.samples:
             return None
         for one in asked:
@@ -213,7 +164,7 @@ class Sampler:
 
     # --- rows that want their largest logit ---------------------------------------------------
 
-    def _take_largest(self, logits: Tensor, asked: list[_Asked], result: StepResult) -> None:
+    def _take_largest(self, logits: Tensor, asked: list[Asked], result: StepResult) -> None:
         logits = _rows(logits, [one.at for one in asked])
         if logits.shape[1] == 0:
             values = logits.new_full((len(asked),), -torch.inf, dtype=torch.float)
@@ -243,7 +194,7 @@ class Sampler:
 
     # --- all other rows -----------------------------------------------------------------------
 
-    def _take_slice(self, logits: Tensor, asked: list[_Asked], result: StepResult) -> None:
+    def _take_slice(self, logits: Tensor, asked: list[Asked], result: StepResult) -> None:
         rows = self._gathered(_rows(logits, [one.at for one in asked]))
         if rows is None:
             return
@@ -257,12 +208,12 @@ class Sampler:
         tokens = torch.zeros(len(asked), dtype=torch.long, device=rows.device)
         good = torch.zeros(len(asked), dtype=torch.bool, device=rows.device)
         first = 0
-        for kind in (_LARGEST, _DRAWN, _NUCLEUS, _RANKED):
+        for kind in (LARGEST, DRAWN, NUCLEUS, RANKED):
             last = first + sum(one.slot.kind == kind for one in asked)
             if first == last:
                 continue
             these = slice(first, last)
-            if kind == _LARGEST:
+            if kind == LARGEST:
                 values, tokens[these] = likeliest(rows[these])
                 good[these] = values.isfinite()
             else:
@@ -295,7 +246,7 @@ class Sampler:
             return None
         return torch.cat([part[:, :size] for part, size in zip(every, sizes, strict=True)], 1)
 
-    def _edit(self, rows: Tensor, asked: list[_Asked], edited: list[int]) -> None:
+    def _edit(self, rows: Tensor, asked: list[Asked], edited: list[int]) -> None:
         """Biases, penalties, barred stop tokens and structure, in place. A structure bars stop
         tokens by itself, because it knows whether anything else can come."""
         biased = [(i, one.biases) for i in edited if (one := asked[i].slot).biases is not None]
@@ -324,7 +275,7 @@ class Sampler:
         if barred:
             forbid(rows, list(barred), list(barred.values()))
 
-    def _restrict(self, row: Tensor, one: _Asked, state: StructureState) -> None:
+    def _restrict(self, row: Tensor, one: Asked, state: StructureState) -> None:
         """Leave only the tokens that a row's structure lets come."""
         mask = state.mask(one.barred)
         if isinstance(mask, str):
@@ -335,13 +286,13 @@ class Sampler:
         allowed = (words.unsqueeze(1) >> bits & 1).flatten()[: self.vocab_size].bool()
         row.masked_fill_(~allowed.to(row.device), -torch.inf)
 
-    def _settle(self, one: _Asked, token: int, fine: bool, result: StepResult) -> None:
+    def _settle(self, one: Asked, token: int, fine: bool, result: StepResult) -> None:
         if fine:
             result.tokens[one.place] = token
         elif one.slot.broken is None:
             one.slot.broken = f"the logits of position {one.position} are not finite numbers"
 
-    def _remember(self, asked: list[_Asked], result: StepResult) -> None:
+    def _remember(self, asked: list[Asked], result: StepResult) -> None:
         """Keep the tokens where later ones depend on them."""
         noted = [one for one in asked if one.slot.sampling.penalizes and one.slot.broken is None]
         self._history.note(
@@ -353,26 +304,18 @@ class Sampler:
 
     # --- prompts --------------------------------------------------------------------------------
 
-    def _read_prompts(
-        self,
-        logits: Tensor,
-        plan: StepPlan,
-        prompts: list[tuple[int, Row, int, int]],
-        result: StepResult,
-    ) -> None:
+    def _read_prompts(self, logits: Tensor, prompts: list[PromptRow], result: StepResult) -> None:
         """Log-probabilities of the tokens after each position of the rows with ALL."""
         if not self.samples and not self.vocabulary.split:
             return
         where: list[int] = []
         wanted: list[int] = []
         counts: list[int] = []
-        for _, row, at, token in prompts:
-            follow = plan.tokens[token + 1 : token + row.count]
-            if row.next_token >= 0:
-                follow.append(row.next_token)
-            wanted += follow
-            where += range(at, at + len(follow))
-            counts += [self._slots[row.slot].sampling.prompt_logprobs or 0] * len(follow)
+        for one in prompts:
+            wanted += one.following
+            where += range(one.at, one.at + len(one.following))
+            alternatives = self._slots[one.row.slot].sampling.prompt_logprobs or 0
+            counts += [alternatives] * len(one.following)
         found = token_logprobs(
             _rows(logits, where),
             wanted,
@@ -384,39 +327,13 @@ class Sampler:
         if found is None:
             return
         first = 0
-        for number, row, _, _ in prompts:
-            last = first + row.count - (row.next_token < 0)
-            result.prompt_logprobs[number] = found[first:last]
+        for one in prompts:
+            last = first + len(one.following)
+            result.prompt_logprobs[one.number] = found[first:last]
             first = last
 
 
-class _Asked:
-    """One token that a plan asks for.
-
-    Attributes:
-        place: in the result's tokens.
-        at: row of logits.
-        number: of the slot.
-        position: of the token in its sequence.
-        barred: whether tokens that end the sequence must not come yet.
-        edited: whether the row's logits are changed.
-        plain: whether its largest logit is all that is wanted.
-    """
-
-    __slots__ = ("at", "barred", "edited", "number", "place", "plain", "position", "slot")
-
-    def __init__(self, place: int, at: int, number: int, slot: _Slot, position: int) -> None:
-        self.place = place
-        self.at = at
-        self.number = number
-        self.slot = slot
-        self.position = position
-        self.barred = position < slot.barred_until
-        self.edited = slot.edited or self.barred
-        self.plain = not self.edited and slot.kind == _LARGEST and slot.sampling.logprobs is None
-
-
-def _draw(rows: Tensor, asked: Sequence[_Asked], scratch: Scratch) -> tuple[Tensor, Tensor]:
+def _draw(rows: Tensor, asked: Sequence[Asked], scratch: Scratch) -> tuple[Tensor, Tensor]:
     options = [one.slot.sampling for one in asked]
     choices = Choices(
         at=[uniform(one.slot.seed, one.slot.index, one.position) for one in asked],

@@ -30,7 +30,7 @@ SMALL = 32
 _BLOCKS, _MOST_BLOCKS = 64, 256
 _LARGEST = 128
 _BUCKETS = 2048
-_COLD, _HOT = 1e-30, 1e30
+COLD, HOT = 1e-30, 1e30
 """Bounds of what fp32 logits are divided by: beyond them 0 / 0 and inf / inf would be met."""
 
 
@@ -72,7 +72,7 @@ class Heated:
         self._all_good = bool(self.good.all())
         self._heat = None
         if any(one != 1 for one in temperature):
-            heat = [min(max(one, _COLD), _HOT) for one in temperature]
+            heat = [min(max(one, COLD), HOT) for one in temperature]
             self._heat = column(heat, logits)
         self.maxima = self.of(maxima)
 

@@ -6,6 +6,9 @@ import dataclasses
 
 from hocket.spec.errors import OptionError
 
+LOOKAHEAD_DEPTH = 2
+"""Plans in flight with lookahead."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
@@ -25,6 +28,8 @@ class Limits:
         max_waiting_tokens: prompt tokens that wait before more are refused.
         max_logit_rows: positions of one plan for which every position's logits are made
             (`Row.logits` ALL), besides one for each row that is sampled.
+        lookahead: a decoding sequence may be in two plans in flight, the second of which takes
+            its token from the first on the device. With one stage and a depth of 2.
         prefix_cache: share the blocks of equal beginnings.
         vocab_size: token ids above are refused. None: not checked.
     """
@@ -39,6 +44,7 @@ class Limits:
     max_waiting: int = 256
     max_waiting_tokens: int = 1 << 20
     max_logit_rows: int = 64
+    lookahead: bool = False
     prefix_cache: bool = True
     vocab_size: int | None = None
 
@@ -50,6 +56,13 @@ class Limits:
                 raise OptionError(
                     f"{field.name} is {value}; it must be from {least} to {2**31 - 1}"
                 )
+
+        if self.lookahead and self.depth != LOOKAHEAD_DEPTH:
+            raise OptionError(
+                f"depth is {self.depth}; with lookahead it is {LOOKAHEAD_DEPTH}: one plan is "
+                "computed and one waits",
+                hint=f"depth={LOOKAHEAD_DEPTH}",
+            )
 
     @property
     def capacity(self) -> int:

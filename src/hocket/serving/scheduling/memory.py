@@ -110,7 +110,7 @@ class Memory:
 
     def name(self, sequence: Sequence) -> None:
         """Let its computed full blocks be found by what they hold, by plans after this one."""
-        full = sequence.computed // self.limits.block_size
+        full = min(sequence.computed, len(sequence.tokens)) // self.limits.block_size
         self.digests.extend(sequence.chain, sequence.tokens, full)
         for k in range(sequence.named, full):
             self.pool.name(sequence.blocks[k], sequence.chain[k + 1])

@@ -9,6 +9,11 @@ A plan is filled in this order:
     3  prefill    chunks of prompts fill the rest of the tokens (`chunks`); chunks of one prompt
                   may be in several plans in flight
 
+With `Limits.lookahead` a sequence is decoded again while the plan that samples its token is still
+in flight: the token is UNKNOWN to the plan, and the device knows it. What a result says of the end
+of a sequence then comes one plan late, and the token that was computed meanwhile is dropped.
+Sequences with a structure are not looked ahead of: the next mask follows from this token.
+
 A quarter of the tokens is kept from 1 while prompts wait, and decoding sequences take turns if
 they do not fit. Chunked prefill beside decoding: Agrawal et al. 2024 (Sarathi-Serve); paged
 cache: Kwon et al. 2023; fairness: Sheng et al. 2024.
@@ -30,7 +35,7 @@ from hocket.serving.scheduling.memory import Memory
 from hocket.serving.scheduling.prefix import Digests
 from hocket.serving.scheduling.sequence import DECODE, WAITING, Sequence
 from hocket.serving.scheduling.stats import Pace, Stats
-from hocket.serving.scheduling.step import ALL, LAST, NONE, Row, StepPlan, StepResult
+from hocket.serving.scheduling.step import ALL, LAST, NONE, UNKNOWN, Row, StepPlan, StepResult
 from hocket.serving.scheduling.waiting import ANSWER_WEIGHT, PROMPT_WEIGHT, Waiting
 
 LOOK: Final = 32
@@ -163,12 +168,13 @@ class Scheduler:
         decoding = len(memory.running) - len(memory.prefilling)
         kept = max(limits.max_batch_tokens // 4, 1) if wait else 0
         if memory.ready:  # 1
-            self._decode(flight, min(-(-decoding // limits.depth), limits.max_batch_tokens - kept))
+            most = decoding if limits.lookahead else -(-decoding // limits.depth)
+            self._decode(flight, min(most, limits.max_batch_tokens - kept))
         budget = limits.max_batch_tokens - len(flight.rows)
         if not wait:
             self._burst = 0
         elif budget:
-            if limits.depth > 1:
+            if limits.depth > 1 and not limits.lookahead:
                 budget = min(budget, self._part())
             self._admit(budget, now)  # 2
             if memory.prefilling:  # 3
@@ -225,13 +231,29 @@ class Scheduler:
             else:
                 rows.append(Row(sequence.slot, start, 1, LAST))
             del ready[sequence.serial]
-            flight.tokens.append(sequence.tokens[-1])
+            known = start < len(sequence.tokens)
+            flight.tokens.append(sequence.tokens[start] if known else UNKNOWN)
             flight.samplers.append(sequence)
-            sequence.in_flight = 1
+            sequence.in_flight += 1
             sequence.computed = start = start + 1
-            if start % size == 0:
+            if start % size == 0 and known:
                 flight.full.append(sequence)
+            if self._may_decode(sequence):
+                ready[sequence.serial] = sequence
         self._counts.decode_tokens += len(rows)
+
+    def _may_decode(self, sequence: Sequence) -> bool:
+        """Whether its next token can be computed: the one before it is known, or will be where
+        the next plan is computed, and does not end the sequence by its length."""
+        length = len(sequence.tokens)
+        if sequence.computed < length:
+            return True
+        return (
+            self.limits.lookahead
+            and sequence.computed == length
+            and length + 1 < sequence.most
+            and sequence.request.sampling.structure is None
+        )
 
     def _admit(self, budget: int, now: float) -> None:
         """Start requests that wait, as far as slots, blocks and tokens go."""
@@ -308,7 +330,7 @@ class Scheduler:
                 sequence.told = min(end, sequence.untold)
                 flight.told[len(flight.rows)] = sequence
             if sequence.sent < 0:
-                flight.admitted.append(_admission(sequence))
+                flight.admitted.append(sequence.admission())
                 sequence.sent = 0
             blocks = sequence.blocks[sequence.sent :] or ()
             sequence.sent += len(blocks)
@@ -320,6 +342,8 @@ class Scheduler:
                 sequence.state = DECODE
                 del memory.prefilling[sequence.serial]
                 flight.samplers.append(sequence)
+                if self._may_decode(sequence):
+                    memory.ready[sequence.serial] = sequence
             else:
                 flight.silent.append(sequence)
             if end // size > sequence.named:
@@ -350,9 +374,10 @@ class Scheduler:
         logprobs, failed, ready = result.logprobs, result.failed, memory.ready
         for place, token in enumerate(result.tokens):
             sequence = flight.samplers[place]
-            sequence.in_flight = 0  # chunks before it were in plans before this one
+            sequence.in_flight -= 1  # with lookahead the next plan may hold a row of it
             if sequence.finish is not None:
-                memory.settle(sequence)
+                if sequence.in_flight == 0:
+                    memory.settle(sequence)
                 continue
             output = prompt.get(sequence.serial) if prompt else None
             if output is None:
@@ -369,9 +394,12 @@ class Scheduler:
                     output.logprobs = [entry]
             if sequence.finish is None:
                 if sequence.leaves:
-                    memory.settle(sequence)
-                else:
+                    if sequence.in_flight == 0:
+                        memory.settle(sequence)
+                elif self._may_decode(sequence) and sequence.serial not in ready:
                     ready[sequence.serial] = sequence
+                if self.limits.lookahead and self.limits.prefix_cache and not sequence.leaves:
+                    memory.name(sequence)  # blocks that were full before their last token was known
         return outputs
 
     def _take(self, sequence: Sequence, token: int, output: Output) -> None:
@@ -462,17 +490,3 @@ class Scheduler:
     ) -> RequestRefused:
         self._refused[kind] += 1
         return RequestRefused(message, kind=kind, retry_after=retry_after)
-
-
-def _admission(sequence: Sequence) -> Admission:
-    """What workers must know of it."""
-    sampling, length = sequence.request.sampling, sequence.prompt_length
-    recalls = sampling.penalizes or sampling.structure is not None
-    return Admission(
-        slot=sequence.slot,
-        sampling=sampling,
-        index=sequence.request.index,
-        prompt_length=length,
-        prompt=sequence.request.tokens if sampling.repetition_penalty != 1 else (),
-        generated=tuple(sequence.tokens[length:]) if recalls else (),
-    )

@@ -16,6 +16,7 @@ from collections import OrderedDict
 from typing import Final
 
 from hocket.serving.request import Finish, Request
+from hocket.serving.scheduling.admission import Admission
 
 WAITING: Final = 0
 PREFILL: Final = 1
@@ -131,3 +132,16 @@ class Sequence:
     def untold(self) -> int:
         """Position before which log-probabilities of the prompt are wanted: 0 for none."""
         return self.prompt_length - 1 if self.request.sampling.prompt_logprobs is not None else 0
+
+    def admission(self) -> Admission:
+        """What workers must know of it."""
+        sampling, length = self.request.sampling, self.prompt_length
+        recalls = sampling.penalizes or sampling.structure is not None
+        return Admission(
+            slot=self.slot,
+            sampling=sampling,
+            index=self.request.index,
+            prompt_length=length,
+            prompt=self.request.tokens if sampling.repetition_penalty != 1 else (),
+            generated=tuple(self.tokens[length:]) if recalls else (),
+        )

@@ -8,7 +8,7 @@ stand one row after the other in `StepPlan.tokens`:
 
 `Row.logits` says which positions need logits, and so what the last stage's N rows of logits are,
 in row order: none, the last one, or all of them. Workers keep, for each slot, a block table (rows
-append to it) and what was told of the request when it was admitted. `released` comes before
+append to it) and what was given of the request when it was admitted. `released` comes before
 `admitted`: a slot may be given to another request within one plan. A row of an admitted slot
 begins with an empty block table; its `new_blocks` then also hold what the prefix cache lent.
 
@@ -34,6 +34,9 @@ from hocket.serving.scheduling.frames import VERSION, Buffer, Reader, column
 NONE: Final = 0
 LAST: Final = 1
 ALL: Final = 2
+
+UNKNOWN: Final = -1
+"""A token that the plan before samples."""
 
 _PLAN = struct.Struct("<4sIQ5I")
 _RESULT = struct.Struct("<4sIQ6I")
@@ -80,8 +83,9 @@ class StepPlan:
     Attributes:
         number: of the plan; consecutive, from 0.
         rows: those with one token first, then chunks of prompts; one row per slot at most.
-        tokens: the rows' new token ids, one row after the other.
-        admitted: requests that got a slot, told before their first row.
+        tokens: the rows' new token ids, one row after the other; -1 in a row of one token: the
+            one that the plan before it samples for its slot, which only the device knows yet.
+        admitted: requests that got a slot, given before their first row.
         released: slots freed since the plan before; to be done before `admitted`.
     """
 
@@ -144,17 +148,22 @@ class StepPlan:
         reader.check(
             sum(lengths) == blocks, f"its rows take {sum(lengths)} blocks, it holds {blocks}"
         )
-        reader.check(blocks + tokens + released == 0 or min(ints[at:]) >= 0, "an id is negative")
+        token_ids = ints[at + blocks : at + blocks + tokens]
+        others = ints[at : at + blocks] + ints[at + blocks + tokens :]
+        reader.check(min(others, default=0) >= 0, "an id is negative")
+        if tokens and min(token_ids) < 0:
+            decoding = next((i for i, count in enumerate(counts) if count > 1), rows)
+            reader.check(min(token_ids) >= UNKNOWN, "a token is negative")
+            reader.check(min(token_ids[decoding:], default=0) >= 0, "a prompt's token is not known")
         given: list[list[int] | tuple[()]] = []
         for length in lengths:
             given.append(ints[at : at + length] if length else ())
             at += length
-        told = ints[at : at + tokens]
         freed = ints[at + tokens :]
         admissions = [decode_admission(reader) for _ in range(admitted)]
         reader.end()
         made = list(map(Row, slots, starts, counts, logits, given, nexts))
-        return cls(number, made, told, admissions, freed)
+        return cls(number, made, token_ids, admissions, freed)
 
 
 @dataclasses.dataclass(slots=True)
@@ -218,13 +227,13 @@ class StepResult:
         lengths, at = ints[at : at + num_rows], at + num_rows
         reader.check(not lengths or min(lengths) >= 0, "a row has a negative number of positions")
         logprobs = _Logprobs(reader, ints[at : held - 2 * num_failed], floats)
-        told = {place: logprobs.take() for place in places}
+        given = {place: logprobs.take() for place in places}
         prompt = {
             row: [logprobs.take() for _ in range(length)]
             for row, length in zip(rows, lengths, strict=True)
         }
         logprobs.end()
-        reader.check(len(told) == num_logprobs and len(prompt) == num_rows, "a row is named twice")
+        reader.check(len(given) == num_logprobs and len(prompt) == num_rows, "a row is named twice")
         failures = ints[held - 2 * num_failed :]
         failed = {}
         for place, length in zip(failures[::2], failures[1::2], strict=True):
@@ -233,7 +242,7 @@ class StepResult:
         reader.end()
         for place in (*places, *failed):
             reader.check(0 <= place < num_tokens, f"place {place} is not among {num_tokens} tokens")
-        return cls(number, ints[:num_tokens], told, prompt, failed)
+        return cls(number, ints[:num_tokens], given, prompt, failed)
 
 
 def _put(one: TokenLogprobs, ints: list[int], floats: list[float]) -> None:
@@ -252,17 +261,17 @@ class _Logprobs:
         self._int = self._float = 0
 
     def take(self) -> TokenLogprobs:
-        at, told = self._int, self._float
+        at, given = self._int, self._float
         self._reader.check(at + 2 <= len(self._ints), "log-probabilities are missing")
         token, count = self._ints[at : at + 2]
-        self._int, self._float = at + 2 + count, told + 1 + count
+        self._int, self._float = at + 2 + count, given + 1 + count
         self._reader.check(
             count >= 0 and self._int <= len(self._ints) and self._float <= len(self._floats),
             "log-probabilities are missing",
         )
         tokens = self._ints[at + 2 : self._int]
-        top = tuple(zip(tokens, self._floats[told + 1 : self._float], strict=True))
-        return TokenLogprobs(token, self._floats[told], top)
+        top = tuple(zip(tokens, self._floats[given + 1 : self._float], strict=True))
+        return TokenLogprobs(token, self._floats[given], top)
 
     def end(self) -> None:
         whole = self._int == len(self._ints) and self._float == len(self._floats)

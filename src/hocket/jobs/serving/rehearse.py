@@ -1,0 +1,284 @@
+"""The job behind `hocket rehearse --serve` and `hocket serve --dry-run`: a replica's steps on fake
+CUDA tensors.
+
+    model, layout -> worker processes execute ranks -> traces of all ranks of one replica
+        -> NCCL's rules under both kinds of communicator, host reads, graphs, memory, kernels
+
+Tensor ranks above the first do the same as each other: one is executed for all of them. The parent
+imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hocket.spec.errors import HocketError, OptionError
+from hocket.spec.layout import Layout
+from hocket.spec.rehearsal import NOT_SEEN, Device, RankRehearsal
+from hocket.spec.run import RunSpec, TrainOptions, Workload
+from hocket.spec.serving import ServeOptions
+from hocket.spec.units import format_bytes
+
+if TYPE_CHECKING:
+    from hocket.jobs.serving.request import Server
+
+Listener = Callable[[str], None]
+
+STEPS = ("prefill", "mixed", "decode", "decode eager")
+
+
+@dataclasses.dataclass(kw_only=True)
+class ServingReport:
+    """What a rehearsed replica would do; `to_json` is what `--json` prints.
+
+    Attributes:
+        layout: of the replica. gpu: of each rank.
+        verdicts: by rule: whether the steps end, who waits for whom, and a picture of it.
+        ranks: of each executed rank, by its number: `stage`, `steps`, `graphs`, `attention`,
+            `memory`.
+        stands_for: every rank to the executed one.
+        process_groups: communicators of a rank, at most. collectives: rows of a decode step.
+    """
+
+    model: str
+    layout: str
+    gpu: str
+    verdicts: dict[str, dict[str, Any]]
+    ranks: dict[int, dict[str, Any]]
+    stands_for: dict[int, int]
+    process_groups: int
+    collectives: list[dict[str, Any]]
+    launches: dict[int, dict[str, int]]
+    device_memory: int
+
+    @property
+    def ends(self) -> bool:
+        """Whether every step ends under both rules."""
+        return all(verdict["ends"] for verdict in self.verdicts.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether weights, the largest step and a cache fit each GPU."""
+        return all(self._held(one) <= self.device_memory for one in self.ranks.values())
+
+    @staticmethod
+    def _held(one: dict[str, Any]) -> int:
+        memory = one["memory"]
+        return int(memory["weights"] + memory["step"] + memory["cache"])
+
+    def host_reads(self) -> list[dict[str, Any]]:
+        """Places where the host waits inside a step, by step and rank: there should be none."""
+        return [
+            {"rank": rank, "step": name, **read}
+            for rank, one in self.ranks.items()
+            for name, step in one["steps"].items()
+            for read in step["host_reads"]
+        ]
+
+    def to_json(self) -> str:
+        """Keys as in a training rehearsal, and `serving` by rank."""
+        every = self.stands_for
+        return json.dumps(
+            {
+                **self.verdicts,
+                "model": self.model,
+                "layout": self.layout,
+                "gpu": self.gpu,
+                "ranks": list(every),
+                "peak_bytes": [self._held(self.ranks[e]) for e in every.values()],
+                "predicted_peak_bytes": [None for _ in every],
+                "host_reads": sum(row["count"] for row in self.host_reads()),
+                "host_read_places": self.host_reads(),
+                "result_reads_per_step": 1,
+                "process_groups": self.process_groups,
+                "collectives": self.collectives,
+                "launches_per_step": [
+                    {n: s["launches"] for n, s in self.ranks[e]["steps"].items()}
+                    for e in every.values()
+                ],
+                "serving": {str(rank): one for rank, one in self.ranks.items()},
+                "not_seen": list(NOT_SEEN),
+            },
+            indent=1,
+        )
+
+    def text(self) -> str:
+        """The same for a reader."""
+        lines = [f"{self.model} in {self.layout} on {self.gpu}: one replica"]
+        for rule, verdict in self.verdicts.items():
+            text = "ends" if verdict["ends"] else f"does not end: {verdict['waiting'][:4]}"
+            lines.append(f"  {rule} communicators: {text}")
+        reads = self.host_reads()
+        lines.append(
+            "  host reads inside a step: none; one wait for the result of each sampled step"
+            if not reads
+            else f"  host reads inside a step: {reads}"
+        )
+        for rank, one in self.ranks.items():
+            lines += self._rank_lines(rank, one)
+        lines.append(f"  not seen: {'; '.join(NOT_SEEN)}")
+        return "\n".join(lines)
+
+    def _rank_lines(self, rank: int, one: dict[str, Any]) -> list[str]:
+        equal = [r for r, e in self.stands_for.items() if e == rank and r != rank]
+        same = f" (and {len(equal)} equal)" if equal else ""
+        memory, graphs = one["memory"], one["graphs"]
+        lines = [
+            f"  rank {rank}{same}, stage {one['stage']}: weights "
+            f"{format_bytes(memory['weights'])}, largest step {format_bytes(memory['step'])}, "
+            f"cache {format_bytes(memory['cache'])} ({memory['cache_tokens']:,} tokens in blocks "
+            f"of {memory['block_size']})"
+        ]
+        for row in one["attention"]:
+            window = f", window {row['window']}" if row["window"] else ""
+            why = "; ".join(f"{name} {reason}" for name, reason in row["rejected"].items())
+            lines.append(
+                f"    attention: {row['kernel']} for {row['layers']} layers{window}"
+                + (f" ({why})" if why else "")
+            )
+        if graphs["reason"]:
+            lines.append(f"    CUDA graphs: none, {graphs['reason']}")
+        else:
+            lines.append(
+                f"    CUDA graphs: {len(graphs['sizes'])} sizes up to {graphs['sizes'][-1]} rows, "
+                f"each {graphs['launches']} kernels and {graphs['collectives']} collectives"
+            )
+        for name, step in one["steps"].items():
+            lines.append(
+                f"    {name}: {step['rows']} rows, {step['tokens']} tokens, {step['launches']} "
+                f"kernels launched by the host"
+            )
+        return lines
+
+
+def replica_spec(
+    model: str, layout: Layout, *, dtype: str = "bf16", layers: int | None = None,
+    trust_remote_code: bool = False, **sizes: Any,
+) -> RunSpec:  # fmt: skip
+    """One replica of a model that may have no weights here, with every size but the block's.
+
+    Raises:
+        HocketError: an unknown model, a layout that cannot be served, a size that cannot be.
+    """
+    from hocket.jobs.rehearse import with_layers
+    from hocket.jobs.serving.request import _sizes, legal
+    from hocket.models.source import resolve
+
+    source = resolve(model, trust_remote_code=trust_remote_code)
+    if layers is not None:
+        source = dataclasses.replace(source, config=with_layers(source.config, layers))
+    found = legal(source, dataclasses.replace(layout, dp=1), "cpu")
+    options = _sizes(ServeOptions(**sizes), source, "cuda")
+    return RunSpec(
+        model=model,
+        config=dict(source.config),
+        layout=dataclasses.replace(found, microbatches=1),
+        workload=Workload(seq_len=2, global_batch=1, dtype=dtype),
+        options=TrainOptions(dropout=0.0, device="cuda", trust_remote_code=trust_remote_code),
+        command="serve",
+        serving=options,
+    )
+
+
+def replica_of(server: Server) -> RunSpec:
+    """One replica of a server that would be started, as on a GPU."""
+    spec = server.spec(replica=True)
+    return dataclasses.replace(spec, options=dataclasses.replace(spec.options, device="cuda"))
+
+
+def rehearse(
+    spec: RunSpec, *, gpu: str = "H100", modules: Sequence[str] = (),
+    on_phase: Listener | None = None,
+) -> ServingReport:  # fmt: skip
+    """Execute the ranks of one replica and judge what they enqueue.
+
+    Args:
+        spec: of a replica. gpu: of the catalogue.
+        modules: attention libraries that are installed there (`serving.engine.attention_kernels`).
+
+    Raises:
+        OptionError: an unknown GPU, or no C++ compiler.
+        HocketError: a rank cannot execute its steps; with its traceback.
+    """
+    from hocket.jobs.rehearsal_workers import Workers
+    from hocket.jobs.rehearse import device_of, traces_of
+    from hocket.simulation.nccl import RULES, check
+
+    say = on_phase or (lambda text: None)
+    device = device_of(gpu)
+    if spec.workload.dtype == "bf16" and device.capability < (8, 0):
+        raise OptionError(
+            f"{device.name} has no matmuls in bfloat16", hint="--dtype fp32, or --gpu A100"
+        )
+    stands_for = _representatives(spec.layout)
+    wanted = sorted(set(stands_for.values()))
+    tasks = [_task(spec, device, rank, modules) for rank in reversed(wanted)]
+    say(f"executing {len(wanted)} of {spec.layout.world_size} ranks")
+    executed: dict[int, RankRehearsal] = {}
+    said: dict[int, dict[str, Any]] = {}
+    with Workers(len(tasks)) as workers:
+        for event in workers.run(tasks):
+            found = RankRehearsal.from_json(event["value"]["rank"])
+            if found.error:
+                raise HocketError(f"rank {found.rank} cannot execute its steps\n{found.error}")
+            executed[found.rank], said[found.rank] = found, event["value"]["serving"]
+    traces = traces_of(executed, stands_for)
+    return ServingReport(
+        model=spec.model,
+        layout=spec.layout.axes_text(),
+        gpu=device.name,
+        verdicts={rule: check(traces, rule).to_json() for rule in RULES},
+        ranks={rank: said[rank] for rank in wanted},
+        stands_for=stands_for,
+        process_groups=max(len(found.families) for found in executed.values()),
+        collectives=_collectives(
+            executed[wanted[0]], *said[wanted[0]]["steps"][STEPS[-1]]["collectives"]
+        ),
+        launches={rank: dict(found.launches) for rank, found in executed.items()},
+        device_memory=device.memory,
+    )
+
+
+def _representatives(layout: Layout) -> dict[int, int]:
+    """Every rank to the one that is executed for it: the first of each stage, which samples and
+    gathers, and the second for those after it."""
+    found: dict[int, int] = {}
+    first: dict[tuple[int, bool], int] = {}
+    for rank in range(layout.world_size):
+        where = layout.coordinate(rank)
+        # The last shard of a vocabulary that does not divide evenly is smaller: its own execution.
+        key = (where["pp"], where["tp"] in (0, layout.tp - 1))
+        if key[1]:
+            found[rank] = rank
+        else:
+            found[rank] = first.setdefault(key, rank)
+    return found
+
+
+def _task(spec: RunSpec, device: Device, rank: int, modules: Sequence[str]) -> dict[str, Any]:
+    return {
+        "task": "call",
+        "entry": "hocket.rehearsal.serving:rehearse",
+        "arguments": {
+            "spec": spec.to_json(),
+            "device": dataclasses.asdict(device),
+            "rank": rank,
+            "modules": list(modules),
+        },
+    }
+
+
+def _collectives(found: RankRehearsal, first: int, last: int) -> list[dict[str, Any]]:
+    """Rows of the operations `first` to `last` of a rank: name, axes, count and elements."""
+    counts: dict[tuple[str, str], list[int]] = {}
+    for name, label, numel, *_ in found.ops[first:last]:
+        row = counts.setdefault((name, "/".join(found.axes.get(label, ()))), [0, 0])
+        row[0] += 1
+        row[1] += numel
+    return [
+        {"name": name, "axes": axes, "count": count, "elements": numel}
+        for (name, axes), (count, numel) in counts.items()
+    ]

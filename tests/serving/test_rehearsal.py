@@ -1,0 +1,106 @@
+"""A served replica rehearsed on fake CUDA tensors: what the host reads, what a graph holds.
+
+Each rank is executed by the worker that `hocket rehearse --serve` starts.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import Any
+
+import pytest
+
+from hocket.jobs.serving import rehearse as job
+from hocket.spec.layout import Layout
+from hocket.spec.run import RunSpec, TrainOptions, Workload
+from hocket.spec.serving import ServeOptions
+from tests.families import SERVED
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(
+        not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler"
+    ),
+]
+
+
+def replica(family: str, layout: str, **options: Any) -> RunSpec:
+    sizes = {"max_rows": 8, "max_batch_tokens": 64, "max_model_len": 64, "num_blocks": 64}
+    return RunSpec(
+        model=family,
+        config={**SERVED[family], "head_dim": 16},
+        layout=Layout.parse(layout),
+        workload=Workload(dtype="bf16"),
+        options=TrainOptions(dropout=0.0, device="cuda"),
+        command="serve",
+        serving=ServeOptions(**{**sizes, **options}),
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "kernels"),
+    [("llama", "tp2", ["fa2"]), ("gemma3", "pp2", ["fa2", "fa2"])],
+)
+def test_no_step_reads_the_device_and_all_end(family: str, layout: str, kernels: list[str]) -> None:
+    """Prefill, mixed and decode steps, whose requests sample in every way: no read inside a step,
+    one result, decode legal to capture, and messages that end under both rules."""
+    found = job.rehearse(replica(family, layout, block_size=256))
+    assert found.host_reads() == []
+    assert found.ends
+    assert found.fits
+    for rank, one in found.ranks.items():
+        assert list(one["steps"]) == list(job.STEPS)
+        assert one["graphs"]["reason"] == ""
+        assert one["graphs"]["sizes"] == [1, 2, 4, 8]
+        assert [row["kernel"] for row in one["attention"]] == kernels
+        layers = sum(row["layers"] for row in one["attention"])
+        tensor = Layout.parse(layout).tp
+        first = one["stage"] == 0
+        assert one["graphs"]["collectives"] == (tensor > 1) * (2 * layers + first)
+        assert one["graphs"]["launches"] > 10 * layers
+        samples = one["stage"] == Layout.parse(layout).pp - 1 and rank % tensor == 0
+        reads = {name: step["result_reads"] for name, step in one["steps"].items()}
+        assert set(reads.values()) == {int(samples)}
+        # a replayed step is launched at once: what is left are its tables, and sampling
+        decode, eager = one["steps"]["decode"], one["steps"]["decode eager"]
+        assert eager["launches"] - decode["launches"] >= 0.9 * one["graphs"]["launches"]
+        if not samples and tensor == 1:
+            assert decode["launches"] <= 2
+    report = json.loads(found.to_json())
+    assert report["eager"]["ends"] is report["lazy"]["ends"] is True
+    assert len(report["launches_per_step"]) == len(report["peak_bytes"]) == len(found.stands_for)
+    assert report["host_reads"] == 0
+    assert all(name in found.text() for name in ("fa2", "CUDA graphs", "not seen"))
+
+
+def test_what_reads_the_device_is_named_and_not_captured() -> None:
+    """Where experts are picked on the host, a step runs eagerly, and the place is reported."""
+    found = job.rehearse(replica("mixtral", "tp1"))
+    (one,) = found.ranks.values()
+    graphs = one["graphs"]
+    if graphs["reason"]:
+        assert graphs["sizes"] == []
+        assert ".py:" in graphs["reason"]
+        assert {read["what"] for read in found.host_reads()}
+    else:
+        assert graphs["sizes"] == [1, 2, 4, 8]
+        assert found.host_reads() == []
+
+
+def test_layers_that_no_library_takes_are_read_by_triton() -> None:
+    spec = replica("llama", "tp1")
+    spec = RunSpec.from_json(spec.to_json().replace('"dtype": "bf16"', '"dtype": "fp32"'))
+    found = job.rehearse(spec)
+    (one,) = found.ranks.values()
+    (row,) = one["attention"]
+    assert row["kernel"] == "triton"
+    assert row["block_size"] == 16
+    assert row["rejected"]["fa2"] == "does not compute in float32"
+
+
+def test_equal_tensor_ranks_are_executed_once() -> None:
+    assert job._representatives(Layout.parse("tp4.pp2")) == {
+        0: 0, 1: 1, 2: 1, 3: 3, 4: 4, 5: 5, 6: 5, 7: 7,
+    }  # fmt: skip
