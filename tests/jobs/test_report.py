@@ -123,7 +123,7 @@ def test_what_is_refused(
 def test_a_schedule_that_cannot_be_played_costs_only_its_own_bubble(tmp_path: Path) -> None:
     run = make(tmp_path / "run")
     schedule = (run / "schedule.txt").read_text()
-    (run / "schedule.txt").write_text(schedule.replace("0SEND_F0,", ""))
+    (run / "schedule.txt").write_text(schedule.replace("0F0,", ""))
     (found,) = report.records([run])
     assert report.own_bubble(found) is None
     assert "<main" in report.html([found])

@@ -240,6 +240,18 @@ def test_a_crash_between_two_files_leaves_a_run_that_goes_on(
     assert file.read_text() == str(found.job.schedule)
 
 
+def test_messages_of_an_earlier_version_are_ordered_again(tmp_path: Path) -> None:
+    run = make(tmp_path / "run", "pp2:schedule=1f1b,microbatches=2")
+    file = RunFolder(run).schedule_file
+    now = file.read_text()
+    # A send at once, a receive as late as can be: complete only where sends are buffered.
+    early = "1RECV_F0,1RECV_F1,1F0,1B0,1SEND_B0,1F1"
+    late = now.replace(early, "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1")
+    assert late != now
+    file.write_text(late)
+    assert str(resume.plan(asked(run)).job.schedule) == now
+
+
 def test_a_schedule_file_is_needed_only_once(tmp_path: Path) -> None:
     written = tmp_path / "mine.txt"
     written.write_text(str(build(Layout.parse("pp2:schedule=zero-bubble"), 4)))

@@ -125,12 +125,13 @@ def communication(
     held = list(shares)
     assert sorted(s.stage for s in held) == [s for s, r in enumerate(place) if r == here], held
     table = _Table()
+    partial: dict[str, int] = {}
     for share in held:
         if layout.tp > 1:
             _tensor(table, step, share)
             _loss(table, step, share, layout.tp)
             for axis, nbytes in share.partial_bytes.items():
-                table.add("all-reduce", axis, "step", 1, nbytes)
+                partial[axis] = partial.get(axis, 0) + nbytes
         _pipeline(table, step, share.stage, place, layout.tp if layout.sequence_parallel else 1)
         if layout.dp > 1:
             if layout.zero:
@@ -138,6 +139,8 @@ def communication(
             else:
                 for nbytes in bucket_bytes(share.gradient_bytes, step.bucket_bytes):
                     table.add("all-reduce", "dp", "step", 1, nbytes)
+    for axis, nbytes in partial.items():  # of all stages of the rank in one
+        table.add("all-reduce", axis, "step", 1, nbytes)
     if held and here in (place[0], place[-1]) and place[0] != place[-1]:
         for nbytes in held[0].tied_bytes or held[-1].tied_bytes:
             table.add("all-reduce", "embedding", "step", 1, nbytes)

@@ -44,7 +44,8 @@ def fullest_whole(job: Job, stage: int, working: int, *, first: bool) -> int:
             late = one if tied else 0
         elif kind == "embedding":
             # A tied weight has two gradients, and their sum is another tensor.
-            most = max(most, job.hidden_bytes + one + 2 * late + begins - released)
+            copies = one + unwidened(job, one) + 2 * late
+            most = max(most, job.hidden_bytes + copies + begins - released)
         else:
             whole = saved - kept  # what running it again makes anew
             most = max(most, working + whole + late + begins - released)
@@ -63,11 +64,22 @@ def fullest_inputs(job: Job, stage: int, working: int, pending: dict[str, int]) 
         saved = saved_bytes(job.shape, [kind], job.microbatch, job.element_bytes)
         saved += job.adapter_bytes(kind)
         kept = job.stream_bytes if again[at] else saved
-        if kind not in ("embedding", "head"):
+        if kind == "embedding":  # no matmul's weight: its gradient comes with the inputs'
+            own = trained(job.shape.blocks[kind].weights)
+            one = max((local(w, job.layout.tp) for w in own), default=0) * GRADIENT_BYTES
+            most = max(most, job.hidden_bytes + one + unwidened(job, one) - released)
+        elif kind != "head":
             most = max(most, working + saved - kept - released)
         # A layer that is run again leaves more for the second half than it held before.
         released += kept - (pending[kind] if again[at] else min(saved, pending[kind]))
     return most
+
+
+def unwidened(job: Job, gradient: int) -> int:
+    """Bytes of a gradient of `gradient` bytes in the type of its weight, in which backward makes it
+    and which is there while it is copied to fp32; none of a weight in fp32."""
+    same = job.element_bytes == GRADIENT_BYTES
+    return 0 if same else gradient * job.element_bytes // GRADIENT_BYTES
 
 
 def _opened(job: Job, stage: int, *, first: bool) -> list[tuple[int, int]]:

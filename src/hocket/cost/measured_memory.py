@@ -7,7 +7,7 @@ what is counted as activations is the fullest moment less all gradients.
 
 from __future__ import annotations
 
-from hocket.cost.measured_backward import fullest_inputs, fullest_whole
+from hocket.cost.measured_backward import fullest_inputs, fullest_whole, unwidened
 from hocket.cost.measured_prices import Job, resident_bytes
 from hocket.cost.measured_shares import (
     block_bytes,
@@ -30,19 +30,35 @@ POSTED = 2
 """Messages from each neighbour that have a place before they come (`runtime.pipeline`)."""
 
 
-def memory_rows(job: Job) -> list[dict[str, int]]:
-    """Of each rank of the world: `parameters`, `gradients`, `optimizer`, `activations`, `total`."""
+def memory_rows(job: Job, *, cuda: bool = False) -> list[dict[str, int]]:
+    """Of each rank of the world: `parameters`, `gradients`, `optimizer`, `activations`, `total`.
+
+    Args:
+        cuda: on a GPU, where gradient buckets of replicas have memory from the start (a CPU's zeros
+            take none until they are written) and what is offloaded takes none.
+    """
     found: dict[int, dict[str, int]] = {}
     for index in range(job.layout.pp):
         row = resident_bytes(job, index)
-        fullest = made(job, index)
-        row["activations"] = max(0, fullest - row["gradients"])
+        buckets = cuda and job.layout.dp > 1 and not job.layout.zero
+        fullest = made(job, index, buckets=buckets)
+        row["activations"] = fullest if buckets else max(0, fullest - row["gradients"])
+        if cuda:
+            row |= dict.fromkeys(_offloaded(job), 0)
         found[index] = {**row, "total": sum(row.values())}
     return [dict(found[job.layout.coordinate(rank)["pp"]]) for rank in range(job.layout.world_size)]
 
 
-def made(job: Job, index: int) -> int:
-    """The most bytes at once of what one pipeline rank makes in a step: activations, gradients."""
+def _offloaded(job: Job) -> tuple[str, ...]:
+    """Kinds that are in the host's memory instead of a GPU's."""
+    if job.layout.offloads("params"):
+        return "parameters", "gradients", "optimizer"
+    return ("optimizer",) if job.layout.offloads("optimizer") else ()
+
+
+def made(job: Job, index: int, *, buckets: bool = False) -> int:
+    """The most bytes at once of what one pipeline rank makes in a step: activations, and gradients,
+    but where they are in `buckets` that have memory before it."""
     last = job.schedule.num_stages - 1
     stages = job.schedule.stages_of(index)
     kinds = {stage: job.blocks(stage) for stage in stages}
@@ -51,6 +67,7 @@ def made(job: Job, index: int) -> int:
         stage: GRADIENT_BYTES
         * sum(local(w, job.layout.tp) for w in trained(weights(job.shape, kind)))
         for stage, kind in kinds.items()
+        if not buckets
     }
     # Layers that are run again in I leave more for W than they held before.
     put_off = {
@@ -81,6 +98,9 @@ def made(job: Job, index: int) -> int:
                 most = max(most, now + fullest_inputs(job, stage, working, pending))
                 now -= held[stage] - put_off[stage]
             elif part.kind in (BACKWARD, WEIGHT):
+                if part.kind == WEIGHT:  # made apart, then added: one at a time
+                    largest = largest_bytes(job, stage)
+                    most = max(most, now + largest + unwidened(job, largest))
                 now += gradients.pop(stage, 0)
                 now -= held[stage] if part.kind == BACKWARD else put_off[stage]
                 most = max(most, now)

@@ -23,7 +23,7 @@ NEAREST = 6
 STEEPNESS = 4
 """Neighbours that a product's rate is taken from, and the power of their nearness."""
 
-BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 
 
 class Rates:

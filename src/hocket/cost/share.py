@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from hocket.spec.layout import Layout
@@ -110,25 +110,45 @@ class StageShare:
         element_bytes: int = 4,
         experts_per_token: int = 0,
         layout: Layout | None = None,
+        trained: Collection[str] | None = None,
+        fp8: Collection[str] = (),
+        routing_width: int = 1,
     ) -> StageShare:
         """Read off a stage's plan and placements (by global parameter name, in module order).
+
+        `trained`: names of the parameters that have a gradient, adapters; None: all of them.
+        `fp8`: modules that multiply in fp8, which keep their whole input for backward.
+        `routing_width`: bytes of a routing weight over those of an activation.
 
         Row products and the embedding are summed forward. Column products that share a parent
         module are fed the same tensor, whose gradient is summed once backward. `element_bytes`
         are those of a gradient. `layout` says
         which layers are recomputed; None: none.
         """
-        own = [p for p in placements.values() if _is_own(p, placements)]
+        every = [p for p in placements.values() if _is_own(p, placements)]
+        own = [p for p in every if trained is None or p.name in trained]
         e = element_bytes
+
+        def late(p: Placement) -> bool:
+            return (tp > 1 and ("tp" in p.grad_sum or p.has_copies)) or (
+                num_stages > 1 and p.name in {*plan.ties, *plan.ties.values()}
+            )
+
         fields = _sums(plan.tensor, placements, tp, experts_per_token) if tp > 1 else {}
         slices = tp > 1 and layout is not None and layout.sequence_parallel
         if slices:
-            fields |= _slices(plan, placements, fields, experts_per_token)
+            fields |= _slices(plan, placements, fields, experts_per_token, routing_width)
+        if slices and fp8:
+            fewer = _gathered_again(plan.tensor, placements, fp8)
+            gathers = fields["backward_gathers"]
+            fields["backward_gathers"] = gathers[: len(gathers) - fewer]
+        if tp > 1 and trained is not None:
+            fields |= _frozen_sums(plan, placements, fields, trained, first=stage == 0)
         if tp > 1 and layout is not None and layout.recompute == "full":
             again, stops = _again(plan, placements, layout)
             repeated = _sums(plan.tensor, again, tp, 0)
             if slices:
-                repeated |= _slices(plan, again, repeated, experts_per_token)
+                repeated |= _slices(plan, again, repeated, experts_per_token, routing_width)
                 scatters = repeated["forward_scatters"]
                 fields["repeated_scatters"] = scatters[: len(scatters) - stops]
                 fields["repeated_choices"] = repeated["choices"]
@@ -144,19 +164,21 @@ class StageShare:
                     axis = "tp" if block.copies == tp else f"tp_copies{block.copies}"
                     _count(partial, axis, math.prod(block.size) * e)
         tied = []
-        for name, owner in sorted(plan.ties.items()) if num_stages > 1 else []:
+        ties = plan.ties if num_stages > 1 and trained is None else {}
+        for name, owner in sorted(ties.items()):
             held = placements.get(owner, placements.get(name))
             if held is not None:
                 tied.append(math.prod(held.local_shape) * e)
         return cls(
             stage=stage,
             gradient_bytes=tuple(math.prod(p.local_shape) * e for p in own),
-            late=tuple(
-                (tp > 1 and ("tp" in p.grad_sum or p.has_copies))
-                or (num_stages > 1 and p.name in {*plan.ties, *plan.ties.values()})
-                for p in own
-            ),
+            late=tuple(late(p) for p in own),
             blocks=tuple(block_of(p.name, plan.stages) for p in own),
+            frozen=tuple(
+                (block_of(p.name, plan.stages), math.prod(p.local_shape) * e, late(p))
+                for p in every
+                if trained is not None and p.name not in trained
+            ),
             partial_bytes=partial,
             tied_bytes=tuple(tied),
             **fields,
@@ -217,6 +239,7 @@ def _slices(
     placements: Mapping[str, Placement],
     sums: Mapping[str, Any],
     experts_per_token: int,
+    routing_width: int,
 ) -> dict[str, Any]:
     """The same with sequence parallelism: each sum over tp becomes a gathering and a sum in slices,
     and what products read is gathered once more for the gradients of their weights."""
@@ -232,7 +255,8 @@ def _slices(
     # Held whole: the embedding's slices are gathered backward, and the head's input forward.
     embedding = sum(n == plan.sequence.embedding and not s for n, s in styles.items())
     alike = sum(n in plan.sequence.alike for n in styles)
-    one, both = (width,), (width + k,)
+    # Activations and routing weights of one dtype travel together, else each by itself.
+    one, both = (width,), (width + k,) if routing_width == 1 else (width, k * routing_width)
     return {
         "forward_sums": 0,
         "backward_sums": 0,
@@ -242,6 +266,63 @@ def _slices(
         "backward_gathers": sums["backward_gathers"] + one * (leaving + embedding + entering),
         "backward_scatters": one * entering + both * experts,
         "choices": (k,) * experts,
+    }
+
+
+def _gathered_again(
+    plan: TensorPlan | None, placements: Mapping[str, Placement], fp8: Collection[str]
+) -> int:
+    """Inputs that need not be gathered again in backward: all their readers multiply in fp8."""
+    assert plan is not None
+    entries: dict[str, bool] = {}
+    for module, owned in _modules(placements).items():
+        if getattr(_split_of(plan, module), "style", "") == "column" and "weight" in owned:
+            parent = module.rpartition(".")[0]
+            entries[parent] = entries.get(parent, True) and module in fp8
+    return sum(entries.values())
+
+
+def _frozen_sums(
+    plan: ParallelPlan,
+    placements: Mapping[str, Placement],
+    fields: Mapping[str, Any],
+    trained: Collection[str],
+    *,
+    first: bool,
+) -> dict[str, Any]:
+    """The backward of a stage whose weights are frozen, and adapters trained in addition.
+
+    What is gathered again for the gradients of weights is not: adapters keep their whole input. On
+    the `first` stage nothing before the first adapter has a gradient, nor has its input.
+    """
+    assert plan.tensor is not None
+    modules = list(_modules(placements))
+    adapted = {name.rpartition(".lora_")[0] for name in trained}
+    start = min((modules.index(name) for name in adapted if name in modules), default=0)
+    entries: dict[str, int] = {}
+    leaving = reached = 0
+    for index, module in enumerate(modules):
+        style = getattr(_split_of(plan.tensor, module), "style", "")
+        if style == "column" and "weight" in _modules(placements)[module]:
+            entries.setdefault(module.rpartition(".")[0], index)
+        elif style in ("vocab_head", "experts"):
+            entries.setdefault(module, index)
+        if style in ("row", "experts", "vocab_embedding"):
+            leaving += 1
+            reached += index >= start
+    # The layers that share the first adapter's input are one entry, and it has no gradient.
+    parent = modules[start].rpartition(".")[0] if modules else ""
+    lost = sum(index <= start or name == parent for name, index in entries.items()) if first else 0
+    if not fields.get("forward_scatters"):
+        return {"backward_sums": fields["backward_sums"] - lost}
+    width = (plan.hidden_size,)
+    split = sum(
+        bool(getattr(_split_of(plan.tensor, module), "scatter_input", False)) for module in modules
+    )
+    own = fields["backward_gathers"][:split]
+    return {
+        "backward_gathers": own + width * (reached if first else leaving),
+        "backward_scatters": fields["backward_scatters"][lost:],
     }
 
 

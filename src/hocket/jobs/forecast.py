@@ -27,6 +27,7 @@ from hocket.spec.links import Links
 from hocket.spec.measured import Measured
 from hocket.spec.model_shape import ModelShape
 from hocket.spec.run import RunFolder, RunSpec, write_text
+from hocket.spec.run import bucket_mb as bucket_mb_of
 from hocket.spec.schedule import Schedule
 from hocket.spec.timeline import Timeline
 from hocket.spec.units import parse_bytes
@@ -73,7 +74,7 @@ def told(
     try:
         machine = machine_of(spec, measured)
         shape = shape_of(spec, launcher)
-        bucket_mb = spec.options.bucket_mb
+        bucket_mb = bucket_mb_of(spec.options.bucket_mb, cuda=False, dp=spec.layout.dp)
         found, timeline = foretell(
             shape, spec.layout, spec.workload, machine, schedule=schedule, bucket_mb=bucket_mb
         )
@@ -176,11 +177,15 @@ def shape_of(spec: RunSpec, launcher: Launcher | None = None) -> ModelShape:
     Raises:
         ModelError: it cannot be traced.
     """
+    return _adapted(_plain_shape(spec, launcher), spec)
+
+
+def _adapted(found: ModelShape, spec: RunSpec) -> ModelShape:
     from hocket.cost.adapters import adapted
     from hocket.cost.measured_rates import BYTES
     from hocket.models.lora import words_of
 
-    found, options = _plain_shape(spec, launcher), spec.options
+    options = spec.options
     if options.lora_rank is None:
         return found
     return adapted(
@@ -206,6 +211,20 @@ def _plain_shape(spec: RunSpec, launcher: Launcher | None) -> ModelShape:
         found = _traced(launcher, spec)
     _write(file, found)
     return found
+
+
+def shape_here(spec: RunSpec) -> ModelShape:
+    """As `shape_of`, traced in this process, which may import torch. Raises ModelError."""
+    from hocket.models.trace import trace
+
+    dtype = "bf16" if spec.workload.dtype == "fp8" else spec.workload.dtype
+    file = _cache_file(spec)
+    known = _read(file)
+    if known is None:
+        name = os.path.basename(spec.model)
+        known = trace(spec.config, name=name, dropout=spec.options.dropout, dtype=dtype)
+        _write(file, known)
+    return _adapted(known, spec)
 
 
 def _traced(launcher: Launcher, spec: RunSpec) -> ModelShape:
@@ -328,7 +347,7 @@ def chosen(
         machine,
         keeping(among),
         otherwise=lambda: keeping(leaner(among)),
-        bucket_mb=spec.options.bucket_mb,
+        bucket_mb=bucket_mb_of(spec.options.bucket_mb, cuda=False, dp=spec.layout.dp),
     )
 
 

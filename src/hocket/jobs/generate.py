@@ -95,7 +95,7 @@ def _sized(server: Server, ids: Sequence[Sequence[int]], new: int) -> Server:
         options,
         max_model_len=longest,
         max_rows=rows,
-        num_blocks=rows * -(-longest // options.block_size),
+        num_blocks=options.block_size and rows * -(-longest // options.block_size),
         cache_memory=None,
     )
     return dataclasses.replace(server, options=sizes)

@@ -27,7 +27,7 @@ def parallelize(
     loss_fn: LossFunction | None = None,
     mesh: Mesh | None = None,
     seed: int = 0,
-    bucket_mb: float = 25.0,
+    bucket_mb: float | None = None,
     **fields: Any,
 ) -> Parallel:
     """Take this rank's part of `module`. Call it on every rank with equal arguments.
@@ -44,7 +44,7 @@ def parallelize(
             cross-entropy of the output's `logits` [B, S, V] against `labels` [B, S].
         mesh: None: made over the default process group or, without one, of this process alone.
         seed: of the random numbers that dropout draws.
-        bucket_mb: size of a gradient bucket in MB.
+        bucket_mb: size of a gradient bucket in MB. None: by the device.
         **fields: other fields of the layout by their flags' names: `microbatches=4`, `cut="even"`.
 
     Raises:

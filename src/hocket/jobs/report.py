@@ -161,12 +161,14 @@ def html(found: Sequence[Record]) -> str:
 
 def own_bubble(record: Record) -> float | None:
     """The idle share that the run's schedule has by its own; None where it is not known."""
+    from hocket.schedules import relower
     from hocket.simulation import theoretical_bubble
 
     if record.schedule is None:
         return None
     try:
-        return theoretical_bubble(record.schedule)
+        # Earlier versions wrote messages in an order that the simulator does not complete.
+        return theoretical_bubble(relower(record.schedule))
     except HocketError:  # written by hand and damaged since
         return None
 

@@ -230,7 +230,6 @@ def check_options(options: TrainOptions) -> None:
         ("steps", 1), ("seed", 0), ("lr", 0), ("min_lr", 0), ("weight_decay", 0), ("eps", 0),
         ("clip", 0), ("vocab_size", 257), ("eval_every", 0), ("eval_batches", 1),
         ("save_every", 0), ("timeline_steps", 1), ("threads", 1), ("timeout", 1),
-        ("bucket_mb", 0.001),
     ):  # fmt: skip
         _at_least(name, getattr(options, name), least)
     for name in ("beta1", "beta2", "held_out"):
@@ -240,6 +239,10 @@ def check_options(options: TrainOptions) -> None:
         raise OptionError(f"dropout is {options.dropout}; it lies in 0 .. 1, 1 excluded")
     if options.warmup is not None:
         _at_least("warmup", options.warmup, 0)
+    if options.bucket_mb is not None:
+        _at_least("bucket_mb", options.bucket_mb, 0.001)
+    if options.log_interval is not None:
+        _at_least("log_interval", options.log_interval, 1)
     if options.timeline_step is not None and not 1 <= options.timeline_step <= options.steps:
         raise OptionError(
             f"timeline_step is {options.timeline_step}; the run has the steps 1 .. {options.steps}"

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from hocket.jobs.record import Record
 
 CHANGEABLE = frozenset(
-    {"steps", "resume", "eval_every", "eval_batches", "save_every", "timeline_step",
+    {"steps", "resume", "eval_every", "eval_batches", "save_every", "log_interval", "timeline_step",
      "timeline_steps", "device", "backend", "threads", "bucket_mb", "compile", "tensorboard",
      "trust_remote_code", "timeout", "links", "memory_per_rank"}
 )  # fmt: skip
@@ -134,14 +134,23 @@ def _layout(request: Request, own: Layout) -> Layout:
 
 
 def _schedule(folder: RunFolder, layout: Layout) -> Schedule:
-    """What the run's schedule.txt holds, if it is of the run's own layout; else built anew. A
-    process that ended between the writing of two files leaves one that is not."""
+    """What the run's schedule.txt holds, if it is of the run's own layout; else built again. A
+    process that ended between the writing of two files leaves one that is not. Messages in an order
+    that does not complete on NCCL, which earlier versions wrote, are ordered again."""
+    from hocket.schedules.lower import relower
     from hocket.schedules.registry import NAMES
     from hocket.schedules.validate import validate
 
+    def checked(schedule: Schedule) -> Schedule:
+        validate(schedule, layout=layout, num_microbatches=layout.microbatches)
+        return schedule
+
     try:
         found = Schedule.parse(folder.schedule_file.read_text())
-        validate(found, layout=layout, num_microbatches=layout.microbatches)
+        try:
+            checked(found)
+        except HocketError:
+            found = checked(relower(found))
     except (OSError, ValueError, HocketError):
         return prepare.scheduled(layout)
     if layout.schedule in NAMES and found.name != layout.schedule:

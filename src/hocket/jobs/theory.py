@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hocket.spec.run import RunFolder, RunSpec
+from hocket.spec.plan import matches
+from hocket.spec.run import RunFolder, RunSpec, bucket_mb
 
 if TYPE_CHECKING:
     from hocket.cost.share import StageShare
     from hocket.launch import Launcher, RankContext
+    from hocket.spec.placement import Placement
+    from hocket.spec.plan import ParallelPlan
 
 Row = dict[str, Any]
 
@@ -80,8 +84,14 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
     context.emit({"event": "theory", "ranks": rows(folder.load(), schedule.stage_ranks)})
 
 
-def rows(spec: RunSpec, stage_ranks: tuple[int, ...]) -> list[list[Row]]:
-    """The expected rows of every rank, from the plan of the model and nothing that ran."""
+def rows(
+    spec: RunSpec, stage_ranks: tuple[int, ...], ranks: Iterable[int] | None = None
+) -> list[list[Row]]:
+    """The expected rows of ranks, from the plan of the model and nothing that ran.
+
+    Args:
+        ranks: global ranks. None: every rank of the layout.
+    """
     import torch
 
     from hocket.cost.communication import Step, communication
@@ -89,12 +99,14 @@ def rows(spec: RunSpec, stage_ranks: tuple[int, ...]) -> list[list[Row]]:
     from hocket.models.plans import plan_for
     from hocket.models.skeleton import build as build_skeleton
     from hocket.models.source import of_run
+    from hocket.runtime.fp8 import MULTIPLE
+    from hocket.runtime.lora import placed
     from hocket.runtime.mesh import Axis
     from hocket.runtime.pipeline.cut import cut, cut_costs
     from hocket.runtime.record import Recorder
     from hocket.runtime.tensor_parallel import apply_tensor_parallel
     from hocket.spec.cut import choose_cut
-    from hocket.training.build import dtype_of
+    from hocket.training.build import dtype_of, lora_of
 
     layout, workload = spec.layout, spec.workload
     dtype = dtype_of(workload.dtype)
@@ -107,6 +119,7 @@ def rows(spec: RunSpec, stage_ranks: tuple[int, ...]) -> list[list[Row]]:
         code=source.code,
     )
     plan = plan_for(skeleton, sequence=layout.sequence_parallel)
+    lora = lora_of(skeleton, spec.options)
     num_stages = len(stage_ranks)
     bounds: tuple[int, ...] | None = None
     if num_stages > 1:
@@ -114,6 +127,11 @@ def rows(spec: RunSpec, stage_ranks: tuple[int, ...]) -> list[list[Row]]:
         costs = cut_costs(skeleton, plan.stages)
         bounds = choose_cut(layout.cut, plan.stages.num_layers, num_stages, **costs)
     element_bytes = torch.empty(0, dtype=dtype).element_size()
+    routing = element_bytes
+    if layout.tp > 1 and layout.sequence_parallel:
+        routing = _routing_bytes(skeleton, plan) or element_bytes
+    device = spec.options.device
+    cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     step = Step(
         seq_len=workload.seq_len,
         microbatch_size=workload.global_batch // layout.dp // (layout.microbatches or 1),
@@ -121,7 +139,7 @@ def rows(spec: RunSpec, stage_ranks: tuple[int, ...]) -> list[list[Row]]:
         hidden_size=source.dimensions.hidden_size,
         element_bytes=element_bytes,
         counts_tokens=False,  # the training loop knows the number: no sequence is padded
-        bucket_bytes=spec.options.bucket_mb * 1e6,
+        bucket_bytes=1e6 * bucket_mb(spec.options.bucket_mb, cuda=cuda, dp=layout.dp),
     )
 
     def share(stage: int, tp_index: int) -> StageShare:
@@ -136,9 +154,35 @@ def rows(spec: RunSpec, stage_ranks: tuple[int, ...]) -> list[list[Row]]:
         for tied, owner in plan.ties.items() if num_stages > 1 else ():
             if tied in placements:
                 placements[tied] = dataclasses.replace(placements[tied], tie=owner)
+        names = [
+            (name, type(part.get_submodule(name)).__name__ == "Conv1D")
+            for name in (lora.targets if lora is not None else ())
+            if f"{name}.weight" in placements
+        ]
+        products = {}
+        for name, transposed in names:
+            assert lora is not None
+            weight = placements[f"{name}.weight"]
+            products[name] = placed(f"{name}.", weight, transposed=transposed, rank=lora.rank)
+        if lora is not None:
+            placements = _with_products(placements, products)
+        fp8 = [
+            name.removesuffix(".weight")
+            for name, place in placements.items()
+            if workload.dtype == "fp8"
+            and plan.stages is not None
+            and name.startswith(f"{plan.stages.layers}.")
+            and name.endswith(".weight")
+            and not any(size % MULTIPLE for size in place.local_shape)
+        ]
         return StageShare.of_plan(
             plan,
             placements,
+            fp8=frozenset(fp8),
+            routing_width=routing // element_bytes,
+            trained=None
+            if lora is None
+            else {place.name for pair in products.values() for place in pair},
             stage=stage,
             tp=layout.tp,
             num_stages=num_stages,
@@ -149,7 +193,7 @@ def rows(spec: RunSpec, stage_ranks: tuple[int, ...]) -> list[list[Row]]:
 
     shares: dict[tuple[int, int], StageShare] = {}
     found = []
-    for rank in range(layout.world_size):
+    for rank in range(layout.world_size) if ranks is None else ranks:
         where = layout.coordinate(rank)
         held = [stage for stage, place in enumerate(stage_ranks) if place == where["pp"]]
         for stage in held:
@@ -158,3 +202,56 @@ def rows(spec: RunSpec, stage_ranks: tuple[int, ...]) -> list[list[Row]]:
         mine = [shares[stage, where["tp"]] for stage in held]
         found.append(communication(layout, rank, step, mine, stage_ranks))
     return found
+
+
+def _with_products(
+    placements: Mapping[str, Placement], products: Mapping[str, Sequence[Placement]]
+) -> dict[str, Placement]:
+    """Placements in module order, those of each adapted module's products behind its own."""
+    found: dict[str, Placement] = {}
+    names = list(placements)
+    for index, name in enumerate(names):
+        found[name] = placements[name]
+        module = name.rpartition(".")[0]
+        if index + 1 == len(names) or names[index + 1].rpartition(".")[0] != module:
+            found |= {place.name: place for place in products.get(module, ())}
+    return found
+
+
+def _routing_bytes(skeleton: Any, plan: ParallelPlan) -> int | None:
+    """Bytes of a routing weight of the first experts of a model on the meta device, whose forward
+    runs up to them; None: it has none, or its forward reads values before them."""
+    import torch
+
+    from hocket.models.rows import one_sequence_each
+
+    found: list[int] = []
+
+    class Reached(Exception):
+        pass
+
+    def before(module: Any, args: Any, kwargs: Any) -> None:
+        given = [*args, *kwargs.values()]
+        if len(given) > 2:
+            found.append(given[2].element_size())
+        raise Reached
+
+    splits = plan.tensor.splits if plan.tensor is not None else {}
+    patterns = [pattern for pattern, split in splits.items() if split.style == "experts"]
+    hooks = [
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        for name, module in skeleton.named_modules()
+        if any(matches(pattern, name) for pattern in patterns)
+    ]
+    if not hooks:
+        return None
+    ids = torch.zeros(1, 8, dtype=torch.long, device="meta")
+    try:
+        with torch.no_grad(), one_sequence_each():
+            skeleton(input_ids=ids)
+    except (Reached, RuntimeError):
+        pass
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found[0] if found else None

@@ -47,8 +47,9 @@ its input, that of its matrix."""
 CHUNK = 65536
 """Rows priced at once: their columns stay in the processor's cache."""
 
-SHORT = 2
-"""Rounds of pp microbatches that are played of a long schedule, besides the one that repeats."""
+SHORT = 3
+"""Rounds of pp microbatches that are simulated of a long schedule, in addition to the one that
+repeats. Since messages of a rank queue, interleaved schedules reach their period in the third."""
 
 MOST = 10**9
 """Tokens of a sequence, and sequences of a step: what is more is a slip of the pen."""

@@ -1,0 +1,167 @@
+"""`hocket rehearse`: a job's ranks executed on fake CUDA tensors, before GPUs are rented."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from hocket.cli.flags import Count, LayoutFlags, Model, Text, explicit, parse, values
+from hocket.spec.errors import OptionError
+
+if TYPE_CHECKING:
+    from hocket.spec.run import RunSpec
+
+
+Names = Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME...")]
+_OF_A_MATRIX = ("models", "schedules", "options")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RehearseFlags:
+    """Execute a job's training step, rank by rank, on fake CUDA tensors, without a GPU: whether it
+    completes under NCCL's rules, peak memory, collectives, host reads, kernel launches.
+
+    Attributes:
+        model: a name of the catalogue, a Hugging Face directory, or a run folder.
+        parallel: the layout.
+        rank: replica (dp 0 is executed, equal ranks once), all, or one rank's number (no verdict).
+        gpu: the GPU of each rank, as in H100, A100-40, B200.
+        layers: number of layers instead of the model's own.
+        seq_len: tokens of one sequence. None: 2048, or the model's positions if fewer.
+        rows: sequences of one microbatch on one data rank.
+        global_batch: sequences of one step. None: dp x microbatches x rows.
+        dtype: fp32, bf16 or fp8.
+        grad_dtype: fp32 or bf16, in which gradients are kept and reduced.
+        dropout: override of every dropout probability. None: as configured.
+        attention: sdpa or eager.
+        bucket_mb: size of a gradient bucket in MB. None: 160, or 4 for each data rank if more.
+        lora_rank: train adapters of this rank. None: train the model.
+        lora_targets: layers that have adapters: q_proj-v_proj. None: all linear ones but the head.
+        trust_remote_code: run code that a model directory brings along.
+        serve: rehearse prefill, mixed and decode steps of one replica of a server instead.
+        json: print one JSON object, and nothing else on stdout; of a matrix, one a job.
+        matrix: instead of one job, tiny models under every schedule, layout and option.
+        models: of a matrix: only these models.
+        schedules: of a matrix: only these schedules.
+        options: of a matrix: only these options, as in bf16, lora, recompute=full.
+    """
+
+    model: Model = ""
+    parallel: Annotated[LayoutFlags, tyro.conf.arg(name="layout")] = dataclasses.field(
+        default_factory=LayoutFlags
+    )
+    rank: str = "replica"
+    gpu: str = "H100"
+    layers: Count = None
+    seq_len: Count = None
+    rows: int = 1
+    global_batch: Count = None
+    dtype: str = "bf16"
+    grad_dtype: str = "fp32"
+    dropout: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
+    attention: str = "sdpa"
+    bucket_mb: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
+    lora_rank: Count = None
+    lora_targets: Text = None
+    trust_remote_code: bool = False
+    serve: bool = False
+    json: bool = False
+    matrix: bool = False
+    models: Names = ()
+    schedules: Names = ()
+    options: Names = ()
+
+
+PASSED = (
+    "seq_len", "dtype", "grad_dtype", "dropout", "attention", "bucket_mb", "lora_rank",
+    "lora_targets", "trust_remote_code",
+)  # fmt: skip
+"""Flags that are options of a training job."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Rehearse and print. Returns 0. Raises HocketError if the job does not complete or fit."""
+    flags = parse(RehearseFlags, "rehearse", arguments, RehearseFlags())
+    written = explicit(arguments)
+    if flags.matrix:
+        return _matrix(flags, written)
+    alone = [name for name in _OF_A_MATRIX if getattr(flags, name)]
+    if alone:
+        raise OptionError(f"--{alone[0]} chooses jobs of a matrix", hint="--matrix")
+    if not flags.model:
+        raise OptionError("which model?", hint="hocket rehearse llama-3-8b --layout dp2.pp2.tp2")
+    if flags.global_batch is not None and "rows" in written:
+        raise OptionError(
+            "--global-batch and --rows both set the batch", hint="leave one of them out"
+        )
+    if flags.serve:
+        return _serve(flags, written)
+    from hocket.jobs import rehearse as job
+    from hocket.jobs.rehearsal_fit import require
+    from hocket.jobs.rehearsal_text import text
+    from hocket.jobs.request import request
+
+    given = {name: getattr(flags, name) for name in PASSED}
+    if flags.seq_len is None:
+        given["seq_len"] = job.default_seq_len(flags.model, trust=flags.trust_remote_code)
+    given |= values(flags.parallel, also=written)
+    given |= {"model": flags.model, "device": "cuda"}
+    if flags.global_batch is not None:
+        given["global_batch"] = flags.global_batch
+    prepared = job.prepared(
+        request(given),
+        layers=flags.layers,
+        rows=None if flags.global_batch is not None else flags.rows,
+        gpu=flags.gpu,
+    )
+
+    def say(line: str) -> None:
+        if sys.stderr.isatty():
+            print(line, file=sys.stderr)
+
+    found = job.rehearse(prepared, ranks=flags.rank, on_phase=say)
+    print(found.report.to_json() if flags.json else text(found), flush=True)
+    require(found)
+    return 0
+
+
+def _matrix(flags: RehearseFlags, written: Collection[str]) -> int:
+    from hocket.cli.rehearsal_matrix import run
+
+    other = sorted(set(written) - {"matrix", "json", *_OF_A_MATRIX})
+    if flags.model or other:
+        raise OptionError(
+            "--matrix has its own models, layouts and options; "
+            f"{flags.model or other[0]} sets another",
+            hint="hocket rehearse --matrix --models tiny-llama --schedules 1f1b",
+        )
+    return run(flags.models, flags.schedules, flags.options, as_json=flags.json)
+
+
+def _serve(flags: RehearseFlags, written: frozenset[str]) -> int:
+    """Rehearse a replica. Returns 0, or 1 if a step does not end or does not fit."""
+    from hocket.jobs.request import request
+    from hocket.jobs.serving import rehearse as job
+
+    given = {**values(flags.parallel, also=written), "model": flags.model, "device": "cuda"}
+    spec = job.replica_spec(
+        flags.model,
+        request(given).layout,
+        dtype=flags.dtype,
+        layers=flags.layers,
+        trust_remote_code=flags.trust_remote_code,
+    )
+    return print_serving(spec, gpu=flags.gpu, json=flags.json)
+
+
+def print_serving(spec: RunSpec, *, gpu: str, json: bool) -> int:
+    """Rehearse one replica and print the report; as `_serve`."""
+    from hocket.jobs.serving.rehearse import rehearse
+
+    found = rehearse(spec, gpu=gpu)
+    print(found.to_json() if json else found.text())
+    return 0 if found.ends and found.fits else 1

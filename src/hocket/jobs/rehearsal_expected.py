@@ -1,0 +1,86 @@
+"""Expected: what theory and the memory model say about the ranks that a rehearsal executes.
+
+Called in a worker of the rehearsal, because both need the model's plan or its trace, and so torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import traceback
+from typing import Any
+
+from hocket.spec.errors import HocketError
+from hocket.spec.layout import Layout
+from hocket.spec.run import RunSpec, bucket_mb
+from hocket.spec.schedule import Schedule
+
+
+def expected(spec: str, schedule: str, ranks: list[int]) -> dict[str, Any]:
+    """Collectives and peak memory of ranks.
+
+    Args:
+        spec: a RunSpec as JSON. schedule: its text.
+        ranks: global ranks.
+
+    Returns:
+        `collectives`: rows of name, axis, phase, count and bytes, a list for each rank, or None;
+        `memory`: predicted bytes by kind, a row for each rank of the layout, or None; `reasons`:
+        why one of them is None.
+    """
+    job, board = RunSpec.from_json(spec), Schedule.parse(schedule)
+    reasons: dict[str, str] = {}
+
+    def tried(name: str, function: Any) -> Any:
+        try:
+            return function(job, board, ranks)
+        except HocketError as error:
+            reasons[name] = error.message
+        except Exception:  # a family that the model of memory or communication does not know
+            reasons[name] = traceback.format_exc(limit=-1).strip().splitlines()[-1]
+        return None
+
+    collectives, memory = tried("collectives", _collectives), tried("memory", _memory)
+    return {"collectives": collectives, "memory": memory, "reasons": reasons}
+
+
+def _collectives(spec: RunSpec, schedule: Schedule, ranks: list[int]) -> list[Any]:
+    from hocket.jobs.theory import rows
+
+    return rows(spec, schedule.stage_ranks, ranks)
+
+
+def first_fit(spec: str, layouts: list[str], allowed: float) -> str | None:
+    """The first of some layouts whose ranks are predicted to allocate at most `allowed` bytes.
+
+    Args:
+        spec: a RunSpec as JSON; its own layout is not looked at.
+    """
+    from hocket.schedules.registry import build
+
+    job = RunSpec.from_json(spec)
+    for text in layouts:
+        layout = Layout.parse(text)
+        try:
+            board = build(layout, layout.microbatches or 1)
+            rows = _memory(dataclasses.replace(job, layout=layout), board, [])
+        except HocketError:
+            continue
+        if max(row["total"] for row in rows) <= allowed:
+            return text
+    return None
+
+
+def _memory(spec: RunSpec, schedule: Schedule, ranks: list[int]) -> list[dict[str, int]]:
+    from hocket.cost.measured_memory import memory_rows
+    from hocket.cost.measured_prices import Job
+    from hocket.jobs.forecast import shape_here
+
+    job = Job(
+        shape=shape_here(spec),
+        layout=spec.layout,
+        workload=spec.workload,
+        schedule=schedule,
+        bucket_mb=bucket_mb(spec.options.bucket_mb, cuda=True, dp=spec.layout.dp),
+        clip=spec.options.clip > 0,
+    )
+    return memory_rows(job, cuda=True)

@@ -1,0 +1,155 @@
+"""Fit: what of a rehearsed job is rejected, with the numbers and the nearest layout that works."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from hocket.jobs.rehearsal_workers import Workers
+from hocket.spec.errors import HocketError, LayoutError, OptionError, ScheduleError
+from hocket.spec.layout import Layout
+from hocket.spec.run import RunSpec
+from hocket.spec.units import format_bytes
+
+if TYPE_CHECKING:
+    from hocket.jobs.rehearse import Rehearsed
+    from hocket.jobs.request import Request
+
+MARGIN = 0.05
+"""Share of the memory that a proposed layout leaves: predictions are that exact."""
+TENSOR_RANKS = 8
+"""Degree of tp up to which a layout is proposed: ranks of one node."""
+
+
+def dry_run(request: Request) -> Rehearsed:
+    """Rehearse a training job on this machine's kind of GPU, or on an H100 where there is none.
+
+    Raises:
+        HocketError: the job cannot be rehearsed, does not complete, or does not fit.
+    """
+    from hocket.jobs.rehearse import GPU, prepared, rehearse
+
+    found = rehearse(prepared(request, gpu=_gpu_here() or GPU))
+    require(found)
+    return found
+
+
+def require(found: Rehearsed) -> None:
+    """Reject a job that does not complete or does not fit.
+
+    Raises:
+        ScheduleError: ranks wait for ever under the rule that hocket's groups obey, or call a
+            collective differently.
+        LayoutError: the peak rank's tensors do not fit its GPU.
+    """
+    reason = unfinished(found)
+    if reason is not None:
+        raise ScheduleError(reason, hint="--schedule gpipe, or fewer --microbatches")
+    reason = unfit(found)
+    if reason is not None:
+        other = nearest(found)
+        raise LayoutError(reason, hint=None if other is None else f"--layout {other}")
+
+
+def unfinished(found: Rehearsed) -> str | None:
+    """Why a job does not complete; None: it does, or that was not executed."""
+    verdict = found.verdicts.get("eager")
+    if verdict is None or verdict.ok:
+        return None
+    if verdict.ends:
+        return f"ranks call a collective differently: {verdict.mismatches[0]}"
+    size = found.job.spec.layout.world_size
+    cycle = verdict.picture() or "\n".join(map(str, verdict.waiting[:4]))
+    return f"{len(verdict.waiting)} of {size} ranks wait for ever on NCCL:\n{cycle}"
+
+
+def unfit(found: Rehearsed) -> str | None:
+    """Why a job's tensors do not fit; None: they do."""
+    peak = max(found.report.peak_bytes, key=lambda row: row["total"])
+    capacity = found.job.device.memory
+    if peak["total"] <= capacity:
+        return None
+    return (
+        f"rank {peak['rank']} allocates {format_bytes(peak['total'])} at its peak, and "
+        f"{found.job.device.name} has {format_bytes(capacity)}"
+    )
+
+
+def nearest(found: Rehearsed) -> Layout | None:
+    """The first of the alternatives that is predicted to fit; None: none of them is.
+
+    The prediction is scaled by how far it is off for the layout that was executed.
+    """
+    report, spec = found.report, found.job.spec
+    pairs = [
+        (row["total"], predicted)
+        for row, predicted in zip(report.peak_bytes, report.predicted_peak_bytes, strict=True)
+        if predicted
+    ]
+    if not pairs:
+        return None
+    rehearsed, predicted = max(pairs)
+    layouts = list(dict.fromkeys(map(str, alternatives(spec))))
+    task = {
+        "task": "call",
+        "entry": "hocket.jobs.rehearsal_expected:first_fit",
+        "arguments": {
+            "spec": spec.to_json(),
+            "layouts": layouts,
+            "allowed": (1 - MARGIN) * found.job.device.memory * predicted / rehearsed,
+        },
+    }
+    with Workers(1) as workers:
+        (event,) = workers.run([task])
+    return None if event["value"] is None else Layout.parse(event["value"])
+
+
+def alternatives(spec: RunSpec) -> Iterator[Layout]:
+    """Layouts that hold less on a rank, what changes least first: the same ranks with ZeRO, with
+    recompute or both, then more tensor, pipeline and data ranks."""
+    from hocket.jobs.validate import validate
+    from hocket.models.source import of_run
+    from hocket.spec.capabilities import runs
+
+    dimensions = of_run(spec).dimensions
+    layout = spec.layout
+
+    def lighter(one: Layout) -> Iterator[Layout]:
+        zeros = [zero for zero in (1, 3) if one.dp > 1 and zero > one.zero]
+        yield from (dataclasses.replace(one, zero=zero) for zero in zeros)
+        if one.recompute != "full":
+            full = dataclasses.replace(one, recompute="full")
+            yield full
+            yield from (dataclasses.replace(full, zero=zero) for zero in zeros)
+
+    def larger() -> Iterator[Layout]:
+        for factor in (2, 4, 8):
+            if layout.tp * factor <= TENSOR_RANKS:
+                yield dataclasses.replace(layout, tp=layout.tp * factor)
+            yield dataclasses.replace(layout, pp=layout.pp * factor, cut="balanced")
+
+    candidates = [*lighter(layout)]
+    for one in larger():
+        candidates += [one, *lighter(one)]
+    for one in candidates:
+        if one.pp > 1 and one.microbatches == 1 and layout.pp == 1:
+            one = dataclasses.replace(one, microbatches=None)
+        try:
+            legal = validate(dimensions, one, spec.workload, world_size=one.world_size)
+        except (LayoutError, OptionError):
+            continue
+        if runs(legal):
+            yield legal
+
+
+def _gpu_here() -> str | None:
+    """This machine's GPU by its name in the catalogue."""
+    from hocket.catalogue import hardware
+    from hocket.probing.devices import find
+
+    try:
+        devices = find().devices
+        return hardware.gpu(devices[0].name).name if devices else None
+    except HocketError:
+        return None

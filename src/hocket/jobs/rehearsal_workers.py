@@ -1,0 +1,137 @@
+"""Worker processes of a rehearsal: each executes ranks, one after the other, and sends JSON lines.
+
+They are separate processes because the fake CUDA device has to be loaded before torch is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import IO, Any, Self
+
+from hocket.spec import errors
+from hocket.spec.errors import HocketError
+
+MOST = 2
+"""Processes at once: each holds about 1 GB."""
+COMMAND = (sys.executable, "-m", "hocket.rehearsal.worker")
+
+
+class Workers:
+    """A few worker processes, as a context manager that ends them; for any number of jobs.
+
+    Args:
+        num_tasks: no more processes than that. None: as many as there may be.
+    """
+
+    def __init__(self, num_tasks: int | None = None) -> None:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+        self._count = max(1, min(MOST, cores, num_tasks or MOST))
+        self._processes: list[subprocess.Popen[str]] = []
+        self._events: queue.Queue[tuple[int, dict[str, Any] | None]] = queue.Queue()
+        self._stderr: list[deque[str]] = []
+
+    def __enter__(self) -> Self:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        folder = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+        paths = [folder, *filter(None, [environment.get("PYTHONPATH")])]
+        environment["PYTHONPATH"] = os.pathsep.join(paths)
+        for index in range(self._count):
+            process = subprocess.Popen(
+                COMMAND,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=environment,
+            )
+            lines: deque[str] = deque(maxlen=40)
+            self._processes.append(process)
+            self._stderr.append(lines)
+            assert process.stdout is not None
+            assert process.stderr is not None
+            for target, arguments in (
+                (_listen, (index, process.stdout, self._events)),
+                (lines.extend, (process.stderr,)),
+            ):
+                threading.Thread(target=target, args=arguments, daemon=True).start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for process in self._processes:
+            if kind is not None:
+                process.kill()
+            elif process.stdin is not None:
+                process.stdin.close()
+        for process in self._processes:
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def run(self, tasks: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """The results of tasks, in the order in which they come.
+
+        Raises:
+            HocketError: what a task raised, of its kind; or the end of a worker's stderr.
+        """
+        left = deque(tasks)
+        failure: HocketError | None = None
+        busy = 0
+        for process in self._processes:
+            busy += self._give(process, left)
+        while busy:
+            index, event = self._events.get()
+            process = self._processes[index]
+            if event is None:
+                process.wait()
+                raise HocketError(
+                    f"a worker of the rehearsal ended with code {process.returncode}\n"
+                    + "".join(self._stderr[index])
+                )
+            if "error" in event:
+                left.clear()
+                failure = failure or _error(event)
+            if "done" in event:
+                busy -= 1
+                busy += self._give(process, left)
+            elif failure is None and "error" not in event:
+                yield event
+        if failure is not None:
+            raise failure
+
+    @staticmethod
+    def _give(process: subprocess.Popen[str], left: deque[dict[str, Any]]) -> int:
+        if not left:
+            return 0
+        assert process.stdin is not None
+        try:
+            process.stdin.write(json.dumps(left.popleft()) + "\n")
+            process.stdin.flush()
+        except BrokenPipeError:  # it said why on its stdout
+            pass
+        return 1
+
+
+def _listen(index: int, stdout: IO[str], events: Any) -> None:
+    for line in stdout:
+        events.put((index, json.loads(line)))
+    events.put((index, None))
+
+
+def _error(event: dict[str, Any]) -> HocketError:
+    kind = getattr(errors, event.get("kind") or "", HocketError)
+    return kind(event["error"], hint=event.get("hint"))  # type: ignore[no-any-return]

@@ -1,0 +1,325 @@
+"""One rank's part of a served replica, executed by the engine's own code on fake CUDA tensors.
+
+    ServingRehearsal   what all ranks share: the model without memory, its plan
+    .rank(r)           runner, cache, graphs and sampler of rank r, then three steps:
+
+    prefill            chunks of several prompts
+    mixed              decoding rows and one more prompt
+    decode             one token of each row, as a captured graph would replay it, and eagerly
+
+Requests sample in every way: the largest logit, draws with each cut, penalties, biases,
+log-probabilities. What differs from a server: parameters get no values, kernels are chosen by the
+table without a trial, and results are not read (that is one wait of each sampled step).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from hocket.models.plans import plan_for
+from hocket.models.skeleton import build as build_skeleton
+from hocket.models.source import of_run
+from hocket.rehearsal.device import NUM_DEVICES
+from hocket.rehearsal.execution import Actions, Execution, allocate, executing
+from hocket.rehearsal.launches import Launches
+from hocket.rehearsal.process_group import World
+from hocket.runtime.mesh import Mesh
+from hocket.runtime.parallelize import parallelize
+from hocket.schedules.registry import build as build_schedule
+from hocket.serving.engine import attention
+from hocket.serving.engine.attention_kernels import Accelerator, Choice, choose
+from hocket.serving.engine.device_sampler import DeviceSampler
+from hocket.serving.engine.memory import CUDA_SHARE
+from hocket.serving.engine.part import StagePart
+from hocket.serving.engine.runner import StageRunner
+from hocket.serving.engine.vocabulary import Vocabulary
+from hocket.serving.engine.warm_up import warm_up
+from hocket.serving.request import Sampling
+from hocket.serving.scheduling.admission import Admission
+from hocket.serving.scheduling.step import LAST, UNKNOWN, Row, StepPlan
+from hocket.spec.errors import HocketError
+from hocket.spec.rehearsal import Device, RankRehearsal
+from hocket.spec.run import RunSpec
+from hocket.training.build import dtype_of
+
+SAMPLINGS: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 0.8},
+    {"temperature": 0.8, "top_k": 20},
+    {"temperature": 0.8, "top_p": 0.9, "logprobs": 2},
+    {"temperature": 1.0, "min_p": 0.1, "repetition_penalty": 1.2},
+    {"presence_penalty": 0.5, "logit_bias": ((1, 2.0),)},
+    {"min_new_tokens": 8, "max_new_tokens": 16, "stop": (0,), "temperature": 1.0},
+)
+"""What the requests of a rehearsal ask for, one after the other."""
+
+_MOST_ROWS = 8
+"""Rows of a rehearsed step."""
+_PROMPT = 24
+"""Tokens of each prompt, where steps have room for them."""
+
+
+class ServingRehearsal:
+    """A served replica, to be executed rank by rank in this process.
+
+    Args:
+        spec: of one replica, its `serving` with every size but the block's.
+        device: the GPU that ranks run on.
+        modules: those of `attention_kernels` that are installed there; Triton comes with torch.
+
+    Raises:
+        HocketError: the model cannot be built.
+    """
+
+    def __init__(self, spec: RunSpec, device: Device, modules: frozenset[str]) -> None:
+        self.spec, self.device = spec, device
+        self.accelerator = Accelerator(device.capability, modules | {"triton"})
+        source = of_run(spec)
+        self.skeleton = build_skeleton(
+            source.config,
+            attention=attention.NAME,
+            dtype=dtype_of(spec.workload.dtype),
+            dropout=0.0,
+            code=source.code,
+        )
+        self.plan = plan_for(self.skeleton)
+        layout = spec.layout
+        self.schedule = build_schedule(layout, 1) if layout.num_stages > 1 else None
+
+    def rank(self, rank: int) -> dict[str, Any]:
+        """Execute the steps of one rank: `rank`, a `RankRehearsal` whose launches and reads are
+        those of the eager decode step and whose operations are those of all steps; `serving`:
+        `steps`, `graphs`, `attention`, `memory`. An error of the engine is in `rank`."""
+        begin = time.perf_counter()
+        found = RankRehearsal(rank=rank)
+        said: dict[str, Any] = {}
+        with executing(self.device, rank, self.spec.layout.world_size) as execution:
+            try:
+                said = self._execute(found, execution)
+            except HocketError:
+                raise
+            except Exception:
+                found.error = traceback.format_exc()
+        found.seconds = time.perf_counter() - begin
+        return {"rank": found.to_json(), "serving": said}
+
+    def _chosen(self, kinds: Any, block_size: int | None) -> Choice:
+        return choose(kinds, self.accelerator, block_size)
+
+    def _execute(self, found: RankRehearsal, execution: Execution) -> dict[str, Any]:
+        world, memory, launches = execution.world, execution.memory, execution.launches
+        rank = found.rank
+        spec, options = self.spec, self.spec.serving
+        assert options is not None
+        assert options.max_rows is not None
+        assert options.max_batch_tokens is not None
+        assert options.max_model_len is not None
+        device = torch.device("cuda", rank % NUM_DEVICES)
+        recorder = Actions(rank, device)
+        mesh = Mesh(spec.layout, rank, device, recorder)
+        (stage,) = parallelize(
+            self.skeleton, spec.layout, self.plan, mesh=mesh, schedule=self.schedule
+        ).stages
+        stages = mesh.axis("pp").size
+        lookahead = stages == 1
+        capture = _Capture(launches, world)
+        with execution.fake(), torch.inference_mode():
+            allocate(stage.module, device)
+            memory.own("parameters", stage.module.parameters())
+            runner = StageRunner(
+                stage, mesh, self.skeleton.config, block_size=options.block_size,
+                max_rows=options.max_rows, max_batch_tokens=options.max_batch_tokens,
+                max_model_len=options.max_model_len, lookahead=lookahead, chooser=self._chosen,
+                graphs=capture,
+            )  # fmt: skip
+            memory.own("parameters", stage.module.parameters())
+            warm_up(mesh)
+            weights = memory.now()[0]
+            memory.restart_peak()
+            runner.step_bytes()
+            step_bytes = memory.peak - weights
+            room = int((self.device.memory - weights) * CUDA_SHARE) - step_bytes
+            num_blocks = options.num_blocks or max(0, room // runner.bytes_per_block)
+            longest = -(-options.max_model_len // runner.block_size)
+            num_blocks = max(longest, min(num_blocks, 2 * options.max_rows * longest))
+            graphs = runner.capture(num_blocks, (options.max_rows, _MOST_ROWS))
+            assert runner.cache is not None
+            memory.own("other", [*runner.cache.keys, *runner.cache.values])
+            sampler = None
+            if stage.is_last:
+                config: Any = self.skeleton.config
+                vocab_size = int(config.get_text_config(decoder=True).vocab_size)
+                sampler = DeviceSampler(
+                    Vocabulary.of(stage, mesh), vocab_size, device, recorder, options.max_rows,
+                    last=runner.last_tokens,
+                )  # fmt: skip
+            part = StagePart(
+                runner, sampler, mesh, hidden_size=stage.hidden_size or 0, dtype=runner.dtype,
+                depth=2 if lookahead else stages,
+            )  # fmt: skip
+            steps: dict[str, Any] = {}
+            execution.begin(recorder)
+            execution.end()
+            for name, plan in self._plans(runner, lookahead):
+                begun = len(world.trace.ops)
+                launches.kernels.clear()
+                launches.host_reads.clear()
+                memory.restart_peak()
+                launches.counting = True
+                if name == "decode eager":
+                    runner.graphs = None
+                part.expect(plan)
+                part.run(plan)
+                launches.counting = False
+                steps[name] = {
+                    "tokens": len(plan.tokens),
+                    "rows": len(plan.rows),
+                    "launches": sum(launches.kernels.values()),
+                    "host_reads": _reads(launches),
+                    "collectives": [begun, len(world.trace.ops)],
+                    "peak_bytes": memory.peak,
+                    "result_reads": int(part.uncollected > 0),
+                }
+                part._launched.clear()
+            execution.into(found, mesh, recorder)
+            found.host_reads = _reads(launches)
+        return {
+            "stage": mesh.axis("pp").index,
+            "steps": steps,
+            "attention": runner.attention_json(),
+            "graphs": {
+                "sizes": graphs.sizes if graphs.captured else [], "reason": capture.reason,
+                "launches": capture.kernels,
+                "collectives": capture.collectives,
+            },
+            "memory": {
+                "weights": weights,
+                "step": step_bytes,
+                "cache": num_blocks * runner.bytes_per_block,
+                "cache_tokens": num_blocks * runner.block_size,
+                "block_size": runner.block_size,
+            },
+        }  # fmt: skip
+
+    def _plans(self, runner: StageRunner, lookahead: bool) -> Iterator[tuple[str, StepPlan]]:
+        """Prompts, then decoding with one more prompt, then decoding twice."""
+        size = runner.block_size
+        count = min(runner.max_rows, max(1, runner.max_batch_tokens // _PROMPT), _MOST_ROWS)
+        length = min(_PROMPT, runner.max_batch_tokens, runner.max_model_len - 8)
+        blocks = iter(range(1 << 30))
+        held: dict[int, int] = {}
+
+        def new(slot: int, end: int) -> list[int]:
+            more = -(-end // size) - held.get(slot, 0)
+            held[slot] = held.get(slot, 0) + more
+            return [next(blocks) for _ in range(more)]
+
+        def admitted(slot: int) -> Admission:
+            given = {"max_new_tokens": 64, "seed": slot, **SAMPLINGS[slot % len(SAMPLINGS)]}
+            return Admission(
+                slot=slot, sampling=Sampling(**given), prompt_length=length, prompt=(3, 4, 5)
+            )
+
+        def decode(slots: range, start: int) -> list[Row]:
+            return [Row(slot, start, 1, LAST, new(slot, start + 1)) for slot in slots]
+
+        unknown = UNKNOWN if lookahead else 5
+        first = range(count - 1) if count > 1 else range(1)
+        yield (
+            "prefill",
+            StepPlan(
+                0,
+                [Row(slot, 0, length, LAST, new(slot, length)) for slot in first],
+                [5] * (length * len(first)),
+                [admitted(slot) for slot in first],
+            ),
+        )
+        rows = decode(first, length)
+        tokens, late = [unknown] * len(first), []
+        if count > 1 and runner.max_batch_tokens > len(rows):
+            chunk = min(length, runner.max_batch_tokens - len(rows))
+            rows.append(Row(count - 1, 0, chunk, LAST, new(count - 1, chunk)))
+            tokens += [5] * chunk
+            late = [admitted(count - 1)]
+        yield "mixed", StepPlan(1, rows, tokens, late)
+        for number, name in ((2, "decode"), (3, "decode eager")):
+            rows = decode(first, length + number - 1)
+            yield name, StepPlan(number, rows, [unknown] * len(rows))
+
+
+def _reads(launches: Launches) -> list[dict[str, Any]]:
+    """Where the host waits; without the event of a copy of two steps before, which is over."""
+    return [
+        {"what": what, "where": place, "count": count}
+        for (what, place), count in launches.host_reads.items()
+        if not (what == "Event.synchronize" and "engine/staging.py" in place)
+    ]
+
+
+class _Replay:
+    def replay(self) -> None:
+        return None
+
+
+class _Capture:
+    """Stands for `graphs.CudaDevice`: a capture in which something reads the device fails.
+
+    Attributes:
+        captured: how many graphs. kernels, collectives: that the one of most rows holds.
+        reason: what reads the device.
+    """
+
+    def __init__(self, launches: Launches, world: World) -> None:
+        self.launches, self.world = launches, world
+        self.captured = self.kernels = self.collectives = 0
+        self.reason = ""
+
+    def begin(self) -> Any:
+        return None
+
+    @contextlib.contextmanager
+    def warm(self) -> Iterator[None]:
+        yield
+
+    @contextlib.contextmanager
+    def capture(self, pool: Any) -> Iterator[Any]:
+        launches = self.launches
+        launches.kernels.clear()
+        launches.host_reads.clear()
+        begun = len(self.world.trace.ops)
+        launches.counting = True
+        try:
+            yield _Replay()
+        finally:
+            launches.counting = False
+        reads = _reads(launches)
+        if reads:
+            self.reason = f"{reads[0]['what']} at {reads[0]['where']}"
+            raise RuntimeError(f"the step reads the device: {self.reason}")
+        if not self.captured:
+            self.kernels = sum(launches.kernels.values())
+            self.collectives = len(self.world.trace.ops) - begun
+        self.captured += 1
+
+    def failed(self) -> None:
+        return None
+
+
+_kept: dict[str, ServingRehearsal] = {}
+
+
+def rehearse(spec: str, device: dict[str, Any], rank: int, modules: list[str]) -> dict[str, Any]:
+    """A worker's task: execute one rank of a replica (`ServingRehearsal.rank`)."""
+    key = repr((spec, device, modules))
+    if key not in _kept:
+        _kept.clear()
+        _kept[key] = ServingRehearsal(
+            RunSpec.from_json(spec), Device.from_json(device), frozenset(modules)
+        )
+    return _kept[key].rank(rank)

@@ -1,0 +1,254 @@
+"""A job as a whole: verdict, memory by owner, collectives against theory, mistakes of the user."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from hocket.cli.main import main
+from hocket.jobs import rehearse as job
+from hocket.jobs.rehearsal_text import text
+from hocket.jobs.rehearsal_workers import Workers
+from hocket.jobs.rehearse import Job, Rehearsed, prepared, rehearse, representatives, traces_of
+from hocket.jobs.request import request
+from hocket.simulation.nccl import RULES, check
+from hocket.spec.errors import HocketError, OptionError
+from hocket.spec.rehearsal import OWNERS, RehearsalReport
+
+pytestmark = pytest.mark.ranks
+
+KEYS = {
+    "eager", "lazy", "peak_bytes", "predicted_peak_bytes", "host_reads", "process_groups",
+    "collectives", "launches_per_step", "ranks", "peak_bytes_by_owner", "host_read_places",
+    "attention_calls",
+}  # fmt: skip
+LAYOUT = "dp2.pp2.tp2:microbatches=4"
+
+
+def of(
+    layout: str, model: str = "tiny-llama", rows: int = 1, gpu: str = "H100", **more: Any
+) -> Job:
+    layers = more.pop("layers", None)
+    given = {"seq_len": 64, "dtype": "bf16", "device": "cuda", **more}
+    asked = request({"model": model, "layout": layout, **given})
+    return prepared(asked, rows=rows, gpu=gpu, layers=layers)
+
+
+@pytest.fixture(scope="module")
+def found(workers: Workers) -> Rehearsed:
+    return rehearse(of(LAYOUT), workers=workers)
+
+
+def test_the_report_has_its_keys_and_an_inverse(found: Rehearsed) -> None:
+    printed = found.report.to_json()
+    assert json.loads(printed).keys() == KEYS
+    assert RehearsalReport.from_json(printed) == found.report
+    assert all(isinstance(n, int) for n in json.loads(printed)["peak_bytes"])
+    assert json.loads(printed)["host_reads"] == 0
+
+
+def test_a_job_completes_under_both_rules(found: Rehearsed) -> None:
+    for rule in RULES:
+        verdict = getattr(found.report, rule)
+        assert verdict["ends"] is True
+        assert verdict["waiting"] == []
+        assert verdict["mismatches"] == []
+
+
+def test_every_rank_has_a_row_whose_owners_add_up(found: Rehearsed) -> None:
+    rows = found.report.peak_bytes
+    assert [row["rank"] for row in rows] == list(range(8))
+    for row in rows:
+        assert row["total"] == sum(row[owner] for owner in OWNERS) > 0
+    assert len(found.report.predicted_peak_bytes) == 8
+
+
+def test_collectives_are_those_of_theory(found: Rehearsed) -> None:
+    rows = found.report.collectives
+    assert {row["axis"] for row in rows} == {"dp", "pp", "tp", "model", "world"}
+    assert all(row["equal"] for row in rows), rows
+
+
+def test_the_schedule_is_executed_as_it_stands(found: Rehearsed) -> None:
+    for rank, executed in found.executed.items():
+        stage = found.job.spec.layout.coordinate(rank)["pp"]
+        line = [str(action) for action in found.job.schedule.ranks[stage] if action.kind in "FBIW"]
+        assert executed.actions == line
+
+
+def test_state_is_what_the_parameters_take(workers: Workers) -> None:
+    """bf16 parameters, fp32 gradients, an fp32 master and two moments: 2, 4 and 12 bytes each."""
+    hidden, inner, layers, vocab, kv = 128, 384, 4, 4096, 64
+    each = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * inner + 2 * hidden
+    count = 2 * vocab * hidden + layers * each + hidden
+    tensors = 2 + layers * 9 + 1
+    executed = rehearse(of("dp2"), workers=workers).executed[0]
+    assert executed.standing["parameters"] == 2 * count
+    assert executed.standing["gradients"] == 4 * count
+    steps = executed.standing["optimizer"] - 12 * count
+    assert 0 <= steps <= 4 * tensors, "AdamW counts its steps in fp32 scalars"
+    assert executed.standing["activations"] < 100, "loss and norm are all that is left"
+
+
+@pytest.mark.parametrize(
+    ("layout", "more"),
+    [
+        ("dp2.tp2:sequence_parallel=true", {}),
+        ("dp4:zero=2,microbatches=2", {}),
+        ("dp2:zero=3", {"dropout": 0.1}),
+        ("pp2:schedule=zb-v,virtual_stages=2,microbatches=4", {}),
+        ("pp2.tp2:microbatches=2,recompute=full", {"model": "tiny-gpt2"}),
+        ("tp2", {"dtype": "fp32"}),
+    ],
+)
+def test_layouts_complete_and_communicate_as_in_theory(
+    workers: Workers, layout: str, more: dict[str, Any]
+) -> None:
+    found = rehearse(of(layout, **more), ranks="all", workers=workers)
+    assert found.report.ends
+    assert len(found.executed) == found.job.spec.layout.world_size
+    assert all(row["equal"] for row in found.report.collectives), found.report.collectives
+    assert "completes" in text(found)
+
+
+@pytest.mark.parametrize(
+    ("layout", "more"),
+    [
+        ("dp2.tp2:sequence_parallel=true,zero=3,recompute=full", {"dropout": 0.1}),
+        ("pp2.tp2:schedule=zero-bubble,microbatches=2", {"model": "tiny-mixtral"}),
+        ("dp2:zero=2,microbatches=2,offload=optimizer", {"model": "tiny-gpt2"}),
+    ],
+)
+def test_the_shape_cache_changes_nothing(inside: Any, layout: str, more: dict[str, Any]) -> None:
+    asked = of(layout, **more)
+    payload = {
+        "spec": asked.spec.to_json(),
+        "schedule": str(asked.schedule) if asked.schedule.num_stages > 1 else "",
+        "device": dataclasses.asdict(asked.device),
+    }
+    assert inside("uncached", job=payload, rank=asked.spec.layout.world_size - 1) == []
+
+
+def test_a_replica_is_what_all_ranks_are(workers: Workers, found: Rehearsed) -> None:
+    """Ranks that share an execution would have executed the same."""
+    every = rehearse(found.job, ranks="all", workers=workers)
+    assert _enqueued(found) == _enqueued(every)
+    for one, other in zip(found.report.peak_bytes, every.report.peak_bytes, strict=True):
+        assert one == other
+    assert found.report.collectives == every.report.collectives
+
+
+def _enqueued(found: Rehearsed) -> dict[int, list[Any]]:
+    traces = traces_of(found.executed, found.stands_for)
+    return {
+        trace.rank: [
+            (
+                op.name,
+                trace.group(op),
+                op.numel,
+                op.dtype,
+                None if op.peer is None else trace.peer(op),
+                op.blocks,
+            )
+            for op in trace.ops
+        ]
+        for trace in traces
+    }
+
+
+def test_a_job_that_hangs_is_told_with_its_cycle(found: Rehearsed) -> None:
+    """A rank that receives before it sends, where its neighbour does the same."""
+    executed = copy.deepcopy(found.executed)
+    for rank in executed.values():
+        names = [op[0] for op in rank.ops]
+        if (
+            "send" in names
+            and "recv" in names
+            and found.job.spec.layout.coordinate(rank.rank)["pp"] == 0
+        ):
+            send, receive = names.index("send"), names.index("recv")
+            ops = rank.ops
+            ops[send], ops[receive] = ops[receive], ops[send]
+    traces = traces_of(executed, found.stands_for)
+    verdict = check(traces, "eager")
+    assert not verdict.ends
+    assert len(verdict.waiting) == 8
+    assert len(verdict.cycle) >= 2
+    hung = dataclasses.replace(found, verdicts={"eager": verdict})
+    printed = text(hung)
+    assert "8 of 8 ranks wait for ever" in printed
+    assert "-->" in printed
+
+
+def test_one_rank_is_executed_without_a_verdict(workers: Workers) -> None:
+    found = rehearse(of("dp2.pp2:microbatches=2"), ranks="3", workers=workers)
+    assert list(found.executed) == [3]
+    assert found.report.eager["ends"] is None
+    assert [row["rank"] for row in found.report.peak_bytes] == [3]
+    assert "unknown" in text(found)
+
+
+def test_equal_ranks_share_an_execution() -> None:
+    shared = representatives(of("dp4.pp2.tp2:microbatches=2"), "replica")
+    assert len(shared) == 16
+    assert set(shared.values()) == {0, 8}
+    sharded = representatives(of("dp4.tp2:zero=3"), "replica")
+    assert set(sharded.values()) == {0, 1}
+
+
+def test_fewer_layers_are_rehearsed_when_asked_for() -> None:
+    assert of("pp2", layers=2).spec.config["num_hidden_layers"] == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layout": "dp3.tp3"}, "attention heads do not divide over tp 3"),
+        ({"layout": "cp2"}, "cp"),
+        ({"layout": "dp2.ep2", "model": "tiny-mixtral"}, "ep"),
+        ({"layout": "dp2", "gpu": "H1000"}, "H1000"),
+        ({"layout": "dp2", "gpu": "MI300X"}, "no CUDA"),
+        ({"layout": "dp2", "gpu": "V100"}, "7.0"),
+        ({"layout": "dp2", "gpu": "A100", "dtype": "fp8"}, "8.9"),
+        ({"layout": "dp2", "rows": 0}, "rows is 0"),
+        ({"layout": "pp5"}, "4 layers cannot be cut into 5 stages"),
+        ({"layout": "dp2", "layers": 0}, "layers is 0"),
+        ({"layout": "dp2", "model": "tiny-lama"}, "tiny-llama"),
+        ({"layout": "dp2", "data_parallel": "threads"}, "threads"),
+    ],
+)
+def test_what_cannot_be_is_rejected_before_a_worker_starts(
+    change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(HocketError, match=message):
+        of(**change)
+
+
+@pytest.mark.parametrize("rank", ["8", "-1", "every", "1.5"])
+def test_an_unknown_rank_is_rejected(rank: str) -> None:
+    with pytest.raises(OptionError, match=r"0 \.\. 7"):
+        representatives(of(LAYOUT), rank)
+
+
+def test_without_a_compiler_the_error_says_how_to_get_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(OptionError, match=r"(?s)no C\+\+ compiler was found.*apt install g\+\+"):
+        rehearse(of("dp2"))
+
+
+def test_the_command_prints_one_object(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(job, "Workers", lambda count: Workers(1))
+    code = main(["rehearse", "tiny-llama", "--layout", "dp2", "--seq-len", "64", "--json"])
+    out = capfd.readouterr().out
+    assert code == 0
+    assert json.loads(out).keys() == KEYS
