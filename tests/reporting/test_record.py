@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hocket.cli.main import main
-from hocket.reporting.payload import figures
+from hocket.reporting.payload import figures, payload
 from hocket.reporting.record import on_all_ranks, read
 from hocket.reporting.run_text import report_text
 from hocket.schedules import build
@@ -198,3 +198,26 @@ def test_times_are_of_the_layout_that_the_run_has_now(tmp_path: Path) -> None:
     assert record.step_seconds is None
     assert of_run(record) is None
     assert record.notes[0] == f"no step was taken in {now} yet; steps 1 to {last} in dp9"
+
+
+def test_attention_kernels_are_in_the_report_and_on_the_page(tmp_path: Path) -> None:
+    path = make(tmp_path / "run")
+    assert read(path).attention == ()
+    rows = [
+        {"layer": "full", "layers": 2, "kernel": "cudnn", "reason": "causal, no mask"},
+        {"layer": "sliding (window 5)", "layers": 10, "kernel": "flash-varlen", "reason": "window"},
+    ]
+    file = RunFolder(path).attention_file
+    file.write_text(json.dumps(rows))
+    record = read(path)
+    assert [dict(row) for row in record.attention] == [
+        {key: row[key] for key in ("layer", "kernel", "reason", "layers")} for row in rows
+    ]
+    text = report_text(record)
+    assert re.search(r"sliding \(window 5\) +10 +flash-varlen +window", text)
+    facts = dict(map(tuple, payload(record)["facts"]))
+    assert facts["Attention, full"] == "cudnn (2 layers; causal, no mask)"
+    file.write_text('[{"layer": "full"}]')
+    damaged = read(path)
+    assert damaged.attention == ()
+    assert any("attention.json" in note for note in damaged.notes)

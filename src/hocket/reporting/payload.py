@@ -433,6 +433,13 @@ def _facts(record: Record) -> list[list[str]]:
             if options.memory_per_rank
             else []
         ),
+        *(
+            [
+                f"Attention, {row['layer']}",
+                f"{row['kernel']} ({row['layers']} layers; {row['reason']})",
+            ]
+            for row in record.attention
+        ),
         ["Learning rate", f"{options.lr:g} to {options.min_lr:g}, clipped at {options.clip:g}"],
     ]
     forecast = record.forecast

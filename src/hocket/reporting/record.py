@@ -46,6 +46,7 @@ class Record:
         traffic: collectives of the measured step, all ranks together: rows of name, axis, phase,
             count and bytes.
         recorded_step: whose timeline and traffic they are; 0 if unknown.
+        attention: on CUDA, a row for each kind of attention layer: layer, layers, kernel, reason.
         memory: peak bytes by kind, a row a rank; of replicas under threads.
         machine: its devices and what joins them, where it was probed.
         notes: sentences about what is missing or could not be read.
@@ -61,6 +62,7 @@ class Record:
     forecast: Forecast | None = None
     traffic: tuple[Mapping[str, Any], ...] = ()
     recorded_step: int = 0
+    attention: tuple[Mapping[str, Any], ...] = ()
     memory: tuple[Mapping[str, int], ...] = ()
     machine: Measured | None = None
     notes: tuple[str, ...] = ()
@@ -185,6 +187,7 @@ def read(path: str | Path) -> Record:
     if others is not None and others > DISTURBED_RUN:
         notes.append(disturbed(others))
     memory = take(folder.memory_file, _memory, "")
+    attention = take(folder.attention_file, _attention, "")
     traffic = take(folder.communication_file, _traffic, "")
     schedule = take(folder.schedule_file, Schedule.parse, "")
     if spec is not None:
@@ -206,6 +209,7 @@ def read(path: str | Path) -> Record:
         forecast=forecast,
         traffic=traffic[1] if traffic else (),
         recorded_step=traffic[0] if traffic else 0,
+        attention=attention or (),
         memory=memory or (),
         machine=machine,
     )
@@ -328,6 +332,14 @@ def _later(text: str) -> tuple[tuple[int, Timeline], ...]:
 
 def _memory(text: str) -> tuple[Mapping[str, int], ...]:
     return tuple({kind: int(row[kind]) for kind in (*KINDS, "total")} for row in json.loads(text))
+
+
+def _attention(text: str) -> tuple[Mapping[str, Any], ...]:
+    names = ("layer", "kernel", "reason")
+    return tuple(
+        {**{name: str(row[name]) for name in names}, "layers": int(row["layers"])}
+        for row in json.loads(text)
+    )
 
 
 def _traffic(text: str) -> tuple[int, tuple[Mapping[str, Any], ...]]:

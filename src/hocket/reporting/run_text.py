@@ -15,6 +15,7 @@ from hocket.spec.forecast import KINDS
 from hocket.spec.units import format_bytes, format_seconds
 
 TEN = 10
+_ATTENTION = ("layer", "layers", "kernel", "reason")
 """Ranks whose memory is listed, and alternatives."""
 
 
@@ -58,6 +59,9 @@ def report_text(
         blocks.append(
             "\n" + _parts(parts.predicted.mean if parts.predicted else None, parts.measured.mean)
         )
+    if record.attention:
+        rows = [[str(row[name]) for name in _ATTENTION] for row in record.attention]
+        blocks.append("\n" + printable(table_text(["attention", "layers", "kernel", "why"], rows)))
     if record.memory:
         blocks.append("\n" + _memory(record))
     sent = traffic(record, parts)

@@ -10,7 +10,7 @@ import bisect
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -435,6 +435,19 @@ def asked(served: Served) -> str:
     )
 
 
+def attention_line(row: Mapping[str, Any]) -> str:
+    """The kernel of one kind of layer, and why not another."""
+    heads = f"{row['num_heads']}:{row['num_kv_heads']} heads of {row['key_size']}"
+    asks = [heads, row["dtype"]]
+    asks += [f"window {row['window']}"] if row.get("window") else []
+    asks += [name for name in ("softcap", "sinks") if row.get(name)]
+    why = "; ".join(f"not {name}: {reason}" for name, reason in row.get("rejected", {}).items())
+    return (
+        f"{row['kernel']} for {row['layers']} layers of stage {row.get('stage', 0)} "
+        f"({', '.join(asks)}), blocks of {row['block_size']} tokens" + (f"; {why}" if why else "")
+    )
+
+
 def facts(served: Served) -> list[tuple[str, str]]:
     """What was asked for and assumed."""
     spec, told = served.spec, served.forecast
@@ -447,11 +460,14 @@ def facts(served: Served) -> list[tuple[str, str]]:
                 ("tokens of a step", options.max_batch_tokens),
                 ("requests at once", options.max_rows),
                 ("tokens of a request", options.max_model_len),
-                ("tokens of a block", options.block_size),
+                ("tokens of a block", options.block_size or "by the attention kernel"),
             ]
         found.append(
             ("device", f"{spec.options.device}, {_counted(spec.options.threads, 'thread')} a rank")
         )
+    if served.measured is not None:
+        for replica in served.measured.replicas[:1]:
+            found += [("attention", attention_line(row)) for row in replica.attention]
     if told is not None:
         found.append(("predicted for", f"{told.cluster}, measured {told.measured}"))
         found += [("assumed", note) for note in told.notes]

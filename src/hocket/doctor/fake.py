@@ -1,0 +1,237 @@
+"""Fake rehearsals: checks executed on fake CUDA tensors, in a process that loaded the fake device.
+
+A kernel check runs its own function, whose operations choose kernels as on an H100 and compute
+shapes, dtypes and devices. A training check executes a step of the real program on each rank
+(`hocket.rehearsal`); what the ranks enqueue is checked by NCCL's rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from hocket.doctor.check import Outcome
+from hocket.doctor.families import BASE, FAMILIES
+from hocket.doctor.place import Place
+
+GPU = "H100"
+
+
+def prepare() -> None:
+    """Load the fake device. Call before torch is imported.
+
+    Raises:
+        OptionError: no C++ compiler.
+    """
+    from hocket.rehearsal import device
+
+    device.load()
+
+
+@contextmanager
+def fake_cuda() -> Iterator[None]:
+    """Within, tensors on `cuda:0` are fake."""
+    from hocket.jobs.rehearse import device_of
+    from hocket.rehearsal.execution import executing
+
+    with executing(device_of(GPU), 0, 1) as execution, execution.fake():
+        yield
+
+
+def step(
+    place: Place, *, family: str = "", model: str = "", layers: int | None = None,
+    fields: str = "", dtype: str = "", rows: int = 4, **options: Any,
+) -> Outcome:  # fmt: skip
+    """A training step of one rank; where the host reads the device is noted.
+
+    Takes the arguments of equality and of training checks; models of the catalogue run with two
+    layers and short sequences.
+    """
+    from hocket.doctor.model import catalogue, spec
+    from hocket.jobs.rehearse import device_of
+    from hocket.rehearsal.training import Rehearsal
+
+    dtype = dtype or ("bf16" if model else "fp32")
+    for name in ("compile", "least"):
+        options.pop(name, None)
+    config = FAMILIES[family] if family else catalogue(model, 2) if model else BASE
+    if family == "mixtral":  # torch's fake grouped matmul takes bf16 alone, the real one fp32 too
+        dtype = "bf16"
+    job = spec(
+        config, layout=f"dp1:{fields}" if fields else "dp1", dtype=dtype, seq_len=16,
+        rows=max(rows, 4), device="cuda", **options,
+    )  # fmt: skip
+    found = Rehearsal(job, None, device_of(GPU)).rank(0)
+    return _told(place, [found])
+
+
+def layout(place: Place, *, layout: str) -> Outcome:
+    """A training step of every rank of a layout (equal ranks once), and whether it ends under
+    NCCL's rules."""
+    from hocket.doctor.model import spec
+    from hocket.doctor.multi_gpu import DEEP, asked
+    from hocket.spec.layout import Layout
+
+    large = Layout.parse(layout).world_size > 4
+    rows = asked("", layout, "")["global_batch"]
+    job = spec(DEEP if large else BASE, layout=layout, dtype="bf16", rows=rows, device="cuda")
+    return _told(place, _played(place, job))
+
+
+def schedules(place: Place, *, stages: int) -> Outcome:
+    """A training step of every schedule, of every rank, and whether it ends under NCCL's rules."""
+    from hocket.doctor.pipelines import SCHEDULES, job_of
+
+    executed = []
+    for name in SCHEDULES:
+        found = _played(place, job_of(name, stages, "cuda"), f"{name}: ")
+        place.equal(f"{name}: calls that make groups", max(each.calls for each in found), 0)
+        executed += found
+    return _told(place, executed)
+
+
+def microbatches(place: Place) -> Outcome:
+    """Peaks of activations of a step of few and of many microbatches."""
+    from hocket.doctor.model import spec
+    from hocket.doctor.pipelines import FEW, GROWTH, MANY
+
+    peaks = []
+    for count in (FEW, MANY):
+        text = f"pp2:schedule=1f1b,microbatches={count}"
+        job = spec(BASE, layout=text, dtype="bf16", rows=count, seq_len=64, device="cuda")
+        executed = _played(place, job, f"{count} microbatches: ")
+        _told(place, executed)
+        peaks.append([each.peak.get("activations", 0) for each in executed])
+    for rank, (few, many) in enumerate(zip(*peaks, strict=True)):
+        if not 0 < many <= GROWTH * few:
+            place.failures.append(
+                f"rank {rank}: activations of {many} bytes with {MANY} microbatches, {few} with "
+                f"{FEW}"
+            )
+    return place.outcome()
+
+
+def _played(place: Place, job: Any, prefix: str = "") -> list[Any]:
+    """A step of each rank of a job, equal ones once, checked by NCCL's rules."""
+    from hocket.jobs.prepare import scheduled
+    from hocket.jobs.rehearse import REPLICA, Job, device_of, representatives, traces_of
+    from hocket.rehearsal.training import Rehearsal
+    from hocket.simulation.nccl import RULES, check
+
+    schedule = scheduled(job.layout)
+    rehearsal = Rehearsal(job, schedule if schedule.num_stages > 1 else None, device_of(GPU))
+    stands_for = representatives(Job(spec=job, schedule=schedule, device=device_of(GPU)), REPLICA)
+    executed = {rank: rehearsal.rank(rank) for rank in sorted(set(stands_for.values()))}
+    if not any(found.error for found in executed.values()):
+        traces = traces_of(executed, stands_for)
+        for rule in RULES:
+            verdict = check(traces, rule)
+            place.values[f"ends_under_{rule}"] = verdict.ok
+            if not verdict.ok:
+                waits = "; ".join(map(str, verdict.waiting[:2])) or "; ".join(
+                    verdict.mismatches[:2]
+                )
+                place.failures.append(f"{prefix}does not end under the {rule} rule: {waits}")
+    return list(executed.values())
+
+
+def served(
+    place: Place, *, model: str = "llama-3.2-1b", layout: str = "tp1", dtype: str = "bf16",
+    rows: int = 1, **options: Any,
+) -> Outcome:  # fmt: skip
+    """Prefill, mixed and decode steps of every stage of a replica, its kernels, and what its CUDA
+    graphs would hold.
+
+    Takes the arguments of the checks of a served model, of which two layers a stage are executed;
+    a tiny model is one of the catalogue's.
+    """
+    from hocket.jobs.rehearse import device_of
+    from hocket.jobs.serving.rehearse import replica_spec
+    from hocket.rehearsal.serving import ServingRehearsal
+    from hocket.spec.layout import Layout
+    from hocket.spec.rehearsal import RankRehearsal
+
+    split = Layout.parse(layout)
+    job = replica_spec(
+        model, split, dtype=dtype, layers=2 * split.pp, max_rows=max(rows, 4), max_model_len=512,
+        max_batch_tokens=256, block_size=options.get("block_size"),
+    )  # fmt: skip
+    rehearsal = ServingRehearsal(job, device_of(GPU), frozenset())
+    executed = []
+    for rank in range(job.layout.world_size):
+        result = rehearsal.rank(rank)
+        found, said = RankRehearsal.from_json(result["rank"]), result["serving"]
+        executed.append(found)
+        if found.error:
+            continue
+        reads = {f"{name}: {r['what']} at {r['where']}" for name, step in said["steps"].items()
+                 for r in step["host_reads"]}  # fmt: skip
+        place.equal(f"host reads inside steps of rank {rank}", sorted(reads), [])
+        place.equal(f"why rank {rank} captures no graph", said["graphs"]["reason"], "")
+        place.values |= {
+            f"rank_{rank}_kernels": ", ".join(
+                dict.fromkeys(r["kernel"] for r in said["attention"])
+            ),
+            f"rank_{rank}_graph_kernels": said["graphs"]["launches"],
+            f"rank_{rank}_launched_in_a_decode_step": said["steps"]["decode"]["launches"],
+        }
+    return _told(place, executed)
+
+
+def host_waits(place: Place) -> Outcome:
+    """Places where the host reads the device in the second of two training steps: none."""
+    from hocket.doctor.model import spec
+    from hocket.jobs.rehearse import device_of
+    from hocket.rehearsal.training import Rehearsal
+
+    job = spec(BASE, layout="dp1:microbatches=2", rows=8, seq_len=16, device="cuda")
+    found = Rehearsal(job, None, device_of(GPU)).rank(0, steps=2)
+    place.equal("host reads", [f"{r['what']} at {r['where']}" for r in found.host_reads], [])
+    return _told(place, [found])
+
+
+def stream_order(place: Place) -> Outcome:
+    """A ZeRO-3 step whose streams are checked for accesses without an order (happens-before)."""
+    from hocket.doctor.model import spec
+    from hocket.jobs.rehearse import device_of
+    from hocket.rehearsal.execution import executing
+    from hocket.rehearsal.streams import StreamOrder
+    from hocket.rehearsal.training import Rehearsal
+    from hocket.spec.rehearsal import RankRehearsal
+
+    job = spec(BASE, layout="dp2:zero=3,microbatches=2", rows=8, seq_len=16, device="cuda")
+    rehearsal = Rehearsal(job, None, device_of(GPU))
+    found = RankRehearsal(rank=0)
+    with executing(device_of(GPU), 0, 2) as execution:
+        order = StreamOrder(execution.launches.wait)
+        execution.world.enqueued = order.collective
+        fake = execution.fake
+
+        @contextmanager
+        def watched() -> Iterator[None]:
+            with fake(), order.installed():
+                yield
+
+        execution.fake = watched  # type: ignore[method-assign]
+        rehearsal._execute(found, execution, 2)
+        order.close()
+    place.equal("accesses without an order", sorted(order.conflicts), [])
+    return _told(place, [found])
+
+
+def _told(place: Place, ranks: list[Any]) -> Outcome:
+    for found in ranks:
+        if found.error:
+            lines = found.error.strip().splitlines()
+            place.failures.append(f"rank {found.rank}: {lines[-1]}")
+    reads = {f"{read['what']} at {read['where']}" for found in ranks for read in found.host_reads}
+    return place.outcome(
+        ranks_executed=len(ranks),
+        host_reads="; ".join(sorted(reads)) or "none",
+        peak_bytes=max(found.peak.get("total", 0) for found in ranks),
+        kernels_launched=max(sum(found.launches.values()) for found in ranks),
+        collectives=sum(row["count"] for found in ranks for row in found.collectives),
+        attention=", ".join(sorted({name for found in ranks for name in found.attention}))
+        or "none",
+    )

@@ -1,0 +1,354 @@
+"""Kernel checks of serving: paged attention, decode in CUDA graphs, sampling on the device.
+
+A runner computes sequences in random chunks over scattered blocks; its logits are compared with
+those of the plain model, which computes each sequence at once.
+
+Not executed on a GPU yet.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hocket.doctor.check import FAKE, Cannot, GpuCheck, Outcome
+from hocket.doctor.families import FAMILIES, whole_model
+from hocket.doctor.place import Place
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_HERE = "hocket.doctor.serving:"
+_SERVED = "hocket.doctor.fake:served"
+LIMIT = 1e-4
+"""Largest difference of logits in fp32, relative to the largest logit."""
+
+ROUNDINGS = 3.0
+"""How often the error of the plain model in bf16 (against fp32) that of paged attention may be."""
+
+PAGED = ("llama", "mistral", "gemma3", "gpt2", "mixtral")
+PAGED_BF16 = ("llama", "mistral", "gemma3", "gpt2", "qwen3")
+"""Without a mixture of experts, whose routing changes with a rounding."""
+
+
+def _row(name: str, what: str, function: str, criterion: str, **more: Any) -> GpuCheck:
+    return GpuCheck(**{
+        "id": f"kernel-{name}", "group": "kernels", "what": what, "function": _HERE + function,
+        "criterion": criterion, "seconds": 2.0, "timeout": 90.0, **more,
+    })  # fmt: skip
+
+
+CHECKS = (
+    *(
+        _row(
+            f"paged-{family}-{dtype}",
+            f"prefill in chunks and decode of a tiny {family} over blocks of {block} tokens",
+            "paged", f"logits within {LIMIT:g} of the largest" if dtype == "fp32" else
+            f"at most {ROUNDINGS:g} times the error that the plain model makes in bf16",
+            capability=(8, 0) if dtype == "bf16" else (7, 0),
+            arguments={"family": family, "dtype": dtype, "block_size": block},
+        )
+        for dtype, block, families in (("fp32", 16, PAGED), ("bf16", 256, PAGED_BF16))
+        for family in families
+    ),
+    _row(
+        "paged-choice", "the kernel, block size and CUDA graphs that serving chooses for a bf16 "
+        "Llama", "choice", "a flash-attention kernel is chosen, and decode steps are captured",
+        capability=(8, 0), arguments={"kernels": ["fa2", "fa3", "fa4"]}, rehearsals=(FAKE,),
+        fake=_SERVED, slow=True,
+    ),
+    _row(
+        "paged-block-16", "the same with blocks of 16 tokens", "choice", "a kernel is chosen, and "
+        "decode steps are captured", capability=(8, 0), arguments={"block_size": 16},
+        rehearsals=(FAKE,), fake=_SERVED, slow=True,
+    ),
+    _row(
+        "graphs-equal", "decode steps replayed from CUDA graphs, compared with eager ones",
+        "graphs", "logits are equal bit for bit", capability=(8, 0), rehearsals=(FAKE,),
+        fake=_SERVED, slow=True,
+    ),
+    _row(
+        "largest-step", "the memory of the largest step, as measured to size the cache",
+        "largest_step", "above the step's activations and below the free memory",
+        rehearsals=(FAKE,), fake=_SERVED, slow=True,
+    ),
+    *(
+        _row(
+            f"sample-{name}", f"64 rows sampled on the device: {what}; compared with the CPU's "
+            "sampler", "sample", "the same tokens in 4 steps of 64 rows; the device is read once a "
+            "step", arguments={"options": options},
+        )
+        for name, what, options in (
+            ("greedy", "the largest logit", {}),
+            ("temperature", "temperature 0.7", {"temperature": 0.7}),
+            ("top-k", "the 40 largest logits", {"temperature": 0.7, "top_k": 40}),
+            ("top-p", "0.9 of the probability", {"temperature": 1.0, "top_p": 0.9}),
+            ("min-p", "0.05 of the largest probability", {"temperature": 1.0, "min_p": 0.05}),
+            ("penalties", "repetition and presence penalties", {
+                "repetition_penalty": 1.3, "presence_penalty": 0.5,
+            }),
+        )
+    ),
+    _row(
+        "logprobs", "log-probabilities and the 5 most probable tokens, compared with the CPU",
+        "logprobs", "within 1e-4, the same tokens",
+    ),
+    *(
+        _row(
+            f"paged-triton-{dtype}", "Triton paged attention: prefill, decode and mixed batches, "
+            "sliding windows, soft caps, sinks, head sizes 8 to 256; compared with explicit "
+            "softmax in fp64", "triton_paged", f"within {limit} of the largest entry",
+            arguments={"dtype": dtype}, packages=("triton",), seconds=18.0, timeout=240.0,
+            capability=capability, rehearsals=(),
+            unrehearsed="Triton's kernels run on a GPU; tests execute them in Triton's interpreter",
+        )
+        for dtype, limit, capability in (
+            ("fp32", "2e-5", (7, 0)), ("bf16", "3e-2", (8, 0))
+        )
+    ),
+)  # fmt: skip
+
+
+def runner_of(
+    place: Place, module: Any, *, block_size: int | None, dtype: Any, rows: int = 5,
+    tokens: int = 128, max_len: int = 512, num_blocks: int = 64,
+) -> Any:  # fmt: skip
+    """A runner of a whole model on the place's device, with its cache."""
+    from hocket.runtime.mesh import Mesh
+    from hocket.runtime.pipeline.stage import Stage
+    from hocket.serving.engine.runner import StageRunner
+
+    runner = StageRunner(
+        Stage(module.to(place.device, dtype)), Mesh.single(place.device), module.config,
+        block_size=block_size, max_rows=rows, max_batch_tokens=tokens, max_model_len=max_len,
+    )  # fmt: skip
+    runner.allocate(num_blocks)
+    return runner
+
+
+def both(family: str, spread: float = 0.6) -> tuple[Any, Any]:
+    """The plain model and the same for serving, with equal weights, on the CPU."""
+    from hocket.models import skeleton
+    from hocket.serving.engine import attention
+
+    plain = whole_model(family, spread)
+    served: Any = skeleton.build(
+        FAMILIES[family], device="cpu", dropout=0.0, attention=attention.NAME
+    )
+    served.load_state_dict(plain.state_dict())
+    own = dict(served.named_buffers())
+    for name, buffer in plain.named_buffers():
+        own[name].copy_(buffer)
+    return plain, served
+
+
+def _torch_dtype(name: str) -> Any:
+    import torch
+
+    return torch.bfloat16 if name == "bf16" else torch.float32
+
+
+def paged(place: Place, *, family: str, dtype: str, block_size: int) -> Outcome:
+    """Sequences in chunks, some of them one after the other, against a plain forward."""
+    import torch
+
+    from hocket.doctor.paged import ToyScheduler, compare
+
+    torch.set_float32_matmul_precision("highest")
+    kind = _torch_dtype(dtype)
+    # Of weights spread wide, logits in bf16 are hardly more than rounding.
+    plain, served = both(family, 0.6 if dtype == "fp32" else 0.1)
+    generator = torch.Generator().manual_seed(3)
+    sequences = [
+        torch.randint(3, 64, (length,), generator=generator).tolist()
+        for length in (60, 33, 1, 90, 12)
+    ]
+
+    @torch.no_grad()
+    def logits_of(model: Any) -> list[Tensor]:
+        device = next(model.parameters()).device
+        return [model(torch.tensor([t], device=device)).logits[0].float() for t in sequences]
+
+    rounded = plain.to(kind)
+    exact = [e.to(place.device) for e in logits_of(rounded.float())]
+    largest = max(float(e.abs().max()) for e in exact)
+    limit = LIMIT * largest
+    if dtype == "bf16":
+        own = logits_of(rounded.to(place.device, kind))
+        error = max(float((a - b).abs().max()) for a, b in zip(own, exact, strict=True))
+        place.values["plain_relative_error"] = error / largest
+        limit = ROUNDINGS * error
+    runner = runner_of(place, served, block_size=block_size, dtype=kind)
+    scheduler = ToyScheduler(
+        sequences, block_size=block_size, num_blocks=64, chunks=(1, 1, 1, 20), every_logit=True
+    )
+    worst = compare(scheduler, runner.run, exact, {0, 1, 3})
+    worst = max(worst, compare(scheduler, runner.run, exact))
+    place.values["kernel"] = kernels_of(runner)
+    place.values["logits_relative_error"] = worst / largest if worst < float("inf") else "infinite"
+    if not worst <= limit:
+        place.failures.append(f"logits differ by {worst:.2g}, more than {limit:.2g}")
+    return place.outcome()
+
+
+def kernels_of(runner: Any) -> str:
+    """Names of the kernels that attend, for messages."""
+    return ", ".join(dict.fromkeys(str(row["kernel"]) for row in runner.attention_json()))
+
+
+def choice(
+    place: Place, *, block_size: int | None = None, kernels: list[str] | None = None
+) -> Outcome:
+    """The paged kernel and the graphs of a Llama in bf16."""
+    import torch
+
+    _, served = both("llama")
+    runner = runner_of(place, served, block_size=block_size, dtype=torch.bfloat16)
+    found = kernels_of(runner)
+    graphs = runner.graphs_json()
+    place.values |= {
+        "kernel": found, "block_size": runner.block_size, "graphs": len(graphs["sizes"]),
+    }  # fmt: skip
+    if kernels is not None and found not in kernels:
+        place.failures.append(f"{found} attends: {runner.attention_json()}")
+    if graphs["reason"] or not graphs["sizes"]:
+        place.failures.append(f"decode steps are not captured: {graphs['reason']}")
+    return place.outcome()
+
+
+def graphs(place: Place) -> Outcome:
+    """The same decode steps, replayed and eager."""
+    import torch
+
+    from hocket.doctor.paged import ToyScheduler
+
+    results = []
+    for eager in (True, False):
+        _, served = both("llama")
+        runner = runner_of(place, served, block_size=None, dtype=torch.bfloat16)
+        if not runner.graphs_json()["sizes"]:
+            raise Cannot(f"decode steps are not captured: {runner.graphs_json()['reason']}")
+        if eager:
+            runner.graphs = None
+        scheduler = ToyScheduler(
+            [[5, 9, 33, 12], [11, 4, 50], [1, 2]], block_size=runner.block_size, num_blocks=16,
+            chunks=(1,),
+        )  # fmt: skip
+        logits = []
+        while (plan := scheduler.plan()) is not None:
+            logits.append(runner.run(plan).clone())
+        results.append(torch.cat(logits))
+    place.equal("replayed and eager logits are equal", torch.equal(*results), True)
+    place.compare("logits", results[1], results[0], 1e-6)
+    return place.outcome()
+
+
+def largest_step(place: Place) -> Outcome:
+    """Bytes of the largest step, and the cache that is left."""
+    import torch
+
+    from hocket.serving.engine.memory import cache_bytes
+
+    _, served = both("llama")
+    runner = runner_of(place, served, block_size=None, dtype=torch.bfloat16)
+    taken, cache = runner.step_bytes(), cache_bytes(runner, 1)
+    if taken <= 128 * 64 * 2:
+        place.failures.append(f"a step of 128 tokens takes {taken} bytes, less than its logits")
+    if not 0 < cache < torch.cuda.mem_get_info()[1]:
+        place.failures.append(f"the cache would take {cache} bytes")
+    return place.outcome(step_bytes=taken, cache_bytes=cache)
+
+
+# --- sampling --------------------------------------------------------------------------------
+
+
+def _logits(place: Place) -> tuple[Tensor, Tensor]:
+    """Rows of logits [64, V] on the CPU, and the same on the place's device."""
+    import torch
+
+    vocabulary = place.size(128256, 4096)
+    logits = torch.randn(64, vocabulary, generator=torch.Generator().manual_seed(1)) * 3
+    return logits, logits.to(place.device)
+
+
+def sample(place: Place, *, options: dict[str, Any]) -> Outcome:
+    """Tokens of the device's sampler and of the CPU's, for equal logits and seeds."""
+    from hocket.runtime.mesh import Axis
+    from hocket.runtime.record import Recorder
+    from hocket.serving.engine.device_sampler import DeviceSampler
+    from hocket.serving.engine.sampler import Sampler
+    from hocket.serving.engine.vocabulary import Vocabulary
+    from hocket.serving.request import Sampling
+    from hocket.serving.scheduling.admission import Admission
+    from hocket.serving.scheduling.step import LAST, Row, StepPlan
+
+    here, there = _logits(place)
+    rows, vocabulary = here.shape
+    whole = Vocabulary(axis=Axis("tp"))
+    host = Sampler(whole, vocabulary, "cpu", Recorder(), rows)
+    device = DeviceSampler(whole, vocabulary, str(place.device), Recorder(), rows)
+    prompt = tuple(range(3, 40))
+    admitted = [
+        Admission(
+            slot=slot, sampling=Sampling(**{"seed": 1000 + slot, **options}),
+            prompt_length=len(prompt), prompt=prompt,
+        )
+        for slot in range(rows)
+    ]  # fmt: skip
+    for number in range(4):
+        work = [Row(slot, len(prompt) - 1 + number, 1, LAST) for slot in range(rows)]
+        plan = StepPlan(number, work, [7] * rows, admitted if number == 0 else [])
+        tokens = []
+        for sampler, logits in ((host, here), (device, there)):
+            sampler.begin(plan)
+            result = sampler.sample(logits.roll(number, 0).clone(), plan)
+            assert result is not None
+            tokens.append(list(result.tokens))
+        equal = sum(a == b for a, b in zip(*tokens, strict=True))
+        if equal != rows:
+            place.failures.append(f"step {number}: {rows - equal} of {rows} rows have other tokens")
+    place.equal("reads of the device in 4 steps", device.readback.reads, 4)
+    return place.outcome(rows=rows)
+
+
+def logprobs(place: Place) -> Outcome:
+    """Log-probabilities from a summary of each row, and torch's log_softmax in fp64."""
+    from hocket.serving.engine.logprobs import combine, entries, summary
+
+    here, there = _logits(place)
+    wanted = here.argmin(-1)
+    combined = combine(summary(there, wanted.to(place.device), 5).unsqueeze(0))
+    found = entries(combined.cpu().tolist(), wanted.tolist(), [5] * len(wanted))
+    exact = here.double().log_softmax(-1)
+    worst = 0.0
+    for row, one in enumerate(found):
+        best = exact[row].topk(5)
+        place.equal(f"the tokens of row {row}", [t for t, _ in one.top], best.indices.tolist())
+        pairs = zip([v for _, v in one.top], best.values.tolist(), strict=True)
+        worst = max(worst, abs(one.logprob - float(exact[row, wanted[row]])))
+        worst = max(worst, *(abs(a - b) for a, b in pairs))
+    place.values["largest_difference"] = worst
+    if not worst <= 1e-4:
+        place.failures.append(f"log-probabilities differ by {worst:.2g}")
+    return place.outcome()
+
+
+def triton_paged(place: Place, *, dtype: str) -> Outcome:
+    """The kernel's own cases, each compared with explicit softmax in fp64."""
+    import dataclasses
+
+    import torch
+
+    from hocket.runtime.triton.paged_attention_cases import CASES, TOLERANCE, error_of
+
+    worst = (0.0, "")
+    for case in CASES:
+        # Models are computed in bf16 or fp32: fp16 has cases of its own, in the row of halves.
+        kind = torch.float32 if dtype == "fp32" else case.dtype
+        kind = torch.bfloat16 if dtype == "bf16" and kind != torch.float16 else kind
+        error = error_of(dataclasses.replace(case, dtype=kind), place.device)
+        worst = max(worst, (error / TOLERANCE[kind], case.name))
+        if not error <= TOLERANCE[kind]:
+            place.failures.append(f"{case.name}: {error:.2g}")
+    return place.outcome(
+        cases=len(CASES), largest_error_of_what_is_allowed=min(worst[0], 1e30), largest_in=worst[1]
+    )
