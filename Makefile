@@ -19,7 +19,7 @@ JOBS ?= 2
 DEMO ?=
 BENCH ?=
 
-.PHONY: help setup demo test test-base check bench
+.PHONY: help setup demo test test-base test-gpu check bench
 
 help: ## list these commands
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)$$/  make \1\t\2/p' Makefile | expand -t 20
@@ -51,6 +51,9 @@ test-base: ## the tests that need neither torch nor transformers, in a .venv-bas
 	$(PYTHON) -m venv --clear .venv-base
 	.venv-base/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt '.[dev]'
 	.venv-base/bin/python -m pytest -m "not train and not torch and not ranks and not gpu" $(TESTS)
+
+test-gpu: $(STAMP) ## the GPU tests; each is skipped, with a reason, where its GPUs are missing
+	$(BIN)/python -m pytest -m gpu tests/gpu $(TESTS)
 
 check: $(STAMP) ## lint, format and types
 	$(BIN)/python -m ruff check .

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.ranks import RankPool
+from tests.rotation import seed
 
 NEEDS = ("torch", "ranks", "gpu")
 
@@ -17,6 +18,11 @@ NEEDS = ("torch", "ranks", "gpu")
 # A machine that others use as well is slow now and then: that is no fault of what is tested.
 settings.register_profile("hocket", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("hocket")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    part = os.environ.get("HOCKET_TESTS") or seed()
+    terminalreporter.line(f"part of the rotating cases: HOCKET_TESTS={part} replays it")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

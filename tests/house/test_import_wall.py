@@ -26,11 +26,18 @@ MAY_IMPORT: dict[str, set[str]] = {
     "probing": {"spec", "runtime"},
     "training": {"spec", "models", "runtime"},
     "serving": {"spec", "models", "runtime"},
+    "rehearsal": {
+        "spec", "simulation", "schedules", "models", "runtime", "training", "serving",
+    },
     "jobs": {
         "spec", "catalogue", "schedules", "cost", "simulation", "reporting", "planning",
-        "models", "runtime", "launch", "probing", "training", "serving",
+        "models", "runtime", "launch", "probing", "training", "serving", "rehearsal",
     },
-    "cli": {"spec", "jobs"},
+    "doctor": {
+        "spec", "catalogue", "schedules", "cost", "reporting", "planning", "models", "runtime",
+        "launch", "probing", "training", "serving", "jobs", "simulation", "rehearsal",
+    },
+    "cli": {"spec", "jobs", "doctor"},
 }  # fmt: skip
 """Rooms of ours that each room may import. `models` reads the catalogue's configurations."""
 
@@ -45,7 +52,7 @@ OUTSIDE: dict[str, set[str]] = {
     "models": {
         "torch", "transformers", "safetensors", "huggingface_hub", "numpy", "jinja2", "peft",
     },
-    "runtime": {"torch", "numpy", "torchao"},
+    "runtime": {"torch", "numpy", "torchao", "triton"},
     "launch": {"torch"},
     "probing": {"torch", "numpy", "pynvml"},
     "training": {
@@ -55,7 +62,9 @@ OUTSIDE: dict[str, set[str]] = {
         "torch", "numpy", "transformers", "tokenizers",
         "starlette", "uvicorn", "httptools", "pydantic", "pydantic_core", "prometheus_client",
     },
+    "rehearsal": {"torch", "transformers"},
     "jobs": {"torch"},
+    "doctor": {"torch", "numpy", "pynvml"},
     "cli": {"tyro", "rich"},
 }  # fmt: skip
 """Packages from outside that a room may import, anywhere."""
@@ -137,6 +146,19 @@ def test_jobs_import_other_rooms_and_torch_only_inside_functions() -> None:
         for file in files("jobs")
         for module, at_import, line in imports(file)
         if at_import and (room_of(module) not in (None, "spec", "jobs") or module == "torch")
+    ]
+    assert not wrong, wrong
+
+
+def test_checks_import_torch_and_what_needs_it_only_inside_functions() -> None:
+    """The table of checks is read, and a machine without torch is reported on, without torch."""
+    without = (None, "spec", "doctor", "launch", "probing")
+    wrong = [
+        f"{file.relative_to(SOURCE)}:{line} imports {module}"
+        for file in files("doctor")
+        if file.name != "paged.py"  # the serving engine's own words, imported by its checks
+        for module, at_import, line in imports(file)
+        if at_import and (room_of(module) not in without or module.split(".")[0] == "torch")
     ]
     assert not wrong, wrong
 

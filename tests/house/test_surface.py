@@ -25,8 +25,9 @@ WORKLOAD = {"seq_len", "global_batch", "dtype"}
 TRAINING = {
     "steps", "seed", "lr", "min_lr", "warmup", "weight_decay", "beta1", "beta2", "eps", "clip",
     "dropout", "tokenizer", "vocab_size", "text_field", "held_out", "eval_every", "eval_batches",
-    "save_every", "resume", "timeline_step", "timeline_steps", "device", "backend", "threads",
-    "bucket_mb", "compile", "attention", "tensorboard", "trust_remote_code", "timeout",
+    "save_every", "log_interval", "resume", "timeline_step", "timeline_steps", "device",
+    "backend", "threads", "bucket_mb", "compile", "attention", "tensorboard",
+    "trust_remote_code", "timeout",
     "links", "memory_per_rank", "grad_dtype", "data_format", "chat_template_file",
     "packing", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets",
 }  # fmt: skip
@@ -37,7 +38,16 @@ SERVICE = {
 }  # fmt: skip
 
 FLAGS = {
-    "train": {"model", "data", "run", "config", "cluster", "json", *LAYOUT, *WORKLOAD, *TRAINING},
+    "train": {
+        "model", "data", "run", "config", "cluster", "json", "dry_run", *LAYOUT, *WORKLOAD,
+        *TRAINING,
+    },
+    "rehearse": {
+        "model", "rank", "serve", "gpu", "layers", "rows", "seq_len", "global_batch", "dtype",
+        "grad_dtype", "dropout", "attention", "bucket_mb", "lora_rank", "lora_targets",
+        "trust_remote_code", "json", "matrix", "models", "schedules", "options", *LAYOUT,
+    },
+    "doctor": {"gpu", "only", "group", "out", "minutes", "list", "json"},
     "demo": {
         "steps", "seq_len", "global_batch", "vocab_size", "run", "seed", "device", "backend",
         "threads", "tensorboard", *LAYOUT,
@@ -65,7 +75,7 @@ FLAGS = {
         "host", "port", "metrics_port", "api_key_file", "insecure", "served_name",
         "max_batch_tokens", "max_model_len", "max_rows", "block_size", "cache_memory",
         "num_blocks", "max_waiting", "no_prefix_cache", "deadline", "drain_seconds",
-        "chat_template_file", "generation_config", "max_restarts",
+        "chat_template_file", "generation_config", "max_restarts", "dry_run",
     },
     "export": {"run", "to", "merge"},
     "plan": {

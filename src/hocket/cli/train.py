@@ -37,6 +37,8 @@ class Train:
         cluster: what the run is foretold for, and what --layout auto chooses for: auto (this
             machine; measured once, and kept), a file that `hocket probe` wrote, or none.
         json: print one JSON object a step on stdout, and nothing else there.
+        dry_run: rehearse the job on fake GPUs and stop: whether its ranks complete, and fit. No
+            data is read.
         parallel: where everything lives.
         workload: what one step computes.
         training: everything else.
@@ -48,6 +50,7 @@ class Train:
     config: File = None
     cluster: str = "auto"
     json: bool = False
+    dry_run: bool = False
     parallel: Annotated[LayoutFlags, tyro.conf.arg(name="layout")] = dataclasses.field(
         default_factory=LayoutFlags
     )
@@ -70,6 +73,7 @@ def read(arguments: Sequence[str]) -> tuple[Train, dict[str, Any]]:
     flags = parse(Train, "train", arguments, default)
     said = values(flags, also=explicit(arguments))
     said.pop("json", None)
+    said.pop("dry_run", None)
     said.pop("config", None)
     if path is not None:
         from hocket.jobs.request import AUTO, LAYOUT_FIELDS, layout_values
@@ -93,6 +97,8 @@ def read(arguments: Sequence[str]) -> tuple[Train, dict[str, Any]]:
 def main(arguments: Sequence[str]) -> int:
     """Train. Returns 0."""
     flags, said = read(arguments)
+    if flags.dry_run:
+        return _dry_run(flags, said)
     from hocket.cli.progress import progress
     from hocket.jobs.request import request
     from hocket.jobs.train import train
@@ -103,6 +109,16 @@ def main(arguments: Sequence[str]) -> int:
 
     if on_event.heard:
         print_summary(summary, to=sys.stderr if flags.json else sys.stdout)
+    return 0
+
+
+def _dry_run(flags: Train, said: dict[str, Any]) -> int:
+    from hocket.jobs.rehearsal_fit import dry_run
+    from hocket.jobs.rehearsal_text import text
+    from hocket.jobs.request import request
+
+    found = dry_run(request({"model": _run_model(said), **said}))
+    print(found.report.to_json() if flags.json else text(found))
     return 0
 
 
