@@ -80,12 +80,17 @@ def layout(place: Place, *, layout: str) -> Outcome:
 
 
 def schedules(place: Place, *, stages: int) -> Outcome:
-    """A training step of every schedule, of every rank, and whether it ends under NCCL's rules."""
+    """A training step of every schedule, of every rank, and whether it ends under NCCL's rules.
+
+    One layer a stage, which communicates as two do; of eight ranks as many microbatches as ranks.
+    """
     from hocket.doctor.pipelines import SCHEDULES, job_of
 
+    count = 2 * stages if stages <= 4 else stages
     executed = []
-    for name in SCHEDULES:
-        found = _played(place, job_of(name, stages, "cuda"), f"{name}: ")
+    for name, virtual in SCHEDULES.items():
+        job = job_of(name, stages, "cuda", layers=virtual * stages, microbatches=count)
+        found = _played(place, job, f"{name}: ")
         place.equal(f"{name}: calls that make groups", max(each.calls for each in found), 0)
         executed += found
     return _told(place, executed)

@@ -81,12 +81,14 @@ CHECKS = (
 # --- every schedule --------------------------------------------------------------------------
 
 
-def job_of(schedule: str, stages: int, device: str) -> RunSpec:
-    """A small Llama of two layers a stage, and twice as many microbatches as stages."""
-    virtual = SCHEDULES[schedule]
+def job_of(
+    schedule: str, stages: int, device: str, *, layers: int = 0, microbatches: int = 0
+) -> RunSpec:
+    """A small Llama, by default of two layers a rank, and twice as many microbatches as ranks."""
+    virtual, count = SCHEDULES[schedule], microbatches or 2 * stages
     return spec(
-        {**BASE, "num_hidden_layers": 2 * stages}, dtype="fp32", seq_len=16, rows=2 * stages,
-        layout=f"pp{stages}:schedule={schedule},microbatches={2 * stages},virtual_stages={virtual}",
+        {**BASE, "num_hidden_layers": layers or 2 * stages}, dtype="fp32", seq_len=16, rows=count,
+        layout=f"pp{stages}:schedule={schedule},microbatches={count},virtual_stages={virtual}",
         device=device, seed=3,
     )  # fmt: skip
 
