@@ -12,24 +12,22 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from hocket.doctor.check import CPU, FAKE, GpuCheck, Outcome
+from hocket.doctor.check import CPU, FAKE, Outcome, row_of
 from hocket.doctor.numbers import LIMITS, _attention, _compare_backward
 from hocket.doctor.place import Place
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_HERE = "hocket.doctor.attention:"
 DECODE_SHARE = 0.5
 """Of the memory bandwidth, which a decode step of one long sequence is to reach."""
 _CAPTURED = "a CUDA graph is captured by a device alone"
 
 
-def _row(name: str, what: str, function: str, criterion: str, **more: Any) -> GpuCheck:
-    return GpuCheck(**{
-        "id": f"kernel-{name}", "group": "kernels", "what": what, "function": _HERE + function,
-        "criterion": criterion, "capability": (8, 0), "seconds": 1.5, "timeout": 90.0, **more,
-    })  # fmt: skip
+_row = row_of(
+    "hocket.doctor.attention", prefix="kernel-", group="kernels", capability=(8, 0), seconds=1.5,
+    timeout=90.0,
+)  # fmt: skip
 
 
 CHECKS = (

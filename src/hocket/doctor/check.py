@@ -99,3 +99,21 @@ class GpuCheck:
         module, _, name = ((form == FAKE and self.fake) or self.function).partition(":")
         found: Callable[..., Outcome] = getattr(importlib.import_module(module), name)
         return found
+
+
+def row_of(module: str, *, prefix: str = "", **common: Any) -> Callable[..., GpuCheck]:
+    """A maker of the rows of one module: `row(name, what, function, criterion, **fields)`.
+
+    Args:
+        module: dotted name of the module that holds the functions.
+        prefix: of every id.
+        common: fields of all rows, which a row's own `fields` replace.
+    """
+
+    def row(name: str, what: str, function: str, criterion: str = "", **fields: Any) -> GpuCheck:
+        return GpuCheck(**{
+            "id": prefix + name, "what": what, "function": f"{module}:{function}",
+            "criterion": criterion, **common, **fields,
+        })  # fmt: skip
+
+    return row

@@ -10,9 +10,8 @@ import json
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
-from hocket.doctor.check import GpuCheck, Outcome
+from hocket.doctor.check import Outcome, row_of
 from hocket.doctor.families import BASE
 from hocket.doctor.model import WIDE, Trained, spec
 from hocket.doctor.place import Place
@@ -21,12 +20,10 @@ RATE = 0.3e9
 """Bytes/s that saving and loading reach on any local disk of a GPU machine."""
 
 
-def _row(name: str, what: str, function: str, criterion: str, **more: Any) -> GpuCheck:
-    return GpuCheck(**{
-        "id": f"checkpoint-{name}", "group": "checkpoint", "what": what, "criterion": criterion,
-        "function": f"hocket.doctor.checkpoints:{function}", "seconds": 5.0, "timeout": 120.0,
-        "capability": (8, 0), **more,
-    })  # fmt: skip
+_row = row_of(
+    "hocket.doctor.checkpoints", prefix="checkpoint-", group="checkpoint", seconds=5.0,
+    timeout=120.0, capability=(8, 0),
+)  # fmt: skip
 
 
 CHECKS = (

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from hocket.doctor.check import GpuCheck, Outcome
+from hocket.doctor.check import Outcome, row_of
 from hocket.doctor.place import Place
 from hocket.doctor.world import join, ranks, tell
 
@@ -24,11 +24,9 @@ COUNT = 2
 """Ranks of the check of collectives."""
 
 
-def _row(name: str, what: str, function: str, criterion: str, **more: Any) -> GpuCheck:
-    return GpuCheck(**{
-        "id": name, "group": "multi-gpu", "what": what, "function": _HERE + function,
-        "criterion": criterion, "gpus": 2, "seconds": 12.0, "timeout": 120.0, "slow": True, **more,
-    })  # fmt: skip
+_row = row_of(
+    "hocket.doctor.groups", group="multi-gpu", gpus=2, seconds=12.0, timeout=120.0, slow=True,
+)  # fmt: skip
 
 
 CHECKS = (

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 from typing import Any
 
-from hocket.doctor.check import GpuCheck, Outcome
+from hocket.doctor.check import Outcome, row_of
 from hocket.doctor.families import BASE
 from hocket.doctor.model import WIDE, Trained, catalogue, spec
 from hocket.doctor.place import Place
@@ -17,12 +17,10 @@ GB = 1e9
 _NO_COUNT = "the CPU's allocator keeps no account; losses alone are compared"
 
 
-def _row(name: str, what: str, function: str, criterion: str, **more: Any) -> GpuCheck:
-    return GpuCheck(**{
-        "id": f"memory-{name}", "group": "memory", "what": what, "criterion": criterion,
-        "function": f"hocket.doctor.memory:{function}", "seconds": 4.0, "timeout": 90.0,
-        "capability": (8, 0), **more,
-    })  # fmt: skip
+_row = row_of(
+    "hocket.doctor.memory", prefix="memory-", group="memory", seconds=4.0, timeout=90.0,
+    capability=(8, 0),
+)  # fmt: skip
 
 
 CHECKS = (

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hocket.doctor.check import CPU, FAKE, Cannot, GpuCheck, Outcome
+from hocket.doctor.check import CPU, FAKE, Cannot, Outcome, row_of
 from hocket.doctor.families import BASE
 from hocket.doctor.model import WIDE, spec
 from hocket.doctor.place import Place, catalogue_name
@@ -68,11 +68,9 @@ def _size(layout: str) -> int:
     return Layout.parse(layout).world_size
 
 
-def _row(name: str, what: str, function: str, criterion: str, **more: Any) -> GpuCheck:
-    return GpuCheck(**{
-        "id": name, "group": "multi-gpu", "what": what, "function": _HERE + function,
-        "criterion": criterion, "gpus": 2, "seconds": 25.0, "timeout": 240.0, "slow": True, **more,
-    })  # fmt: skip
+_row = row_of(
+    "hocket.doctor.multi_gpu", group="multi-gpu", gpus=2, seconds=25.0, timeout=240.0, slow=True,
+)  # fmt: skip
 
 
 CHECKS = (

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from hocket.doctor.check import CPU, FAKE, Cannot, GpuCheck, Outcome
+from hocket.doctor.check import CPU, FAKE, Cannot, GpuCheck, Outcome, row_of
 from hocket.doctor.place import Place
 
 if TYPE_CHECKING:
@@ -23,19 +23,20 @@ if TYPE_CHECKING:
 LIMITS = {"bf16": 2e-2, "fp32": 1e-4}
 """Largest difference relative to the largest entry, by dtype."""
 
-_HERE = "hocket.doctor.numbers:"
 _BOTH = (CPU, FAKE)
+
+
+_made = row_of(
+    "hocket.doctor.numbers", prefix="kernel-", group="kernels", rehearsals=_BOTH, seconds=1.5
+)
 
 
 def _row(name: str, what: str, function: str, dtype: str = "", **more: Any) -> GpuCheck:
     limit = f"differences of at most {LIMITS[dtype]:g} of the largest entry" if dtype else ""
-    arguments = dict(more.pop("arguments", {}))
-    if dtype:
-        arguments["dtype"] = dtype
-    return GpuCheck(**{
-        "id": f"kernel-{name}", "group": "kernels", "what": what, "function": _HERE + function,
-        "criterion": limit, "arguments": arguments, "rehearsals": _BOTH, "seconds": 1.5,
-        "capability": (8, 0) if dtype == "bf16" else (7, 0), **more,
+    arguments = {**more.pop("arguments", {}), **({"dtype": dtype} if dtype else {})}
+    capability = (8, 0) if dtype == "bf16" else (7, 0)
+    return _made(name, what, function, **{
+        "criterion": limit, "arguments": arguments, "capability": capability, **more,
     })  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import math
 import time
 from typing import TYPE_CHECKING, Any
 
-from hocket.doctor.check import CPU, FAKE, GpuCheck, Outcome
+from hocket.doctor.check import CPU, FAKE, Outcome, row_of
 from hocket.doctor.families import BASE
 from hocket.doctor.model import WIDE, catalogue, spec
 from hocket.doctor.place import Place
@@ -37,11 +37,9 @@ FEW, MANY = 8, 64
 """Microbatches of a step, between which the peak of 1F1B does not grow."""
 
 
-def _row(name: str, what: str, function: str, criterion: str, **more: Any) -> GpuCheck:
-    return GpuCheck(**{
-        "id": name, "group": "multi-gpu", "what": what, "function": _HERE + function,
-        "criterion": criterion, "gpus": 2, "seconds": 25.0, "timeout": 240.0, "slow": True, **more,
-    })  # fmt: skip
+_row = row_of(
+    "hocket.doctor.pipelines", group="multi-gpu", gpus=2, seconds=25.0, timeout=240.0, slow=True,
+)  # fmt: skip
 
 
 CHECKS = (

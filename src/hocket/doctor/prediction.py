@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from hocket.doctor.check import Cannot, GpuCheck, Outcome
+from hocket.doctor.check import Cannot, Outcome, row_of
 from hocket.doctor.families import BASE
 from hocket.doctor.model import Trained, catalogue, spec
 from hocket.doctor.place import Place
@@ -22,12 +22,10 @@ BYTES = 0.15
 """Share by which predicted bytes may be off."""
 
 
-def _row(name: str, what: str, function: str, criterion: str, **more: Any) -> GpuCheck:
-    return GpuCheck(**{
-        "id": f"predict-{name}", "group": "prediction", "what": what, "criterion": criterion,
-        "function": f"hocket.doctor.prediction:{function}", "seconds": 8.0, "timeout": 120.0,
-        "capability": (8, 0), **more,
-    })  # fmt: skip
+_row = row_of(
+    "hocket.doctor.prediction", prefix="predict-", group="prediction", seconds=8.0, timeout=120.0,
+    capability=(8, 0),
+)  # fmt: skip
 
 
 CHECKS = (

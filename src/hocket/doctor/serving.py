@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hocket.doctor.check import FAKE, Cannot, GpuCheck, Outcome
+from hocket.doctor.check import FAKE, Cannot, Outcome, row_of
 from hocket.doctor.families import FAMILIES, whole_model
 from hocket.doctor.place import Place
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_HERE = "hocket.doctor.serving:"
 _SERVED = "hocket.doctor.fake:served"
 LIMIT = 1e-4
 """Largest difference of logits in fp32, relative to the largest logit."""
@@ -30,11 +29,9 @@ PAGED_BF16 = ("llama", "mistral", "gemma3", "gpt2", "qwen3")
 """Without a mixture of experts, whose routing changes with a rounding."""
 
 
-def _row(name: str, what: str, function: str, criterion: str, **more: Any) -> GpuCheck:
-    return GpuCheck(**{
-        "id": f"kernel-{name}", "group": "kernels", "what": what, "function": _HERE + function,
-        "criterion": criterion, "seconds": 2.0, "timeout": 90.0, **more,
-    })  # fmt: skip
+_row = row_of(
+    "hocket.doctor.serving", prefix="kernel-", group="kernels", seconds=2.0, timeout=90.0,
+)  # fmt: skip
 
 
 CHECKS = (

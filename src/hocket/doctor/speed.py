@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from hocket.doctor.check import CPU, FAKE, Cannot, GpuCheck, Outcome
+from hocket.doctor.check import CPU, FAKE, Cannot, GpuCheck, Outcome, row_of
 from hocket.doctor.families import BASE
 from hocket.doctor.model import Trained, catalogue, spec
 from hocket.doctor.place import Place, catalogue_name
@@ -26,16 +26,11 @@ MFU_GOAL = 0.55
 BANDWIDTH_GOAL = 0.8
 """Of a decode step at batch 1."""
 
-_HERE = "hocket.doctor.speed:"
 _SERVED = "hocket.doctor.fake:served"
 GB = 1e9
 
 
-def _row(name: str, what: str, function: str, criterion: str, **more: Any) -> GpuCheck:
-    return GpuCheck(**{
-        "id": name, "group": "speed", "what": what, "function": _HERE + function,
-        "criterion": criterion, "seconds": 2.0, "timeout": 120.0, **more,
-    })  # fmt: skip
+_row = row_of("hocket.doctor.speed", group="speed", seconds=2.0, timeout=120.0)
 
 
 def _training(name: str, what: str, least: float, **arguments: Any) -> GpuCheck:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from hocket.doctor.check import CPU, FAKE, GpuCheck, Outcome
+from hocket.doctor.check import CPU, FAKE, Outcome, row_of
 from hocket.doctor.families import BASE
 from hocket.doctor.model import WIDE, Trained, spec
 from hocket.doctor.place import Place
@@ -38,14 +38,11 @@ _WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchroniz
 """Runtime calls in which the host waits for the device; cudaMemcpyAsync is none of them."""
 
 
-def _row(name: str, what: str, function: str, criterion: str, **more: Any) -> GpuCheck:
-    group = "multi-gpu" if more.get("gpus", 1) > 1 else more.pop("group", "equality")
-    more.pop("group", None)
-    return GpuCheck(**{
-        "id": name, "group": group, "what": what, "function": _HERE + function,
-        "criterion": criterion, "seconds": 3.0, "timeout": 120.0, "slow": group == "multi-gpu",
-        **more,
-    })  # fmt: skip
+_row = row_of("hocket.doctor.steps", group="equality", seconds=3.0, timeout=120.0)
+_two_ranks = row_of(
+    "hocket.doctor.steps", group="multi-gpu", gpus=2, capability=(8, 0), seconds=20.0,
+    timeout=120.0, slow=True,
+)  # fmt: skip
 
 
 CHECKS = (
@@ -70,23 +67,21 @@ CHECKS = (
         "steps", "pinned", "constant from the second step on, more than 0; losses within 1e-4 of "
         "those without", group="memory", capability=(8, 0),
     ),
-    _row(
+    _two_ranks(
         "train-bucket-sizes", "a step at dp2 with gradient buckets of "
         f"{', '.join(f'{size:g}' for size in BUCKETS)} MB and of the default size", "bucket_sizes",
         f"the default takes at most {SLOWER:g} times the fastest; gradients within 2e-2 of their "
         "largest entry (bf16)",
-        gpus=2, capability=(8, 0), seconds=20.0,
     ),
-    _row(
+    _two_ranks(
         "overlap-tp2", "a step at tp2: collectives that overlap with matmuls, and gradients in the "
         "order of autograd and in that which overlaps", "overlap_tensor",
         f"{HIDDEN:.0%} or more of the collectives' seconds; gradients within 2e-2 of their "
-        "largest entry (bf16)", gpus=2,
-        capability=(8, 0), seconds=20.0,
+        "largest entry (bf16)",
     ),
-    _row(
+    _two_ranks(
         "sanitizer-zero3", "three steps at dp2:zero=3 under TORCH_CUDA_SANITIZER=1", "sanitizer",
-        "no access of two streams without an order", gpus=2, capability=(8, 0), seconds=20.0,
+        "no access of two streams without an order",
         rehearsals=(FAKE,), fake="hocket.doctor.fake:stream_order",
     ),
 )  # fmt: skip
