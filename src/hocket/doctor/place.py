@@ -9,10 +9,11 @@ Not executed on a GPU yet.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hocket.doctor.check import CPU, FAKE, FORMS, GPU, Cannot, Outcome
@@ -140,6 +141,22 @@ class Place:
             import torch
 
             torch.cuda.synchronize()
+
+    @contextlib.contextmanager
+    def no_waits(self) -> Iterator[None]:
+        """Within, a call that makes the host wait for the GPU raises RuntimeError
+        (torch.cuda.set_sync_debug_mode)."""
+        if not self.on_gpu:
+            yield
+            return
+        import torch
+
+        mode = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
 
     def seconds(self, call: Callable[[], object], repeats: int = 10, warmup: int = 3) -> float:
         """Median seconds of one call, after `warmup` calls; NaN on fake tensors."""
