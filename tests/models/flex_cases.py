@@ -12,30 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import flex_attention as torch_flex
 
+from hocket.doctor.families import FLEXIBLE as FAMILIES
 from hocket.models import attention, flex_attention, rows
 from hocket.models.skeleton import build
 
-SMALL = {
-    "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "intermediate_size": 48, "vocab_size": 64, "head_dim": 16,
-    "max_position_embeddings": 128, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2,
-}  # fmt: skip
-MIXED = ["sliding_attention", "full_attention"] * 2
-FAMILIES: dict[str, dict[str, Any]] = {
-    "gemma2": {
-        "model_type": "gemma2", **SMALL, "sliding_window": 5, "layer_types": MIXED,
-        "attn_logit_softcapping": 1.5, "query_pre_attn_scalar": 16,
-    },
-    "gpt_oss": {
-        "model_type": "gpt_oss", **SMALL, "sliding_window": 5, "layer_types": MIXED,
-        "num_local_experts": 4, "num_experts_per_tok": 2,
-    },
-    "deepseek_v3": {  # keys of 24, values of 16
-        "model_type": "deepseek_v3", **{k: v for k, v in SMALL.items() if k != "head_dim"},
-        "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8, "v_head_dim": 16, "first_k_dense_replace": 4,
-    },
-}  # fmt: skip
+__all__ = ["FAMILIES"]
+
 PLAIN = torch.arange(24).expand(2, -1).contiguous()
 PACKED = torch.tensor(
     [[*range(10), *range(3), *range(11)], [*range(1), *range(8), *range(15)]]

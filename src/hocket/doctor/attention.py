@@ -9,6 +9,7 @@ Not executed on a GPU yet.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 DECODE_SHARE = 0.5
 """Of the memory bandwidth, which a decode step of one long sequence is to reach."""
+FLEX_LENGTH = 2048
+"""Tokens of the row in the checks of flex attention."""
 _CAPTURED = "a CUDA graph is captured by a device alone"
 
 
@@ -44,6 +47,20 @@ CHECKS = (
              {"window": True, "packed": True}),
             ("empty", "boundaries that are filled up with documents of no tokens, in grouped heads",
              {"packed": True, "empty": 64}),
+        )
+    ),
+    *(
+        _row(
+            f"flex-{family.replace('_', '-')}", f"a step of a tiny {family} ({what}), fp32, 2,048 "
+            "tokens, compared with transformers' eager code on the CPU; then one under "
+            "torch.cuda.set_sync_debug_mode", "flex", "the loss within 1e-5, each gradient within "
+            "1e-3 of its largest entry; less memory than a matrix of scores for each layer; no "
+            "wait of the host (but for experts)", arguments={"family": family}, seconds=9.0, timeout=180.0,
+            rehearsals=(FAKE,), fake="hocket.doctor.fake:flex", slow=True,
+        )
+        for family, what in (
+            ("gemma2", "soft caps, windows, packed documents"), ("gpt_oss", "sinks, windows"),
+            ("deepseek_v3", "keys of 24 and values of 16, packed documents"),
         )
     ),
     _row(
@@ -150,6 +167,75 @@ def sdpa_choice(place: Place) -> Outcome:
                 place.equal(words, found.name, expected)
                 cases += 1
     return place.outcome(cases=cases)
+
+
+def flex(place: Place, *, family: str) -> Outcome:
+    """Loss and gradients of a family whose attention flex attention computes."""
+    import torch
+
+    from hocket.doctor.families import FLEXIBLE
+    from hocket.models import attention, rows
+    from hocket.models.skeleton import build
+
+    length = FLEX_LENGTH
+    config = {**FLEXIBLE[family], "max_position_embeddings": length}
+    packed = family != "gpt_oss"  # its documents see each other: packing is rejected
+    sizes = [length // 4, length // 2 - 3, 3, length // 4] if packed else [length]
+    positions = torch.cat([torch.arange(size) for size in sizes])[None].contiguous()
+    ids = torch.randint(0, 64, positions.shape, generator=torch.Generator().manual_seed(3))
+    torch.set_float32_matmul_precision("highest")
+
+    def model_of(implementation: str) -> Any:
+        made: Any = build(dict(config), device="cpu", dropout=0.0, attention=implementation)
+        for name, parameter in made.named_parameters():
+            generator = torch.Generator().manual_seed(sum(map(ord, name)))
+            drawn = torch.randn(parameter.shape, generator=generator)
+            parameter.data.copy_(drawn * (1.0 if "sinks" in name or parameter.ndim == 1 else 0.3))
+        return made
+
+    def step(model: Any, at: Tensor, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        model.zero_grad()
+        loss = model(input_ids=tokens, position_ids=at, use_cache=False).logits.square().mean()
+        loss.backward()
+        found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        return loss.detach(), found
+
+    expected, wanted = step(model_of("eager"), positions, ids)
+    model = model_of("sdpa")
+    attention.choose_kernels_on_cuda(model)
+    model.to(place.device)
+    documents = rows.documents_in(positions) if packed else None
+    if documents is not None:
+        begins = documents.cu_seqlens.to(place.device)
+        documents = rows.Documents(begins, documents.longest)
+    there, tokens = positions.to(place.device), ids.to(place.device)
+    rows.note_documents(there, documents)
+    with rows.packed_rows() if packed else rows.one_sequence_each():
+        step(model, there, tokens)  # compiles the kernel
+        place.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        try:
+            # Experts in fp32 are computed in a loop, whose bounds the host reads.
+            with place.no_waits() if packed else contextlib.nullcontext():
+                loss, found = step(model, there, tokens)
+        except RuntimeError as error:
+            place.failures.append(f"the step waits for the device: {str(error).splitlines()[0]}")
+            loss, found = step(model, there, tokens)
+        place.synchronize()
+    taken = torch.cuda.max_memory_allocated() - before
+    place.compare("loss", loss.reshape(1), expected.reshape(1), 1e-5)
+    place.equal("names of gradients", sorted(found), sorted(wanted))
+    for name in sorted(set(found) & set(wanted)):
+        place.compare(f"gradient_{name}", found[name], wanted[name], 1e-3)
+    place.at_most("step_bytes", taken, scores_bytes(config, length))
+    return place.outcome()
+
+
+def scores_bytes(config: dict[str, Any], length: int) -> int:
+    """Bytes of one matrix of scores of `length` x `length` for each layer, fp32."""
+    heads, layers = int(config["num_attention_heads"]), int(config["num_hidden_layers"])
+    return 4 * layers * heads * length**2
 
 
 # --- serving ---------------------------------------------------------------------------------

@@ -196,6 +196,30 @@ def host_waits(place: Place) -> Outcome:
     return _told(place, [found])
 
 
+def flex(place: Place, *, family: str) -> Outcome:
+    """A training step of a family with soft caps, sinks or unequal head sizes: all of its attention
+    is flex attention, nothing of S x S is allocated, and the host reads nothing."""
+    from hocket.doctor.attention import FLEX_LENGTH, scores_bytes
+    from hocket.doctor.families import FLEXIBLE
+    from hocket.doctor.model import spec
+    from hocket.jobs.rehearse import device_of
+    from hocket.rehearsal.training import Rehearsal
+
+    config = {**FLEXIBLE[family], "max_position_embeddings": FLEX_LENGTH}
+    experts = family == "gpt_oss"  # torch's fake grouped matmul takes bf16 alone
+    job = spec(
+        config, dtype="bf16" if experts else "fp32", seq_len=FLEX_LENGTH, rows=1, device="cuda",
+        packing=None if experts else "documents",
+    )  # fmt: skip
+    found = Rehearsal(job, None, device_of(GPU)).rank(0)
+    place.equal("kernels of attention", found.attention, {"flex": config["num_hidden_layers"]})
+    place.equal("host reads", [f"{r['what']} at {r['where']}" for r in found.host_reads], [])
+    place.values["activations"] = activations = found.peak.get("activations", 0)
+    if not activations < scores_bytes(config, FLEX_LENGTH):
+        place.failures.append(f"a step holds {activations} bytes of activations")
+    return _told(place, [found])
+
+
 def stream_order(place: Place) -> Outcome:
     """A ZeRO-3 step whose streams are checked for accesses without an order (happens-before)."""
     from hocket.doctor.model import spec

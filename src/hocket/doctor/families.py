@@ -57,6 +57,28 @@ SERVED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """The families that serving must compute, from pages and split over ranks."""
 
+_SMALL: dict[str, Any] = {
+    **LLAMA, "head_dim": 16, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2,
+}  # fmt: skip
+del _SMALL["tie_word_embeddings"]
+_MIXED = ["sliding_attention", "full_attention"] * 2
+FLEXIBLE: dict[str, dict[str, Any]] = {
+    "gemma2": {
+        **_SMALL, "model_type": "gemma2", "sliding_window": 5, "layer_types": _MIXED,
+        "attn_logit_softcapping": 1.5, "query_pre_attn_scalar": 16,
+    },
+    "gpt_oss": {
+        **_SMALL, "model_type": "gpt_oss", "sliding_window": 5, "layer_types": _MIXED,
+        "num_local_experts": 4, "num_experts_per_tok": 2,
+    },
+    "deepseek_v3": {  # keys of 24, values of 16
+        **{k: v for k, v in _SMALL.items() if k != "head_dim"}, "model_type": "deepseek_v3",
+        "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8, "v_head_dim": 16, "first_k_dense_replace": 4,
+    },
+}  # fmt: skip
+"""Families with soft caps, sinks and unequal head sizes, whose training takes flex attention."""
+
 BASE: dict[str, Any] = {**LLAMA, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
 """The Llama of checks that are not about a family."""
 
