@@ -8,11 +8,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from hocket.runtime.memory_report import Device, Owner, device_state, report  # noqa: E402
 from hocket.spec.errors import RankMemoryError  # noqa: E402
 from hocket.spec.layout import Layout  # noqa: E402
 from hocket.spec.run import RunSpec, TrainOptions, Workload  # noqa: E402
 from hocket.training import out_of_memory as oom  # noqa: E402
-from hocket.training.out_of_memory import Device, Owner  # noqa: E402
 
 pytestmark = pytest.mark.torch
 GB = 10**9
@@ -49,7 +49,7 @@ def test_what_helps_most_comes_first() -> None:
     # Nothing is left to change but the number of ranks.
     best = Layout.parse("dp2:zero=3,recompute=full")
     assert oom.remedies(best, held(2, 2, 4, 60), num_layers=8, rows=1) == []
-    assert "larger pp or tp" in str(oom.report(0, Device(), [], []))
+    assert "larger pp or tp" in str(report(0, Device(), [], [], oom.OTHER))
 
 
 def test_the_report_has_the_numbers_the_owners_and_one_fix() -> None:
@@ -58,7 +58,8 @@ def test_the_report_has_the_numbers_the_owners_and_one_fix() -> None:
     )
     found = held(16, 16, 30, 8)
     changes = oom.remedies(Layout(dp=2), found, 8, 1)
-    error = oom.report(3, state, found, changes)
+    fixes = [(f"--layout {changed}", saved) for changed, saved in changes]
+    error = report(3, state, found, fixes, oom.OTHER)
     assert isinstance(error, RankMemoryError)
     first, *rest = error.message.splitlines()
     assert first == (
@@ -71,9 +72,9 @@ def test_the_report_has_the_numbers_the_owners_and_one_fix() -> None:
 
 
 def test_the_requested_bytes_are_torchs() -> None:
-    state = oom.device_state(torch.OutOfMemoryError(CUDA), torch.device("cpu"))
+    state = device_state(torch.OutOfMemoryError(CUDA), torch.device("cpu"))
     assert state == Device(requested=int(2.5 * 2**30))
-    assert oom.device_state(torch.OutOfMemoryError("none"), torch.device("cpu")) == Device()
+    assert device_state(torch.OutOfMemoryError("none"), torch.device("cpu")) == Device()
 
 
 def test_a_step_that_runs_out_names_its_tensors(ranks_of_one) -> None:

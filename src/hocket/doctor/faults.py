@@ -194,8 +194,9 @@ def memory_report(place: Place) -> Outcome:
     import torch
 
     from hocket.doctor.model import WIDE, Trained, spec
+    from hocket.runtime.memory_report import device_state
     from hocket.training.build import Job
-    from hocket.training.out_of_memory import device_state, explain, owners
+    from hocket.training.out_of_memory import explain, owners
 
     job = spec(
         WIDE if place.on_gpu else BASE, seq_len=place.size(512, 16), rows=place.size(64, 4),

@@ -11,71 +11,28 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
+from hocket.runtime.memory_report import (
+    Owner,
+    activations,
+    device_state,
+    owner_of,
+    report,
+    unnamed,
+)
 from hocket.spec.errors import RankMemoryError
 from hocket.spec.layout import Layout
-from hocket.spec.units import format_bytes
 
 if TYPE_CHECKING:
     from hocket.training.build import Job
 
-LARGEST = 3
-"""Tensors that are named for each owner."""
-
-_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-_REQUESTED = re.compile(r"[Tt]ried to allocate ([0-9.]+) ([KMGT]?i?B)")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Device:
-    """What the allocator knows, in bytes; 0 where it does not.
-
-    Attributes:
-        requested: of the allocation that failed.
-        allocated: of living tensors.
-        reserved: taken from the device; more than `allocated` by what lies idle in fragments.
-        capacity, free: of the device, all processes counted.
-    """
-
-    requested: int = 0
-    allocated: int = 0
-    reserved: int = 0
-    capacity: int = 0
-    free: int = 0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Owner:
-    """Bytes of one owner, and its largest tensors: (name or shape, bytes)."""
-
-    name: str
-    nbytes: int
-    largest: tuple[tuple[str, int], ...] = ()
-
-
-def device_state(error: BaseException, device: torch.device) -> Device:
-    """The allocator's state at an out-of-memory error."""
-    found = _REQUESTED.search(str(error))
-    requested = int(float(found[1]) * _UNITS[found[2]]) if found else 0
-    if device.type != "cuda":
-        return Device(requested=requested)
-    stats = torch.cuda.memory_stats(device)
-    free, total = torch.cuda.mem_get_info(device)
-    return Device(
-        requested=requested,
-        allocated=int(stats.get("allocated_bytes.all.current", 0)),
-        reserved=int(stats.get("reserved_bytes.all.current", 0)),
-        capacity=total,
-        free=free,
-    )
+OTHER = "more ranks: a layout with a larger pp or tp"
+"""The hint where no change of the layout frees anything."""
 
 
 def owners(job: Job, allocated: int) -> list[Owner]:
@@ -85,55 +42,20 @@ def owners(job: Job, allocated: int) -> list[Owner]:
     named = dict(job.parallel.named_parameters())
     stepped = dict(job.parallel.named_stepped())
     found = [
-        _owner("parameters", [*named.items(), *_plain(job.parallel.tensors())], device, seen),
-        _owner(
+        owner_of("parameters", [*named.items(), *unnamed(job.parallel.tensors())], device, seen),
+        owner_of(
             "gradients",
             [
                 *((name, p.grad) for name, p in [*named.items(), *stepped.items()]),
-                *_plain(job.parallel.gradient_buffers()),
+                *unnamed(job.parallel.gradient_buffers()),
             ],
             device,
             seen,
         ),
-        _owner("optimizer state", _plain(job.optimizer.tensors()), device, seen),
-        _owner("communication buffers", _plain(job.parallel.buffers()), device, seen),
+        owner_of("optimizer state", unnamed(job.optimizer.tensors()), device, seen),
+        owner_of("communication buffers", unnamed(job.parallel.buffers()), device, seen),
     ]
-    known = sum(owner.nbytes for owner in found)
-    # Of what autograd saved, Python sees a part: the sum is the allocator's.
-    rest = _owner("activations", _plain(_living()), device, seen)
-    if allocated:
-        rest = dataclasses.replace(rest, nbytes=max(0, allocated - known))
-    return [*found, rest]
-
-
-def _plain(tensors: Iterable[Tensor]) -> list[tuple[str, Tensor | None]]:
-    return [(f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}", t) for t in tensors]
-
-
-def _owner(
-    name: str,
-    tensors: Iterable[tuple[str, Tensor | None]],
-    device: torch.device,
-    seen: set[int],
-) -> Owner:
-    """Storages of tensors on the device, each counted for the first owner that has it."""
-    sizes: list[tuple[str, int]] = []
-    for label, tensor in tensors:
-        if tensor is None or tensor.device.type != device.type:
-            continue
-        storage = tensor.untyped_storage()
-        if storage._cdata not in seen and storage.nbytes():
-            seen.add(storage._cdata)
-            sizes.append((label, storage.nbytes()))
-    sizes.sort(key=lambda each: -each[1])
-    return Owner(name=name, nbytes=sum(n for _, n in sizes), largest=tuple(sizes[:LARGEST]))
-
-
-def _living() -> Iterator[Tensor]:
-    for each in gc.get_objects():
-        with contextlib.suppress(ReferenceError, RuntimeError):
-            if issubclass(type(each), Tensor) and not each.is_meta:
-                yield each
+    return [*found, activations(found, allocated, seen, device)]
 
 
 def remedies(
@@ -173,35 +95,6 @@ def remedies(
     return [(changed, int(saved)) for changed, saved in options if saved >= 1]
 
 
-def report(
-    rank: int, state: Device, found: list[Owner], changes: list[tuple[Layout, int]]
-) -> RankMemoryError:
-    """The error of a rank that ran out of memory: numbers, owners, and the fix to paste."""
-    parts = [f"rank {rank} ran out of memory"]
-    if state.requested:
-        parts[0] += f": {format_bytes(state.requested)} requested"
-    if state.capacity:
-        idle = max(0, state.reserved - state.allocated)
-        parts.append(
-            f"{format_bytes(state.allocated)} allocated, {format_bytes(state.reserved)} reserved "
-            f"({format_bytes(idle)} of it idle), {format_bytes(state.capacity)} in all, "
-            f"{format_bytes(state.free)} free"
-        )
-    text = ", ".join(parts)
-    for owner in sorted(found, key=lambda each: -each.nbytes):
-        if owner.nbytes:
-            tensors = "; ".join(f"{label} {format_bytes(n)}" for label, n in owner.largest)
-            text += f"\n  {owner.name:<22}{format_bytes(owner.nbytes):>10}"
-            text += f"   {tensors}" if tensors else ""
-    for changed, saved in changes[1:]:
-        text += f"\n  about {format_bytes(saved)} less: --layout {changed}"
-    hint = "more ranks: a layout with a larger pp or tp"
-    if changes:
-        changed, saved = changes[0]
-        hint = f"--layout {changed} (about {format_bytes(saved)} less on this rank)"
-    return RankMemoryError(text, hint=hint)
-
-
 def explain(error: BaseException, job: Job, folder: Path | None = None) -> RankMemoryError:
     """A job's out-of-memory error as one that says what to do. Called where `error` is handled:
     its frames still hold what was alive.
@@ -223,4 +116,6 @@ def explain(error: BaseException, job: Job, folder: Path | None = None) -> RankM
         with contextlib.suppress(Exception):  # a picture more or less
             dump: Any = torch.cuda.memory._dump_snapshot
             dump(str(folder / f"memory-rank-{mesh.rank}.pickle"))
-    return report(mesh.rank, state, found, remedies(layout, found, layers, rows))
+    changes = remedies(layout, found, layers, rows)
+    fixes = [(f"--layout {changed}", saved) for changed, saved in changes]
+    return report(mesh.rank, state, found, fixes, OTHER)

@@ -61,10 +61,15 @@ PARENT_WAIT = 600.0
 
 
 def main(context: RankContext, payload: dict[str, Any]) -> None:
-    """In each rank; returns when the replica has been stopped."""
+    """In each rank; returns when the replica has been stopped.
+
+    Raises:
+        RankMemoryError: the device has no memory left, with what fills it and the flags that help.
+    """
     from hocket.serving.engine.channel import Listener, connect
     from hocket.serving.engine.driver import Driver
     from hocket.serving.engine.follower import follow
+    from hocket.serving.engine.out_of_memory import explaining
     from hocket.serving.front.frames import MAX_COMMAND, encode
     from hocket.serving.scheduling.scheduler import Scheduler
     from hocket.training.build import join_world
@@ -82,46 +87,47 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
     channel = None if doors else connect(f"{path}.ranks", token, context.rank)
     followers = _followers(doors[1], context.world_size) if doors else {}
     context.beat()
-    part, limits, said = build_part(spec, mesh, payload.get("depth"), payload.get("words"))
-    depth = limits.depth
-    every = _gather(context, said)
-    if channel is not None:
+    with explaining(context.rank, mesh.device, options):
+        part, limits, said = build_part(spec, mesh, payload.get("depth"), payload.get("words"))
+        depth = limits.depth
+        every = _gather(context, said)
+        if channel is not None:
+            with mesh.recorder.in_phase("microbatch"):
+                follow(channel, part)
+            return
+        assert doors is not None
+        assert every is not None
+        found = doors[0].accept(PARENT_WAIT, MAX_COMMAND)
+        doors[0].close()
+        if found is None:
+            raise OptionError("nobody connected to the replica")
+        parent, _ = found
+        folder = RunFolder(payload["run"]) if payload.get("run") else None
+        driver = Driver(
+            Scheduler(limits),
+            part,
+            parent,
+            followers,
+            depth=depth,
+            beat=context.beat,
+            on_timeline=lambda rows: keep_timeline(folder, spec, rows),
+            window=WINDOW if folder is not None and not payload.get("replica") else None,
+        )
+        ready = {
+            "event": "ready",
+            "replica": payload.get("replica", 0),
+            "layout": spec.layout.axes_text(),
+            "cache_tokens": limits.capacity,
+            **dataclasses.asdict(limits),
+            "memory": [one["memory"] for one in every],
+            "attention": _by_stage(every, "attention", mesh),
+            "graphs": [one["graphs"] for one in every],
+            "seconds": time.perf_counter() - began,
+        }
+        context.emit(ready)
+        parent.write(encode(ready))
         with mesh.recorder.in_phase("microbatch"):
-            follow(channel, part)
-        return
-    assert doors is not None
-    assert every is not None
-    found = doors[0].accept(PARENT_WAIT, MAX_COMMAND)
-    doors[0].close()
-    if found is None:
-        raise OptionError("nobody connected to the replica")
-    parent, _ = found
-    folder = RunFolder(payload["run"]) if payload.get("run") else None
-    driver = Driver(
-        Scheduler(limits),
-        part,
-        parent,
-        followers,
-        depth=depth,
-        beat=context.beat,
-        on_timeline=lambda rows: keep_timeline(folder, spec, rows),
-        window=WINDOW if folder is not None and not payload.get("replica") else None,
-    )
-    ready = {
-        "event": "ready",
-        "replica": payload.get("replica", 0),
-        "layout": spec.layout.axes_text(),
-        "cache_tokens": limits.capacity,
-        **dataclasses.asdict(limits),
-        "memory": [one["memory"] for one in every],
-        "attention": _by_stage(every, "attention", mesh),
-        "graphs": [one["graphs"] for one in every],
-        "seconds": time.perf_counter() - began,
-    }
-    context.emit(ready)
-    parent.write(encode(ready))
-    with mesh.recorder.in_phase("microbatch"):
-        driver.run()
+            driver.run()
 
 
 def _by_stage(every: list[dict[str, Any]], key: str, mesh: Mesh) -> list[dict[str, Any]]:
