@@ -34,7 +34,7 @@ CHECKS = (
     _row("train-and-resume", "`hocket train` on one rank: 30 steps in bf16, compiled, with "
          "evaluation and saving, and a resumption at step 20", "run",
          "the loss falls by 1 or more; the resumed run ends within 0.05 of the first; every step "
-         "reports its utilization where the GPU's peak is known", seconds=40.0, timeout=400.0,
+         "reports its utilization where the GPU's peak is known", seconds=32.0, timeout=400.0,
          slow=True),
 )  # fmt: skip
 

@@ -65,7 +65,7 @@ def _row(kind: str, what: str, *, ranks: int) -> GpuCheck:
         + (", in the first line of the report" if ranks > 1 and kind != "watchdog" else ""),
         function="hocket.doctor.faults:fault",
         arguments={"kind": kind, "ranks": ranks},
-        seconds=8.0 + (SILENCE if kind in _SILENT else WATCHDOG if kind == "watchdog" else 0),
+        seconds=7.0 + (SILENCE if kind in _SILENT else WATCHDOG if kind == "watchdog" else 0),
         timeout=120.0,
         slow=True,
     )

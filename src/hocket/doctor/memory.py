@@ -18,7 +18,7 @@ _NO_COUNT = "the CPU's allocator keeps no account; losses alone are compared"
 
 
 _row = row_of(
-    "hocket.doctor.memory", prefix="memory-", group="memory", seconds=4.0, timeout=90.0,
+    "hocket.doctor.memory", prefix="memory-", group="memory", seconds=3.5, timeout=90.0,
     capability=(8, 0),
 )  # fmt: skip
 

@@ -102,15 +102,17 @@ CHECKS = (
         )
         for name, text in (("dp2", "dp2"), ("zero2", "dp2:zero=2"), ("zero3", "dp2:zero=3"))
     ),
-    _row("generate-tp2", "greedy answers of a tiny Llama at tp2, compared with one GPU", "generate",
-         "the same 16 tokens", seconds=60.0, arguments={"layout": "tp2"}),
+    _row("generate-tp2", "greedy answers of a tiny Llama at tp2, whose decode steps are captured in "
+         "CUDA graphs with their collectives, compared with one GPU", "generate",
+         "the same 16 tokens; every rank captures the same sizes", seconds=60.0,
+         arguments={"layout": "tp2"}),
     _row("one-gpu-nccl", "two ranks on one GPU, joined by NCCL", "one_gpu",
          "an all-reduce is right",
-         arguments={"backend": "nccl"}, gpus=1, seconds=10.0, rehearsals=(),
+         arguments={"backend": "nccl"}, gpus=1, seconds=7.0, rehearsals=(),
          unrehearsed="NCCL runs on GPUs alone"),
     _row("one-gpu-gloo", "two ranks on one GPU, joined by Gloo, which copies through the host",
          "one_gpu", "every collective that Gloo has for CUDA tensors is right, all-reduce among "
-         "them", arguments={"backend": "gloo"}, gpus=1, seconds=10.0),
+         "them", arguments={"backend": "gloo"}, gpus=1, seconds=7.0),
 )  # fmt: skip
 
 
@@ -338,8 +340,14 @@ def generate(place: Place, *, layout: str) -> Outcome:
         for each in ("dp1", layout):
             with LLM(folder, each, device=place.kind, dtype="fp32", max_model_len=64) as llm:
                 answers.append([a.tokens for a in llm.generate(prompts, sampling)])
+                graphs = llm.capacity["graphs"]
     place.equal(f"the answers at {layout}", answers[1], answers[0])
-    return place.outcome()
+    if place.on_gpu:
+        sizes = [each["sizes"] for each in graphs]
+        place.equal("sizes that ranks capture", sizes, [sizes[0]] * len(sizes))
+        place.equal("why decode steps are not captured", graphs[0]["reason"], "")
+        place.equal("whether any size is captured", bool(sizes[0]), True)
+    return place.outcome(graphs=str(graphs[0]["sizes"]))
 
 
 def one_gpu(place: Place, *, backend: str) -> Outcome:

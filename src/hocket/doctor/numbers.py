@@ -27,7 +27,7 @@ _BOTH = (CPU, FAKE)
 
 
 _made = row_of(
-    "hocket.doctor.numbers", prefix="kernel-", group="kernels", rehearsals=_BOTH, seconds=1.5
+    "hocket.doctor.numbers", prefix="kernel-", group="kernels", rehearsals=_BOTH, seconds=1.0
 )
 
 
@@ -117,8 +117,8 @@ CHECKS = (
         "recompute", criterion="loss and gradients are equal within 1e-5", rehearsals=(CPU,),
     ),
     _row(
-        "compile", "torch.compile of every layer, loss and gradients compared with eager",
-        "compiled", criterion="differences of at most 1e-4, no graph break", seconds=25.0,
+        "compile", "torch.compile of every layer of two, loss and gradients compared with eager",
+        "compiled", criterion="differences of at most 1e-4, no graph break", seconds=12.0,
         timeout=180.0, slow=True, rehearsals=(CPU,),
     ),
 )  # fmt: skip
@@ -464,9 +464,9 @@ def compiled(place: Place) -> Outcome:
 
     from hocket.doctor.model import gradients_of
 
-    expected = gradients_of(place)
+    expected = gradients_of(place, layers=2)  # layers share one graph
     torch._dynamo.utils.counters.clear()
-    found = gradients_of(place, compile=True)
+    found = gradients_of(place, layers=2, compile=True)
     breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
     place.equal("graph breaks", breaks, 0)
     return _same_step(place, found, expected, 1e-4)

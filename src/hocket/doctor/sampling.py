@@ -16,14 +16,16 @@ if TYPE_CHECKING:
 DRAWS = 512
 """Draws of each row of logits, at evenly spaced numbers in [0, 1)."""
 
-_row = row_of("hocket.doctor.sampling", prefix="kernel-", group="kernels", timeout=90.0)
+_row = row_of(
+    "hocket.doctor.sampling", prefix="kernel-", group="kernels", seconds=1.5, timeout=90.0
+)
 
 CHECKS = (
     *(
         _row(
             f"sample-{name}", f"64 rows sampled on the device: {what}; compared with the CPU's "
             "sampler", "sample", "the same tokens in 4 steps of 64 rows; the device is read once a "
-            "step, and nothing waits for it before (torch.cuda.set_sync_debug_mode)", seconds=1.5,
+            "step, and nothing waits for it before (torch.cuda.set_sync_debug_mode)",
             arguments={"options": options},
         )
         for name, what, options in (

@@ -30,7 +30,7 @@ PAGED_BF16 = ("llama", "mistral", "gemma3", "gpt2", "qwen3")
 
 
 _row = row_of(
-    "hocket.doctor.serving", prefix="kernel-", group="kernels", seconds=2.0, timeout=90.0,
+    "hocket.doctor.serving", prefix="kernel-", group="kernels", seconds=1.5, timeout=90.0,
 )  # fmt: skip
 
 
