@@ -123,9 +123,9 @@ def test_on_a_gpu_what_no_longer_fits_is_reported() -> None:
     done, more, small = runner(one, {}, limit=600).lines(checks)
     assert (done.status, small.status) == (PASS, PASS)
     assert (more.status, more.reason) == (CANNOT, "needs 2 GPUs, 1 is here")
-    late, _, small = runner(one, {}, limit=20).lines(checks)
+    late, _, small = runner(one, {}, limit=15).lines(checks)
     assert late.status == CANNOT
-    assert late.reason.startswith("out of time: takes about 25 s, 20 s of 20 s are left")
+    assert late.reason.startswith("out of time: takes about 20 s, 15 s of 15 s are left")
     assert small.status == PASS
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -29,13 +30,27 @@ print(torch.cuda.is_available(), calls)
 """
 
 
+ASKING = """
+from torch.utils._triton import has_triton
+FOUND = has_triton()
+"""
+
+
 @pytest.mark.ranks
-def test_warming_asks_nothing_of_cuda() -> None:
-    """A process that initialised CUDA cannot fork ranks; one with a context holds memory."""
-    modules = ["hocket.training.rank", "hocket.jobs.serving.rank", "hocket.serving.engine.graphs"]
+def test_warming_asks_nothing_of_cuda(tmp_path: Path) -> None:
+    """A process that initialised CUDA cannot fork ranks; one with a context holds memory. Packages
+    that are not installed here ask for Triton while they are imported (torchao)."""
+    (tmp_path / "asks_for_triton.py").write_text(ASKING)
+    modules = [
+        "asks_for_triton",
+        "hocket.training.rank",
+        "hocket.jobs.serving.rank",
+        "hocket.serving.engine.graphs",
+    ]
     found = subprocess.run(
         [sys.executable, "-c", SERVER, *modules],
         cwd=ROOT, capture_output=True, text=True, timeout=110, check=False,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"},
     )  # fmt: skip
     assert found.returncode == 0, found.stderr
     assert found.stdout.split() == ["True", "[]"]

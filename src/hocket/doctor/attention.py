@@ -56,7 +56,8 @@ CHECKS = (
             "torch.cuda.set_sync_debug_mode", "flex", "the loss within 1e-5, each gradient within "
             "1e-3 of its largest entry; less memory than a matrix of scores for each layer; no "
             "wait of the host (but for experts)", arguments={"family": family},
-            seconds=9.0, timeout=180.0, rehearsals=(FAKE,), fake="hocket.doctor.fake:flex", slow=True,
+            seconds=9.0, timeout=180.0, rehearsals=(FAKE,), fake="hocket.doctor.fake:flex",
+            slow=True,
         )
         for family, what in (
             ("gemma2", "soft caps, windows, packed documents"), ("gpt_oss", "sinks, windows"),

@@ -57,6 +57,8 @@ class GpuCheck:
         timeout: seconds after which its process is ended, on a GPU.
         gpus: how many it needs; 0: none (the host alone).
         driver: it asks the driver alone: a torch that is built for CUDA is not needed.
+        forks: it is about forked processes that use CUDA: executed in a forked process alone, which
+            does not ask the device before.
         capability: compute capability that it needs.
         packages: modules that must be installed.
         memory: bytes of device memory that it needs.
@@ -76,6 +78,7 @@ class GpuCheck:
     timeout: float = 60.0
     gpus: int = 1
     driver: bool = False
+    forks: bool = False
     capability: tuple[int, int] = (7, 0)
     packages: tuple[str, ...] = ()
     memory: float = 0.0

@@ -120,7 +120,7 @@ CHECKS = (
     ),
     _row(
         "fork", "fork a process that imported torch, and use CUDA in the child",
-        "the child adds two tensors", seconds=3.0,
+        "the child adds two tensors", seconds=3.0, forks=True,
     ),
 )  # fmt: skip
 

@@ -5,7 +5,6 @@ Not executed on a GPU yet.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import socket
@@ -36,7 +35,7 @@ CHECKS = (
         f"{BUSY:.0%}, and one that CUDA_VISIBLE_DEVICES hides", criterion="the first is claimed "
         "with a note that others use it (or refused with the reason in exclusive mode), the second "
         "is refused with the number of GPUs shown", function=_HERE + "claim", seconds=3.0,
-        timeout=60.0,
+        timeout=60.0, forks=True,
     ),
     GpuCheck(
         id="env-settings", group="environment", what="settings of a rank: allocator, NCCL's "
@@ -74,9 +73,10 @@ def claim(place: Place) -> Outcome:
     ready, says = os.pipe()
     child = os.fork()
     if child == 0:
-        with contextlib.suppress(BaseException):
+        try:
             _hold(says, asked, holds)
-        os._exit(1)
+        finally:  # a forked process must not go on in what its parent was doing
+            os._exit(1)
     os.close(says)
     os.close(asked)
     try:
@@ -94,20 +94,21 @@ def claim(place: Place) -> Outcome:
 
 
 def _in_child(call: Callable[[], Any]) -> Any:
-    """What a call returns in a forked process, as plain data."""
+    """What a call returns or raises in a forked process, as plain data."""
     out, into = os.pipe()
     child = os.fork()
     if child == 0:
         try:
             os.write(into, json.dumps(call()).encode())
-        except BaseException as error:
+        except Exception as error:  # what it is, is the answer
             os.write(into, json.dumps(f"{type(error).__name__}: {error}").encode())
-        os._exit(0)
+        finally:  # a forked process must not go on in what its parent was doing
+            os._exit(0)
     os.close(into)
     with os.fdopen(out) as file:
         text = file.read()
-    os.waitpid(child, 0)
-    return json.loads(text)
+    _, status = os.waitpid(child, 0)
+    return json.loads(text) if text else f"ended without an answer (status {status})"
 
 
 def _hidden() -> Any:

@@ -114,9 +114,10 @@ def gradients_of(
     place: Place, fields: str = "", layers: int | None = None, **options: Any
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and gradients of one fp32 step of a small Llama on one rank of a layout `dp1:fields`."""
-    config = place.size(WIDE, BASE)
+    config = dict(place.size(WIDE, BASE))
+    config["num_hidden_layers"] = layers or config["num_hidden_layers"]
     job = spec(
-        {**config, "num_hidden_layers": layers or config["num_hidden_layers"]}, layout=f"dp1:{fields}" if fields else "dp1", dtype="fp32",
+        config, layout=f"dp1:{fields}" if fields else "dp1", dtype="fp32",
         seq_len=place.size(256, 16), **options,
     )  # fmt: skip
     trained = Trained(place, job)

@@ -102,8 +102,8 @@ CHECKS = (
         )
         for name, text in (("dp2", "dp2"), ("zero2", "dp2:zero=2"), ("zero3", "dp2:zero=3"))
     ),
-    _row("generate-tp2", "greedy answers of a tiny Llama at tp2, whose decode steps are captured in "
-         "CUDA graphs with their collectives, compared with one GPU", "generate",
+    _row("generate-tp2", "greedy answers of a tiny Llama at tp2, whose decode steps are captured "
+         "in CUDA graphs with their collectives, compared with one GPU", "generate",
          "the same 16 tokens; every rank captures the same sizes", seconds=60.0,
          arguments={"layout": "tp2"}),
     _row("one-gpu-nccl", "two ranks on one GPU, joined by NCCL", "one_gpu",

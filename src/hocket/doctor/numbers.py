@@ -264,7 +264,7 @@ def cross_entropy(place: Place, *, dtype: str) -> Outcome:
     from hocket.runtime.mesh import Axis
     from hocket.runtime.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 
-    tokens, vocabulary = place.size((4096, 128256), (24, 64))
+    tokens, vocabulary = place.size((2048, 128256), (24, 64))
     logits = place.draw(tokens, vocabulary, dtype=_dtype(dtype), seed=1, grad=True)
     labels = torch.randint(vocabulary, (tokens,), generator=torch.Generator().manual_seed(2)).to(
         place.device

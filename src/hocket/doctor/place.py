@@ -211,6 +211,8 @@ class Place:
         from hocket.training.utilization import peak_flops
 
         found = peak_flops(self.name) if self.on_gpu else 1e12
+        if "MIG" in self.name:
+            raise Cannot(f"{self.name} is a part of a GPU, whose peak is not in the table")
         if found is None:
             raise Cannot(f"the peak of {self.name} is not in training/utilization.py")
         return found

@@ -18,10 +18,11 @@ import os
 import select
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 from hocket.doctor.check import CPU, FAKE, GPU, GpuCheck
 from hocket.doctor.present import NO_GPU, Present, present
@@ -34,6 +35,8 @@ START = 120.0
 """Seconds in which a worker is to be ready."""
 GRACE = 15.0
 """Seconds beyond a check's own limit after which its worker is taken for dead."""
+_TAIL = 500
+"""Bytes of a worker's stderr that a lost worker's line repeats."""
 REHEARSAL = 120.0
 """Seconds that one rehearsal may take."""
 
@@ -48,6 +51,7 @@ class Worker:
     def __init__(self, *, fake: bool = False) -> None:
         self.fake = fake
         self._process: subprocess.Popen[str] | None = None
+        self._errors: IO[bytes] | None = None
 
     def run(self, name: str, form: str, timeout: float) -> Result:
         """The result of one check; never raises for what a check does."""
@@ -67,9 +71,10 @@ class Worker:
         environment = dict(os.environ)
         folders = [str(folder) for folder in sys.path if folder]
         environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(folders))
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  as long as the process
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            text=True, env=environment,
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
+            env=environment,
         )  # fmt: skip
         self._answer(START)
 
@@ -80,7 +85,7 @@ class Worker:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            raise WorkerLost("the worker's process ended") from None
+            raise WorkerLost(f"the worker's process ended{self._tail()}") from None
         return self._answer(timeout)
 
     def _answer(self, timeout: float) -> Result:
@@ -88,12 +93,22 @@ class Worker:
         assert self._process.stdout is not None
         ready, _, _ = select.select([self._process.stdout], [], [], timeout)
         if not ready:
-            raise WorkerLost(f"the worker's process did not answer for {timeout:.0f} s")
+            raise WorkerLost(
+                f"the worker's process did not answer for {timeout:.0f} s{self._tail()}"
+            )
         line = self._process.stdout.readline()
         if not line:
-            raise WorkerLost(f"the worker's process ended (exit code {self._process.wait()})")
+            code = self._process.wait()
+            raise WorkerLost(f"the worker's process ended (exit code {code}){self._tail()}")
         found: Result = json.loads(line)
         return found
+
+    def _tail(self) -> str:
+        """The last lines of the process's stderr."""
+        assert self._errors is not None
+        size = os.fstat(self._errors.fileno()).st_size
+        text = os.pread(self._errors.fileno(), _TAIL, max(0, size - _TAIL)).decode(errors="replace")
+        return f": ...{text.strip()}" if text.strip() else ""
 
     def close(self) -> None:
         """End the worker, and with it the check that it executes."""
@@ -102,7 +117,7 @@ class Worker:
             return
         process.kill()
         process.wait()
-        for pipe in (process.stdin, process.stdout):
+        for pipe in (process.stdin, process.stdout, self._errors):
             if pipe is not None:
                 with contextlib.suppress(OSError):
                     pipe.close()

@@ -40,6 +40,8 @@ Result = dict[str, Any]
 
 _PR_SET_PDEATHSIG = 1
 _FORK_REJECTED = ("re-initialize CUDA in forked", "initialization error")
+SMALL = 40e9
+"""Bytes of GPU memory below which a check that runs out of memory cannot be executed."""
 _TAIL = 2000
 """Characters of a child's output that a failure repeats."""
 
@@ -60,10 +62,13 @@ def perform(name: str, form: str) -> Result:
         }  # fmt: skip
     except Cannot as reason:
         found |= {"cannot": True, "reason": str(reason), "values": dict(place.values)}
+    # Whatever a check raises is its result: the worker goes on with the next one.
     except Exception as error:
         lines = traceback.format_exception(error)
         where = lines[-2].strip().splitlines()[0] if len(lines) > 2 else ""
         found["reason"] = f"{type(error).__name__}: {str(error).strip()} ({where})"
+        if form == GPU and type(error).__name__ == "OutOfMemoryError" and _is_small():
+            found |= {"cannot": True, "reason": f"needs more memory than this GPU has: {error}"}
         found["values"] = dict(place.values)
         traceback.print_exc()
     return {**found, "seconds": time.perf_counter() - begun}
@@ -74,24 +79,40 @@ def missing(check: GpuCheck, form: str) -> None:
     for package in check.packages:
         if importlib.util.find_spec(package) is None:
             raise Cannot(f"needs the package {package}")
-    if form != GPU or not check.gpus or check.driver:
+    if form != GPU or not check.gpus or check.driver or check.forks:
         return
     import torch
 
     count = torch.cuda.device_count()
     if count < check.gpus:
         raise Cannot(f"needs {check.gpus} GPUs, {count} {'is' if count == 1 else 'are'} here")
-    least = min(torch.cuda.get_device_capability(i) for i in range(check.gpus))
+    try:
+        least = min(torch.cuda.get_device_capability(i) for i in range(check.gpus))
+    except RuntimeError as error:
+        text = str(error).strip().splitlines()[0]
+        # In a forked process the same check is executed again in a fresh one.
+        if check.group == "environment" or any(words in text for words in _FORK_REJECTED):
+            raise
+        raise Cannot(f"CUDA does not start ({text}): hocket doctor --group environment") from None
     if least < check.capability:
         raise Cannot(
             f"needs compute capability {'.'.join(map(str, check.capability))}, this GPU has "
             f"{'.'.join(map(str, least))}"
         )
+    if not check.memory:
+        return
     free, _ = torch.cuda.mem_get_info(0)
     if free < check.memory:
         raise Cannot(
             f"needs {format_bytes(check.memory)} of GPU memory, {format_bytes(free)} is free"
         )
+
+
+def _is_small() -> bool:
+    """Whether GPU 0 has less memory than checks are made for that do not say how much they need."""
+    import torch
+
+    return torch.cuda.get_device_properties(0).total_memory < SMALL
 
 
 def _surroundings(check: GpuCheck, form: str) -> contextlib.AbstractContextManager[None]:
@@ -201,7 +222,8 @@ def serve(requests: IO[str], answers: IO[str]) -> None:
         request = json.loads(line)
         asked = request["id"], request["form"], float(request["timeout"])
         found = forked(*asked)
-        if any(words in found["reason"] for words in _FORK_REJECTED):
+        rejected = any(words in found["reason"] for words in _FORK_REJECTED)
+        if rejected and not by_id(asked[0]).forks:
             found = fresh(*asked)
         answers.write(json.dumps({"id": request["id"], **found}) + "\n")
         answers.flush()
@@ -209,13 +231,17 @@ def serve(requests: IO[str], answers: IO[str]) -> None:
 
 def _warm() -> None:
     """Import what children need; nothing here may touch a device."""
+    from hocket.launch.server import no_device_asked
+
     with contextlib.suppress(ImportError):
         import torch
-        import torch._dynamo
-        import torch.distributed
 
-        import hocket.training.build
-        import hocket.training.check  # noqa: F401
+        with no_device_asked():
+            import torch._dynamo
+            import torch.distributed
+
+            import hocket.training.build
+            import hocket.training.check  # noqa: F401
 
         torch.set_num_threads(1 if torch.version.cuda is None else torch.get_num_threads())
 

@@ -35,7 +35,9 @@ def expected(spec: str, schedule: str, ranks: list[int]) -> dict[str, Any]:
             return function(job, board, ranks)
         except HocketError as error:
             reasons[name] = error.message
-        except Exception:  # a family that the model of memory or communication does not know
+        # The ranks' traces must survive a failed prediction: for a family that the models of memory
+        # and communication do not know, any exception is possible, and becomes the reason.
+        except Exception:
             reasons[name] = traceback.format_exc(limit=-1).strip().splitlines()[-1]
         return None
 

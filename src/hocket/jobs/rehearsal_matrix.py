@@ -93,7 +93,7 @@ def matrix(
         try:
             _rehearse_all(left, events.put, stop)
             events.put(None)
-        except BaseException as error:
+        except BaseException as error:  # raised again by the thread that waits for events
             events.put(error)
 
     threads = [threading.Thread(target=serve, daemon=True) for _ in range(min(workers, len(cases)))]

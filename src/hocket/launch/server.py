@@ -27,7 +27,8 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from hocket.launch import lines
 from hocket.launch.rank import die_with, run_rank
@@ -174,16 +175,51 @@ class Server:
             self.bury(rank)
 
 
+@contextlib.contextmanager
+def no_device_asked() -> Iterator[None]:
+    """Within, torch answers whether Triton can be used without initializing CUDA.
+
+    Packages ask while they are imported (torchao, which transformers imports where it is
+    installed), and a process that initialized CUDA cannot fork others that use it. torch asks the
+    device whether its compute capability is 7.0 or higher, the least that is supported here. Who
+    bound the function meanwhile gets torch's own answer later.
+    """
+    from torch.utils import _triton
+
+    module: Any = _triton
+    given = module.has_triton
+    within = True
+
+    def has_triton() -> bool:
+        import torch
+
+        if within and torch.cuda.is_available():
+            return bool(module.has_triton_package())
+        return bool(given())
+
+    has_triton.cache_clear = given.cache_clear  # type: ignore[attr-defined]
+    module.has_triton = has_triton
+    try:
+        yield
+    finally:
+        within = False
+        module.has_triton = given
+
+
 def take_in(modules: Iterable[str]) -> tuple[dict[str, float], dict[str, str]]:
     """Import each, quietly: seconds by name, and by name what went wrong.
 
     What fails here fails again in the rank that needs it, with its own traceback.
     """
     seconds, wrong = {}, {}
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), contextlib.ExitStack() as stack:
         warnings.simplefilter("ignore")
+        asking = True
         for name in modules:
             begin = time.perf_counter()
+            if asking and "torch" in sys.modules:
+                asking = False
+                stack.enter_context(no_device_asked())
             try:
                 importlib.import_module(name)
             except Exception as error:
