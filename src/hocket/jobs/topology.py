@@ -41,9 +41,8 @@ def keep(folder: RunFolder, cluster: str, device: str = "auto") -> str:
 
     if cluster == foresight.NONE:
         return ""
-    asked = machine.AUTO if cluster == foresight.KEPT else cluster
     try:
-        measured = forecast.measurements(asked, device)
+        measured = forecast.measurements(cluster, device)
     except HocketError:
         return ""
     if measured is None:
