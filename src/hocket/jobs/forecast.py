@@ -3,8 +3,8 @@
     RunSpec -> ModelShape (traced once for each architecture and kept) x Measured (hocket probe)
         -> forecast.json, timeline.predicted.json
 
-Where the machine was measured before, the prediction exists before the first step. Elsewhere the run
-starts without one. No failure to predict fails a run: forecast.json gives the reason.
+Where the machine was measured before, the prediction exists before the first step. Elsewhere the
+run starts without one. No failure to predict fails a run: forecast.json gives the reason.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from hocket.jobs.precision import on_cuda
-from hocket.probing import host
 from hocket.spec.capabilities import runs
 from hocket.spec.errors import HocketError, LayoutError, OptionError
 from hocket.spec.layout import Layout, divisors
@@ -79,6 +78,8 @@ def allowed(spec: RunSpec) -> Allowed | None:
         return Allowed(each)
     if on_cuda(spec.options):
         return None
+    from hocket.probing import host
+
     here = host.free_memory()
     return Allowed(here, together=True) if _least(spec) > SURE * here else None
 
