@@ -218,7 +218,7 @@ def _compare(
         meshes[shape] = Mesh(spec.layout, context.rank, first.device)
     plan = ParallelPlan.from_json((folder / "plan.json").read_text())
     schedule = build(spec.layout, spec.layout.microbatches or 1)
-    *_, parallel = build_model(spec, meshes[shape], schedule, plan)
+    *_, parallel = build_model(spec, meshes[shape], schedule, plan, labels_shifted=False)
     optimizer = build_optimizer(parallel, spec.options)
     report = compare_layout(spec, parallel, optimizer, folder, STEPS)
     if report is None:

@@ -37,7 +37,7 @@ from hocket.spec.run import RunSpec, TrainOptions, write_text
 from hocket.spec.schedule import Schedule
 from hocket.spec.tensor_file import TensorFile
 from hocket.training.optimizer import Optimizer
-from hocket.training.reference import global_batch, microbatches, write_reference
+from hocket.training.reference import global_batch, microbatches, num_tokens, write_reference
 
 if TYPE_CHECKING:
     from hocket.launch import RankContext
@@ -70,7 +70,7 @@ def compare(context: RankContext, payload: Mapping[str, Any]) -> None:
 
     spec = RunSpec.from_json(payload["spec"])
     schedule = Schedule.parse(payload["schedule"]) if "schedule" in payload else None
-    job = build(spec, context, schedule)
+    job = build(spec, context, schedule, labels_shifted=False)
     report = compare_layout(
         spec, job.parallel, job.optimizer, Path(payload["folder"]), int(payload.get("steps", STEPS))
     )
@@ -132,7 +132,7 @@ def compare_layout(
             {key: value.to(mesh.device) for key, value in part.items()}
             for part in microbatches(spec, batch, data_rank)
         ]
-        loss = parallel.forward_backward(parts, int((batch["labels"] != -100).sum()))
+        loss = parallel.forward_backward(parts, num_tokens(batch))
         norm = parallel.clip_grad_norm(0.0)
         rank.gradients = parallel.gradients()
         after = Reference(folder / f"step-{step}.safetensors")
