@@ -138,7 +138,7 @@ def test_a_gradient_that_differs_is_drawn_once_more(monkeypatch):
     def trial(reasons):
         drawn = []
 
-        def one(tiny, attention, *, index, degree, slices, draw):
+        def one(tiny, attention, *, index, degree, slices, draw, group):
             drawn.append(draw)
             return reasons[draw], ""
 
