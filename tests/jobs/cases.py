@@ -119,7 +119,7 @@ def own_loop(context: Any, layouts: list[str], folder: str, steps: int) -> dict[
         state = parallel.eval().state_dict()
         assert all(not stage.module.training for stage in parallel.stages)
         exported = parallel.export(Path(folder) / f"model-{number}")
-        prompts = ids[:2, :3].tolist() + [ids[2, :5].tolist()]
+        prompts = [*ids[:2, :3].tolist(), ids[2, :5].tolist()]
         row["tokens"] = parallel.generate(prompts, max_new_tokens=5)
         if context.rank == 0:
             other = copy.deepcopy(fresh)
@@ -187,8 +187,9 @@ def router_loss(context: Any, cases: list[tuple[str, int]]) -> list[dict[str, An
         rows.append(
             {
                 "loss": abs(float(loss) - sum(losses)),
-                "cross_entropy": float(plain(input_ids=ids, labels=labels,
-                                             output_router_logits=False).loss.detach()),
+                "cross_entropy": float(
+                    plain(input_ids=ids, labels=labels, output_router_logits=False).loss.detach()
+                ),
                 "expected": sum(losses),
                 "gradient": off,
                 "norm": abs(float(ours) - float(norm)) / float(norm),
@@ -215,8 +216,14 @@ def rejected(context: Any) -> dict[str, str]:
         "mixtral pp2": ("mixtral", {"output_router_logits": True, "num_local_experts": 2}, "pp2"),
         "bamba z-loss": (
             "bamba",
-            {"z_loss_coefficient": 0.1, "attn_layer_indices": [1], "num_key_value_heads": 2,
-             "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16},
+            {
+                "z_loss_coefficient": 0.1,
+                "attn_layer_indices": [1],
+                "num_key_value_heads": 2,
+                "mamba_n_heads": 8,
+                "mamba_d_head": 8,
+                "mamba_d_state": 16,
+            },
             "dp2",
         ),
     }

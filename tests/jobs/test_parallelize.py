@@ -90,8 +90,9 @@ def test_shifted_labels_are_taken_where_it_is_said() -> None:
 
     ids = torch.randint(0, 96, (2, 9))
     model = _llama()
-    expected = model(input_ids=ids[:, :-1], labels=ids[:, :-1], shift_labels=ids[:, 1:].contiguous()).loss
-    batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:].contiguous()}
+    tokens, following = ids[:, :-1], ids[:, 1:].contiguous()
+    expected = model(input_ids=tokens, labels=tokens, shift_labels=following).loss.detach()
+    batch = {"input_ids": tokens, "labels": following}
     parallel = hocket.parallelize(model, "dp1", labels_shifted=True)
     assert float(parallel.forward_backward([batch])) == pytest.approx(float(expected), abs=1e-6)
     assert parallel.count_tokens([batch]) == 16

@@ -31,7 +31,6 @@ from hocket.jobs.twin_verdict import (
     parts_of,
     read,
     reject,
-    reject_router_loss,
     write,
 )
 from hocket.spec.errors import ModelError
@@ -74,8 +73,6 @@ def require(
         return Verdict()
     file = cache_file(source.config, attention) if source.code is None else None
     known = read(file)
-    if "loss" in wanted:
-        reject_router_loss(source.config, layout)
     missing = known.missing(wanted)
     if missing:
         heard: list[dict[str, Any]] = []
@@ -179,7 +176,7 @@ def try_stages(config: Any, attention: str) -> str:
     if plan.stages is None:
         return plan.reasons["stages"]
     if plan.router is not None and (why := router_loss_rejected(Layout(pp=2))):
-        return why[0]
+        return why
     if plan.stages.num_layers == 1:
         return "it has one layer"
     for end, owner in plan.ties.items():
@@ -356,6 +353,8 @@ def _try_tensors(
             key = f"{name} {there}"
             found[key], wanted[key] = grad[here], gradients[name][there]
     reason = compare(expected[..., mine], logits.detach(), wanted, found, plan)
+    if reason and plan.router is not None:
+        reason += ' (with the router\'s auxiliary loss; "output_router_logits": false is without)'
     return next((text for text in _said(reason, axis, recorder) if text), ""), note
 
 

@@ -19,7 +19,6 @@ from hocket.jobs.twin_verdict import (
     parts_of,
     read,
     reject,
-    reject_router_loss,
     write,
 )
 
@@ -49,8 +48,6 @@ def require(module: nn.Module, layout: Layout, *, loss: bool) -> Verdict:
     wanted = parts_of(layout, loss=loss)
     if not wanted:
         return Verdict()
-    if loss:
-        reject_router_loss(values, layout)
     attention = "eager" if getattr(own, "_attn_implementation", "") == "eager" else "sdpa"
     several = dist.is_initialized() and dist.get_world_size() > 1
     group = dist.new_group(backend="gloo") if several else None

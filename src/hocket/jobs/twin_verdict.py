@@ -14,7 +14,6 @@ from typing import Any
 import hocket
 from hocket.spec.errors import ModelError
 from hocket.spec.layout import Layout
-from hocket.spec.plan import router_loss_rejected
 from hocket.spec.run import write_text
 
 RULES = 6
@@ -79,14 +78,6 @@ def parts_of(
         "packed": packed,
     }
     return [part for part, want in wanted.items() if want]
-
-
-def reject_router_loss(config: Mapping[str, Any], layout: Layout) -> None:
-    """Raise ModelError where a configuration adds a router's auxiliary loss that the layout cannot
-    compute."""
-    why = router_loss_rejected(layout) if config.get("output_router_logits") else None
-    if why is not None:
-        raise ModelError(why[0], hint=why[1])
 
 
 def reject(known: Verdict, wanted: Collection[str], layout: Layout, name: str, kind: str) -> None:

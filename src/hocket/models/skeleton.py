@@ -123,6 +123,8 @@ def build(
         try:
             auto: Any = transformers.AutoModelForCausalLM
             model = auto.from_config(config, attn_implementation=attention, dtype=dtype, **trusted)
+            if dtype == torch.float64 and model._can_set_experts_implementation():
+                model.set_experts_implementation("eager")  # torch's grouped GEMM has no fp64
         except Exception as error:  # many kinds, all of them the configuration's fault
             raise ModelError(
                 f"transformers cannot build {config.model_type!r} from its configuration: {error}"

@@ -160,10 +160,9 @@ def _check(layout: Layout, plan: ParallelPlan, schedule: Schedule | None) -> Non
             f"the layout is {layout}",
             hint=runnable(layout).axes_text(),
         )
-    if plan.router is not None:
-        why = router_loss_rejected(layout)
-        if why:
-            raise ModelError(why[0], hint=why[1])
+    if plan.router is not None and (why := router_loss_rejected(layout)):
+        one = dataclasses.replace(layout, pp=1, virtual_stages=1, data_parallel="processes")
+        raise ModelError(why, hint=str(one))
     if layout.tp > 1 and plan.tensor is None:
         reason = plan.reasons.get("tensor", "its plan splits no tensors")
         raise ModelError(f"the module cannot be split over tp {layout.tp}: {reason}", hint="tp1")

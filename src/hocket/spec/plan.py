@@ -278,22 +278,18 @@ class RouterLoss:
     gates: tuple[str, ...] = ()
 
 
-def router_loss_rejected(layout: Layout) -> tuple[str, str] | None:
-    """(why a router's auxiliary loss cannot be computed in a layout, one fix); None: it can."""
+def router_loss_rejected(layout: Layout) -> str:
+    """Why a router's auxiliary loss cannot be computed in a layout, and a fix; empty: it can."""
     loss = "the configuration sets output_router_logits, which adds the router's auxiliary loss"
+    without = '"output_router_logits": false trains without it'
     if layout.num_stages > 1:
         return (
             f"{loss}: it multiplies sums over the routers of all layers, and a pipeline stage has "
-            "only its own",
-            f"{dataclasses.replace(layout, pp=1, virtual_stages=1, cut='balanced')}, or "
-            '"output_router_logits": false in the configuration',
+            f"only its own; {without}"
         )
     if layout.data_parallel == "threads":
-        return (
-            f"{loss}, and replicas in threads gather nothing but logits",
-            "data_parallel=processes",
-        )
-    return None
+        return f"{loss}, and replicas in threads gather nothing but logits; {without}"
+    return ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

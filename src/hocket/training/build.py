@@ -47,7 +47,12 @@ from hocket.training.optimizer import Optimizer
 if TYPE_CHECKING:
     from hocket.launch import RankContext
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
+DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp8": torch.bfloat16,
+}
 """Of parameters, by the dtype that was asked for: fp8 is one of products alone."""
 
 

@@ -92,9 +92,9 @@ class Reference:
         key = f"{kind}/{name}"
         entry = self._file.entries[key]
         assert entry.shape == placement.shape, (key, entry.shape, placement.shape)
-        local = torch.empty(placement.local_shape)
+        whole = DiskTensor(self._file, key)
+        local = torch.empty(placement.local_shape, dtype=whole.dtype)
         if local.numel():
-            whole = DiskTensor(self._file, key)
             for in_global, in_local in placement.pairs():
                 whole.read(in_global, local[in_local])
         return local
@@ -206,15 +206,20 @@ class _Rank:
                 found[name] = (0.0, value_limit(options.lr))
                 continue
             theirs = self.part(file, "gradient", name)
-            rounding = (self.gradient(name).float().cpu() - theirs).abs()
+            rounding = (_wide(self.gradient(name)) - theirs).abs()
             second = self.part(file, "exp_avg_sq", name) / (1 - options.beta2**step)
             amplified = rounding / (second.sqrt() + options.eps)
             allowed = value_limit(options.lr) + 2 * options.lr * amplified
-            ours = parameter.detach().float().cpu()
-            difference = (ours - self.part(file, "value", name)).abs()
+            difference = (_wide(parameter) - self.part(file, "value", name)).abs()
             at = int((difference / allowed).argmax())  # the first NaN, if there is one
             found[name] = (float(difference.view(-1)[at]), float(allowed.view(-1)[at]))
         return found
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """On the CPU, in fp32 or in fp64."""
+    held = tensor.detach().cpu()
+    return held if held.dtype == torch.float64 else held.float()
 
 
 def _owner(name: str, tie: str | None, ties: Mapping[str, str], shapes: Mapping[str, Any]) -> str:
@@ -226,7 +231,7 @@ def _owner(name: str, tie: str | None, ties: Mapping[str, str], shapes: Mapping[
 
 def _difference(ours: Tensor, theirs: Tensor) -> float:
     """The largest difference of two local tensors; NaN if any entry is NaN."""
-    ours = ours.detach().float().cpu()
+    ours = _wide(ours)
     return float((ours - theirs).abs().max()) if ours.numel() else 0.0
 
 

@@ -39,6 +39,7 @@ from hocket.spec.errors import OptionError
 from hocket.spec.placement import Placement
 from hocket.spec.run import RunSpec, write_text
 from hocket.spec.tensor_file import Entry, write_tensors
+from hocket.training.build import dtype_of
 from hocket.training.optimizer import STATE, decays
 from hocket.training.packing import DOCUMENTS
 
@@ -148,9 +149,14 @@ def write_reference(
 def _plain(spec: RunSpec, device: torch.device | str = "cpu") -> Any:
     """The plain model in training mode, with the values that the job begins with."""
     source = of_run(spec)
+    dtype = dtype_of(spec.workload.dtype)
     whole, model = (
         skeletons.build(
-            spec.config, attention=spec.options.attention, dropout=0.0, code=source.code
+            spec.config,
+            attention=spec.options.attention,
+            dtype=dtype,
+            dropout=0.0,
+            code=source.code,
         )
         for _ in range(2)
     )
@@ -158,7 +164,9 @@ def _plain(spec: RunSpec, device: torch.device | str = "cpu") -> Any:
         n: Placement.whole(n, tuple(p.shape))
         for n, p in model.named_parameters(remove_duplicate=False)
     }
-    weights.materialize(model, placements, whole, source, device=device, seed=spec.options.seed)
+    weights.materialize(
+        model, placements, whole, source, device=device, dtype=dtype, seed=spec.options.seed
+    )
     return model.train()
 
 
