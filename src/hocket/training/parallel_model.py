@@ -56,7 +56,11 @@ class WholeModule:
         return cls(
             config=getattr(module, "config", None),
             parameters={n: (tuple(p.shape), p.dtype) for n, p in every.items()},
-            buffers={n: t.detach().cpu().clone() for n, t in saved.items() if n not in every},
+            buffers={
+                n: t.detach().cpu().clone()
+                for n, t in saved.items()
+                if n not in every and not t.is_meta
+            },
             owners={n: first[id(p)] for n, p in every.items()},
         )
 
