@@ -31,10 +31,10 @@ For every type of which the installed transformers has a causal language model, 
 of its class defaults (four layers or two of each kind, hidden size 64, four heads) trains three
 steps at each layout, and its loss, every gradient and every value after the optimizer's step are
 compared with what the plain transformers model computes in one process ([what counts as
-equal](../guides/check.md)). A type whose name ends in `+` is the second configuration of its class, with
-optional switches on (`output_router_logits`, `alibi`, `attention_bias` and others, where they are off by
-default). A type or a cell that is missing here has not been run. "Train" means:
-every layout tried that splits along these axes, or some of them, is equal.
+equal](../guides/check.md)). A type whose name ends in `+` is the second configuration of its class,
+with optional switches on (`output_router_logits`, `alibi`, `attention_bias` and others, where they
+are off by default). A type or a cell that is missing here has not been run. "Train" means: every
+layout tried that splits along these axes, or some of them, is equal.
 """
 
 
