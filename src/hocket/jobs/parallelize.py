@@ -99,6 +99,7 @@ def parallelize(
         module, layout, plan, mesh=mesh, schedule=order, loss_fn=loss_fn, seed=seed,
         bucket_mb=bucket_mb, labels_shifted=labels_shifted or not shifts, kind=ParallelModel,
     )  # fmt: skip
+    assert isinstance(parallel, ParallelModel)
     parallel.whole = whole
     parallel.generator = _generate if hugging_face else None
     return parallel

@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,8 +35,6 @@ from hocket.spec.schedule import Schedule
 
 __all__ = ["Parallel", "parallelize"]
 
-P = TypeVar("P", bound=Parallel)
-
 
 def parallelize(
     module: nn.Module,
@@ -50,8 +48,8 @@ def parallelize(
     seed: int = 0,
     bucket_mb: float | None = None,
     labels_shifted: bool = False,
-    kind: type[P] = Parallel,  # type: ignore[assignment]
-) -> P:
+    kind: type[Parallel] = Parallel,
+) -> Parallel:
     """Take this rank's part of `module`. Call on every rank of the world with equal arguments.
 
     A module on the meta device is left as it is and its part stays on the meta device: give it
