@@ -67,7 +67,7 @@ SWITCHES: Mapping[str, Any] = {
 }  # fmt: skip
 """Optional switches that change what a model computes, to the value that is seldom the default."""
 
-EXCLUDED: Mapping[str, tuple[str, ...]] = {}
+EXCLUDED: Mapping[str, tuple[str, ...]] = {"dbrx": ("tie_word_embeddings",)}
 """Model type to switches that its class cannot have together with its other defaults."""
 
 

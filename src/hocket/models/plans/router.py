@@ -20,11 +20,12 @@ def router_loss(model: nn.Module) -> RouterLoss | None:
     config: Any = getattr(model, "config", None)
     if not getattr(config, SWITCH, False):
         return None
+    gates = _gates(model)
     for name in _COEFFICIENTS:
         coefficient = getattr(model, name, None)
-        if isinstance(coefficient, int | float):
-            return RouterLoss(coefficient=float(coefficient), gates=_gates(model))
-    return None  # some families have the switch for their outputs alone
+        if gates and isinstance(coefficient, int | float):
+            return RouterLoss(coefficient=float(coefficient), gates=gates)
+    return None  # no router, or the switch is for the model's outputs alone
 
 
 def _gates(model: nn.Module) -> tuple[str, ...]:
