@@ -56,8 +56,8 @@ def shifts_labels(model: Any, input_ids: Tensor) -> bool:
     keys = _loss_keys(model.config)
     raise ModelError(
         f"transformers' own loss of the proxy model is {own:.6g}, next-token cross-entropy "
-        f"{'and the auxiliary loss of its routers are' if router else 'is'} {shifted:.6g}: its "
-        "forward adds a loss that hocket does not compute"
+        f"{'and the auxiliary loss of its routers are' if router else 'is'} {shifted:.6g}: "
+        "hocket does not compute the loss of its forward"
         + (f" ({', '.join(keys)} in the configuration)" if keys else ""),
         hint=f'"{keys[0].partition("=")[0]}": 0 in the configuration' if keys else None,
     )
