@@ -31,25 +31,28 @@ For every type of which the installed transformers has a causal language model, 
 of its class defaults (four layers or two of each kind, hidden size 64, four heads) trains three
 steps at each layout, and its loss, every gradient and every value after the optimizer's step are
 compared with what the plain transformers model computes in one process ([what counts as
-equal](../guides/check.md)). A type or a cell that is missing here has not been run. "Train" means:
-every layout tried that splits along these axes, or some of them, is equal.
+equal](../guides/check.md)). A type whose name ends in `+` is the second configuration of its class,
+with optional switches on (`output_router_logits`, `alibi`, `attention_bias` and others, where they
+are off by default). A type or a cell that is missing here has not been run. "Train" means: every
+layout tried that splits along these axes, or some of them, is equal.
 """
 
 
 def page(rows: tuple[TypeRow, ...]) -> str:
     """The whole page."""
     layouts = tuple(t for t in LAYOUTS if any(row.cell(t) for row in rows))
-    found = Matrix(layouts=layouts, rows=rows)
-    counts = found.outcomes()
+    every = Matrix(layouts=layouts, rows=rows)
+    found = Matrix(layouts=layouts, rows=tuple(row for row in rows if not row.kind.endswith("+")))
+    second = Matrix(layouts=layouts, rows=tuple(row for row in rows if row.kind.endswith("+")))
     split = found.train_under("dp", "pp", "tp", "zero")
     sliced = found.train_under("dp", "pp", "tp", "zero", "sequence")
     inferred = {row.kind for row in rows if row.inferred}
     whole = sum(1 for kind in split for row in rows if row.kind == kind and row.note)
     lines = [
         HEAD,
-        f"{len(rows)} types of transformers {_version()} at {len(layouts)} layouts: "
-        + ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
-        + ".",
+        f"{len(found.rows)} types of transformers {_version()} at {len(layouts)} layouts: "
+        f"{_counts(found)}. {len(second.rows)} of them were run in the second configuration: "
+        f"{_counts(second)}.",
         "",
         f"- {len(found.train_under('dp', 'zero'))} types train under data parallelism and ZeRO;",
         f"- {len(found.train_under('dp', 'pp', 'zero'))} under pipeline, data and ZeRO, in every "
@@ -72,12 +75,16 @@ def page(rows: tuple[TypeRow, ...]) -> str:
         "",
         "## What is refused, and why",
         "",
-        *_reasons(found),
+        *_reasons(every),
         "## What tensor parallelism holds whole",
         "",
         *(f"- `{row.kind}`: {_plain(row.note)}" for row in rows if row.note and row.kind in split),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _counts(found: Matrix) -> str:
+    return ", ".join(f"{count} {outcome}" for outcome, count in found.outcomes().items())
 
 
 def _line(row: TypeRow, layouts: tuple[str, ...]) -> str:

@@ -92,7 +92,7 @@ def compose(
     threads = spec.layout.data_parallel == "threads"
     schedule = None if threads else build(spec.layout, spec.layout.microbatches or 1)
     plan = ParallelPlan.from_json((folder / PLAN).read_text()) if folder else None
-    *_, parallel = build_model(spec, meshes[key], schedule, plan)
+    *_, parallel = build_model(spec, meshes[key], schedule, plan, labels_shifted=False)
     return parallel, build_optimizer(parallel, spec.options)
 
 
@@ -169,7 +169,7 @@ def break_something(parallel: Any, optimizer: Any, fault: str) -> None:
         whole = parallel.forward_backward
 
         def own(microbatches: Any, num_tokens: int) -> Any:
-            mine = sum(int((m["labels"] != -100).sum()) for m in microbatches)
+            mine = sum(int((m["labels"][:, 1:] != -100).sum()) for m in microbatches)
             return whole(microbatches, mine * parallel.mesh.axis("dp").size)
 
         parallel.forward_backward = own

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import datetime
-import json
 import random
-from pathlib import Path
 
 import pytest
 
 from hocket.jobs import matrix as jobs
 from hocket.jobs.matrix import matrix
-from hocket.jobs.matrix_rank import spec_of
 from hocket.models import registry
-from hocket.models.samples import sample
+from hocket.models.samples import SWITCHED, switches
 from hocket.spec.errors import LayoutError, OptionError
-from hocket.spec.layout import Layout
 from tests.jobs.warm import warm  # noqa: F401  a fixture
 
 pytestmark = [pytest.mark.ranks, pytest.mark.train, pytest.mark.timeout(300)]
@@ -29,7 +25,9 @@ LAYOUTS = ("tp2", "dp2.pp2:microbatches=2,zero=2")
 def todays() -> list[str]:
     """Some types, drawn by the date."""
     drawn = random.Random(datetime.date.today().toordinal())
-    return sorted({*EVERY, *drawn.sample(sorted(registry.causal_classes()), NUMBER)})
+    known = registry.causal_classes()
+    every = sorted([*known, *(f"{kind}{SWITCHED}" for kind in known if switches(kind))])
+    return sorted({*EVERY, *drawn.sample(every, NUMBER)})
 
 
 @pytest.mark.usefixtures("warm")
@@ -42,7 +40,7 @@ def test_todays_types_are_equal_or_refused() -> None:
         for row in found.rows
         for cell in row.cells
         if cell.outcome in ("different", "crashed")
-        or (cell.outcome == "refused") != bool(cell.reason)
+        or (cell.outcome == "refused") != bool(cell.reason not in ("", jobs.ROUNDING))
     ]
     assert not bad, "\n".join(bad)
     for row in found.rows:
@@ -75,7 +73,9 @@ def test_whole_sequences_are_masked_and_what_no_module_reads_is_gathered() -> No
     found = matrix(["mpt", "prophetnet"], ["dp2:zero=3", "dp2.tp2:sequence_parallel=true,zero=3"])
     outcomes = {row.kind: [cell.outcome for cell in row.cells] for row in found.rows}
     assert outcomes["mpt"] == ["equal", "equal"]  # its alibi is added to the mask
-    assert outcomes["prophetnet"] == ["equal", "refused"]  # it reads an embedding's weight itself
+    # It trains on the mean over several predicted tokens, not on next-token cross-entropy.
+    assert outcomes["prophetnet"] == ["refused", "refused"]
+    assert "transformers' own loss" in found.rows[1].cells[0].reason
 
 
 @pytest.mark.usefixtures("warm")
@@ -100,20 +100,15 @@ def test_what_later_stages_lack_is_given_to_them_and_the_rest_is_said_in_words()
     assert "four parts" in found.rows[0].note
 
 
-def test_rounding_is_told_from_what_a_layout_does(tmp_path: Path) -> None:
-    """Of an ordinary type it stays far below what is allowed; xLSTM's passes it."""
-    from hocket.models.skeleton import config_of
-    from hocket.models.twin import twin_of
-    from hocket.training.reference import own_rounding, write_reference
-
-    found = {}
-    for kind in ("llama", "xlstm"):
-        tiny = twin_of(config_of(sample(kind), dropout=0.0)).config.to_dict()
-        spec = spec_of(kind, json.loads(json.dumps(tiny, default=str)), Layout(), tmp_path / kind)
-        write_reference(spec, tmp_path / kind, 1)
-        found[kind], _ = own_rounding(spec, tmp_path / kind)
-    assert 0 < found["llama"] < 0.1
-    assert found["xlstm"] > 1
+@pytest.mark.usefixtures("warm")
+def test_rounding_is_told_from_what_a_layout_does_in_fp64() -> None:
+    """One unit in the last place of xLSTM's weights moves its gradients over the bound in fp32."""
+    found = matrix(["xlstm"], ["dp2"])
+    (cell,) = found.rows[0].cells
+    assert cell.outcome == "equal"
+    assert cell.ratio is not None
+    assert cell.ratio < 1
+    assert cell.reason in ("", jobs.ROUNDING)
 
 
 def test_what_cannot_be_is_refused_before_ranks_start() -> None:

@@ -34,7 +34,7 @@ def train(
     )
     schedule = build(spec.layout, spec.layout.microbatches or 1)
     mesh = Mesh(spec.layout, context.rank)
-    *_, parallel = build_model(spec, mesh, schedule)
+    *_, parallel = build_model(spec, mesh, schedule, labels_shifted=False)
     optimizer = build_optimizer(parallel, spec.options)
     common = {"parallel": parallel, "layout": str(spec.layout), "model": config_hash(spec.config)}
     if first:

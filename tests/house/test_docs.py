@@ -165,18 +165,20 @@ def test_python_blocks_run(
 @pytest.mark.ranks
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    ("page", "code"),
+    ("page", "number", "code"),
     [
-        pytest.param(page, code, id=f"{page.name}-{number}")
+        pytest.param(page, number, code, id=f"{page.name}-{number}")
         for page in PAGES
         for number, code in enumerate(blocks(page, "python torchrun"))
     ],
 )
 def test_torchrun_blocks_run_and_print_what_the_page_says(
-    page: Path, code: str, tmp_path: Path
+    page: Path, number: int, code: str, tmp_path: Path
 ) -> None:
     (tmp_path / "train.py").write_text(code)
-    (said,) = (b for b in blocks(page, "") if b.startswith("torchrun") and "train.py" in b)
+    shown = [b for b in blocks(page, "") if b.startswith("torchrun") and "train.py" in b]
+    assert len(shown) == len(blocks(page, "python torchrun"))
+    said = shown[number]
     command, _, output = said.partition("\n")
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *shlex.split(command)[1:]],

@@ -53,7 +53,7 @@ FLAGS = {
         "threads", "tensorboard", *LAYOUT,
     },
     "check": {
-        "model", "steps", "seq_len", "global_batch", "seed", "lr", "packing", "lora_rank",
+        "model", "steps", "seq_len", "global_batch", "dtype", "seed", "lr", "packing", "lora_rank",
         "lora_alpha", "lora_targets", "attention", "device", "backend",
         "threads", "trust_remote_code", "json", "matrix", "quick", "types", "layouts", *LAYOUT,
     },

@@ -3,43 +3,238 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 
-def public(context: Any, layouts: list[str]) -> list[dict[str, float]]:
-    """`hocket.parallelize` on a Hugging Face model with values, beside the model by itself."""
+def _llama(**more: Any) -> Any:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    import hocket
-
     config = LlamaConfig(
         vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32,
-        attn_implementation="sdpa", use_cache=False,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+        attn_implementation="sdpa", use_cache=False, **more,
     )  # fmt: skip
     torch.manual_seed(0)
-    whole = LlamaForCausalLM(config)
-    ids = torch.randint(0, 96, (8, 17))
-    positions = torch.arange(16).expand(8, 16)
-    logits = whole(input_ids=ids[:, :-1], position_ids=positions).logits
-    loss = torch.nn.functional.cross_entropy(logits.reshape(-1, 96), ids[:, 1:].reshape(-1))
+    return LlamaForCausalLM(config)
+
+
+def _rows(layout: Any, rank: int, count: int) -> slice:
+    size = count // layout.dp
+    first = layout.coordinate(rank)["dp"] * size
+    return slice(first, first + size)
+
+
+def public(context: Any, layouts: list[str]) -> list[dict[str, float]]:
+    """`hocket.parallelize` with transformers' own batches, compared with transformers' own loss."""
+    import torch
+
+    import hocket
+
+    whole = _llama()
+    ids = torch.randint(0, 96, (8, 16))
+    labels = ids.clone()
+    labels[::3, 5:9] = -100  # data ranks and microbatches do not count equally many tokens
+    positions = torch.arange(16).repeat(8, 1)
+    positions[:, 7:] -= 7  # two documents in each row
+    labels[:, 7] = -100
+    batch = {"input_ids": ids, "labels": labels, "position_ids": positions}
+    loss = whole(**batch).loss
     loss.backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in whole.parameters()])
     rows = []
     for text in layouts:
         layout = hocket.Layout.parse(text)
         parallel = hocket.parallelize(copy.deepcopy(whole), text, schedule="gpipe", microbatches=2)
-        rank, size = layout.coordinate(context.rank)["dp"], 8 // layout.dp
-        mine = slice(rank * size, (rank + 1) * size)
-        parts = zip(ids[mine].chunk(2), positions[mine].chunk(2), strict=True)
-        found = parallel.forward_backward(
-            [{"input_ids": i[:, :-1], "position_ids": p, "labels": i[:, 1:]} for i, p in parts]
-        )
+        mine = {key: value[_rows(layout, context.rank, 8)] for key, value in batch.items()}
+        chunks = {key: value.chunk(2) for key, value in mine.items()}
+        microbatches = [{key: value[m] for key, value in chunks.items()} for m in range(2)]
+        total, tokens = parallel.evaluate(microbatches)
+        counted = parallel.count_tokens(microbatches)
+        found = parallel.forward_backward(microbatches)
         rows.append(
             {
                 "loss": abs(float(found) - float(loss)),
+                "evaluated": abs(total / tokens - float(loss)),
+                "tokens": abs(tokens - int((labels[:, 1:] != -100).sum())) + abs(tokens - counted),
                 "norm": abs(float(parallel.clip_grad_norm(0)) - float(norm)) / float(norm),
             }
         )
     return rows
+
+
+def own_loop(context: Any, layouts: list[str], folder: str, steps: int) -> dict[str, Any]:
+    """A loop over plain transformers and the same through `parallelize`, on next = P[token].
+
+    The first layout trains half of the steps and saves; each of the others goes on from there.
+    """
+    import torch
+    from transformers import LlamaForCausalLM
+
+    import hocket
+
+    follows = torch.randperm(96, generator=torch.Generator().manual_seed(3))
+    rows = [torch.randint(0, 96, (8,), generator=torch.Generator().manual_seed(4))]
+    for _ in range(15):
+        rows.append(follows[rows[-1]])
+    ids = torch.stack(rows, 1)
+    batch = {"input_ids": ids, "labels": ids}
+    plain = _llama()
+    fresh = copy.deepcopy(plain)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    expected = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = plain(**batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+        expected.append(float(loss))
+    plain.eval()
+    found: dict[str, Any] = {"expected": expected[-1]}
+    for number, text in enumerate(layouts):
+        layout = hocket.Layout.parse(text)
+        parallel = hocket.parallelize(copy.deepcopy(fresh), layout).train()
+        mine = {key: value[_rows(layout, context.rank, 8)] for key, value in batch.items()}
+        parts = [mine]
+        if parallel.schedule is not None:
+            count = parallel.schedule.num_microbatches
+            chunks = {key: value.chunk(count) for key, value in mine.items()}
+            parts = [{key: value[m] for key, value in chunks.items()} for m in range(count)]
+        optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
+        checkpoints = Path(folder) / "checkpoints"
+        losses = []
+        if number:
+            assert parallel.load_checkpoint(checkpoints, optimizer) == {"epoch": 3}
+            assert parallel.step == steps // 2
+        while parallel.step < steps:
+            losses.append(float(parallel.forward_backward(parts)))
+            parallel.clip_grad_norm(1.0)
+            optimizer.step()
+            if not number and parallel.step == steps // 2:
+                parallel.save_checkpoint(checkpoints, optimizer, extra={"epoch": 3})
+        began = expected[steps // 2 :] if number else expected
+        row = {"loss": max(abs(a - b) for a, b in zip(losses, began, strict=True))}
+        state = parallel.eval().state_dict()
+        assert all(not stage.module.training for stage in parallel.stages)
+        exported = parallel.export(Path(folder) / f"model-{number}")
+        prompts = [*ids[:2, :3].tolist(), ids[2, :5].tolist()]
+        row["tokens"] = parallel.generate(prompts, max_new_tokens=5)
+        if context.rank == 0:
+            other = copy.deepcopy(fresh)
+            other.load_state_dict(state)
+            read = LlamaForCausalLM.from_pretrained(exported, attn_implementation="sdpa")
+            with torch.no_grad():
+                logits = plain(input_ids=ids).logits
+                row["state"] = float((other.eval()(input_ids=ids).logits - logits).abs().max())
+                row["export"] = float((read.eval()(input_ids=ids).logits - logits).abs().max())
+                row["equal"] = all(torch.equal(state[n], p) for n, p in read.state_dict().items())
+                best = other(input_ids=ids[:, :-1]).logits.argmax(-1)
+            row["next"] = float((best == ids[:, 1:]).float().mean())
+            row["copies"] = float((best == ids[:, :-1]).float().mean())
+            row["follows"] = [
+                torch.equal(torch.tensor(tokens), follows[torch.tensor([prompt[-1], *tokens[:-1]])])
+                for prompt, tokens in zip(prompts, row["tokens"], strict=True)
+            ]
+        found[text] = row
+    return found
+
+
+def router_loss(context: Any, cases: list[tuple[str, int]]) -> list[dict[str, Any]]:
+    """Mixtral with its router's auxiliary loss, compared with gradient accumulation over plain
+    transformers: for each layout and number of microbatches."""
+    import torch
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    import hocket
+
+    config = MixtralConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
+        output_router_logits=True, router_aux_loss_coef=0.5, use_cache=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    whole = MixtralForCausalLM._from_config(config, experts_implementation="eager").double()
+    ids = torch.randint(0, 96, (8, 16))
+    labels = ids.clone()
+    labels[:3, 4:12] = -100
+    tokens = int((labels[:, 1:] != -100).sum())
+    rows = []
+    for text, count in cases:
+        layout = hocket.Layout.parse(text)
+        plain = copy.deepcopy(whole)
+        every = count * layout.dp
+        losses = []
+        for part, target in zip(ids.chunk(every), labels.chunk(every), strict=True):
+            more = {} if every == 1 else {"num_items_in_batch": tokens / every}
+            own = plain(input_ids=part, labels=target, **more).loss / every
+            own.backward()
+            losses.append(float(own.detach()))
+        gradients = {name: p.grad for name, p in plain.named_parameters()}
+        parallel = hocket.parallelize(copy.deepcopy(whole), layout)
+        mine = _rows(layout, context.rank, 8)
+        parts = zip(ids[mine].chunk(count), labels[mine].chunk(count), strict=True)
+        loss = parallel.forward_backward([{"input_ids": i, "labels": t} for i, t in parts])
+        off = 0.0
+        for name, gradient in parallel.gradients().items():
+            for there, here in parallel.placements[name].pairs():
+                wanted = gradients[name][there]
+                largest = float(gradients[name].abs().max())
+                off = max(off, float((gradient[here] - wanted).abs().max()) / largest)
+        norm = torch.nn.utils.get_total_norm(list(gradients.values()))
+        ours = parallel.clip_grad_norm(0.1)
+        rows.append(
+            {
+                "loss": abs(float(loss) - sum(losses)),
+                "cross_entropy": float(
+                    plain(input_ids=ids, labels=labels, output_router_logits=False).loss.detach()
+                ),
+                "expected": sum(losses),
+                "gradient": off,
+                "norm": abs(float(ours) - float(norm)) / float(norm),
+                "dtype": str(ours.dtype),
+            }
+        )
+    return rows
+
+
+def rejected(context: Any) -> dict[str, str]:
+    """Messages of what `parallelize` rejects; empty where it does not."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import hocket
+
+    small = {
+        "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "intermediate_size": 48,
+    }  # fmt: skip
+    cases = {
+        "falcon alibi": ("falcon", {"alibi": True, "bias": True}, "tp2"),
+        "gpt_neox_japanese": ("gpt_neox_japanese", {}, "tp2:sequence_parallel=true"),
+        "mixtral pp2": ("mixtral", {"output_router_logits": True, "num_local_experts": 2}, "pp2"),
+        "bamba z-loss": (
+            "bamba",
+            {
+                "z_loss_coefficient": 0.1,
+                "attn_layer_indices": [1],
+                "num_key_value_heads": 2,
+                "mamba_n_heads": 8,
+                "mamba_d_head": 8,
+                "mamba_d_state": 16,
+            },
+            "dp2",
+        ),
+    }
+    found = {}
+    for name, (kind, values, layout) in cases.items():
+        config = AutoConfig.for_model(kind, **{**small, **values})
+        torch.manual_seed(0)
+        module = AutoModelForCausalLM.from_config(config)
+        try:
+            hocket.parallelize(module, layout)
+            found[name] = ""
+        except hocket.HocketError as error:
+            found[name] = f"{error.message} | {error.hint}"
+    return found

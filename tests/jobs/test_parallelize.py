@@ -1,4 +1,4 @@
-"""The public `parallelize`: the flags' names, a plan of its own for a Hugging Face model."""
+"""The public `parallelize`: the flags' names, transformers' labels, a loop of one's own."""
 
 from __future__ import annotations
 
@@ -8,9 +8,91 @@ pytest.importorskip("torch")
 
 
 @pytest.mark.ranks
-def test_a_hugging_face_model_is_split_by_name_alone(ranks) -> None:
-    layouts = ["tp2.pp2", "dp2.pp2", "pp4", "dp2.tp2", "dp4:zero=3"]
+def test_transformers_batches_give_transformers_loss(ranks) -> None:
+    layouts = [
+        "tp2.pp2", "dp2.pp2", "pp4", "dp2.tp2", "dp4:zero=3", "dp2.tp2:sequence_parallel=true",
+    ]  # fmt: skip
     for row in ranks.run("tests.jobs.cases:public", world_size=4, layouts=layouts):
         for layout, found in zip(layouts, row, strict=True):
             assert found["loss"] < 1e-5, layout
+            assert found["evaluated"] < 1e-5, layout
+            assert found["tokens"] == 0, layout
             assert found["norm"] < 1e-5, layout
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("size", "layouts"), [(1, ["dp1"]), (2, ["tp2", "pp2", "dp2:zero=1", "dp2:zero=3"])]
+)
+def test_a_loop_of_ones_own_learns_the_next_token(ranks, tmp_path, size, layouts) -> None:
+    found, *_ = ranks.run(
+        "tests.jobs.cases:own_loop",
+        world_size=size,
+        layouts=layouts,
+        folder=str(tmp_path),
+        steps=40,
+    )
+    assert found["expected"] < 1.0
+    for layout in layouts:
+        row = found[layout]
+        assert row["loss"] < 1e-5, layout
+        assert row["next"] == 1.0, layout
+        assert row["copies"] < 0.1, layout
+        assert row["state"] < 1e-3, layout
+        assert row["export"] < 1e-3, layout
+        assert row["equal"], layout
+        assert all(row["follows"]), layout
+
+
+@pytest.mark.ranks
+def test_a_routers_auxiliary_loss_is_that_of_gradient_accumulation(ranks) -> None:
+    cases = [("tp2", 1), ("tp2", 4), ("dp2", 1), ("dp2:zero=2", 2), ("dp2:zero=3", 2)]
+    for rank in ranks.run("tests.jobs.cases:router_loss", world_size=2, cases=cases):
+        for case, row in zip(cases, rank, strict=True):
+            assert row["expected"] - row["cross_entropy"] > 0.5, case  # it is part of the loss
+            assert row["loss"] < 1e-6, (case, row)
+            assert row["gradient"] < 1e-6, (case, row)  # transformers takes any loss in fp32
+            assert row["norm"] < 1e-6, (case, row)
+            assert row["dtype"] == "torch.float64", case
+
+
+@pytest.mark.ranks
+def test_what_the_proxy_check_rejects_is_rejected_before_a_step(ranks) -> None:
+    for found in ranks.run("tests.jobs.cases:rejected", world_size=2):
+        assert "FalconForCausalLM (falcon) cannot be split" in found["falcon alibi"]
+        assert "the gradient of" in found["gpt_neox_japanese"]
+        assert "sequence parallelism" in found["gpt_neox_japanese"]
+        assert "output_router_logits" in found["mixtral pp2"]
+        assert "z_loss_coefficient" in found["bamba z-loss"]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("shifted", [True, False])
+def test_labels_of_the_other_convention_are_rejected(shifted) -> None:
+    import torch
+
+    import hocket
+    from tests.jobs.cases import _llama
+
+    ids = torch.randint(0, 96, (2, 9))
+    batch = {"input_ids": ids[:, :-1], "labels": ids[:, :-1] if shifted else ids[:, 1:]}
+    parallel = hocket.parallelize(_llama(), "dp1", labels_shifted=shifted)
+    with pytest.raises(hocket.HocketError, match="copy its input" if shifted else "shifted"):
+        parallel.forward_backward([batch])
+
+
+@pytest.mark.torch
+def test_shifted_labels_are_taken_where_it_is_said() -> None:
+    import torch
+
+    import hocket
+    from tests.jobs.cases import _llama
+
+    ids = torch.randint(0, 96, (2, 9))
+    model = _llama()
+    tokens, following = ids[:, :-1], ids[:, 1:].contiguous()
+    expected = model(input_ids=tokens, labels=tokens, shift_labels=following).loss.detach()
+    batch = {"input_ids": tokens, "labels": following}
+    parallel = hocket.parallelize(model, "dp1", labels_shifted=True)
+    assert float(parallel.forward_backward([batch])) == pytest.approx(float(expected), abs=1e-6)
+    assert parallel.count_tokens([batch]) == 16

@@ -142,7 +142,7 @@ def over_tp(context: Any, families: list[str], sequence: bool = False) -> list[d
             of_whole_sequences()
         attention.choose_kernels_on_cuda(model)
         mesh = Mesh(layout, context.rank)
-        parallel = parallelize(model.train(), layout, plan, mesh=mesh)
+        parallel = parallelize(model.train(), layout, plan, mesh=mesh, labels_shifted=True)
         sinks = [p for name, p in parallel.named_parameters() if name.endswith(".sinks")]
         batch = {"input_ids": ids, "position_ids": positions, "labels": labels}
         with unfused() as calls, noted(positions, rows.documents_in(positions)):

@@ -138,7 +138,7 @@ def test_a_gradient_that_differs_is_drawn_once_more(monkeypatch):
     def trial(reasons):
         drawn = []
 
-        def one(tiny, attention, *, index, degree, slices, draw):
+        def one(tiny, attention, *, index, degree, slices, draw, group):
             drawn.append(draw)
             return reasons[draw], ""
 
@@ -195,17 +195,17 @@ def test_a_head_that_gathers_what_is_whole_is_named(ranks):
 @pytest.mark.ranks
 def test_a_verdict_is_kept_and_refuses_by_name(ranks, cache):
     source = Source(**LLAMA)
-    assert twin.require(ranks.launcher, source, Layout(dp=4)) == twin.Verdict()
+    assert twin.require(ranks.launcher, source, Layout(dp=4), loss=False) == twin.Verdict()
     assert not cache.exists()
     found = twin.require(ranks.launcher, source, Layout(pp=2, tp=2))
-    assert found == twin.Verdict(stages="", tensors="")
+    assert found == twin.Verdict(stages="", tensors="", loss="", shifts=True)
     assert len(list(cache.iterdir())) == 1
     assert twin.require(None, source, Layout(pp=2, tp=2)) == found
     # Another vocabulary is the same architecture.
     assert twin.require(None, Source(**{**LLAMA, "vocab_size": 99}), Layout(tp=2)).ok
     sliced = Layout(tp=2, sequence_parallel=True)
     found = twin.require(ranks.launcher, source, sliced)
-    assert found == twin.Verdict(stages="", tensors="", slices="")
+    assert found == twin.Verdict(stages="", tensors="", slices="", loss="", shifts=True)
     broken = Source(model_type="zamba")
     with pytest.raises(ModelError, match=r"mine \(zamba\) cannot be cut") as caught:
         twin.require(ranks.launcher, broken, Layout(dp=2, pp=2))
@@ -214,6 +214,6 @@ def test_a_verdict_is_kept_and_refuses_by_name(ranks, cache):
 
 def test_a_broken_cache_is_tried_again(cache):
     cache.mkdir(parents=True)
-    twin._cache_file(dict(LLAMA), "sdpa").write_text("{")
+    twin.cache_file(dict(LLAMA), "sdpa").write_text("{")
     with pytest.raises(AttributeError):  # no launcher: it would have started one
         twin.require(None, Source(**LLAMA), Layout(pp=2))

@@ -84,7 +84,10 @@ def run(
         cuda = torch.device("cuda", rank % 8)
         recorder = Actions(rank, cuda)
         mesh = Mesh(placed, rank, cuda, recorder)
-        parallel = parallelize(copy.deepcopy(skeleton), placed, plan, mesh=mesh, schedule=schedule)
+        parallel = parallelize(
+            copy.deepcopy(skeleton), placed, plan, mesh=mesh, schedule=schedule,
+            labels_shifted=True,
+        )  # fmt: skip
         rows = packed_rows() if packed else one_sequence_each()
         with execution.fake(), order.installed(), rows, without(broken):
             for stage in parallel.stages:

@@ -71,7 +71,7 @@ def step(
     schedule = build(where, microbatches) if where.pp > 1 else None
     parallel = parallelize(
         models.small(**options).to(kind), where, plan, mesh=mesh, schedule=schedule,
-        bucket_mb=0.01,
+        bucket_mb=0.01, labels_shifted=True,
     )  # fmt: skip
     first = mesh.axis("dp").index * microbatches
     mine = every[first : first + microbatches]
@@ -157,7 +157,9 @@ def hugging_face(context: Any, kinds: list[str]) -> list[dict[str, Any]]:
         batches = [models.tokens(batch=2, seed=i) for i in range(2)]
         loss = reference(whole, batches)
         module, plan, _ = llama(kind)
-        parallel = parallelize(module, layout, plan, mesh=Mesh(layout, context.rank))
+        parallel = parallelize(
+            module, layout, plan, mesh=Mesh(layout, context.rank), labels_shifted=True
+        )
         found = float(parallel.forward_backward(batches))
         rows.append({"kind": kind, "loss": found, "wanted": loss, **compare(parallel, whole)})
     return rows

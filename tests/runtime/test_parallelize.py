@@ -73,7 +73,7 @@ def test_one_process_is_a_layout_too() -> None:
     whole = models.small()
     batches = [models.tokens(seed=i) for i in range(3)]
     loss = reference(whole, batches)
-    parallel = parallelize(models.small(), Layout(), models.small_plan())
+    parallel = parallelize(models.small(), Layout(), models.small_plan(), labels_shifted=True)
     assert float(parallel.forward_backward(batches)) == pytest.approx(loss, abs=1e-6)
     assert compare(parallel, whole)["gap"] < 1e-5
     total, tokens = parallel.evaluate(batches)
@@ -90,7 +90,7 @@ def test_replicas_in_threads_are_a_layout_too() -> None:
     batches = [models.tokens(seed=i) for i in range(2)]
     loss = reference(whole, batches)
     layout = Layout.parse("dp2:data_parallel=threads")
-    parallel = parallelize(models.small(), layout, models.small_plan())
+    parallel = parallelize(models.small(), layout, models.small_plan(), labels_shifted=True)
     for _ in range(2):
         assert float(parallel.forward_backward(batches)) == pytest.approx(loss, abs=1e-6)
         assert compare(parallel, whole)["gap"] < 1e-5

@@ -98,7 +98,7 @@ def _steps(spec: RunSpec, mesh: Any, schedule: Any, *, rounded: bool = False) ->
     from hocket.training.memory import MemoryCount
     from hocket.training.reference import global_batch, microbatches
 
-    *_, parallel = build_model(spec, mesh, schedule)
+    *_, parallel = build_model(spec, mesh, schedule, labels_shifted=False)
     if rounded:
         with torch.no_grad():
             for parameter in parallel.parameters():

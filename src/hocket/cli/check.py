@@ -33,6 +33,7 @@ class Check:
         steps: optimizer steps to compare.
         seq_len: tokens of one sequence.
         global_batch: sequences of one step.
+        dtype: `fp32`, or `fp64` on both sides, which shows whether a difference is rounding.
         seed: of the weights, if they are random, and of the tokens.
         lr: learning rate of the steps.
         packing: `documents`: several documents share a row and must not see each other.
@@ -48,7 +49,8 @@ class Check:
         matrix: instead of one model at one layout, a tiny model of every type that transformers
             has, at every kind of layout.
         quick: of a matrix: two layouts that hold every axis once.
-        types: of a matrix: only these model types.
+        types: of a matrix: only these model types; TYPE+ is its second configuration, with optional
+            switches on.
         layouts: of a matrix: only these layouts.
     """
 
@@ -59,6 +61,7 @@ class Check:
     steps: int = 3
     seq_len: int = 32
     global_batch: int = 8
+    dtype: str = "fp32"
     seed: int = 0
     lr: float = 1e-3
     packing: str | None = None

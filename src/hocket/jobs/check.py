@@ -11,6 +11,7 @@ from typing import Any
 from hocket.jobs.prepare import spec_of
 from hocket.jobs.request import Request
 from hocket.jobs.validate import validate
+from hocket.spec.capabilities import CHECKED
 from hocket.spec.check import CheckReport
 from hocket.spec.errors import OptionError
 
@@ -20,7 +21,8 @@ Event = dict[str, Any]
 def check(request: Request, *, on_event: Callable[[Event], None] | None = None) -> CheckReport:
     """Compare a layout with one process on seeded tokens; see `training.check` for how.
 
-    Dropout is off, the precision is fp32, and `request.data` is not looked at.
+    Dropout is off, and `request.data` is not looked at. In fp64 both sides compute in it, with the
+    same bounds: what differs in fp32 alone is rounding.
 
     Raises:
         HocketError: the layout does not fit the model, or the model breaks when it is cut;
@@ -36,13 +38,15 @@ def check(request: Request, *, on_event: Callable[[Event], None] | None = None) 
             "check starts its own ranks; it was started as one of another launcher's",
             hint="run it without torchrun",
         )
-    if request.workload.dtype != "fp32":
+    dtype = request.workload.dtype
+    if dtype not in CHECKED:
         raise OptionError(
-            f"dtype is {request.workload.dtype}; equality is checked in fp32", hint="--dtype fp32"
+            f"dtype is {dtype}; equality is checked in {' or '.join(CHECKED)}", hint="--dtype fp32"
         )
-    request = dataclasses.replace(
-        request, data=(), options=dataclasses.replace(request.options, dropout=0.0)
-    )
+    if dtype == "fp64" and request.options.lora_rank is not None:
+        raise OptionError("peft's adapters are not made in fp64", hint="--dtype fp32")
+    options = dataclasses.replace(request.options, dropout=0.0, grad_dtype=dtype)
+    request = dataclasses.replace(request, data=(), options=options)
     options = request.options
     source = resolve(request.model, trust_remote_code=options.trust_remote_code)
     layout = validate(source.dimensions, request.layout, request.workload)

@@ -147,7 +147,7 @@ def _padded(
                     tell(row, pieces[row].add(token))
 
     with _warm(launcher, wanted) as ranks:
-        twin.require(ranks, source, where, attention=wanted.options.attention)
+        twin.require(ranks, source, where, attention=wanted.options.attention, loss=False)
         ranks.run(
             "hocket.jobs.generate:main",
             where.world_size,

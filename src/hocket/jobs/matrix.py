@@ -4,12 +4,12 @@
                      its cases, by size of their world         one world a size, one mesh a shape
 
 A case that kills or hangs its world is said to have crashed, and the cases after it go on in the
-next world. What the legality rules or the tiny-twin checks refuse is never started. Where losses
-and norms agree and a gradient does not, the case runs once more with other weights and tokens: an
-activation that lies within its rounding of a ReLU's kink tips over, which is nobody's fault and
-happens in one draw; what a layout leaves out is missing in every one. A type whose own rounding
-takes a gradient over the bound, in one process, can be held against nothing: what differs by
-gradients alone is then refused, with that ratio.
+next world. What the legality rules or the proxy checks reject is never started. Where losses and
+norms agree and a gradient does not, the case runs again with both sides in fp64, at the same
+bounds: what rounding explains is then equal, and what a layout leaves out is still missing.
+
+Each type has a second configuration where its class has optional switches (`samples.SWITCHES`):
+the same type with them on, named with a `+`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from hocket.spec.errors import HocketError, OptionError, RankFailure, unknown
 from hocket.spec.layout import Layout
-from hocket.spec.matrix import CRASHED, LAYOUTS, REFUSED, Cell, Matrix, TypeRow
+from hocket.spec.matrix import CRASHED, EQUAL, LAYOUTS, REFUSED, Cell, Matrix, TypeRow
 
 if TYPE_CHECKING:
     from hocket.launch import Launcher
@@ -37,6 +37,9 @@ RANKS = "hocket.jobs.matrix_rank"
 
 BATCH = 8
 """Types whose references lie on the disk at the same time."""
+
+ROUNDING = "differs in fp32 by rounding alone: equal in fp64"
+"""The reason of a cell that is equal in fp64."""
 
 SILENCE = 150.0
 """Seconds without a sign of a case's end that count as a hang."""
@@ -68,7 +71,8 @@ def matrix(
     """Compare every type at every layout with one process.
 
     Args:
-        kinds: model types. Empty: all that have a causal language model.
+        kinds: model types, `+` for the second configuration of one. Empty: all that have a causal
+            language model, in both.
         layouts: their texts. Empty: `spec.matrix.LAYOUTS`.
         on_row: called with each type's row as soon as it is whole.
         on_event: called with what goes on: `{"event": "phase", "name", "done", "of"}`.
@@ -79,13 +83,20 @@ def matrix(
     """
     from hocket.launch import Launcher
     from hocket.models import registry
+    from hocket.models.samples import SWITCHED, switches
 
     known = registry.causal_classes()
     for kind in kinds:
-        if kind not in known:
+        if kind.removesuffix(SWITCHED) not in known:
             message, hint = unknown("model type", kind, known)
             raise OptionError(message, hint=hint)
-    chosen = list(dict.fromkeys(kinds)) or sorted(known)
+        if kind.endswith(SWITCHED) and not switches(kind.removesuffix(SWITCHED)):
+            raise OptionError(
+                f"the configuration of {kind.removesuffix(SWITCHED)} has no optional switches",
+                hint=f"--types {kind.removesuffix(SWITCHED)}",
+            )
+    every = sorted([*known, *(f"{kind}{SWITCHED}" for kind in known if switches(kind))])
+    chosen = list(dict.fromkeys(kinds)) or every
     texts = tuple(dict.fromkeys(str(Layout.parse(text)) for text in layouts or LAYOUTS))
     preload = ("hocket.jobs.matrix_rank", "hocket.training.check", "hocket.training.build")
     rows: list[TypeRow] = []
@@ -128,12 +139,13 @@ class _Batch:
         self.layouts = {text: Layout.parse(text) for text in layouts}
         self.on_event = on_event
         self.types: dict[str, _Type] = {}
-        self.tipped: list[tuple[str, str]] = []  # in the draw that ran last
+        self.tipped: list[tuple[str, str]] = []  # in the run before
 
     def run(self, kinds: list[str], done: int, total: int) -> Iterator[TypeRow]:
         """The rows of `kinds`; `done` of `total` types came before them."""
         from hocket.jobs.matrix_rank import tidy
         from hocket.models import registry
+        from hocket.models.samples import SWITCHED
 
         def say(name: str) -> None:
             if self.on_event is not None:
@@ -142,28 +154,29 @@ class _Batch:
         where = f"{kinds[0]} to {kinds[-1]}"
         say(f"{where}: one process")
         self._resolve(kinds)
-        modules = [registry.modeling_module(kind) for kind in kinds]
+        modules = [registry.modeling_module(kind.removesuffix(SWITCHED)) for kind in kinds]
         self.launcher.preload([name for name in modules if name is not None])
         self._prepare()
         for size in sorted({layout.world_size for layout in self.layouts.values()}):
             say(f"{where}: {size} ranks")
             self._compare(size, self._cases(size))
         if self.tipped:
-            say(f"{where}: once more")
-            self._draw_again()
+            say(f"{where}: in fp64")
+            self._widen()
         tidy(self.folder, kinds)
         for kind in kinds:
             yield self._row(self.types[kind])
 
     def _row(self, one: _Type) -> TypeRow:
         from hocket.models import registry
+        from hocket.models.samples import SWITCHED
 
         cells = one.cells
         if one.failure is not None:
             cells = {t: dataclasses.replace(one.failure, layout=t) for t in self.layouts}
         return TypeRow(
             kind=one.kind,
-            architecture=registry.causal_classes()[one.kind],
+            architecture=registry.causal_classes()[one.kind.removesuffix(SWITCHED)],
             num_parameters=one.parameters,
             note=one.note,
             inferred=one.inferred,
@@ -234,34 +247,22 @@ class _Batch:
             if layout.world_size == size and not self._refused(one, text, layout)
         ]
 
-    def _draw_again(self) -> None:
-        """Run what may have tipped over at a kink with other weights and tokens."""
+    def _widen(self) -> None:
+        """Run again in fp64 what may differ by rounding alone."""
         cases, self.tipped = self.tipped, []
         configs = {kind: self.types[kind].config for kind, _ in cases}
         payload = {"folder": str(self.folder), "types": list(configs.items())}
-        rounded: dict[str, Event] = {}
-
-        def listen(event: Event) -> None:
-            if event["event"] == "rounded":
-                rounded[event["kind"]] = event
-
-        if self._world("redraw", min(2, len(configs)), payload, listen) is not None:
-            return  # what the first draw said stands
+        if self._world("widen", min(2, len(configs)), payload, lambda event: None) is not None:
+            return  # the outcome in fp32 stays
         for size in sorted({self.layouts[text].world_size for _, text in cases}):
             same = [case for case in cases if self.layouts[case[1]].world_size == size]
-            self._compare(size, same, draw=1)
-        for kind, text in self.tipped:
-            ratio, name = rounded[kind]["ratio"], rounded[kind]["name"]
-            if ratio > 1:
-                self.types[kind].cells[text] = _cell(
-                    REFUSED,
-                    f"one unit in the last place of its weights moves the gradient of {name} by "
-                    f"{ratio:.1f} times what is allowed, in one process: nothing can be held "
-                    "against it",
-                    text,
-                )
+            self._compare(size, same, dtype="fp64")
+        for kind, text in cases:
+            cell = self.types[kind].cells[text]
+            if cell.outcome == EQUAL:
+                self.types[kind].cells[text] = dataclasses.replace(cell, reason=ROUNDING)
 
-    def _compare(self, size: int, cases: list[tuple[str, str]], draw: int = 0) -> None:
+    def _compare(self, size: int, cases: list[tuple[str, str]], dtype: str = "fp32") -> None:
         waiting = dict(enumerate(cases))
         begun: dict[int, int] = {}
         raised: list[Event] = []
@@ -285,12 +286,12 @@ class _Batch:
             raised.clear()
             payload = {
                 "folder": str(self.folder),
-                "draw": draw,
+                "dtype": dtype,
                 "cases": [
                     [number, kind, self.types[kind].config, text]
                     for number, (kind, text) in waiting.items()
                 ],
-                "trials": list(self.types) if size == 2 and not draw else [],
+                "trials": list(self.types) if size == 2 and dtype == "fp32" else [],
             }
             error = self._world("compare", size, payload, listen)
             if error is None:

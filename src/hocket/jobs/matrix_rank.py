@@ -2,7 +2,7 @@
 
     prepare   each rank by itself: its share of the types made small, tried in stages, and run by
               one process for reference
-    redraw    the same reference from other weights and tokens
+    widen     the same reference in fp64
     compare   the world of one size: case by case, a layout's steps beside the reference
 
 Every rank says which case it begins, so that the one that ends a world is known by name. A rank
@@ -11,11 +11,12 @@ that raises in a case ends its world: the others may be waiting for it in a coll
 FOLDER/KIND/
   plan.json            how the tiny model may be split
   weights/             of a family that does not initialise all of them itself
-  reference.json, ...  what one process computed (`training.check`)
+  batch-N/             what one process computed of N microbatches (`training.check`)
 """
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import shutil
@@ -37,12 +38,15 @@ if TYPE_CHECKING:
 WORKLOAD = Workload(seq_len=16, global_batch=8)
 STEPS = 3
 WEIGHTS = "weights"
+SWITCH = "output_router_logits"
+ROUTER_COUNTS = (1, 2, 4, 8)
+"""Microbatches of the global batch in the layouts that a router's auxiliary loss allows."""
 MOST_FAILURES = 2
 """Lines of a report that a cell repeats."""
 
 
 def spec_of(
-    kind: str, config: dict[str, Any], layout: Layout, folder: Path, draw: int = 0
+    kind: str, config: dict[str, Any], layout: Layout, folder: Path, dtype: str = "fp32"
 ) -> RunSpec:
     """One case as a job, from the weights in its folder if there are any, else a draw of them."""
     return RunSpec(
@@ -50,10 +54,25 @@ def spec_of(
         config=config,
         weights=str(folder / WEIGHTS) if (folder / WEIGHTS).exists() else None,
         layout=layout,
-        workload=WORKLOAD,
-        options=TrainOptions(seed=3 + draw, lr=1e-3, dropout=0.0, device="cpu"),
+        workload=dataclasses.replace(WORKLOAD, dtype=dtype),
+        options=TrainOptions(seed=3, lr=1e-3, dropout=0.0, device="cpu", grad_dtype=dtype),
         command="check",
     )
+
+
+def reference_folder(where: Path, layout: Layout, config: dict[str, Any]) -> Path:
+    """What a layout is compared with: a router's auxiliary loss depends on the microbatches."""
+    count = layout.dp * (layout.microbatches or 1) if config.get(SWITCH) else 1
+    return where / f"batch-{count}"
+
+
+def _write_references(kind: str, config: dict[str, Any], where: Path, dtype: str = "fp32") -> None:
+    from hocket.training.reference import write_reference
+
+    for count in ROUTER_COUNTS if config.get(SWITCH) else (1,):
+        layout = Layout(microbatches=count)
+        spec = spec_of(kind, config, layout, where, dtype)
+        write_reference(spec, reference_folder(where, layout, config), STEPS)
 
 
 # --- one process -----------------------------------------------------------------------------
@@ -77,23 +96,26 @@ def prepare(context: RankContext, payload: dict[str, Any]) -> None:
 
 def _prepare(kind: str, values: dict[str, Any], folder: Path) -> dict[str, Any]:
     from hocket.jobs.twin import try_stages
+    from hocket.jobs.twin_loss import try_loss
     from hocket.models.plans import plan_for
     from hocket.models.skeleton import build, config_of
     from hocket.models.twin import twin_of
-    from hocket.training.reference import write_reference
 
     try:
         twin = twin_of(config_of(values, dropout=0.0))
         model = build(twin.config)
         plan = plan_for(model, sequence=True)
         config = json.loads(json.dumps(twin.config.to_dict(), default=str))
+        loss, _ = try_loss(twin.config, "sdpa")
+        if loss:
+            raise ModelError(loss)
         reason = try_stages(twin.config, "sdpa")
         where = folder / kind
         where.mkdir(parents=True, exist_ok=True)
         write_text(where / "plan.json", plan.to_json())
         if _uninitialised(model):
             _save(twin.build(), where / WEIGHTS)
-        write_reference(spec_of(kind, config, Layout(), where), where, STEPS)
+        _write_references(kind, config, where)
     except HocketError as error:
         return {"refused": error.message}
     except Exception as error:  # no other rank waits for this one: the next type may do better
@@ -109,20 +131,15 @@ def _prepare(kind: str, values: dict[str, Any], folder: Path) -> dict[str, Any]:
     }
 
 
-def redraw(context: RankContext, payload: dict[str, Any]) -> None:
-    """Write references anew, from the next draw of weights and tokens.
+def widen(context: RankContext, payload: dict[str, Any]) -> None:
+    """Write references in fp64.
 
-    Payload: `folder`, and `types`: for each [name, tiny configuration]. Emits `{"event": "rounded",
-    "kind", "ratio", "name"}` for each: what rounding alone does (`training.reference`).
+    Payload: `folder`, and `types`: for each [name, tiny configuration].
     """
-    from hocket.training.reference import own_rounding, write_reference
-
     for kind, config in payload["types"][context.rank :: context.world_size]:
+        context.emit({"event": "begin", "what": kind})
         where = Path(payload["folder"]) / kind
-        spec = spec_of(kind, config, Layout(), where, draw=1)
-        write_reference(spec, where, STEPS)
-        ratio, name = own_rounding(spec, where)
-        context.emit({"event": "rounded", "kind": kind, "ratio": ratio, "name": name})
+        _write_references(kind, config, where, "fp64")
 
 
 def _uninitialised(model: nn.Module) -> bool:
@@ -157,10 +174,10 @@ def tidy(folder: Path, kinds: list[str]) -> None:
 def compare(context: RankContext, payload: dict[str, Any]) -> None:
     """Run cases one after the other in this world.
 
-    Payload: `folder`, `draw` of the weights, `cases`: for each [number, type, configuration,
+    Payload: `folder`, `dtype`, `cases`: for each [number, type, configuration,
     layout], and `trials`: types whose tensors are to be tried first, in a world of two. Rank 0
     emits `{"event": "case", "case", "outcome", "reason", "ratio", "seconds", "tipped"}` for each
-    (tipped: it is different, and may be equal in another draw), and `{"event": "tensors", "kind",
+    (tipped: it is different, and may be equal in fp64), and `{"event": "tensors", "kind",
     "slices", "reason"}`; a rank that raises emits `{"event": "raised", "case", "refused",
     "reason"}` first.
     """
@@ -174,7 +191,7 @@ def compare(context: RankContext, payload: dict[str, Any]) -> None:
         context.emit({"event": "begin", "what": number})
         begun = time.perf_counter()
         layout = Layout.parse(text)
-        spec = spec_of(kind, config, layout, Path(payload["folder"]) / kind, payload["draw"])
+        spec = spec_of(kind, config, layout, Path(payload["folder"]) / kind, payload["dtype"])
         if not meshes:
             meshes[_shape(layout)] = join_world(spec, context)
         trial = kind, layout.sequence_parallel
@@ -218,9 +235,10 @@ def _compare(
         meshes[shape] = Mesh(spec.layout, context.rank, first.device)
     plan = ParallelPlan.from_json((folder / "plan.json").read_text())
     schedule = build(spec.layout, spec.layout.microbatches or 1)
-    *_, parallel = build_model(spec, meshes[shape], schedule, plan)
+    *_, parallel = build_model(spec, meshes[shape], schedule, plan, labels_shifted=False)
     optimizer = build_optimizer(parallel, spec.options)
-    report = compare_layout(spec, parallel, optimizer, folder, STEPS)
+    reference = reference_folder(folder, spec.layout, dict(spec.config))
+    report = compare_layout(spec, parallel, optimizer, reference, STEPS)
     if report is None:
         return None
     ratio = report.worst_ratio

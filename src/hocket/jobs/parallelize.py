@@ -5,17 +5,18 @@ A process calls it on its own, as one rank of a world that its caller started.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
 
     from hocket.runtime.mesh import Mesh
-    from hocket.runtime.parallel import Parallel
     from hocket.runtime.pipeline.stage import LossFunction
     from hocket.spec.layout import Layout
     from hocket.spec.plan import ParallelPlan
     from hocket.spec.schedule import Schedule
+    from hocket.training.parallel_model import ParallelModel
 
 
 def parallelize(
@@ -25,23 +26,32 @@ def parallelize(
     *,
     schedule: Schedule | str | None = None,
     loss_fn: LossFunction | None = None,
+    labels_shifted: bool = False,
     mesh: Mesh | None = None,
     seed: int = 0,
     bucket_mb: float | None = None,
     **fields: Any,
-) -> Parallel:
+) -> ParallelModel:
     """Take this rank's part of `module`. Call it on every rank with equal arguments.
 
-    The module keeps this rank's slices of its values and moves to the rank's device; then
+    The module keeps this rank's shards of its values and moves to the rank's device; then
     `forward_backward(microbatches)` runs one step and leaves the whole gradient in `.grad`.
+
+    A Hugging Face causal language model is checked first, as `hocket train` does: a tiny proxy
+    model of its configuration is split in the same way and compared with itself whole, and its own
+    loss with the one that is trained. The verdict is cached in the user's cache folder.
 
     Args:
         module: any module. A Hugging Face causal language model brings its own plan.
         layout: how it is split: `"dp2.pp2.tp2"`.
-        plan: how it may be split. None: as its family is, or data parallelism alone.
+        plan: how it may be split. None: as its family is, or data parallelism alone. With a plan of
+            the caller's nothing is checked.
         schedule: a Schedule, or the name or file of one, as `--schedule`.
         loss_fn: `(output, microbatch) -> (sum of losses, number of tokens)`. None: next-token
             cross-entropy of the output's `logits` [B, S, V] against `labels` [B, S].
+        labels_shifted: `labels[:, i]` is the token after `input_ids[:, i]`. False: labels as
+            transformers takes them, at the positions of their tokens (`labels=input_ids`, -100
+            where there is no target); they are shifted inside, as the model's own forward does.
         mesh: None: made over the default process group or, without one, of this process alone.
         seed: of the random numbers that dropout draws.
         bucket_mb: size of a gradient bucket in MB. None: by the device.
@@ -49,13 +59,15 @@ def parallelize(
 
     Raises:
         LayoutError: the layout does not fit the world or the module.
-        ModelError: the module cannot be split as the layout asks.
+        ModelError: the module cannot be split as the layout asks, or would compute something else.
         ScheduleError: a schedule that is unknown or does not run.
     """
     from hocket.runtime import parallelize as runtime
     from hocket.schedules import build
     from hocket.spec.layout import Layout
+    from hocket.spec.plan import ParallelPlan
     from hocket.spec.schedule import Schedule
+    from hocket.training.parallel_model import ParallelModel, WholeModule
 
     order = schedule if isinstance(schedule, Schedule) else None
     if isinstance(schedule, str):
@@ -63,15 +75,55 @@ def parallelize(
     layout = Layout.parse(str(layout), **fields)
     if order is None and layout.num_stages > 1:
         order = build(layout, layout.microbatches or 2 * layout.pp)
-    cut = layout.tp * layout.num_stages > 1 or layout.zero == 3
-    if plan is None and cut and _is_hugging_face(module):
+    hugging_face = _is_hugging_face(module)
+    shifts = True
+    if hugging_face and plan is None:
+        from hocket.jobs.twin_ranks import require
         from hocket.models.plans import plan_for
+        from hocket.models.plans.router import router_loss
 
-        plan = plan_for(module, sequence=layout.sequence_parallel)
-    return runtime.parallelize(
+        verdict = require(module, layout, loss=loss_fn is None)
+        shifts = verdict.shifts is not False
+        if layout.tp * layout.num_stages > 1 or layout.zero == 3 or layout.recompute != "none":
+            plan = plan_for(module, sequence=layout.sequence_parallel)
+        else:
+            plan = ParallelPlan(router=router_loss(module))
+        if loss_fn is not None:
+            plan = dataclasses.replace(plan, router=None)
+    elif hugging_face and plan is not None and plan.router is None and loss_fn is None:
+        from hocket.models.plans.router import router_loss
+
+        plan = dataclasses.replace(plan, router=router_loss(module))
+    whole = WholeModule.of(module)
+    parallel = runtime.parallelize(
         module, layout, plan, mesh=mesh, schedule=order, loss_fn=loss_fn, seed=seed,
-        bucket_mb=bucket_mb,
+        bucket_mb=bucket_mb, labels_shifted=labels_shifted or not shifts, kind=ParallelModel,
     )  # fmt: skip
+    assert isinstance(parallel, ParallelModel)
+    parallel.whole = whole
+    parallel.generator = _generate if hugging_face else None
+    return parallel
+
+
+def _generate(
+    parallel: ParallelModel, prompts: list[list[int]], *, max_new_tokens: int, **sampling: Any
+) -> list[list[int]]:
+    from hocket.serving.padded import Engine
+    from hocket.serving.request import Sampling
+
+    config = parallel.whole.config
+    if "stop" not in sampling:
+        ends = getattr(config, "eos_token_id", None)
+        every = ends if isinstance(ends, list) else [ends]
+        sampling["stop"] = tuple(token for token in every if token is not None)
+    engine = Engine(
+        parallel.stages,
+        parallel.mesh,
+        config,
+        stage_ranks=None if parallel.schedule is None else parallel.schedule.stage_ranks,
+        replicas=True,
+    )
+    return engine.generate(prompts, Sampling(max_new_tokens=max_new_tokens, **sampling))
 
 
 def _is_hugging_face(module: nn.Module) -> bool:

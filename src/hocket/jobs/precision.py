@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib.util
 from typing import TYPE_CHECKING
 
-from hocket.spec.capabilities import PRECISIONS, refused_offload, refused_precision
+from hocket.spec.capabilities import PRECISIONS, TRAINED, refused_offload, refused_precision
 from hocket.spec.errors import OptionError
 from hocket.spec.layout import Layout
 from hocket.spec.run import RunSpec, TrainOptions, Workload
@@ -33,6 +33,12 @@ def checked(
     Raises:
         OptionError: with the reason.
     """
+    if workload.dtype not in TRAINED:
+        raise OptionError(
+            f"dtype is {workload.dtype}, which only hocket check takes; training runs in "
+            f"{', '.join(TRAINED)}",
+            hint="--dtype fp32",
+        )
     cuda = on_cuda(options)
     halved = schedule is not None and any(
         action.kind in (INPUT, WEIGHT) for rank in schedule.ranks for action in rank

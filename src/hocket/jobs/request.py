@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hocket.jobs import memory
-from hocket.spec.capabilities import GRADIENTS, TRAINED
+from hocket.spec.capabilities import CHECKED, GRADIENTS, TRAINED
 from hocket.spec.errors import LayoutError, OptionError, unknown
 from hocket.spec.layout import DEGREES, Layout
 from hocket.spec.links import Links
@@ -221,7 +221,7 @@ def check_workload(workload: Workload) -> None:
     """Refuse sizes that cannot be. Raises OptionError."""
     _at_least("seq_len", workload.seq_len, 2)
     _at_least("global_batch", workload.global_batch, 1)
-    _one_of("dtype", workload.dtype, TRAINED)
+    _one_of("dtype", workload.dtype, (*TRAINED, *CHECKED))
 
 
 def check_options(options: TrainOptions) -> None:

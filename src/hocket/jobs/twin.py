@@ -10,14 +10,10 @@ user's cache folder, keyed by the architecture and the versions of what runs it.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
-import os
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import hocket
+from hocket.jobs.twin_loss import try_loss
 from hocket.jobs.twin_numbers import (
     DRAWS,
     GRADIENT,
@@ -25,11 +21,21 @@ from hocket.jobs.twin_numbers import (
     compare,
     forward,
     microbatch,
+    one_number,
+    outputs,
     taken_gradients,
+)
+from hocket.jobs.twin_verdict import (
+    Verdict,
+    cache_file,
+    parts_of,
+    read,
+    reject,
+    write,
 )
 from hocket.spec.errors import ModelError
 from hocket.spec.layout import Layout
-from hocket.spec.run import write_text
+from hocket.spec.plan import router_loss_rejected
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -40,46 +46,6 @@ if TYPE_CHECKING:
     from hocket.runtime.mesh import Axis
     from hocket.runtime.record import Recorder
 
-RULES = 5
-"""Counted up when models can be cut or split that could not before: old verdicts are forgotten."""
-
-_IRRELEVANT = (
-    "_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache",
-    "vocab_size", "bos_token_id", "eos_token_id", "pad_token_id",
-)  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class Verdict:
-    """What the twin showed. Empty text: equal. None: not tried.
-
-    Attributes:
-        stages: why the model cannot be cut into stages.
-        tensors: why its tensors cannot be split over ranks.
-        slices: why they cannot be with sequence parallelism.
-        pages: why it cannot be served from a paged cache.
-        packed: why documents that share a row would see each other.
-        note: blocks that tensor parallelism holds whole, and why.
-    """
-
-    stages: str | None = None
-    tensors: str | None = None
-    slices: str | None = None
-    pages: str | None = None
-    packed: str | None = None
-    note: str = ""
-
-    @property
-    def ok(self) -> bool:
-        """Whether everything that was tried came out equal."""
-        return not self.reason
-
-    @property
-    def reason(self) -> str:
-        """Why not; empty where `ok`."""
-        found = (self.stages, self.tensors, self.slices, self.pages, self.packed)
-        return "; ".join(text for text in found if text)
-
 
 def require(
     launcher: Launcher,
@@ -87,30 +53,27 @@ def require(
     layout: Layout,
     *,
     attention: str = "sdpa",
+    loss: bool = True,
     pages: bool = False,
     packed: bool = False,
 ) -> Verdict:
-    """Refuse a layout that would change what this model computes, before its ranks start; with
-    `pages`, also a model that would compute something else when it is served, and with `packed`,
-    one whose documents would see each other in a row that they share.
+    """Reject a layout that would change what this model computes, before its ranks start; with
+    `loss`, also a model whose own loss is another than the one that is trained; with `pages`, one
+    that would compute something else when it is served; with `packed`, one whose documents would
+    see each other in a row that they share.
 
-    Takes no time where the layout splits nothing or the verdict is cached.
+    Takes no time where the verdict is cached. The loss of a model with code of its own is not
+    tried.
 
     Raises:
-        ModelError: the twin differs, by name and with the reason.
+        ModelError: the proxy model differs, by name and with the reason.
     """
-    wanted = {
-        "stages": layout.num_stages > 1,
-        "tensors": layout.tp > 1,
-        "slices": layout.tp > 1 and layout.sequence_parallel,
-        "pages": pages,
-        "packed": packed,
-    }
-    if not any(wanted.values()):
+    wanted = parts_of(layout, loss=loss and source.code is None, pages=pages, packed=packed)
+    if not wanted:
         return Verdict()
-    file = _cache_file(source.config, attention) if source.code is None else None
-    known = _read(file)
-    missing = [part for part, want in wanted.items() if want and getattr(known, part) is None]
+    file = cache_file(source.config, attention) if source.code is None else None
+    known = read(file)
+    missing = known.missing(wanted)
     if missing:
         heard: list[dict[str, Any]] = []
         payload = {
@@ -126,40 +89,19 @@ def require(
             on_event=lambda event: heard.append(event) if event["event"] == "twin" else None,
         )
         found = {part: heard[-1][part] for part in missing}
+        if "loss" in missing:
+            found["shifts"] = heard[-1]["shifts"]
         known = dataclasses.replace(known, **found, note=heard[-1]["note"] or known.note)
-        _write(file, known)
-    kind = source.config.get("model_type")
-    if wanted["stages"] and known.stages:
-        raise ModelError(
-            f"{source.name} ({kind}) cannot be cut into pipeline stages: {known.stages}",
-            hint=str(dataclasses.replace(layout, pp=1, virtual_stages=1, cut="balanced")),
-        )
-    if wanted["tensors"] and known.tensors:
-        raise ModelError(
-            f"{source.name} ({kind}) cannot be split over tensor-parallel ranks: {known.tensors}",
-            hint=str(dataclasses.replace(layout, tp=1, sequence_parallel=False)),
-        )
-    if wanted["slices"] and known.slices:
-        raise ModelError(
-            f"{source.name} ({kind}) cannot run on slices of its sequences: {known.slices}",
-            hint=str(dataclasses.replace(layout, sequence_parallel=False)),
-        )
-    if wanted["pages"] and known.pages:
-        raise ModelError(known.pages)
-    if wanted["packed"] and known.packed:
-        raise ModelError(
-            f"documents cannot share a row of {source.name} ({kind}) without seeing each other: "
-            f"{known.packed}",
-            hint="--packing none",
-        )
+        write(file, known)
+    reject(known, wanted, layout, source.name, str(source.config.get("model_type")))
     return known
 
 
 def main(context: RankContext, payload: dict[str, Any]) -> None:
     """Try the parts that `payload` names; rank 0 emits `{"event": "twin", "ok", "reason", ...}`.
 
-    Payload: `config`, `attention`, `code` (a directory or None), `parts` (of `stages`, `pages`,
-    `packed`, `tensors`, `slices`; the last two need two ranks).
+    Payload: `config`, `attention`, `code` (a directory or None), `parts` (of `stages`, `loss`,
+    `pages`, `packed`, `tensors`, `slices`; the last two need two ranks).
     """
     from hocket.models.skeleton import config_of
 
@@ -168,6 +110,9 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
     found = Verdict()
     if "stages" in payload["parts"] and context.rank == 0:
         found = dataclasses.replace(found, stages=try_stages(config, payload["attention"]))
+    if "loss" in payload["parts"] and context.rank == 0:
+        reason, shifts = try_loss(config, payload["attention"])
+        found = dataclasses.replace(found, loss=reason, shifts=shifts)
     if "pages" in payload["parts"] and context.rank == 0:
         found = dataclasses.replace(found, pages=try_pages(config))
     if "packed" in payload["parts"] and context.rank == 0:
@@ -230,6 +175,8 @@ def try_stages(config: Any, attention: str) -> str:
     plan = plan_for(model)
     if plan.stages is None:
         return plan.reasons["stages"]
+    if plan.router is not None and (why := router_loss_rejected(Layout(pp=2))):
+        return why
     if plan.stages.num_layers == 1:
         return "it has one layer"
     for end, owner in plan.ties.items():
@@ -302,11 +249,17 @@ def try_pages(config: Any) -> str:
 
 
 def try_tensors(
-    config: Any, attention: str, *, index: int, degree: int, slices: bool = False
+    config: Any,
+    attention: str,
+    *,
+    index: int,
+    degree: int,
+    slices: bool = False,
+    group: Any = None,
 ) -> tuple[str, str]:
     """(why the twin cannot be split over ranks, what is held whole); on `degree` ranks at once.
 
-    `slices`: with sequence parallelism.
+    `slices`: with sequence parallelism. `group`: the ranks' process group; None: the default one.
     """
     from hocket.models.twin import twin_of
 
@@ -316,7 +269,7 @@ def try_tensors(
         return error.message, ""
     for draw in range(DRAWS):
         reason, note = _try_tensors(
-            twin, attention, index=index, degree=degree, slices=slices, draw=draw
+            twin, attention, index=index, degree=degree, slices=slices, draw=draw, group=group
         )
         if not reason.startswith(GRADIENT):
             break
@@ -324,7 +277,14 @@ def try_tensors(
 
 
 def _try_tensors(
-    twin: Twin, attention: str, *, index: int, degree: int, slices: bool, draw: int
+    twin: Twin,
+    attention: str,
+    *,
+    index: int,
+    degree: int,
+    slices: bool,
+    draw: int,
+    group: Any,
 ) -> tuple[str, str]:
     """`try_tensors` with one draw of weights and tokens. Every rank returns the same."""
     import copy
@@ -334,6 +294,7 @@ def _try_tensors(
 
     from hocket.models.plans import plan_for
     from hocket.runtime.collectives import all_reduce
+    from hocket.runtime.loss import router_degree
     from hocket.runtime.mesh import Axis
     from hocket.runtime.record import Recorder
     from hocket.runtime.tensor_parallel.apply import apply_tensor_parallel
@@ -353,12 +314,13 @@ def _try_tensors(
         return note, ""
     if slices and plan.sequence is None:
         return plan.reasons["sequence"], note
-    axis = Axis("tp", degree, index, tuple(range(degree)), dist.group.WORLD)
+    axis = Axis("tp", degree, index, tuple(range(degree)), group or dist.group.WORLD)
     recorder = Recorder(index)
     local = fresh
     try:
         placements = apply_tensor_parallel(local, plan.tensor, axis, recorder, plan.sequence)
-        logits = forward(local, inputs, plan, degree)
+        output = outputs(local, inputs, plan, degree)
+        logits = output.logits
         if logits.shape[1] != expected.shape[1]:
             return (
                 f"{_head_weight(local).removesuffix('.weight') or 'its output head'} makes logits "
@@ -369,7 +331,8 @@ def _try_tensors(
         mine = slice(None)
         if head is not None and head.sharded and logits.shape[-1] != expected.shape[-1]:
             mine = head.blocks[0].in_global[0]
-        torch.autograd.backward((logits * weight[..., mine]).sum())
+        shared = 1 if plan.router is None else router_degree(plan.router, placements, degree)
+        torch.autograd.backward(one_number(output, weight[..., mine], plan.router, shared))
     except Exception as error:  # every rank runs the same code on equal shapes: all fail alike
         return f"its tiny twin fails with {type(error).__name__}: {error}", ""
     found: dict[str, Tensor] = {}
@@ -390,6 +353,8 @@ def _try_tensors(
             key = f"{name} {there}"
             found[key], wanted[key] = grad[here], gradients[name][there]
     reason = compare(expected[..., mine], logits.detach(), wanted, found, plan)
+    if reason and plan.router is not None:
+        reason += ' (with the router\'s auxiliary loss; "output_router_logits": false is without)'
     return next((text for text in _said(reason, axis, recorder) if text), ""), note
 
 
@@ -412,9 +377,11 @@ def _reference(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     import torch
 
-    logits = forward(model, inputs)
-    torch.autograd.backward((logits * weight).sum())
-    return logits.detach(), taken_gradients(model)
+    from hocket.models.plans.router import router_loss
+
+    output = outputs(model, inputs)
+    torch.autograd.backward(one_number(output, weight, router_loss(model)))
+    return output.logits.detach(), taken_gradients(model)
 
 
 def _not_causal(model: nn.Module, inputs: dict[str, Tensor], expected: Tensor) -> str:
@@ -433,41 +400,3 @@ def _not_causal(model: nn.Module, inputs: dict[str, Tensor], expected: Tensor) -
 def _head_weight(model: nn.Module) -> str:
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
     return next((f"{n}.weight" for n, m in model.named_modules() if m is head), "")
-
-
-# --- the cache ---------------------------------------------------------------------------------
-
-
-def _cache_file(config: dict[str, Any], attention: str) -> Path:
-    relevant = {key: value for key, value in config.items() if key not in _IRRELEVANT}
-    versions = [hocket.__version__, *(_version(name) for name in ("transformers", "torch"))]
-    key = json.dumps([relevant, attention, versions, RULES], sort_keys=True, default=str)
-    name = f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(home).expanduser() / "hocket" / "twins" / name
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
-
-
-def _read(file: Path | None) -> Verdict:
-    if file is None:
-        return Verdict()
-    try:
-        return Verdict(**json.loads(file.read_text()))
-    except (OSError, ValueError, TypeError):  # none yet, or of another version: try again
-        return Verdict()
-
-
-def _write(file: Path | None, found: Verdict) -> None:
-    if file is None:
-        return
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_text(file, json.dumps(dataclasses.asdict(found)))
-    except OSError:
-        return  # a cache that cannot be written only costs the next run its second

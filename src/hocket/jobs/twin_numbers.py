@@ -3,13 +3,13 @@ those of two are apart."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from hocket.models.twin import Twin
-    from hocket.spec.plan import ParallelPlan
+    from hocket.spec.plan import ParallelPlan, RouterLoss
 
 TOLERANCE = 1e-5
 """Largest difference of a logit, relative to the largest one."""
@@ -19,6 +19,9 @@ GRADIENT_TOLERANCE = (1e-4, 1e-7)
 
 GRADIENT = "the gradient"
 """How `compare` begins where the logits agree and a gradient does not."""
+
+ROUTER_WEIGHT = 100.0
+"""Of a router's auxiliary loss, so that its gradients are about as large as those of the logits."""
 
 DRAWS = 2
 """Twins that are tried where the logits of the first agree and a gradient does not: an activation
@@ -40,17 +43,34 @@ def microbatch(twin: Twin, draw: int = 0) -> tuple[dict[str, Tensor], Tensor]:
     return {"input_ids": ids, "position_ids": positions}, weight
 
 
-def forward(
+def outputs(
     model: nn.Module, inputs: dict[str, Tensor], plan: ParallelPlan | None = None, degree: int = 1
-) -> Tensor:
-    """The logits; where the plan has been asked for slices of sequences, from these."""
+) -> Any:
+    """What the model returns; where the plan has been asked for sequence shards, from these."""
     from hocket.runtime.pipeline.stage import Stage
 
     stage = Stage(model)
     if plan is not None and plan.sequence is not None:
         stage = Stage(model, plan=plan.stages, slices=(plan.sequence, degree))
-    logits: Tensor = stage.output(inputs).logits
+    return stage.output(inputs)
+
+
+def forward(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    """The logits."""
+    logits: Tensor = outputs(model, inputs).logits
     return logits
+
+
+def one_number(
+    output: Any, weight: Tensor, router: RouterLoss | None, router_degree: int = 1
+) -> Tensor:
+    """The number whose gradients are compared: weighted logits, and a router's auxiliary loss."""
+    from hocket.runtime.loss import auxiliary_loss
+
+    total: Tensor = (output.logits * weight).sum()
+    if router is not None:
+        total = total + ROUTER_WEIGHT * auxiliary_loss(output, router_degree)
+    return total
 
 
 def taken_gradients(model: nn.Module) -> dict[str, Tensor]:

@@ -56,12 +56,40 @@ SAID: Mapping[str, Mapping[str, Any]] = {
 """Model type to what its configuration class leaves open."""
 
 
+SWITCHED = "+"
+"""At the end of a type's name: its second configuration."""
+
+SWITCHES: Mapping[str, Any] = {
+    "output_router_logits": True, "z_loss_coefficient": 0.1,
+    "alibi": True, "new_decoder_architecture": True, "use_qk_norm": True, "qk_layernorm": True,
+    "use_qkv_bias": True, "qkv_bias": True, "attention_bias": True, "mlp_bias": True,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+"""Optional switches that change what a model computes, to the value that is seldom the default."""
+
+EXCLUDED: Mapping[str, tuple[str, ...]] = {"dbrx": ("tie_word_embeddings",)}
+"""Model type to switches that its class cannot have together with its other defaults."""
+
+
+def switches(kind: str) -> dict[str, Any]:
+    """The optional switches of a type's configuration that are off by default."""
+    known = registry.defaults(kind).values
+    return {
+        key: value
+        for key, value in SWITCHES.items()
+        if key in known and known[key] != value and key not in EXCLUDED.get(kind, ())
+    }
+
+
 def sample(kind: str) -> dict[str, Any]:
     """The configuration, as of a checkpoint's config.json, whose twin stands for a type.
 
-    A type that attends both ways by default is made a decoder, which is what makes a causal
-    language model of it.
+    A type with `SWITCHED` at its end has its optional switches on. A type that attends both ways by
+    default is made a decoder, which is what makes a causal language model of it.
     """
+    if kind.endswith(SWITCHED):
+        kind = kind.removesuffix(SWITCHED)
+        return sample(kind) | switches(kind)
     config: dict[str, Any] = {"model_type": kind, **SAID.get(kind, {})}
     if registry.defaults(kind).values.get("is_decoder") is False:
         config |= _DECODER

@@ -37,7 +37,11 @@ def _cause(error: BaseException) -> str:
 
 
 def config_of(
-    values: dict[str, Any], *, dropout: float | None = None, code: Path | None = None
+    values: dict[str, Any],
+    *,
+    dropout: float | None = None,
+    code: Path | None = None,
+    router_loss: bool = True,
 ) -> transformers.PreTrainedConfig:
     """The transformers configuration of a dictionary, with no cache.
 
@@ -46,6 +50,8 @@ def config_of(
         dropout: overrides every dropout probability; 0 also ends what else is random in training
             (layer drop, router jitter). None: as configured.
         code: directory whose own configuration class is used (trusted remote code).
+        router_loss: whether a switch that adds a router's auxiliary loss stays on. It changes no
+            logits: generation and traces switch it off.
 
     Raises:
         ModelError: transformers refuses the configuration; its reason is given.
@@ -68,9 +74,11 @@ def config_of(
             f"transformers refuses the model's configuration ({of}): {_cause(error)}"
         ) from error
     config.use_cache = False
-    for key in ("output_router_logits", "output_attentions", "output_hidden_states"):
+    for key in ("output_attentions", "output_hidden_states"):
         if getattr(config, key, False):
             setattr(config, key, False)
+    if not router_loss and getattr(config, "output_router_logits", False):
+        config.output_router_logits = False
     if dropout is not None:
         _set_dropout(config, dropout)
     return config
@@ -84,11 +92,13 @@ def build(
     dropout: float | None = None,
     code: Path | None = None,
     device: str | torch.device = "meta",
+    router_loss: bool = True,
 ) -> nn.Module:
     """Build the whole model; on the meta device unless told otherwise, and never initialised.
 
     The attention implementation is always given, so that a configuration cannot choose one. A
     family that has no fused attention gets `eager`, unless another one than `sdpa` was asked for.
+    `router_loss` as for `config_of`, where `config` is a dictionary.
 
     Raises:
         ModelError: an unknown attention implementation, or a configuration that transformers
@@ -98,7 +108,7 @@ def build(
         message, hint = unknown("attention", attention, ATTENTION)
         raise ModelError(message, hint=hint)
     if isinstance(config, dict):
-        config = config_of(config, dropout=dropout, code=code)
+        config = config_of(config, dropout=dropout, code=code, router_loss=router_loss)
     elif dropout is not None:
         config = copy.deepcopy(config)
         _set_dropout(config, dropout)
@@ -113,6 +123,8 @@ def build(
         try:
             auto: Any = transformers.AutoModelForCausalLM
             model = auto.from_config(config, attn_implementation=attention, dtype=dtype, **trusted)
+            if dtype == torch.float64 and model._can_set_experts_implementation():
+                model.set_experts_implementation("eager")  # torch's grouped GEMM has no fp64
         except Exception as error:  # many kinds, all of them the configuration's fault
             raise ModelError(
                 f"transformers cannot build {config.model_type!r} from its configuration: {error}"

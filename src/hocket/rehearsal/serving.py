@@ -87,6 +87,7 @@ class ServingRehearsal:
             dtype=dtype_of(spec.workload.dtype),
             dropout=0.0,
             code=source.code,
+            router_loss=False,
         )
         self.plan = plan_for(self.skeleton)
         layout = spec.layout

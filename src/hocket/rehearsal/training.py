@@ -109,6 +109,7 @@ class Rehearsal:
             schedule=self.schedule,
             seed=options.seed,
             bucket_mb=options.bucket_mb,
+            labels_shifted=True,
         )
         memory = execution.memory
         # As the loop: whether rows hold several documents is known, and not read off positions.

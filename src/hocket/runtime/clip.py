@@ -86,14 +86,16 @@ class GradientNorm:
 
     @torch.no_grad()
     def norm(self) -> Tensor:
-        """The global norm, fp32, equal on every rank."""
+        """The global norm, equal on every rank: fp32, or fp64 where a gradient is."""
         parts = [p.grad for p in self._whole if p.grad is not None]
         parts += [p.grad[where] for p, where in self._slices if p.grad is not None]
         # A product with the mask: indexing by it would make a CUDA rank read the number of ones.
         parts += [p.grad * mask for p, mask in self._masked if p.grad is not None]
-        total = torch.zeros((), device=self.mesh.device)
+        dtypes = {p.dtype for p in self.parameters}  # the same on every rank of a model
+        dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+        total = torch.zeros((), dtype=dtype, device=self.mesh.device)
         if parts:
-            norms = torch._foreach_norm(parts, 2, dtype=torch.float32)
+            norms = torch._foreach_norm(parts, 2, dtype=dtype)
             total = torch.stack(list(norms)).square_().sum()
         # Gradients of what is offloaded are on the host, where the scale is needed too: two waits a
         # step. Else the device is not read.

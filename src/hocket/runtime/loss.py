@@ -1,15 +1,22 @@
-"""The default loss: next-token cross-entropy of a model's logits, split by vocabulary or whole."""
+"""The default loss: next-token cross-entropy of a model's logits, split by vocabulary or whole.
+
+Legend: B batch, S sequence, V vocabulary.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hocket.runtime.mesh import Axis, Mesh
 from hocket.runtime.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from hocket.runtime.tensor_parallel.layers import VocabParallelHead
+from hocket.spec.errors import OptionError
+from hocket.spec.placement import Placement
+from hocket.spec.plan import RouterLoss
 
 IGNORED = -100
 """The label of a token that has no target."""
@@ -20,16 +27,46 @@ class NextTokenLoss:
 
     The logits [B, S, V] (or [B, S, V of this rank], if `module` ends in a vocabulary-parallel
     head) are the output's `logits`, or its first entry, or the output itself. They are overwritten.
+
+    A router's auxiliary loss (Switch Transformer, Fedus et al. 2021, section 2.2) is what the
+    model's own forward returns as `aux_loss` for a microbatch. It is not linear in the batch. The
+    loss of a step has its mean over the microbatches of all data ranks, which is what a loop over
+    plain transformers gets from `(model(**microbatch, num_items_in_batch=tokens / count).loss /
+    count).backward()`. In evaluation it is left out: the result is the cross-entropy.
+
+    Args:
+        module: the last stage.
+        mesh: the ranks.
+        labels_shifted: `labels[:, i]` is the token after `input_ids[:, i]`. False: transformers'
+            convention, `labels[:, i]` is the label of `input_ids[:, i]` itself.
+        router: the router's auxiliary loss; None: the model has none.
+        router_degree: as `auxiliary_loss` takes it.
+
+    Attributes:
+        tokens_per_microbatch: valid tokens of the global batch divided by its microbatches, the
+            weight of one microbatch's auxiliary loss; set before each step.
     """
 
-    def __init__(self, module: nn.Module, mesh: Mesh) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: Mesh,
+        *,
+        labels_shifted: bool = False,
+        router: RouterLoss | None = None,
+        router_degree: int = 1,
+    ) -> None:
         self.recorder = mesh.recorder
+        self.labels_shifted = labels_shifted
+        self.router = router
+        self.router_degree = router_degree
+        self.tokens_per_microbatch: Any = 1.0
         heads = [m for m in module.modules() if isinstance(m, VocabParallelHead)]
         self.axis = heads[-1].axis if heads else Axis("tp")
         self.start = heads[-1].start if heads else 0
 
     def __call__(self, output: Any, microbatch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        labels = microbatch["labels"]
+        labels = targets(microbatch["labels"], self.labels_shifted)
         loss = vocab_parallel_cross_entropy(
             logits_of(output),
             labels,
@@ -37,8 +74,68 @@ class NextTokenLoss:
             self.start,
             ignore_index=IGNORED,
             recorder=self.recorder,
+        ).sum()
+        if self.router is not None and torch.is_grad_enabled():
+            auxiliary = self.router.coefficient * auxiliary_loss(output, self.router_degree)
+            loss = loss + self.tokens_per_microbatch * auxiliary.to(loss)
+        return loss, (labels != IGNORED).sum()
+
+
+def auxiliary_loss(output: Any, degree: int = 1) -> Tensor:
+    """The router's auxiliary loss that a model returned, its gradient divided by `degree`: by the
+    number of tensor ranks that add up their gradients of the router's logits."""
+    found = getattr(output, "aux_loss", None)
+    assert isinstance(found, Tensor), "the model returned no aux_loss"
+    if degree == 1:
+        return found
+    fixed = found.detach()
+    return fixed + (found - fixed) / degree
+
+
+def router_degree(router: RouterLoss, placements: Mapping[str, Placement], degree: int) -> int:
+    """`degree` where the gradients of the router's parameters are parts of a sum over tp, else
+    1."""
+    gates = tuple(f"{name}." for name in router.gates)
+    mine = (p for name, p in placements.items() if name.startswith(gates))
+    return degree if any("tp" in p.grad_sum for p in mine) else 1
+
+
+def targets(labels: Tensor, shifted: bool) -> Tensor:
+    """The label of each position's logits [B, S]: the next token's. `shifted`: they are that."""
+    if shifted:
+        return labels
+    return nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+
+
+def check_convention(microbatch: Mapping[str, Tensor], shifted: bool) -> None:
+    """Reject labels that follow the other convention than `shifted` says. Reads the device.
+
+    Raises:
+        OptionError: the labels of one microbatch equal its tokens in the wrong place.
+    """
+    tokens, labels = microbatch.get("input_ids"), microbatch["labels"]
+    if tokens is None or tokens.shape != labels.shape or labels.ndim != 2 or labels.shape[1] < 3:
+        return
+    own = _agree(labels, tokens)
+    following = _agree(labels[:, :-1], tokens[:, 1:])
+    if shifted and own and not following:
+        raise OptionError(
+            "labels_shifted=True, and the labels equal input_ids at the same positions: the model "
+            "would learn to copy its input",
+            hint="labels_shifted=False",
         )
-        return loss.sum(), (labels != IGNORED).sum()
+    if not shifted and following and not own:
+        raise OptionError(
+            "the labels equal input_ids one position ahead, that is they are shifted already: "
+            "shifted once more, the model would learn to skip a token",
+            hint="labels=input_ids as for transformers, or parallelize(..., labels_shifted=True)",
+        )
+
+
+def _agree(labels: Tensor, tokens: Tensor) -> bool:
+    """Whether labels that are not ignored equal the tokens; with at least two of them."""
+    counted = labels != IGNORED
+    return int(counted.sum()) > 1 and bool(((labels == tokens) | ~counted).all())
 
 
 def logits_of(output: Any) -> Tensor:

@@ -24,7 +24,7 @@ from hocket.runtime.data_parallel import (
     Shares,
     ThreadedReplicas,
 )
-from hocket.runtime.loss import IGNORED
+from hocket.runtime.loss import IGNORED, NextTokenLoss, targets
 from hocket.runtime.mesh import Mesh
 from hocket.runtime.pipeline.executor import Executor
 from hocket.runtime.pipeline.stage import Microbatch, Stage
@@ -51,6 +51,8 @@ class Parallel:
         bounds: layers per stage, None if uncut.
         step: number of the next step; keys random numbers. Set it when a run is resumed.
         bucket_mb: size of a gradient bucket in MB, used by `finish`. None: by the device.
+        labels_shifted: whether labels are at the positions that predict them. None: they belong to
+            a loss function of the caller's, and are counted as they are.
         replicas: after `finish`, the threads of a layout that asks for them, else None.
     """
 
@@ -77,6 +79,7 @@ class Parallel:
             self.placements.update(stage.placements)
         self.step = 0
         self.bucket_mb: float | None = None
+        self.labels_shifted: bool | None = None
         self._seed = seed
         self._count = 1
         self._finished = False
@@ -347,6 +350,7 @@ class Parallel:
             with recorder.in_phase("step"):
                 total = self._num_labels(microbatches)
             divisor = total.clamp(min=1).float() if total.is_cuda else max(1, int(total))
+        self._weigh_router_loss(microbatches, divisor)
         with recorder.in_phase("microbatch"):
             if self.replicas is not None:
                 share = self.replicas.forward_backward(microbatches, divisor)
@@ -366,6 +370,13 @@ class Parallel:
         self.step += 1
         return loss
 
+    def _weigh_router_loss(self, microbatches: Sequence[Microbatch], num_tokens: Any) -> None:
+        """Weigh a router's auxiliary loss by microbatch."""
+        count = len(microbatches) * self.layout.dp
+        for stage in self.stages:
+            if isinstance(stage.loss_fn, NextTokenLoss):
+                stage.loss_fn.tokens_per_microbatch = num_tokens / count
+
     def count_tokens(self, microbatches: Sequence[Microbatch]) -> int:
         """Labels of the global batch that are not ignored. Reads the device."""
         return int(self._num_labels(microbatches))
@@ -376,14 +387,20 @@ class Parallel:
                 "the microbatches hold no labels to count",
                 hint="forward_backward(..., num_tokens=N)",
             )
-        found = [(microbatch["labels"] != IGNORED).sum() for microbatch in microbatches]
+        found = [
+            (targets(microbatch["labels"], self.labels_shifted is not False) != IGNORED).sum()
+            for microbatch in microbatches
+        ]
         total = torch.stack(found).sum()
         all_reduce(total, self.mesh.axis("dp"), self.recorder)
         return total
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Microbatch]) -> tuple[float, int]:
-        """(sum of losses, valid tokens) of a global batch of which this data rank has a part."""
+        """(sum of losses, valid tokens) of a global batch of which this data rank has a part.
+
+        The losses are cross-entropies: a router's auxiliary loss is left out.
+        """
         modes = [stage.module.training for stage in self.stages]
         self.train(False)
         self.publish()

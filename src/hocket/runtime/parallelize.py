@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import nn
 
 from hocket.runtime.collectives import all_reduce
 from hocket.runtime.device import pick_device
-from hocket.runtime.loss import NextTokenLoss
+from hocket.runtime.loss import NextTokenLoss, router_degree
 from hocket.runtime.mesh import Mesh
 from hocket.runtime.parallel import Parallel
 from hocket.runtime.pipeline.cut import cut, cut_costs
@@ -29,7 +29,8 @@ from hocket.spec.capabilities import absent, runnable
 from hocket.spec.cut import choose_cut
 from hocket.spec.errors import LayoutError, ModelError
 from hocket.spec.layout import Layout
-from hocket.spec.plan import ParallelPlan
+from hocket.spec.placement import Placement
+from hocket.spec.plan import ParallelPlan, router_loss_rejected
 from hocket.spec.schedule import Schedule
 
 __all__ = ["Parallel", "parallelize"]
@@ -46,6 +47,8 @@ def parallelize(
     bounds: Sequence[int] | None = None,
     seed: int = 0,
     bucket_mb: float | None = None,
+    labels_shifted: bool = False,
+    kind: type[Parallel] = Parallel,
 ) -> Parallel:
     """Take this rank's part of `module`. Call on every rank of the world with equal arguments.
 
@@ -64,6 +67,9 @@ def parallelize(
         bounds: layers per stage. None: as `layout.cut` says.
         seed: of the random numbers that dropout draws.
         bucket_mb: size of a gradient bucket in MB. None: by the device.
+        labels_shifted: `labels[:, i]` is the token after `input_ids[:, i]`. False: transformers'
+            convention, labels are at the positions of their tokens and -100 is ignored.
+        kind: the class of what is returned.
 
     Raises:
         LayoutError: the layout does not fit the world or the module.
@@ -112,18 +118,35 @@ def parallelize(
                 num_stages,
                 plan=plan.stages,
                 placements=placements,
-                loss_fn=(loss_fn or NextTokenLoss(part, mesh)) if last else None,
+                loss_fn=(loss_fn or _default_loss(part, mesh, plan, placements, labels_shifted))
+                if last
+                else None,
                 hidden_size=plan.hidden_size,
                 slices=None if sequence is None else (sequence, layout.tp),
             )
         )
-    parallel = Parallel(layout, mesh, plan, stages, schedule, bounds=bounds, seed=seed)
+    parallel = kind(layout, mesh, plan, stages, schedule, bounds=bounds, seed=seed)
     parallel.bucket_mb = bucket_mb
+    parallel.labels_shifted = labels_shifted if loss_fn is None else None
     if not meta:
         for stage in stages:
             stage.module.to(mesh.device)
         parallel.finish()
     return parallel
+
+
+def _default_loss(
+    part: nn.Module,
+    mesh: Mesh,
+    plan: ParallelPlan,
+    placements: Mapping[str, Placement],
+    labels_shifted: bool,
+) -> NextTokenLoss:
+    router = plan.router
+    degree = 1 if router is None else router_degree(router, placements, mesh.axis("tp").size)
+    return NextTokenLoss(
+        part, mesh, labels_shifted=labels_shifted, router=router, router_degree=degree
+    )
 
 
 def _check(layout: Layout, plan: ParallelPlan, schedule: Schedule | None) -> None:
@@ -135,6 +158,9 @@ def _check(layout: Layout, plan: ParallelPlan, schedule: Schedule | None) -> Non
             f"the layout is {layout}",
             hint=runnable(layout).axes_text(),
         )
+    if plan.router is not None and (why := router_loss_rejected(layout)):
+        one = dataclasses.replace(layout, pp=1, virtual_stages=1, data_parallel="processes")
+        raise ModelError(why, hint=str(one))
     if layout.tp > 1 and plan.tensor is None:
         reason = plan.reasons.get("tensor", "its plan splits no tensors")
         raise ModelError(f"the module cannot be split over tp {layout.tp}: {reason}", hint="tp1")

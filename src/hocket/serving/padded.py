@@ -42,6 +42,10 @@ class Engine:
         config: the model's configuration.
         stage_ranks: stage to pipeline index that holds it. None: stage i lies on index i.
         positions: positions the model has; None: no bound.
+        replicas: data ranks may each continue prompts of their own.
+
+    Raises:
+        LayoutError: there are data ranks, and `replicas` is not set.
     """
 
     def __init__(
@@ -52,8 +56,10 @@ class Engine:
         *,
         stage_ranks: Sequence[int] | None = None,
         positions: int | None = None,
+        replicas: bool = False,
     ) -> None:
-        refuse_replicas(mesh.layout)
+        if not replicas:
+            refuse_replicas(mesh.layout)
         self.stages = {stage.index: stage for stage in stages}
         self.mesh = mesh
         self.config = config

@@ -71,6 +71,9 @@ PRECISIONS = ("bf16", "fp32")
 TRAINED = ("fp32", "bf16", "fp8")
 """What a training run may ask for: fp8 where `refused_precision` finds nothing against it."""
 
+CHECKED = ("fp32", "fp64")
+"""What `hocket check` compares in: fp64 shows whether a difference in fp32 is rounding."""
+
 GRADIENTS = ("fp32", "bf16")
 """In which gradients may be kept and summed."""
 

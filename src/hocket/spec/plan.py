@@ -19,6 +19,7 @@ from typing import Any
 
 from hocket.spec import legality
 from hocket.spec.errors import LayoutError
+from hocket.spec.layout import Layout
 from hocket.spec.placement import Block, Placement
 
 STYLES = ("column", "row", "vocab_embedding", "vocab_head", "sum_grad", "experts")
@@ -262,6 +263,36 @@ class SequencePlan:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class RouterLoss:
+    """A load-balancing loss that the model returns as `aux_loss` and adds to its own loss.
+
+    It multiplies two sums over the tokens of a microbatch and over all layers: how many tokens
+    each expert gets, and with what probability.
+
+    Attributes:
+        coefficient: by which the model multiplies it.
+        gates: modules that make the router's logits, dotted.
+    """
+
+    coefficient: float
+    gates: tuple[str, ...] = ()
+
+
+def router_loss_rejected(layout: Layout) -> str:
+    """Why a router's auxiliary loss cannot be computed in a layout, and a fix; empty: it can."""
+    loss = "the configuration sets output_router_logits, which adds the router's auxiliary loss"
+    without = '"output_router_logits": false trains without it'
+    if layout.num_stages > 1:
+        return (
+            f"{loss}: it multiplies sums over the routers of all layers, and a pipeline stage has "
+            f"only its own; {without}"
+        )
+    if layout.data_parallel == "threads":
+        return f"{loss}, and replicas in threads gather nothing but logits; {without}"
+    return ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelPlan:
     """How one model may be split. None: that kind of split is not possible for it."""
 
@@ -274,6 +305,8 @@ class ParallelPlan:
     """Tied parameter to the parameter that owns the values: `lm_head.weight` to the embedding."""
     inferred: bool = False
     """Whether the tensor plan comes from what the model was seen to compute."""
+    router: RouterLoss | None = None
+    """The router's auxiliary loss; None: the model adds none."""
     reasons: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """`tensor`, `stages`, `sequence` to the reason why that is not possible, or only in part."""
 
@@ -297,11 +330,14 @@ class ParallelPlan:
     def from_json(cls, text: str) -> ParallelPlan:
         """The inverse of `to_json`."""
         data = json.loads(text)
-        tensor, stages, sequence = (data.pop(name) for name in ("tensor", "stages", "sequence"))
+        tensor, stages, sequence, router = (
+            data.pop(name) for name in ("tensor", "stages", "sequence", "router")
+        )
         return cls(
             tensor=None if tensor is None else _tensor_plan(tensor),
             stages=None if stages is None else StagePlan(**_tuples(stages)),
             sequence=None if sequence is None else SequencePlan(**_tuples(sequence)),
+            router=None if router is None else RouterLoss(**_tuples(router)),
             **data,
         )
 

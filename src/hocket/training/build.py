@@ -47,7 +47,12 @@ from hocket.training.optimizer import Optimizer
 if TYPE_CHECKING:
     from hocket.launch import RankContext
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
+DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp8": torch.bfloat16,
+}
 """Of parameters, by the dtype that was asked for: fp8 is one of products alone."""
 
 
@@ -132,11 +137,17 @@ def _agreed_backend(wanted: str, device: torch.device, context: RankContext) -> 
 
 
 def build_model(
-    spec: RunSpec, mesh: Mesh, schedule: Schedule | None, plan: ParallelPlan | None = None
+    spec: RunSpec,
+    mesh: Mesh,
+    schedule: Schedule | None,
+    plan: ParallelPlan | None = None,
+    *,
+    labels_shifted: bool = True,
 ) -> tuple[ModelSource, nn.Module, ParallelPlan, Parallel]:
     """This rank's part of the model that a RunSpec names, with its values, ready to step.
 
     `plan` is how the model may be split, where that is known already; None: it is found here.
+    Labels are shifted as the data pipeline's are, unless `labels_shifted` is False.
 
     Raises:
         ModelError: the model cannot be built, or not split as the layout asks.
@@ -151,6 +162,7 @@ def build_model(
         dtype=dtype,
         dropout=options.dropout,
         code=source.code,
+        router_loss=spec.command not in ("serve", "generate"),
     )
     plan = plan or plan_for(skeleton, sequence=spec.layout.sequence_parallel)
     if spec.layout.sequence_parallel:
@@ -165,6 +177,7 @@ def build_model(
         schedule=schedule,
         seed=options.seed,
         bucket_mb=options.bucket_mb,
+        labels_shifted=labels_shifted,
     )
     weights = [
         Weights(
@@ -206,16 +219,25 @@ def build_model(
     return source, skeleton, plan, parallel
 
 
-def build(spec: RunSpec, context: RankContext, schedule: Schedule | None = None) -> Job:
+def build(
+    spec: RunSpec,
+    context: RankContext,
+    schedule: Schedule | None = None,
+    *,
+    labels_shifted: bool = True,
+) -> Job:
     """All of it, from the process group to the optimizer. Every rank calls it.
 
     Args:
         spec: what is trained.
         context: this rank's place.
         schedule: when everything runs; with one stage None accumulates gradients.
+        labels_shifted: as for `build_model`.
     """
     mesh = join_world(spec, context)
-    source, skeleton, plan, parallel = build_model(spec, mesh, schedule)
+    source, skeleton, plan, parallel = build_model(
+        spec, mesh, schedule, labels_shifted=labels_shifted
+    )
     optimizer = build_optimizer(parallel, spec.options)
     return Job(
         spec=spec,

@@ -37,7 +37,7 @@ from hocket.spec.run import RunSpec, TrainOptions, write_text
 from hocket.spec.schedule import Schedule
 from hocket.spec.tensor_file import TensorFile
 from hocket.training.optimizer import Optimizer
-from hocket.training.reference import global_batch, microbatches, write_reference
+from hocket.training.reference import global_batch, microbatches, num_tokens, write_reference
 
 if TYPE_CHECKING:
     from hocket.launch import RankContext
@@ -70,7 +70,7 @@ def compare(context: RankContext, payload: Mapping[str, Any]) -> None:
 
     spec = RunSpec.from_json(payload["spec"])
     schedule = Schedule.parse(payload["schedule"]) if "schedule" in payload else None
-    job = build(spec, context, schedule)
+    job = build(spec, context, schedule, labels_shifted=False)
     report = compare_layout(
         spec, job.parallel, job.optimizer, Path(payload["folder"]), int(payload.get("steps", STEPS))
     )
@@ -92,9 +92,9 @@ class Reference:
         key = f"{kind}/{name}"
         entry = self._file.entries[key]
         assert entry.shape == placement.shape, (key, entry.shape, placement.shape)
-        local = torch.empty(placement.local_shape)
+        whole = DiskTensor(self._file, key)
+        local = torch.empty(placement.local_shape, dtype=whole.dtype)
         if local.numel():
-            whole = DiskTensor(self._file, key)
             for in_global, in_local in placement.pairs():
                 whole.read(in_global, local[in_local])
         return local
@@ -132,7 +132,7 @@ def compare_layout(
             {key: value.to(mesh.device) for key, value in part.items()}
             for part in microbatches(spec, batch, data_rank)
         ]
-        loss = parallel.forward_backward(parts, int((batch["labels"] != -100).sum()))
+        loss = parallel.forward_backward(parts, num_tokens(batch))
         norm = parallel.clip_grad_norm(0.0)
         rank.gradients = parallel.gradients()
         after = Reference(folder / f"step-{step}.safetensors")
@@ -206,15 +206,20 @@ class _Rank:
                 found[name] = (0.0, value_limit(options.lr))
                 continue
             theirs = self.part(file, "gradient", name)
-            rounding = (self.gradient(name).float().cpu() - theirs).abs()
+            rounding = (_wide(self.gradient(name)) - theirs).abs()
             second = self.part(file, "exp_avg_sq", name) / (1 - options.beta2**step)
             amplified = rounding / (second.sqrt() + options.eps)
             allowed = value_limit(options.lr) + 2 * options.lr * amplified
-            ours = parameter.detach().float().cpu()
-            difference = (ours - self.part(file, "value", name)).abs()
+            difference = (_wide(parameter) - self.part(file, "value", name)).abs()
             at = int((difference / allowed).argmax())  # the first NaN, if there is one
             found[name] = (float(difference.view(-1)[at]), float(allowed.view(-1)[at]))
         return found
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """On the CPU, in fp32 or in fp64."""
+    held = tensor.detach().cpu()
+    return held if held.dtype == torch.float64 else held.float()
 
 
 def _owner(name: str, tie: str | None, ties: Mapping[str, str], shapes: Mapping[str, Any]) -> str:
@@ -226,7 +231,7 @@ def _owner(name: str, tie: str | None, ties: Mapping[str, str], shapes: Mapping[
 
 def _difference(ours: Tensor, theirs: Tensor) -> float:
     """The largest difference of two local tensors; NaN if any entry is NaN."""
-    ours = ours.detach().float().cpu()
+    ours = _wide(ours)
     return float((ours - theirs).abs().max()) if ours.numel() else 0.0
 
 

@@ -28,7 +28,7 @@ from hocket.training import timeline
 from hocket.training.build import Job, build
 from hocket.training.check import compare_layout
 from hocket.training.memory import MemoryCount, of_replicas
-from hocket.training.reference import global_batch, microbatches
+from hocket.training.reference import global_batch, microbatches, num_tokens
 
 if TYPE_CHECKING:
     from hocket.launch import RankContext
@@ -52,7 +52,7 @@ def main(context: RankContext, payload: Mapping[str, Any]) -> None:
     """
     spec = RunSpec.from_json(payload["spec"])
     context.expect(max(LONG, spec.options.timeout))
-    job = build(spec, context, Schedule.parse(payload["schedule"]))
+    job = build(spec, context, Schedule.parse(payload["schedule"]), labels_shifted=False)
     report = None
     if "reference" in payload:
         report = compare_layout(
@@ -128,10 +128,7 @@ class _Way:
         self.spec = job.spec
         self.threads = job.spec.layout.data_parallel == "threads"
         self.data_rank = 0 if self.threads else job.mesh.coordinate["dp"]
-        self.tokens = [
-            int((global_batch(job.spec, step)["labels"] != -100).sum())
-            for step in range(1, _KEPT + 1)
-        ]
+        self.tokens = [num_tokens(global_batch(job.spec, step)) for step in range(1, _KEPT + 1)]
 
     def seen_whole(self) -> dict[str, Any]:
         """One step whose memory is counted, and one that is recorded."""

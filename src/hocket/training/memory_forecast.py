@@ -155,6 +155,7 @@ def _one(spec: RunSpec, schedule: Schedule | None, rank: int) -> Memory:
         schedule=schedule,
         seed=options.seed,
         bucket_mb=options.bucket_mb,
+        labels_shifted=True,
     )
     rows = workload.global_batch // layout.dp // (layout.microbatches or 1)
     with _fake(options.packing == "documents"):

@@ -1,8 +1,14 @@
 """The reference of a check: the plain Hugging Face model in one process, on seeded tokens.
 
-Nothing of hocket's own engine takes part: transformers' forward, torch's cross-entropy over the
-whole logits, torch's AdamW, the whole global batch at once. Adapters are peft's; documents that
-share a row are each computed by themselves, in rows of their own.
+Nothing of hocket's own engine takes part: `model(input_ids, labels=labels).loss` of transformers
+with the configuration as it is, torch's AdamW, the whole global batch at once. Adapters are peft's;
+documents that share a row are each computed by themselves, in rows of their own.
+
+A router's auxiliary loss is not linear in the batch. It is defined by what transformers computes
+for one microbatch, and the step has the mean over the microbatches of all data ranks. That is
+gradient accumulation with `model(**microbatch, num_items_in_batch=tokens / count).loss / count`,
+where `tokens / count` is the mean number of valid tokens of a microbatch. With one microbatch on
+one rank it is the loss over the global batch.
 
 Legend: B batch, S sequence.
 """
@@ -12,7 +18,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,50 +29,51 @@ from torch import Tensor, nn
 from hocket.models import skeleton as skeletons
 from hocket.models import weights
 from hocket.models.dimensions import dimensions
-from hocket.models.disk_tensor import DiskTensor
 from hocket.models.lora import peft_model, plain_name
+from hocket.models.own_loss import shifts_labels, takes_labels
+from hocket.models.plans.router import router_loss
 from hocket.models.source import of_run
 from hocket.runtime.checkpoint import DTYPES
 from hocket.runtime.lora import initial
-from hocket.spec.check import gradient_limit
+from hocket.spec.errors import OptionError
 from hocket.spec.placement import Placement
 from hocket.spec.run import RunSpec, write_text
-from hocket.spec.tensor_file import Entry, TensorFile, write_tensors
+from hocket.spec.tensor_file import Entry, write_tensors
+from hocket.training.build import dtype_of
 from hocket.training.optimizer import STATE, decays
 from hocket.training.packing import DOCUMENTS
 
 _NOISE = 0.02
 _IGNORED = 0.1
-_ROUNDINGS = 4
 
 
 def global_batch(spec: RunSpec, step: int) -> dict[str, Tensor]:
     """Seeded tokens of one step: `input_ids`, `position_ids`, `labels`, each [B, S].
 
-    Some labels are ignored, more of them in later rows, so that data ranks and microbatches do
-    not count equally many tokens.
+    Labels are as transformers takes them, at the positions of their tokens. Some are ignored, more
+    of them in later rows, so that data ranks and microbatches do not count equally many tokens.
     """
     rows, length = spec.workload.global_batch, spec.workload.seq_len
     generator = torch.Generator().manual_seed(1000 * spec.options.seed + step)
     vocab_size = int(_vocab_size(spec))
-    tokens = torch.randint(vocab_size, (rows, length + 1), generator=generator)
-    labels = tokens[:, 1:].clone()
+    tokens = torch.randint(vocab_size, (rows, length), generator=generator)
+    labels = tokens.clone()
     share = _IGNORED + 0.5 * torch.arange(rows).unsqueeze(1) / rows
     labels[torch.rand(rows, length, generator=generator) < share] = -100
-    labels[:, 0] = tokens[:, 1]  # never a row without a label
+    labels[:, 1] = tokens[:, 1]  # never a row without a label
     positions = torch.arange(length).expand(rows, length).contiguous()
     if spec.options.packing == DOCUMENTS:
         for row in positions:
             cuts = torch.randperm(length - 1, generator=generator)[: max(1, length // 8)] + 1
             for cut in cuts.sort().values.tolist():
                 row[cut:] = torch.arange(length - cut)
-        labels[:, :-1][positions[:, 1:] == 0] = -100  # nothing predicts the next document
-        labels[:, 0] = torch.where(positions[:, 1] == 0, -100, tokens[:, 1])
-    return {
-        "input_ids": tokens[:, :-1].contiguous(),
-        "position_ids": positions,
-        "labels": labels,
-    }
+        labels[positions == 0] = -100  # nothing predicts the next document
+    return {"input_ids": tokens, "position_ids": positions, "labels": labels}
+
+
+def num_tokens(batch: Mapping[str, Tensor]) -> int:
+    """Labels of a batch that some position predicts."""
+    return int((batch["labels"][:, 1:] != -100).sum())
 
 
 def documents_of(batch: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
@@ -101,7 +108,7 @@ def write_reference(
 ) -> None:
     """The plain model in one process: every step's gradients, values and losses, into files."""
     model = _plain(spec, device)
-    known = inspect.signature(model.forward).parameters  # BLOOM takes no positions
+    loss = _OwnLoss(model, spec, device)
     from_seed = of_run(spec).weights is None
     if spec.options.lora_rank is not None:
         model = _with_adapters(model, spec)
@@ -119,7 +126,7 @@ def write_reference(
     for step in range(1, steps + 1):
         batch = {key: value.to(device) for key, value in global_batch(spec, step).items()}
         optimizer.zero_grad(set_to_none=True)
-        loss = _backward(model, batch, known, packed=spec.options.packing == DOCUMENTS)
+        total = loss.backward(model, batch)
         for parameter in parameters.values():
             if parameter.grad is None and parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
@@ -134,7 +141,7 @@ def write_reference(
         write(folder / f"step-{step}.safetensors", {**gradients, **_values(parameters), **state})
         norms = torch.stack([g.double().norm() for g in gradients.values()])
         found["norms"].append(float(norms.norm()))
-        found["losses"].append(float(loss.detach()))
+        found["losses"].append(float(total))
         found["largest"].append({n: _largest(gradient(p)) for n, p in parameters.items()})
     write_text(folder / "reference.json", json.dumps(found))
 
@@ -142,9 +149,14 @@ def write_reference(
 def _plain(spec: RunSpec, device: torch.device | str = "cpu") -> Any:
     """The plain model in training mode, with the values that the job begins with."""
     source = of_run(spec)
+    dtype = dtype_of(spec.workload.dtype)
     whole, model = (
         skeletons.build(
-            spec.config, attention=spec.options.attention, dropout=0.0, code=source.code
+            spec.config,
+            attention=spec.options.attention,
+            dtype=dtype,
+            dropout=0.0,
+            code=source.code,
         )
         for _ in range(2)
     )
@@ -152,68 +164,70 @@ def _plain(spec: RunSpec, device: torch.device | str = "cpu") -> Any:
         n: Placement.whole(n, tuple(p.shape))
         for n, p in model.named_parameters(remove_duplicate=False)
     }
-    weights.materialize(model, placements, whole, source, device=device, seed=spec.options.seed)
+    weights.materialize(
+        model, placements, whole, source, device=device, dtype=dtype, seed=spec.options.seed
+    )
     return model.train()
 
 
-def _backward(
-    model: nn.Module, batch: Mapping[str, Tensor], known: Collection[str], *, packed: bool
-) -> Tensor:
-    """The loss of a batch, its gradient added to the parameters'. `known`: what `model` takes."""
-    tokens = (batch["labels"] != -100).sum()
-    loss = torch.zeros((), device=tokens.device)
-    for part in documents_of(batch) if packed else [batch]:
-        given = {k: v for k, v in part.items() if k in known and k != "labels"}
-        logits = model(**given, use_cache=False).logits
-        total = F.cross_entropy(
-            logits.reshape(-1, logits.shape[-1]).float(),
-            part["labels"].reshape(-1),
-            ignore_index=-100,
-            reduction="sum",
-        )
-        share = total / tokens
-        torch.autograd.backward(share)
-        loss += share.detach()
-    return loss
+class _OwnLoss:
+    """What plain transformers trains on: the loss that its forward returns.
 
+    Args:
+        model: plain, before adapters.
+        spec: the job; its layout says how many microbatches there are.
+        device: of the model.
 
-def own_rounding(spec: RunSpec, folder: Path) -> tuple[float, str]:
-    """How far rounding alone takes a gradient of the first step of a reference in `folder`:
-    (relative to what is allowed, the parameter's name).
-
-    Every weight is moved by one unit in its last place, a few times over. A sum that is taken in
-    another order loses as much: where this is above 1, nothing can be held against one process.
+    Raises:
+        ModelError: the model's own loss is not one that hocket computes.
     """
-    values = _read(folder / "step-0.safetensors", "value")
-    wanted = _read(folder / "step-1.safetensors", "gradient")
-    batch = global_batch(spec, 1)
-    generator = torch.Generator().manual_seed(0)
-    model_largest = max(_largest(g) for g in wanted.values())
-    worst = (0.0, "")
-    for _ in range(_ROUNDINGS):
-        model = _plain(spec)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                up = torch.randint(2, parameter.shape, generator=generator) * 2.0 - 1.0
-                parameter.copy_(torch.nextafter(values[name], up * torch.inf))
-        _backward(model, batch, inspect.signature(model.forward).parameters, packed=False)
-        for name, parameter in model.named_parameters():
-            limit = gradient_limit(_largest(wanted[name]), model_largest)
-            if limit:
-                off = _largest(gradient(parameter) - wanted[name]) / limit
-                worst = max(worst, (off, name))
-    return worst
 
+    def __init__(self, model: nn.Module, spec: RunSpec, device: torch.device | str) -> None:
+        self.known = inspect.signature(model.forward).parameters  # BLOOM takes no positions
+        self.packed = spec.options.packing == DOCUMENTS
+        first = global_batch(spec, 1)["input_ids"][:2].to(device)
+        self.own = takes_labels(model)
+        self.shifts = shifts_labels(model, first)
+        self.count = 1
+        if router_loss(model) is not None:
+            if self.packed:
+                raise OptionError(
+                    "a router's auxiliary loss is over all tokens of a row, and the reference "
+                    "computes each document by itself",
+                    hint="--packing none",
+                )
+            self.count = spec.layout.dp * (spec.layout.microbatches or 1)
 
-def _read(path: Path, kind: str) -> dict[str, Tensor]:
-    """The whole tensors of one kind, by parameter."""
-    file = TensorFile(path)
-    found = {}
-    for key, entry in file.entries.items():
-        if key.startswith(f"{kind}/"):
-            found[key[len(kind) + 1 :]] = whole = torch.empty(entry.shape)
-            DiskTensor(file, key).read([slice(0, size) for size in entry.shape], whole)
-    return found
+    def backward(self, model: nn.Module, batch: Mapping[str, Tensor]) -> float:
+        """The loss of a global batch, its gradient added to the parameters'."""
+        tokens = num_tokens(batch)
+        if self.packed:
+            parts = [(part, num_tokens(part) / tokens) for part in documents_of(batch)]
+        else:
+            chunks = {key: value.chunk(self.count) for key, value in batch.items()}
+            rows = ({key: value[m] for key, value in chunks.items()} for m in range(self.count))
+            parts = [(part, 1 / self.count) for part in rows]
+        total = 0.0
+        for part, weight in parts:
+            if weight:
+                loss = weight * self._of(model, part, tokens)
+                torch.autograd.backward(loss)
+                total += float(loss.detach())
+        return total
+
+    def _of(self, model: nn.Module, part: Mapping[str, Tensor], tokens: int) -> Tensor:
+        given = {k: v for k, v in part.items() if k in self.known and k != "labels"}
+        labels = part["labels"]
+        shifted = F.pad(labels[:, 1:], (0, 1), value=-100)
+        if not self.own:
+            logits = model(**given, use_cache=False).logits
+            return F.cross_entropy(logits.flatten(0, 1), shifted.flatten(), ignore_index=-100)
+        # Of one batch the model counts its labels itself.
+        more = {} if self.count == 1 else {"num_items_in_batch": tokens / self.count}
+        own: Tensor = model(
+            **given, labels=labels if self.shifts else shifted, use_cache=False, **more
+        ).loss
+        return own
 
 
 def _with_adapters(model: Any, spec: RunSpec) -> Any:

@@ -227,7 +227,9 @@ def require_split(launcher: Launcher, server: Server) -> None:
     from hocket.jobs import twin
 
     attention = server.request.options.attention
-    twin.require(launcher, server.source, server.replica, attention=attention, pages=True)
+    twin.require(
+        launcher, server.source, server.replica, attention=attention, loss=False, pages=True
+    )
 
 
 @contextlib.contextmanager

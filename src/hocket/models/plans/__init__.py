@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from hocket.models.plans.families import FAMILIES
+from hocket.models.plans.router import router_loss
 from hocket.models.plans.sequence import sequence_plan
 from hocket.models.plans.stages import stage_plan
 from hocket.models.plans.tensor import tensor_plan
@@ -58,5 +59,6 @@ def plan_for(model: nn.Module, *, sequence: bool = False) -> ParallelPlan:
         sequence=slices,
         hidden_size=int(config.get_text_config().hidden_size),
         ties=dict(ties),
+        router=router_loss(model),
         reasons=reasons,
     )

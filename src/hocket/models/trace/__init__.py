@@ -64,9 +64,9 @@ def trace(
     """
     values: Any = model.config if isinstance(model, nn.Module) else model
     if isinstance(values, Mapping):
-        config: Any = skeleton.config_of(dict(values), dropout=dropout)
+        config: Any = skeleton.config_of(dict(values), dropout=dropout, router_loss=False)
     else:
-        config = skeleton.config_of(values.to_dict(), dropout=dropout)
+        config = skeleton.config_of(values.to_dict(), dropout=dropout, router_loss=False)
     if not hasattr(config, "num_hidden_layers"):  # a model of text and images: its text part
         config = config.get_text_config()
     text = json.dumps([config.to_dict(), name, dtype], sort_keys=True, default=str)

@@ -37,6 +37,7 @@ from hocket.runtime.linear import WeightGradients, defer_weight_gradients
 from hocket.runtime.mesh import Axis
 from hocket.runtime.pipeline.stage import Microbatch, Stage
 from hocket.runtime.record import Recorder
+from hocket.runtime.tensor_parallel.cross_entropy import loss_dtype
 from hocket.spec.schedule import (
     BACKWARD,
     FORWARD,
@@ -107,6 +108,7 @@ class Executor:
         self.reducers = dict(reducers or {})
         self.before_forward = before_forward
         self._place = schedule.stage_ranks
+        self._loss_dtype = loss_dtype(next(iter(self.stages.values())).dtype)
         self._actions = schedule.ranks[axis.index]
         assert set(self.stages) == set(schedule.stages_of(axis.index)), (
             set(self.stages),
@@ -142,8 +144,8 @@ class Executor:
                 that the gradients, summed over the data ranks, are those of the global mean.
 
         Returns:
-            This rank's share of the global mean loss, detached, fp32: 0 where the last stage is
-            elsewhere.
+            This rank's share of the global mean loss, detached, fp32 (fp64 of an fp64 model): 0
+            where the last stage is elsewhere.
         """
         return self.run(self._actions, microbatches, num_tokens)
 
@@ -195,7 +197,7 @@ class Executor:
         losses, self._losses = self._losses, []
         self._microbatches = {}
         if not losses:
-            return torch.zeros((), device=self.device)
+            return torch.zeros((), dtype=self._loss_dtype, device=self.device)
         return torch.stack(losses).sum()
 
     def _forwards(self, count: int) -> Iterator[Action]:
@@ -233,7 +235,7 @@ class Executor:
             self._outputs[key] = result
         else:
             total, tokens = result
-            loss = total.float() * self._scale
+            loss = total.to(self._loss_dtype) * self._scale
             self._losses.append(loss.detach())
             if self._grad:
                 self._outputs[key] = loss

@@ -42,7 +42,8 @@ def vocab_parallel_cross_entropy(
     ignore_index: int = -100,
     recorder: Recorder | None = None,
 ) -> Tensor:
-    """The cross-entropy of each token, in fp32, equal on every rank of the axis.
+    """The cross-entropy of each token, equal on every rank of the axis: in fp32, of fp64 logits in
+    fp64.
 
     Args:
         logits: [..., V of this rank]. With gradients on they are overwritten.
@@ -81,21 +82,27 @@ def _may_overwrite(logits: Tensor) -> bool:
 
 
 def _scratch(logits: Tensor) -> tuple[int, Tensor]:
-    """Rows of a chunk, and an fp32 buffer for one: memory fresh from the system costs more to
-    touch for the first time than the softmax itself."""
+    """Rows of a chunk, and a buffer for one in the dtype of the loss: memory fresh from the system
+    costs more to touch for the first time than the softmax itself."""
     n, vocabulary = logits.shape
     budget = _CHUNK_BYTES["cuda" if logits.is_cuda else "cpu"]
     rows = max(1, min(n, budget // max(1, 4 * vocabulary)))
-    return rows, torch.empty(rows, vocabulary, dtype=torch.float32, device=logits.device)
+    return rows, torch.empty(rows, vocabulary, dtype=loss_dtype(logits.dtype), device=logits.device)
+
+
+def loss_dtype(logits: torch.dtype) -> torch.dtype:
+    """What a loss of logits is computed in: fp32, or fp64 where they are."""
+    return torch.float64 if logits == torch.float64 else torch.float32
 
 
 def _partial(logits: Tensor, labels: Labels, keep: bool) -> Tensor:
     """[2, N]: log of the sum of exponentials over this rank's rows; the label's logit or 0.
 
-    `keep` leaves this rank's softmax in place of fp32 logits.
+    `keep` leaves this rank's softmax in place of fp32 or fp64 logits.
     """
     n, vocabulary = logits.shape
-    parts = torch.empty(2, n, dtype=torch.float32, device=logits.device)
+    dtype = loss_dtype(logits.dtype)
+    parts = torch.empty(2, n, dtype=dtype, device=logits.device)
     if vocabulary == 0:
         parts[0].fill_(-torch.inf)
         parts[1].zero_()
@@ -106,7 +113,7 @@ def _partial(logits: Tensor, labels: Labels, keep: bool) -> Tensor:
         parts[1].mul_(mine)
     rows, scratch = _scratch(logits)
     for chunk, lse in zip(torch.split(logits, rows), torch.split(parts[0], rows), strict=True):
-        softmax = torch.softmax(chunk, -1, dtype=torch.float32, out=scratch[: len(chunk)])
+        softmax = torch.softmax(chunk, -1, dtype=dtype, out=scratch[: len(chunk)])
         # The largest entry of a softmax is 1 / sum exp(x - max x).
         torch.sub(chunk.amax(-1), softmax.amax(-1).log_(), out=lse)
         if keep:
@@ -139,7 +146,7 @@ class _CrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         # Half precision keeps its logits and takes the softmax again: kept in bf16 it would be
         # rounded twice.
-        keep = logits.dtype == torch.float32
+        keep = logits.dtype == loss_dtype(logits.dtype)
         loss, share = _combine(_partial(logits, labels, keep), ignored, axis, recorder)
         # Not save_for_backward: the buffer is overwritten on purpose.
         ctx.buffer, ctx.labels, ctx.ignored, ctx.share, ctx.keep = (

@@ -1,0 +1,30 @@
+"""The proxy model's loss: is what transformers trains on what a layout computes?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hocket.spec.errors import ModelError
+
+
+def try_loss(config: Any, attention: str) -> tuple[str, bool]:
+    """(why transformers' own loss of a configuration is not computed, whether it shifts labels).
+
+    The reason is empty where the loss is computed, and where no proxy model can be made.
+    """
+    from hocket.jobs.twin_numbers import microbatch
+    from hocket.models.own_loss import shifts_labels
+    from hocket.models.twin import twin_of
+
+    try:
+        twin = twin_of(config)
+    except ModelError:
+        return "", True
+    try:
+        shifts = shifts_labels(twin.build(attention=attention), microbatch(twin)[0]["input_ids"])
+    except ModelError as error:
+        fix = "" if error.hint is None else f" (set {error.hint})"
+        return error.message + fix, True
+    except Exception as error:  # the forward of a foreign family fails in its own way
+        return f"its proxy model does not run with labels: {type(error).__name__}: {error}", True
+    return "", shifts

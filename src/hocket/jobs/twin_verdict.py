@@ -1,0 +1,150 @@
+"""Verdict: what a proxy model showed about an architecture, cached in the user's cache folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Collection, Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import hocket
+from hocket.spec.errors import ModelError
+from hocket.spec.layout import Layout
+from hocket.spec.run import write_text
+
+RULES = 6
+"""Counted up when models can be cut or split that could not before: old verdicts are forgotten."""
+
+_IRRELEVANT = (
+    "_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache",
+    "vocab_size", "bos_token_id", "eos_token_id", "pad_token_id",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What the twin showed. Empty text: equal. None: not tried.
+
+    Attributes:
+        stages: why the model cannot be cut into stages.
+        tensors: why its tensors cannot be split over ranks.
+        slices: why they cannot be with sequence parallelism.
+        loss: why transformers' own loss of it is not computed.
+        pages: why it cannot be served from a paged cache.
+        packed: why documents that share a row would see each other.
+        shifts: whether the model's own forward shifts its labels.
+        note: blocks that tensor parallelism holds whole, and why.
+    """
+
+    stages: str | None = None
+    tensors: str | None = None
+    slices: str | None = None
+    loss: str | None = None
+    pages: str | None = None
+    packed: str | None = None
+    shifts: bool | None = None
+    note: str = ""
+
+    def missing(self, wanted: Iterable[str]) -> list[str]:
+        """Of some parts, those that have not been tried."""
+        return [part for part in wanted if getattr(self, part) is None]
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything that was tried came out equal."""
+        return not self.reason
+
+    @property
+    def reason(self) -> str:
+        """Why not; empty where `ok`."""
+        found = (self.stages, self.tensors, self.slices, self.loss, self.pages, self.packed)
+        return "; ".join(text for text in found if text)
+
+
+def parts_of(
+    layout: Layout, *, loss: bool = False, pages: bool = False, packed: bool = False
+) -> list[str]:
+    """Fields of a Verdict that have to be known before a layout is accepted."""
+    wanted = {
+        "stages": layout.num_stages > 1,
+        "tensors": layout.tp > 1,
+        "slices": layout.tp > 1 and layout.sequence_parallel,
+        "loss": loss,
+        "pages": pages,
+        "packed": packed,
+    }
+    return [part for part, want in wanted.items() if want]
+
+
+def reject(known: Verdict, wanted: Collection[str], layout: Layout, name: str, kind: str) -> None:
+    """Raise ModelError for the first part of `wanted` that came out different."""
+    if "stages" in wanted and known.stages:
+        raise ModelError(
+            f"{name} ({kind}) cannot be cut into pipeline stages: {known.stages}",
+            hint=str(dataclasses.replace(layout, pp=1, virtual_stages=1, cut="balanced")),
+        )
+    if "tensors" in wanted and known.tensors:
+        raise ModelError(
+            f"{name} ({kind}) cannot be split over tensor-parallel ranks: {known.tensors}",
+            hint=str(dataclasses.replace(layout, tp=1, sequence_parallel=False)),
+        )
+    if "slices" in wanted and known.slices:
+        raise ModelError(
+            f"{name} ({kind}) cannot run with sequence parallelism: {known.slices}",
+            hint=str(dataclasses.replace(layout, sequence_parallel=False)),
+        )
+    if "loss" in wanted and known.loss:
+        raise ModelError(f"{name} ({kind}) cannot be trained as it is configured: {known.loss}")
+    if "pages" in wanted and known.pages:
+        raise ModelError(known.pages)
+    if "packed" in wanted and known.packed:
+        raise ModelError(
+            f"documents cannot share a row of {name} ({kind}) without seeing each other: "
+            f"{known.packed}",
+            hint="--packing none",
+        )
+
+
+# --- the cache ---------------------------------------------------------------------------------
+
+
+def cache_file(config: Mapping[str, Any], attention: str) -> Path:
+    """Where the verdict on a configuration is kept."""
+    relevant = {key: value for key, value in config.items() if key not in _IRRELEVANT}
+    versions = [hocket.__version__, *(_version(name) for name in ("transformers", "torch"))]
+    key = json.dumps([relevant, attention, versions, RULES], sort_keys=True, default=str)
+    name = f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(home).expanduser() / "hocket" / "twins" / name
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def read(file: Path | None) -> Verdict:
+    """The verdict in a file; an empty one where there is none."""
+    if file is None:
+        return Verdict()
+    try:
+        return Verdict(**json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError):  # none yet, or of another version: try again
+        return Verdict()
+
+
+def write(file: Path | None, found: Verdict) -> None:
+    """Keep a verdict; a folder that cannot be written to is passed over."""
+    if file is None:
+        return
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_text(file, json.dumps(dataclasses.asdict(found)))
+    except OSError:
+        return  # a cache that cannot be written only costs the next run its second

@@ -1,0 +1,313 @@
+"""ParallelModel: what `hocket.parallelize` returns, a rank's part of a model in its owner's loop.
+
+    a step       forward_backward -> clip_grad_norm -> the owner's optimizer
+    files        save_checkpoint, load_checkpoint (any layout), export (a Hugging Face directory)
+    values       state_dict, in the names of the whole module
+    answers      generate
+
+Every rank calls every method, with equal arguments unless stated otherwise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from hocket.runtime import checkpoint
+from hocket.runtime.collectives import all_reduce
+from hocket.runtime.loss import check_convention
+from hocket.runtime.parallel import Parallel
+from hocket.runtime.pipeline.stage import Microbatch
+from hocket.spec.checkpoint import config_hash
+from hocket.spec.errors import OptionError
+from hocket.spec.placement import Placement
+from hocket.training.export import ModelFiles, export_ranks
+
+Generate = Callable[..., list[list[int]]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WholeModule:
+    """What a module was before a rank took its part of it.
+
+    Attributes:
+        config: its Hugging Face configuration; None: it is another module.
+        parameters: every name of its `state_dict` that is a parameter, to shape and dtype.
+        buffers: the persistent ones, with their values then.
+        owners: of tied parameters, name to the name that `named_parameters` lists.
+    """
+
+    config: Any
+    parameters: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    buffers: Mapping[str, Tensor]
+    owners: Mapping[str, str]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> WholeModule:
+        """Of a module that is whole."""
+        first = {id(p): name for name, p in module.named_parameters()}
+        every = dict(module.named_parameters(remove_duplicate=False))
+        saved = module.state_dict(keep_vars=True)
+        return cls(
+            config=getattr(module, "config", None),
+            parameters={n: (tuple(p.shape), p.dtype) for n, p in every.items()},
+            buffers={
+                n: t.detach().cpu().clone()
+                for n, t in saved.items()
+                if n not in every and not t.is_meta
+            },
+            owners={n: first[id(p)] for n, p in every.items()},
+        )
+
+
+class ParallelModel(Parallel):
+    """A rank's part of a module, with what a loop of one's own needs besides a step.
+
+    Attributes:
+        whole: the module before it was split.
+        generator: set by `hocket.parallelize`: continues prompts. None: the module is not a
+            Hugging Face causal language model.
+    """
+
+    whole: WholeModule
+    generator: Generate | None = None
+    _labels_seen = False
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The tensors that this rank's optimizer steps: its parameters or, with ZeRO, 1-D views of
+        its shards of them."""
+        for _, tensor in self.named_stepped():
+            yield tensor
+
+    def train(self, mode: bool = True) -> Self:  # type: ignore[override]
+        """Set every stage to training mode, or with False to evaluation mode."""
+        super().train(mode)
+        return self
+
+    def eval(self) -> Self:
+        """Set every stage to evaluation mode."""
+        return self.train(False)
+
+    def forward_backward(
+        self, microbatches: Sequence[Microbatch], num_tokens: int | None = None
+    ) -> Tensor:
+        """One step's forwards and backwards; afterwards `.grad` holds the whole gradient.
+
+        Gradients of the step before are forgotten first. `labels` [B, S] are those that
+        transformers takes: `input_ids` themselves, -100 where there is no target; the shift is done
+        here, unless `labels_shifted=True` was given to `parallelize`.
+
+        Args:
+            microbatches: of this data rank, in order; every rank of a replica is given the same.
+            num_tokens: valid tokens of the global batch. None: counted from `labels`.
+
+        Returns:
+            The mean loss over the valid tokens of the global batch, fp32 (fp64 of an fp64 model),
+            equal on every rank.
+
+        Raises:
+            OptionError: the number of microbatches is not the schedule's, or the labels of the
+                first step follow the other convention.
+        """
+        if not self._labels_seen and self.labels_shifted is not None and microbatches:
+            if "labels" in microbatches[0]:
+                check_convention(microbatches[0], self.labels_shifted)
+            self._labels_seen = True
+        return super().forward_backward(microbatches, num_tokens)
+
+    # --- files -----------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        folder: str | Path,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        keep: int = 2,
+    ) -> Path:
+        """Save parameters, the optimizer's state and random states after this step.
+
+        Args:
+            folder: holds the checkpoints, one folder a step; every rank must reach it.
+            optimizer: over `parameters()`. None: its state is not saved.
+            extra: JSON values that loading returns: a scheduler's state, the epoch.
+            keep: checkpoints that stay.
+
+        Returns:
+            The checkpoint's folder.
+
+        Raises:
+            CheckpointError: what was written does not read back.
+        """
+        return checkpoint.save_checkpoint(
+            folder,
+            step=self.step,
+            parallel=self,
+            optimizer_state=self._state_of(optimizer),
+            layout=str(self.layout),
+            model=self._model,
+            extra=extra,
+            keep=keep,
+        )
+
+    def load_checkpoint(
+        self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None
+    ) -> Mapping[str, Any]:
+        """Take over the newest whole checkpoint, of this layout or of another.
+
+        Afterwards `step` is the number of steps done. An optimizer that has not stepped yet gets
+        its state first (a step at learning rate 0 on zero gradients, as torch.distributed's
+        checkpoints do).
+
+        Returns:
+            The `extra` that was saved.
+
+        Raises:
+            CheckpointError: there is none, none is whole, or it is of another model.
+        """
+        if optimizer is not None and not optimizer.state:
+            _begin(optimizer)
+        restored = checkpoint.load_checkpoint(
+            folder,
+            parallel=self,
+            layout=str(self.layout),
+            model=self._model,
+            optimizer_state=self._state_of(optimizer),
+        )
+        self.step = restored.step
+        return restored.extra
+
+    def export(self, to: str | Path) -> Path:
+        """Write an ordinary Hugging Face directory, which `from_pretrained` reads.
+
+        Raises:
+            OptionError: the module is not a Hugging Face model, or `to` holds something else.
+        """
+        config = self._config("exported")
+        return export_ranks(self, Path(to), ModelFiles(config=config.to_dict()))
+
+    @property
+    def _model(self) -> str:
+        config = self.whole.config
+        return config_hash(config.to_dict()) if hasattr(config, "to_dict") else ""
+
+    def _config(self, done: str) -> Any:
+        if self.generator is None:
+            raise OptionError(f"only a Hugging Face causal language model can be {done} from here")
+        return self.whole.config
+
+    def _state_of(self, optimizer: torch.optim.Optimizer | None) -> dict[str, dict[str, Tensor]]:
+        """By global name, the tensors of an optimizer's state."""
+        if optimizer is None:
+            return {}
+        found = {}
+        for name, tensor in self.named_stepped():
+            state = optimizer.state.get(tensor, {})
+            found[name] = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+        return {name: state for name, state in found.items() if state}
+
+    # --- values ----------------------------------------------------------------------------
+
+    def state_dict(self, *, rank0_only: bool = True) -> dict[str, Tensor]:
+        """The whole module's values on the CPU, in the names of its own `state_dict`.
+
+        Args:
+            rank0_only: the other ranks get an empty dictionary, and need no memory for it.
+        """
+        found: dict[str, Tensor] = {}
+        self.arrive()
+        local = dict(self.named_parameters())
+        keeps = not rank0_only or self.mesh.rank == 0
+        with self.recorder.in_phase("other"):
+            for name, (shape, dtype) in self.whole.parameters.items():
+                owner = self.whole.owners[name]
+                if owner != name and owner in found:
+                    found[name] = found[owner]
+                elif owner == name:
+                    value = self._gathered(name, shape, dtype, local)
+                    if keeps:
+                        found[name] = value.cpu()
+        self.release()
+        return found | dict(self.whole.buffers) if keeps else {}
+
+    @torch.no_grad()
+    def _gathered(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        local: Mapping[str, Tensor],
+    ) -> Tensor:
+        """One whole parameter on every rank: the sum of blocks, each from one of its ranks."""
+        whole = torch.zeros(shape, dtype=dtype, device=self.mesh.device)
+        if name in local and self.placements[name].tie in (None, name):
+            for block in self._blocks_to_give(self.placements[name]):
+                whole[block.in_global] = local[name][block.in_local].to(dtype)
+        all_reduce(whole, self.mesh.axis("world"), self.recorder)
+        return whole
+
+    def _blocks_to_give(self, placement: Placement) -> list[Any]:
+        index = self.mesh.axis("tp").index
+        if self.mesh.coordinate["dp"] or (index and "tp" not in placement.sharded):
+            return []
+        return [block for block in placement.blocks if index % block.copies == 0]
+
+    # --- answers ---------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Tensor | Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int = 64,
+        **sampling: Any,
+    ) -> list[list[int]]:
+        """The tokens that follow each prompt, without it; greedily unless `temperature` is given.
+
+        Args:
+            prompts: token ids [B, S], or lists of any lengths. Data ranks may have different ones.
+            max_new_tokens: at most, of each row.
+            **sampling: other fields of `hocket.Sampling`: `temperature`, `top_p`, `seed`, `stop`.
+
+        Raises:
+            OptionError: the module or the layout cannot generate, or a prompt is empty.
+        """
+        self._config("generated from")
+        assert self.generator is not None
+        if self.layout.sequence_parallel and self.layout.tp > 1:
+            raise OptionError(
+                "sequence parallelism divides every sequence over tp, and a decode step has one "
+                "token",
+                hint="export(FOLDER), then hocket generate FOLDER",
+            )
+        rows = prompts.tolist() if isinstance(prompts, Tensor) else [list(row) for row in prompts]
+        modes = [stage.module.training for stage in self.stages]
+        self.arrive()
+        try:
+            return self.generator(self, rows, max_new_tokens=max_new_tokens, **sampling)
+        finally:
+            self.release()
+            for stage, mode in zip(self.stages, modes, strict=True):
+                stage.module.train(mode)
+
+
+@torch.no_grad()
+def _begin(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer make its state, changing no value."""
+    groups = optimizer.param_groups
+    rates = [group["lr"] for group in groups]
+    parameters = [p for group in groups for p in group["params"] if p.requires_grad]
+    for group in groups:
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+    before = [p.grad for p in parameters]
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    for p, grad in zip(parameters, before, strict=True):
+        p.grad = grad
+    for group, rate in zip(groups, rates, strict=True):
+        group["lr"] = rate
