@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from hocket.runtime.mesh import Axis
     from hocket.runtime.record import Recorder
 
-RULES = 5
+RULES = 6
 """Counted up when models can be cut or split that could not before: old verdicts are forgotten."""
 
 _IRRELEVANT = (
@@ -59,6 +59,7 @@ class Verdict:
         slices: why they cannot be with sequence parallelism.
         pages: why it cannot be served from a paged cache.
         packed: why documents that share a row would see each other.
+        served: by layout of one replica, why it answers differently when it is served there.
         note: blocks that tensor parallelism holds whole, and why.
     """
 
@@ -67,6 +68,7 @@ class Verdict:
     slices: str | None = None
     pages: str | None = None
     packed: str | None = None
+    served: dict[str, str] = dataclasses.field(default_factory=dict)
     note: str = ""
 
     @property
@@ -91,8 +93,8 @@ def require(
     packed: bool = False,
 ) -> Verdict:
     """Refuse a layout that would change what this model computes, before its ranks start; with
-    `pages`, also a model that would compute something else when it is served, and with `packed`,
-    one whose documents would see each other in a row that they share.
+    `pages`, also a model that would compute something else when it is served at this layout, and
+    with `packed`, one whose documents would see each other in a row that they share.
 
     Takes no time where the layout splits nothing or the verdict is cached.
 
@@ -144,13 +146,40 @@ def require(
             f"{source.name} ({kind}) cannot run on slices of its sequences: {known.slices}",
             hint=str(dataclasses.replace(layout, sequence_parallel=False)),
         )
-    if wanted["pages"] and known.pages:
-        raise ModelError(known.pages)
+    if wanted["pages"]:
+        if known.pages:
+            raise ModelError(known.pages)
+        known = _require_answers(launcher, source, layout, known, file)
     if wanted["packed"] and known.packed:
         raise ModelError(
             f"documents cannot share a row of {source.name} ({kind}) without seeing each other: "
             f"{known.packed}",
             hint="--packing none",
+        )
+    return known
+
+
+def _require_answers(
+    launcher: Launcher, source: ModelSource, layout: Layout, known: Verdict, file: Path | None
+) -> Verdict:
+    """Serve the proxy model at this layout, unless the verdict is known or nothing is split, which
+    `pages` has tried. Raises ModelError: its answers are not those of plain transformers."""
+    from hocket.jobs.serving import check
+
+    replica = Layout(tp=layout.tp, pp=layout.pp)
+    if replica.world_size == 1:
+        return known
+    text = str(replica)
+    if text not in known.served:
+        reason = check.proxy_check(launcher, source, replica)
+        known = dataclasses.replace(known, served={**known.served, text: reason})
+        _write(file, known)
+    if known.served[text]:
+        raise ModelError(
+            f"{source.name} ({source.config.get('model_type')}) does not answer as plain "
+            f"transformers does when it is served at {text}: of its tiny proxy model, "
+            f"{known.served[text]}",
+            hint="--layout dp1",
         )
     return known
 

@@ -12,7 +12,7 @@ import dataclasses
 import json
 import math
 
-TOLERANCE = 1e-4
+TOLERANCE = 2e-5
 """Largest difference of a log-probability, relative to the reference's largest logit."""
 
 COMPARISONS = (

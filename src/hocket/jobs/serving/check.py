@@ -15,16 +15,19 @@ have one comparison, and an axis that serving gains has it too.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import os
 import random
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hocket.spec.errors import HocketError, ModelError, OptionError, RankFailure
+from hocket.spec.errors import HocketError, LayoutError, ModelError, OptionError, RankFailure
 from hocket.spec.layout import Layout
+from hocket.spec.run import Workload
 from hocket.spec.served_check import ServedCheck
 
 if TYPE_CHECKING:
@@ -38,14 +41,15 @@ Event = dict[str, Any]
 REFERENCE = "hocket.jobs.serving.check_rank"
 """The module that the reference process runs."""
 
-LONGEST, NEW = 48, 8
+LONGEST, NEW = 48, 6
 """Tokens of the longest sequence, and of an answer."""
 
 BLOCK = {"cpu": 4, "cuda": 16}
 """Tokens of a block of the cache."""
 
-ROWS, ALTERNATIVES = 8, 20
-"""Requests that run at once; likeliest tokens whose log-probabilities are compared."""
+ROWS, CROWD, ALTERNATIVES = 8, 4, 20
+"""Requests that run at once at most; those that together outgrow the cache; likeliest tokens whose
+log-probabilities are compared."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,7 +92,7 @@ def served_check(
     from hocket.jobs import twin
     from hocket.jobs.request import request
     from hocket.jobs.serving import request as serve_request
-    from hocket.launch import Launcher, joined
+    from hocket.launch import joined
     from hocket.models.source import resolve
 
     if joined() is not None:
@@ -139,24 +143,49 @@ def served_check(
 
 def proxy_check(launcher: Launcher, source: ModelSource, layout: Layout) -> str:
     """The quick form: why the tiny proxy model of a source's class answers differently when it is
-    served at `layout`; empty where it answers as plain transformers does.
+    served at `layout`, or at the largest degrees that its sizes allow; empty where it answers as
+    plain transformers does. It always runs on the CPU: what is checked is the split.
 
     Raises:
         RankFailure: its ranks died.
     """
-    with tempfile.TemporaryDirectory(prefix="hocket-check-") as folder:
+    with contextlib.ExitStack() as stack:
+        if launcher.device_kind != "cpu":
+            launcher = stack.enter_context(launcher_of("cpu", 1))
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hocket-check-"))
         directory = Path(folder) / "model"
-        made = prepared(launcher, source, directory, proxy=True, seed=0)
-        longest = min(LONGEST, made["longest"] or LONGEST)
-        answers = answers_of(
-            launcher, directory, layout, Sizes(longest=longest, block_size=BLOCK[launcher.device_kind]),
-            trust_remote_code=source.trust_remote_code,
-        )  # fmt: skip
-        (report,) = compared(
-            launcher, directory, {str(layout): answers}, Path(folder),
-            trust_remote_code=source.trust_remote_code,
-        ).values()  # fmt: skip
+        try:
+            made = prepared(launcher, source, directory, proxy=True, seed=0)
+            size = Sizes(longest=min(LONGEST, made["longest"] or LONGEST))
+            fitting = _fitting(made["config"], layout)
+            trust = source.trust_remote_code
+            options: Any = {"device": "cpu", "trust_remote_code": trust}
+            answers = answers_of(launcher, directory, fitting, size, **options)
+            (report,) = compared(
+                launcher, directory, {str(fitting): answers}, Path(folder), trust_remote_code=trust
+            ).values()
+        except RankFailure:
+            raise
+        except HocketError as error:
+            return error.message
     return report.failures[0] if report.failures else ""
+
+
+def _fitting(config: Mapping[str, Any], layout: Layout) -> Layout:
+    """The layout, with smaller degrees where the proxy model has too few layers or heads."""
+    from hocket.jobs.validate import validate
+    from hocket.models.dimensions import dimensions
+
+    model = dimensions(config)
+    pp = min(layout.pp, model.num_layers)
+    for tp in sorted({layout.tp, *(t for t in (8, 4, 2) if t < layout.tp)}, reverse=True):
+        found = Layout(tp=tp, pp=pp)
+        try:
+            validate(model, found, Workload(seq_len=2, global_batch=1))
+        except LayoutError:
+            continue
+        return found
+    return Layout(pp=pp)
 
 
 # --- the parts, which the matrix has in common -----------------------------------------------------
@@ -168,7 +197,11 @@ def launcher_of(device: str, threads: int) -> Launcher:
     from hocket.launch import Launcher
 
     preload = (*PRELOAD, "hocket.jobs.serving.rank", REFERENCE, "hocket.models.twin")
-    return Launcher(device, threads, preload=(*preload, "hocket.runtime.shm"))
+    passive = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")  # as of `hocket serve`
+    return Launcher(
+        device, threads, preload=(*preload, "hocket.runtime.shm"),
+        environment={"OMP_WAIT_POLICY": passive},
+    )  # fmt: skip
 
 
 def sizes(source: ModelSource, longest: int, device: str) -> Sizes:
@@ -186,12 +219,21 @@ def sizes(source: ModelSource, longest: int, device: str) -> Sizes:
 
 
 def prepared(
-    launcher: Launcher, source: ModelSource, folder: Path, *, proxy: bool, seed: int
+    launcher: Launcher,
+    source: ModelSource,
+    folder: Path,
+    *,
+    proxy: bool,
+    seed: int,
+    switches: Mapping[str, bool] | None = None,
 ) -> dict[str, Any]:
     """Write a model of this configuration, or the proxy model of its class, with random weights.
 
+    Args:
+        switches: values of the configuration, of which the proxy gets those that its class takes.
+
     Returns:
-        `config`, `longest` and `parameters` of what was written.
+        `config`, `longest`, `parameters` and `switches` of what was written.
 
     Raises:
         ModelError: transformers cannot build, run or save it.
@@ -200,6 +242,7 @@ def prepared(
     payload = {
         "folder": str(folder), "config": source.config, "proxy": proxy, "seed": seed,
         "code": None if source.code is None else str(source.code),
+        "switches": dict(switches or {}),
     }  # fmt: skip
     launcher.run(f"{REFERENCE}:prepare", 1, payload, heard.append, startup_timeout=600.0)
     (made,) = (event for event in heard if event["event"] == "prepared")
@@ -296,7 +339,7 @@ def _prompts(vocab_size: int, size: Sizes) -> dict[str, list[list[int]]]:
         "alone": alone,
         "batching": batch,
         "prefix reuse": [known, known[: 2 * len(known) // 3] + prompt(3)],
-        "preemption": [prompt(budget // 2 + row) for row in range(ROWS)],
+        "preemption": [prompt(budget // 2 + row) for row in range(CROWD)],
     }
 
 
@@ -313,7 +356,7 @@ def _answers(llm: LLM, size: Sizes) -> list[Answer]:
     if not any(answer["cached"] for answer in again):
         again[0]["failure"] = "no token of a known prompt came from the prefix cache"
     found += again
-    new = size.longest - max(map(len, asked["preemption"]))
+    new = size.longest // 4
     # Of several replicas each gets as many requests as one would.
     crowd = asked["preemption"] * len(llm.statistics())
     squeezed = _asked(llm, "preemption", crowd, size, new=new)

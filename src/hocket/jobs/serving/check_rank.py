@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from hocket.launch import RankContext
+    from hocket.models.twin import Twin
 
 GAIN = 1.5
 """Standard deviation of a random matrix's entries, times the root of its number of inputs."""
@@ -42,9 +43,11 @@ def prepare(context: RankContext, payload: dict[str, Any]) -> None:
     """Write a model with random weights.
 
     Payload: `folder` to write to, `config`, `code` (a directory or None), `proxy`: shrink the
-    configuration to the tiny proxy model of its class, `seed`. Emits `{"event": "prepared",
-    "config", "longest", "parameters"}`: `longest` is the longest sequence that the server accepts
-    for this configuration, or None; or `{"event": "prepared", "rejected" or "crashed": why}`.
+    configuration to the tiny proxy model of its class, `switches`: values of the configuration of
+    which those are taken that the class can be built with, `seed`. Emits `{"event": "prepared",
+    "config", "longest", "parameters", "switches"}`: `longest` is the longest sequence that the
+    server accepts for this configuration, or None; or `{"event": "prepared", "rejected" or
+    "crashed": why}`.
     """
     try:
         said = _prepare(payload)
@@ -67,8 +70,11 @@ def _prepare(payload: dict[str, Any]) -> dict[str, Any]:
     code = Path(payload["code"]) if payload.get("code") else None
     config = skeleton.config_of(payload["config"], dropout=0.0, code=code)
     model: Any
+    switches: dict[str, bool] = {}
     if payload["proxy"]:
         twin = twin_of(config)
+        if payload.get("switches"):
+            twin, switches = _switched(payload["config"], twin, payload["switches"])
         config, model = twin.config, twin.build(seed=payload["seed"])
     else:
         model = skeleton.build(config, device="cpu", dropout=0.0, code=code).eval()
@@ -90,7 +96,33 @@ def _prepare(payload: dict[str, Any]) -> dict[str, Any]:
         "config": json.loads((folder / "config.json").read_text()),
         "longest": longest_sequence(config),
         "parameters": sum(p.numel() for p in model.parameters()),
+        "switches": switches,
     }
+
+
+def _switched(
+    values: dict[str, Any], plain: Twin, switches: dict[str, bool]
+) -> tuple[Twin, dict[str, bool]]:
+    """The proxy model with as many of the switches as its class takes together."""
+    from hocket.models.skeleton import config_of
+    from hocket.models.twin import twin_of
+
+    def proxy(some: dict[str, bool]) -> Twin | None:
+        try:
+            return twin_of(config_of({**values, **some}, dropout=0.0))
+        except Exception:  # a combination that the class rejects, each in its own way
+            return None
+
+    found = proxy(switches)
+    if found is not None:
+        return found, switches
+    taken: dict[str, bool] = {}
+    found = plain
+    for name, value in switches.items():
+        more = proxy({**taken, name: value})
+        if more is not None:
+            found, taken = more, {**taken, name: value}
+    return found, taken
 
 
 def spread(model: nn.Module, seed: int) -> None:
@@ -177,9 +209,7 @@ class _Reference:
             self.known[tokens] = logits.double().log_softmax(-1)
         return self.known[tokens]
 
-    def report(
-        self, layout: str, answers: list[dict[str, Any]], *, generate: bool
-    ) -> ServedCheck:
+    def report(self, layout: str, answers: list[dict[str, Any]], *, generate: bool) -> ServedCheck:
         """All comparisons of one layout's answers."""
         for answer in answers:  # first, so that the limit is that of all of them
             self.logprobs((*answer["prompt"], *answer["tokens"]))
