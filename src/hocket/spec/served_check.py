@@ -2,8 +2,11 @@
 
 Log-probabilities are compared, because they are what a server returns: each is a logit less the
 logarithm of the sum of the exponentials of the whole vocabulary. A difference counts as equal up to
-`TOLERANCE` of the reference's largest logit, in fp32. A greedy token is equal if the reference
-gives no token a log-probability that is larger by more than the tolerance of both.
+`TOLERANCE` of the reference's largest logit, in fp32. Where that is exceeded, plain transformers is
+run in fp64 as well, and up to twice its own distance from that counts as equal too, if it is no
+more than `LARGEST_ROUNDING` of the largest logit: some architectures amplify the rounding of fp32.
+A greedy token is equal if the reference gives no token a log-probability that is larger by more than
+the tolerance of both.
 """
 
 from __future__ import annotations
@@ -14,6 +17,9 @@ import math
 
 TOLERANCE = 2e-5
 """Largest difference of a log-probability, relative to the reference's largest logit."""
+
+LARGEST_ROUNDING = 1e-3
+"""Largest distance of fp32 from fp64, relative to the largest logit, that is taken for rounding."""
 
 COMPARISONS = (
     "prefill", "chunked prefill", "decode", "batching", "prefix reuse", "preemption", "restart",
@@ -54,17 +60,20 @@ class ServedCheck:
     Attributes:
         layout: its text.
         scale: the reference's largest logit.
+        rounding: the largest difference of a log-probability between plain transformers in fp32
+            and in fp64; 0 where it was not needed.
         comparisons: in the order of `COMPARISONS`.
     """
 
     layout: str
     scale: float
     comparisons: tuple[ServedComparison, ...]
+    rounding: float = 0.0
 
     @property
     def limit(self) -> float:
         """The largest difference that counts as equal, in nats."""
-        return TOLERANCE * self.scale
+        return limit(self.scale, self.rounding)
 
     @property
     def ok(self) -> bool:
@@ -100,5 +109,11 @@ class ServedCheck:
         return cls(
             layout=data["layout"],
             scale=data["scale"],
+            rounding=data["rounding"],
             comparisons=tuple(ServedComparison(**row) for row in rows),
         )
+
+
+def limit(scale: float, rounding: float = 0.0) -> float:
+    """The largest difference of a log-probability that counts as equal, in nats."""
+    return max(TOLERANCE * scale, 2 * rounding if rounding <= LARGEST_ROUNDING * scale else 0.0)

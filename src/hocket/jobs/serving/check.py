@@ -81,8 +81,8 @@ def served_check(
 
     Args:
         values: `model`, `layout`, and options of `hocket serve` that change what is computed:
-            `backend`, `threads`, `device`, `attention`, `seed`, `trust_remote_code`. A model without
-            weights gets random ones.
+            `backend`, `threads`, `device`, `attention`, `seed`, `trust_remote_code`. A model
+            without weights gets random ones.
         on_event: called with `{"event": "phase", "name"}`.
 
     Raises:
@@ -188,7 +188,7 @@ def _fitting(config: Mapping[str, Any], layout: Layout) -> Layout:
     return Layout(pp=pp)
 
 
-# --- the parts, which the matrix has in common -----------------------------------------------------
+# --- the parts, which the matrix has in common ----------------------------------------------------
 
 
 def launcher_of(device: str, threads: int) -> Launcher:

@@ -10,6 +10,7 @@ that layout; a case whose ranks die or hang is crashed, and the next one goes on
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import tempfile
@@ -178,13 +179,14 @@ class _Row:
         from hocket.models.source import resolve
 
         reason = check.reason_of(error)
-        if outcome != REFUSED:
-            try:
-                twin.require(self.warm.launcher, resolve(directory), Layout.parse(text), pages=True)
-            except RankFailure:
-                pass
-            except HocketError as said:
-                outcome, reason = REFUSED, check.reason_of(said)
+        launcher, source = self.warm.launcher, resolve(directory)
+        try:  # all that is checked before ranks start, but for the server's check at this layout
+            twin.require(launcher, source, dataclasses.replace(Layout.parse(text), dp=1))
+            twin.require(launcher, source, Layout(), pages=True)
+        except RankFailure:
+            pass
+        except HocketError as said:
+            outcome, reason = REFUSED, check.reason_of(said)
         reason = reason.replace(str(directory), self.kind)
         self.cells[text] = _cell(text, outcome, reason, ratio)
 

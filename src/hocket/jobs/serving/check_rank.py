@@ -13,7 +13,7 @@ Legend: S tokens of a sequence, V vocabulary.
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import json
 import math
 import shutil
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hocket.spec.errors import HocketError
-from hocket.spec.served_check import COMPARISONS, TOLERANCE, ServedCheck, ServedComparison
+from hocket.spec.served_check import COMPARISONS, ServedCheck, ServedComparison, limit
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -128,10 +128,10 @@ def _switched(
 def spread(model: nn.Module, seed: int) -> None:
     """Scale random weights so that logits differ by whole units and every parameter matters.
 
-    Initial values make almost uniform logits, hide a norm that is left out (its weight is one) and a
-    bias that is added twice (it is zero). Matrices get entries of the standard deviation that keeps
-    the size of their input; vectors move away from their initial value, and so do buffers that are
-    saved as biases (such as those of routers).
+    Initial values make almost uniform logits, hide a norm that is left out (its weight is one) and
+    a bias that is added twice (it is zero). Matrices get entries of the standard deviation that
+    keeps the size of their input; vectors move away from their initial value, and so do buffers
+    that are saved as biases (such as those of routers).
     """
     import torch
 
@@ -171,15 +171,12 @@ def compare(context: RankContext, payload: dict[str, Any]) -> None:
     served = json.loads(Path(payload["answers"]).read_text())
     try:
         reference = _Reference(payload["folder"], payload["trust_remote_code"])
-        reports = {
-            layout: reference.report(layout, answers, generate=payload["generate"])
-            for layout, answers in served.items()
-        }
+        reports = reference.reports(served, generate=payload["generate"])
     except Exception as error:  # of transformers itself: there is nothing to compare with
         context.emit({"event": "compared", "crashed": f"{type(error).__name__}: {error}"})
         return
-    for layout, report in reports.items():
-        context.emit({"event": "compared", "layout": layout, "report": report.to_json()})
+    for report in reports:
+        context.emit({"event": "compared", "layout": report.layout, "report": report.to_json()})
 
 
 class _Reference:
@@ -200,59 +197,103 @@ class _Reference:
 
     def logprobs(self, tokens: tuple[int, ...]) -> Tensor:
         """[S, V] in fp64: at each position, of the token that follows."""
-        import torch
-
         if tokens not in self.known:
-            with torch.no_grad():
-                logits = self.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+            logits = _logits(self.model, tokens)
             self.scale = max(self.scale, float(logits.abs().max()))
             self.known[tokens] = logits.double().log_softmax(-1)
         return self.known[tokens]
 
-    def report(self, layout: str, answers: list[dict[str, Any]], *, generate: bool) -> ServedCheck:
-        """All comparisons of one layout's answers."""
-        for answer in answers:  # first, so that the limit is that of all of them
+    def rounding(self) -> float:
+        """The largest difference of a log-probability from what the model computes in fp64; 0 where
+        its code fails in fp64. Ends what the model can be used for."""
+        try:
+            exact = self.model.double()
+            return max(
+                float((_logits(exact, tokens).double().log_softmax(-1) - known).abs().max())
+                for tokens, known in self.known.items()
+            )
+        except Exception:  # a class may make fp32 tensors of its own
+            return 0.0
+
+    def reports(
+        self, served: dict[str, list[dict[str, Any]]], *, generate: bool
+    ) -> list[ServedCheck]:
+        """The report of each layout's answers."""
+        for answer in itertools.chain.from_iterable(served.values()):
             self.logprobs((*answer["prompt"], *answer["tokens"]))
-        rows = {name: _Row(name, TOLERANCE * self.scale) for name in COMPARISONS}
+        alone = [a for a in next(iter(served.values())) if a["phase"] == "alone"]
+        made = self._generated(alone) if generate else {}
+        found = [self._report(layout, answers, made) for layout, answers in served.items()]
+        if all(report.ok for report in found):
+            return found
+        rounding = self.rounding()
+        return [self._report(layout, answers, made, rounding) for layout, answers in served.items()]
+
+    def _report(
+        self,
+        layout: str,
+        answers: list[dict[str, Any]],
+        made: dict[tuple[int, ...], list[int] | str],
+        rounding: float = 0.0,
+    ) -> ServedCheck:
+        rows = {name: _Row(name, limit(self.scale, rounding)) for name in COMPARISONS}
         for answer in answers:
             whole = self.logprobs((*answer["prompt"], *answer["tokens"]))
             _answer(rows, answer, whole)
-        if generate:
-            self._generated(rows["generate"], [a for a in answers if a["phase"] == "alone"])
+            expected = made.get(tuple(answer["prompt"]))
+            if answer["phase"] == "alone" and expected is not None:
+                _generated(rows["generate"], answer, whole, expected)
         found = tuple(row.comparison() for row in rows.values() if row.seen)
-        return ServedCheck(layout=layout, scale=self.scale, comparisons=found)
+        return ServedCheck(layout=layout, scale=self.scale, comparisons=found, rounding=rounding)
 
-    def _generated(self, row: _Row, answers: list[dict[str, Any]]) -> None:
-        """Compare with `generate`, up to where two tokens are as likely as each other."""
+    def _generated(self, answers: list[dict[str, Any]]) -> dict[tuple[int, ...], list[int] | str]:
+        """What `generate` continues each prompt with, or why it fails: some classes have a forward
+        and no working `generate`."""
         import torch
 
         config = self.model.generation_config
         config.eos_token_id, config.pad_token_id = None, 0
+        found: dict[tuple[int, ...], list[int] | str] = {}
         for answer in answers:
-            prompt, count = answer["prompt"], len(answer["tokens"])
-            row.seen = True
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(torch.no_grad())
-                try:
+            prompt = answer["prompt"]
+            try:
+                with torch.no_grad():
                     made = self.model.generate(
                         torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)).long(),
-                        max_new_tokens=count, do_sample=False, use_cache=True,
+                        max_new_tokens=answer["wanted"], do_sample=False, use_cache=True,
                     )  # fmt: skip
-                except Exception as error:  # some classes have a forward and no working `generate`
-                    row.note = f"generate of transformers fails: {type(error).__name__}: {error}"
-                    return
-            expected = made[0, len(prompt) :].tolist()
-            whole = self.logprobs((*prompt, *answer["tokens"]))
-            for at, (token, want) in enumerate(zip(answer["tokens"], expected, strict=False)):
-                row.tokens += 1
-                if token == want:
-                    continue
-                here = whole[len(prompt) - 1 + at]
-                if float(here.max() - here[want]) > 2 * row.limit:
-                    row.note = "generate of transformers differs from its own forward"
-                elif float(here.max() - here[token]) > 2 * row.limit:
-                    row.fail(f"{_where(answer, at)}: token {token}, generate gives {want}")
-                break
+            except Exception as error:
+                found[tuple(prompt)] = f"{type(error).__name__}: {error}"
+            else:
+                found[tuple(prompt)] = made[0, len(prompt) :].tolist()
+        return found
+
+
+def _logits(model: Any, tokens: tuple[int, ...]) -> Tensor:
+    """[S, V] of one sequence, by a plain forward."""
+    import torch
+
+    with torch.no_grad():
+        logits: Tensor = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+    return logits
+
+
+def _generated(row: _Row, answer: dict[str, Any], whole: Tensor, expected: list[int] | str) -> None:
+    """Compare tokens with those of `generate`, up to where two tokens are equally likely."""
+    row.seen = True
+    if isinstance(expected, str):
+        row.note = f"generate of transformers fails: {expected}"
+        return
+    for at, (token, want) in enumerate(zip(answer["tokens"], expected, strict=False)):
+        row.tokens += 1
+        if token == want:
+            continue
+        here = whole[len(answer["prompt"]) - 1 + at]
+        if float(here.max() - here[want]) > 2 * row.limit:
+            row.note = "generate of transformers differs from its own forward"
+        elif float(here.max() - here[token]) > 2 * row.limit:
+            row.fail(f"{_where(answer, at)}: token {token}, generate gives {want}")
+        break
 
 
 class _Row:
@@ -311,7 +352,8 @@ def _answer(rows: dict[str, _Row], answer: dict[str, Any], whole: Tensor) -> Non
     if told is not None:
         if len(told) != len(prompt) - 1:
             first.fail(
-                f"{_where(answer)}: {len(told)} log-probabilities of {len(prompt) - 1} prompt tokens"
+                f"{_where(answer)}: {len(told)} log-probabilities of "
+                f"{len(prompt) - 1} prompt tokens"
             )
         for at, entry in enumerate(told[: len(prompt) - 1]):
             where = f"{_where(answer)}, prompt position {at + 1}"

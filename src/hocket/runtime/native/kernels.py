@@ -219,8 +219,8 @@ class Kernels:
         most = -(-(start + count) // _WIDE) * _WIDE
         self._attend_chunk(
             rows_at(q), q.stride(1), q.stride(2), whole_at(keys), whole_at(values),
-            whole_at(table, torch.long), start, count, heads, num_heads // heads, size, width, block,
-            window or 0, scaling, None if sinks is None else whole_at(sinks),
+            whole_at(table, torch.long), start, count, heads, num_heads // heads, size, width,
+            block, window or 0, scaling, None if sinks is None else whole_at(sinks),
             self._room((size + width + _TILE) * most), most, out.data_ptr(),
         )  # fmt: skip
 
@@ -277,7 +277,5 @@ class Kernels:
         [N]. NaN where the row holds one; its id means nothing."""
         rows = x.shape[0]
         values, ids = torch.empty(rows), torch.empty(rows, dtype=torch.long)
-        self._largest(
-            rows_at(x), rows, x.stride(0), x.shape[1], values.data_ptr(), ids.data_ptr()
-        )
+        self._largest(rows_at(x), rows, x.stride(0), x.shape[1], values.data_ptr(), ids.data_ptr())
         return values, ids
