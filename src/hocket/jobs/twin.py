@@ -162,23 +162,21 @@ def require(
 def _require_answers(
     launcher: Launcher, source: ModelSource, layout: Layout, known: Verdict, file: Path | None
 ) -> Verdict:
-    """Serve the proxy model at this layout, unless the verdict is known or nothing is split, which
-    `pages` has tried. Raises ModelError: its answers are not those of plain transformers."""
+    """Serve the proxy model at a layout that splits, unless the verdict is known. Raises
+    ModelError: its answers are not those of plain transformers."""
     from hocket.jobs.serving import check
 
     replica = Layout(tp=layout.tp, pp=layout.pp)
     if replica.world_size == 1:
         return known
-    text = str(replica)
-    if text not in known.served:
+    if (text := str(replica)) not in known.served:
         reason = check.proxy_check(launcher, source, replica)
         known = dataclasses.replace(known, served={**known.served, text: reason})
         _write(file, known)
     if known.served[text]:
         raise ModelError(
-            f"{source.name} ({source.config.get('model_type')}) does not answer as plain "
-            f"transformers does when it is served at {text}: of its tiny proxy model, "
-            f"{known.served[text]}",
+            f"{source.name} does not answer as plain transformers does when it is served at "
+            f"{text}: of its tiny proxy model, {known.served[text]}",
             hint="--layout dp1",
         )
     return known

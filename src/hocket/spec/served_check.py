@@ -5,8 +5,8 @@ logarithm of the sum of the exponentials of the whole vocabulary. A difference c
 `TOLERANCE` of the reference's largest logit, in fp32. Where that is exceeded, plain transformers is
 run in fp64 as well, and up to twice its own distance from that counts as equal too, if it is no
 more than `LARGEST_ROUNDING` of the largest logit: some architectures amplify the rounding of fp32.
-A greedy token is equal if the reference gives no token a log-probability that is larger by more than
-the tolerance of both.
+A greedy token is equal if the reference gives no token a log-probability that is larger by more
+than the tolerance of both.
 """
 
 from __future__ import annotations
