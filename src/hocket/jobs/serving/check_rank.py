@@ -66,7 +66,7 @@ def _prepare(payload: dict[str, Any]) -> dict[str, Any]:
     from hocket.models.twin import twin_of
     from hocket.serving.engine.refusal import longest_sequence
 
-    transformers.utils.logging.disable_progress_bar()
+    _quiet()
     code = Path(payload["code"]) if payload.get("code") else None
     config = skeleton.config_of(payload["config"], dropout=0.0, code=code)
     model: Any
@@ -98,6 +98,13 @@ def _prepare(payload: dict[str, Any]) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in model.parameters()),
         "switches": switches,
     }
+
+
+def _quiet() -> None:
+    import transformers
+
+    logging: Any = transformers.utils.logging
+    logging.disable_progress_bar()
 
 
 def _switched(
@@ -186,7 +193,7 @@ class _Reference:
         import torch
         import transformers
 
-        transformers.utils.logging.disable_progress_bar()
+        _quiet()
         auto: Any = transformers.AutoModelForCausalLM
         self.model: Any = auto.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager",
@@ -208,6 +215,7 @@ class _Reference:
         its code fails in fp64. Ends what the model can be used for."""
         try:
             exact = self.model.double()
+            exact.set_experts_implementation("eager")  # the grouped matmul has no fp64
             return max(
                 float((_logits(exact, tokens).double().log_softmax(-1) - known).abs().max())
                 for tokens, known in self.known.items()
