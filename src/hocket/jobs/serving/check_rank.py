@@ -60,13 +60,12 @@ def prepare(context: RankContext, payload: dict[str, Any]) -> None:
 
 def _prepare(payload: dict[str, Any]) -> dict[str, Any]:
     import torch
-    import transformers
 
     from hocket.models import skeleton
+    from hocket.models.plain import save
     from hocket.models.twin import twin_of
     from hocket.serving.engine.refusal import longest_sequence
 
-    _quiet()
     code = Path(payload["code"]) if payload.get("code") else None
     config = skeleton.config_of(payload["config"], dropout=0.0, code=code)
     model: Any
@@ -86,7 +85,7 @@ def _prepare(payload: dict[str, Any]) -> dict[str, Any]:
             model.tie_weights()
     spread(model, payload["seed"])
     folder = Path(payload["folder"])
-    model.save_pretrained(folder)
+    save(model, folder)
     if code is not None:
         for file in code.glob("*.py"):
             shutil.copy(file, folder / file.name)
@@ -98,13 +97,6 @@ def _prepare(payload: dict[str, Any]) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in model.parameters()),
         "switches": switches,
     }
-
-
-def _quiet() -> None:
-    import transformers
-
-    logging: Any = transformers.utils.logging
-    logging.disable_progress_bar()
 
 
 def _switched(
@@ -190,22 +182,16 @@ class _Reference:
     """The plain model, and the log-probabilities of sequences that it was asked for."""
 
     def __init__(self, folder: str, trust_remote_code: bool) -> None:
-        import torch
-        import transformers
+        from hocket.models.plain import PlainModel
 
-        _quiet()
-        auto: Any = transformers.AutoModelForCausalLM
-        self.model: Any = auto.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager",
-            trust_remote_code=trust_remote_code,
-        ).eval()  # fmt: skip
+        self.model = PlainModel(folder, trust_remote_code=trust_remote_code)
         self.known: dict[tuple[int, ...], Tensor] = {}
         self.scale = 0.0
 
     def logprobs(self, tokens: tuple[int, ...]) -> Tensor:
         """[S, V] in fp64: at each position, of the token that follows."""
         if tokens not in self.known:
-            logits = _logits(self.model, tokens)
+            logits = self.model.logits(tokens)
             self.scale = max(self.scale, float(logits.abs().max()))
             self.known[tokens] = logits.double().log_softmax(-1)
         return self.known[tokens]
@@ -214,10 +200,9 @@ class _Reference:
         """The largest difference of a log-probability from what the model computes in fp64; 0 where
         its code fails in fp64. Ends what the model can be used for."""
         try:
-            exact = self.model.double()
-            exact.set_experts_implementation("eager")  # the grouped matmul has no fp64
+            self.model.to_fp64()
             return max(
-                float((_logits(exact, tokens).double().log_softmax(-1) - known).abs().max())
+                float((self.model.logits(tokens).double().log_softmax(-1) - known).abs().max())
                 for tokens, known in self.known.items()
             )
         except Exception:  # a class may make fp32 tensors of its own
@@ -257,33 +242,14 @@ class _Reference:
     def _generated(self, answers: list[dict[str, Any]]) -> dict[tuple[int, ...], list[int] | str]:
         """What `generate` continues each prompt with, or why it fails: some classes have a forward
         and no working `generate`."""
-        import torch
-
-        config = self.model.generation_config
-        config.eos_token_id, config.pad_token_id = None, 0
         found: dict[tuple[int, ...], list[int] | str] = {}
         for answer in answers:
             prompt = answer["prompt"]
             try:
-                with torch.no_grad():
-                    made = self.model.generate(
-                        torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)).long(),
-                        max_new_tokens=answer["wanted"], do_sample=False, use_cache=True,
-                    )  # fmt: skip
+                found[tuple(prompt)] = self.model.generate(prompt, answer["wanted"])
             except Exception as error:
                 found[tuple(prompt)] = f"{type(error).__name__}: {error}"
-            else:
-                found[tuple(prompt)] = made[0, len(prompt) :].tolist()
         return found
-
-
-def _logits(model: Any, tokens: tuple[int, ...]) -> Tensor:
-    """[S, V] of one sequence, by a plain forward."""
-    import torch
-
-    with torch.no_grad():
-        logits: Tensor = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
-    return logits
 
 
 def _generated(row: _Row, answer: dict[str, Any], whole: Tensor, expected: list[int] | str) -> None:
