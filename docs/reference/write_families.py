@@ -80,7 +80,8 @@ def served_page(rows: tuple[TypeRow, ...]) -> str:
         f"Run of {SERVED_RUN}, `hocket check --serve --matrix` on two CPU cores: {len(plain)} "
         f"types of transformers {_version()} and {len(rows) - len(plain)} rows with reversed "
         f"switches at {len(layouts)} layouts: {counts}. {len(everywhere)} types are equal at all "
-        f"of them. The largest difference that counts as equal here is {worst:.2f} of what is allowed.",
+        f"of them. The largest difference that counts as equal here is {worst:.2f} of what is "
+        "allowed. A type or a row that is missing here has not been run.",
         "",
         "`=` equal, `-` rejected, `X` different, `!` crashed. *ratio*: the largest difference of "
         "all, relative to what is allowed.",
