@@ -1,10 +1,16 @@
-"""Writes docs/reference/families.md from the rows of `hocket check --matrix --json`.
+"""Writes the tables of every model type from the rows of `hocket check --matrix --json`.
 
     .venv/bin/python -m hocket check --matrix --json > rows.jsonl
     .venv/bin/python docs/reference/write_families.py rows.jsonl [MORE ...]
 
-Rows of several files are put together: a later cell takes an earlier one's place. Beside the page
-lie the rows themselves, families.jsonl; a test compares the page with what this would write.
+writes families.md, of training, and
+
+    .venv/bin/python -m hocket check --serve --matrix --json > rows.jsonl
+    .venv/bin/python docs/reference/write_families.py --serve rows.jsonl [MORE ...]
+
+served-families.md. Rows of several files are put together: a later cell takes an earlier one's
+place. The rows themselves are kept next to each page, as .jsonl; a test compares the pages with
+what this would write.
 """
 
 from __future__ import annotations
@@ -15,10 +21,14 @@ from collections import defaultdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from hocket.spec.matrix import LAYOUTS, Matrix, TypeRow, merged
+from hocket.spec.matrix import LAYOUTS, SERVED_LAYOUTS, Matrix, TypeRow, merged
 
 PAGE = Path(__file__).with_name("families.md")
 ROWS = PAGE.with_suffix(".jsonl")
+SERVED_PAGE = Path(__file__).with_name("served-families.md")
+SERVED_ROWS = SERVED_PAGE.with_suffix(".jsonl")
+SERVED_RUN = "2026-11-23"
+"""Day of the run whose rows are kept."""
 MARKS = {"equal": "=", "refused": "-", "different": "X", "crashed": "!"}
 
 HEAD = """\
@@ -36,6 +46,66 @@ with optional switches on (`output_router_logits`, `alibi`, `attention_bias` and
 are off by default). A type or a cell that is missing here has not been run. "Train" means: every
 layout tried that splits along these axes, or some of them, is equal.
 """
+
+
+SERVED_HEAD = """\
+# Every model type, served
+
+Written by `docs/reference/write_families.py --serve` from the rows of
+`hocket check --serve --matrix --json`; do not edit.
+
+For every type of which the installed transformers has a causal language model, the server of each
+layout is started on a tiny model of its class defaults (the configurations of
+[the training matrix](families.md)) with random weights, and its greedy tokens and log-probabilities
+are compared with plain transformers: prefill in one piece and in chunks, decode from the paged
+cache, batching, prefix reuse and preemption ([what counts as equal](../guides/check.md#a-server)).
+A row whose type ends with `*` has the optional switches of the configuration reversed, as far as
+the class accepts them together; they are in the last list.
+"""
+
+
+def served_page(rows: tuple[TypeRow, ...]) -> str:
+    """The page of the serving matrix."""
+    layouts = tuple(t for t in SERVED_LAYOUTS if any(row.cell(t) for row in rows))
+    found = Matrix(layouts=layouts, rows=rows)
+    plain = [row for row in rows if not row.kind.endswith("*")]
+    everywhere = [
+        row for row in plain if all(cell.outcome == "equal" for cell in row.cells) and row.cells
+    ]
+    ratios = [cell.ratio for row in rows for cell in row.cells if cell.outcome == "equal"]
+    worst = max((ratio for ratio in ratios if ratio is not None), default=0.0)
+    counts = ", ".join(
+        f"{count} {_rejected(outcome)}" for outcome, count in found.outcomes().items()
+    )
+    lines = [
+        SERVED_HEAD,
+        f"Run of {SERVED_RUN}, `hocket check --serve --matrix` on two CPU cores: {len(plain)} "
+        f"types of transformers {_version()} and {len(rows) - len(plain)} rows with reversed "
+        f"switches at {len(layouts)} layouts: {counts}. {len(everywhere)} types are equal at all "
+        f"of them. The largest difference that counts as equal here is {worst:.2f} of what is "
+        "allowed. A type or a row that is missing here has not been run.",
+        "",
+        "`=` equal, `-` rejected, `X` different, `!` crashed. *ratio*: the largest difference of "
+        "all, relative to what is allowed.",
+        "",
+        "| type | "
+        + " | ".join(f"{_column(i)} `{layout}`" for i, layout in enumerate(layouts))
+        + " | ratio |",
+        "|---|" + "---|" * (len(layouts) + 1),
+        *(_line(row, layouts).removesuffix(" |  |") + " |" for row in rows),
+        "",
+        "## What is rejected, and why",
+        "",
+        *(line.replace("refused: ", "") for line in _reasons(found)),
+        "## Reversed switches",
+        "",
+        *(f"- `{row.kind}`: {_plain(row.note)}" for row in rows if row.note),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _rejected(outcome: str) -> str:
+    return "rejected" if outcome == "refused" else outcome
 
 
 def page(rows: tuple[TypeRow, ...]) -> str:
@@ -90,7 +160,7 @@ def _counts(found: Matrix) -> str:
 def _line(row: TypeRow, layouts: tuple[str, ...]) -> str:
     cells = [row.cell(layout) for layout in layouts]
     marks = [MARKS[cell.outcome] if cell else " " for cell in cells]
-    ratios = [cell.ratio for cell in cells if cell is not None and cell.ratio is not None]
+    ratios = [c.ratio for c in cells if c and c.outcome == "equal" and c.ratio is not None]
     ratio = f"{max(ratios):.2f}" if ratios else ""
     return f"| {row.kind} | {' | '.join(marks)} | {ratio} | {'i' if row.inferred else ''} |"
 
@@ -102,7 +172,9 @@ def _reasons(found: Matrix) -> list[str]:
         for index, layout in enumerate(found.layouts):
             cell = row.cell(layout)
             if cell is not None and cell.outcome != "equal":
-                reason = cell.reason.replace(repr(row.kind), "it").replace(row.kind, "it")
+                kind = row.kind.removesuffix("*")
+                reason = cell.reason.replace(repr(kind), "it").replace(kind, "it")
+                reason = reason.replace("it (it)", "it")
                 reasons[f"{cell.outcome}: {reason}"][row.kind].append(_column(index))
     text = []
     for reason, kinds in sorted(reasons.items(), key=lambda each: (-len(each[1]), each[0])):
@@ -143,7 +215,10 @@ def read(files: list[Path]) -> tuple[TypeRow, ...]:
 
 
 if __name__ == "__main__":
-    found = read([Path(name) for name in sys.argv[1:]] or [ROWS])
-    ROWS.write_text("".join(f"{row.to_json()}\n" for row in found), encoding="utf-8")
-    PAGE.write_text(page(found), encoding="utf-8")
-    print(f"wrote {PAGE} and {ROWS}")
+    served = "--serve" in sys.argv[1:]
+    target, kept = (SERVED_PAGE, SERVED_ROWS) if served else (PAGE, ROWS)
+    files = [Path(name) for name in sys.argv[1:] if name != "--serve"]
+    found = read(files or [kept])
+    kept.write_text("".join(f"{row.to_json()}\n" for row in found), encoding="utf-8")
+    target.write_text((served_page if served else page)(found), encoding="utf-8")
+    print(f"wrote {target} and {kept}")

@@ -1,4 +1,4 @@
-"""The page of all model types is what its rows say."""
+"""The pages of all model types, trained and served, are what their rows say."""
 
 from __future__ import annotations
 
@@ -6,24 +6,28 @@ import importlib.util
 import re
 from pathlib import Path
 
-from hocket.spec.matrix import LAYOUTS
+import pytest
+
+from hocket.spec.matrix import LAYOUTS, SERVED_LAYOUTS
 
 REFERENCE = Path(__file__).resolve().parents[2] / "docs" / "reference"
 
 
-def test_the_page_is_what_its_rows_say() -> None:
+@pytest.mark.parametrize("served", [False, True])
+def test_the_page_is_what_its_rows_say(served: bool) -> None:
     spec = importlib.util.spec_from_file_location("write", REFERENCE / "write_families.py")
     assert spec is not None
     assert spec.loader is not None
     writer = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(writer)
-    rows = writer.read([writer.ROWS])
+    rows = writer.read([writer.SERVED_ROWS if served else writer.ROWS])
+    page = writer.SERVED_PAGE if served else writer.PAGE
+    made = (writer.served_page if served else writer.page)(rows)
     # Another version may be installed than the rows are of.
     found, expected = (
-        re.sub(r"transformers [0-9.]+", "transformers", text)
-        for text in (writer.PAGE.read_text(), writer.page(rows))
+        re.sub(r"transformers [0-9.]+", "transformers", text) for text in (page.read_text(), made)
     )
     assert found == expected
     for row in rows:
-        assert {cell.layout for cell in row.cells} <= set(LAYOUTS)
+        assert {cell.layout for cell in row.cells} <= {*(SERVED_LAYOUTS if served else LAYOUTS)}
         assert all(cell.outcome in ("equal", "refused") for cell in row.cells), row.kind

@@ -55,7 +55,8 @@ FLAGS = {
     "check": {
         "model", "steps", "seq_len", "global_batch", "dtype", "seed", "lr", "packing", "lora_rank",
         "lora_alpha", "lora_targets", "attention", "device", "backend",
-        "threads", "trust_remote_code", "json", "matrix", "quick", "types", "layouts", *LAYOUT,
+        "threads", "trust_remote_code", "json", "serve", "matrix", "quick", "types", "layouts",
+        *LAYOUT,
     },
     "compare": {
         "model", "devices", "ways", "microbatches", "sweep", "input_work", "cluster", "links",

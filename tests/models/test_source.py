@@ -146,6 +146,14 @@ def test_hints_that_can_be_pasted(tmp_path):
     assert "tiny-llama" in str(caught.value.hint)
 
 
+def test_numbers_that_json_does_not_have_are_read_as_transformers_writes_them(tmp_path):
+    from transformers import BambaConfig
+
+    BambaConfig(time_step_limit=(0.5, float("inf"))).save_pretrained(tmp_path)
+    assert "__float__" in (tmp_path / "config.json").read_text()
+    assert resolve(tmp_path).config["time_step_limit"] == [0.5, float("inf")]
+
+
 def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(ModelError, match=r"has no config\.json"):
         resolve(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,32 @@ def test_keys_are_stored_where_they_belong(kernels: Kernels) -> None:
     for token, place in enumerate(places.tolist()):
         assert torch.equal(pool[place // 4, :, place % 4], new[0, :, token])
     assert int(pool.count_nonzero()) == new.numel()
+
+
+def test_pointers_of_other_strides_types_and_devices_are_not_handed_over(kernels: Kernels) -> None:
+    """A kernel would read beyond them, or numbers that are none."""
+    x, pool = torch.randn(1, 2, 3, 16), torch.zeros(2, 2, 4, 16)
+    places, cos = torch.arange(3), torch.ones(1, 3, 16)
+    wrong = [
+        x.transpose(2, 3).contiguous().transpose(2, 3), x.double(), x.bfloat16(), x.to("meta"),
+    ]  # fmt: skip
+    calls: list[Callable[[torch.Tensor], object]] = [
+        lambda given: kernels.store(given, places, pool),
+        lambda given: kernels.rotate(given, x, cos, cos),
+        lambda given: kernels.rms_norm(given.transpose(1, 2), torch.ones(16), 0.0, 1e-6),
+        lambda given: kernels.silu_product(given[:, 0], x[:, 0]),
+        lambda given: kernels.largest(given[0, 0]),
+    ]
+    for call in calls:
+        call(x)
+        for given in wrong:
+            with pytest.raises(AssertionError):
+                call(given)
+    for bad in (pool.transpose(2, 3).contiguous().transpose(2, 3), pool.double()):
+        with pytest.raises(AssertionError):
+            kernels.store(x, places, bad)
+    with pytest.raises(AssertionError):
+        kernels.store(x, places.int(), pool)
 
 
 @pytest.mark.parametrize("width", [7, 16, 688])

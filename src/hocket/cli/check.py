@@ -14,10 +14,14 @@ from hocket.spec.errors import OptionError
 
 if TYPE_CHECKING:
     from hocket.spec.check import CheckReport
+    from hocket.spec.served_check import ServedCheck
 
 Types = Annotated[tuple[str, ...], tyro.conf.arg(metavar="TYPE...")]
 Layouts = Annotated[tuple[str, ...], tyro.conf.arg(metavar="LAYOUT...")]
 _OF_A_MATRIX = ("quick", "types", "layouts")
+_OF_TRAINING = (
+    "steps", "seq_len", "global_batch", "lr", "packing", "lora_rank", "lora_alpha", "lora_targets",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,6 +30,8 @@ class Check:
 
     Prints the loss of both for each step, and for each parameter the largest difference of its
     gradient and of its value after the optimizer step. Exits 1 if any is above the tolerance.
+    With `--serve`, starts the server of the layout instead and compares its greedy tokens and
+    log-probabilities with plain transformers.
 
     Attributes:
         model: a Hugging Face directory, a run folder, or a name that `hocket models` lists.
@@ -46,6 +52,8 @@ class Check:
         threads: CPU threads per rank.
         trust_remote_code: run code that a model directory brings along.
         json: print the whole report as one JSON object; of a matrix, one a model type.
+        serve: check serving: prefill in one piece and in chunks, decode, batching, prefix reuse,
+            preemption and a restart, compared with plain transformers.
         matrix: instead of one model at one layout, a tiny model of every type that transformers
             has, at every kind of layout.
         quick: of a matrix: two layouts that hold every axis once.
@@ -74,6 +82,7 @@ class Check:
     threads: int = 1
     trust_remote_code: bool = False
     json: bool = False
+    serve: bool = False
     matrix: bool = False
     quick: bool = False
     types: Types = ()
@@ -85,11 +94,14 @@ def main(arguments: Sequence[str]) -> int:
     flags = parse(Check, "check", arguments, Check())
     said = values(flags, also=explicit(arguments))
     said.pop("json", None)
+    said.pop("serve", None)
     if flags.matrix:
         return _matrix(flags, said)
     alone = [name for name in _OF_A_MATRIX if name in said]
     if alone:
         raise OptionError(f"--{alone[0]} is said of no matrix", hint="--matrix")
+    if flags.serve:
+        return _serve(flags, said)
     from hocket.jobs.check import check
     from hocket.jobs.request import request
 
@@ -116,7 +128,50 @@ def _matrix(flags: Check, said: dict[str, object]) -> int:
             f"--matrix makes its own models, layouts and steps; {other[0]} says something else",
             hint="hocket check --matrix --types llama --layouts tp2",
         )
-    return run(flags.types, flags.layouts, quick=flags.quick, as_json=flags.json)
+    if flags.serve and flags.quick:
+        raise OptionError(
+            "--quick chooses layouts of the training matrix", hint="--serve --matrix --layouts tp2"
+        )
+    return run(
+        flags.types, flags.layouts, quick=flags.quick, served=flags.serve, as_json=flags.json
+    )
+
+
+def _serve(flags: Check, said: dict[str, object]) -> int:
+    from hocket.jobs.serving.check import served_check
+
+    trained = [name for name in _OF_TRAINING if name in said]
+    if trained:
+        flag = trained[0].replace("_", "-")
+        raise OptionError(
+            f"--{flag} is an option of training steps; --serve makes none",
+            hint=f"hocket check {flags.model} --serve --layout tp2",
+        )
+
+    def tell(event: dict[str, object]) -> None:
+        if not flags.json:
+            print(f"{event['name']} ...", file=sys.stderr, flush=True)
+
+    report = served_check(said, on_event=tell)
+    print(report.to_json() if flags.json else "\n".join(served_lines(report)))
+    return 0 if report.ok else 1
+
+
+def served_lines(report: ServedCheck) -> list[str]:
+    """The report of a server as a table."""
+    wide = max(len(one.name) for one in report.comparisons)
+    found = ["", f"{'comparison':<{wide}}  positions  tokens  largest difference (limit)"]
+    for one in report.comparisons:
+        numbers = f"{one.difference:.1e} ({report.limit:.1e})" if one.positions else "tokens only"
+        found.append(
+            f"{one.name:<{wide}}  {one.positions:>9}  {one.tokens:>6}  "
+            f"{numbers}{'' if one.ok else '  DIFFERENT'}"
+        )
+        found += [f"  note: {one.note}"] if one.note else []
+    found.append("")
+    if report.ok:
+        return [*found, f"equal: a server of {report.layout} answers as plain transformers does"]
+    return [*found, "NOT equal:", *report.failures]
 
 
 def lines(report: CheckReport) -> list[str]:

@@ -15,15 +15,19 @@ if TYPE_CHECKING:
 MARKS = {"equal": "=", "refused": "-", "different": "X", "crashed": "!"}
 
 
-def run(types: Sequence[str], layouts: Sequence[str], *, quick: bool, as_json: bool) -> int:
-    """Run the matrix. Returns 0 where nothing is different and nothing crashed, else 1."""
+def run(
+    types: Sequence[str], layouts: Sequence[str], *, quick: bool, served: bool, as_json: bool
+) -> int:
+    """Run the matrix of training, or of serving. Returns 0 where nothing is different and nothing
+    crashed, else 1."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from hocket.jobs.matrix import matrix
-    from hocket.spec.matrix import LAYOUTS, QUICK
+    from hocket.jobs.serving.check_matrix import served_matrix
+    from hocket.spec.matrix import LAYOUTS, QUICK, SERVED_LAYOUTS
 
-    chosen = tuple(layouts) or (QUICK if quick else LAYOUTS)
+    chosen = tuple(layouts) or (SERVED_LAYOUTS if served else QUICK if quick else LAYOUTS)
     screen = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn(),
@@ -41,9 +45,9 @@ def run(types: Sequence[str], layouts: Sequence[str], *, quick: bool, as_json: b
             if not screen.is_terminal:
                 print(f"{event['name']} ({event['done']} of {event['of']})", file=sys.stderr)
 
-        found = matrix(types, chosen, on_row=show, on_event=tell)
+        found = (served_matrix if served else matrix)(types, chosen, on_row=show, on_event=tell)
     if not as_json:
-        print("\n".join(summary(found)))
+        print("\n".join(summary(found) if not served else reasons(found)))
     return 0 if found.ok else 1
 
 
@@ -64,24 +68,31 @@ def line(row: TypeRow) -> str:
 
 
 def summary(found: Matrix) -> list[str]:
+    """The reasons, the counts, and how many types train."""
+    pipelined = len(found.train_under("dp", "pp", "zero"))
+    split = len(found.train_under("dp", "pp", "tp", "zero"))
+    return [
+        *reasons(found),
+        f"{pipelined} train under pipeline, data and ZeRO, {split} also under tensor parallel",
+    ]
+
+
+def reasons(found: Matrix) -> list[str]:
     """The reasons, each with whom it concerns, and the counts."""
-    reasons: dict[tuple[str, str], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    by_reason: dict[tuple[str, str], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for row in found.rows:
         for index, cell in enumerate(row.cells):
             if cell.outcome != "equal":
-                reasons[cell.outcome, cell.reason][row.kind].append(_column(index))
+                by_reason[cell.outcome, cell.reason][row.kind].append(_column(index))
     text = [""]
-    for (outcome, reason), kinds in sorted(reasons.items()):
+    for (outcome, reason), kinds in sorted(by_reason.items()):
         who = ", ".join(f"{kind} ({''.join(columns)})" for kind, columns in kinds.items())
         text += [f"{outcome}: {who}", f"    {shown(reason)}"]
     counts = ", ".join(f"{count} {outcome}" for outcome, count in found.outcomes().items())
-    pipelined = len(found.train_under("dp", "pp", "zero"))
-    split = len(found.train_under("dp", "pp", "tp", "zero"))
     return [
         *text,
         "",
         f"{len(found.rows)} types at {len(found.layouts)} layouts: {counts}",
-        f"{pipelined} train under pipeline, data and ZeRO, {split} also under tensor parallel",
     ]
 
 

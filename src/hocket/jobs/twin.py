@@ -25,6 +25,7 @@ from hocket.jobs.twin_numbers import (
     outputs,
     taken_gradients,
 )
+from hocket.jobs.twin_served import require_answers
 from hocket.jobs.twin_verdict import (
     Verdict,
     cache_file,
@@ -59,8 +60,8 @@ def require(
 ) -> Verdict:
     """Reject a layout that would change what this model computes, before its ranks start; with
     `loss`, also a model whose own loss is another than the one that is trained; with `pages`, one
-    that would compute something else when it is served; with `packed`, one whose documents would
-    see each other in a row that they share.
+    that would compute something else when it is served at this layout; with `packed`, one whose
+    documents would see each other in a row that they share.
 
     Takes no time where the verdict is cached. The loss of a model with code of its own is not
     tried.
@@ -94,6 +95,8 @@ def require(
         known = dataclasses.replace(known, **found, note=heard[-1]["note"] or known.note)
         write(file, known)
     reject(known, wanted, layout, source.name, str(source.config.get("model_type")))
+    if pages:
+        known = require_answers(launcher, source, layout, known, file)
     return known
 
 

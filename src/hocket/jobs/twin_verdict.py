@@ -36,6 +36,7 @@ class Verdict:
         loss: why transformers' own loss of it is not computed.
         pages: why it cannot be served from a paged cache.
         packed: why documents that share a row would see each other.
+        served: by layout of one replica, why it answers differently when it is served there.
         shifts: whether the model's own forward shifts its labels.
         note: blocks that tensor parallelism holds whole, and why.
     """
@@ -46,6 +47,7 @@ class Verdict:
     loss: str | None = None
     pages: str | None = None
     packed: str | None = None
+    served: dict[str, str] = dataclasses.field(default_factory=dict)
     shifts: bool | None = None
     note: str = ""
 

@@ -81,6 +81,26 @@ def switches(kind: str) -> dict[str, Any]:
     }
 
 
+_NOT_SWITCHES = (
+    "use_cache", "is_decoder", "is_encoder_decoder", "add_cross_attention", "output_", "return_",
+    "tie_encoder_decoder", "torchscript", "gradient_checkpointing", "router_aux", "init_", "do_",
+    "early_stopping", "remove_invalid", "use_mambapy", "use_kernel", "use_mem", "reset_params",
+    "untie_r", "bi_data", "causal", "add_router_probs", "calc_",
+)  # fmt: skip
+"""Beginnings of boolean names that choose outputs, training or another kind of model."""
+
+
+def reversed_switches(kind: str) -> dict[str, bool]:
+    """The optional switches of a type's configuration, each with the opposite of its default:
+    biases, norms of queries and keys, ties, parallel residuals ..."""
+    said = sample(kind)
+    return {
+        name: not value
+        for name, value in registry.defaults(kind).values.items()
+        if isinstance(value, bool) and name not in said and not name.startswith(_NOT_SWITCHES)
+    }
+
+
 def sample(kind: str) -> dict[str, Any]:
     """The configuration, as of a checkpoint's config.json, whose twin stands for a type.
 

@@ -43,6 +43,7 @@ _OTHER_TASKS = (
     "ForMaskedLM",
 )
 _LARGEST_CONFIG = 8_000_000
+_FLOATS = ("Infinity", "-Infinity", "NaN")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -220,12 +221,18 @@ def _read_config(file: Path) -> dict[str, Any]:
     try:
         if file.stat().st_size > _LARGEST_CONFIG:
             raise ModelError(f"{file} has {file.stat().st_size} bytes: that is no configuration")
-        config = json.loads(file.read_text())
+        config = json.loads(file.read_text(), object_hook=_number)
     except (OSError, ValueError) as error:
         raise ModelError(f"{file} cannot be read as JSON: {error}") from None
     if not isinstance(config, dict):
         raise ModelError(f"{file} holds a {type(config).__name__}, not a JSON object")
     return config
+
+
+def _number(value: dict[str, Any]) -> Any:
+    """A float that JSON does not have, as transformers saves it: `{"__float__": "Infinity"}`."""
+    text = value.get("__float__")
+    return float(text) if len(value) == 1 and text in _FLOATS else value
 
 
 def _check(name: str, config: dict[str, Any], trust_remote_code: bool) -> dict[str, Any]:

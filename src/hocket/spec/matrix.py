@@ -40,6 +40,10 @@ QUICK = ("tp2", "dp2.pp2:microbatches=2,zero=2")
 """Every axis once, in two small worlds."""
 
 
+SERVED_LAYOUTS = ("dp1", "tp2", "pp2")
+"""Layouts of the serving matrix: one process, each axis that splits a replica alone."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cell:
     """One model type at one layout.

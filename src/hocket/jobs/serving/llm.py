@@ -94,13 +94,20 @@ class LLM:
         self._start(serve_request.server(values), launcher)
 
     @classmethod
-    def of(cls, server: Server, launcher: Launcher | None = None) -> Self:
-        """One whose options have been checked."""
+    def of(
+        cls, server: Server, launcher: Launcher | None = None, *, proxy_check: bool = True
+    ) -> Self:
+        """One whose options have been checked.
+
+        `proxy_check` False: the architecture is not checked on its proxy model first.
+        """
         found = cls.__new__(cls)
-        found._start(server, launcher)
+        found._start(server, launcher, proxy_check=proxy_check)
         return found
 
-    def _start(self, server: Server, launcher: Launcher | None) -> None:
+    def _start(
+        self, server: Server, launcher: Launcher | None, *, proxy_check: bool = True
+    ) -> None:
         from hocket.jobs.serving.rank import PRELOAD
         from hocket.jobs.serving.server import Launchers, require_split
         from hocket.jobs.train import modeling_modules
@@ -133,7 +140,8 @@ class LLM:
                 first = makers.make(0)
             else:
                 first = Lent(launcher, (*PRELOAD, *modeling_modules(server.source.config)))
-            require_split(first, server)
+            if proxy_check:
+                require_split(first, server)
             ready = [first, *(makers.make(n) for n in range(1, server.layout.dp))]
             self._wait(self._open(ready, makers.make))
         except BaseException:
@@ -210,6 +218,12 @@ class LLM:
         client: Any = self._replicas.replicas[0].client
         found: dict[str, Any] = self._wait(client.measured())
         return found
+
+    def statistics(self) -> list[dict[str, Any]]:
+        """The scheduler's counts of each replica: `finished`, `preempted` ..."""
+        assert self._replicas is not None
+        clients: list[Any] = [one.client for one in self._replicas.replicas]
+        return [dict(self._wait(client.measured())["stats"]) for client in clients]
 
     def close(self) -> None:
         """End the ranks. May be called twice."""

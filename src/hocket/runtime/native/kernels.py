@@ -31,6 +31,24 @@ def fits(*tensors: Tensor) -> bool:
     return True
 
 
+def rows_at(x: Tensor, dtype: torch.dtype = torch.float32) -> int:
+    """The address of a tensor on the CPU whose last dimension is dense; other strides are passed
+    to the kernel. Every pointer that a kernel gets is taken here or by `whole_at`: a kernel reads
+    what it is given as if it had this type and these strides."""
+    assert x.dtype is dtype, (x.dtype, dtype)
+    assert x.is_cpu, x.device
+    assert x.stride(-1) == 1 or x.shape[-1] <= 1, (x.shape, x.stride())
+    return x.data_ptr()
+
+
+def whole_at(x: Tensor, dtype: torch.dtype = torch.float32) -> int:
+    """The address of a contiguous tensor on the CPU."""
+    assert x.dtype is dtype, (x.dtype, dtype)
+    assert x.is_cpu, x.device
+    assert x.is_contiguous(), (x.shape, x.stride())
+    return x.data_ptr()
+
+
 class Kernels:
     """The compiled functions; none of them uses more than one thread."""
 
@@ -65,8 +83,8 @@ class Kernels:
         width = x.shape[-1]
         inner, inner_stride = (x.shape[2], x.stride(2)) if x.dim() == 4 else (1, 0)
         self._rms_norm(
-            x.data_ptr(), x.shape[1], x.stride(1), inner, inner_stride, width,
-            weight.data_ptr(), offset, eps, out.data_ptr(),
+            rows_at(x), x.shape[1], x.stride(1), inner, inner_stride, width,
+            whole_at(weight), offset, eps, out.data_ptr(),
         )  # fmt: skip
         return out
 
@@ -74,7 +92,7 @@ class Kernels:
         """silu(gate) * up, of [1, T, I] each."""
         out = torch.empty(gate.shape)
         self._silu_product(
-            gate.data_ptr(), gate.stride(1), up.data_ptr(), up.stride(1),
+            rows_at(gate), gate.stride(1), rows_at(up), up.stride(1),
             gate.shape[1], gate.shape[2], out.data_ptr(),
         )  # fmt: skip
         return out
@@ -85,14 +103,14 @@ class Kernels:
         _, queries, tokens, size = q.shape
         keys = k.shape[1]
         out = torch.empty(1, tokens, queries + keys, size)
-        cosine, sine, at = cos.data_ptr(), sin.data_ptr(), out.data_ptr()
+        cosine, sine, at = whole_at(cos), whole_at(sin), out.data_ptr()
         row = (queries + keys) * size
         self._rotate(
-            q.data_ptr(), queries, tokens, q.stride(1), q.stride(2), size, cosine, sine, at, row
+            rows_at(q), queries, tokens, q.stride(1), q.stride(2), size, cosine, sine, at, row
         )
         at += queries * size * 4
         self._rotate(
-            k.data_ptr(), keys, tokens, k.stride(1), k.stride(2), size, cosine, sine, at, row
+            rows_at(k), keys, tokens, k.stride(1), k.stride(2), size, cosine, sine, at, row
         )
         out = out.transpose(1, 2)
         return out[:, :queries], out[:, queries:]
@@ -101,8 +119,8 @@ class Kernels:
         """Write `new` [1, K, T, D] into a pool [blocks, K, B, D] at `places` [T]."""
         _, heads, tokens, width = new.shape
         self._store(
-            new.data_ptr(), heads, tokens, new.stride(1), new.stride(2), width,
-            places.data_ptr(), pool.shape[2], pool.data_ptr(),
+            rows_at(new), heads, tokens, new.stride(1), new.stride(2), width,
+            whole_at(places, torch.long), pool.shape[2], whole_at(pool),
         )  # fmt: skip
 
     def attend(
@@ -130,10 +148,11 @@ class Kernels:
         most = -(-longest // _WIDE) * _WIDE
         out = torch.empty(rows, num_heads, width)
         self._attend(
-            q.data_ptr(), q.stride(0), q.stride(1), keys.data_ptr(), values.data_ptr(),
-            tables.data_ptr(), tables.stride(0), lengths.data_ptr(), rows, heads,
+            rows_at(q), q.stride(0), q.stride(1), whole_at(keys), whole_at(values),
+            rows_at(tables, torch.long), tables.stride(0), whole_at(lengths, torch.long), rows,
+            heads,
             num_heads // heads, size, width, block, window or 0, scaling,
-            None if sinks is None else sinks.data_ptr(), self._room(num_heads * most), most,
+            None if sinks is None else whole_at(sinks), self._room(num_heads * most), most,
             out.data_ptr(),
         )  # fmt: skip
         return out
@@ -168,10 +187,10 @@ class Kernels:
         num_heads = heads * group
         out = torch.empty(rows, num_heads * size)
         self._decode(
-            merged.data_ptr(), rows, cos.data_ptr(), sin.data_ptr(), places.data_ptr(),
-            keys.data_ptr(), values.data_ptr(), tables.data_ptr(), tables.stride(0),
-            lengths.data_ptr(), heads, group, size, block, window or 0, scaling,
-            None if sinks is None else sinks.data_ptr(), self._room(num_heads * (size + most)),
+            whole_at(merged), rows, whole_at(cos), whole_at(sin), whole_at(places, torch.long),
+            whole_at(keys), whole_at(values), rows_at(tables, torch.long), tables.stride(0),
+            whole_at(lengths, torch.long), heads, group, size, block, window or 0, scaling,
+            None if sinks is None else whole_at(sinks), self._room(num_heads * (size + most)),
             most, out.data_ptr(),
         )  # fmt: skip
         return out
@@ -199,9 +218,9 @@ class Kernels:
         _, heads, block, width = values.shape
         most = -(-(start + count) // _WIDE) * _WIDE
         self._attend_chunk(
-            q.data_ptr(), q.stride(1), q.stride(2), keys.data_ptr(), values.data_ptr(),
-            table.data_ptr(), start, count, heads, num_heads // heads, size, width, block,
-            window or 0, scaling, None if sinks is None else sinks.data_ptr(),
+            rows_at(q), q.stride(1), q.stride(2), whole_at(keys), whole_at(values),
+            whole_at(table, torch.long), start, count, heads, num_heads // heads, size, width,
+            block, window or 0, scaling, None if sinks is None else whole_at(sinks),
             self._room((size + width + _TILE) * most), most, out.data_ptr(),
         )  # fmt: skip
 
@@ -217,9 +236,9 @@ class Kernels:
         depth, width = weight.shape
         out = torch.empty(*x.shape[:-1], width)
         self._product(
-            x.data_ptr(), x.stride(-2), x.shape[-2], weight.data_ptr(), weight.stride(0),
+            rows_at(x), x.stride(-2), x.shape[-2], rows_at(weight), weight.stride(0),
             depth, width,
-            None if added is None else added.data_ptr(),
+            None if added is None else rows_at(added),
             added.stride(0) if added is not None and added.dim() == 2 else 0, out.data_ptr(),
         )  # fmt: skip
         return out
@@ -232,8 +251,9 @@ class Kernels:
         rows = x.shape[-2]
         out = torch.empty(*x.shape[:-1], width)
         self._half_product(
-            x.data_ptr(), x.stride(-2), rows, weight.data_ptr(), weight.stride(0), depth, width,
-            None if added is None else added.data_ptr(),
+            rows_at(x), x.stride(-2), rows, rows_at(weight, torch.bfloat16), weight.stride(0),
+            depth, width,
+            None if added is None else rows_at(added),
             added.stride(0) if added is not None and added.dim() == 2 else 0, out.data_ptr(),
             self._room(self._half_scratch(rows, depth)),
         )  # fmt: skip
@@ -242,22 +262,20 @@ class Kernels:
     def sum(self, sums: int, x: Tensor, added: Tensor | None) -> int:
         """Sum `x` over tensor ranks in place, plus `added` of as many entries, both contiguous;
         `sums` is the address of what says how (`native.sums`). Not 0: it failed."""
-        at = x.data_ptr()
-        more = None if added is None else added.data_ptr()
+        at = whole_at(x)
+        more = None if added is None else whole_at(added)
         return int(self._sum(sums, at, x.numel(), more, at))
 
     def layer(self, layer: int, step: Any, x: Tensor, out: Tensor) -> int:
         """A whole layer (`engine.whole_layer`) of rows that decode, from `x` to `out`, contiguous
         both; `layer` is the address of what it is made of. Not 0: a sum failed."""
         step.known.scratch = self._room(self._layer_scratch(layer, step.rows, step.most))
-        return int(self._layer(layer, step.address, x.data_ptr(), out.data_ptr()))
+        return int(self._layer(layer, step.address, whole_at(x), whole_at(out)))
 
     def largest(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The largest entry of each row of `x` [N, V] and its id, of equals the first: [N] and
         [N]. NaN where the row holds one; its id means nothing."""
         rows = x.shape[0]
         values, ids = torch.empty(rows), torch.empty(rows, dtype=torch.long)
-        self._largest(
-            x.data_ptr(), rows, x.stride(0), x.shape[1], values.data_ptr(), ids.data_ptr()
-        )
+        self._largest(rows_at(x), rows, x.stride(0), x.shape[1], values.data_ptr(), ids.data_ptr())
         return values, ids

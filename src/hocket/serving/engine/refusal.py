@@ -61,6 +61,14 @@ def refuse(config: Any, module: nn.Module, max_model_len: int | None = None) -> 
         _refuse_lengths(config, kind, max_model_len)
 
 
+def longest_sequence(config: Any) -> int | None:
+    """Tokens of the longest sequence that `refuse` accepts; None: any."""
+    chunk = getattr(config, "attention_chunk_size", None)
+    chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
+    bounds = [chunk if chunked and chunk else None, _rotary_bound(config)]
+    return min((bound for bound in bounds if bound is not None), default=None)
+
+
 def _refuse_lengths(config: Any, kind: str, max_model_len: int) -> None:
     """Refuse lengths beyond which a model treats a sequence as pages do not follow."""
     chunk = getattr(config, "attention_chunk_size", None)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hocket.runtime.native.kernels import Kernels
+from hocket.runtime.native.kernels import Kernels, rows_at, whole_at
 from hocket.runtime.native.sums import Sums
 from hocket.serving.engine.attention import Options
 from hocket.serving.engine.attention_step import StepIndices
@@ -43,8 +43,9 @@ class _Matrix(ctypes.Structure):
     def of(cls, product: Product, bias: Tensor | None) -> _Matrix:
         width, depth = product.weight.shape
         stored = product.weight if product.half else product.turned
-        at = None if bias is None else bias.data_ptr()
-        return cls(stored.data_ptr(), stored.stride(0), depth, width, at, int(product.half))
+        at = None if bias is None else whole_at(bias)
+        kind = torch.bfloat16 if product.half else torch.float32
+        return cls(rows_at(stored, kind), stored.stride(0), depth, width, at, int(product.half))
 
 
 class _Layer(ctypes.Structure):
@@ -100,8 +101,9 @@ class DecodeStep:
         self.most = -(-step.tables.shape[1] * step.block_size // _WIDE) * _WIDE
         self._held = (step, cosine, sine)
         self.known = _Step(
-            self.rows, cosine.data_ptr(), sine.data_ptr(), step.places.data_ptr(),
-            step.tables.data_ptr(), step.lengths.data_ptr(), step.tables.stride(0), self.most, None,
+            self.rows, whole_at(cosine), whole_at(sine), whole_at(step.places, torch.long),
+            rows_at(step.tables, torch.long), whole_at(step.lengths, torch.long),
+            step.tables.stride(0), self.most, None,
         )  # fmt: skip
         self.address = ctypes.addressof(self.known)
 
@@ -143,12 +145,12 @@ class WholeLayer:
             _Matrix.of(out, None),
             _Matrix.of(gate_up, biases[1]),
             _Matrix.of(down, None),
-            (ctypes.c_void_p * 2)(*(norm.weight.data_ptr() for norm in norms)),
+            (ctypes.c_void_p * 2)(*(whole_at(norm.weight) for norm in norms)),
             (ctypes.c_float * 2)(*(norm.offset for norm in norms)),
             (ctypes.c_float * 2)(*(norm.eps for norm in norms)),
             None,
             None,
-            None if sinks is None else sinks.data_ptr(),
+            None if sinks is None else whole_at(sinks),
             kv_heads,
             num_heads // kv_heads,
             size,
@@ -178,8 +180,8 @@ class WholeLayer:
         [blocks, K, B, D]. Raises as `Sums`."""
         known = self._known
         known.keys, known.values, known.block_size = (
-            keys.data_ptr(),
-            values.data_ptr(),
+            whole_at(keys),
+            whole_at(values),
             keys.shape[2],
         )
         out = torch.empty(x.shape)

@@ -1,0 +1,357 @@
+"""The reference of `hocket check --serve`: plain transformers, in a process of its own.
+
+    prepare   writes a model with random weights to a folder, as transformers saves it
+    compare   loads a folder with `AutoModelForCausalLM.from_pretrained` and compares a server's
+              answers with its plain forward, one sequence at a time, without a cache
+
+A greedy answer is checked by teacher forcing: the forward of prompt and answer gives, at each
+position, the log-probabilities of the token after what the server itself had chosen so far. If each
+of its tokens has the largest one, the answer is the reference's greedy answer, by induction.
+
+Legend: S tokens of a sequence, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hocket.spec.errors import HocketError
+from hocket.spec.served_check import COMPARISONS, ServedCheck, ServedComparison, limit
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from hocket.launch import RankContext
+    from hocket.models.twin import Twin
+
+GAIN = 1.5
+"""Standard deviation of a random matrix's entries, times the root of its number of inputs."""
+
+OFFSET = 0.3
+"""Standard deviation of what is added to the initial value of norms and biases."""
+
+
+# --- random weights --------------------------------------------------------------------------
+
+
+def prepare(context: RankContext, payload: dict[str, Any]) -> None:
+    """Write a model with random weights.
+
+    Payload: `folder` to write to, `config`, `code` (a directory or None), `proxy`: shrink the
+    configuration to the tiny proxy model of its class, `switches`: values of the configuration of
+    which those are taken that the class can be built with, `seed`. Emits `{"event": "prepared",
+    "config", "longest", "parameters", "switches"}`: `longest` is the longest sequence that the
+    server accepts for this configuration, or None; or `{"event": "prepared", "rejected" or
+    "crashed": why}`.
+    """
+    try:
+        said = _prepare(payload)
+    except HocketError as error:
+        said = {"rejected": error.message}
+    except Exception as error:  # transformers fails in many ways on configurations of its own
+        said = {"crashed": f"{type(error).__name__}: {error}"}
+    context.emit({"event": "prepared", **said})
+
+
+def _prepare(payload: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
+    from hocket.models import skeleton
+    from hocket.models.plain import save
+    from hocket.models.twin import twin_of
+    from hocket.serving.engine.refusal import longest_sequence
+
+    code = Path(payload["code"]) if payload.get("code") else None
+    config = skeleton.config_of(payload["config"], dropout=0.0, code=code)
+    model: Any
+    switches: dict[str, bool] = {}
+    if payload["proxy"]:
+        twin = twin_of(config)
+        if payload.get("switches"):
+            twin, switches = _switched(payload["config"], twin, payload["switches"])
+        config, model = twin.config, twin.build(seed=payload["seed"])
+    else:
+        model = skeleton.build(config, device="cpu", dropout=0.0, code=code).eval()
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(payload["seed"])
+            for parameter in model.parameters():
+                parameter.normal_(std=0.02)
+            model.initialize_weights()
+            model.tie_weights()
+    spread(model, payload["seed"])
+    folder = Path(payload["folder"])
+    save(model, folder)
+    if code is not None:
+        for file in code.glob("*.py"):
+            shutil.copy(file, folder / file.name)
+        values = {**config.to_dict(), "auto_map": payload["config"]["auto_map"]}
+        (folder / "config.json").write_text(json.dumps(values, default=str))
+    return {
+        "config": json.loads((folder / "config.json").read_text()),
+        "longest": longest_sequence(config),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "switches": switches,
+    }
+
+
+def _switched(
+    values: dict[str, Any], plain: Twin, switches: dict[str, bool]
+) -> tuple[Twin, dict[str, bool]]:
+    """The proxy model with as many of the switches as its class takes together."""
+    from hocket.models.skeleton import config_of
+    from hocket.models.twin import twin_of
+
+    def proxy(some: dict[str, bool]) -> Twin | None:
+        try:
+            return twin_of(config_of({**values, **some}, dropout=0.0))
+        except Exception:  # a combination that the class rejects, each in its own way
+            return None
+
+    found = proxy(switches)
+    if found is not None:
+        return found, switches
+    taken: dict[str, bool] = {}
+    found = plain
+    for name, value in switches.items():
+        more = proxy({**taken, name: value})
+        if more is not None:
+            found, taken = more, {**taken, name: value}
+    return found, taken
+
+
+def spread(model: nn.Module, seed: int) -> None:
+    """Scale random weights so that logits differ by whole units and every parameter matters.
+
+    Initial values make almost uniform logits, hide a norm that is left out (its weight is one) and
+    a bias that is added twice (it is zero). Matrices get entries of the standard deviation that
+    keeps the size of their input; vectors move away from their initial value, and so do buffers
+    that are saved as biases (such as those of routers).
+    """
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(like: Tensor) -> Tensor:
+        return torch.randn(like.shape, generator=generator).to(like.dtype)
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() < 2:
+                parameter.add_(draw(parameter), alpha=OFFSET)
+                continue
+            own = float(parameter.std())
+            inputs = parameter.shape[-1] if parameter.dim() == 2 else max(parameter.shape[-2:])
+            wanted = GAIN / math.sqrt(inputs)
+            if own > 0:
+                parameter.mul_(wanted / own)
+            else:
+                parameter.copy_(draw(parameter) * wanted)
+        saved = set(model.state_dict())
+        for name, buffer in model.named_buffers():
+            if name in saved and "bias" in name.rsplit(".", 1)[-1] and buffer.is_floating_point():
+                buffer.add_(draw(buffer), alpha=OFFSET)
+
+
+# --- the comparison --------------------------------------------------------------------------
+
+
+def compare(context: RankContext, payload: dict[str, Any]) -> None:
+    """Compare answers with plain transformers.
+
+    Payload: `folder` of the model, `trust_remote_code`, `answers`: a file of {layout: a list of
+    answers} (`jobs.serving.check`), `generate`: compare with `generate` too. Emits `{"event":
+    "compared", "layout", "report"}` for each layout, or `{"event": "compared", "crashed": why}`.
+    """
+    served = json.loads(Path(payload["answers"]).read_text())
+    try:
+        reference = _Reference(payload["folder"], payload["trust_remote_code"])
+        reports = reference.reports(served, generate=payload["generate"])
+    except Exception as error:  # of transformers itself: there is nothing to compare with
+        context.emit({"event": "compared", "crashed": f"{type(error).__name__}: {error}"})
+        return
+    for report in reports:
+        context.emit({"event": "compared", "layout": report.layout, "report": report.to_json()})
+
+
+class _Reference:
+    """The plain model, and the log-probabilities of sequences that it was asked for."""
+
+    def __init__(self, folder: str, trust_remote_code: bool) -> None:
+        from hocket.models.plain import PlainModel
+
+        self.model = PlainModel(folder, trust_remote_code=trust_remote_code)
+        self.known: dict[tuple[int, ...], Tensor] = {}
+        self.scale = 0.0
+
+    def logprobs(self, tokens: tuple[int, ...]) -> Tensor:
+        """[S, V] in fp64: at each position, of the token that follows."""
+        if tokens not in self.known:
+            logits = self.model.logits(tokens)
+            self.scale = max(self.scale, float(logits.abs().max()))
+            self.known[tokens] = logits.double().log_softmax(-1)
+        return self.known[tokens]
+
+    def rounding(self) -> float:
+        """The largest difference of a log-probability from what the model computes in fp64; 0 where
+        its code fails in fp64. Ends what the model can be used for."""
+        try:
+            self.model.to_fp64()
+            return max(
+                float((self.model.logits(tokens).double().log_softmax(-1) - known).abs().max())
+                for tokens, known in self.known.items()
+            )
+        except Exception:  # a class may make fp32 tensors of its own
+            return 0.0
+
+    def reports(
+        self, served: dict[str, list[dict[str, Any]]], *, generate: bool
+    ) -> list[ServedCheck]:
+        """The report of each layout's answers."""
+        for answer in itertools.chain.from_iterable(served.values()):
+            self.logprobs((*answer["prompt"], *answer["tokens"]))
+        alone = [a for a in next(iter(served.values())) if a["phase"] == "alone"]
+        made = self._generated(alone) if generate else {}
+        found = [self._report(layout, answers, made) for layout, answers in served.items()]
+        if all(report.ok for report in found):
+            return found
+        rounding = self.rounding()
+        return [self._report(layout, answers, made, rounding) for layout, answers in served.items()]
+
+    def _report(
+        self,
+        layout: str,
+        answers: list[dict[str, Any]],
+        made: dict[tuple[int, ...], list[int] | str],
+        rounding: float = 0.0,
+    ) -> ServedCheck:
+        rows = {name: _Row(name, limit(self.scale, rounding)) for name in COMPARISONS}
+        for answer in answers:
+            whole = self.logprobs((*answer["prompt"], *answer["tokens"]))
+            _answer(rows, answer, whole)
+            expected = made.get(tuple(answer["prompt"]))
+            if answer["phase"] == "alone" and expected is not None:
+                _generated(rows["generate"], answer, whole, expected)
+        found = tuple(row.comparison() for row in rows.values() if row.seen)
+        return ServedCheck(layout=layout, scale=self.scale, comparisons=found, rounding=rounding)
+
+    def _generated(self, answers: list[dict[str, Any]]) -> dict[tuple[int, ...], list[int] | str]:
+        """What `generate` continues each prompt with, or why it fails: some classes have a forward
+        and no working `generate`."""
+        found: dict[tuple[int, ...], list[int] | str] = {}
+        for answer in answers:
+            prompt = answer["prompt"]
+            try:
+                found[tuple(prompt)] = self.model.generate(prompt, answer["wanted"])
+            except Exception as error:
+                found[tuple(prompt)] = f"{type(error).__name__}: {error}"
+        return found
+
+
+def _generated(row: _Row, answer: dict[str, Any], whole: Tensor, expected: list[int] | str) -> None:
+    """Compare tokens with those of `generate`, up to where two tokens are equally likely."""
+    row.seen = True
+    if isinstance(expected, str):
+        row.note = f"generate of transformers fails: {expected}"
+        return
+    for at, (token, want) in enumerate(zip(answer["tokens"], expected, strict=False)):
+        row.tokens += 1
+        if token == want:
+            continue
+        here = whole[len(answer["prompt"]) - 1 + at]
+        if float(here.max() - here[want]) > 2 * row.limit:
+            row.note = "generate of transformers differs from its own forward"
+        elif float(here.max() - here[token]) > 2 * row.limit:
+            row.fail(f"{_where(answer, at)}: token {token}, generate gives {want}")
+        break
+
+
+class _Row:
+    """One comparison while it grows."""
+
+    def __init__(self, name: str, limit: float) -> None:
+        self.name, self.limit = name, limit
+        self.positions = self.tokens = 0
+        self.difference = 0.0
+        self.failure = self.note = ""
+        self.seen = False
+
+    def fail(self, text: str) -> None:
+        """Keep the first failure."""
+        self.failure = self.failure or text
+
+    def comparison(self) -> ServedComparison:
+        return ServedComparison(
+            name=self.name, positions=self.positions, tokens=self.tokens,
+            difference=self.difference, failure=self.failure, note=self.note,
+        )  # fmt: skip
+
+    def position(self, where: str, entry: list[Any], expected: Tensor) -> None:
+        """One position's `entry` (`TokenLogprobs.to_json`) against log-probabilities [V]."""
+        token, logprob, top = entry
+        self.positions += 1
+        pairs = [(f"token {token}", logprob, float(expected[token]))]
+        pairs += [(f"token {other}", value, float(expected[other])) for other, value in top]
+        largest = expected.topk(len(top)).values.tolist()
+        pairs += [
+            (f"number {rank + 1} by likelihood, token {other}", value, want)
+            for rank, ((other, value), want) in enumerate(zip(top, largest, strict=True))
+        ]
+        for what, value, want in pairs:
+            off = abs(value - want)
+            if not math.isfinite(off):
+                off = math.inf
+            self.difference = max(self.difference, off)
+            if off > self.limit:
+                self.fail(
+                    f"{where}: the log-probability of {what} is {value:.6g}, transformers' is "
+                    f"{want:.6g} (allowed: {self.limit:.1e})"
+                )
+
+
+def _answer(rows: dict[str, _Row], answer: dict[str, Any], whole: Tensor) -> None:
+    """Compare one answer; of one that was asked for alone, each part under its own name."""
+    prompt, tokens, phase = answer["prompt"], answer["tokens"], answer["phase"]
+    alone = phase == "alone"
+    first = rows["chunked prefill" if answer["chunked"] else "prefill"] if alone else rows[phase]
+    later = rows["decode"] if alone else rows[phase]
+    first.seen = later.seen = True
+    if answer["failure"]:
+        first.fail(answer["failure"])
+    told = answer["prompt_logprobs"]
+    if told is not None:
+        if len(told) != len(prompt) - 1:
+            first.fail(
+                f"{_where(answer)}: {len(told)} log-probabilities of "
+                f"{len(prompt) - 1} prompt tokens"
+            )
+        for at, entry in enumerate(told[: len(prompt) - 1]):
+            where = f"{_where(answer)}, prompt position {at + 1}"
+            if entry[0] != prompt[at + 1]:
+                first.fail(f"{where}: token {entry[0]}, the prompt has {prompt[at + 1]}")
+            first.position(where, entry, whole[at])
+    if len(tokens) != answer["wanted"] or len(answer["logprobs"]) != len(tokens):
+        first.fail(
+            f"{_where(answer)}: {len(tokens)} tokens and {len(answer['logprobs'])} "
+            f"log-probabilities; {answer['wanted']} were asked for"
+        )
+    for at, (token, entry) in enumerate(zip(tokens, answer["logprobs"], strict=False)):
+        row = later if at else first
+        where, here = _where(answer, at), whole[len(prompt) - 1 + at]
+        row.tokens += 1
+        row.position(where, entry, here)
+        missing = float(here.max() - here[token])
+        if not missing <= 2 * row.limit:
+            row.fail(
+                f"{where}: token {token} ({float(here[token]):.6g}), transformers takes "
+                f"{int(here.argmax())} ({float(here.max()):.6g})"
+            )
+
+
+def _where(answer: dict[str, Any], at: int | None = None) -> str:
+    text = f"prompt of {len(answer['prompt'])} tokens"
+    return text if at is None else f"{text}, generated token {at + 1}"

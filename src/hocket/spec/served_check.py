@@ -1,0 +1,119 @@
+"""ServedCheck: answers of a server compared with plain transformers.
+
+Log-probabilities are compared, because they are what a server returns: each is a logit less the
+logarithm of the sum of the exponentials of the whole vocabulary. A difference counts as equal up to
+`TOLERANCE` of the reference's largest logit, in fp32. Where that is exceeded, plain transformers is
+run in fp64 as well, and up to twice its own distance from that counts as equal too, if it is no
+more than `LARGEST_ROUNDING` of the largest logit: some architectures amplify the rounding of fp32.
+A greedy token is equal if the reference gives no token a log-probability that is larger by more
+than the tolerance of both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+TOLERANCE = 2e-5
+"""Largest difference of a log-probability, relative to the reference's largest logit."""
+
+LARGEST_ROUNDING = 1e-3
+"""Largest distance of fp32 from fp64, relative to the largest logit, that is taken for rounding."""
+
+COMPARISONS = (
+    "prefill", "chunked prefill", "decode", "batching", "prefix reuse", "preemption", "restart",
+    "generate",
+)  # fmt: skip
+"""Names of the comparisons, in the order of a report."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServedComparison:
+    """One comparison of one server.
+
+    Attributes:
+        name: one of `COMPARISONS`.
+        positions: positions whose log-probabilities were compared.
+        tokens: generated tokens that were compared.
+        difference: the largest difference of a log-probability, in nats.
+        failure: the first position that differs, with both numbers; empty where equal.
+        note: why less was compared than intended.
+    """
+
+    name: str
+    positions: int = 0
+    tokens: int = 0
+    difference: float = 0.0
+    failure: str = ""
+    note: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.failure
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServedCheck:
+    """All comparisons of one model at one layout.
+
+    Attributes:
+        layout: its text.
+        scale: the reference's largest logit.
+        rounding: the largest difference of a log-probability between plain transformers in fp32
+            and in fp64; 0 where it was not needed.
+        comparisons: in the order of `COMPARISONS`.
+    """
+
+    layout: str
+    scale: float
+    comparisons: tuple[ServedComparison, ...]
+    rounding: float = 0.0
+
+    @property
+    def limit(self) -> float:
+        """The largest difference that counts as equal, in nats."""
+        return limit(self.scale, self.rounding)
+
+    @property
+    def ok(self) -> bool:
+        return bool(self.comparisons) and all(one.ok for one in self.comparisons)
+
+    @property
+    def ratio(self) -> float | None:
+        """The largest difference relative to `limit`; None where one is not finite."""
+        found = [one.difference / self.limit for one in self.comparisons if self.limit]
+        return max(found) if found and all(map(math.isfinite, found)) else None
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """`comparison: first differing position`, of each comparison that is not equal."""
+        return tuple(f"{one.name}: {one.failure}" for one in self.comparisons if not one.ok)
+
+    def to_json(self) -> str:
+        """One line; differences that are not finite are null."""
+        data = dataclasses.asdict(self)
+        for one in data["comparisons"]:
+            if not math.isfinite(one["difference"]):
+                one["difference"] = None
+        return json.dumps({**data, "ok": self.ok, "limit": self.limit})
+
+    @classmethod
+    def from_json(cls, text: str) -> ServedCheck:
+        """The inverse of `to_json`."""
+        data = json.loads(text)
+        rows = [
+            {**one, "difference": math.inf if one["difference"] is None else one["difference"]}
+            for one in data["comparisons"]
+        ]
+        return cls(
+            layout=data["layout"],
+            scale=data["scale"],
+            rounding=data["rounding"],
+            comparisons=tuple(ServedComparison(**row) for row in rows),
+        )
+
+
+def limit(scale: float, rounding: float = 0.0) -> float:
+    """The largest difference of a log-probability that counts as equal, in nats."""
+    return max(TOLERANCE * scale, 2 * rounding if rounding <= LARGEST_ROUNDING * scale else 0.0)

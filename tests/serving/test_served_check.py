@@ -1,0 +1,209 @@
+"""`hocket check --serve`: answers equal those of plain transformers, and the check can fail."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hocket.cli import check as cli
+from hocket.jobs import twin
+from hocket.jobs.serving import check, server
+from hocket.jobs.serving.check_matrix import SWITCHED, served_matrix
+from hocket.jobs.serving.llm import Lent
+from hocket.models import registry
+from hocket.models.samples import switches
+from hocket.models.source import resolve
+from hocket.spec.errors import ModelError, OptionError
+from hocket.spec.layout import Layout
+from hocket.spec.served_check import ServedCheck, ServedComparison, limit
+from tests.ranks import RankPool
+from tests.rotation import part
+
+pytestmark = [pytest.mark.ranks, pytest.mark.train, pytest.mark.timeout(200)]
+
+PER_RUN = 2
+"""Rows of the serving matrix that one run of the tests takes."""
+
+ROWS = [
+    name
+    for kind in sorted(registry.causal_classes())
+    for name in (kind, kind + SWITCHED)
+    if name == kind or switches(kind)
+]
+LLAMA = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96,
+    "max_position_embeddings": 64, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.fixture
+def lent(ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The session's launcher, in place of one of the check's own."""
+
+    class Kept(Lent):
+        def __enter__(self) -> Kept:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            return None
+
+    found = Kept(ranks.launcher, [check.REFERENCE, "hocket.jobs.serving.rank"])
+    monkeypatch.setattr(check, "launcher_of", lambda *_: found)
+    return found
+
+
+@pytest.mark.usefixtures("lent")
+def test_a_part_of_the_matrix_is_equal_or_rejected() -> None:
+    names = part(ROWS, len(ROWS) // PER_RUN)[:PER_RUN]
+    found = served_matrix(names, ["tp2"])
+    assert [row.kind for row in found.rows] == names
+    for row in found.rows:
+        (cell,) = row.cells
+        assert cell.outcome in ("equal", "refused"), (row.kind, row.note, cell)
+        assert (cell.outcome == "refused") == bool(cell.reason)
+
+
+@pytest.mark.usefixtures("lent")
+def test_a_server_is_compared_by_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "olmo2.json"
+    file.write_text(json.dumps({**LLAMA, "model_type": "olmo2"}))
+    assert cli.main([str(file), "--serve", "--layout", "tp2", "--json"]) == 0
+    report = ServedCheck.from_json(capsys.readouterr().out)
+    assert report.ok
+    assert report.scale > 1  # random weights whose logits differ by whole units
+    assert {one.name: (one.positions > 0, one.tokens > 0) for one in report.comparisons} == {
+        "prefill": (True, True), "chunked prefill": (True, True), "decode": (True, True),
+        "batching": (True, True), "prefix reuse": (True, True), "preemption": (True, True),
+        "restart": (True, True), "generate": (False, True),
+    }  # fmt: skip
+    assert "largest difference (limit)" in "\n".join(cli.served_lines(report))
+
+
+def test_a_faulty_split_is_rejected_before_ranks_start_and_remembered(
+    lent: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = tmp_path / "llama.json"
+    file.write_text(json.dumps(LLAMA))
+    monkeypatch.setattr(server, "ENTRY", "tests.serving.faulty_server:main")
+    for launcher in (lent, None):  # the second time the verdict is read: nothing could be started
+        with pytest.raises(ModelError, match="does not answer as plain transformers") as caught:
+            twin.require(launcher, resolve(file), Layout(tp=2), pages=True)
+        assert "prefill: prompt of" in caught.value.message
+        assert caught.value.hint == "--layout dp1"
+    # What nothing is split of is not served for it.
+    assert twin.require(None, resolve(file), Layout(dp=2), pages=True).pages == ""
+
+
+def test_every_kind_of_wrong_answer_is_found(lent: Any, tmp_path: Path) -> None:
+    """True answers of a server, each time with one thing changed."""
+    file, folder = tmp_path / "llama.json", tmp_path / "model"
+    file.write_text(json.dumps(LLAMA))
+    check.prepared(lent, resolve(file), folder, proxy=True, seed=0)
+    true = check.answers_of(lent, folder, "dp1", check.Sizes())
+    assert {answer["phase"] for answer in true} == {
+        "alone", "batching", "prefix reuse", "preemption",
+    }  # fmt: skip
+    named = {}
+    for name, (which, change, *_) in CHANGES.items():
+        answers = copy.deepcopy(true)
+        change(next(answer for answer in answers if which(answer)))
+        named[name] = answers
+    reports = check.compared(lent, folder, {"true": true, **named}, tmp_path)
+    assert reports["true"].ok
+    for name, (_, _, comparison, text) in CHANGES.items():
+        (failure,) = reports[name].failures
+        assert failure.startswith(f"{comparison}: "), (name, failure)
+        assert text in failure, (name, failure)
+
+
+def _more(entry: list[Any]) -> None:
+    entry[1] += 0.01
+
+
+def _another_token(answer: dict[str, Any]) -> None:
+    answer["tokens"][-1] = answer["logprobs"][-1][2][5][0]
+    answer["logprobs"][-1][:2] = answer["logprobs"][-1][2][5]
+
+
+def _a_likely_one_missing(answer: dict[str, Any]) -> None:
+    del answer["logprobs"][2][2][1]
+
+
+def _long(answer: dict[str, Any]) -> bool:
+    return answer["phase"] == "alone" and answer["chunked"]
+
+
+def _short(answer: dict[str, Any]) -> bool:
+    return answer["phase"] == "alone" and len(answer["prompt"]) == 7
+
+
+CHANGES: dict[str, Any] = {
+    "prompt": (
+        _short, lambda a: _more(a["prompt_logprobs"][3]), "prefill",
+        "prompt of 7 tokens, prompt position 4",
+    ),
+    "chunks": (
+        _long, lambda a: _more(a["prompt_logprobs"][-1][2][7]), "chunked prefill",
+        "prompt position",
+    ),
+    "decode": (
+        _short, lambda a: _more(a["logprobs"][1]), "decode",
+        "prompt of 7 tokens, generated token 2: the log-probability of token",
+    ),
+    "not a number": (
+        _short, lambda a: a["logprobs"][1].__setitem__(1, float("nan")), "decode", "is nan",
+    ),
+    "another token": (
+        lambda a: a["phase"] == "preemption", _another_token, "preemption", "transformers takes",
+    ),
+    "a token too few": (
+        lambda a: a["phase"] == "batching", lambda a: a["tokens"].pop(), "batching",
+        "were asked for",
+    ),
+    "a prompt position too few": (
+        _short, lambda a: a["prompt_logprobs"].pop(), "prefill", "6 prompt tokens",
+    ),
+    "an alternative left out": (
+        lambda a: a["phase"] == "prefix reuse", _a_likely_one_missing, "prefix reuse",
+        "number 2 by likelihood",
+    ),
+}  # fmt: skip
+"""What is changed: (of which answer, how, the comparison that shows it, what its failure names)."""
+
+
+def test_limits_and_reports_have_exact_text_forms() -> None:
+    report = ServedCheck(
+        layout="tp2", scale=10.0, rounding=1e-3,
+        comparisons=(
+            ServedComparison(name="decode", positions=3, tokens=3, difference=1e-3),
+            ServedComparison(name="restart", difference=float("inf"), failure="prompt of 1 tokens"),
+        ),
+    )  # fmt: skip
+    assert ServedCheck.from_json(report.to_json()) == report
+    assert not report.ok
+    assert report.ratio is None
+    assert report.limit == limit(10.0, 1e-3) == 2e-3  # fp32's own distance from fp64, twice
+    assert limit(10.0) == pytest.approx(2e-4)
+    assert limit(10.0, 1.0) == limit(10.0)  # no rounding is that large
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["tiny-llama", "--serve", "--steps", "2"], "--steps is an option of training steps"),
+        (["--serve", "--matrix", "--quick"], "--quick chooses layouts of the training matrix"),
+        (["--serve", "--matrix", "--types", "lama"], "unknown model type 'lama'"),
+    ],
+)
+def test_flags_that_say_nothing_of_a_server_are_rejected(flags: list[str], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        cli.main(flags)
