@@ -22,11 +22,13 @@ class Export:
         run: the run folder.
         to: the directory to make.
         merge: of a run with LoRA: the model with the adapter added to its weights.
+        trust_remote_code: run code that the model brings along.
     """
 
     run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")] = ""
     to: Annotated[str, tyro.conf.arg(metavar="DIR")] = ""
     merge: bool = False
+    trust_remote_code: bool = False
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -37,5 +39,6 @@ def main(arguments: Sequence[str]) -> int:
             raise OptionError(f"{name} is missing", hint="hocket export RUN --to DIR")
     from hocket.jobs.export import export
 
-    print(f"wrote {export(flags.run, flags.to, merge=flags.merge)}")
+    trust = flags.trust_remote_code
+    print(f"wrote {export(flags.run, flags.to, merge=flags.merge, trust_remote_code=trust)}")
     return 0

@@ -7,28 +7,43 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from hocket.spec.errors import OptionError, RunFolderError
+from hocket.spec.errors import ModelError, OptionError, RunFolderError
 from hocket.spec.run import RunFolder, RunSpec
 
 
-def export(run: str | os.PathLike[str], to: str | os.PathLike[str], *, merge: bool = False) -> Path:
+def export(
+    run: str | os.PathLike[str],
+    to: str | os.PathLike[str],
+    *,
+    merge: bool = False,
+    trust_remote_code: bool = False,
+) -> Path:
     """Write the newest state of a run as a directory that transformers loads; of a run with LoRA,
     its adapter as peft loads it or, with `merge`, the base with the adapter added.
 
     That is its last checkpoint or, where the run went on beyond it or has none, the model that the
     run wrote at its end.
 
+    Code of the model's own is run with `trust_remote_code` alone, whatever the run says.
+
     Raises:
-        RunFolderError: no run is there, or it has neither.
+        RunFolderError: no run is there, it has neither, or another process writes where `to` is.
         OptionError: `to` holds something that would be lost, or there is nothing to merge.
+        ModelError: the model brings its own code, and `trust_remote_code` is not given.
         CheckpointError: the checkpoint is damaged.
     """
+    from hocket.jobs import lock
+
+    with lock.export_locked(Path(to)):
+        return _export(RunFolder(run), Path(to), merge=merge, trust_remote_code=trust_remote_code)
+
+
+def _export(folder: RunFolder, to: Path, *, merge: bool, trust_remote_code: bool) -> Path:
     from hocket.models.source import of_run
     from hocket.spec import checkpoint
     from hocket.training.export import ModelFiles, export_checkpoint, refuse_occupied
 
-    folder, to = RunFolder(run), Path(to)
-    spec = folder.load()
+    spec = folder.load(trust_remote_code=trust_remote_code)
     if spec.options.lora_rank is not None:
         return _adapted(folder, spec, to, merge=merge)
     if merge:
@@ -37,7 +52,6 @@ def export(run: str | os.PathLike[str], to: str | os.PathLike[str], *, merge: bo
             hint=f"hocket export {folder.path} --to {to}",
         )
     refuse_occupied(to)
-    source = of_run(spec)
     last = None
     if checkpoint.checkpoints(folder.checkpoints):
         last, _, _ = checkpoint.newest_whole(folder.checkpoints)
@@ -50,6 +64,7 @@ def export(run: str | os.PathLike[str], to: str | os.PathLike[str], *, merge: bo
         return to
     if last is None:
         raise _unfinished(folder)
+    source = of_run(spec)
     files = ModelFiles(
         config=spec.config,
         directory=source.directory,
@@ -62,6 +77,7 @@ def export(run: str | os.PathLike[str], to: str | os.PathLike[str], *, merge: bo
 def _adapted(folder: RunFolder, spec: RunSpec, to: Path, *, merge: bool) -> Path:
     """The adapter of a run, or the base with it."""
     from hocket.models import lora
+    from hocket.models.source import resolve
     from hocket.spec import checkpoint
     from hocket.training import adapter, export
 
@@ -82,7 +98,11 @@ def _adapted(folder: RunFolder, spec: RunSpec, to: Path, *, merge: bool) -> Path
         if folder.adapter.resolve() != to.resolve():
             _copy(folder.adapter, to)
         return to
-    assert spec.weights is not None
+    if spec.weights is None:
+        raise RunFolderError(f"{folder.spec_file} names no weights that its adapter belongs to")
+    base = resolve(spec.weights, trust_remote_code=spec.options.trust_remote_code)
+    if base.weights is None:
+        raise ModelError(f"{spec.weights}, the base of the adapter, holds no weights")
     aside = to.with_name(f".{to.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
     try:
@@ -91,8 +111,7 @@ def _adapted(folder: RunFolder, spec: RunSpec, to: Path, *, merge: bool) -> Path
             if not stays:
                 assert last is not None
                 held = adapter.adapter_of_checkpoint(last, Path(made) / "adapter", spec)
-            code = spec.options.trust_remote_code
-            lora.merge(held, Path(spec.weights), aside, trust_remote_code=code)
+            lora.merge(held, base, aside, spec.options)
         if (folder.data / "tokenizer.json").exists():
             from hocket.training.tokenizer import Tokenizer
 

@@ -37,15 +37,20 @@ def _cause(error: BaseException) -> str:
 
 
 def config_of(
-    values: dict[str, Any], *, dropout: float | None = None, code: Path | None = None
+    values: dict[str, Any],
+    *,
+    dropout: float | None = None,
+    code: Path | None = None,
+    training: bool = True,
 ) -> transformers.PreTrainedConfig:
-    """The transformers configuration of a dictionary, with no cache.
+    """The transformers configuration of a dictionary; for training, with no cache.
 
     Args:
         values: a Hugging Face configuration dictionary.
         dropout: overrides every dropout probability; 0 also ends what else is random in training
             (layer drop, router jitter). None: as configured.
         code: directory whose own configuration class is used (trusted remote code).
+        training: False keeps what only concerns inference, as `use_cache`.
 
     Raises:
         ModelError: transformers refuses the configuration; its reason is given.
@@ -67,6 +72,8 @@ def config_of(
         raise ModelError(
             f"transformers refuses the model's configuration ({of}): {_cause(error)}"
         ) from error
+    if not training:
+        return config
     config.use_cache = False
     for key in ("output_router_logits", "output_attentions", "output_hidden_states"):
         if getattr(config, key, False):

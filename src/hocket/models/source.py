@@ -120,15 +120,31 @@ def resolve(
 
 
 def of_run(spec: RunSpec) -> ModelSource:
-    """The source that a RunSpec describes, for the ranks: nothing is looked up again."""
+    """The source that a RunSpec describes: nothing is looked up again.
+
+    Code is run as `spec.options` allows, and `RunFolder.load` takes that from the command.
+
+    Raises:
+        ModelError: the model brings its own code, and the command does not allow it to be run.
+    """
+    if "auto_map" in spec.config and not spec.options.trust_remote_code:
+        raise _untrusted(spec.model)
     directory = Path(spec.model).expanduser()
     weights = Path(spec.weights) if spec.weights else None
     return ModelSource(
         name=spec.model,
-        config=spec.config,
+        config=_without_foreign(spec.config),
         directory=directory if directory.is_dir() else weights,
         weights=weights,
         trust_remote_code=spec.options.trust_remote_code,
+    )
+
+
+def _untrusted(name: str) -> ModelError:
+    """The error of a model whose code this command was not allowed to run."""
+    return ModelError(
+        f"{name} brings its own code (auto_map in its configuration), which would be executed",
+        hint="read that code first, then add --trust-remote-code",
     )
 
 
@@ -234,11 +250,7 @@ def _check(name: str, config: dict[str, Any], trust_remote_code: bool) -> dict[s
         raise ModelError(f"the configuration of {name} says no model_type")
     if "auto_map" in config:
         if not trust_remote_code:
-            raise ModelError(
-                f"{name} brings its own model code (auto_map in its config.json), "
-                "which would be executed",
-                hint="read that code first, then add --trust-remote-code",
-            )
+            raise _untrusted(name)
         return _without_foreign(config)
     if model_type not in registry.config_classes():
         message, hint = unknown("model type", model_type, registry.causal_classes())

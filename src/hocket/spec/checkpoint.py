@@ -19,12 +19,12 @@ import hashlib
 import json
 import os
 import re
-import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from hocket.spec.errors import CheckpointError
+from hocket.spec.files import MALFORMED, json_crc32, read_text
 from hocket.spec.placement import Placement
 from hocket.spec.tensor_file import TensorFile
 
@@ -32,6 +32,8 @@ FORMAT = "hocket checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"
 LATEST = "latest"
+MOST_MANIFEST = 1_000_000_000
+"""Largest manifest that is read, in bytes: some 200 a tensor of each rank."""
 
 _FOLDER = re.compile(r"step-([0-9]{6,})")
 _SHARD = re.compile(r"rank-[0-9]{5,}\.safetensors")
@@ -126,7 +128,7 @@ class Manifest:
             "versions": dict(self.versions),
             "shards": [s.to_json() for s in self.shards],
         }
-        head = {"format": FORMAT, "version": VERSION, "crc32": _crc32(body), "manifest": body}
+        head = {"format": FORMAT, "version": VERSION, "crc32": json_crc32(body), "manifest": body}
         return json.dumps(head, separators=(",", ":"), sort_keys=True)
 
     @classmethod
@@ -138,7 +140,7 @@ class Manifest:
         if head.get("version") != VERSION:
             raise ValueError(f"it is of version {head.get('version')}, this one reads {VERSION}")
         body = head["manifest"]
-        if _crc32(body) != head["crc32"]:
+        if json_crc32(body) != head["crc32"]:
             raise ValueError("its checksum differs")
         shards = tuple(Shard.from_json(s) for s in body.pop("shards"))
         if [s.rank for s in shards] != list(range(len(shards))):
@@ -153,10 +155,6 @@ class Manifest:
                 if record.kind == kind and record.placed:
                     found.setdefault(record.name, shard.placements[record.name])
         return found
-
-
-def _crc32(body: Any) -> int:
-    return zlib.crc32(json.dumps(body, separators=(",", ":"), sort_keys=True).encode())
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
@@ -200,10 +198,10 @@ def candidates(folder: Path) -> Iterator[Path]:
 def read_manifest(path: Path) -> Manifest:
     """The manifest of one checkpoint's folder. Raises CheckpointError if it is not whole."""
     try:
-        return Manifest.from_json((path / MANIFEST).read_text())
+        return Manifest.from_json(read_text(path / MANIFEST, most_bytes=MOST_MANIFEST))
     except OSError as error:
         raise CheckpointError(f"{path} is incomplete: no {MANIFEST} ({error.strerror})") from None
-    except (ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
+    except (*MALFORMED, AssertionError) as error:
         raise CheckpointError(f"{path / MANIFEST} is damaged: {error}") from None
 
 
