@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hocket.spec.errors import RunFolderError
-from hocket.spec.files import MALFORMED, read_text
+from hocket.spec.files import MALFORMED, parse_json, read_text
 
 NAME = ".lock"
 _MOST_BYTES = 4096
@@ -74,7 +74,7 @@ class Owner:
             RunFolderError: the file is not a lock.
         """
         try:
-            owner = cls(**json.loads(read_text(file, most_bytes=_MOST_BYTES)))
+            owner = cls(**parse_json(read_text(file, most_bytes=_MOST_BYTES)))
             texts = (owner.host, owner.boot, owner.namespace, owner.since, owner.job, owner.token)
             if not all(isinstance(text, str) for text in texts) or not owner.token.isalnum():
                 raise ValueError("its texts are none")

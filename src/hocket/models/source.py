@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import os
 import re
 import shlex
@@ -24,6 +23,7 @@ from hocket.models.dimensions import Dimensions, dimensions
 from hocket.models.weight_headers import INDEX, SINGLE
 from hocket.spec import checkpoint
 from hocket.spec.errors import ModelError, nearest, unknown
+from hocket.spec.files import parse_json
 from hocket.spec.run import RunSpec
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
@@ -204,7 +204,7 @@ def _not_exported(name: str, path: Path) -> ModelError:
 def _said(spec: Path) -> dict[str, Any]:
     """What run.json says; nothing where it is damaged, which is told by whoever needs it."""
     try:
-        said = json.loads(spec.read_text())
+        said = parse_json(spec.read_text())
     except (OSError, ValueError):
         return {}
     return said if isinstance(said, dict) else {}
@@ -236,7 +236,7 @@ def _read_config(file: Path) -> dict[str, Any]:
     try:
         if file.stat().st_size > _LARGEST_CONFIG:
             raise ModelError(f"{file} has {file.stat().st_size} bytes: that is no configuration")
-        config = json.loads(file.read_text())
+        config = parse_json(file.read_text())
     except (OSError, ValueError) as error:
         raise ModelError(f"{file} cannot be read as JSON: {error}") from None
     if not isinstance(config, dict):
@@ -264,7 +264,10 @@ def _check(name: str, config: dict[str, Any], trust_remote_code: bool) -> dict[s
             if text in registry.causal_classes()
             else None,
         )
-    for other in config.get("architectures") or ():
+    architectures = config.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise ModelError(f"architectures is {architectures!r:.60} in {name}; it is a list of names")
+    for other in architectures:
         if str(other).endswith(_OTHER_TASKS):
             raise ModelError(f"{name} was saved as {other}, not as a causal language model")
     if _is_encoder(model_type, config):

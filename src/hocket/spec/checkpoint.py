@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from hocket.spec.errors import CheckpointError
-from hocket.spec.files import MALFORMED, json_crc32, read_text
+from hocket.spec.files import MALFORMED, json_crc32, parse_json, read_text
 from hocket.spec.placement import Placement
 from hocket.spec.tensor_file import TensorFile
 
@@ -134,7 +134,7 @@ class Manifest:
     @classmethod
     def from_json(cls, text: str) -> Manifest:
         """The inverse of `to_json`. Raises ValueError for anything damaged or foreign."""
-        head = json.loads(text)
+        head = parse_json(text)
         if not isinstance(head, dict) or head.get("format") != FORMAT:
             raise ValueError("it is no manifest of a checkpoint")
         if head.get("version") != VERSION:

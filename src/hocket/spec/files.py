@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
 import zlib
 from collections.abc import Iterator
@@ -30,14 +31,14 @@ def named(path: str | os.PathLike[str]) -> Iterator[None]:
         raise
 
 
-MALFORMED = (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError,
-             OverflowError)  # fmt: skip
+MALFORMED = (ValueError, TypeError, AttributeError, LookupError, OverflowError)
 """What reading a JSON file of another shape than expected can raise."""
 
 MOST_TEXT = 64_000_000
 """Largest JSON or text file that is read at once, in bytes."""
 
 _AT_ONCE = 4 << 20
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def read_text(path: Path, *, most_bytes: int = MOST_TEXT) -> str:
@@ -55,6 +56,22 @@ def read_text(path: Path, *, most_bytes: int = MOST_TEXT) -> str:
     if status.st_size > most_bytes:
         raise ValueError(f"it has {status.st_size:,} bytes; at most {most_bytes:,} are read")
     return path.read_text(encoding="utf-8")
+
+
+def parse_json(text: str | bytes | bytearray) -> Any:
+    """A JSON value.
+
+    Raises:
+        ValueError: it is not JSON, is nested too deeply, or holds half of a surrogate pair, which
+            no file name, terminal or page can show.
+    """
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if _SURROGATE.search(text if isinstance(text, str) else bytes(text).decode()):
+        json.dumps(found, ensure_ascii=False).encode()
+    return found
 
 
 def json_crc32(body: Any) -> int:

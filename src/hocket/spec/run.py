@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from hocket.spec.errors import OptionError, RunFolderError, unknown
-from hocket.spec.files import MALFORMED, json_crc32, named, read_text
+from hocket.spec.files import MALFORMED, json_crc32, named, parse_json, read_text
 from hocket.spec.layout import Layout
 from hocket.spec.rows import typed
 from hocket.spec.serving import ServeOptions
@@ -191,7 +191,7 @@ class RunSpec:
             OptionError: a key this version does not know, or a value of another type than its own.
             ValueError, KeyError, TypeError, AttributeError: it is no RunSpec at all.
         """
-        data = json.loads(text)
+        data = parse_json(text)
         data.pop(CHECKSUM, None)
         data["layout"] = Layout.parse(data["layout"])
         data["workload"] = from_dict(Workload, data.get("workload", {}))
@@ -331,7 +331,7 @@ class RunFolder:
     def save(self, spec: RunSpec) -> None:
         """Write run.json, with a checksum of its own and without permission to run code."""
         options = dataclasses.replace(spec.options, trust_remote_code=False)
-        body = json.loads(dataclasses.replace(spec, options=options).to_json())
+        body = parse_json(dataclasses.replace(spec, options=options).to_json())
         text = json.dumps({**body, CHECKSUM: json_crc32(body)}, indent=1, sort_keys=True)
         write_text(self.spec_file, text)
 
@@ -348,7 +348,7 @@ class RunFolder:
         try:
             text = read_text(self.spec_file)
             spec = RunSpec.from_json(text)
-            body = json.loads(text)
+            body = parse_json(text)
         except FileNotFoundError:
             raise RunFolderError(f"{self.path} holds no run (no run.json)") from None
         except (*MALFORMED, OptionError) as error:

@@ -14,6 +14,7 @@ import json
 from typing import Any, Self
 
 from hocket.spec.errors import RunFolderError
+from hocket.spec.files import parse_json
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -251,7 +252,7 @@ def _read(
     single: tuple[str, ...] = (),
 ) -> Any:
     try:
-        data = json.loads(text)
+        data = parse_json(text)
         if not data.pop("serving", False):
             raise ValueError("it is not of a server")
         for name, row in rows.items():

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from hocket.spec.errors import DataError, HocketError
-from hocket.spec.files import MALFORMED, file_crc32, json_crc32, read_text
+from hocket.spec.files import MALFORMED, file_crc32, json_crc32, parse_json, read_text
 from hocket.spec.rows import typed
 from hocket.spec.run import CHECKSUM, write_text
 from hocket.training.packed_files import flags_file
@@ -105,7 +105,7 @@ class Tokens:
         """
         file = folder / MANIFEST
         try:
-            data = json.loads(read_text(file))
+            data = parse_json(read_text(file))
             crc32 = data.pop(CHECKSUM, None)
             if crc32 is not None and crc32 != json_crc32(data):
                 raise _changed(file, "its checksum differs")
@@ -162,7 +162,7 @@ class Tokens:
             if path.is_file() and path.name != MANIFEST and not path.name.startswith(".")
         }
         found = dataclasses.replace(self, files=files)
-        body = json.loads(json.dumps(dataclasses.asdict(found)))
+        body = parse_json(json.dumps(dataclasses.asdict(found)))
         text = json.dumps({**body, CHECKSUM: json_crc32(body)}, indent=1)
         write_text(folder / MANIFEST, text)
         return found
