@@ -357,7 +357,7 @@ def _read_measured(folder: Path) -> None:
     from hocket.catalogue import measured_file
     from hocket.spec.measured import Measured
 
-    measured_file.write(Measured.from_json((folder / "measured.json").read_text()))
+    measured_file.write(Measured.from_json((folder / "measured.json").read_text(errors="replace")))
 
 
 # --- requests ----------------------------------------------------------------------------------
@@ -396,5 +396,6 @@ def _request(folder: Path) -> None:
             if form is ResponseFields:
                 read_input(fields)
     except ApiError as error:
-        assert 400 <= error.status < 500, error.status
+        if not 400 <= error.status < 500:
+            raise
         raise OptionError(error.message) from None

@@ -219,6 +219,7 @@ class Watch:
 
 _CHANGES = frozenset(
     {"os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate",
+     "os.utime",
      "os.chmod", "os.chown", "shutil.rmtree", "shutil.move", "shutil.copyfile"}
 )  # fmt: skip
 _NEVER = frozenset(
