@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from hocket.jobs.prepare import free_name
 from hocket.spec.errors import ModelError, OptionError, RunFolderError
 from hocket.spec.run import RunFolder, RunSpec
 
@@ -16,6 +17,7 @@ def export(
     to: str | os.PathLike[str],
     *,
     merge: bool = False,
+    overwrite: bool = False,
     trust_remote_code: bool = False,
 ) -> Path:
     """Write the newest state of a run as a directory that transformers loads; of a run with LoRA,
@@ -24,7 +26,12 @@ def export(
     That is its last checkpoint or, where the run went on beyond it or has none, the model that the
     run wrote at its end.
 
-    Code of the model's own is run with `trust_remote_code` alone, whatever the run says.
+    Args:
+        run: the run folder.
+        to: the directory to make.
+        merge: add the adapter to the base.
+        overwrite: replace a model (or adapter) that `to` holds. Other directories never are.
+        trust_remote_code: run code of the model's own; whatever the run says of it is not used.
 
     Raises:
         RunFolderError: no run is there, it has neither, or another process writes where `to` is.
@@ -35,15 +42,23 @@ def export(
     from hocket.jobs import lock
 
     with lock.export_locked(Path(to)):
-        return _export(RunFolder(run), Path(to), merge=merge, trust_remote_code=trust_remote_code)
+        return _export(
+            RunFolder(run), Path(to), merge=merge, overwrite=overwrite, trust=trust_remote_code
+        )
 
 
-def _export(folder: RunFolder, to: Path, *, merge: bool, trust_remote_code: bool) -> Path:
+def _export(folder: RunFolder, to: Path, *, merge: bool, overwrite: bool, trust: bool) -> Path:
     from hocket.models.source import of_run
     from hocket.spec import checkpoint
     from hocket.training.export import ModelFiles, export_checkpoint, refuse_occupied
 
-    spec = folder.load(trust_remote_code=trust_remote_code)
+    spec = folder.load(trust_remote_code=trust)
+    if not overwrite and to.is_dir() and any(to.iterdir()) and to.resolve() not in _own(folder):
+        raise OptionError(
+            f"{to} is not empty; an export replaces what is there",
+            hint=f"another directory: --to {free_name(to)}, or --overwrite if it holds a model "
+            "that may be lost",
+        )
     if spec.options.lora_rank is not None:
         return _adapted(folder, spec, to, merge=merge)
     if merge:
@@ -122,6 +137,11 @@ def _adapted(folder: RunFolder, spec: RunSpec, to: Path, *, merge: bool) -> Path
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return to
+
+
+def _own(folder: RunFolder) -> tuple[Path, Path]:
+    """Where the run itself exports to at its end."""
+    return folder.model.resolve(), folder.adapter.resolve()
 
 
 def _unfinished(folder: RunFolder) -> RunFolderError:

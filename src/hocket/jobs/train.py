@@ -114,6 +114,10 @@ def prepared(
 
     `launcher` may be asked to trace the model.
     """
+    from hocket.training import data_paths
+
+    for notice in data_paths.find(job.request.data).notices:
+        record.note(notice)
     record.phase("tokenizing")
     words, tokens, config = prepare.data(job, folder, record.tokenized)
     job = prepare.packed(job, tokens.packing)
@@ -157,7 +161,7 @@ def launch(
     spec: RunSpec,
     record: Record,
     *,
-    cluster: str = "kept",
+    cluster: str = "auto",
 ) -> Summary:
     """Run the ranks of a prepared run folder.
 
@@ -194,8 +198,6 @@ def launch(
             f"other programs took {disturbance:.1f} cores while it ran: times are those of a busy "
             "machine, and the ledger marks them"
         )
-    foresight.after(folder, spec, record, cluster=cluster, launcher=launcher)
-    topology.keep(folder, cluster, spec.options.device)  # if it was measured only now
     if predicted is not None and record.memory:
         record.note(memory.beside(predicted, record.memory))
     ledger.enter(folder.path, record.note, others=disturbance)
@@ -213,9 +215,9 @@ def _foretold(
     launcher: Launcher, folder: RunFolder, spec: RunSpec, record: Record
 ) -> list[dict[str, int]] | None:
     """What each rank will hold, where that is limited and allowed."""
-    if spec.options.memory_per_rank is None:
+    if memory.allowed(spec) is None:
         return None
-    record.phase("foretelling what each rank holds")
+    record.phase("predicting memory")
     return memory.require(launcher, spec, folder.schedule_file.read_text())
 
 
@@ -295,7 +297,7 @@ def _run_joined(
         verify_data(folder.data, spec.workload.seq_len, adopt=False)
     with unstarted_is_no_run(folder, mine=context.rank == 0 and not options.resume):
         if context.rank == 0:
-            cluster = foresight.NONE if request.cluster == foresight.NONE else foresight.KEPT
+            cluster = foresight.NONE if request.cluster == foresight.NONE else foresight.AUTO
             foresight.before(folder, spec, record, cluster=cluster)
             topology.keep(folder, cluster, options.device)
         run_joined(
