@@ -83,17 +83,26 @@ class Shard:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Shard:
-        """The inverse of `to_json`."""
+        """The inverse of `to_json`. Raises ValueError for records that contradict each other."""
         if not _SHARD.fullmatch(data["file"]):
             raise ValueError(f"{data['file']!r} is no shard's name")
         placements = [Placement.from_json(p) for p in data["placements"]]
         tensors = tuple(TensorRecord(**{**t, "shape": tuple(t["shape"])}) for t in data["tensors"])
-        return cls(
+        found = cls(
             rank=int(data["rank"]),
             file=data["file"],
             placements={p.name: p for p in placements},
             tensors=tensors,
         )
+        for record in tensors:
+            texts = (record.key, record.kind, record.name, record.dtype, record.state or "")
+            if not all(isinstance(text, str) for text in texts) or type(record.placed) is not bool:
+                raise ValueError(f"the record of {record.key!r:.60} holds values of other types")
+            if record.kind == "parameter" or (record.kind == "optimizer" and record.placed):
+                placement = found.placements.get(record.name)
+                if placement is None or placement.local_shape != record.shape:
+                    raise ValueError(f"{record.key!r:.60} is of another shape than its blocks")
+        return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,7 +154,16 @@ class Manifest:
         shards = tuple(Shard.from_json(s) for s in body.pop("shards"))
         if [s.rank for s in shards] != list(range(len(shards))):
             raise ValueError("its ranks are not complete")
-        return cls(**body, shards=shards)
+        found = cls(**body, shards=shards)
+        texts, tables = (found.layout, found.model), (found.cursor, found.extra, found.versions)
+        if (
+            type(found.step) is not int
+            or found.step < 0
+            or not all(isinstance(text, str) for text in texts)
+            or not all(isinstance(table, dict) for table in tables)
+        ):
+            raise ValueError("it holds values of other types")
+        return found
 
     def whole(self, kind: str = "parameter") -> dict[str, Placement]:
         """Every parameter once, by name: the placement of the first rank that holds it."""

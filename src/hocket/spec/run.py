@@ -1,7 +1,8 @@
 """RunSpec and the run folder: all that a job is at its start, and where its files lie.
 
 RUN/
-  run.json            the RunSpec
+  .lock               while a process writes the folder: which one
+  run.json            the RunSpec, with a checksum
   schedule.txt        the Schedule that the runtime executes
   data/               tokens.bin, valid.bin, tokens.json, tokenizer.json
   metrics.jsonl       one JSON object a step
