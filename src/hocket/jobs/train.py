@@ -139,6 +139,8 @@ def resumed(found: resume.Resumed, record: Record, *, launcher: Launcher) -> Run
     remark = verify_data(found.folder.data, found.spec.workload.seq_len)
     if remark is not None:
         record.note(remark)
+    if found.spec.options.lora_rank is not None:
+        record.note(f"the frozen weights are those of {found.spec.weights}, as run.json names them")
     if not found.job.request.auto:
         return resume.write(found, record)
     told, job = foresight.choose(found.job, found.spec.config, record, launcher=launcher)
