@@ -13,6 +13,7 @@ import pytest
 
 from hocket.spec import checkpoint as words
 from hocket.spec.errors import CheckpointError
+from hocket.spec.files import json_crc32
 from hocket.spec.placement import Block, Placement
 from hocket.spec.tensor_file import Entry, TensorFile, write_tensors
 
@@ -255,7 +256,7 @@ def test_a_shard_never_names_a_path(tmp_path: Path) -> None:
     path = save(tmp_path, Held(1), 1)
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["manifest"]["shards"][0]["file"] = "../../etc/passwd"
-    manifest["crc32"] = words._crc32(manifest["manifest"])
+    manifest["crc32"] = json_crc32(manifest["manifest"])
     (path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match="no shard's name"):
         words.read_manifest(path)

@@ -212,7 +212,13 @@ def test_a_layout_is_chosen_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         return (Forecast.none(str(placed.layout), "nobody asked"), None), placed
 
     monkeypatch.setattr(foresight, "choose", choose)
+    from hocket.training import data
+    from hocket.training.tokenizer import byte_tokenizer
+
     run = make(tmp_path / "run")
+    (tmp_path / "text.txt").write_text("some text " * 100)
+    sizes = {"seq_len": 32, "global_batch": 16}
+    data.prepare(run / "data", byte_tokenizer(), [tmp_path / "text.txt"], **sizes)
     spec = RunFolder(run).load()
     found = resume.plan(asked(run, layout="auto", zero=2))
     written = resumed(found, Record(), launcher=None)  # type: ignore[arg-type]

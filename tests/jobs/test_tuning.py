@@ -92,8 +92,8 @@ def test_an_adapter_is_what_pefts_own_training_makes(
     from peft import PeftModel
 
     from hocket.jobs.export import export
-    from hocket.training.data import Tokens
     from hocket.training.dataset import IGNORED, BatchOrder, open_dataset
+    from hocket.training.token_manifest import Tokens
 
     lora = {"lora_rank": 4, "lora_targets": "q_proj-down_proj", "lr": 1e-2, "min_lr": 1e-2}
     NOTES.clear()

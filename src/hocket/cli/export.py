@@ -23,12 +23,14 @@ class Export:
         to: the directory to make.
         merge: of a run with LoRA: the model with the adapter added to its weights.
         overwrite: replace the model that the directory holds.
+        trust_remote_code: run code that the model brings along.
     """
 
     run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")] = ""
     to: Annotated[str, tyro.conf.arg(metavar="DIR")] = ""
     merge: bool = False
     overwrite: bool = False
+    trust_remote_code: bool = False
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -39,6 +41,12 @@ def main(arguments: Sequence[str]) -> int:
             raise OptionError(f"{name} is missing", hint="hocket export RUN --to DIR")
     from hocket.jobs.export import export
 
-    made = export(flags.run, flags.to, merge=flags.merge, overwrite=flags.overwrite)
+    made = export(
+        flags.run,
+        flags.to,
+        merge=flags.merge,
+        overwrite=flags.overwrite,
+        trust_remote_code=flags.trust_remote_code,
+    )
     print(f"wrote {made}")
     return 0

@@ -180,14 +180,16 @@ def export(
     *,
     merge: bool = False,
     overwrite: bool = False,
+    trust_remote_code: bool = False,
 ) -> Path:
     """Write a run's model as a Hugging Face directory; the same as `hocket export`. Of a run with
     LoRA it is the adapter, as peft loads it, or with `merge` the model with the adapter added.
-    A model that the directory holds is replaced with `overwrite` alone.
+    A model that the directory holds is replaced with `overwrite` alone; `trust_remote_code` runs
+    code that the model brings along.
 
     Raises:
         HocketError: what the caller can mend.
     """
     from hocket.jobs.export import export as job
 
-    return job(run, to, merge=merge, overwrite=overwrite)
+    return job(run, to, merge=merge, overwrite=overwrite, trust_remote_code=trust_remote_code)

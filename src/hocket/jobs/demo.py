@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hocket.jobs import prepare
+from hocket.jobs import lock, prepare
 from hocket.jobs.corpus import write
 from hocket.jobs.record import Listener, Record, Summary
 from hocket.jobs.request import Request, request
@@ -92,7 +92,10 @@ def demo(
     folder = prepare.run_folder(dataclasses.replace(wanted, model="demo"))
     corpus = folder.path / "corpus.jsonl"
     record = Record(on_event)
-    with Launcher(wanted.options.device, wanted.options.threads, preload=PRELOAD) as launcher:
+    with (
+        lock.locked(folder.path, "demo"),
+        Launcher(wanted.options.device, wanted.options.threads, preload=PRELOAD) as launcher,
+    ):
         write(corpus)
         wanted = dataclasses.replace(wanted, data=(str(corpus),), run=folder.path)
         job = prepare.plan(wanted)

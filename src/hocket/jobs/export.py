@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from hocket.jobs.prepare import free_name
-from hocket.spec.errors import OptionError, RunFolderError
+from hocket.spec.errors import ModelError, OptionError, RunFolderError
 from hocket.spec.run import RunFolder, RunSpec
 
 
@@ -18,6 +18,7 @@ def export(
     *,
     merge: bool = False,
     overwrite: bool = False,
+    trust_remote_code: bool = False,
 ) -> Path:
     """Write the newest state of a run as a directory that transformers loads; of a run with LoRA,
     its adapter as peft loads it or, with `merge`, the base with the adapter added.
@@ -30,18 +31,28 @@ def export(
         to: the directory to make.
         merge: add the adapter to the base.
         overwrite: replace a model (or adapter) that `to` holds. Other directories never are.
+        trust_remote_code: run code of the model's own; whatever the run says of it is not used.
 
     Raises:
-        RunFolderError: no run is there, or it has neither.
+        RunFolderError: no run is there, it has neither, or another process writes where `to` is.
         OptionError: `to` holds something that would be lost, or there is nothing to merge.
+        ModelError: the model brings its own code, and `trust_remote_code` is not given.
         CheckpointError: the checkpoint is damaged.
     """
+    from hocket.jobs import lock
+
+    with lock.export_locked(Path(to)):
+        return _export(
+            RunFolder(run), Path(to), merge=merge, overwrite=overwrite, trust=trust_remote_code
+        )
+
+
+def _export(folder: RunFolder, to: Path, *, merge: bool, overwrite: bool, trust: bool) -> Path:
     from hocket.models.source import of_run
     from hocket.spec import checkpoint
     from hocket.training.export import ModelFiles, export_checkpoint, refuse_occupied
 
-    folder, to = RunFolder(run), Path(to)
-    spec = folder.load()
+    spec = folder.load(trust_remote_code=trust)
     if not overwrite and to.is_dir() and any(to.iterdir()) and to.resolve() not in _own(folder):
         raise OptionError(
             f"{to} is not empty; an export replaces what is there",
@@ -56,7 +67,6 @@ def export(
             hint=f"hocket export {folder.path} --to {to}",
         )
     refuse_occupied(to)
-    source = of_run(spec)
     last = None
     if checkpoint.checkpoints(folder.checkpoints):
         last, _, _ = checkpoint.newest_whole(folder.checkpoints)
@@ -69,6 +79,7 @@ def export(
         return to
     if last is None:
         raise _unfinished(folder)
+    source = of_run(spec)
     files = ModelFiles(
         config=spec.config,
         directory=source.directory,
@@ -81,6 +92,7 @@ def export(
 def _adapted(folder: RunFolder, spec: RunSpec, to: Path, *, merge: bool) -> Path:
     """The adapter of a run, or the base with it."""
     from hocket.models import lora
+    from hocket.models.source import resolve
     from hocket.spec import checkpoint
     from hocket.training import adapter, export
 
@@ -101,7 +113,11 @@ def _adapted(folder: RunFolder, spec: RunSpec, to: Path, *, merge: bool) -> Path
         if folder.adapter.resolve() != to.resolve():
             _copy(folder.adapter, to)
         return to
-    assert spec.weights is not None
+    if spec.weights is None:
+        raise RunFolderError(f"{folder.spec_file} names no weights that its adapter belongs to")
+    base = resolve(spec.weights, trust_remote_code=spec.options.trust_remote_code)
+    if base.weights is None:
+        raise ModelError(f"{spec.weights}, the base of the adapter, holds no weights")
     aside = to.with_name(f".{to.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
     try:
@@ -110,8 +126,7 @@ def _adapted(folder: RunFolder, spec: RunSpec, to: Path, *, merge: bool) -> Path
             if not stays:
                 assert last is not None
                 held = adapter.adapter_of_checkpoint(last, Path(made) / "adapter", spec)
-            code = spec.options.trust_remote_code
-            lora.merge(held, Path(spec.weights), aside, trust_remote_code=code)
+            lora.merge(held, base, aside, spec.options)
         if (folder.data / "tokenizer.json").exists():
             from hocket.training.tokenizer import Tokenizer
 

@@ -9,7 +9,6 @@ end together do not mix theirs; a line that a crash has torn is ended first and 
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import statistics
 from collections import defaultdict
@@ -19,6 +18,7 @@ from typing import Any
 
 from hocket.jobs.ledger_entries import of_run, of_server
 from hocket.spec.errors import HocketError, OptionError, unknown
+from hocket.spec.files import parse_json
 from hocket.spec.ledger import FIGURES, Entry, Line, ServedEntry
 
 VARIABLE = "HOCKET_LEDGER"
@@ -124,7 +124,7 @@ def read_all() -> tuple[list[Entry], list[ServedEntry], int]:
     torn = 0
     for line in filter(str.strip, lines):
         try:
-            if json.loads(line)["command"] == "serve":
+            if parse_json(line)["command"] == "serve":
                 served.append(ServedEntry.from_json(line))
             else:
                 found.append(Entry.from_json(line))

@@ -16,7 +16,7 @@ from hocket.spec.cluster import Gpu
 from hocket.spec.errors import OptionError
 from hocket.spec.layout import Layout
 from hocket.spec.links import Links
-from hocket.spec.run import RunFolder, RunSpec, TrainOptions, write_text
+from hocket.spec.run import RunFolder, RunSpec, TrainOptions
 
 if TYPE_CHECKING:
     from hocket.launch import Launcher, RankContext
@@ -87,7 +87,7 @@ def settle(launcher: Launcher, folder: RunFolder, spec: RunSpec) -> RunSpec:
     """As `settled`, written into the run folder where that changed it."""
     found = settled(launcher, spec)
     if found != spec:
-        write_text(folder.spec_file, found.to_json())
+        folder.save(found)
     return found
 
 

@@ -11,12 +11,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hocket.jobs import links, memory, precision
+from hocket.jobs import links, lock, memory, precision
 from hocket.jobs.request import Request
 from hocket.jobs.validate import validate
 from hocket.spec.errors import (
@@ -32,7 +31,7 @@ from hocket.spec.schedule import Schedule
 
 if TYPE_CHECKING:
     from hocket.models.source import ModelSource
-    from hocket.training.data import Tokens
+    from hocket.training.token_manifest import Tokens
     from hocket.training.tokenizer import Tokenizer
 
 Progress = Callable[[int, int], None]
@@ -131,13 +130,13 @@ def run_folder(request: Request) -> RunFolder:
     """The run folder asked for, or a new name under `runs/`.
 
     Raises:
-        RunFolderError: the folder already holds a run, or is no folder.
+        RunFolderError: the folder already holds a run, is written by another process, or is not a
+            folder.
     """
     if request.run is None:
-        name = Path(request.model).name or "run"
-        free = (Path("runs") / f"{name}-{k}" for k in itertools.count(1))
-        return RunFolder(next(path for path in free if not path.exists()))
+        return RunFolder(new_folder(Path("runs") / (Path(request.model).name or "run")))
     folder = RunFolder(request.run)
+    lock.check(folder.path)
     if folder.spec_file.exists():
         if not folder.metrics_file.exists() and not folder.checkpoints.exists():
             raise RunFolderError(
@@ -160,6 +159,18 @@ def run_folder(request: Request) -> RunFolder:
             f"{folder.path} cannot be made: {there} {why}", hint="--run runs/first"
         )
     return folder
+
+
+def new_folder(stem: Path) -> Path:
+    """Make STEM-1, or the first number that is free; of two processes, each gets its own."""
+    for k in itertools.count(1):
+        path = stem.with_name(f"{stem.name}-{k}")
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return path
+    raise AssertionError
 
 
 def free_name(path: Path) -> Path:
@@ -220,10 +231,9 @@ def data(
         data_format=options.data_format,
         packing=options.packing,
         templates=templates,
+        chat_template=options.chat_template_file,
         progress=progress,
     )
-    if options.chat_template_file is not None:  # the exported model brings what it was trained on
-        shutil.copyfile(options.chat_template_file, folder.data / "chat_template.jinja")
     return words, tokens, config
 
 
@@ -296,3 +306,11 @@ def spec_of(
         data=tuple(str(Path(path).resolve()) for path in request.data),
         command=command,
     )
+
+
+def payload(folder: RunFolder, spec: RunSpec) -> dict[str, Any]:
+    """What ranks that read a run folder need besides it: the command's permission to run code."""
+    return {
+        "run": str(folder.path.resolve()),
+        "trust_remote_code": spec.options.trust_remote_code,
+    }

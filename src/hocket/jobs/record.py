@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from hocket.jobs import forecast
+from hocket.spec.files import parse_json
 from hocket.spec.forecast import Forecast
 from hocket.spec.run import RunFolder
 
@@ -95,7 +95,7 @@ class Record:
             bubble=self.bubble,
         )
         with contextlib.suppress(OSError, ValueError):
-            data = json.loads((folder.data / "tokens.json").read_text())
+            data = parse_json((folder.data / "tokens.json").read_text())
             found.truncated_documents = int(data.get("truncated_documents", 0))
             found.truncated_tokens = int(data.get("truncated_tokens", 0))
         if self.held_out:

@@ -38,6 +38,8 @@ NAMES = (
 MOST_RECORDED = 20
 """Steps whose timelines are recorded: a trace of more is too long to look at."""
 
+_LARGEST = 2**62
+
 AUTO = "auto"
 """A layout that hocket chooses; a cluster that is this machine."""
 
@@ -189,6 +191,8 @@ def layout_values(values: Mapping[str, Any]) -> dict[str, Any]:
 def _value(name: str, value: Any, hint: Any) -> Any:
     """`value` as the type that the field declares; OptionError where it is another."""
     wanted = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if isinstance(value, int) and abs(value) > _LARGEST:
+        raise OptionError(f"{name} is {value!r:.40}; it is at most {_LARGEST:,}")
     if float in wanted and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if bool not in wanted and isinstance(value, bool):

@@ -20,8 +20,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hocket.jobs import forecast, memory, prepare, report
-from hocket.jobs.request import LAYOUT_FIELDS, OPTION_FIELDS, WORKLOAD_FIELDS, Request
+from hocket.jobs import forecast, lock, memory, prepare, report
+from hocket.jobs.request import (
+    LAYOUT_FIELDS,
+    OPTION_FIELDS,
+    WORKLOAD_FIELDS,
+    Request,
+    check_options,
+    check_workload,
+)
 from hocket.spec.checkpoint import candidates
 from hocket.spec.errors import CheckpointError, HocketError, OptionError
 from hocket.spec.layout import DEGREES, Layout
@@ -72,7 +79,7 @@ def plan(request: Request, *, world_size: int | None = None) -> Resumed:
     if request.run is None:
         raise OptionError("--resume continues a run, and none was named", hint="--run DIR")
     folder = RunFolder(request.run)
-    spec = folder.load()
+    spec = folder.load(trust_remote_code=request.options.trust_remote_code)
     if not any(folder.checkpoints.glob("step-*")):
         raise CheckpointError(
             f"{folder.path} holds no checkpoint to resume from",
@@ -96,6 +103,8 @@ def plan(request: Request, *, world_size: int | None = None) -> Resumed:
         )
     changed = {name: getattr(request.options, name) for name in request.given & CHANGEABLE}
     options = dataclasses.replace(spec.options, **{**changed, "resume": True})
+    check_workload(spec.workload)
+    check_options(options)
     prepare.device_checked(options)
     prepare.choice_checked(request, world_size)
     memory.checked(options)
@@ -180,7 +189,7 @@ def write(found: Resumed, record: Record) -> RunSpec:
             + (f"; what was recorded in {before.layout} lies in {kept}" if kept else "")
         )
     spec = dataclasses.replace(before, layout=job.layout, options=options)
-    write_text(folder.spec_file, spec.to_json())
+    folder.save(spec)
     write_text(folder.schedule_file, str(job.schedule))
     return spec
 
@@ -229,15 +238,20 @@ def _set_aside(folder: RunFolder) -> Path | None:
 
 
 @contextlib.contextmanager
-def unresumed_is_as_it_was(
-    request: Request, record: Record, *, mine: bool = True
-) -> Iterator[None]:
-    """Within, a run that is resumed and ends before its next step stays the run that it was: one
-    that was refused must not be refused the next time.
+def folder_locked(request: Request) -> Iterator[None]:
+    """Within, no other process writes the run that is resumed. Raises RunFolderError."""
+    if request.run is None or not request.run.is_dir():  # which `plan` refuses
+        yield
+        return
+    with lock.locked(request.run, "train --resume"):
+        yield
 
-    `mine`: this process writes the folder.
-    """
-    if not (mine and request.options.resume and request.run is not None):
+
+@contextlib.contextmanager
+def unresumed_is_as_it_was(request: Request, record: Record) -> Iterator[None]:
+    """Within, a run that is resumed and ends before its next step stays the run that it was: one
+    that was refused must not be refused the next time."""
+    if request.run is None:
         yield
         return
     folder = RunFolder(request.run)

@@ -22,6 +22,7 @@ from hocket.jobs import (
     foresight,
     ledger,
     links,
+    lock,
     memory,
     precision,
     prepare,
@@ -62,20 +63,22 @@ def train(request: Request, *, on_event: Listener | None = None) -> Summary:
     context = joined()
     record = Record(on_event)
     if context is not None:
-        with resume.unresumed_is_as_it_was(request, record, mine=context.rank == 0):
-            return _join(request, context, record)
+        return _join(request, context, record)
     foresight.checked(request.cluster)
     if request.options.resume:
-        with resume.unresumed_is_as_it_was(request, record):
+        with resume.folder_locked(request), resume.unresumed_is_as_it_was(request, record):
             found = resume.plan(request)
             options = found.job.request.options
             with Launcher(options.device, options.threads, preload=PRELOAD) as launcher:
                 spec = resumed(found, record, launcher=launcher)
                 summary = launch(launcher, found.folder, spec, record, cluster=request.cluster)
         return _told(summary, request, record)
+    if request.run is not None:
+        lock.check(request.run)
     job = prepare.plan(request)
     folder = prepare.run_folder(request)
     with (
+        lock.locked(folder.path, "train"),
         unstarted_is_no_run(folder, fresh=request.run is None),
         Launcher(request.options.device, request.options.threads, preload=PRELOAD) as launcher,
     ):
@@ -129,7 +132,15 @@ def prepared(
 
 
 def resumed(found: resume.Resumed, record: Record, *, launcher: Launcher) -> RunSpec:
-    """Choose the layout of a run that goes on, if that was asked for, and write it down."""
+    """Verify a run that goes on, choose its layout if that was asked for, and write it down."""
+    from hocket.training.token_manifest import verify as verify_data
+
+    record.phase("verifying data")
+    remark = verify_data(found.folder.data, found.spec.workload.seq_len)
+    if remark is not None:
+        record.note(remark)
+    if found.spec.options.lora_rank is not None:
+        record.note(f"the frozen weights are those of {found.spec.weights}, as run.json names them")
     if not found.job.request.auto:
         return resume.write(found, record)
     told, job = foresight.choose(found.job, found.spec.config, record, launcher=launcher)
@@ -176,7 +187,7 @@ def launch(
     launcher.run(
         ENTRY,
         spec.layout.world_size,
-        {"run": str(folder.path.resolve())},
+        prepare.payload(folder, spec),
         record,
         startup_timeout=max(STARTUP, spec.options.timeout),
         silence_timeout=spec.options.timeout,
@@ -198,7 +209,7 @@ def launch(
 def _require(launcher: Launcher, folder: RunFolder, spec: RunSpec, record: Record) -> None:
     """Refuse what only a look at the model itself can find."""
     verify(launcher, spec, record)
-    weights.require(launcher, folder)
+    weights.require(launcher, folder, spec)
     _adapt(launcher, spec, record)
 
 
@@ -238,21 +249,34 @@ def _adapt(launcher: Launcher, spec: RunSpec, record: Record) -> None:
 
 
 def _join(request: Request, context: RankContext, record: Record) -> Summary:
-    """Be one rank of a foreign launcher's world."""
+    """Be one rank of a foreign launcher's world. The lock of the run folder is rank 0's."""
+    if context.rank > 0:
+        return _run_joined(request, context, record, None)
+    with contextlib.ExitStack() as stack:
+        try:
+            if request.options.resume:
+                stack.enter_context(resume.folder_locked(request))
+                stack.enter_context(resume.unresumed_is_as_it_was(request, record))
+            folder = _prepare_joined(request, context.world_size, record, stack)
+        except HocketError as error:
+            if context.world_size > 1:
+                context.store().set("hocket/prepared", json.dumps({"error": str(error)}))
+            raise
+        if context.world_size > 1:
+            ready = {"run": str(folder.path.resolve())}
+            context.store().set("hocket/prepared", json.dumps(ready))
+        return _run_joined(request, context, record, folder)
+
+
+def _run_joined(
+    request: Request, context: RankContext, record: Record, folder: RunFolder | None
+) -> Summary:
+    """Train as one rank of a foreign launcher's world; `folder` is prepared, or None: rank 0 of
+    another process prepares it."""
     from hocket.launch import run_joined
 
     world, options = context.world_size, request.options
-    if context.rank == 0:
-        try:
-            folder = _prepare_joined(request, world, record)
-        except HocketError as error:
-            if world > 1:
-                context.store().set("hocket/prepared", json.dumps({"error": str(error)}))
-            raise
-        if world > 1:
-            ready = {"run": str(folder.path.resolve())}
-            context.store().set("hocket/prepared", json.dumps(ready))
-    else:
+    if folder is None:
         # Whatever can be refused alone is refused at once; the data is rank 0's.
         if not options.resume:
             prepare.plan(request, world_size=world)
@@ -266,15 +290,21 @@ def _join(request: Request, context: RankContext, record: Record) -> Summary:
                 f"rank {context.rank} does not see {folder.path}, which rank 0 has written",
                 hint="--run FOLDER on a file system that all machines share",
             )
-    options = folder.load().options  # those of the run, where it is resumed
+    spec = folder.load(trust_remote_code=options.trust_remote_code)
+    options = spec.options  # those of the run, where it is resumed
+    if context.rank > 0 and context.local_rank == 0 and not context.one_machine:
+        # Rank 0 has verified what its host sees of the file system; this is another host.
+        from hocket.training.token_manifest import verify as verify_data
+
+        verify_data(folder.data, spec.workload.seq_len, adopt=False)
     with unstarted_is_no_run(folder, mine=context.rank == 0 and not options.resume):
         if context.rank == 0:
             cluster = foresight.NONE if request.cluster == foresight.NONE else foresight.AUTO
-            foresight.before(folder, folder.load(), record, cluster=cluster)
+            foresight.before(folder, spec, record, cluster=cluster)
             topology.keep(folder, cluster, options.device)
         run_joined(
             ENTRY,
-            {"run": str(folder.path.resolve())},
+            prepare.payload(folder, spec),
             record if context.rank == 0 else None,
             threads=options.threads,
             device=options.device,
@@ -284,8 +314,11 @@ def _join(request: Request, context: RankContext, record: Record) -> Summary:
     return record.summary(folder)
 
 
-def _prepare_joined(request: Request, world_size: int, record: Record) -> RunFolder:
-    """On rank 0 of a foreign launcher's world: the run folder, ready for its ranks."""
+def _prepare_joined(
+    request: Request, world_size: int, record: Record, stack: contextlib.ExitStack
+) -> RunFolder:
+    """On rank 0 of a foreign launcher's world: the run folder, ready for its ranks, and locked
+    until `stack` is closed."""
     from hocket.launch import Launcher
 
     threads = request.options.threads
@@ -299,6 +332,7 @@ def _prepare_joined(request: Request, world_size: int, record: Record) -> RunFol
         return folder
     job = prepare.plan(request, world_size=world_size)
     folder = prepare.run_folder(request)
+    stack.enter_context(lock.locked(folder.path, "train"))
     with Launcher("cpu", threads) as launcher:
         spec = prepared(job, folder, record)
         with unstarted_is_no_run(folder):

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from hocket.jobs import prepare
+
 if TYPE_CHECKING:
     from hocket.launch import Launcher, RankContext
-    from hocket.spec.run import RunFolder
+    from hocket.spec.run import RunFolder, RunSpec
 
 
-def require(launcher: Launcher, folder: RunFolder) -> None:
+def require(launcher: Launcher, folder: RunFolder, spec: RunSpec) -> None:
     """Refuse weight files whose names or shapes do not fit. Raises WeightsError, listing them."""
-    if folder.load().weights is not None:
-        launcher.run("hocket.jobs.weights:main", 1, {"run": str(folder.path.resolve())})
+    if spec.weights is not None:
+        launcher.run("hocket.jobs.weights:main", 1, prepare.payload(folder, spec))
 
 
 def main(context: RankContext, payload: dict[str, Any]) -> None:
@@ -25,7 +27,7 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
     from hocket.models.weight_files import WeightFiles
     from hocket.spec.run import RunFolder
 
-    spec = RunFolder(payload["run"]).load()
+    spec = RunFolder(payload["run"]).load(trust_remote_code=payload["trust_remote_code"])
     source = of_run(spec)
     assert source.weights is not None
     WeightFiles(source.weights, build(source.config, attention="sdpa", code=source.code))

@@ -24,6 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from hocket.spec.errors import ModelError, OptionError
+from hocket.spec.files import parse_json
 
 MOST_TEMPLATE = 1 << 20
 """Bytes of a template."""
@@ -340,7 +341,7 @@ def _content(value: Any) -> str | None:
 
 def _settings_of(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text())
+        found = parse_json(path.read_text())
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -12,11 +12,13 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hocket.spec.errors import ModelError, OptionError, nearest
+from hocket.spec.errors import HocketError, ModelError, OptionError, nearest
 from hocket.spec.run import TrainOptions
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from hocket.models.source import ModelSource
 
 ALL_LINEAR = "all-linear"
 PREFIX = "base_model.model."
@@ -147,14 +149,32 @@ def saved_name(name: str) -> str:
     return f"{PREFIX}{name}"
 
 
-def merge(adapter: Path, base: Path, to: Path, *, trust_remote_code: bool = False) -> None:
+def merge(adapter: Path, base: ModelSource, to: Path, options: TrainOptions) -> None:
     """Write the base with the adapter added to its weights, in the base's own dtype.
 
-    The whole model lies in this process's memory while it is merged; peft does it.
+    The whole model lies in this process's memory while it is merged; peft does it. Of the adapter's
+    directory only its tensors are read: a configuration of peft can name modules to import, and a
+    directory without safetensors is looked for on the Hub, or unpickled.
+
+    Args:
+        adapter: directory of `adapter_model.safetensors`.
+        base: of the weights; its code is run only if it is trusted.
+        options: of the run that trained the adapter.
+
+    Raises:
+        ModelError: the base cannot be loaded, or the adapter is not of these options.
+        CheckpointError: the adapter's file is missing or damaged.
     """
     import transformers
     from peft import PeftModel
 
+    from hocket.models.skeleton import config_of
+    from hocket.spec.tensor_file import TensorFile
+
+    with TensorFile(adapter / "adapter_model.safetensors"):
+        pass
+    assert base.weights is not None
+    config = config_of(base.config, code=base.code, training=False)
     bars: Any = transformers.utils.logging
     shown = bars.is_progress_bar_enabled()
     bars.disable_progress_bar()
@@ -162,10 +182,25 @@ def merge(adapter: Path, base: Path, to: Path, *, trust_remote_code: bool = Fals
         with warnings.catch_warnings():
             # peft asks transformers by a name that transformers gives up.
             warnings.simplefilter("ignore", FutureWarning)
+            warnings.filterwarnings("error", message="Found missing adapter keys")
             model = transformers.AutoModelForCausalLM.from_pretrained(
-                base, dtype="auto", trust_remote_code=trust_remote_code, local_files_only=True
+                base.weights,
+                config=config,
+                dtype="auto",
+                attn_implementation="eager",
+                use_safetensors=True,
+                trust_remote_code=base.code is not None,
+                local_files_only=True,
             )
-            PeftModel.from_pretrained(model, str(adapter)).merge_and_unload().save_pretrained(to)
+            trained = peft_config(model, options, base.weights)
+            merged = PeftModel.from_pretrained(model, str(adapter), config=trained)
+            merged.merge_and_unload().save_pretrained(to)
+    except (OSError, HocketError):
+        raise
+    except Exception as error:  # transformers and peft raise many kinds for files that do not fit
+        raise ModelError(
+            f"the adapter in {adapter} cannot be merged into {base.weights}: {error}"
+        ) from error
     finally:
         if shown:
             bars.enable_progress_bar()

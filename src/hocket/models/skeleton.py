@@ -42,8 +42,9 @@ def config_of(
     dropout: float | None = None,
     code: Path | None = None,
     router_loss: bool = True,
+    training: bool = True,
 ) -> transformers.PreTrainedConfig:
-    """The transformers configuration of a dictionary, with no cache.
+    """The transformers configuration of a dictionary; for training, with no cache.
 
     Args:
         values: a Hugging Face configuration dictionary.
@@ -52,6 +53,7 @@ def config_of(
         code: directory whose own configuration class is used (trusted remote code).
         router_loss: whether a switch that adds a router's auxiliary loss stays on. It changes no
             logits: generation and traces switch it off.
+        training: False keeps what only concerns inference, as `use_cache`.
 
     Raises:
         ModelError: transformers refuses the configuration; its reason is given.
@@ -73,6 +75,8 @@ def config_of(
         raise ModelError(
             f"transformers refuses the model's configuration ({of}): {_cause(error)}"
         ) from error
+    if not training:
+        return config
     config.use_cache = False
     for key in ("output_attentions", "output_hidden_states"):
         if getattr(config, key, False):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import os
 import re
 import shlex
@@ -24,6 +23,7 @@ from hocket.models.dimensions import Dimensions, dimensions
 from hocket.models.weight_headers import INDEX, SINGLE
 from hocket.spec import checkpoint
 from hocket.spec.errors import ModelError, nearest, unknown
+from hocket.spec.files import parse_json
 from hocket.spec.run import RunSpec
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
@@ -121,15 +121,31 @@ def resolve(
 
 
 def of_run(spec: RunSpec) -> ModelSource:
-    """The source that a RunSpec describes, for the ranks: nothing is looked up again."""
+    """The source that a RunSpec describes: nothing is looked up again.
+
+    Code is run as `spec.options` allows, and `RunFolder.load` takes that from the command.
+
+    Raises:
+        ModelError: the model brings its own code, and the command does not allow it to be run.
+    """
+    if "auto_map" in spec.config and not spec.options.trust_remote_code:
+        raise _untrusted(spec.model)
     directory = Path(spec.model).expanduser()
     weights = Path(spec.weights) if spec.weights else None
     return ModelSource(
         name=spec.model,
-        config=spec.config,
+        config=_without_foreign(spec.config),
         directory=directory if directory.is_dir() else weights,
         weights=weights,
         trust_remote_code=spec.options.trust_remote_code,
+    )
+
+
+def _untrusted(name: str) -> ModelError:
+    """The error of a model whose code this command was not allowed to run."""
+    return ModelError(
+        f"{name} brings its own code (auto_map in its configuration), which would be executed",
+        hint="read that code first, then add --trust-remote-code",
     )
 
 
@@ -189,7 +205,7 @@ def _not_exported(name: str, path: Path) -> ModelError:
 def _said(spec: Path) -> dict[str, Any]:
     """What run.json says; nothing where it is damaged, which is told by whoever needs it."""
     try:
-        said = json.loads(spec.read_text())
+        said = parse_json(spec.read_text())
     except (OSError, ValueError):
         return {}
     return said if isinstance(said, dict) else {}
@@ -221,7 +237,7 @@ def _read_config(file: Path) -> dict[str, Any]:
     try:
         if file.stat().st_size > _LARGEST_CONFIG:
             raise ModelError(f"{file} has {file.stat().st_size} bytes: that is no configuration")
-        config = json.loads(file.read_text(), object_hook=_number)
+        config = parse_json(file.read_text(), object_hook=_number)
     except (OSError, ValueError) as error:
         raise ModelError(f"{file} cannot be read as JSON: {error}") from None
     if not isinstance(config, dict):
@@ -232,7 +248,7 @@ def _read_config(file: Path) -> dict[str, Any]:
 def _number(value: dict[str, Any]) -> Any:
     """A float that JSON does not have, as transformers saves it: `{"__float__": "Infinity"}`."""
     text = value.get("__float__")
-    return float(text) if len(value) == 1 and text in _FLOATS else value
+    return float(text) if len(value) == 1 and isinstance(text, str) and text in _FLOATS else value
 
 
 def _check(name: str, config: dict[str, Any], trust_remote_code: bool) -> dict[str, Any]:
@@ -241,11 +257,7 @@ def _check(name: str, config: dict[str, Any], trust_remote_code: bool) -> dict[s
         raise ModelError(f"the configuration of {name} says no model_type")
     if "auto_map" in config:
         if not trust_remote_code:
-            raise ModelError(
-                f"{name} brings its own model code (auto_map in its config.json), "
-                "which would be executed",
-                hint="read that code first, then add --trust-remote-code",
-            )
+            raise _untrusted(name)
         return _without_foreign(config)
     if model_type not in registry.config_classes():
         message, hint = unknown("model type", model_type, registry.causal_classes())
@@ -259,7 +271,10 @@ def _check(name: str, config: dict[str, Any], trust_remote_code: bool) -> dict[s
             if text in registry.causal_classes()
             else None,
         )
-    for other in config.get("architectures") or ():
+    architectures = config.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise ModelError(f"architectures is {architectures!r:.60} in {name}; it is a list of names")
+    for other in architectures:
         if str(other).endswith(_OTHER_TASKS):
             raise ModelError(f"{name} was saved as {other}, not as a causal language model")
     if _is_encoder(model_type, config):

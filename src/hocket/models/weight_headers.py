@@ -6,10 +6,10 @@ is started.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from hocket.spec.errors import CheckpointError, WeightsError
+from hocket.spec.files import parse_json
 from hocket.spec.tensor_file import TensorFile
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -55,9 +55,12 @@ def _files_of(index: Path) -> list[str]:
     try:
         if index.stat().st_size > _LARGEST_INDEX:
             raise ValueError(f"it has {index.stat().st_size} bytes")
-        table = json.loads(index.read_text())["weight_map"]
+        table = parse_json(index.read_text())["weight_map"]
         if not all(isinstance(name, str) for name in table.values()):
             raise ValueError("its weight_map names something else than files")
+        for name in set(table.values()):
+            if name != Path(name).name or not name.isprintable():
+                raise ValueError(f"its weight_map names {name!r}, not a file beside it")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         why = error if isinstance(error, OSError | ValueError) else repr(error)
         raise WeightsError(f"{index} cannot be read: {why}"[:500]) from None

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hocket.spec.errors import HocketError, RunFolderError, nearest
+from hocket.spec.files import MALFORMED, parse_json
 from hocket.spec.forecast import KINDS, Forecast
 from hocket.spec.layout import Layout
 from hocket.spec.ledger import DISTURBED as DISTURBED_RUN
@@ -163,10 +164,10 @@ def read(path: str | Path) -> Record:
         )
     measured = take(
         folder.timeline_file,
-        _timeline,
+        Timeline.from_json,
         "no timeline was recorded: the run ended before the step that would have been",
     )
-    predicted = take(folder.path / PREDICTED, _timeline, "")
+    predicted = take(folder.path / PREDICTED, Timeline.from_json, "")
     later = take(folder.later_file, _later, "")
     forecast = take(folder.forecast_file, Forecast.from_json, "")
     if forecast is not None and not forecast.known:
@@ -238,7 +239,7 @@ def _spans(found: Sequence[tuple[str, int, int]]) -> str:
 
 def cores_of_others(text: str) -> float:
     """Of a folder's `others_file`. Raises ValueError for what it does not say."""
-    found = json.loads(text)["cores"]
+    found = parse_json(text)["cores"]
     if isinstance(found, bool) or not isinstance(found, int | float):
         raise ValueError(f"cores is {found!r}")
     return float(found)
@@ -307,44 +308,38 @@ def _metrics(text: str, torn: list[int]) -> tuple[Mapping[str, Any], ...]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = parse_json(line)
             int(row["step"])
+            if any(isinstance(v, int) and abs(v) >= 2**63 for v in row.values()):
+                raise ValueError("a number that no metric has")
             rows.append(row)
-        except (ValueError, TypeError, KeyError, OverflowError):
+        except MALFORMED:
             torn.append(number)
     return tuple(rows)
 
 
-def _timeline(text: str) -> Timeline:
-    timeline = Timeline.from_json(text)
-    for event in timeline.events:
-        good = math.isfinite(event.start) and math.isfinite(event.end)
-        if not good or event.end < event.start or not 0 <= event.rank < timeline.num_ranks:
-            raise ValueError(f"the event {event.name!r} of rank {event.rank} cannot be")
-    return timeline
-
-
 def _later(text: str) -> tuple[tuple[int, Timeline], ...]:
     return tuple(
-        (int(row["step"]), _timeline(json.dumps(row["timeline"]))) for row in json.loads(text)
+        (int(row["step"]), Timeline.from_json(json.dumps(row["timeline"])))
+        for row in parse_json(text)
     )
 
 
 def _memory(text: str) -> tuple[Mapping[str, int], ...]:
-    return tuple({kind: int(row[kind]) for kind in (*KINDS, "total")} for row in json.loads(text))
+    return tuple({kind: int(row[kind]) for kind in (*KINDS, "total")} for row in parse_json(text))
 
 
 def _attention(text: str) -> tuple[Mapping[str, Any], ...]:
     names = ("layer", "kernel", "reason")
     return tuple(
         {**{name: str(row[name]) for name in names}, "layers": int(row["layers"])}
-        for row in json.loads(text)
+        for row in parse_json(text)
     )
 
 
 def _traffic(text: str) -> tuple[int, tuple[Mapping[str, Any], ...]]:
     """The step that was recorded, and its collectives of all ranks."""
-    data = json.loads(text)
+    data = parse_json(text)
     return int(data.get("step", 0)), tuple(
         {
             **{name: str(row[name]) for name in ("name", "axis", "phase")},

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, TypeVar
 
 from hocket.reporting.record import cores_of_others, disturbed
 from hocket.spec.errors import HocketError
+from hocket.spec.files import parse_json
 from hocket.spec.ledger import DISTURBED
 from hocket.spec.run import RunFolder, RunSpec
 from hocket.spec.serving_forecast import (
@@ -87,7 +87,7 @@ class Row:
 def is_served(path: Path) -> bool:
     """Whether a folder is a server's."""
     try:
-        return bool(json.loads((path / "run.json").read_text())["command"] == "serve")
+        return bool(parse_json((path / "run.json").read_text())["command"] == "serve")
     except (OSError, ValueError, KeyError, TypeError):
         return (path / MEASURED).exists()
 

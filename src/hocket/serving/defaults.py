@@ -8,12 +8,12 @@ a request to an OpenAI server samples unless its temperature is 0. Never imports
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 from hocket.serving.request import Sampling
 from hocket.spec.errors import OptionError
+from hocket.spec.files import parse_json
 
 FILE = "generation_config.json"
 AUTO, NONE = "auto", "none"
@@ -72,7 +72,7 @@ def settings(directory: Path | None) -> dict[str, Any]:
         return {}
     file = directory / FILE
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = parse_json(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:

@@ -21,6 +21,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from hocket.spec.files import parse_json
 from hocket.spec.placement import Block
 
 LOSS = 1e-5
@@ -167,7 +168,7 @@ class CheckReport:
     @classmethod
     def from_json(cls, text: str) -> CheckReport:
         """The inverse of `to_json`."""
-        data: dict[str, Any] = json.loads(text)
+        data: dict[str, Any] = parse_json(text)
         data.pop("ok", None)
         data["steps"] = tuple(StepRow(**s) for s in data["steps"])
         data["rows"] = tuple(

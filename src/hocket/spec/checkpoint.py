@@ -19,12 +19,12 @@ import hashlib
 import json
 import os
 import re
-import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from hocket.spec.errors import CheckpointError
+from hocket.spec.files import MALFORMED, json_crc32, parse_json, read_text
 from hocket.spec.placement import Placement
 from hocket.spec.tensor_file import TensorFile
 
@@ -32,6 +32,8 @@ FORMAT = "hocket checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"
 LATEST = "latest"
+MOST_MANIFEST = 1_000_000_000
+"""Largest manifest that is read, in bytes: some 200 a tensor of each rank."""
 
 _FOLDER = re.compile(r"step-([0-9]{6,})")
 _SHARD = re.compile(r"rank-[0-9]{5,}\.safetensors")
@@ -81,17 +83,26 @@ class Shard:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Shard:
-        """The inverse of `to_json`."""
+        """The inverse of `to_json`. Raises ValueError for records that contradict each other."""
         if not _SHARD.fullmatch(data["file"]):
             raise ValueError(f"{data['file']!r} is no shard's name")
         placements = [Placement.from_json(p) for p in data["placements"]]
         tensors = tuple(TensorRecord(**{**t, "shape": tuple(t["shape"])}) for t in data["tensors"])
-        return cls(
+        found = cls(
             rank=int(data["rank"]),
             file=data["file"],
             placements={p.name: p for p in placements},
             tensors=tensors,
         )
+        for record in tensors:
+            texts = (record.key, record.kind, record.name, record.dtype, record.state or "")
+            if not all(isinstance(text, str) for text in texts) or type(record.placed) is not bool:
+                raise ValueError(f"the record of {record.key!r:.60} holds values of other types")
+            if record.kind == "parameter" or (record.kind == "optimizer" and record.placed):
+                placement = found.placements.get(record.name)
+                if placement is None or placement.local_shape != record.shape:
+                    raise ValueError(f"{record.key!r:.60} is of another shape than its blocks")
+        return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,24 +137,33 @@ class Manifest:
             "versions": dict(self.versions),
             "shards": [s.to_json() for s in self.shards],
         }
-        head = {"format": FORMAT, "version": VERSION, "crc32": _crc32(body), "manifest": body}
+        head = {"format": FORMAT, "version": VERSION, "crc32": json_crc32(body), "manifest": body}
         return json.dumps(head, separators=(",", ":"), sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
         """The inverse of `to_json`. Raises ValueError for anything damaged or foreign."""
-        head = json.loads(text)
+        head = parse_json(text)
         if not isinstance(head, dict) or head.get("format") != FORMAT:
             raise ValueError("it is no manifest of a checkpoint")
         if head.get("version") != VERSION:
             raise ValueError(f"it is of version {head.get('version')}, this one reads {VERSION}")
         body = head["manifest"]
-        if _crc32(body) != head["crc32"]:
+        if json_crc32(body) != head["crc32"]:
             raise ValueError("its checksum differs")
         shards = tuple(Shard.from_json(s) for s in body.pop("shards"))
         if [s.rank for s in shards] != list(range(len(shards))):
             raise ValueError("its ranks are not complete")
-        return cls(**body, shards=shards)
+        found = cls(**body, shards=shards)
+        texts, tables = (found.layout, found.model), (found.cursor, found.extra, found.versions)
+        if (
+            type(found.step) is not int
+            or found.step < 0
+            or not all(isinstance(text, str) for text in texts)
+            or not all(isinstance(table, dict) for table in tables)
+        ):
+            raise ValueError("it holds values of other types")
+        return found
 
     def whole(self, kind: str = "parameter") -> dict[str, Placement]:
         """Every parameter once, by name: the placement of the first rank that holds it."""
@@ -153,10 +173,6 @@ class Manifest:
                 if record.kind == kind and record.placed:
                     found.setdefault(record.name, shard.placements[record.name])
         return found
-
-
-def _crc32(body: Any) -> int:
-    return zlib.crc32(json.dumps(body, separators=(",", ":"), sort_keys=True).encode())
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
@@ -200,10 +216,10 @@ def candidates(folder: Path) -> Iterator[Path]:
 def read_manifest(path: Path) -> Manifest:
     """The manifest of one checkpoint's folder. Raises CheckpointError if it is not whole."""
     try:
-        return Manifest.from_json((path / MANIFEST).read_text())
+        return Manifest.from_json(read_text(path / MANIFEST, most_bytes=MOST_MANIFEST))
     except OSError as error:
         raise CheckpointError(f"{path} is incomplete: no {MANIFEST} ({error.strerror})") from None
-    except (ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
+    except (*MALFORMED, AssertionError) as error:
         raise CheckpointError(f"{path / MANIFEST} is damaged: {error}") from None
 
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hocket.spec.errors import DataError
+from hocket.spec.files import parse_json
 
 VERSION = 1
 
@@ -124,7 +125,7 @@ class ReportCard:
             DataError: the text is not a report card, or one of a newer version.
         """
         try:
-            data: dict[str, Any] = json.loads(text)
+            data: dict[str, Any] = parse_json(text)
             version = data["version"]
             if version != VERSION:
                 raise DataError(

@@ -12,6 +12,7 @@ import math
 from typing import Any
 
 from hocket.spec.errors import OptionError, RunFolderError
+from hocket.spec.files import parse_json
 from hocket.spec.rows import typed
 
 KINDS = ("parameters", "gradients", "optimizer", "activations")
@@ -100,7 +101,7 @@ class Forecast:
     def from_json(cls, text: str) -> Forecast:
         """The inverse of `to_json`. Raises RunFolderError for what is no forecast."""
         try:
-            data = json.loads(text)
+            data = parse_json(text)
             data.pop("peak_bytes", None)
             _finite(data)
             for one in data["alternatives"]:

@@ -13,6 +13,7 @@ import json
 import math
 from typing import Any, ClassVar, Self
 
+from hocket.spec.files import parse_json
 from hocket.spec.layout import DEGREES, Layout
 
 FIGURES = ("step_seconds", "memory", "bubble")
@@ -122,7 +123,7 @@ class Line:
             ValueError, TypeError, KeyError: the line is no entry of this kind.
             LayoutError: its layout cannot be read.
         """
-        data = json.loads(text)
+        data = parse_json(text)
         names = {field.name for field in dataclasses.fields(cls)}
         known = {key: value for key, value in data.items() if key in names}
         known["measured"] = _figures(cls.kind, data["measured"])

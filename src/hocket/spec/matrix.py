@@ -13,6 +13,7 @@ import dataclasses
 import json
 from collections.abc import Iterable, Mapping
 
+from hocket.spec.files import parse_json
 from hocket.spec.layout import Layout
 
 EQUAL, REFUSED, DIFFERENT, CRASHED = OUTCOMES = ("equal", "refused", "different", "crashed")
@@ -93,7 +94,7 @@ class TypeRow:
     @classmethod
     def from_json(cls, text: str) -> TypeRow:
         """The inverse of `to_json`."""
-        data = json.loads(text)
+        data = parse_json(text)
         return cls(**{**data, "cells": tuple(Cell(**cell) for cell in data["cells"])})
 
     def cell(self, layout: str) -> Cell | None:

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hocket.spec.errors import OptionError, unknown
+from hocket.spec.files import parse_json
 from hocket.spec.rows import (
     Count,
     Index,
@@ -399,7 +400,7 @@ class Measured:
     def from_json(cls, text: str) -> Measured:
         """The inverse of `to_json`. Raises OptionError as `from_dict`."""
         try:
-            return cls.from_dict(json.loads(text))
+            return cls.from_dict(parse_json(text))
         except ValueError as error:
             raise OptionError(f"measured is not JSON: {error}") from None
 

@@ -12,6 +12,8 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
+_LARGEST = 2**62
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Block:
@@ -107,10 +109,13 @@ class Placement:
 
     @classmethod
     def from_json(cls, data: dict[str, object]) -> Placement:
-        """The inverse of `to_json`."""
+        """The inverse of `to_json`. Raises ValueError for blocks outside of their tensors."""
 
         def ints(values: object) -> tuple[int, ...]:
-            return tuple(int(v) for v in values)  # type: ignore[attr-defined]
+            found = tuple(int(v) for v in values)  # type: ignore[attr-defined]
+            if any(not 0 <= value <= _LARGEST for value in found):
+                raise ValueError(f"{found} are no sizes")
+            return found
 
         def words(values: object) -> tuple[str, ...]:
             return tuple(str(v) for v in values)  # type: ignore[attr-defined]
@@ -125,10 +130,19 @@ class Placement:
             for b in data["blocks"]  # type: ignore[attr-defined]
         )
         tie = data.get("tie")
+        shape, local_shape = ints(data["shape"]), ints(data["local_shape"])
+        for block in blocks:
+            for start, within in ((block.start, shape), (block.local, local_shape)):
+                fits = len(start) == len(block.size) == len(within) and all(
+                    first + size <= end
+                    for first, size, end in zip(start, block.size, within, strict=True)
+                )
+                if not fits:
+                    raise ValueError(f"{data['name']!r:.60}: {block} is outside of {within}")
         return cls(
             name=str(data["name"]),
-            shape=ints(data["shape"]),
-            local_shape=ints(data["local_shape"]),
+            shape=shape,
+            local_shape=local_shape,
             blocks=blocks,
             sharded=words(data["sharded"]),
             replicated=words(data["replicated"]),

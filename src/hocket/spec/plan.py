@@ -19,6 +19,7 @@ from typing import Any
 
 from hocket.spec import legality
 from hocket.spec.errors import LayoutError
+from hocket.spec.files import parse_json
 from hocket.spec.layout import Layout
 from hocket.spec.placement import Block, Placement
 
@@ -329,7 +330,7 @@ class ParallelPlan:
     @classmethod
     def from_json(cls, text: str) -> ParallelPlan:
         """The inverse of `to_json`."""
-        data = json.loads(text)
+        data = parse_json(text)
         tensor, stages, sequence, router = (
             data.pop(name) for name in ("tensor", "stages", "sequence", "router")
         )

@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 
 from hocket.spec.errors import OptionError, unknown
+from hocket.spec.files import parse_json
 from hocket.spec.schedule import BACKWARD, INPUT, KINDS, WEIGHT
 
 
@@ -62,7 +63,7 @@ class Prices:
     @classmethod
     def from_json(cls, text: str) -> Prices:
         """The inverse of `to_json`."""
-        data = json.loads(text)
+        data = parse_json(text)
         return cls(
             seconds={kind: tuple(values) for kind, values in data["seconds"].items()},
             activation_bytes=tuple(data["activation_bytes"]),

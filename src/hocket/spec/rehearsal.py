@@ -10,6 +10,8 @@ import dataclasses
 import json
 from typing import Any
 
+from hocket.spec.files import parse_json
+
 OWNERS = ("parameters", "gradients", "optimizer", "activations", "communication", "other")
 """Who tensor memory belongs to. `communication`: buffers that a collective made or filled;
 `other`: inputs, module buffers and constants."""
@@ -143,7 +145,7 @@ class RehearsalReport:
     @classmethod
     def from_json(cls, text: str) -> RehearsalReport:
         """The inverse of `to_json`. Raises ValueError, TypeError or KeyError for anything else."""
-        data = json.loads(text)
+        data = parse_json(text)
         del data["ranks"]
         data["peak_bytes"] = data.pop("peak_bytes_by_owner")
         data["host_reads"] = data.pop("host_read_places")

@@ -15,6 +15,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from hocket.spec.files import parse_json
+
 OK, REJECTED, HANGS, DIFFERENT, CRASHED = OUTCOMES = (
     "ok", "rejected", "hangs", "different", "crashed",
 )  # fmt: skip
@@ -175,7 +177,7 @@ class RehearsalCell:
     @classmethod
     def from_json(cls, text: str) -> RehearsalCell:
         """The inverse of `to_json`."""
-        data = json.loads(text)
+        data = parse_json(text)
         return cls(**{**data, "case": Case(**data["case"])})
 
 

@@ -105,6 +105,8 @@ def typed(kind: type, values: Mapping[str, Any]) -> None:
         kinds = tuple(one for name in wanted for one in _PLAIN[name])
         if not isinstance(value, kinds) or (isinstance(value, bool) and "bool" not in wanted):
             raise OptionError(f"{field.name} is {_short(value)}; it must be of type {field.type}")
+        if isinstance(value, int) and abs(value) > _LARGEST:  # which no float can hold
+            raise OptionError(f"{field.name} is {_short(value)}; it must be of type {field.type}")
 
 
 _PLAIN: dict[str, tuple[type, ...]] = {

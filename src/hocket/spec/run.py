@@ -1,7 +1,8 @@
 """RunSpec and the run folder: all that a job is at its start, and where its files lie.
 
 RUN/
-  run.json            the RunSpec
+  .lock               while a process writes the folder: which one
+  run.json            the RunSpec, with a checksum
   schedule.txt        the Schedule that the runtime executes
   data/               tokens.bin, valid.bin, tokens.json, tokenizer.json
   metrics.jsonl       one JSON object a step
@@ -24,12 +25,14 @@ from pathlib import Path
 from typing import Any
 
 from hocket.spec.errors import OptionError, RunFolderError, unknown
-from hocket.spec.files import named
+from hocket.spec.files import MALFORMED, json_crc32, named, parse_json, read_text
 from hocket.spec.layout import Layout
 from hocket.spec.rows import typed
 from hocket.spec.serving import ServeOptions
 
 VERSION = 1
+CHECKSUM = "crc32"
+"""The key of run.json that holds the checksum of its others."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -189,11 +192,18 @@ class RunSpec:
             OptionError: a key this version does not know, or a value of another type than its own.
             ValueError, KeyError, TypeError, AttributeError: it is no RunSpec at all.
         """
-        data = json.loads(text)
+        data = parse_json(text)
+        data.pop(CHECKSUM, None)
         data["layout"] = Layout.parse(data["layout"])
         data["workload"] = from_dict(Workload, data.get("workload", {}))
         data["options"] = from_dict(TrainOptions, data.get("options", {}))
         data["data"] = tuple(data.get("data", ()))
+        if not isinstance(data["config"], dict):
+            raise OptionError(f"config is {data['config']!r:.60}; it must be a table")
+        if not all(isinstance(path, str) for path in data["data"]):
+            raise OptionError(f"data is {data['data']!r:.60}; it must be a list of paths")
+        if data.get("version", VERSION) != VERSION:
+            raise OptionError(f"version is {data['version']!r:.60}; this hocket reads {VERSION}")
         if data.get("serving") is not None:
             data["serving"] = from_dict(ServeOptions, data["serving"])
         return from_dict(cls, data)
@@ -317,16 +327,42 @@ class RunFolder:
         if self.path.exists() and not self.path.is_dir():
             raise RunFolderError(f"{self.path} is a file, not a folder")
         self.path.mkdir(parents=True, exist_ok=True)
-        write_text(self.spec_file, spec.to_json())
+        self.save(spec)
 
-    def load(self) -> RunSpec:
-        """Read the spec. Raises RunFolderError where there is none or it cannot be read."""
+    def save(self, spec: RunSpec) -> None:
+        """Write run.json, with a checksum of its own and without permission to run code."""
+        options = dataclasses.replace(spec.options, trust_remote_code=False)
+        body = parse_json(dataclasses.replace(spec, options=options).to_json())
+        text = json.dumps({**body, CHECKSUM: json_crc32(body)}, indent=1, sort_keys=True)
+        write_text(self.spec_file, text)
+
+    def load(self, *, trust_remote_code: bool = False) -> RunSpec:
+        """Read the spec and verify its checksum, if it has one.
+
+        Args:
+            trust_remote_code: the flag of the command that reads. What the file says of it is
+                never used: a run folder may come from someone else.
+
+        Raises:
+            RunFolderError: there is no run.json, it cannot be read, or it was changed.
+        """
         try:
-            return RunSpec.from_json(self.spec_file.read_text())
+            text = read_text(self.spec_file)
+            spec = RunSpec.from_json(text)
+            body = parse_json(text)
         except FileNotFoundError:
             raise RunFolderError(f"{self.path} holds no run (no run.json)") from None
-        except (ValueError, TypeError, KeyError, OptionError) as error:
+        except (*MALFORMED, OptionError) as error:
             raise RunFolderError(f"{self.spec_file} cannot be read: {error}") from None
+        crc32 = body.pop(CHECKSUM, None)
+        if crc32 is not None and crc32 != json_crc32(body):
+            raise RunFolderError(
+                f"{self.spec_file} was changed after hocket wrote it: its checksum differs",
+                hint=f'a copy of it as it was; or, if the change is yours, remove "{CHECKSUM}" '
+                "from it",
+            )
+        options = dataclasses.replace(spec.options, trust_remote_code=trust_remote_code)
+        return dataclasses.replace(spec, options=options)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any, Self
+import math
+from typing import Any, Self, TypeVar
 
-from hocket.spec.errors import RunFolderError
+from hocket.spec.errors import OptionError, RunFolderError
+from hocket.spec.files import MALFORMED, parse_json
+from hocket.spec.rows import typed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -225,20 +228,21 @@ class ServingMeasured:
         found = _read(cls, text, {"loads": Load}, ("replicas",), ("ttft", "tpot", "end_to_end"))
         try:
             replicas = tuple(
-                ReplicaMeasured(
-                    **{
+                _row(
+                    ReplicaMeasured,
+                    {
                         **one,
-                        "decode": tuple(Decode(**row) for row in one["decode"]),
-                        "prefill": tuple(Prefill(**row) for row in one["prefill"]),
+                        "decode": tuple(_row(Decode, row) for row in one["decode"]),
+                        "prefill": tuple(_row(Prefill, row) for row in one["prefill"]),
                         **{
-                            key: tuple(one.get(key, ()))
+                            key: _tables(one.get(key, ()), texts=key != "memory")
                             for key in ("memory", "attention", "graphs")
                         },
-                    }
+                    },
                 )
                 for one in found.replicas
             )
-        except (TypeError, KeyError) as error:
+        except (*MALFORMED, OptionError) as error:
             raise RunFolderError(f"measured.json cannot be read: {error}") from None
         return dataclasses.replace(found, replicas=replicas)
 
@@ -251,15 +255,41 @@ def _read(
     single: tuple[str, ...] = (),
 ) -> Any:
     try:
-        data = json.loads(text)
+        data = parse_json(text)
         if not data.pop("serving", False):
             raise ValueError("it is not of a server")
         for name, row in rows.items():
-            data[name] = tuple(row(**one) for one in data[name])
+            data[name] = tuple(_row(row, one) for one in data[name])
         for name in plain:
-            data[name] = tuple(data[name])
+            data[name] = (
+                tuple(map(str, data[name]))
+                if name == "notes"
+                else _tables(data[name], texts=name != "memory")
+            )
         for name in single:
-            data[name] = Percentiles(**data[name])
-        return kind(**data)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+            data[name] = _row(Percentiles, data[name])
+        return _row(kind, data)
+    except (*MALFORMED, OptionError) as error:
         raise RunFolderError(f"{kind.__name__} cannot be read: {error}") from None
+
+
+def _row(kind: type[Row], values: dict[str, Any]) -> Row:
+    """A dataclass from a table, each plain value of its type and finite. Raises ValueError."""
+    typed(kind, values)
+    for name, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{name} is {value}")
+    return kind(**values)
+
+
+def _tables(rows: Any, *, texts: bool) -> tuple[dict[str, Any], ...]:
+    """Tables by name; without `texts`, of counts alone. Raises ValueError."""
+    found = tuple(dict(row) for row in rows)
+    for row in () if texts else found:
+        for name, value in row.items():
+            if type(value) is not int or not 0 <= value < 2**63:
+                raise ValueError(f"{name} is {value!r:.40}")
+    return found
+
+
+Row = TypeVar("Row")

@@ -112,6 +112,8 @@ class TensorFile:
             self._handle = os.open(self.path, os.O_RDONLY)
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from None
+        except ValueError as error:  # a name that no file can have
+            raise CheckpointError(f"{str(self.path)!r} cannot be read: {error}") from None
         self._close = weakref.finalize(self, os.close, self._handle)
         size = os.fstat(self._handle).st_size
         if size < 8:

@@ -10,6 +10,8 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
+from hocket.spec.files import parse_json
+
 LANES = ("compute", "communication")
 
 _BLOCKING = ("tp", "cp")
@@ -122,14 +124,55 @@ class Timeline:
 
     @classmethod
     def from_json(cls, text: str) -> Timeline:
-        """The inverse of `to_json`."""
-        data: dict[str, Any] = json.loads(text)
-        return cls(
-            source=data["source"],
+        """The inverse of `to_json`.
+
+        Raises:
+            ValueError, TypeError, KeyError: it is not a timeline, or holds an event that cannot be.
+        """
+        data: dict[str, Any] = parse_json(text)
+        found = cls(
+            source=str(data["source"]),
             num_ranks=data["num_ranks"],
             events=tuple(Event(**e) for e in data["events"]),
             peak_bytes=tuple(data["peak_bytes"]),
         )
+        if type(found.num_ranks) is not int or not 0 <= found.num_ranks <= MOST_RANKS:
+            raise ValueError(f"num_ranks is {found.num_ranks!r:.40}")
+        if not all(map(_is_count, found.peak_bytes)):
+            raise ValueError(f"peak_bytes is {found.peak_bytes!r:.60}")
+        for event in found.events:
+            if not _can_be(event) or event.rank >= found.num_ranks:
+                raise ValueError(
+                    f"the event {event.name!r:.40} of rank {event.rank!r:.40} cannot be"
+                )
+        return found
+
+
+MOST_RANKS = 10_000_000
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _can_be(event: Event) -> bool:
+    """Whether each value of an event is of its type, and its end not before its start."""
+    numbers = (event.start, event.end)
+    texts = (event.lane, event.kind, event.name)
+    optional = (event.stage, event.microbatch)
+    return (
+        all(type(n) in (int, float) and 0 <= n <= _LONGEST for n in numbers)
+        and event.start <= event.end
+        and all(type(text) is str for text in texts)
+        and (event.axis is None or type(event.axis) is str)
+        and all(number is None or _is_count(number) for number in optional)
+        and _is_count(event.rank)
+        and _is_count(event.bytes)
+    )
+
+
+_LONGEST = 1e12
+"""Seconds; neither infinity nor no number at all is within."""
 
 
 def _covered(spans: Iterable[tuple[float, float]]) -> float:

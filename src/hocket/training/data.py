@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,98 +22,18 @@ import numpy as np
 import numpy.typing as npt
 
 from hocket.spec.errors import DataError
-from hocket.spec.run import write_text
 from hocket.training import data_paths, data_sources
 from hocket.training.conversation import TEXT
 from hocket.training.documents import Document, documents, kinds
-from hocket.training.packed_files import arrange, flags_file, write_aside
+from hocket.training.packed_files import arrange, write_aside
 from hocket.training.packed_files import held_out as held_out_documents
 from hocket.training.packing import ACROSS, DOCUMENTS
 from hocket.training.token_files import BATCH_CHARACTERS, Dtype, choose, split, write
+from hocket.training.token_manifest import TRAIN, VALID, VERSION, Tokens, verify
 from hocket.training.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from hocket.models.chat_template import ChatTemplates
-
-TRAIN, VALID, MANIFEST = "tokens.bin", "valid.bin", "tokens.json"
-_VERSION = 1
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Tokens:
-    """The manifest of a run's tokens: `tokens.json`.
-
-    Attributes:
-        train_tokens, valid_tokens: tokens in the two files, end tokens included.
-        train_documents, valid_documents: documents in each (a document cut at the end of the
-            training part counts in both).
-        dtype: `uint16` or `uint32`.
-        tokenizer: hash of the tokenizer.
-        vocab_size: of the tokenizer.
-        largest: the largest token id.
-        eos_id: the token after each document, or None.
-        key: hash of everything that the tokens depend on; equal keys, equal files.
-        sources: path, kind and bytes of each file read.
-        held: what each of them holds: `text`, `chat` or `completion`.
-        packing: `across`, `documents` or `none`.
-        flags: whether flags lie beside the tokens.
-        train_rows, valid_rows: rows of the files; 0 where documents follow each other.
-        learned_tokens: training tokens that loss falls on; None: all.
-        truncated_documents, truncated_tokens: cut at the length of a row, and what was cut off.
-        unlearned_documents: left out, since nothing of them is learned.
-    """
-
-    train_tokens: int
-    valid_tokens: int
-    train_documents: int
-    valid_documents: int
-    dtype: str
-    tokenizer: str
-    vocab_size: int
-    largest: int
-    eos_id: int | None
-    key: str
-    sources: tuple[tuple[str, str, int], ...]
-    held: tuple[str, ...] = ()
-    packing: str = ACROSS
-    flags: bool = False
-    train_rows: int = 0
-    valid_rows: int = 0
-    learned_tokens: int | None = None
-    truncated_documents: int = 0
-    truncated_tokens: int = 0
-    unlearned_documents: int = 0
-    version: int = _VERSION
-
-    def said(self, seq_len: int) -> str:
-        """What the data came to, in one line for a person."""
-        text = f"{self.train_tokens:,} tokens to train on, {self.valid_tokens:,} held out"
-        if self.learned_tokens is not None and self.flags:
-            share = self.learned_tokens / max(1, self.train_tokens)
-            text += f"; loss falls on {share:.0%} of them"
-        if self.train_rows:
-            full = self.train_tokens / (self.train_rows * seq_len)
-            kind = "shared" if self.packing == DOCUMENTS else "one document each"
-            text += f"; {self.train_rows:,} rows ({kind}), {full:.0%} full"
-        if self.truncated_documents:
-            text += (
-                f"; {self.truncated_documents:,} documents cut at {seq_len} tokens, which lost "
-                f"{self.truncated_tokens:,}"
-            )
-        if self.unlearned_documents:
-            text += f"; {self.unlearned_documents:,} left out: nothing of them is learned"
-        return text
-
-    @classmethod
-    def load(cls, folder: Path) -> Tokens:
-        """Read the manifest of a data folder. Raises DataError where it is not complete."""
-        try:
-            data = json.loads((folder / MANIFEST).read_text())
-            data["sources"] = tuple((str(a), str(b), int(c)) for a, b, c in data["sources"])
-            data["held"] = tuple(data.get("held", ()))
-            return cls(**data)
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise DataError(f"{folder} holds no complete token files: {error}") from None
 
 
 def prepare(
@@ -130,6 +50,7 @@ def prepare(
     data_format: str = "auto",
     packing: str | None = None,
     templates: ChatTemplates | None = None,
+    chat_template: Path | str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Tokens:
     """Tokenize the data into `folder`, with the tokenizer beside it; do nothing if it is there.
@@ -143,7 +64,8 @@ def prepare(
         model_vocab_size: rows of the model's embedding, which every id must fit.
         data_format: `text`, `chat`, `completion`, or `auto`: as each file's first record says.
         packing: None: `across` for text, `documents` where there is anything else.
-        templates: of chats.
+        templates: of chats. chat_template: the file that they are from, where it is not the
+            tokenizer's own; it is copied beside the tokens.
         progress: called with (bytes read, bytes in all) as the work goes on.
 
     Raises:
@@ -159,7 +81,7 @@ def prepare(
     packing = packing or (ACROSS if plain else DOCUMENTS)
     written = [] if templates is None else sorted(templates.texts.items())
     key = _hash(
-        _VERSION,
+        VERSION,
         stamps,
         text_field,
         held_out,
@@ -197,7 +119,9 @@ def prepare(
             sources=listed,
         )
         tokenizer.save(folder)
-        write_text(folder / MANIFEST, json.dumps(dataclasses.asdict(tokens), indent=1))
+        if chat_template is not None:  # the exported model brings what it was trained on
+            shutil.copyfile(chat_template, folder / "chat_template.jinja")
+        tokens = tokens.save(folder)
     check(tokens, seq_len=seq_len, global_batch=global_batch, model_vocab_size=model_vocab_size)
     return tokens
 
@@ -336,22 +260,15 @@ class _Making:
 
 
 def _existing(folder: Path, key: str, seq_len: int) -> Tokens | None:
+    """The tokens of a folder, if they are whole and those that are asked for."""
     try:
         tokens = Tokens.load(folder)
+        if tokens.key != key or tokens.files is None:
+            return None
+        verify(folder, seq_len)
     except DataError:
         return None
-    size = np.dtype(tokens.dtype).itemsize
-    rows = (tokens.train_rows, tokens.valid_rows)
-    held = (tokens.train_tokens, tokens.valid_tokens)
-    for name, count, lines in zip((TRAIN, VALID), held, rows, strict=True):
-        path = folder / name
-        count = lines * seq_len if any(rows) else count
-        if not path.is_file() or path.stat().st_size != count * size:
-            return None
-        beside = flags_file(path)
-        if tokens.flags and (not beside.is_file() or beside.stat().st_size != count):
-            return None
-    return tokens if tokens.key == key and tokens.version == _VERSION else None
+    return tokens
 
 
 def _counted(

@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from hocket.training.data import Tokens, num_samples
+from hocket.training.data import num_samples
 from hocket.training.order import permuted
 from hocket.training.packed_files import BEGINS, LEARNED, flags_file
 from hocket.training.packing import ACROSS
+from hocket.training.token_manifest import Tokens
 
 IGNORED = -100
 """The label of a token that no loss falls on."""
@@ -129,7 +130,9 @@ class RowDataset(TokenDataset):
 def open_dataset(
     folder: Path, name: str, tokens: Tokens, seq_len: int, seed: int | None = None
 ) -> TokenDataset:
-    """The samples of one file of a data folder, as its manifest says."""
+    """The samples of one file of a data folder, as its manifest says. Raises DataError where a
+    file has another size."""
+    tokens.require_sizes(folder, seq_len)
     kind = TokenDataset if tokens.packing == ACROSS else RowDataset
     return kind(folder / name, tokens.dtype, seq_len, seed, flags=tokens.flags)
 

@@ -35,7 +35,6 @@ from hocket.spec.units import parse_bytes
 from hocket.training import timeline
 from hocket.training.adapter import adapter_of_ranks
 from hocket.training.build import Job, dtype_of
-from hocket.training.data import TRAIN, VALID, Tokens
 from hocket.training.dataset import BatchOrder, open_dataset
 from hocket.training.evaluate import held_out_loss, num_batches
 from hocket.training.export import ModelFiles, export_ranks
@@ -44,6 +43,7 @@ from hocket.training.learning_rate import learning_rate
 from hocket.training.memory import MemoryCount, of_replicas
 from hocket.training.metrics import Metrics
 from hocket.training.reading import Reading, Readings, elapsed, interval, mark
+from hocket.training.token_manifest import TRAIN, VALID, Tokens
 from hocket.training.utilization import flops_per_token, peak_flops
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hocket.spec.errors import OptionError
-from hocket.spec.files import named
+from hocket.spec.files import named, parse_json
 from hocket.spec.run import write_text
 
 _SCALARS = ("loss", "held_out_loss", "lr", "grad_norm", "tokens_per_second", "step_seconds", "mfu")
@@ -62,6 +62,6 @@ class Metrics:
 def _step(row: str) -> float:
     """The step of a row; a row cut off by a crash counts as after all."""
     try:
-        return float(json.loads(row)["step"])
+        return float(parse_json(row)["step"])
     except (ValueError, KeyError, TypeError):
         return float("inf")

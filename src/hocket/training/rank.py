@@ -20,13 +20,14 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
 
     Args:
         context: this rank's place in the world.
-        payload: `run`, the run folder's path; it holds run.json, schedule.txt and data/.
+        payload: `run`, the run folder's path, which holds run.json, schedule.txt and data/; and
+            `trust_remote_code`, the flag of the command that started the ranks.
 
     Raises:
         HocketError: what the user can mend.
     """
     folder = RunFolder(payload["run"])
-    spec = folder.load()
+    spec = folder.load(trust_remote_code=bool(payload.get("trust_remote_code")))
     if context.rank == 0:
         context.emit({"event": "phase", "name": "building the model"})
     context.expect(max(LONG, spec.options.timeout))

@@ -43,6 +43,10 @@ Ids = npt.NDArray[np.uint32]
 Places = npt.NDArray[np.int64]
 
 
+MOST_IDS = 2**24
+"""Token ids are below it: 60 times the largest vocabulary of the catalogue."""
+
+
 class Tokenizer:
     """Text to ids and back.
 
@@ -60,7 +64,14 @@ class Tokenizer:
         self.kind = kind
         self.eos = eos
         self.eos_id: int | None = None if eos is None else backend.token_to_id(eos)
-        self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+        ids = backend.get_vocab(with_added_tokens=True).values()
+        self.vocab_size: int = max(ids, default=-1) + 1
+        if not 1 <= self.vocab_size <= MOST_IDS:
+            # The library's own writer allocates a place for each id up to the largest.
+            raise ValueError(
+                f"it has {len(ids)} tokens with ids up to {self.vocab_size - 1}; they are at least "
+                f"one, and below {MOST_IDS:,}"
+            )
         # A document that happens to hold the text of a special token must not end early.
         backend.encode_special_tokens = True
         backend.no_truncation()
@@ -192,14 +203,19 @@ class Tokenizer:
                 backend = Backend.from_file(str(directory / FILE))
             else:
                 backend = converted(directory, trust_remote_code)
+            return cls(
+                backend,
+                eos=eos_of(directory, settings, backend),
+                kind=str(settings.get("hocket_kind", "model")),
+                directory=directory,
+            )
         except Exception as error:
-            raise ModelError(f"the tokenizer in {directory} cannot be read: {error}") from error
-        return cls(
-            backend,
-            eos=eos_of(directory, settings, backend),
-            kind=str(settings.get("hocket_kind", "model")),
-            directory=directory,
-        )
+            hint = None
+            if "trust_remote_code" in str(error):
+                hint = "read its code first, then add --trust-remote-code"
+            raise ModelError(
+                f"the tokenizer in {directory} cannot be read: {error}", hint=hint
+            ) from error
 
 
 # --- making one ----------------------------------------------------------------------------

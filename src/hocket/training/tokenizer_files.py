@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
+
+from hocket.spec.files import parse_json
 
 FILE = "tokenizer.json"
 SOURCES = (FILE, "tokenizer.model", "vocab.json", "spiece.model")
@@ -50,7 +51,7 @@ def converted(directory: Path, trust_remote_code: bool) -> Any:
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_text())
+        data = parse_json(path.read_text())
     except (OSError, ValueError):
         return {}
     return data if isinstance(data, dict) else {}

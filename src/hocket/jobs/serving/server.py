@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hocket.jobs import ledger
+from hocket.jobs import ledger, lock, prepare
 from hocket.jobs.others import Others
 from hocket.jobs.record import Record
 from hocket.jobs.serving import forecast as serve_forecast
@@ -100,8 +100,11 @@ def serve(
         )
     record = Record(on_event)
     server = serve_request.server({"model": os.fspath(model), "layout": layout, **options})
+    fresh = server.request.run is None or not server.request.run.exists()
     folder = run_folder(server)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(lock.locked(folder.path, "serve"))
+        stack.enter_context(unready_is_no_run(folder, fresh=fresh))
         doors = listeners(server, stack)
         launchers = Launchers(server, stack)
         first = launchers.make(0)
@@ -116,7 +119,6 @@ def serve(
         server, told = serve_forecast.settle(server, first, record)
         require_split(first, server)
         ready = [first, *(launchers.make(n) for n in range(1, server.layout.dp))]
-        stack.enter_context(unready_is_no_run(folder))
         folder.create(server.spec())
         write_text(folder.forecast_file, told.to_json())
         for line in serve_forecast.bill(server, told):
@@ -147,9 +149,9 @@ def run_folder(server: Server) -> RunFolder:
     asked = server.request.run
     if asked is None:
         stem = Path("runs") / f"{server.name.replace(os.sep, '-')}-serve"
-        names = (stem.with_name(f"{stem.name}-{k}") for k in itertools.count(1))
-        return RunFolder(next(path for path in names if not path.exists()))
+        return RunFolder(prepare.new_folder(stem))
     folder = RunFolder(asked)
+    lock.check(folder.path)
     if folder.spec_file.exists():
         names = (folder.path.with_name(f"{folder.path.name}-{k}") for k in itertools.count(2))
         free = next(name for name in names if not name.exists())
@@ -233,9 +235,9 @@ def require_split(launcher: Launcher, server: Server) -> None:
 
 
 @contextlib.contextmanager
-def unready_is_no_run(folder: RunFolder) -> Iterator[None]:
-    """Within, a server that ends before it was ready leaves no run behind."""
-    fresh = not folder.path.exists()
+def unready_is_no_run(folder: RunFolder, *, fresh: bool) -> Iterator[None]:
+    """Within, a server that ends before it was ready leaves no run behind, and if it is `fresh`
+    no folder."""
     try:
         yield
     finally:

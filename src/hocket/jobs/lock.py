@@ -1,0 +1,271 @@
+"""Lock: one writer for each run folder, on network file systems too.
+
+    FOLDER/.lock                  JSON: host, pid, when that process started, what it does
+    FOLDER/.lock.TOKEN.next       the successor of the dead owner TOKEN, for milliseconds
+
+A lock is a complete file that gets its name by `link`, which exactly one of several processes can
+do, on NFS as well; flock is not used. An owner on this host is dead when no process has its pid
+and its start time. Its successor is whoever creates the file that names the dead owner: so two
+processes that find the same dead owner cannot both follow it, and a successor that dies in between
+is followed in the same way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import errno
+import json
+import os
+import secrets
+import shlex
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from hocket.spec.errors import RunFolderError
+from hocket.spec.files import MALFORMED, parse_json, read_text
+
+NAME = ".lock"
+_MOST_BYTES = 4096
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Owner:
+    """The process that writes a folder.
+
+    Attributes:
+        host: its name. boot: of that boot of the machine. namespace: of its process ids.
+        pid: its process id. start: clock ticks from boot to its start, from /proc/PID/stat.
+        since: when it took the lock, local time with zone. job: what it does, as `train`.
+        token: of this lock alone.
+    """
+
+    host: str
+    boot: str
+    namespace: str
+    pid: int
+    start: int
+    since: str
+    job: str
+    token: str
+
+    @classmethod
+    def me(cls, job: str) -> Owner:
+        """This process."""
+        return cls(
+            host=socket.gethostname(),
+            boot=_boot(),
+            namespace=_namespace(),
+            pid=os.getpid(),
+            start=_start(os.getpid()) or 0,
+            since=datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
+            job=job,
+            token=secrets.token_hex(8),
+        )
+
+    @classmethod
+    def read(cls, file: Path) -> Owner | None:
+        """The owner that a lock names; None where there is no lock.
+
+        Raises:
+            RunFolderError: the file is not a lock.
+        """
+        try:
+            owner = cls(**parse_json(read_text(file, most_bytes=_MOST_BYTES)))
+            texts = (owner.host, owner.boot, owner.namespace, owner.since, owner.job, owner.token)
+            if not all(isinstance(text, str) for text in texts) or not owner.token.isalnum():
+                raise ValueError("its texts are none")
+            if not all(type(number) is int for number in (owner.pid, owner.start)):
+                raise ValueError("its pid is no whole number")
+        except FileNotFoundError:
+            return None
+        except MALFORMED as error:
+            raise RunFolderError(
+                f"{file} cannot be read as a lock: {error}",
+                hint=f"if nothing writes that folder: rm {shlex.quote(str(file))}",
+            ) from None
+        return owner
+
+    @property
+    def here(self) -> bool:
+        """Whether it is of this boot of this host, so that its pid can be looked up."""
+        mine = (socket.gethostname(), _boot(), _namespace())
+        return bool(mine[1]) and (self.host, self.boot, self.namespace) == mine
+
+    @property
+    def dead(self) -> bool:
+        """Whether it has certainly ended."""
+        return self.here and _start(self.pid) != self.start
+
+
+def check(folder: Path) -> None:
+    """Refuse a folder that another process writes, without taking it.
+
+    Raises:
+        RunFolderError: it is locked; host and pid of the owner.
+    """
+    file = folder / NAME
+    owner = Owner.read(file)
+    if owner is not None and not owner.dead and owner.token not in _mine:
+        raise _locked(folder, file, owner)
+
+
+@contextlib.contextmanager
+def locked(folder: Path, job: str) -> Iterator[None]:
+    """Within, no other process writes `folder`, which is made if it is not there; without an
+    entry at the end, it is removed again.
+
+    In a process that has the lock already, nothing happens.
+
+    Raises:
+        RunFolderError: another process has it; host and pid of it, and how to take over.
+        OSError: the folder cannot be made or written.
+    """
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / NAME
+    owner = Owner.read(file)
+    if owner is not None and owner.token in _mine:
+        yield
+        return
+    me = Owner.me(job)
+    _take(folder, file, me)
+    _mine.add(me.token)
+    try:
+        yield
+    finally:
+        _mine.discard(me.token)
+        _release(file, me)
+        with contextlib.suppress(OSError):
+            for path in made:
+                path.rmdir()
+
+
+@contextlib.contextmanager
+def export_locked(to: Path) -> Iterator[None]:
+    """Within, no other process writes the directory `to`: the run folder that it is in is locked,
+    or the folder that is to hold it, for as long as `to` is made there.
+
+    Raises:
+        RunFolderError: as `locked`.
+    """
+    above = to.absolute().parents
+    run = next((path for path in above if (path / "run.json").exists()), None)
+    if run is not None:
+        with locked(run, "export"):
+            yield
+        return
+    with locked(to.absolute().with_name(f".{to.name}.writing"), "export"):
+        yield
+
+
+_mine: set[str] = set()
+"""Tokens of the locks that this process has."""
+
+
+def _take(folder: Path, file: Path, me: Owner) -> None:
+    """Create the lock, or follow an owner that is dead."""
+    while True:
+        if _create(file, me):
+            return
+        owner, chain = Owner.read(file), []
+        while owner is not None and owner.dead:
+            after = file.with_name(f"{NAME}.{owner.token}.next")
+            chain.append(after)
+            if _create(after, me):
+                if _still(file, chain):
+                    _replace(file, me)
+                    for one in chain:
+                        one.unlink(missing_ok=True)
+                    return
+                after.unlink(missing_ok=True)  # someone was faster, and has tidied up
+                break
+            owner = Owner.read(after)
+        else:
+            if owner is not None:
+                raise _locked(folder, file, owner)
+
+
+def _still(file: Path, chain: list[Path]) -> bool:
+    """Whether the lock is of the first dead owner of a chain, as when it was read."""
+    owner = Owner.read(file)
+    return owner is not None and chain[0].name == f"{NAME}.{owner.token}.next"
+
+
+def _create(file: Path, owner: Owner) -> bool:
+    """Give a file that names `owner` the name `file`, unless it exists: whether it did."""
+    aside = _aside(file, owner)
+    try:
+        try:
+            os.link(aside, file)
+        except FileExistsError:
+            # A reply that NFS lost: the second try finds the link of the first.
+            return os.stat(aside).st_nlink > 1
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            try:  # a file system without hard links
+                handle = os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+            except FileExistsError:
+                return False
+            with os.fdopen(handle, "w") as out:
+                out.write(aside.read_text())
+        return True
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def _replace(file: Path, owner: Owner) -> None:
+    os.replace(_aside(file, owner), file)
+
+
+def _aside(file: Path, owner: Owner) -> Path:
+    aside = file.with_name(f"{NAME}.{owner.token}.new")
+    aside.write_text(json.dumps(dataclasses.asdict(owner)))
+    return aside
+
+
+def _release(file: Path, me: Owner) -> None:
+    with contextlib.suppress(OSError, RunFolderError):
+        owner = Owner.read(file)
+        if owner is not None and owner.token == me.token:
+            file.unlink()
+
+
+def _locked(folder: Path, file: Path, owner: Owner) -> RunFolderError:
+    message = (
+        f"{folder} is being written by process {owner.pid} on host {owner.host} "
+        f"({owner.job}, since {owner.since})"
+    )
+    if owner.here:
+        return RunFolderError(
+            message, hint=f"wait for it, or end it: kill {owner.pid}; or another folder"
+        )
+    return RunFolderError(
+        f"{message}; whether that process lives cannot be seen from here",
+        hint=f"if it has ended: rm {shlex.quote(str(file))}",
+    )
+
+
+def _start(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot; None where there is none, or a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        return None if fields[0] in (b"Z", b"X") else int(fields[19])
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def _boot() -> str:
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
+
+
+def _namespace() -> str:
+    with contextlib.suppress(OSError):
+        return os.readlink("/proc/self/ns/pid")
+    return ""

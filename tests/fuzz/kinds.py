@@ -1,0 +1,401 @@
+"""Kinds: each file that may come from someone else, and the readers that it goes through."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import random
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.fuzz import mutate
+
+Mutation = Callable[[bytes, random.Random], bytes]
+Step = Callable[[Path], None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kind:
+    """One kind of input.
+
+    Attributes:
+        name: of the kind. file: inside of the folder, the one that is mutated.
+        prepare: writes the folder with a good file. read: what hocket does with it.
+        mutate: a good file and a random generator to another file.
+    """
+
+    name: str
+    file: str
+    prepare: Step
+    read: Step
+    mutate: Mutation
+
+
+KINDS: dict[str, Kind] = {}
+
+
+def kind(name: str, file: str, prepare: Step, mutation: Mutation) -> Callable[[Step], Step]:
+    """Register a reader as a kind."""
+
+    def register(read: Step) -> Step:
+        KINDS[name] = Kind(name=name, file=file, prepare=prepare, read=read, mutate=mutation)
+        return read
+
+    return register
+
+
+EVIL = "import pathlib; pathlib.Path(__file__).with_name('../executed').touch()\n"
+
+
+# --- folders ---------------------------------------------------------------------------------
+
+
+def copied(make: Callable[[Path], None]) -> Step:
+    """Make a folder once a process, and copy it each time."""
+
+    @functools.cache
+    def once() -> tempfile.TemporaryDirectory[str]:
+        there = tempfile.TemporaryDirectory(prefix="hocket-fuzz-good-")
+        make(Path(there.name))
+        return there
+
+    def prepare(folder: Path) -> None:
+        shutil.copytree(once().name, folder, dirs_exist_ok=True)
+
+    return prepare
+
+
+def run_folder(folder: Path) -> None:
+    """A run folder with data, one checkpoint, a schedule file and a model."""
+    import numpy as np
+
+    from hocket.jobs import prepare
+    from hocket.jobs.request import request
+    from hocket.spec.checkpoint import Manifest, Shard, TensorRecord
+    from hocket.spec.placement import Block, Placement
+    from hocket.spec.tensor_file import Entry, write_tensors
+
+    data = folder / "text.txt"
+    data.write_text("".join(f"line {n} of some text\n\n" for n in range(60)))
+    wanted = request(
+        {"model": "tiny-llama", "data": [str(data)], "run": str(folder / "run"), "seq_len": 16,
+         "global_batch": 4, "steps": 4, "save_every": 2, "device": "cpu", "layout": "pp2",
+         "held_out": 0.3}
+    )  # fmt: skip
+    job = prepare.plan(wanted)
+    run = prepare.run_folder(wanted)
+    _, tokens, config = prepare.data(job, run)
+    prepare.write(prepare.packed(job, tokens.packing), run, config, "train")
+    (folder / "run" / "mine.txt").write_text(run.schedule_file.read_text())
+    checkpoint = run.checkpoints / "step-000002"
+    checkpoint.mkdir(parents=True)
+    entries, values = [], []
+    for name, shape in (("a.weight", (4, 3)), ("b.weight", (6,))):
+        entries.append(Entry(name=f"parameter/{name}", dtype="F32", shape=shape))
+        values.append(np.arange(np.prod(shape), dtype=np.float32))
+    sums = write_tensors(checkpoint / "rank-00000.safetensors", entries, values)
+    placements = {}
+    for entry in entries:
+        name, zero = entry.name.removeprefix("parameter/"), (0,) * len(entry.shape)
+        block = Block(start=zero, size=entry.shape, local=zero)
+        placements[name] = Placement(
+            name=name, shape=entry.shape, local_shape=entry.shape, blocks=(block,)
+        )
+    records = tuple(
+        TensorRecord(
+            key=e.name, kind="parameter", name=e.name[10:], dtype="F32", shape=e.shape, crc32=s
+        )
+        for e, s in zip(entries, sums, strict=True)
+    )
+    shard = Shard(rank=0, file="rank-00000.safetensors", placements=placements, tensors=records)
+    manifest = Manifest(step=2, layout="dp1", model="x", shards=(shard,))
+    (checkpoint / "manifest.json").write_text(manifest.to_json())
+    (run.checkpoints / "latest").write_text("step-000002\n")
+
+
+def model_folder(folder: Path) -> None:
+    """A Hugging Face directory with a configuration, an index, weights and a tokenizer."""
+    import numpy as np
+
+    from hocket.catalogue import models
+    from hocket.spec.tensor_file import Entry, write_tensors
+    from hocket.training.tokenizer import byte_tokenizer
+
+    (folder / "config.json").write_text(json.dumps(models.config("tiny-llama")))
+    (folder / "evil.py").write_text(EVIL)
+    byte_tokenizer().save(folder)
+    (folder / "special_tokens_map.json").write_text('{"eos_token": "<|endoftext|>"}')
+    settings = {"eos_token_id": [256], "temperature": 0.7, "top_k": 40, "top_p": 0.9,
+                "repetition_penalty": 1.1, "max_new_tokens": 20, "do_sample": True}  # fmt: skip
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    names = {}
+    for number in (1, 2):
+        file = f"model-{number:05d}-of-00002.safetensors"
+        entries = [Entry(name=f"layer.{number}.{k}", dtype="BF16", shape=(3, 2)) for k in "ab"]
+        write_tensors(folder / file, entries, [np.zeros(6, np.uint16) for _ in entries])
+        names |= {entry.name: file for entry in entries}
+    index = {"metadata": {"total_size": 48}, "weight_map": names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def reported_folder(folder: Path) -> None:
+    """A run folder with all that a report reads."""
+    from tests.reporting.run_folders import gpus, make
+
+    make(folder / "run", steps=6, machine=gpus())
+    timeline = (folder / "run" / "timeline.json").read_text()
+    later = [{"step": 9, "timeline": json.loads(timeline)}]
+    (folder / "run" / "timeline.later.json").write_text(json.dumps(later))
+    (folder / "run" / "others.json").write_text('{"cores": 1.25}')
+
+
+def served_folder(folder: Path) -> None:
+    """The folder of a server."""
+    from tests.reporting.test_served import folder as make
+
+    make(folder / "run")
+    (folder / "run" / "others.json").write_text('{"cores": 1.25}')
+
+
+RUN, MODEL = copied(run_folder), copied(model_folder)
+REPORTED, SERVED = copied(reported_folder), copied(served_folder)
+
+
+# --- a run that is resumed ---------------------------------------------------------------------
+
+
+def _resume(folder: Path) -> None:
+    from hocket.jobs import resume
+    from hocket.jobs.record import Record
+    from hocket.jobs.request import request
+    from hocket.jobs.train import resumed
+
+    run = folder / "run"
+    found = resume.plan(request({"model": run, "run": run, "resume": True}))
+    nothing: Any = None
+    resumed(found, Record(None), launcher=nothing)
+
+
+kind("run.json", "run/run.json", RUN, mutate.checksummed)(_resume)
+
+
+@kind("schedule.txt", "run/schedule.txt", RUN, mutate.damaged)
+def _schedule(folder: Path) -> None:
+    from hocket.spec.schedule import Schedule
+
+    _resume(folder)
+    Schedule.parse((folder / "run" / "schedule.txt").read_text())
+
+
+@kind("schedule file", "run/mine.txt", RUN, mutate.damaged)
+def _schedule_file(folder: Path) -> None:
+    from hocket.jobs import prepare
+    from hocket.schedules.validate import validate
+    from hocket.spec.layout import Layout
+
+    path = folder / "run" / "mine.txt"
+    layout = Layout.parse(f"pp2:microbatches=4,schedule={path}")
+    validate(prepare.scheduled(layout), layout=layout, num_microbatches=4)
+
+
+@kind("tokens.json", "run/data/tokens.json", RUN, mutate.checksummed)
+def _tokens(folder: Path) -> None:
+    from hocket.training.dataset import open_dataset
+    from hocket.training.token_manifest import TRAIN, VALID, Tokens, verify
+
+    data = folder / "run" / "data"
+    verify(data, 16)
+    tokens = Tokens.load(data)
+    for name in (TRAIN, VALID):
+        samples = open_dataset(data, name, tokens, 16, 0)
+        if len(samples):
+            samples.batch(range(3))
+
+
+@kind("checkpoint manifest", "run/checkpoints/step-000002/manifest.json", RUN, mutate.checksummed)
+def _manifest(folder: Path) -> None:
+    from hocket.spec import checkpoint
+    from hocket.training.export import opened
+
+    there, _, _ = checkpoint.newest_whole(folder / "run" / "checkpoints")
+    with opened(there) as whole:
+        for name in whole.names():
+            whole.tensor(name)
+
+
+kind(
+    "checkpoint shard", "run/checkpoints/step-000002/rank-00000.safetensors", RUN,
+    mutate.safetensors,
+)(_manifest)  # fmt: skip
+
+
+# --- a model's directory ------------------------------------------------------------------------
+
+
+@kind("config.json", "config.json", MODEL, mutate.json_file)
+def _config(folder: Path) -> None:
+    from hocket.jobs.serving.request import stop_tokens
+    from hocket.jobs.validate import validate
+    from hocket.models.source import resolve
+    from hocket.spec.layout import Layout
+    from hocket.spec.run import Workload
+    from hocket.training.tokenizer import Tokenizer
+
+    source = resolve(folder)
+    assert source.code is None
+    validate(source.dimensions, Layout.parse("dp2.pp2.tp2"), Workload(seq_len=16, global_batch=8))
+    stop_tokens(source, Tokenizer.load(folder))
+
+
+@kind("model index", "model.safetensors.index.json", MODEL, mutate.json_file)
+def _headers(folder: Path) -> None:
+    from hocket.models.weight_headers import headers
+
+    for name, file in headers(folder).items():
+        file.buffer(name)
+
+
+kind("weights", "model-00001-of-00002.safetensors", MODEL, mutate.safetensors)(_headers)
+
+
+def _tokenizer(folder: Path) -> None:
+    from hocket.training.tokenizer import Tokenizer
+
+    words = Tokenizer.load(folder)
+    words.encode("a text of some words")
+    assert words.hash
+
+
+kind("tokenizer.json", "tokenizer.json", MODEL, mutate.json_file)(_tokenizer)
+kind("tokenizer_config.json", "tokenizer_config.json", MODEL, mutate.json_file)(_tokenizer)
+kind("special_tokens_map.json", "special_tokens_map.json", MODEL, mutate.json_file)(_tokenizer)
+
+
+@kind("generation_config.json", "generation_config.json", MODEL, mutate.json_file)
+def _generation(folder: Path) -> None:
+    from hocket.jobs.serving.request import stop_tokens
+    from hocket.models.source import resolve
+    from hocket.serving.defaults import Defaults, settings
+    from hocket.training.tokenizer import Tokenizer
+
+    Defaults.of(settings(folder)).text()
+    stop_tokens(resolve(folder), Tokenizer.load(folder))
+
+
+# --- what a report reads --------------------------------------------------------------------------
+
+
+def _report(folder: Path) -> None:
+    from hocket.jobs import report
+
+    found = report.records([folder / "run"])
+    report.text(found)
+    report.write(found, "html", str(folder / "page.html"))
+
+
+for _name, _mutation in (
+    ("run.json", mutate.checksummed), ("schedule.txt", mutate.damaged),
+    ("metrics.jsonl", mutate.json_lines), ("timeline.json", mutate.json_file),
+    ("timeline.predicted.json", mutate.json_file), ("timeline.later.json", mutate.json_file),
+    ("forecast.json", mutate.json_file), ("communication.json", mutate.json_file),
+    ("memory.json", mutate.json_file), ("topology.json", mutate.json_file),
+    ("others.json", mutate.json_file),
+):  # fmt: skip
+    kind(f"report of {_name}", f"run/{_name}", REPORTED, _mutation)(_report)
+for _name in ("run.json", "forecast.json", "measured.json"):
+    kind(f"server's {_name}", f"run/{_name}", SERVED, mutate.json_file)(_report)
+
+
+# --- files of options and machines -------------------------------------------------------------
+
+
+def _options(folder: Path) -> None:
+    (folder / "job.toml").write_text(
+        'model = "tiny-llama"\ndata = ["a.txt", "b.txt"]\nlayout = "dp2.pp2"\nschedule = "1f1b"\n'
+        "steps = 20\nlr = 1e-3\nseq-len = 128\nglobal-batch = 16\nmicrobatches = 4\nzero = 1\n"
+        'dtype = "fp32"\ncut = "balanced"\nsequence-parallel = false\nlinks = "nvlink4"\n'
+    )
+
+
+@kind("options TOML", "job.toml", _options, mutate.damaged)
+def _read_options(folder: Path) -> None:
+    from hocket.cli.config import read
+    from hocket.jobs.request import request
+
+    request({"model": "tiny-llama", **read(str(folder / "job.toml"))})
+
+
+def _machine(folder: Path) -> None:
+    from hocket.catalogue import machine_file
+    from hocket.catalogue.hardware import cluster
+
+    (folder / "machine.toml").write_text(machine_file.write(cluster("2x8xH100-SXM")))
+
+
+@kind("machine file", "machine.toml", _machine, mutate.damaged)
+def _read_machine(folder: Path) -> None:
+    from hocket.catalogue import machine_file
+    from hocket.catalogue.hardware import cluster
+
+    found = cluster(str(folder / "machine.toml"))
+    (folder / "again.toml").write_text(machine_file.write(found))
+    assert cluster(str(folder / "again.toml")) == found
+
+
+def _measured(folder: Path) -> None:
+    from tests.reporting.run_folders import gpus
+
+    (folder / "measured.json").write_text(gpus().to_json())
+
+
+@kind("measured machine", "measured.json", _measured, mutate.json_file)
+def _read_measured(folder: Path) -> None:
+    from hocket.catalogue import measured_file
+    from hocket.spec.measured import Measured
+
+    measured_file.write(Measured.from_json((folder / "measured.json").read_text(errors="replace")))
+
+
+# --- requests ----------------------------------------------------------------------------------
+
+
+def _body(folder: Path) -> None:
+    body = {
+        "model": "m", "prompt": ["abc", [1, 2, 3]], "max_tokens": 6, "temperature": 0.5, "n": 2,
+        "top_p": 0.9, "stop": ["x", "yz"], "stream": True, "logprobs": True, "seed": 3,
+        "stream_options": {"include_usage": True}, "logit_bias": {"5": 1.5}, "user": "me",
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "hello"}]}],
+        "input": [{"role": "user", "content": [{"type": "input_text", "text": "hello"}]}],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}},
+    }  # fmt: skip
+    (folder / "body.json").write_text(json.dumps(body))
+
+
+@kind("request body", "body.json", _body, mutate.json_file)
+def _request(folder: Path) -> None:
+    from hocket.serving.defaults import Defaults
+    from hocket.serving.http.body import parsed
+    from hocket.serving.http.errors import ApiError
+    from hocket.serving.http.fields import ChatFields, ResponseFields
+    from hocket.serving.http.responses import read_input
+    from hocket.serving.http.settings import HttpSettings
+    from hocket.spec.errors import OptionError
+
+    settings = HttpSettings()
+    try:
+        body = parsed((folder / "body.json").read_bytes(), settings.max_values)
+        for form in (ChatFields, ResponseFields):
+            fields: Any = form.read(body)
+            fields.stop_strings(settings)
+            fields.structure()
+            fields.sampling(max_tokens=6, stop=(256,), vocab_size=300, defaults=Defaults())
+            if form is ResponseFields:
+                read_input(fields)
+    except ApiError as error:
+        if not 400 <= error.status < 500:
+            raise
+        raise OptionError(error.message) from None

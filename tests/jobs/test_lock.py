@@ -1,0 +1,201 @@
+"""One writer for each run folder: who it is, when it is dead, and who follows it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hocket.cli.main import main
+from hocket.jobs import lock, prepare
+from hocket.jobs.export import export
+from hocket.jobs.request import request
+from hocket.spec.errors import RunFolderError
+
+HOLD = (
+    "import sys, time; from pathlib import Path; from hocket.jobs.lock import locked\n"
+    "with locked(Path(sys.argv[1]), 'train'): print('has it', flush=True); time.sleep(600)"
+)
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that writes the folder `run`."""
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "run")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "has it\n"
+        yield process
+        process.kill()
+
+
+@pytest.mark.train
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["train", "tiny-llama", "--data", "x.txt", "--run", "RUN"],
+        ["train", "--run", "RUN", "--resume"],
+        ["demo", "--run", "RUN"],
+        ["export", "OTHER", "--to", "RUN/model"],
+    ],
+)
+def test_a_second_writer_is_told_who_the_first_is(
+    other: subprocess.Popen[str],
+    tmp_path: Path,
+    command: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "run" / "run.json").write_text("{}")
+    names = {"RUN": "run", "OTHER": "other"}
+    for short, name in names.items():
+        command = [word.replace(short, str(tmp_path / name)) for word in command]
+    assert main(command) == 2
+    said = capsys.readouterr().err
+    assert f"process {other.pid} on host {socket.gethostname()}" in said
+    assert f"kill {other.pid}" in said
+    assert not (tmp_path / "run" / "model").exists()
+
+
+@pytest.mark.train
+def test_a_server_and_an_export_beside_a_run_are_locked_too(
+    other: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    from types import SimpleNamespace
+    from typing import Any
+
+    from hocket.jobs.serving.server import run_folder
+
+    asked: Any = SimpleNamespace(request=SimpleNamespace(run=tmp_path / "run"), name="x")
+    with pytest.raises(RunFolderError, match=f"process {other.pid} "):
+        run_folder(asked)
+    with lock.export_locked(tmp_path / "out"):
+        aside = tmp_path / ".out.writing"
+        assert (aside / lock.NAME).exists()
+    assert not aside.exists()
+
+
+def test_the_lock_of_a_killed_process_is_taken_over(
+    other: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    with pytest.raises(RunFolderError), lock.locked(folder, "train"):
+        pass
+    other.send_signal(signal.SIGKILL)
+    other.wait()
+    with lock.locked(folder, "train"):
+        assert json.loads((folder / lock.NAME).read_text())["pid"] == os.getpid()
+        with lock.locked(folder, "train"):  # within one process it is one lock
+            lock.check(folder)
+    assert not list(folder.glob(".lock*"))
+
+
+def me(**changes: object) -> lock.Owner:
+    return dataclasses.replace(lock.Owner.me("train"), **changes)  # type: ignore[arg-type]
+
+
+def write(folder: Path, owner: lock.Owner) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / lock.NAME).write_text(json.dumps(dataclasses.asdict(owner)))
+
+
+def test_a_process_that_has_got_the_pid_since_is_another_one(tmp_path: Path) -> None:
+    write(tmp_path / "run", me(start=1))
+    with lock.locked(tmp_path / "run", "train"):
+        pass
+
+
+@pytest.mark.parametrize("changed", [{"host": "gpu-7"}, {"boot": "x"}, {"namespace": "x"}])
+def test_the_lock_of_another_host_is_taken_over_by_hand(
+    tmp_path: Path, changed: dict[str, str]
+) -> None:
+    folder = tmp_path / "run"
+    owner = me(start=1, **changed)
+    write(folder, owner)
+    with pytest.raises(RunFolderError) as caught, lock.locked(folder, "train"):
+        pass
+    assert f"process {os.getpid()} on host {owner.host}" in caught.value.message
+    hint = str(caught.value.hint)
+    subprocess.run(hint[hint.index("rm ") :], shell=True, check=True)
+    with lock.locked(folder, "train"):
+        pass
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"host": 3}', "\xff"])
+def test_a_file_that_is_no_lock_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / lock.NAME).write_text(text, encoding="latin-1")
+    with pytest.raises(RunFolderError, match="cannot be read as a lock"):
+        lock.check(tmp_path)
+
+
+def test_what_was_made_for_a_lock_goes_with_it(tmp_path: Path) -> None:
+    with lock.locked(tmp_path / "runs" / "one", "train"):
+        pass
+    assert not (tmp_path / "runs").exists()
+
+
+def test_of_many_that_find_a_dead_owner_one_follows_it(tmp_path: Path) -> None:
+    """Also where a first follower has died before it took the name."""
+    folder = tmp_path / "run"
+    for turn in range(6):
+        dead = me(start=1)
+        write(folder, dead)
+        if turn % 2:
+            between = folder / f"{lock.NAME}.{dead.token}.next"
+            between.write_text(json.dumps(dataclasses.asdict(me(start=2))))
+        go, end = os.pipe(), os.pipe()
+        children = []
+        for _ in range(6):
+            child = os.fork()
+            if not child:
+                code = 2
+                try:
+                    os.close(go[1])
+                    os.close(end[1])
+                    os.read(go[0], 1)
+                    with lock.locked(folder, "train"):
+                        code = 1
+                        os.read(end[0], 1)  # the others have answered
+                except RunFolderError:
+                    code = 0
+                finally:
+                    os._exit(code)
+            children.append(child)
+        os.close(go[0])
+        os.close(end[0])
+        os.close(go[1])
+        codes, left = [], set(children)
+        while len(left) > 1:  # all but the one that has it
+            child, status = os.wait()
+            left.discard(child)
+            codes.append(os.waitstatus_to_exitcode(status))
+        os.close(end[1])
+        _, status = os.waitpid(left.pop(), 0)
+        codes.append(os.waitstatus_to_exitcode(status))
+        assert sorted(codes) == [0, 0, 0, 0, 0, 1]
+        assert not list(folder.glob(".lock*"))
+
+
+@pytest.mark.train
+def test_two_runs_without_a_name_get_folders_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked = request({"model": "tiny-llama"})
+    first, second = prepare.run_folder(asked), prepare.run_folder(asked)
+    assert (first.path.name, second.path.name) == ("tiny-llama-1", "tiny-llama-2")
+
+
+@pytest.mark.train
+def test_an_export_that_fails_leaves_no_lock(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match="holds no run"):
+        export(tmp_path / "run", tmp_path / "out")
+    assert not list(tmp_path.iterdir())
