@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
 from importlib import resources
 from typing import Any
 
@@ -26,6 +27,12 @@ class Entry:
     note: str
     source: str
     config: dict[str, Any]
+
+    @property
+    def hub_id(self) -> str | None:
+        """Its name on the Hugging Face Hub, as its source has it; None where it is not there."""
+        found = re.search(r"huggingface\.co/([\w.-]+/[\w.-]*\w)", self.source)
+        return found[1] if found else None
 
 
 @functools.cache

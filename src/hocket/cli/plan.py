@@ -35,10 +35,14 @@ class PlanFlags:
         pin: values that axes must have: tp=8 recompute=full microbatch=2.
         all: rank also what this hocket cannot run today.
         explain: say why the first wins, and what would change the answer.
-        emit: print the first as flags of torchtitan, megatron, deepspeed or vllm.
-        precision: of matrix products: bf16, fp16, fp8. None: bf16, on CPU cores fp32.
-        stack: software whose constants price it: megatron-core, megatron, fsdp, fsdp-compiled,
-            deepspeed ... None: megatron-core.
+        emit: print the first as flags or configuration of megatron, megatron-bridge, torchtitan,
+            torchtitan-0.2.2, deepspeed, accelerate or automodel; with --serve of vllm or sglang.
+            Only layouts that it can run are ranked.
+        precision: of matrix products: bf16, fp16, fp8. None: bf16, fp16 on a GPU without it, fp32
+            on CPU cores.
+        stack: software whose constants estimate a step, and whose features bound the search:
+            megatron-core, nemo, fsdp, fsdp-compiled, deepspeed (2022), megatron (2021) ... None:
+            megatron-core's constants, any layout.
         lora_rank: train adapters of this rank beside the frozen model.
         lora_targets: layers that have one: q_proj-v_proj. None: all linear ones but the head.
         json: print one JSON object; with --emit it holds that text as well.
@@ -140,6 +144,7 @@ def main(arguments: Sequence[str]) -> int:
         stack=flags.stack,
         lora_rank=flags.lora_rank,
         lora_targets=flags.lora_targets,
+        emit=flags.emit,
     )
     if flags.json:
         import json
