@@ -330,6 +330,83 @@ def _json(text: str) -> str:
     return words.get(text, text.replace("'", '"'))
 
 
+def _command(text: str) -> tuple[dict[str, str], dict[str, str], list[str]]:
+    """Environment, flags and the words before them."""
+    words = shlex.split("\n".join(x for x in text.splitlines() if x[0] != "#").replace("\\\n", " "))
+    environment = {}
+    while re.fullmatch(r"[A-Z_]+=.*", words[0]):
+        name, _, value = words.pop(0).partition("=")
+        environment[name] = value
+    first = next(i for i, word in enumerate(words) if word.startswith("--"))
+    found, name = {}, ""
+    for word in words[first:]:
+        if word.startswith("--"):
+            name = word
+            assert name not in found, name
+            found[name] = ""
+        else:
+            found[name] = f"{found[name]} {word}".strip()
+    return environment, found, words[:first]
+
+
+def _partition(found: str | None, stages: int, layers: int) -> None:
+    if found is None:
+        assert layers % stages == 0
+    else:
+        counts = [int(n) for n in found.split(",")]
+        assert len(counts) == stages
+        assert sum(counts) == layers
+
+
+def vllm(text: str, facts: Facts) -> None:
+    environment, found, words = _command(text)
+    assert words[:2] == ["vllm", "serve"]
+    assert words[2] == "MODEL" or "/" in words[2]
+    tp = _number(found, "--tensor-parallel-size")
+    pp = _number(found, "--pipeline-parallel-size")
+    dp = _number(found, "--data-parallel-size")
+    assert facts["heads"] % tp == 0
+    tokens = _number(found, "--max-num-batched-tokens")
+    assert _number(found, "--max-num-seqs") <= tokens
+    assert "--enable-chunked-prefill" in found or tokens >= _number(found, "--max-model-len")
+    nodes = _number(found, "--nnodes")
+    assert tp * pp <= facts["gpus_per_node"] or nodes > 1
+    assert dp * tp * pp % nodes == 0
+    assert dp * tp * pp // nodes <= facts["gpus_per_node"] or "--data-parallel-size-local" in found
+    if "--data-parallel-size-local" in found:
+        assert 1 <= int(found["--data-parallel-size-local"]) <= dp
+        assert "--data-parallel-address" in found
+        assert int(found["--data-parallel-size-local"]) * tp * pp <= facts["gpus_per_node"]
+    if nodes > 1:
+        assert {"--node-rank", "--master-addr"} <= set(found)
+    # With experts, ranks of --data-parallel-size are one group, not replicas.
+    assert not facts["experts"] or dp == 1
+    assert "--enable-expert-parallel" not in found or facts["experts"]
+    assert found.get("--quantization") in (None, "fp8_per_tensor", "fp8_per_block")
+    assert found.get("--kv-cache-dtype") in (None, "fp8", "auto", "bfloat16")
+    assert 0 < float(found["--gpu-memory-utilization"]) <= 1
+    _partition(environment.get("VLLM_PP_LAYER_PARTITION"), pp, facts["layers"])
+
+
+def sglang(text: str, facts: Facts) -> None:
+    environment, found, words = _command(text)
+    assert words == ["python", "-m", "sglang.launch_server"]
+    assert found["--model-path"] == "MODEL" or "/" in found["--model-path"]
+    tp, pp = _number(found, "--tp-size"), _number(found, "--pp-size")
+    dp, nodes = _number(found, "--dp-size"), _number(found, "--nnodes")
+    assert facts["heads"] % tp == 0
+    assert tp * pp % nodes == 0
+    assert tp * pp // nodes <= facts["gpus_per_node"]
+    assert dp == 1 or (nodes == 1 and dp * tp * pp <= facts["gpus_per_node"])
+    assert nodes == 1 or {"--node-rank", "--dist-init-addr"} <= set(found)
+    assert found.get("--kv-cache-dtype") in (None, "fp8_e4m3", "fp8_e5m2")
+    assert 0 < float(found["--mem-fraction-static"]) <= 1
+    assert _number(found, "--chunked-prefill-size") >= 1
+    _partition(environment.get("SGLANG_PP_LAYER_PARTITION"), pp, facts["layers"])
+
+
+SERVER_RULES = {"vllm": vllm, "sglang": sglang}
+
 RULES = {
     "megatron": megatron,
     "megatron-bridge": bridge,

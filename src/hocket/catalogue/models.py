@@ -21,12 +21,14 @@ class Entry:
         note: one line for a person.
         source: where its figures were published.
         config: its Hugging Face configuration.
+        quantized: in what its checkpoint on the Hub is quantised; empty where it is not.
     """
 
     name: str
     note: str
     source: str
     config: dict[str, Any]
+    quantized: str = ""
 
     @property
     def hub_id(self) -> str | None:

@@ -194,6 +194,9 @@ def _plan(
         weight_bytes=first_problem.weights,
         cache_bytes_per_token=first_problem.cache_per_token,
         kinds=tuple(kinds),
+        heads=shape.heads,
+        layers=len(shape.layers),
+        experts=shape.experts,
         claim=claim,
         source=source,
         need=tuple(
