@@ -15,6 +15,7 @@ from hocket.cli.flags import Count, Model, Text, explicit, parse
 from hocket.spec.errors import OptionError
 
 Number = Annotated[float | None, tyro.conf.arg(metavar="FLOAT")]
+From = Annotated[str | None, tyro.conf.arg(name="from", metavar="FILE")]
 Pins = Annotated[tuple[str, ...], tyro.conf.arg(metavar="AXIS=VALUE...")]
 
 
@@ -38,6 +39,9 @@ class PlanFlags:
         emit: print the first as flags or configuration of megatron, megatron-bridge, torchtitan,
             torchtitan-0.2.2, deepspeed, accelerate or automodel; with --serve of vllm or sglang.
             Only layouts that it can run are ranked.
+        source: predict this configuration of another tool (torchtitan TOML or Python, Megatron's
+            flags or launch script, DeepSpeed JSON, accelerate YAML, with --serve a `vllm serve`
+            line) and print a better one as a diff. It is parsed, never executed.
         precision: of matrix products: bf16, fp16, fp8. None: bf16, fp16 on a GPU without it, fp32
             on CPU cores.
         stack: software whose constants estimate a step, and whose features bound the search:
@@ -70,6 +74,7 @@ class PlanFlags:
     all: bool = False
     explain: bool = False
     emit: Text = None
+    source: From = None
     precision: Text = None
     stack: Text = None
     lora_rank: Count = None
@@ -110,6 +115,8 @@ def main(arguments: Sequence[str]) -> int:
                 f"{_flag(name)} is about serving, and this plans a training step",
                 hint=f"hocket plan {flags.model or 'MODEL'} --serve {_flag(name)} ...",
             )
+    if flags.source is not None:
+        return _from(flags, written)
     if not flags.model:
         raise OptionError("which model?", hint="hocket plan llama-3-70b --cluster 8x8xH100-SXM")
     if flags.cluster is None:
@@ -158,6 +165,44 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
+FROM = {
+    "model", "cluster", "seq_len", "global_batch", "precision", "stack", "json", "from", "serve",
+    *SERVING,
+}  # fmt: skip
+"""Flags that mean something with --from."""
+
+
+def _from(flags: PlanFlags, written: frozenset[str]) -> int:
+    import json
+
+    from hocket.jobs import plan_from as job
+
+    for name in sorted(written - FROM):
+        raise OptionError(
+            f"{_flag(name)} is not used with --from, which takes the layout from the file",
+            hint=f"leave {_flag(name)} out",
+        )
+    assert flags.source is not None
+    if flags.cluster is None:
+        raise OptionError("which GPUs?", hint="--cluster 8x8xH100-SXM")
+    if flags.serve:
+        names = ("precision", *SERVING)
+        given = {n: getattr(flags, n) for n in names if getattr(flags, n) is not None}
+        print(job.serve_from(flags.source, model=flags.model, cluster=flags.cluster, **given))
+        return 0
+    found = job.plan_from(
+        flags.source,
+        model=flags.model,
+        cluster=flags.cluster,
+        seq_len=flags.seq_len if "seq_len" in written else None,
+        global_batch=flags.global_batch,
+        precision=flags.precision,
+        stack=flags.stack,
+    )
+    print(json.dumps(found.to_json()) if flags.json else job.reading_text(found))
+    return 0
+
+
 def _serve(flags: PlanFlags, written: frozenset[str]) -> int:
     for name in TRAINING:
         if name in written:
@@ -166,6 +211,8 @@ def _serve(flags: PlanFlags, written: frozenset[str]) -> int:
                 f"{_flag(name)} is about training, and --serve plans a service",
                 hint=f"{instead} instead" if instead else f"leave {_flag(name)} out",
             )
+    if flags.source is not None:
+        return _from(flags, written)
     if not flags.model and flags.weights is None:
         raise OptionError("which model?", hint="hocket plan llama-3-70b --serve --cluster H100")
     from hocket.jobs.serving import plan as job

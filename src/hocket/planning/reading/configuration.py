@@ -22,6 +22,7 @@ class Configuration:
     Attributes:
         tool: that it is for, as `--emit` takes it.
         fields: of `Layout`, without dp.
+        instances: copies of a ZeRO state, each shared by as many data ranks.
         data_ranks: dp, where the file says it. world: GPUs, likewise.
         microbatch, global_batch: sequences. seq_len: tokens.
         accumulation: microbatches of a data rank and step.
@@ -31,6 +32,7 @@ class Configuration:
 
     tool: str
     fields: Mapping[str, Any]
+    instances: int = 1
     data_ranks: int | None = None
     world: int | None = None
     microbatch: int | None = None
@@ -68,6 +70,8 @@ class Configuration:
                     hint=f"--global-batch {self.microbatch * data}",
                 )
         fields = dict(self.fields)
+        if self.instances > 1:
+            fields["shard"] = data // self.instances
         if fields.get("shard") == data or not fields.get("zero"):
             fields.pop("shard", None)
         return Layout(dp=data, microbatches=count, **fields)

@@ -1,4 +1,4 @@
-"""Sections: the files of nested keys (TOML, JSON, YAML) as one flat mapping, and with other values."""
+"""Sections: files of nested keys (TOML, JSON, YAML) as one flat mapping, and with other values."""
 
 from __future__ import annotations
 

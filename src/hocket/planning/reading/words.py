@@ -9,7 +9,9 @@ from typing import Any
 
 from hocket.spec.errors import OptionError
 
-_ASSIGNED = re.compile(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=([\"']?)([\w./:+*|,-]*)\2\s*(?:#.*)?$", re.M)
+_ASSIGNED = re.compile(
+    r"^\s*(?:export\s+)?([A-Za-z_]\w*)=([\"']?)([\w./:+*|,-]*)\2\s*(?:#.*)?$", re.M
+)
 _USED = re.compile(r"\$\{?([A-Za-z_]\w*)\}?")
 
 

@@ -111,7 +111,7 @@ def _pipeline(job: Job) -> tuple[int | None, str | None]:
     return (job.layout.virtual_stages if job.layout.virtual_stages > 1 else None), None
 
 
-def _environment(job: Job) -> str | None:
+def environment(job: Job) -> str | None:
     """The line that sets CUDA_DEVICE_MAX_CONNECTIONS, where Megatron checks it."""
     layout = job.layout
     if layout.zero >= 2:
@@ -173,8 +173,8 @@ def _write(job: Job) -> str:
         "append to pretrain_gpt.py and the model's own flags (--num-layers, ...)",
     ]
     head = "".join(f"# {note}\n" for note in notes)
-    environment = _environment(job)
-    return head + (f"{environment}\n" if environment else "") + flags_text(flags(job), ())
+    line = environment(job)
+    return head + (f"{line}\n" if line else "") + flags_text(flags(job), ())
 
 
 def _bridge(job: Job) -> str:
@@ -211,10 +211,10 @@ def _bridge(job: Job) -> str:
         values["ddp.use_megatron_fsdp"] = True
         values["ddp.data_parallel_sharding_strategy"] = strategy
         values["checkpoint.ckpt_format"] = "fsdp_dtensor"
-    environment = _environment(job)
+    line = environment(job)
     lines = [
         f"# {BRIDGE.software}, {layout.world_size} GPUs",
-        *([f"# environment: {environment}"] if environment else []),
+        *([f"# environment: {line}"] if line else []),
         "# cfg = one of megatron.bridge.recipes' functions, called; then apply_layout(cfg)",
         "def apply_layout(cfg):",
         *(f"    cfg.{name} = {value!r}" for name, value in values.items()),

@@ -32,6 +32,19 @@ _MODELS = {
 }
 """Names of the catalogue, to the model and flavour that both releases have."""
 
+
+def _config(name: str, flavour: str) -> str:
+    """The configuration function of release 0.3.0: `llama3_8b`."""
+    return f"{name}_{flavour.lower().replace('.', '_').replace('-', '_')}"
+
+
+CONFIGS = {
+    written.lower(): ours
+    for ours, (name, flavour) in _MODELS.items()
+    for written in (f"{name} {flavour}", f"{name} {_config(name, flavour)}")
+}
+"""Model and flavour, or module and configuration, in lower case, to names of the catalogue."""
+
 _RULES = (
     Rule(
         "1f1b with {microbatches} microbatches: PyTorch's needs one for each of pp {pp} stages",
@@ -162,10 +175,9 @@ def training(job: Job) -> dict[str, Any]:
 def _write(job: Job) -> str:
     layout = job.layout
     name, flavour = _MODELS.get(job.facts.model, ("MODULE", ""))
-    config = f"{name}_{flavour.lower().replace('.', '_').replace('-', '_')}"
     flags: dict[str, Any] = {
         "--module": name,
-        "--config": config if flavour else "CONFIG",
+        "--config": _config(name, flavour) if flavour else "CONFIG",
     }
     flags |= {f"--parallelism.{key}": value for key, value in parallelism(job).items()}
     if layout.tp > 1 and not layout.sequence_parallel:
