@@ -47,6 +47,8 @@ class PlanFlags:
         stack: software whose constants estimate a step, and whose features bound the search:
             megatron-core, nemo, fsdp, fsdp-compiled, deepspeed (2022), megatron (2021) ... None:
             megatron-core's constants, any layout.
+        price_list: providers whose on-demand quotes dollars are the median of: hyperscaler,
+            specialist or all. None: all.
         lora_rank: train adapters of this rank beside the frozen model.
         lora_targets: layers that have one: q_proj-v_proj. None: all linear ones but the head.
         json: print one JSON object; with --emit it holds that text as well.
@@ -77,6 +79,7 @@ class PlanFlags:
     source: From = None
     precision: Text = None
     stack: Text = None
+    price_list: Text = None
     lora_rank: Count = None
     lora_targets: Text = None
     json: bool = False
@@ -152,6 +155,7 @@ def main(arguments: Sequence[str]) -> int:
         lora_rank=flags.lora_rank,
         lora_targets=flags.lora_targets,
         emit=flags.emit,
+        price_list=flags.price_list,
     )
     if flags.json:
         import json
@@ -220,7 +224,7 @@ def _serve(flags: PlanFlags, written: frozenset[str]) -> int:
 
     if flags.emit is not None:
         serve_table.check_tool(flags.emit, one=flags.weights is not None, model=flags.model)
-    names = ("precision", *SERVING)
+    names = ("precision", "price_list", *SERVING)
     given = {name: getattr(flags, name) for name in names if getattr(flags, name) is not None}
     found = job.serve_plan(
         flags.model,

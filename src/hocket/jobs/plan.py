@@ -39,6 +39,7 @@ def plan(
     lora_rank: int | None = None,
     lora_targets: str | None = None,
     emit: str | None = None,
+    price_list: str | None = None,
 ) -> Plan:
     """The best layouts of a model on a cluster, or one layout priced.
 
@@ -54,12 +55,14 @@ def plan(
         stack: one of `planning.stacks`: its constants estimate a step, and only layouts that it can
             run are ranked. None: Megatron-Core's constants, any layout.
         lora_rank, lora_targets: train adapters instead of the model, as `hocket train` does.
+        price_list: `hyperscaler`, `specialist` or `all` quotes of the catalogue. None: all.
         emit: a tool of `planning.tools.emit`: only layouts that it can run are ranked.
 
     Raises:
         HocketError: what the caller can mend: an unknown name, or a model that does not fit, with
             the smallest cluster that it fits.
     """
+    from hocket.catalogue.hardware import with_prices
     from hocket.jobs.adapters import words
     from hocket.jobs.machine import cluster as find_cluster
     from hocket.planning.layouts import parse_pins
@@ -75,6 +78,8 @@ def plan(
     if layout is not None and pins:
         raise OptionError("--layout prices one layout, and --pin searches", hint="one of the two")
     machines = find_cluster(cluster)
+    if price_list is not None:
+        machines = with_prices(machines, price_list)
     if machines.is_cpu:
         if stack is not None:
             raise OptionError(
@@ -240,6 +245,8 @@ HEADERS = ("step", "tokens/s/GPU", "MFU", "memory", "bubble", "exposed", "$/B to
 
 def table(found: Plan) -> str:
     """The answer as text: what was asked, the best layouts, and how to run the first."""
+    from hocket.catalogue.hardware import price_text
+
     if found.machine:
         from hocket.jobs import machine_plan
 
@@ -269,6 +276,8 @@ def table(found: Plan) -> str:
         "Ranges are the 10th to the 90th percentile; memory is the 95th of the fullest GPU, which "
         "must fit.",
     ]
+    if found.problem is not None:
+        lines.append(f"$: {price_text(found.problem.cluster.node.gpu)}.")
     if not all(one.simulated for one in (*found.layouts, *found.beyond)):
         lines.append("~: priced by closed forms; its schedule is too long to be played.")
     if any(one.alike for one in (*found.layouts, *found.beyond)):

@@ -385,14 +385,15 @@ def _legend(plan: ServicePlan) -> Iterator[str]:
             "hold it: GPUs for weights and one request in a legal split; in brackets by the sum of "
             "their memory."
         )
-    priced = next(
-        (k.best for k in plan.kinds if k.best is not None and k.best.price is not None), None
-    )
-    if priced is not None:
-        yield (
-            f"dollars: {priced.gpu} at {priced.price:g} an hour, {priced.price_source}; a million "
-            "output tokens at this load, and where the GPUs are full."
-        )
+    for kind in plan.kinds:
+        if kind.best is not None and (kind.best.price is None or kind.best is best):
+            price = kind.best.price
+            yield (
+                f"dollars: {kind.gpu} at {price:g} an hour, {kind.best.price_source}; a million "
+                "output tokens at this load, and where the GPUs are full."
+                if price is not None
+                else f"dollars: no price for {kind.gpu}: {kind.best.price_source}."
+            )
 
 
 def _with_range(seconds: float, values: Range | None) -> str:

@@ -77,12 +77,16 @@ def changed(text: str, configuration: Configuration, job: Job) -> str:
     if tool == "megatron":
         return words.edit(text, _without_defaults(text, megatron.flags(job)))
     if tool == "torchtitan":
-        found = words.flags(TOOLS["torchtitan"].write(job).partition("\n")[2])[1]
-        skipped = ("--module", "--config")
-        flags = {k: True if v is None else v for k, v in found.items() if k not in skipped}
-        mode = f"activation-checkpoint:{job.layout.recompute}"
-        text = re.sub(r"activation-checkpoint:[\w-]+", mode, text)
-        return words.edit(text, _without_defaults(text, flags))
+        text = re.sub(
+            r"--parallelism\.module[_-]fqns[_-]per[_-]model[_-]part(\s+[a-z][\w.,]*(?=\s))*\s*(\\\n\s*)?",
+            "",
+            text,
+        )
+        word = torchtitan.recompute_word(job)
+        text, count = re.subn(r"activation-checkpoint:[\w-]+", word, text)
+        if not count:
+            text = f"{text.rstrip()} {word}\n"
+        return words.edit(text, _without_defaults(text, torchtitan.flags(job)))
     if tool == "torchtitan-python":
         return python.edit(text, _titan(job, tokens="num_tokens_per_train_step" in text))
     written = TOOLS[tool].write(job)
@@ -116,12 +120,17 @@ _OWNED = {
 }  # fmt: skip
 
 
+_DEFAULT_ONE = re.compile(
+    r"((model|context)-parallel-size|(tensor|pipeline|context|expert|replicate)(_parallel)?_degree)$"
+)
+
+
 def _without_defaults(text: str, flags: dict[str, Any]) -> dict[str, Any]:
     """Without degrees of 1 that the text leaves out as well."""
     return {
         name: value
         for name, value in flags.items()
-        if name in text or not (value in (1, "1") and re.search(r"(size|degree)$", name))
+        if name in text or not (value in (1, "1") and _DEFAULT_ONE.search(name))
     }
 
 

@@ -128,7 +128,8 @@ def megatron(text: str) -> Configuration:
     gpus = world or None
     return Configuration(
         tool="megatron", fields=fields, instances=instances, world=gpus, microbatch=micro,
-        global_batch=batch, seq_len=seq, precision=precision, unread=_unread(found, used), notes=tuple(notes),
+        global_batch=batch, seq_len=seq, precision=precision, unread=_unread(found, used),
+        notes=tuple(notes),
     )  # fmt: skip
 
 
@@ -169,8 +170,12 @@ def torchtitan(text: str) -> Configuration:
         found["activation_checkpoint.mode"] = mode
     match = re.search(r"module[_-]fqns[_-]per[_-]model[_-]part\s+([\w.,\s]+)", text)
     if match:
-        parts = [word.split(",") for word in match[1].split() if "," in word]
-        found["parallelism.module_fqns_per_model_part"] = parts
+        modules = r"(tok_embeddings|layers\.\d+|norm|output|lm_head)"
+        found["parallelism.module_fqns_per_model_part"] = [
+            word.split(",")
+            for word in match[1].split()
+            if re.fullmatch(f"{modules}(,{modules})*", word)
+        ]
     if "parallelism.no_enable_sequence_parallel" in found:
         found["parallelism.enable_sequence_parallel"] = False
     return _titan("torchtitan", found)

@@ -68,7 +68,8 @@ def edit(text: str, changes: Mapping[str, Any]) -> str:
                 text = _without(text, match.start(), match.end())
         elif present:
             if not last:
-                last = len(text.rstrip().rstrip("\\").rstrip())
+                word = re.search(r"\s+activation-checkpoint:", text)  # torchtitan's last word
+                last = word.start() if word else len(text.rstrip().rstrip("\\").rstrip())
             text = f"{text[:last]} \\\n  {written}{text[last:]}"
             last += len(written) + 5
     return text

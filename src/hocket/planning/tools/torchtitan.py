@@ -172,28 +172,35 @@ def training(job: Job) -> dict[str, Any]:
     }
 
 
-def _write(job: Job) -> str:
+def flags(job: Job) -> dict[str, Any]:
+    """Flags of release 0.3.0, without the model and without recompute, which is the last word."""
     layout = job.layout
-    name, flavour = _MODELS.get(job.facts.model, ("MODULE", ""))
-    flags: dict[str, Any] = {
-        "--module": name,
-        "--config": _config(name, flavour) if flavour else "CONFIG",
-    }
-    flags |= {f"--parallelism.{key}": value for key, value in parallelism(job).items()}
-    if layout.tp > 1 and not layout.sequence_parallel:
-        flags["--parallelism.no-enable_sequence_parallel"] = True
+    flags = {f"--parallelism.{key}": value for key, value in parallelism(job).items()}
+    off = layout.tp > 1 and not layout.sequence_parallel
+    flags["--parallelism.no-enable_sequence_parallel"] = True if off else None
     if layout.pp > 1:
         stages = " ".join(",".join(part) for part in parts(job, "lm_head"))
         flags["--parallelism.module_fqns_per_model_part"] = stages
     for key, value in training(job).items():
         flags[f"--training.{key}"] = value
-    if layout.pp > 1 or layout.ep > 1:
-        flags["--training.disable_cuda_graphs"] = True
-    flags[f"activation-checkpoint:{layout.recompute}"] = True
+    graphs = layout.pp == 1 and layout.ep == 1
+    flags["--training.disable_cuda_graphs"] = None if graphs else True
+    return flags
+
+
+def recompute_word(job: Job) -> str:
+    """The last word of a line of flags."""
+    return f"activation-checkpoint:{job.layout.recompute}"
+
+
+def _write(job: Job) -> str:
+    layout = job.layout
+    name, flavour = _MODELS.get(job.facts.model, ("MODULE", ""))
+    model = {"--module": name, "--config": _config(name, flavour) if flavour else "CONFIG"}
     notes = [f"{LIMITS.software}, {layout.world_size} GPUs: append to torchtitan/train.py"]
     if not flavour:
         notes.append(f"MODULE and CONFIG: the module and function that describe {job.facts.model}")
-    return flags_text(flags, notes)
+    return flags_text({**model, **flags(job), recompute_word(job): True}, notes)
 
 
 def _write_toml(job: Job) -> str:
