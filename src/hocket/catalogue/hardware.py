@@ -330,13 +330,13 @@ def _priced(entry: Gpu, prices: Iterable[Quote], price_list: str) -> Gpu:
             entry, price=None, price_source=f"no {which}on-demand quote was read"
         )
     dollars = [quote.dollars for quote in found]
-    spread = f" ({min(dollars):g} to {max(dollars):g})" if len(found) > 1 else ""
+    spread = f", {min(dollars):g} to {max(dollars):g}" if len(found) > 1 else ""
     dates = " to ".join(dict.fromkeys((found[0].date, found[-1].date)))
     noun = "quotes" if len(found) > 1 else "quote"
     return dataclasses.replace(
         entry,
         price=round(statistics.median(dollars), 4),
-        price_source=f"median of {len(found)} {which}on-demand {noun}{spread} read {dates}",
+        price_source=f"median of {len(found)} {which}on-demand {noun} read {dates}{spread}",
     )
 
 
