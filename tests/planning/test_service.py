@@ -288,13 +288,13 @@ def test_a_card_without_bf16_says_so() -> None:
 
 def test_tensor_parallelism_reaches_the_nvlink_domain() -> None:
     trays = dataclasses.replace(
-        SEVENTY, shape=shape("deepseek-v3"), cluster=cluster("GB200"), precision="fp8"
+        SEVENTY, shape=shape("deepseek-v3"), cluster=cluster("18x4xGB200"), precision="fp8"
     )
     degrees = {tp for tp, _ in trays.splits()}
     assert trays.cluster.node.link.domain == 72
     assert trays.cluster.node.num_gpus == 4
     assert {4, 8, 16, 32, 64} <= degrees
-    over_nodes = {tp for tp, _ in dataclasses.replace(trays, cluster=cluster("H100")).splits()}
+    over_nodes = {tp for tp, _ in dataclasses.replace(trays, cluster=cluster("8xH100-SXM")).splits()}
     assert {8, 16, 32} <= over_nodes
 
 
