@@ -294,7 +294,8 @@ def test_tensor_parallelism_reaches_the_nvlink_domain() -> None:
     assert trays.cluster.node.link.domain == 72
     assert trays.cluster.node.num_gpus == 4
     assert {4, 8, 16, 32, 64} <= degrees
-    over_nodes = {tp for tp, _ in dataclasses.replace(trays, cluster=cluster("8xH100-SXM")).splits()}
+    hopper = dataclasses.replace(trays, cluster=cluster("8xH100-SXM"))
+    over_nodes = {tp for tp, _ in hopper.splits()}
     assert {8, 16, 32} <= over_nodes
 
 

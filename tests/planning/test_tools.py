@@ -21,6 +21,7 @@ from hocket.planning.tools.limits import division
 from hocket.spec.errors import LayoutError, OptionError
 from hocket.spec.layout import Layout
 from tests.planning import tool_rules
+from tests.rotation import part
 
 DENSE = Problem(
     shape=shape("llama-3-8b"), cluster=cluster("4x8xH100-SXM"), seq_len=4096, global_batch=64
@@ -62,7 +63,7 @@ def some_layouts(problem: Problem, seed: int, count: int) -> list[Layout]:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("problem", [DENSE, EXPERTS, MODERN], ids=["dense", "experts", "b200"])
+@pytest.mark.parametrize("problem", part([DENSE, EXPERTS, MODERN], 3))
 def test_whatever_is_emitted_keeps_the_rules_of_its_tool(problem: Problem) -> None:
     counts = dict.fromkeys(TOOLS, 0)
     layouts = some_layouts(problem, 7, 60)
@@ -92,7 +93,7 @@ def test_whatever_is_emitted_keeps_the_rules_of_its_tool(problem: Problem) -> No
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("name", stacks())
+@pytest.mark.parametrize("name", part(stacks(), 3))
 def test_every_ranked_layout_is_one_that_the_stack_can_run(name: str) -> None:
     stack = STACKS[name]
     for problem in (DENSE, EXPERTS):
@@ -115,7 +116,7 @@ def test_every_stack_has_a_version_and_years() -> None:
 
 
 def test_every_emitted_text_names_the_version() -> None:
-    for name, tool in TOOLS.items():
+    for name, tool in part(list(TOOLS.items()), 3):
         limits = tool.limits
         bounded = dataclasses.replace(DENSE, limits=(limits,), division=division([limits]))
         assert limits.software in emit(name, bounded, plan(bounded, top=1, everything=True).best)

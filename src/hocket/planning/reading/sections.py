@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hocket.spec.errors import OptionError
@@ -21,7 +21,9 @@ def load(text: str, kind: str) -> Flat:
         OptionError: text that is not of that kind, is nested too deeply, or (YAML) has aliases.
     """
     try:
-        found = {"toml": tomllib.loads, "json": json.loads, "yaml": _yaml}[kind](text)
+        parse: Callable[[str], Any]
+        parse = {"toml": tomllib.loads, "json": json.loads, "yaml": _yaml}[kind]  # type: ignore[assignment]
+        found = parse(text)
     except (ValueError, RecursionError) as error:
         raise OptionError(f"the file is not {kind.upper()}: {str(error)[:200]}") from None
     if not isinstance(found, dict):
