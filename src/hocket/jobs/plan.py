@@ -108,8 +108,9 @@ def plan(
             lora_targets=lora_targets,
         )
     chosen = None if stack is None else find_stack(stack)
-    limits = () if chosen is None else (chosen.limits,)
-    limits += () if emit is None else (tool(emit).limits,)
+    bounds = [] if chosen is None else [chosen.limits]
+    bounds += [] if emit is None else [tool(emit).limits]
+    limits = tuple(bounds)
     problem = Problem(
         shape=trained_shape(shape_of(os.fspath(model)), lora_rank, lora_targets),
         cluster=machines,
