@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import statistics
 from importlib import resources
 
 import pytest
@@ -262,3 +263,33 @@ def test_units():
     for text in ("400", "400 GB", "1..2 GB/s"):
         with pytest.raises(OptionError):
             parse_bandwidth(text)
+
+
+def test_prices_by_list_have_range_and_date() -> None:
+    machines = hardware.cluster("8xH100-SXM")
+    found = {name: hardware.with_prices(machines, name).node.gpu for name in hardware.PRICE_LISTS}
+    assert found["all"].price == machines.node.gpu.price
+    for name, providers in hardware.PRICE_LISTS.items():
+        quotes = [
+            quote.dollars
+            for quote in hardware.quotes("H100-SXM-80")
+            if quote.tier.startswith("on-demand") and (not providers or quote.provider in providers)
+        ]
+        entry = found[name]
+        assert entry.price == pytest.approx(statistics.median(quotes), abs=1e-4)
+        for value in (min(quotes), max(quotes)):
+            assert f"{value:g}" in entry.price_source
+        assert "read 2026" in entry.price_source
+    assert found["hyperscaler"].price > found["specialist"].price
+    assert set(hardware.HYPERSCALERS).isdisjoint(hardware.SPECIALISTS)
+    with pytest.raises(OptionError, match="unknown price list"):
+        hardware.with_prices(machines, "hyperscalers")
+
+
+def test_a_gpu_without_a_quote_says_so() -> None:
+    for name in ("MI300X", "H20", "GB200", "V100-SXM"):
+        device = hardware.gpu(name)
+        assert device.price is None
+        assert hardware.price_text(device).startswith(f"no price for {device.name}")
+    only = hardware.with_prices(hardware.cluster("8xMI300X"), "hyperscaler").node.gpu
+    assert "no hyperscaler on-demand quote was read" in hardware.price_text(only)

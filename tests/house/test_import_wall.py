@@ -48,7 +48,7 @@ OUTSIDE: dict[str, set[str]] = {
     "cost": {"numpy"},
     "simulation": {"numpy"},
     "reporting": {"numpy", "rich", "matplotlib"},
-    "planning": {"numpy"},
+    "planning": {"numpy", "yaml"},
     "models": {
         "torch", "transformers", "safetensors", "huggingface_hub", "numpy", "jinja2", "peft",
     },

@@ -81,7 +81,8 @@ FLAGS = {
     "export": {"run", "to", "merge", "overwrite", "trust_remote_code"},
     "plan": {
         "model", "cluster", "seq_len", "global_batch", "objective", "top", "layout", "pin", "all",
-        "explain", "emit", "precision", "stack", "lora_rank", "lora_targets", "json", *SERVICE,
+        "explain", "emit", "source", "price_list", "precision", "stack", "lora_rank",
+        "lora_targets", "json", *SERVICE,
     },
     "validate": {"table", "infer", "rows", "json"},
     "probe": {"quick", "out", "device", "svg", "json"},

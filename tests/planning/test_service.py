@@ -284,3 +284,27 @@ def test_a_card_without_bf16_says_so() -> None:
         dataclasses.replace(EIGHT, cluster=cluster("8xT4"))
     half = dataclasses.replace(EIGHT, cluster=cluster("8xT4"), precision="fp16")
     assert candidates(half)
+
+
+def test_tensor_parallelism_reaches_the_nvlink_domain() -> None:
+    trays = dataclasses.replace(
+        SEVENTY, shape=shape("deepseek-v3"), cluster=cluster("18x4xGB200"), precision="fp8"
+    )
+    degrees = {tp for tp, _ in trays.splits()}
+    assert trays.cluster.node.link.domain == 72
+    assert trays.cluster.node.num_gpus == 4
+    assert {4, 8, 16, 32, 64} <= degrees
+    hopper = dataclasses.replace(trays, cluster=cluster("8xH100-SXM"))
+    over_nodes = {tp for tp, _ in hopper.splits()}
+    assert {8, 16, 32} <= over_nodes
+
+
+def test_the_number_of_sequences_follows_memory_and_tokens_of_a_step() -> None:
+    node = SEVENTY.cluster.node
+    vast = dataclasses.replace(node.gpu, memory=1 << 50, usable=1 << 50)
+    machines = dataclasses.replace(SEVENTY.cluster, node=dataclasses.replace(node, gpu=vast))
+    unlimited = dataclasses.replace(SEVENTY, cluster=machines)
+    assert unlimited.sequences(8, 1, 2048) == 2048
+    assert unlimited.sequences(8, 1, 8192) == 8192
+    assert unlimited.sequences(8, 2, 8192) == 2 * 8192
+    assert SEVENTY.sequences(8, 1, 8192) < 8192  # its memory holds fewer

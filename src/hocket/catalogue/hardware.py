@@ -27,7 +27,7 @@ from typing import Any
 
 from hocket.catalogue import machine_file
 from hocket.spec.cluster import Cluster, Gpu, Node
-from hocket.spec.errors import OptionError, nearest
+from hocket.spec.errors import OptionError, nearest, unknown
 from hocket.spec.units import parse_bandwidth
 
 
@@ -277,18 +277,75 @@ def _gpus() -> dict[str, Gpu]:
     for name, table in _tables("gpus").items():
         entry = machine_file.gpu_of({k: v for k, v in table.items() if k not in _NOTES}, name)
         prices = sorted((q for q in _quotes() if q.gpu == name), key=lambda q: _day(q.date))
-        on_demand = [quote for quote in prices if quote.tier.startswith("on-demand")]
-        if on_demand:
-            entry = dataclasses.replace(
-                entry,
-                price=round(statistics.median(quote.dollars for quote in on_demand), 4),
-                price_source=f"median of {len(on_demand)} on-demand "
-                f"{'quotes' if len(on_demand) > 1 else 'quote'} read "
-                + " to ".join(dict.fromkeys((on_demand[0].date, on_demand[-1].date))),
-            )
+        entry = _priced(entry, prices, "all")
         short = tuple(n.removeprefix("RTX") for n in (name, *entry.aliases) if n.startswith("RTX"))
         found[name] = dataclasses.replace(entry, aliases=(*entry.aliases, *short))
     return found
+
+
+HYPERSCALERS = ("AWS", "Azure", "GCP")
+SPECIALISTS = (
+    "CoreWeave", "Crusoe", "Hyperstack", "Lambda", "Modal", "Nebius", "Together", "Verda",
+    "Voltage Park",
+)  # fmt: skip
+PRICE_LISTS: dict[str, tuple[str, ...] | None] = {
+    "all": None, "hyperscaler": HYPERSCALERS, "specialist": SPECIALISTS,
+}  # fmt: skip
+"""Providers of each list; None: all, marketplaces of other people's machines among them."""
+
+
+def with_prices(cluster: Cluster, price_list: str) -> Cluster:
+    """The cluster at the prices of one list; a price of its own file stays.
+
+    Raises:
+        OptionError: an unknown list.
+    """
+    if price_list not in PRICE_LISTS:
+        message, hint = unknown("price list", price_list, PRICE_LISTS)
+        raise OptionError(f"--price-list: {message}", hint=hint)
+    device = cluster.node.gpu
+    known = _gpus().get(device.name)
+    if known is None or (device.price, device.price_source) != (known.price, known.price_source):
+        return cluster
+    found = _priced(dataclasses.replace(device, price=None), quotes(device.name), price_list)
+    return dataclasses.replace(cluster, node=dataclasses.replace(cluster.node, gpu=found))
+
+
+def _priced(entry: Gpu, prices: Iterable[Quote], price_list: str) -> Gpu:
+    """A GPU with the median of a list's on-demand quotes, their range and their dates; without a
+    price, and a source that says so, where the list has none."""
+    providers = PRICE_LISTS[price_list]
+    found = sorted(
+        (
+            quote
+            for quote in prices
+            if quote.tier.startswith("on-demand")
+            and (providers is None or quote.provider in providers)
+        ),
+        key=lambda quote: _day(quote.date),
+    )
+    which = "" if providers is None else f"{price_list} "
+    if not found:
+        return dataclasses.replace(
+            entry, price=None, price_source=f"no {which}on-demand quote was read"
+        )
+    dollars = [quote.dollars for quote in found]
+    spread = f", {min(dollars):g} to {max(dollars):g}" if len(found) > 1 else ""
+    dates = " to ".join(dict.fromkeys((found[0].date, found[-1].date)))
+    noun = "quotes" if len(found) > 1 else "quote"
+    return dataclasses.replace(
+        entry,
+        price=round(statistics.median(dollars), 4),
+        price_source=f"median of {len(found)} {which}on-demand {noun} read {dates}{spread}",
+    )
+
+
+def price_text(device: Gpu) -> str:
+    """The price of a GPU and its source, or that there is none."""
+    if device.price is None:
+        return f"no price for {device.name}: {device.price_source or 'none was given'}"
+    source = f", {device.price_source}" if device.price_source else ""
+    return f"{device.name} at {device.price:g} an hour{source}"
 
 
 def _day(date: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
 from importlib import resources
 from typing import Any
 
@@ -20,12 +21,20 @@ class Entry:
         note: one line for a person.
         source: where its figures were published.
         config: its Hugging Face configuration.
+        quantized: in what its checkpoint on the Hub is quantised; empty where it is not.
     """
 
     name: str
     note: str
     source: str
     config: dict[str, Any]
+    quantized: str = ""
+
+    @property
+    def hub_id(self) -> str | None:
+        """Its name on the Hugging Face Hub, as its source has it; None where it is not there."""
+        found = re.search(r"huggingface\.co/([\w.-]+/[\w.-]*\w)", self.source)
+        return found[1] if found else None
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from hocket.cli.flags import Count, Model, Text, explicit, parse
 from hocket.spec.errors import OptionError
 
 Number = Annotated[float | None, tyro.conf.arg(metavar="FLOAT")]
+From = Annotated[str | None, tyro.conf.arg(name="from", metavar="FILE")]
 Pins = Annotated[tuple[str, ...], tyro.conf.arg(metavar="AXIS=VALUE...")]
 
 
@@ -35,10 +36,19 @@ class PlanFlags:
         pin: values that axes must have: tp=8 recompute=full microbatch=2.
         all: rank also what this hocket cannot run today.
         explain: say why the first wins, and what would change the answer.
-        emit: print the first as flags of torchtitan, megatron, deepspeed or vllm.
-        precision: of matrix products: bf16, fp16, fp8. None: bf16, on CPU cores fp32.
-        stack: software whose constants price it: megatron-core, megatron, fsdp, fsdp-compiled,
-            deepspeed ... None: megatron-core.
+        emit: print the first as flags or configuration of megatron, megatron-bridge, torchtitan,
+            torchtitan-0.2.2, deepspeed, accelerate or automodel; with --serve of vllm or sglang.
+            Only layouts that it can run are ranked.
+        source: predict this configuration of another tool (torchtitan TOML or Python, Megatron's
+            flags or launch script, DeepSpeed JSON, accelerate YAML, with --serve a `vllm serve`
+            line) and print a better one as a diff. It is parsed, never executed.
+        precision: of matrix products: bf16, fp16, fp8. None: bf16, fp16 on a GPU without it, fp32
+            on CPU cores.
+        stack: software whose constants estimate a step, and whose features bound the search:
+            megatron-core, nemo, fsdp, fsdp-compiled, deepspeed (2022), megatron (2021) ... None:
+            megatron-core's constants, any layout.
+        price_list: providers whose on-demand quotes dollars are the median of: hyperscaler,
+            specialist or all. None: all.
         lora_rank: train adapters of this rank beside the frozen model.
         lora_targets: layers that have one: q_proj-v_proj. None: all linear ones but the head.
         json: print one JSON object; with --emit it holds that text as well.
@@ -66,8 +76,10 @@ class PlanFlags:
     all: bool = False
     explain: bool = False
     emit: Text = None
+    source: From = None
     precision: Text = None
     stack: Text = None
+    price_list: Text = None
     lora_rank: Count = None
     lora_targets: Text = None
     json: bool = False
@@ -106,6 +118,8 @@ def main(arguments: Sequence[str]) -> int:
                 f"{_flag(name)} is about serving, and this plans a training step",
                 hint=f"hocket plan {flags.model or 'MODEL'} --serve {_flag(name)} ...",
             )
+    if flags.source is not None:
+        return _from(flags, written)
     if not flags.model:
         raise OptionError("which model?", hint="hocket plan llama-3-70b --cluster 8x8xH100-SXM")
     if flags.cluster is None:
@@ -140,6 +154,8 @@ def main(arguments: Sequence[str]) -> int:
         stack=flags.stack,
         lora_rank=flags.lora_rank,
         lora_targets=flags.lora_targets,
+        emit=flags.emit,
+        price_list=flags.price_list,
     )
     if flags.json:
         import json
@@ -153,6 +169,44 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
+FROM = {
+    "model", "cluster", "seq_len", "global_batch", "precision", "stack", "json", "from", "serve",
+    *SERVING,
+}  # fmt: skip
+"""Flags that mean something with --from."""
+
+
+def _from(flags: PlanFlags, written: frozenset[str]) -> int:
+    import json
+
+    from hocket.jobs import plan_from as job
+
+    for name in sorted(written - FROM):
+        raise OptionError(
+            f"{_flag(name)} is not used with --from, which takes the layout from the file",
+            hint=f"leave {_flag(name)} out",
+        )
+    assert flags.source is not None
+    if flags.cluster is None:
+        raise OptionError("which GPUs?", hint="--cluster 8x8xH100-SXM")
+    if flags.serve:
+        names = ("precision", *SERVING)
+        given = {n: getattr(flags, n) for n in names if getattr(flags, n) is not None}
+        print(job.serve_from(flags.source, model=flags.model, cluster=flags.cluster, **given))
+        return 0
+    found = job.plan_from(
+        flags.source,
+        model=flags.model,
+        cluster=flags.cluster,
+        seq_len=flags.seq_len if "seq_len" in written else None,
+        global_batch=flags.global_batch,
+        precision=flags.precision,
+        stack=flags.stack,
+    )
+    print(json.dumps(found.to_json()) if flags.json else job.reading_text(found))
+    return 0
+
+
 def _serve(flags: PlanFlags, written: frozenset[str]) -> int:
     for name in TRAINING:
         if name in written:
@@ -161,6 +215,8 @@ def _serve(flags: PlanFlags, written: frozenset[str]) -> int:
                 f"{_flag(name)} is about training, and --serve plans a service",
                 hint=f"{instead} instead" if instead else f"leave {_flag(name)} out",
             )
+    if flags.source is not None:
+        return _from(flags, written)
     if not flags.model and flags.weights is None:
         raise OptionError("which model?", hint="hocket plan llama-3-70b --serve --cluster H100")
     from hocket.jobs.serving import plan as job
@@ -168,7 +224,7 @@ def _serve(flags: PlanFlags, written: frozenset[str]) -> int:
 
     if flags.emit is not None:
         serve_table.check_tool(flags.emit, one=flags.weights is not None, model=flags.model)
-    names = ("precision", *SERVING)
+    names = ("precision", "price_list", *SERVING)
     given = {name: getattr(flags, name) for name in names if getattr(flags, name) is not None}
     found = job.serve_plan(
         flags.model,

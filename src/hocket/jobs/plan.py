@@ -18,6 +18,7 @@ from hocket.spec.units import format_bytes, format_count, format_seconds
 if TYPE_CHECKING:
     from hocket.planning.forecast import Forecast, Range
     from hocket.planning.plan import Plan
+    from hocket.spec.cluster import Gpu
     from hocket.spec.model_shape import ModelShape
 
 
@@ -37,6 +38,8 @@ def plan(
     stack: str | None = None,
     lora_rank: int | None = None,
     lora_targets: str | None = None,
+    emit: str | None = None,
+    price_list: str | None = None,
 ) -> Plan:
     """The best layouts of a model on a cluster, or one layout priced.
 
@@ -48,31 +51,45 @@ def plan(
         pin: `tp=8`, or a mapping: axes and the only values that they may have.
         all: rank also what this hocket cannot run today.
         explain: say why the winner wins, and what would change the answer.
-        precision: of matrix products. None: bf16, on CPU cores fp32.
-        stack: the software whose constants price it. None: fused kernels, gradients overlapped.
+        precision: of matrix products. None: bf16, fp16 on a GPU without it, fp32 on CPU cores.
+        stack: one of `planning.stacks`: its constants estimate a step, and only layouts that it can
+            run are ranked. None: Megatron-Core's constants, any layout.
         lora_rank, lora_targets: train adapters instead of the model, as `hocket train` does.
+        price_list: `hyperscaler`, `specialist` or `all` quotes of the catalogue. None: all.
+        emit: a tool of `planning.tools.emit`: only layouts that it can run are ranked.
 
     Raises:
         HocketError: what the caller can mend: an unknown name, or a model that does not fit, with
             the smallest cluster that it fits.
     """
+    from hocket.catalogue.hardware import with_prices
     from hocket.jobs.adapters import words
     from hocket.jobs.machine import cluster as find_cluster
     from hocket.planning.layouts import parse_pins
     from hocket.planning.plan import plan as search
     from hocket.planning.plan import plan_one
     from hocket.planning.problem import STACK, Problem
+    from hocket.planning.stacks import stack as find_stack
+    from hocket.planning.tools.emit import check, tool
+    from hocket.planning.tools.limits import division
 
     texts = [f"{k}={v}" for k, v in pin.items()] if isinstance(pin, Mapping) else list(pin)
     pins = parse_pins(texts)
     if layout is not None and pins:
         raise OptionError("--layout prices one layout, and --pin searches", hint="one of the two")
     machines = find_cluster(cluster)
+    if price_list is not None:
+        machines = with_prices(machines, price_list)
     if machines.is_cpu:
         if stack is not None:
             raise OptionError(
                 f"--stack {stack} prices GPUs; {machines.name} is CPU cores, priced as measured",
                 hint="leave --stack out",
+            )
+        if emit is not None:
+            raise OptionError(
+                f"--emit {emit} writes flags of software for GPUs; {machines.name} is CPU cores",
+                hint="leave --emit out, or name GPUs: --cluster 8xH100-SXM",
             )
         from hocket.jobs import machine_plan
 
@@ -90,19 +107,36 @@ def plan(
             lora_rank=lora_rank,
             lora_targets=lora_targets,
         )
+    chosen = None if stack is None else find_stack(stack)
+    bounds = [] if chosen is None else [chosen.limits]
+    bounds += [] if emit is None else [tool(emit).limits]
+    limits = tuple(bounds)
     problem = Problem(
         shape=trained_shape(shape_of(os.fspath(model)), lora_rank, lora_targets),
         cluster=machines,
         seq_len=seq_len,
         global_batch=global_batch,
-        precision=precision or PRECISION,
+        precision=precision or default_precision(machines.node.gpu),
         stack=STACK if stack is None else stack,
+        division=division(limits),
+        limits=limits,
+        model_type=_model_type(os.fspath(model)) if limits else "",
     )
+    for limit in limits:
+        if problem.precision not in limit.precisions:
+            raise OptionError(
+                f"{limit.software} does not train in {problem.precision}; it has "
+                + ", ".join(limit.precisions),
+                hint=f"--precision {limit.precisions[0]}",
+            )
     if layout is not None:
         one = layout if isinstance(layout, Layout) else Layout.parse(layout)
         found = plan_one(problem, one)
+        for limit in limits:
+            check(limit, problem, found.best)
     else:
-        found = search(problem, objective=objective, top=top, pins=pins, everything=all)
+        everything = all or bool(limits)
+        found = search(problem, objective=objective, top=top, pins=pins, everything=everything)
     positions = _positions(os.fspath(model))
     if positions is not None and seq_len > positions:
         note = f"The model is configured for {positions} positions; the plan is for {seq_len}."
@@ -112,18 +146,20 @@ def plan(
         notes=(*found.notes, *words(problem.shape)),
         lora_rank=lora_rank,
         lora_targets=lora_targets,
+        stack="" if chosen is None else chosen.title,
     )
     if explain and found.best.fits:
         from hocket.planning.explain import explain as sentences
 
-        here = not all and found.best.runs_here
+        here = not all and not limits and found.best.runs_here
         told = sentences(problem, found.best, objective=objective, pins=pins, here=here)
         found = dataclasses.replace(found, explanation=told)
     return found
 
 
-PRECISION = "bf16"
-"""Of matrix products on GPUs, unless another is asked for."""
+def default_precision(gpu: Gpu) -> str:
+    """The first of bf16, fp16 and fp32 that a device computes matrix products in."""
+    return next((name for name in ("bf16", "fp16", "fp32") if name in gpu.flops), "bf16")
 
 
 def trained_shape(shape: ModelShape, rank: int | None, targets: str | None) -> ModelShape:
@@ -178,6 +214,15 @@ def _no_model(model: str, names: Sequence[str]) -> None:
     )
 
 
+def _model_type(model: str) -> str:
+    """`model_type` of a directory's configuration; empty of a name of the catalogue."""
+    if not os.path.isdir(model):
+        return ""
+    from hocket.models import source
+
+    return str(source.resolve(model, weights=False).config.get("model_type", ""))
+
+
 def _positions(model: str) -> int | None:
     """Positions that a model was made for, None where its configuration does not say."""
     from hocket.catalogue import models
@@ -201,6 +246,8 @@ HEADERS = ("step", "tokens/s/GPU", "MFU", "memory", "bubble", "exposed", "$/B to
 
 def table(found: Plan) -> str:
     """The answer as text: what was asked, the best layouts, and how to run the first."""
+    from hocket.catalogue.hardware import price_text
+
     if found.machine:
         from hocket.jobs import machine_plan
 
@@ -213,6 +260,8 @@ def table(found: Plan) -> str:
         else "one layout, priced",
         "",
     ]
+    if found.stack:
+        lines.insert(1, f"Constants of {found.stack}; only layouts that it can run.")
     lines += [*found.notes, ""] if found.notes else []
     if found.layouts:
         lines += _rows(found.layouts)
@@ -228,6 +277,8 @@ def table(found: Plan) -> str:
         "Ranges are the 10th to the 90th percentile; memory is the 95th of the fullest GPU, which "
         "must fit.",
     ]
+    if found.problem is not None:
+        lines.append(f"$: {price_text(found.problem.cluster.node.gpu)}.")
     if not all(one.simulated for one in (*found.layouts, *found.beyond)):
         lines.append("~: priced by closed forms; its schedule is too long to be played.")
     if any(one.alike for one in (*found.layouts, *found.beyond)):
@@ -253,17 +304,17 @@ def command(found: Plan) -> str:
 
 
 def emitted(found: Plan, tool: str) -> str:
-    """The best layout as another tool's flags. Raises OptionError for an unknown tool."""
-    from hocket.planning.emit import emit
+    """The best layout as another tool's flags.
 
-    return emit(
-        tool,
-        found.best,
-        seq_len=found.seq_len,
-        global_batch=found.global_batch,
-        model=found.model,
-        precision=found.precision,
-    )
+    Raises:
+        OptionError: an unknown tool, or a plan of CPU cores.
+        LayoutError: the tool cannot run the layout.
+    """
+    from hocket.planning.tools.emit import emit
+
+    if found.problem is None:
+        raise OptionError(f"{found.cluster} is CPU cores; --emit writes flags for GPUs")
+    return emit(tool, found.problem, found.best)
 
 
 def _rows(layouts: Sequence[Forecast]) -> list[str]:

@@ -97,6 +97,8 @@ def forecast(problem: Problem, priced: Priced, index: int, *, alike: int = 0) ->
     row = priced.take(np.array([index]))
     at, times = row.layouts, row.times
     layout = layout_at(at, 0)
+    if layout.pp > 1 and problem.division == "even":
+        layout = dataclasses.replace(layout, cut="even")
     seconds, pipeline = float(row.seconds[0]), float(row.pipeline[0])
     low, high = problem.time_range
     step = Range(seconds * low, seconds, seconds * high)

@@ -53,6 +53,8 @@ def priced(problem: Problem, layout: Layout) -> list[tuple[float, tuple[str, ...
     rows = []
     for place, order in enumerate(orders(layout)):
         placed = dataclasses.replace(layout, order=order)
+        if place and not all(limit.order(placed) for limit in problem.limits):
+            continue
         total = sum(
             seconds_on(links, placed, axis, each, card=card)[0] for axis, each in calls.items()
         )

@@ -46,6 +46,8 @@ class Plan:
         machine: the CPU cores that were measured, in words, and empty on GPUs; where it is not,
             figures are as a run is foretold, without ranges.
         lora_rank, lora_targets: of adapters that are trained instead of the model; None: it is.
+        stack: software whose constants estimate it, where it was named: its version and years.
+        problem: what was asked, on GPUs; not in the JSON form.
     """
 
     model: str
@@ -63,6 +65,8 @@ class Plan:
     machine: str = ""
     lora_rank: int | None = None
     lora_targets: str | None = None
+    stack: str = ""
+    problem: Problem | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def best(self) -> Forecast:
@@ -71,7 +75,8 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
-        data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        names = [f.name for f in dataclasses.fields(self) if f.name != "problem"]
+        data = {name: getattr(self, name) for name in names}
         for name in ("layouts", "beyond"):
             data[name] = [one.to_json() for one in data[name]]
         return data
@@ -156,12 +161,15 @@ def plan_one(problem: Problem, layout: Layout) -> Plan:
     problem.cut(layout)  # refuses layers that do not add up
     priced = simulate_all(problem, price(problem, only))
     found = forecast(problem, priced, 0)
-    whole = dataclasses.replace(found.layout, cut=layout.cut, data_parallel=layout.data_parallel)
+    kept = {name: getattr(layout, name) for name in ("cut", "data_parallel", "offload")}
+    whole = dataclasses.replace(found.layout, **kept)
     found = moved(problem, dataclasses.replace(found, layout=whole), layout.order)
     notes = []
     notes += _borrowed(problem)
     if layout.data_parallel == "threads":
         notes.append("Threads of one process are priced as processes, one a GPU.")
+    if layout.offload != "none":
+        notes.append(f"Time and memory are those without offload={layout.offload}.")
     if not found.fits:
         notes.append(
             f"It does not fit: {format_bytes(found.memory_high)} at the 95th percentile, of "
@@ -328,4 +336,5 @@ def _asked(problem: Problem, objective: str) -> dict[str, Any]:
         "seq_len": problem.seq_len,
         "global_batch": problem.global_batch,
         "precision": problem.precision,
+        "problem": problem,
     }

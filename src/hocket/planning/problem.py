@@ -12,7 +12,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from hocket.catalogue import models
 from hocket.catalogue.curves import curves
+from hocket.catalogue.hardware import capability, gpu_names
 from hocket.cost.columns import SCHEDULES, Layouts, RankLayers
 from hocket.cost.constants import (
     FEW_BITS,
@@ -28,6 +30,7 @@ from hocket.cost.memory import Memory, memory
 from hocket.cost.step import StepTimes, step_times
 from hocket.cost.terms import Floats, Terms, terms
 from hocket.planning.layouts import Pins, legal
+from hocket.planning.tools.limits import Facts, Limits
 from hocket.schedules.registry import build, stage_ranks
 from hocket.simulation import durations
 from hocket.spec.cluster import Cluster
@@ -68,6 +71,8 @@ class Problem:
         precision: of matrix products, one of `spec.cluster.PRECISIONS`.
         stack: software whose constants price it, one of `cost.constants.stacks()`.
         division: of layers over stages, as `Layout.cut`.
+        limits: software that must be able to run every layout; none: any layout is legal.
+        model_type: of the model's Hugging Face configuration; empty where not known.
     """
 
     shape: ModelShape
@@ -77,6 +82,8 @@ class Problem:
     precision: str = "bf16"
     stack: str = STACK
     division: str | tuple[int, ...] = "balanced"
+    limits: tuple[Limits, ...] = ()
+    model_type: str = ""
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "global_batch"):
@@ -138,12 +145,43 @@ class Problem:
         return self.tokens * self.shape.flops_per_token(self.seq_len, causal=False)
 
     def legal(self, num_gpus: int, *, pins: Pins | None = None, here: bool = False) -> Layouts:
-        """Every legal layout of so many GPUs, as `layouts.legal`."""
+        """Every legal layout of so many GPUs, as `layouts.legal`, that `limits` allow."""
         domain = min(self.cluster.domain, num_gpus)
-        return legal(
+        found = legal(
             self.shape, num_gpus, self.seq_len, self.global_batch,
             pins=pins, here=here, domain=domain,
         )  # fmt: skip
+        for limit in self.limits:
+            found = found.take(np.flatnonzero(limit.allowed(found, self.facts)))
+        return found
+
+    @functools.cached_property
+    def facts(self) -> Facts:
+        """What flags of other software depend on, apart from the layout."""
+        name, node = self.shape.name, self.cluster.node
+        known = name in models.names()
+        return Facts.of(
+            self.shape,
+            model=name,
+            seq_len=self.seq_len,
+            global_batch=self.global_batch,
+            precision=self.precision,
+            hub_id=models.entry(name).hub_id if known else None,
+            model_type=models.config(name)["model_type"] if known else self.model_type,
+            gpus_per_node=node.num_gpus,
+            capability=capability(node.gpu.name) if node.gpu.name in gpu_names() else None,
+            half_of_layers=bool(self.constants.selective_halves),
+        )
+
+    def exchanged(self, layouts: Layouts, times: StepTimes) -> np.ndarray:
+        """[r] bool: rows whose faster exchange over cp all of `limits` have."""
+        found = np.ones(len(layouts), dtype=bool)
+        for limit in self.limits:
+            if "ulysses" not in limit.context:
+                found &= ~(times.ulysses > 0)
+            if "ring" not in limit.context:
+                found &= (times.ulysses > 0) | (layouts.cp == 1)
+        return found
 
     def times(self, layouts: Layouts) -> StepTimes:
         """Seconds by closed forms, [r]."""

@@ -130,6 +130,9 @@ def search(
         return Found(empty, len(layouts), 0, num_gpus, least)
     kept = np.flatnonzero(fits)
     priced = price(problem, layouts.take(kept), high=high[kept])
+    exchanged = np.flatnonzero(problem.exchanged(priced.layouts, priced.times))
+    if len(exchanged):
+        priced = priced.take(exchanged)
     beside = simulated if beside is None else min(beside, simulated)
     best = _best(problem, priced, objective, simulated, beside)
     return Found(best, len(layouts), len(kept), num_gpus, None)
@@ -257,6 +260,8 @@ def _sizes(problem: Problem, objective: str, pins: Pins, here: bool) -> list[int
         asked = pins_text(pins)
         shape, seq_len, batch = problem.shape, problem.seq_len, problem.global_batch
         reason = why_not(shape, cluster.num_gpus, seq_len, batch, pins)
+        if reason is None and problem.limits:
+            reason = f"it must run on {' and '.join(limit.software for limit in problem.limits)}"
         why = f": {reason}" if reason else ""
         raise OptionError(
             f"no layout of {problem.shape.name} with a global batch of {problem.global_batch} is "

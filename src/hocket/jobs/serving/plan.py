@@ -56,7 +56,8 @@ def serve_plan(
     layout: str | Layout | None = None,
     pin: Sequence[str] = (),
     explain: bool = False,
-    precision: str = "bf16",
+    precision: str | None = None,
+    price_list: str | None = None,
     cache_precision: str | None = None,
     engine: str | None = None,
     usable: float = 0.9,
@@ -70,6 +71,8 @@ def serve_plan(
             there, `2x8xH100-SXM` or a TOML file. None: the kinds of `KINDS`.
         prompt_len ... percentile: of `Service`; None: its default.
         weights: `180GB`: a dense model of which only the bytes are known.
+        precision: of weights and matrix products. None: bf16, fp16 where a kind of GPU lacks it.
+        price_list: as `jobs.plan.plan`.
         layout: price this one alone: `dp2.tp4` is two replicas.
         pin: `tp=8`, `pp=1`, `dp=2`, `max_batch_tokens=2048`.
         engine: whose constants price it. None: a tuned server's.
@@ -79,6 +82,7 @@ def serve_plan(
         HocketError: what the caller can mend: unknown names with the nearest, numbers that cannot
             be, and a service that none of the kinds can give, with the floor and what would do.
     """
+    from hocket.catalogue.hardware import with_prices
     from hocket.planning.service.plan import parse_pins
 
     asked = {
@@ -95,10 +99,14 @@ def serve_plan(
     pins = parse_pins(list(pin))
     if layout is not None and set(pins) - {"max_batch_tokens"}:
         raise OptionError("--layout prices one layout, and --pin searches", hint="one of the two")
-    models = _models(os.fspath(model), weights, precision)
     given = cluster.split(",") if cluster is not None else None
+    kinds = [_cluster(name.strip()) for name in given or KINDS]
+    precision = precision or _common_precision([found for found, _ in kinds])
+    models = _models(os.fspath(model), weights, precision)
     names = given or (ASKED if len(models) > 1 else KINDS)
     asked_for = [_cluster(name.strip()) for name in names]
+    if price_list is not None:
+        asked_for = [(with_prices(found, price_list), bounded) for found, bounded in asked_for]
     clusters = list(
         {(found.name, bounded): (found, bounded) for found, bounded in asked_for}.values()
     )
@@ -129,6 +137,12 @@ def serve_plan(
         )
         for shape, claim, source in models
     )
+
+
+def _common_precision(clusters: Sequence[Cluster]) -> str:
+    """The first of bf16 and fp16 that all devices compute in; bf16 where there is none."""
+    rates = [found.node.gpu.flops for found in clusters]
+    return next((n for n in ("bf16", "fp16") if all(n in one for one in rates)), "bf16")
 
 
 def _plan(
@@ -194,6 +208,9 @@ def _plan(
         weight_bytes=first_problem.weights,
         cache_bytes_per_token=first_problem.cache_per_token,
         kinds=tuple(kinds),
+        heads=shape.heads,
+        layers=len(shape.layers),
+        experts=shape.experts,
         claim=claim,
         source=source,
         need=tuple(

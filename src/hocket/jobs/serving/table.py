@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,18 +11,17 @@ from hocket.spec.service import Service
 from hocket.spec.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
+    from hocket.catalogue.models import Entry
     from hocket.planning.forecast import Range
     from hocket.planning.service.forecast import ServiceForecast
     from hocket.planning.service.need import NeedMap
     from hocket.planning.service.plan import KindAnswer, ServicePlan
 
-TOOLS = ("vllm",)
-
 HERE = (
-    "This hocket has no server yet: `hocket generate --layout` splits a model by tp and pp for a "
-    "list of prompts; --emit vllm prints the flags of a server."
+    "`hocket serve --layout` runs such a layout; --emit vllm or sglang prints another server's "
+    "command."
 )
-"""What of a deployment can be run here."""
+"""How a deployment is run."""
 
 
 def text(plans: Sequence[ServicePlan]) -> str:
@@ -62,9 +60,16 @@ def check_tool(tool: str, *, model: str, one: bool) -> None:
         one: whether the model is one all the same.
     """
     from hocket.jobs.serving.plan import size_is_public
+    from hocket.planning.service.emit import SERVERS
+    from hocket.planning.tools.emit import TOOLS
 
-    if tool not in TOOLS:
-        message, hint = unknown("tool", tool, TOOLS)
+    if tool in TOOLS:
+        raise OptionError(
+            f"--emit {tool}: {tool} trains, and --serve plans a service",
+            hint=f"one of: {', '.join(SERVERS)}",
+        )
+    if tool not in SERVERS:
+        message, hint = unknown("tool", tool, SERVERS)
         raise OptionError(f"--emit with --serve: {message}", hint=hint)
     if not one and not size_is_public(model):
         raise OptionError(
@@ -74,32 +79,48 @@ def check_tool(tool: str, *, model: str, one: bool) -> None:
 
 
 def emitted(plan: ServicePlan, tool: str) -> str:
-    """The best deployment as another engine's command. Raises OptionError for an unknown one."""
+    """The best deployment as another server's command.
+
+    Raises:
+        OptionError: an unknown server, or a deployment that it cannot divide so.
+    """
+    from hocket.catalogue import models as catalogued
+    from hocket.planning.service.emit import Deployment, command
+
     check_tool(tool, model=plan.model, one=True)
     best = plan.best
     if best is None:
         raise OptionError(f"{plan.model}: there is no deployment to print")
-    notes = [
-        f"# {best.layout}: {best.num_gpus} {best.gpu}",
-        "# the plan deals requests to the replicas in turn" if best.layout.dp > 1 else "",
-    ]
-    if plan.precision not in ("bf16", "fp16", "fp8"):
-        notes.append(f"# the plan is for {plan.precision} weights: give a checkpoint made so")
-    flags = {
-        "--tensor-parallel-size": best.layout.tp,
-        "--pipeline-parallel-size": best.layout.pp,
-        "--data-parallel-size": best.layout.dp if best.layout.dp > 1 else None,
-        "--max-model-len": plan.service.tokens,
-        "--max-num-seqs": best.max_sequences,
-        "--max-num-batched-tokens": best.max_batch_tokens,
-        "--enable-chunked-prefill": "",
-        "--gpu-memory-utilization": f"{plan.usable:g}",
-        "--quantization": "fp8" if plan.precision == "fp8" else None,
-        "--kv-cache-dtype": "fp8" if plan.cache_precision == "fp8" else None,
-    }
-    words = ["vllm serve " + ("MODEL" if plan.claim else shlex.quote(plan.model))]
-    words += [f"{k} {v}".strip() for k, v in flags.items() if v is not None]
-    return "\n".join([*filter(None, notes), " \\\n  ".join(words)]) + "\n"
+    entry = catalogued.entry(plan.model) if plan.model in catalogued.names() else None
+    kind = next(kind for kind in plan.kinds if kind.best is best)
+    deployment = Deployment(
+        model=_served_model(plan, entry),
+        tp=best.layout.tp,
+        pp=best.layout.pp,
+        replicas=best.layout.dp,
+        gpu=best.gpu,
+        gpus_per_node=kind.gpus_per_node,
+        tokens=plan.service.tokens,
+        max_sequences=best.max_sequences,
+        max_batch_tokens=best.max_batch_tokens,
+        usable=plan.usable,
+        precision=plan.precision,
+        cache_precision=plan.cache_precision,
+        heads=plan.heads,
+        layers=plan.layers,
+        experts=plan.experts,
+        quantized=entry is not None and entry.quantized != "",
+    )
+    return command(tool, deployment)
+
+
+def _served_model(plan: ServicePlan, entry: Entry | None) -> str:
+    """What a server loads: a name on the Hub, a directory, or `MODEL` where neither is known."""
+    if plan.claim:
+        return "MODEL"
+    if entry is None:
+        return plan.model
+    return entry.hub_id or "MODEL"
 
 
 # --- one model -----------------------------------------------------------------------------------
@@ -364,14 +385,15 @@ def _legend(plan: ServicePlan) -> Iterator[str]:
             "hold it: GPUs for weights and one request in a legal split; in brackets by the sum of "
             "their memory."
         )
-    priced = next(
-        (k.best for k in plan.kinds if k.best is not None and k.best.price is not None), None
-    )
-    if priced is not None:
-        yield (
-            f"dollars: {priced.gpu} at {priced.price:g} an hour, {priced.price_source}; a million "
-            "output tokens at this load, and where the GPUs are full."
-        )
+    for kind in plan.kinds:
+        if kind.best is not None and (kind.best.price is None or kind.best is best):
+            price = kind.best.price
+            yield (
+                f"dollars: {kind.gpu} at {price:g} an hour, {kind.best.price_source}; a million "
+                "output tokens at this load, and where the GPUs are full."
+                if price is not None
+                else f"dollars: no price for {kind.gpu}: {kind.best.price_source}."
+            )
 
 
 def _with_range(seconds: float, values: Range | None) -> str:

@@ -40,7 +40,7 @@ class KindAnswer:
     """The answer for one kind of GPU.
 
     Attributes:
-        gpu: the kind. cluster: as it was asked for.
+        gpu: the kind. cluster: as it was asked for. gpus_per_node: of its nodes.
         memory: fewest GPUs that hold the model and one request. held: those for several at once.
         deployments: those that meet the goals, best first; or the one that was asked for.
         reason: why there are none.
@@ -50,6 +50,7 @@ class KindAnswer:
 
     gpu: str
     cluster: str
+    gpus_per_node: int
     memory: MemoryMinimum
     deployments: tuple[ServiceForecast, ...]
     held: tuple[Held, ...] = ()
@@ -77,7 +78,8 @@ class ServicePlan:
         service: the load and its goals. precision, engine: what is priced.
         cache_precision: of keys and values.
         usable: share of a GPU's memory.
-        parameters, weight_bytes, cache_bytes_per_token: of the model.
+        parameters, weight_bytes, cache_bytes_per_token, heads, layers, experts: of the model; 0
+            experts where it is dense.
         kinds: an answer for each kind of GPU, cheapest first, those without an answer last.
         need: GPUs over load and latency, one map for each kind that has an answer.
         memory_map: GPUs over concurrent requests and context: kind to rows; see `concurrent` and
@@ -95,6 +97,9 @@ class ServicePlan:
     cache_bytes_per_token: float
     cache_precision: str
     kinds: tuple[KindAnswer, ...]
+    heads: int
+    layers: int
+    experts: int = 0
     claim: str = ""
     source: str = ""
     need: tuple[NeedMap, ...] = ()
@@ -152,6 +157,7 @@ def answer(problem: ServiceProblem, *, top: int = 10, pins: Pins | None = None) 
     return KindAnswer(
         gpu=problem.gpu.name,
         cluster=problem.cluster.name,
+        gpus_per_node=problem.cluster.node.num_gpus,
         memory=memory,
         deployments=tuple(told(problem, one) for one in found),
         held=held_levels(problem.unbounded()),
@@ -208,6 +214,7 @@ def answer_one(problem: ServiceProblem, layout: Layout, chunk: int | None = None
     return KindAnswer(
         gpu=problem.gpu.name,
         cluster=problem.cluster.name,
+        gpus_per_node=problem.cluster.node.num_gpus,
         memory=memory_minimum(problem),
         deployments=(found,),
         floor_ttft=one.floor_ttft,

@@ -28,9 +28,6 @@ Kind = TypeVar("Kind")
 CHUNKS = (2048, 512, 8192)
 """Budgets of tokens of one step that are tried, see `usual_chunk`."""
 
-MOST_SEQUENCES = 1024
-"""Sequences that a replica runs at once, however much cache there is."""
-
 LARGEST = 4
 """A replica has at most so many times the GPUs that its weights need."""
 
@@ -112,21 +109,23 @@ class ServiceProblem:
     def splits(self) -> Iterator[tuple[int, int]]:
         """Every (tp, pp) that a replica can have, fewest GPUs first.
 
-        tp divides the model (see `layouts.tensor_degrees`) and a node, or is whole nodes, at most
-        two; of all pp that leave the fullest stage as many layers, the least.
+        tp divides the model (see `layouts.tensor_degrees`); it divides a node or is whole nodes,
+        and stays inside the links that GPUs share (the NVLink domain), or is whole domains. Of all
+        pp that leave the fullest stage as many layers, the least.
         """
         return iter(self.remembered(("splits", self.bounded), self._splits))
 
     def _splits(self) -> list[tuple[int, int]]:
         held = self.cluster.node.num_gpus
         least = self.weights / self.memory
-        most = self.num_gpus or max(2 * held, math.ceil(LARGEST * least))
+        domain = max(self.cluster.node.link.domain, held)
+        most = self.num_gpus or max(2 * held, domain, math.ceil(LARGEST * least))
         layers = len(self.shape.layers)
         stages = sorted({math.ceil(layers / m) for m in range(1, layers + 1)})
         found = [
             (tp, pp)
             for tp in tensor_degrees(self.shape)
-            if held % tp == 0 or (tp % held == 0 and tp <= 2 * held)
+            if held % tp == 0 or (tp % held == 0 and (tp <= domain or tp % domain == 0))
             for pp in stages
             if least <= tp * pp <= most
         ]
@@ -193,12 +192,13 @@ class ServiceProblem:
         return float(self.prices(tp, pp, chunk).capacity(self.usable))
 
     def sequences(self, tp: int, pp: int, chunk: int = CHUNKS[0]) -> int:
-        """Whole requests that a replica holds at once; 0: not one."""
+        """Whole requests that a replica holds at once; 0: not one. A step decodes as many at most
+        as it has tokens."""
 
         def count() -> int:
             prices = self.prices(tp, pp, chunk)
             fit = self.cached_tokens(tp, pp, chunk) // self.service.tokens
-            return int(max(0, min(fit, prices.max_sequences * prices.stages, MOST_SEQUENCES)))
+            return int(max(0, min(fit, chunk * prices.stages)))
 
         return self.remembered(("sequences", tp, pp, chunk), count)
 

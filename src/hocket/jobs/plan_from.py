@@ -1,0 +1,250 @@
+"""The job behind `hocket plan --from`: predict another tool's configuration, and improve it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from typing import TYPE_CHECKING, Any
+
+from hocket.jobs.plan import plan, table
+from hocket.spec.errors import OptionError
+from hocket.spec.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from hocket.planning.forecast import Forecast
+    from hocket.planning.plan import Plan
+    from hocket.planning.problem import Problem
+    from hocket.planning.reading.configuration import Configuration
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What a configuration gives, and a better one of the same tool.
+
+    Attributes:
+        file: its name. configuration: what it says.
+        predicted: its layout, estimated.
+        better: the best layout that the same tool can run; None where the file has it.
+        diff: of the file, from its layout to the better one.
+        environment: a line of shell that the better one needs; empty where none.
+        searched: the problem whose best layout is `better`.
+    """
+
+    file: str
+    configuration: Configuration
+    predicted: Plan
+    better: Forecast | None = None
+    diff: str = ""
+    environment: str = ""
+    searched: Problem | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return {
+            "file": self.file,
+            "tool": self.configuration.tool,
+            "unread": list(self.configuration.unread),
+            "notes": list(self.configuration.notes),
+            "predicted": self.predicted.to_json(),
+            "better": None if self.better is None else self.better.to_json(),
+            "diff": self.diff,
+            "environment": self.environment,
+        }
+
+
+def plan_from(
+    file: str,
+    *,
+    model: str = "",
+    cluster: str,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    precision: str | None = None,
+    stack: str | None = None,
+) -> Reading:
+    """Predict a configuration of another tool, and find a better one that the tool can run.
+
+    Args:
+        file: torchtitan TOML or Python, DeepSpeed JSON, accelerate YAML, a line or script with
+            Megatron's or torchtitan's flags. It is parsed and never executed.
+        model ... precision: what the file leaves out; given both ways, they must agree.
+
+    Raises:
+        OptionError: what neither the file nor an argument says, or a value that no layout has.
+        LayoutError: a layout that does not fit model, batch or GPUs.
+    """
+    from hocket.planning.reading.file import changed, difference, read, target
+    from hocket.planning.tools.emit import job
+    from hocket.planning.tools.megatron import environment
+
+    text, found = read(file)
+    if found.tool == "vllm":
+        raise OptionError(
+            f"--from {file}: a server's command, and this plans a training step",
+            hint=f"hocket plan --serve --from {file} ...",
+        )
+    name = _model(found.model, model)
+    length = _one("seq-len", found.seq_len, seq_len, 4096)
+    gpus = _gpus(cluster)
+    batch = _batch(found, gpus, global_batch)
+    asked: dict[str, Any] = {
+        "cluster": cluster, "seq_len": length, "global_batch": batch, "stack": stack,
+        "precision": precision or found.precision,
+    }  # fmt: skip
+    if found.world is not None and found.world != gpus:
+        raise OptionError(
+            f"{file} is for {found.world} GPUs, and {cluster} has {gpus}",
+            hint=f"--cluster with {found.world} GPUs",
+        )
+    predicted = plan(name, layout=found.layout(gpus, batch), **asked)
+    tool = target(found)
+    searched = plan(name, emit=tool, top=1, **asked)
+    best = searched.best
+    here = predicted.best
+    if here.fits and best.step_seconds.mid >= here.step_seconds.mid * 0.999:
+        return Reading(file=file, configuration=found, predicted=predicted)
+    assert searched.problem is not None
+    chosen = job(searched.problem, best)
+    new = changed(text, found, chosen)
+    return Reading(
+        file=file, configuration=found, predicted=predicted, better=best,
+        diff=difference(os.path.basename(file), text, new), searched=searched.problem,
+        environment=(environment(chosen) or "") if tool == "megatron" else "",
+    )  # fmt: skip
+
+
+def reading_text(reading: Reading) -> str:
+    """For a person: what was read, the prediction, and the diff."""
+    found = reading.configuration
+    lines = [
+        f"{os.path.basename(reading.file)}, read as {found.tool}: {reading.predicted.best.layout}"
+    ]
+    lines += [*_said(found), "", table(reading.predicted), ""]
+    best, here = reading.better, reading.predicted.best
+    if best is None:
+        return "\n".join([*lines, "No layout that this tool can run is faster."])
+    gain = here.step_seconds.mid / best.step_seconds.mid
+    what = f"{gain:.2f} times as fast" if here.fits else "fits, which the file's layout does not"
+    lines.append(
+        f"Better: {best.layout}: {format_seconds(best.step_seconds.mid)} a step, "
+        f"{format_bytes(best.memory_high)} on the peak rank ({what})."
+    )
+    if reading.environment:
+        lines.append(f"Its environment: {reading.environment}")
+    return "\n".join([*lines, "", reading.diff.rstrip("\n")])
+
+
+def serve_from(file: str, *, model: str = "", cluster: str | None = None, **asked: Any) -> str:
+    """The same for a `vllm serve` line: its deployment, and a cheaper one with the changed line.
+
+    Args:
+        asked: the load, as `jobs.serving.plan.serve_plan` takes it.
+
+    Raises:
+        HocketError: as `plan_from`, and where no deployment meets the goals.
+    """
+    from hocket.jobs.serving import table as serve_table
+    from hocket.jobs.serving.plan import serve_plan
+    from hocket.planning.reading import words
+    from hocket.planning.reading.file import difference, read
+    from hocket.planning.reading.tools import SHORT
+    from hocket.spec.layout import Layout
+
+    text, found = read(file)
+    if found.tool != "vllm":
+        raise OptionError(
+            f"--from {file}: a configuration of {found.tool}, which trains",
+            hint=f"hocket plan --from {file} --cluster 8xH100-SXM",
+        )
+    if cluster is None:
+        raise OptionError("which GPUs?", hint="--cluster H100-SXM-80")
+    name = _model(found.model, model)
+    asked.setdefault("precision", found.precision)
+    asked.setdefault("engine", "vllm")
+    layout = Layout(dp=found.data_ranks or 1, **found.fields)
+    pins = (f"max_batch_tokens={found.microbatch}",) if found.microbatch else ()
+    (here,) = serve_plan(name, cluster=cluster, layout=layout, pin=pins, **asked)
+    (best,) = serve_plan(name, cluster=cluster, top=1, **asked)
+    given = words.flags(serve_table.emitted(best, "vllm"))[1]
+    short = {name: key for key, name in SHORT.items() if re.search(rf"(^|\s){key}\s", text)}
+    changes = {short.get(k, k): True if v is None else v for k, v in given.items()}
+    new = words.edit(text, changes)
+    lines = [f"{os.path.basename(file)}, read as vllm: {layout}", *_said(found), ""]
+    lines += [serve_table.text([here]), ""]
+    if best.best is None or here.best is None or best.best.layout == here.best.layout:
+        lines.append("No layout of these GPUs is cheaper.")
+        return "\n".join(lines)
+    lines += [f"Better: {best.best.layout} on {best.best.num_gpus} {best.best.gpu}.", ""]
+    return "\n".join([*lines, difference(os.path.basename(file), text, new).rstrip("\n")])
+
+
+def _said(found: Configuration) -> list[str]:
+    """Notes, and the keys that were not read."""
+    lines = [f"Note: {note}." for note in found.notes]
+    if found.unread:
+        lines.append("Not read, and not part of the prediction:")
+        lines += [f"    {item}" for item in found.unread[:LISTED]]
+        if len(found.unread) > LISTED:
+            lines.append(f"    ... and {len(found.unread) - LISTED} more")
+    return lines
+
+
+LISTED = 40
+"""Keys that are listed."""
+
+
+def _one(name: str, written: Any, given: Any, default: Any) -> Any:
+    """The value of the file or of the flag. Raises OptionError where they differ."""
+    if written is not None and given is not None and written != given:
+        raise OptionError(
+            f"the file has {name} {written}, --{name} is {given}", hint=f"leave --{name} out"
+        )
+    return next((value for value in (written, given) if value is not None), default)
+
+
+def _gpus(cluster: str) -> int:
+    from hocket.jobs.machine import cluster as find_cluster
+
+    return find_cluster(cluster).num_gpus
+
+
+def _batch(found: Configuration, gpus: int, given: int | None) -> int:
+    """Sequences of a step: of the file, of its microbatches, or as given."""
+    written = found.global_batch
+    if written is None and found.microbatch is not None:
+        others = 1
+        for axis in ("tp", "pp", "cp"):
+            others *= int(found.fields.get(axis, 1))
+        data = found.data_ranks or gpus // others
+        written = found.microbatch * (found.accumulation or 1) * data if data else None
+        if given is not None and found.accumulation is None:
+            written = None
+    batch = _one("global-batch", written, given, None)
+    if batch is None:
+        raise OptionError(
+            "the file does not say how many sequences make a step", hint="--global-batch 512"
+        )
+    return int(batch)
+
+
+def _model(written: str | None, given: str) -> str:
+    """The model's name here. Raises OptionError where neither is a name of the catalogue."""
+    from hocket.catalogue import models
+    from hocket.planning.tools.torchtitan import CONFIGS
+
+    if given:
+        return given
+    if written is None:
+        raise OptionError(
+            "the file does not name a model", hint="hocket plan llama-3-8b --from FILE ..."
+        )
+    for name in models.names():
+        if written in (name, models.entry(name).hub_id):
+            return name
+    if written.lower() in CONFIGS:
+        return CONFIGS[written.lower()]
+    raise OptionError(
+        f"the file's model is {written!r}, which is not a name of the catalogue",
+        hint="hocket plan MODEL --from FILE ...",
+    )

@@ -1,0 +1,94 @@
+"""Configuration: what a file of another tool says of a layout, and what it leaves open."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from hocket.spec.errors import OptionError
+from hocket.spec.layout import Layout
+
+LARGEST_FILE = 256 * 1024
+"""Bytes of a configuration that is read."""
+
+MOST_DEGREE = 2**20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Configuration:
+    """What a file says; None or an absent field: it says nothing.
+
+    Attributes:
+        tool: that it is for, as `--emit` takes it.
+        fields: of `Layout`, without dp.
+        instances: copies of a ZeRO state, each shared by as many data ranks.
+        data_ranks: dp, where the file says it. world: GPUs, likewise.
+        microbatch, global_batch: sequences. seq_len: tokens.
+        accumulation: microbatches of a data rank and step.
+        model: the tool's name of the model; precision: of matrix products.
+        unread: keys that have no meaning here, with their values. notes: what a reader should know.
+    """
+
+    tool: str
+    fields: Mapping[str, Any]
+    instances: int = 1
+    data_ranks: int | None = None
+    world: int | None = None
+    microbatch: int | None = None
+    accumulation: int | None = None
+    global_batch: int | None = None
+    seq_len: int | None = None
+    model: str | None = None
+    precision: str | None = None
+    unread: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def layout(self, gpus: int, global_batch: int | None) -> Layout:
+        """The layout on so many GPUs.
+
+        Raises:
+            OptionError: degrees that do not divide the GPUs, or a batch that does not divide.
+            LayoutError: values that no layout has.
+        """
+        others = 1
+        for axis in ("tp", "pp", "cp"):
+            others *= int(self.fields.get(axis, 1))
+        data = self.data_ranks if self.data_ranks is not None else gpus // others
+        if data < 1 or data * others != gpus:
+            raise OptionError(
+                f"the configuration splits {data} x {others} ways, and the cluster has {gpus} GPUs",
+                hint=f"--cluster with {max(1, data) * others} GPUs",
+            )
+        count = self.accumulation
+        if self.microbatch is not None and global_batch is not None:
+            count, rest = divmod(global_batch, self.microbatch * data)
+            if rest or not count:
+                raise OptionError(
+                    f"a global batch of {global_batch} is no multiple of {self.microbatch} "
+                    f"sequences x {data} data ranks",
+                    hint=f"--global-batch {self.microbatch * data}",
+                )
+        fields = dict(self.fields)
+        if self.instances > 1:
+            fields["shard"] = data // self.instances
+        if fields.get("shard") == data or not fields.get("zero"):
+            fields.pop("shard", None)
+        return Layout(dp=data, microbatches=count, **fields)
+
+
+def whole(value: object, key: str, *, least: int = 1) -> int:
+    """A whole number of a file. Raises OptionError for anything else, or too large a one."""
+    if isinstance(value, str) and value.strip().lstrip("-").isdigit() and len(value) < 20:
+        value = int(value)
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= 10**12:
+        raise OptionError(f"{key} is {str(value)[:60]!r}; it must be a whole number")
+    return value
+
+
+def degree(value: object, key: str) -> int:
+    """As `whole`, of a degree of parallelism."""
+    found = whole(value, key)
+    if found > MOST_DEGREE:
+        raise OptionError(f"{key} is {found:,}; at most {MOST_DEGREE:,} is read")
+    return found

@@ -1,0 +1,149 @@
+"""File: a configuration of another tool, from a file of limited size, and the same file changed."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from hocket.planning.reading import python, sections, words
+from hocket.planning.reading.configuration import LARGEST_FILE, Configuration
+from hocket.planning.reading.tools import READERS
+from hocket.planning.tools import megatron, torchtitan
+from hocket.planning.tools.emit import TOOLS
+from hocket.planning.tools.job import Job
+from hocket.spec.errors import OptionError
+
+_ENDINGS = {
+    ".toml": "torchtitan-0.2.2", ".json": "deepspeed", ".yaml": "accelerate", ".yml": "accelerate",
+    ".py": "torchtitan-python",
+}  # fmt: skip
+_SIGNS = (
+    (r"\bvllm\s+serve\b", "vllm"),
+    (r"--parallelism\.", "torchtitan"),
+    (r"--(tensor-model-parallel-size|micro-batch-size|use-distributed-optimizer)\b", "megatron"),
+)
+
+
+def read(file: str) -> tuple[str, Configuration]:
+    """The text of a file and what it says. Nothing of it is executed.
+
+    Raises:
+        OptionError: no such file, more than `LARGEST_FILE` bytes, a kind that is not known, or a
+            value that no layout has.
+    """
+    path = Path(file)
+    if not path.is_file():
+        raise OptionError(f"--from {file}: there is no such file")
+    with open(path, "rb") as stream:
+        data = stream.read(LARGEST_FILE + 1)
+    if len(data) > LARGEST_FILE:
+        raise OptionError(
+            f"--from {file}: it has more than {LARGEST_FILE:,} bytes, which no configuration has"
+        )
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError:
+        raise OptionError(f"--from {file}: it is not UTF-8 text") from None
+    return text, READERS[kind(file, text)](text)
+
+
+def kind(file: str, text: str) -> str:
+    """The reader for a file, by its ending, else by its flags. Raises OptionError: none."""
+    ending = os.path.splitext(file)[1]
+    if ending in _ENDINGS:
+        return _ENDINGS[ending]
+    for pattern, name in _SIGNS:
+        if re.search(pattern, text):
+            return name
+    raise OptionError(
+        f"--from {file}: it is not a configuration of a known tool",
+        hint="torchtitan TOML or .py, DeepSpeed .json, accelerate .yaml, a script with Megatron's "
+        "flags, or a `vllm serve` line",
+    )
+
+
+def target(configuration: Configuration) -> str:
+    """The name of the tool, as `--emit` takes it, that runs a configuration."""
+    return "torchtitan" if configuration.tool == "torchtitan-python" else configuration.tool
+
+
+def changed(text: str, configuration: Configuration, job: Job) -> str:
+    """The text of the file for another layout of the same tool."""
+    tool = configuration.tool
+    if tool == "megatron":
+        return words.edit(text, _without_defaults(text, megatron.flags(job)))
+    if tool == "torchtitan":
+        text = re.sub(
+            r"--parallelism\.module[_-]fqns[_-]per[_-]model[_-]part(\s+[a-z][\w.,]*(?=\s))*\s*(\\\n\s*)?",
+            "",
+            text,
+        )
+        word = torchtitan.recompute_word(job)
+        text, count = re.subn(r"activation-checkpoint:[\w-]+", word, text)
+        if not count:
+            text = f"{text.rstrip()} {word}\n"
+        return words.edit(text, _without_defaults(text, torchtitan.flags(job)))
+    if tool == "torchtitan-python":
+        return python.edit(text, _titan(job, tokens="num_tokens_per_train_step" in text))
+    written = TOOLS[tool].write(job)
+    if tool == "torchtitan-0.2.2":
+        new = tomllib.loads(written)
+        new.pop("model")
+        flat = {f"{s}.{k}": v for s, values in new.items() for k, v in values.items()}
+        owned = [f"parallelism.{key}" for key in (*torchtitan.parallelism(job),
+                 "module_fqns_per_model_part", "expert_tensor_parallel_degree")]  # fmt: skip
+        return sections.edit(text, "toml", {**dict.fromkeys(owned), **flat})
+    form = "json" if tool == "deepspeed" else "yaml"
+    flat = sections.load(written, form)
+    flat.pop("comment", None)
+    return sections.edit(text, form, {**dict.fromkeys(_OWNED.get(tool, ())), **flat})
+
+
+def difference(file: str, old: str, new: str) -> str:
+    """As `diff -u` prints it; empty where nothing changes."""
+    lines = difflib.unified_diff(
+        old.splitlines(keepends=True), new.splitlines(keepends=True), file, file
+    )
+    return "".join(line if line.endswith("\n") else line + "\n" for line in lines)
+
+
+_OWNED = {
+    "deepspeed": (
+        "tensor_parallel", "sequence_parallel_size", "data_parallel_size", "expert_parallel",
+        "train_batch_size", "zero_optimization.mics_shard_size", "bf16", "fp16",
+        "zero_optimization.offload_optimizer", "zero_optimization.offload_param",
+    ),
+}  # fmt: skip
+
+
+_DEFAULT_ONE = re.compile(
+    r"((model|context)-parallel-size|(tensor|pipeline|context|expert|replicate)(_parallel)?_degree)$"
+)
+
+
+def _without_defaults(text: str, flags: dict[str, Any]) -> dict[str, Any]:
+    """Without degrees of 1 that the text leaves out as well."""
+    return {
+        name: value
+        for name, value in flags.items()
+        if name in text or not (value in (1, "1") and _DEFAULT_ONE.search(name))
+    }
+
+
+def _titan(job: Job, *, tokens: bool) -> dict[str, Any]:
+    """Values of torchtitan's configuration objects; `tokens`: batches in tokens."""
+    found = {f"parallelism.{k}": v for k, v in torchtitan.parallelism(job).items()}
+    if job.layout.pp > 1:
+        found["parallelism.module_fqns_per_model_part"] = torchtitan.parts(job, "lm_head")
+    if tokens:
+        seq = job.facts.seq_len
+        found.pop("parallelism.pipeline_parallel_microbatch_size")
+        found["parallelism.num_pp_microbatches"] = job.microbatches if job.layout.pp > 1 else None
+        found["training.num_tokens_per_microbatch_per_dp_rank"] = job.microbatch * seq
+        found["training.num_tokens_per_train_step"] = job.facts.global_batch * seq
+        return found
+    return found | {f"training.{k}": v for k, v in torchtitan.training(job).items()}
