@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares
 
-from hocket.cost.constants import FEW_BITS, Constants, constants, file
+from hocket.cost.constants import FEW_BITS, PRECISION_FIELDS, Constants, constants, file
 from hocket.planning.pricing import Batch, batch, by_structure
 from hocket.planning.table import MAINSTREAM, Row, read, rows
 from hocket.planning.validate import Priced, average, group_of, price, scores
@@ -138,8 +138,8 @@ class Problem:
             module.file = original
         values = {}
         for field in dataclasses.fields(Constants):
-            if field.name == "gradient_bytes":
-                values[field.name] = self.batch.constants.gradient_bytes
+            if field.name in PRECISION_FIELDS:
+                values[field.name] = getattr(self.batch.constants, field.name)
                 continue
             column = np.array([float(getattr(part, field.name)) for part in parts])
             values[field.name] = column[self.place]

@@ -80,7 +80,8 @@ FLAGS = {
     "export": {"run", "to", "merge"},
     "plan": {
         "model", "cluster", "seq_len", "global_batch", "objective", "top", "layout", "pin", "all",
-        "explain", "emit", "precision", "stack", "lora_rank", "lora_targets", "json", *SERVICE,
+        "explain", "emit", "precision", "grad_dtype", "stack", "lora_rank", "lora_targets", "json",
+        *SERVICE,
     },
     "validate": {"table", "infer", "rows", "json"},
     "probe": {"quick", "out", "device", "svg", "json"},

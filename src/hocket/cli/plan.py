@@ -36,7 +36,8 @@ class PlanFlags:
         all: rank also what this hocket cannot run today.
         explain: say why the first wins, and what would change the answer.
         emit: print the first as flags of torchtitan, megatron, deepspeed or vllm.
-        precision: of matrix products: bf16, fp16, fp8. None: bf16, on CPU cores fp32.
+        precision: of matrix products: bf16, fp16, fp8, tf32, fp32. None: bf16, on CPU cores fp32.
+        grad_dtype: type of gradients, as of hocket train: fp32 or bf16. None: fp32.
         stack: software whose constants price it: megatron-core, megatron, fsdp, fsdp-compiled,
             deepspeed ... None: megatron-core.
         lora_rank: train adapters of this rank beside the frozen model.
@@ -67,6 +68,7 @@ class PlanFlags:
     explain: bool = False
     emit: Text = None
     precision: Text = None
+    grad_dtype: Text = None
     stack: Text = None
     lora_rank: Count = None
     lora_targets: Text = None
@@ -90,7 +92,16 @@ SERVING = (
 )  # fmt: skip
 """Flags that mean something with --serve only."""
 
-TRAINING = ("seq_len", "global_batch", "objective", "all", "stack", "lora_rank", "lora_targets")
+TRAINING = (
+    "seq_len",
+    "global_batch",
+    "objective",
+    "all",
+    "grad_dtype",
+    "stack",
+    "lora_rank",
+    "lora_targets",
+)
 """Flags that mean nothing with --serve."""
 
 
@@ -137,6 +148,7 @@ def main(arguments: Sequence[str]) -> int:
         all=flags.all,
         explain=flags.explain,
         precision=flags.precision,
+        grad_dtype=flags.grad_dtype,
         stack=flags.stack,
         lora_rank=flags.lora_rank,
         lora_targets=flags.lora_targets,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hocket.spec.errors import ModelError, OptionError, nearest, unknown
 from hocket.spec.layout import Layout
+from hocket.spec.precision import default_grad_dtype
 from hocket.spec.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ def plan(
     all: bool = False,
     explain: bool = False,
     precision: str | None = None,
+    grad_dtype: str | None = None,
     stack: str | None = None,
     lora_rank: int | None = None,
     lora_targets: str | None = None,
@@ -49,6 +51,8 @@ def plan(
         all: rank also what this hocket cannot run today.
         explain: say why the winner wins, and what would change the answer.
         precision: of matrix products. None: bf16, on CPU cores fp32.
+        grad_dtype: of gradients, `fp32` or `bf16`, as `hocket train` takes it. None: fp32 (under
+            fp16: fp16).
         stack: the software whose constants price it. None: fused kernels, gradients overlapped.
         lora_rank, lora_targets: train adapters instead of the model, as `hocket train` does.
 
@@ -74,6 +78,11 @@ def plan(
                 f"--stack {stack} prices GPUs; {machines.name} is CPU cores, priced as measured",
                 hint="leave --stack out",
             )
+        if grad_dtype not in (None, "fp32"):
+            raise OptionError(
+                f"--grad-dtype is {grad_dtype}; CPU runs are predicted in fp32 alone",
+                hint="leave --grad-dtype out",
+            )
         from hocket.jobs import machine_plan
 
         return machine_plan.plan(
@@ -96,6 +105,7 @@ def plan(
         seq_len=seq_len,
         global_batch=global_batch,
         precision=precision or PRECISION,
+        grad_dtype=grad_dtype,
         stack=STACK if stack is None else stack,
     )
     if layout is not None:
@@ -247,6 +257,8 @@ def command(found: Plan) -> str:
     words = ["hocket", "train", found.model, "--layout", str(found.best.layout)]
     words += ["--seq-len", str(found.seq_len), "--global-batch", str(found.global_batch)]
     words += ["--dtype", found.precision]
+    if found.grad_dtype not in ("", default_grad_dtype(found.precision)):
+        words += ["--grad-dtype", found.grad_dtype]
     for flag, value in (("rank", found.lora_rank), ("targets", found.lora_targets)):
         words += [] if value is None else [f"--lora-{flag}", str(value)]
     return shlex.join(words)

@@ -19,6 +19,7 @@ from hocket.spec.capabilities import PRECISIONS
 from hocket.spec.cluster import Cluster
 from hocket.spec.errors import LayoutError, OptionError
 from hocket.spec.layout import Layout, divisors
+from hocket.spec.precision import default_grad_dtype
 from hocket.spec.units import format_bytes
 
 BEYOND = 3
@@ -37,7 +38,8 @@ class Plan:
 
     Attributes:
         model, cluster: names. objective: what they are sorted by.
-        seq_len, global_batch, precision: of the step.
+        seq_len, global_batch, precision: of the step. grad_dtype: of its gradients; empty on CPU
+            cores.
         layouts: best first; by default those that this hocket can run today.
         beyond: better ones that it cannot, best first; none where `layouts` holds all kinds.
         num_legal, num_fitting: layouts looked at, and of them those that fit in memory.
@@ -63,6 +65,7 @@ class Plan:
     machine: str = ""
     lora_rank: int | None = None
     lora_targets: str | None = None
+    grad_dtype: str = ""
 
     @property
     def best(self) -> Forecast:
@@ -328,4 +331,5 @@ def _asked(problem: Problem, objective: str) -> dict[str, Any]:
         "seq_len": problem.seq_len,
         "global_batch": problem.global_batch,
         "precision": problem.precision,
+        "grad_dtype": problem.grad_dtype or default_grad_dtype(problem.precision),
     }

@@ -35,6 +35,7 @@ from hocket.spec.cut import Cut, choose_cut
 from hocket.spec.errors import OptionError, unknown
 from hocket.spec.layout import Layout
 from hocket.spec.model_shape import ModelShape
+from hocket.spec.precision import StateBytes, state_bytes
 from hocket.spec.schedule import Schedule
 
 STACK = "megatron-core"
@@ -66,6 +67,7 @@ class Problem:
         shape: the model. cluster: the GPUs.
         seq_len: tokens of a sequence. global_batch: sequences of a step.
         precision: of matrix products, one of `spec.cluster.PRECISIONS`.
+        grad_dtype: of gradients, as `TrainOptions.grad_dtype`. None: as a run without the flag.
         stack: software whose constants price it, one of `cost.constants.stacks()`.
         division: of layers over stages, as `Layout.cut`.
     """
@@ -75,6 +77,7 @@ class Problem:
     seq_len: int
     global_batch: int
     precision: str = "bf16"
+    grad_dtype: str | None = None
     stack: str = STACK
     division: str | tuple[int, ...] = "balanced"
 
@@ -90,17 +93,23 @@ class Problem:
         if self.precision not in rates:
             message, hint = unknown("precision", self.precision, rates)
             raise OptionError(f"{self.cluster.node.gpu.name}: {message}", hint=hint)
+        self.state_bytes  # noqa: B018  rejects what cannot be
 
     @functools.cached_property
     def model(self) -> Terms:
         return terms(self.shape)
 
+    @property
+    def state_bytes(self) -> StateBytes:
+        """Bytes of a parameter's state and of an activation's element."""
+        return state_bytes(self.precision, self.grad_dtype)
+
     @functools.cached_property
     def constants(self) -> Constants:
         gpu = self.cluster.node.gpu
-        # As the rows of the validation: fp16 training sums its gradients in 16 bits.
-        changes = {"gradient_bytes": 2.0} if self.precision == "fp16" else {}
-        found = constants(gpu.name, self.stack, **changes)
+        found = constants(
+            gpu.name, self.stack, precision=self.precision, grad_dtype=self.grad_dtype
+        )
         if self.precision in FEW_BITS and "bf16" in gpu.flops:
             return few_bits(found, gpu.flops, self.precision)
         return found

@@ -185,9 +185,8 @@ def _parse(row: Mapping[str, str]) -> Row:
     if precision not in cluster.node.gpu.flops:
         raise _LeftOut(f"{cluster.node.gpu.name} has no rate for {precision}")
     numbers = _machine(cluster, precision)
-    changes: dict[str, float] = {}
-    changes["gradient_bytes"] = _gradient_bytes(row.get("precision", ""), stack)
-    values = constants(cluster.node.gpu.name, stack, **changes)
+    grad_dtype = _grad_dtype(row.get("precision", ""), precision, stack)
+    values = constants(cluster.node.gpu.name, stack, precision=precision, grad_dtype=grad_dtype)
     if precision in FEW_BITS:
         values = few_bits(values, cluster.node.gpu.flops, precision)
     memory = _number(row, "measured_mem_gb")
@@ -243,13 +242,13 @@ def _precision(text: str) -> str:
     return "fp16" if text.startswith("fp16") else "bf16"
 
 
-def _gradient_bytes(precision: str, stack: str) -> float:
-    """fp16 training sums in 16 bits, Megatron's and FSDP2's bf16 in 32; stated otherwise in 16."""
-    if precision.startswith("fp16") or stack == "internevo":
-        return 2.0
-    if stack == "fsdp-triton":
-        return 4.0 if "fp32" in precision else 2.0
-    return 4.0
+def _grad_dtype(text: str, precision: str, stack: str) -> str | None:
+    """The type of gradients that a row states or that its software had; None: as by default."""
+    if stack == "internevo":
+        return "bf16"
+    if stack == "fsdp-triton" and precision != "fp16":
+        return "fp32" if "fp32" in text else "bf16"
+    return None
 
 
 def _unit(kind: str) -> float:
