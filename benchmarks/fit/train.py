@@ -103,6 +103,8 @@ def changed(data: dict[str, Any], values: Sequence[float], free: Free = FREE) ->
         data[part][name][field] = float(value)
     for name in SHARED_FLASH:
         data["gpus"][name]["flash_rate"] = data["gpus"]["GB200"]["flash_rate"]
+    # A B300 has the GB300's constants, but its recipes capture no graphs.
+    data["pairs"]["B300 nemo"]["expert_time"] = data["stacks"]["nemo"]["expert_time"]
     for name in SHARED_NETWORK:
         data["stacks"][name]["sharded_network"] = data["stacks"][name]["network"]
     return data

@@ -89,8 +89,11 @@ def test_collectives_over_the_network_share_the_cards() -> None:
 def test_without_measurements_links_give_the_time() -> None:
     plain = inside(ALL_REDUCE, one(8e9), one(8), a100(measured=False))[0]
     link = a100().link[0]
-    expected = 3 * collectives.LATENCY + 2 * 7 / 8 * 8e9 / (collectives.LINK_SHARE * link)
-    assert plain == pytest.approx(expected)
+    latency, share = collectives.PROTOCOLS[1]
+    assert plain == pytest.approx(3 * latency + 2 * 7 / 8 * 8e9 / (share * link))
+    latency, share = collectives.PROTOCOLS[0]
+    small = inside(ALL_REDUCE, one(8e3), one(8), a100(measured=False))[0]
+    assert small == pytest.approx(3 * latency + 2 * 7 / 8 * 8e3 / (share * link))
 
 
 def test_the_pipeline_is_its_closed_form() -> None:

@@ -32,6 +32,9 @@ GPU_FIELDS = (
 PRECISION_FIELDS = ("weight_bytes", "gradient_bytes", "optimizer_bytes", "element_bytes")
 """Fields that follow from the precision alone."""
 
+FALLBACK = "H100"
+"""Family whose constants stand for accelerators of another architecture (AMD, Gaudi, TPU)."""
+
 FEW_BITS = ("fp8", "fp4")
 
 
@@ -143,6 +146,14 @@ def file() -> dict[str, Any]:
     return found
 
 
+def fitted_family(gpu: str) -> str:
+    """The family whose constants a GPU takes: its own where that was fitted, else the nearest by
+    architecture (`nearest` of the data file), H100 where no architecture is near."""
+    family = gpu.split("-", maxsplit=1)[0]
+    data = file()
+    return family if family in data["gpus"] else str(data["nearest"].get(family, FALLBACK))
+
+
 def stacks() -> tuple[str, ...]:
     """The software stacks that have constants."""
     return tuple(file()["stacks"])
@@ -153,7 +164,8 @@ def constants(
 ) -> Constants:
     """Constants of a GPU (by name: `H100-SXM-80`) under a software stack.
 
-    A GPU of a family that was not fitted takes the constants of the nearest that was.
+    A GPU of a family that was not fitted takes the constants of the nearest that was, those of the
+    pair with a stack as well.
 
     Raises:
         OptionError: an unknown stack, or gradients of an unknown or too narrow type.
@@ -162,9 +174,8 @@ def constants(
     if stack not in data["stacks"]:
         message, hint = unknown("stack", stack, stacks())
         raise OptionError(message, hint=hint)
-    family = gpu.split("-", maxsplit=1)[0]
-    known = data["gpus"]
-    entry = known.get(family) or known[data["nearest"].get(family, "H100")]
+    family = fitted_family(gpu)
+    entry = data["gpus"][family]
     values: dict[str, Any] = {name: entry[name] for name in GPU_FIELDS}
     chain = []
     name: str | None = stack
@@ -174,7 +185,8 @@ def constants(
     fields = {f.name for f in dataclasses.fields(Constants)}
     for name in reversed(chain):
         values |= {k: v for k, v in data["stacks"][name].items() if k in fields}
-        values |= data["pairs"].get(f"{family} {name}", {})
+        for kind in dict.fromkeys((family, gpu.split("-", maxsplit=1)[0])):
+            values |= data["pairs"].get(f"{kind} {name}", {})
     width = state_bytes(precision, grad_dtype)
     for part in ("weight", "gradient", "optimizer", "element"):
         values[f"{part}_bytes"] = float(getattr(width, part))

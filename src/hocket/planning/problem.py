@@ -12,14 +12,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hocket.catalogue.curves import curves
+from hocket.catalogue.curves import curves_of
 from hocket.cost.columns import SCHEDULES, Layouts, RankLayers
 from hocket.cost.constants import (
     FEW_BITS,
     Constants,
     constants,
     few_bits,
-    file,
+    fitted_family,
     memory_quantiles,
     quantiles,
 )
@@ -117,18 +117,13 @@ class Problem:
     @property
     def borrowed(self) -> str | None:
         """The family of GPUs whose constants stand for this one's; None where it has its own."""
-        family = self.cluster.node.gpu.name.partition("-")[0]
-        data = file()
-        return None if family in data["gpus"] else data["nearest"].get(family, "H100")
+        name = self.cluster.node.gpu.name
+        family = fitted_family(name)
+        return None if family == name.partition("-")[0] else family
 
     @functools.cached_property
     def machine(self) -> Machine:
-        node = self.cluster.node
-        kind, device = node.link.kind, node.gpu.name
-        known = [c for c in curves() if c.topology == kind and c.num_nodes == 1]
-        exact = [c for c in known if c.gpu == device]
-        family = [c for c in known if c.gpu.partition("-")[0] == device.partition("-")[0]]
-        return machine(self.cluster, self.precision, exact or family)
+        return machine(self.cluster, self.precision, curves_of(self.cluster.node))
 
     @property
     def usable(self) -> int:

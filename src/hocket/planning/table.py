@@ -25,7 +25,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from hocket.catalogue import hardware, shapes
-from hocket.catalogue.curves import curves
+from hocket.catalogue.curves import curves_of
 from hocket.cost.columns import SCHEDULES
 from hocket.cost.constants import FEW_BITS, Constants, constants, few_bits
 from hocket.cost.machine import CurveSet, Machine, machine
@@ -429,20 +429,15 @@ def _network(text: str) -> float | None:
 
 
 @functools.cache
-def _curves(gpu: str) -> CurveSet:
-    family = gpu.split("-", maxsplit=1)[0]
-    found = [c for c in curves() if c.gpu.split("-", maxsplit=1)[0] == family and c.num_nodes == 1]
-    switched = [c for c in found if c.topology == "nvswitch"] or found
-    return machine(hardware.cluster(f"1x{gpu}"), _any_precision(gpu), switched).curves[0]
-
-
-def _any_precision(gpu: str) -> str:
-    return next(iter(hardware.gpu(gpu).flops))
+def _curves(gpu: str, kind: str, precision: str) -> CurveSet:
+    node = hardware.node(kind, hardware.gpu(gpu))
+    cluster = Cluster(name=gpu, num_nodes=1, node=node)
+    return machine(cluster, precision, curves_of(node)).curves[0]
 
 
 def _machine(cluster: Cluster, precision: str) -> Machine:
-    numbers = machine(cluster, precision)
-    return dataclasses.replace(numbers, curves=(_curves(cluster.node.gpu.name),))
+    numbers, node = machine(cluster, precision), cluster.node
+    return dataclasses.replace(numbers, curves=(_curves(node.gpu.name, node.name, precision),))
 
 
 def rows(table: Iterable[Mapping[str, str]]) -> tuple[list[Row], dict[str, str]]:
