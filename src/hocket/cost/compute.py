@@ -116,9 +116,12 @@ def block_times(
     element = np.asarray(constants.element_bytes)
     fused = np.asarray(constants.fused_gradients) > np.where(grad > 2, 0, 1)
     result = np.where(fused, 2 * grad, element)  # read and written where gradients add up
+    latent = np.zeros_like(tokens)
     for p in block.products:
         m, n, k, batch = _local(p, tokens, at)
-        forward = forward + product(m, n, k, platform, batch)
+        once = product(m, n, k, platform, batch)
+        forward = forward + once
+        latent = latent + once if p.latent else latent
         inputs = inputs + product(m, k, n, platform, batch)
         if not p.frozen:
             weights = weights + product(k, n, m, platform, batch, result=result)
@@ -132,6 +135,7 @@ def block_times(
     kernels = block.kernels + core_kernels
     moved = traffic * (block.forward_inside / at.tp + block.forward_outside / split)
     forward = forward + core_forward + moved + KERNEL_FLOOR * kernels
+    modules = latent + moved  # at most: every memory-bound operation of forward
     moved = traffic * (block.backward_inside / at.tp + block.backward_outside / split)
     floor = KERNEL_FLOOR * (block.kernels_backward + 2 * core_kernels)
     inputs = inputs + core_backward + moved + floor
@@ -150,8 +154,9 @@ def block_times(
     full, selective = at.recompute == 2, at.recompute == 1
     half = np.asarray(constants.selective_halves) > 0
     again = np.where(selective, np.where(half, 0.5 * (forward + talk), core_forward), 0.0)
-    again = np.where(full, forward + talk, again)
+    again = np.where(full, forward + talk, np.where(at.recompute == 3, modules, again))
     again_cpu = np.where(full, cpu, np.where(selective, np.where(half, 0.5, 0.3) * cpu, 0.0))
+    again_cpu = np.where(at.recompute == 3, 0.3 * cpu, again_cpu)
     if not block.layer:
         again, again_cpu = np.zeros_like(tokens), np.zeros_like(tokens)
         cpu = np.zeros_like(tokens)

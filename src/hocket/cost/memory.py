@@ -30,7 +30,7 @@ from hocket.cost.terms import BlockTerms, Floats, Terms
 TRACED_BYTES = 2.0
 """Bytes of an element in the type that shapes are traced in (bf16)."""
 
-SELECTIVE, FULL = 1, 2
+SELECTIVE, FULL, MODULES = 1, 2, 3
 LATE = ("zb-h1", "zb-h2", "zb-v")
 
 
@@ -41,11 +41,13 @@ class Memory:
     Attributes:
         allocated: tensors at the worst moment, as torch.cuda.max_memory_allocated counts them.
         peak: of the device, with slack, context and buffers, as nvidia-smi shows it.
+        least: of the device without the slack, which the allocator returns when memory runs out.
         weights, gradients, optimizer, activations: parts of `allocated`.
     """
 
     allocated: Floats
     peak: Floats
+    least: Floats
     weights: Floats
     gradients: Floats
     optimizer: Floats
@@ -58,21 +60,19 @@ def memory(
     seq_len: Floats,
     constants: Constants,
     *,
-    ends_lighter: Floats | float = 0.0,
     ranks: RankLayers | None = None,
 ) -> Memory:
     """What the fullest rank of every layout holds.
 
     Args:
         seq_len: tokens of a sample, [r] or one number.
-        ends_lighter: 1 where the first and the last stage hold one layer fewer than the others.
         ranks: layers of pipeline ranks, where they are not equally many.
     """
     at = layouts
     shape = at.dp.shape
     seq_len = np.broadcast_to(np.asarray(seq_len, dtype=np.float64), shape)
     tokens = at.microbatch * seq_len / at.cp
-    ranks = ranks or equal_layers(model, at, ends_lighter)
+    ranks = ranks or equal_layers(model, at)
     # Shares of all layers.
     stage, begin, end = (n / model.layers for n in (ranks.most, ranks.first, ranks.last))
     live_layer = saved = np.zeros(shape)
@@ -119,6 +119,7 @@ def memory(
     return Memory(
         allocated=allocated,
         peak=allocated * (1 + constants.memory_slack) + constants.memory_overhead,
+        least=allocated + constants.memory_overhead,
         weights=parts[0],
         gradients=parts[1],
         optimizer=parts[2],
@@ -160,8 +161,11 @@ def _saved(
     whole = plain + core
     half = np.asarray(constants.selective_halves) > 0
     kept = np.where(at.recompute == SELECTIVE, np.where(half, 0.5 * (whole + inputs), plain), whole)
+    freed = block.saved_modules_inside / at.tp + block.saved_modules_outside / split
+    kept = np.where(at.recompute == MODULES, whole - width * freed, kept)
     # Weights' gradients that are put off keep what was made again for them: at most all of it.
     late = np.isin(at.schedule, [SCHEDULES.index(name) for name in LATE]) & (at.pp > 1)
+    kept = np.where(late & (at.recompute == MODULES), whole, kept)
     return whole, np.where(at.recompute == FULL, np.where(late, whole, inputs), kept)
 
 

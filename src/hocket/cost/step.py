@@ -81,14 +81,12 @@ def step_times(
     machine: Machine,
     constants: Constants,
     *,
-    ends_lighter: Floats | float = 0.0,
     ranks: RankLayers | None = None,
 ) -> StepTimes:
     """Seconds of a step of every layout.
 
     Args:
         seq_len: tokens of a sample, [r] or one number.
-        ends_lighter: 1 where the first and the last stage hold one layer fewer than the others.
         ranks: layers of pipeline ranks, where they are not equally many.
     """
     at = layouts
@@ -122,7 +120,7 @@ def step_times(
         ulysses = np.maximum(ulysses, spread(times.ulysses))
         sharded = sharded + count * (f2 + whole - f - b - w)
         trained = trained + local_trained(block, at).times(count)
-    extra = 2.0 * np.asarray(ends_lighter)  # a pipeline as long as if every stage were full
+    extra = 2.0 * at.lighter  # a pipeline as long as if every stage were full
     per_stage = (model.layers + extra) / (p * model.layers)
     forward, inputs, weights = forward * per_stage, inputs * per_stage, weights * per_stage
     layer = (forward + inputs + weights) * p / (model.layers + extra)
@@ -134,7 +132,7 @@ def step_times(
 
     size = constants.element_bytes * at.microbatch * seq_len / at.cp * model.hidden
     exchange = _exchange(size, at, platform)
-    at_rank = ranks or equal_layers(model, at, ends_lighter)
+    at_rank = ranks or equal_layers(model, at)
     both = (at.schedule == SCHEDULES.index("zb-v")) & (p > 1)  # ends that lie on one rank
     send = 2 * exchange * v
     stage = at_rank.most * layer + send

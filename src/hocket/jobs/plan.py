@@ -215,6 +215,8 @@ def table(found: Plan) -> str:
         from hocket.jobs import machine_plan
 
         return machine_plan.table(found, command(found))
+    from hocket.planning.fit import HEADROOM
+
     lines = [
         f"{found.model} on {found.cluster}, {found.precision}: sequences of {found.seq_len:,}, "
         f"global batch {found.global_batch:,}",
@@ -235,8 +237,8 @@ def table(found: Plan) -> str:
         lines += ["", *(f"* {reason}" for reason in _reasons(found.layouts))]
     lines += [
         "",
-        "Ranges are the 10th to the 90th percentile; memory is the 95th of the fullest GPU, which "
-        "must fit.",
+        "Ranges are the 10th to the 90th percentile; memory is the 95th of the fullest GPU, of "
+        f"which {HEADROOM:.0%} stay free (!: does not fit; tight: fits with less).",
     ]
     if not all(one.simulated for one in (*found.layouts, *found.beyond)):
         lines.append("~: priced by closed forms; its schedule is too long to be played.")
@@ -300,7 +302,9 @@ def _row(one: Forecast) -> tuple[str, ...]:
         _range(one.step_seconds, format_seconds),
         _range(one.tokens_per_second_per_gpu, format_count),
         _range(one.mfu, lambda value: f"{value:.0%}"),
-        format_bytes(one.memory_high) + ("" if one.fits else " !"),
+        format_bytes(one.memory_high)
+        + ("" if one.fits else " !")
+        + (" tight" if one.tight else ""),
         f"{one.bubble:.1%}",
         f"{one.exposed:.1%}",
         "unknown" if cost is None else _range(cost, lambda value: f"{value:,.0f}"),

@@ -27,6 +27,7 @@ from hocket.cost.machine import Machine, machine
 from hocket.cost.memory import Memory, memory
 from hocket.cost.step import StepTimes, step_times
 from hocket.cost.terms import Floats, Terms, terms
+from hocket.planning.fit import proposable
 from hocket.planning.layouts import Pins, legal
 from hocket.schedules.registry import build, stage_ranks
 from hocket.simulation import durations
@@ -127,8 +128,8 @@ class Problem:
 
     @property
     def usable(self) -> int:
-        """Bytes of a GPU that a plan may fill."""
-        return self.cluster.node.gpu.usable
+        """Bytes that the peak of a proposed layout may reach at the 95th percentile."""
+        return proposable(self.cluster.node.gpu.usable)
 
     @property
     def tokens(self) -> int:
@@ -146,8 +147,16 @@ class Problem:
         domain = min(self.cluster.domain, num_gpus)
         return legal(
             self.shape, num_gpus, self.seq_len, self.global_batch,
-            pins=pins, here=here, domain=domain,
+            pins=pins, here=here, domain=domain, selective=self._selective,
         )  # fmt: skip
+
+    @functools.cached_property
+    def _selective(self) -> bool:
+        """Whether selective recompute frees anything: not where fused attention saves its inputs
+        and output alone, which others need too."""
+        stack = self.constants
+        cores = any(float(block.saved_core[0]) > 0 for _, block in self.model.kinds)
+        return bool(stack.selective_halves or not stack.flash or cores)
 
     def times(self, layouts: Layouts) -> StepTimes:
         """Seconds by closed forms, [r]."""
@@ -164,13 +173,14 @@ class Problem:
     def rank_layers(self, layouts: Layouts) -> RankLayers:
         """Whole layers that the pipeline ranks hold as the runtime would cut, [r]."""
         bent = layouts.schedule == SCHEDULES.index("zb-v")
-        keys = (layouts.pp * 4096 + layouts.virtual) * 2 + bent
+        keys = ((layouts.pp * 4096 + layouts.virtual) * 2 + bent) * 2 + layouts.lighter
         unique, place = np.unique(keys, return_inverse=True)
         rows = []
         for key in unique.astype(int).tolist():
-            pp, virtual = divmod(key // 2, 4096)
-            name = "zb-v" if key % 2 else "1f1b"
-            rows.append(self._held(Layout(pp=pp, virtual_stages=virtual, schedule=name)))
+            pp, virtual = divmod(key // 4, 4096)
+            name = "zb-v" if key // 2 % 2 else "1f1b"
+            cut = "light-ends" if key % 2 else "balanced"
+            rows.append(self._held(Layout(pp=pp, virtual_stages=virtual, schedule=name, cut=cut)))
         table = np.array(rows, dtype=np.float64).reshape(-1, 3)[place]
         return RankLayers(first=table[:, 0], last=table[:, 1], most=table[:, 2])
 
@@ -198,9 +208,10 @@ class Problem:
     # --- event by event ----------------------------------------------------------------------
 
     def cut(self, layout: Layout) -> Cut:
-        """Layers per stage by `division` as the runtime cuts: by parameters, the head's counted."""
+        """Layers per stage as the runtime cuts: as the layout says, and where it leaves that to
+        its default by `division`; `balanced` by parameters, the head's counted."""
         return _cut(
-            self.division,
+            self.division if layout.cut == "balanced" else layout.cut,
             tuple(self.shape.blocks[kind].num_parameters for kind in self.shape.layers),
             self.shape.blocks["head"].num_parameters,
             layout.num_stages,
@@ -218,7 +229,7 @@ class Problem:
         num_stages = first.num_stages
         cut = np.array(self.cut(first), dtype=np.float64)
         # Seconds of one layer: what a middle rank takes, over the layers it holds on average.
-        layers = len(self.shape.layers) / first.pp
+        layers = (len(self.shape.layers) + 2.0 * (first.cut == "light-ends")) / first.pp
         ends = np.zeros((2, num_stages))
         ends[0, 0] = ends[1, -1] = 1.0
 

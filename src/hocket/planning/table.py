@@ -120,7 +120,6 @@ class Row:
     layout: dict[str, float]
     seq_len: float
     recompute_known: bool
-    ends_lighter: float
     measured: float | None
     memory: float | None
     memory_unit: float
@@ -210,7 +209,6 @@ def _parse(row: Mapping[str, str]) -> Row:
         layout=layout,
         seq_len=_need(row, "seq"),
         recompute_known=row.get("recompute", "").lower() not in ("", "nan"),
-        ends_lighter=float("one layer fewer" in said),
         measured=_number(row, "measured_iter_s"),
         memory=None if memory is None else memory * _unit(row.get("mem_kind", "")),
         memory_unit=_unit(row.get("mem_kind", "")),
@@ -378,6 +376,7 @@ def _layout(row: Mapping[str, str], stack: str, said: str) -> dict[str, float]:
         "recompute": 2.0 if "full" in recompute else 1.0 if "selective" in recompute else 0.0,
         "sequence_parallel": float((_number(row, "sp") or 0.0) > 0 and tp > 1),
         "schedule": float(SCHEDULES.index(schedule)),
+        "lighter": float("one layer fewer" in said),
     }
 
 
