@@ -29,7 +29,7 @@ from hocket.catalogue.curves import curves_of
 from hocket.cost.columns import SCHEDULES
 from hocket.cost.constants import FEW_BITS, Constants, constants, few_bits
 from hocket.cost.machine import CurveSet, Machine, machine
-from hocket.cost.memory import SELECTIVE
+from hocket.cost.memory import FULL, MODULES, SELECTIVE
 from hocket.planning.decoder import decoder
 from hocket.spec.cluster import Cluster
 from hocket.spec.errors import HocketError, OptionError
@@ -39,7 +39,7 @@ REQUIRED = ("id", "source", "model", "gpu", "layers", "hidden", "heads", "seq", 
 OPTIONAL = (
     "n_gpus", "gpus_per_node", "inter_link", "tp", "pp", "vp", "cp", "ep", "dp", "sp",
     "zero_stage", "recompute", "precision", "schedule", "kv_heads", "ffn", "vocab", "micro_batch",
-    "measured_iter_s", "measured_mem_gb", "mem_kind", "notes",
+    "measured_iter_s", "measured_mem_gb", "mem_kind", "notes", "recompute_modules", "experts",
 )  # fmt: skip
 
 NOT_COMPARED = (
@@ -92,6 +92,9 @@ HOST_COPIES = 0.5
 """Of a card's rate, where it cannot read the GPU's memory: every message crosses host memory."""
 
 MAINSTREAM = "mainstream"
+
+KINDS = ((FULL, "full"), (MODULES, "modules"), (SELECTIVE, "selective"))
+"""Kinds of recompute by the word that a row has for them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -193,7 +196,7 @@ def _parse(row: Mapping[str, str]) -> Row:
     return Row(
         id=row["id"],
         source=row["source"],
-        kind=_kind(cluster, precision, experts=bool(re.search(EXPERTS, model, re.I))),
+        kind=_kind(cluster, precision, experts=_has_experts(row)),
         group=(
             *(row.get(name, "") for name in ("source", "layers", "hidden", "heads", "ffn")),
             *(row.get(name, "") for name in ("vocab", "seq", "global_batch", "gpu", "n_gpus")),
@@ -296,7 +299,7 @@ def _completed(row: Mapping[str, str]) -> Mapping[str, str]:
     """The row with what its model's name fixes where it says nothing itself."""
     name = row["model"]
     known: dict[str, int] = {}
-    if re.search(EXPERTS, name, re.I):
+    if _has_experts(row):
         shape = _named(row)
         known = {"layers": len(shape.layers), "hidden": shape.hidden, "heads": shape.heads}
         known["heads"] = int(_number(row, "heads") or shape.heads)
@@ -304,6 +307,11 @@ def _completed(row: Mapping[str, str]) -> Mapping[str, str]:
         if re.search(pattern, name, re.I):
             known = sizes
     return {**row, **{k: str(v) for k, v in known.items() if _number(row, k) is None}}
+
+
+def _has_experts(row: Mapping[str, str]) -> bool:
+    """By the model's name, or because the row counts them."""
+    return bool(re.search(EXPERTS, row["model"], re.I)) or (_number(row, "experts") or 0) > 1
 
 
 def _named(row: Mapping[str, str]) -> ModelShape:
@@ -321,7 +329,7 @@ def _named(row: Mapping[str, str]) -> ModelShape:
 
 
 def _shape(row: Mapping[str, str], stack: str) -> ModelShape:
-    if re.search(EXPERTS, row["model"], re.I):
+    if _has_experts(row):
         return _named(row)
     names = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq")
     numbers = (_number(row, name) for name in names)
@@ -360,6 +368,8 @@ def _layout(row: Mapping[str, str], stack: str, said: str) -> dict[str, float]:
     elif re.search(r"\bhsdp\b", said):
         shard = min(dp, _number(row, "gpus_per_node") or 8.0)
     recompute = row.get("recompute", "").lower()
+    if row.get("recompute_modules", "").strip():
+        recompute = "modules"
     if recompute in ("", "nan"):
         recompute = "full" if stack in ("jax", "megatron", "deepspeed") else "none"
     return {
@@ -373,7 +383,7 @@ def _layout(row: Mapping[str, str], stack: str, said: str) -> dict[str, float]:
         "microbatches": max(1.0, round(batch / (micro * dp))),
         "zero": zero,
         "shard": shard,
-        "recompute": 2.0 if "full" in recompute else 1.0 if "selective" in recompute else 0.0,
+        "recompute": float(next((i for i, name in KINDS if name in recompute), 0)),
         "sequence_parallel": float((_number(row, "sp") or 0.0) > 0 and tp > 1),
         "schedule": float(SCHEDULES.index(schedule)),
         "lighter": float("one layer fewer" in said),
