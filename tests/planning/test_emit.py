@@ -120,3 +120,15 @@ def test_a_model_whose_path_needs_quotes_is_quoted() -> None:
     found = plan_one(PROBLEM, Layout.parse("dp16.tp2")).best
     said = emit("vllm", found, seq_len=4096, global_batch=64, model="/my models/a; b")
     assert "vllm serve '/my models/a; b' " in said
+
+
+def test_megatron_takes_lighter_ends_and_modules() -> None:
+    layout = "dp4.pp2.tp4:cut=light-ends,recompute=modules,microbatches=4"
+    found = words(flags("megatron", layout))
+    assert "--account-for-embedding-in-pipeline-split" in found
+    assert "--account-for-loss-in-pipeline-split" in found
+    assert found["--recompute-granularity"] == "selective"
+    assert found["--recompute-modules"] == "layernorm moe_act mla_up_proj"
+    other = flags("torchtitan", layout)
+    assert "one layer fewer" in other
+    assert words(other)["--activation_checkpoint.mode"] == "none"

@@ -59,14 +59,17 @@ def _flags(command: str, flags: dict[str, Any], notes: list[str]) -> str:
     return "\n".join([*lines, " \\\n  ".join(words)]) + "\n"
 
 
-def _cut(found: Forecast) -> list[str]:
-    """A cut by hand, which no tool takes as a flag like ours."""
-    cut = found.layout.cut
-    if isinstance(cut, str):
-        return []
-    return [
-        f"the plan holds {'-'.join(map(str, cut))} layers a stage; these flags say nothing of it"
-    ]
+def _cut(found: Forecast, *, megatron: bool = False) -> list[str]:
+    """What of a cut and of recompute a tool has no flag for; Megatron has some."""
+    cut, notes = found.layout.cut, []
+    if cut == "light-ends" and not megatron:
+        notes.append("the plan has one layer fewer on the first and last stage; set that by hand")
+    if found.layout.recompute == "modules" and not megatron:
+        notes.append("the plan recomputes norms and activation functions; set that by hand")
+    if not isinstance(cut, str):
+        text = "-".join(map(str, cut))
+        notes.append(f"the plan holds {text} layers a stage; these flags say nothing of it")
+    return notes
 
 
 def _torchtitan(found: Forecast, asked: Asked) -> str:
@@ -106,7 +109,9 @@ def _torchtitan(found: Forecast, asked: Asked) -> str:
         f"{p}context_parallel_degree": layout.cp,
         f"{p}context_parallel_rotate_method": "alltoall" if layout.cp > 1 else None,
         f"{p}expert_parallel_degree": layout.ep if layout.ep > 1 else None,
-        "--activation_checkpoint.mode": layout.recompute,
+        "--activation_checkpoint.mode": "none"
+        if layout.recompute == "modules"
+        else layout.recompute,
         "--training.local_batch_size": asked.global_batch // layout.dp
         if layout.pp > 1
         else found.microbatch,
@@ -117,7 +122,7 @@ def _torchtitan(found: Forecast, asked: Asked) -> str:
 
 
 def _megatron(found: Forecast, asked: Asked) -> str:
-    layout, notes = found.layout, _cut(found)
+    layout, notes = found.layout, _cut(found, megatron=True)
     if layout.schedule not in ("1f1b", "interleaved") and layout.pp > 1:
         notes.append(f"Megatron-LM has no {layout.schedule} schedule; 1F1B instead")
     shard = layout.shard or layout.dp
@@ -138,7 +143,16 @@ def _megatron(found: Forecast, asked: Asked) -> str:
         "--data-parallel-sharding-strategy": strategy,
         "--overlap-grad-reduce": layout.dp > 1,
         "--overlap-param-gather": layout.zero > 0,
-        "--recompute-granularity": layout.recompute if layout.recompute != "none" else None,
+        "--account-for-embedding-in-pipeline-split": layout.cut == "light-ends",
+        "--account-for-loss-in-pipeline-split": layout.cut == "light-ends",
+        "--recompute-granularity": {
+            "selective": "selective",
+            "modules": "selective",
+            "full": "full",
+        }.get(layout.recompute),
+        "--recompute-modules": "layernorm moe_act mla_up_proj"
+        if layout.recompute == "modules"
+        else None,
         "--recompute-method": "uniform" if full else None,
         "--recompute-num-layers": 1 if full else None,
         "--micro-batch-size": found.microbatch,
