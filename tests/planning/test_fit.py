@@ -47,6 +47,14 @@ def test_the_published_layout_of_405b_fits_without_recompute() -> None:
     assert found.mfu.mid == pytest.approx(0.41, rel=0.1)
 
 
+def test_no_layout_without_context_parallelism_beats_the_published_one_by_far() -> None:
+    """Tensor parallelism over two nodes was ranked before it; nothing within a node was."""
+    (published,) = plan_one(LLAMA_405B, Layout.parse(PUBLISHED)).layouts
+    best = plan(LLAMA_405B, top=1, pins={"cp": 1}, everything=True).best
+    assert published.step_seconds.mid <= 1.05 * best.step_seconds.mid
+    assert best.layout.tp <= 8
+
+
 def test_light_ends_are_among_the_layouts() -> None:
     pins = {"dp": 128, "pp": 16, "tp": 8, "virtual_stages": 8, "microbatches": 16}
     found = LLAMA_405B.legal(16384, pins={**pins, "schedule": "interleaved", "zero": 1})
