@@ -18,7 +18,7 @@ from hocket.cost.constants import Platform, constants, stacks
 from hocket.cost.machine import machine
 from tests.rotation import part
 
-RANKS = 2.0 ** np.arange(1, 21)
+RANKS = np.exp2(np.arange(1, 21, dtype=np.float64))
 SIZES = (8.0, 64e3, 1e6, 64e6, 1e9)
 DEVICES = ("H100-SXM-80", "A100-PCIe-80", "B200-SXM-180", "L40S-48", "MI300X-192")
 
@@ -51,7 +51,7 @@ def test_more_ranks_are_never_faster(operation: str, device: str) -> None:
     for size in SIZES:
         found = seconds(operation, size, on)
         assert (np.diff(found) >= -1e-12).all()
-        nodes = 8.0 * 2.0 ** np.arange(0, 17)  # whole nodes
+        nodes = 8.0 * np.exp2(np.arange(0, 17, dtype=np.float64))  # whole nodes
         one = np.ones_like(nodes)
         whole = group(operation, size * one, nodes, one, on)
         assert (np.diff(whole) >= -1e-12).all()

@@ -12,7 +12,7 @@ import pytest
 
 from hocket.catalogue import hardware
 from hocket.catalogue.shapes import shape
-from hocket.cost import step
+from hocket.cost import collectives, step
 from hocket.cost.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from hocket.cost.columns import columns
 from hocket.cost.constants import Constants, constants
@@ -58,7 +58,7 @@ def replicated(model: ModelShape) -> float:
 def layouts(model: ModelShape, count: int, *, pp: int = 1) -> list[Layout]:
     """Random ones; expert ranks within dp x cp."""
     draw = random.Random(seed())
-    found = []
+    found: list[Layout] = []
     while len(found) < count:
         dp, tp, cp = (2 ** draw.randint(0, n) for n in (6, 3, 2))
         experts = [n for n in divisors(max(model.experts, 1)) if (dp * cp) % n == 0]
@@ -146,7 +146,7 @@ def test_reduced_bytes_and_updates_are_conserved(
     expert, dense = parameters(model)
     copied = replicated(model)
     calls: list[tuple[str, float, float]] = []
-    original, tp = step.group, 1
+    original, tp = collectives.group, 1
 
     def counting(operation: str, size: Any, degree: Any, stride: Any, *rest: Any) -> Any:
         if float(np.ravel(stride)[0]) % tp == 0:  # others are of tensor ranks: activations

@@ -74,7 +74,6 @@ class Forecast:
     memory_high: int
     memory_by_kind: dict[str, int]
     fits: bool
-    tight: bool
     bubble: float
     exposed: float
     parts: dict[str, float]
@@ -82,6 +81,7 @@ class Forecast:
     simulated: bool
     lacks: tuple[str, ...]
     context: str = ""
+    tight: bool = False
     alike: int = 0
 
     @property
