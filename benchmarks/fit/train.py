@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares
 
-from hocket.cost.constants import FEW_BITS, Constants, constants, file
+from hocket.cost.constants import FEW_BITS, PRECISION_FIELDS, Constants, constants, file
 from hocket.planning.pricing import Batch, batch, by_structure
 from hocket.planning.table import MAINSTREAM, Row, read, rows
 from hocket.planning.validate import Priced, average, group_of, price, scores
@@ -103,6 +103,8 @@ def changed(data: dict[str, Any], values: Sequence[float], free: Free = FREE) ->
         data[part][name][field] = float(value)
     for name in SHARED_FLASH:
         data["gpus"][name]["flash_rate"] = data["gpus"]["GB200"]["flash_rate"]
+    # A B300 has the GB300's constants, but its recipes capture no graphs.
+    data["pairs"]["B300 nemo"]["expert_time"] = data["stacks"]["nemo"]["expert_time"]
     for name in SHARED_NETWORK:
         data["stacks"][name]["sharded_network"] = data["stacks"][name]["network"]
     return data
@@ -138,8 +140,8 @@ class Problem:
             module.file = original
         values = {}
         for field in dataclasses.fields(Constants):
-            if field.name == "gradient_bytes":
-                values[field.name] = self.batch.constants.gradient_bytes
+            if field.name in PRECISION_FIELDS:
+                values[field.name] = getattr(self.batch.constants, field.name)
                 continue
             column = np.array([float(getattr(part, field.name)) for part in parts])
             values[field.name] = column[self.place]

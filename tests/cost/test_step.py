@@ -16,6 +16,7 @@ from hocket.cost.columns import Layouts, columns
 from hocket.cost.constants import GPU_FIELDS, Constants, Platform, constants, file, stacks
 from hocket.cost.machine import Machine, machine
 from hocket.cost.memory import memory
+from hocket.cost.state import local
 from hocket.cost.step import StepTimes, step_times
 from hocket.cost.terms import Terms, stack, terms
 from hocket.planning.decoder import decoder
@@ -88,8 +89,11 @@ def test_collectives_over_the_network_share_the_cards() -> None:
 def test_without_measurements_links_give_the_time() -> None:
     plain = inside(ALL_REDUCE, one(8e9), one(8), a100(measured=False))[0]
     link = a100().link[0]
-    expected = 3 * collectives.LATENCY + 2 * 7 / 8 * 8e9 / (collectives.LINK_SHARE * link)
-    assert plain == pytest.approx(expected)
+    latency, share = collectives.PROTOCOLS[1]
+    assert plain == pytest.approx(3 * latency + 2 * 7 / 8 * 8e9 / (share * link))
+    latency, share = collectives.PROTOCOLS[0]
+    small = inside(ALL_REDUCE, one(8e3), one(8), a100(measured=False))[0]
+    assert small == pytest.approx(3 * latency + 2 * 7 / 8 * 8e3 / (share * link))
 
 
 def test_the_pipeline_is_its_closed_form() -> None:
@@ -253,7 +257,7 @@ def test_experts_are_many_small_products() -> None:
     assert grouped(8192, split) == pytest.approx(grouped(8192, alone), rel=0.1)
     block = terms(shape("mixtral-8x7b")).kinds[0][1]
     at = columns([Layout(dp=8, ep=8, tp=2, microbatches=1)], 8)
-    held = compute.local_weights(block, at) - block.weights_inside / 2 - block.weights_outside
+    held = local(block, at).total - block.weights_inside / 2 - block.weights_outside
     assert held[0] == 3 * 8 * 4096 * 14336 / 16
 
 
@@ -269,7 +273,7 @@ def test_constants_are_few_and_explained() -> None:
 
 SWITCHES = {
     "flash", "scatter_gather", "sharded_calls", "per_layer_state", "overlap_gradients",
-    "gradient_bytes", "launch_norm", "whole_gradients", "fused_gradients", "once_per_node",
+    "launch_norm", "whole_gradients", "fused_gradients", "once_per_node",
     "selective_halves",
 }  # fmt: skip
 """What a stack does, not how well: no number that a fit could move."""

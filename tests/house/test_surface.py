@@ -81,7 +81,7 @@ FLAGS = {
     "export": {"run", "to", "merge", "overwrite", "trust_remote_code"},
     "plan": {
         "model", "cluster", "seq_len", "global_batch", "objective", "top", "layout", "pin", "all",
-        "explain", "emit", "source", "price_list", "precision", "stack", "lora_rank",
+        "explain", "emit", "source", "price_list", "precision", "grad_dtype", "stack", "lora_rank",
         "lora_targets", "json", *SERVICE,
     },
     "validate": {"table", "infer", "rows", "json"},

@@ -14,7 +14,7 @@ from hocket.planning.decoder import decoder
 from hocket.planning.layouts import layout_at, legal, row, tensor_degrees
 from hocket.spec.capabilities import runs
 from hocket.spec.errors import LayoutError, ScheduleError
-from hocket.spec.layout import Layout
+from hocket.spec.layout import CUTS, Layout
 from hocket.spec.model_shape import ModelShape
 from hocket.spec.run import Workload
 
@@ -86,9 +86,10 @@ def test_planner_and_runtime_allow_the_same(sizes: tuple[int, ...]) -> None:
     told = []
     degrees = (1, 2, 3, 5, 6, 8, 12)
     for dp, pp, tp in itertools.product(degrees, degrees[:6], degrees):
-        for microbatches, slices in itertools.product((None, 2, 5), (False, True)):
+        options = itertools.product((None, 2, 5), (False, True), ("balanced", "light-ends"))
+        for microbatches, slices, cut in options:
             layout = Layout(
-                dp=dp, pp=pp, tp=tp, microbatches=microbatches, sequence_parallel=slices
+                dp=dp, pp=pp, tp=tp, microbatches=microbatches, sequence_parallel=slices, cut=cut
             )
             if layout.world_size > 256:
                 continue  # hocket starts no more on one machine, whatever the model
@@ -110,7 +111,8 @@ def test_no_proposal_is_refused(sizes: tuple[int, ...], num_gpus: int) -> None:
     expected = {
         (dp, pp, tp)
         for dp, pp, tp in itertools.product(range(1, num_gpus + 1), repeat=3)
-        if dp * pp * tp == num_gpus and allowed(sizes, Layout(dp=dp, pp=pp, tp=tp))
+        if dp * pp * tp == num_gpus
+        if any(allowed(sizes, Layout(dp=dp, pp=pp, tp=tp, cut=cut)) for cut in CUTS)
     }
     assert meshes == expected
 

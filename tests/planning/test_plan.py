@@ -356,7 +356,7 @@ def test_a_gpu_without_a_price_is_ranked_by_its_hours() -> None:
 def test_constants_from_another_gpu_are_noted() -> None:
     small = dataclasses.replace(EIGHT, shape=shape("gpt2"), seq_len=512)
     cards = dataclasses.replace(small, cluster=cluster("4xRTX4090"))
-    assert "with the constants of H100" in " ".join(plan(cards, top=1).notes)
+    assert "with the constants of A100" in " ".join(plan(cards, top=1).notes)
     assert plan(small, top=1).notes == ()
 
 

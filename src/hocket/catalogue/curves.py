@@ -18,6 +18,8 @@ import functools
 import math
 from importlib import resources
 
+from hocket.catalogue import hardware
+from hocket.spec.cluster import Node
 from hocket.spec.errors import OptionError, unknown
 
 OPERATIONS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
@@ -92,6 +94,34 @@ def curves(*, gpu: str | None = None, operation: str | None = None) -> tuple[Cur
         for found in _curves().values()
         if gpu in (None, found.gpu) and operation in (None, found.operation)
     )
+
+
+@functools.cache
+def curves_of(node: Node) -> tuple[Curve, ...]:
+    """Curves of collectives inside a node: those of its GPU on its kind of link, else of its GPU's
+    family, else of the GPU on this kind of link whose rate is nearest, scaled to the node's rate.
+    Empty where nobody measured this kind of link."""
+    known = [c for c in curves() if c.topology == node.link.kind and c.num_nodes == 1]
+    family = node.gpu.name.partition("-")[0]
+    exact = [c for c in known if c.gpu == node.gpu.name]
+    alike = exact or [c for c in known if c.gpu.partition("-")[0] == family]
+    if alike or not known:
+        return tuple(alike)
+    rates = {c.gpu: _rate(hardware.cluster(f"1x{c.gpu}").node) for c in known}
+    own = _rate(node)
+    nearest = min(rates, key=lambda gpu: abs(math.log(rates[gpu] / own)))
+    return tuple(_scaled(c, rates[nearest] / own) for c in known if c.gpu == nearest)
+
+
+def _rate(node: Node) -> float:
+    return node.pcie if node.link.kind == "none" else node.link.bandwidth
+
+
+def _scaled(curve: Curve, factor: float) -> Curve:
+    """What grows with the message takes `factor` times as long; the latency stays."""
+    least = curve.seconds[0]
+    seconds = tuple(least + (value - least) * factor for value in curve.seconds)
+    return dataclasses.replace(curve, seconds=seconds)
 
 
 @functools.cache

@@ -35,7 +35,7 @@ class LayoutFlags:
             None: 1f1b.
         microbatches: microbatches per data rank and step. None: 1 without a pipeline, else up
             to twice the pipeline ranks.
-        cut: balanced (by cost), even, or layers per stage as in 3-5. None: balanced.
+        cut: balanced (by cost), even, light-ends, or layers per stage as in 3-5. None: balanced.
         virtual_stages: stages on each pipeline rank. None: 1.
         data_parallel: processes (one rank a replica) or threads (one process). None: processes.
         offload: optimizer (its state lives and is stepped in host memory), params (shares of the

@@ -42,8 +42,9 @@ class PlanFlags:
         source: predict this configuration of another tool (torchtitan TOML or Python, Megatron's
             flags or launch script, DeepSpeed JSON, accelerate YAML, with --serve a `vllm serve`
             line) and print a better one as a diff. It is parsed, never executed.
-        precision: of matrix products: bf16, fp16, fp8. None: bf16, fp16 on a GPU without it, fp32
-            on CPU cores.
+        precision: of matrix products: bf16, fp16, fp8, tf32, fp32. None: bf16, fp16 on a GPU
+            without it, fp32 on CPU cores.
+        grad_dtype: type of gradients, as of hocket train: fp32 or bf16. None: fp32.
         stack: software whose constants estimate a step, and whose features bound the search:
             megatron-core, nemo, fsdp, fsdp-compiled, deepspeed (2022), megatron (2021) ... None:
             megatron-core's constants, any layout.
@@ -78,6 +79,7 @@ class PlanFlags:
     emit: Text = None
     source: From = None
     precision: Text = None
+    grad_dtype: Text = None
     stack: Text = None
     price_list: Text = None
     lora_rank: Count = None
@@ -102,7 +104,16 @@ SERVING = (
 )  # fmt: skip
 """Flags that mean something with --serve only."""
 
-TRAINING = ("seq_len", "global_batch", "objective", "all", "stack", "lora_rank", "lora_targets")
+TRAINING = (
+    "seq_len",
+    "global_batch",
+    "objective",
+    "all",
+    "grad_dtype",
+    "stack",
+    "lora_rank",
+    "lora_targets",
+)
 """Flags that mean nothing with --serve."""
 
 
@@ -151,6 +162,7 @@ def main(arguments: Sequence[str]) -> int:
         all=flags.all,
         explain=flags.explain,
         precision=flags.precision,
+        grad_dtype=flags.grad_dtype,
         stack=flags.stack,
         lora_rank=flags.lora_rank,
         lora_targets=flags.lora_targets,

@@ -1,14 +1,19 @@
-"""Collectives: how long a group of ranks talks, on the links that it really crosses.
+"""Collectives: seconds of one collective of a group of ranks, on the links that it crosses.
 
-inside a domain      measured curves by size and group (NCCL), else latency + volume / bandwidth
+inside a domain      measured curves by size and group (NCCL), else the faster of two protocols,
+                     each latency + volume / bandwidth
 over the network     every ring crosses each node's boundary, so
 
     T = max( volume / (network x ranks of the group in a node / ranks of the node x efficiency),
-             the part inside the node )  +  latency of each hop x ranks
+             the part inside the node )  +  hop x steps(n)
 
 since the groups that share a node share its network cards. Volume is per rank: 2 (n-1)/n of the
-message for an all-reduce, (n-1)/n for an all-gather, a reduce-scatter and an all-to-all. In an
-all-to-all every rank sends through its own share of the cards what other nodes shall have:
+message for an all-reduce, (n-1)/n for an all-gather, a reduce-scatter and an all-to-all. steps(n)
+is n for a ring of up to 512 ranks, and beyond that grows with log2(n), as trees (all-reduce) and
+PAT (all-gather, reduce-scatter; NCCL 2.23) do. An all-reduce takes the steps of a reduce-scatter
+and of an all-gather: on four nodes of eight B200, 2 x 32 hops of 5.4 us are 0.35 ms, where
+nccl-tests measured 0.36 to 0.38 ms for messages of 0.25 to 2 MB. In an all-to-all every rank sends
+through its own share of the cards what other nodes shall have:
 
     T = max( (n - ranks inside)/n x message / (network / ranks of the node x efficiency), inside )
 """
@@ -24,13 +29,16 @@ from hocket.cost.terms import Floats
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-scatter"
 ALL_TO_ALL = "all-to-all"
 
-LATENCY = 10e-6
-"""Seconds of one step of a collective inside a node where none was measured."""
-
-LINK_SHARE = 0.78
-"""Of a link's nominal rate that rings reach: A100 78%, H200 82% (nccl-tests)."""
+PROTOCOLS = ((8e-6, 0.42), (20e-6, 0.78))
+"""Seconds of one step inside a node where none was measured, and the share of a link's nominal rate
+that is reached: for small messages and for large ones. Eight GPUs, nccl-tests: A100 23 us and 0.42,
+69 us and 0.72; H100 17 us and 0.44; B200 27 us and 0.40, 101 us and 0.84."""
 
 NETWORK_LATENCY = 30e-6
+"""Seconds of a collective over the network beside its steps; of an all-reduce 1.5 times that."""
+
+RING_RANKS = 512
+"""Ranks beyond which no ring is used."""
 
 
 def inside(
@@ -48,10 +56,10 @@ def inside(
         rows = (which == index) & (ranks > 1)
         measured = curves.ranks(operation)
         if not measured:
-            share = _volume(operation, ranks[rows])
-            out[rows] = LATENCY * np.log2(ranks[rows]) + share * size[rows] / (
-                LINK_SHARE * link[rows]
-            )
+            moved = _volume(operation, ranks[rows]) * size[rows] / link[rows]
+            steps = np.log2(ranks[rows])
+            both = [latency * steps + moved / share for latency, share in PROTOCOLS]
+            out[rows] = np.minimum(*both)
             continue
         below = 1
         for n in measured:
@@ -77,13 +85,13 @@ def group(
     crosses = degree * stride > machine.domain
     within = inside(operation, size, np.where(crosses, local, degree), machine, stride)
     rate = machine.network * np.minimum(local, machine.per_node) / machine.per_node
-    ring = operation != ALL_REDUCE
-    hops = constants.hop * degree if ring else 0.0
+    phases = 2.0 if operation == ALL_REDUCE else 1.0
+    latency = NETWORK_LATENCY * (1 + phases) / 2 + constants.hop * phases * _steps(degree)
     volume = _volume(operation, degree) * size
     if operation == ALL_TO_ALL:
         volume = (degree - local) / degree * size
         rate = machine.network / machine.per_node
-    network = np.maximum(volume / (rate * constants.network), within) + hops + NETWORK_LATENCY
+    network = np.maximum(volume / (rate * constants.network), within) + latency
     return np.where(degree > 1, np.where(crosses, network, within), 0.0)
 
 
@@ -97,6 +105,12 @@ def point_to_point(size: Floats, stride: Floats, platform: Platform) -> Floats:
 
 def _volume(operation: str, ranks: Floats) -> Floats:
     return (2.0 if operation == ALL_REDUCE else 1.0) * (ranks - 1) / ranks
+
+
+def _steps(ranks: Floats) -> Floats:
+    """Messages that follow each other from the first rank to the last."""
+    trees = RING_RANKS * np.log2(np.maximum(ranks, 2.0)) / np.log2(RING_RANKS)
+    return np.where(ranks <= RING_RANKS, ranks, trees)
 
 
 def _curve(sizes: Floats, seconds: Floats, size: Floats) -> Floats:

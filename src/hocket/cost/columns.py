@@ -31,9 +31,10 @@ class Layouts:
 
     Attributes:
         microbatch: samples in a microbatch. microbatches: of one data rank and step.
-        recompute: place in RECOMPUTE (0 none, 1 selective, 2 full).
+        recompute: place in RECOMPUTE (0 none, 1 selective, 2 full, 3 modules).
         shard: data ranks that share one ZeRO state; dp where not said.
         schedule: place in SCHEDULES.
+        lighter: 1 where the first and the last stage hold one layer fewer than the others.
     """
 
     dp: Floats
@@ -49,6 +50,7 @@ class Layouts:
     recompute: Floats
     sequence_parallel: Floats
     schedule: Floats
+    lighter: Floats
 
     def __len__(self) -> int:
         return len(self.dp)
@@ -68,11 +70,10 @@ class RankLayers:
     most: Floats
 
 
-def equal_layers(model: Terms, at: Layouts, ends_lighter: Floats | float = 0.0) -> RankLayers:
-    """As many on every rank; one fewer at both ends where `ends_lighter` is 1."""
-    lighter = np.where(np.asarray(ends_lighter) > 0, 1.0, 0.0)
-    most = (model.layers + 2.0 * lighter) / at.pp
-    return RankLayers(first=most - lighter, last=most - lighter, most=most)
+def equal_layers(model: Terms, at: Layouts) -> RankLayers:
+    """As many on every rank; one fewer at both ends where these are `lighter`."""
+    most = (model.layers + 2.0 * at.lighter) / at.pp
+    return RankLayers(first=most - at.lighter, last=most - at.lighter, most=most)
 
 
 def columns(layouts: Sequence[Layout], global_batch: int) -> Layouts:
@@ -99,6 +100,7 @@ def columns(layouts: Sequence[Layout], global_batch: int) -> Layouts:
                 RECOMPUTE.index(layout.recompute),
                 layout.sequence_parallel,
                 schedule_number(layout),
+                layout.cut == "light-ends",
             )
         )
     names = [f.name for f in dataclasses.fields(Layouts)]

@@ -34,12 +34,10 @@ from hocket.cost.collectives import (
 from hocket.cost.columns import Layouts
 from hocket.cost.constants import Platform
 from hocket.cost.context import context_times
+from hocket.cost.state import expert_tp, local_trained
 from hocket.cost.terms import BlockTerms, Floats, Product, Terms
 
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
-
-ELEMENT = 2.0
-"""Bytes of an activation or weight in compute."""
 
 UNFUSED_SOFTMAX_PASSES, UNFUSED_SOFTMAX_KERNELS = 4.0, 6.0
 """More where Megatron's fused softmax refuses: (samples x heads of a rank) % 4 != 0."""
@@ -80,11 +78,13 @@ def product(
     platform: Platform,
     batch: Floats | float = 1.0,
     *,
-    result: Floats | float = ELEMENT,
+    result: Floats | float | None = None,
 ) -> Floats:
     """Seconds of `batch` products [rows, inner] x [inner, columns]; `result`: bytes moved for each
-    element of theirs."""
+    element of theirs, None: written once."""
     machine, constants = platform.machine, platform.constants
+    element = constants.element_bytes
+    result = element if result is None else result
     unit = machine.sms / (machine.flops * constants.matrix_rate)
     best: Floats | None = None
     for height, width in TILES:
@@ -94,7 +94,7 @@ def product(
         time = waves * (2.0 * height * width) * unit / relative
         best = time if best is None else np.minimum(best, time)
     assert best is not None
-    moved = batch * (ELEMENT * inner * (rows + columns) + result * rows * columns)
+    moved = batch * (element * inner * (rows + columns) + result * rows * columns)
     by_memory = moved / (machine.bandwidth * constants.memory_rate)
     return np.maximum(best * (inner + constants.inner_overhead), by_memory)
 
@@ -113,30 +113,35 @@ def block_times(
     memory = machine.bandwidth * constants.memory_rate
     forward = inputs = weights = np.zeros_like(tokens)
     grad = np.asarray(constants.gradient_bytes)
-    fused = np.asarray(constants.fused_gradients) > np.where(grad > ELEMENT, 0, 1)
-    result = np.where(fused, 2 * grad, ELEMENT)  # read and written where gradients add up
+    element = np.asarray(constants.element_bytes)
+    fused = np.asarray(constants.fused_gradients) > np.where(grad > 2, 0, 1)
+    result = np.where(fused, 2 * grad, element)  # read and written where gradients add up
+    latent = np.zeros_like(tokens)
     for p in block.products:
         m, n, k, batch = _local(p, tokens, at)
-        forward = forward + product(m, n, k, platform, batch)
+        once = product(m, n, k, platform, batch)
+        forward = forward + once
+        latent = latent + once if p.latent else latent
         inputs = inputs + product(m, k, n, platform, batch)
         if not p.frozen:
             weights = weights + product(k, n, m, platform, batch, result=result)
-    adding = local_trained(block, at) * (ELEMENT + 2 * grad) / memory
+    adding = local_trained(block, at).total * (element + 2 * grad) / memory
     apart = (at.microbatches > 1) & block.layer & ~fused
     weights = weights + np.where(apart, adding, 0.0)
 
     core_forward, core_backward, core_kernels = _attention(block, at, tokens, seq_len, platform)
     split = np.where(at.sequence_parallel > 0, at.tp, 1.0)
-    traffic = ELEMENT * constants.traffic * tokens / memory
+    traffic = element * constants.traffic * tokens / memory
     kernels = block.kernels + core_kernels
     moved = traffic * (block.forward_inside / at.tp + block.forward_outside / split)
     forward = forward + core_forward + moved + KERNEL_FLOOR * kernels
+    modules = latent + moved  # at most: every memory-bound operation of forward
     moved = traffic * (block.backward_inside / at.tp + block.backward_outside / split)
     floor = KERNEL_FLOOR * (block.kernels_backward + 2 * core_kernels)
     inputs = inputs + core_backward + moved + floor
     if np.any(block.weights_expert > 0):
         sorting = constants.expert_passes * model.experts_per_token * model.hidden / split
-        apart = ELEMENT * sorting * tokens / memory + constants.expert_time
+        apart = element * sorting * tokens / memory + constants.expert_time
         apart = np.where(block.weights_expert > 0, apart, 0.0)
         forward, inputs = forward + apart, inputs + apart
 
@@ -149,8 +154,9 @@ def block_times(
     full, selective = at.recompute == 2, at.recompute == 1
     half = np.asarray(constants.selective_halves) > 0
     again = np.where(selective, np.where(half, 0.5 * (forward + talk), core_forward), 0.0)
-    again = np.where(full, forward + talk, again)
+    again = np.where(full, forward + talk, np.where(at.recompute == 3, modules, again))
     again_cpu = np.where(full, cpu, np.where(selective, np.where(half, 0.5, 0.3) * cpu, 0.0))
+    again_cpu = np.where(at.recompute == 3, 0.3 * cpu, again_cpu)
     if not block.layer:
         again, again_cpu = np.zeros_like(tokens), np.zeros_like(tokens)
         cpu = np.zeros_like(tokens)
@@ -170,23 +176,6 @@ def _bound(gpu: Floats, cpu: Floats, norm: Floats | float) -> Floats:
     small = np.minimum(gpu, cpu) / large
     found: Floats = large * (1 + small**norm) ** (1 / norm)
     return found
-
-
-def expert_tp(at: Layouts) -> Floats:
-    """Tensor ranks that divide one expert; 1 where expert ranks reach over the tensor ranks."""
-    return np.where(at.ep > at.dp * at.cp, 1.0, at.tp)
-
-
-def local_weights(block: BlockTerms, at: Layouts) -> Floats:
-    """Parameters of a block on one rank."""
-    inside = block.weights_inside / at.tp + block.weights_outside
-    return inside + block.weights_expert / (expert_tp(at) * at.ep)
-
-
-def local_trained(block: BlockTerms, at: Layouts) -> Floats:
-    """Those of `local_weights` that are trained."""
-    inside = block.trained_inside / at.tp + block.trained_outside
-    return inside + block.trained_expert / (expert_tp(at) * at.ep)
 
 
 def _local(
@@ -237,7 +226,7 @@ def _attention(
         plain = plain + product(queries, core.value_dim, keys, platform, at.microbatch * heads)
         odd = 2 * pairs * width / (machine.flops * MISALIGNED_RATE)
         plain = np.where(core.head_dim % 8 != 0, odd, plain)
-        scores = ELEMENT * pairs / memory
+        scores = constants.element_bytes * pairs / memory
         refused = (at.microbatch * heads) % 4 != 0
         more = np.where(refused, UNFUSED_SOFTMAX_PASSES * scores, 0.0)
         flash = np.broadcast_to(constants.flash, tokens.shape) > 0
@@ -263,7 +252,7 @@ def _communication(
     """Seconds of exposed tensor, context and expert communication, forward and backward; and 1
     where context parallelism is by all-to-alls."""
     constants = platform.constants
-    size = ELEMENT * tokens * model.hidden
+    size = constants.element_bytes * tokens * model.hidden
     one = np.ones_like(tokens)
     whole = group(ALL_REDUCE, size, at.tp, one, platform)
     if np.any(at.sequence_parallel > 0):

@@ -17,6 +17,7 @@ from typing import Any
 
 from hocket.cost.machine import Machine
 from hocket.spec.errors import OptionError, unknown
+from hocket.spec.precision import state_bytes
 
 GPU_FIELDS = (
     "matrix_rate",
@@ -27,6 +28,12 @@ GPU_FIELDS = (
     "contention",
 )
 
+
+PRECISION_FIELDS = ("weight_bytes", "gradient_bytes", "optimizer_bytes", "element_bytes")
+"""Fields that follow from the precision alone."""
+
+FALLBACK = "H100"
+"""Family whose constants stand for accelerators of another architecture (AMD, Gaudi, TPU)."""
 
 FEW_BITS = ("fp8", "fp4")
 
@@ -70,7 +77,6 @@ class Constants:
         sharded_calls: collectives of one layer's parameters under ZeRO-3.
         per_layer_state: ZeRO-2 and 3 gather and reduce layer by layer beside compute (FSDP).
         overlap_gradients: gradients are reduced during the last backward.
-        gradient_bytes: of one element of a gradient.
         fused_gradients: products of gradients add to the sum themselves, no kernel apart: 1 those
             of 32 bits, 2 all.
         once_per_node: a token that several experts of one node get crosses the network once.
@@ -80,6 +86,10 @@ class Constants:
         whole_gradients: ZeRO-1 sums whole gradients on every rank (DeepSpeed before 0.7).
         selective_halves: selective recompute takes every second layer (torchtitan), not the
             attention core alone (Megatron).
+
+    Of the precision (`spec.precision.state_bytes`):
+        weight_bytes, gradient_bytes, optimizer_bytes: of one parameter.
+        element_bytes: of an element of an activation, and of the messages that carry it.
     """
 
     matrix_rate: Any
@@ -105,7 +115,6 @@ class Constants:
     sharded_calls: Any
     per_layer_state: Any
     overlap_gradients: Any
-    gradient_bytes: Any
     selective_halves: Any
     tensor_exposed: Any
     launch_norm: Any
@@ -115,6 +124,10 @@ class Constants:
     expert_time: Any
     expert_exposed: Any
     once_per_node: Any
+    weight_bytes: Any
+    gradient_bytes: Any
+    optimizer_bytes: Any
+    element_bytes: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,26 +146,36 @@ def file() -> dict[str, Any]:
     return found
 
 
+def fitted_family(gpu: str) -> str:
+    """The family whose constants a GPU takes: its own where that was fitted, else the nearest by
+    architecture (`nearest` of the data file), H100 where no architecture is near."""
+    family = gpu.split("-", maxsplit=1)[0]
+    data = file()
+    return family if family in data["gpus"] else str(data["nearest"].get(family, FALLBACK))
+
+
 def stacks() -> tuple[str, ...]:
     """The software stacks that have constants."""
     return tuple(file()["stacks"])
 
 
-def constants(gpu: str, stack: str, **changes: Any) -> Constants:
+def constants(
+    gpu: str, stack: str, *, precision: str = "bf16", grad_dtype: str | None = None, **changes: Any
+) -> Constants:
     """Constants of a GPU (by name: `H100-SXM-80`) under a software stack.
 
-    A GPU of a family that was not fitted takes the constants of the nearest that was.
+    A GPU of a family that was not fitted takes the constants of the nearest that was, those of the
+    pair with a stack as well.
 
     Raises:
-        OptionError: an unknown stack.
+        OptionError: an unknown stack, or gradients of an unknown or too narrow type.
     """
     data = file()
     if stack not in data["stacks"]:
         message, hint = unknown("stack", stack, stacks())
         raise OptionError(message, hint=hint)
-    family = gpu.split("-", maxsplit=1)[0]
-    known = data["gpus"]
-    entry = known.get(family) or known[data["nearest"].get(family, "H100")]
+    family = fitted_family(gpu)
+    entry = data["gpus"][family]
     values: dict[str, Any] = {name: entry[name] for name in GPU_FIELDS}
     chain = []
     name: str | None = stack
@@ -162,7 +185,11 @@ def constants(gpu: str, stack: str, **changes: Any) -> Constants:
     fields = {f.name for f in dataclasses.fields(Constants)}
     for name in reversed(chain):
         values |= {k: v for k, v in data["stacks"][name].items() if k in fields}
-        values |= data["pairs"].get(f"{family} {name}", {})
+        for kind in dict.fromkeys((family, gpu.split("-", maxsplit=1)[0])):
+            values |= data["pairs"].get(f"{kind} {name}", {})
+    width = state_bytes(precision, grad_dtype)
+    for part in ("weight", "gradient", "optimizer", "element"):
+        values[f"{part}_bytes"] = float(getattr(width, part))
     return Constants(**(values | changes))
 
 

@@ -25,8 +25,8 @@ from hocket.cost.columns import Layouts
 from hocket.cost.constants import Platform
 from hocket.cost.terms import Core, Floats
 
-ELEMENT, GRADIENT = 2.0, 4.0
-"""Bytes of a key or value, and of its gradient while it travels."""
+GRADIENT = 4.0
+"""Bytes of the gradient of a key or value while it travels."""
 
 MERGE_BYTES = 14.0
 """Moved per element of the output by a further step: its own part read, the sum of the parts so far
@@ -99,8 +99,9 @@ def _ring(
         return (ranks - 1) * (shown + STEP_SECONDS)
 
     size = tokens * width
-    forward = steps(hop(ELEMENT * size), attention / ranks) + (ranks - 1) * merge
-    backward = steps(hop((ELEMENT + GRADIENT) * size), BACKWARD * attention / ranks)
+    element = constants.element_bytes
+    forward = steps(hop(element * size), attention / ranks) + (ranks - 1) * merge
+    backward = steps(hop((element + GRADIENT) * size), BACKWARD * attention / ranks)
     return forward, backward
 
 
@@ -109,8 +110,8 @@ def _ulysses(core: Core, at: Layouts, tokens: Floats, platform: Platform) -> Flo
     outputs = core.heads * core.value_dim / at.tp
     heads = np.maximum(np.maximum(core.kv_heads / at.tp, 1.0), at.cp)  # each at least once a rank
     keys = heads * (core.head_dim + core.value_dim)
-    stride = at.tp
-    time = group(ALL_TO_ALL, ELEMENT * tokens * (queries + keys), at.cp, stride, platform)
-    time = time + group(ALL_TO_ALL, ELEMENT * tokens * outputs, at.cp, stride, platform)
+    stride, element = at.tp, platform.constants.element_bytes
+    time = group(ALL_TO_ALL, element * tokens * (queries + keys), at.cp, stride, platform)
+    time = time + group(ALL_TO_ALL, element * tokens * outputs, at.cp, stride, platform)
     time = time * platform.constants.contention
     return np.where(core.heads % (at.cp * at.tp) == 0, time, np.inf)

@@ -1,8 +1,8 @@
 """Memory: the most that one rank holds at once, in bytes, of many layouts at once.
 
-    state         weights 2, gradients 2 or 4, master weights and two moments 12 bytes a parameter,
-                  divided over the ranks that share them: ZeRO-1 the 12, ZeRO-2 the gradients too,
-                  ZeRO-3 all, with two layers whole at a time (Rajbhandari et al. 2020)
+    state         weights, gradients and optimizer by `spec.precision`, divided over the ranks that
+                  share them (`cost.state`): ZeRO-1 the optimizer, ZeRO-2 the gradients too, ZeRO-3
+                  all, with two layers whole at a time (Rajbhandari et al. 2020)
     activations   what every microbatch in flight has saved on the first stage, where most are:
                   1F1B min(p, m); interleaved p + (p - 1)/v; GPipe m; ZB-H1 as 1F1B, and so on every
                   rank; ZB-H2 2p - 1; ZB-V p on every rank; sequential 1, of whole stages. Under
@@ -23,13 +23,14 @@ import dataclasses
 import numpy as np
 
 from hocket.cost.columns import SCHEDULES, Layouts, RankLayers, equal_layers
-from hocket.cost.compute import local_trained, local_weights
 from hocket.cost.constants import Constants
+from hocket.cost.state import Parameters, held, local, local_trained
 from hocket.cost.terms import BlockTerms, Floats, Terms
 
-WEIGHT, MASTER_AND_MOMENTS = 2.0, 12.0
+TRACED_BYTES = 2.0
+"""Bytes of an element in the type that shapes are traced in (bf16)."""
 
-SELECTIVE, FULL = 1, 2
+SELECTIVE, FULL, MODULES = 1, 2, 3
 LATE = ("zb-h1", "zb-h2", "zb-v")
 
 
@@ -40,11 +41,13 @@ class Memory:
     Attributes:
         allocated: tensors at the worst moment, as torch.cuda.max_memory_allocated counts them.
         peak: of the device, with slack, context and buffers, as nvidia-smi shows it.
+        least: of the device without the slack, which the allocator returns when memory runs out.
         weights, gradients, optimizer, activations: parts of `allocated`.
     """
 
     allocated: Floats
     peak: Floats
+    least: Floats
     weights: Floats
     gradients: Floats
     optimizer: Floats
@@ -57,60 +60,58 @@ def memory(
     seq_len: Floats,
     constants: Constants,
     *,
-    ends_lighter: Floats | float = 0.0,
     ranks: RankLayers | None = None,
 ) -> Memory:
     """What the fullest rank of every layout holds.
 
     Args:
         seq_len: tokens of a sample, [r] or one number.
-        ends_lighter: 1 where the first and the last stage hold one layer fewer than the others.
         ranks: layers of pipeline ranks, where they are not equally many.
     """
     at = layouts
     shape = at.dp.shape
     seq_len = np.broadcast_to(np.asarray(seq_len, dtype=np.float64), shape)
     tokens = at.microbatch * seq_len / at.cp
-    ranks = ranks or equal_layers(model, at, ends_lighter)
+    ranks = ranks or equal_layers(model, at)
     # Shares of all layers.
     stage, begin, end = (n / model.layers for n in (ranks.most, ranks.first, ranks.last))
-    live_layer = held = np.zeros(shape)
-    # Of parameters: all of them, and those that are trained.
-    layer_weights = largest = np.zeros((2, *shape))
+    live_layer = saved = np.zeros(shape)
+    none = Parameters(np.zeros(shape), np.zeros(shape))
+    layer_weights = largest = (none, none)  # all parameters, and those that are trained
     for count, block in model.kinds:
         whole, kept = _saved(block, model, at, seq_len, constants)
-        held = held + count * kept * tokens
+        saved = saved + count * kept * tokens
         live_layer = np.maximum(live_layer, np.where(at.recompute == FULL, whole * tokens, 0.0))
-        local = _local(block, at)
-        layer_weights = layer_weights + count * local
-        largest = np.maximum(largest, local)
+        layer = _local(block, at)
+        layer_weights = _sum(layer_weights, _times(layer, count))
+        largest = _larger(largest[0], layer[0]), _larger(largest[1], layer[1])
     ends = _local(model.embedding, at), _local(model.head, at)
     flight = _in_flight(at)
-    logits = _end(model.head, at) * tokens
-    looked_up = _end(model.embedding, at) * tokens
-    tied = np.where((model.tied > 0) & (at.pp == 1), 0.0, ends[1])
+    logits = _end(model.head, at, constants) * tokens
+    looked_up = _end(model.embedding, at, constants) * tokens
 
     bent = (at.schedule == SCHEDULES.index("zb-v")) & (at.pp > 1)  # both ends on the first rank
     split = (at.schedule == SCHEDULES.index("zb-h1")) | (at.schedule == SCHEDULES.index("zb-h2"))
-    first = layer_weights * begin + ends[0]
-    first = first + np.where(bent, ends[1], np.where(at.pp > 1, 0.0, tied))
-    last = layer_weights * end + np.where(bent, 0.0, ends[1])
-    middle = layer_weights * stage
-    acts_first = held * begin * flight + live_layer + looked_up * flight
+    alone = (at.pp == 1) & (model.tied == 0)
+    first = _sum(_times(layer_weights, begin), ends[0])
+    first = _sum(first, _times(ends[1], np.where(bent | alone, 1.0, 0.0)))
+    last = _sum(_times(layer_weights, end), _times(ends[1], np.where(bent, 0.0, 1.0)))
+    middle = _times(layer_weights, np.where(at.pp > 2, stage, 0.0))
+    acts_first = saved * begin * flight + live_layer + looked_up * flight
     acts_first = acts_first + np.where(bent | (at.pp <= 1), logits, 0.0)
     late = np.where(split | bent, flight, 1.0)
-    acts_last = held * end * late + live_layer
+    acts_last = saved * end * late + live_layer
     acts_last = acts_last + np.where(bent, 0.0, logits * (late + 1) / 2)
     # The first stage has most in flight; a lighter first stage leaves the second as the fullest.
     less = np.where(split | bent, 0.0, 1 / np.maximum(at.pp, 1.0))
-    acts_second = held * stage * np.maximum(flight * (1 - less), 1.0)
+    acts_second = saved * stage * np.maximum(flight * (1 - less), 1.0)
     totals = []
     for weights, activations in (
         (first, acts_first),
         (last, acts_last),
-        (np.where(at.pp > 2, middle, first), np.where(at.pp > 2, acts_second + live_layer, 0.0)),
+        (middle, np.where(at.pp > 2, acts_second + live_layer, 0.0)),
     ):
-        totals.append((*_state(weights, largest, at, constants), activations))
+        totals.append((*held(*weights, largest, at, constants), activations))
     sums = np.stack([sum(parts, np.zeros(shape)) for parts in totals])
     fullest = sums.argmax(axis=0)
     parts = [np.choose(fullest, [np.broadcast_to(t[i], shape) for t in totals]) for i in range(4)]
@@ -118,6 +119,7 @@ def memory(
     return Memory(
         allocated=allocated,
         peak=allocated * (1 + constants.memory_slack) + constants.memory_overhead,
+        least=allocated + constants.memory_overhead,
         weights=parts[0],
         gradients=parts[1],
         optimizer=parts[2],
@@ -125,10 +127,24 @@ def memory(
     )
 
 
-def _local(block: BlockTerms, at: Layouts) -> Floats:
-    """Parameters of a block on one rank and those of them that are trained, [2, r]."""
-    both = [local_weights(block, at), local_trained(block, at)]
-    return np.stack([np.broadcast_to(one, at.dp.shape) for one in both])
+Both = tuple[Parameters, Parameters]
+"""All parameters, and those that are trained."""
+
+
+def _local(block: BlockTerms, at: Layouts) -> Both:
+    return local(block, at), local_trained(block, at)
+
+
+def _sum(one: Both, other: Both) -> Both:
+    return one[0] + other[0], one[1] + other[1]
+
+
+def _times(one: Both, factor: Floats) -> Both:
+    return one[0].times(factor), one[1].times(factor)
+
+
+def _larger(one: Parameters, other: Parameters) -> Parameters:
+    return Parameters(np.maximum(one.dense, other.dense), np.maximum(one.expert, other.expert))
 
 
 def _saved(
@@ -136,23 +152,29 @@ def _saved(
 ) -> tuple[Floats, Floats]:
     """Bytes per token of a layer: all that its backward needs, and what is held until then."""
     split = np.where(at.sequence_parallel > 0, at.tp, 1.0)
-    plain = block.saved_inside / at.tp + block.saved_outside / split
+    width = constants.element_bytes / TRACED_BYTES
+    plain = width * (block.saved_inside / at.tp + block.saved_outside / split)
     flash = np.broadcast_to(constants.flash, at.dp.shape) > 0
     scores = np.where(flash, 0.0, block.saved_square * seq_len / at.tp)
-    core = block.saved_core / at.tp + scores
-    inputs = 2.0 * model.hidden / split
+    core = width * (block.saved_core / at.tp + scores)
+    inputs = constants.element_bytes * model.hidden / split
     whole = plain + core
     half = np.asarray(constants.selective_halves) > 0
     kept = np.where(at.recompute == SELECTIVE, np.where(half, 0.5 * (whole + inputs), plain), whole)
+    freed = block.saved_modules_inside / at.tp + block.saved_modules_outside / split
+    kept = np.where(at.recompute == MODULES, whole - width * freed, kept)
     # Weights' gradients that are put off keep what was made again for them: at most all of it.
     late = np.isin(at.schedule, [SCHEDULES.index(name) for name in LATE]) & (at.pp > 1)
+    kept = np.where(late & (at.recompute == MODULES), whole, kept)
     return whole, np.where(at.recompute == FULL, np.where(late, whole, inputs), kept)
 
 
-def _end(block: BlockTerms, at: Layouts) -> Floats:
+def _end(block: BlockTerms, at: Layouts, constants: Constants) -> Floats:
     """Bytes per token of the embedding or the head; the gradient of logits is a second copy."""
     split = np.where(at.sequence_parallel > 0, at.tp, 1.0)
-    return 2.0 * block.saved_inside / at.tp + block.saved_outside / split
+    width = constants.element_bytes / TRACED_BYTES
+    found: Floats = width * (2.0 * block.saved_inside / at.tp + block.saved_outside / split)
+    return found
 
 
 def _in_flight(at: Layouts) -> Floats:
@@ -165,21 +187,3 @@ def _in_flight(at: Layouts) -> Floats:
     flight = np.where(at.schedule == SCHEDULES.index("sequential"), 1.0, flight)
     two = np.minimum(2 * p - 1, m)
     return np.where(at.schedule == SCHEDULES.index("zb-h2"), two, flight)
-
-
-def _state(
-    held: Floats, widest: Floats, at: Layouts, constants: Constants
-) -> tuple[Floats, Floats, Floats]:
-    """Bytes of weights, gradients and optimizer of so many parameters and trained ones, [2, r]."""
-    (parameters, trained), (largest, of_trained) = held, widest
-    ranks = np.minimum(at.shard, at.dp) * at.cp
-    gradient = np.asarray(constants.gradient_bytes)
-    weights = np.where(
-        at.zero >= 3, WEIGHT * parameters / ranks + 2 * WEIGHT * largest, WEIGHT * parameters
-    )
-    gradients = np.where(
-        at.zero >= 2, gradient * trained / ranks + gradient * of_trained, gradient * trained
-    )
-    state = MASTER_AND_MOMENTS + np.asarray(constants.optimizer_copies)
-    optimizer = state * trained / np.where(at.zero >= 1, ranks, 1.0)
-    return weights, gradients, optimizer

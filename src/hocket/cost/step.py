@@ -25,9 +25,10 @@ import numpy as np
 
 from hocket.cost.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, group, point_to_point
 from hocket.cost.columns import SCHEDULES, Layouts, RankLayers, equal_layers
-from hocket.cost.compute import ELEMENT, BlockTimes, block_times, local_trained, local_weights
+from hocket.cost.compute import BlockTimes, block_times
 from hocket.cost.constants import Constants, Platform
 from hocket.cost.machine import Machine
+from hocket.cost.state import Parameters, Sharing, local, local_trained, sharing
 from hocket.cost.terms import BlockTerms, Floats, Terms
 
 EXCHANGE_LAUNCHES = 2.0
@@ -38,6 +39,9 @@ between the batched sends and receives), the first of the next stage's."""
 OPTIMIZER_BYTES = 45.0
 """Moved per parameter by an Adam step in mixed precision: gradient read twice (norm, update), a
 32-bit copy, master and two moments read and written, weight written."""
+
+FULL_WIDTH_BYTES = 32.0
+"""The same without a master copy: gradient read twice, weight and two moments read and written."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,14 +81,12 @@ def step_times(
     machine: Machine,
     constants: Constants,
     *,
-    ends_lighter: Floats | float = 0.0,
     ranks: RankLayers | None = None,
 ) -> StepTimes:
     """Seconds of a step of every layout.
 
     Args:
         seq_len: tokens of a sample, [r] or one number.
-        ends_lighter: 1 where the first and the last stage hold one layer fewer than the others.
         ranks: layers of pipeline ranks, where they are not equally many.
     """
     at = layouts
@@ -101,10 +103,10 @@ def step_times(
     m, p, v = at.microbatches, at.pp, at.virtual
     zero = np.zeros_like(at.dp)
     forward = inputs = weights = exposed = sharded = zero
-    trained = ulysses = zero
+    ulysses = zero
+    trained = Parameters(zero, zero)
     for count, block in model.kinds:
         times = block_times(block, model, small, span, platform)
-        local = local_trained(block, at)
         per_layer, gather, scatter = _sharded(block, at, platform)
         f, b, w = spread(times.forward), spread(times.inputs), spread(times.weights)
         share = np.broadcast_to(constants.overlap, at.dp.shape)
@@ -117,8 +119,8 @@ def step_times(
         exposed = exposed + count * spread(times.exposed)
         ulysses = np.maximum(ulysses, spread(times.ulysses))
         sharded = sharded + count * (f2 + whole - f - b - w)
-        trained = trained + count * local
-    extra = 2.0 * np.asarray(ends_lighter)  # a pipeline as long as if every stage were full
+        trained = trained + local_trained(block, at).times(count)
+    extra = 2.0 * at.lighter  # a pipeline as long as if every stage were full
     per_stage = (model.layers + extra) / (p * model.layers)
     forward, inputs, weights = forward * per_stage, inputs * per_stage, weights * per_stage
     layer = (forward + inputs + weights) * p / (model.layers + extra)
@@ -128,9 +130,9 @@ def step_times(
     head_time = spread(_sum(head))
     embedding_time = spread(_sum(first))
 
-    size = ELEMENT * at.microbatch * seq_len / at.cp * model.hidden
+    size = constants.element_bytes * at.microbatch * seq_len / at.cp * model.hidden
     exchange = _exchange(size, at, platform)
-    at_rank = ranks or equal_layers(model, at, ends_lighter)
+    at_rank = ranks or equal_layers(model, at)
     both = (at.schedule == SCHEDULES.index("zb-v")) & (p > 1)  # ends that lie on one rank
     send = 2 * exchange * v
     stage = at_rank.most * layer + send
@@ -152,9 +154,8 @@ def step_times(
 
     ends = local_trained(model.embedding, at) + local_trained(model.head, at)
     tied = np.where((model.tied > 0) & (p == 1), 0.5, 1.0)
-    local = trained * (model.layers + extra) / (p * model.layers)
-    local = local + ends * tied * np.where((p > 1) & ~both, 0.5, 1.0)
-    data, again = _data_parallel(local, at, platform)
+    held = trained.times(per_stage) + ends.times(tied * np.where((p > 1) & ~both, 0.5, 1.0))
+    data, again = _data_parallel(held, at, platform)
     last_backward = (inputs + weights) / np.maximum(v, 1.0)
     hidden = np.asarray(constants.overlap_gradients) > 0
 
@@ -163,9 +164,7 @@ def step_times(
 
     data = exposed_of(data) + (m - 1) * exposed_of(again)
     ties = _tied(model, at, platform)
-    sharing = np.where(at.zero > 0, _state_ranks(at)[0], 1.0)
-    rate = machine.bandwidth * constants.memory_rate
-    optimizer = OPTIMIZER_BYTES * local / sharing / rate
+    optimizer = _optimizer(held, at, platform)
     step = pipeline + data + ties + optimizer + constants.step_overhead
     return StepTimes(
         step=step,
@@ -207,6 +206,33 @@ def _beside(compute: Floats, talk: Floats, share: Floats) -> Floats:
     return np.maximum(compute, talk) + share * np.minimum(compute, talk)
 
 
+def _optimizer(held: Parameters, at: Layouts, platform: Platform) -> Floats:
+    """Seconds of the update of parameters whose state this rank has."""
+    constants = platform.constants
+    rate = platform.machine.bandwidth * constants.memory_rate
+    mixed = np.asarray(constants.optimizer_bytes) > np.asarray(constants.weight_bytes) * 2
+    moved = np.where(mixed, OPTIMIZER_BYTES, FULL_WIDTH_BYTES)
+    updated = np.zeros_like(at.dp)
+    for count, group_of in _kinds(held, at):
+        updated = updated + count / np.where(at.zero > 0, group_of.ranks, 1.0)
+    found: Floats = moved * updated / rate
+    return found
+
+
+def _kinds(held: Parameters, at: Layouts) -> list[tuple[Floats, Sharing]]:
+    """Dense parameters and, where there are any, experts, each with the ranks that share them."""
+    dense, expert = sharing(at)
+    found = [(held.dense, dense)]
+    return [*found, (held.expert, expert)] if np.any(held.expert > 0) else found
+
+
+def _talk(
+    operation: str, size: Floats, ranks: Floats, stride: Floats, platform: Platform
+) -> Floats:
+    """Seconds of one collective; none where there is nothing to send."""
+    return np.where(size > 0, group(operation, size, ranks, stride, platform), 0.0)
+
+
 def _sharded(
     block: BlockTerms, at: Layouts, platform: Platform
 ) -> tuple[np.ndarray, Floats, Floats]:
@@ -214,58 +240,54 @@ def _sharded(
     constants = platform.constants
     each = np.broadcast_to(constants.per_layer_state, at.dp.shape) > 0
     per_layer = ((at.zero >= 2) & each) | (at.zero >= 3)
+    gather = scatter = np.zeros_like(at.dp)
     if not np.any(per_layer):
-        return per_layer, np.zeros_like(at.dp), np.zeros_like(at.dp)
-    local = local_weights(block, at)
+        return per_layer, gather, scatter
     slow = Platform(
         platform.machine, dataclasses.replace(constants, network=constants.sharded_network)
     )
-    shard, stride = _state_ranks(at)
-    calls = (constants.sharded_calls - 1) * constants.hop * shard
-    gather = group(ALL_GATHER, ELEMENT * local, shard, stride, slow) + calls
-    size = constants.gradient_bytes * local_trained(block, at)
-    scatter = group(REDUCE_SCATTER, size, shard, stride, slow) + calls
-    copies = _copies(at)
-    if np.any(copies > 1):
-        scatter = scatter + group(ALL_REDUCE, size / shard, copies, stride * shard, slow)
+    trained = local_trained(block, at)
+    for part, (count, shared) in zip(
+        ("dense", "expert"), _kinds(local(block, at), at), strict=False
+    ):
+        calls = (constants.sharded_calls - 1) * constants.hop * shared.ranks
+        size, ranks = constants.gradient_bytes * getattr(trained, part), shared.ranks
+        gathered = _talk(ALL_GATHER, constants.weight_bytes * count, ranks, shared.stride, slow)
+        summed = _talk(REDUCE_SCATTER, size, ranks, shared.stride, slow)
+        gather, scatter = gather + gathered + calls, scatter + summed + calls
+        if np.any(shared.copies > 1):
+            apart = shared.stride * ranks
+            scatter = scatter + _talk(ALL_REDUCE, size / ranks, shared.copies, apart, slow)
     return per_layer, gather, scatter
 
 
-def _state_ranks(at: Layouts) -> tuple[Floats, Floats]:
-    """Ranks that share one state, and how far apart they lie: a shard of dp, and all of cp."""
-    return np.minimum(at.shard, at.dp) * at.cp, at.tp
-
-
-def _copies(at: Layouts) -> Floats:
-    """How many such groups hold the same state (HSDP's replicas)."""
-    return at.dp / np.minimum(at.shard, at.dp)
-
-
-def _data_parallel(held: Floats, at: Layouts, platform: Platform) -> tuple[Floats, Floats]:
+def _data_parallel(held: Parameters, at: Layouts, platform: Platform) -> tuple[Floats, Floats]:
     """Seconds to sum gradients once a step, and to gather parameters under ZeRO-1 and 2; and of
     them, what ZeRO-2 repeats with every further microbatch, since it keeps no whole gradient."""
     constants = platform.constants
-    shard, stride = _state_ranks(at)
-    size = constants.gradient_bytes * held
-    plain = group(ALL_REDUCE, size, at.dp * at.cp, at.tp, platform)
     each = np.broadcast_to(constants.per_layer_state, at.dp.shape) > 0
-    split = group(REDUCE_SCATTER, size, shard, stride, platform)
-    if np.any(np.asarray(constants.whole_gradients) > 0):
-        summed = group(ALL_REDUCE, size, shard, stride, platform)
-        split = np.where(np.asarray(constants.whole_gradients) > 0, summed, split)
-    often = np.where((at.zero == 2) & ~each, split, 0.0)
-    split = split + group(ALL_GATHER, ELEMENT * held, shard, stride, platform)
-    copies = _copies(at)
-    if np.any(copies > 1):
-        split = split + group(ALL_REDUCE, size / shard, copies, stride * shard, platform)
-    found = np.where(at.zero >= 1, split, plain)
-    return np.where((at.zero >= 3) | ((at.zero >= 2) & each), 0.0, found), often
+    once = often = np.zeros_like(at.dp)
+    for count, shared in _kinds(held, at):
+        size = constants.gradient_bytes * count
+        ranks, stride = shared.ranks, shared.stride
+        plain = _talk(ALL_REDUCE, size, shared.holders, stride, platform)
+        split = _talk(REDUCE_SCATTER, size, ranks, stride, platform)
+        if np.any(np.asarray(constants.whole_gradients) > 0):
+            summed = _talk(ALL_REDUCE, size, ranks, stride, platform)
+            split = np.where(np.asarray(constants.whole_gradients) > 0, summed, split)
+        often = often + np.where((at.zero == 2) & ~each, split, 0.0)
+        split = split + _talk(ALL_GATHER, constants.weight_bytes * count, ranks, stride, platform)
+        if np.any(shared.copies > 1):
+            apart = stride * ranks
+            split = split + _talk(ALL_REDUCE, size / ranks, shared.copies, apart, platform)
+        once = once + np.where(at.zero >= 1, split, plain)
+    return np.where((at.zero >= 3) | ((at.zero >= 2) & each), 0.0, once), often
 
 
 def _tied(model: Terms, at: Layouts, platform: Platform) -> Floats:
     """Gradients of tied embeddings, between the first and the last stage."""
     constants = platform.constants
-    size = constants.gradient_bytes * local_trained(model.head, at)
+    size = constants.gradient_bytes * local_trained(model.head, at).total
     stride = at.tp * at.cp * at.dp * (at.pp - 1)
     machine = platform.machine
     crossing = (at.tp * at.cp * at.dp * at.pp) > machine.domain

@@ -38,6 +38,8 @@ class Product:
     groups: Floats
     frozen: bool = False
     beside: bool = False
+    latent: bool = False
+    """Whether it projects a latent vector up (MLA), which recompute of modules runs again."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +73,8 @@ class BlockTerms:
         kernels: kernels started by one forward, the attention core counted as one.
         kernels_backward: by one backward.
         saved: bytes held from forward to backward; `core` under selective recompute is not.
+        saved_modules: of `saved`, what recompute of modules (norms, activation functions, MLA's
+            up-projections) makes again.
         weights: parameters by what divides them: tensor parallelism, nothing, experts.
         trained: those of them that are not frozen.
     """
@@ -89,6 +93,8 @@ class BlockTerms:
     saved_outside: Floats
     saved_core: Floats
     saved_square: Floats
+    saved_modules_inside: Floats
+    saved_modules_outside: Floats
     weights_inside: Floats
     weights_outside: Floats
     weights_expert: Floats
@@ -178,6 +184,35 @@ def _products(block: BlockShape) -> list[MatrixProduct]:
     return list(found.values())
 
 
+def _latent(p: MatrixProduct) -> bool:
+    """Whether a product reads what a norm inside its own module made: MLA's latent vectors."""
+    norm = p.input.partition(":")[0]
+    return "norm" in norm and norm.rpartition(".")[0] == p.name.rpartition(".")[0] != ""
+
+
+def _of_modules(block: BlockShape, *, outside: bool) -> float:
+    """Bytes that norms and activation functions make again from their inputs, which are saved as
+    well, and queries, keys and values that latent vectors are projected up to."""
+    # Inputs of products by their bytes too: stacked experts have two products of one name. What is
+    # indexed or attended to is no elementwise operation's result, and latent vectors stay.
+    made = {
+        (f"{p.name} input", 2.0 * p.k * p.count)
+        for p in block.products
+        if ":" in p.input and p.input.rpartition(":")[2] not in ("attention", "index")
+        if not _latent(p)
+    }
+    latent = {p.name.rpartition(".")[0] for p in block.products if _latent(p)}
+    up = {f"{module} {what}" for module in latent for what in ("query", "key", "value")}
+    return sum(
+        row.bytes
+        for row in block.saved
+        if ((row.name, row.bytes) in made or row.name in up)
+        and row.view in ("fused", "both")
+        and not row.square
+        if (row.split == "outside") == outside
+    )
+
+
 def _block(block: BlockShape, *, layer: bool = False) -> BlockTerms:
     products = _products(block)
     joined = len(block.products) - len(products)
@@ -223,7 +258,14 @@ def _block(block: BlockShape, *, layer: bool = False) -> BlockTerms:
         ),
         products=tuple(
             Product(
-                p.split, _one(p.n), _one(p.k), _one(p.count), _one(p.groups), p.frozen, p.beside
+                p.split,
+                _one(p.n),
+                _one(p.k),
+                _one(p.count),
+                _one(p.groups),
+                p.frozen,
+                p.beside,
+                _latent(p),
             )
             for p in products
         ),
@@ -256,6 +298,8 @@ def _block(block: BlockShape, *, layer: bool = False) -> BlockTerms:
         saved_outside=held(True),
         saved_core=held(False, core=True),
         saved_square=held(False, core=True, square=True) + held(False, square=True),
+        saved_modules_inside=_one(_of_modules(block, outside=False)),
+        saved_modules_outside=_one(_of_modules(block, outside=True)),
         weights_inside=weights("inside", "column", "row", "vocab"),
         weights_outside=weights("outside"),
         weights_expert=weights("expert"),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hocket.spec.errors import ModelError, OptionError, nearest, unknown
 from hocket.spec.layout import Layout
+from hocket.spec.precision import default_grad_dtype
 from hocket.spec.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def plan(
     all: bool = False,
     explain: bool = False,
     precision: str | None = None,
+    grad_dtype: str | None = None,
     stack: str | None = None,
     lora_rank: int | None = None,
     lora_targets: str | None = None,
@@ -52,6 +54,8 @@ def plan(
         all: rank also what this hocket cannot run today.
         explain: say why the winner wins, and what would change the answer.
         precision: of matrix products. None: bf16, fp16 on a GPU without it, fp32 on CPU cores.
+        grad_dtype: of gradients, `fp32` or `bf16`, as `hocket train` takes it. None: fp32 (under
+            fp16: fp16).
         stack: one of `planning.stacks`: its constants estimate a step, and only layouts that it can
             run are ranked. None: Megatron-Core's constants, any layout.
         lora_rank, lora_targets: train adapters instead of the model, as `hocket train` does.
@@ -91,6 +95,11 @@ def plan(
                 f"--emit {emit} writes flags of software for GPUs; {machines.name} is CPU cores",
                 hint="leave --emit out, or name GPUs: --cluster 8xH100-SXM",
             )
+        if grad_dtype not in (None, "fp32"):
+            raise OptionError(
+                f"--grad-dtype is {grad_dtype}; CPU runs are predicted in fp32 alone",
+                hint="leave --grad-dtype out",
+            )
         from hocket.jobs import machine_plan
 
         return machine_plan.plan(
@@ -117,6 +126,7 @@ def plan(
         seq_len=seq_len,
         global_batch=global_batch,
         precision=precision or default_precision(machines.node.gpu),
+        grad_dtype=grad_dtype,
         stack=STACK if stack is None else stack,
         division=division(limits),
         limits=limits,
@@ -252,6 +262,8 @@ def table(found: Plan) -> str:
         from hocket.jobs import machine_plan
 
         return machine_plan.table(found, command(found))
+    from hocket.planning.fit import HEADROOM
+
     lines = [
         f"{found.model} on {found.cluster}, {found.precision}: sequences of {found.seq_len:,}, "
         f"global batch {found.global_batch:,}",
@@ -274,8 +286,8 @@ def table(found: Plan) -> str:
         lines += ["", *(f"* {reason}" for reason in _reasons(found.layouts))]
     lines += [
         "",
-        "Ranges are the 10th to the 90th percentile; memory is the 95th of the fullest GPU, which "
-        "must fit.",
+        "Ranges are the 10th to the 90th percentile; memory is the 95th of the fullest GPU, of "
+        f"which {HEADROOM:.0%} stay free (!: does not fit; tight: fits with less).",
     ]
     if found.problem is not None:
         lines.append(f"$: {price_text(found.problem.cluster.node.gpu)}.")
@@ -298,6 +310,8 @@ def command(found: Plan) -> str:
     words = ["hocket", "train", found.model, "--layout", str(found.best.layout)]
     words += ["--seq-len", str(found.seq_len), "--global-batch", str(found.global_batch)]
     words += ["--dtype", found.precision]
+    if found.grad_dtype not in ("", default_grad_dtype(found.precision)):
+        words += ["--grad-dtype", found.grad_dtype]
     for flag, value in (("rank", found.lora_rank), ("targets", found.lora_targets)):
         words += [] if value is None else [f"--lora-{flag}", str(value)]
     return shlex.join(words)
@@ -339,7 +353,9 @@ def _row(one: Forecast) -> tuple[str, ...]:
         _range(one.step_seconds, format_seconds),
         _range(one.tokens_per_second_per_gpu, format_count),
         _range(one.mfu, lambda value: f"{value:.0%}"),
-        format_bytes(one.memory_high) + ("" if one.fits else " !"),
+        format_bytes(one.memory_high)
+        + ("" if one.fits else " !")
+        + (" tight" if one.tight else ""),
         f"{one.bubble:.1%}",
         f"{one.exposed:.1%}",
         "unknown" if cost is None else _range(cost, lambda value: f"{value:,.0f}"),

@@ -122,6 +122,12 @@ def _pipeline(model: Dimensions, layout: Layout) -> Iterator[str]:
                 f"the cut {'-'.join(map(str, layout.cut))} places {sum(layout.cut)} layers; "
                 f"the model has {layers}"
             )
+    elif layout.cut == "light-ends":
+        if not legality.light_ends(layers, stages):
+            yield (
+                f"{layers} layers cannot be cut into {stages} stages of which the first and the "
+                "last have one layer fewer"
+            )
     elif not legality.stages(layers, stages):
         yield f"{layers} layers cannot be cut into {stages} stages"
     elif layout.cut == "even" and not legality.even_stages(layers, stages):
@@ -136,6 +142,8 @@ def _longest(layers: int, stages: int, cut: str | tuple[int, ...]) -> int:
     """Layers of the longest stage; where costs are to decide, the most that it can have."""
     if isinstance(cut, tuple):
         return max(cut)
+    if cut == "light-ends":
+        return (layers + 2) // stages
     return layers // stages if cut == "even" else layers - stages + 1
 
 
@@ -187,6 +195,8 @@ def _candidates(
         if isinstance(cut, tuple) and (len(cut) != pp * virtual or sum(cut) != model.num_layers):
             cut = "balanced"
         if cut == "even" and not legality.even_stages(model.num_layers, pp * virtual):
+            cut = "balanced"
+        if cut == "light-ends" and not legality.light_ends(model.num_layers, pp * virtual):
             cut = "balanced"
         again = layout.recompute_layers
         if again and not legality.recomputed(again, _longest(model.num_layers, pp * virtual, cut)):

@@ -36,6 +36,10 @@ LINKS = (WITHOUT, WITH)
 Neighbour = tuple[str, dict[str, Any]]
 
 
+AGAIN = ("none", "selective", "modules", "full")
+"""Kinds of recompute by how much runs again."""
+
+
 def explain(
     problem: Problem,
     best: Forecast,
@@ -162,7 +166,7 @@ def _reason(problem: Problem, best: Forecast, other: Forecast) -> str:
     if worst == "communication inside layers" and a.tp > domain >= b.tp:
         return f"leaves the {'NVLink ' if problem.cluster.node.link.generation else ''}domain"
     if worst == "compute":
-        if RECOMPUTE.index(a.recompute) > RECOMPUTE.index(b.recompute):
+        if AGAIN.index(a.recompute) > AGAIN.index(b.recompute):
             return "computes activations twice"
         return "computes longer, in smaller products or uneven stages"
     if worst == "other":

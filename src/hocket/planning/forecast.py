@@ -1,7 +1,7 @@
 """Forecast: what one layout would give, as plain numbers with their uncertainty.
 
 Ranges are the 10th and the 90th percentile, from the residuals of the validation against published
-runs; memory's `high` is the 95th, and what must fit.
+runs; memory's `high` is the 95th.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from hocket.planning.fit import fits
 from hocket.planning.layouts import layout_at
 from hocket.planning.problem import Problem
 from hocket.planning.search import Priced
@@ -50,7 +51,8 @@ class Forecast:
             recomputed) over the dense rate.
         memory: bytes expected on the fullest GPU; `memory_high` at the 95th percentile.
         memory_by_kind: `memory` by what it holds.
-        fits: whether `memory_high` is no more than a process can have.
+        fits: whether a process can have what is expected (`planning.fit`).
+        tight: whether it fits and `memory_high` leaves less than the headroom free.
         bubble: share of the pipeline in which a rank waits, on average.
         exposed: share of the step that is communication beside which nothing is computed.
         parts: seconds of the step by what they go to.
@@ -79,6 +81,7 @@ class Forecast:
     simulated: bool
     lacks: tuple[str, ...]
     context: str = ""
+    tight: bool = False
     alike: int = 0
 
     @property
@@ -133,6 +136,7 @@ def forecast(problem: Problem, priced: Priced, index: int, *, alike: int = 0) ->
         "activations": float(held.activations[0]),
     }
     peak = float(held.peak[0])
+    enough = bool(fits(held, gpu.usable)[0])
     known["buffers and context"] = peak - sum(known.values())
     lacks = [one.reason(layout) for one in absent(layout)]
     if problem.precision not in PRECISIONS:
@@ -148,7 +152,8 @@ def forecast(problem: Problem, priced: Priced, index: int, *, alike: int = 0) ->
         memory=round(peak),
         memory_high=round(float(row.high[0])),
         memory_by_kind={name: round(value) for name, value in known.items()},
-        fits=bool(row.high[0] <= problem.usable),
+        fits=enough,
+        tight=enough and bool(row.high[0] > problem.usable),
         bubble=waiting / pipeline if pipeline else 0.0,
         exposed=(inside + exchanged + between) / seconds,
         parts=parts,
@@ -164,5 +169,7 @@ def _busy(problem: Problem, row: Priced) -> float:
     """Seconds that the average rank computes in a step's pipeline."""
     times, at = row.times, row.layouts
     whole = float(times.forward[0] + times.inputs[0] + times.weights[0])
+    layers = len(problem.shape.layers)
+    whole *= layers / (layers + 2 * float(at.lighter[0]))  # of the average rank
     ends = float(times.embedding[0] + times.head[0]) / float(at.pp[0])
     return float(at.microbatches[0]) * (whole + ends)

@@ -10,7 +10,9 @@ The rules themselves stand in `spec.legality`, by which a run is refused too.
 
 Left out, unless pinned, is what another layout beats: gpipe has the step time of 1f1b and holds
 more, sequential waits more than either, more virtual stages whose longest has no fewer layers only
-send more, and a schedule that puts weights' gradients off keeps what full recompute makes again.
+send more, a schedule that defers weight gradients keeps what recompute of layers or modules makes
+again, and recompute of attention cores frees nothing where a fused kernel saves no more than its
+inputs.
 """
 
 from __future__ import annotations
@@ -101,6 +103,7 @@ def legal(
     pins: Pins | None = None,
     here: bool = False,
     domain: int = 1,
+    selective: bool = True,
 ) -> Layouts:
     """Every legal layout of exactly `num_gpus` GPUs; empty if there is none.
 
@@ -109,6 +112,7 @@ def legal(
         here: only what this hocket can carry out itself.
         domain: GPUs that reach each other without the network: state is shared among all data
             ranks, or among those of one domain alone (HSDP).
+        selective: whether selective recompute frees anything; else it is left out unless pinned.
     """
     pins = dict(pins or {})
     meshes = _meshes(shape, num_gpus, seq_len, global_batch, pins=pins, here=here)
@@ -116,6 +120,8 @@ def legal(
     parts: list[dict[str, Floats]] = []
     for option in _options(pins, here):
         schedule, zero, recompute, parallel = option
+        if option[2] == "selective" and not selective and "recompute" not in pins:
+            continue
         keep = _allowed(base, option, seq_len=seq_len, pins=pins)
         chosen = {name: column[keep] for name, column in base.items()}
         count = int(keep.sum())
@@ -163,6 +169,7 @@ def layout_at(layouts: Layouts, index: int) -> Layout:
         ep=row["ep"],
         schedule=_NAMED[SCHEDULES[row["schedule"]]],
         microbatches=row["microbatches"],
+        cut="light-ends" if row["lighter"] else "balanced",
         virtual_stages=row["virtual"],
         zero=row["zero"],
         shard=row["shard"] if row["zero"] and row["shard"] != row["dp"] else None,
@@ -197,6 +204,7 @@ def row(layout: Layout, shape: ModelShape, seq_len: int, global_batch: int) -> L
         "recompute": RECOMPUTE.index(layout.recompute),
         "sequence_parallel": layout.sequence_parallel,
         "schedule": schedule,
+        "lighter": layout.cut == "light-ends",
     }
     return Layouts(**{name: np.array([float(value)]) for name, value in values.items()})
 
@@ -209,7 +217,16 @@ def _problems(
     if layout.tp not in degrees:
         near = min(degrees, key=lambda n: abs(n - layout.tp))
         yield f"{shape.heads} heads do not divide over tp {layout.tp}", f"tp{near}"
-    if not legality.stages(layers, layout.num_stages):
+    if isinstance(layout.cut, tuple):
+        pass  # `choose_cut` counts them
+    elif layout.cut == "light-ends":
+        if not legality.light_ends(layers, layout.num_stages):
+            yield (
+                f"{layers} layers cannot be cut into {layout.num_stages} stages of which the first "
+                "and the last have one layer fewer",
+                "cut=balanced",
+            )
+    elif not legality.stages(layers, layout.num_stages):
         yield f"{layers} layers cannot be cut into {layout.num_stages} stages", f"pp{layers}"
     if not legality.context(seq_len, layout.cp):
         yield f"a sequence of {seq_len} does not divide over 2 x cp {layout.cp}", None
@@ -265,7 +282,8 @@ def why_not(shape: ModelShape, num_gpus: int, seq_len: int, batch: int, pins: Pi
         return f"tp {pins['tp']} does not divide its {shape.heads} heads; it may be " + ", ".join(
             map(str, degrees)
         )
-    if not legality.stages(len(shape.layers), pins.get("pp", 1)):
+    counts = len(shape.layers), pins.get("pp", 1)
+    if not (legality.stages(*counts) or legality.light_ends(*counts)):
         return f"it has {len(shape.layers)} layers, fewer than pp {pins['pp']}"
     if pins.get("ep", 1) > 1 and not shape.experts:
         return f"it has no experts to divide over ep {pins['ep']}"
@@ -322,7 +340,7 @@ def _meshes(
     """(dp, pp, cp, tp, ep), each a way to use all GPUs."""
     sizes = divisors(num_gpus)
     tensor = _degrees("tp", [n for n in tensor_degrees(shape) if num_gpus % n == 0], pins, here)
-    stages = _degrees("pp", [n for n in sizes if legality.stages(len(shape.layers), n)], pins, here)
+    stages = _degrees("pp", _stage_counts(len(shape.layers), sizes), pins, here)
     halves = [n for n in sizes if legality.context(seq_len, n)]
     context = _degrees("cp", halves, pins, here)
     expert = _degrees("ep", divisors(shape.experts) if shape.experts else [1], pins, here)
@@ -335,6 +353,10 @@ def _meshes(
     return found
 
 
+def _stage_counts(layers: int, sizes: Sequence[int]) -> list[int]:
+    return [n for n in sizes if legality.stages(layers, n) or legality.light_ends(layers, n)]
+
+
 def _with_batches(
     meshes: list[tuple[int, int, int, int, int]], shape: ModelShape, global_batch: int, pins: Pins
 ) -> dict[str, Floats]:
@@ -342,10 +364,13 @@ def _with_batches(
     rows = []
     layers = len(shape.layers)
     for dp, pp, cp, tp, ep in meshes:
-        virtual = _virtual_stages(layers, pp)
+        counts = _virtual_stages(layers, pp)
         if "virtual_stages" in pins:
-            pinned = pins["virtual_stages"]
-            virtual = [pinned] if legality.stages(layers, pp * pinned) else []
+            counts = [pins["virtual_stages"]]
+        cuts = [(v, 0) for v in counts if legality.stages(layers, pp * v)]
+        if "virtual_stages" not in pins:
+            counts = list(range(1, MOST_VIRTUAL + 1))
+        cuts += [(v, 1) for v in counts if pp > 1 and legality.light_ends(layers, pp * v)]
         batch = global_batch // dp
         sizes = [
             b
@@ -353,9 +378,9 @@ def _with_batches(
             if b == pins.get("microbatch", b) and batch // b == pins.get("microbatches", batch // b)
         ]
         rows += [
-            (dp, pp, cp, tp, ep, v, b, batch // b) for v, b in itertools.product(virtual, sizes)
+            (dp, pp, cp, tp, ep, *cut, b, batch // b) for cut, b in itertools.product(cuts, sizes)
         ]
-    names = ("dp", "pp", "cp", "tp", "ep", "virtual", "microbatch", "microbatches")
+    names = ("dp", "pp", "cp", "tp", "ep", "virtual", "lighter", "microbatch", "microbatches")
     table = np.array(rows, dtype=np.float64).reshape(-1, len(names))
     return {name: np.ascontiguousarray(table[:, i]) for i, name in enumerate(names)}
 
@@ -366,7 +391,7 @@ def _virtual_stages(layers: int, pp: int) -> list[int]:
     the others send more for no smaller bubble. Two are always there, for ZB-V."""
     if pp == 1:
         return [1]
-    most = min(MOST_VIRTUAL, layers // pp)
+    most = min(MOST_VIRTUAL, max(layers // pp, 1))
     longest = {v: -(-layers // (pp * v)) for v in range(1, most + 1)}
     return [v for v in longest if v <= 2 or longest[v] < longest[v - 1]]
 
@@ -406,7 +431,7 @@ def _allowed(
         # Full recompute has thrown away what the weights' half waits for; it is made again for the
         # first half and held from there on: as much as without it, and slower.
         stages = 2 if schedule == "zb-v" else 1
-        keep = piped & (virtual == stages) & (recompute != "full")
+        keep = piped & (virtual == stages) & (recompute not in ("full", "modules"))
     elif schedule == "1f1b" or "schedule" in pins:
         several = schedule != "1f1b" and "virtual_stages" in pins
         keep = (several | (virtual == 1)) & (piped | (schedule in ("1f1b", pins.get("schedule"))))

@@ -21,9 +21,6 @@ from hocket.spec.layout import Layout
 from hocket.spec.link_kinds import KINDS, LinkKind
 from hocket.spec.links import Links, ring_share
 
-GRADIENT, ELEMENT = 4, 2
-"""Bytes of a gradient and of anything else that travels, in mixed precision."""
-
 OTHERS = (
     "nvlink2", "nvlink2-mesh", "nvlink3", "nvlink3-mesh", "nvlink4", "nvlink4-mesh", "nvlink5",
     "nvlink5-mesh", "pcie4", "pcie5", "net100g", "net200g", "net400g",
@@ -221,6 +218,7 @@ def calls_of(problem: Problem, layout: Layout) -> dict[str, list[Call]]:
 
 
 def _of_rank(problem: Problem, layout: Layout, rank: int) -> Iterator[Call]:
+    width = problem.state_bytes
     count = layout.microbatches or 1
     rows = max(1, problem.global_batch // (layout.dp * count))
     step = Step(
@@ -228,7 +226,8 @@ def _of_rank(problem: Problem, layout: Layout, rank: int) -> Iterator[Call]:
         microbatch_size=rows,
         num_microbatches=count,
         hidden_size=problem.shape.hidden,
-        element_bytes=ELEMENT,
+        element_bytes=width.element,
+        gradient_bytes=width.gradient,
         counts_tokens=False,
     )
     place = [stage % layout.pp for stage in range(layout.num_stages)]
@@ -243,12 +242,12 @@ def _of_rank(problem: Problem, layout: Layout, rank: int) -> Iterator[Call]:
             continue
         ends = [n for n, at in (("embedding", 0), ("head", len(cut) - 1)) if at == stage]
         held = [
-            (block, round(w.elements / _ways(layout, w.split) * GRADIENT))
+            (block, round(w.elements / _ways(layout, w.split) * width.gradient))
             for block, name in enumerate((*kinds, *ends))
             for w in problem.shape.blocks[name].weights
         ]
         gradients = [nbytes for _, nbytes in held]
-        weights += sum(gradients) / GRADIENT
+        weights += sum(gradients) / width.gradient
         tied = problem.shape.tied and layout.pp > 1 and bool(ends)
         table = sum(w.elements for w in problem.shape.blocks["head"].weights) / layout.tp
         share = StageShare.of_layers(
@@ -258,7 +257,7 @@ def _of_rank(problem: Problem, layout: Layout, rank: int) -> Iterator[Call]:
             head="head" in ends,
             gradient_bytes=tuple(gradients),
             blocks=tuple(str(block) for block, _ in held),
-            tied_bytes=(round(table * GRADIENT),) if tied else (),
+            tied_bytes=(round(table * width.gradient),) if tied else (),
         )
         if layout.recompute == "full":
             again = share.forward_sums + 2 * len(kinds)
@@ -271,14 +270,14 @@ def _of_rank(problem: Problem, layout: Layout, rank: int) -> Iterator[Call]:
         yield row["axis"], row["name"], row["count"], float(row["bytes"])
     if layout.dp > 1 and layout.zero:
         gathers = 2 * count if layout.zero == 3 else 1
-        yield "dp", "all-gather", gathers, gathers * ELEMENT * weights
-        yield "dp", "reduce-scatter", 1, GRADIENT * weights
+        yield "dp", "all-gather", gathers, gathers * width.weight * weights
+        yield "dp", "reduce-scatter", 1, width.gradient * weights
     hidden = float(step.hidden_bytes)
     if layout.cp > 1:
         core = next(iter(problem.shape.blocks[problem.shape.layers[0]].attention), None)
-        width = 0 if core is None else core.kv_heads * (core.head_dim + core.value_dim)
+        keys = 0 if core is None else core.kv_heads * (core.head_dim + core.value_dim)
         turns = 3 * (layout.cp - 1) * layers * count  # keys and values twice, their gradient once
-        yield "cp", "send", turns, turns * step.tokens * width / layout.tp * ELEMENT
+        yield "cp", "send", turns, turns * step.tokens * keys / layout.tp * width.element
     if layout.ep > 1:
         turns = 4 * layers * count
         yield "ep", "all-to-all", turns, turns * hidden * problem.shape.experts_per_token

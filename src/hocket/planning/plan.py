@@ -10,6 +10,7 @@ import numpy as np
 from hocket.catalogue.hardware import cluster as find_cluster
 from hocket.catalogue.hardware import node as catalogued
 from hocket.catalogue.hardware import node_names
+from hocket.planning.fit import HEADROOM
 from hocket.planning.forecast import Forecast, forecast
 from hocket.planning.layouts import Pins, layout_at, pins_text, row
 from hocket.planning.placement import moved, placed
@@ -19,6 +20,7 @@ from hocket.spec.capabilities import PRECISIONS
 from hocket.spec.cluster import Cluster
 from hocket.spec.errors import LayoutError, OptionError
 from hocket.spec.layout import Layout, divisors
+from hocket.spec.precision import default_grad_dtype
 from hocket.spec.units import format_bytes
 
 BEYOND = 3
@@ -37,7 +39,8 @@ class Plan:
 
     Attributes:
         model, cluster: names. objective: what they are sorted by.
-        seq_len, global_batch, precision: of the step.
+        seq_len, global_batch, precision: of the step. grad_dtype: of its gradients; empty on CPU
+            cores.
         layouts: best first; by default those that this hocket can run today.
         beyond: better ones that it cannot, best first; none where `layouts` holds all kinds.
         num_legal, num_fitting: layouts looked at, and of them those that fit in memory.
@@ -66,6 +69,7 @@ class Plan:
     lora_rank: int | None = None
     lora_targets: str | None = None
     stack: str = ""
+    grad_dtype: str = ""
     problem: Problem | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
@@ -172,8 +176,14 @@ def plan_one(problem: Problem, layout: Layout) -> Plan:
         notes.append(f"Time and memory are those without offload={layout.offload}.")
     if not found.fits:
         notes.append(
-            f"It does not fit: {format_bytes(found.memory_high)} at the 95th percentile, of "
-            f"{format_bytes(problem.usable)} that a process can have."
+            f"It does not fit: {format_bytes(found.memory)} are expected, of "
+            f"{format_bytes(problem.cluster.node.gpu.usable)} that a process can have."
+        )
+    elif found.tight:
+        usable = format_bytes(problem.cluster.node.gpu.usable)
+        notes.append(
+            f"Tight: {format_bytes(found.memory)} expected and {format_bytes(found.memory_high)} "
+            f"at the 95th percentile; proposals leave {HEADROOM:.0%} of {usable} free."
         )
     return Plan(
         **_asked(problem, "time"),
@@ -241,7 +251,17 @@ def _distinct(best: Priced) -> np.ndarray:
     """Rows without those that are another one with cp and dp exchanged, at the same price."""
     at = best.layouts
     kept: dict[tuple[float, ...], int] = {}
-    names = ("pp", "tp", "ep", "virtual", "microbatches", "schedule", "zero", "recompute")
+    names = (
+        "pp",
+        "tp",
+        "ep",
+        "virtual",
+        "lighter",
+        "microbatches",
+        "schedule",
+        "zero",
+        "recompute",
+    )
     for i in range(len(best)):
         split = [float(getattr(at, name)[i]) for name in (*names, "sequence_parallel")]
         numbers = (float(f"{best.seconds[i]:.4g}"), float(f"{best.high[i]:.4g}"))
@@ -315,8 +335,8 @@ def _impossible(problem: Problem, found: Found, pins: Pins | None) -> LayoutErro
         f"{problem.shape.name} does not fit {problem.cluster.name} in any of {found.num_legal:,} "
         f"layouts (sequences of {problem.seq_len}, global batch {problem.global_batch}{asked}): "
         f"the least that the fullest GPU must hold is {format_bytes(high)}, of "
-        f"{format_bytes(problem.usable)} that it can; {format_bytes(high - problem.usable)} are "
-        f"missing. That is {layout}: {kinds}."
+        f"{format_bytes(problem.usable)} that it may ({HEADROOM:.0%} stay free); "
+        f"{format_bytes(high - problem.usable)} are missing. That is {layout}: {kinds}."
     )
     smallest = smallest_cluster(problem, pins)
     if smallest is None:
@@ -337,4 +357,5 @@ def _asked(problem: Problem, objective: str) -> dict[str, Any]:
         "global_batch": problem.global_batch,
         "precision": problem.precision,
         "problem": problem,
+        "grad_dtype": problem.grad_dtype or default_grad_dtype(problem.precision),
     }

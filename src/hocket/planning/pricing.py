@@ -26,7 +26,6 @@ class Batch:
     seq_len: Floats
     machine: Machine
     constants: Constants
-    ends_lighter: Floats
 
     def times(self, constants: Constants | None = None) -> StepTimes:
         """Seconds of every row, under its own constants or those given."""
@@ -36,7 +35,6 @@ class Batch:
             self.seq_len,
             self.machine,
             self.constants if constants is None else constants,
-            ends_lighter=self.ends_lighter,
         )
 
 
@@ -66,7 +64,6 @@ def batch(rows: Sequence[Row]) -> Batch:
         seq_len=np.array([row.seq_len for row in rows]),
         machine=stack_machines([row.machine for row in rows]),
         constants=_constants([row.constants for row in rows]),
-        ends_lighter=np.array([row.ends_lighter for row in rows]),
     )
 
 

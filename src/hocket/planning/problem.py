@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hocket.catalogue import models
-from hocket.catalogue.curves import curves
+from hocket.catalogue.curves import curves_of
 from hocket.catalogue.hardware import capability, gpu_names
 from hocket.cost.columns import SCHEDULES, Layouts, RankLayers
 from hocket.cost.constants import (
@@ -21,7 +21,7 @@ from hocket.cost.constants import (
     Constants,
     constants,
     few_bits,
-    file,
+    fitted_family,
     memory_quantiles,
     quantiles,
 )
@@ -29,6 +29,7 @@ from hocket.cost.machine import Machine, machine
 from hocket.cost.memory import Memory, memory
 from hocket.cost.step import StepTimes, step_times
 from hocket.cost.terms import Floats, Terms, terms
+from hocket.planning.fit import proposable
 from hocket.planning.layouts import Pins, legal
 from hocket.planning.tools.limits import Facts, Limits
 from hocket.schedules.registry import build, stage_ranks
@@ -38,6 +39,7 @@ from hocket.spec.cut import Cut, choose_cut
 from hocket.spec.errors import OptionError, unknown
 from hocket.spec.layout import Layout
 from hocket.spec.model_shape import ModelShape
+from hocket.spec.precision import StateBytes, state_bytes
 from hocket.spec.schedule import Schedule
 
 STACK = "megatron-core"
@@ -69,6 +71,7 @@ class Problem:
         shape: the model. cluster: the GPUs.
         seq_len: tokens of a sequence. global_batch: sequences of a step.
         precision: of matrix products, one of `spec.cluster.PRECISIONS`.
+        grad_dtype: of gradients, as `TrainOptions.grad_dtype`. None: as a run without the flag.
         stack: software whose constants price it, one of `cost.constants.stacks()`.
         division: of layers over stages, as `Layout.cut`.
         limits: software that must be able to run every layout; none: any layout is legal.
@@ -80,6 +83,7 @@ class Problem:
     seq_len: int
     global_batch: int
     precision: str = "bf16"
+    grad_dtype: str | None = None
     stack: str = STACK
     division: str | tuple[int, ...] = "balanced"
     limits: tuple[Limits, ...] = ()
@@ -97,17 +101,23 @@ class Problem:
         if self.precision not in rates:
             message, hint = unknown("precision", self.precision, rates)
             raise OptionError(f"{self.cluster.node.gpu.name}: {message}", hint=hint)
+        self.state_bytes  # noqa: B018  rejects what cannot be
 
     @functools.cached_property
     def model(self) -> Terms:
         return terms(self.shape)
 
+    @property
+    def state_bytes(self) -> StateBytes:
+        """Bytes of a parameter's state and of an activation's element."""
+        return state_bytes(self.precision, self.grad_dtype)
+
     @functools.cached_property
     def constants(self) -> Constants:
         gpu = self.cluster.node.gpu
-        # As the rows of the validation: fp16 training sums its gradients in 16 bits.
-        changes = {"gradient_bytes": 2.0} if self.precision == "fp16" else {}
-        found = constants(gpu.name, self.stack, **changes)
+        found = constants(
+            gpu.name, self.stack, precision=self.precision, grad_dtype=self.grad_dtype
+        )
         if self.precision in FEW_BITS and "bf16" in gpu.flops:
             return few_bits(found, gpu.flops, self.precision)
         return found
@@ -115,23 +125,18 @@ class Problem:
     @property
     def borrowed(self) -> str | None:
         """The family of GPUs whose constants stand for this one's; None where it has its own."""
-        family = self.cluster.node.gpu.name.partition("-")[0]
-        data = file()
-        return None if family in data["gpus"] else data["nearest"].get(family, "H100")
+        name = self.cluster.node.gpu.name
+        family = fitted_family(name)
+        return None if family == name.partition("-")[0] else family
 
     @functools.cached_property
     def machine(self) -> Machine:
-        node = self.cluster.node
-        kind, device = node.link.kind, node.gpu.name
-        known = [c for c in curves() if c.topology == kind and c.num_nodes == 1]
-        exact = [c for c in known if c.gpu == device]
-        family = [c for c in known if c.gpu.partition("-")[0] == device.partition("-")[0]]
-        return machine(self.cluster, self.precision, exact or family)
+        return machine(self.cluster, self.precision, curves_of(self.cluster.node))
 
     @property
     def usable(self) -> int:
-        """Bytes of a GPU that a plan may fill."""
-        return self.cluster.node.gpu.usable
+        """Bytes that the peak of a proposed layout may reach at the 95th percentile."""
+        return proposable(self.cluster.node.gpu.usable)
 
     @property
     def tokens(self) -> int:
@@ -149,7 +154,7 @@ class Problem:
         domain = min(self.cluster.domain, num_gpus)
         found = legal(
             self.shape, num_gpus, self.seq_len, self.global_batch,
-            pins=pins, here=here, domain=domain,
+            pins=pins, here=here, domain=domain, selective=self._selective,
         )  # fmt: skip
         for limit in self.limits:
             found = found.take(np.flatnonzero(limit.allowed(found, self.facts)))
@@ -183,6 +188,14 @@ class Problem:
                 found &= (times.ulysses > 0) | (layouts.cp == 1)
         return found
 
+    @functools.cached_property
+    def _selective(self) -> bool:
+        """Whether selective recompute frees anything: not where fused attention saves its inputs
+        and output alone, which others need too."""
+        stack = self.constants
+        cores = any(float(block.saved_core[0]) > 0 for _, block in self.model.kinds)
+        return bool(stack.selective_halves or not stack.flash or cores)
+
     def times(self, layouts: Layouts) -> StepTimes:
         """Seconds by closed forms, [r]."""
         length = np.array(float(self.seq_len))
@@ -198,13 +211,14 @@ class Problem:
     def rank_layers(self, layouts: Layouts) -> RankLayers:
         """Whole layers that the pipeline ranks hold as the runtime would cut, [r]."""
         bent = layouts.schedule == SCHEDULES.index("zb-v")
-        keys = (layouts.pp * 4096 + layouts.virtual) * 2 + bent
+        keys = ((layouts.pp * 4096 + layouts.virtual) * 2 + bent) * 2 + layouts.lighter
         unique, place = np.unique(keys, return_inverse=True)
         rows = []
         for key in unique.astype(int).tolist():
-            pp, virtual = divmod(key // 2, 4096)
-            name = "zb-v" if key % 2 else "1f1b"
-            rows.append(self._held(Layout(pp=pp, virtual_stages=virtual, schedule=name)))
+            pp, virtual = divmod(key // 4, 4096)
+            name = "zb-v" if key // 2 % 2 else "1f1b"
+            cut = "light-ends" if key % 2 else "balanced"
+            rows.append(self._held(Layout(pp=pp, virtual_stages=virtual, schedule=name, cut=cut)))
         table = np.array(rows, dtype=np.float64).reshape(-1, 3)[place]
         return RankLayers(first=table[:, 0], last=table[:, 1], most=table[:, 2])
 
@@ -232,9 +246,10 @@ class Problem:
     # --- event by event ----------------------------------------------------------------------
 
     def cut(self, layout: Layout) -> Cut:
-        """Layers per stage by `division` as the runtime cuts: by parameters, the head's counted."""
+        """Layers per stage as the runtime cuts: as the layout says, and where it leaves that to
+        its default by `division`; `balanced` by parameters, the head's counted."""
         return _cut(
-            self.division,
+            self.division if layout.cut == "balanced" else layout.cut,
             tuple(self.shape.blocks[kind].num_parameters for kind in self.shape.layers),
             self.shape.blocks["head"].num_parameters,
             layout.num_stages,
@@ -252,7 +267,7 @@ class Problem:
         num_stages = first.num_stages
         cut = np.array(self.cut(first), dtype=np.float64)
         # Seconds of one layer: what a middle rank takes, over the layers it holds on average.
-        layers = len(self.shape.layers) / first.pp
+        layers = (len(self.shape.layers) + 2.0 * (first.cut == "light-ends")) / first.pp
         ends = np.zeros((2, num_stages))
         ends[0, 0] = ends[1, -1] = 1.0
 

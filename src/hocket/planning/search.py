@@ -164,10 +164,11 @@ def simulate_all(problem: Problem, priced: Priced, *, most: int = MOST_ACTIONS) 
             layout = layout_at(at, i)
             found[i] = layout
             played = played_microbatches(layout, int(at.microbatches[i]))
-            groups[layout.pp, layout.virtual_stages, int(at.schedule[i]), *played].append(i)
+            key = layout.pp, layout.virtual_stages, int(at.schedule[i]), int(at.lighter[i])
+            groups[*key, *played].append(i)
     pipeline = priced.pipeline.copy()
     simulated = at.pp == 1  # microbatch after microbatch: nothing to play
-    for (pp, virtual, _, short, long), rows in groups.items():
+    for (pp, virtual, _, _, short, long), rows in groups.items():
         actions = 6 * pp * virtual * (short if short == long else short + long)
         if actions > most:
             continue

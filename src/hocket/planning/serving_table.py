@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from hocket.catalogue import hardware, shapes
-from hocket.catalogue.curves import curves
+from hocket.catalogue.curves import curves_of
 from hocket.cost.machine import MeasuredCurve
 from hocket.cost.serving import ServingPrices, serving_prices
 from hocket.spec.cluster import Cluster
@@ -417,7 +417,4 @@ def _cluster(gpu: str, gpus: int) -> tuple[Cluster, tuple[MeasuredCurve, ...]]:
     node = hardware.node(whole.name, hardware.gpu(gpu))
     number = max(node.num_gpus, -(-gpus // node.num_gpus) * node.num_gpus)
     cluster = hardware.cluster(f"{number}x{gpu}")
-    known = [c for c in curves() if c.topology == node.link.kind and c.num_nodes == 1]
-    exact = [c for c in known if c.gpu == gpu]
-    family = [c for c in known if c.gpu.partition("-")[0] == gpu.partition("-")[0]]
-    return cluster, tuple(exact or family)
+    return cluster, curves_of(node)

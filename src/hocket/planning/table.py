@@ -25,11 +25,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from hocket.catalogue import hardware, shapes
-from hocket.catalogue.curves import curves
+from hocket.catalogue.curves import curves_of
 from hocket.cost.columns import SCHEDULES
 from hocket.cost.constants import FEW_BITS, Constants, constants, few_bits
 from hocket.cost.machine import CurveSet, Machine, machine
-from hocket.cost.memory import SELECTIVE
+from hocket.cost.memory import FULL, MODULES, SELECTIVE
 from hocket.planning.decoder import decoder
 from hocket.spec.cluster import Cluster
 from hocket.spec.errors import HocketError, OptionError
@@ -39,7 +39,7 @@ REQUIRED = ("id", "source", "model", "gpu", "layers", "hidden", "heads", "seq", 
 OPTIONAL = (
     "n_gpus", "gpus_per_node", "inter_link", "tp", "pp", "vp", "cp", "ep", "dp", "sp",
     "zero_stage", "recompute", "precision", "schedule", "kv_heads", "ffn", "vocab", "micro_batch",
-    "measured_iter_s", "measured_mem_gb", "mem_kind", "notes",
+    "measured_iter_s", "measured_mem_gb", "mem_kind", "notes", "recompute_modules", "experts",
 )  # fmt: skip
 
 NOT_COMPARED = (
@@ -93,6 +93,9 @@ HOST_COPIES = 0.5
 
 MAINSTREAM = "mainstream"
 
+KINDS = ((FULL, "full"), (MODULES, "modules"), (SELECTIVE, "selective"))
+"""Kinds of recompute by the word that a row has for them."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
@@ -120,7 +123,6 @@ class Row:
     layout: dict[str, float]
     seq_len: float
     recompute_known: bool
-    ends_lighter: float
     measured: float | None
     memory: float | None
     memory_unit: float
@@ -185,9 +187,8 @@ def _parse(row: Mapping[str, str]) -> Row:
     if precision not in cluster.node.gpu.flops:
         raise _LeftOut(f"{cluster.node.gpu.name} has no rate for {precision}")
     numbers = _machine(cluster, precision)
-    changes: dict[str, float] = {}
-    changes["gradient_bytes"] = _gradient_bytes(row.get("precision", ""), stack)
-    values = constants(cluster.node.gpu.name, stack, **changes)
+    grad_dtype = _grad_dtype(row.get("precision", ""), precision, stack)
+    values = constants(cluster.node.gpu.name, stack, precision=precision, grad_dtype=grad_dtype)
     if precision in FEW_BITS:
         values = few_bits(values, cluster.node.gpu.flops, precision)
     memory = _number(row, "measured_mem_gb")
@@ -195,7 +196,7 @@ def _parse(row: Mapping[str, str]) -> Row:
     return Row(
         id=row["id"],
         source=row["source"],
-        kind=_kind(cluster, precision, experts=bool(re.search(EXPERTS, model, re.I))),
+        kind=_kind(cluster, precision, experts=_has_experts(row)),
         group=(
             *(row.get(name, "") for name in ("source", "layers", "hidden", "heads", "ffn")),
             *(row.get(name, "") for name in ("vocab", "seq", "global_batch", "gpu", "n_gpus")),
@@ -211,7 +212,6 @@ def _parse(row: Mapping[str, str]) -> Row:
         layout=layout,
         seq_len=_need(row, "seq"),
         recompute_known=row.get("recompute", "").lower() not in ("", "nan"),
-        ends_lighter=float("one layer fewer" in said),
         measured=_number(row, "measured_iter_s"),
         memory=None if memory is None else memory * _unit(row.get("mem_kind", "")),
         memory_unit=_unit(row.get("mem_kind", "")),
@@ -243,13 +243,13 @@ def _precision(text: str) -> str:
     return "fp16" if text.startswith("fp16") else "bf16"
 
 
-def _gradient_bytes(precision: str, stack: str) -> float:
-    """fp16 training sums in 16 bits, Megatron's and FSDP2's bf16 in 32; stated otherwise in 16."""
-    if precision.startswith("fp16") or stack == "internevo":
-        return 2.0
-    if stack == "fsdp-triton":
-        return 4.0 if "fp32" in precision else 2.0
-    return 4.0
+def _grad_dtype(text: str, precision: str, stack: str) -> str | None:
+    """The type of gradients that a row states or that its software had; None: as by default."""
+    if stack == "internevo":
+        return "bf16"
+    if stack == "fsdp-triton" and precision != "fp16":
+        return "fp32" if "fp32" in text else "bf16"
+    return None
 
 
 def _unit(kind: str) -> float:
@@ -299,7 +299,7 @@ def _completed(row: Mapping[str, str]) -> Mapping[str, str]:
     """The row with what its model's name fixes where it says nothing itself."""
     name = row["model"]
     known: dict[str, int] = {}
-    if re.search(EXPERTS, name, re.I):
+    if _has_experts(row):
         shape = _named(row)
         known = {"layers": len(shape.layers), "hidden": shape.hidden, "heads": shape.heads}
         known["heads"] = int(_number(row, "heads") or shape.heads)
@@ -307,6 +307,11 @@ def _completed(row: Mapping[str, str]) -> Mapping[str, str]:
         if re.search(pattern, name, re.I):
             known = sizes
     return {**row, **{k: str(v) for k, v in known.items() if _number(row, k) is None}}
+
+
+def _has_experts(row: Mapping[str, str]) -> bool:
+    """By the model's name, or because the row counts them."""
+    return bool(re.search(EXPERTS, row["model"], re.I)) or (_number(row, "experts") or 0) > 1
 
 
 def _named(row: Mapping[str, str]) -> ModelShape:
@@ -324,7 +329,7 @@ def _named(row: Mapping[str, str]) -> ModelShape:
 
 
 def _shape(row: Mapping[str, str], stack: str) -> ModelShape:
-    if re.search(EXPERTS, row["model"], re.I):
+    if _has_experts(row):
         return _named(row)
     names = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq")
     numbers = (_number(row, name) for name in names)
@@ -363,6 +368,8 @@ def _layout(row: Mapping[str, str], stack: str, said: str) -> dict[str, float]:
     elif re.search(r"\bhsdp\b", said):
         shard = min(dp, _number(row, "gpus_per_node") or 8.0)
     recompute = row.get("recompute", "").lower()
+    if row.get("recompute_modules", "").strip():
+        recompute = "modules"
     if recompute in ("", "nan"):
         recompute = "full" if stack in ("jax", "megatron", "deepspeed") else "none"
     return {
@@ -376,9 +383,10 @@ def _layout(row: Mapping[str, str], stack: str, said: str) -> dict[str, float]:
         "microbatches": max(1.0, round(batch / (micro * dp))),
         "zero": zero,
         "shard": shard,
-        "recompute": 2.0 if "full" in recompute else 1.0 if "selective" in recompute else 0.0,
+        "recompute": float(next((i for i, name in KINDS if name in recompute), 0)),
         "sequence_parallel": float((_number(row, "sp") or 0.0) > 0 and tp > 1),
         "schedule": float(SCHEDULES.index(schedule)),
+        "lighter": float("one layer fewer" in said),
     }
 
 
@@ -430,20 +438,15 @@ def _network(text: str) -> float | None:
 
 
 @functools.cache
-def _curves(gpu: str) -> CurveSet:
-    family = gpu.split("-", maxsplit=1)[0]
-    found = [c for c in curves() if c.gpu.split("-", maxsplit=1)[0] == family and c.num_nodes == 1]
-    switched = [c for c in found if c.topology == "nvswitch"] or found
-    return machine(hardware.cluster(f"1x{gpu}"), _any_precision(gpu), switched).curves[0]
-
-
-def _any_precision(gpu: str) -> str:
-    return next(iter(hardware.gpu(gpu).flops))
+def _curves(gpu: str, kind: str, precision: str) -> CurveSet:
+    node = hardware.node(kind, hardware.gpu(gpu))
+    cluster = Cluster(name=gpu, num_nodes=1, node=node)
+    return machine(cluster, precision, curves_of(node)).curves[0]
 
 
 def _machine(cluster: Cluster, precision: str) -> Machine:
-    numbers = machine(cluster, precision)
-    return dataclasses.replace(numbers, curves=(_curves(cluster.node.gpu.name),))
+    numbers, node = machine(cluster, precision), cluster.node
+    return dataclasses.replace(numbers, curves=(_curves(node.gpu.name, node.name, precision),))
 
 
 def rows(table: Iterable[Mapping[str, str]]) -> tuple[list[Row], dict[str, str]]:

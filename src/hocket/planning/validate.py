@@ -6,8 +6,9 @@
                 predicted and measured order, and the regret of the layout that the prediction
                 picks: its measured time over the best measured time, less 1
     memory      of what the source counted: tensors, or all that the device shows
-    false fits  runs that were measured and are called not fitting: even the 5th percentile of the
-                memory error would not hold them (a plan must fit at the 95th)
+    false fits  runs that were measured and are called not fitting, by the rule that `hocket plan`
+                has (`planning.fit`); recompute that a row does not state is resolved as a plan
+                would: the least that fits
 
 `overall` is of the mainstream (dense models in 16 bits on A100 and H100) and averages its sources,
 so that no single large one decides; everything else is reported in groups of its own.
@@ -26,8 +27,9 @@ from typing import Any
 import numpy as np
 
 from hocket.cost.columns import Layouts
-from hocket.cost.constants import Constants, memory_quantiles
+from hocket.cost.constants import Constants
 from hocket.cost.memory import Memory, memory
+from hocket.planning.fit import fits
 from hocket.planning.pricing import Batch, batch, by_structure
 from hocket.planning.table import MAINSTREAM, Row, read, rows
 
@@ -183,8 +185,8 @@ def _price(
         together.layouts,
         recompute=np.where([r.recompute_known for r in found], together.layouts.recompute, 2.0),
     )
-    least = _memory(together, saving, values).peak
-    low, _ = memory_quantiles()
+    usable = np.array([row.cluster.node.gpu.usable for row in found])
+    enough = fits(_memory(together, saving, values), usable)
     result = []
     for i, row in enumerate(found):
         result.append(
@@ -192,7 +194,7 @@ def _price(
                 row=row,
                 step=float(times.step[i]),
                 memory=float(getattr(held, row.memory_counted)[i]),
-                fits=bool(least[i] * low <= row.cluster.node.gpu.usable),
+                fits=bool(enough[i]),
                 target=None if row.measured is None else medians[row.key],
             )
         )
@@ -283,9 +285,7 @@ def _medians(found: Iterable[Row]) -> dict[tuple[str, ...], float]:
 
 
 def _memory(together: Batch, layouts: Layouts, values: Constants) -> Memory:
-    return memory(
-        together.model, layouts, together.seq_len, values, ends_lighter=together.ends_lighter
-    )
+    return memory(together.model, layouts, together.seq_len, values)
 
 
 def _percent(how: Callable[[list[float]], float], values: list[float]) -> float | None:

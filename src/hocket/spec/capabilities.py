@@ -41,6 +41,11 @@ class Capability:
 TABLE = (
     Capability(field="cp", runs=(1,), instead="has no context parallelism"),
     Capability(field="ep", runs=(1,), instead="splits experts over tp, not over ep"),
+    Capability(
+        field="recompute",
+        runs=("none", "selective", "full"),
+        instead="recomputes attention cores or whole layers, no other modules",
+    ),
 )
 """Fields that are not here run with any value that a layout can have."""
 

@@ -27,7 +27,7 @@ LINKS = (
 """Ways GPUs of one domain reach each other, from the fastest to the slowest kind; ranks on CPU
 reach each other by `shared-memory`."""
 
-PRECISIONS = ("bf16", "fp16", "fp8", "fp4", "fp32")
+PRECISIONS = ("bf16", "fp16", "fp8", "fp4", "fp32", "tf32")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

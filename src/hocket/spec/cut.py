@@ -1,7 +1,10 @@
 """The cut: how many layers each pipeline stage holds.
 
-A cut is a tuple of layers per stage. It is given by hand, asked for as `even`, or chosen so that
-the slowest stage is as fast as it can be (`balanced`). Costs are in any one unit; only their
+A cut is a tuple of layers per stage. It is given by hand, asked for as `even` or as `light-ends`
+(the first and the last stage one layer fewer, as of Llama 3 405B: Grattafiori et al. 2024, section
+3.3.2; Megatron-Core's --account-for-embedding-in-pipeline-split and
+--account-for-loss-in-pipeline-split), or chosen so that the slowest stage is as fast as it can be
+(`balanced`). Costs are in any one unit; only their
 ratios matter.
 """
 
@@ -29,7 +32,7 @@ def choose_cut(
     """Layers per stage.
 
     Args:
-        cut: `balanced`, `even`, or layers per stage by hand.
+        cut: `balanced`, `even`, `light-ends`, or layers per stage by hand.
         num_layers: of the model.
         num_stages: pp x virtual stages.
         layer_costs: one per layer. None: all equal to 1.
@@ -56,6 +59,8 @@ def choose_cut(
     if cut not in CUTS:
         message, hint = unknown("cut", cut, CUTS)
         raise LayoutError(message, hint=hint)
+    if cut == "light-ends":
+        return _light_ends(num_layers, num_stages)
     if not legality.stages(num_layers, num_stages):
         raise LayoutError(
             f"{num_layers} layers do not fill {num_stages} stages; each needs at least one",
@@ -98,6 +103,19 @@ def _even(num_layers: int, num_stages: int) -> Cut:
             + f", or {_hint(num_layers, num_stages)}",
         )
     return (num_layers // num_stages,) * num_stages
+
+
+def _light_ends(num_layers: int, num_stages: int) -> Cut:
+    if not legality.light_ends(num_layers, num_stages):
+        fitting = [n for n in divisors(num_layers + 2) if n > 1]
+        near = min(fitting, key=lambda n: abs(n - num_stages))
+        raise LayoutError(
+            f"{num_layers} layers cannot be cut into {num_stages} stages of which the first and "
+            f"the last have one layer fewer; {', '.join(map(str, fitting))} stages can",
+            hint=f"pp{near}, or {_hint(num_layers, num_stages)}",
+        )
+    each = (num_layers + 2) // num_stages
+    return (each - 1, *(each,) * (num_stages - 2), each - 1)
 
 
 def _balanced_equal(num_layers: int, num_stages: int, cost: float, after: float) -> Cut:

@@ -26,8 +26,8 @@ AXES = ("dp", "pp", "cp", "tp")
 
 DEGREES = (*AXES, "ep")
 
-CUTS = ("balanced", "even")
-RECOMPUTE = ("none", "selective", "full")
+CUTS = ("balanced", "even", "light-ends")
+RECOMPUTE = ("none", "selective", "full", "modules")
 DATA_PARALLEL = ("processes", "threads")
 OFFLOAD = (
     "none", "optimizer", "params", "activations", "optimizer+activations", "params+activations",
@@ -49,7 +49,8 @@ class Layout:
             the rank's batch that is at most 2 x pp.
         virtual_stages: stages held by each pipeline rank.
         cut: layers per stage as a tuple, `"balanced"` (by cost, embedding and head counted) or
-            `"even"` (equal numbers of layers).
+            `"even"` (equal numbers of layers) or `"light-ends"` (one layer fewer on the first and
+            on the last stage, as if embedding and head were a layer each).
         zero: ZeRO stage (0: plain data parallel).
         shard: how many data ranks share one copy of the ZeRO state (needs zero=1, 2 or 3).
             None: all of dp.
@@ -58,7 +59,9 @@ class Layout:
             parameters too; needs zero=3), `"activations"` (what layers save for backward; GPUs),
             or one of the first two and the last, as in `"optimizer+activations"`.
         recompute: activations recomputed in backward: `"none"`, `"selective"` (of attention cores
-            alone) or `"full"` (each layer runs again, from its input).
+            alone), `"full"` (each layer runs again, from its input) or `"modules"` (norms,
+            activation functions and MLA's up-projections, Megatron-Core's --recompute-modules
+            layernorm moe_act mla_up_proj; predicted, not run).
         recompute_layers: how many layers of each stage, the first ones, are recomputed. None: all.
         sequence_parallel: norms and residuals on 1/tp of the sequence.
         data_parallel: `"processes"` (one rank a replica) or `"threads"` (one process).

@@ -52,6 +52,12 @@ def even_stages(layers: int, count: int) -> bool:
     return layers % count == 0
 
 
+def light_ends(layers: int, count: int) -> bool:
+    """Stages of as many layers each but for the first and the last, which have one fewer, be it
+    none."""
+    return count > 1 and (layers + 2) % count == 0
+
+
 def recomputed(count: int, longest: int) -> bool:
     """The first layers of each stage that are run again, of the layers of the longest."""
     return count <= longest

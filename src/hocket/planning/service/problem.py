@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from hocket.catalogue.curves import curves
+from hocket.catalogue.curves import curves_of
 from hocket.cost import serving_constants
 from hocket.cost.serving import CACHE_BYTES, WEIGHT_BYTES, ServingPrices, serving_prices
 from hocket.planning.layouts import tensor_degrees
@@ -158,11 +158,7 @@ class ServiceProblem:
 
     @functools.cached_property
     def _curves(self) -> tuple[object, ...]:
-        kind, device = self.cluster.node.link.kind, self.gpu.name
-        known = [c for c in curves() if c.topology == kind and c.num_nodes == 1]
-        exact = [c for c in known if c.gpu == device]
-        family = [c for c in known if c.gpu.partition("-")[0] == device.partition("-")[0]]
-        return tuple(exact or family)
+        return curves_of(self.cluster.node)
 
     def prices(self, tp: int, pp: int, chunk: int = CHUNKS[0]) -> ServingPrices:
         """Prices of a replica, on nodes that it fills or shares."""

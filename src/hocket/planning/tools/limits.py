@@ -98,7 +98,7 @@ class Limits:
     axes: tuple[str, ...] = (*AXES, "ep")
     schedules: tuple[str, ...] = tuple(NAMES)
     zero: tuple[int, ...] = (0, 1, 2, 3)
-    recompute: tuple[str, ...] = RECOMPUTE
+    recompute: tuple[str, ...] = ("none", "selective", "full")
     sequence_parallel: tuple[bool, ...] = (False, True)
     precisions: tuple[str, ...] = ("bf16", "fp16", "fp32")
     orders: tuple[tuple[str, ...], ...] = (Layout().order,)
@@ -191,7 +191,9 @@ class Limits:
         if not self.any_split:
             yield Rule(
                 "{layers} layers over pp {pp} x {virtual_stages} stages: it splits evenly",
-                lambda at, facts: (at.pp > 1) & (facts.layers % (at.pp * at.virtual) != 0),
+                lambda at, facts: (
+                    (at.pp > 1) & ((facts.layers % (at.pp * at.virtual) != 0) | (at.lighter > 0))
+                ),
             )
         yield from self.rules
 

@@ -1,0 +1,120 @@
+"""State: which ranks store a parameter, and how many of them share one copy of its state.
+
+    dense      the dp x cp ranks of one tensor and pipeline coordinate store the same parameters
+    experts    only dp x cp x tp / (etp x ep) of them do: the expert data parallel group
+               (Megatron-Core's edp), since expert ranks hold different experts
+
+ZeRO divides state over ranks that would otherwise hold copies of it, and over no others. Sharded
+over `shard` of dp ranks (HSDP), dense state is stored on shard x cp ranks, and that of experts on
+those of them that hold the same experts.
+
+Legend: ep expert ranks, etp tensor ranks of one expert; r rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from hocket.cost.columns import Layouts
+from hocket.cost.constants import Constants
+from hocket.cost.terms import BlockTerms, Floats
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameters:
+    """Numbers of parameters on one rank, [r]: of experts, and all others."""
+
+    dense: Floats
+    expert: Floats
+
+    @property
+    def total(self) -> Floats:
+        return self.dense + self.expert
+
+    def __add__(self, other: Parameters) -> Parameters:
+        return Parameters(self.dense + other.dense, self.expert + other.expert)
+
+    def times(self, factor: Floats | float) -> Parameters:
+        """Both times `factor`."""
+        return Parameters(self.dense * factor, self.expert * factor)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharing:
+    """Ranks that hold the same parameters, [r] each.
+
+    Attributes:
+        ranks: that share one copy of a sharded state. stride: ranks between neighbours of them.
+        copies: groups of such ranks, each with a whole copy (HSDP's replicas).
+    """
+
+    ranks: Floats
+    stride: Floats
+    copies: Floats
+
+    @property
+    def holders(self) -> Floats:
+        """Ranks that hold the same parameters: gradients are summed over them."""
+        return self.ranks * self.copies
+
+
+def expert_tp(at: Layouts) -> Floats:
+    """Tensor ranks that divide one expert; 1 where expert ranks reach over the tensor ranks."""
+    return np.where(at.ep > at.dp * at.cp, 1.0, at.tp)
+
+
+def local(block: BlockTerms, at: Layouts) -> Parameters:
+    """Parameters of a block on one rank."""
+    return _divided(block.weights_inside, block.weights_outside, block.weights_expert, at)
+
+
+def local_trained(block: BlockTerms, at: Layouts) -> Parameters:
+    """Those of `local` that are trained."""
+    return _divided(block.trained_inside, block.trained_outside, block.trained_expert, at)
+
+
+def _divided(inside: Floats, outside: Floats, expert: Floats, at: Layouts) -> Parameters:
+    return Parameters(inside / at.tp + outside, expert / (expert_tp(at) * at.ep))
+
+
+def sharing(at: Layouts) -> tuple[Sharing, Sharing]:
+    """Who holds the same dense parameters, and who the same experts."""
+    shard = np.minimum(at.shard, at.dp)
+    dense = Sharing(ranks=shard * at.cp, stride=at.tp, copies=at.dp / shard)
+    each = expert_tp(at)
+    holders = np.rint(at.dp * at.cp * at.tp / (each * at.ep))
+    near = np.maximum(np.floor(shard * at.cp * at.tp / (each * at.ep)), 1.0)
+    ranks = np.gcd(near.astype(np.int64), holders.astype(np.int64)).astype(np.float64)
+    expert = Sharing(ranks=ranks, stride=each * at.ep, copies=holders / ranks)
+    return dense, expert
+
+
+def held(
+    parameters: Parameters,
+    trained: Parameters,
+    widest: tuple[Parameters, Parameters],
+    at: Layouts,
+    constants: Constants,
+) -> tuple[Floats, Floats, Floats]:
+    """Bytes of weights, gradients and optimizer state on one rank (Rajbhandari et al. 2020).
+
+    Args:
+        parameters, trained: of this rank before ZeRO.
+        widest: the same of the largest layer, which ZeRO-3 gathers whole while it runs (and the
+            next one with it), and whose gradients ZeRO-2 holds whole until they are reduced.
+    """
+    found = [np.zeros_like(at.dp) for _ in range(3)]
+    for part, group in zip(("dense", "expert"), sharing(at), strict=True):
+        whole, of_trained = getattr(parameters, part), getattr(trained, part)
+        live, of_live = (np.where(group.ranks > 1, getattr(w, part), 0.0) for w in widest)
+        found[0] = found[0] + constants.weight_bytes * np.where(
+            at.zero >= 3, whole / group.ranks + 2 * live, whole
+        )
+        found[1] = found[1] + constants.gradient_bytes * np.where(
+            at.zero >= 2, of_trained / group.ranks + of_live, of_trained
+        )
+        state = constants.optimizer_bytes + np.asarray(constants.optimizer_copies)
+        found[2] = found[2] + state * of_trained / np.where(at.zero >= 1, group.ranks, 1.0)
+    return found[0], found[1], found[2]

@@ -1,0 +1,30 @@
+"""Fit: whether a rank's memory suffices. One rule, of plans and of the validation alike.
+
+fits     the expected peak without the allocator's slack, which it returns when memory runs
+         out, is no more than a process can have: such runs were published
+safe     the 95th percentile of the peak leaves `HEADROOM` of it free: what plans propose
+tight    fits and is not safe: it is shown as such, and proposed by no search
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hocket.cost.memory import Memory
+
+HEADROOM = 0.05
+"""Share of a GPU's memory that proposals leave free even at the 95th percentile: for evaluation,
+checkpoints and fragmentation, which a step's peak does not hold."""
+
+Numbers = Any
+"""A float, or an array of one for each layout."""
+
+
+def fits(expected: Memory, usable: Numbers) -> Numbers:
+    """Whether the fullest rank's peak fits `usable` bytes."""
+    return expected.least <= usable
+
+
+def proposable(usable: int) -> int:
+    """Bytes that the 95th percentile of a proposed layout's peak may reach."""
+    return int(usable * (1 - HEADROOM))

@@ -1,0 +1,107 @@
+"""What fits: published runs do, proposals leave room, and none of them recomputes for nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hocket.catalogue import hardware, shapes
+from hocket.planning.fit import HEADROOM
+from hocket.planning.plan import plan, plan_one
+from hocket.planning.problem import Problem
+from hocket.spec.cut import choose_cut
+from hocket.spec.errors import LayoutError
+from hocket.spec.layout import RECOMPUTE, Layout
+
+EIGHT = Problem(
+    shape=shapes.shape("llama-3-8b"), cluster=hardware.cluster("1x8xH100-SXM"), seq_len=4096,
+    global_batch=32,
+)  # fmt: skip
+
+LLAMA_405B = Problem(
+    shape=shapes.shape("llama-3.1-405b"), cluster=hardware.cluster("2048x8xH100-SXM"),
+    seq_len=8192, global_batch=2048,
+)  # fmt: skip
+
+PUBLISHED = (
+    "dp128.pp16.tp8:schedule=interleaved,virtual_stages=8,microbatches=16,zero=1,"
+    "sequence_parallel=true,cut=light-ends"
+)
+"""Llama 3 405B on 16,384 GPUs (Grattafiori et al. 2024, table 4 and section 3.3.2): one layer fewer
+at both ends, nothing recomputed."""
+
+
+def test_a_cut_with_lighter_ends() -> None:
+    assert choose_cut("light-ends", 126, 16) == (7, *(8,) * 14, 7)
+    assert choose_cut("light-ends", 126, 128) == (0, *(1,) * 126, 0)
+    assert choose_cut("light-ends", 4, 2) == (2, 2)
+    with pytest.raises(LayoutError, match="have one layer fewer"):
+        choose_cut("light-ends", 126, 6)
+
+
+def test_the_published_layout_of_405b_fits_without_recompute() -> None:
+    (found,) = plan_one(LLAMA_405B, Layout.parse(PUBLISHED)).layouts
+    assert found.fits
+    assert found.layout.cut == "light-ends"
+    # Table 4: 41% MFU (400 TFLOP/s of 989).
+    assert found.mfu.mid == pytest.approx(0.41, rel=0.1)
+
+
+def test_no_layout_without_context_parallelism_beats_the_published_one_by_far() -> None:
+    """Tensor parallelism over two nodes was ranked before it; nothing within a node was."""
+    (published,) = plan_one(LLAMA_405B, Layout.parse(PUBLISHED)).layouts
+    best = plan(LLAMA_405B, top=1, pins={"cp": 1}, everything=True).best
+    assert published.step_seconds.mid <= 1.05 * best.step_seconds.mid
+    assert best.layout.tp <= 8
+
+
+def test_light_ends_are_among_the_layouts() -> None:
+    pins = {"dp": 128, "pp": 16, "tp": 8, "virtual_stages": 8, "microbatches": 16}
+    found = LLAMA_405B.legal(16384, pins={**pins, "schedule": "interleaved", "zero": 1})
+    assert set(found.lighter.tolist()) == {1.0}  # 128 stages of 126 layers
+    less = LLAMA_405B.legal(16384, pins={**pins, "virtual_stages": 1, "schedule": "1f1b"})
+    assert set(less.lighter.tolist()) == {0.0, 1.0}
+
+
+def test_proposals_leave_the_headroom_and_tight_ones_say_so() -> None:
+    usable = EIGHT.cluster.node.gpu.usable
+    found = plan(EIGHT, top=5)
+    for one in found.layouts:
+        assert one.fits
+        assert not one.tight
+        assert one.memory_high <= (1 - HEADROOM) * usable
+    layouts = EIGHT.legal(8, pins={"schedule": "1f1b", "cp": 1})
+    high, held = EIGHT.high_memory(layouts), EIGHT.memory(layouts)
+    between = (high > EIGHT.usable) & (held.least <= usable)
+    assert between.any()
+    from hocket.planning.layouts import layout_at
+
+    only = plan_one(EIGHT, layout_at(layouts, int(np.flatnonzero(between)[0])))
+    assert only.best.tight
+    assert any(note.startswith("Tight") for note in only.notes)
+
+
+def test_selective_recompute_is_proposed_only_where_it_frees_something() -> None:
+    number = RECOMPUTE.index("selective")
+    assert number not in EIGHT.legal(8).recompute
+    halves = Problem(
+        shape=EIGHT.shape, cluster=EIGHT.cluster, seq_len=4096, global_batch=32, stack="fsdp"
+    )
+    assert number in halves.legal(8).recompute
+    assert number in EIGHT.legal(8, pins={"recompute": "selective"}).recompute
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "deepseek-v3", "gpt2"])
+def test_recompute_of_modules_lies_between_none_and_full(name: str) -> None:
+    asked = Problem(
+        shape=shapes.shape(name), cluster=hardware.cluster("1x8xH200-SXM"), seq_len=1024,
+        global_batch=8,
+    )  # fmt: skip
+    none, modules, full = (
+        plan_one(asked, Layout(dp=8, zero=3, microbatches=1, recompute=kind)).best
+        for kind in ("none", "modules", "full")
+    )
+    assert none.memory > modules.memory > full.memory
+    assert none.step_seconds.mid < modules.step_seconds.mid < full.step_seconds.mid
+    assert any("recompute" in reason for reason in modules.lacks)
+    assert not none.lacks
