@@ -281,17 +281,28 @@ def saved_bytes(
     shape: ModelShape, blocks: Iterable[str], microbatch: Microbatch, element_bytes: int
 ) -> int:
     """What a stage holds of one microbatch from forward to backward."""
-    total = 0.0
-    for kind in blocks:
-        block = shape.blocks[kind]
-        for row in block.saved:
-            if row.view in KEPT and not (kind == "head" and row.split == "vocab"):
-                total += _bytes(row, microbatch)
-        if kind == "head":  # the logits, which the loss overwrites by their gradient
-            head = max(block.products, key=lambda p: p.n)
-            rows = head.n * _share(head, block, microbatch.tp)
-            total += rows * element_bytes * microbatch.tokens
-    return round(total)
+    return sum(
+        nbytes
+        for kind in blocks
+        for _, nbytes in saved_rows(shape, kind, microbatch, element_bytes)
+    )
+
+
+def saved_rows(
+    shape: ModelShape, kind: str, microbatch: Microbatch, element_bytes: int
+) -> list[tuple[str, int]]:
+    """The same of one block, tensor by tensor: names and bytes."""
+    block = shape.blocks[kind]
+    found = [
+        (row.name, round(_bytes(row, microbatch)))
+        for row in block.saved
+        if row.view in KEPT and not (kind == "head" and row.split == "vocab")
+    ]
+    if kind == "head":  # the logits, which the loss overwrites by their gradient
+        head = max(block.products, key=lambda p: p.n)
+        rows = head.n * _share(head, block, microbatch.tp)
+        found.append(("logits", round(rows * element_bytes * microbatch.tokens)))
+    return found
 
 
 def _bytes(row: Saved, microbatch: Microbatch) -> float:

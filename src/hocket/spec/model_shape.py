@@ -44,6 +44,8 @@ class MatrixProduct:
         count: rows for each token (experts reached by each token; 1 elsewhere).
         groups: matrices among which the rows are divided (experts; divided by ep).
         input: products with the same `input` read the same tensor, and may be run as one.
+        bare: its matrix is a parameter of a module that is not a linear layer (a router, stacked
+            experts), to which no adapter is added.
         frozen: its matrix is not trained, and backward leaves out the matrix's gradient.
         beside: it runs beside another product (LoRA), whose communication is its own too; where
             `split` is `outside` it sees all tokens, also under sequence parallelism.
@@ -58,6 +60,7 @@ class MatrixProduct:
     count: float = 1.0
     groups: int = 1
     input: str = ""
+    bare: bool = False
     frozen: bool = False
     beside: bool = False
     ends: bool = False

@@ -14,21 +14,23 @@ from hocket.spec.model_shape import MemoryBound, Saved
 
 
 def saved(graph: Graph) -> list[Saved]:
-    """Bytes that autograd held, by where they lie."""
-    amounts: dict[tuple[str, str], float] = collections.defaultdict(float)
+    """Bytes that autograd held, tensor by tensor: each by the name of its value."""
+    found = []
     for value, size in graph.part.saved.items():
         known = graph.values[value]
         if value not in graph.maker and value not in graph.given:
             continue  # tables that all blocks share
         if not known.by_token or known.square:
             continue
-        name = "input" if value in graph.given else "saved"
-        amount = size / known.numel * known.per_token
-        amounts[name, graph.labels.get(value, OUTSIDE)] += amount
-    return [
-        Saved(name=name, bytes=amount, split=label, view="eager")
-        for (name, label), amount in amounts.items()
-    ]
+        found.append(
+            Saved(
+                name=graph.value_name(value),
+                bytes=size / known.numel * known.per_token,
+                split=graph.labels.get(value, OUTSIDE),
+                view="eager",
+            )
+        )
+    return found
 
 
 def kernels(graph: Graph) -> list[MemoryBound]:
