@@ -56,9 +56,7 @@ def adapted(
                 hint=f"--lora-targets {near or 'all-linear'}",
             )
     blocks = {
-        name: _adapted(block, rank, targets, element_bytes)
-        if name in layers
-        else _frozen(block)
+        name: _adapted(block, rank, targets, element_bytes) if name in layers else _frozen(block)
         for name, block in shape.blocks.items()
     }
     return dataclasses.replace(shape, blocks=blocks)

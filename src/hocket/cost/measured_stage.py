@@ -82,6 +82,8 @@ class Microbatch:
 
     def ranks(self, split: str) -> int:
         """Over how many tensor ranks activations of this kind are divided."""
+        if split == "whole":
+            return 1
         return self.tp if self.slices or split in ("inside", "vocab", "column", "row") else 1
 
 

@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Sequence
 
 from hocket.cost.communication import FIRST_BUCKET_BYTES
-from hocket.cost.measured_stage import GRADIENT_BYTES
 from hocket.spec.schedule import BACKWARD, WEIGHT
 
 UNDER_WAY = {1: 2, 2: 2, 3: 1}
@@ -290,4 +289,3 @@ def _filled(
             limit = bucket_mb * 1e6 if found else limit
             found.append(_Bucket([index], nbytes, gradients[index].late))
     return found
-

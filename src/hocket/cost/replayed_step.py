@@ -276,9 +276,9 @@ class _Replay:
             block = blocks[at]
             released = block.kept + block.again + block.moved - (block.pending if halved else 0)
             if block.kind == "head":
+                live.touch(self.scratch_again)
                 stage.gather(at)
                 stage.gather(at - 1)
-                live.touch(self.scratch_again)
                 live.take(self.stream)
                 carried = self.stream
                 if not halved:
@@ -291,10 +291,13 @@ class _Replay:
                 stage.come(block.first + block.then, halved)
                 continue
             if not block.layer:
+                own = block.first + block.then
+                stage.come(tuple(i for i in own if i != stage.tied_index), halved)
                 if tied:
-                    live.touch(stage.tied_made + 2 * tied)
+                    # It is widened; then the two are added, into a third.
+                    live.touch(max(stage.tied_made + tied, 2 * tied))
                     live.take(-tied)
-                stage.come(block.first + block.then, halved)
+                stage.come(tuple(i for i in own if i == stage.tied_index), halved)
                 live.take(-released)
                 continue
             stage.gradients.layer_begins(at)
@@ -389,6 +392,8 @@ def _blocks(job: Job, number: int, held: list[list[Weight]]) -> list[Block]:
         block = job.shape.blocks[kind]
         layer = kind not in ENDS
         rows = dict(saved_rows(job.shape, kind, job.microbatch, job.element_bytes))
+        if layer and number == 0 and job.adapted and not any(b.layer for b in found):
+            rows = _behind_first_adapter(block, rows)
         # The executor holds what a stage is given.
         given = rows.pop("input", 0) if at == 0 else 0
         moved = sum(n for n in rows.values() if n >= OFFLOADED_BYTES) if layer and offloads else 0
@@ -415,7 +420,9 @@ def _blocks(job: Job, number: int, held: list[list[Weight]]) -> list[Block]:
                 again=made,
                 moved=moved,
                 pending=pending,
-                working=_widest(job, block) + (job.hidden_bytes - job.stream_bytes),
+                working=_widest(job, block)
+                + (job.hidden_bytes - job.stream_bytes)
+                + _fp8_bytes(job, block),
                 first=first,
                 then=tuple(i for i in own if i not in first),
                 values=sum(local(w, tp) for w in held[at]) * job.element_bytes,
@@ -445,14 +452,41 @@ def pending_bytes(job: Job, kinds: list[str]) -> int:
 
 def _widest(job: Job, block: BlockShape) -> int:
     """Gradients of the widest inner tensors at once: of two (gate and up), or of what an activation
-    gave and of what it was given."""
+    gave and of what it was given. Experts' outputs are weighted in fp32: three such tensors, and
+    their gradient in the dtype of the products."""
     rows = [p for p in block.products if p.split in ("row", "outside")]
     if not rows or block.kind in ENDS:
         return 0
     down = max(rows, key=lambda p: p.k * p.count)
     tp = job.layout.tp if down.split == "row" else 1
-    elements = 2 * down.k * down.count / tp
-    return round(elements * job.microbatch.tokens * job.element_bytes)
+    widest = 2 * down.k * down.count / tp * job.element_bytes
+    weighted = [p.n * p.count * (3 * 4 + job.element_bytes) for p in rows if p.groups > 1]
+    return round(max(widest, *weighted, 0) * job.microbatch.tokens)
+
+
+def _fp8_bytes(job: Job, block: BlockShape) -> int:
+    """What torchao makes to cast the widest operand of a layer's matmuls to fp8: it is scaled and
+    clamped in fp32."""
+    if job.workload.dtype != "fp8" or block.kind in ENDS:
+        return 0
+    tp, tokens = job.layout.tp, job.microbatch.tokens
+    found = [p for p in block.products if not p.bare]
+    operands = [local(w, tp) for w in block.weights for p in found if w.name.startswith(p.name)]
+    operands += [round(tokens * p.k * p.count / (tp if p.split == "row" else 1)) for p in found]
+    return (4 + 4 + 1) * max(operands, default=0)
+
+
+def _behind_first_adapter(block: BlockShape, rows: dict[str, int]) -> dict[str, int]:
+    """What the first layer saves of a model whose adapters alone are trained: nothing that leads to
+    the first adapter's input has a gradient."""
+    names = {p.name for p in block.products}
+    first = next((p.input for p in block.products if f"{p.name}.lora_A" in names), "")
+    before = first.partition(":")[0]
+    return {
+        name: nbytes
+        for name, nbytes in rows.items()
+        if name == first or name.partition(":")[0] not in ("input", before)
+    }
 
 
 def narrowing(block: BlockShape) -> str:

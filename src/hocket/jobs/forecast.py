@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 Told = tuple[Forecast, Timeline | None]
 
-FORMAT = 2
+FORMAT = 3
 """Of the shapes that are cached: one more whenever a trace finds something else."""
 
 

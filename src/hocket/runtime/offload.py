@@ -28,6 +28,7 @@ from hocket.runtime.copy_stream import Copied, CopyStream
 from hocket.runtime.pinned import PinnedPool
 from hocket.spec.capabilities import OFFLOADED_BYTES
 
+
 class _Pass:
     """One layer's forward of one microbatch: what it saved, and the layer that ran before it."""
 

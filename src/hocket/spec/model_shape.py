@@ -9,6 +9,8 @@ so that one description serves every batch, sequence length and layout.
     column   outputs n / t            row   inputs k / t          vocab  vocabulary rows / t
     inside   between column and row: everything / t
     outside  replicated: whole on every rank; activations / t under sequence parallelism
+    whole    activations inside stacked experts: whole on every rank, also under sequence
+             parallelism, where the experts' tokens are gathered
     expert   a weight of stacked experts: / ep, then / t
 
 Context parallelism divides everything that is per token by cp. Expert parallelism leaves the rows
@@ -31,7 +33,7 @@ import dataclasses
 import itertools
 from typing import Any
 
-SPLITS = ("column", "row", "vocab", "inside", "outside", "expert")
+SPLITS = ("column", "row", "vocab", "inside", "outside", "whole", "expert")
 VIEWS = ("fused", "core", "eager", "both")
 
 

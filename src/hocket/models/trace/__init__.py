@@ -75,7 +75,9 @@ def trace(
     text = json.dumps([config.to_dict(), name, dtype, frozen], sort_keys=True, default=str)
     key = hashlib.sha256(text.encode()).hexdigest()
     if key not in _cache:
-        _cache[key] = _shape(run(config, _DTYPES[dtype], frozen=frozen), name or str(config.model_type))
+        _cache[key] = _shape(
+            run(config, _DTYPES[dtype], frozen=frozen), name or str(config.model_type)
+        )
     return _cache[key]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 
-from hocket.models.trace.graph import INSIDE, OUTSIDE, Graph
+from hocket.models.trace.graph import INSIDE, OUTSIDE, WHOLE, Graph
 from hocket.models.trace.record import Op
 from hocket.spec.model_shape import MemoryBound, Saved
 
@@ -16,17 +16,21 @@ from hocket.spec.model_shape import MemoryBound, Saved
 def saved(graph: Graph) -> list[Saved]:
     """Bytes that autograd held, tensor by tensor: each by the name of its value."""
     found = []
+    experts = {op.path for op in graph.part.forward if op.kind == "product" and op.groups > 1}
     for value, size in graph.part.saved.items():
         known = graph.values[value]
         if value not in graph.maker and value not in graph.given:
             continue  # tables that all blocks share
         if not known.by_token or known.square:
             continue
+        split = graph.labels.get(value, OUTSIDE)
+        if split == OUTSIDE and value in graph.maker and graph.maker[value].path in experts:
+            split = WHOLE
         found.append(
             Saved(
                 name=graph.value_name(value),
                 bytes=size / known.numel * known.per_token,
-                split=graph.labels.get(value, OUTSIDE),
+                split=split,
                 view="eager",
             )
         )

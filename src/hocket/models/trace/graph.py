@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 
 from hocket.models.trace.record import COPIES, NORMS, TOKENS, Op, Part, Value
 
-INSIDE, OUTSIDE, VOCAB = "inside", "outside", "vocab"
+INSIDE, OUTSIDE, VOCAB, WHOLE = "inside", "outside", "vocab", "whole"
 
 
 @dataclasses.dataclass(frozen=True)
