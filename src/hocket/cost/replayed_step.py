@@ -291,7 +291,7 @@ class _Replay:
                 stage.come(block.first + block.then, halved)
                 continue
             if not block.layer:
-                own = block.first + block.then
+                own = (block.first + block.then)[::-1]
                 stage.come(tuple(i for i in own if i != stage.tied_index), halved)
                 if tied:
                     # It is widened; then the two are added, into a third.
