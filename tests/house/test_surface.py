@@ -77,7 +77,7 @@ FLAGS = {
         "num_blocks", "max_waiting", "no_prefix_cache", "deadline", "drain_seconds",
         "chat_template_file", "generation_config", "max_restarts", "dry_run",
     },
-    "export": {"run", "to", "merge"},
+    "export": {"run", "to", "merge", "overwrite"},
     "plan": {
         "model", "cluster", "seq_len", "global_batch", "objective", "top", "layout", "pin", "all",
         "explain", "emit", "precision", "stack", "lora_rank", "lora_targets", "json", *SERVICE,

@@ -322,13 +322,19 @@ def test_a_layout_is_chosen_said_and_run(
 @pytest.mark.ranks
 @pytest.mark.usefixtures("warm")
 @pytest.mark.timeout(200)
-def test_a_run_without_measurements_says_so_and_runs(tmp_path: Path, text: str) -> None:
-    for cluster, why in (("kept", "was not measured"), ("none", "--cluster none")):
+def test_a_run_without_measurements_says_so_and_runs(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine is measured by a command for it alone: a run once did so after its last step."""
+    monkeypatch.setattr("hocket.jobs.machine.kept", lambda *_: None)
+    monkeypatch.setattr("hocket.jobs.probe.measure", lambda *_, **__: pytest.fail("measured"))
+    for cluster, why in (("auto", "was not measured"), ("none", "--cluster none")):
         run = tmp_path / cluster
         code = main(
             ["train", "tiny-gpt2", "--data", text, *SMALL, "--cluster", cluster, "--run", str(run)]
         )
         assert code == 0
+        assert ("hocket probe --quick" in capsys.readouterr().out) == (cluster == "auto")
         found = forecast.read(RunFolder(run))
         assert found is not None
         assert why in found[0].why

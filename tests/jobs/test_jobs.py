@@ -10,7 +10,7 @@ import pytest
 
 import hocket
 from hocket.cli.main import main
-from hocket.spec.errors import WeightsError
+from hocket.spec.errors import OptionError, WeightsError
 from hocket.spec.run import RunFolder
 from tests.jobs.warm import warm  # noqa: F401  a fixture
 
@@ -127,6 +127,20 @@ def test_export_is_loaded_by_transformers(run: Path, folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     assert loaded.config.vocab_size == 257
     assert tokenizer.decode(tokenizer.encode("a note")) == "a note"
+
+
+def test_an_export_replaces_no_other_model_unless_asked(run: Path, tmp_path: Path) -> None:
+    """A mistyped --to once destroyed the model that was there."""
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "config.json").write_text("{}")
+    (theirs / "model.safetensors").write_bytes(b"precious")
+    with pytest.raises(OptionError, match="an export replaces what is there") as caught:
+        hocket.export(run, theirs)
+    assert str(tmp_path / "theirs-2") in str(caught.value.hint)
+    assert (theirs / "model.safetensors").read_bytes() == b"precious"
+    assert main(["export", str(run), "--to", str(theirs), "--overwrite"]) == 0
+    assert (theirs / "model.safetensors").read_bytes() != b"precious"
 
 
 @pytest.mark.parametrize("layout", ["dp1", "tp2.pp2"])

@@ -40,6 +40,6 @@ def test_nothing_is_kept_where_nothing_was_measured(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = RunFolder(tmp_path)
     Path(file).write_text("half a fi")
-    for asked in ("none", "kept", "auto", file):
+    for asked in ("none", "auto", file):
         assert topology.keep(folder, asked) == ""
         assert not folder.topology_file.exists()

@@ -50,6 +50,15 @@ def test_a_recorded_machine(root: Path) -> None:
     assert found.memory == 1 << 30
 
 
+def test_free_memory_is_what_the_control_group_leaves(root: Path) -> None:
+    (root / "proc/meminfo").write_text("MemTotal: 32000000 kB\nMemAvailable: 20000000 kB\n")
+    assert host.free_memory(root) == 20_000_000 << 10
+    folder = root / "sys/fs/cgroup/user"
+    (folder / "memory.current").write_text(f"{800 << 20}\n")
+    (folder / "memory.stat").write_text(f"anon 5\ninactive_file {300 << 20}\nactive_file 7\n")
+    assert host.free_memory(root) == (1024 - 500) << 20
+
+
 def test_affinity_counts(root: Path) -> None:
     (root / "sys/fs/cgroup/user/box/cpu.max").write_text("max 100000\n")
     found = host.host(root, frozenset({1, 2}))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hocket.models.chat_template import ChatTemplates
 from hocket.spec.errors import DataError, HocketError
-from hocket.training import data, data_sources
+from hocket.training import data, data_paths
 from hocket.training.dataset import IGNORED, BatchOrder, open_dataset
 from hocket.training.documents import documents, kinds
 from hocket.training.packing import rows_of
@@ -57,7 +57,7 @@ def write_lines(path: Path, records: list[Any]) -> Path:
 
 def read(path: Path, template: str | None = PLAIN, tokenizer: Tokenizer | None = None) -> list[Any]:
     """(ids, learned) of every document."""
-    sources = data_sources.find([path])
+    sources = data_paths.find([path]).sources
     templates = None if template is None else ChatTemplates({"default": template}, marked=True)
     found = documents(
         sources, kinds(sources, "auto"), tokenizer or byte_tokenizer(), templates,

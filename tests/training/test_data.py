@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hocket.spec.errors import DataError
-from hocket.training import data, data_sources
+from hocket.training import data, data_paths, data_sources
+from hocket.training.data_paths import COMPRESSED
 from hocket.training.dataset import BatchOrder, TokenDataset
 from hocket.training.order import permuted
 from hocket.training.tokenizer import byte_tokenizer, trained
@@ -31,7 +34,7 @@ def write_lines(path, texts=TEXTS, field="text"):
 
 
 def documents(*paths, field="text"):
-    return list(data_sources.documents(data_sources.find(paths), field))
+    return list(data_sources.documents(data_paths.find(paths).sources, field))
 
 
 def prepared(tmp_path, paths, **changes):
@@ -78,8 +81,27 @@ def test_every_kind_of_source_gives_the_same_documents(tmp_path) -> None:
     dataset = datasets.Dataset.from_dict({"text": TEXTS})
     dataset.save_to_disk(tmp_path / "dataset")
     datasets.DatasetDict({"test": dataset, "train": dataset}).save_to_disk(tmp_path / "both")
+    pytest.importorskip("pyarrow.feather").write_feather(
+        pyarrow.table({"text": TEXTS}), tmp_path / "table.feather"
+    )
+    with pyarrow.OSFile(str(tmp_path / "stream.arrow"), "wb") as sink:
+        table = pyarrow.table({"text": TEXTS})
+        with pyarrow.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+    for suffix, delimiter in ((".csv", ","), (".tsv", "\t")):
+        with (tmp_path / f"table{suffix}").open("w", newline="") as file:
+            rows = csv.writer(file, delimiter=delimiter)
+            rows.writerows([("id", "text"), *((f"{i:03}", t) for i, t in enumerate(TEXTS))])
+    for codec in ("zst", "bz2"):
+        for name in ("lines.jsonl", "table.csv"):
+            with pyarrow.output_stream(
+                str(tmp_path / f"{name}.{codec}"), compression=COMPRESSED[f".{codec}"]
+            ) as out:
+                out.write((tmp_path / name).read_bytes())
     for name in ("text", "lines.jsonl", "array.json", "lines.jsonl.gz", "table.parquet",
-                 "dataset", "both"):  # fmt: skip
+                 "dataset", "both", "table.feather", "stream.arrow", "table.csv", "table.tsv",
+                 "lines.jsonl.zst", "table.csv.zst", "lines.jsonl.bz2",
+                 "table.csv.bz2"):  # fmt: skip
         assert documents(tmp_path / name) == TEXTS, name
     assert documents(tmp_path / "text" / "001.txt", lines) == [TEXTS[1], *TEXTS]
 
@@ -95,6 +117,50 @@ def test_a_directory_is_walked_in_order_without_what_is_no_text(tmp_path) -> Non
     assert documents(tmp_path) == ["one", "two", "three"]
 
 
+def repository(path: Path, card: str = "# A card\n") -> Path:
+    """A folder as `git clone` of a dataset repository leaves it."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    (path / "data").mkdir(parents=True)
+    (path / "README.md").write_text(card)
+    (path / "loader.py").write_text("raise SystemExit('executed')")
+    for split in ("test", "train", "validation"):
+        table = pyarrow.table({"text": [f"{split} {text}" for text in TEXTS]})
+        parquet.write_table(table, path / "data" / f"{split}-00000-of-00001.parquet")
+    return path
+
+
+def test_a_dataset_repository_is_read_as_datasets_reads_it(tmp_path) -> None:
+    """Its card, scripts and other splits once were trained on too."""
+    datasets = pytest.importorskip("datasets")
+    path = repository(tmp_path / "repo")
+    reference = datasets.load_dataset(str(path), split="train", cache_dir=str(tmp_path / "cache"))
+    assert documents(path) == list(reference["text"]) == [f"train {text}" for text in TEXTS]
+    (notice,) = data_paths.find([path]).notices
+    assert "data/train-00000-of-00001.parquet (split 'train')" in notice
+    for name in ("README.md", "loader.py", "data/test-00000-of-00001.parquet"):
+        assert name in notice.partition("left out")[2] or "more" in notice
+
+
+def test_a_dataset_card_says_what_the_splits_are(tmp_path) -> None:
+    pytest.importorskip("datasets")
+    card = "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n"
+    path = repository(tmp_path / "repo", f"{card}    path: data/val*.parquet\n---\n")
+    assert documents(path) == [f"validation {text}" for text in TEXTS]
+    two = "".join(f"- config_name: {c}\n  data_files: data/{c}*\n" for c in ("train", "test"))
+    (path / "README.md").write_text(f"---\nconfigs:\n{two}---\n")
+    with pytest.raises(DataError, match="Config name is missing"):
+        documents(path)
+
+
+def test_a_directory_of_csv_needs_no_split_in_its_names(tmp_path) -> None:
+    pytest.importorskip("datasets")
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.csv").write_text(f'text,n\n"{name}, and ""more""",1\n')
+    assert documents(tmp_path) == ['a, and "more"', 'b, and "more"']
+
+
 def refusals(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "latin.txt").write_bytes("é".encode("latin1"))
@@ -102,7 +168,18 @@ def refusals(tmp_path):
     (tmp_path / "corpus.txt").write_text("some text")
     write_lines(tmp_path / "content.jsonl", field="content")
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 but not really")
+    (tmp_path / "mixed").mkdir()
+    write_lines(tmp_path / "mixed" / "a.jsonl")
+    (tmp_path / "mixed" / "notes.md").write_text("notes")
+    (tmp_path / "tests").mkdir()
+    write_lines(tmp_path / "tests" / "test.jsonl")
+    (tmp_path / "sheet.xlsx").write_bytes(b"PK")
+    (tmp_path / "torn.csv").write_text("text,n\na,1\nb,2,3\n")
     return [
+        ([tmp_path / "mixed"], r"both records \(a.jsonl\) and text \(notes.md\)", "a.jsonl"),
+        ([tmp_path / "tests"], "no split 'train'; its splits: test", "test.jsonl"),
+        ([tmp_path / "sheet.xlsx"], "files of .xlsx are not read", "convert"),
+        ([tmp_path / "torn.csv"], "Expected 2 columns, got 3", None),
         ([], "no data is given", None),
         ([tmp_path / "corpsu.txt"], "no such file", "corpus.txt"),
         ([tmp_path / "empty"], "no readable data", None),

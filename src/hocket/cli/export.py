@@ -22,11 +22,13 @@ class Export:
         run: the run folder.
         to: the directory to make.
         merge: of a run with LoRA: the model with the adapter added to its weights.
+        overwrite: replace the model that the directory holds.
     """
 
     run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")] = ""
     to: Annotated[str, tyro.conf.arg(metavar="DIR")] = ""
     merge: bool = False
+    overwrite: bool = False
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -37,5 +39,6 @@ def main(arguments: Sequence[str]) -> int:
             raise OptionError(f"{name} is missing", hint="hocket export RUN --to DIR")
     from hocket.jobs.export import export
 
-    print(f"wrote {export(flags.run, flags.to, merge=flags.merge)}")
+    made = export(flags.run, flags.to, merge=flags.merge, overwrite=flags.overwrite)
+    print(f"wrote {made}")
     return 0

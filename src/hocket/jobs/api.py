@@ -174,13 +174,20 @@ def plan(
     return job(model, cluster=cluster, **options)
 
 
-def export(run: str | os.PathLike[str], to: str | os.PathLike[str], *, merge: bool = False) -> Path:
+def export(
+    run: str | os.PathLike[str],
+    to: str | os.PathLike[str],
+    *,
+    merge: bool = False,
+    overwrite: bool = False,
+) -> Path:
     """Write a run's model as a Hugging Face directory; the same as `hocket export`. Of a run with
     LoRA it is the adapter, as peft loads it, or with `merge` the model with the adapter added.
+    A model that the directory holds is replaced with `overwrite` alone.
 
     Raises:
         HocketError: what the caller can mend.
     """
     from hocket.jobs.export import export as job
 
-    return job(run, to, merge=merge)
+    return job(run, to, merge=merge, overwrite=overwrite)

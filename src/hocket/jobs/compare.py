@@ -255,8 +255,6 @@ class Bench:
         wanted, device = self.request.cluster, self.request.options.device
         if wanted == foresight.NONE:
             return None
-        if wanted == foresight.KEPT:
-            wanted = foresight.AUTO
         if wanted == foresight.AUTO and machine.kept(device) is None:
             self.say(f"measuring this machine, once: up to {foresight.LONGEST:.0f} s")
         return machine.cluster(wanted, device=device).measured

@@ -7,16 +7,29 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from hocket.jobs.prepare import free_name
 from hocket.spec.errors import OptionError, RunFolderError
 from hocket.spec.run import RunFolder, RunSpec
 
 
-def export(run: str | os.PathLike[str], to: str | os.PathLike[str], *, merge: bool = False) -> Path:
+def export(
+    run: str | os.PathLike[str],
+    to: str | os.PathLike[str],
+    *,
+    merge: bool = False,
+    overwrite: bool = False,
+) -> Path:
     """Write the newest state of a run as a directory that transformers loads; of a run with LoRA,
     its adapter as peft loads it or, with `merge`, the base with the adapter added.
 
     That is its last checkpoint or, where the run went on beyond it or has none, the model that the
     run wrote at its end.
+
+    Args:
+        run: the run folder.
+        to: the directory to make.
+        merge: add the adapter to the base.
+        overwrite: replace a model (or adapter) that `to` holds. Other directories never are.
 
     Raises:
         RunFolderError: no run is there, or it has neither.
@@ -29,6 +42,12 @@ def export(run: str | os.PathLike[str], to: str | os.PathLike[str], *, merge: bo
 
     folder, to = RunFolder(run), Path(to)
     spec = folder.load()
+    if not overwrite and to.is_dir() and any(to.iterdir()) and to.resolve() not in _own(folder):
+        raise OptionError(
+            f"{to} is not empty; an export replaces what is there",
+            hint=f"another directory: --to {free_name(to)}, or --overwrite if it holds a model "
+            "that may be lost",
+        )
     if spec.options.lora_rank is not None:
         return _adapted(folder, spec, to, merge=merge)
     if merge:
@@ -103,6 +122,11 @@ def _adapted(folder: RunFolder, spec: RunSpec, to: Path, *, merge: bool) -> Path
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return to
+
+
+def _own(folder: RunFolder) -> tuple[Path, Path]:
+    """Where the run itself exports to at its end."""
+    return folder.model.resolve(), folder.adapter.resolve()
 
 
 def _unfinished(folder: RunFolder) -> RunFolderError:

@@ -3,9 +3,8 @@
     RunSpec -> ModelShape (traced once for each architecture and kept) x Measured (hocket probe)
         -> forecast.json, timeline.predicted.json
 
-Where the machine was measured before, the forecast is there before the first step. Where it was
-not, a run whose layout was given is not held up: the machine is measured when the run has ended.
-No failure to foretell anything fails a run: forecast.json then says why.
+Where the machine was measured before, the prediction exists before the first step. Elsewhere the
+run starts without one. No failure to predict fails a run: forecast.json gives the reason.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     --layout auto     the machine is measured if it was not (once, some seconds), a layout is
                       chosen, and why is said; then the run starts
-    --layout given    measured before: foretold before the first step, which takes milliseconds
-                      not measured: the run starts at once, and the machine is measured after it
+    --layout given    measured before: predicted before the first step, which takes milliseconds
+                      not measured: the run starts without a prediction, and names the command
     --cluster none    nothing is foretold
 
 A run of another launcher's ranks is foretold where its machine was measured before.
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from hocket.jobs.record import Record
     from hocket.launch import Launcher
 
-NONE, KEPT, AUTO = "none", "kept", "auto"
-"""Clusters that are no file: foretell nothing; only where it was measured; measure if need be."""
+NONE, AUTO = "none", "auto"
+"""Clusters that are not files: no prediction; this machine, as it was measured."""
 
 WEIGHED = 8
 """Layouts that are set beside one that was given."""
@@ -42,7 +42,7 @@ def checked(cluster: str) -> None:
         OptionError: no such file or name, nonsense in it, no measurements, or those of devices
             that are not on this machine.
     """
-    if cluster in (NONE, KEPT, AUTO):
+    if cluster in (NONE, AUTO):
         return
     from hocket.jobs import machine
 
@@ -72,7 +72,7 @@ def choose(
     from hocket.jobs.validate import validate
 
     request = job.request
-    cluster = AUTO if request.cluster in (NONE, KEPT) else request.cluster
+    cluster = AUTO if request.cluster == NONE else request.cluster
     if cluster == AUTO and machine.kept(request.options.device) is None:
         record.note(f"measuring this machine, once: up to {LONGEST:.0f} s; hocket probe does more")
     found = machine.cluster(
@@ -106,7 +106,7 @@ def before(
     spec: RunSpec,
     record: Record,
     *,
-    cluster: str = KEPT,
+    cluster: str = AUTO,
     launcher: Launcher | None = None,
 ) -> None:
     """Foretell a run that is about to start, unless that has been done or has to wait."""
@@ -116,44 +116,18 @@ def before(
     told = forecast.read(folder)
     if told is not None and told[0].known and told[0].layout == str(spec.layout):
         return  # by whoever chose the layout, or an earlier start
-    measured = forecast.measurements(AUTO if cluster == KEPT else cluster, spec.options.device)
+    measured = forecast.measurements(cluster, spec.options.device)
     if measured is None:
         _untold(folder, spec, "this machine was not measured before the run; hocket probe does")
+        record.note(
+            "no prediction: this machine has not been measured; hocket probe --quick does it in "
+            f"up to {LONGEST:.0f} s"
+        )
         return
     told = forecast.told(spec, measured, launcher=launcher, weighed=WEIGHED)
     forecast.write(folder, told)
     if told[0].known:
         record.note("foretold: " + _said(told[0]))
-
-
-def after(
-    folder: RunFolder,
-    spec: RunSpec,
-    record: Record,
-    *,
-    cluster: str = KEPT,
-    launcher: Launcher | None = None,
-) -> None:
-    """Where nothing was measured before the run, measure now, and foretell what has been run.
-
-    Nothing that goes wrong here is the run's fault: forecast.json says what it was.
-    """
-    from hocket.jobs import machine
-
-    told = forecast.read(folder)
-    if cluster != AUTO or told is None or told[0].known:
-        return
-    try:
-        if machine.kept(spec.options.device) is not None:
-            return  # it was measured, and still nothing could be foretold
-        record.phase(f"measuring this machine for forecasts, once: up to {LONGEST:.0f} s")
-        found = machine.cluster(
-            AUTO, device=spec.options.device, on_event=lambda event: _phase(record, event)
-        )
-        told = forecast.told(spec, found.measured, launcher=launcher, weighed=WEIGHED)
-        forecast.write(folder, told)
-    except HocketError as error:
-        _untold(folder, spec, f"this machine could not be measured: {error.message}")
 
 
 def reasons(found: Forecast) -> list[str]:

@@ -1,11 +1,14 @@
-"""Memory of a job: what `--memory-per-rank` allows, held against the forecast before ranks start.
+"""Memory of a job: its prediction against `--memory-per-rank` or this machine, before ranks start.
 
-One process of the warm server plays a step of each rank on tensors without memory and counts; where
-that is more than a rank may hold, it plays other layouts, from few ranks to many, until some fit.
+One process of the warm server executes a step of each rank on tensors without memory and counts.
+Where that is more than is allowed, it does so for more microbatches and for other layouts, from few
+ranks to many, until some fit. CPU ranks without a limit of their own share the machine's memory: a
+job that by its sizes may come near it is predicted, every other starts at once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator
@@ -23,6 +26,9 @@ if TYPE_CHECKING:
 
 SEARCH = 20.0
 """Seconds after which no larger worlds are looked at."""
+
+SURE = 0.25
+"""Share of the machine's free memory below which a job's sizes leave no doubt that it fits."""
 
 MOST_RANKS = 16
 """Ranks up to which layouts that fit are looked for."""
@@ -49,43 +55,98 @@ def checked(options: TrainOptions) -> None:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class Allowed:
+    """Bytes that a job may hold: each rank, or all of them together."""
+
+    bytes: int
+    together: bool = False
+
+    def need(self, ranks: list[int]) -> int:
+        """What counts of the ranks' peaks."""
+        return sum(ranks) if self.together else max(ranks)
+
+
+def allowed(spec: RunSpec) -> Allowed | None:
+    """What a job may hold; None: on GPUs, and where it is sure to fit this machine.
+
+    Raises:
+        OptionError: a limit that is none.
+    """
+    each = limit(spec.options)
+    if each is not None:
+        return Allowed(each)
+    if on_cuda(spec.options):
+        return None
+    from hocket.probing import host
+
+    here = host.free_memory()
+    return Allowed(here, together=True) if _least(spec) > SURE * here else None
+
+
+def _least(spec: RunSpec) -> float:
+    """About the bytes of all ranks, by the sizes alone: a dense model's state, and activations of
+    34 bytes a value (Korthikanti et al. 2022, section 4.1, without attention's matrix)."""
+    from hocket.models.source import of_run
+
+    sizes, layout = of_run(spec).dimensions, spec.layout
+    width, attention = sizes.hidden_size, sizes.num_heads * sizes.head_dim
+    layer = 2 * width * (attention + sizes.num_key_value_heads * sizes.head_dim)
+    layer += 3 * width * sizes.intermediate_size * max(1, sizes.num_experts)
+    state = 4 if spec.options.lora_rank is not None else 16
+    parameters = sizes.num_layers * layer + sizes.vocab_size * width * (1 if sizes.tied else 2)
+    tokens = spec.workload.global_batch * spec.workload.seq_len / (layout.microbatches or 1)
+    activations = tokens * (34 * width * sizes.num_layers + 8 * sizes.vocab_size)
+    return parameters * state * (1 if layout.zero else layout.dp) + activations
+
+
 def require(launcher: Launcher, spec: RunSpec, schedule: str) -> list[dict[str, int]] | None:
-    """What each rank will hold, by kind, if that is allowed; None where it cannot be foretold.
+    """What each rank will hold, by kind, if that is allowed; None where it is not predicted.
 
     Args:
         spec: with the limit in its options. schedule: its text.
 
     Raises:
-        LayoutError: a rank would hold more, with the layouts that fit.
+        LayoutError: the job would hold more, with the layouts that fit.
     """
-    allowed = limit(spec.options)
-    if allowed is None or spec.layout.data_parallel == "threads":
+    may = allowed(spec)
+    if may is None or spec.layout.data_parallel == "threads":
         return None
-    events = _forecast(launcher, spec, schedule)
+    events = _forecast(launcher, spec, schedule, may)
     first = events[0]
     if "error" in first:
         return None
     ranks: list[dict[str, int]] = first["ranks"]
-    need = max(row["total"] for row in ranks)
-    if need <= allowed:
+    need = may.need([row["total"] for row in ranks])
+    if need <= may.bytes:
         return ranks
-    has = f"a rank of {_named(spec.layout)} needs {_gb(need)} of {_gb(allowed)}"
-    fitting = [e for e in events[1:] if e["peak"] <= allowed]
+    if may.together:
+        many = len(ranks)
+        has = f"{_named(spec.layout)} needs {_gb(need)} on its {many} rank{'s' * (many > 1)}, "
+        has += f"and this machine has {_gb(may.bytes)} of memory free"
+    else:
+        has = f"a rank of {_named(spec.layout)} needs {_gb(need)} of {_gb(may.bytes)}"
+    each = "in all" if may.together else "each"
+    fitting = [e for e in events[1:] if e["need"] <= may.bytes]
     if fitting:
-        told = ", ".join(f"{e['layout']} with {_gb(e['peak'])} each" for e in fitting)
-        raise LayoutError(f"{has}; fits at {told}", hint=f"--layout {fitting[0]['layout']}")
-    least = min(events[1:], key=lambda e: e["peak"], default=None)
+        found = ", ".join(f"{e['layout']} with {_gb(e['need'])} {each}" for e in fitting)
+        raise LayoutError(f"{has}; fits at {found}", hint=f"--layout {fitting[0]['layout']}")
+    least = min(events[1:], key=lambda e: e["need"], default=None)
     if least is not None:
         raise LayoutError(
             f"{has}, and no layout that was tried fits: {least['layout']} comes nearest with "
-            f"{_gb(least['peak'])}",
+            f"{_gb(least['need'])}",
             hint="a smaller --global-batch or --seq-len, or more memory",
         )
     standing = sum(row["total"] - row["activations"] for row in ranks) // spec.layout.dp
+    room = "this machine" if may.together else f"{MOST_RANKS} ranks of {_gb(may.bytes)}"
     raise LayoutError(
         f"{has}; parameters, gradients and optimizer state alone are {_gb(standing)}, more than "
-        f"{MOST_RANKS} ranks of {_gb(allowed)} hold",
-        hint=f"--memory-per-rank {_gb(need).replace(' ', '')}",
+        f"{room} can hold",
+        hint=f"hocket plan {spec.model} --cluster 8xH100 --seq-len {spec.workload.seq_len} "
+        f"--global-batch {spec.workload.global_batch}"
+        if may.together
+        else f"--memory-per-rank {_gb(need).replace(' ', '')}",
     )
 
 
@@ -100,15 +161,21 @@ def beside(predicted: list[dict[str, int]], counted: tuple[dict[str, int], ...])
 
 
 def _named(layout: Layout) -> str:
-    """A layout as it can be pasted after --layout: its degrees, and its ZeRO stage."""
-    return f"{layout.axes_text()}:zero={layout.zero}" if layout.zero else layout.axes_text()
+    """A layout as it can be pasted after --layout: its degrees, its ZeRO stage, and more than one
+    microbatch without a pipeline."""
+    fields = [f"zero={layout.zero}"] if layout.zero else []
+    if layout.pp == 1 and (layout.microbatches or 1) > 1:
+        fields.append(f"microbatches={layout.microbatches}")
+    return ":".join([layout.axes_text(), *([",".join(fields)] if fields else [])])
 
 
 def _gb(count: float) -> str:
     return format_bytes(count)
 
 
-def _forecast(launcher: Launcher, spec: RunSpec, schedule: str) -> list[dict[str, Any]]:
+def _forecast(
+    launcher: Launcher, spec: RunSpec, schedule: str, may: Allowed
+) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
 
     def hear(event: dict[str, Any]) -> None:
@@ -118,7 +185,7 @@ def _forecast(launcher: Launcher, spec: RunSpec, schedule: str) -> list[dict[str
     launcher.run(
         "hocket.jobs.memory:main",
         1,
-        {"spec": spec.to_json(), "schedule": schedule},
+        {"spec": spec.to_json(), "schedule": schedule, "allowed": dataclasses.asdict(may)},
         hear,
         startup_timeout=300.0,
         silence_timeout=600.0,
@@ -132,8 +199,7 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
     from hocket.training.memory_forecast import forecast
 
     spec, schedule = RunSpec.from_json(payload["spec"]), Schedule.parse(payload["schedule"])
-    allowed = limit(spec.options)
-    assert allowed is not None
+    may = Allowed(**payload["allowed"])
     say = "memory forecast"
     try:
         rows = [m.to_json() for m in forecast(spec, schedule)]
@@ -143,47 +209,56 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
         context.emit({"event": say, "error": f"{type(error).__name__}: {error}"})
         return
     context.emit({"event": say, "layout": _named(spec.layout), "ranks": rows})
-    if max(row["total"] for row in rows) <= allowed:
+    if may.need([row["total"] for row in rows]) <= may.bytes:
         return
     standing = sum(row["total"] - row["activations"] for row in rows) / spec.layout.dp
-    if standing > MOST_RANKS * allowed:
+    most = may.bytes if may.together else MOST_RANKS * may.bytes
+    if standing > most:
         return
     ranks, fits = 0, False
     end = time.monotonic() + SEARCH
     fit: set[str] = set()
     for layout in candidates(spec):
-        if layout.world_size > ranks and (fits or time.monotonic() > end):
+        size = layout.world_size
+        if size > ranks and (fits or time.monotonic() > end):
             return
         # With ZeRO data ranks share a state; what they share of it is at most all.
-        if standing / layout.world_size * (1 if layout.zero else layout.dp) > allowed:
+        least = standing * (1 if layout.zero else layout.dp)
+        if (least if may.together else least / size) > may.bytes:
             continue
         if layout.axes_text() in fit:
-            continue  # a lower stage is enough
-        ranks = layout.world_size
-        peak = _peak(spec, layout)
-        context.emit({"event": say, "layout": _named(layout), "peak": peak})
-        if peak <= allowed:
+            continue  # a lower stage, or fewer microbatches, is enough
+        ranks = size
+        need = may.need(_totals(spec, layout))
+        context.emit({"event": say, "layout": _named(layout), "need": need})
+        if need <= may.bytes:
             fits = True
             fit.add(layout.axes_text())
 
 
-def _peak(spec: RunSpec, layout: Layout) -> int:
+def _totals(spec: RunSpec, layout: Layout) -> list[int]:
     from hocket.schedules.registry import build
     from hocket.training.memory_forecast import forecast
 
     schedule = build(layout, layout.microbatches or 1)
     other = dataclasses.replace(spec, layout=layout)
-    return max(memory.total for memory in forecast(other, schedule))
+    return [memory.total for memory in forecast(other, schedule)]
 
 
 def candidates(spec: RunSpec) -> Iterator[Layout]:
-    """Other legal layouts of at least as many ranks, the fewest first: the same ranks under ZeRO,
-    then pipelines before tensors, and data parallel under ZeRO."""
+    """More microbatches, and other legal layouts of at least as many ranks, the fewest first: the
+    same ranks under ZeRO, then pipelines before tensors, and data parallel under ZeRO."""
     from hocket.jobs.validate import validate
     from hocket.models.source import of_run
 
     model = of_run(spec).dimensions
     size = spec.layout.world_size
+    rows = spec.workload.global_batch // spec.layout.dp
+    for count in divisors(rows):
+        if count > (spec.layout.microbatches or 1):
+            more = dataclasses.replace(spec.layout, microbatches=count)
+            with contextlib.suppress(HocketError):
+                yield validate(model, more, spec.workload)
     while size <= MOST_RANKS:
         shapes = [(dp, pp) for dp in divisors(size) for pp in divisors(size // dp)]
         splits = [

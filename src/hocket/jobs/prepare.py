@@ -59,7 +59,7 @@ def plan(request: Request, *, world_size: int | None = None) -> Plan:
             not there.
     """
     from hocket.models.source import resolve
-    from hocket.training import data_sources, tokenizer
+    from hocket.training import data_paths, tokenizer
 
     device_checked(request.options)
     source = resolve(request.model, trust_remote_code=request.options.trust_remote_code)
@@ -78,7 +78,13 @@ def plan(request: Request, *, world_size: int | None = None) -> Plan:
     precision.checked(request.workload, request.options, layout, schedule)
     if not request.data:
         raise DataError("no data was named", hint="--data FILE_OR_FOLDER...")
-    data_sources.find(request.data)
+    data_paths.find(request.data)
+    if request.options.tokenizer is None and source.weights is not None and not source.tokenizer:
+        raise ModelError(
+            f"{source.name} holds weights and no tokenizer; without the one they were trained "
+            "with, training spoils them",
+            hint="--tokenizer DIR (or --tokenizer bytes, if they were trained on bytes)",
+        )
     if request.options.tokenizer not in (None, "train"):
         tokenizer.resolve(
             request.options.tokenizer,
@@ -174,12 +180,12 @@ def data(
         DataError: unreadable, empty or too short data, or an id beyond the vocabulary.
         OptionError: an unknown tokenizer.
     """
-    from hocket.training import conversation, data_sources, documents, tokenizer
+    from hocket.training import conversation, data_paths, data_sources, documents, tokenizer
     from hocket.training import data as tokens_of
 
     request, source = job.request, job.source
     options, workload = request.options, request.workload
-    found = data_sources.find(request.data)
+    found = data_paths.find(request.data).sources
     held = documents.kinds(found, options.data_format)
     if options.tokenizer == "train" and set(held) != {conversation.TEXT}:
         raise OptionError(

@@ -37,13 +37,12 @@ def keep(folder: RunFolder, cluster: str, device: str = "auto") -> str:
         cluster: as `jobs.foresight.before`; of `none` nothing is kept.
         device: of the run: which measurements of this machine are meant.
     """
-    from hocket.jobs import forecast, foresight, machine
+    from hocket.jobs import forecast, foresight
 
     if cluster == foresight.NONE:
         return ""
-    asked = machine.AUTO if cluster == foresight.KEPT else cluster
     try:
-        measured = forecast.measurements(asked, device)
+        measured = forecast.measurements(cluster, device)
     except HocketError:
         return ""
     if measured is None:

@@ -111,6 +111,10 @@ def prepared(
 
     `launcher` may be asked to trace the model.
     """
+    from hocket.training import data_paths
+
+    for notice in data_paths.find(job.request.data).notices:
+        record.note(notice)
     record.phase("tokenizing")
     words, tokens, config = prepare.data(job, folder, record.tokenized)
     job = prepare.packed(job, tokens.packing)
@@ -148,7 +152,7 @@ def launch(
     spec: RunSpec,
     record: Record,
     *,
-    cluster: str = "kept",
+    cluster: str = "auto",
 ) -> Summary:
     """Run the ranks of a prepared run folder.
 
@@ -185,8 +189,6 @@ def launch(
             f"other programs took {disturbance:.1f} cores while it ran: times are those of a busy "
             "machine, and the ledger marks them"
         )
-    foresight.after(folder, spec, record, cluster=cluster, launcher=launcher)
-    topology.keep(folder, cluster, spec.options.device)  # if it was measured only now
     if predicted is not None and record.memory:
         record.note(memory.beside(predicted, record.memory))
     ledger.enter(folder.path, record.note, others=disturbance)
@@ -204,9 +206,9 @@ def _foretold(
     launcher: Launcher, folder: RunFolder, spec: RunSpec, record: Record
 ) -> list[dict[str, int]] | None:
     """What each rank will hold, where that is limited and allowed."""
-    if spec.options.memory_per_rank is None:
+    if memory.allowed(spec) is None:
         return None
-    record.phase("foretelling what each rank holds")
+    record.phase("predicting memory")
     return memory.require(launcher, spec, folder.schedule_file.read_text())
 
 
@@ -267,7 +269,7 @@ def _join(request: Request, context: RankContext, record: Record) -> Summary:
     options = folder.load().options  # those of the run, where it is resumed
     with unstarted_is_no_run(folder, mine=context.rank == 0 and not options.resume):
         if context.rank == 0:
-            cluster = foresight.NONE if request.cluster == foresight.NONE else foresight.KEPT
+            cluster = foresight.NONE if request.cluster == foresight.NONE else foresight.AUTO
             foresight.before(folder, folder.load(), record, cluster=cluster)
             topology.keep(folder, cluster, options.device)
         run_joined(

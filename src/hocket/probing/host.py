@@ -87,6 +87,25 @@ def memory(root: Path = Path("/")) -> int:
     return min([total, *(one for one in limits if 0 < one < total)])
 
 
+def free_memory(root: Path = Path("/")) -> int:
+    """Bytes that processes may still take without swapping: MemAvailable, or what the limit of a
+    control group leaves, where files that were read and can be dropped are not counted as used."""
+    text = _text(root / "proc/meminfo")
+    found = re.search(r"^MemAvailable:\s*(\d+) kB", text, re.MULTILINE)
+    free = [int(found[1]) << 10] if found else [memory(root)]
+    for folder in _groups(root):
+        for limit, used, files in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            most, now = _text(folder / limit), _text(folder / used)
+            if most.isdigit() and now.isdigit():
+                dropped = re.search(rf"^{files} (\d+)", _text(folder / "memory.stat"), re.MULTILINE)
+                kept = int(now) - (int(dropped[1]) if dropped else 0)
+                free.append(max(0, int(most) - kept))
+    return min(free)
+
+
 def cache_bytes(root: Path, cpu: int, level: int) -> int:
     """Bytes of the data cache of that level that a core reaches; 0 where there is none."""
     for index in sorted((_cpu(root, cpu) / "cache").glob("index[0-9]*")):

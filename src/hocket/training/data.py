@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from hocket.spec.errors import DataError
 from hocket.spec.run import write_text
-from hocket.training import data_sources
+from hocket.training import data_paths, data_sources
 from hocket.training.conversation import TEXT
 from hocket.training.documents import Document, documents, kinds
 from hocket.training.packed_files import arrange, flags_file, write_aside
@@ -151,7 +151,7 @@ def prepare(
         OptionError: chats, and no template.
     """
     folder = Path(folder)
-    sources = data_sources.find(paths)
+    sources = data_paths.find(paths).sources
     listed = tuple((str(s.path.resolve()), s.kind, s.bytes) for s in sources)
     stamps = [(path, kind, size, os.stat(path).st_mtime_ns) for path, kind, size in listed]
     held = kinds(sources, data_format)
@@ -243,7 +243,7 @@ class _Making:
     """The token files of one folder while they are made; half-made ones lie aside."""
 
     folder: Path
-    sources: Sequence[data_sources.Source]
+    sources: Sequence[data_paths.Source]
     tokenizer: Tokenizer
     dtype: Dtype
     seq_len: int
@@ -355,7 +355,7 @@ def _existing(folder: Path, key: str, seq_len: int) -> Tokens | None:
 
 
 def _counted(
-    sources: Sequence[data_sources.Source],
+    sources: Sequence[data_paths.Source],
     text_field: str,
     progress: Callable[[int, int], None] | None,
 ) -> Iterator[str]:

@@ -1,87 +1,22 @@
-"""Data sources: documents out of text files, JSON lines, parquet and `datasets` directories.
+"""Data sources: documents out of text files, JSON lines, CSV, parquet and Arrow.
 
-    path -> file or `datasets` directory (a plain directory is walked) -> documents (str)
-                                                                       -> records (dict), where
+    source -> documents (str)
+           -> records (dict), and where each is in the source
 
-Never imports torch; pyarrow is loaded only for parquet and `datasets` directories.
+Never imports torch; pyarrow is loaded only for what it reads: CSV, parquet, Arrow, zstd, lz4.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import gzip
 import io
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from hocket.spec.errors import DataError, nearest
-
-JSON_LINES = (".jsonl", ".ndjson", ".json")
-PARQUET = (".parquet",)
-_SKIPPED_FOLDERS = ("__pycache__", "node_modules", "site-packages", "dist-packages")
-_NOT_WALKED = (
-    ".json",  # in a directory more often settings than data: name such a file to have it read
-    ".pyc", ".so", ".o", ".a", ".exe", ".dll", ".zip", ".whl", ".png", ".jpg", ".jpeg", ".gif",
-    ".pdf", ".safetensors", ".bin", ".pt", ".npy", ".npz", ".tar", ".xz", ".bz2", ".zst", ".ico",
-)  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """One thing to read documents from.
-
-    Attributes:
-        path: a file, or a `datasets` directory.
-        kind: `text`, `json`, `parquet` or `datasets`.
-        named: the user named this very path, so that nothing about it is skipped in silence.
-    """
-
-    path: Path
-    kind: str
-    named: bool
-
-    @property
-    def bytes(self) -> int:
-        """Size on disk."""
-        if self.path.is_dir():
-            return sum(p.stat().st_size for p in self.path.rglob("*.arrow"))
-        return self.path.stat().st_size
-
-
-def find(paths: Sequence[str | os.PathLike[str]]) -> list[Source]:
-    """The sources behind some paths, in order; a directory's in the order of their names.
-
-    Raises:
-        DataError: no path, a path that does not exist, a directory without anything to read.
-    """
-    if not paths:
-        raise DataError("no data is given", hint="--data FILE_OR_DIRECTORY...")
-    found: list[Source] = []
-    for given in paths:
-        path = Path(given)
-        if not os.fspath(given) or not path.exists():
-            there = path.parent.iterdir() if path.parent.is_dir() else iter(())
-            near = nearest(path.name, (p.name for p in there))
-            raise DataError(
-                f"data {given}: there is no such file or directory",
-                hint=f"did you mean {path.parent / near}?" if near else None,
-            )
-        if not path.is_dir() and not path.is_file():
-            raise DataError(
-                f"data {given} is a device or a pipe, which may never end; it is read twice",
-                hint="write it into a file first",
-            )
-        if path.is_dir() and not _is_dataset(path):
-            inside = list(_walk(path))
-            if not inside:
-                raise DataError(f"data {given}: the directory holds no readable data")
-            found += inside
-        else:
-            found.append(Source(path, _kind(path), True))
-    return found
+from hocket.training.data_paths import Source, compression, suffix_of
 
 
 def documents(sources: Iterable[Source], text_field: str = "text") -> Iterator[str]:
@@ -136,43 +71,27 @@ def records(source: Source) -> Iterator[tuple[dict[str, Any], str]]:
         raise DataError(f"data {source.path} cannot be read: {reason}") from error
 
 
-# --- what a path is ------------------------------------------------------------------------
-
-
-def _suffix(path: Path) -> str:
-    return Path(path.stem).suffix.lower() if path.suffix == ".gz" else path.suffix.lower()
-
-
-def _kind(path: Path) -> str:
-    if path.is_dir():
-        return "datasets"
-    suffix = _suffix(path)
-    return "json" if suffix in JSON_LINES else "parquet" if suffix in PARQUET else "text"
-
-
-def _is_dataset(path: Path) -> bool:
-    """Whether `datasets.save_to_disk` wrote this directory."""
-    return (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
-
-
-def _walk(path: Path) -> Iterator[Source]:
-    for entry in sorted(path.iterdir()):
-        if entry.name.startswith(".") or entry.is_symlink():
-            continue
-        if entry.is_dir():
-            if _is_dataset(entry):
-                yield Source(entry, "datasets", False)
-            elif entry.name not in _SKIPPED_FOLDERS:
-                yield from _walk(entry)
-        elif entry.is_file() and _suffix(entry) not in _NOT_WALKED:
-            yield Source(entry, _kind(entry), False)
-
-
 # --- reading -------------------------------------------------------------------------------
 
 
 def _open(path: Path) -> IO[bytes]:
-    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
+    codec = compression(path)
+    if codec is None:
+        return path.open("rb")
+    if codec == "gzip":  # the common one, without pyarrow
+        return gzip.open(path)  # type: ignore[return-value]
+    stream: IO[bytes] = _pyarrow(path).input_stream(str(path), compression=codec)
+    return stream
+
+
+def _pyarrow(path: Path) -> Any:
+    try:
+        import pyarrow
+        import pyarrow.csv
+        import pyarrow.parquet
+    except ModuleNotFoundError:
+        raise DataError(f"data {path} needs pyarrow", hint='pip install "hocket[train]"') from None
+    return pyarrow
 
 
 def _text(source: Source) -> Iterator[str]:
@@ -261,32 +180,54 @@ def _tables(
     check: Callable[[Any], None] | None = None,
     columns: list[str] | None = None,
 ) -> Iterator[Any]:
-    """Parquet files and `datasets` directories (Arrow stream files), batch by batch.
+    """CSV, parquet and Arrow files and `datasets` directories (Arrow streams), batch by batch.
 
     `check` is shown each file's schema; of parquet only `columns` are read (None: all).
     """
+    pyarrow = _pyarrow(source.path)
     try:
-        import pyarrow
-        import pyarrow.parquet
-    except ModuleNotFoundError:
-        raise DataError(
-            f"data {source.path} needs pyarrow", hint='pip install "hocket[train]"'
-        ) from None
-    try:
+        if source.kind == "csv":
+            reader = _csv(source.path, pyarrow)
+            if check is not None:
+                check(reader.schema)
+            yield from reader
+            return
         if source.kind == "parquet":
             table = pyarrow.parquet.ParquetFile(source.path)
             if check is not None:
                 check(table.schema_arrow)
             yield from table.iter_batches(batch_size=1024, columns=columns)
             return
-        for file in _arrow_files(source.path):
+        files = [source.path] if source.kind == "arrow" else _arrow_files(source.path)
+        for file in files:
             with pyarrow.memory_map(str(file)) as memory:
-                reader = pyarrow.ipc.open_stream(memory)
+                reader, batches = _arrow(memory, pyarrow)
                 if check is not None:
                     check(reader.schema)
-                yield from reader
+                yield from batches
     except (pyarrow.ArrowException, KeyError, TypeError, ValueError) as error:
         raise DataError(f"data {source.path} cannot be read: {error}") from error
+
+
+def _csv(path: Path, pyarrow: Any) -> Any:
+    """A reader of CSV or TSV whose columns are all strings: none is parsed as numbers or dates."""
+    tabs = suffix_of(path) == ".tsv"
+    parse = pyarrow.csv.ParseOptions(delimiter="\t" if tabs else ",", newlines_in_values=True)
+    with pyarrow.csv.open_csv(_open(path), parse_options=parse) as first:
+        names = first.schema.names
+    convert = pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(names, pyarrow.string()))
+    return pyarrow.csv.open_csv(_open(path), parse_options=parse, convert_options=convert)
+
+
+def _arrow(memory: Any, pyarrow: Any) -> tuple[Any, Iterator[Any]]:
+    """(reader, its batches) of an Arrow file, or of an Arrow stream as `datasets` writes it."""
+    if bytes(memory.read(6)) == b"ARROW1":
+        memory.seek(0)
+        reader = pyarrow.ipc.open_file(memory)
+        return reader, (reader.get_batch(i) for i in range(reader.num_record_batches))
+    memory.seek(0)
+    reader = pyarrow.ipc.open_stream(memory)
+    return reader, iter(reader)
 
 
 def _arrow_files(path: Path) -> list[Path]:

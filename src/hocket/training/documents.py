@@ -22,7 +22,7 @@ from hocket.models.chat_template import ChatTemplates
 from hocket.spec.errors import DataError, OptionError
 from hocket.training import conversation, data_sources
 from hocket.training.conversation import CHAT, TEXT, Conversation, Pair
-from hocket.training.data_sources import Source
+from hocket.training.data_paths import Source
 from hocket.training.rendering import Spans, render
 from hocket.training.tokenizer import Ids, Tokenizer
 

@@ -208,7 +208,7 @@ def _chosen(server: Server, launcher: Launcher, record: Record) -> tuple[Server,
 
     request = server.request
     asked = foresight.AUTO
-    if request.cluster not in (foresight.NONE, foresight.KEPT):
+    if request.cluster != foresight.NONE:
         asked = request.cluster
     if asked == foresight.AUTO and machines.kept(request.options.device) is None:
         record.note(f"measuring this machine, once: up to {foresight.LONGEST:.0f} s")
