@@ -307,6 +307,15 @@ def saved_rows(
     return found
 
 
+def narrowing(block: BlockShape) -> str:
+    """How the names of the weights begin that take a block's widest inner tensor, or make the
+    logits: theirs are its first gradients."""
+    if block.kind == "head":
+        return f"{max(block.products, key=lambda p: p.n).name}."
+    rows = [p for p in block.products if p.split in ("row", "outside")]
+    return f"{max(rows, key=lambda p: p.k * p.count).name}." if rows else ""
+
+
 def _bytes(row: Saved, microbatch: Microbatch) -> float:
     split = microbatch.ranks(row.split)
     square = microbatch.sequence if row.square else 1

@@ -19,7 +19,14 @@ import dataclasses
 from collections import deque
 
 from hocket.cost.measured_prices import Job
-from hocket.cost.measured_stage import GRADIENT_BYTES, local, saved_rows, trained, weights
+from hocket.cost.measured_stage import (
+    GRADIENT_BYTES,
+    local,
+    narrowing,
+    saved_rows,
+    trained,
+    weights,
+)
 from hocket.cost.replayed_gradients import (
     BlockGradients,
     FlatBuckets,
@@ -487,15 +494,6 @@ def _behind_first_adapter(block: BlockShape, rows: dict[str, int]) -> dict[str, 
         for name, nbytes in rows.items()
         if name == first or name.partition(":")[0] not in ("input", before)
     }
-
-
-def narrowing(block: BlockShape) -> str:
-    """How the names of the weights begin that take a block's widest inner tensor, or make the
-    logits: theirs are its first gradients."""
-    if block.kind == "head":
-        return f"{max(block.products, key=lambda p: p.n).name}."
-    rows = [p for p in block.products if p.split in ("row", "outside")]
-    return f"{max(rows, key=lambda p: p.k * p.count).name}." if rows else ""
 
 
 def _scratch(job: Job, cuda: bool) -> int:
