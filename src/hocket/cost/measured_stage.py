@@ -307,6 +307,19 @@ def saved_rows(
     return found
 
 
+def behind_first_adapter(block: BlockShape, rows: dict[str, int]) -> dict[str, int]:
+    """What the first layer saves of a model whose adapters alone are trained: nothing that leads to
+    the first adapter's input has a gradient."""
+    names = {p.name for p in block.products}
+    first = next((p.input for p in block.products if f"{p.name}.lora_A" in names), "")
+    before = first.partition(":")[0]
+    return {
+        name: nbytes
+        for name, nbytes in rows.items()
+        if name == first or name.partition(":")[0] not in ("input", before)
+    }
+
+
 def narrowing(block: BlockShape) -> str:
     """How the names of the weights begin that take a block's widest inner tensor, or make the
     logits: theirs are its first gradients."""

@@ -21,6 +21,7 @@ from collections import deque
 from hocket.cost.measured_prices import Job
 from hocket.cost.measured_stage import (
     GRADIENT_BYTES,
+    behind_first_adapter,
     local,
     narrowing,
     saved_rows,
@@ -400,7 +401,7 @@ def _blocks(job: Job, number: int, held: list[list[Weight]]) -> list[Block]:
         layer = kind not in ENDS
         rows = dict(saved_rows(job.shape, kind, job.microbatch, job.element_bytes))
         if layer and number == 0 and job.adapted and not any(b.layer for b in found):
-            rows = _behind_first_adapter(block, rows)
+            rows = behind_first_adapter(block, rows)
         # The executor holds what a stage is given.
         given = rows.pop("input", 0) if at == 0 else 0
         moved = sum(n for n in rows.values() if n >= OFFLOADED_BYTES) if layer and offloads else 0
@@ -481,19 +482,6 @@ def _fp8_bytes(job: Job, block: BlockShape) -> int:
     operands = [local(w, tp) for w in block.weights for p in found if w.name.startswith(p.name)]
     operands += [round(tokens * p.k * p.count / (tp if p.split == "row" else 1)) for p in found]
     return (4 + 4 + 1) * max(operands, default=0)
-
-
-def _behind_first_adapter(block: BlockShape, rows: dict[str, int]) -> dict[str, int]:
-    """What the first layer saves of a model whose adapters alone are trained: nothing that leads to
-    the first adapter's input has a gradient."""
-    names = {p.name for p in block.products}
-    first = next((p.input for p in block.products if f"{p.name}.lora_A" in names), "")
-    before = first.partition(":")[0]
-    return {
-        name: nbytes
-        for name, nbytes in rows.items()
-        if name == first or name.partition(":")[0] not in ("input", before)
-    }
 
 
 def _scratch(job: Job, cuda: bool) -> int:
