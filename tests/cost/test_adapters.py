@@ -37,6 +37,7 @@ def test_a_head_and_stacked_experts_have_none() -> None:
     names = [w.name for b in found.blocks.values() for w in b.weights if not w.frozen]
     assert names
     assert not any("experts" in name or name.startswith("lm_head") for name in names)
+    assert not any(name.startswith("mlp.gate.") for name in names)  # a bare parameter, as peft sees
 
 
 def test_a_step_computes_no_gradient_of_frozen_matrices() -> None:
@@ -87,3 +88,49 @@ def test_what_is_not_there_is_refused_with_the_nearest() -> None:
     assert error.value.hint == "--lora-targets q_proj"
     with pytest.raises(OptionError, match="the rank of LoRA is 0"):
         adapted(LLAMA, 0)
+
+
+@pytest.mark.torch
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["tiny-gemma3", "tiny-llama"])
+def test_adapters_keep_what_autograd_keeps(name: str) -> None:
+    """Saved bytes of a block in plain transformers under peft, as its hooks see them."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from torch.autograd.graph import saved_tensors_hooks
+
+    from hocket.catalogue.models import config
+    from hocket.models import skeleton
+    from hocket.models.trace import trace
+
+    found = adapted(trace(config(name), dtype="fp32", frozen=True), 4, element_bytes=4)
+    predicted = {
+        kind: sum(row.bytes for row in found.blocks[kind].saved if row.view in ("eager", "both"))
+        for kind in found.layers
+    }
+    batch, length = 2, 16
+    model = skeleton.build(skeleton.config_of(config(name)), attention="sdpa", device="cpu").train()
+    layers = model.model.layers
+    peft = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
+    own = {p.untyped_storage()._cdata for p in peft.parameters()}
+    sizes: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own and tensor.numel() % (batch * length) == 0:
+            sizes[storage._cdata] = storage.nbytes()
+        return tensor
+
+    layer = layers[1]
+    hidden = torch.randn(batch, length, model.config.hidden_size, requires_grad=True)
+    places = torch.arange(length)[None]
+    rotary = model.model.rotary_emb
+    kind = found.layers[1]
+    args = (hidden, places, kind) if name == "tiny-gemma3" else (hidden, places)
+    with torch.no_grad():
+        tables = rotary(*args)
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = layer(hidden, position_embeddings=tables, attention_mask=None)
+    assert out is not None
+    counted = sum(sizes.values()) / (batch * length)
+    assert predicted[kind] == pytest.approx(counted, rel=0.05), (predicted[kind], counted)

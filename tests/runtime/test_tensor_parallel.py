@@ -1,5 +1,7 @@
 """Tensor parallelism: what it moves, what it computes, what it refuses."""
 
+import weakref
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -275,7 +277,13 @@ def test_a_deferred_weight_gradient_is_the_same_gradient(kind: str) -> None:
     assert torch.allclose(two.grad, one.grad)
     assert all(p.grad is None for p in halved.parameters())
     assert fired == []
-    queue.run(queue.take())
+    pending = queue.take()
+    outputs = [weakref.ref(deferred[3]) for deferred in pending]
+    queue.run(pending)
+    # What the gradients were computed from is freed: no graph of theirs refers to it.
+    assert pending == []
+    assert [output() for output in outputs] == [None, None]
+    assert not any(p.grad.requires_grad for p in halved.parameters())
     for a, b in zip(plain.parameters(), halved.parameters(), strict=True):
         assert torch.allclose(a.grad, b.grad, atol=1e-6)
     assert len(fired) == (4 if bias else 2)

@@ -7,8 +7,8 @@ gradient, no optimizer state, and their products no third one in backward. What 
 well: two thin products for each adapted one, the sum of both results, and of both gradients.
 
 As `runtime.lora` splits them: beside a product split by columns A is whole and B is split, beside
-one split by rows A is split and B is whole. Held for backward is what was held before, which A
-reads or activations need, but for what a norm's weight alone was multiplied by.
+one split by rows A is split and B is whole. Saved for backward is what the frozen model saves (in
+the view `eager` of a shape that was traced `frozen`), what A reads and what B reads.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ def adapted(
     """The shape under LoRA.
 
     Args:
+        shape: of the model, traced `frozen` where its view `eager` is read.
         rank: r.
         element_bytes: of an activation, in the type that the shape was traced in.
         targets: names of layers, or their ends after a dot (`q_proj`); none: every linear layer but
@@ -55,54 +56,37 @@ def adapted(
                 hint=f"--lora-targets {near or 'all-linear'}",
             )
     blocks = {
-        name: _adapted(block, rank, targets, element_bytes)
-        if name in layers
-        else _frozen(block, element_bytes)
+        name: _adapted(block, rank, targets, element_bytes) if name in layers else _frozen(block)
         for name, block in shape.blocks.items()
     }
     return dataclasses.replace(shape, blocks=blocks)
 
 
 def _linear(block: BlockShape) -> list[MatrixProduct]:
-    return [p for p in block.products if p.groups == 1]
+    return [p for p in block.products if not p.bare]
 
 
 def _means(word: str, name: str) -> bool:
     return name == word or name.endswith(f".{word}")
 
 
-def _frozen(block: BlockShape, element_bytes: int) -> BlockShape:
+def _frozen(block: BlockShape) -> BlockShape:
     return dataclasses.replace(
         block,
-        saved=tuple(_without_norms(block, element_bytes)),
         products=tuple(dataclasses.replace(p, frozen=True) for p in block.products),
         weights=tuple(dataclasses.replace(w, frozen=True) for w in block.weights),
     )
 
 
-def _without_norms(block: BlockShape, element_bytes: int) -> list[Saved]:
-    """What is saved, less the normed activations that were kept for a norm's weight: where it is
-    multiplied by them operation by operation and a product reads the result."""
-    read = {p.input for p in block.products}
-    norms = [w for w in block.weights if f"{w.name.rpartition('.')[0]}:mul" in read]
-    less = float(sum(w.elements for w in norms) * element_bytes)
-    found = []
-    for row in block.saved:
-        if row.view == "eager" and row.split == "outside" and not row.square and not row.selective:
-            taken = min(row.bytes, less)
-            row, less = dataclasses.replace(row, bytes=row.bytes - taken), less - taken
-        found.append(row)
-    return found
-
-
 def _adapted(
     block: BlockShape, rank: int, targets: Collection[str], element_bytes: int
 ) -> BlockShape:
-    frozen = _frozen(block, element_bytes)
+    frozen = _frozen(block)
     chosen = [
         p for p in _linear(block) if not targets or any(_means(word, p.name) for word in targets)
     ]
     products, weights, saved = list(frozen.products), list(frozen.weights), list(frozen.saved)
+    kept = {row.name for row in saved if row.view == "eager"}
     moved = {field: list(getattr(block, field)) for field in VIEWS}
     width = element_bytes / 2  # elements are counted as of 16 bits
     for p in chosen:
@@ -129,6 +113,10 @@ def _adapted(
             )
         saved.append(Saved(name=thin[0], bytes=element_bytes * rank * p.count, split="outside"))
         entered = "inside" if p.split == "row" else "outside"
+        if p.input not in kept:  # what A reads; frozen matrices alone would not keep it
+            kept.add(p.input)
+            size = float(element_bytes * p.k * p.count)
+            saved.append(Saved(name=p.input, bytes=size, split=entered, view="eager"))
         left = "inside" if p.split in ("column", "vocab") else "outside"
         for field, view in VIEWS.items():
             moved[field] += [

@@ -187,7 +187,7 @@ class Job:
             stage=stage,
             split_loss=split_loss,
             gradient_bytes=tuple(local(w, tp) * GRADIENT_BYTES for w in trained(held)),
-            late=tuple(self._sees_a_part(w) for w in trained(held)),
+            late=tuple(self._is_late(w) for w in trained(held)),
             blocks=tuple(block for block, weight in of_blocks if not weight.frozen),
             frozen=tuple(
                 (block, local(w, tp) * GRADIENT_BYTES, self._sees_a_slice(w))
@@ -217,6 +217,16 @@ class Job:
                     return len(entries), exits
                 exits += product.split == "row"
         return len(entries), exits
+
+    def _is_late(self, weight: Weight) -> bool:
+        """Whether a gradient is summed over other axes before it is reduced: a part's, that of
+        heads that several ranks hold, and that of a weight which another stage holds too."""
+        if self._sees_a_part(weight) or _partial([weight], self.layout.tp):
+            return True
+        if not self.shape.tied or self.schedule.num_stages == 1:
+            return False
+        ends = [self.shape.blocks[kind].weights for kind in ("embedding", "head")]
+        return all(weight.name in {w.name for w in held} for held in ends)
 
     def _sees_a_part(self, weight: Weight) -> bool:
         """Whether a weight that is not split sees one slice of the sequence alone, or beside a

@@ -82,6 +82,8 @@ class Microbatch:
 
     def ranks(self, split: str) -> int:
         """Over how many tensor ranks activations of this kind are divided."""
+        if split == "whole":
+            return 1
         return self.tp if self.slices or split in ("inside", "vocab", "column", "row") else 1
 
 
@@ -281,17 +283,50 @@ def saved_bytes(
     shape: ModelShape, blocks: Iterable[str], microbatch: Microbatch, element_bytes: int
 ) -> int:
     """What a stage holds of one microbatch from forward to backward."""
-    total = 0.0
-    for kind in blocks:
-        block = shape.blocks[kind]
-        for row in block.saved:
-            if row.view in KEPT and not (kind == "head" and row.split == "vocab"):
-                total += _bytes(row, microbatch)
-        if kind == "head":  # the logits, which the loss overwrites by their gradient
-            head = max(block.products, key=lambda p: p.n)
-            rows = head.n * _share(head, block, microbatch.tp)
-            total += rows * element_bytes * microbatch.tokens
-    return round(total)
+    return sum(
+        nbytes
+        for kind in blocks
+        for _, nbytes in saved_rows(shape, kind, microbatch, element_bytes)
+    )
+
+
+def saved_rows(
+    shape: ModelShape, kind: str, microbatch: Microbatch, element_bytes: int
+) -> list[tuple[str, int]]:
+    """The same of one block, tensor by tensor: names and bytes."""
+    block = shape.blocks[kind]
+    found = [
+        (row.name, round(_bytes(row, microbatch)))
+        for row in block.saved
+        if row.view in KEPT and not (kind == "head" and row.split == "vocab")
+    ]
+    if kind == "head":  # the logits, which the loss overwrites by their gradient
+        head = max(block.products, key=lambda p: p.n)
+        rows = head.n * _share(head, block, microbatch.tp)
+        found.append(("logits", round(rows * element_bytes * microbatch.tokens)))
+    return found
+
+
+def behind_first_adapter(block: BlockShape, rows: dict[str, int]) -> dict[str, int]:
+    """What the first layer saves of a model whose adapters alone are trained: nothing that leads to
+    the first adapter's input has a gradient."""
+    names = {p.name for p in block.products}
+    first = next((p.input for p in block.products if f"{p.name}.lora_A" in names), "")
+    before = first.partition(":")[0]
+    return {
+        name: nbytes
+        for name, nbytes in rows.items()
+        if name == first or name.partition(":")[0] not in ("input", before)
+    }
+
+
+def narrowing(block: BlockShape) -> str:
+    """How the names of the weights begin that take a block's widest inner tensor, or make the
+    logits: theirs are its first gradients."""
+    if block.kind == "head":
+        return f"{max(block.products, key=lambda p: p.n).name}."
+    rows = [p for p in block.products if p.split in ("row", "outside")]
+    return f"{max(rows, key=lambda p: p.k * p.count).name}." if rows else ""
 
 
 def _bytes(row: Saved, microbatch: Microbatch) -> float:

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 Told = tuple[Forecast, Timeline | None]
 
+FORMAT = 3
+"""Of the shapes that are cached: one more whenever a trace finds something else."""
+
 
 def forecast(spec: RunSpec, cluster: str = "auto", *, launcher: Launcher | None = None) -> Forecast:
     """What a run will take; `why` says why nothing could be foretold.
@@ -221,7 +224,13 @@ def shape_here(spec: RunSpec) -> ModelShape:
     known = _read(file)
     if known is None:
         name = os.path.basename(spec.model)
-        known = trace(spec.config, name=name, dropout=spec.options.dropout, dtype=dtype)
+        known = trace(
+            spec.config,
+            name=name,
+            dropout=spec.options.dropout,
+            dtype=dtype,
+            frozen=spec.options.lora_rank is not None,
+        )
         _write(file, known)
     return _adapted(known, spec)
 
@@ -236,6 +245,7 @@ def _traced(launcher: Launcher, spec: RunSpec) -> ModelShape:
             "dtype": spec.workload.dtype,
             "dropout": spec.options.dropout,
             "model": spec.model,
+            "frozen": spec.options.lora_rank is not None,
         },
         lambda event: heard.append(event) if event["event"] == "shape" else None,
         startup_timeout=300.0,
@@ -253,7 +263,11 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
     try:
         name = os.path.basename(payload["model"])
         found = trace(
-            payload["config"], name=name, dropout=payload["dropout"], dtype=payload["dtype"]
+            payload["config"],
+            name=name,
+            dropout=payload["dropout"],
+            dtype=payload["dtype"],
+            frozen=payload["frozen"],
         )
         context.emit({"event": "shape", "shape": found.to_json()})
     except HocketError as error:
@@ -264,8 +278,9 @@ def _cache_file(spec: RunSpec) -> Path:
     from importlib.metadata import version
 
     versions = [hocket.__version__, *(version(name) for name in ("transformers", "torch"))]
+    frozen = spec.options.lora_rank is not None
     key = json.dumps(
-        [spec.config, spec.workload.dtype, spec.options.dropout, versions],
+        [FORMAT, spec.config, spec.workload.dtype, spec.options.dropout, frozen, versions],
         sort_keys=True,
         default=str,
     )

@@ -36,15 +36,18 @@ def words_of(targets: str | None) -> tuple[str, ...]:
 
 def linear_layers(model: nn.Module) -> list[str]:
     """Names of the layers that can be adapted; the output head is not among them, as in peft."""
-    from torch import nn
-
     head = model.get_output_embeddings()  # type: ignore[operator]
     return [
-        name
-        for name, module in model.named_modules()
-        if (isinstance(module, nn.Linear) or type(module).__name__ == _CONV1D)
-        and module is not head
+        name for name, module in model.named_modules() if is_linear(module) and module is not head
     ]
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear layer; a parameter that another module multiplies with (a
+    router, stacked experts) is none."""
+    from torch import nn
+
+    return isinstance(module, nn.Linear) or type(module).__name__ == _CONV1D
 
 
 def targets_of(model: nn.Module, targets: str | None) -> tuple[str, ...]:

@@ -73,13 +73,18 @@ class WeightGradients:
         return pending
 
     @staticmethod
+    @torch.no_grad()
     def run(pending: list[Pending]) -> None:
-        """Accumulate the gradients of `pending`. Hooks on the parameters fire as in backward."""
-        for weight, bias, source, grad, transposed in pending:
+        """Accumulate the gradients of `pending`, and empty it: what one was computed from is freed
+        before the next. Hooks on the parameters fire as in backward."""
+        pending.reverse()
+        while pending:
+            weight, bias, source, grad, transposed = pending.pop()
             grad = grad.reshape(-1, grad.shape[-1])
             if weight.requires_grad:
                 x = source if isinstance(source, Tensor) else source()
                 _accumulate(weight, weight_gradient(x, grad, transposed))
+                del x
             if bias is not None and bias.requires_grad:
                 _accumulate(bias, grad.sum(0))
 
@@ -123,9 +128,20 @@ def weight_gradient(x: Tensor, grad: Tensor, transposed: bool) -> Tensor:
 
 
 def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
-    """Add to a parameter's gradient as a backward does; its values may be elsewhere (ZeRO-3)."""
+    """Add to a parameter's gradient as a backward does; its values may be elsewhere (ZeRO-3).
+
+    Not by `torch.autograd.backward(parameter, gradient)`, which widens the gradient, and then
+    copies it because its caller refers to it: two more tensors of the size of the weight.
+    """
     with torch._C.DisableTorchFunctionSubclass():  # which would ask after them
-        torch.autograd.backward(parameter, gradient)
+        if parameter.grad is None:
+            parameter.grad = gradient.to(parameter.grad_dtype or parameter.dtype)
+        else:
+            parameter.grad.add_(gradient)
+        del gradient  # before a hook copies it into a bucket
+        hooks = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        for hook in list((hooks or {}).values()):
+            hook(parameter)
 
 
 class DeferrableLinear(nn.Linear):

@@ -26,9 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hocket.runtime.copy_stream import Copied, CopyStream
 from hocket.runtime.pinned import PinnedPool
-
-LEAST_BYTES = 1 << 16
-"""Smaller tensors stay on the device."""
+from hocket.spec.capabilities import OFFLOADED_BYTES
 
 
 class _Pass:
@@ -85,7 +83,7 @@ class SavedOnHost:
         self,
         parameters: Iterable[Tensor],
         *,
-        least: int = LEAST_BYTES,
+        least: int = OFFLOADED_BYTES,
         limit: int | None = None,
         host: bool = False,
     ) -> None:

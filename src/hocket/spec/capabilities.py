@@ -125,6 +125,11 @@ def refused_precision(
     return None
 
 
+OFFLOADED_BYTES = 1 << 16
+"""Tensors smaller than this stay on the device where activations are offloaded: a copy has a cost
+of its own."""
+
+
 def refused_offload(layout: Layout, *, cuda: bool) -> str | None:
     """Why ranks cannot keep in host memory what a layout says; None: they can."""
     if not layout.offloads("activations"):

@@ -9,6 +9,8 @@ so that one description serves every batch, sequence length and layout.
     column   outputs n / t            row   inputs k / t          vocab  vocabulary rows / t
     inside   between column and row: everything / t
     outside  replicated: whole on every rank; activations / t under sequence parallelism
+    whole    activations inside stacked experts: whole on every rank, also under sequence
+             parallelism, where the experts' tokens are gathered
     expert   a weight of stacked experts: / ep, then / t
 
 Context parallelism divides everything that is per token by cp. Expert parallelism leaves the rows
@@ -31,7 +33,7 @@ import dataclasses
 import itertools
 from typing import Any
 
-SPLITS = ("column", "row", "vocab", "inside", "outside", "expert")
+SPLITS = ("column", "row", "vocab", "inside", "outside", "whole", "expert")
 VIEWS = ("fused", "core", "eager", "both")
 
 
@@ -44,6 +46,8 @@ class MatrixProduct:
         count: rows for each token (experts reached by each token; 1 elsewhere).
         groups: matrices among which the rows are divided (experts; divided by ep).
         input: products with the same `input` read the same tensor, and may be run as one.
+        bare: its matrix is a parameter of a module that is not a linear layer (a router, stacked
+            experts), to which no adapter is added.
         frozen: its matrix is not trained, and backward leaves out the matrix's gradient.
         beside: it runs beside another product (LoRA), whose communication is its own too; where
             `split` is `outside` it sees all tokens, also under sequence parallelism.
@@ -58,6 +62,7 @@ class MatrixProduct:
     count: float = 1.0
     groups: int = 1
     input: str = ""
+    bare: bool = False
     frozen: bool = False
     beside: bool = False
     ends: bool = False

@@ -46,6 +46,7 @@ def trace(
     name: str = "",
     dropout: float | None = None,
     dtype: str = "bf16",
+    frozen: bool = False,
 ) -> ModelShape:
     """The shape of a causal language model.
 
@@ -55,6 +56,8 @@ def trace(
         dropout: overrides every dropout probability; None: as configured.
         dtype: of weights and activations, `bf16` or `fp32`. Rows of the view `eager` hold the
             bytes of that very type (an element is two of them still); `fused` ones are of bf16.
+        frozen: no weight has a gradient: rows of the view `eager` are what is saved and moved for
+            the gradient of the input alone (`cost.adapters` adds what adapters save).
 
     Returns:
         its shape; the same configuration is traced once in a process.
@@ -69,10 +72,12 @@ def trace(
         config = skeleton.config_of(values.to_dict(), dropout=dropout, router_loss=False)
     if not hasattr(config, "num_hidden_layers"):  # a model of text and images: its text part
         config = config.get_text_config()
-    text = json.dumps([config.to_dict(), name, dtype], sort_keys=True, default=str)
+    text = json.dumps([config.to_dict(), name, dtype, frozen], sort_keys=True, default=str)
     key = hashlib.sha256(text.encode()).hexdigest()
     if key not in _cache:
-        _cache[key] = _shape(run(config, _DTYPES[dtype]), name or str(config.model_type))
+        _cache[key] = _shape(
+            run(config, _DTYPES[dtype], frozen=frozen), name or str(config.model_type)
+        )
     return _cache[key]
 
 
@@ -96,6 +101,7 @@ def _shape(done: Run, name: str) -> ModelShape:
             window=_window(done, int(key)) if key.isdigit() else None,
             kv_heads=kv_heads,
             leaves=done.leaves,
+            linear=done.linear,
         )
         blocks[kind] = BlockShape(
             kind=kind,

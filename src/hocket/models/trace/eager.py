@@ -8,27 +8,33 @@ from __future__ import annotations
 
 import collections
 
-from hocket.models.trace.graph import INSIDE, OUTSIDE, Graph
+from hocket.models.trace.graph import INSIDE, OUTSIDE, WHOLE, Graph
 from hocket.models.trace.record import Op
 from hocket.spec.model_shape import MemoryBound, Saved
 
 
 def saved(graph: Graph) -> list[Saved]:
-    """Bytes that autograd held, by where they lie."""
-    amounts: dict[tuple[str, str], float] = collections.defaultdict(float)
+    """Bytes that autograd held, tensor by tensor: each by the name of its value."""
+    found = []
+    experts = {op.path for op in graph.part.forward if op.kind == "product" and op.groups > 1}
     for value, size in graph.part.saved.items():
         known = graph.values[value]
         if value not in graph.maker and value not in graph.given:
             continue  # tables that all blocks share
         if not known.by_token or known.square:
             continue
-        name = "input" if value in graph.given else "saved"
-        amount = size / known.numel * known.per_token
-        amounts[name, graph.labels.get(value, OUTSIDE)] += amount
-    return [
-        Saved(name=name, bytes=amount, split=label, view="eager")
-        for (name, label), amount in amounts.items()
-    ]
+        split = graph.labels.get(value, OUTSIDE)
+        if split == OUTSIDE and value in graph.maker and graph.maker[value].path in experts:
+            split = WHOLE
+        found.append(
+            Saved(
+                name=graph.value_name(value),
+                bytes=size / known.numel * known.per_token,
+                split=split,
+                view="eager",
+            )
+        )
+    return found
 
 
 def kernels(graph: Graph) -> list[MemoryBound]:

@@ -39,6 +39,7 @@ class Costs(Graph):
                     count=op.rows / TOKENS,
                     groups=op.groups,
                     input=self.value_name(read[-1]) if read else "",
+                    bare=op.path not in self.linear,
                     ends=op is last[op.path] and done[op.path] >= self.part.last_save,
                 )
             )

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 
 from hocket.models.trace.record import COPIES, NORMS, TOKENS, Op, Part, Value
 
-INSIDE, OUTSIDE, VOCAB = "inside", "outside", "vocab"
+INSIDE, OUTSIDE, VOCAB, WHOLE = "inside", "outside", "vocab", "whole"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +58,7 @@ class Graph:
         window: how far back attention looks in this block.
         kv_heads: of the model's configuration.
         leaves: paths of modules without children, which may be norms.
+        linear: paths of linear layers.
     """
 
     def __init__(
@@ -69,9 +70,10 @@ class Graph:
         window: int | None = None,
         kv_heads: int = 0,
         leaves: frozenset[str] = frozenset(),
+        linear: frozenset[str] = frozenset(),
     ) -> None:
         self.part, self.values, self.splits = part, values, splits
-        self.window, self.kv_heads = window, kv_heads
+        self.window, self.kv_heads, self.linear = window, kv_heads, linear
         self.norms = {op.path for op in part.forward if op.name in NORMS and op.path in leaves}
         self.given = {ref.value for ref in part.inputs}
         self.returned = {ref.value for ref in part.outputs}
@@ -239,10 +241,11 @@ class Graph:
         op = self.maker.get(value)
         if op is None:
             return ""
-        name = f"{short(op.path)}:{op.name}"
-        alike = [v for v, known in self.named.items() if known == name and v != value]
-        self.named[value] = name
-        return f"{name}#{len(alike) + 1}" if alike else name
+        if value not in self.named:
+            name = f"{short(op.path)}:{op.name}"
+            count = sum(known.partition("#")[0] == name for known in self.named.values())
+            self.named[value] = f"{name}#{count + 1}" if count else name
+        return self.named[value]
 
 
 def _union(views: Mapping[tuple[int, int], float]) -> float:

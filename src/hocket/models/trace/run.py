@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from hocket.models import skeleton
+from hocket.models.lora import is_linear
 from hocket.models.rows import one_sequence_each
 from hocket.models.trace.grouped import GroupedProducts
 from hocket.models.trace.record import BATCH, SEQUENCE, Kernels, Part, Recorder
@@ -26,7 +27,8 @@ _OWN = ("idx", "layer_i", "layer_n", "training")
 class Run:
     """What was recorded: the parts, the values, and the model they are of.
 
-    `kinds` maps every layer to the first layer that is like it.
+    `kinds` maps every layer to the first layer that is like it; `linear` are the names of the
+    linear layers.
     """
 
     model: nn.Module
@@ -35,12 +37,14 @@ class Run:
     parts: dict[str, Part]
     recorder: Recorder
     leaves: frozenset[str]
+    linear: frozenset[str]
 
 
-def run(config: Any, dtype: torch.dtype = torch.bfloat16) -> Run:
+def run(config: Any, dtype: torch.dtype = torch.bfloat16, *, frozen: bool = False) -> Run:
     """Build the model on fake tensors (real sizes, no memory) and run what differs once.
 
-    `dtype` is that of its weights: what a model casts to fp32 and back costs nothing in fp32.
+    `dtype` is that of its weights: what a model casts to fp32 and back costs nothing in fp32. Where
+    it is `frozen`, no weight has a gradient.
 
     Raises:
         ModelError: the model cannot be built, keeps its layers in no single list, or does
@@ -49,6 +53,7 @@ def run(config: Any, dtype: torch.dtype = torch.bfloat16) -> Run:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake:
         model = skeleton.build(config, dtype=dtype, device="cpu").train()
+        model.requires_grad_(not frozen)
     name, layers = _layers(model, int(config.num_hidden_layers))
     kinds = _kinds(layers)
     picked = sorted(set(kinds))
@@ -87,6 +92,7 @@ def run(config: Any, dtype: torch.dtype = torch.bfloat16) -> Run:
         parts=parts,
         recorder=recorder,
         leaves=frozenset(n for n, m in model.named_modules() if not any(m.children())),
+        linear=frozenset(n for n, m in model.named_modules() if is_linear(m)),
     )
 
 
@@ -172,6 +178,8 @@ class _Layers:
         recorder = self.recorder
         part = self.parts[name]
         part.outputs = [recorder.ref(output)]
+        if not output.requires_grad:  # a frozen embedding
+            return
         wanted = [given] if given is not None else []
         # Gradients of what the part used; what it did not is None.
         wanted += [p for p in _used(output)]

@@ -1,0 +1,492 @@
+"""Replayed step: what one pipeline rank allocates and frees, action by action of its schedule.
+
+    F      what each block saves for backward takes memory, block by block
+    B      blocks in reverse: inner gradients while all of a block is saved, then its weights'
+    I, W   as B in halves: what matmuls read and the gradients of their outputs stay from I to W
+    RECV   a buffer from when it is posted; SEND frees after a later receive was taken
+
+Of a layer that is recomputed the input stays, and its backward begins with all of it. Of a layer
+whose activations are offloaded what is small stays; the rest is on the device during its own
+forward and the next layer's, and during its own backward and that of the layer after it. Under
+ZeRO-3 values of a block are on the device while it runs and while its neighbour runs.
+
+What `runtime` allocates decides; sizes are those of the model's shape.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+
+from hocket.cost.measured_prices import Job
+from hocket.cost.measured_stage import (
+    GRADIENT_BYTES,
+    behind_first_adapter,
+    local,
+    narrowing,
+    saved_rows,
+    trained,
+    weights,
+)
+from hocket.cost.replayed_gradients import (
+    BlockGradients,
+    FlatBuckets,
+    Gradient,
+    Gradients,
+    LiveBytes,
+    ShardedGradients,
+)
+from hocket.spec.capabilities import OFFLOADED_BYTES
+from hocket.spec.model_shape import BlockShape, Weight
+from hocket.spec.schedule import (
+    BACKWARD,
+    FORWARD,
+    INPUT,
+    RECV_B,
+    RECV_F,
+    REDUCE_GRAD,
+    SEND_B,
+    SEND_F,
+    WEIGHT,
+    Action,
+)
+
+SCRATCH = {False: 2**21, True: 2**28}
+"""Bytes of the fp32 buffer in which the loss takes its tokens, at most: on a CPU, on a GPU
+(`runtime.tensor_parallel.cross_entropy`)."""
+
+ENDS = ("embedding", "head")
+
+Key = tuple[int, int | None]
+"""(stage, microbatch)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Block:
+    """One block of a stage and one microbatch, in bytes.
+
+    Attributes:
+        kind: of block.
+        kept: from its forward to its backward. again: made anew when its backward begins.
+        moved: to the host's memory between them.
+        pending: of what backward releases, kept from I to W.
+        working: inner gradients at their widest.
+        first: indices of the gradients that come while these live; then: of the others.
+        values: of its parameters.
+    """
+
+    kind: str
+    kept: int
+    again: int
+    moved: int
+    pending: int
+    working: int
+    first: tuple[int, ...]
+    then: tuple[int, ...]
+    values: int
+
+    @property
+    def layer(self) -> bool:
+        return self.kind not in ENDS
+
+
+def peak_bytes(job: Job, index: int, *, cuda: bool) -> int:
+    """The most bytes at once that a pipeline rank allocates in a step: activations, gradients, what
+    collectives fill, and under ZeRO-3 whole parameters."""
+    replay = _Replay(job, index, cuda)
+    for action in job.schedule.ranks[index]:
+        for part in action.parts or (action,):
+            replay.run(part)
+    replay.finish()
+    return replay.live.peak
+
+
+class _Stage:
+    """One stage of the rank."""
+
+    def __init__(self, job: Job, number: int, live: LiveBytes, cuda: bool) -> None:
+        kinds, tp = job.blocks(number), job.layout.tp
+        self.first, self.last = number == 0, number == job.schedule.num_stages - 1
+        self.live = live
+        by_block = _by_block(job, kinds)
+        held = [(at, w) for at, own in enumerate(by_block) for w in trained(own)]
+        width = 0 if job.element_bytes == GRADIENT_BYTES else job.element_bytes
+        gradients = [
+            Gradient(
+                block=at,
+                nbytes=local(w, tp) * GRADIENT_BYTES,
+                made=local(w, tp) * width,
+                late=late,
+            )
+            for (at, w), late in zip(held, job.share(number).late, strict=True)
+        ]
+        self.gradients = _gradients(job, gradients, kinds, live, cuda)
+        self.blocks = _blocks(job, number, by_block)
+        self.deferred = {
+            index
+            for index, (at, w) in enumerate(held)
+            for p in job.shape.blocks[kinds[at]].products
+            if not p.bare and w.name.startswith(f"{p.name}.")
+        }
+        # A weight of both ends has two gradients, which meet when the embedding's is there.
+        both = job.shape.tied and kinds[0] == "embedding" and kinds[-1] == "head"
+        names = {w.name for w in job.shape.blocks["head"].weights} if both else set()
+        tied = [index for index, (at, w) in enumerate(held) if at == 0 and w.name in names]
+        self.keeps_first = both
+        self.tied_index = tied[0] if tied else -1
+        self.tied = gradients[tied[0]].nbytes if tied else 0
+        self.tied_made = gradients[tied[0]].made if tied else 0
+        self.left = 0  # of the last forward's last layer, on its way to the host
+        self.whole: set[int] = set()  # blocks whose values are gathered (ZeRO-3)
+        self.gathers = job.layout.zero == 3
+
+    def made(self, which: tuple[int, ...]) -> int:
+        """The largest of these gradients as backward makes it."""
+        found = [self.gradients.gradients[index] for index in which]
+        return max((g.made or g.nbytes for g in found), default=0)
+
+    def come(self, which: tuple[int, ...], halved: bool) -> None:
+        """A backward makes these gradients; half of one leaves out those of linear layers."""
+        for index in which:
+            if not (halved and index in self.deferred):
+                self.gradients.arrive(index)
+
+    def gather(self, block: int) -> None:
+        """Give a block's values memory."""
+        if self.gathers and 0 <= block < len(self.blocks) and block not in self.whole:
+            self.whole.add(block)
+            self.live.take(self.blocks[block].values)
+
+    def free(self, block: int) -> None:
+        """Take it back."""
+        if block in self.whole:
+            self.whole.remove(block)
+            self.live.take(-self.blocks[block].values)
+
+    def keeps(self, block: int) -> bool:
+        """Whether a block's values stay from its forward to its backward."""
+        kind = self.blocks[block].kind
+        return kind == "head" or (kind == "embedding" and self.keeps_first)
+
+
+class _Replay:
+    def __init__(self, job: Job, index: int, cuda: bool) -> None:
+        self.job, self.live = job, LiveBytes()
+        self.hidden, self.stream = job.hidden_bytes, job.stream_bytes
+        self.stages = {
+            stage: _Stage(job, stage, self.live, cuda) for stage in job.schedule.stages_of(index)
+        }
+        self.index = index
+        self.place = job.schedule.stage_ranks
+        self.scratch = _scratch(job, cuda)
+        # In half precision the softmax is taken again in backward.
+        self.scratch_again = 0 if job.element_bytes == GRADIENT_BYTES else self.scratch
+        self.final: dict[int, Action] = {}
+        for action in job.schedule.ranks[index]:
+            for part in action.parts or (action,):
+                if part.kind in (BACKWARD, WEIGHT):
+                    self.final[part.stage] = part
+        # Sends whose tensors are referenced, and how many were before each posted receive.
+        self.sends: deque[Key] = deque()
+        self.released = 0
+        self.posted: dict[tuple[str, int, int | None], int] = {}
+        self.outputs: dict[Key, int] = {}
+
+    def run(self, action: Action) -> None:
+        """Replay one action."""
+        kind, key = action.kind, (action.stage, action.microbatch)
+        if kind == FORWARD:
+            self._taken(RECV_F, action)
+            self._forward(self.stages[action.stage], key)
+        elif kind in (BACKWARD, INPUT):
+            self._taken(RECV_B, action)
+            self._backward(self.stages[action.stage], action)
+        elif kind == WEIGHT:
+            self._weight(self.stages[action.stage], action)
+        elif kind in (RECV_F, RECV_B):
+            self.live.take(self.stream)
+            self.posted[kind, *key] = self.released + len(self.sends)
+        elif kind == SEND_F:
+            self.outputs[key] = self.outputs.get(key, 0) + 1
+            self.sends.append(key)
+        elif kind == SEND_B:
+            self.sends.append((-1, None))
+        elif kind == REDUCE_GRAD:
+            self.stages[action.stage].gradients.launch()
+
+    def finish(self) -> None:
+        """The end of the step."""
+        self._release(self.released + len(self.sends))
+        for stage in self.stages.values():
+            stage.gradients.finish()
+
+    # --- messages ------------------------------------------------------------------------------
+
+    def _taken(self, kind: str, action: Action) -> None:
+        sends = self.posted.pop((kind, action.stage, action.microbatch), None)
+        if sends is not None:
+            self._release(sends)
+
+    def _release(self, count: int) -> None:
+        while self.released < count:
+            key = self.sends.popleft()
+            self.released += 1
+            if key[0] < 0:  # the gradient of an input
+                self.live.take(-self.stream)
+            else:
+                self._drop_output(key)
+
+    def _drop_output(self, key: Key) -> None:
+        """One of those that refer to a stage's output has done with it."""
+        self.outputs[key] -= 1
+        if not self.outputs[key]:
+            del self.outputs[key]
+            self.live.take(-self.stream)
+
+    # --- a forward -----------------------------------------------------------------------------
+
+    def _forward(self, stage: _Stage, key: Key) -> None:
+        live, blocks = self.live, stage.blocks
+        stage.gradients.begins(FORWARD)
+        if self._is_here(key[0] - 1):  # the same tensor
+            self.outputs[key[0] - 1, key[1]] += 1
+        for at, block in enumerate(blocks):
+            stage.gather(at)
+            if block.layer and at and not blocks[at - 1].layer and not stage.keeps(at - 1):
+                stage.free(at - 1)
+            stage.gather(at + 1)
+            live.take(block.kept + block.moved)
+            if block.layer:
+                # What the layer before saved is on the host by now.
+                live.take(-stage.left)
+                stage.left = block.moved
+                stage.free(at)
+        if stage.last:
+            live.touch(self.scratch)
+        else:
+            self.outputs[key] = 1
+            live.take(self.stream)
+        for at in list(stage.whole):
+            if not stage.keeps(at):
+                stage.free(at)
+
+    # --- a backward ----------------------------------------------------------------------------
+
+    def _backward(self, stage: _Stage, action: Action) -> None:
+        live, blocks, key = self.live, stage.blocks, (action.stage, action.microbatch)
+        halved = action.kind == INPUT
+        stage.gradients.begins(action.kind)
+        if self.final.get(action.stage) == action:
+            stage.gradients.last()
+        carried = 0  # the gradient that goes from block to block, but for the one that was given
+        tied = 0
+        for at in reversed(range(len(blocks))):
+            block = blocks[at]
+            released = block.kept + block.again + block.moved - (block.pending if halved else 0)
+            if block.kind == "head":
+                live.touch(self.scratch_again)
+                stage.gather(at)
+                stage.gather(at - 1)
+                live.take(self.stream)
+                carried = self.stream
+                if not halved:
+                    # The logits' gradient is freed before the weight's is widened.
+                    live.touch(max(stage.made(block.first), stage.tied_made or stage.tied))
+                    tied = stage.tied
+                live.take(-released)
+                live.touch(tied and stage.tied_made + tied)
+                live.take(tied)
+                stage.come(block.first + block.then, halved)
+                continue
+            if not block.layer:
+                own = (block.first + block.then)[::-1]
+                stage.come(tuple(i for i in own if i != stage.tied_index), halved)
+                if tied:
+                    # It is widened; then the two are added, into a third.
+                    live.touch(max(stage.tied_made + tied, 2 * tied))
+                    live.take(-tied)
+                stage.come(tuple(i for i in own if i == stage.tied_index), halved)
+                live.take(-released)
+                continue
+            stage.gradients.layer_begins(at)
+            for other in list(stage.whole):
+                if other > at:
+                    stage.free(other)
+            stage.gather(at)
+            if at + 1 == len(blocks) or not blocks[at + 1].layer:
+                live.take(block.moved - stage.left)
+                stage.left = 0
+            if at and blocks[at - 1].layer:
+                stage.gather(at - 1)
+                live.take(blocks[at - 1].moved)
+            live.take(block.again)
+            live.touch(block.working)
+            stage.come(block.first, halved)
+            live.touch(block.working)
+            live.take(-released)
+            live.touch(self.hidden)
+            stage.come(block.then, halved)
+            live.touch(self.hidden)
+            if not carried:
+                carried = self.stream
+                live.take(carried)
+        stage.gradients.ends(action.kind)
+        for at in list(stage.whole):
+            stage.free(at)
+        if stage.first:  # else it is kept for the stage before
+            live.take(-carried)
+        else:
+            live.take(self.stream - carried)
+            if self._is_here(key[0] - 1):
+                self._drop_output((key[0] - 1, key[1]))
+            else:
+                live.take(-self.stream)  # what was received
+        if not stage.last:
+            self._drop_output(key)
+            live.take(-self.stream)  # the output's gradient
+
+    def _weight(self, stage: _Stage, action: Action) -> None:
+        live = self.live
+        stage.gradients.begins(WEIGHT)
+        if self.final.get(action.stage) == action:
+            stage.gradients.last()
+        for block in reversed(stage.blocks):
+            if block.pending and self.job.layout.sequence_parallel:
+                live.touch(self.hidden)  # an input, gathered again
+            if block.kind == "head" and stage.tied:
+                stage.gradients.arrive(stage.tied_index, apart=True)
+            for index in block.first + block.then:
+                if index in stage.deferred:
+                    stage.gradients.arrive(index, apart=True)
+            live.take(-block.pending)
+        stage.gradients.ends(WEIGHT)
+
+    def _is_here(self, stage: int) -> bool:
+        return stage >= 0 and self.place[stage] == self.index
+
+
+# --- sizes ----------------------------------------------------------------------------------------
+
+
+def _gradients(
+    job: Job, found: list[Gradient], kinds: list[str], live: LiveBytes, cuda: bool
+) -> Gradients:
+    ranks, zero = job.state_ranks, job.layout.zero
+    if zero == 3:
+        after = len(kinds) - 1 if kinds[-1] == "head" else None
+        return BlockGradients(live, found, ranks=ranks, after=after)
+    if zero:
+        return ShardedGradients.of_stage(live, found, job.bucket_mb, zero=zero, ranks=ranks)
+    if job.layout.dp > 1:
+        return FlatBuckets(live, found, job.bucket_mb, cuda=cuda)
+    return Gradients(live, found)
+
+
+def _by_block(job: Job, kinds: list[str]) -> list[list[Weight]]:
+    """The parameters of each block of a stage; a tied one where it comes first."""
+    held = weights(job.shape, kinds)
+    counts = [len(weights(job.shape, kinds[: n + 1])) for n in range(len(kinds))]
+    return [held[a:b] for a, b in zip([0, *counts], counts, strict=False)]
+
+
+def _blocks(job: Job, number: int, held: list[list[Weight]]) -> list[Block]:
+    """The blocks of a stage."""
+    kinds, tp = job.blocks(number), job.layout.tp
+    again = len(job.again(number, "full"))
+    offloads = job.layout.offloads("activations")
+    found: list[Block] = []
+    index = 0
+    for at, kind in enumerate(kinds):
+        block = job.shape.blocks[kind]
+        layer = kind not in ENDS
+        rows = dict(saved_rows(job.shape, kind, job.microbatch, job.element_bytes))
+        if layer and number == 0 and job.adapted and not any(b.layer for b in found):
+            rows = behind_first_adapter(block, rows)
+        # The executor holds what a stage is given.
+        given = rows.pop("input", 0) if at == 0 else 0
+        moved = sum(n for n in rows.values() if n >= OFFLOADED_BYTES) if layer and offloads else 0
+        kept = sum(rows.values()) + job.adapter_bytes(kind) - moved
+        pending = pending_bytes(job, [kind])
+        made = 0
+        if layer and again:
+            again -= 1
+            # Of its input alone; the first one's is that of the stage.
+            kept, made = (0 if at == 0 else job.stream_bytes), kept
+            made -= kept
+        else:
+            pending = min(kept + moved + given, pending)
+        own = range(index, index + len(trained(held[at])))
+        index = own.stop
+        narrow = narrowing(block)
+        first = tuple(
+            i for i, w in zip(own, trained(held[at]), strict=True) if w.name.startswith(narrow)
+        )
+        found.append(
+            Block(
+                kind=kind,
+                kept=kept,
+                again=made,
+                moved=moved,
+                pending=pending,
+                working=_widest(job, block)
+                + (job.hidden_bytes - job.stream_bytes)
+                + _fp8_bytes(job, block),
+                first=first,
+                then=tuple(i for i in own if i not in first),
+                values=sum(local(w, tp) for w in held[at]) * job.element_bytes,
+            )
+        )
+    return found
+
+
+def pending_bytes(job: Job, kinds: list[str]) -> int:
+    """What is kept from I to W: inputs of matmuls (once, where several read them), and the
+    gradients of their outputs."""
+    elements = 0.0
+    for kind in kinds:
+        inputs: dict[str, float] = {}
+        for p in job.shape.blocks[kind].products:
+            if p.frozen or p.bare:
+                continue
+            split_in = job.layout.tp if p.split == "row" else job.microbatch.ranks("outside")
+            split_out = job.layout.tp if p.split in ("column", "vocab") else 1
+            if p.split == "outside":
+                split_out = job.microbatch.ranks("outside")
+            inputs[p.input or p.name] = p.k * p.count / split_in
+            elements += p.n * p.count / split_out
+        elements += sum(inputs.values())
+    return round(elements * job.microbatch.tokens * job.element_bytes)
+
+
+def _widest(job: Job, block: BlockShape) -> int:
+    """Gradients of the widest inner tensors at once: of two (gate and up), or of what an activation
+    gave and of what it was given. Experts' outputs are weighted in fp32: three such tensors, and
+    their gradient in the dtype of the products."""
+    rows = [p for p in block.products if p.split in ("row", "outside")]
+    if not rows or block.kind in ENDS:
+        return 0
+    down = max(rows, key=lambda p: p.k * p.count)
+    tp = job.layout.tp if down.split == "row" else 1
+    widest = 2 * down.k * down.count / tp * job.element_bytes
+    weighted = [p.n * p.count * (3 * 4 + job.element_bytes) for p in rows if p.groups > 1]
+    return round(max(widest, *weighted, 0) * job.microbatch.tokens)
+
+
+def _fp8_bytes(job: Job, block: BlockShape) -> int:
+    """What torchao makes to cast the widest operand of a layer's matmuls to fp8: it is scaled and
+    clamped in fp32."""
+    if job.workload.dtype != "fp8" or block.kind in ENDS:
+        return 0
+    tp, tokens = job.layout.tp, job.microbatch.tokens
+    found = [p for p in block.products if not p.bare]
+    operands = [local(w, tp) for w in block.weights for p in found if w.name.startswith(p.name)]
+    operands += [round(tokens * p.k * p.count / (tp if p.split == "row" else 1)) for p in found]
+    return (4 + 4 + 1) * max(operands, default=0)
+
+
+def _scratch(job: Job, cuda: bool) -> int:
+    """Bytes of the buffer in which the loss takes its tokens: of this rank's vocabulary rows."""
+    shape, head = job.shape, job.shape.blocks["head"]
+    split = any(p.split == "vocab" for p in head.products)
+    rows = -(-shape.vocab // job.layout.tp) if split else shape.vocab
+    return min(SCRATCH[cuda], job.microbatch.tokens * rows * 4)
