@@ -225,6 +225,13 @@ def test_a_job_that_ends_before_its_first_step_leaves_its_name_free(
     )
     assert code == 2
     said = capsys.readouterr().err
+    assert "holds weights and no tokenizer" in said
+    code = main(
+        ["train", str(model), "--data", str(folder / "text.txt"), *SMALL, "--run", str(run),
+         "--tokenizer", "bytes"]
+    )  # fmt: skip
+    assert code == 2
+    said = capsys.readouterr().err
     assert "lm_head.wait" in said
     assert "Traceback" not in said
     assert not (run / "run.json").exists()

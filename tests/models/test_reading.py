@@ -180,7 +180,7 @@ def test_dtypes_are_held_against_the_model(tmp_path):
         ('{"weight_map": [1]}', "cannot be read"),
         ('{"weight_map": {"a": 3}}', "something else than files"),
         ("[" * 100_000, "cannot be read"),
-        ('{"weight_map": {"a": "/etc/passwd"}}', "no file beside it"),
+        ('{"weight_map": {"a": "/etc/passwd"}}', "not a file beside it"),
         ('{"weight_map": {"a": ".."}}', "no regular file"),
         ('{"weight_map": {"a": "not-there.safetensors"}}', "No such file"),
     ],

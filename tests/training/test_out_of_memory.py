@@ -143,7 +143,7 @@ def test_the_ranks_entry_reports_it(ranks_of_one, monkeypatch, tmp_path) -> None
             raise torch.OutOfMemoryError(CUDA)
 
     spec = ranks_of_one.spec
-    folder = SimpleNamespace(load=lambda: spec, schedule_file=None, path=tmp_path)
+    folder = SimpleNamespace(load=lambda **_: spec, schedule_file=None, path=tmp_path)
     monkeypatch.setattr(rank, "RunFolder", lambda path: folder)
     monkeypatch.setattr(rank, "read_schedule", lambda path: None)
     monkeypatch.setattr(rank, "build", lambda *given: ranks_of_one)

@@ -79,9 +79,10 @@ class Trained:
     Args:
         place: where.
         job: of a layout of one rank.
+        labels_shifted: as for `training.build.build_model`.
     """
 
-    def __init__(self, place: Place, job: RunSpec) -> None:
+    def __init__(self, place: Place, job: RunSpec, labels_shifted: bool = True) -> None:
         import torch
 
         from hocket.runtime.mesh import Mesh
@@ -94,7 +95,9 @@ class Trained:
         torch.set_float32_matmul_precision("highest" if exact else "high")
         mesh = Mesh.single(place.device, Recorder(0, place.device))
         mesh.layout = job.layout
-        _, self.skeleton, _, self.parallel = build_model(job, mesh, None)
+        _, self.skeleton, _, self.parallel = build_model(
+            job, mesh, None, labels_shifted=labels_shifted
+        )
         self.optimizer = build_optimizer(self.parallel, job.options)
 
     def batches(self, seed: int = 0) -> list[dict[str, Tensor]]:

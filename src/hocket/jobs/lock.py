@@ -80,7 +80,7 @@ class Owner:
                 raise ValueError("its texts are none")
             if not all(type(number) is int for number in (owner.pid, owner.start)):
                 raise ValueError("its pid is no whole number")
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except MALFORMED as error:
             raise RunFolderError(

@@ -142,7 +142,7 @@ def require(launcher: Launcher, spec: RunSpec, schedule: str) -> list[dict[str, 
     room = "this machine" if may.together else f"{MOST_RANKS} ranks of {_gb(may.bytes)}"
     raise LayoutError(
         f"{has}; parameters, gradients and optimizer state alone are {_gb(standing)}, more than "
-        f"{room} can hold",
+        f"{room} {'can hold' if may.together else 'hold'}",
         hint=f"hocket plan {spec.model} --cluster 8xH100 --seq-len {spec.workload.seq_len} "
         f"--global-batch {spec.workload.global_batch}"
         if may.together
@@ -218,7 +218,7 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
     ranks, fits = 0, False
     end = time.monotonic() + SEARCH
     fit: set[str] = set()
-    for layout in candidates(spec):
+    for layout in [*(microbatched(spec) if may.together else ()), *candidates(spec)]:
         size = layout.world_size
         if size > ranks and (fits or time.monotonic() > end):
             return
@@ -245,20 +245,27 @@ def _totals(spec: RunSpec, layout: Layout) -> list[int]:
     return [memory.total for memory in forecast(other, schedule)]
 
 
+def microbatched(spec: RunSpec) -> Iterator[Layout]:
+    """The same layout with more microbatches."""
+    from hocket.jobs.validate import validate
+    from hocket.models.source import of_run
+
+    model = of_run(spec).dimensions
+    for count in divisors(spec.workload.global_batch // spec.layout.dp):
+        if count > (spec.layout.microbatches or 1):
+            more = dataclasses.replace(spec.layout, microbatches=count)
+            with contextlib.suppress(HocketError):
+                yield validate(model, more, spec.workload)
+
+
 def candidates(spec: RunSpec) -> Iterator[Layout]:
-    """More microbatches, and other legal layouts of at least as many ranks, the fewest first: the
-    same ranks under ZeRO, then pipelines before tensors, and data parallel under ZeRO."""
+    """Other legal layouts of at least as many ranks, the fewest first: the same ranks under ZeRO,
+    then pipelines before tensors, and data parallel under ZeRO."""
     from hocket.jobs.validate import validate
     from hocket.models.source import of_run
 
     model = of_run(spec).dimensions
     size = spec.layout.world_size
-    rows = spec.workload.global_batch // spec.layout.dp
-    for count in divisors(rows):
-        if count > (spec.layout.microbatches or 1):
-            more = dataclasses.replace(spec.layout, microbatches=count)
-            with contextlib.suppress(HocketError):
-                yield validate(model, more, spec.workload)
     while size <= MOST_RANKS:
         shapes = [(dp, pp) for dp in divisors(size) for pp in divisors(size // dp)]
         splits = [

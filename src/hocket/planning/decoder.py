@@ -78,13 +78,13 @@ def decoder(
 
 def _products(hidden: int, kv: int, ffn: int, gated: bool) -> tuple[MatrixProduct, ...]:
     def column(name: str, n: int) -> MatrixProduct:
-        return MatrixProduct(name=name, n=n, k=hidden, split="column", input=f"input of {name}")
+        return MatrixProduct(name=name, n=n, k=hidden, split="column", input=f"{name}:norm")
 
     return (
         column("attention.query_key_value", hidden + 2 * kv),
         MatrixProduct(name="attention.output", n=hidden, k=hidden, split="row"),
         column("mlp.up", (2 if gated else 1) * ffn),
-        MatrixProduct(name="mlp.down", n=hidden, k=ffn, split="row"),
+        MatrixProduct(name="mlp.down", n=hidden, k=ffn, split="row", input="mlp:act"),
     )
 
 
@@ -180,11 +180,14 @@ def _saved(
 
     yield fused("statistics", 2 * (4 if gated else 8), "outside")
     yield fused("norm inputs", 4 * hidden, "outside")
-    yield fused("column inputs", 4 * hidden, "outside")
+    # Named as the products that read them: recompute of modules makes these again.
+    yield fused("attention.query_key_value input", 2 * hidden, "outside")
+    yield fused("mlp.up input", 2 * hidden, "outside")
     yield fused("query, key, value", 2 * (hidden + 2 * kv), "inside")
     yield fused("attention output", 2 * hidden, "inside")
     yield fused("attention row sums", 4 * heads, "inside")
-    yield fused("activation", (6 if gated else 4) * ffn, "inside")
+    yield fused("activation", (4 if gated else 2) * ffn, "inside")
+    yield fused("mlp.down input", 2 * ffn, "inside")
     if dropout:
         yield fused("dropout masks", 2 * hidden, "outside")
     # Probabilities; with dropout its mask and its output, for each pair of tokens.
@@ -236,14 +239,17 @@ def _head(hidden: int, vocab: int, gated: bool, tied: bool) -> BlockShape:
     bias = 0 if gated else 1
     return BlockShape(
         kind="head",
-        products=(MatrixProduct(name="logits", n=vocab, k=hidden, split="vocab"),),
+        products=(
+            MatrixProduct(name="logits", n=vocab, k=hidden, split="vocab", input="norm:mul"),
+        ),
         memory_bound=(
             MemoryBound(name="norm", forward=2 * hidden, backward=3 * hidden, split="outside"),
             MemoryBound(name="loss", forward=3 * vocab, backward=3 * vocab, split="vocab"),
         ),
         saved=(
             Saved(name="statistics", bytes=4 * (1 + bias), split="outside", view="fused"),
-            Saved(name="norm input", bytes=4 * hidden, split="outside", view="fused"),
+            Saved(name="norm input", bytes=2 * hidden, split="outside", view="fused"),
+            Saved(name="logits input", bytes=2 * hidden, split="outside", view="fused"),
             Saved(name="logits", bytes=4 * vocab, split="vocab", view="fused"),
         ),
         weights=(
