@@ -160,11 +160,11 @@ def beside(predicted: list[dict[str, int]], counted: tuple[dict[str, int], ...])
     )
 
 
-def _named(layout: Layout) -> str:
-    """A layout as it can be pasted after --layout: its degrees, its ZeRO stage, and more than one
-    microbatch without a pipeline."""
+def _named(layout: Layout, *, microbatches: bool = False) -> str:
+    """A layout as it can be pasted after --layout: its degrees, its ZeRO stage, and on request its
+    microbatches."""
     fields = [f"zero={layout.zero}"] if layout.zero else []
-    if layout.pp == 1 and (layout.microbatches or 1) > 1:
+    if microbatches:
         fields.append(f"microbatches={layout.microbatches}")
     return ":".join([layout.axes_text(), *([",".join(fields)] if fields else [])])
 
@@ -218,7 +218,8 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
     ranks, fits = 0, False
     end = time.monotonic() + SEARCH
     fit: set[str] = set()
-    for layout in [*(microbatched(spec) if may.together else ()), *candidates(spec)]:
+    more = list(microbatched(spec)) if may.together else []
+    for layout in [*more, *candidates(spec)]:
         size = layout.world_size
         if size > ranks and (fits or time.monotonic() > end):
             return
@@ -230,7 +231,9 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
             continue  # a lower stage, or fewer microbatches, is enough
         ranks = size
         need = may.need(_totals(spec, layout))
-        context.emit({"event": say, "layout": _named(layout), "need": need})
+        context.emit(
+            {"event": say, "layout": _named(layout, microbatches=layout in more), "need": need}
+        )
         if need <= may.bytes:
             fits = True
             fit.add(layout.axes_text())
