@@ -95,26 +95,26 @@ def prepare(context: RankContext, payload: dict[str, Any]) -> None:
 
 
 def _prepare(kind: str, values: dict[str, Any], folder: Path) -> dict[str, Any]:
-    from hocket.jobs.twin import try_stages
-    from hocket.jobs.twin_loss import try_loss
+    from hocket.jobs.proxy.check import try_stages
+    from hocket.jobs.proxy.loss import try_loss
     from hocket.models.plans import plan_for
+    from hocket.models.proxy import proxy_of
     from hocket.models.skeleton import build, config_of
-    from hocket.models.twin import twin_of
 
     try:
-        twin = twin_of(config_of(values, dropout=0.0))
-        model = build(twin.config)
+        proxy = proxy_of(config_of(values, dropout=0.0))
+        model = build(proxy.config)
         plan = plan_for(model, sequence=True)
-        config = json.loads(json.dumps(twin.config.to_dict(), default=str))
-        loss, _ = try_loss(twin.config, "sdpa")
+        config = json.loads(json.dumps(proxy.config.to_dict(), default=str))
+        loss, _ = try_loss(proxy.config, "sdpa")
         if loss:
             raise ModelError(loss)
-        reason = try_stages(twin.config, "sdpa")
+        reason = try_stages(proxy.config, "sdpa")
         where = folder / kind
         where.mkdir(parents=True, exist_ok=True)
         write_text(where / "plan.json", plan.to_json())
         if _uninitialised(model):
-            _save(twin.build(), where / WEIGHTS)
+            _save(proxy.build(), where / WEIGHTS)
         _write_references(kind, config, where)
     except HocketError as error:
         return {"refused": error.message}
@@ -181,7 +181,7 @@ def compare(context: RankContext, payload: dict[str, Any]) -> None:
     "slices", "reason"}`; a rank that raises emits `{"event": "raised", "case", "refused",
     "reason"}` first.
     """
-    from hocket.jobs.twin import try_tensors
+    from hocket.jobs.proxy.check import try_tensors
     from hocket.models.skeleton import config_of
     from hocket.training.build import join_world
 

@@ -102,7 +102,7 @@ def reversed_switches(kind: str) -> dict[str, bool]:
 
 
 def sample(kind: str) -> dict[str, Any]:
-    """The configuration, as of a checkpoint's config.json, whose twin stands for a type.
+    """The configuration, as of a checkpoint's config.json, whose proxy model stands for a type.
 
     A type with `SWITCHED` at its end has its optional switches on. A type that attends both ways by
     default is made a decoder, which is what makes a causal language model of it.

@@ -177,14 +177,14 @@ class _Row:
         ratio: float | None = None,
     ) -> None:
         """A cell that is not equal: rejected where `hocket serve` says so before ranks start."""
-        from hocket.jobs import twin
+        from hocket.jobs.proxy.check import require_equal
         from hocket.models.source import resolve
 
         reason = check.reason_of(error)
         launcher, source = self.warm.launcher, resolve(directory)
         try:  # all that is checked before ranks start, but for the server's check at this layout
-            twin.require(launcher, source, dataclasses.replace(Layout.parse(text), dp=1))
-            twin.require(launcher, source, Layout(), pages=True)
+            require_equal(launcher, source, dataclasses.replace(Layout.parse(text), dp=1))
+            require_equal(launcher, source, Layout(), pages=True)
         except RankFailure:
             pass
         except HocketError as said:

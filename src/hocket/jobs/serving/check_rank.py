@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from hocket.launch import RankContext
-    from hocket.models.twin import Twin
+    from hocket.models.proxy import ProxyModel
 
 GAIN = 1.5
 """Standard deviation of a random matrix's entries, times the root of its number of inputs."""
@@ -63,7 +63,7 @@ def _prepare(payload: dict[str, Any]) -> dict[str, Any]:
 
     from hocket.models import skeleton
     from hocket.models.plain import save
-    from hocket.models.twin import twin_of
+    from hocket.models.proxy import proxy_of
     from hocket.serving.engine.refusal import longest_sequence
 
     code = Path(payload["code"]) if payload.get("code") else None
@@ -71,10 +71,10 @@ def _prepare(payload: dict[str, Any]) -> dict[str, Any]:
     model: Any
     switches: dict[str, bool] = {}
     if payload["proxy"]:
-        twin = twin_of(config)
+        proxy = proxy_of(config)
         if payload.get("switches"):
-            twin, switches = _switched(payload["config"], twin, payload["switches"])
-        config, model = twin.config, twin.build(seed=payload["seed"])
+            proxy, switches = _switched(payload["config"], proxy, payload["switches"])
+        config, model = proxy.config, proxy.build(seed=payload["seed"])
     else:
         model = skeleton.build(config, device="cpu", dropout=0.0, code=code).eval()
         with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -100,15 +100,15 @@ def _prepare(payload: dict[str, Any]) -> dict[str, Any]:
 
 
 def _switched(
-    values: dict[str, Any], plain: Twin, switches: dict[str, bool]
-) -> tuple[Twin, dict[str, bool]]:
+    values: dict[str, Any], plain: ProxyModel, switches: dict[str, bool]
+) -> tuple[ProxyModel, dict[str, bool]]:
     """The proxy model with as many of the switches as its class takes together."""
+    from hocket.models.proxy import proxy_of
     from hocket.models.skeleton import config_of
-    from hocket.models.twin import twin_of
 
-    def proxy(some: dict[str, bool]) -> Twin | None:
+    def proxy(some: dict[str, bool]) -> ProxyModel | None:
         try:
-            return twin_of(config_of({**values, **some}, dropout=0.0))
+            return proxy_of(config_of({**values, **some}, dropout=0.0))
         except Exception:  # a combination that the class rejects, each in its own way
             return None
 
