@@ -431,7 +431,7 @@ def test_every_loser_loses(why: list[str]) -> None:
 
 
 def test_what_runs_elsewhere_names_the_software_that_runs_it() -> None:
-    """Each layout with context parallelism comes with tools that write its flags, and only those."""
+    """Each layout over cp comes with the tools that write its flags, and only those."""
     problem = Problem(
         shape=shape("llama-3-8b"), cluster=cluster("4x8xH100-SXM"),
         seq_len=131072, global_batch=8,
