@@ -179,7 +179,7 @@ def free_name(path: Path) -> Path:
     return next(name for name in names if not name.exists())
 
 
-def trained_config(source: ModelSource, vocab_size: int, eos_id: int) -> dict[str, Any]:
+def trained_config(source: ModelSource, vocab_size: int, eos_id: int | None) -> dict[str, Any]:
     """The configuration that a run trains: of a model of the catalogue with random weights it has
     as many embedding rows as the tokenizer has ids."""
     if source.directory is None and source.weights is None and not _is_file(source.name):

@@ -338,9 +338,4 @@ def _notes(shape: ModelShape, gpus: Sequence[str]) -> tuple[str, ...]:
     if borrowed:
         said = ", ".join(f"{name} is predicted with {of}'s" for name, of in borrowed.items())
         notes.append(f"No measured serving was fitted for these GPUs: {said}.")
-    if shape.experts:
-        notes.append(
-            f"{shape.experts} experts, {shape.experts_per_token} a token, divided over tp as all "
-            "else is; attention replicated over data ranks is not searched."
-        )
     return tuple(notes)
