@@ -92,7 +92,7 @@ def _export(folder: RunFolder, to: Path, *, merge: bool, overwrite: bool, trust:
 def _adapted(folder: RunFolder, spec: RunSpec, to: Path, *, merge: bool) -> Path:
     """The adapter of a run, or the base with it."""
     from hocket.models import lora
-    from hocket.models.source import resolve
+    from hocket.models.source import fetch_again, of_run, resolve
     from hocket.spec import checkpoint
     from hocket.training import adapter, export
 
@@ -115,7 +115,10 @@ def _adapted(folder: RunFolder, spec: RunSpec, to: Path, *, merge: bool) -> Path
         return to
     if spec.weights is None:
         raise RunFolderError(f"{folder.spec_file} names no weights that its adapter belongs to")
-    base = resolve(spec.weights, trust_remote_code=spec.options.trust_remote_code)
+    fetch_again(spec)
+    base = resolve(
+        of_run(spec).weights or spec.weights, trust_remote_code=spec.options.trust_remote_code
+    )
     if base.weights is None:
         raise ModelError(f"{spec.weights}, the base of the adapter, holds no weights")
     aside = to.with_name(f".{to.name}.partial")

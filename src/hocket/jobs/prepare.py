@@ -61,7 +61,8 @@ def plan(request: Request, *, world_size: int | None = None) -> Plan:
     from hocket.training import data_paths, tokenizer
 
     device_checked(request.options)
-    source = resolve(request.model, trust_remote_code=request.options.trust_remote_code)
+    trusted = request.options.trust_remote_code
+    source = resolve(request.model, trust_remote_code=trusted, weights=False)
     choice_checked(request, world_size)
     asked = Layout() if request.auto else request.layout  # chosen once the vocabulary is known
     layout = validate(source.dimensions, asked, request.workload, world_size=world_size)
@@ -69,15 +70,17 @@ def plan(request: Request, *, world_size: int | None = None) -> Plan:
     if not request.auto:
         links.checked(request.options, layout, joined=world_size is not None)
     memory.checked(request.options)
+    precision.checked(request.workload, request.options, layout, schedule)
+    if not request.data:
+        raise DataError("no data was named", hint="--data FILE_OR_FOLDER...")
+    data_paths.find(request.data)
+    # All of a model of the Hub is downloaded once nothing else is known to be wrong.
+    source = resolve(request.model, trust_remote_code=trusted)
     if request.options.lora_rank is not None and source.weights is None:
         raise ModelError(
             f"LoRA adapts weights that are there, and {source.name} has none",
             hint="a directory with safetensors weights, or no --lora-rank",
         )
-    precision.checked(request.workload, request.options, layout, schedule)
-    if not request.data:
-        raise DataError("no data was named", hint="--data FILE_OR_FOLDER...")
-    data_paths.find(request.data)
     if request.options.tokenizer is None and source.weights is not None and not source.tokenizer:
         raise ModelError(
             f"{source.name} holds weights and no tokenizer; without the one they were trained "
@@ -134,7 +137,7 @@ def run_folder(request: Request) -> RunFolder:
             folder.
     """
     if request.run is None:
-        return RunFolder(new_folder(Path("runs") / (Path(request.model).name or "run")))
+        return RunFolder(new_folder(Path("runs") / (short_name(request.model) or "run")))
     folder = RunFolder(request.run)
     lock.check(folder.path)
     if folder.spec_file.exists():
@@ -159,6 +162,14 @@ def run_folder(request: Request) -> RunFolder:
             f"{folder.path} cannot be made: {there} {why}", hint="--run runs/first"
         )
     return folder
+
+
+def short_name(model: str) -> str:
+    """A model's name without the folder or the organization before it."""
+    from hocket.models import hub
+
+    repo = None if Path(model).expanduser().exists() else hub.parse(model)
+    return Path(model if repo is None else repo.id).name
 
 
 def new_folder(stem: Path) -> Path:
@@ -297,7 +308,7 @@ def spec_of(
     """The RunSpec of a job; its paths hold from any working folder."""
     known = Path(request.model).expanduser()
     return RunSpec(
-        model=str(known.resolve()) if known.exists() else request.model,
+        model=source.repo or (str(known.resolve()) if known.exists() else request.model),
         config=config,
         layout=layout,
         workload=request.workload,

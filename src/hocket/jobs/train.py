@@ -274,6 +274,7 @@ def _run_joined(
     """Train as one rank of a foreign launcher's world; `folder` is prepared, or None: rank 0 of
     another process prepares it."""
     from hocket.launch import run_joined
+    from hocket.models.source import fetch_again
 
     world, options = context.world_size, request.options
     if folder is None:
@@ -291,6 +292,7 @@ def _run_joined(
                 hint="--run FOLDER on a file system that all machines share",
             )
     spec = folder.load(trust_remote_code=options.trust_remote_code)
+    fetch_again(spec)  # of this host's cache, where it is another one than rank 0's
     options = spec.options  # those of the run, where it is resumed
     if context.rank > 0 and context.local_rank == 0 and not context.one_machine:
         # Rank 0 has verified what its host sees of the file system; this is another host.
