@@ -29,7 +29,7 @@ TRAINING = {
     "backend", "threads", "bucket_mb", "compile", "attention", "tensorboard",
     "trust_remote_code", "timeout",
     "links", "memory_per_rank", "grad_dtype", "data_format", "chat_template_file",
-    "packing", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets",
+    "packing", "streaming", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets",
 }  # fmt: skip
 
 SERVICE = {

@@ -207,7 +207,7 @@ def data(
 
     request, source = job.request, job.source
     options, workload = request.options, request.workload
-    found = data_paths.find(request.data).sources
+    found = data_paths.find(request.data, streaming=options.streaming).sources
     held = documents.kinds(found, options.data_format)
     if options.tokenizer == "train" and set(held) != {conversation.TEXT}:
         raise OptionError(
@@ -243,6 +243,7 @@ def data(
         packing=options.packing,
         templates=templates,
         chat_template=options.chat_template_file,
+        streaming=options.streaming,
         progress=progress,
     )
     return words, tokens, config
@@ -306,6 +307,8 @@ def spec_of(
     source: ModelSource, request: Request, layout: Layout, config: dict[str, Any], command: str
 ) -> RunSpec:
     """The RunSpec of a job; its paths hold from any working folder."""
+    from hocket.training import data_paths
+
     known = Path(request.model).expanduser()
     return RunSpec(
         model=source.repo or (str(known.resolve()) if known.exists() else request.model),
@@ -314,7 +317,7 @@ def spec_of(
         workload=request.workload,
         options=request.options,
         weights=str(source.weights.resolve()) if source.weights is not None else None,
-        data=tuple(str(Path(path).resolve()) for path in request.data),
+        data=tuple(data_paths.pinned(path) for path in request.data),
         command=command,
     )
 

@@ -116,7 +116,8 @@ def prepared(
     """
     from hocket.training import data_paths
 
-    for notice in data_paths.find(job.request.data).notices:
+    request = job.request
+    for notice in data_paths.find(request.data, streaming=request.options.streaming).notices:
         record.note(notice)
     record.phase("tokenizing")
     words, tokens, config = prepare.data(job, folder, record.tokenized)

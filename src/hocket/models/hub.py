@@ -142,6 +142,38 @@ def file_names(repo: RepoId) -> list[str]:
     return []
 
 
+def listed(repo: RepoId) -> dict[str, int]:
+    """The files of a repository at a commit and their sizes in bytes, as its listing has them that
+    a download leaves in the cache.
+
+    Raises:
+        ModelError, DataError: the Hub cannot be asked, and the cache has no listing.
+    """
+    from huggingface_hub import HfApi
+
+    note = _storage(repo) / "trees" / f"{repo.commit}.json"
+    with suppress(OSError, *MALFORMED):
+        files = parse_json(note.read_text())["files"]
+        return {name: int(file["size"]) for name, file in files.items()}
+    with _explained(repo):
+        tree = HfApi().list_repo_tree(
+            repo.id, revision=repo.revision, repo_type=repo.kind, recursive=True
+        )
+        return {file.path: int(file.size) for file in tree if hasattr(file, "size")}
+
+
+def opened(repo: RepoId, name: str) -> Any:
+    """A file of a data set at the Hub, opened for reading by byte ranges; nothing is stored.
+
+    Raises:
+        DataError: as `snapshot`.
+    """
+    from huggingface_hub import HfFileSystem
+
+    with _explained(repo):
+        return HfFileSystem().open(f"datasets/{repo}/{name}", "rb", block_size=1 << 22)
+
+
 # --- downloading ---------------------------------------------------------------------------------
 
 
@@ -183,7 +215,7 @@ def _downloaded(repo: RepoId, patterns: Sequence[str]) -> Path:
 
     for attempt in range(_ATTEMPTS):
         try:
-            with _without_warnings(), downloads.following(repo.id) as follow:
+            with without_warnings(), downloads.following(repo.id) as follow:
                 folder = snapshot_download(
                     repo.id,
                     revision=repo.revision,
@@ -202,7 +234,7 @@ def _downloaded(repo: RepoId, patterns: Sequence[str]) -> Path:
 
 
 @contextmanager
-def _without_warnings() -> Iterator[None]:
+def without_warnings() -> Iterator[None]:
     """Within, huggingface_hub logs errors alone: what has to be known is said here."""
     logger = logging.getLogger("huggingface_hub")
     before = logger.level
