@@ -177,12 +177,17 @@ def opened(repo: RepoId, name: str) -> Any:
 # --- downloading ---------------------------------------------------------------------------------
 
 
-def _storage(repo: RepoId) -> Path:
+def cache_folder() -> Path:
+    """Where huggingface_hub keeps what it has downloaded."""
     from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE).expanduser()
+
+
+def _storage(repo: RepoId) -> Path:
     from huggingface_hub.file_download import repo_folder_name
 
-    folder = repo_folder_name(repo_id=repo.id, repo_type=repo.kind)
-    return Path(constants.HF_HUB_CACHE).expanduser() / folder
+    return cache_folder() / repo_folder_name(repo_id=repo.id, repo_type=repo.kind)
 
 
 def _notes(repo: RepoId) -> Path:

@@ -232,10 +232,8 @@ def _of_hub(data: hub_data.DataId, streaming: bool) -> tuple[Source, str]:
 
 def _room() -> float:
     """Bytes that files of the Hub may take of the disk that its cache is on."""
-    from huggingface_hub import constants
-
-    there = Path(constants.HF_HUB_CACHE).expanduser()
-    there = next(path for path in (there, *there.parents) if path.exists())
+    folder = hub.cache_folder()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
     return 0.8 * shutil.disk_usage(there).free
 
 
