@@ -303,6 +303,8 @@ class Handler(BaseHTTPRequestHandler):
         body = self.body()
         if match := re.fullmatch(r"/api/(model|dataset)s/([^/]+/[^/]+)/paths-info/([^/]+)", path):
             return self.paths_info(match[1], match[2], match[3], body)
+        if path == "/api/validate-yaml":
+            return self.json({"errors": [], "warnings": []})
         if not self.known:
             return self.error(401, "", "Invalid user token.")
         if path == "/api/repos/create":

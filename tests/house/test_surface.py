@@ -78,7 +78,9 @@ FLAGS = {
         "num_blocks", "max_waiting", "no_prefix_cache", "deadline", "drain_seconds",
         "chat_template_file", "generation_config", "max_restarts", "dry_run",
     },
-    "export": {"run", "to", "merge", "overwrite", "trust_remote_code"},
+    "export": {
+        "run", "to", "merge", "overwrite", "push_to_hub", "private", "trust_remote_code",
+    },
     "plan": {
         "model", "cluster", "seq_len", "global_batch", "objective", "top", "layout", "pin", "all",
         "explain", "emit", "source", "price_list", "precision", "grad_dtype", "stack", "lora_rank",

@@ -71,6 +71,8 @@ class DownloadLines:
         if download.ended:
             del self._begun[name]
             self._next.pop(name, None)
+            if download.brief and now - begun < self.FIRST:
+                return
         elif now < self._next.setdefault(name, now + self.FIRST):
             return
         else:

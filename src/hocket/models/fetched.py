@@ -15,7 +15,7 @@ from hocket.models.weight_headers import INDEX, SINGLE, files_of
 from hocket.spec.errors import ModelError
 
 ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
-_CONFIG = ("config.json", ADAPTER_CONFIG)
+CONFIG = ("config.json", ADAPTER_CONFIG)
 _BESIDE = (
     "generation_config.json", INDEX, "tokenizer*", "special_tokens_map.json", "added_tokens.json",
     "vocab.*", "merges.txt", "*.model", "*.tiktoken", "chat_template*",
@@ -35,7 +35,7 @@ def directory(repo: hub.RepoId, *, weights: bool, code: bool = False) -> Path:
     Raises:
         ModelError: as `hub.snapshot`, or it holds no weights in safetensors.
     """
-    patterns = (*_CONFIG, *(_BESIDE if weights else ()), *(("*.py",) if code else ()))
+    patterns = (*CONFIG, *(_BESIDE if weights else ()), *(("*.py",) if code else ()))
     folder = hub.snapshot(repo, patterns)
     here = repo.at(folder)
     config, adapter = folder / "config.json", folder / ADAPTER_CONFIG

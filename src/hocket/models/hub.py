@@ -310,7 +310,7 @@ def _verified(repo: RepoId) -> Iterator[Callable[[Path], None]]:
         names = {file: os.path.basename(os.readlink(file)) for file in links}
         fresh = {f: n for f, n in names.items() if _SHA256.fullmatch(n) and n not in before}
         total, done = sum(file.stat().st_size for file in fresh), 0
-        with downloads.following(f"{repo.id}: SHA-256") as follow:
+        with downloads.following(f"{repo.id}: SHA-256", brief=True) as follow:
             for file, expected in fresh.items():
                 found = hashlib.sha256()
                 with file.open("rb") as stream:

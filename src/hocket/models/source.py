@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hocket.models import fetched, hub, registry
+from hocket.models import fetched, hub, merged, registry
 from hocket.models.dimensions import Dimensions, dimensions
 from hocket.models.weight_headers import INDEX, SINGLE
 from hocket.spec import checkpoint
@@ -194,20 +194,15 @@ def _directory(
 ) -> ModelSource:
     """The source that a directory is; `repo`: whose snapshot it is."""
     if (path / "run.json").exists():
-        if not (path / "model" / "config.json").exists():
+        exported = path / "model", path / "adapter"
+        if not any((one / two).exists() for one, two in zip(exported, fetched.CONFIG, strict=True)):
             raise _not_exported(name, path)
-        path = path / "model"
+        path = exported[0] if (exported[0] / "config.json").exists() else exported[1]
     if not (path / "config.json").exists():
         path = _last_checkpoint(path) or path
     if not (path / "config.json").exists():
-        if (path / "adapter_config.json").exists():
-            run = path.parent
-            raise ModelError(
-                f"{path} holds an adapter of LoRA, not the model that it was trained on",
-                hint=f"{_export(run, run / 'model')} --merge"
-                if (run / "run.json").exists()
-                else "add it to its base with peft: merge_and_unload(), then save_pretrained(DIR)",
-            )
+        if (path / fetched.ADAPTER_CONFIG).exists():
+            return _adapted(name, path, trust_remote_code, weights)
         raise ModelError(
             f"{path} is no Hugging Face directory: it has no config.json",
             hint="a directory with config.json and safetensors weights, or a run folder",
@@ -227,6 +222,25 @@ def _directory(
         tokenizer=path if any((path / file).exists() for file in _TOKENIZERS) else None,
         trust_remote_code=trust_remote_code,
     )
+
+
+def _adapted(name: str, path: Path, trust_remote_code: bool, weights: bool) -> ModelSource:
+    """An adapter's base, with the adapter merged where weights are asked for."""
+    found = merged.adapter(name, path)
+    try:
+        base = resolve(found.base, trust_remote_code=trust_remote_code, weights=weights)
+    except ModelError as error:
+        raise ModelError(
+            f"{name} is an adapter of {found.base}, which cannot be used: {error.message}",
+            hint=error.hint,
+        ) from error
+    if not weights:
+        return dataclasses.replace(base, name=name, repo=None)
+    if base.weights is None:
+        raise ModelError(f"{name} is an adapter of {found.base}, which has no weights")
+    made = merged.directory(name, found, base.weights)
+    own = _directory(name, made, trust_remote_code, weights)
+    return own if own.tokenizer is not None else dataclasses.replace(own, tokenizer=base.tokenizer)
 
 
 def _last_checkpoint(path: Path) -> Path | None:

@@ -19,12 +19,14 @@ class Download:
 
     Attributes:
         name: what is downloaded. done, total: bytes. ended: nothing more of it follows.
+        brief: worth showing only where it takes long, as work on what was downloaded.
     """
 
     name: str
     done: int
     total: int
     ended: bool = False
+    brief: bool = False
 
 
 Listener = Callable[[Download], None]
@@ -42,13 +44,13 @@ def shown(listener: Listener) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def following(name: str) -> Iterator[Follow]:
+def following(name: str, *, brief: bool = False) -> Iterator[Follow]:
     """Gives the function that tells how far a download is; at the end, that it has ended."""
     last = Download(name, 0, 0)
 
     def follow(done: int, total: int) -> None:
         nonlocal last
-        last = Download(name, done, total)
+        last = Download(name, done, total, brief=brief)
         for listener in _listeners[-1:]:
             listener(last)
 
