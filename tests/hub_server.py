@@ -13,11 +13,15 @@ import dataclasses
 import hashlib
 import json
 import re
+import socket
 import threading
+import time
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+
+import pytest
 
 TOKEN = "hf_loopback"
 
@@ -80,6 +84,12 @@ class Hub(ThreadingHTTPServer):
         self.repos = {(repo.kind, repo.id): repo for repo in repos}
         self.requests: list[tuple[str, str, str | None]] = []
         self.objects: dict[str, bytes] = {}
+        self.connections: list[socket.socket] = []
+
+    def get_request(self) -> tuple[socket.socket, object]:
+        connection, address = super().get_request()
+        self.connections.append(connection)
+        return connection, address
 
     @property
     def address(self) -> str:
@@ -112,6 +122,9 @@ def serving(*repos: Repo) -> Iterator[Hub]:
     finally:
         server.shutdown()
         server.server_close()
+        for connection in server.connections:  # those that a client keeps for its next request
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -363,3 +376,50 @@ class Handler(BaseHTTPRequestHandler):
                 repo.files[value["path"]] = self.server.objects[value["oid"]]
         page = f"{self.server.address}/{repo.id}/commit/{repo.commit}"
         self.json({"success": True, "commitUrl": page, "commitOid": repo.commit})
+
+
+@pytest.fixture
+def loopback(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Callable[..., contextlib.AbstractContextManager[Hub]]:
+    """`with loopback(repo, ...) as hub`: a Hub that this process and its children use, with an
+    empty cache, no token and no Xet."""
+    from huggingface_hub import constants
+
+    home = tmp_path / "hf"
+    names = {"HF_HOME": home, "HF_HUB_CACHE": home / "hub", "HF_TOKEN_PATH": home / "token"}
+    for name, path in names.items():
+        monkeypatch.setenv(name, str(path))
+        monkeypatch.setattr(constants, name, str(path))
+    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "AGENT_HARNESSES_PATH", str(home / "harnesses.json"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr(time, "sleep", lambda _seconds: None)  # between attempts
+    offline(monkeypatch, False)
+
+    @contextlib.contextmanager
+    def with_repos(*repos: Repo) -> Iterator[Hub]:
+        with serving(*repos) as server:
+            point(monkeypatch, server.address)
+            yield server
+
+    return with_repos
+
+
+def point(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    """Use another Hub."""
+    from huggingface_hub import constants
+
+    monkeypatch.setenv("HF_ENDPOINT", address)
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    template = address + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+
+
+def offline(monkeypatch: pytest.MonkeyPatch, on: bool) -> None:
+    """HF_HUB_OFFLINE, as a process has it from its start."""
+    from huggingface_hub import constants
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1" if on else "0")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", on)

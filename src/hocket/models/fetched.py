@@ -47,7 +47,13 @@ def directory(repo: hub.RepoId, *, weights: bool, code: bool = False) -> Path:
             names = files_of(folder / INDEX) if (folder / INDEX).exists() else [SINGLE]
         if any(not (folder / name).exists() for name in names):
             listed = hub.file_names(here)
-            if listed and not set(names) <= set(listed):
+            lost = sorted(set(names) - set(listed))
+            if listed and lost:
+                if len(lost) < len(names):
+                    raise ModelError(
+                        f"{repo.id} has no {lost[0]}, which its index names",
+                        hint=f"another revision: {repo.page}/commits/main",
+                    )
                 raise _unread(here, listed)
             hub.snapshot(here, names, required=names)
     return folder

@@ -94,9 +94,9 @@ def _of_page(text: str, kind: str) -> str | None:
         parts = [address.netloc, *parts]
     elif address.scheme not in ("http", "https"):
         return None
-    if parts and parts[0] in ("datasets", "models"):
-        if (parts[0] == "datasets") != (kind == DATASET):
-            return None
+    if (parts[:1] == ["datasets"]) != (kind == DATASET):
+        return None
+    if parts[:1] in (["datasets"], ["models"]):
         parts = parts[1:]
     if len(parts) < 2:
         return None

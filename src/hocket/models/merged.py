@@ -115,9 +115,11 @@ def directory(name: str, found: Adapter, base: Path) -> Path:
         with downloads.following(f"{name}: merging the adapter with its base") as follow:
             follow(0, total)
             job = [found.folder, base, aside, found.scale, int(found.transposed)]
+            ours = str(Path(__file__).resolve().parents[2])
+            path = os.pathsep.join([ours, *filter(None, [os.environ.get("PYTHONPATH")])])
             done = subprocess.run(
                 [sys.executable, "-m", "hocket.models.merged", *map(str, job)],
-                stdout=subprocess.PIPE, text=True, check=False,
+                stdout=subprocess.PIPE, text=True, check=False, env={**os.environ, "PYTHONPATH": path},
             )  # fmt: skip
             if done.returncode:
                 why = done.stdout.strip() or f"exit status {done.returncode}"
@@ -156,7 +158,9 @@ def merge(folder: Path, base: Path, to: Path, scale: float, transposed: bool) ->
         weight_map: dict[str, str] = {}
         merged: set[str] = set()
         for number, file in enumerate(files, 1):
-            name = SINGLE if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
+            name = (
+                SINGLE if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
+            )
             tensors = {}
             with safe_open(base / file, framework="pt") as weights:
                 for key in weights.keys():  # noqa: SIM118  it is no dictionary

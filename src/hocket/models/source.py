@@ -134,8 +134,14 @@ def resolve(
 
 
 def _of_hub(text: str, repo: hub.RepoId, trust_remote_code: bool, weights: bool) -> ModelSource:
-    folder = fetched.directory(repo, weights=weights, code=trust_remote_code)
-    return _directory(text, folder, trust_remote_code, weights, repo.at(folder))
+    folder = fetched.directory(repo, weights=False, code=trust_remote_code)
+    here = repo.at(folder)
+    found = _directory(text, folder, trust_remote_code, False, here)
+    if not weights:
+        return found
+    # What is large is downloaded once the configuration is known to be one that is read.
+    folder = fetched.directory(here, weights=True, code=trust_remote_code)
+    return _directory(text, folder, trust_remote_code, True, here)
 
 
 def fetch_again(spec: RunSpec) -> None:
