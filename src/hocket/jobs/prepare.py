@@ -72,7 +72,10 @@ def plan(request: Request, *, world_size: int | None = None) -> Plan:
     memory.checked(request.options)
     precision.checked(request.workload, request.options, layout, schedule)
     if not request.data:
-        raise DataError("no data was named", hint="--data FILE_OR_FOLDER...")
+        raise DataError(
+            "no data was named",
+            hint="--data FILE_OR_FOLDER..., or a data set of the Hub: --data ORG/NAME",
+        )
     data_paths.find(request.data)
     # All of a model of the Hub is downloaded once nothing else is known to be wrong.
     source = resolve(request.model, trust_remote_code=trusted)

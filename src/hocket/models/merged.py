@@ -119,7 +119,8 @@ def directory(name: str, found: Adapter, base: Path) -> Path:
             path = os.pathsep.join([ours, *filter(None, [os.environ.get("PYTHONPATH")])])
             done = subprocess.run(
                 [sys.executable, "-m", "hocket.models.merged", *map(str, job)],
-                stdout=subprocess.PIPE, text=True, check=False, env={**os.environ, "PYTHONPATH": path},
+                stdout=subprocess.PIPE, text=True, check=False,
+                env={**os.environ, "PYTHONPATH": path},
             )  # fmt: skip
             if done.returncode:
                 why = done.stdout.strip() or f"exit status {done.returncode}"

@@ -16,8 +16,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -127,10 +128,20 @@ def resolve(
             if near
             else "a model of the Hub is named by its id: Qwen/Qwen3-0.6B",
         )
-    message, hint = unknown("model", text, catalogue.names())
-    if nearest(text, catalogue.names()) is None:  # the message names them all already
-        hint = "a directory with config.json and safetensors weights, or a run folder"
-    raise ModelError(message + ". A directory of that name does not exist either", hint=hint)
+    near = _same_size(text, catalogue.names())
+    raise ModelError(
+        f"unknown model {text!r}: there is no directory and no model of the catalogue of that name",
+        hint=f"did you mean {near!r}?"
+        if near
+        else f"a model of the Hub is named ORG/NAME, as in Qwen/{text}; hocket models lists the "
+        "catalogue",
+    )
+
+
+def _same_size(text: str, names: Iterable[str]) -> str | None:
+    """The nearest name whose numbers are those of a text: qwen3-8b is no spelling of qwen3-4b."""
+    numbers = re.findall(r"\d+", text)
+    return nearest(text, (name for name in names if re.findall(r"\d+", name) == numbers))
 
 
 def _of_hub(text: str, repo: hub.RepoId, trust_remote_code: bool, weights: bool) -> ModelSource:

@@ -145,7 +145,7 @@ def server(values: Mapping[str, Any]) -> Server:
     if source.weights is None:
         raise ModelError(
             f"{wanted.model} has no weights, and random ones would answer noise",
-            hint="a run folder, or a directory with safetensors weights",
+            hint="a run folder, a directory with safetensors weights, or ORG/NAME on the Hub",
         )
     headers(source.weights)  # that they are whole; whether they fit the model, the ranks say
     sizes = _sizes(options, source, device)
