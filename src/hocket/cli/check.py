@@ -35,7 +35,7 @@ class Check:
 
     Attributes:
         model: a Hugging Face directory, a run folder, an adapter of PEFT, a name
-            that `hocket models` lists, or the id of a model on the Hugging Face Hub: ORG/NAME[@REVISION].
+            that `hocket models` lists, or ORG/NAME[@REVISION] on the Hugging Face Hub.
         parallel: where everything lives.
         steps: optimizer steps to compare.
         seq_len: tokens of one sequence.

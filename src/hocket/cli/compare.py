@@ -25,7 +25,7 @@ class Compare:
 
     Attributes:
         model: a Hugging Face directory, a run folder, an adapter of PEFT, a name
-            that `hocket models` lists, or the id of a model on the Hugging Face Hub: ORG/NAME[@REVISION].
+            that `hocket models` lists, or ORG/NAME[@REVISION] on the Hugging Face Hub.
         devices: ranks (or replicas, or stages) of each pure way.
         ways: only these, by name (threads data layerwise gpipe 1f1b tensor) or by layout.
         microbatches: of the pipelines. None: 4, or the most below it that divides the batch.
