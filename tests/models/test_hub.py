@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hocket.models import fetched, hub
+from hocket.models import fetched, hub, repo_id
 from hocket.models.source import fetch_again, of_run, resolve
 from hocket.spec.errors import ModelError
 from hocket.spec.layout import Layout
@@ -68,7 +68,7 @@ def bodies(server) -> set[str]:
     ],
 )
 def test_what_names_a_repository(text, found) -> None:
-    one = hub.parse(text)
+    one = repo_id.parse(text)
     assert (one and (one.id, one.revision)) == found
 
 

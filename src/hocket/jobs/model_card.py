@@ -19,10 +19,10 @@ def card(folder: RunFolder, spec: RunSpec, name: str, *, adapter: bool) -> str:
     Args:
         name: of the repository. adapter: it holds an adapter of PEFT alone.
     """
-    from hocket.models import hub
+    from hocket.models import repo_id
     from hocket.training import hub_data
 
-    base = None if Path(spec.model).exists() else hub.parse(spec.model)
+    base = None if Path(spec.model).exists() else repo_id.parse(spec.model)
     sets = [None if Path(path).exists() else hub_data.parse(path) for path in spec.data]
     header: dict[str, Any] = {
         "library_name": "peft" if adapter else "transformers",

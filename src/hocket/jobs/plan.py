@@ -214,12 +214,12 @@ def shape_of(model: str) -> ModelShape:
 def _shipped(model: str) -> str | None:
     """The name in the catalogue of the shape that a model has, None where it has none of them."""
     from hocket.catalogue import models, shapes
-    from hocket.models import fetched, hub
+    from hocket.models import fetched, repo_id
     from hocket.spec.files import parse_json
 
     if model in shapes.names():
         return model
-    repo = None if os.path.exists(model) else hub.parse(model)
+    repo = None if os.path.exists(model) else repo_id.parse(model)
     named = (name for name in shapes.names() if repo and models.entry(name).hub_id == repo.id)
     name = next(named, None)
     if repo is None or name is None:

@@ -76,9 +76,11 @@ def plan(request: Request, *, world_size: int | None = None) -> Plan:
             "no data was named",
             hint="--data FILE_OR_FOLDER..., or a data set of the Hub: --data ORG/NAME",
         )
+    # One commit for all of the job, whatever is pushed to a branch meanwhile.
+    request = dataclasses.replace(request, data=tuple(map(data_paths.fixed, request.data)))
     data_paths.find(request.data)
     # All of a model of the Hub is downloaded once nothing else is known to be wrong.
-    source = resolve(request.model, trust_remote_code=trusted)
+    source = resolve(source.repo or request.model, trust_remote_code=trusted)
     if request.options.lora_rank is not None and source.weights is None:
         raise ModelError(
             f"LoRA adapts weights that are there, and {source.name} has none",
@@ -169,9 +171,9 @@ def run_folder(request: Request) -> RunFolder:
 
 def short_name(model: str) -> str:
     """A model's name without the folder or the organization before it."""
-    from hocket.models import hub
+    from hocket.models import repo_id
 
-    repo = None if Path(model).expanduser().exists() else hub.parse(model)
+    repo = None if Path(model).expanduser().exists() else repo_id.parse(model)
     return Path(model if repo is None else repo.id).name
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hocket.models import hub
+from hocket.models import hub, repo_id
 from hocket.models.weight_headers import INDEX, SINGLE, files_of
 from hocket.spec.errors import ModelError
 
@@ -25,7 +25,7 @@ _CARD = "README.md"
 _BASE = re.compile(r"^base_model:[ \t]*\n?[ \t]*(?:-[ \t]*)?['\"]?([\w./-]+)", re.MULTILINE)
 
 
-def directory(repo: hub.RepoId, *, weights: bool, code: bool = False) -> Path:
+def directory(repo: repo_id.RepoId, *, weights: bool, code: bool = False) -> Path:
     """The snapshot folder of a model, with its configuration and, for `weights`, its safetensors
     files and tokenizer.
 
@@ -59,7 +59,7 @@ def directory(repo: hub.RepoId, *, weights: bool, code: bool = False) -> Path:
     return folder
 
 
-def base_of(repo: hub.RepoId) -> str | None:
+def base_of(repo: repo_id.RepoId) -> str | None:
     """The model that a model was made from, by its card; None where the card does not name one."""
     try:
         card = hub.snapshot(repo, [_CARD]) / _CARD
@@ -101,7 +101,7 @@ def rejected(name: str, files: Iterable[str], base: str | None) -> ModelError | 
 
 def resaved(name: str) -> str:
     """The line that saves a model again as safetensors, with its tokenizer."""
-    repo = None if Path(name).expanduser().exists() else hub.parse(name)
+    repo = None if Path(name).expanduser().exists() else repo_id.parse(name)
     source = name if repo is None else repo.id
     to = f"{Path(source.rstrip('/')).name}-safetensors"
     if not re.fullmatch(r"[\w./~-]+", source):
@@ -116,7 +116,7 @@ def _first(files: Sequence[str], test: Any) -> str | None:
     return next((file for file in files if test(file)), None)
 
 
-def _unread(repo: hub.RepoId, files: Sequence[str]) -> ModelError:
+def _unread(repo: repo_id.RepoId, files: Sequence[str]) -> ModelError:
     found = rejected(repo.id, files, None)
     if found is not None and "GGUF" in found.message:
         found = rejected(repo.id, files, base_of(repo))

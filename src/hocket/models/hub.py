@@ -9,99 +9,24 @@ Never imports torch or transformers.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import logging
 import os
 import re
 import time
-import urllib.parse
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from hocket.models.hub_errors import ATTEMPTS, broke_off, explained, kind_of, lacking
+from hocket.models.repo_id import RepoId, storage
 from hocket.spec import downloads
-from hocket.spec.errors import DataError, HocketError, ModelError, nearest
+from hocket.spec.errors import HocketError
 from hocket.spec.files import MALFORMED, parse_json
 
-MODEL, DATASET = "model", "dataset"
-_NAME = r"[A-Za-z0-9][\w.-]*"
-_ID = re.compile(rf"({_NAME}/{_NAME})(?:@([^@\s]+))?")
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_PAGES = ("tree", "blob", "resolve", "commit")
-_ATTEMPTS = 3
-"""Downloads of one call. huggingface_hub itself resumes a file whose connection ends early."""
-
-
-@dataclasses.dataclass(frozen=True)
-class RepoId:
-    """A repository of the Hub.
-
-    Attributes:
-        id: `org/name`.
-        revision: branch, tag or commit; None: the default branch.
-        kind: `model` or `dataset`.
-    """
-
-    id: str
-    revision: str | None = None
-    kind: str = MODEL
-
-    def __str__(self) -> str:
-        return self.id if self.revision is None else f"{self.id}@{self.revision}"
-
-    @property
-    def commit(self) -> str | None:
-        """The revision, if it is a whole commit hash."""
-        return self.revision if _COMMIT.fullmatch(self.revision or "") else None
-
-    @property
-    def page(self) -> str:
-        """Its address at the endpoint in use."""
-        from huggingface_hub import constants
-
-        prefix = "datasets/" if self.kind == DATASET else ""
-        return f"{constants.ENDPOINT}/{prefix}{self.id}"
-
-    def at(self, folder: Path) -> RepoId:
-        """The repository at the commit of a snapshot folder."""
-        return dataclasses.replace(self, revision=folder.name)
-
-
-def parse(text: str, kind: str = MODEL) -> RepoId | None:
-    """The repository that a text names: `org/name`, `org/name@revision`, or the address of its
-    page; None for anything else, such as a path."""
-    given = text
-    if "://" in text:
-        found = _of_page(text, kind)
-        if found is None:
-            return None
-        given = found
-    match = _ID.fullmatch(given)
-    if match is None or any(bad in match[1] for bad in ("--", "..")) or match[1].endswith(".git"):
-        return None
-    return RepoId(match[1], match[2], kind)
-
-
-def _of_page(text: str, kind: str) -> str | None:
-    """`org/name[@revision]` of an https or hf address."""
-    address = urllib.parse.urlsplit(text)
-    parts = [urllib.parse.unquote(part) for part in address.path.split("/") if part]
-    if address.scheme == "hf":
-        parts = [address.netloc, *parts]
-    elif address.scheme not in ("http", "https"):
-        return None
-    if (parts[:1] == ["datasets"]) != (kind == DATASET):
-        return None
-    if parts[:1] in (["datasets"], ["models"]):
-        parts = parts[1:]
-    if len(parts) < 2:
-        return None
-    name, page = "/".join(parts[:2]), parts[2:4]
-    return f"{name}@{page[1]}" if len(page) == 2 and page[0] in _PAGES else name
 
 
 def snapshot(repo: RepoId, patterns: Sequence[str], *, required: Sequence[str] = ()) -> Path:
@@ -117,28 +42,26 @@ def snapshot(repo: RepoId, patterns: Sequence[str], *, required: Sequence[str] =
         ModelError, DataError: by the kind of repository: it is not there, gated, or of no such
             revision; the Hub cannot be reached; a file does not have its SHA-256.
     """
-    with _explained(repo), _one_at_a_time(repo):
+    with explained(repo), _one_at_a_time(repo):
         with _verified(repo) as verify:
             folder = _downloaded(repo, patterns)
             verify(folder)
         missing = [name for name in required if not (folder / name).exists()]
         if missing:
-            raise _lacking(repo, folder, missing)
+            raise lacking(repo, folder, missing)
     return folder
 
 
 def cached(repo: RepoId) -> Path | None:
     """The snapshot folder of a repository at a commit, if the cache holds it. No network."""
-    folder = _storage(repo) / "snapshots" / (repo.commit or "")
+    folder = storage(repo) / "snapshots" / (repo.commit or "")
     return folder if repo.commit and folder.is_dir() else None
 
 
 def file_names(repo: RepoId) -> list[str]:
-    """All files of a repository, as the Hub lists them; none where it cannot be asked."""
-    from huggingface_hub import HfApi
-
-    with suppress(Exception):
-        return list(HfApi().list_repo_files(repo.id, revision=repo.revision, repo_type=repo.kind))
+    """All files of a repository at a commit; none where there is no listing of it."""
+    with suppress(HocketError):
+        return list(listed(repo))
     return []
 
 
@@ -151,11 +74,11 @@ def listed(repo: RepoId) -> dict[str, int]:
     """
     from huggingface_hub import HfApi
 
-    note = _storage(repo) / "trees" / f"{repo.commit}.json"
+    note = storage(repo) / "trees" / f"{repo.commit}.json"
     with suppress(OSError, *MALFORMED):
         files = parse_json(note.read_text())["files"]
         return {name: int(file["size"]) for name, file in files.items()}
-    with _explained(repo):
+    with explained(repo):
         tree = HfApi().list_repo_tree(
             repo.id, revision=repo.revision, repo_type=repo.kind, recursive=True
         )
@@ -170,36 +93,23 @@ def opened(repo: RepoId, name: str) -> Any:
     """
     from huggingface_hub import HfFileSystem
 
-    with _explained(repo):
+    with explained(repo):
         return HfFileSystem().open(f"datasets/{repo}/{name}", "rb", block_size=1 << 22)
 
 
 # --- downloading ---------------------------------------------------------------------------------
 
 
-def cache_folder() -> Path:
-    """Where huggingface_hub keeps what it has downloaded."""
-    from huggingface_hub import constants
-
-    return Path(constants.HF_HUB_CACHE).expanduser()
-
-
-def _storage(repo: RepoId) -> Path:
-    from huggingface_hub.file_download import repo_folder_name
-
-    return cache_folder() / repo_folder_name(repo_id=repo.id, repo_type=repo.kind)
-
-
 def _notes(repo: RepoId) -> Path:
     """Where huggingface_hub keeps the locks of a repository; ours lie there too."""
-    storage = _storage(repo)
-    return storage.parent / ".locks" / storage.name
+    place = storage(repo)
+    return place.parent / ".locks" / place.name
 
 
 @contextmanager
 def _one_at_a_time(repo: RepoId) -> Iterator[None]:
     """Within, no other process of this host (or of a shared file system that locks) downloads."""
-    from huggingface_hub.utils import WeakFileLock
+    from huggingface_hub.utils._fixes import WeakFileLock
 
     folder = _notes(repo)
     try:
@@ -218,7 +128,7 @@ def _downloaded(repo: RepoId, patterns: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
-    for attempt in range(_ATTEMPTS):
+    for attempt in range(ATTEMPTS):
         try:
             with without_warnings(), downloads.following(repo.id) as follow:
                 folder = snapshot_download(
@@ -232,7 +142,7 @@ def _downloaded(repo: RepoId, patterns: Sequence[str]) -> Path:
         except HfHubHTTPError:
             raise
         except Exception as error:
-            if not _broke_off(error) or attempt + 1 == _ATTEMPTS:
+            if not broke_off(error) or attempt + 1 == ATTEMPTS:
                 raise
             time.sleep(1.0)
     raise AssertionError
@@ -248,12 +158,6 @@ def without_warnings() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
-
-
-def _broke_off(error: BaseException) -> bool:
-    """Whether a connection that was there ended: by the names that httpx gives such errors."""
-    names = {kind.__name__ for kind in type(error).__mro__}
-    return bool(names & {"NetworkError", "ProtocolError"}) and "ConnectError" not in names
 
 
 def _bars(follow: downloads.Follow) -> Any:
@@ -294,7 +198,7 @@ def _verified(repo: RepoId) -> Iterator[Callable[[Path], None]]:
 
     The blobs that were there before the first download since are written down for that.
     """
-    blobs, note = _storage(repo) / "blobs", _notes(repo) / "hocket.json"
+    blobs, note = storage(repo) / "blobs", _notes(repo) / "hocket.json"
     try:
         before = set(parse_json(note.read_text()))
     except OSError:
@@ -322,7 +226,7 @@ def _verified(repo: RepoId) -> Iterator[Callable[[Path], None]]:
                     blob = folder / os.readlink(file)
                     file.unlink()
                     blob.unlink(missing_ok=True)
-                    raise _error(repo)(
+                    raise kind_of(repo)(
                         f"{file.name} of {repo.id} arrived damaged: its SHA-256 is "
                         f"{found.hexdigest()[:12]}..., the Hub lists {expected[:12]}...; it was "
                         "removed from the cache",
@@ -332,175 +236,3 @@ def _verified(repo: RepoId) -> Iterator[Callable[[Path], None]]:
             note.unlink()
 
     yield verify
-
-
-# --- errors --------------------------------------------------------------------------------------
-
-
-def _error(repo: RepoId) -> type[HocketError]:
-    return DataError if repo.kind == DATASET else ModelError
-
-
-def _what(repo: RepoId) -> str:
-    return "data set" if repo.kind == DATASET else "model"
-
-
-def _lacking(repo: RepoId, folder: Path, missing: Sequence[str]) -> HocketError:
-    from huggingface_hub import constants
-
-    some = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
-    if constants.is_offline_mode():
-        return _error(repo)(
-            f"HF_HUB_OFFLINE is set, and the cache holds {repo.id} without {some} ({folder})",
-            hint=_on_another(repo),
-        )
-    return _error(repo)(f"{_what(repo)} {repo} has no {some}")
-
-
-def _on_another(repo: RepoId) -> str:
-    """The line to run where there is a network."""
-    of = " --repo-type dataset" if repo.kind == DATASET else ""
-    at = f" --revision {repo.revision}" if repo.revision else ""
-    name = repo.id.partition("/")[2]
-    return (
-        f"where there is a network: hf download {repo.id}{of}{at} --local-dir {name}; then name "
-        "that folder"
-    )
-
-
-@contextmanager
-def _explained(repo: RepoId) -> Iterator[None]:
-    """Within, errors of huggingface_hub become ours.
-
-    Raises:
-        ModelError, DataError: see `snapshot`.
-    """
-    try:
-        yield
-    except HocketError:
-        raise
-    except Exception as error:
-        raise explanation(repo, error) from error
-
-
-def explanation(repo: RepoId, error: BaseException) -> HocketError:
-    """An error of huggingface_hub (or of datasets, which calls it) as one that can be mended."""
-    from huggingface_hub import constants, errors
-
-    kind = _error(repo)
-    causes = list(_chain(error))
-
-    def found(of: type[BaseException]) -> Any:
-        return next((one for one in causes if isinstance(one, of)), None)
-
-    if found(errors.GatedRepoError):
-        return _gated(repo)
-    if found(errors.RepositoryNotFoundError):
-        return _not_found(repo)
-    if found(errors.RevisionNotFoundError):
-        near = nearest(repo.revision or "", _revisions(repo))
-        return kind(
-            f"{_what(repo)} {repo.id} has no revision {repo.revision!r}",
-            hint=f"did you mean {repo.id}@{near}?" if near else f"{repo.page}/commits/main",
-        )
-    where = constants.HF_HUB_CACHE
-    if found(errors.OfflineModeIsEnabled) or constants.is_offline_mode():
-        return kind(
-            f"HF_HUB_OFFLINE is set, and the cache {where} does not hold {_what(repo)} {repo}"
-            + (" as a whole" if _storage(repo).is_dir() else ""),
-            hint=_on_another(repo),
-        )
-    http = found(errors.HfHubHTTPError)
-    if http is not None:
-        status = getattr(http.response, "status_code", None)
-        if status in (401, 403):
-            return _gated(repo)
-        return kind(
-            f"{constants.ENDPOINT} answers {status} to the request for {repo}",
-            hint="run the command again later; what was downloaded is kept",
-        )
-    broken = next((one for one in causes if _broke_off(one)), None)
-    if broken is not None:
-        return kind(
-            f"the download of {repo} broke off {_ATTEMPTS} times: {broken}",
-            hint="run the command again: files that are complete are kept",
-        )
-    disk = next((one for one in causes if isinstance(one, OSError) and one.errno), None)
-    network = next((one for one in causes if _of_network(one)), None)
-    if network is not None:
-        return kind(
-            f"{constants.ENDPOINT} cannot be reached ({network}), and the cache {where} does not "
-            f"hold {_what(repo)} {repo}",
-            hint=_on_another(repo),
-        )
-    if disk is not None:
-        return kind(
-            f"{repo} cannot be stored in {where}: {disk.strerror}",
-            hint=f"HF_HOME=DIRECTORY, on a disk with room for it; it is {constants.HF_HOME} now",
-        )
-    text = str(error).strip().splitlines()
-    return kind(f"{repo} cannot be downloaded: {text[0] if text else type(error).__name__}")
-
-
-def _chain(error: BaseException | None) -> Iterable[BaseException]:
-    seen: list[BaseException] = []
-    while error is not None and error not in seen:
-        seen.append(error)
-        error = error.__cause__ or error.__context__
-    return seen
-
-
-def _of_network(error: BaseException) -> bool:
-    names = {kind.__name__ for kind in type(error).__mro__}
-    return bool(names & {"TransportError", "ConnectionError"})
-
-
-def _gated(repo: RepoId) -> HocketError:
-    from huggingface_hub import get_token
-
-    if get_token() is None:
-        return _error(repo)(
-            f"{_what(repo)} {repo.id} is gated: its licence has to be accepted, and no token was "
-            "sent",
-            hint=f"accept it at {repo.page}, then: hf auth login",
-        )
-    return _error(repo)(
-        f"{_what(repo)} {repo.id} is gated, and the account of the token in use has no access",
-        hint=f"accept its licence at {repo.page}, or another account: hf auth login",
-    )
-
-
-def _not_found(repo: RepoId) -> HocketError:
-    from huggingface_hub import constants, get_token
-
-    why = "" if get_token() else ", or it is private and no token was sent (hf auth login)"
-    names = _similar(repo)
-    near = nearest(repo.id, names) or (names[0] if names else None)
-    return _error(repo)(
-        f"there is no directory {repo.id} here, and {constants.ENDPOINT} has no {_what(repo)} "
-        f"{repo.id}{why}",
-        hint=f"did you mean {near}?" if near else f"search at {constants.ENDPOINT}/{repo.kind}s",
-    )
-
-
-def _similar(repo: RepoId) -> list[str]:
-    """Names of repositories like one that is not there: of its owner, then of its name."""
-    from huggingface_hub import HfApi
-
-    owner, _, name = repo.id.partition("/")
-    listed = HfApi().list_datasets if repo.kind == DATASET else HfApi().list_models
-    for query in ({"author": owner, "limit": 100}, {"search": name, "limit": 20}):
-        with suppress(Exception):
-            found = [str(one.id) for one in listed(**query)]
-            if found:
-                return found
-    return []
-
-
-def _revisions(repo: RepoId) -> list[str]:
-    from huggingface_hub import HfApi
-
-    with suppress(Exception):
-        refs = HfApi().list_repo_refs(repo.id, repo_type=repo.kind)
-        return [ref.name for ref in (*refs.branches, *refs.tags)]
-    return []

@@ -10,13 +10,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hocket.models import hub
+from hocket.models import hub, hub_errors, repo_id
 from hocket.spec.errors import HocketError, OptionError
 
 CARD = "README.md"
 
 
-def checked(name: str) -> hub.RepoId:
+def checked(name: str) -> repo_id.RepoId:
     """The repository to push to.
 
     Raises:
@@ -24,7 +24,7 @@ def checked(name: str) -> hub.RepoId:
     """
     from huggingface_hub import constants, get_token
 
-    repo = hub.parse(name)
+    repo = repo_id.parse(name)
     if repo is None or repo.revision is not None:
         raise OptionError(
             f"--push-to-hub is {name!r}; a repository is named ORG/NAME",
@@ -42,7 +42,7 @@ def checked(name: str) -> hub.RepoId:
     return repo
 
 
-def push(folder: Path, repo: hub.RepoId, *, card: str, private: bool | None = None) -> str:
+def push(folder: Path, repo: repo_id.RepoId, *, card: str, private: bool | None = None) -> str:
     """Upload a directory in one commit; the repository is made if it is not there.
 
     Args:
@@ -57,7 +57,7 @@ def push(folder: Path, repo: hub.RepoId, *, card: str, private: bool | None = No
         OptionError: the token may not write there, or the Hub cannot be reached.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
     if not sys.stderr.isatty() and os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS") is None:
         disable_progress_bars()
@@ -81,7 +81,7 @@ def push(folder: Path, repo: hub.RepoId, *, card: str, private: bool | None = No
     return repo.page
 
 
-def _refused(repo: hub.RepoId, error: Exception) -> HocketError:
+def _refused(repo: repo_id.RepoId, error: Exception) -> HocketError:
     response: Any = getattr(error, "response", None)
     status = getattr(response, "status_code", None)
     if status in (401, 403, 404):
@@ -89,5 +89,5 @@ def _refused(repo: hub.RepoId, error: Exception) -> HocketError:
             f"the token in use may not write to {repo.id} (the Hub answers {status})",
             hint="hf auth login, with a token that has write access",
         )
-    told = hub.explanation(repo, error)
+    told = hub_errors.explanation(repo, error)
     return OptionError(f"{repo.id} was not pushed: {told.message}", hint="run the command again")

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from hocket.models import fetched, hub, merged, registry
+from hocket.models import fetched, hub, merged, registry, repo_id
 from hocket.models.dimensions import Dimensions, dimensions
 from hocket.models.weight_headers import INDEX, SINGLE
 from hocket.spec import checkpoint
@@ -117,7 +117,7 @@ def resolve(
         raise fetched.rejected(text, [path.name], fetched.base_in(path.with_name("README.md"))) or (
             ModelError(f"{text} is neither a directory nor a config.json")
         )
-    repo = hub.parse(text)
+    repo = repo_id.parse(text)
     if repo is not None:
         return _of_hub(text, repo, trust_remote_code, weights)
     if os.sep in text or text.startswith((".", "~")):
@@ -144,7 +144,7 @@ def _same_size(text: str, names: Iterable[str]) -> str | None:
     return nearest(text, (name for name in names if re.findall(r"\d+", name) == numbers))
 
 
-def _of_hub(text: str, repo: hub.RepoId, trust_remote_code: bool, weights: bool) -> ModelSource:
+def _of_hub(text: str, repo: repo_id.RepoId, trust_remote_code: bool, weights: bool) -> ModelSource:
     folder = fetched.directory(repo, weights=False, code=trust_remote_code)
     here = repo.at(folder)
     found = _directory(text, folder, trust_remote_code, False, here)
@@ -163,9 +163,9 @@ def fetch_again(spec: RunSpec) -> None:
         fetched.directory(repo, weights=True, code=spec.options.trust_remote_code)
 
 
-def _repo_of(spec: RunSpec) -> hub.RepoId | None:
+def _repo_of(spec: RunSpec) -> repo_id.RepoId | None:
     """The repository at a commit that a run's model is, None where it is something else."""
-    repo = hub.parse(spec.model)
+    repo = repo_id.parse(spec.model)
     return repo if repo is not None and repo.commit else None
 
 
@@ -182,12 +182,13 @@ def of_run(spec: RunSpec) -> ModelSource:
     directory = Path(spec.model).expanduser()
     weights = Path(spec.weights) if spec.weights else None
     repo = _repo_of(spec)
-    if repo is not None and weights is not None and not weights.is_dir():
-        weights = hub.cached(repo) or weights  # another host, or another HF_HOME
+    snapshot = None if repo is None else hub.cached(repo)
+    if snapshot is not None and weights is not None and not weights.is_dir():
+        weights = snapshot  # another host, or another HF_HOME
     return ModelSource(
         name=spec.model if repo is None else repo.id,
         config=_without_foreign(spec.config),
-        directory=directory if directory.is_dir() else weights or (repo and hub.cached(repo)),
+        directory=directory if directory.is_dir() else weights or snapshot,
         weights=weights,
         trust_remote_code=spec.options.trust_remote_code,
         repo=None if repo is None else str(repo),
@@ -207,7 +208,7 @@ def _directory(
     path: Path,
     trust_remote_code: bool,
     weights: bool,
-    repo: hub.RepoId | None = None,
+    repo: repo_id.RepoId | None = None,
 ) -> ModelSource:
     """The source that a directory is; `repo`: whose snapshot it is."""
     if (path / "run.json").exists():

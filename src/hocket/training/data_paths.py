@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from hocket.models import hub
+from hocket.models import hub, repo_id
 from hocket.spec.errors import DataError, nearest
 from hocket.spec.units import format_bytes
 from hocket.training import hub_data
@@ -71,7 +71,7 @@ class Source:
     split: str = TRAIN
     limit: int | None = None
     parts: tuple[Source, ...] = ()
-    repo: hub.RepoId | None = None
+    repo: repo_id.RepoId | None = None
     name: str = ""
     streaming: bool = False
     size: int = 0
@@ -171,8 +171,8 @@ def find(paths: Sequence[str | os.PathLike[str]], *, streaming: bool = False) ->
         elif _saved_to_disk(path):
             found = [Source(path, "datasets", True, split=split or TRAIN)]
         else:
-            found, notice = _directory(path, split)
-            notices += notice
+            found, said = _directory(path, split)
+            notices += said
         if limit is not None:
             found = [Source(path, "files", True, limit=limit, parts=tuple(found))]
         sources += found
@@ -186,10 +186,22 @@ def pinned(given: str | os.PathLike[str]) -> str:
         DataError: the Hub cannot be reached.
     """
     path, _, _ = _selected(given)
+    if not path.exists() and not _looks_like_a_file(path) and hub_data.parse(os.fspath(given)):
+        return fixed(given)
+    return os.fspath(path.resolve()) + os.fspath(given).removeprefix(os.fspath(path))
+
+
+def fixed(given: str | os.PathLike[str]) -> str:
+    """A path as it is given; of a data set of the Hub its id at the commit.
+
+    Raises:
+        DataError: the Hub cannot be reached.
+    """
+    path, _, _ = _selected(given)
     if path.exists() or _looks_like_a_file(path):
-        return os.fspath(path.resolve()) + os.fspath(given).removeprefix(os.fspath(path))
+        return os.fspath(given)
     data = hub_data.parse(os.fspath(given))
-    return str(Path(given).resolve()) if data is None else str(hub_data.pinned(data))
+    return os.fspath(given) if data is None else str(hub_data.pinned(data))
 
 
 def _selected(given: str | os.PathLike[str]) -> tuple[Path, str | None, int | None]:
@@ -232,7 +244,7 @@ def _of_hub(data: hub_data.DataId, streaming: bool) -> tuple[Source, str]:
 
 def _room() -> float:
     """Bytes that files of the Hub may take of the disk that its cache is on."""
-    folder = hub.cache_folder()
+    folder = repo_id.cache_folder()
     there = next(path for path in (folder, *folder.parents) if path.exists())
     return 0.8 * shutil.disk_usage(there).free
 

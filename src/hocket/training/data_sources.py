@@ -219,8 +219,8 @@ def _tables(
         files = (
             [source.here()] if source.kind == "arrow" else _arrow_files(source.path, source.split)
         )
-        for file in files:
-            with pyarrow.memory_map(str(file)) as memory:
+        for path in files:
+            with pyarrow.memory_map(str(path)) as memory:
                 reader, batches = _arrow(memory, pyarrow)
                 if check is not None:
                     check(reader.schema)

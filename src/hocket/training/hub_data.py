@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from hocket.models import hub
+from hocket.models import hub, repo_id
 from hocket.spec.errors import DataError, HocketError, nearest
 
 TRAIN = "train"
@@ -34,7 +34,7 @@ class DataId:
         split: such as `train`. limit: records from its beginning; None: all.
     """
 
-    repo: hub.RepoId
+    repo: repo_id.RepoId
     subset: str | None = None
     split: str = TRAIN
     limit: int | None = None
@@ -68,17 +68,19 @@ def parse(text: str) -> DataId | None:
         DataError: as `selected`.
     """
     if "://" in text:
-        repo = hub.parse(text, hub.DATASET)
+        repo = repo_id.parse(text, repo_id.DATASET)
         return None if repo is None else DataId(repo)
     revision = None
-    at = _REVISION.fullmatch(text)
-    if at is not None:
-        revision, text = at[2], at[1] + at[3]
+    pinned_at = _REVISION.fullmatch(text)
+    if pinned_at is not None:
+        revision, text = pinned_at[2], pinned_at[1] + pinned_at[3]
     base, split, limit = selected(text)
     owner_name, subset = base, None
     if base.count("/") == 2:
         owner_name, _, subset = base.rpartition("/")
-    repo = hub.parse(owner_name if revision is None else f"{owner_name}@{revision}", hub.DATASET)
+    repo = repo_id.parse(
+        owner_name if revision is None else f"{owner_name}@{revision}", repo_id.DATASET
+    )
     if repo is None or subset == "":
         return None
     return DataId(repo, subset, split or TRAIN, limit)
@@ -140,7 +142,7 @@ def files(data: DataId, suffixes: Sequence[str]) -> tuple[DataId, list[str], lis
     return dataclasses.replace(data, repo=repo), splits[data.split], rest
 
 
-def _at_commit(repo: hub.RepoId) -> tuple[hub.RepoId, Path]:
+def _at_commit(repo: repo_id.RepoId) -> tuple[repo_id.RepoId, Path]:
     folder = hub.snapshot(repo, [CARD])
     return repo.at(folder), folder
 

@@ -141,7 +141,7 @@ def server(values: Mapping[str, Any]) -> Server:
     trusted = wanted.options.trust_remote_code
     source = resolve(wanted.model, trust_remote_code=trusted, weights=False)
     layout = wanted.layout if wanted.auto else legal(source, wanted.layout, device)
-    source = resolve(wanted.model, trust_remote_code=trusted)
+    source = resolve(source.repo or wanted.model, trust_remote_code=trusted)
     if source.weights is None:
         raise ModelError(
             f"{wanted.model} has no weights, and random ones would answer noise",
@@ -172,9 +172,9 @@ def server(values: Mapping[str, Any]) -> Server:
 
 def model_name(model: str) -> str:
     """What clients call a model unless a name is given: its folder's name, or its id on the Hub."""
-    from hocket.models import hub
+    from hocket.models import repo_id
 
-    repo = None if Path(model).expanduser().exists() else hub.parse(model)
+    repo = None if Path(model).expanduser().exists() else repo_id.parse(model)
     return Path(model).resolve().name if repo is None else repo.id
 
 
