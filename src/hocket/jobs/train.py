@@ -226,12 +226,12 @@ def _foretold(
 
 def verify(launcher: Launcher, spec: RunSpec, record: Record) -> None:
     """Refuse an architecture that would compute something else when it is split."""
-    from hocket.jobs import twin
+    from hocket.jobs.proxy.check import require_equal
     from hocket.models.source import of_run
 
     if spec.layout.num_stages > 1 or spec.layout.tp > 1:
         record.phase("checking that the architecture can be split")
-    verdict = twin.require(
+    verdict = require_equal(
         launcher,
         of_run(spec),
         spec.layout,

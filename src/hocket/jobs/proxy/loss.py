@@ -12,16 +12,16 @@ def try_loss(config: Any, attention: str) -> tuple[str, bool]:
 
     The reason is empty where the loss is computed, and where no proxy model can be made.
     """
-    from hocket.jobs.twin_numbers import microbatch
+    from hocket.jobs.proxy.numbers import microbatch
     from hocket.models.own_loss import shifts_labels
-    from hocket.models.twin import twin_of
+    from hocket.models.proxy import proxy_of
 
     try:
-        twin = twin_of(config)
+        proxy = proxy_of(config)
     except ModelError:
         return "", True
     try:
-        shifts = shifts_labels(twin.build(attention=attention), microbatch(twin)[0]["input_ids"])
+        shifts = shifts_labels(proxy.build(attention=attention), microbatch(proxy)[0]["input_ids"])
     except ModelError as error:
         fix = "" if error.hint is None else f" (set {error.hint})"
         return error.message + fix, True
