@@ -491,3 +491,19 @@ def _validate(folder: Path) -> None:
     from hocket.jobs.accuracy import accuracy, text
 
     text(accuracy(str(folder / "runs.csv")))
+
+
+def _served_runs(folder: Path) -> None:
+    (folder / "runs.csv").write_text(
+        "id,source,model,gpu,engine,mode,isl,osl,concurrency_or_batch,tp,n_gpus,precision,"
+        "tpot_ms,ttft_ms,out_tok_s_total\n"
+        "a,s,llama-3-8b,H100-SXM-80,vllm,closed_loop,512,128,16,1,1,bf16,9.5,120,1500\n"
+        "b,s,llama-3-70b,H100-SXM-80,trtllm,batch1_decode,2048,2048,1,8,8,fp8,9,200,110\n"
+    )
+
+
+@kind("table of servers", "runs.csv", _served_runs, mutate.damaged)
+def _validate_servers(folder: Path) -> None:
+    from hocket.jobs.accuracy import serving_accuracy, serving_text
+
+    serving_text(serving_accuracy(str(folder / "runs.csv")))

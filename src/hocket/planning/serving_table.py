@@ -15,7 +15,6 @@ reason for which it is left out. Assumed, with the reason beside the rule:
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import functools
 import re
@@ -27,8 +26,9 @@ from hocket.catalogue import hardware, shapes
 from hocket.catalogue.curves import curves_of
 from hocket.cost.machine import MeasuredCurve
 from hocket.cost.serving import ServingPrices, serving_prices
+from hocket.planning import csv_rows
 from hocket.spec.cluster import Cluster
-from hocket.spec.errors import HocketError, OptionError
+from hocket.spec.errors import HocketError
 from hocket.spec.model_shape import ModelShape
 
 REQUIRED = ("id", "source", "model", "gpu", "engine", "mode", "isl")
@@ -184,26 +184,8 @@ class Row:
 
 
 def read(path: str | Path) -> list[dict[str, str]]:
-    """The rows of a CSV file.
-
-    Raises:
-        OptionError: no such file, or columns that are needed are missing; the nearest is named.
-    """
-    path = Path(path)
-    if path.is_dir():
-        raise OptionError(f"{path} is a folder; a table is a CSV file")
-    if not path.is_file():
-        raise OptionError(f"there is no file {path}")
-    with path.open(newline="") as file:
-        reader = csv.DictReader(file)
-        names = reader.fieldnames or []
-        missing = [name for name in REQUIRED if name not in names]
-        if missing:
-            raise OptionError(
-                f"{path} has no column {', '.join(missing)}; it has {', '.join(names)}",
-                hint=f"columns: {', '.join((*REQUIRED, *OPTIONAL))}",
-            )
-        return [{k: v or "" for k, v in row.items() if k is not None} for row in reader]
+    """The rows of a CSV file; raises OptionError as `csv_rows.read`."""
+    return csv_rows.read(path, REQUIRED, OPTIONAL)
 
 
 def rows(table: Iterable[Mapping[str, str]]) -> tuple[list[Row], dict[str, str]]:

@@ -16,10 +16,8 @@ reason for which it is left out. Assumed, with the reason beside the rule:
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import functools
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -29,12 +27,14 @@ from hocket.cost.columns import SCHEDULES
 from hocket.cost.constants import FEW_BITS, Constants, constants, few_bits
 from hocket.cost.machine import Machine
 from hocket.cost.memory import FULL, MODULES, SELECTIVE
+from hocket.planning import csv_rows
+from hocket.planning.csv_rows import number
 from hocket.planning.decoder import decoder
 from hocket.planning.problem import Problem
 from hocket.planning.row_machine import cluster_of, machine_of
 from hocket.planning.unstated import KNOBS, resolve
 from hocket.spec.cluster import Cluster
-from hocket.spec.errors import HocketError, OptionError
+from hocket.spec.errors import HocketError
 from hocket.spec.model_shape import ModelShape
 
 REQUIRED = ("id", "source", "model", "gpu", "layers", "hidden", "heads", "seq", "global_batch")
@@ -140,26 +140,8 @@ class Row:
 
 
 def read(path: str | Path) -> list[dict[str, str]]:
-    """The rows of a CSV file.
-
-    Raises:
-        OptionError: no such file, or columns that are needed are missing; the nearest is named.
-    """
-    path = Path(path)
-    if path.is_dir():
-        raise OptionError(f"{path} is a folder; a table is a CSV file")
-    if not path.is_file():
-        raise OptionError(f"there is no file {path}")
-    with path.open(newline="") as file:
-        reader = csv.DictReader(file)
-        names = reader.fieldnames or []
-        missing = [name for name in REQUIRED if name not in names]
-        if missing:
-            raise OptionError(
-                f"{path} has no column {', '.join(missing)}; it has {', '.join(names)}",
-                hint=f"columns: {', '.join((*REQUIRED, *OPTIONAL))}",
-            )
-        return [{k: v or "" for k, v in row.items() if k is not None} for row in reader]
+    """The rows of a CSV file; raises OptionError as `csv_rows.read`."""
+    return csv_rows.read(path, REQUIRED, OPTIONAL)
 
 
 def parse(row: Mapping[str, str]) -> Row | str:
@@ -183,11 +165,11 @@ def _parse(row: Mapping[str, str]) -> Row:
         raise _LeftOut("LoRA: which weights are trained is not among the columns")
     row = _completed(row)
     for name in ("layers", "hidden", "heads", "seq", "global_batch"):
-        if _number(row, name) is None:
+        if number(row, name) is None:
             raise _LeftOut(f"{name} is not given")
     precision = _precision(row.get("precision", ""))
     stack = next(name for pattern, name in STACKS if re.search(pattern, said))
-    zero = _number(row, "zero_stage") or 0.0
+    zero = number(row, "zero_stage") or 0.0
     if stack == "megatron" and zero == 3:
         stack = "deepspeed"
     layout = _layout(row, stack, said)
@@ -197,7 +179,7 @@ def _parse(row: Mapping[str, str]) -> Row:
         row["gpu"],
         row.get("inter_link", ""),
         gpus=int(layout["dp"] * layout["tp"] * layout["pp"] * layout["cp"]),
-        per_node=int(_number(row, "gpus_per_node") or 8),
+        per_node=int(number(row, "gpus_per_node") or 8),
     )
     if precision not in cluster.node.gpu.flops:
         raise _LeftOut(f"{cluster.node.gpu.name} has no rate for {precision}")
@@ -206,7 +188,10 @@ def _parse(row: Mapping[str, str]) -> Row:
     values = constants(cluster.node.gpu.name, stack, precision=precision, grad_dtype=grad_dtype)
     if precision in FEW_BITS:
         values = few_bits(values, cluster.node.gpu.flops, precision)
-    memory = _number(row, "measured_mem_gb")
+    memory, seconds = number(row, "measured_mem_gb"), number(row, "measured_iter_s")
+    for name, value in (("measured_mem_gb", memory), ("measured_iter_s", seconds)):
+        if value is not None and value <= 0:
+            raise _LeftOut(f"{name} is {value:g}")
     names = [name for name in row if name not in NOT_COMPARED]
     found = Row(
         id=row["id"],
@@ -227,7 +212,7 @@ def _parse(row: Mapping[str, str]) -> Row:
         layout=layout,
         seq_len=_need(row, "seq"),
         resolved={},
-        measured=_number(row, "measured_iter_s"),
+        measured=seconds,
         memory=None if memory is None else memory * _unit(row.get("mem_kind", "")),
         memory_unit=_unit(row.get("mem_kind", "")),
         memory_counted=_counted(row.get("mem_kind", "")),
@@ -272,17 +257,8 @@ def _resolved(found: Row, unstated: Sequence[str], grad_dtype: str | None, preci
     return dataclasses.replace(found, layout=fields, resolved=resolved)
 
 
-def _number(row: Mapping[str, str], name: str) -> float | None:
-    text = row.get(name, "").strip()
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return None if math.isnan(value) else value
-
-
 def _need(row: Mapping[str, str], name: str) -> float:
-    value = _number(row, name)
+    value = number(row, name)
     assert value is not None, name
     return value
 
@@ -356,16 +332,16 @@ def _completed(row: Mapping[str, str]) -> Mapping[str, str]:
     if _has_experts(row):
         shape = _named(row)
         known = {"layers": len(shape.layers), "hidden": shape.hidden, "heads": shape.heads}
-        known["heads"] = int(_number(row, "heads") or shape.heads)
+        known["heads"] = int(number(row, "heads") or shape.heads)
     for pattern, sizes in SIZES:
         if re.search(pattern, name, re.I):
             known = sizes
-    return {**row, **{k: str(v) for k, v in known.items() if _number(row, k) is None}}
+    return {**row, **{k: str(v) for k, v in known.items() if number(row, k) is None}}
 
 
 def _has_experts(row: Mapping[str, str]) -> bool:
     """By the model's name, or because the row counts them."""
-    return bool(re.search(EXPERTS, row["model"], re.I)) or (_number(row, "experts") or 0) > 1
+    return bool(re.search(EXPERTS, row["model"], re.I)) or (number(row, "experts") or 0) > 1
 
 
 def _named(row: Mapping[str, str]) -> ModelShape:
@@ -376,7 +352,7 @@ def _named(row: Mapping[str, str]) -> ModelShape:
         raise _LeftOut("mixture of experts: the number of experts is not among the columns")
     shape = shapes.shape(found)
     for field, value in (("layers", len(shape.layers)), ("hidden", shape.hidden)):
-        said = _number(row, field)
+        said = number(row, field)
         if said is not None and said != value:
             raise _LeftOut(f"mixture of experts: {field} {said:g} is not {found}'s {value}")
     return shape
@@ -386,18 +362,18 @@ def _shape(row: Mapping[str, str], stack: str) -> ModelShape:
     if _has_experts(row):
         return _named(row)
     names = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq")
-    numbers = (_number(row, name) for name in names)
+    numbers = (number(row, name) for name in names)
     sizes = tuple(None if n is None else int(n) for n in numbers)
     return _decoder(row["model"], sizes, not stack.startswith("fsdp"))
 
 
 def _layout(row: Mapping[str, str], stack: str, said: str) -> dict[str, float]:
     def degree(name: str) -> float:
-        value = _number(row, name)
+        value = number(row, name)
         return 1.0 if value is None or value < 1 else value
 
     tp, pp, cp, ep = (degree(name) for name in ("tp", "pp", "cp", "ep"))
-    gpus, dp = _number(row, "n_gpus"), _number(row, "dp")
+    gpus, dp = number(row, "n_gpus"), number(row, "dp")
     if dp is None:
         if gpus is None:
             raise _LeftOut("neither dp nor n_gpus is given")
@@ -405,22 +381,22 @@ def _layout(row: Mapping[str, str], stack: str, said: str) -> dict[str, float]:
     if dp < 1 or (gpus is not None and abs(dp * tp * pp * cp - gpus) > 0.01 * gpus):
         raise _LeftOut(f"dp {dp:g} x tp {tp:g} x pp {pp:g} x cp {cp:g} is not n_gpus {gpus}")
     batch = _need(row, "global_batch")
-    micro = _number(row, "micro_batch") or batch / dp  # unstated: resolved later
+    micro = number(row, "micro_batch") or batch / dp  # unstated: resolved later
     named = row.get("schedule", "").lower()
-    virtual = _number(row, "vp") or (2.0 if "interleaved" in named else 1.0)
+    virtual = number(row, "vp") or (2.0 if "interleaved" in named else 1.0)
     schedule = "1f1b"
     for pattern, name in (("zb-?1p|h1", "zb-h1"), ("zb-?2p|h2", "zb-h2"), ("zb-?v", "zb-v")):
         if re.search(pattern, named):
             schedule = name
     if pp > 1 and virtual > 1 and schedule == "1f1b":
         schedule = "interleaved"
-    zero = _number(row, "zero_stage") or 0.0
+    zero = number(row, "zero_stage") or 0.0
     shard = dp
     stated = re.search(r"zero1 group size (\d+)", said)
     if stated:
         shard = min(dp, float(stated[1]))
     elif re.search(r"\bhsdp\b", said):
-        shard = min(dp, _number(row, "gpus_per_node") or 8.0)
+        shard = min(dp, number(row, "gpus_per_node") or 8.0)
     recompute = row.get("recompute", "").lower()
     if row.get("recompute_modules", "").strip():
         recompute = "modules"
@@ -438,7 +414,7 @@ def _layout(row: Mapping[str, str], stack: str, said: str) -> dict[str, float]:
         "zero": zero,
         "shard": shard,
         "recompute": float(next((i for i, name in KINDS if name in recompute), 0)),
-        "sequence_parallel": float((_number(row, "sp") or 0.0) > 0 and tp > 1),
+        "sequence_parallel": float((number(row, "sp") or 0.0) > 0 and tp > 1),
         "schedule": float(SCHEDULES.index(schedule)),
         "lighter": float("one layer fewer" in said),
     }
