@@ -19,11 +19,11 @@ class Export:
     Of a run with LoRA it is the adapter, as PeftModel.from_pretrained loads it.
 
     Attributes:
-        run: the run folder.
-        to: the directory to make.
-        merge: of a run with LoRA: the model with the adapter added to its weights.
-        overwrite: replace the model that the directory holds.
-        trust_remote_code: run code that the model brings along.
+        run: run folder.
+        to: directory to write.
+        merge: for LoRA runs: write the model with the adapter merged into its weights.
+        overwrite: replace an existing model directory.
+        trust_remote_code: run Python code that the model directory contains.
     """
 
     run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")] = ""
