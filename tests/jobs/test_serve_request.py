@@ -76,7 +76,7 @@ def test_sizes_are_settled(where: Path) -> None:
         ({"layout": "dp300"}, LayoutError, "at most 256"),
         ({"layuot": "tp2"}, OptionError, "unknown option"),
         ({"max_model_len": 129}, OptionError, "128 positions"),
-        ({"max_model_len": 1}, OptionError, "lies in 2"),
+        ({"max_model_len": 1}, OptionError, "must be in 2"),
         ({"max_model_len": 64, "num_blocks": 3}, OptionError, "hold 48 tokens"),
         ({"num_blocks": 9, "cache_memory": "1GB"}, OptionError, "how large the cache is"),
         ({"cache_memory": "much"}, OptionError, "much"),
@@ -243,7 +243,7 @@ def test_keys(where: Path, tmp_path: Path) -> None:
     assert found.keys is not None
     assert "one-long-secret" not in found.spec().to_json()
     (warning,) = server(where, host="0.0.0.0", insecure=True).warnings
-    assert "anybody" in warning
+    assert "any client" in warning
 
 
 def test_a_port_that_is_taken(

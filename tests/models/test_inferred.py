@@ -102,11 +102,11 @@ def test_a_plan_reads_back_equal(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("codegen", "h.0.attn is held whole on every rank, and works on whole sequences"),
-        ("qwen3_next", "layers.0.linear_attn gathers what its split products return"),
+        ("codegen", "h.0.attn isreplicated on every rank, and works on whole sequences"),
+        ("qwen3_next", "layers.0.linear_attn gathers the outputs of its split matmuls"),
         ("roberta", "roberta.embeddings counts positions from token ids"),
         ("gemma4_text", "embed_tokens_per_layer looks the tokens up"),
-        ("roformer", "makes for as many tokens as a slice has"),
+        ("roformer", "makes for as many tokens as a sequence shard has"),
         ("xlnet", "is given [sequence, rows, hidden size]"),
         ("ctrl", "transformer puts what belongs to the positions of whole sequences"),
     ],

@@ -123,8 +123,8 @@ def test_a_nearer_product_says_more() -> None:
 
 
 def test_an_unmeasured_type_is_said() -> None:
-    assert "bf16 products were not measured" in Rates(measured(), "bf16").notes[0]
-    with pytest.raises(OptionError, match="no matrix product"):
+    assert "bf16 matmuls were not measured" in Rates(measured(), "bf16").notes[0]
+    with pytest.raises(OptionError, match="no matmul"):
         Rates(dataclasses.replace(measured(), products=()))
 
 

@@ -332,7 +332,7 @@ def test_threads_are_priced_as_processes_and_say_so() -> None:
     found = plan_one(EIGHT, Layout.parse("dp8:data_parallel=threads"))
     assert found.best.layout.data_parallel == "threads"
     assert found.best.step_seconds == one(EIGHT, "dp8").step_seconds
-    assert "priced as processes" in " ".join(found.notes)
+    assert "estimated as processes" in " ".join(found.notes)
 
 
 @pytest.mark.parametrize("microbatches", [1, 3, 7, 21])

@@ -99,7 +99,7 @@ def main(arguments: Sequence[str]) -> int:
         return _matrix(flags, said)
     alone = [name for name in _OF_A_MATRIX if name in said]
     if alone:
-        raise OptionError(f"--{alone[0]} is said of no matrix", hint="--matrix")
+        raise OptionError(f"--{alone[0]} needs --matrix", hint="--matrix")
     if flags.serve:
         return _serve(flags, said)
     from hocket.jobs.check import check
@@ -125,7 +125,7 @@ def _matrix(flags: Check, said: dict[str, object]) -> int:
     other = [name for name in said if name not in ("matrix", *_OF_A_MATRIX)]
     if other:
         raise OptionError(
-            f"--matrix makes its own models, layouts and steps; {other[0]} says something else",
+            f"--matrix makes its own models, layouts and steps; {other[0]} is incompatible",
             hint="hocket check --matrix --types llama --layouts tp2",
         )
     if flags.serve and flags.quick:

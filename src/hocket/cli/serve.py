@@ -143,5 +143,5 @@ def _summary(served: Any, *, foretold: bool) -> None:
             )
         if not served.run.exists():
             return
-        what = "predicted beside measured" if foretold else "what was measured"
+        what = "predicted and measured" if foretold else "what was measured"
         print(f"{what}: hocket report {served.run}", flush=True)

@@ -284,7 +284,7 @@ def _cluster(text: str) -> tuple[Cluster, bool]:
 
 
 def _no_cores(why: str) -> OptionError:
-    return OptionError(f"services are priced for GPUs; {why}", hint="--cluster A100-40,H100")
+    return OptionError(f"services are planned for GPUs; {why}", hint="--cluster A100-40,H100")
 
 
 def _known_context(model: str, service: Service) -> None:
@@ -335,8 +335,8 @@ def _notes(shape: ModelShape, gpus: Sequence[str]) -> tuple[str, ...]:
     strange = [name for name in gpus if name.partition("-")[0] not in fitted]
     if strange:
         nearest = {n: file()["nearest"].get(n.partition("-")[0], "H100") for n in strange}
-        told = ", ".join(f"{name} is priced with {of}'s" for name, of in nearest.items())
-        notes.append(f"No measured serving stands behind these constants: {told}.")
+        told = ", ".join(f"{name} is estimated with the constants of {of}" for name, of in nearest.items())
+        notes.append(f"No serving measurements support these constants: {told}.")
     if shape.experts:
         notes.append(
             f"{shape.experts} experts, {shape.experts_per_token} a token, divided over tp as all "

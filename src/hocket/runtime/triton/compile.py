@@ -242,7 +242,7 @@ HEAD = """\
 # Triton kernels
 
 Written by `python -m hocket.runtime.triton.compile --write docs/reference/kernels.md`, on a machine
-without a GPU; do not edit. No GPU has executed these kernels yet: this page says what the compiler
+without a GPU; do not edit. No GPU has executed these kernels yet: this page is the compiler's output
 made of them, and tests hold them against PyTorch in Triton's interpreter.
 
 `attend_kernel` and `merge_kernel` are paged attention (`hocket.runtime.triton.paged_attention`):
