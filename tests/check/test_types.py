@@ -89,7 +89,7 @@ def test_layers_that_run_without_gradients_are_whole_when_backward_reads_them() 
 @pytest.mark.usefixtures("warm")
 def test_what_later_stages_lack_is_given_to_them_and_the_rest_is_said_in_words() -> None:
     """CTRL writes into its embedded input, layers of DeepSeek V4 read token ids, those of RoFormer
-    a frozen table; the attention of CodeGen and TrOCR can only bereplicated."""
+    a frozen table; the attention of CodeGen and TrOCR can only be replicated."""
     kinds = ["codegen", "ctrl", "deepseek_v4", "roformer", "trocr", "xmod"]
     found = matrix(kinds, ["tp2", "pp2:microbatches=2"])
     outcomes = {row.kind: [cell.outcome for cell in row.cells] for row in found.rows}

@@ -92,7 +92,7 @@ class Placement:
         grad_sum: tuple[str, ...] = (),
         tie: str | None = None,
     ) -> Placement:
-        """A parameterreplicated."""
+        """A parameter replicated."""
         zeros = (0,) * len(shape)
         return cls(
             name=name,

@@ -30,7 +30,7 @@ _WIDTHS = ("all_head_size", "embed_dim", "split_size", "hidden_size", "inner_dim
 """Attributes of attention modules that may hold heads x head size."""
 
 _LEAST = 0.05
-"""Share of a layer's parameters above which it is told that a module isreplicated."""
+"""Share of a layer's parameters above which it is told that a module is replicated."""
 
 
 def inferred_plan(

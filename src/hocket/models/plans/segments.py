@@ -21,7 +21,7 @@ LINEAR_BY_NAME = ("FalconLinear",)
 
 
 class Unsplittable(Exception):
-    """A block that has to bereplicated; the text says why."""
+    """A block that has to be replicated; the text says why."""
 
 
 def is_linear(module: nn.Module) -> bool:

@@ -54,7 +54,7 @@ def sequence_plan(
     plan = _plan(model, split, stages)
     for name in _attention(model, stages):
         if not any(f"{name}.".startswith(f"{block}.") for block in plan.blocks):
-            raise ModelError(f"{name} isreplicated on every rank, and attends to whole sequences")
+            raise ModelError(f"{name} is replicated on every rank, and attends to whole sequences")
     for block in plan.blocks:
         if _gathers(split, model, block):
             raise ModelError(
@@ -182,7 +182,7 @@ class _Trial:
         if where.startswith(layers) and where[len(layers) :].count("."):
             block = next((b for b in self.plan.blocks if f"{where}.".startswith(f"{b}.")), None)
             if block is None:
-                return f"{where} isreplicated on every rank, and works on whole sequences"
+                return f"{where} is replicated on every rank, and works on whole sequences"
             return (
                 f"{block} receives whole sequences together with values that its model makes for as "
                 "many tokens as a sequence shard has"

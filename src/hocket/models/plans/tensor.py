@@ -3,7 +3,7 @@ its tiny proxy model shows.
 
 A block (an attention module, an MLP, a set of experts) is split as a whole or not at all: where
 one of its parts has a style we cannot carry out, or holds parameters whose gradients nobody would
-sum, the block isreplicated on every rank, which is slower and never wrong, and the reason is told.
+sum, the block is replicated on every rank, which is slower and never wrong, and the reason is told.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Regions: where a tensor passes between beingreplicated and being held in parts.
+"""Regions: where a tensor passes between being replicated and being held in parts.
 
     forward      backward     function
     nothing      all-reduce   copy_to_axis      whole, then used by layers that are split
