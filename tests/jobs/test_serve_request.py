@@ -78,7 +78,7 @@ def test_sizes_are_settled(where: Path) -> None:
         ({"max_model_len": 129}, OptionError, "128 positions"),
         ({"max_model_len": 1}, OptionError, "must be in 2"),
         ({"max_model_len": 64, "num_blocks": 3}, OptionError, "hold 48 tokens"),
-        ({"num_blocks": 9, "cache_memory": "1GB"}, OptionError, "how large the cache is"),
+        ({"num_blocks": 9, "cache_memory": "1GB"}, OptionError, "both set the cache size"),
         ({"cache_memory": "much"}, OptionError, "much"),
         ({"max_rows": 0}, OptionError, "max_rows is 0"),
         ({"max_batch_tokens": 0}, OptionError, "max_batch_tokens is 0"),

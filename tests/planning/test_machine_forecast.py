@@ -304,5 +304,5 @@ def test_messages_that_nobody_measured_are_not_free() -> None:
     told, _ = forecast(SHAPE, Layout.parse("dp1"), WORK, Machine(measured=alone))
     assert told.step_seconds > 0
     for layout in ("tp2", "dp2", "pp2:microbatches=2"):
-        with pytest.raises(OptionError, match="over shm were not measured"):
+        with pytest.raises(OptionError, match="over shm was not measured"):
             forecast(SHAPE, Layout.parse(layout), WORK, Machine(measured=alone))

@@ -310,7 +310,7 @@ def test_a_layouts_own_cut_is_priced_and_kept() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("pp2.tp8:recompute=full,recompute_layers=2", "every layer recomputed, or none"),
+        ("pp2.tp8:recompute=full,recompute_layers=2", "full recomputation, or none"),
     ],
 )
 def test_a_layout_without_a_price(text: str, said: str) -> None:

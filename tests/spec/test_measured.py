@@ -134,7 +134,7 @@ def put(data: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[str, An
         (("products", 0, 5), True, "True"),
         (("products", 0, 2), 1.5, "a whole number of at least 1"),
         (("products", 0, 2), 0, "a whole number of at least 1"),
-        (("products", 0, 1), "tt", "unknown form of a product 'tt'"),
+        (("products", 0, 1), "tt", "unknown form of a matmul 'tt'"),
         (("products", 0), ["fp32", "nt"], "has no m, n, k, seconds"),
         (("products", 0), [1] * 9, "9 values, not 7"),
         (("products", 0), "fp32", "must be a list"),
