@@ -48,9 +48,7 @@ BANNED = {
     r"put off": "deferred",
     r"go(?:es)? on": "continue, resume",
     r"let go": "freed",
-    r"(?<!there )(?<!there)(?:is|are) no (?!longer|further|more|less|faster|slower|larger|smaller)": (
-        "is not a"
-    ),
+    r"(?<!there )(?<!there)(?:is|are) no (?!longer|further|more|less|\w+er\b)": "is not a",
     r"(?<!--)rounds?(?! to)": "decode step",
     r"says?|said": "reports, prints, specifies",
     r"pieces?": "shard, chunk",
@@ -84,9 +82,9 @@ def literals(source: Path) -> Iterator[tuple[int, str]]:
     tree = ast.parse(source.read_text(encoding="utf-8"))
     alone = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in alone:
-            if " " in node.value.strip():
-                yield node.lineno, node.value
+        text = node.value if isinstance(node, ast.Constant) else None
+        if isinstance(text, str) and id(node) not in alone and " " in text.strip():
+            yield node.lineno, text
 
 
 def allowed(page: Path, text: str) -> bool:

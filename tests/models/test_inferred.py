@@ -102,7 +102,7 @@ def test_a_plan_reads_back_equal(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("codegen", "h.0.attn is replicated on every rank, and works on whole sequences"),
+        ("codegen", "h.0.attn is replicated on every rank and works on whole sequences"),
         ("qwen3_next", "layers.0.linear_attn gathers the outputs of its split matmuls"),
         ("roberta", "roberta.embeddings counts positions from token ids"),
         ("gemma4_text", "embed_tokens_per_layer embeds the tokens"),

@@ -13,13 +13,14 @@ import pytest
 from hocket.cli import check as cli
 from hocket.jobs.proxy.check import require_equal
 from hocket.jobs.serving import check, server
-from hocket.jobs.serving.check_matrix import SWITCHED, served_matrix
+from hocket.jobs.serving.check_matrix import served_matrix
 from hocket.jobs.serving.llm import Lent
 from hocket.models import registry
 from hocket.models.samples import switches
 from hocket.models.source import resolve
 from hocket.spec.errors import ModelError, OptionError
 from hocket.spec.layout import Layout
+from hocket.spec.matrix import SWITCHED
 from hocket.spec.served_check import ServedCheck, ServedComparison, limit
 from tests.ranks import RankPool
 from tests.rotation import part

@@ -34,7 +34,8 @@ class Check:
     log-probabilities with plain transformers.
 
     Attributes:
-        model: Hugging Face directory, run folder, or a name that `hocket models` lists.
+        model: Hugging Face directory, run folder, PEFT adapter, a name that `hocket models` lists,
+            or ORG/NAME[@REVISION] on the Hugging Face Hub.
         parallel: Degrees of parallelism and schedule
         steps: optimizer steps to compare.
         seq_len: tokens per sequence.

@@ -24,7 +24,8 @@ class Compare:
     each computes what one process computes. Exits 1 if any does not.
 
     Attributes:
-        model: Hugging Face directory, run folder, or a name that `hocket models` lists.
+        model: Hugging Face directory, run folder, PEFT adapter, a name that `hocket models` lists,
+            or ORG/NAME[@REVISION] on the Hugging Face Hub.
         devices: ranks (or replicas, or stages) of each single-axis strategy.
         ways: only these strategies: threads data layerwise gpipe 1f1b tensor, or layouts (default:
             all).

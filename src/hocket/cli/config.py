@@ -41,7 +41,8 @@ def read(path: str) -> dict[str, Any]:
     tables = [key for key, value in data.items() if isinstance(value, dict)]
     if tables:
         raise OptionError(
-            f"{path} contains the table [{tables[0]}]; options belong at the top level, by their flags' names"
+            f"{path} contains the table [{tables[0]}]; options belong at the top "
+            f"level, by their flags' names"
         )
     try:
         return typed({key.replace("-", "_"): value for key, value in data.items()})

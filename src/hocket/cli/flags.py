@@ -90,7 +90,9 @@ def parse(kind: type[Kind], verb: str, arguments: Sequence[str], default: Kind) 
     Where a flag takes several values, what it is given at each place is taken together.
     """
     args = _together(arguments, _lists(kind))
-    return tyro.cli(kind, prog=f"hocket {verb}", args=args, default=default, config=CONFIG, registry=REGISTRY)
+    return tyro.cli(
+        kind, prog=f"hocket {verb}", args=args, default=default, config=CONFIG, registry=REGISTRY
+    )
 
 
 def _lists(kind: Any) -> frozenset[str]:

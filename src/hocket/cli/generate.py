@@ -18,7 +18,8 @@ class Generate:
     """Continue texts, with a key/value cache; greedy unless --temperature is above 0.
 
     Attributes:
-        model: run folder, or a Hugging Face directory with weights and a tokenizer.
+        model: run folder, Hugging Face directory with weights and a tokenizer, PEFT adapter, or
+            ORG/NAME[@REVISION] on the Hugging Face Hub.
         prompt: one prompt or several.
         parallel: Degrees of parallelism, tp and pp only
         max_new_tokens: maximum number of tokens per prompt.

@@ -24,7 +24,8 @@ class PlanFlags:
     """Search every layout of a model on a cluster: will it fit, how fast, at what cost.
 
     Attributes:
-        model: catalogue name, Hugging Face directory, or run folder.
+        model: catalogue name, Hugging Face directory, run folder, or ORG/NAME on the Hugging Face
+            Hub (only its configuration is downloaded).
         cluster: 2x8xH100-SXM, 16xA100-40-PCIe, 4xaws-p5, a TOML file, or auto (this machine, as
             measured by `hocket probe`). With --serve also kinds of GPU, as many as are needed:
             A100-40,A100-80,H100 (default with --serve: the usual kinds).

@@ -26,7 +26,8 @@ class RehearseFlags:
     completes under NCCL's rules, peak memory, collectives, host reads, kernel launches.
 
     Attributes:
-        model: catalogue name, Hugging Face directory, or run folder.
+        model: catalogue name, Hugging Face directory, run folder, or ORG/NAME on the Hugging Face
+            Hub (only its configuration is downloaded).
         parallel: Degrees of parallelism and schedule
         rank: ranks to execute: replica (dp 0, identical ranks once), all, or one rank number (no
             verdict).

@@ -25,7 +25,8 @@ class Serve:
     Ctrl-C or SIGTERM lets running requests end; a second one ends everything at once.
 
     Attributes:
-        model: Hugging Face directory with weights and a tokenizer, or run folder.
+        model: Hugging Face directory with weights and a tokenizer, run folder, PEFT adapter, or
+            ORG/NAME[@REVISION] on the Hugging Face Hub.
         layout: tp2 for latency, pp2 across slow links, dp2 for load, or all: tp2.pp2.dp2; auto: the
             fastest on this machine, by measurement (default: dp1).
         cut: layers per pipeline stage: balanced (by cost), even, or a list such as 3-5 (default:

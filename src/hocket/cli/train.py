@@ -30,8 +30,11 @@ class Train:
 
     Attributes:
         model: Hugging Face directory (safetensors weights, or only a config.json for random
-            weights), run folder, or a name that `hocket models` lists.
-        data: text files, JSON lines, parquet files, `datasets` directories, or folders of text.
+            weights), run folder, PEFT adapter, a name that `hocket models` lists, or
+            ORG/NAME[@REVISION] on the Hugging Face Hub.
+        data: text files, JSON lines, parquet files, `datasets` directories, folders of text, or
+            data sets of the Hugging Face Hub: ORG/NAME[/SUBSET][:SPLIT][[:N]][@REVISION]. `:SPLIT`
+            and `[:N]` (the first N records) also apply to directories.
         run: run folder (default: a new folder under runs/).
         config: TOML file of options by flag name; flags override it.
         cluster: machine to predict the run for, and to choose --layout auto for: auto (this

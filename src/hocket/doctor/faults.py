@@ -129,7 +129,9 @@ def fault(place: Place, *, kind: str, ranks: int) -> Outcome:
     if not named:
         place.failures.append(f"the report does not name rank {last}: {message[:200]!r}")
     if not any(words.lower() in message.lower() for words in _WORDS[kind]):
-        place.failures.append(f"the report does not contain {_WORDS[kind][0]!r}: {message[-300:]!r}")
+        place.failures.append(
+            f"the report does not contain {_WORDS[kind][0]!r}: {message[-300:]!r}"
+        )
     return place.outcome()
 
 

@@ -33,7 +33,8 @@ CHECKS = (
     GpuCheck(
         id="env-claim", group="environment", what="claim a GPU of which another process holds "
         f"{BUSY:.0%}, and one that CUDA_VISIBLE_DEVICES hides", criterion="the first is claimed "
-        "with a note that others use it (or rejected with the reason in exclusive mode), the second "
+        "with a note that others use it (or rejected with the reason in exclusive "
+        "mode), the second "
         "is rejected with the number of GPUs shown", function=_HERE + "claim", seconds=3.0,
         timeout=60.0, forks=True,
     ),

@@ -402,7 +402,9 @@ def with_layers(source: ModelSource, layers: int) -> ModelSource:
     config = dict(source.config)
     name = next((name for name in _DEPTH if name in config), None)
     if name is None:
-        raise ModelError(f"the configuration of {source.name} does not specify its number of layers")
+        raise ModelError(
+            f"the configuration of {source.name} does not specify its number of layers"
+        )
     config[name] = layers
     for key in _PER_LAYER:
         if isinstance(config.get(key), list) and config[key]:

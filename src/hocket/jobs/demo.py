@@ -219,7 +219,8 @@ def comparison(summary: Summary, alone: Summary, layout: str) -> list[str]:
         ),
         "",
         f"What this machine can show: {len(summary.memory)} ranks compute together what one",
-        f"process does, each with at most {share:.0%} of its memory, and every collective is counted.",
+        f"process does, each with at most {share:.0%} of its memory, and every "
+        f"collective is counted.",
         f"What it cannot show: speed. The ranks share {cores} cores, and a step is {slower}",
         "than in one process; splitting pays where each rank has a device of its own.",
     ]

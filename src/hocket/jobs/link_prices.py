@@ -191,7 +191,8 @@ def text(found: LinkPrices) -> str:
         "Rates are bytes per second per direction; seconds are at the fraction of them that rings",
         "reach (NVLink 80%, PCIe 88%, networks 73%). Without a switch a GPU's links are spread",
         f"over {MESH - 1} peers, and a group of n has n - 1 of them. NVLink is marketed as the",
-        f"sum of both directions: NVLink 3 is {ratio:.1f} times PCIe 4.0 x16, not 37 (600 compared with",
+        f"sum of both directions: NVLink 3 is {ratio:.1f} times PCIe 4.0 x16, not 37 "
+        f"(600 compared with",
         "the 16 of a PCIe 4.0 x8 slot).",
         "",
         found.pool.words(found.link) if found.pool else _shared(found),

@@ -81,28 +81,31 @@ def _write_references(kind: str, config: dict[str, Any], where: Path, dtype: str
 def prepare(context: RankContext, payload: dict[str, Any]) -> None:
     """Make each type small, try it in stages, and write its reference.
 
-    Payload: `folder`, and `types`: for each [name, configuration as its source gave it]. Rank r
-    takes every world-size-th of them. Emits `{"event": "type", "kind", ...}` for each, with
-    `refused` or `crashed` (why there is no model to compare with), else its `config`,
-    `parameters`, and why it cannot be cut (`stages`), split (`tensor`; None: it can) or run on
-    slices of its sequences (`slices`; the same).
+    Payload: `folder`, and `types`: for each [name, configuration as its source gave it, switches].
+    Of the switches as many are set as the class can be built with together. Rank r takes every
+    world-size-th type. Emits `{"event": "type", "kind", ...}` for each, with `refused` or `crashed`
+    (why there is no model to compare with), else its `config`, `parameters`, `switches`, and why it
+    cannot be cut (`stages`), split (`tensor`; None: it can) or run with sequence parallelism
+    (`slices`; the same).
     """
-    for kind, config in payload["types"][context.rank :: context.world_size]:
+    for kind, config, switches in payload["types"][context.rank :: context.world_size]:
         context.emit({"event": "begin", "what": kind})
-        found = _prepare(kind, config, Path(payload["folder"]))
+        found = _prepare(kind, config, switches, Path(payload["folder"]))
         context.emit({"event": "type", "kind": kind, **found})
         gc.collect()
 
 
-def _prepare(kind: str, values: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _prepare(
+    kind: str, values: dict[str, Any], switches: dict[str, Any], folder: Path
+) -> dict[str, Any]:
     from hocket.jobs.proxy.check import try_stages
     from hocket.jobs.proxy.loss import try_loss
     from hocket.models.plans import plan_for
-    from hocket.models.proxy import proxy_of
-    from hocket.models.skeleton import build, config_of
+    from hocket.models.proxy import switched_proxy
+    from hocket.models.skeleton import build
 
     try:
-        proxy = proxy_of(config_of(values, dropout=0.0))
+        proxy, taken = switched_proxy(values, switches)
         model = build(proxy.config)
         plan = plan_for(model, sequence=True)
         config = json.loads(json.dumps(proxy.config.to_dict(), default=str))
@@ -127,6 +130,7 @@ def _prepare(kind: str, values: dict[str, Any], folder: Path) -> dict[str, Any]:
         "tensor": None if plan.tensor is not None else plan.reasons["tensor"],
         "slices": None if plan.sequence is not None else plan.reasons["sequence"],
         "inferred": plan.inferred,
+        "switches": ", ".join(f"{name}={value}" for name, value in taken.items()),
         "note": plan.reasons.get("tensor", "") if plan.tensor is not None else "",
     }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 import torch
@@ -142,6 +143,28 @@ def proxy_of(config: transformers.PreTrainedConfig) -> ProxyModel:
         return proxy
     reason = error.message if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
     raise ModelError(f"no tiny proxy model of {config.model_type!r} can be made: {reason}")
+
+
+def switched_proxy(
+    values: Mapping[str, Any], switches: Mapping[str, Any]
+) -> tuple[ProxyModel, dict[str, Any]]:
+    """The proxy model of a configuration with as many of the switches as its class takes together,
+    and these switches. Raises ModelError: there is none without them either."""
+
+    def switched(some: Mapping[str, Any]) -> ProxyModel | None:
+        try:
+            return proxy_of(skeleton.config_of({**values, **some}, dropout=0.0))
+        except Exception:  # a combination that the class rejects, each in its own way
+            return None
+
+    if switches and (found := switched(switches)) is not None:
+        return found, dict(switches)
+    taken: dict[str, Any] = {}
+    found = proxy_of(skeleton.config_of(dict(values), dropout=0.0))
+    for name, value in switches.items():
+        if (more := switched({**taken, name: value})) is not None:
+            found, taken = more, {**taken, name: value}
+    return found, taken
 
 
 def _run(proxy: ProxyModel) -> None:

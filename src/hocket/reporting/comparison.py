@@ -74,9 +74,8 @@ def _memory(found: Comparison) -> str:
         row.append(format_bytes(least) if len(each.memory) > 1 else "-")
         rows.append(row)
     headers = ["", *KINDS, "in all", *(["predicted"] if predicted else []), "least"]
-    return (
-        "largest and smallest peak memory per rank, in counted tensor bytes\n"
-        + table_text(headers, rows)
+    return "largest and smallest peak memory per rank, in counted tensor bytes\n" + table_text(
+        headers, rows
     )
 
 

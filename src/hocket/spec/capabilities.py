@@ -135,9 +135,7 @@ def refused_offload(layout: Layout, *, cuda: bool) -> str | None:
     if not layout.offloads("activations"):
         return None
     if not cuda:
-        return (
-            "offload is activations: the activations of CPU ranks are already in host memory"
-        )
+        return "offload is activations: the activations of CPU ranks are already in host memory"
     if layout.recompute == "full":
         return (
             "offload is activations, recompute is full: a recomputed layer saves its input alone, "

@@ -77,6 +77,7 @@ class TrainOptions:
             turns), completion (prompt and completion; loss on the completion), or auto (from each
             file's first record). One of: auto, text, chat, completion.
         chat_template_file: Jinja chat template that replaces the tokenizer's own.
+        streaming: tokenize data sets of the Hub while they are read, without storing their files.
         packing: how documents fill rows: across (concatenated, attention crosses documents),
             documents (several per row, attention within each) or none (one per row) (default:
             across for text, documents for chats and completions). One of: across, documents, none.
@@ -127,6 +128,7 @@ class TrainOptions:
     text_field: str = "text"
     data_format: str = "auto"
     chat_template_file: str | None = None
+    streaming: bool = False
     packing: str | None = None
     held_out: float = 0.02
     eval_every: int = 50
@@ -158,11 +160,12 @@ class RunSpec:
     """All that a run folder holds at its start. JSON form with an exact inverse.
 
     Attributes:
-        model: a Hugging Face directory, a run folder, or a name of the catalogue.
+        model: a Hugging Face directory, a run folder, a name of the catalogue, or `org/name@commit`
+            of the Hub.
         config: the model's Hugging Face configuration as a dictionary (vocabulary resolved).
         weights: directory that holds safetensors weights; None: random from the seed.
         layout, workload, options: what the flags said, resolved.
-        data: the data paths.
+        data: the data paths, and data sets of the Hub at their commits.
         command: `train`, `check`, `generate`, `demo` or `serve`.
         serving: of a server, resolved; None of any other job.
     """

@@ -118,7 +118,8 @@ def bill(server: Server, told: ServingForecast) -> list[str]:
     first = next((o.seconds for o in told.prefill if o.tokens == told.prompt_len), None)
     if alone is not None and first is not None:
         lines.append(
-            f"predicted: prefill of a {told.prompt_len}-token prompt in {format_seconds(first)}, then "
+            f"predicted: prefill of a {told.prompt_len}-token prompt in "
+            f"{format_seconds(first)}, then "
             f"a token in {format_seconds(alone)}; up to "
             f"{told.tokens_per_second * layout.dp:,.0f} tokens/s with many requests"
         )

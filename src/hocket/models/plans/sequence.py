@@ -58,7 +58,8 @@ def sequence_plan(
     for block in plan.blocks:
         if _gathers(split, model, block):
             raise ModelError(
-                f"{block} gathers the outputs of its split matmuls, and computes on whole sequences "
+                f"{block} gathers the outputs of its split matmuls, and computes on "
+                f"whole sequences "
                 "from there on"
             )
     for name in plan.embedders:
@@ -163,9 +164,7 @@ class _Trial:
         for name in plan.positions:
             known = inspect.signature(self.modules[name].forward).parameters
             if "position_ids" not in known and self.entered[name][0] is self.inputs["input_ids"]:
-                raise ModelError(
-                    f"{name} embeds the tokens, but receives a sequence shard of them"
-                )
+                raise ModelError(f"{name} embeds the tokens, but receives a sequence shard of them")
         for name in self.entries:
             if name.startswith(f"{stages.layers}."):
                 given = self.entered.get(name)
@@ -182,7 +181,7 @@ class _Trial:
         if where.startswith(layers) and where[len(layers) :].count("."):
             block = next((b for b in self.plan.blocks if f"{where}.".startswith(f"{b}.")), None)
             if block is None:
-                return f"{where} is replicated on every rank, and works on whole sequences"
+                return f"{where} is replicated on every rank and works on whole sequences"
             return (
                 f"{block} receives whole sequences together with values that its model makes for as "
                 "many tokens as a sequence shard has"
