@@ -92,7 +92,7 @@ def test_sizes_are_settled(where: Path) -> None:
         ({"host": "0.0.0.0"}, OptionError, "no key is asked for"),
         ({"host": "::"}, OptionError, "no key is asked for"),
         ({"host": ""}, OptionError, "no key is asked for"),
-        ({"host": "no.such.host.invalid"}, OptionError, "no address"),
+        ({"host": "no.such.host.invalid"}, OptionError, "not an address"),
         ({"api_key_file": "/no/such/file"}, OptionError, "cannot be read"),
         ({"chat_template_file": "/no/such/file"}, OptionError, "cannot be read"),
         ({"tokenizer": "train"}, OptionError, "for training"),

@@ -183,7 +183,7 @@ class _Trial:
             if block is None:
                 return f"{where} is replicated on every rank and works on whole sequences"
             return (
-                f"{block} receives whole sequences together with values that its model makes for as "
+                f"{block} receives whole sequences and values that its model makes for as "
                 "many tokens as a sequence shard has"
             )
         if where in self.plan.positions:
