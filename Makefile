@@ -60,5 +60,5 @@ check: $(STAMP) ## lint, format and types
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
 
-bench: $(STAMP) ## measure hocket beside its peers; writes JSON and prints a table
+bench: $(STAMP) ## measure hocket compared with its peers; writes JSON and prints a table
 	$(BIN)/python -m benchmarks.peers $(BENCH)

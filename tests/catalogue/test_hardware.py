@@ -131,7 +131,7 @@ def test_errors_name_what_is_near(text, message, hint):
     ("written", "message"),
     [
         (b'{"num_nodes": 2}', "is not TOML, in which a cluster is written"),
-        (b"", "is no cluster: it says no node"),
+        (b"", "is not a cluster: it has no node"),
         (b"\xff\xfe", "cannot be read"),
     ],
 )

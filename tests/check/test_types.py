@@ -86,14 +86,14 @@ def test_layers_that_run_without_gradients_are_whole_when_backward_reads_them() 
 @pytest.mark.usefixtures("warm")
 def test_what_later_stages_lack_is_given_to_them_and_the_rest_is_said_in_words() -> None:
     """CTRL writes into its embedded input, layers of DeepSeek V4 read token ids, those of RoFormer
-    a frozen table; the attention of CodeGen and TrOCR can only be held whole."""
+    a frozen table; the attention of CodeGen and TrOCR can only be replicated."""
     kinds = ["codegen", "ctrl", "deepseek_v4", "roformer", "trocr", "xmod"]
     found = matrix(kinds, ["tp2", "pp2:microbatches=2"])
     outcomes = {row.kind: [cell.outcome for cell in row.cells] for row in found.rows}
     assert outcomes.pop("xmod") == ["equal", "refused"]
     assert all(each == ["equal", "equal"] for each in outcomes.values()), outcomes
     reason = found.rows[-1].cells[1].reason
-    assert reason == "its own code reads 'output' of a layer that lies on another stage"
+    assert reason == "its own code reads 'output' of a layer that is on another stage"
     assert "four parts" in found.rows[0].note
 
 

@@ -258,7 +258,7 @@ def test_a_shard_never_names_a_path(tmp_path: Path) -> None:
     manifest["manifest"]["shards"][0]["file"] = "../../etc/passwd"
     manifest["crc32"] = json_crc32(manifest["manifest"])
     (path / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match="no shard's name"):
+    with pytest.raises(CheckpointError, match="not the name of a shard"):
         words.read_manifest(path)
 
 

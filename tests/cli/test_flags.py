@@ -1,13 +1,21 @@
-"""Flags that take several values, wherever they stand."""
+"""Flags that take several values, at any position, and the form of their help."""
 
 from __future__ import annotations
+
+import re
+from pathlib import Path
 
 import pytest
 
 from hocket.cli.compare import Compare
 from hocket.cli.flags import _lists, parse
+from hocket.cli.help import attributes, flag
+from hocket.cli.main import VERBS
 from hocket.cli.plan import PlanFlags
 from hocket.cli.train import Train
+from hocket.jobs.request import ATTENTION, BACKENDS, DATA_FORMATS, DEVICES, PACKINGS
+from hocket.spec.capabilities import GRADIENTS, TRAINED
+from hocket.spec.run import TrainOptions, Workload
 
 
 @pytest.mark.parametrize(
@@ -36,3 +44,45 @@ def test_groups_in_a_group_are_looked_through() -> None:
 
 def test_of_one_value_the_last_counts() -> None:
     assert parse(PlanFlags, "plan", ["m", "--top", "3", "--top", "4"], PlanFlags()).top == 4
+
+
+@pytest.fixture(scope="module")
+def helps() -> dict[str, str]:
+    """The help of every verb, as docs/reference/cli.md has it; tests/house holds that page."""
+    text = (Path(__file__).resolve().parents[2] / "docs/reference/cli.md").read_text("utf-8")
+    return dict(re.findall(r"^## hocket (\w+)\n\n```\n(.*?)```", text, re.MULTILINE | re.DOTALL))
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_states_each_default_once(verb: str, helps: dict[str, str]) -> None:
+    text = re.sub(r"[\s│]+", " ", helps[verb])
+    for wrong in ("default: None", "default: False", "default: )", "default: '')", "{None}"):
+        assert wrong not in text
+    assert not re.search(r"\bNone:", text)
+    assert not re.search(r"\(default: [^)]*\)\.? \(default:", text)
+    titles = re.findall(r"╭─ .*?╮\n│ (.*?) +│\n│ ─", helps[verb])
+    assert all(title[0].isupper() and not title.endswith(".") for title in titles)
+
+
+def test_choices_in_help_are_those_that_are_accepted() -> None:
+    known = {
+        "device": DEVICES,
+        "backend": BACKENDS,
+        "attention": ATTENTION,
+        "data_format": DATA_FORMATS,
+        "packing": PACKINGS,
+        "grad_dtype": GRADIENTS,
+    }
+    texts = attributes(TrainOptions)
+    for name, choices in known.items():
+        assert set(flag(texts[name], None)[1]) == set(choices), name
+    assert set(flag(attributes(Workload)["dtype"], None)[1]) == set(TRAINED)
+
+
+def test_the_help_of_a_flag() -> None:
+    assert flag("sampling seed.", 0) == ("Sampling seed (default: 0)", ())
+    assert flag("stages (default: 1).", None) == ("Stages (default: 1)", ())
+    assert flag("stages (default: 1).", 2) == ("Stages (default: 2)", ())
+    assert flag("tp2 for latency.", None) == ("tp2 for latency", ())
+    assert flag("device. One of: cpu, cuda.", "cpu") == ("Device (default: cpu)", ("cpu", "cuda"))
+    assert flag("print JSON.", False) == ("Print JSON", ())

@@ -105,7 +105,7 @@ def test_a_closed_form_is_marked(
     monkeypatch.setattr(simulate_all, "__kwdefaults__", {"most": 10})
     said = plan(capsys, *asked)
     assert "pp8:microbatches=16  ~" in said
-    assert "~: priced by closed forms" in said
+    assert "~: estimated by closed forms" in said
 
 
 def test_the_library_asks_for_what_it_needs() -> None:

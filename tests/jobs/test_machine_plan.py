@@ -158,7 +158,7 @@ def test_the_table_shows_no_range_and_a_command(
     [
         (["--objective", "tokens-per-dollar"], "unknown objective"),
         (["--precision", "fp8"], "unknown precision 'fp8'"),
-        (["--stack", "megatron"], "priced as measured"),
+        (["--stack", "megatron"], "estimated from measurements"),
         (["--pin", "tp=3"], "with tp=3"),
         (["--pin", "virtual_stages=2", "schedule=zero-bubble"], "virtual_stages is 2"),
         (["--seq-len", "4096"], "the model has 1024 positions"),
@@ -184,7 +184,7 @@ def test_cores_that_nobody_measured_are_not_priced_as_gpus(cluster: str) -> None
     head, _, _ = Path(cluster).read_text().partition("[measured]")
     by_hand = Path(cluster).with_name("hand.toml")
     by_hand.write_text(head)
-    with pytest.raises(HocketError, match="CPU cores that nobody measured"):
+    with pytest.raises(HocketError, match="CPU cores without measurements"):
         job.plan("tiny-llama", cluster=str(by_hand), **SIZES)
 
 

@@ -184,7 +184,9 @@ def test_a_killed_rank_ends_its_requests_and_its_replica_comes_back(
         assert served.router.routed[0] > 2, "it is given requests again"
 
     served = run(launchers, tmp_path, body)
-    assert any("replica 0 died" in text and "1 of 2 replicas go on" in text for text in served.said)
+    assert any(
+        "replica 0 died" in text and "1 of 2 replicas continue" in text for text in served.said
+    )
 
 
 def test_a_server_whose_fork_server_was_killed_gets_another(

@@ -97,7 +97,7 @@ def test_without_matplotlib_the_extra_is_named(
         (["RUN/run.json"], "is a file"),
         (["EMPTY"], "holds no run"),
         (["RUN", "--out", "EMPTY"], "is a folder"),
-        (["RUN", "--out", "EMPTY/a/b.html"], "is no folder"),
+        (["RUN", "--out", "EMPTY/a/b.html"], "is not a folder"),
         (["DIED", "--trace"], "no timeline"),
         (["RUN", "--png", "--out", "EMPTY/x.doc"], "x.doc"),
     ],

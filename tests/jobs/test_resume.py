@@ -97,7 +97,7 @@ def test_the_layout_that_is_asked_for(tmp_path: Path, given: dict[str, Any], lay
         ({"layout": "pp32"}, "layers cannot be cut into 32 stages", "--layout"),
         ({"layout": "cp2"}, "no context parallelism", ""),
         ({"layout": "pp2", "microbatches": 3}, "does not divide into 3", "--microbatches"),
-        ({"layout": "dp2", "offload": "activations"}, "lies in host memory already", ""),
+        ({"layout": "dp2", "offload": "activations"}, "are already in host memory", ""),
         ({"cut": "1-2-1"}, "names 3 stages", ""),
         ({"schedule": "1f2b"}, "unknown schedule '1f2b'", "1f1b"),
         ({"schedule": "interleaved", "microbatches": 3}, "does not divide into 3", ""),

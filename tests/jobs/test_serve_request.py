@@ -76,9 +76,9 @@ def test_sizes_are_settled(where: Path) -> None:
         ({"layout": "dp300"}, LayoutError, "at most 256"),
         ({"layuot": "tp2"}, OptionError, "unknown option"),
         ({"max_model_len": 129}, OptionError, "128 positions"),
-        ({"max_model_len": 1}, OptionError, "lies in 2"),
+        ({"max_model_len": 1}, OptionError, "must be in 2"),
         ({"max_model_len": 64, "num_blocks": 3}, OptionError, "hold 48 tokens"),
-        ({"num_blocks": 9, "cache_memory": "1GB"}, OptionError, "how large the cache is"),
+        ({"num_blocks": 9, "cache_memory": "1GB"}, OptionError, "both set the cache size"),
         ({"cache_memory": "much"}, OptionError, "much"),
         ({"max_rows": 0}, OptionError, "max_rows is 0"),
         ({"max_batch_tokens": 0}, OptionError, "max_batch_tokens is 0"),
@@ -92,7 +92,7 @@ def test_sizes_are_settled(where: Path) -> None:
         ({"host": "0.0.0.0"}, OptionError, "no key is asked for"),
         ({"host": "::"}, OptionError, "no key is asked for"),
         ({"host": ""}, OptionError, "no key is asked for"),
-        ({"host": "no.such.host.invalid"}, OptionError, "no address"),
+        ({"host": "no.such.host.invalid"}, OptionError, "not an address"),
         ({"api_key_file": "/no/such/file"}, OptionError, "cannot be read"),
         ({"chat_template_file": "/no/such/file"}, OptionError, "cannot be read"),
         ({"tokenizer": "train"}, OptionError, "for training"),
@@ -243,7 +243,7 @@ def test_keys(where: Path, tmp_path: Path) -> None:
     assert found.keys is not None
     assert "one-long-secret" not in found.spec().to_json()
     (warning,) = server(where, host="0.0.0.0", insecure=True).warnings
-    assert "anybody" in warning
+    assert "any client" in warning
 
 
 def test_a_port_that_is_taken(

@@ -102,7 +102,7 @@ def test_an_adapter_is_what_pefts_own_training_makes(
         memory_per_rank="1GB", **lora,
     )  # fmt: skip
     said = " ".join(event["text"] for event in NOTES if event["event"] == "note")
-    assert "LoRA of rank 4 beside 8 frozen layers" in said
+    assert "LoRA of rank 4 on 8 frozen layers" in said
     (error,) = re.findall(r"predicted, .* counted \(([+-][\d.]+)%\)", said)
     assert abs(float(error)) < 5
     rows = json.loads((tmp_path / "run" / "memory.json").read_text())

@@ -156,7 +156,7 @@ def test_the_limit_holds_while_it_runs(folder: Path, monkeypatch: pytest.MonkeyP
         (["--links", "nvlnk3"], "did you mean 'nvlink3'"),
         (["--links", "pcie4@A100000"], "unknown GPU 'A100000'"),
         (["--links", "nvlink3x4+net100g"], "do not fill domains of 4"),
-        (["--links", "pcie4", "--backend", "nccl"], "slows the messages of CPU ranks"),
+        (["--links", "pcie4", "--backend", "nccl"], "emulates links between CPU ranks"),
         (["--links", "pcie4", "--data-parallel", "threads"], "joins ranks"),
         (["--memory-per-rank", "lots"], "is not a size in bytes"),
         (["--memory-per-rank", "0"], "a rank needs some"),

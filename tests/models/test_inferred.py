@@ -102,13 +102,13 @@ def test_a_plan_reads_back_equal(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("codegen", "h.0.attn is held whole on every rank, and works on whole sequences"),
-        ("qwen3_next", "layers.0.linear_attn gathers what its split products return"),
+        ("codegen", "h.0.attn is replicated on every rank and works on whole sequences"),
+        ("qwen3_next", "layers.0.linear_attn gathers the outputs of its split matmuls"),
         ("roberta", "roberta.embeddings counts positions from token ids"),
-        ("gemma4_text", "embed_tokens_per_layer looks the tokens up"),
-        ("roformer", "makes for as many tokens as a slice has"),
-        ("xlnet", "is given [sequence, rows, hidden size]"),
-        ("ctrl", "transformer puts what belongs to the positions of whole sequences"),
+        ("gemma4_text", "embed_tokens_per_layer embeds the tokens"),
+        ("roformer", "makes for as many tokens as a sequence shard has"),
+        ("xlnet", "receives [sequence, rows, hidden size]"),
+        ("ctrl", "transformer combines values at the positions of whole sequences"),
     ],
 )
 def test_why_a_model_does_not_run_on_slices_is_said_of_the_module(kind: str, said: str) -> None:

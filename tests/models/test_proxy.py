@@ -189,7 +189,7 @@ def test_a_head_that_gathers_what_is_whole_is_named(ranks):
     for reason, _ in (one["rembert"] for one in ranks.run("tests.models.cases:tensors", 2, **run)):
         assert reason == (
             "cls.predictions.decoder makes logits of 32 positions for 16 tokens: it gathers "
-            "slices, and is given what is whole"
+            "sequence shards, and is given whole sequences"
         )
 
 

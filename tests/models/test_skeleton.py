@@ -67,7 +67,7 @@ def test_a_configuration_that_cannot_be_built(skeleton):
 def test_a_configuration_is_refused_for_what_is_wrong_with_it(skeleton, values, said):
     with pytest.raises(ModelError) as error:
         skeleton.config_of({**LLAMA, **values})
-    begin = "transformers refuses the model's configuration (llama): "
+    begin = "transformers rejects the model's configuration (llama): "
     assert error.value.message.startswith(begin + said)
 
 

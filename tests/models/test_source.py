@@ -120,10 +120,10 @@ def test_run_spec_gives_the_source_back(tmp_path):
     ("config", "words"),
     [
         ({"model_type": "llamma"}, "unknown model type 'llamma'"),
-        ({}, "says no model_type"),
+        ({}, "has no model_type"),
         ({"model_type": "llama", "auto_map": {"AutoConfig": "x.Y"}}, "auto_map"),
-        ({"model_type": "gemma3"}, "no causal language model of text alone"),
-        ({"model_type": "vit"}, "no causal language model"),
+        ({"model_type": "gemma3"}, "not a text-only causal language model"),
+        ({"model_type": "vit"}, "not a text-only causal language model"),
         ({**LLAMA, "architectures": ["LlamaForSequenceClassification"]}, "was saved as"),
         ({**LLAMA, "quantization_config": {"quant_method": "gptq"}}, "quantized .gptq."),
     ],

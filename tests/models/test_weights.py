@@ -218,7 +218,7 @@ def test_damaged_files_are_refused(tmp_path):
     with pytest.raises(WeightsError, match="not a whole safetensors file"):
         Case(LLAMA).stage(source)
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b"}}')
-    with pytest.raises(WeightsError, match="not a file beside it"):
+    with pytest.raises(WeightsError, match="not a file in its folder"):
         Case(LLAMA).stage(source)
 
 

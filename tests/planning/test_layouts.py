@@ -127,7 +127,7 @@ def test_state_is_shared_by_all_data_ranks_or_by_those_of_one_domain() -> None:
         ({"tp": 8, "pp": 2}, "use 16 GPUs, which does not divide 8"),
         ({"microbatches": 5}, "global batch of 12 does not divide by microbatches 5"),
         ({"tp": 1, "sequence_parallel": True}, "over tensor ranks, and tp is pinned at 1"),
-        ({"shard": 2, "zero": 0}, "shard 2 shares a state of ZeRO, and zero is pinned at 0"),
+        ({"shard": 2, "zero": 0}, "shard 2 applies to ZeRO, and zero is pinned at 0"),
         ({"tp": 2}, None),
     ],
 )

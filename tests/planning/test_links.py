@@ -132,4 +132,4 @@ def test_one_card_is_no_pool() -> None:
     assert "which one of 80 GB holds" in small.words("NVLink 3")
     alone = pool(problem("1xH100-SXM-80"), 8)
     assert alone.smallest is None
-    assert "shares links with none" in alone.words("no links")
+    assert "has exclusive links" in alone.words("no links")

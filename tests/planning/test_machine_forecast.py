@@ -124,8 +124,8 @@ def test_a_nearer_product_says_more() -> None:
 
 
 def test_an_unmeasured_type_is_said() -> None:
-    assert "bf16 products were not measured" in Rates(measured(), "bf16").notes[0]
-    with pytest.raises(OptionError, match="no matrix product"):
+    assert "bf16 matmuls were not measured" in Rates(measured(), "bf16").notes[0]
+    with pytest.raises(OptionError, match="no matmul"):
         Rates(dataclasses.replace(measured(), products=()))
 
 
@@ -328,5 +328,5 @@ def test_messages_that_nobody_measured_are_not_free() -> None:
     told, _ = forecast(SHAPE, Layout.parse("dp1"), WORK, Machine(measured=alone))
     assert told.step_seconds > 0
     for layout in ("tp2", "dp2", "pp2:microbatches=2"):
-        with pytest.raises(OptionError, match="over shm were not measured"):
+        with pytest.raises(OptionError, match="over shm was not measured"):
             forecast(SHAPE, Layout.parse(layout), WORK, Machine(measured=alone))

@@ -432,5 +432,5 @@ def test_measured_steps_are_prices_too() -> None:
     assert loads
     assert needs
     assert most > 0
-    with pytest.raises(OptionError, match="no round"):
+    with pytest.raises(OptionError, match="no decode step"):
         MeasuredSteps([], [])

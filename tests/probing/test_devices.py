@@ -111,8 +111,8 @@ def test_a_driver_that_refuses_is_told(tmp_path: Path) -> None:
     recorded.levels = lambda a, b: nvml.REFUSED
     found = devices.read(recorded, tmp_path)
     assert set(found.unknown) == {
-        "NVML does not tell the memory of 2 of 2 GPUs",
-        "NVML does not tell the PCIe width of 2 of 2 GPUs",
+        "NVML does not report the memory of 2 of 2 GPUs",
+        "NVML does not report the PCIe width of 2 of 2 GPUs",
     }
     assert (found.devices[0].memory, found.devices[0].pcie_rate) == (0, 0.0)
     cluster = cluster_of(measured(found))

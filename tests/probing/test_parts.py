@@ -113,7 +113,7 @@ def test_nothing_can_be_priced_without_products(
 ) -> None:
     see(monkeypatch, HERE)
     ranks += [STREAMS]
-    with pytest.raises(OptionError, match="no matrix product was measured"):
+    with pytest.raises(OptionError, match="no matmul was measured"):
         cluster_of(probe.measure())
 
 

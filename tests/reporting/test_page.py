@@ -94,7 +94,7 @@ def test_what_the_page_says(tmp_path: Path) -> None:
     assert figures["Throughput"]["measured"] == pytest.approx(16 * 128 / 0.2)
     assert set(shown["parts"]["measured"]["mean"]) == set(PARTS)
     assert "too low" in shown["verdict"]
-    assert "difference lies in compute" in shown["verdict"]
+    assert "difference is in compute" in shown["verdict"]
     assert shown["memory"]["capacity"] == 20_000_000
     axes = {row["axis"]: row for row in shown["traffic"]}
     assert axes["pp"]["count"] == 32

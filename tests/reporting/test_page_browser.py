@@ -327,7 +327,7 @@ def test_what_two_runs_sent_is_on_one_scale(tmp_path: Path, opened: Open) -> Non
         row["bytes"] //= 4
     file.write_text(json.dumps(said))
     page = opened(report(one, two))
-    section = page.locator("section", has_text="What the ranks sent each other")
+    section = page.locator("section", has_text="Communication between ranks")
     widths = section.evaluate(
         """(node) => [...node.querySelectorAll(".pair > div")].map((half) => Math.max(
           ...[...half.querySelectorAll("svg rect")].map((bar) => bar.getBBox().width)))"""

@@ -1,4 +1,4 @@
-"""The report of a server: predicted beside measured, over load, from whatever its folder holds."""
+"""The report of a server: predicted and measured, over load, from whatever its folder holds."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def test_more_ranks_than_gpus(gpus: types.SimpleNamespace, monkeypatch: pytest.M
         d.pick_device("cuda", 2)
     gpus.count = 1
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1a,MIG-2b")
-    with pytest.raises(OptionError, match=r"CUDA shows a process one slice of a GPU \(MIG\) alone"):
+    with pytest.raises(OptionError, match=r"CUDA shows a process one MIG instance alone"):
         d.pick_device("cuda", 1)
     gpus.count = 0
     with pytest.raises(OptionError, match="0 CUDA devices"):
@@ -101,7 +101,7 @@ def test_what_a_user_should_know_of_a_gpu(gpus: types.SimpleNamespace) -> None:
     gpus.free, gpus.name = 12 << 30, "NVIDIA H100 MIG 3g.40gb"
     busy, slice_ = d.claim(GPU)
     assert "cuda:1 has 12.9 GB of 85.9 GB free" in busy
-    assert "slice of a GPU (NVIDIA H100 MIG 3g.40gb)" in slice_
+    assert "MIG instance (NVIDIA H100 MIG 3g.40gb)" in slice_
 
 
 def test_ranks_run_on_the_cores_of_their_gpu(

@@ -146,7 +146,7 @@ def test_1f1b_with_any_number_of_stages_is_sound(pp: int, v: int, laps: int, res
 
 
 def test_the_interleaved_schedule_says_which_counts_fit() -> None:
-    with pytest.raises(ScheduleError, match="5 microbatches do not fall into 2") as caught:
+    with pytest.raises(ScheduleError, match="5 microbatches do not divide into 2") as caught:
         build(Layout(pp=2, virtual_stages=2), 5)
     assert caught.value.hint is not None
     assert "4" in caught.value.hint

@@ -56,7 +56,9 @@ def test_settings_are_read(tmp_path: Path) -> None:
 def test_a_torn_file_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "generation_config.json"
     file.write_text(text)
-    with pytest.raises(OptionError, match=r"generation_config\.json (cannot be read|is no JSON)"):
+    with pytest.raises(
+        OptionError, match=r"generation_config\.json (cannot be read|is not a JSON)"
+    ):
         settings(tmp_path)
     file.write_bytes(b"\xff\xfe")
     with pytest.raises(OptionError, match="cannot be read"):

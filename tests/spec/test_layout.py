@@ -73,7 +73,7 @@ def test_flags_fill_what_the_text_leaves_out() -> None:
 
 
 def test_a_flag_that_contradicts_the_text_is_refused() -> None:
-    with pytest.raises(LayoutError, match=r"says microbatches=4, the flag says 8"):
+    with pytest.raises(LayoutError, match=r"has microbatches=4, the flag has 8"):
         Layout.parse("pp2:microbatches=4", microbatches=8)
 
 

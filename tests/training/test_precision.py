@@ -63,9 +63,9 @@ def test_a_layout_in_bf16_is_as_exact_as_one_process(ranks: RankPool) -> None:
 
 def test_what_the_devices_lack_is_said() -> None:
     assert refused_precision("bf16", cuda=False) is None
-    assert "CPU cores have no products" in (refused_precision("fp8", cuda=False) or "")
+    assert "CPU cores have no 8-bit float matmuls" in (refused_precision("fp8", cuda=False) or "")
     said = refused_precision("fp8", cuda=True, capability=(8, 0))
-    assert "compute capability 8.0; products of 8-bit floats take 8.9" in (said or "")
+    assert "compute capability 8.0; 8-bit float matmuls take 8.9" in (said or "")
     assert refused_precision("fp8", cuda=True, capability=(9, 0)) is None
     assert "torchao's" in (refused_precision("fp8", cuda=True, library=False) or "")
     assert "puts weight gradients off" in (refused_precision("fp8", cuda=True, halved=True) or "")

@@ -78,7 +78,7 @@ def read(
         ) from None
     _check(table, _CLUSTER, "cluster")
     if "node" not in table:
-        raise OptionError(f"{origin} is no cluster: it says no node", hint='node = "DGX-H100"')
+        raise OptionError(f"{origin} is not a cluster: it has no node", hint='node = "DGX-H100"')
     device: Any = table.get("gpu")
     if isinstance(device, str):
         device = gpu(device)
@@ -90,13 +90,13 @@ def read(
     if isinstance(table["node"], str):
         found = node(table["node"], device)
     elif device is None:
-        raise OptionError(f"{origin} says no gpu", hint='gpu = "H100-SXM-80"')
+        raise OptionError(f"{origin} has no gpu", hint='gpu = "H100-SXM-80"')
     else:
         found = node_of(table["node"], device, links={}, name="")
     num_nodes = _count(table, "num_nodes", 1)
     if num_nodes > 1 and found.network <= 0:
         raise OptionError(
-            f"{num_nodes} nodes need a network between them; {origin} says 0",
+            f"{num_nodes} nodes need a network between them; {origin} has 0",
             hint='network = "100 Gb/s"',
         )
     return Cluster(
@@ -275,7 +275,7 @@ def _check(table: Any, keys: Iterable[str], what: str, *, needed: Iterable[str] 
             raise OptionError(message, hint=hint)
     missing = [key for key in needed if key not in table]
     if missing:
-        raise OptionError(f"{what} says no {', '.join(missing)}")
+        raise OptionError(f"{what} has no {', '.join(missing)}")
 
 
 def _count(table: Mapping[str, Any], key: str, default: int, least: int = 1) -> int:

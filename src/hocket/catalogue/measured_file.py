@@ -17,7 +17,7 @@ from hocket.spec.measured import Measured, fields_of
 
 _WORDS = {
     "pairs": "what joins two devices; rates in bytes/s each way, latencies in seconds",
-    "products": "matrix products, one thread: result [m, n], summed over k, in seconds",
+    "products": "matmuls, one thread: result [m, n], summed over k, in seconds",
     "streams": "memory: bytes read and written in one call, and its seconds",
     "dispatch": "what a small operation costs whatever its size, in seconds",
     "kernels": "other operations by shape, seconds forward and backward",

@@ -34,33 +34,33 @@ class Check:
     log-probabilities with plain transformers.
 
     Attributes:
-        model: a Hugging Face directory, a run folder, an adapter of PEFT, a name
-            that `hocket models` lists, or ORG/NAME[@REVISION] on the Hugging Face Hub.
-        parallel: where everything lives.
+        model: Hugging Face directory, run folder, PEFT adapter, a name that `hocket models` lists,
+            or ORG/NAME[@REVISION] on the Hugging Face Hub.
+        parallel: Degrees of parallelism and schedule
         steps: optimizer steps to compare.
-        seq_len: tokens of one sequence.
-        global_batch: sequences of one step.
-        dtype: `fp32`, or `fp64` on both sides, which shows whether a difference is rounding.
-        seed: of the weights, if they are random, and of the tokens.
-        lr: learning rate of the steps.
-        packing: `documents`: several documents share a row and must not see each other.
-        lora_rank: check the training of adapters of this rank, beside peft's own.
-        lora_alpha: LoRA's products are scaled by it over the rank. None: twice the rank.
-        lora_targets: the linear layers that LoRA adapts. None: all-linear.
-        attention: attention implementation, `sdpa` or `eager`.
-        device: `auto`, `cpu` or `cuda`.
-        backend: `auto`, `shm`, `gloo` or `nccl`.
+        seq_len: tokens per sequence.
+        global_batch: sequences per step.
+        dtype: precision of both sides; fp64 shows whether a difference is rounding. One of: fp32,
+            fp64.
+        seed: seed of the tokens, and of random weights.
+        lr: learning rate.
+        packing: `documents`: pack several documents into a row, with attention within each.
+        lora_rank: compare the training of LoRA adapters of this rank with peft's.
+        lora_alpha: LoRA alpha; adapters are scaled by alpha / rank (default: twice the rank).
+        lora_targets: linear layers that LoRA adapts (default: all but the output head).
+        attention: attention implementation. One of: sdpa, eager.
+        device: device of the ranks. One of: auto, cpu, cuda.
+        backend: communication backend; shm is shared memory. One of: auto, shm, gloo, nccl.
         threads: CPU threads per rank.
-        trust_remote_code: run code that a model directory brings along.
-        json: print the whole report as one JSON object; of a matrix, one a model type.
-        serve: check serving: prefill in one piece and in chunks, decode, batching, prefix reuse,
-            preemption and a restart, compared with plain transformers.
-        matrix: instead of one model at one layout, a tiny model of every type that transformers
-            has, at every kind of layout.
-        quick: of a matrix: two layouts that hold every axis once.
-        types: of a matrix: only these model types; TYPE+ is its second configuration, with optional
-            switches on.
-        layouts: of a matrix: only these layouts.
+        trust_remote_code: run Python code that the model directory contains.
+        json: print the whole report as one JSON object; with --matrix one per model type.
+        serve: check serving: whole and chunked prefill, decode, batching, prefix reuse, preemption
+            and a restart, compared with plain transformers.
+        matrix: check a tiny model of every type that transformers has, at every kind of layout.
+        quick: with --matrix: two layouts that cover every axis.
+        types: with --matrix: only these model types; TYPE+ is its second configuration, with
+            optional switches on.
+        layouts: with --matrix: only these layouts.
     """
 
     model: Model = ""
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str]) -> int:
         return _matrix(flags, said)
     alone = [name for name in _OF_A_MATRIX if name in said]
     if alone:
-        raise OptionError(f"--{alone[0]} is said of no matrix", hint="--matrix")
+        raise OptionError(f"--{alone[0]} needs --matrix", hint="--matrix")
     if flags.serve:
         return _serve(flags, said)
     from hocket.jobs.check import check
@@ -126,7 +126,7 @@ def _matrix(flags: Check, said: dict[str, object]) -> int:
     other = [name for name in said if name not in ("matrix", *_OF_A_MATRIX)]
     if other:
         raise OptionError(
-            f"--matrix makes its own models, layouts and steps; {other[0]} says something else",
+            f"--matrix makes its own models, layouts and steps; {other[0]} is incompatible",
             hint="hocket check --matrix --types llama --layouts tp2",
         )
     if flags.serve and flags.quick:

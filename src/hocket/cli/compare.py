@@ -17,35 +17,38 @@ Ways = Annotated[tuple[str, ...], tyro.conf.arg(metavar="WAY...")]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compare:
-    """Run one model in every way of splitting it, from the same weights and data.
+    """Run one model under every parallel strategy, from the same weights and data.
 
     One process, DataParallel, DistributedDataParallel, layer-wise, GPipe, 1F1B, tensor parallel
     and combinations: speed, memory by kind, every collective by its name, idle time, and whether
     each computes what one process computes. Exits 1 if any does not.
 
     Attributes:
-        model: a Hugging Face directory, a run folder, an adapter of PEFT, a name
-            that `hocket models` lists, or ORG/NAME[@REVISION] on the Hugging Face Hub.
-        devices: ranks (or replicas, or stages) of each pure way.
-        ways: only these, by name (threads data layerwise gpipe 1f1b tensor) or by layout.
-        microbatches: of the pipelines. None: 4, or the most below it that divides the batch.
-        sweep: microbatches, layers or devices: a curve instead of the tables.
+        model: Hugging Face directory, run folder, PEFT adapter, a name that `hocket models` lists,
+            or ORG/NAME[@REVISION] on the Hugging Face Hub.
+        devices: ranks (or replicas, or stages) of each single-axis strategy.
+        ways: only these strategies: threads data layerwise gpipe 1f1b tensor, or layouts (default:
+            all).
+        microbatches: microbatches of pipeline strategies (default: the largest up to 4 that divides
+            the batch).
+        sweep: print a curve over this axis instead of the tables. One of: microbatches, layers,
+            devices.
         input_work: milliseconds of Python to prepare each sequence, in a second timing; 0: none.
-        cluster: auto (this machine, measured once), a file of `hocket probe`, or none: what
-            predictions are made for.
-        links: links that CPU ranks are to feel, as in nvlink3 or pcie4@H100-SXM-80. None: the
-            machine's own.
-        memory_per_rank: tensor bytes that a CPU rank may hold, as in 60MB; what needs more is not
-            run. None: what there is.
+        cluster: machine to predict for: auto (this machine, measured once), a file written by
+            `hocket probe`, or none.
+        links: links to emulate between CPU ranks, as in nvlink3 or pcie4@H100-SXM-80 (default: this
+            machine's memory speed).
+        memory_per_rank: limit of tensor bytes per CPU rank, as in 60MB; strategies that need more
+            are skipped (default: none).
         steps: optimizer steps to time.
-        seq_len: tokens of one sequence.
-        global_batch: sequences of one step.
-        seed: of the weights, if they are random, and of the tokens.
-        attention: attention implementation, `sdpa` or `eager`.
-        device: `auto`, `cpu` or `cuda`.
-        backend: `auto`, `shm`, `gloo` or `nccl`.
+        seq_len: tokens per sequence.
+        global_batch: sequences per step.
+        seed: seed of the tokens, and of random weights.
+        attention: attention implementation. One of: sdpa, eager.
+        device: device of the ranks. One of: auto, cpu, cuda.
+        backend: communication backend; shm is shared memory. One of: auto, shm, gloo, nccl.
         threads: CPU threads per rank.
-        trust_remote_code: run code that a model directory brings along.
+        trust_remote_code: run Python code that the model directory contains.
         json: print one JSON object.
     """
 

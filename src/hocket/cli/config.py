@@ -35,13 +35,14 @@ def read(path: str) -> dict[str, Any]:
     except FileNotFoundError:
         raise OptionError(f"there is no file {path}") from None
     except IsADirectoryError:
-        raise OptionError(f"{path} is a folder; options stand in a TOML file") from None
+        raise OptionError(f"{path} is a folder; options belong in a TOML file") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise OptionError(f"{path} cannot be read: {error}") from None
     tables = [key for key, value in data.items() if isinstance(value, dict)]
     if tables:
         raise OptionError(
-            f"{path} holds the table [{tables[0]}]; options stand at the top, by their flags' names"
+            f"{path} contains the table [{tables[0]}]; options belong at the top "
+            f"level, by their flags' names"
         )
     try:
         return typed({key.replace("-", "_"): value for key, value in data.items()})

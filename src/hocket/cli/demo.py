@@ -17,19 +17,19 @@ from hocket.cli.flags import Folder, LayoutFlags, explicit, parse, values
 class Demo:
     """Train a small Llama on the text of this machine's own Python, on eight ranks.
 
-    Then draw one step rank by time, count what the ranks said to each other beside theory, compare
-    memory with one process, export the model and let it write.
+    Then draw one step rank by time, compare its collectives with theory, compare
+    memory with one process, export the model and generate text with it.
 
     Attributes:
-        parallel: where everything lives. None: dp2.pp2.tp2, 1f1b, 4 microbatches.
+        parallel: Degrees of parallelism and schedule (default: dp2.pp2.tp2, 1f1b, 4 microbatches)
         steps: optimizer steps.
-        seq_len: tokens of one sequence.
-        global_batch: sequences of one step.
-        vocab_size: of the tokenizer that is trained first.
-        run: the run folder. None: a new one under runs/.
-        seed: of weights, data order and sampling.
-        device: `auto`, `cpu` or `cuda`.
-        backend: `auto`, `shm`, `gloo` or `nccl`.
+        seq_len: tokens per sequence.
+        global_batch: sequences per step.
+        vocab_size: vocabulary size of the tokenizer that is trained first.
+        run: run folder (default: a new folder under runs/).
+        seed: seed of weights, data order and sampling.
+        device: device of the ranks. One of: auto, cpu, cuda.
+        backend: communication backend; shm is shared memory. One of: auto, shm, gloo, nccl.
         threads: CPU threads per rank.
         tensorboard: write TensorBoard events into the run folder.
     """

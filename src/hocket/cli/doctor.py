@@ -30,12 +30,12 @@ class Doctor:
 
     Attributes:
         gpu: execute every check, and write report-card.json and report-card.html.
-        only: execute these checks alone.
-        group: execute these groups alone: environment, kernels, equality, speed, memory,
-            checkpoint, faults, prediction, multi-gpu.
-        out: folder of the two files. None: hocket-doctor, of a whole report card.
-        minutes: time limit on GPUs; checks that no longer fit are reported as cannot. None: 10 on
-            one GPU, 30 on several.
+        only: execute only these checks.
+        group: execute only these groups: environment, kernels, equality, speed, memory, checkpoint,
+            faults, prediction, multi-gpu.
+        out: folder of the two files (default with --gpu and all checks: hocket-doctor).
+        minutes: time limit on GPUs; checks beyond it are reported as cannot (default: 10 on one
+            GPU, 30 on several).
         list: list the checks, with the seconds that each takes on a GPU.
         json: print the report card as one JSON object.
     """

@@ -20,15 +20,15 @@ class Export:
     Of a run with LoRA it is the adapter, as PeftModel.from_pretrained loads it.
 
     Attributes:
-        run: the run folder.
-        to: the directory to make; needed unless --push-to-hub is given.
-        push_to_hub: ORG/NAME on the Hugging Face Hub: upload the directory, with a model card of
-            the run's facts. A repository that is not there is made, public unless the
-            organization's default is private.
-        private: make that repository private.
-        merge: of a run with LoRA: the model with the adapter added to its weights.
-        overwrite: replace the model that the directory holds.
-        trust_remote_code: run code that the model brings along.
+        run: run folder.
+        to: directory to write; required without --push-to-hub.
+        push_to_hub: upload the directory to ORG/NAME on the Hugging Face Hub, with a model card of
+            the run. A missing repository is created, public unless the organization defaults to
+            private.
+        private: create that repository as private.
+        merge: for LoRA runs: write the model with the adapter merged into its weights.
+        overwrite: replace an existing model directory.
+        trust_remote_code: run Python code that the model directory contains.
     """
 
     run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")] = ""

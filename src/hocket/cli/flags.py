@@ -12,6 +12,8 @@ from typing import Annotated, Any, TypeVar
 
 import tyro
 
+from hocket.cli.help import REGISTRY
+
 Model = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
 Paths = Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATH...")]
 Text = Annotated[str | None, tyro.conf.arg(metavar="TEXT")]
@@ -26,22 +28,23 @@ CONFIG = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayoutFlags:
-    """Where everything lives. Flags fill what the text of --layout leaves out.
+    """Degrees of parallelism and schedule. Flags fill in what the text of --layout omits.
 
     Attributes:
         layout: degrees of data, pipeline and tensor parallelism, in any order: dp2.pp2.tp2.
-        schedule: sequential, gpipe, 1f1b, interleaved, zero-bubble, zb-v, or the path of a
-            schedule file.
-            None: 1f1b.
-        microbatches: microbatches per data rank and step. None: 1 without a pipeline, else up
-            to twice the pipeline ranks.
-        cut: balanced (by cost), even, light-ends, or layers per stage as in 3-5. None: balanced.
-        virtual_stages: stages on each pipeline rank. None: 1.
-        data_parallel: processes (one rank a replica) or threads (one process). None: processes.
-        offload: optimizer (its state lives and is stepped in host memory), params (shares of the
-            parameters too; needs zero=3 in the layout), activations (what layers save for
-            backward; GPUs), or two, as in optimizer+activations. None: nothing.
-        order: mesh axes from the fastest-varying rank digit to the slowest. None: tp-cp-dp-pp.
+        schedule: pipeline schedule: sequential, gpipe, 1f1b, interleaved, zero-bubble, zb-v, or the
+            path of a schedule file (default: 1f1b).
+        microbatches: microbatches per data rank and step (default: 1 without a pipeline, else at
+            most twice the pipeline ranks).
+        cut: layers per pipeline stage: balanced (by cost), even, light-ends, or a list such as 3-5
+            (default: balanced).
+        virtual_stages: stages per pipeline rank (default: 1).
+        data_parallel: data-parallel replicas as processes (one rank each) or threads of one process
+            (default: processes). One of: processes, threads.
+        offload: keep in host memory: optimizer (state and update), params (parameter shards too;
+            needs zero=3), activations (saved for backward; GPUs only), or two of them, as in
+            optimizer+activations (default: nothing).
+        order: mesh axes from the fastest-varying rank digit to the slowest (default: tp-cp-dp-pp).
     """
 
     layout: Text = None
@@ -87,7 +90,9 @@ def parse(kind: type[Kind], verb: str, arguments: Sequence[str], default: Kind) 
     Where a flag takes several values, what it is given at each place is taken together.
     """
     args = _together(arguments, _lists(kind))
-    return tyro.cli(kind, prog=f"hocket {verb}", args=args, default=default, config=CONFIG)
+    return tyro.cli(
+        kind, prog=f"hocket {verb}", args=args, default=default, config=CONFIG, registry=REGISTRY
+    )
 
 
 def _lists(kind: Any) -> frozenset[str]:

@@ -18,23 +18,24 @@ class Generate:
     """Continue texts, with a key/value cache; greedy unless --temperature is above 0.
 
     Attributes:
-        model: a run folder, a Hugging Face directory with weights and a tokenizer, an adapter of
-            PEFT, or ORG/NAME[@REVISION] on the Hugging Face Hub.
-        prompt: one text or several.
-        parallel: where everything lives; generation splits over tp and pp.
-        max_new_tokens: tokens per prompt.
-        temperature: 0 takes the likeliest token; above, logits are divided by it.
-        top_k: draw among the k likeliest tokens. None: among all.
-        top_p: draw among the likeliest tokens that together reach this probability. None: all.
-        seed: of the draws.
-        dtype: `fp32` or `bf16`.
-        tokenizer: a directory, or `bytes`. None: the model's own.
-        attention: attention implementation, `sdpa` or `eager`.
-        device: `auto`, `cpu` or `cuda`.
-        backend: `auto`, `shm`, `gloo` or `nccl`.
+        model: run folder, Hugging Face directory with weights and a tokenizer, PEFT adapter, or
+            ORG/NAME[@REVISION] on the Hugging Face Hub.
+        prompt: one prompt or several.
+        parallel: Degrees of parallelism, tp and pp only
+        max_new_tokens: maximum number of tokens per prompt.
+        temperature: sampling temperature; 0 is greedy.
+        top_k: sample among the k most likely tokens (default: all).
+        top_p: sample among the most likely tokens whose probabilities reach this sum (default:
+            all).
+        seed: sampling seed.
+        dtype: compute precision. One of: fp32, bf16.
+        tokenizer: a directory, or `bytes` (default: the model's own).
+        attention: attention implementation. One of: sdpa, eager.
+        device: device of the ranks. One of: auto, cpu, cuda.
+        backend: communication backend; shm is shared memory. One of: auto, shm, gloo, nccl.
         threads: CPU threads per rank.
-        trust_remote_code: run code that a model directory brings along.
-        json: print one JSON object a prompt.
+        trust_remote_code: run Python code that the model directory contains.
+        json: print one JSON object per prompt.
     """
 
     model: Model = ""

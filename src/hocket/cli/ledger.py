@@ -10,12 +10,12 @@ from hocket.cli.flags import parse
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LedgerFlags:
-    """Show how far the predictions of all runs were off, so that trust is earned in public.
+    """Show the prediction errors of all runs.
 
     Attributes:
-        by: group the runs by axis, machine or model.
-        last: runs to list one by one.
-        json: print one JSON object instead: `file`, `unreadable`, `errors` and `entries` of runs,
+        by: how to group the runs. One of: axis, machine, model.
+        last: number of runs to list.
+        json: print one JSON object: `file`, `unreadable`, `errors` and `entries` of runs,
             `served_errors` and `served` of servers.
     """
 

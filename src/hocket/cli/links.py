@@ -15,13 +15,13 @@ class LinksFlags:
     and on NVLink 2 to 5, PCIe and networks; and what GPUs that share links hold together.
 
     Attributes:
-        model: a name of the catalogue, a Hugging Face directory, a run folder, or ORG/NAME on the
-            Hugging Face Hub, of which the configuration alone is downloaded.
-        cluster: 2x8xH100-SXM, 16xA100-40-PCIe, 4xaws-p5, a TOML file, or `auto`: this machine.
+        model: catalogue name, Hugging Face directory, run folder, or ORG/NAME on the Hugging Face
+            Hub (only its configuration is downloaded).
+        cluster: 2x8xH100-SXM, 16xA100-40-PCIe, 4xaws-p5, a TOML file, or auto (this machine).
         layout: dp2.tp8, or with fields: dp2.pp2.tp4:microbatches=8,order=dp-tp-cp-pp.
-        seq_len: tokens of one sequence.
-        global_batch: sequences of one step.
-        precision: of matrix products: bf16, fp16, fp8. None: bf16, on CPU cores fp32.
+        seq_len: tokens per sequence.
+        global_batch: sequences per step.
+        precision: matmul precision (default: bf16; fp32 on CPU). One of: bf16, fp16, fp8.
         json: print one JSON object.
     """
 

@@ -13,7 +13,7 @@ class Models:
     """List the models that come with hocket.
 
     Attributes:
-        json: print one JSON object a model.
+        json: print one JSON object per model.
     """
 
     json: bool = False

@@ -24,47 +24,52 @@ class PlanFlags:
     """Search every layout of a model on a cluster: will it fit, how fast, at what cost.
 
     Attributes:
-        model: a name of the catalogue, a Hugging Face directory, a run folder, or ORG/NAME on the
-            Hugging Face Hub, of which the configuration alone is downloaded.
+        model: catalogue name, Hugging Face directory, run folder, or ORG/NAME on the Hugging Face
+            Hub (only its configuration is downloaded).
         cluster: 2x8xH100-SXM, 16xA100-40-PCIe, 4xaws-p5, a TOML file, or auto (this machine, as
-            hocket probe measured it). With --serve also kinds of GPU, as many as are needed:
-            A100-40,A100-80,H100. None: with --serve, the usual kinds.
-        seq_len: tokens of one sequence.
-        global_batch: sequences of one step.
-        objective: time, tokens-per-dollar (fewer GPUs are looked at as well) or memory.
-        top: how many layouts to print.
-        layout: price this one layout instead: dp2.pp4.tp8:zero=1.
+            measured by `hocket probe`). With --serve also kinds of GPU, as many as are needed:
+            A100-40,A100-80,H100 (default with --serve: the usual kinds).
+        seq_len: tokens per sequence.
+        global_batch: sequences per step; required for training plans.
+        objective: what to optimize; tokens-per-dollar also considers fewer GPUs. One of: time,
+            tokens-per-dollar, memory.
+        top: number of layouts to print.
+        layout: estimate only this layout: dp2.pp4.tp8:zero=1.
         pin: values that axes must have: tp=8 recompute=full microbatch=2.
-        all: rank also what this hocket cannot run today.
-        explain: say why the first wins, and what would change the answer.
-        emit: print the first as flags or configuration of megatron, megatron-bridge, torchtitan,
-            torchtitan-0.2.2, deepspeed, accelerate or automodel; with --serve of vllm or sglang.
-            Only layouts that it can run are ranked.
+        all: also rank layouts that this version of hocket cannot run.
+        explain: explain why the first layout wins, and what would change the result.
+        emit: print the first layout as flags or configuration of megatron, megatron-bridge,
+            torchtitan, torchtitan-0.2.2, deepspeed, accelerate or automodel; with --serve of vllm
+            or sglang. Only layouts that the tool can run are ranked.
         source: predict this configuration of another tool (torchtitan TOML or Python, Megatron's
             flags or launch script, DeepSpeed JSON, accelerate YAML, with --serve a `vllm serve`
-            line) and print a better one as a diff. It is parsed, never executed.
-        precision: of matrix products: bf16, fp16, fp8, tf32, fp32. None: bf16, fp16 on a GPU
-            without it, fp32 on CPU cores.
-        grad_dtype: type of gradients, as of hocket train: fp32 or bf16. None: fp32.
+            line) and print a better one as a diff. The file is parsed, never executed.
+        precision: matmul precision (default: bf16; fp16 on GPUs without bf16; fp32 on CPU). One of:
+            bf16, fp16, fp8, tf32, fp32.
+        grad_dtype: gradient type, as in `hocket train` (default: fp32). One of: fp32, bf16.
         stack: software whose constants estimate a step, and whose features bound the search:
-            megatron-core, nemo, fsdp, fsdp-compiled, deepspeed (2022), megatron (2021) ... None:
-            megatron-core's constants, any layout.
-        price_list: providers whose on-demand quotes dollars are the median of: hyperscaler,
-            specialist or all. None: all.
-        lora_rank: train adapters of this rank beside the frozen model.
-        lora_targets: layers that have one: q_proj-v_proj. None: all linear ones but the head.
-        json: print one JSON object; with --emit it holds that text as well.
-        serve: size a service instead of a training step; the flags below say what is asked of it.
-        prompt_len: tokens of a prompt. None: 1536.
-        output_len: tokens of an answer. None: 512.
-        requests_per_second: that arrive on average. None: 1.
-        ttft_ms: goal for the time to the first token, in milliseconds. None: 2000.
-        tpot_ms: goal for the time of each further token, in milliseconds. None: 100.
-        percentile: share of the requests that meet the goals: 50, 90 or 99. None: 90.
+            megatron-core, nemo, fsdp, fsdp-compiled, deepspeed (2022), megatron (2021) ...
+            (default: megatron-core's constants, any layout).
+        price_list: providers whose on-demand quotes give the median price (default: all). One of:
+            hyperscaler, specialist, all.
+        lora_rank: LoRA rank (default: full fine-tuning).
+        lora_targets: linear layers that LoRA adapts, as in q_proj-v_proj (default: all but the
+            output head).
+        json: print one JSON object; with --emit it contains that text as well.
+        serve: size a service instead of a training step; the flags below describe its load.
+        prompt_len: tokens per prompt (default: 1536).
+        output_len: tokens per answer (default: 512).
+        requests_per_second: mean request rate (default: 1).
+        ttft_ms: goal for the time to first token, in milliseconds (default: 2000).
+        tpot_ms: goal for the time per output token, in milliseconds (default: 100).
+        percentile: percentage of the requests that meet the goals (default: 90). One of: 50, 90,
+            99.
         weights: bytes of a model of which nothing else is known: 180GB.
-        cache_precision: of keys and values: bf16 or fp8. None: fp8 with fp8 weights.
-        engine: server whose constants price it: trtllm, vllm ... None: a tuned server.
-        usable: share of a GPU's memory that the server may fill. None: 0.9.
+        cache_precision: key/value cache precision (default: fp8 with fp8 weights, else bf16). One
+            of: bf16, fp8.
+        engine: inference server whose constants are used: trtllm, vllm ... (default: a tuned
+            server).
+        usable: fraction of GPU memory that the server may fill (default: 0.9).
     """
 
     model: Model = ""

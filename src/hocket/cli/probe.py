@@ -14,11 +14,11 @@ class ProbeFlags:
     """Find this machine's devices, measure them and their links, and write a cluster file.
 
     Attributes:
-        quick: fewer sizes and repeats: under 20 s on two cores instead of under 90 s.
-        out: where to write it; every other verb takes the file as --cluster. None: it is kept for
-            --cluster auto alone.
-        device: cpu, cuda, or auto: cuda where there is one.
-        svg: write the topology as a drawing too.
+        quick: use fewer sizes and repeats: under 20 s on two cores instead of under 90 s.
+        out: cluster file to write, for --cluster of every other verb (default: only the cache of
+            --cluster auto).
+        device: device to measure; auto: cuda if available. One of: auto, cpu, cuda.
+        svg: write a drawing of the topology to this file.
         json: print one JSON object.
     """
 

@@ -26,29 +26,31 @@ class RehearseFlags:
     completes under NCCL's rules, peak memory, collectives, host reads, kernel launches.
 
     Attributes:
-        model: a name of the catalogue, a Hugging Face directory, a run folder, or ORG/NAME on the
-            Hugging Face Hub, of which the configuration alone is downloaded.
-        parallel: the layout.
-        rank: replica (dp 0 is executed, equal ranks once), all, or one rank's number (no verdict).
-        gpu: the GPU of each rank, as in H100, A100-40, B200.
-        layers: number of layers instead of the model's own.
-        seq_len: tokens of one sequence. None: 2048, or the model's positions if fewer.
-        rows: sequences of one microbatch on one data rank.
-        global_batch: sequences of one step. None: dp x microbatches x rows.
-        dtype: fp32, bf16 or fp8.
-        grad_dtype: fp32 or bf16, in which gradients are kept and reduced.
-        dropout: override of every dropout probability. None: as configured.
-        attention: sdpa or eager.
-        bucket_mb: size of a gradient bucket in MB. None: 160, or 4 for each data rank if more.
-        lora_rank: train adapters of this rank. None: train the model.
-        lora_targets: layers that have adapters: q_proj-v_proj. None: all linear ones but the head.
-        trust_remote_code: run code that a model directory brings along.
+        model: catalogue name, Hugging Face directory, run folder, or ORG/NAME on the Hugging Face
+            Hub (only its configuration is downloaded).
+        parallel: Degrees of parallelism and schedule
+        rank: ranks to execute: replica (dp 0, identical ranks once), all, or one rank number (no
+            verdict).
+        gpu: GPU of each rank, as in H100, A100-40, B200.
+        layers: number of layers (default: the model's own).
+        seq_len: tokens per sequence (default: 2048, or the model's positions if fewer).
+        rows: sequences per microbatch and data rank.
+        global_batch: sequences per step (default: dp x microbatches x rows).
+        dtype: compute precision. One of: fp32, bf16, fp8.
+        grad_dtype: type in which gradients are accumulated and reduced. One of: fp32, bf16.
+        dropout: every dropout probability of the model (default: the model's configuration).
+        attention: attention implementation. One of: sdpa, eager.
+        bucket_mb: gradient bucket size in MB (default: the larger of 160 and 4 per data rank).
+        lora_rank: LoRA rank (default: full fine-tuning).
+        lora_targets: linear layers that LoRA adapts, as in q_proj-v_proj (default: all but the
+            output head).
+        trust_remote_code: run Python code that the model directory contains.
         serve: rehearse prefill, mixed and decode steps of one replica of a server instead.
-        json: print one JSON object, and nothing else on stdout; of a matrix, one a job.
-        matrix: instead of one job, tiny models under every schedule, layout and option.
-        models: of a matrix: only these models.
-        schedules: of a matrix: only these schedules.
-        options: of a matrix: only these options, as in bf16, lora, recompute=full.
+        json: print one JSON object, and nothing else on stdout; with --matrix one per job.
+        matrix: rehearse tiny models under every schedule, layout and option.
+        models: with --matrix: only these models.
+        schedules: with --matrix: only these schedules.
+        options: with --matrix: only these options, as in bf16, lora, recompute=full.
     """
 
     model: Model = ""

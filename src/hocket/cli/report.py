@@ -23,10 +23,10 @@ class ReportFlags:
 
     Attributes:
         runs: one run folder, or two.
-        text: print the report in words instead.
-        png: draw a picture instead (needs matplotlib).
-        trace: write a trace instead, for ui.perfetto.dev or chrome://tracing.
-        out: the file to write. None: report.html, report.png or trace.json in the run folder.
+        text: print the report as text.
+        png: draw a picture (needs matplotlib).
+        trace: write a trace for ui.perfetto.dev or chrome://tracing.
+        out: file to write (default: report.html, report.png or trace.json in the run folder).
     """
 
     runs: Runs = ()

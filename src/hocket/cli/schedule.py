@@ -14,12 +14,12 @@ from hocket.cli.terminal import draws, shown, terminal
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScheduleFlags:
-    """Print a schedule: rank by time, where a backward takes as long as two forwards.
+    """Print a schedule: rank by time, with a backward twice as long as a forward.
 
     Attributes:
-        parallel: where everything lives.
-        text: print the schedule's text form instead, which --schedule reads back from a file.
-        json: print one JSON object instead.
+        parallel: Degrees of parallelism and schedule
+        text: print the schedule's text form, which --schedule reads from a file.
+        json: print one JSON object.
     """
 
     parallel: Annotated[LayoutFlags, tyro.conf.arg(name="layout")] = dataclasses.field(

@@ -25,27 +25,30 @@ class Serve:
     Ctrl-C or SIGTERM lets running requests end; a second one ends everything at once.
 
     Attributes:
-        model: a Hugging Face directory with weights and a tokenizer, a run folder, an adapter of
-            PEFT, or ORG/NAME[@REVISION] on the Hugging Face Hub.
-        layout: tp2 for latency, pp2 across slow links, dp2 for load, or all: tp2.pp2.dp2; auto:
-            the best on this machine, by what it was measured to do. None: dp1.
-        cut: balanced (by cost), even, or layers per stage as in 3-5.
-        run: the run folder. None: a new one under runs/.
-        cluster: what the server is foretold for, and what --layout auto chooses for: auto (this
-            machine), a file that `hocket probe` wrote, or none.
-        serving: everything about requests.
-        dtype: `fp32` or `bf16`.
-        tokenizer: a directory, or `bytes`. None: the model's own.
-        attention: attention implementation of the trial before ranks start, `sdpa` or `eager`;
-            requests use the paged one.
-        device: `auto`, `cpu` or `cuda`.
-        backend: `auto`, `shm`, `gloo` or `nccl`.
+        model: Hugging Face directory with weights and a tokenizer, run folder, PEFT adapter, or
+            ORG/NAME[@REVISION] on the Hugging Face Hub.
+        layout: tp2 for latency, pp2 across slow links, dp2 for load, or all: tp2.pp2.dp2; auto: the
+            fastest on this machine, by measurement (default: dp1).
+        cut: layers per pipeline stage: balanced (by cost), even, or a list such as 3-5 (default:
+            balanced).
+        run: run folder (default: a new folder under runs/).
+        cluster: machine to predict the server for, and to choose --layout auto for: auto (this
+            machine), a file written by `hocket probe`, or none.
+        serving: Requests, cache and limits
+        dtype: compute precision. One of: fp32, bf16.
+        tokenizer: a directory, or `bytes` (default: the model's own).
+        attention: attention implementation of the proxy check before ranks start; requests use
+            paged attention. One of: sdpa, eager.
+        device: device of the ranks. One of: auto, cpu, cuda.
+        backend: communication backend; shm is shared memory. One of: auto, shm, gloo, nccl.
         threads: CPU threads per rank.
-        links: links between CPU ranks that are to be felt, as in pcie4 or nvlink3x2+net100g.
-        timeout: seconds a replica may be silent before it is ended and started again.
-        trust_remote_code: run code that a model directory brings along.
-        dry_run: check everything, rehearse the steps of one replica as on H100s, start nothing.
-        json: print one JSON object an event on stdout, and nothing else there.
+        links: links to emulate between CPU ranks, as in pcie4 or nvlink3x2+net100g (default: this
+            machine's memory speed).
+        timeout: seconds a replica may be silent before it is restarted.
+        trust_remote_code: run Python code that the model directory contains.
+        dry_run: check all options and rehearse the steps of one replica on fake H100s; start
+            nothing.
+        json: print one JSON object per event on stdout, and nothing else.
     """
 
     model: Model = ""
@@ -141,5 +144,5 @@ def _summary(served: Any, *, foretold: bool) -> None:
             )
         if not served.run.exists():
             return
-        what = "predicted beside measured" if foretold else "what was measured"
+        what = "predicted and measured" if foretold else "what was measured"
         print(f"{what}: hocket report {served.run}", flush=True)

@@ -54,7 +54,7 @@ def foretold(summary: Summary) -> list[str]:
     if told is None:
         return []
     if not told.known:
-        return [f"not foretold: {told.why}"]
+        return [f"no prediction: {told.why}"]
     parts = []
     if summary.step_seconds:
         error = told.step_seconds / summary.step_seconds - 1
@@ -63,7 +63,7 @@ def foretold(summary: Summary) -> list[str]:
         parts.append(f"idle {told.bubble:.0%} of the pipeline (measured {summary.bubble:.0%})")
     if summary.memory_bytes and told.peak_bytes:
         most, seen = max(told.peak_bytes), max(summary.memory_bytes)
-        parts.append(f"{format_bytes(most)} on the fullest rank ({most / seen - 1:+.0%})")
+        parts.append(f"{format_bytes(most)} on the peak rank ({most / seen - 1:+.0%})")
     return ["predicted: " + ", ".join(parts)] if parts else []
 
 

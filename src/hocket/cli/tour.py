@@ -18,13 +18,14 @@ Names = Annotated[tuple[str, ...], tyro.conf.arg(metavar="STOP...")]
 class Tour:
     """Walk through the kinds of parallelism: a claim, its prediction, its measurement, a verdict.
 
-    Everything is run on this machine's processors as it is told. Exits 1 if a claim was not seen.
+    Every claim is measured on this machine's CPUs. Exits 1 if a claim does not hold.
 
     Attributes:
-        lang: en or ko.
-        stops: only these: threads processes layers microbatches columns half_layers three ...
-        out: write the tour as a Markdown page as well.
-        backend: `auto`, `shm` or `gloo`.
+        lang: language of the text. One of: en, ko.
+        stops: only these stops: threads processes layers microbatches columns half_layers three ...
+            (default: all).
+        out: write the tour to this Markdown file as well.
+        backend: communication backend; shm is shared memory. One of: auto, shm, gloo.
         json: print one JSON object.
     """
 

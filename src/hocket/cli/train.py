@@ -29,22 +29,22 @@ class Train:
     """Train a model with data, tensor and pipeline parallelism.
 
     Attributes:
-        model: a Hugging Face directory (with safetensors weights, or a config.json alone for
-            random ones), a run folder, an adapter of PEFT, a name that `hocket models` lists, or
+        model: Hugging Face directory (safetensors weights, or only a config.json for random
+            weights), run folder, PEFT adapter, a name that `hocket models` lists, or
             ORG/NAME[@REVISION] on the Hugging Face Hub.
-        data: text files, JSON lines, parquet, `datasets` directories, folders of text, or data sets
-            of the Hugging Face Hub: ORG/NAME[/SUBSET][:SPLIT][[:N]][@REVISION]. `:SPLIT` and `[:N]`
-            (the first N records) are understood after a directory, too.
-        run: the run folder. None: a new one under runs/.
-        config: a TOML file of options by their flags' names; flags win over it.
-        cluster: what the run is foretold for, and what --layout auto chooses for: auto (this
-            machine; measured once, and kept), a file that `hocket probe` wrote, or none.
-        json: print one JSON object a step on stdout, and nothing else there.
-        dry_run: rehearse the job on fake GPUs and stop: whether its ranks complete, and fit. No
-            data is read.
-        parallel: where everything lives.
-        workload: what one step computes.
-        training: everything else.
+        data: text files, JSON lines, parquet files, `datasets` directories, folders of text, or
+            data sets of the Hugging Face Hub: ORG/NAME[/SUBSET][:SPLIT][[:N]][@REVISION]. `:SPLIT`
+            and `[:N]` (the first N records) also apply to directories.
+        run: run folder (default: a new folder under runs/).
+        config: TOML file of options by flag name; flags override it.
+        cluster: machine to predict the run for, and to choose --layout auto for: auto (this
+            machine, measured once), a file written by `hocket probe`, or none.
+        json: print one JSON object per step on stdout, and nothing else.
+        dry_run: rehearse the job on fake GPUs and stop: whether its ranks complete, and fit. Reads
+            no data.
+        parallel: Degrees of parallelism and schedule
+        workload: Size and precision of a step
+        training: Optimizer, data, checkpoints and runtime
     """
 
     model: Model = ""

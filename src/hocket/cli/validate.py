@@ -15,13 +15,13 @@ Table = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="TABLE.csv")]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ValidateFlags:
-    """Price each run of a table of published runs and print the errors by source and overall.
+    """Predict each run of a table of published runs and print the errors by source and overall.
 
     Attributes:
-        table: a CSV file, one measured run a row.
-        infer: the runs are of serving: time per output token, time to first token, tokens/s.
+        table: CSV file, one measured run per row.
+        infer: runs of serving: time per output token, time to first token, tokens/s.
         rows: write each row's prediction to this CSV file.
-        json: print one JSON object instead: `overall` and `groups`.
+        json: print one JSON object: `overall` and `groups`.
     """
 
     table: Table = ""

@@ -47,7 +47,8 @@ KERNEL_FLOOR = 3e-6
 """Seconds of the shortest kernel (measured products of a few rows)."""
 
 MISALIGNED_RATE = 1 / 32
-"""Of the dense rate: attention products whose head width is no multiple of 8 (no tensor cores)."""
+"""Of the dense rate: attention products whose head width is not a multiple of 8 (no "
+"tensor cores)."""
 
 FLASH_BACKWARD = 2.5
 

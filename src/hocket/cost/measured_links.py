@@ -91,7 +91,7 @@ class Links:
         if curve is None:
             if not any(one.backend == self.backend for one in self.measured.curves):
                 raise OptionError(
-                    f"messages between ranks over {self.backend} were not measured",
+                    f"send/recv over {self.backend} was not measured",
                     hint="hocket probe",
                 )
             self._note(f"{operation} over {ranks} ranks was not measured by {self.backend}: free")
@@ -164,7 +164,9 @@ class Links:
                 if c.operation == "all-reduce" and c.backend == self.backend
             ]
             if known:
-                self._note(f"{operation} was not measured by {self.backend}; priced as all-reduce")
+                self._note(
+                    f"{operation} was not measured by {self.backend}; estimated as all-reduce"
+                )
         if not known:
             return None
 

@@ -44,10 +44,10 @@ class Rates:
         self._products: dict[str, list[Product]] = {}
         known = {p.dtype for p in measured.products}
         if not known:
-            raise OptionError("no matrix product was measured", hint="hocket probe")
+            raise OptionError("no matmul was measured", hint="hocket probe")
         taken = dtype if dtype in known else ("fp32" if "fp32" in known else sorted(known)[0])
         if taken != dtype:
-            self.notes.append(f"{dtype} products were not measured; priced as {taken}")
+            self.notes.append(f"{dtype} matmuls were not measured; estimated as {taken}")
         for product in measured.products:
             if product.dtype == taken:
                 self._products.setdefault(product.form, []).append(product)

@@ -26,7 +26,7 @@ CHECKS = (
     ),
     GpuCheck(
         id="compile-tp2-pipelined", group="multi-gpu", what="a compiled step at tp2 with sequence "
-        "parallelism, with collectives and matmuls in pieces "
+        "parallelism, with collectives and matmuls in chunks "
         "(torch._inductor.config._micro_pipeline_tp) and without", criterion="gradients within "
         "2e-2, and not slower; cannot where torch has no symmetric memory here",
         function=_HERE + "micro_pipeline", gpus=2, capability=(9, 0), seconds=40.0, timeout=240.0,

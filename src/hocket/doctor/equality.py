@@ -44,7 +44,7 @@ CHECKS = (
     _row("full-recompute", "every layer recomputed in backward", fields="recompute=full"),
     _row("offload-optimizer", "optimizer state in host memory", fields="offload=optimizer"),
     _row("eager-attention", "attention without a fused kernel", attention="eager"),
-    _row("packed-documents", "documents that share rows, compared with each document alone",
+    _row("packed-documents", "documents packed into rows, compared with each document alone",
          packing="documents"),
     _row("lora", "LoRA adapters of rank 4, compared with peft's", lora_rank=4),
 )  # fmt: skip

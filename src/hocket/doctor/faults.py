@@ -86,7 +86,7 @@ CHECKS = (
     *(_row(kind, what, ranks=ranks) for kind, what, sizes in _KINDS for ranks in sizes),
     GpuCheck(
         id="fault-memory-report", group="faults", what="a training step that runs out of memory: "
-        "what the report says of owners, tensors and layouts", criterion="its owners' bytes sum to "
+        "the owners, tensors and layouts in the report", criterion="its owners' bytes sum to "
         "what is allocated within 5%, and it has a layout to paste",
         function="hocket.doctor.faults:memory_report", seconds=3.0, timeout=60.0,
     ),
@@ -129,7 +129,9 @@ def fault(place: Place, *, kind: str, ranks: int) -> Outcome:
     if not named:
         place.failures.append(f"the report does not name rank {last}: {message[:200]!r}")
     if not any(words.lower() in message.lower() for words in _WORDS[kind]):
-        place.failures.append(f"the report does not say {_WORDS[kind][0]!r}: {message[-300:]!r}")
+        place.failures.append(
+            f"the report does not contain {_WORDS[kind][0]!r}: {message[-300:]!r}"
+        )
     return place.outcome()
 
 

@@ -33,8 +33,9 @@ CHECKS = (
     GpuCheck(
         id="env-claim", group="environment", what="claim a GPU of which another process holds "
         f"{BUSY:.0%}, and one that CUDA_VISIBLE_DEVICES hides", criterion="the first is claimed "
-        "with a note that others use it (or refused with the reason in exclusive mode), the second "
-        "is refused with the number of GPUs shown", function=_HERE + "claim", seconds=3.0,
+        "with a note that others use it (or rejected with the reason in exclusive "
+        "mode), the second "
+        "is rejected with the number of GPUs shown", function=_HERE + "claim", seconds=3.0,
         timeout=60.0, forks=True,
     ),
     GpuCheck(
@@ -66,7 +67,7 @@ def claim(place: Place) -> Outcome:
     hidden = _in_child(_hidden)
     place.values["hidden"] = str(hidden)
     if "shows 0 CUDA devices" not in str(hidden):
-        place.failures.append(f"a hidden GPU is not refused: {hidden}")
+        place.failures.append(f"a hidden GPU is not rejected: {hidden}")
     if not place.on_gpu:
         return place.outcome(note="whether a GPU is busy is seen on a GPU alone")
     asked, holds = os.pipe()
@@ -286,7 +287,7 @@ def joined_failure(place: Place) -> Outcome:
     place.at_most("seconds", time.time() - float(raised), JOINED)
     text = "rank 0 ends: rank 1 failed: RuntimeError: injected"
     if text not in texts[0]:
-        place.failures.append(f"rank 0 does not say {text!r}: {texts[0][-500:]!r}")
+        place.failures.append(f"rank 0 does not report {text!r}: {texts[0][-500:]!r}")
     place.equal("whether rank 0 failed", processes[0].returncode != 0, True)
     return place.outcome()
 

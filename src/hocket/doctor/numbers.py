@@ -109,7 +109,7 @@ CHECKS = (
     ),
     _row(
         "dropout-streams", "dropout seeded by seed, step, microbatch and layer", "dropout",
-        criterion="the same key gives the same mask, another key another; the share kept is 0.9 "
+        criterion="the same key gives the same mask, another key another; the fraction kept is 0.9 "
         "within 0.01", rehearsals=(CPU,),
     ),
     _row(

@@ -46,7 +46,7 @@ CHECKS = (
     _row(
         "sample-sort", f"{DRAWS} draws from one row at evenly spaced numbers, with every kind of "
         "cut; compared with probabilities that a sort in fp64 on the CPU keeps", "by_sort",
-        "each token is drawn as often as its probability says, within 1 draw", seconds=2.0,
+        "each token is drawn as often as its probability, within 1 draw", seconds=2.0,
     ),
 )  # fmt: skip
 

@@ -53,4 +53,4 @@ def words(shape: ModelShape) -> tuple[str, ...]:
     if not any(w.frozen for w in shape.blocks["head"].weights):
         return ()
     trained, whole = format_count(shape.num_trained), format_count(shape.num_parameters)
-    return (f"LoRA: {trained} parameters are trained beside {whole} that are frozen.",)
+    return (f"LoRA: {trained} parameters are trained; {whole} are frozen.",)

@@ -61,14 +61,14 @@ def asked(**values: Any) -> Asked:
     """`Asked`, with values that can be. Raises OptionError."""
     found = Asked(**values)
     if not 2 <= found.devices <= 64:
-        raise OptionError(f"devices is {found.devices}; it lies in 2 .. 64", hint="--devices 2")
+        raise OptionError(f"devices is {found.devices}; it must be in 2 .. 64", hint="--devices 2")
     if found.microbatches is not None and found.microbatches < 1:
         raise OptionError(
             f"microbatches is {found.microbatches}; it must be at least 1", hint="--microbatches 4"
         )
     if not 0 <= found.input_work <= 1000:
         raise OptionError(
-            f"input_work is {found.input_work}; it lies in 0 .. 1000 ms", hint="--input-work 5"
+            f"input_work is {found.input_work}; it must be in 0 .. 1000 ms", hint="--input-work 5"
         )
     return found
 
@@ -402,7 +402,9 @@ def with_layers(source: ModelSource, layers: int) -> ModelSource:
     config = dict(source.config)
     name = next((name for name in _DEPTH if name in config), None)
     if name is None:
-        raise ModelError(f"the configuration of {source.name} does not say how many layers it has")
+        raise ModelError(
+            f"the configuration of {source.name} does not specify its number of layers"
+        )
     config[name] = layers
     for key in _PER_LAYER:
         if isinstance(config.get(key), list) and config[key]:

@@ -213,13 +213,14 @@ def comparison(summary: Summary, alone: Summary, layout: str) -> list[str]:
     slower = f"{ratio:.1f} times slower" if ratio > 1 else f"{1 / ratio:.1f} times faster"
     share = most["total"] / one["total"]
     return [
-        "peak memory of the fullest rank, and speed",
+        "peak memory per rank, and speed",
         table_text(
             ["", "ranks", "weights, gradients, AdamW", "activations", "a step", "tokens/s"], rows
         ),
         "",
         f"What this machine can show: {len(summary.memory)} ranks compute together what one",
-        f"process does, each with at most {share:.0%} of its memory, and every message is counted.",
+        f"process does, each with at most {share:.0%} of its memory, and every "
+        f"collective is counted.",
         f"What it cannot show: speed. The ranks share {cores} cores, and a step is {slower}",
         "than in one process; splitting pays where each rank has a device of its own.",
     ]
@@ -247,17 +248,17 @@ def _too_small(launcher: Launcher, folder: RunFolder, summary: Summary, alone: S
         asked(RunFolder(folder.path / "one-process"))
         lines.append("one process fits as well: this layout saves too little to show it")
     except LayoutError as error:
-        lines += textwrap.wrap(f"one process is refused before it starts: {error.message}", 90)
+        lines += textwrap.wrap(f"one process is rejected before it starts: {error.message}", 90)
     layout = folder.load().layout.axes_text()
     try:
         predicted = asked(folder)
     except LayoutError as error:
-        return "\n".join([*lines, f"{layout} is refused too: {error.message}"])
+        return "\n".join([*lines, f"{layout} is rejected too: {error.message}"])
     told = (
-        f"{layout} may start: its fullest rank was to hold "
-        f"{format_bytes(max(row['total'] for row in predicted))}, and held {format_bytes(fullest)}"
+        f"{layout} may start: its predicted peak memory per rank was "
+        f"{format_bytes(max(row['total'] for row in predicted))}, measured {format_bytes(fullest)}"
         if predicted is not None
-        else f"what {layout} will hold cannot be foretold; it held {format_bytes(fullest)}"
+        else f"the memory of {layout} cannot be predicted; measured peak {format_bytes(fullest)}"
     )
     return "\n".join([*lines, told])
 

@@ -72,7 +72,7 @@ def told(
         return Forecast.none(layout, "this machine was not measured; hocket probe does"), None
     missing = unpriced(spec, spec.layout)
     if missing:
-        return Forecast.none(layout, f"nobody measured {missing} here"), None
+        return Forecast.none(layout, f"{missing} was not measured here"), None
     try:
         machine = machine_of(spec, measured)
         shape = shape_of(spec, launcher)
@@ -93,7 +93,7 @@ def told(
 def unpriced(spec: RunSpec, layout: Layout) -> str:
     """What a run would do that no measurement of a machine prices; empty: nothing."""
     if spec.workload.dtype not in PRECISIONS:
-        return f"products in {spec.workload.dtype}"
+        return f"matmuls in {spec.workload.dtype}"
     if spec.options.grad_dtype != "fp32":
         return f"gradients in {spec.options.grad_dtype}"
     return "activations in host memory" if layout.offloads("activations") else ""

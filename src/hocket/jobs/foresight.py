@@ -49,7 +49,7 @@ def checked(cluster: str) -> None:
     found = machine.cluster(cluster)
     if found.measured is None:
         raise OptionError(
-            f"cluster {cluster} holds no measurements: a run on this machine is foretold from "
+            f"cluster {cluster} contains no measurements: a run on this machine is predicted from "
             "what was measured here",
             hint="--cluster auto, or a file that hocket probe --out FILE wrote",
         )
@@ -127,7 +127,7 @@ def before(
     told = forecast.told(spec, measured, launcher=launcher, weighed=WEIGHED)
     forecast.write(folder, told)
     if told[0].known:
-        record.note("foretold: " + _said(told[0]))
+        record.note("predicted: " + _said(told[0]))
 
 
 def reasons(found: Forecast) -> list[str]:
@@ -155,14 +155,14 @@ def reasons(found: Forecast) -> list[str]:
     for name, seconds in found.exposed.items():
         if seconds > 0.05 * found.step_seconds:
             lines.append(
-                f"{seconds / found.step_seconds:.0%} of a step goes to messages over {name}"
+                f"{seconds / found.step_seconds:.0%} of a step is communication over {name}"
             )
     return lines
 
 
 def _said(found: Forecast) -> str:
     text = f"{format_seconds(found.step_seconds)} a step, {found.tokens_per_second:,.0f} tokens/s, "
-    text += f"{format_bytes(max(found.peak_bytes))} on the fullest rank"
+    text += f"{format_bytes(max(found.peak_bytes))} on the peak rank"
     return text + (f", idle {found.bubble:.0%} of the pipeline" if found.bubble > 0.005 else "")
 
 

@@ -151,7 +151,7 @@ def text(found: LinkPrices) -> str:
 
     lines = [f"{found.model} as {found.layout} on {found.cluster}", ""]
     if not found.axes:
-        lines += ["One rank talks to nobody.", ""]
+        lines += ["A single rank does not communicate.", ""]
     else:
         rows = [
             (
@@ -169,7 +169,7 @@ def text(found: LinkPrices) -> str:
         heads = ("axis", "ranks", "messages", "sent a step", "crosses", "each way", "costs", "step")
         lines += [table_text(heads, rows), ""]
         lines += [
-            f"A step is foretold to take {format_seconds(found.step_seconds)}; what talking costs "
+            f"The predicted step takes {format_seconds(found.step_seconds)}; communication costs "
             "may be hidden behind computing.",
             "",
         ]
@@ -188,10 +188,11 @@ def text(found: LinkPrices) -> str:
     lines += [
         table_text(columns, others),
         "",
-        "Rates are bytes per second per direction; seconds are at the share of them that rings",
+        "Rates are bytes per second per direction; seconds are at the fraction of them that rings",
         "reach (NVLink 80%, PCIe 88%, networks 73%). Without a switch a GPU's links are spread",
         f"over {MESH - 1} peers, and a group of n has n - 1 of them. NVLink is marketed as the",
-        f"sum of both directions: NVLink 3 is {ratio:.1f} times PCIe 4.0 x16, not 37 (600 beside",
+        f"sum of both directions: NVLink 3 is {ratio:.1f} times PCIe 4.0 x16, not 37 "
+        f"(600 compared with",
         "the 16 of a PCIe 4.0 x8 slot).",
         "",
         found.pool.words(found.link) if found.pool else _shared(found),
@@ -203,8 +204,8 @@ def text(found: LinkPrices) -> str:
 
 def _shared(found: LinkPrices) -> str:
     return (
-        f"The cores share one memory of {format_bytes(found.memory)}: a model that is split over "
-        "them has no more room than whole."
+        f"The cores share one memory of {format_bytes(found.memory)}: splitting a model over "
+        "them does not make more memory available."
     )
 
 

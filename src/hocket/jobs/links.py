@@ -47,7 +47,7 @@ def checked(options: TrainOptions, layout: Layout, *, joined: bool = False) -> L
         )
     if options.device == "cuda" or options.backend == "nccl":
         raise OptionError(
-            "--links slows the messages of CPU ranks; those of GPUs take their own time",
+            "--links emulates links between CPU ranks; GPUs use their own links",
             hint="--device cpu",
         )
     if options.device == "auto":
@@ -55,7 +55,7 @@ def checked(options: TrainOptions, layout: Layout, *, joined: bool = False) -> L
 
         if cuda_shows():
             raise OptionError(
-                "--links slows the messages of CPU ranks, and this machine shows GPUs",
+                "--links emulates links between CPU ranks, and this machine has GPUs",
                 hint="--device cpu",
             )
     if layout.data_parallel == "threads":

@@ -79,7 +79,7 @@ class Owner:
             if not all(isinstance(text, str) for text in texts) or not owner.token.isalnum():
                 raise ValueError("its texts are none")
             if not all(type(number) is int for number in (owner.pid, owner.start)):
-                raise ValueError("its pid is no whole number")
+                raise ValueError("its pid is not an integer")
         except (FileNotFoundError, NotADirectoryError):
             return None
         except MALFORMED as error:

@@ -168,7 +168,7 @@ def problem(
         raise OptionError(f"on CPU cores: {message}", hint=hint)
     if importlib.util.find_spec("torch") is None:
         raise OptionError(
-            "a model is traced in the type it is trained in before it is priced on a CPU, which "
+            "a model is traced in the type it is trained in before it is estimated on a CPU, which "
             "needs torch",
             hint="pip install 'hocket[train]'",
         )
@@ -183,7 +183,7 @@ def problem(
     one = validate(source.dimensions, layout or Layout(), spec.workload)
     unpriced = forecast.unpriced(spec, one)
     if unpriced:
-        raise OptionError(f"nobody measured {unpriced} here", hint="another --layout")
+        raise OptionError(f"{unpriced} was not measured here", hint="another --layout")
     shape = forecast.shape_of(spec)
     machine = forecast.machine_of(spec, measured)
     return Asked(source=source, spec=spec, shape=shape, machine=machine, layout=one)
@@ -251,8 +251,8 @@ def fits(one: Forecast) -> bool:
 def _measured(cluster: Cluster) -> Measured:
     if cluster.measured is None:
         raise OptionError(
-            f"{cluster.name} is CPU cores that nobody measured: a file that was written by hand "
-            "does not say what a step costs there",
+            f"{cluster.name} is CPU cores without measurements: a file that was written by hand "
+            "does not contain the cost of a step",
             hint="--cluster auto, or a file that hocket probe --out FILE wrote",
         )
     return cluster.measured
@@ -362,11 +362,11 @@ def table(found: Plan, command: str) -> str:
         f"{found.num_legal:,} layouts of processes, {found.num_fitting:,} fit; best by "
         f"{found.objective}"
         if found.num_legal > 1
-        else "one layout, priced",
+        else "one layout, estimated",
         "",
         table_text(HEADERS, rows),
         "",
-        "exposed: share of a step that goes to messages beside which nothing is computed",
+        "exposed: fraction of a step in communication that no computation overlaps",
     ]
     if any(not one.fits for one in found.layouts):
         lines.append("!: more than a rank may hold")

@@ -145,7 +145,7 @@ def _rates(measured: Measured) -> dict[str, float]:
         found[one.dtype] = max(_rounded(one.rate), found.get(one.dtype, 0.0))
     if not found:
         raise OptionError(
-            "no matrix product was measured, so that nothing can be priced here",
+            "no matmul was measured, so nothing can be estimated here",
             hint="hocket probe",
         )
     return found

@@ -155,7 +155,7 @@ def beside(predicted: list[dict[str, int]], counted: tuple[dict[str, int], ...])
     was = max(row["total"] for row in counted)
     said = max(row["total"] for row in predicted)
     return (
-        f"memory of the fullest rank: {_gb(said)} predicted, {_gb(was)} counted "
+        f"peak memory per rank: {_gb(said)} predicted, {_gb(was)} counted "
         f"({(said - was) / was:+.1%})"
     )
 

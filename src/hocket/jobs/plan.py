@@ -87,7 +87,8 @@ def plan(
     if machines.is_cpu:
         if stack is not None:
             raise OptionError(
-                f"--stack {stack} prices GPUs; {machines.name} is CPU cores, priced as measured",
+                f"--stack {stack} estimates GPUs; {machines.name} is CPU cores, "
+                f"estimated from measurements",
                 hint="leave --stack out",
             )
         if emit is not None:
@@ -272,7 +273,7 @@ def table(found: Plan) -> str:
         f"global batch {found.global_batch:,}",
         f"{found.num_legal:,} legal layouts, {found.num_fitting:,} fit; best by {found.objective}"
         if found.num_legal > 1
-        else "one layout, priced",
+        else "one layout, estimated",
         "",
     ]
     if found.stack:
@@ -290,17 +291,17 @@ def table(found: Plan) -> str:
         lines += _run_by([one for one in found.layouts if one.lacks])
     lines += [
         "",
-        "Ranges are the 10th to the 90th percentile; memory is the 95th of the fullest GPU, of "
+        "Ranges are the 10th to the 90th percentile; memory is the 95th of the peak GPU, of "
         f"which {HEADROOM:.0%} stay free (!: does not fit; tight: fits with less).",
     ]
     if found.problem is not None:
         lines.append(f"$: {price_text(found.problem.cluster.node.gpu)}.")
     if not all(one.simulated for one in (*found.layouts, *found.beyond)):
-        lines.append("~: priced by closed forms; its schedule is too long to be played.")
+        lines.append("~: estimated by closed forms; its schedule is too long to simulate.")
     if any(one.alike for one in (*found.layouts, *found.beyond)):
         lines.append(
             "+n: so many layouts differ from it in microbatches, virtual stages or shard alone and "
-            "are no better."
+            "are not better."
         )
     if found.explanation:
         lines += ["", *found.explanation]

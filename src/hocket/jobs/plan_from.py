@@ -222,9 +222,7 @@ def _batch(found: Configuration, gpus: int, given: int | None) -> int:
             written = None
     batch = _one("global-batch", written, given, None)
     if batch is None:
-        raise OptionError(
-            "the file does not say how many sequences make a step", hint="--global-batch 512"
-        )
+        raise OptionError("the file does not specify the global batch", hint="--global-batch 512")
     return int(batch)
 
 

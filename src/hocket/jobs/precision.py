@@ -67,7 +67,7 @@ def served(workload: Workload) -> None:
     """Refuse a dtype that is trained in and not served in. Raises OptionError."""
     if workload.dtype not in PRECISIONS:
         raise OptionError(
-            f"dtype is {workload.dtype}: its products are for training; a model is served in "
+            f"dtype is {workload.dtype}: fp8 matmuls are for training; a model is served in "
             f"{' or '.join(PRECISIONS)}",
             hint="--dtype bf16",
         )

@@ -119,7 +119,7 @@ def measure(
     if host.load > BUSY:
         unknown.append(
             f"the idle machine: other programs took {host.load:.2g} of its {host.cores} cores "
-            "meanwhile, so messages and shared cores are slower than they would be"
+            "meanwhile, so communication and shared cores are slower than they would be"
         )
     found = Measured.from_dict(
         {
@@ -160,7 +160,7 @@ def _lacking(here: Present, parts: dict[str, list[Any]]) -> list[str]:
     found = []
     if here.kind == "cuda":
         if not here.found.devices:
-            found.append("what the GPUs are and how they are joined: NVML tells nothing")
+            found.append("what the GPUs are and how they are joined: NVML reports nothing")
         if len(here.found.devices) == 1:
             found.append("links between GPUs: there is one")
         found.append("ranks that compute at once: each has a GPU of its own")

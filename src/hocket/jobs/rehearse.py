@@ -249,7 +249,7 @@ def rehearse(
     if len(stands_for) == layout.world_size:
         from hocket.simulation.nccl import RULES, check
 
-        say("playing what the ranks enqueue by NCCL's rules")
+        say("simulating the ranks' collectives under NCCL's rules")
         traces = traces_of(executed, stands_for)
         verdicts = {rule: check(traces, rule) for rule in RULES}
     report = _report(job, executed, stands_for, verdicts, expected)

@@ -186,7 +186,7 @@ def _must_be_writable(path: Path, *, asked: bool) -> None:
         raise OptionError(f"{path} is a folder", hint=f"--out {path / 'report.html'}")
     folder = path.absolute().parent
     if not folder.is_dir():
-        raise OptionError(f"{folder} is no folder", hint="--out report.html")
+        raise OptionError(f"{folder} is not a folder", hint="--out report.html")
     hint = "another --out" if asked else "--out report.html"
     if not os.access(folder, os.W_OK | os.X_OK):
         raise OptionError(f"{folder} cannot be written to", hint=hint)

@@ -238,9 +238,11 @@ def check_options(options: TrainOptions) -> None:
         _at_least(name, getattr(options, name), least)
     for name in ("beta1", "beta2", "held_out"):
         if not 0 <= getattr(options, name) < 1:
-            raise OptionError(f"{name} is {getattr(options, name)}; it lies in 0 .. 1, 1 excluded")
+            raise OptionError(
+                f"{name} is {getattr(options, name)}; it must be in 0 .. 1, 1 excluded"
+            )
     if options.dropout is not None and not 0 <= options.dropout < 1:
-        raise OptionError(f"dropout is {options.dropout}; it lies in 0 .. 1, 1 excluded")
+        raise OptionError(f"dropout is {options.dropout}; it must be in 0 .. 1, 1 excluded")
     if options.warmup is not None:
         _at_least("warmup", options.warmup, 0)
     if options.bucket_mb is not None:
@@ -295,6 +297,8 @@ def _check_lora(options: TrainOptions) -> None:
             hint=f"--lora-alpha {2 * options.lora_rank}",
         )
     if not 0 <= options.lora_dropout < 1:
-        raise OptionError(f"lora_dropout is {options.lora_dropout}; it lies in 0 .. 1, 1 excluded")
+        raise OptionError(
+            f"lora_dropout is {options.lora_dropout}; it must be in 0 .. 1, 1 excluded"
+        )
     if importlib.util.find_spec("peft") is None:
         raise OptionError("--lora-rank needs the package peft", hint='pip install "hocket[lora]"')

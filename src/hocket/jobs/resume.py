@@ -187,7 +187,7 @@ def write(found: Resumed, record: Record) -> RunSpec:
         kept = _set_aside(folder)
         record.note(
             f"from step {found.step + 1} on the layout is {job.layout}"
-            + (f"; what was recorded in {before.layout} lies in {kept}" if kept else "")
+            + (f"; what was recorded in {before.layout} is in {kept}" if kept else "")
         )
     spec = dataclasses.replace(before, layout=job.layout, options=options)
     folder.save(spec)

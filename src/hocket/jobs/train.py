@@ -174,7 +174,7 @@ def launch(
     _require(launcher, folder, spec, record)
     if spec.options.links is not None:
         spec = links.settle(launcher, folder, spec)
-        record.note(f"links are felt as {spec.options.links}")
+        record.note(f"emulated links: {spec.options.links}")
     foresight.before(folder, spec, record, cluster=cluster, launcher=launcher)
     disturbed = topology.keep(folder, cluster, spec.options.device)
     if disturbed:
@@ -239,14 +239,14 @@ def verify(launcher: Launcher, spec: RunSpec, record: Record) -> None:
         packed=spec.options.packing == "documents",
     )
     if verdict.note and spec.layout.tp > 1:
-        record.note(f"held whole on every rank of tp: {verdict.note}")
+        record.note(f"replicated on every rank of tp: {verdict.note}")
 
 
 def _adapt(launcher: Launcher, spec: RunSpec, record: Record) -> None:
     """Refuse adapters of layers that are not there; say how many there are."""
     layers = adapters.require(launcher, spec)
     if layers:
-        record.note(f"LoRA of rank {spec.options.lora_rank} beside {layers} frozen layers")
+        record.note(f"LoRA of rank {spec.options.lora_rank} on {layers} frozen layers")
 
 
 def _join(request: Request, context: RankContext, record: Record) -> Summary:
@@ -285,7 +285,7 @@ def _run_joined(
         context.store(STARTUP)
         ready = json.loads(context.store().get("hocket/prepared"))
         if "error" in ready:
-            raise HocketError(f"rank 0 refused: {ready['error']}")
+            raise HocketError(f"rank 0 rejected the job: {ready['error']}")
         folder = RunFolder(ready["run"])
         if not folder.spec_file.exists():
             raise RunFolderError(

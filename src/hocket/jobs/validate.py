@@ -84,7 +84,7 @@ def _problems(
     sliced = legality.slices(workload.seq_len, layout.cp, layout.tp)
     if layout.sequence_parallel and layout.tp == 1:
         yield (
-            "sequence_parallel slices what lies between split blocks over tensor ranks, of which "
+            "sequence_parallel shards activations between split blocks over tensor ranks, of which "
             "there must be at least 2; tp is 1"
         )
     elif layout.sequence_parallel and not sliced:

@@ -90,7 +90,7 @@ def to_error(failures: Sequence[Failure], world_size: int, stacks: str = "") -> 
 
 
 _HINTS = {
-    -signal.SIGKILL: "if nobody killed it, memory ran out: a smaller batch, or more tp or pp",
+    -signal.SIGKILL: "out of memory, unless a user killed it: a smaller batch, or more tp or pp",
     -signal.SIGBUS: "shared memory may be full: see df /dev/shm, or take --backend gloo",
 }
 

@@ -57,7 +57,7 @@ def joined(environment: Mapping[str, str] | None = None) -> RankContext | None:
         # Such a rank would wait for a world that never comes together.
         raise LayoutError(
             f"the launcher set RANK={world.rank} and WORLD_SIZE={world.world_size}; "
-            "ranks count from 0 to one below the world size"
+            "ranks are numbered from 0 to world size - 1"
         )
     return RankContext(
         rank=world.rank,

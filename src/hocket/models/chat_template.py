@@ -234,7 +234,9 @@ class ChatTemplates:
         except TemplateRefusal:
             raise
         except TemplateError as error:
-            raise TemplateRefusal(f"the model's chat template refuses: {error}") from None
+            raise TemplateRefusal(
+                f"the model's chat template rejects the request: {error}"
+            ) from None
         except Exception as error:  # a template is a program: what it meets may be of any kind
             kind = type(error).__name__
             raise TemplateRefusal(f"the model's chat template failed: {kind}: {error}") from None

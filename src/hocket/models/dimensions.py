@@ -80,7 +80,7 @@ def dimensions(config: Mapping[str, Any]) -> Dimensions:
             value = next((len(kinds) for kinds in lists if isinstance(kinds, list)), None)
         if value is None:
             raise ModelError(
-                f"the configuration of {model_type!r} says no {_NAMES[noun][0]}, "
+                f"the configuration of {model_type!r} has no {_NAMES[noun][0]}, "
                 "and transformers has no default for it"
             )
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:

@@ -118,7 +118,7 @@ def explanation(repo: RepoId, error: BaseException) -> HocketError:
     if disk is not None:
         return kind(
             f"{repo} cannot be stored in {where}: {disk.strerror}",
-            hint=f"HF_HOME=DIRECTORY, on a disk with room for it; it is {constants.HF_HOME} now",
+            hint=f"HF_HOME=DIRECTORY, on a disk with enough space; it is {constants.HF_HOME} now",
         )
     text = str(error).strip().splitlines()
     return kind(f"{repo} cannot be downloaded: {text[0] if text else type(error).__name__}")

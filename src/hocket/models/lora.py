@@ -83,7 +83,7 @@ def targets_of(model: nn.Module, targets: str | None) -> tuple[str, ...]:
             if model.get_submodule(name) is head:
                 if getattr(model, "all_tied_weights_keys", None):
                     raise ModelError(
-                        f"{name} shares its weight with the embedding; LoRA cannot adapt it alone",
+                        f"{name} is tied to the embedding; LoRA cannot adapt it alone",
                         hint="leave it out of --lora-targets",
                     )
             elif name not in layers:

@@ -198,7 +198,7 @@ def _pairs(names: list[str]) -> dict[str, tuple[str, str]]:
                     raise ModelError(f"the adapter has {name} without its B")
                 found[f"{stem.removeprefix(_PREFIX)}.weight"] = (name, f"{stem}{_B}")
             continue
-        raise ModelError(f"the adapter has {name}, which is no LoRA of a linear layer")
+        raise ModelError(f"the adapter has {name}, which is not a LoRA of a linear layer")
     return found
 
 

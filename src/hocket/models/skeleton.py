@@ -73,7 +73,7 @@ def config_of(
     except Exception as error:  # transformers raises many kinds for a configuration that is wrong
         of = code or kind or "no model_type"
         raise ModelError(
-            f"transformers refuses the model's configuration ({of}): {_cause(error)}"
+            f"transformers rejects the model's configuration ({of}): {_cause(error)}"
         ) from error
     if not training:
         return config

@@ -222,7 +222,7 @@ def _directory(
         if (path / fetched.ADAPTER_CONFIG).exists():
             return _adapted(name, path, trust_remote_code, weights)
         raise ModelError(
-            f"{path} is no Hugging Face directory: it has no config.json",
+            f"{path} is not a Hugging Face directory: it has no config.json",
             hint="a directory with config.json and safetensors weights, or a run folder",
         )
     config = _check(
@@ -320,7 +320,7 @@ def _weights(path: Path) -> Path | None:
     shards = sorted(path.glob("model*.safetensors"))
     if shards:
         raise ModelError(
-            f"{path} holds {shards[0].name} but no {INDEX} that says which tensor lies where",
+            f"{path} contains {shards[0].name} but no {INDEX} that maps tensors to files",
             hint="copy that file too, or save the model again with transformers",
         )
     return None
@@ -329,7 +329,7 @@ def _weights(path: Path) -> Path | None:
 def _read_config(file: Path) -> dict[str, Any]:
     try:
         if file.stat().st_size > _LARGEST_CONFIG:
-            raise ModelError(f"{file} has {file.stat().st_size} bytes: that is no configuration")
+            raise ModelError(f"{file} has {file.stat().st_size} bytes: that is not a configuration")
         config = parse_json(file.read_text(), object_hook=_number)
     except (OSError, ValueError) as error:
         raise ModelError(f"{file} cannot be read as JSON: {error}") from None
@@ -356,7 +356,7 @@ def _check(
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
-        raise ModelError(f"the configuration of {name} says no model_type")
+        raise ModelError(f"the configuration of {name} has no model_type")
     if "auto_map" in config:
         if not trust_remote_code:
             raise _untrusted(name)
@@ -368,7 +368,7 @@ def _check(
     if architecture is None or architecture.endswith("ForConditionalGeneration"):
         text = f"{model_type}_text"
         raise ModelError(
-            f"{name} is of type {model_type!r}, which is no causal language model of text alone",
+            f"{name} is of type {model_type!r}, which is not a text-only causal language model",
             hint=f"its text_config as a config.json, with model_type {text!r}"
             if text in registry.causal_classes()
             else None,

@@ -32,14 +32,14 @@ def headers(directory: Path) -> dict[str, TensorFile]:
     where: dict[str, TensorFile] = {}
     for name in files_of(index) if index.exists() else [SINGLE]:
         if Path(name).name != name:
-            raise WeightsError(f"{index} names {name!r}, which is no file beside it")
+            raise WeightsError(f"{index} names {name!r}, which is not a file in its folder")
         try:
             file = TensorFile(directory / name, most_tensors=_MOST_TENSORS)
         except CheckpointError as error:
             raise WeightsError(error.message) from None
         for key in file.entries:
             if key in where:
-                raise WeightsError(f"{shown(key)} stands in {name} and in {where[key].path}")
+                raise WeightsError(f"{shown(key)} is both in {name} and in {where[key].path}")
             where[key] = file
     return where
 
@@ -60,7 +60,7 @@ def files_of(index: Path) -> list[str]:
             raise ValueError("its weight_map names something else than files")
         for name in set(table.values()):
             if name != Path(name).name or not name.isprintable():
-                raise ValueError(f"its weight_map names {name!r}, not a file beside it")
+                raise ValueError(f"its weight_map names {name!r}, not a file in its folder")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         why = error if isinstance(error, OSError | ValueError) else repr(error)
         raise WeightsError(f"{index} cannot be read: {why}"[:500]) from None

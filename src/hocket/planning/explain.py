@@ -75,7 +75,7 @@ def _winner(problem: Problem, best: Forecast) -> Iterator[str]:
     largest = sorted(best.memory_by_kind.items(), key=lambda item: -item[1])[:2]
     kinds = " and ".join(f"{format_bytes(size)} {name}" for name, size in largest)
     yield (
-        f"Its fullest GPU holds {format_bytes(best.memory_high)} at the 95th percentile, of "
+        f"Peak memory per GPU is {format_bytes(best.memory_high)} at the 95th percentile, of "
         f"{format_bytes(problem.usable)} that it can; most of it {kinds}."
     )
 
@@ -168,7 +168,7 @@ def _reason(problem: Problem, best: Forecast, other: Forecast) -> str:
     if worst == "compute":
         if AGAIN.index(a.recompute) > AGAIN.index(b.recompute):
             return "computes activations twice"
-        return "computes longer, in smaller products or uneven stages"
+        return "computes longer, in smaller matmuls or uneven stages"
     if worst == "other":
         return "comes close"
     before = best.parts[worst] / against

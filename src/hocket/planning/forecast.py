@@ -143,7 +143,7 @@ def forecast(problem: Problem, priced: Priced, index: int, *, alike: int = 0) ->
     lacks = [one.reason(layout) for one in absent(layout)]
     if problem.precision not in PRECISIONS:
         names = " or ".join(PRECISIONS)
-        lacks.append(f"precision is {problem.precision}: this release is foretold in {names} alone")
+        lacks.append(f"precision is {problem.precision}: this release predicts {names} alone")
     return Forecast(
         layout=layout,
         microbatch=int(at.microbatch[0]),

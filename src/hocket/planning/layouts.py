@@ -237,10 +237,10 @@ def _problems(
     if layout.sequence_parallel and not legality.slices(seq_len, layout.cp, layout.tp):
         why = f"a sequence of {seq_len} does not divide over cp x tp"
         if layout.tp == 1:
-            why = "sequence_parallel slices sequences over tensor ranks, and tp is 1"
+            why = "sequence_parallel shards sequences over tensor ranks, and tp is 1"
         yield why, "sequence_parallel=false"
     if layout.recompute_layers is not None:
-        yield "the planner prices every layer recomputed, or none", f"recompute={layout.recompute}"
+        yield "the planner estimates full recomputation, or none", f"recompute={layout.recompute}"
     batch = global_batch // layout.dp
     if not legality.batch(global_batch, layout.dp):
         yield f"the global batch of {global_batch} does not divide over dp {layout.dp}", None
@@ -298,9 +298,9 @@ def why_not(shape: ModelShape, num_gpus: int, seq_len: int, batch: int, pins: Pi
     if not legality.context(seq_len, pins.get("cp", 1)):
         return f"a sequence of {seq_len} does not divide over 2 x cp {pins['cp']}"
     if pins.get("sequence_parallel") and pins.get("tp") == 1:
-        return "sequence_parallel slices sequences over tensor ranks, and tp is pinned at 1"
+        return "sequence_parallel shards sequences over tensor ranks, and tp is pinned at 1"
     if "shard" in pins and pins.get("zero") == 0:
-        return f"shard {pins['shard']} shares a state of ZeRO, and zero is pinned at 0"
+        return f"shard {pins['shard']} applies to ZeRO, and zero is pinned at 0"
     return None
 
 

@@ -94,7 +94,7 @@ def forecast(
         LayoutError: what is no layout of processes.
     """
     if layout.data_parallel == "threads":
-        raise LayoutError("replicas in threads share one interpreter: not foretold")
+        raise LayoutError("replicas in threads share one interpreter: no prediction")
     schedule = schedule or build(layout, layout.microbatches or 1)
     job = Job(
         shape=shape,
@@ -164,6 +164,6 @@ def _conditions(measured: Measured) -> list[str]:
     if measured.host.load > BUSY:
         found.append(
             f"other programs took {measured.host.load:.2g} cores while it was measured; runs are "
-            "foretold as if they had the machine to themselves"
+            "predicted as if they had the machine to themselves"
         )
     return found

@@ -161,12 +161,12 @@ def _prices(replica: Replica, machine: Machine, busy: int) -> tuple[MeasuredServ
 
 
 def _notes(machine: Machine) -> list[str]:
-    found = ["the server's own process (HTTP, text) is not priced"]
+    found = ["the server's own process (HTTP, text) is not included"]
     measured = machine.measured
     if measured.device == "cpu" and not any(one.name == "rows" for one in measured.kernels):
         small = min((p.m for p in measured.products), default=1)
         found.append(
-            "the kernels that serve were not measured (hocket probe does): products of fewer than "
+            "the kernels that serve were not measured (hocket probe does): matmuls of fewer than "
             f"{small} rows take the rate of {small}, and no less than reading their weights"
         )
     return found
@@ -332,7 +332,7 @@ class MeasuredSteps:
 
     def __init__(self, decode: Sequence[Decode], prefill: Sequence[Prefill]) -> None:
         if not decode:
-            raise OptionError("no round of tokens was measured")
+            raise OptionError("no decode step was measured")
         self._decode = _line([(one.batch, one.seconds, one.count) for one in decode])
         # Prompts that were never read by themselves cost what as many rows of a round do.
         points = [(one.tokens, one.seconds, one.count) for one in prefill]
@@ -446,7 +446,7 @@ def choose(
         raise OptionError(
             f"{shape.name} fits in no layout of this machine of {room}"
             + (
-                f": beside its weights {best.layout} has room for {best.cache_tokens} tokens, "
+                f": next to its weights {best.layout} can cache {best.cache_tokens} tokens, "
                 f"one request may have {sizes.longest}"
                 if best
                 else ""

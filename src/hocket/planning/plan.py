@@ -189,7 +189,7 @@ def plan_one(problem: Problem, layout: Layout) -> Plan:
     notes = []
     notes += _borrowed(problem)
     if layout.data_parallel == "threads":
-        notes.append("Threads of one process are priced as processes, one a GPU.")
+        notes.append("Threads of one process are estimated as processes, one per GPU.")
     if layout.offload != "none":
         notes.append(f"Time and memory are those without offload={layout.offload}.")
     if not found.fits:
@@ -260,7 +260,8 @@ def _borrowed(problem: Problem) -> list[str]:
     if problem.borrowed is None:
         return []
     return [
-        f"No measured training stands behind {problem.cluster.node.gpu.name}: it is priced by its "
+        f"No training measurements support {problem.cluster.node.gpu.name}: it is "
+        f"estimated from its "
         f"data sheet with the constants of {problem.borrowed}, which the ranges do not cover."
     ]
 
@@ -308,7 +309,7 @@ def _nothing_here(problem: Problem, pins: Pins | None, objective: str) -> list[s
     """What to do where layouts fit, but none that this hocket can run today."""
     if problem.precision not in PRECISIONS:
         names = " or ".join(PRECISIONS)
-        return [f"This hocket is foretold in {names}, not in {problem.precision}; others run it:"]
+        return [f"This hocket predicts {names}, not {problem.precision}; other software runs it:"]
     asked = pins_text(pins)
     notes = ["Nothing that this hocket can run today fits" + (f" with {asked}." if asked else ".")]
     if pins:
@@ -352,7 +353,7 @@ def _impossible(problem: Problem, found: Found, pins: Pins | None) -> LayoutErro
     message = (
         f"{problem.shape.name} does not fit {problem.cluster.name} in any of {found.num_legal:,} "
         f"layouts (sequences of {problem.seq_len}, global batch {problem.global_batch}{asked}): "
-        f"the least that the fullest GPU must hold is {format_bytes(high)}, of "
+        f"the smallest peak memory per GPU is {format_bytes(high)}, of "
         f"{format_bytes(problem.usable)} that it may ({HEADROOM:.0%} stay free); "
         f"{format_bytes(high - problem.usable)} are missing. That is {layout}: {kinds}."
     )

@@ -44,7 +44,7 @@ class Pool:
         pool = (
             f"{self.gpus} GPUs of {each} over {link} hold {format_bytes(self.together)} together"
             if self.gpus > 1
-            else f"One GPU of {each} shares links with none"
+            else f"One GPU of {each} has exclusive links"
         )
         pool += f"; this model needs {need} on one GPU"
         if self.smallest == 1:

@@ -74,8 +74,8 @@ WINDOWLESS = ("mistral-7b",)
 
 UNKNOWN_MODELS = (
     (r"llama.?4", "how its experts are run is not described by its shape"),
-    (r"qwen3\.5|hybrid|nano-v3", "linear attention is not priced"),
-    (r"glm-5", "sparse attention is not priced"),
+    (r"qwen3\.5|hybrid|nano-v3", "linear attention is not estimated"),
+    (r"glm-5", "sparse attention is not estimated"),
     (r"583m|16b", "its dimensions are not given"),
 )
 

@@ -125,7 +125,7 @@ class _Reader:
             for b in range(a + 1, len(devices))
         ]
         unknown = tuple(
-            f"NVML does not tell {what} of {count} of {len(devices)} GPUs"
+            f"NVML does not report {what} of {count} of {len(devices)} GPUs"
             for what, count in self.silent.items()
         )
         if self.hidden:

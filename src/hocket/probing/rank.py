@@ -105,7 +105,7 @@ class Probe:
         if not self.alone:
             return
         for name, what in (
-            ("products", "matrix products"),
+            ("products", "matmuls"),
             ("streams", "memory"),
             ("dispatch", "small operations"),
             ("kernels", "other operations"),

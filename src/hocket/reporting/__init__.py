@@ -1,4 +1,4 @@
-"""Timelines and tables for people to read; predicted beside measured."""
+"""Timelines and tables for people to read; predicted and measured."""
 
 from hocket.reporting.collectives import collectives_text
 from hocket.reporting.compare import compare_text

@@ -48,7 +48,7 @@ def _speed(found: Comparison) -> str:
         row.append(f"{each.idle:.0%}")
         row.append({True: "yes", False: "NO", None: "-"}[each.equal])
         rows.append(row)
-    text = "speed; idle: share of a step in which a rank, on average, does not compute\n"
+    text = "speed; idle: fraction of a step in which a rank, on average, does not compute\n"
     if loaded:
         text += (
             f"busy input: a step when preparing each sequence takes {found.input_work:g} ms of "
@@ -74,9 +74,8 @@ def _memory(found: Comparison) -> str:
         row.append(format_bytes(least) if len(each.memory) > 1 else "-")
         rows.append(row)
     headers = ["", *KINDS, "in all", *(["predicted"] if predicted else []), "least"]
-    return (
-        "peak memory of the fullest rank, in counted tensor bytes, and of the least full one\n"
-        + table_text(headers, rows)
+    return "largest and smallest peak memory per rank, in counted tensor bytes\n" + table_text(
+        headers, rows
     )
 
 
@@ -118,7 +117,7 @@ def _remarks(found: Comparison) -> list[str]:
     if one is not None and most > found.cores:
         remarks.append(
             f"Up to {most} ranks share {found.cores} cores here, so speed beyond {found.cores} "
-            "ranks says nothing of devices of their own; memory, messages and idle time do."
+            "ranks does not predict separate devices; memory, communication and idle time do."
         )
     return remarks
 
@@ -150,7 +149,7 @@ def sweep_text(axis: str, points: Sequence[Point], tokens: int, width: int = 100
         width: columns of the terminal.
     """
     speed = axis == "devices"
-    what = "tokens/s" if speed else "share of the pipeline's time that ranks are idle (bubble)"
+    what = "tokens/s" if speed else "fraction of the pipeline's time that ranks are idle (bubble)"
     lines = [f"{what}, by {axis}"]
     titles = list(dict.fromkeys(p.outcome.way.title for p in points))
     ran = [p for p in points if p.outcome.ran]

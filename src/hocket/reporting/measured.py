@@ -54,7 +54,7 @@ def _compute(measured: Measured) -> str:
         products = sorted((p for p in measured.products if p.dtype == dtype), key=_rate)
         for what, one in (("slowest", products[0]), ("fastest", products[-1])):
             shape = f"[{one.m}, {one.k}] x [{one.k}, {one.n}] {one.form}"
-            rows.append((f"products {dtype}, {what} of {len(products)}", shape, _flops(one)))
+            rows.append((f"matmuls {dtype}, {what} of {len(products)}", shape, _flops(one)))
     copies = [one for one in measured.streams if one.operation == "copy"]
     for stream in copies:
         rows.append(("memory, copy", f"{format_bytes(stream.bytes / 2)} tensor", _bytes(stream)))
@@ -62,7 +62,7 @@ def _compute(measured: Measured) -> str:
     for there, back in zip(*ways, strict=False):
         texts = [format_seconds(there.seconds), format_seconds(back.seconds)]
         size = f"{format_bytes(there.bytes)} a call; forward, backward"
-        rows.append(("between products", size, ", ".join(texts)))
+        rows.append(("between matmuls", size, ", ".join(texts)))
     for small in measured.dispatch:
         texts = [format_seconds(s) for s in (small.forward, small.recorded, small.backward) if s]
         rows.append(
@@ -107,7 +107,7 @@ def _links(measured: Measured) -> str:
         for curve in measured.curves
     ]
     head = ("backend", "operation", "ranks", "latency + bandwidth, by regime", "error", "worst")
-    legend = "error: median and worst, at sizes that were held out of the fit"
+    legend = "error: median and worst, at sizes excluded from the fit"
     return f"{table_text(head, rows)}\n{legend}"
 
 

@@ -163,7 +163,7 @@ def verdict(parts: Parts) -> str:
     part = max(PARTS, key=lambda name: abs(where[name] - then[name]))
     by = where[part] - then[part]
     return said + (
-        f" The largest difference lies in {part}: {format_seconds(abs(by))} "
+        f" The largest difference is in {part}: {format_seconds(abs(by))} "
         f"{'more' if by > 0 else 'less'} than predicted."
     )
 
@@ -207,7 +207,7 @@ def figures(record: Record) -> list[dict[str, Any]]:
         ),
         (
             "Memory",
-            "peak tensor bytes of the fullest rank",
+            "peak tensor bytes per rank",
             "bytes",
             fullest,
             max(forecast.peak_bytes, default=None) if forecast else None,
@@ -217,7 +217,7 @@ def figures(record: Record) -> list[dict[str, Any]]:
         rows.append(
             (
                 "Bubble",
-                "share of the pipeline in which a rank does not compute",
+                "fraction of the pipeline in which a rank does not compute",
                 "share",
                 record.measured.bubble if record.measured is not None else None,
                 forecast.bubble if forecast else None,
@@ -238,7 +238,7 @@ def figures(record: Record) -> list[dict[str, Any]]:
         rows.append(
             (
                 "MFU",
-                "share of the devices' peak that the model's arithmetic uses",
+                "fraction of the devices' peak that the model's arithmetic uses",
                 "share",
                 sorted(mfu)[len(mfu) // 2],
                 None,
@@ -427,9 +427,9 @@ def _facts(record: Record) -> list[list[str]]:
             "Device",
             f"{options.device}, backend {options.backend}, {options.threads} threads a rank",
         ],
-        *([["Links", f"felt as {options.links}"]] if options.links else []),
+        *([["Links", f"emulated as {options.links}"]] if options.links else []),
         *(
-            [["Memory per rank", f"held to {options.memory_per_rank}"]]
+            [["Memory per rank", f"limited to {options.memory_per_rank}"]]
             if options.memory_per_rank
             else []
         ),

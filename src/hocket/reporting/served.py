@@ -139,7 +139,7 @@ def read(path: Path) -> Served:
     )
 
 
-# --- predicted beside measured --------------------------------------------------------------------
+# --- predicted and measured --------------------------------------------------------------------
 
 
 def figures(served: Served) -> list[Row]:
@@ -156,7 +156,7 @@ def figures(served: Served) -> list[Row]:
             float(tokens) if tokens else None,
         )
     )
-    for kind, title in (("weights", "weights of the fullest rank"), ("cache", "its cache")):
+    for kind, title in (("weights", "weights of the peak rank"), ("cache", "its cache")):
         rows.append(
             Row(
                 title,
@@ -175,7 +175,7 @@ def figures(served: Served) -> list[Row]:
         at = max(decode(found), key=lambda r: r.batch / r.seconds)
         rows.append(
             Row(
-                f"tokens/s of rounds alone, {at.batch:.0f} at once",
+                f"tokens/s of decode steps alone, {at.batch:.0f} at once",
                 "rate",
                 _rate(told, at),
                 most,
@@ -322,7 +322,7 @@ def verdict(served: Served) -> str:
     error = sum(abs(row.off or 0.0) * row.count for row in rows) / total
     largest = max(rows, key=lambda row: abs(row.off or 0.0))
     return (
-        f"Over {total:,} rounds of tokens, predictions were off by {error:.0%} on average, most "
+        f"Over {total:,} decode steps, predictions were off by {error:.0%} on average, most "
         f"with {largest.title}: {format_seconds(largest.predicted or 0.0)} predicted, "
         f"{format_seconds(largest.measured or 0.0)} measured."
     )

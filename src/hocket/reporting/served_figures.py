@@ -36,7 +36,7 @@ def save(several: Sequence[Served], path: Path) -> None:
         bars.set_yticks(range(len(rows)), [row.title for row in rows], fontsize=7)
         bars.invert_yaxis()
         name = f"{served.name} ({served.spec.layout})" if served.spec else served.name
-        bars.set_title(_plain(f"{name}: milliseconds of a round"), fontsize=10, loc="left")
+        bars.set_title(_plain(f"{name}: milliseconds per decode step"), fontsize=10, loc="left")
         bars.legend(fontsize=8, frameon=False)
         for kind, loads in curves(served):
             rates = [one.rate for one in loads]

@@ -96,8 +96,8 @@ def _server(served: Served) -> str:
         said.append("</ul>")
     said.append(
         _section(
-            "Predicted beside measured",
-            "What was foretold before the ranks started, and what their steps came to.",
+            "Predicted and measured",
+            "The prediction made before the ranks started, and the measured steps.",
             _compared("", figures(served)),
         )
     )
@@ -105,7 +105,7 @@ def _server(served: Served) -> str:
         lead = "The time in which every running request gets one token: the time per output token."
         said.append(
             _section(
-                "A round of tokens",
+                "Decode step",
                 lead,
                 _bars(rounds(served)) + _compared("requests", rounds(served)),
             )
@@ -157,7 +157,7 @@ def _load(served: Served) -> str:
         ],
     )
     lead = (
-        f"One replica over requests a second. Predicted and played: {asked(served)}. Measured: "
+        f"One replica over requests a second. Predicted and simulated: {asked(served)}. Measured: "
         "the requests that came."
     )
     numbers = "".join(
@@ -250,7 +250,7 @@ def _bars(rows: Sequence[Row]) -> str:
     high = each * len(rows)
     return (
         f'<div class="legend">{legend}</div><svg class="chart" viewBox="0 0 {WIDE} {high}" '
-        f'role="img" aria-label="rounds, predicted above measured">{"".join(drawn)}</svg>'
+        f'role="img" aria-label="decode steps, predicted above measured">{"".join(drawn)}</svg>'
     )
 
 

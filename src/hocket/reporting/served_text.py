@@ -36,7 +36,7 @@ def served_text(
         blocks.append("\n" + table_text(["counted", ""], [list(row) for row in counts(served)]))
     for title, rows in (
         ("", figures(served)),
-        ("a round of one token each", rounds(served)),
+        ("decode step", rounds(served)),
         ("reading prompts", prompts(served)),
     ):
         if rows:

@@ -174,7 +174,7 @@ def _legend(timeline: Timeline, fill: dict[str, str], width: int) -> list[str]:
     meaning = {">": "send", "<": "receive", "=": "collective"}
     words += [f"{mark} {meaning[mark]}" for mark in meaning if mark in marks]
     lines = [""]
-    for word in [*words, f"{fill['']} idle", "at the right: share computing"]:
+    for word in [*words, f"{fill['']} idle", "at the right: time computing"]:
         if lines[-1] and len(lines[-1]) + 3 + len(word) > width:
             lines.append("")
         lines[-1] += ("   " if lines[-1] else "") + word

@@ -419,7 +419,7 @@ def _differences(shard: Shard, parallel: Parallel) -> Iterator[str]:
         elif theirs is None:
             yield f"{name} is not in the checkpoint"
         elif (ours.shape, ours.blocks) != (theirs.shape, theirs.blocks):
-            yield f"{name} lies elsewhere"
+            yield f"{name} has another layout"
 
 
 def _restore(

@@ -44,7 +44,7 @@ def pick_device(device: str = "auto", local_rank: int = 0) -> torch.device:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         shown = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
         if visible is not None and "MIG-" in visible:
-            shown += "; CUDA shows a process one slice of a GPU (MIG) alone"
+            shown += "; CUDA shows a process one MIG instance alone"
         raise OptionError(
             f"local rank {local_rank} needs its own GPU, this machine shows {count} CUDA devices"
             + shown,
@@ -117,7 +117,7 @@ def claim(device: torch.device) -> list[str]:
             "use it"
         )
     if " MIG " in f" {properties.name} ":
-        notes.append(f"{device} is a slice of a GPU ({properties.name}): NCCL may not connect it")
+        notes.append(f"{device} is a MIG instance ({properties.name}): NCCL may not connect it")
     with contextlib.suppress(AttributeError):
         bind_near(
             f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:"

@@ -44,7 +44,7 @@ def product(emulate: bool = False) -> Product:
         from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
     except ImportError as error:
         raise OptionError(
-            f"products in fp8 are torchao's, which cannot be imported: {error}",
+            f"fp8 matmuls need torchao, which cannot be imported: {error}",
             hint="pip install 'hocket[fp8]'",
         ) from None
     # Tokens of a microbatch are an inner size too, of dW, and may be any number.

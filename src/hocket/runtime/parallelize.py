@@ -165,9 +165,9 @@ def _check(layout: Layout, plan: ParallelPlan, schedule: Schedule | None) -> Non
         reason = plan.reasons.get("tensor", "its plan splits no tensors")
         raise ModelError(f"the module cannot be split over tp {layout.tp}: {reason}", hint="tp1")
     if layout.tp > 1 and layout.sequence_parallel and plan.sequence is None:
-        reason = plan.reasons.get("sequence", "its plan says nothing of sequences")
+        reason = plan.reasons.get("sequence", "its plan does not support sequence parallelism")
         raise ModelError(
-            f"the module cannot run on slices of its sequences: {reason}",
+            f"the module does not support sequence parallelism: {reason}",
             hint=str(dataclasses.replace(layout, sequence_parallel=False)),
         )
     if plan.tensor is not None:

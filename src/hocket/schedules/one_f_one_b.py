@@ -61,7 +61,7 @@ def _interleaved(
         fits = [n for n in range(1, 2 * num_microbatches + pp) if legality.rounds(n, pp)]
         near = sorted(fits, key=lambda n: abs(n - num_microbatches))[:3]
         raise ScheduleError(
-            f"{num_microbatches} microbatches do not fall into {rounds} equal rounds "
+            f"{num_microbatches} microbatches do not divide into {rounds} equal groups "
             f"over pp {pp}; the interleaved schedule needs that",
             hint="microbatches=" + " or ".join(map(str, sorted(near))),
         )

@@ -172,7 +172,7 @@ class _Check:
         if not 0 <= peer < self.schedule.num_stages:
             self.refuse(f"{action}: there is no stage {peer} at the other end", cell)
         if self.place[peer] == cell[0]:
-            self.refuse(f"{action}: stage {peer} lies on the same rank, no message is needed", cell)
+            self.refuse(f"{action}: stage {peer} is on the same rank, no send is needed", cell)
 
     # --- 2: each action once -----------------------------------------------------------------
 
@@ -209,7 +209,7 @@ class _Check:
             end = _other_end(action)
             if end in self.cells:
                 self.refuse(
-                    f"{end} receives what nobody sends: rank {rank} has no {action}",
+                    f"{end} receives without a matching send: rank {rank} has no {action}",
                     self.cells[end],
                     _missing_hint(action),
                 )

@@ -65,7 +65,7 @@ def settings(directory: Path | None) -> dict[str, Any]:
     """The fields of a model's generation_config.json; none where it has no such file.
 
     Raises:
-        OptionError: a file that cannot be read, or is no JSON object: the tokens that end a text
+        OptionError: a file that cannot be read, or is not a JSON object: the tokens that end a text
             may stand in it, and an answer would not end.
     """
     if directory is None:
@@ -78,5 +78,5 @@ def settings(directory: Path | None) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise OptionError(f"{file} cannot be read: {error}", hint=_AGAIN) from None
     if not isinstance(found, dict):
-        raise OptionError(f"{file} is no JSON object", hint=_AGAIN)
+        raise OptionError(f"{file} is not a JSON object", hint=_AGAIN)
     return found

@@ -83,7 +83,7 @@ GRADIENTS = ("fp32", "bf16")
 """In which gradients may be kept and summed."""
 
 FP8_CAPABILITY = (8, 9)
-"""CUDA compute capability from which on products of 8-bit floats run (Ada, Hopper, Blackwell)."""
+"""CUDA compute capability from which on 8-bit float matmuls run (Ada, Hopper, Blackwell)."""
 
 
 def refused_precision(
@@ -106,17 +106,17 @@ def refused_precision(
         return None
     if not cuda:
         return (
-            "dtype is fp8: CPU cores have no products of 8-bit floats; they take a GPU of compute "
+            "dtype is fp8: CPU cores have no 8-bit float matmuls; they need a GPU of compute "
             "capability 8.9 or higher (Ada, Hopper, Blackwell)"
         )
     if capability is not None and capability < FP8_CAPABILITY:
         have, need = (".".join(map(str, pair)) for pair in (capability, FP8_CAPABILITY))
         return (
-            f"dtype is fp8: this GPU has the compute capability {have}; products of 8-bit floats "
+            f"dtype is fp8: this GPU has the compute capability {have}; 8-bit float matmuls "
             f"take {need} or higher (Ada, Hopper, Blackwell)"
         )
     if not library:
-        return "dtype is fp8: its products are torchao's, which is not installed"
+        return "dtype is fp8: its matmuls need torchao, which is not installed"
     if halved:
         return (
             "dtype is fp8: the schedule puts weight gradients off, which torchao computes "
@@ -135,9 +135,7 @@ def refused_offload(layout: Layout, *, cuda: bool) -> str | None:
     if not layout.offloads("activations"):
         return None
     if not cuda:
-        return (
-            "offload is activations: what a CPU rank saves for backward lies in host memory already"
-        )
+        return "offload is activations: the activations of CPU ranks are already in host memory"
     if layout.recompute == "full":
         return (
             "offload is activations, recompute is full: a recomputed layer saves its input alone, "

@@ -85,7 +85,7 @@ class Shard:
     def from_json(cls, data: dict[str, Any]) -> Shard:
         """The inverse of `to_json`. Raises ValueError for records that contradict each other."""
         if not _SHARD.fullmatch(data["file"]):
-            raise ValueError(f"{data['file']!r} is no shard's name")
+            raise ValueError(f"{data['file']!r} is not the name of a shard")
         placements = [Placement.from_json(p) for p in data["placements"]]
         tensors = tuple(TensorRecord(**{**t, "shape": tuple(t["shape"])}) for t in data["tensors"])
         found = cls(
@@ -145,7 +145,7 @@ class Manifest:
         """The inverse of `to_json`. Raises ValueError for anything damaged or foreign."""
         head = parse_json(text)
         if not isinstance(head, dict) or head.get("format") != FORMAT:
-            raise ValueError("it is no manifest of a checkpoint")
+            raise ValueError("it is not a checkpoint manifest")
         if head.get("version") != VERSION:
             raise ValueError(f"it is of version {head.get('version')}, this one reads {VERSION}")
         body = head["manifest"]
@@ -240,7 +240,7 @@ def open_shard(path: Path, shard: Shard, *, verify: bool = True) -> TensorFile:
         if (entry.dtype, entry.shape) != (record.dtype, record.shape):
             raise CheckpointError(
                 f"{file.path}: {key} is {entry.dtype} {entry.shape}, "
-                f"the manifest says {record.dtype} {record.shape}"
+                f"the manifest specifies {record.dtype} {record.shape}"
             )
         if verify and file.crc32(key) != record.crc32:
             raise CheckpointError(f"{file.path} is damaged: the checksum of {key} differs")

@@ -139,7 +139,7 @@ def ways(devices: int, microbatches: int, global_batch: int) -> tuple[Way, ...]:
         ("one", "one process", "dp1"),
         ("threads", "DataParallel (threads)", f"dp{n}:data_parallel=threads"),
         ("data", "DistributedDataParallel", f"dp{n}"),
-        ("zero1", "ZeRO-1: optimizer in shares", f"dp{n}:zero=1"),
+        ("zero1", "ZeRO-1: sharded optimizer", f"dp{n}:zero=1"),
         ("zero2", "ZeRO-2: gradients too", f"dp{n}:zero=2"),
         ("zero3", "ZeRO-3: parameters too", f"dp{n}:zero=3"),
         ("layerwise", "layer-wise, one batch at a time", f"pp{n}:schedule=sequential"),

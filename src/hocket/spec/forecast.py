@@ -114,7 +114,7 @@ class Forecast:
             sizes = [row["total"] for row in found.memory]
             sizes += [row.get(name, 0) for row in found.collectives for name in ("count", "bytes")]
             if not all(isinstance(size, int) for size in sizes):
-                raise ValueError("a number of bytes or of messages is not whole")
+                raise ValueError("a number of bytes or of collectives is not an integer")
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise RunFolderError(f"forecast.json cannot be read: {error}") from None
         except OptionError as error:

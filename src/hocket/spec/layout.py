@@ -111,7 +111,7 @@ class Layout:
         if self.shard is not None and not self.zero:
             raise LayoutError(
                 f"shard is {self.shard}, and zero is 0: every data rank holds a whole state, and "
-                "shares one under zero=1, 2 or 3",
+                "shards one under zero=1, 2 or 3",
                 hint=self._mended(zero=1),
             )
         if self.shard is not None and (
@@ -132,7 +132,7 @@ class Layout:
                 raise LayoutError(message, hint=hint)
         if self.offloads("params") and self.zero != 3:
             raise LayoutError(
-                f"offload={self.offload} keeps shares of the parameters on the host and gathers a "
+                f"offload={self.offload} keeps parameter shards on the host and gathers a "
                 f"layer from there when it runs, which is zero=3; zero is {self.zero}",
                 hint=self._mended(zero=3),
             )
@@ -181,7 +181,7 @@ class Layout:
         if self.data_parallel == "threads" and self.zero:
             raise LayoutError(
                 f"data_parallel=threads keeps one state, on its first replica: zero={self.zero} "
-                "has nothing to share",
+                "has nothing to shard",
                 hint=self._mended(data_parallel="processes"),
             )
         if self.data_parallel == "threads" and self.offload != "none":
@@ -327,7 +327,7 @@ class Layout:
             if axis in given:
                 raise LayoutError(
                     f"layout {text!r} names the axis {axis} twice",
-                    hint=f"say it once: {axis}{given[axis]}",
+                    hint=f"give it once: {axis}{given[axis]}",
                 )
             given[axis] = int(degree)
         names = [f.name for f in dataclasses.fields(cls)]
@@ -341,7 +341,7 @@ class Layout:
                 raise LayoutError(f"layout {text!r}: {key} has no value", hint=f"{key}=...")
             if key in given:
                 raise LayoutError(
-                    f"layout {text!r} gives {key} twice", hint=f"say it once: {option.strip()}"
+                    f"layout {text!r} gives {key} twice", hint=f"give it once: {option.strip()}"
                 )
             given[key] = _value(key, value.strip())
         for key, value in flags.items():
@@ -354,8 +354,8 @@ class Layout:
                 value = _value(key, value)
             if key in given and given[key] != value:
                 raise LayoutError(
-                    f"the layout says {key}={given[key]}, the flag says {value}",
-                    hint=f"say it once: --layout {text}",
+                    f"the layout has {key}={given[key]}, the flag has {value}",
+                    hint=f"give it once: --layout {text}",
                 )
             given[key] = value
         return cls(**given)

@@ -219,7 +219,7 @@ def _number(text: str, whole: str) -> float:
         value = math.nan
     if not 0 < value < 1e9:
         raise OptionError(
-            f"links {whole!r}: scale is {text!r}; it says how many times slower this machine "
+            f"links {whole!r}: scale is {text!r}; it is the factor by which this machine "
             "computes than the GPU, a positive number",
             hint="leave it out and it is measured",
         )

@@ -379,7 +379,7 @@ class Measured:
             n for n, f in known.items() if n not in table and f.default is dataclasses.MISSING
         ]
         if missing:
-            raise OptionError(f"measured says no {', '.join(missing)}")
+            raise OptionError(f"measured has no {', '.join(missing)}")
         values: dict[str, Any] = {}
         for name, value in table.items():
             if name == "host":
@@ -449,7 +449,7 @@ def _rows(name: str, value: Any) -> tuple[Any, ...]:
     )
     for one in found:
         if isinstance(one, Product) and one.form not in FORMS:
-            message, hint = unknown("form of a product", one.form, FORMS)
+            message, hint = unknown("form of a matmul", one.form, FORMS)
             raise OptionError(message, hint=hint)
         if isinstance(one, Pulse) and one.operation not in PULSES:
             message, hint = unknown("operation of a pulse", one.operation, PULSES)

@@ -92,7 +92,7 @@ class Placement:
         grad_sum: tuple[str, ...] = (),
         tie: str | None = None,
     ) -> Placement:
-        """A parameter held whole."""
+        """A parameter replicated."""
         zeros = (0,) * len(shape)
         return cls(
             name=name,
@@ -114,7 +114,7 @@ class Placement:
         def ints(values: object) -> tuple[int, ...]:
             found = tuple(int(v) for v in values)  # type: ignore[attr-defined]
             if any(not 0 <= value <= _LARGEST for value in found):
-                raise ValueError(f"{found} are no sizes")
+                raise ValueError(f"{found} are not sizes")
             return found
 
         def words(values: object) -> tuple[str, ...]:

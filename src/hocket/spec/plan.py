@@ -84,7 +84,7 @@ class Split:
             rank sees part of the heads: the gradient is summed over tp once a step), `experts`
             (stacked expert weights, column then row inside one module).
         segments: along the split dim, in storage order; their rows add up to that dim.
-        dims: parameter name to split dim; a parameter not named is held whole. For a Linear of
+        dims: parameter name to split dim; a parameter not named is replicated. For a Linear of
             style column `{"weight": 0, "bias": 0}`, of style row `{"weight": 1}`, for GPT-2's
             Conv1D (stored transposed) `{"weight": 1, "bias": 0}` and `{"weight": 0}`.
         parameter_segments: segments of single parameters where they differ from `segments`.
@@ -238,7 +238,7 @@ class SequencePlan:
         positions: modules that add a position embedding: it is cut to the slice.
         embedders: modules that embed the hidden state they are given and add the embedding of
             `position_ids`: they are told those of the slice.
-        alike: modules held whole that read whole sequences (an output head that is not split).
+        alike: modules replicated that read whole sequences (an output head that is not split).
         mask: the decoder learns the length of the sequence from an attention mask of ones, since
             it takes no positions.
     """
@@ -251,7 +251,7 @@ class SequencePlan:
     mask: bool = False
 
     def sees_slices(self, name: str) -> bool:
-        """Whether the module `name`, held whole, sees this rank's slice alone: the gradients of its
+        """Whether the module `name`,replicated, sees this rank's slice alone: the gradients of its
         parameters are then parts of sums."""
         if name == self.embedding:
             return False

@@ -71,7 +71,7 @@ def from_table(kind: type[Kind], table: Any, what: str) -> Kind:
         if name not in table and field.default is dataclasses.MISSING
     ]  # fmt: skip
     if missing:
-        raise OptionError(f"{what} says no {', '.join(missing)}")
+        raise OptionError(f"{what} has no {', '.join(missing)}")
     values = {
         name: checked(str(fields[name].type), value, f"{name} of {what}")
         for name, value in table.items()

@@ -40,10 +40,10 @@ class Workload:
     """What one step computes.
 
     Attributes:
-        seq_len: tokens of one sequence.
-        global_batch: sequences of one step, over all data ranks and microbatches.
-        dtype: `fp32`, `bf16` (parameters in bf16, with fp32 master weights), or `fp8` (as bf16,
-            but the products of the layers in 8-bit floats; GPUs of compute capability 8.9 on).
+        seq_len: tokens per sequence.
+        global_batch: sequences per step, over all data ranks and microbatches.
+        dtype: compute precision; bf16 keeps fp32 master weights, fp8 is bf16 with linear layers in
+            8-bit floats (GPUs of compute capability 8.9 or newer). One of: fp32, bf16, fp8.
     """
 
     seq_len: int = 256
@@ -57,59 +57,58 @@ class TrainOptions:
 
     Attributes:
         steps: optimizer steps.
-        seed: of weights, data order and dropout.
+        seed: seed of weights, data order and dropout.
         lr: peak learning rate.
         min_lr: learning rate at the end of the cosine decay.
-        warmup: steps of linear warm-up. None: a tenth of `steps`, at most 100.
-        weight_decay: not applied to norms and biases.
-        beta1: of AdamW: decay of the mean of the gradient.
-        beta2: of AdamW: decay of the mean of its square.
-        eps: of AdamW: added to the root of that mean.
-        clip: largest global gradient norm; 0 clips nothing.
-        grad_dtype: `fp32` or `bf16`: in which gradients are kept, added up over microbatches and
-            summed over data ranks. CPU ranks take the sum itself in fp32 either way.
-        dropout: overrides every dropout probability of the model. None: as configured.
-        tokenizer: a directory, `model` (the model directory's own), `bytes`, or `train`.
-            None: the model directory's if it has one, else bytes.
-        vocab_size: of a tokenizer that is trained.
-        text_field: field of JSON lines, parquet and datasets that holds the text.
-        data_format: what records hold: `text`, `chat` (messages or conversations; loss on the
-            assistant's turns), `completion` (prompt and completion; loss on the second), or
-            `auto`: as each file's first record says.
-        chat_template_file: a Jinja template to render chats with, instead of the tokenizer's own.
-        streaming: read data sets of the Hub as they are tokenized, without storing their files.
-        packing: `across` (documents end to end, attention across them), `documents` (whole
-            documents share rows and do not see each other) or `none` (one document a row).
-            None: across for text, documents for chats and completions.
-        held_out: share of the documents kept for evaluation.
+        warmup: linear warm-up steps (default: a tenth of --steps, at most 100).
+        weight_decay: AdamW weight decay; norms and biases are excluded.
+        beta1: AdamW decay rate of the first moment.
+        beta2: AdamW decay rate of the second moment.
+        eps: AdamW epsilon.
+        clip: maximum global gradient norm; 0 disables clipping.
+        grad_dtype: type in which gradients are accumulated over microbatches and reduced over data
+            ranks; CPU ranks always reduce in fp32. One of: fp32, bf16.
+        dropout: every dropout probability of the model (default: the model's configuration).
+        tokenizer: a directory, model (the model directory's own), bytes, or train (default: model
+            if it has one, else bytes).
+        vocab_size: vocabulary size of a tokenizer that is trained.
+        text_field: field that contains the text, in JSON lines, parquet and datasets.
+        data_format: record format: text, chat (messages or conversations; loss on the assistant's
+            turns), completion (prompt and completion; loss on the completion), or auto (from each
+            file's first record). One of: auto, text, chat, completion.
+        chat_template_file: Jinja chat template that replaces the tokenizer's own.
+        streaming: tokenize data sets of the Hub while they are read, without storing their files.
+        packing: how documents fill rows: across (concatenated, attention crosses documents),
+            documents (several per row, attention within each) or none (one per row) (default:
+            across for text, documents for chats and completions). One of: across, documents, none.
+        held_out: fraction of the documents kept for evaluation.
         eval_every: steps between evaluations on held-out text; 0: only at the end.
         eval_batches: global batches per evaluation.
-        lora_rank: train products of this rank beside frozen linear layers (LoRA, through peft).
-            None: the model itself is trained.
-        lora_alpha: LoRA's products are scaled by it over the rank. None: twice the rank.
-        lora_dropout: of the input of LoRA's products.
-        lora_targets: the linear layers that LoRA adapts, as in q_proj-v_proj. None: all-linear,
-            which is all but the output head.
-        save_every: steps between checkpoints; 0: only if asked at the end.
-        log_interval: steps between reports of loss and gradient norm; each step still has its own
-            row. A CUDA rank reads its device once an interval. None: 1 on CPU, 10 on CUDA.
-        resume: continue from the run folder's latest checkpoint, in the run's own layout or in the
-            one that is given.
-        timeline_step: the step whose timeline is recorded. None: the middle of the run.
-        timeline_steps: how many steps are recorded from that one on; --trace shows them all.
-        device: `auto`, `cpu` or `cuda`.
-        backend: `auto`, `shm`, `gloo` or `nccl`.
+        lora_rank: LoRA rank: train adapters of frozen linear layers, through peft (default: full
+            fine-tuning).
+        lora_alpha: LoRA alpha; adapters are scaled by alpha / rank (default: twice the rank).
+        lora_dropout: dropout probability of the LoRA input.
+        lora_targets: linear layers that LoRA adapts, as in q_proj-v_proj (default: all but the
+            output head).
+        save_every: steps between checkpoints; 0: none before the end.
+        log_interval: steps between reports of loss and gradient norm; a CUDA rank synchronizes with
+            its device once per interval (default: 1 on CPU, 10 on CUDA).
+        resume: continue from the run folder's latest checkpoint, in its layout or in the one given.
+        timeline_step: first step whose timeline is recorded (default: the middle of the run).
+        timeline_steps: number of steps to record; --trace shows all of them.
+        device: device of the ranks. One of: auto, cpu, cuda.
+        backend: communication backend; shm is shared memory. One of: auto, shm, gloo, nccl.
         threads: CPU threads per rank.
-        bucket_mb: size of a gradient bucket in MB. None: 25 on CPU; on CUDA 160, or 4 for each data
-            rank where that is more.
-        compile: torch.compile every block.
-        attention: attention implementation (`sdpa` or `eager`).
+        bucket_mb: gradient bucket size in MB (default: 25 on CPU; on CUDA the larger of 160 and 4
+            per data rank).
+        compile: apply torch.compile to every block.
+        attention: attention implementation. One of: sdpa, eager.
         tensorboard: write TensorBoard events into the run folder.
-        trust_remote_code: run code that a model directory brings along.
-        timeout: seconds a rank may be silent before the run is ended.
-        links: links between CPU ranks that are to be felt, as in nvlink3, pcie4,
-            nvlink3x2+net100g or pcie4@H100-SXM-80. None: as fast as this machine's memory.
-        memory_per_rank: tensor bytes that a rank may hold, as in 1.2GB. None: what there is.
+        trust_remote_code: run Python code that the model directory contains.
+        timeout: seconds a rank may be silent before the run is aborted.
+        links: links to emulate between CPU ranks, as in nvlink3, pcie4, nvlink3x2+net100g or
+            pcie4@H100-SXM-80 (default: this machine's memory speed).
+        memory_per_rank: limit of tensor bytes per rank, as in 1.2GB (default: none).
     """
 
     steps: int = 100

@@ -16,33 +16,34 @@ class ServeOptions:
     """What a server is started with; kept in its run folder. Holds no secret.
 
     Attributes:
-        host: address that requests come to; one that is not loopback needs keys.
-        port: of requests; 0 takes a free one.
-        metrics_port: of Prometheus metrics, on the same address; 0 takes a free one. None: the
-            port after `port`.
-        api_key_file: a file with one key a line, or a name and a key; then every route but
-            /health and /ready needs one of them.
-        insecure: open an address that is not loopback without keys.
-        served_name: what clients call the model. None: the name of its folder.
-        max_batch_tokens: tokens that one step of a replica computes. None: 512 on CPU, 2048 on
-            CUDA.
-        max_model_len: tokens of a request, prompt and answer. None: the model's positions.
-        max_rows: requests that a replica runs at once. None: 64 on CPU, 256 on CUDA.
-        block_size: tokens of one block of the key/value cache. None: 16 on CPU; on CUDA what the
-            attention kernels read, chosen when the replica starts.
-        cache_memory: of each rank's key/value cache, as in 2GB. None: this rank's part of half of
-            the memory that is free on CPU, 0.95 of it less the largest step on CUDA; at most twice
-            what `max_rows` requests of full length take.
-        num_blocks: of each replica's cache; instead of `cache_memory`.
-        max_waiting: requests that a replica lets wait beside those that free places of `max_rows`
-            take at once; more are sent away with a 429.
-        no_prefix_cache: compute shared prompts again.
-        deadline: seconds from its arrival after which a request is ended. None: none.
-        drain_seconds: seconds that requests have to end when the server is asked to.
-        generation_config: auto: sampling that a request leaves open is as the model's
-            generation_config.json says; none: as OpenAI's.
-        chat_template_file: a Jinja template, instead of the tokenizer's own.
-        max_restarts: times in a row that a replica is started again after its ranks died.
+        host: address to listen on; any other than loopback needs --api-key-file or --insecure.
+        port: port of the API; 0 picks a free one.
+        metrics_port: port of Prometheus metrics, on the same address; 0 picks a free one (default:
+            --port + 1).
+        api_key_file: file with one `KEY` or `NAME KEY` per line; every route but /health and /ready
+            then needs a key.
+        insecure: allow an address other than loopback without keys.
+        served_name: model name in the API (default: the name of the model folder).
+        max_batch_tokens: maximum number of tokens per step of a replica (default: 512 on CPU, 2048
+            on CUDA).
+        max_model_len: maximum number of tokens of a request, prompt and answer (default: the
+            model's positions).
+        max_rows: maximum number of running requests per replica (default: 64 on CPU, 256 on CUDA).
+        block_size: tokens per block of the key/value cache (default: 16 on CPU; on CUDA chosen for
+            the attention kernels).
+        cache_memory: key/value cache per rank, as in 2GB (default: on CPU an equal fraction of half
+            of the free memory, on CUDA 0.95 of the free memory less the largest step; at most what
+            twice --max-rows requests of full length need).
+        num_blocks: key/value cache blocks per replica, instead of --cache-memory.
+        max_waiting: maximum number of queued requests per replica, in addition to those that can
+            start at once; more are rejected with status 429.
+        no_prefix_cache: disable reuse of cached prompt prefixes.
+        deadline: seconds from arrival to cancellation of a request (default: no limit).
+        drain_seconds: seconds that running requests may take to finish at shutdown.
+        generation_config: sampling defaults: auto (the model's generation_config.json) or none
+            (OpenAI's). One of: auto, none.
+        chat_template_file: Jinja chat template that replaces the tokenizer's own.
+        max_restarts: consecutive restarts of a replica whose ranks died.
     """
 
     host: str = "127.0.0.1"

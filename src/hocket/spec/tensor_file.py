@@ -108,7 +108,7 @@ class TensorFile:
         self._offsets: dict[str, int] = {}
         try:
             if not stat.S_ISREG(os.stat(self.path).st_mode):  # opening a pipe would wait for ever
-                raise self._damaged("it is no regular file")
+                raise self._damaged("it is not a regular file")
             self._handle = os.open(self.path, os.O_RDONLY)
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from None
@@ -131,7 +131,7 @@ class TensorFile:
         def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             found = dict(pairs)
             if len(found) != len(pairs):
-                raise ValueError("a name stands twice")
+                raise ValueError("a name occurs twice")
             return found
 
         # Before it is parsed: a million rows take half a minute.
@@ -144,17 +144,17 @@ class TensorFile:
                 raise ValueError(f"it holds {len(header)} tensors")
             self.metadata = header.pop(_METADATA, {})
             if not isinstance(self.metadata, dict):
-                raise ValueError("its metadata are no texts by name")
+                raise ValueError("its metadata is not a table of texts")
             at = 0
             for name, row in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
                 first, end = row["data_offsets"]
                 if not all(type(n) is int and n >= 0 for n in (*row["shape"], first, end)):
-                    raise ValueError(f"{name!r} has a size that is no whole number")
+                    raise ValueError(f"{name!r} has a size that is not an integer")
                 if row["dtype"] not in ITEM_BYTES:
                     raise ValueError(f"{name!r} has the unknown dtype {row['dtype']!r}")
                 entry = Entry(name=name, dtype=row["dtype"], shape=tuple(row["shape"]))
                 if first != at or end - first != entry.num_bytes:
-                    raise ValueError(f"{name!r} lies at {first}..{end}")
+                    raise ValueError(f"{name!r} is at {first}..{end}")
                 self.entries[name] = entry
                 self._offsets[name] = first
                 at = end

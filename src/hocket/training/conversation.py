@@ -168,7 +168,7 @@ def _message(value: Any, where: str) -> Mapping[str, Any]:
 def _part(part: Any, where: str) -> str:
     if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part["text"], str):
         return part["text"]
-    raise DataError(f"{where}: a part of its content is no text, and only text can be learned")
+    raise DataError(f"{where}: a part of its content is not text, and only text can be learned")
 
 
 def _shared(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:

@@ -88,10 +88,10 @@ def _by_difference(found: Conversation, templates: ChatTemplates, where: str) ->
                     min(len(part), len(text)),
                 )
                 raise DataError(
-                    f"{where}: the chat template renders {what} message {turn + 1} otherwise by "
-                    f"itself than in the whole: {part[at : at + 20]!r} beside "
+                    f"{where}: the chat template renders {what} message {turn + 1} differently by "
+                    f"itself than in the conversation: {part[at : at + 20]!r} and "
                     f"{text[at : at + 20]!r} at character {at}. So the assistant's turns cannot "
-                    "be told exactly",
+                    "be determined exactly",
                     hint="--chat-template-file FILE, a template with {% generation %} marks",
                 )
         if len(before) < len(through):

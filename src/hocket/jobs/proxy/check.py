@@ -216,7 +216,7 @@ def try_stages(config: Any, attention: str) -> str:
         if isinstance(error, ModelError):
             return error.message
         if isinstance(error, AttributeError) and isinstance(error.obj, MissingLayer):
-            return f"its own code reads {error.name!r} of a layer that lies on another stage"
+            return f"its own code reads {error.name!r} of a layer that is on another stage"
         more = handed_on(model, plan.stages.layers, lambda: forward(model, inputs))
         return more or f"a stage of its tiny proxy model fails with {type(error).__name__}: {error}"
     found: dict[str, Tensor] = {}
@@ -330,7 +330,7 @@ def _try_tensors(
             return (
                 f"{_head_weight(local).removesuffix('.weight') or 'its output head'} makes logits "
                 f"of {logits.shape[1]} positions for {expected.shape[1]} tokens"
-                + (": it gathers slices, and is given what is whole" if slices else "")
+                + (": it gathers sequence shards, and is given whole sequences" if slices else "")
             ), note
         head = placements.get(_head_weight(local))
         mine = slice(None)

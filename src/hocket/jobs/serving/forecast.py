@@ -81,10 +81,10 @@ def _require_room(server: Server, told: ServingForecast) -> None:
         size = f"--cache-memory {left // 10**6}MB" if left >= 10**6 else f"--cache-memory {left}B"
         hint = size if options.num_blocks is None else f"--num-blocks {blocks}"
     raise OptionError(
-        f"the fullest rank needs {format_bytes(fullest['total'])}: "
+        f"the peak rank needs {format_bytes(fullest['total'])}: "
         f"{format_bytes(fullest['weights'])} weights, {format_bytes(fullest['step'])} for a step, "
         f"{format_bytes(fullest['cache'])} cache; each of {ranks} rank{'s' if ranks > 1 else ''} "
-        f"may take {format_bytes(told.capacity)} of this machine",
+        f"may use {format_bytes(told.capacity)} of this machine",
         hint=hint,
     )
 
@@ -104,12 +104,12 @@ def bill(server: Server, told: ServingForecast) -> list[str]:
         assert server.source.weights is not None
         size = sum(f.stat().st_size for f in server.source.weights.glob("*.safetensors"))
         lines.append(f"memory: {format_bytes(size)} of weights as they are stored")
-        lines.append(f"not foretold: {told.why}")
+        lines.append(f"no prediction: {told.why}")
         return lines
     fullest = max(told.memory, key=lambda row: row["total"])
     of = f" of {format_bytes(told.capacity)}" if told.capacity else ""
     lines.append(
-        f"memory of the fullest rank: {format_bytes(fullest['weights'])} weights, "
+        f"peak memory per rank: {format_bytes(fullest['weights'])} weights, "
         f"{format_bytes(fullest['step'])} for a step, {format_bytes(fullest['cache'])} cache "
         f"({format_count(told.cache_tokens)} tokens a replica), "
         f"{format_bytes(fullest['total'])} in all{of}"
@@ -118,7 +118,8 @@ def bill(server: Server, told: ServingForecast) -> list[str]:
     first = next((o.seconds for o in told.prefill if o.tokens == told.prompt_len), None)
     if alone is not None and first is not None:
         lines.append(
-            f"foretold: a prompt of {told.prompt_len} tokens read in {format_seconds(first)}, then "
+            f"predicted: prefill of a {told.prompt_len}-token prompt in "
+            f"{format_seconds(first)}, then "
             f"a token in {format_seconds(alone)}; up to "
             f"{told.tokens_per_second * layout.dp:,.0f} tokens/s with many requests"
         )
@@ -158,7 +159,7 @@ def _told(server: Server, launcher: Launcher) -> ServingForecast:
 
 
 _GPUS = (
-    "servers on GPUs are priced by the service planner: hocket plan MODEL --serve --cluster auto"
+    "servers on GPUs are predicted by the service planner: hocket plan MODEL --serve --cluster auto"
 )
 
 
@@ -241,7 +242,7 @@ def reasons(told: ServingForecast) -> list[str]:
     mine = next(one for one in told.alternatives if one.chosen)
     lines = [
         f"layout {mine.layout}: up to {mine.tokens_per_second:,.0f} tokens/s; alone a request of "
-        f"{told.prompt_len} tokens begins after {format_seconds(mine.ttft)} and goes on with "
+        f"{told.prompt_len} tokens begins after {format_seconds(mine.ttft)} and continues with "
         f"{format_seconds(mine.tpot)} a token"
     ]
     others = [one for one in told.alternatives if one.fits and not one.chosen]

@@ -284,7 +284,7 @@ def _cluster(text: str) -> tuple[Cluster, bool]:
 
 
 def _no_cores(why: str) -> OptionError:
-    return OptionError(f"services are priced for GPUs; {why}", hint="--cluster A100-40,H100")
+    return OptionError(f"services are planned for GPUs; {why}", hint="--cluster A100-40,H100")
 
 
 def _known_context(model: str, service: Service) -> None:

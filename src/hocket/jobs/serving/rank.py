@@ -100,7 +100,7 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
         found = doors[0].accept(PARENT_WAIT, MAX_COMMAND)
         doors[0].close()
         if found is None:
-            raise OptionError("nobody connected to the replica")
+            raise OptionError("no router connected to the replica")
         parent, _ = found
         folder = RunFolder(payload["run"]) if payload.get("run") else None
         driver = Driver(

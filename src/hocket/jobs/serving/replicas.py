@@ -349,7 +349,7 @@ class Replicas:
         left = sum(other.state == "ready" for other in self.replicas)
         self.say(
             f"{name} died: {one.error.message.splitlines()[0]}; it is started again {when}, "
-            f"{left} of {len(self.replicas)} replicas go on"
+            f"{left} of {len(self.replicas)} replicas continue"
         )
         self.restarts += 1
         one.state = "lost"

@@ -32,7 +32,7 @@ def read(path: Path) -> Served:
     try:
         loads, needs = curve(found.forecast, found.measured, sizes)
     except HocketError as error:
-        note = f"no load was played from what was measured: {error.message}"
+        note = f"the measured load was not simulated: {error.message}"
         return dataclasses.replace(found, notes=(*found.notes, note))
     return dataclasses.replace(found, loads=loads, needs=needs)
 

@@ -289,7 +289,7 @@ def _options(given: Mapping[str, Any]) -> ServeOptions:
         if value is not None and not least <= value <= most:
             near = min(max(value, least), most) if value == value else least  # noqa: PLR0124
             raise OptionError(
-                f"{name} is {value}; it lies in {least} .. {most}",
+                f"{name} is {value}; it must be in {least} .. {most}",
                 hint=f"--{name.replace('_', '-')} {near}",
             )
     if options.generation_config not in (AUTO, NONE):
@@ -306,7 +306,7 @@ def _options(given: Mapping[str, Any]) -> ServeOptions:
         parse_bytes(options.cache_memory)
         if options.num_blocks is not None:
             raise OptionError(
-                "cache_memory and num_blocks both say how large the cache is", hint="one of the two"
+                "cache_memory and num_blocks both set the cache size", hint="one of the two"
             )
     if options.metrics_port == options.port != 0:
         raise OptionError(
@@ -430,15 +430,17 @@ def _keys(options: ServeOptions) -> tuple[Keys | None, tuple[str, ...]]:
         found = Keys.read(path)
         readers = path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH)
         if readers:
-            who = "everybody" if readers & stat.S_IROTH else "its group"
+            who = "every user" if readers & stat.S_IROTH else "its group"
             warnings.append(f"{path} can be read by {who} on this machine: chmod 600 {path}")
     if found is None and not is_loopback(options.host):
         if not options.insecure:
             raise OptionError(
                 f"host {options.host} is reached from other machines, and no key is asked for",
-                hint="--api-key-file FILE, --host 127.0.0.1, or --insecure if anybody may come",
+                hint="--api-key-file FILE, --host 127.0.0.1, or --insecure to allow any client",
             )
-        warnings.append(f"anybody who reaches {options.host} may use this server: no key is asked")
+        warnings.append(
+            f"any client that reaches {options.host} may use this server: it has no API keys"
+        )
     return found, tuple(warnings)
 
 
@@ -454,7 +456,7 @@ def is_loopback(host: str) -> bool:
         found = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise OptionError(
-            f"host {host!r} is no address: {error}", hint="--host 127.0.0.1"
+            f"host {host!r} is not an address: {error}", hint="--host 127.0.0.1"
         ) from None
     return bool(host) and all(ipaddress.ip_address(a[4][0]).is_loopback for a in found)
 

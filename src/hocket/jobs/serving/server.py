@@ -113,8 +113,8 @@ def serve(
             record.note(f"warning: {warning}")
         if told_by_model := server.sampling.text():
             record.note(
-                f"the model's generation_config.json: {told_by_model}, where a request does not "
-                "say (--generation-config none: without)"
+                f"the model's generation_config.json: {told_by_model}, where a request omits "
+                "them (--generation-config none: without)"
             )
         server, told = serve_forecast.settle(server, first, record)
         require_split(first, server)

@@ -60,7 +60,7 @@ def to_json(plans: Sequence[ServicePlan]) -> dict[str, Any]:
 
 
 def check_tool(tool: str, *, model: str, one: bool) -> None:
-    """Raises OptionError for an unknown tool, or a model that stands for several hypotheses.
+    """Raises OptionError for an unknown tool, or a model that has several hypotheses.
 
     Args:
         one: whether the model is one all the same.
@@ -79,7 +79,7 @@ def check_tool(tool: str, *, model: str, one: bool) -> None:
         raise OptionError(f"--emit with --serve: {message}", hint=hint)
     if not one and not size_is_public(model):
         raise OptionError(
-            f"{model} stands for several hypotheses, and one deployment is printed",
+            f"{model} has several hypotheses, and one deployment is printed",
             hint="--weights 180GB, or a model whose size is known",
         )
 
@@ -196,7 +196,7 @@ def _unsure(one: ServiceForecast, service: Service) -> Iterator[str]:
         if goal is not None and values is not None and values.mid * 1e3 <= goal < values.high * 1e3:
             yield (
                 f"Its {name} meets the goal as expected, and would miss it at the far end of its "
-                "range; --explain says what meets it there."
+                "range; --explain shows a deployment that meets it."
             )
 
 
@@ -280,7 +280,7 @@ def _memory(kind: KindAnswer, plan: ServicePlan) -> Iterator[str]:
         return
     yield (
         f"Memory: {request}: {_gpus(memory.gpus, kind.gpu)} as pp{memory.pp}.tp{memory.tp}, with "
-        f"room for {memory.requests:,} at once ({pool})."
+        f"capacity for {memory.requests:,} at once ({pool})."
     )
 
 
@@ -376,7 +376,7 @@ def _legend(plan: ServicePlan) -> Iterator[str]:
     best = plan.best
     at = plan.service.percentile
     yield (
-        f"TTFT and TPOT are the {at}th percentile of requests played as a Poisson stream."
+        f"TTFT and TPOT are the {at}th percentile of requests simulated as a Poisson stream."
         + (
             " Ranges: the 10th to the 90th percentile of measured over predicted."
             if best is not None and best.tpot_range is not None

@@ -21,7 +21,7 @@ LINEAR_BY_NAME = ("FalconLinear",)
 
 
 class Unsplittable(Exception):
-    """A block that has to be held whole; the text says why."""
+    """A block that has to be replicated; the text says why."""
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -46,7 +46,7 @@ def linear_split(
         Unsplittable: the layer is no plain product, or its rows do not fall into such units.
     """
     if not is_linear(module):
-        raise Unsplittable(f"{type(module).__name__} is no plain linear layer")
+        raise Unsplittable(f"{type(module).__name__} is not a plain linear layer")
     transposed = isinstance(module, Conv1D)
     weight: Any = module.weight
     shape = tuple(weight.shape)
@@ -83,11 +83,11 @@ def segments_of(kind: str, rows: int, size: int, heads: int) -> tuple[Segment, .
         raise Unsplittable("its heads vary from layer to layer, and it does not keep their number")
     if kind in ("heads", "head_triple"):
         if rows % heads:
-            raise Unsplittable(f"{rows} rows are no whole number for each of {heads} heads")
+            raise Unsplittable(f"{rows} rows are not a multiple of {heads} heads")
         return (Segment(units=heads, size=rows // heads, what="attention heads"),)
     if kind == "kv":
         if rows % size:
-            raise Unsplittable(f"{rows} rows are no whole number of heads of {size}")
+            raise Unsplittable(f"{rows} rows are not a multiple of the head size {size}")
         return (key_value(rows // size, size, heads),)
     if kind == "qkv":
         rest = rows - heads * size
@@ -98,7 +98,7 @@ def segments_of(kind: str, rows: int, size: int, heads: int) -> tuple[Segment, .
     if kind == "group":
         groups = (rows - heads * size) // (2 * size)
         if groups <= 0 or rows % groups or heads % groups:
-            raise Unsplittable(f"{rows} rows are no groups of query heads, a key and a value")
+            raise Unsplittable(f"{rows} rows are not groups of query heads, a key and a value")
         return (Segment(units=groups, size=rows // groups, what="groups of attention heads"),)
     if kind in ("pair", "pair_rows"):
         if rows % 2:

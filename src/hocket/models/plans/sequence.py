@@ -45,7 +45,7 @@ def sequence_plan(
         ModelError: it does not, with the reason.
     """
     if proxy is None or tensor is None or stages is None:
-        raise ModelError("it can be split over no tensor ranks, or its layers are no list")
+        raise ModelError("it cannot be split over tensor ranks, or its layers are not a list")
     of_whole_sequences()
     model: Any = proxy.build()
     split, note = tensor_plan(model, stages.decoder, proxy, stages.layers)
@@ -54,18 +54,19 @@ def sequence_plan(
     plan = _plan(model, split, stages)
     for name in _attention(model, stages):
         if not any(f"{name}.".startswith(f"{block}.") for block in plan.blocks):
-            raise ModelError(f"{name} is held whole on every rank, and attends to whole sequences")
+            raise ModelError(f"{name} is replicated on every rank, and attends to whole sequences")
     for block in plan.blocks:
         if _gathers(split, model, block):
             raise ModelError(
-                f"{block} gathers what its split products return, and computes on whole sequences "
+                f"{block} gathers the outputs of its split matmuls, and computes on "
+                f"whole sequences "
                 "from there on"
             )
     for name in plan.embedders:
         if hasattr(model.get_submodule(name), "create_position_ids_from_input_ids"):
             raise ModelError(
                 f"{name} counts positions from token ids, of which padding has none, and is given "
-                "a slice of what they look up"
+                "a sequence shard"
             )
     trial = _Trial(model, split, plan, stages)
     reasons = []
@@ -86,7 +87,7 @@ def _plan(model: Any, tensor: TensorPlan, stages: StagePlan, mask: bool = False)
     names = {id(module): name for name, module in model.named_modules()}
     embedding = names.get(id(model.get_input_embeddings()))
     if embedding is None:
-        raise ModelError("its token embedding is no module of its own")
+        raise ModelError("its token embedding is not a separate module")
     columns = [n for n in names.values() if _style(tensor.splits, n) == "column"]
     blocks = dict.fromkeys(name.rpartition(".")[0] for name in columns)
     heads = [name for name in stages.head if _style(tensor.splits, name) != "vocab_head"]
@@ -163,15 +164,13 @@ class _Trial:
         for name in plan.positions:
             known = inspect.signature(self.modules[name].forward).parameters
             if "position_ids" not in known and self.entered[name][0] is self.inputs["input_ids"]:
-                raise ModelError(
-                    f"{name} looks the tokens up, and is given a slice of what they are"
-                )
+                raise ModelError(f"{name} embeds the tokens, but receives a sequence shard of them")
         for name in self.entries:
             if name.startswith(f"{stages.layers}."):
                 given = self.entered.get(name)
                 if given and tuple(given[0].shape[:2]) == (_LENGTH, _ROWS):
                     raise ModelError(
-                        f"{name} is given [sequence, rows, hidden size]; slices are dealt of "
+                        f"{name} receives [sequence, rows, hidden size]; sequences are sharded as "
                         "[rows, sequence, hidden size]"
                     )
 
@@ -182,18 +181,18 @@ class _Trial:
         if where.startswith(layers) and where[len(layers) :].count("."):
             block = next((b for b in self.plan.blocks if f"{where}.".startswith(f"{b}.")), None)
             if block is None:
-                return f"{where} is held whole on every rank, and works on whole sequences"
+                return f"{where} is replicated on every rank and works on whole sequences"
             return (
-                f"{block} is given whole sequences, and beside them what its model makes for as "
-                "many tokens as a slice has"
+                f"{block} receives whole sequences and values that its model makes for as "
+                "many tokens as a sequence shard has"
             )
         if where in self.plan.positions:
-            return f"{where} cannot be told the positions of whole sequences"
+            return f"{where} cannot be given the positions of whole sequences"
         name = where or type(self.model).__name__
         if where.startswith(layers):
-            return f"{name} puts whole sequences and slices together"
+            return f"{name} combines whole sequences and sequence shards"
         return (
-            f"{name} puts what belongs to the positions of whole sequences together with a slice, "
+            f"{name} combines values at the positions of whole sequences with a sequence shard, "
             "where no module of its own can be cut"
         )
 
@@ -303,7 +302,7 @@ class _Trial:
         def after(module: nn.Module, args: Any, output: Any) -> Any:
             if not isinstance(output, Tensor):
                 raise ModelError(
-                    f"{name} returns more than one tensor, and cannot be cut to a slice"
+                    f"{name} returns more than one tensor, and cannot be sharded by sequence"
                 )
             return self._cut(output)
 
@@ -324,7 +323,7 @@ class _Trial:
             )
         off = float((found.float() - wanted.float()).abs().max())
         if not off <= _TOLERANCE * max(1e-3, float(wanted.float().abs().max())):
-            raise ModelError(f"{what} is not the slice of what it is where sequences are whole")
+            raise ModelError(f"{what} is not the sequence shard of its value on whole sequences")
 
 
 def _looked_up(module: nn.Module, ids: Tensor) -> Tensor:

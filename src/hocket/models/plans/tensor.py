@@ -3,7 +3,7 @@ its tiny proxy model shows.
 
 A block (an attention module, an MLP, a set of experts) is split as a whole or not at all: where
 one of its parts has a style we cannot carry out, or holds parameters whose gradients nobody would
-sum, the block is held whole on every rank, which is slower and never wrong, and the reason is told.
+sum, the block is replicated on every rank, which is slower and never wrong, and the reason is told.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def tensor_plan(
                     )
     for pattern, why in (family.whole if family is not None else {}).items():
         whole[why].add(joined(decoder, pattern))
-    notes = [f"{', '.join(sorted(names))} held whole: {why}" for why, names in whole.items()]
+    notes = [f"{', '.join(sorted(names))} replicated: {why}" for why, names in whole.items()]
     if not splits:
         return None, "; ".join(notes) or "its tensor plan matches no module"
     splits |= _vocabulary(model)

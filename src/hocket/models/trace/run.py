@@ -248,7 +248,7 @@ def _layers(model: nn.Module, count: int) -> tuple[str, nn.ModuleList]:
     top = [f for f in lists if not any(f[0].startswith(f"{other[0]}.") for other in lists)]
     largest = max(top, key=lambda found: found[2], default=None)
     if largest is None or largest[2] < 0.9 * sum(found[2] for found in top):
-        raise ModelError("its layers are in no single list, so they cannot be told apart")
+        raise ModelError("its layers are in no single list, so they cannot be distinguished")
     return largest[0], largest[1]
 
 

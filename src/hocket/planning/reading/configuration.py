@@ -65,7 +65,7 @@ class Configuration:
             count, rest = divmod(global_batch, self.microbatch * data)
             if rest or not count:
                 raise OptionError(
-                    f"a global batch of {global_batch} is no multiple of {self.microbatch} "
+                    f"a global batch of {global_batch} is not a multiple of {self.microbatch} "
                     f"sequences x {data} data ranks",
                     hint=f"--global-batch {self.microbatch * data}",
                 )

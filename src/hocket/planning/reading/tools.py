@@ -47,7 +47,7 @@ def megatron(text: str) -> Configuration:
     ep = number("--expert-model-parallel-size", 1) or 1
     expert_tp = number("--expert-tensor-parallel-size", tp)
     if ep > 1 and expert_tp != tp:
-        raise _reject(f"--expert-tensor-parallel-size {expert_tp} beside tp {tp}")
+        raise _reject(f"--expert-tensor-parallel-size {expert_tp} with tp {tp}")
     if has("--cp-comm-type") and found["--cp-comm-type"] not in ("p2p", "a2a"):
         raise _reject(f"--cp-comm-type {found['--cp-comm-type']}")
     fields: dict[str, Any] = {"tp": tp, "pp": pp, "cp": cp, "ep": ep}
@@ -214,7 +214,7 @@ def _titan(tool: str, found: dict[str, Any]) -> Configuration:
     replicate = number(f"{p}data_parallel_replicate_degree", 1) or 1
     shard = number(f"{p}data_parallel_shard_degree")
     if ep > 1 and tp > 1 and number(f"{p}expert_tensor_parallel_degree", 1) != tp:
-        raise _reject(f"whole experts beside tp {tp}")
+        raise _reject(f"whole experts with tp {tp}")
     get(f"{p}expert_tensor_parallel_degree")
     get(f"{p}context_parallel_rotate_method")
     fields: dict[str, Any] = {"tp": tp, "pp": pp, "cp": cp, "ep": ep}
@@ -237,7 +237,7 @@ def _titan(tool: str, found: dict[str, Any]) -> Configuration:
         micro = number(f"{p}pipeline_parallel_microbatch_size", 1) or 1
         assert local is not None
         if local % micro:
-            raise OptionError(f"local_batch_size {local} is no multiple of {micro}")
+            raise OptionError(f"local_batch_size {local} is not a multiple of {micro}")
         count = local // micro
         looped = fields["schedule"] in ("interleaved", "zb-v")
         fields["virtual_stages"] = 2 if looped else 1
@@ -294,7 +294,7 @@ def _titan_tokens(
     each = whole(found[keys["num_tokens_per_microbatch_per_dp_rank"]], "tokens of a microbatch")
     step = found.get(keys["num_tokens_per_train_step"])
     if each % seq:
-        raise OptionError(f"{each} tokens of a microbatch are no multiple of {seq}")
+        raise OptionError(f"{each} tokens of a microbatch are not a multiple of {seq}")
     return Configuration(
         tool="torchtitan-python", fields=fields, data_ranks=data, microbatch=each // seq,
         global_batch=None if step in (None, -1) else whole(step, "tokens of a step") // seq,

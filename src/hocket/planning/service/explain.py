@@ -70,7 +70,7 @@ def winner(problem: ServiceProblem, best: ServiceForecast) -> Iterator[str]:
     kinds = best.memory_by_kind
     request = problem.prices(best.layout.tp, best.layout.pp, best.max_batch_tokens).cache_bytes
     yield (
-        f"The fullest GPU may fill {format_bytes(best.memory)}: {format_bytes(kinds['weights'])} "
+        f"The peak GPU may fill {format_bytes(best.memory)}: {format_bytes(kinds['weights'])} "
         f"weights, {format_bytes(kinds['overhead'])} overhead, the rest cache, of which a request "
         f"takes {format_bytes(request * service.tokens)} there."
     )
@@ -171,7 +171,7 @@ def _cannot(problem: ServiceProblem, best: ServiceForecast, pins: dict[str, int]
             return "more stages than layers"
         if held % tp and tp % held:
             return f"does not divide a node of {held}"
-        return "is not looked at: fewer stages leave as much on the fullest, or it is too large"
+        return "was not considered: fewer stages leave as much on the peak GPU, or it is too large"
     if problem.sequences(tp, pp) < 1:
         return "does not hold weights and a request"
     one: Candidate = candidate(problem, tp, pp, best.max_batch_tokens)

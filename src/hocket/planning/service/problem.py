@@ -64,7 +64,7 @@ class ServiceProblem:
         check_size(self.cluster)
         if not (math.isfinite(self.usable) and 0 < self.usable <= 1):
             raise OptionError(
-                f"usable is {self.usable:g}; it is a share of a GPU's memory, at most 1",
+                f"usable is {self.usable:g}; it is a fraction of a GPU's memory, at most 1",
                 hint="--usable 0.9",
             )
         if self.precision not in WEIGHT_BYTES:

@@ -51,7 +51,7 @@ _RULES = (
         lambda at, _: is_schedule(at, "1f1b") & (at.microbatches < at.pp),
     ),
     Rule(
-        "interleaved with {microbatches} microbatches over pp {pp}: its rounds must be equal",
+        "interleaved with {microbatches} microbatches over pp {pp}: it must be a multiple of pp",
         lambda at, _: (
             is_schedule(at, "interleaved")
             & (at.microbatches % np.maximum(1, at.microbatches // at.pp) != 0)

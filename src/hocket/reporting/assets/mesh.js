@@ -131,7 +131,7 @@ function linksTable(machine) {
       return element("td", {}, linkWords(cell), cell.latency ? element("div", { class: "small" }, `latency ${seconds(cell.latency)}`) : null, bar(width, cell.measured));
     }))))));
   function bar(width, measured) {
-    const made = element("div", { class: measured ? "rate" : "rate told" });
+    const made = element("div", { class: measured ? "rate" : "rate predicted" });
     made.style.width = `${width}%`;
     return made;
   }

@@ -7,7 +7,7 @@ const several = runs.length > 1;
 
 const PART_WORDS = {
   compute: "Computing: forward, backward, weight gradients, optimizer.",
-  communication: "Exposed communication: messages and collectives beside which nothing is computed.",
+  communication: "Exposed communication: collectives and send/recv that no computation overlaps.",
   bubble: "Bubble: waiting that this schedule has even if all ranks are equally fast.",
   imbalance: "Imbalance: waiting for a slower rank, at a collective or beyond the bubble.",
   other: "Other: input and bookkeeping between recorded events.",
@@ -90,7 +90,7 @@ function partsSection() {
     if (!measured) return;
     content.push(runName(run, index));
     const columns = [{ title: "Part of the step" }, ...(predicted ? [{ title: "Predicted", number: true }] : []), { title: "Measured", number: true },
-      predicted ? { title: "Difference", number: true } : { title: "Share of the step", number: true }];
+      predicted ? { title: "Difference", number: true } : { title: "Fraction of the step", number: true }];
     content.push(table(columns, names.map((name) => {
       const now = measured.mean[name];
       if (!predicted) return [PART_WORDS[name], seconds(now), share(now / measured.duration || 0)];
@@ -125,7 +125,7 @@ function memorySection() {
     const present = kinds.filter((kind) => shown.some((row) => row[kind]));
     // A capacity far beyond what is used would leave the bars too short to read: it is told.
     const near = capacity && capacity < 3 * most;
-    const told = capacity ? `A rank may use ${bytes(capacity)}; the fullest uses ${share(Math.max(...(measured.length ? measured : predicted).map((row) => row.total)) / capacity)} of it.` : null;
+    const told = capacity ? `A rank may use ${bytes(capacity)}; the peak rank uses ${share(Math.max(...(measured.length ? measured : predicted).map((row) => row.total)) / capacity)} of it.` : null;
     return element("div", {}, present.length ? legend(present.map((kind) => [MEMORY_COLOURS[kind] || "rest", kind === "optimizer" ? "optimizer state" : kind])) : null,
       stackedBars(rows, { most, unit: bytes, limit: near ? capacity : null, limitWord: "may use" }),
       told ? element("p", { class: "small" }, told) : null);
@@ -136,7 +136,7 @@ function trafficSection() {
   if (!runs.some((run) => run.traffic.length)) return null;
   const exact = runs.every((run) => run.traffic.every((row) => row.predicted_bytes === row.bytes));
   const most = Math.max(...runs.flatMap((run) => run.traffic.map((row) => row.bytes)));
-  return section("What the ranks sent each other", (exact ? "Every byte was predicted exactly. " : "") + "In the recorded step, all ranks together. Exposed is the time of the average rank beside which it computed nothing.", beside((run) => {
+  return section("Communication between ranks", (exact ? "Every byte was predicted exactly. " : "") + "In the recorded step, all ranks together. Exposed is the communication time of the average rank that no computation overlapped.", beside((run) => {
     if (!run.traffic.length) return missing("Nothing was sent.");
     const predicted = run.traffic.some((row) => row.predicted !== null);
     const links = run.traffic.some((row) => row.link);
@@ -164,25 +164,25 @@ function curvesSection() {
   ];
   const charts = [curves("Loss", "nats per token", loss, UNITS.loss)];
   if (runs.some((run) => run.curves.tokens_per_second.length)) charts.push(curves("Throughput", "tokens a second", line("tokens_per_second"), whole, { zero: true }));
-  if (runs.some((run) => run.curves.mfu.length)) charts.push(curves("MFU", "share of the devices' peak that the model's arithmetic uses", line("mfu"), share, { zero: true }));
-  const without = charts.length < 3 ? missing("MFU, the share of the devices' peak, is not drawn: no peak rate was known in this run, as always on CPU.") : null;
+  if (runs.some((run) => run.curves.mfu.length)) charts.push(curves("MFU", "fraction of the devices' peak that the model's arithmetic uses", line("mfu"), share, { zero: true }));
+  const without = charts.length < 3 ? missing("MFU, the fraction of the devices' peak, is not drawn: no peak rate was known in this run, as always on CPU.") : null;
   return section("Over the steps", null, element("div", { class: "curves" }, charts), without);
 }
 
 function meshSection() {
   if (!runs.some((run) => run.mesh)) return null;
-  return section("Which rank holds what", "The layout as a mesh. Lines join ranks that talk over an axis; choose an axis to pick its lines out. Below it, what the machine's devices are joined by.",
+  return section("Layout", "The layout as a mesh. Lines join ranks that communicate over an axis; choose an axis to pick its lines out. Below it, what the machine's devices are joined by.",
     beside((run) => element("div", {}, run.mesh ? meshPicture(run.mesh, run.traffic, run.machine) : missing("The layout is unknown."), linksTable(run.machine))));
 }
 
 function alternativesSection() {
   if (!runs.some((run) => run.alternatives.length)) return null;
-  return section("What else could have been run", "The planner's own ranking before the run; every number here is a prediction.", beside((run) => {
+  return section("Layouts considered", "The planner's own ranking before the run; every number here is a prediction.", beside((run) => {
     const rows = run.alternatives;
     if (!rows.length) return missing("No alternatives were recorded.");
     const mark = (row) => [element("span", { class: "mono" }, row.layout), row.chosen ? element("span", { class: "mark" }, "this run") : null, row.fits === false ? element("span", { class: "mark" }, "does not fit") : null].filter(Boolean);
     const remarks = rows.some((row) => row.reason);
-    return table([{ title: "Layout" }, { title: "Step", number: true }, { title: "Fullest rank", number: true }, { title: "Bubble", number: true }, ...(remarks ? [{ title: "Remark" }] : [])],
+    return table([{ title: "Layout" }, { title: "Step", number: true }, { title: "Peak rank", number: true }, { title: "Bubble", number: true }, ...(remarks ? [{ title: "Remark" }] : [])],
       rows.map((row) => [element("span", {}, mark(row)), row.step_seconds === null ? "" : seconds(row.step_seconds), row.memory === null ? "" : bytes(row.memory),
         row.bubble === null ? "" : share(row.bubble), ...(remarks ? [row.reason] : [])]), (index) => rows[index].chosen);
   }));

@@ -61,8 +61,8 @@ class Absent(nn.Parameter):
                 return func(*args, **(kwargs or {}))
         found = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
         raise ModelError(
-            f"{getattr(found, NAME)} is read where it is not gathered: under ZeRO-3 its values lie "
-            "in shares on the data ranks, but while its own module runs",
+            f"{getattr(found, NAME)} is read where it is not gathered: under ZeRO-3 its values are "
+            "sharded over the data ranks, except while its own module runs",
             hint="on every rank parallel.arrive() before reading and parallel.release() after it, "
             "or zero=2 in the layout",
         )

@@ -61,7 +61,7 @@ class Wire:
         self._rates = links.ports(world_size)
         if len(self._rates) > MOST_PORTS:
             raise OptionError(
-                f"{links} between {world_size} ranks have {len(self._rates)} ends, room is for "
+                f"{links} between {world_size} ranks have {len(self._rates)} ends, the limit is "
                 f"{MOST_PORTS}",
                 hint="fewer ranks, or larger domains",
             )

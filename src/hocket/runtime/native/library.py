@@ -128,7 +128,7 @@ def _built(compiler: list[str], form: str) -> Path:
             )
             made.replace(file)
     if file.stat().st_uid != os.getuid():
-        raise PermissionError(f"{file} belongs to somebody else")
+        raise PermissionError(f"{file} belongs to another user")
     return file
 
 

@@ -31,7 +31,7 @@ def why_not(world_size: int = 2) -> str | None:
     if not os.access(f"/proc/{os.getpid()}/fd", os.X_OK):
         return "/proc is not mounted, through which ranks find the shared memory"
     if not futex.works():
-        return "the kernel refuses the futex calls that ranks wait by"
+        return "the kernel does not allow the futex calls that ranks wait with"
     free, least = free_memory(), needed(world_size)
     if free < least:
         return f"{free >> 20} MB of memory are free, {world_size} ranks may share {least >> 20} MB"

@@ -267,5 +267,5 @@ class Cells:
         if waited > limit:
             who = ", ".join(f"rank {self.ranks[r]} ({peers.describe(r)})" for r in missing)
             raise PeerTimeout(
-                f"rank {me} waited {waited:.1f} s in {what}; did not come: {who or 'nobody known'}"
+                f"rank {me} waited {waited:.1f} s in {what}; did not come: {who or 'unknown ranks'}"
             )

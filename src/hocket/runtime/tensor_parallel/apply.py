@@ -87,7 +87,7 @@ def apply_tensor_parallel(
             if kept is not None and kept[1] is not parameter:
                 raise ModelError(
                     f"{name} is tied to {work.owners[id(parameter)]}, which the tensor plan "
-                    "splits; the plan must split both alike"
+                    "splits; the plan must split both identically"
                 )
             work.whole(name, parameter)
     if sequence is not None:
@@ -192,7 +192,7 @@ class _Splitting:
             other = self.placements.get(owner)
             if other is not None and other.blocks != placement.blocks:
                 raise ModelError(
-                    f"{placement.name} is tied to {owner}; the plan must split both alike"
+                    f"{placement.name} is tied to {owner}; the plan must split both identically"
                 )
         self.placements[placement.name] = placement
         if id(parameter) not in self.local:

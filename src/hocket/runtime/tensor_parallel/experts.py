@@ -41,7 +41,7 @@ class TensorParallelExperts(nn.Module):
     ) -> Tensor:
         if top_k_index is None or top_k_weights is None:
             if self.slices:
-                raise ModelError("experts that are given sorted tokens cannot be given slices")
+                raise ModelError("experts with sorted tokens do not support sequence parallelism")
             hidden_states = copy_to_axis(hidden_states, self.axis, self.recorder)
             out = super().forward(hidden_states, **kwargs)  # type: ignore[misc]
             return reduce_from_axis(out, self.axis, self.recorder)

@@ -1,6 +1,6 @@
 """Partial gradients: those of a parameter of which each tensor rank has seen only a part.
 
-A norm over heads is held whole and sees the heads of its own rank; a key/value head held by
+A norm over heads is replicated and sees the heads of its own rank; a key/value head held by
 several ranks sees a part of its queries on each. Once a step the parts are summed, all of one
 group of ranks in one all-reduce.
 """

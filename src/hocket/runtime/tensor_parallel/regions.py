@@ -1,4 +1,4 @@
-"""Regions: where a tensor passes between being held whole and being held in parts.
+"""Regions: where a tensor passes between being replicated and being held in parts.
 
     forward      backward     function
     nothing      all-reduce   copy_to_axis      whole, then used by layers that are split
@@ -119,7 +119,7 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        assert not ctx.shards.has_copies, "parts held several times have no plain inverse"
+        assert not ctx.shards.has_copies, "replicated shards have no plain inverse"
         return _whole(grad, ctx.shards, ctx.axis, ctx.recorder), None, None, None
 
 

@@ -242,8 +242,8 @@ HEAD = """\
 # Triton kernels
 
 Written by `python -m hocket.runtime.triton.compile --write docs/reference/kernels.md`, on a machine
-without a GPU; do not edit. No GPU has executed these kernels yet: this page says what the compiler
-made of them, and tests hold them against PyTorch in Triton's interpreter.
+without a GPU; do not edit. No GPU has executed these kernels yet: this page lists what the compiler
+made of them, and tests compare them with PyTorch in Triton's interpreter.
 
 `attend_kernel` and `merge_kernel` are paged attention (`hocket.runtime.triton.paged_attention`):
 the fallback of the server where neither FlashAttention nor FlashInfer can do what a model asks.

@@ -234,5 +234,5 @@ def connect(path: str | os.PathLike[str], token: bytes, rank: int = 0) -> Channe
         connection.sendall(hello(token, rank))
     except OSError as error:
         connection.close()
-        raise ChannelClosed(f"nobody listens at {path}: {error}") from None
+        raise ChannelClosed(f"no process listens at {path}: {error}") from None
     return Channel(connection)

@@ -42,7 +42,7 @@ def cache_bytes(runner: StageRunner, ranks_here: int) -> int:
     room = int(free * CUDA_SHARE) - needed
     if room <= 0:
         raise OptionError(
-            f"the GPU has {format_bytes(free)} of {format_bytes(total)} free beside the weights, "
+            f"the GPU has {format_bytes(free)} of {format_bytes(total)} free after the weights, "
             f"and a step of {runner.max_batch_tokens} tokens and the graphs of decode take "
             f"{format_bytes(needed)}",
             hint=f"--max-batch-tokens {max(1, runner.max_batch_tokens // 4)}",

@@ -76,7 +76,7 @@ def _refuse_lengths(config: Any, kind: str, max_model_len: int) -> None:
     if chunked and chunk and max_model_len > chunk:
         raise ModelError(
             f"{kind!r} attends in chunks of {chunk} tokens in some layers, which pages follow only "
-            f"in sequences that are no longer; the longest is to be {max_model_len}",
+            f"in sequences that are no longer; the longest is {max_model_len}",
             hint=f"--max-model-len {chunk}",
         )
     bound = _rotary_bound(config)

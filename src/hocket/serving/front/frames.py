@@ -53,7 +53,7 @@ def decode(payload: bytes) -> Message:
     """The message of a payload.
 
     Raises:
-        ValueError: it is no JSON object in UTF-8.
+        ValueError: it is not a JSON object in UTF-8.
     """
     message = json.loads(payload)
     if not isinstance(message, dict):

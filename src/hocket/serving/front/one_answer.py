@@ -166,7 +166,7 @@ class OneAnswer:
                 f"the request's {self.ask.deadline or 0:g} s are over after {self.taken} tokens"
             )
         if output.finish == "error":
-            raise AnswerFailed(output.error or "the replica could not go on with the request")
+            raise AnswerFailed(output.error or "the replica could not continue the request")
         raise AnswerAborted("the server ended the request")
 
 

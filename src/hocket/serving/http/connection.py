@@ -71,7 +71,7 @@ class Connection(HttpToolsProtocol):
                     if (
                         self.parser.get_method() == b"CONNECT"
                     ):  # not an offer: a tunnel is asked for
-                        self.send_400_response("this server is no proxy")
+                        self.send_400_response("this server is not a proxy")
                         return
                     # Its head was passed over; it comes again without the offer, then the rest.
                     data = self._head_without_offer() + data[offer.args[0] :]

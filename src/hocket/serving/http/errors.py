@@ -101,7 +101,7 @@ def error_of(error: BaseException, param: str | None = None) -> ApiError:
         return ApiError(500, _text(error), code="answer_failed")
     if isinstance(error, HocketError):
         return ApiError(503, _text(error), code="service_unavailable", retry_after=1.0)
-    return ApiError(500, "the server failed; its log tells more", code="internal_error")
+    return ApiError(500, "the server failed; see its log", code="internal_error")
 
 
 def _text(error: HocketError) -> str:

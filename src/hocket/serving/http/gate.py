@@ -104,7 +104,7 @@ class Gate:
         except Exception as error:
             log_fault(str(scope["state"]["id"]), error)
             if status == 0:
-                found = ApiError(500, "the server failed; its log tells more")
+                found = ApiError(500, "the server failed; see its log")
                 await error_response(found)(scope, receive, dressed)
         finally:
             self.under_way -= 1

@@ -28,7 +28,7 @@ def read_messages(given: Any, param: str = "messages") -> list[dict[str, Any]]:
     if not isinstance(given, list) or not given:
         raise bad(f"{param} must be a list of messages, one or more", param)
     if len(given) > MOST:
-        raise bad(f"{param} holds {len(given)} messages; at most {MOST}", param)
+        raise bad(f"{param} has {len(given)} messages; at most {MOST}", param)
     return [_message(one, f"{param}.{number}") for number, one in enumerate(given)]
 
 

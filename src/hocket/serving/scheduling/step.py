@@ -275,4 +275,4 @@ class _Logprobs:
 
     def end(self) -> None:
         whole = self._int == len(self._ints) and self._float == len(self._floats)
-        self._reader.check(whole, "more log-probabilities are held than named")
+        self._reader.check(whole, "more log-probabilities are stored than named")

@@ -1,0 +1,74 @@
+"""The form of a flag in help: its text, its choices and its default, from the docstring."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import typing
+from typing import Annotated, Any
+
+import tyro
+from tyro.constructors import (
+    ConstructorRegistry,
+    StructConstructorSpec,
+    StructFieldSpec,
+    StructTypeInfo,
+)
+
+REGISTRY = ConstructorRegistry()
+"""How the flags of a verb are read: as tyro reads a dataclass, with `flag`'s help."""
+
+_CHOICES = re.compile(r" ?One of: ([\w., -]+)\.$")
+
+
+def attributes(kind: type) -> dict[str, str]:
+    """The texts under `Attributes:` in the docstring of a class, by name, each on one line."""
+    text = inspect.cleandoc(kind.__doc__ or "").partition("\nAttributes:\n")[2]
+    found = re.findall(r"^    (\w+): (.*(?:\n     .*)*)", text, re.MULTILINE)
+    return {name: re.sub(r"\s+", " ", said) for name, said in found}
+
+
+def flag(text: str, default: Any) -> tuple[str, tuple[str, ...]]:
+    """The help of one flag, and its choices.
+
+    `One of: a, b.` at the end of the text becomes the choices. A default that is a value is
+    appended; a flag without one states in its text what leaving it out does.
+    """
+    listed = _CHOICES.search(text)
+    choices = tuple(listed[1].split(", ")) if listed else ()
+    text = _CHOICES.sub("", text).removesuffix(".")
+    if re.match(r"[a-z]+\b(?![=:.(,])", text):
+        text = text[0].upper() + text[1:]
+    if default is None or default is False or default in ("", ()):
+        return text, choices
+    text = re.sub(r" \(default: [^)]*\)$", "", text)
+    return f"{text} (default: {default})", choices
+
+
+@REGISTRY.struct_rule
+def _dataclass(info: StructTypeInfo) -> StructConstructorSpec | None:
+    """A dataclass of flags; `info.default` is an instance of it."""
+    kind = info.type
+    if not dataclasses.is_dataclass(kind):
+        return None
+    texts = attributes(kind)
+    hints = typing.get_type_hints(kind, include_extras=True)
+    fields = []
+    for field in dataclasses.fields(kind):
+        default = getattr(info.default, field.name)
+        hint: Any = hints[field.name]
+        if not dataclasses.is_dataclass(default):
+            text, choices = flag(texts[field.name], default)
+            metavar = f"{{{','.join(choices)}}}" if choices else _metavar(hint)
+            form = tyro.conf.arg(metavar=metavar, help=text, help_behavior_hint="")
+            hint = Annotated[hint, form]
+        fields.append(StructFieldSpec(field.name, hint, default, texts[field.name]))
+    return StructConstructorSpec(instantiate=kind, fields=tuple(fields))
+
+
+def _metavar(hint: Any) -> str | None:
+    """The name of the type of an optional value; None: tyro's own."""
+    found = [one for one in typing.get_args(hint) if one is not type(None)]
+    optional = type(None) in typing.get_args(hint)
+    return found[0].__name__.upper() if optional and len(found) == 1 else None
