@@ -136,8 +136,8 @@ def resolve(
         if near
         else f"the catalogue has {other!r}, another size; a model of the Hub is named ORG/NAME"
         if other
-        else "a directory with config.json and safetensors weights, a run folder, or ORG/NAME on the "
-        "Hub; hocket models lists the catalogue",
+        else "a directory with config.json and safetensors weights, a run folder, or ORG/NAME on "
+        "the Hub; hocket models lists the catalogue",
     )
 
 
