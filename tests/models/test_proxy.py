@@ -218,3 +218,27 @@ def test_a_broken_cache_is_tried_again(cache):
     proxy.cache_file(dict(LLAMA), "sdpa").write_text("{")
     with pytest.raises(AttributeError):  # no launcher: it would have started one
         require_equal(None, Source(**LLAMA), Layout(pp=2))
+
+
+def test_a_loss_without_a_backward_is_rejected():
+    from hocket.jobs.proxy.loss import try_loss
+    from hocket.models.proxy import proxy_of
+    from hocket.models.samples import sample
+    from hocket.models.skeleton import config_of
+
+    kind = "doge"  # a mixture's router scores are changed in place after they were used
+    config = proxy_of(config_of(sample(kind) | {"is_moe": True, "norm_topk_prob": True})).config
+    reason, _ = try_loss(config, "sdpa")
+    assert "plain transformers cannot train its proxy model: RuntimeError" in reason
+
+
+def test_a_tensor_outside_parameters_and_buffers_is_rejected():
+    from hocket.models.proxy import proxy_of
+    from hocket.models.samples import sample
+    from hocket.models.skeleton import build, config_of
+
+    config = proxy_of(config_of(sample("trocr"))).config
+    build(config)
+    config.use_learned_position_embeddings = False
+    with pytest.raises(ModelError, match=r"embed_positions\.weights when it is built"):
+        build(config)

@@ -288,9 +288,10 @@ def table(found: Plan) -> str:
         better = "Better, but not run by this hocket today:" if found.layouts else "These fit:"
         lines += ["", better, ""] if found.layouts else [better, ""]
         lines += _rows(found.beyond)
-        lines += ["", *(f"* {reason}" for reason in _reasons(found.beyond))]
+        lines += ["", *(f"* {reason}" for reason in _reasons(found.beyond)), *_run_by(found.beyond)]
     elif any(one.lacks for one in found.layouts):
         lines += ["", *(f"* {reason}" for reason in _reasons(found.layouts))]
+        lines += _run_by([one for one in found.layouts if one.lacks])
     lines += [
         "",
         "Ranges are the 10th to the 90th percentile; memory is the 95th of the fullest GPU, of "
@@ -371,6 +372,18 @@ def _row(one: Forecast) -> tuple[str, ...]:
 
 def _range(values: Range, text: Any) -> str:
     return f"{text(values.mid)} ({text(values.low)}-{text(values.high)})"
+
+
+def _run_by(layouts: Sequence[Forecast]) -> list[str]:
+    """The software that can run what this hocket cannot, best layout first."""
+    found: dict[str, list[str]] = {}
+    for one in layouts:
+        found.setdefault(", ".join(one.tools), []).append(one.layout.axes_text())
+    lines = []
+    for tools, which in found.items():
+        names = ", ".join(dict.fromkeys(which))
+        lines.append(f"  {names}: " + (f"run by {tools} (--emit)" if tools else "no --emit has it"))
+    return lines
 
 
 def _reasons(layouts: Sequence[Forecast]) -> list[str]:

@@ -195,6 +195,14 @@ def free_name(path: Path) -> Path:
     return next(name for name in names if not name.exists())
 
 
+def trained_config(source: ModelSource, vocab_size: int, eos_id: int | None) -> dict[str, Any]:
+    """The configuration that a run trains: of a model of the catalogue with random weights it has
+    as many embedding rows as the tokenizer has ids."""
+    if source.directory is None and source.weights is None and not _is_file(source.name):
+        return with_vocabulary(source.config, vocab_size, eos_id)
+    return source.config
+
+
 def data(
     job: Plan, folder: RunFolder, progress: Progress | None = None
 ) -> tuple[Tokenizer, Tokens, dict[str, Any]]:
@@ -226,9 +234,8 @@ def data(
         vocab_size=options.vocab_size,
         trust_remote_code=options.trust_remote_code,
     )
-    config = source.config
-    if source.directory is None and source.weights is None and not _is_file(source.name):
-        config = with_vocabulary(config, words.vocab_size, words.eos_id)
+    config = trained_config(source, words.vocab_size, words.eos_id)
+    if config is not source.config:
         sizes = dataclasses.replace(source.dimensions, vocab_size=words.vocab_size)
         validate(sizes, job.layout, workload, world_size=job.layout.world_size)
     templates = documents.templates_of(
