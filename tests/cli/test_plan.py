@@ -125,7 +125,7 @@ def test_a_machine_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Pat
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["llama-3-9b", *ASKED[1:]], "did you mean 'llama-3-8b'"),
+        (["llama-3-9b", *ASKED[1:]], "the catalogue has 'llama-3-8b', another size"),
         (["llama-3-8b", "--cluster", "8xH10O", "--global-batch", "8"], "did you mean 'H100"),
         (["llama-3-8b", "--global-batch", "8"], "which GPUs?"),
         (["llama-3-8b", "--cluster", "8xH100"], "how many sequences"),

@@ -53,7 +53,7 @@ def test_train_resume_push_and_use_by_name(loopback, tmp_path, monkeypatch, caps
         assert spec.data == (f"org/set:train[:40]@{data.commit}",)
         assert "tokenizer of 257 ids" in capsys.readouterr().out
 
-        # Resumed where there is no network, and the cache has lost the model: from the checkpoint.
+        # Resumed where there is no network: the cache has the commit of the run.
         offline(monkeypatch, True)
         assert main(["train", "--run", str(run.path), "--resume", "--steps", "3"]) == 0
         offline(monkeypatch, False)

@@ -248,6 +248,10 @@ def _model_type(model: str) -> str:
 
 def _positions(model: str) -> int | None:
     """Positions that a model was made for, None where its configuration does not say."""
+    from hocket.models import repo_id
+
+    if _shipped(model) is None and not os.path.exists(model) and repo_id.parse(model) is None:
+        return None  # a name of the service planner's own, or a number of bytes
     config = _config(model)
     keys = ("max_position_embeddings", "n_positions")
     return next((int(config[key]) for key in keys if config.get(key)), None)

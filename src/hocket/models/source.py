@@ -129,12 +129,15 @@ def resolve(
             else "a model of the Hub is named by its id: Qwen/Qwen3-0.6B",
         )
     near = _same_size(text, catalogue.names())
+    other = nearest(text, catalogue.names())
     raise ModelError(
         f"unknown model {text!r}: there is no directory and no model of the catalogue of that name",
         hint=f"did you mean {near!r}?"
         if near
-        else f"a model of the Hub is named ORG/NAME, as in Qwen/{text}; hocket models lists the "
-        "catalogue",
+        else f"the catalogue has {other!r}, another size; a model of the Hub is named ORG/NAME"
+        if other
+        else "a directory with config.json and safetensors weights, a run folder, or ORG/NAME on "
+        "the Hub; hocket models lists the catalogue",
     )
 
 
