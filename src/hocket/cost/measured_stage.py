@@ -324,9 +324,18 @@ def narrowing(block: BlockShape) -> str:
     """How the names of the weights begin that take a block's widest inner tensor, or make the
     logits: theirs are its first gradients."""
     if block.kind == "head":
-        return f"{max(block.products, key=lambda p: p.n).name}."
+        return weight_prefix(block, max(block.products, key=lambda p: p.n))
     rows = [p for p in block.products if p.split in ("row", "outside")]
-    return f"{max(rows, key=lambda p: p.k * p.count).name}." if rows else ""
+    return weight_prefix(block, max(rows, key=lambda p: p.k * p.count)) if rows else ""
+
+
+def weight_prefix(block: BlockShape, product: MatrixProduct) -> str:
+    """How the names of a matmul's weight and bias begin. A tied head's matrix has the name of the
+    embedding's."""
+    prefix = f"{product.name}."
+    if block.kind == "head" and not any(w.name.startswith(prefix) for w in block.weights):
+        return next((w.name for w in block.weights if w.split == "vocab"), prefix)
+    return prefix
 
 
 def _bytes(row: Saved, microbatch: Microbatch) -> float:

@@ -26,6 +26,7 @@ from hocket.cost.measured_stage import (
     narrowing,
     saved_rows,
     trained,
+    weight_prefix,
     weights,
 )
 from hocket.cost.replayed_gradients import (
@@ -62,6 +63,21 @@ Key = tuple[int, int | None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Deferred:
+    """A matmul whose weight gradient is computed in W, in bytes.
+
+    Attributes:
+        gradients: indices of those of its weight and bias.
+        output: the gradient of its output.
+        input: its input, 0 where a product that W comes to later reads it, too.
+    """
+
+    gradients: tuple[int, ...]
+    output: int
+    input: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Block:
     """One block of a stage and one microbatch, in bytes.
 
@@ -69,8 +85,9 @@ class Block:
         kind: of block.
         kept: from its forward to its backward. again: made anew when its backward begins.
         moved: to the host's memory between them.
-        pending: of what backward releases, kept from I to W.
-        working: inner gradients at their widest.
+        deferred: matmuls in the order of W. What they need is kept from I to W.
+        working: inner gradients at their widest. narrowed: input of the matmul that takes the
+            widest tensor: freed before those are there, unless it is kept for W.
         first: indices of the gradients that come while these live; then: of the others.
         values: of its parameters.
     """
@@ -79,8 +96,9 @@ class Block:
     kept: int
     again: int
     moved: int
-    pending: int
+    deferred: tuple[Deferred, ...]
     working: int
+    narrowed: int
     first: tuple[int, ...]
     then: tuple[int, ...]
     values: int
@@ -88,6 +106,11 @@ class Block:
     @property
     def layer(self) -> bool:
         return self.kind not in ENDS
+
+    @property
+    def pending(self) -> int:
+        """Bytes kept from I to W."""
+        return sum(each.input + each.output for each in self.deferred)
 
 
 def peak_bytes(job: Job, index: int, *, cuda: bool) -> int:
@@ -123,10 +146,7 @@ class _Stage:
         self.gradients = _gradients(job, gradients, kinds, live, cuda)
         self.blocks = _blocks(job, number, by_block)
         self.deferred = {
-            index
-            for index, (at, w) in enumerate(held)
-            for p in job.shape.blocks[kinds[at]].products
-            if not p.bare and w.name.startswith(f"{p.name}.")
+            index for block in self.blocks for each in block.deferred for index in each.gradients
         }
         # A weight of both ends has two gradients, which meet when the embedding's is there.
         both = job.shape.tied and kinds[0] == "embedding" and kinds[-1] == "head"
@@ -186,9 +206,11 @@ class _Replay:
             for part in action.parts or (action,):
                 if part.kind in (BACKWARD, WEIGHT):
                     self.final[part.stage] = part
-        # Sends whose tensors are referenced, and how many were before each posted receive.
+        # Sends whose tensors are referenced, how many the host knows to be complete, and how many
+        # were before each posted receive.
+        self.cuda = cuda
         self.sends: deque[Key] = deque()
-        self.released = 0
+        self.released = self.complete = self.before_taken = 0
         self.posted: dict[tuple[str, int, int | None], int] = {}
         self.outputs: dict[Key, int] = {}
 
@@ -206,11 +228,11 @@ class _Replay:
         elif kind in (RECV_F, RECV_B):
             self.live.take(self.stream)
             self.posted[kind, *key] = self.released + len(self.sends)
-        elif kind == SEND_F:
-            self.outputs[key] = self.outputs.get(key, 0) + 1
-            self.sends.append(key)
-        elif kind == SEND_B:
-            self.sends.append((-1, None))
+        elif kind in (SEND_F, SEND_B):
+            self._release(self.complete)
+            if kind == SEND_F:
+                self.outputs[key] = self.outputs.get(key, 0) + 1
+            self.sends.append(key if kind == SEND_F else (-1, None))
         elif kind == REDUCE_GRAD:
             self.stages[action.stage].gradients.launch()
 
@@ -224,8 +246,14 @@ class _Replay:
 
     def _taken(self, kind: str, action: Action) -> None:
         sends = self.posted.pop((kind, action.stage, action.microbatch), None)
-        if sends is not None:
+        if sends is None:
+            return
+        if self.cuda:
             self._release(sends)
+        else:
+            # A neighbour has taken what was sent before the receive that was taken before; the
+            # next send looks.
+            self.complete, self.before_taken = max(self.complete, self.before_taken), sends
 
     def _release(self, count: int) -> None:
         while self.released < count:
@@ -320,9 +348,10 @@ class _Replay:
                 stage.gather(at - 1)
                 live.take(blocks[at - 1].moved)
             live.take(block.again)
-            live.touch(block.working)
+            working = block.working + (block.narrowed if halved else 0)
+            live.touch(working)
             stage.come(block.first, halved)
-            live.touch(block.working)
+            live.touch(working)
             live.take(-released)
             live.touch(self.hidden)
             stage.come(block.then, halved)
@@ -351,14 +380,14 @@ class _Replay:
         if self.final.get(action.stage) == action:
             stage.gradients.last()
         for block in reversed(stage.blocks):
-            if block.pending and self.job.layout.sequence_parallel:
-                live.touch(self.hidden)  # an input, gathered again
             if block.kind == "head" and stage.tied:
                 stage.gradients.arrive(stage.tied_index, apart=True)
-            for index in block.first + block.then:
-                if index in stage.deferred:
+            for each in block.deferred:
+                if self.job.layout.sequence_parallel:
+                    live.touch(self.hidden)  # an input, gathered again
+                for index in each.gradients:
                     stage.gradients.arrive(index, apart=True)
-            live.take(-block.pending)
+                live.take(-each.input - each.output)
         stage.gradients.ends(WEIGHT)
 
     def _is_here(self, stage: int) -> bool:
@@ -403,31 +432,30 @@ def _blocks(job: Job, number: int, held: list[list[Weight]]) -> list[Block]:
         if layer and number == 0 and job.adapted and not any(b.layer for b in found):
             rows = behind_first_adapter(block, rows)
         # The executor holds what a stage is given.
-        given = rows.pop("input", 0) if at == 0 else 0
+        if at == 0:
+            rows.pop("input", None)
         moved = sum(n for n in rows.values() if n >= OFFLOADED_BYTES) if layer and offloads else 0
         kept = sum(rows.values()) + job.adapter_bytes(kind) - moved
-        pending = pending_bytes(job, [kind])
         made = 0
         if layer and again:
             again -= 1
             # Of its input alone; the first one's is that of the stage.
             kept, made = (0 if at == 0 else job.stream_bytes), kept
             made -= kept
-        else:
-            pending = min(kept + moved + given, pending)
         own = range(index, index + len(trained(held[at])))
         index = own.stop
+        named = list(zip(own, trained(held[at]), strict=True))
+        deferred = _deferred(job, block, named)
         narrow = narrowing(block)
-        first = tuple(
-            i for i, w in zip(own, trained(held[at]), strict=True) if w.name.startswith(narrow)
-        )
+        first = tuple(i for i, w in named if w.name.startswith(narrow))
         found.append(
             Block(
                 kind=kind,
                 kept=kept,
                 again=made,
                 moved=moved,
-                pending=pending,
+                deferred=tuple(deferred.values()),
+                narrowed=deferred[narrow].input if layer and narrow in deferred else 0,
                 working=_widest(job, block)
                 + (job.hidden_bytes - job.stream_bytes)
                 + _fp8_bytes(job, block),
@@ -439,23 +467,29 @@ def _blocks(job: Job, number: int, held: list[list[Weight]]) -> list[Block]:
     return found
 
 
-def pending_bytes(job: Job, kinds: list[str]) -> int:
-    """What is kept from I to W: inputs of matmuls (once, where several read them), and the
-    gradients of their outputs."""
-    elements = 0.0
-    for kind in kinds:
-        inputs: dict[str, float] = {}
-        for p in job.shape.blocks[kind].products:
-            if p.frozen or p.bare:
-                continue
-            split_in = job.layout.tp if p.split == "row" else job.microbatch.ranks("outside")
-            split_out = job.layout.tp if p.split in ("column", "vocab") else 1
-            if p.split == "outside":
-                split_out = job.microbatch.ranks("outside")
-            inputs[p.input or p.name] = p.k * p.count / split_in
-            elements += p.n * p.count / split_out
-        elements += sum(inputs.values())
-    return round(elements * job.microbatch.tokens * job.element_bytes)
+def _deferred(
+    job: Job, block: BlockShape, named: list[tuple[int, Weight]]
+) -> dict[str, Deferred]:
+    """What W computes of a block, by the beginning of its weights' names; `named`: its gradients'
+    indices. An input that several matmuls read is kept once."""
+    found: dict[str, Deferred] = {}
+    tp, outside = job.layout.tp, job.microbatch.ranks("outside")
+    width = job.microbatch.tokens * job.element_bytes
+    inputs = set()
+    for p in block.products:  # a shared input is freed after the first of them
+        if p.frozen or p.bare:
+            continue
+        split_in = tp if p.split == "row" else outside
+        split_out = {"column": tp, "vocab": tp, "outside": outside}.get(p.split, 1)
+        source = p.input or p.name
+        prefix = weight_prefix(block, p)
+        found[prefix] = Deferred(
+            gradients=tuple(i for i, w in named if w.name.startswith(prefix)),
+            output=round(p.n * p.count / split_out * width),
+            input=0 if source in inputs else round(p.k * p.count / split_in * width),
+        )
+        inputs.add(source)
+    return dict(reversed(found.items()))
 
 
 def _widest(job: Job, block: BlockShape) -> int:
