@@ -35,6 +35,7 @@ GRADIENT_BYTES = 4
 TIMED = ("eager",)
 KEPT = ("eager", "both")
 """Views of rows that an uncompiled model has."""
+SHARED = "shared"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -305,6 +306,12 @@ def saved_rows(
         rows = head.n * _share(head, block, microbatch.tp)
         found.append(("logits", round(rows * element_bytes * microbatch.tokens)))
     return found
+
+
+def table_bytes(shape: ModelShape, blocks: Iterable[str], microbatch: Microbatch) -> int:
+    """What all blocks of a stage save together of one microbatch: cosines and sines."""
+    rows = {row.name: row for kind in blocks for row in shape.blocks[kind].saved}
+    return round(sum(_bytes(row, microbatch) for row in rows.values() if row.view == SHARED))
 
 
 def behind_first_adapter(block: BlockShape, rows: dict[str, int]) -> dict[str, int]:

@@ -15,20 +15,16 @@ What `runtime` allocates decides; sizes are those of the model's shape.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 
 from hocket.cost.measured_prices import Job
 from hocket.cost.measured_stage import (
     GRADIENT_BYTES,
-    behind_first_adapter,
     local,
-    narrowing,
-    saved_rows,
+    table_bytes,
     trained,
-    weight_prefix,
-    weights,
 )
+from hocket.cost.replayed_blocks import blocks_of, weights_by_block
 from hocket.cost.replayed_gradients import (
     BlockGradients,
     FlatBuckets,
@@ -37,8 +33,6 @@ from hocket.cost.replayed_gradients import (
     LiveBytes,
     ShardedGradients,
 )
-from hocket.spec.capabilities import OFFLOADED_BYTES
-from hocket.spec.model_shape import BlockShape, Weight
 from hocket.spec.schedule import (
     BACKWARD,
     FORWARD,
@@ -56,61 +50,8 @@ SCRATCH = {False: 2**21, True: 2**28}
 """Bytes of the fp32 buffer in which the loss takes its tokens, at most: on a CPU, on a GPU
 (`runtime.tensor_parallel.cross_entropy`)."""
 
-ENDS = ("embedding", "head")
-
 Key = tuple[int, int | None]
 """(stage, microbatch)."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Deferred:
-    """A matmul whose weight gradient is computed in W, in bytes.
-
-    Attributes:
-        gradients: indices of those of its weight and bias.
-        output: the gradient of its output.
-        input: its input, 0 where a product that W comes to later reads it, too.
-    """
-
-    gradients: tuple[int, ...]
-    output: int
-    input: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Block:
-    """One block of a stage and one microbatch, in bytes.
-
-    Attributes:
-        kind: of block.
-        kept: from its forward to its backward. again: made anew when its backward begins.
-        moved: to the host's memory between them.
-        deferred: matmuls in the order of W. What they need is kept from I to W.
-        working: inner gradients at their widest. narrowed: input of the matmul that takes the
-            widest tensor: freed before those are there, unless it is kept for W.
-        first: indices of the gradients that come while these live; then: of the others.
-        values: of its parameters.
-    """
-
-    kind: str
-    kept: int
-    again: int
-    moved: int
-    deferred: tuple[Deferred, ...]
-    working: int
-    narrowed: int
-    first: tuple[int, ...]
-    then: tuple[int, ...]
-    values: int
-
-    @property
-    def layer(self) -> bool:
-        return self.kind not in ENDS
-
-    @property
-    def pending(self) -> int:
-        """Bytes kept from I to W."""
-        return sum(each.input + each.output for each in self.deferred)
 
 
 def peak_bytes(job: Job, index: int, *, cuda: bool) -> int:
@@ -131,7 +72,7 @@ class _Stage:
         kinds, tp = job.blocks(number), job.layout.tp
         self.first, self.last = number == 0, number == job.schedule.num_stages - 1
         self.live = live
-        by_block = _by_block(job, kinds)
+        by_block = weights_by_block(job, kinds)
         held = [(at, w) for at, own in enumerate(by_block) for w in trained(own)]
         width = 0 if job.element_bytes == GRADIENT_BYTES else job.element_bytes
         gradients = [
@@ -144,7 +85,8 @@ class _Stage:
             for (at, w), late in zip(held, job.share(number).late, strict=True)
         ]
         self.gradients = _gradients(job, gradients, kinds, live, cuda)
-        self.blocks = _blocks(job, number, by_block)
+        self.blocks = blocks_of(job, number, by_block)
+        self.tables = table_bytes(job.shape, kinds, job.microbatch)
         self.deferred = {
             index for block in self.blocks for each in block.deferred for index in each.gradients
         }
@@ -276,6 +218,7 @@ class _Replay:
     def _forward(self, stage: _Stage, key: Key) -> None:
         live, blocks = self.live, stage.blocks
         stage.gradients.begins(FORWARD)
+        live.take(stage.tables)
         if self._is_here(key[0] - 1):  # the same tensor
             self.outputs[key[0] - 1, key[1]] += 1
         for at, block in enumerate(blocks):
@@ -352,14 +295,21 @@ class _Replay:
             live.touch(working)
             stage.come(block.first, halved)
             live.touch(working)
+            for phase in block.phases if halved else ():
+                live.take(phase.taken)
+                released += phase.taken
+                stage.come(phase.gradients, halved)
+                live.touch(phase.working)
             live.take(-released)
             live.touch(self.hidden)
-            stage.come(block.then, halved)
+            before = {i for phase in block.phases for i in phase.gradients} if halved else set()
+            stage.come(tuple(i for i in block.then if i not in before), halved)
             live.touch(self.hidden)
             if not carried:
                 carried = self.stream
                 live.take(carried)
         stage.gradients.ends(action.kind)
+        live.take(-stage.tables)
         for at in list(stage.whole):
             stage.free(at)
         if stage.first:  # else it is kept for the stage before
@@ -409,113 +359,6 @@ def _gradients(
     if job.layout.dp > 1:
         return FlatBuckets(live, found, job.bucket_mb, cuda=cuda)
     return Gradients(live, found)
-
-
-def _by_block(job: Job, kinds: list[str]) -> list[list[Weight]]:
-    """The parameters of each block of a stage; a tied one where it comes first."""
-    held = weights(job.shape, kinds)
-    counts = [len(weights(job.shape, kinds[: n + 1])) for n in range(len(kinds))]
-    return [held[a:b] for a, b in zip([0, *counts], counts, strict=False)]
-
-
-def _blocks(job: Job, number: int, held: list[list[Weight]]) -> list[Block]:
-    """The blocks of a stage."""
-    kinds, tp = job.blocks(number), job.layout.tp
-    again = len(job.again(number, "full"))
-    offloads = job.layout.offloads("activations")
-    found: list[Block] = []
-    index = 0
-    for at, kind in enumerate(kinds):
-        block = job.shape.blocks[kind]
-        layer = kind not in ENDS
-        rows = dict(saved_rows(job.shape, kind, job.microbatch, job.element_bytes))
-        if layer and number == 0 and job.adapted and not any(b.layer for b in found):
-            rows = behind_first_adapter(block, rows)
-        # The executor holds what a stage is given.
-        if at == 0:
-            rows.pop("input", None)
-        moved = sum(n for n in rows.values() if n >= OFFLOADED_BYTES) if layer and offloads else 0
-        kept = sum(rows.values()) + job.adapter_bytes(kind) - moved
-        made = 0
-        if layer and again:
-            again -= 1
-            # Of its input alone; the first one's is that of the stage.
-            kept, made = (0 if at == 0 else job.stream_bytes), kept
-            made -= kept
-        own = range(index, index + len(trained(held[at])))
-        index = own.stop
-        named = list(zip(own, trained(held[at]), strict=True))
-        deferred = _deferred(job, block, named)
-        narrow = narrowing(block)
-        first = tuple(i for i, w in named if w.name.startswith(narrow))
-        found.append(
-            Block(
-                kind=kind,
-                kept=kept,
-                again=made,
-                moved=moved,
-                deferred=tuple(deferred.values()),
-                narrowed=deferred[narrow].input if layer and narrow in deferred else 0,
-                working=_widest(job, block)
-                + (job.hidden_bytes - job.stream_bytes)
-                + _fp8_bytes(job, block),
-                first=first,
-                then=tuple(i for i in own if i not in first),
-                values=sum(local(w, tp) for w in held[at]) * job.element_bytes,
-            )
-        )
-    return found
-
-
-def _deferred(
-    job: Job, block: BlockShape, named: list[tuple[int, Weight]]
-) -> dict[str, Deferred]:
-    """What W computes of a block, by the beginning of its weights' names; `named`: its gradients'
-    indices. An input that several matmuls read is kept once."""
-    found: dict[str, Deferred] = {}
-    tp, outside = job.layout.tp, job.microbatch.ranks("outside")
-    width = job.microbatch.tokens * job.element_bytes
-    inputs = set()
-    for p in block.products:  # a shared input is freed after the first of them
-        if p.frozen or p.bare:
-            continue
-        split_in = tp if p.split == "row" else outside
-        split_out = {"column": tp, "vocab": tp, "outside": outside}.get(p.split, 1)
-        source = p.input or p.name
-        prefix = weight_prefix(block, p)
-        found[prefix] = Deferred(
-            gradients=tuple(i for i, w in named if w.name.startswith(prefix)),
-            output=round(p.n * p.count / split_out * width),
-            input=0 if source in inputs else round(p.k * p.count / split_in * width),
-        )
-        inputs.add(source)
-    return dict(reversed(found.items()))
-
-
-def _widest(job: Job, block: BlockShape) -> int:
-    """Gradients of the widest inner tensors at once: of two (gate and up), or of what an activation
-    gave and of what it was given. Experts' outputs are weighted in fp32: three such tensors, and
-    their gradient in the dtype of the products."""
-    rows = [p for p in block.products if p.split in ("row", "outside")]
-    if not rows or block.kind in ENDS:
-        return 0
-    down = max(rows, key=lambda p: p.k * p.count)
-    tp = job.layout.tp if down.split == "row" else 1
-    widest = 2 * down.k * down.count / tp * job.element_bytes
-    weighted = [p.n * p.count * (3 * 4 + job.element_bytes) for p in rows if p.groups > 1]
-    return round(max(widest, *weighted, 0) * job.microbatch.tokens)
-
-
-def _fp8_bytes(job: Job, block: BlockShape) -> int:
-    """What torchao makes to cast the widest operand of a layer's matmuls to fp8: it is scaled and
-    clamped in fp32."""
-    if job.workload.dtype != "fp8" or block.kind in ENDS:
-        return 0
-    tp, tokens = job.layout.tp, job.microbatch.tokens
-    found = [p for p in block.products if not p.bare]
-    operands = [local(w, tp) for w in block.weights for p in found if w.name.startswith(p.name)]
-    operands += [round(tokens * p.k * p.count / (tp if p.split == "row" else 1)) for p in found]
-    return (4 + 4 + 1) * max(operands, default=0)
 
 
 def _scratch(job: Job, cuda: bool) -> int:
