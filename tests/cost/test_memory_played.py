@@ -67,8 +67,9 @@ def test_the_closed_form_is_within_5_percent(
     schedule = build(spec.layout, spec.layout.microbatches or 1)
     job = Job(shape=shape, layout=spec.layout, workload=spec.workload, schedule=schedule)
     played = forecast(spec, schedule if spec.layout.num_stages > 1 else None)
+    near = 0.01 if spec.layout.schedule == "zero-bubble" else 0.05
     for told, counted in zip(memory_rows(job), played, strict=True):
-        assert told["total"] == pytest.approx(counted.total, rel=0.05), (told, counted)
+        assert told["total"] == pytest.approx(counted.total, rel=near), (told, counted)
         assert told["parameters"] == pytest.approx(counted.parameters, rel=0.01)
         assert told["gradients"] == pytest.approx(counted.gradients, rel=0.01)
         assert told["optimizer"] == pytest.approx(counted.optimizer, rel=0.01)
