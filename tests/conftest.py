@@ -9,8 +9,12 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.hub_server import loopback  # noqa: F401  a fixture
 from tests.ranks import RankPool
 from tests.rotation import seed
+
+# No test asks the real Hub; those of the Hub have one on loopback (tests/hub_server.py).
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 NEEDS = ("torch", "ranks", "gpu")
 

@@ -1,10 +1,15 @@
 """Fit the constants of training to a table of published runs, and say how well they carry over.
 
-    python -m benchmarks.fit.train TABLE.csv [--leave-one-out] [--halves] [--write]
+    python -m benchmarks.fit.train TABLE.csv [TABLE.csv ...] [--held-out] [--leave-one-out]
+                                   [--halves] [--write]
 
 Fitted together, on the mainstream rows, by least squares on logarithms with a soft loss (an
 outlier of 20% counts as one of 5%), every source weighted by the root of its rows. Rows that are
-one run measured several times count with their median. The shape of the matrix rate (`small_tile`,
+one run measured several times count with their median. Rows whose layout was completed by
+`planning.unstated` take no part. `--held-out` leaves whole publications out, chosen by a hash of
+their names before any figure is seen, and judges fitted and present constants by them alone; what
+it writes was fitted without them, and nothing is written where they are predicted worse than by the
+constants that there are. The shape of the matrix rate (`small_tile`,
 `inner_overhead`, `memory_rate`) comes from `benchmarks.fit.products`, not from here.
 """
 
@@ -12,8 +17,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 import json
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -140,7 +147,7 @@ class Problem:
             module.file = original
         values = {}
         for field in dataclasses.fields(Constants):
-            if field.name in PRECISION_FIELDS:
+            if field.name in (*PRECISION_FIELDS, "quantized_inputs"):
                 values[field.name] = getattr(self.batch.constants, field.name)
                 continue
             column = np.array([float(getattr(part, field.name)) for part in parts])
@@ -194,6 +201,17 @@ def predictions(found: Sequence[Row], data: dict[str, Any]) -> list[Priced]:
     return [priced[place] for place in range(len(found))]
 
 
+def publication(source: str) -> str:
+    """A source without version and date: releases of one page are one publication."""
+    return re.sub(r"\s*\(.*?\)|\b\d+(\.\d+)+\b", "", source).strip()
+
+
+def is_held_out(source: str) -> bool:
+    """Whether a publication is among the three in ten that no fit with `--held-out` sees."""
+    digest = hashlib.sha256(publication(source).encode()).hexdigest()
+    return int(digest, 16) % 10 < 3
+
+
 def show(title: str, priced: Sequence[Priced]) -> None:
     """A table by source."""
     names: dict[str, list[Priced]] = {}
@@ -215,26 +233,42 @@ def show(title: str, priced: Sequence[Priced]) -> None:
     print("overall", dataclasses.asdict(average(main, 0)))
 
 
+def fit_all(everything: Sequence[Row], data: dict[str, Any]) -> dict[str, Any]:
+    """The data file fitted in three steps, none of which changes what an earlier one fitted."""
+    rows_of = [r for r in everything if r.measured and not r.resolved]
+    found = [r for r in rows_of if r.kind == MAINSTREAM]
+    apart = [r for r in rows_of if r.kind != MAINSTREAM and not r.shape.experts]
+    experts = [r for r in rows_of if r.shape.experts]
+    fitted = fit(found, data)
+    fitted = fit(apart, fitted, free=APART) if apart else fitted
+    return fit(experts, fitted, free=EXPERTS) if experts else fitted
+
+
 def main() -> None:
     """Fit, report, and write the data file if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("table")
+    parser.add_argument("tables", nargs="+")
+    parser.add_argument("--held-out", action="store_true")
     parser.add_argument("--leave-one-out", action="store_true")
     parser.add_argument("--halves", action="store_true")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
-    everything, _ = rows(read(options.table))
-    found = [r for r in everything if r.kind == MAINSTREAM and r.measured is not None]
+    everything, _ = rows([line for table in options.tables for line in read(table)])
     data = json.loads(json.dumps(file()))
-    fitted = fit(found, data)
-    apart = [r for r in everything if r.kind != MAINSTREAM and r.measured and not r.shape.experts]
-    fitted = fit(apart, fitted, free=APART)
-    experts = [r for r in everything if r.measured and r.shape.experts]
-    fitted = fit(experts, fitted, free=EXPERTS)
+    if options.held_out:
+        unseen = [r for r in everything if is_held_out(r.source)]
+        print("held out:", *sorted({publication(r.source) for r in unseen}), sep="\n  ")
+        everything = [r for r in everything if not is_held_out(r.source)]
+    found = [r for r in everything if r.kind == MAINSTREAM and r.measured is not None]
+    fitted = fit_all(everything, data)
     for part, name, field, *_ in (*FREE, *APART, *EXPERTS):
-        print(f"{part:6s} {name:18s} {field:16s} {fitted[part][name][field]:.4g}")
+        before, after = data[part][name][field], fitted[part][name][field]
+        print(f"{part:6s} {name:18s} {field:16s} {before:.4g} -> {after:.4g}")
     priced = predictions(everything, fitted)
-    show("fitted on all", priced)
+    show("rows that were fitted on", priced)
+    if options.held_out:
+        show("held out, constants as they are", predictions(unseen, data))
+        show("held out, fitted without them", predictions(unseen, fitted))
     if options.halves:
         draw = np.random.default_rng(0).random(len(found)) < 0.5
         left = fit([r for r, half in zip(found, draw, strict=True) if half], fitted)
@@ -242,11 +276,14 @@ def main() -> None:
         show("fitted on one half, shown on the other", predictions(rest, left))
     if options.leave_one_out:
         out: list[Priced] = []
-        for source in dict.fromkeys(r.source for r in found):
-            rest = [r for r in found if r.source != source]
+        for name in dict.fromkeys(publication(r.source) for r in found):
+            rest = [r for r in found if publication(r.source) != name]
             own = fit(rest, data, evaluations=20)
-            out += predictions([r for r in found if r.source == source], own)
-        show("each source predicted by constants fitted without it", out)
+            out += predictions([r for r in found if publication(r.source) == name], own)
+        show("each publication predicted by constants fitted without it", out)
+        for family in sorted({p.row.cluster.node.gpu.name.partition("-")[0] for p in out}):
+            of = [p for p in out if p.row.cluster.node.gpu.name.startswith(family)]
+            show(f"of these, {family}", of)
     if options.write:
         ratios = [p.target / p.step for p in priced if p.target and p.row.kind == MAINSTREAM]
         low, high = np.percentile(ratios, [10, 90])

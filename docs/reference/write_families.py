@@ -21,7 +21,7 @@ from collections import defaultdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from hocket.spec.matrix import LAYOUTS, SERVED_LAYOUTS, Matrix, TypeRow, merged
+from hocket.spec.matrix import LAYOUTS, SERVED_LAYOUTS, SWITCHED, Matrix, TypeRow, merged
 
 PAGE = Path(__file__).with_name("families.md")
 ROWS = PAGE.with_suffix(".jsonl")
@@ -42,9 +42,10 @@ of its class defaults (four layers or two of each kind, hidden size 64, four hea
 steps at each layout, and its loss, every gradient and every value after the optimizer's step are
 compared with what the plain transformers model computes in one process ([what counts as
 equal](../guides/check.md)). A type whose name ends in `+` is the second configuration of its class,
-with optional switches on (`output_router_logits`, `alibi`, `attention_bias` and others, where they
-are off by default). A type or a cell that is missing here has not been run. "Train" means: every
-layout tried that splits along these axes, or some of them, is equal.
+with its optional switches reversed (biases, norms of queries and keys, ties, the router's loss), as
+far as the class accepts them together; they are in the last list. A type or a cell that is missing
+here has not been run. "Train" means: every layout tried that splits along these axes, or some of
+them, is equal.
 """
 
 
@@ -59,7 +60,7 @@ layout is started on a tiny model of its class defaults (the configurations of
 [the training matrix](families.md)) with random weights, and its greedy tokens and log-probabilities
 are compared with plain transformers: prefill in one piece and in chunks, decode from the paged
 cache, batching, prefix reuse and preemption ([what counts as equal](../guides/check.md#a-server)).
-A row whose type ends with `*` has the optional switches of the configuration reversed, as far as
+A row whose type ends with `+` has the optional switches of the configuration reversed, as far as
 the class accepts them together; they are in the last list.
 """
 
@@ -68,7 +69,7 @@ def served_page(rows: tuple[TypeRow, ...]) -> str:
     """The page of the serving matrix."""
     layouts = tuple(t for t in SERVED_LAYOUTS if any(row.cell(t) for row in rows))
     found = Matrix(layouts=layouts, rows=rows)
-    plain = [row for row in rows if not row.kind.endswith("*")]
+    plain = [row for row in rows if not row.kind.endswith(SWITCHED)]
     everywhere = [
         row for row in plain if all(cell.outcome == "equal" for cell in row.cells) and row.cells
     ]
@@ -99,7 +100,7 @@ def served_page(rows: tuple[TypeRow, ...]) -> str:
         *(line.replace("refused: ", "") for line in _reasons(found)),
         "## Reversed switches",
         "",
-        *(f"- `{row.kind}`: {_plain(row.note)}" for row in rows if row.note),
+        *(f"- `{row.kind}`: {_plain(row.switches)}" for row in rows if row.switches),
     ]
     return "\n".join(lines) + "\n"
 
@@ -112,8 +113,10 @@ def page(rows: tuple[TypeRow, ...]) -> str:
     """The whole page."""
     layouts = tuple(t for t in LAYOUTS if any(row.cell(t) for row in rows))
     every = Matrix(layouts=layouts, rows=rows)
-    found = Matrix(layouts=layouts, rows=tuple(row for row in rows if not row.kind.endswith("+")))
-    second = Matrix(layouts=layouts, rows=tuple(row for row in rows if row.kind.endswith("+")))
+    found = Matrix(
+        layouts=layouts, rows=tuple(row for row in rows if not row.kind.endswith(SWITCHED))
+    )
+    second = Matrix(layouts=layouts, rows=tuple(row for row in rows if row.kind.endswith(SWITCHED)))
     split = found.train_under("dp", "pp", "tp", "zero")
     sliced = found.train_under("dp", "pp", "tp", "zero", "sequence")
     inferred = {row.kind for row in rows if row.inferred}
@@ -129,7 +132,7 @@ def page(rows: tuple[TypeRow, ...]) -> str:
         "combination tried;",
         f"- {len(split)} also under tensor parallelism, {len(inferred & set(split))} of them by a "
         f"plan that was inferred from what their tiny model computes. {whole} of the {len(split)} "
-        "hold some blocks whole on every rank, for the reason in the last list;",
+        "replicate some blocks on every rank, for the reason given below;",
         f"- {len(sliced)} also with sequence parallelism.",
         "",
         "| | layout |",
@@ -146,9 +149,13 @@ def page(rows: tuple[TypeRow, ...]) -> str:
         "## What is refused, and why",
         "",
         *_reasons(every),
-        "## What tensor parallelism holds whole",
+        "## Blocks that tensor parallelism replicates",
         "",
         *(f"- `{row.kind}`: {_plain(row.note)}" for row in rows if row.note and row.kind in split),
+        "",
+        "## Reversed switches",
+        "",
+        *(f"- `{row.kind}`: {_plain(row.switches)}" for row in rows if row.switches),
     ]
     return "\n".join(lines) + "\n"
 

@@ -205,7 +205,7 @@ def built(
 
     sharded = Layout.parse(layout)
     mesh = Mesh(sharded, context.rank)
-    # Found beforehand: that holds a tiny twin, whose size is not the model's.
+    # Found beforehand: that holds a tiny proxy model, whose size is not the model's.
     plan = plan_for(build_skeleton(config, attention="sdpa"))
     weights = None
     if directory is not None:

@@ -399,3 +399,111 @@ def _request(folder: Path) -> None:
         if not 400 <= error.status < 500:
             raise
         raise OptionError(error.message) from None
+
+
+# --- configurations of other tools, and tables of runs -------------------------------------------
+
+TOOL_FILES = {
+    "torchtitan-0.2.2": "job.toml", "torchtitan": "job.py", "deepspeed": "ds.json",
+    "accelerate": "accelerate.yaml", "megatron": "train.sh",
+}  # fmt: skip
+_TITAN = """import os
+def mine():
+    c = llama3_8b()
+    c.training.num_tokens_per_microbatch_per_dp_rank = 2 * 4096
+    c.training.num_tokens_per_train_step = 64 * 4096
+    c.training.max_context_length = 4096
+    c.parallelism.data_parallel_shard_degree = 8
+    c.parallelism.tensor_parallel_degree = 1
+    return c
+"""
+_TITAN_TOML = """[training]
+local_batch_size = 2
+global_batch_size = 64
+seq_len = 4096
+[parallelism]
+data_parallel_shard_degree = 4
+tensor_parallel_degree = 2
+[activation_checkpoint]
+mode = "full"
+"""
+
+
+def _tool_file(tool: str) -> Step:
+    def make(folder: Path) -> None:
+        from hocket.jobs.plan import emitted, plan
+
+        written = {"torchtitan": _TITAN, "torchtitan-0.2.2": _TITAN_TOML}.get(tool)
+        if written is None:
+            found = plan(
+                "llama-3-8b", cluster="8xH100-SXM", seq_len=4096, global_batch=64, emit=tool
+            )
+            written = emitted(found, tool)
+        (folder / TOOL_FILES[tool]).write_text(written)
+
+    return copied(make)
+
+
+def _predict(file: str) -> Step:
+    def read(folder: Path) -> None:
+        from hocket.jobs.plan_from import plan_from, reading_text
+
+        path = str(folder / file)
+        reading_text(plan_from(path, model="llama-3-8b", cluster="8xH100-SXM", global_batch=64))
+
+    return read
+
+
+for _name, _file in TOOL_FILES.items():
+    _mutation = mutate.json_file if _file.endswith("json") else mutate.damaged
+    kind(f"--from {_name}", _file, _tool_file(_name), _mutation)(_predict(_file))
+
+
+def _serve_line(folder: Path) -> None:
+    (folder / "serve.sh").write_text(
+        "vllm serve meta-llama/Llama-3.1-8B --tensor-parallel-size 2 --dtype bfloat16 "
+        "--max-num-seqs 128 --max-num-batched-tokens 4096 --max-model-len 4096 "
+        "--gpu-memory-utilization 0.9 --enable-prefix-caching --port 8000\n"
+    )
+
+
+@kind("--from vllm", "serve.sh", _serve_line, mutate.damaged)
+def _read_serve_line(folder: Path) -> None:
+    from hocket.jobs.plan_from import serve_from
+
+    serve_from(
+        str(folder / "serve.sh"), model="llama-3-8b", cluster="H100-SXM-80", prompt_len=512,
+        output_len=128, requests_per_second=2.0,
+    )  # fmt: skip
+
+
+def _published(folder: Path) -> None:
+    (folder / "runs.csv").write_text(
+        "id,source,model,gpu,n_gpus,layers,hidden,heads,kv_heads,ffn,vocab,seq,global_batch,tp,pp,"
+        "dp,zero_stage,micro_batch,precision,recompute,measured_iter_s,measured_mem_gb\n"
+        "a,s,llama,H100-SXM-80,8,32,4096,32,8,14336,128256,4096,64,1,1,8,3,1,bf16,full,6.1,60\n"
+        "b,s,llama,A100-SXM-80,16,32,4096,32,8,14336,128256,4096,128,4,2,2,1,2,bf16,none,14,70\n"
+    )
+
+
+@kind("table of runs", "runs.csv", _published, mutate.damaged)
+def _validate(folder: Path) -> None:
+    from hocket.jobs.accuracy import accuracy, text
+
+    text(accuracy(str(folder / "runs.csv")))
+
+
+def _served_runs(folder: Path) -> None:
+    (folder / "runs.csv").write_text(
+        "id,source,model,gpu,engine,mode,isl,osl,concurrency_or_batch,tp,n_gpus,precision,"
+        "tpot_ms,ttft_ms,out_tok_s_total\n"
+        "a,s,llama-3-8b,H100-SXM-80,vllm,closed_loop,512,128,16,1,1,bf16,9.5,120,1500\n"
+        "b,s,llama-3-70b,H100-SXM-80,trtllm,batch1_decode,2048,2048,1,8,8,fp8,9,200,110\n"
+    )
+
+
+@kind("table of servers", "runs.csv", _served_runs, mutate.damaged)
+def _validate_servers(folder: Path) -> None:
+    from hocket.jobs.accuracy import serving_accuracy, serving_text
+
+    serving_text(serving_accuracy(str(folder / "runs.csv")))

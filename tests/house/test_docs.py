@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -12,18 +13,22 @@ import subprocess
 import sys
 import threading
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hocket.cli.main import VERBS, main
+from tests.hub_server import TOKEN, Repo, folder
 from tests.jobs.warm import warm  # noqa: F401  a fixture
 from tests.rotation import part
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 GENERATED = ROOT / "docs" / "reference" / "cli.md"
+OF_THE_HUB = ROOT / "docs" / "guides" / "hub.md"
+"""Its commands are run in their order, with a Hub on loopback."""
 FEW = {"--steps": "2", "--max-new-tokens": "4", "--port": "0"}
 """What the test makes smaller; everything else runs as it is written."""
 
@@ -86,7 +91,9 @@ def test_the_pages_hold_commands() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [w for page in PAGES for w in commands(page) if quick(w)], ids=shlex.join
+    "words",
+    [w for page in PAGES if page != OF_THE_HUB for w in commands(page) if quick(w)],
+    ids=shlex.join,
 )
 def test_quick_commands_run(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 0
@@ -119,6 +126,35 @@ def served(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert codes == [200]
 
 
+@pytest.fixture
+def stack() -> Iterator[contextlib.ExitStack]:
+    with contextlib.ExitStack() as opened:
+        yield opened
+
+
+def repos_of_the_page(tmp_path: Path) -> list[Repo]:
+    """What the page of the Hub names, tiny: a Qwen3 with weights and tokenizer, and stories."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from hocket.training.tokenizer import resolve
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=257, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=4096,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "qwen")
+    resolve("bytes", model_dir=None).save(tmp_path / "qwen")
+    story = "Once upon a time there was a layout of many ranks. "
+    rows = "".join(json.dumps({"text": f"{i}. {story * 20}"}) + "\n" for i in range(40)).encode()
+    data = {"data/train.jsonl": rows, "data/validation.jsonl": rows}
+    return [
+        Repo("Qwen/Qwen3-0.6B", folder(tmp_path / "qwen")),
+        Repo("roneneldan/TinyStories", data, kind="dataset"),
+    ]
+
+
 @pytest.mark.ranks
 @pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(
@@ -127,8 +163,12 @@ def served(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     ids=lambda page: page.name,
 )
 def test_commands_run_in_their_order(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
+    if page == OF_THE_HUB:
+        hub = request.getfixturevalue("loopback")
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        request.getfixturevalue("stack").enter_context(hub(*repos_of_the_page(tmp_path)))
     monkeypatch.chdir(tmp_path)
     shutil.copy(ROOT / "README.md", tmp_path)
     for number, code in enumerate(blocks(page, "toml")):
@@ -140,7 +180,7 @@ def test_commands_run_in_their_order(
     for words in commands(page):
         if words[0] == "serve":
             served(fewer(words), monkeypatch)
-        elif not quick(words) and words[0] != "demo":
+        elif (page == OF_THE_HUB or not quick(words)) and words[0] != "demo":
             assert main(fewer(words)) == 0, shlex.join(words)
 
 

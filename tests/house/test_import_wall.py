@@ -51,6 +51,7 @@ OUTSIDE: dict[str, set[str]] = {
     "planning": {"numpy", "yaml"},
     "models": {
         "torch", "transformers", "safetensors", "huggingface_hub", "numpy", "jinja2", "peft",
+        "tqdm",  # whose bars huggingface_hub asks for
     },
     "runtime": {"torch", "numpy", "torchao", "triton"},
     "launch": {"torch"},

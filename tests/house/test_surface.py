@@ -29,7 +29,7 @@ TRAINING = {
     "backend", "threads", "bucket_mb", "compile", "attention", "tensorboard",
     "trust_remote_code", "timeout",
     "links", "memory_per_rank", "grad_dtype", "data_format", "chat_template_file",
-    "packing", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets",
+    "packing", "streaming", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets",
 }  # fmt: skip
 
 SERVICE = {
@@ -78,7 +78,9 @@ FLAGS = {
         "num_blocks", "max_waiting", "no_prefix_cache", "deadline", "drain_seconds",
         "chat_template_file", "generation_config", "max_restarts", "dry_run",
     },
-    "export": {"run", "to", "merge", "overwrite", "trust_remote_code"},
+    "export": {
+        "run", "to", "merge", "overwrite", "push_to_hub", "private", "trust_remote_code",
+    },
     "plan": {
         "model", "cluster", "seq_len", "global_batch", "objective", "top", "layout", "pin", "all",
         "explain", "emit", "source", "price_list", "precision", "grad_dtype", "stack", "lora_rank",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from hocket.jobs.validate import validate
 from hocket.models.source import resolve
 from hocket.spec.errors import HocketError
 from hocket.spec.layout import Layout
-from hocket.spec.run import RunSpec
+from hocket.spec.run import RunFolder, RunSpec
 from tests.jobs.test_forecast import here
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(120)]
@@ -42,7 +43,8 @@ def run_spec() -> RunSpec:
     """Of the job that is planned, as `hocket compare` prices it."""
     source = resolve("tiny-llama", weights=False)
     asked = request({"model": "tiny-llama", **SIZES, "device": "cpu"})
-    return prepare.spec_of(source, asked, Layout(), source.config, "train")
+    config = prepare.trained_config(source, 257, 256)  # of bytes and their end
+    return prepare.spec_of(source, asked, Layout(), config, "train")
 
 
 def test_adapters_are_planned_as_they_are_foretold(cluster: str) -> None:
@@ -91,6 +93,33 @@ def test_it_chooses_what_layout_auto_chooses(cluster: str) -> None:
     )
     assert str(found.best.layout) == told.layout
     assert found.best.step_seconds.mid == told.step_seconds
+
+
+def test_it_plans_the_model_that_train_would_make(
+    cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The two verbs with equal flags: one vocabulary, one list of layouts, one answer."""
+    data = tmp_path / "text.txt"
+    data.write_text("the same layout from both verbs. " * 400)
+    asked = request(
+        {"model": "tiny-llama", **SIZES, "device": "cpu", "data": [str(data)], "layout": "auto",
+         "cluster": cluster}
+    )  # fmt: skip
+    made = prepare.plan(asked)
+    folder = RunFolder(tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    _, _, config = prepare.data(made, folder)
+    spec = prepare.spec_of(made.source, asked, Layout(), config, "train")
+    told, _ = forecast.chosen(
+        spec,
+        here(),
+        (),
+        legal=lambda one: validate(made.source.dimensions, one, spec.workload),
+    )
+    found = job.plan("tiny-llama", cluster=cluster, **SIZES)
+    assert found.best.step_seconds.mid == pytest.approx(told.step_seconds)
+    assert str(found.best.layout) == told.layout
+    assert any("257 ids" in note for note in found.notes)
 
 
 def test_pins_are_kept(cluster: str) -> None:

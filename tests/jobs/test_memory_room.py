@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hocket.cli.main import main
-from hocket.probing import host
+from hocket.runtime import host_memory
 from tests.jobs.warm import warm  # noqa: F401  a fixture
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(120), pytest.mark.usefixtures("warm")]
@@ -26,7 +26,7 @@ def test_what_this_machine_cannot_hold_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Ranks once started and were killed, as nothing compared the prediction with the machine."""
-    monkeypatch.setattr(host, "free_memory", lambda: 60 * 10**6)
+    monkeypatch.setattr(host_memory, "free_memory", lambda: 60 * 10**6)
     assert train(tmp_path) == 2
     error = capsys.readouterr().err
     assert "on its 1 rank, and this machine has 60 MB of memory free; fits at" in error
@@ -39,6 +39,6 @@ def test_what_this_machine_cannot_hold_is_rejected(
 def test_what_no_layout_makes_fit_names_the_planner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(host, "free_memory", lambda: 10**6)
+    monkeypatch.setattr(host_memory, "free_memory", lambda: 10**6)
     assert train(tmp_path, "--layout", "dp2") == 2
     assert "hint: hocket plan tiny-llama --cluster 8xH100" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Documents that share a row do not see each other: shown on a family's twin, or refused."""
+"""Documents that share a row do not see each other: shown on a family's proxy model, or refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
 def test_a_row_of_documents_is_its_documents_or_is_refused(family: str) -> None:
-    from hocket.jobs.twin_packed import try_packed
+    from hocket.jobs.proxy.packed import try_packed
     from hocket.models.skeleton import config_of
 
     config = config_of({**FAMILIES, **OTHERS}[family], dropout=0.0)
@@ -31,7 +31,7 @@ def test_a_row_of_documents_is_its_documents_or_is_refused(family: str) -> None:
 
 
 def test_an_eager_attention_keeps_them_apart_too() -> None:
-    from hocket.jobs.twin_packed import try_packed
+    from hocket.jobs.proxy.packed import try_packed
     from hocket.models.skeleton import config_of
 
     assert try_packed(config_of(FAMILIES["gemma3"], dropout=0.0), "eager") == ""
@@ -40,9 +40,9 @@ def test_an_eager_attention_keeps_them_apart_too() -> None:
 def test_attention_across_documents_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import masking_utils
 
-    from hocket.jobs.twin_packed import try_packed
+    from hocket.jobs.proxy.packed import try_packed
     from hocket.models.skeleton import config_of
 
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda positions: None)
     reason = try_packed(config_of(FAMILIES["llama"], dropout=0.0), "sdpa")
-    assert "logits of its tiny twin differ" in reason
+    assert "logits of its tiny proxy model differ" in reason

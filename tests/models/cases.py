@@ -8,8 +8,8 @@ from typing import Any
 def tensors(
     context: Any, configs: dict[str, dict[str, Any]], slices: bool = False
 ) -> dict[str, tuple[str, str]]:
-    """The twin's verdict on splitting tensors (with `slices`, sequences too), of many models."""
-    from hocket.jobs.twin import try_tensors
+    """The proxy model's verdict on splitting tensors (with `slices`, sequences too), by model."""
+    from hocket.jobs.proxy.check import try_tensors
     from hocket.models.skeleton import config_of
 
     return {
@@ -28,7 +28,7 @@ def said(context: Any, texts: list[str]) -> list[str]:
     """What every rank hears when each says its own text."""
     import torch.distributed as dist
 
-    from hocket.jobs.twin import _said
+    from hocket.jobs.proxy.check import _said
     from hocket.runtime.mesh import Axis
     from hocket.runtime.record import Recorder
 

@@ -97,12 +97,15 @@ def test_an_adapter_is_not_the_model_that_it_was_trained_on(tmp_path):
     with pytest.raises(ModelError, match="holds an adapter") as caught:
         resolve(folder)
     assert "merge_and_unload" in str(caught.value.hint)
-    (tmp_path / "run" / "run.json").write_text("{}")
-    with pytest.raises(ModelError, match="holds an adapter") as caught:
-        resolve(folder)
-    assert str(caught.value.hint) == (
-        f"hocket export {tmp_path}/run --to {tmp_path}/run/model --merge"
+    base = write(tmp_path / "base", **LLAMA)
+    (folder / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "r": 2, "base_model_name_or_path": str(base)})
     )
+    (tmp_path / "run" / "run.json").write_text("{}")
+    for name in (folder, tmp_path / "run"):  # the run that trained it, too
+        assert resolve(name, weights=False).dimensions == resolve(base).dimensions
+        with pytest.raises(ModelError, match="which has no weights"):
+            resolve(name)
 
 
 def test_run_spec_gives_the_source_back(tmp_path):
@@ -144,6 +147,9 @@ def test_hints_that_can_be_pasted(tmp_path):
     with pytest.raises(ModelError) as caught:
         resolve("tiny-lama")
     assert "tiny-llama" in str(caught.value.hint)
+    with pytest.raises(ModelError, match="unknown model 'qwen3-4b': there is no") as caught:
+        resolve("qwen3-4b")  # neither is qwen3-8b
+    assert "Qwen/qwen3-4b" in str(caught.value.hint)
 
 
 def test_numbers_that_json_does_not_have_are_read_as_transformers_writes_them(tmp_path):

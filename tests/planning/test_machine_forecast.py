@@ -26,6 +26,7 @@ from hocket.spec.measured import (
     Stream,
     Update,
 )
+from hocket.spec.process_groups import named_groups
 from hocket.spec.run import Workload
 
 RATE = 1e10
@@ -292,6 +293,29 @@ def test_candidates_are_legal_for_model_and_batch() -> None:
     for layout in found:
         assert SHAPE.heads % layout.tp == 0
         assert 6 % (layout.dp * (layout.microbatches or 1)) == 0
+
+
+@pytest.mark.parametrize("text", ["pp3.tp4", "pp4.tp4", "pp2.tp8", "dp4:zero=2,shard=2"])
+def test_a_step_with_every_group_that_a_layout_has_is_simulated(text: str) -> None:
+    """Copied key/value heads and HSDP's replicas: groups that are neither an axis nor the world."""
+    layout = dataclasses.replace(Layout.parse(text), microbatches=4)
+    found, timeline = forecast(
+        shapes.shape("tiny-qwen3"), layout, Workload(seq_len=128, global_batch=16), MACHINE
+    )
+    assert found.known
+    derived = {"tp_copies2", "tp_copies4", "replicas"}
+    axes = {event.axis for event in timeline.events} & derived
+    assert axes, sorted({str(event.axis) for event in timeline.events})
+    # Ranks of one group end a collective together, and no other rank of the world has to.
+    for axis in axes:
+        rows = named_groups(layout, str(axis))
+        assert all(len(row) < layout.world_size for row in rows)
+        for row in rows:
+            ends = [
+                sorted(e.end for e in timeline.events if e.axis == axis and e.rank == rank)
+                for rank in row
+            ]
+            assert len({len(one) for one in ends}) == 1
 
 
 def test_threads_are_not_foretold() -> None:

@@ -18,6 +18,7 @@ from hocket.planning.layouts import layout_at, row
 from hocket.planning.plan import Plan, plan, plan_one, smallest_cluster
 from hocket.planning.problem import Problem
 from hocket.planning.search import price, search, simulate_all
+from hocket.planning.tools.emit import TOOLS, emit
 from hocket.schedules.registry import build
 from hocket.simulation import simulate
 from hocket.spec.errors import LayoutError, OptionError
@@ -427,3 +428,23 @@ def test_every_loser_loses(why: list[str]) -> None:
     for sentence in why[2:]:
         if "step time" in sentence:
             assert ": -" not in sentence, sentence
+
+
+def test_what_runs_elsewhere_names_the_software_that_runs_it() -> None:
+    """Each layout over cp comes with the tools that write its flags, and only those."""
+    problem = Problem(
+        shape=shape("llama-3-8b"), cluster=cluster("4x8xH100-SXM"),
+        seq_len=131072, global_batch=8,
+    )  # fmt: skip
+    found = plan(problem, top=3)
+    assert found.beyond
+    for one in found.beyond:
+        assert one.layout.cp > 1
+        assert one.tools
+        for name in TOOLS:
+            if name in one.tools:
+                assert emit(name, problem, one)
+            else:
+                with pytest.raises(LayoutError):
+                    emit(name, problem, one)
+    assert all(not one.tools for one in found.layouts)

@@ -308,3 +308,41 @@ def test_the_number_of_sequences_follows_memory_and_tokens_of_a_step() -> None:
     assert unlimited.sequences(8, 1, 8192) == 8192
     assert unlimited.sequences(8, 2, 8192) == 2 * 8192
     assert SEVENTY.sequences(8, 1, 8192) < 8192  # its memory holds fewer
+
+
+MIXTURE = dataclasses.replace(
+    SEVENTY, shape=shape("qwen3-30b-a3b"), cluster=cluster("8xH100-SXM"),
+    service=Service(requests_per_second=60.0, ttft_ms=2000.0, tpot_ms=25.0),
+)  # fmt: skip
+
+
+def test_data_ranks_inside_a_replica_divide_its_experts() -> None:
+    """Attention under data parallelism: a group holds its experts once."""
+    group = MIXTURE.grouped(4)
+    assert group.ep == 4
+    assert group is MIXTURE.grouped(4)
+    alone, four = MIXTURE.prices(1, 1), group.prices(1, 1)
+    assert four.gpus == 4
+    experts = sum(
+        w.elements
+        for kind in MIXTURE.shape.layers
+        for w in MIXTURE.shape.blocks[kind].weights
+        if "experts" in w.name
+    )
+    # Each rank has all of attention and a quarter of the experts, at 2 bytes.
+    assert alone.weight_bytes - four.weight_bytes == pytest.approx(2 * experts * 3 / 4, rel=0.01)
+    assert group.cached_tokens(1, 1) > 4 * MIXTURE.cached_tokens(1, 1)
+    assert {one.ep for one in MIXTURE.groups()} == {1, 2, 4, 8}
+    assert [one.ep for one in SEVENTY.groups()] == [1]  # a dense model has no experts
+
+
+def test_a_deployment_of_groups_is_found_and_written() -> None:
+    found = answer_one(MIXTURE, Layout.parse("dp8.ep4")).deployments[0]
+    assert (found.num_gpus, found.replicas) == (8, 2)
+    best = [told(MIXTURE, one) for one in search(MIXTURE, top=5, pins={"ep": 4})]
+    assert best
+    assert all(one.layout.ep == 4 and one.layout.dp % 4 == 0 for one in best)
+    (again,) = answer_one(MIXTURE, best[0].layout, best[0].max_batch_tokens).deployments
+    assert again.most_requests_per_second == pytest.approx(best[0].most_requests_per_second)
+    with pytest.raises(LayoutError, match="expert"):
+        answer_one(SEVENTY, Layout.parse("dp8.ep4"))

@@ -61,6 +61,63 @@ def test_rows_that_share_an_id_are_all_counted(tmp_path: Path) -> None:
     assert [bool(r["left_out"]) for r in written].count(True) == 2
 
 
+STATED = ("zb-010", "bloom-074", "sc21t1-005", "sc21t2-001", "llmfoundry-036", "golden-001")
+
+
+def _stated(**change: str) -> list[dict[str, str]]:
+    return [r | change for r in read(EXTRACT) if r["id"] in STATED]
+
+
+def test_a_microbatch_that_is_not_stated_is_not_the_whole_share() -> None:
+    """Rows whose microbatch is known, without it: as near as with it, and far from the whole."""
+    known, blank = report(_stated()), report(_stated(micro_batch=""))
+    assert len(blank.priced) == len(known.priced) == len(STATED)
+    for one, before in zip(blank.priced, known.priced, strict=True):
+        at = one.row.layout
+        assert at["microbatch"] * at["microbatches"] == pytest.approx(
+            before.row.layout["microbatch"] * before.row.layout["microbatches"]
+        )
+        assert set(one.row.resolved) == {"micro_batch"}
+        assert float(one.row.resolved["micro_batch"]) == at["microbatch"]
+        assert one.error is not None
+        assert abs(one.error) < 0.15, one.row.id
+        assert one.fits
+
+
+@pytest.mark.parametrize("name", ["bloom-074", "sc21t1-005", "zb-010", "golden-001"])
+def test_what_is_resolved_is_the_fastest_that_fits(name: str) -> None:
+    row = next(r for r in read(EXTRACT) if r["id"] == name)
+    share = int(float(row["global_batch"]) / float(row["dp"]))
+    sizes = [n for n in range(1, share + 1) if share % n == 0]
+    each = report([row | {"id": str(n), "micro_batch": str(n)} for n in sizes]).priced
+    fastest = min((p for p in each if p.fits), key=lambda p: p.step)
+    chosen = report([row | {"micro_batch": ""}]).priced[0]
+    assert chosen.row.resolved == {"micro_batch": fastest.row.id}
+    assert chosen.step == pytest.approx(fastest.step)
+
+
+def test_recompute_that_is_not_stated_is_none_only_where_that_fits() -> None:
+    row = next(r for r in read(EXTRACT) if r["id"] == "golden-001") | {"recompute": ""}
+    small, large = parse(row), parse(row | {"micro_batch": "32", "global_batch": "2048"})
+    assert not isinstance(small, str)
+    assert not isinstance(large, str)
+    assert small.resolved == {"recompute": "none"}
+    assert large.resolved == {"recompute": "full"}
+
+
+def test_resolved_knobs_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table, out = tmp_path / "table.csv", tmp_path / "rows.csv"
+    rows = _stated(micro_batch="")
+    with table.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    assert main(["validate", str(table), "--rows", str(out)]) == 0
+    assert "resolved, since rows do not state it: micro_batch=" in capsys.readouterr().out
+    for row in csv.DictReader(out.open()):
+        assert row["resolved"].startswith("micro_batch=")
+
+
 def test_experts_come_from_the_model_of_that_name() -> None:
     row = next(r for r in read(EXTRACT) if r["id"] == "golden-013") | {"n_gpus": "64", "dp": ""}
     known = parse(row)

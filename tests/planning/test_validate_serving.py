@@ -178,3 +178,37 @@ def test_what_does_not_fit_waits_for_a_place() -> None:
     near, far = price([r for r in rows if not isinstance(r, str)])
     assert far.ttft > 10 * near.ttft
     assert far.batch < 20000
+
+
+MLPERF = (
+    # mlcommons/inference_results_v4.1 and v5.1, closed division: GPU, GPUs, precision, tp, limit of
+    # sequences, tokens of an answer, then mean ms per token and output tokens/s of all GPUs.
+    ("H100-SXM-80", "8", "fp8", "2", "1024", "290.3", "server", 154.96, 21605.79),
+    ("H200-SXM", "8", "fp8", "1", "2048", "292.7", "server", 171.23, 33164.39),
+    ("H200-SXM", "8", "fp8", "1", "512", "292.8", "interactive", 35.19, 20432.07),
+    ("B200", "8", "fp4", "1", "2048", "274.4", "server", 123.32, 99123.04),
+    ("GB200", "4", "fp4", "1", "2048", "276.6", "server", 115.85, 49359.61),
+)
+
+
+@pytest.mark.parametrize("row", MLPERF, ids=lambda row: f"{row[0]}-{row[6]}")
+def test_a_server_at_its_limit_has_its_batch_full(row: tuple[str | float, ...]) -> None:
+    """Llama 2 70B: time per token of a saturated server, not of a request or two at once."""
+    gpu, gpus, precision, tp, most, output, kind, tpot, tokens = row
+    line = _line(
+        id="mlperf", model="Llama 2 70B Chat", gpu=str(gpu), n_gpus=str(gpus), tp=str(tp),
+        precision=str(precision), mode=f"mlperf_{kind}", concurrency_or_batch=str(most), isl="",
+        osl=str(output), engine="TensorRT-LLM", engine_version="1.0", tpot_ms=str(tpot),
+        out_tok_s_total=str(tokens), ep="", moe_tp="", attn_dp="", pp="1", notes="",
+    )  # fmt: skip
+    known = parse(line)
+    assert not isinstance(known, str), known
+    (priced,) = price([known])
+    assert 1e3 * priced.tpot == pytest.approx(tpot, rel=0.25)
+    assert priced.throughput == pytest.approx(
+        float(tokens) * int(str(tp)) / int(str(gpus)), rel=0.4
+    )
+    alone = parse({**line, "mode": "agg", "isl": "294", "concurrency_or_batch": "8"})
+    assert not isinstance(alone, str), alone
+    (few,) = price([alone])
+    assert few.tpot < 0.6 * priced.tpot

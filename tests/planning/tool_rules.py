@@ -380,8 +380,8 @@ def vllm(text: str, facts: Facts) -> None:
     if nodes > 1:
         assert {"--node-rank", "--master-addr"} <= set(found)
     # With experts, ranks of --data-parallel-size are one group, not replicas.
-    assert not facts["experts"] or dp == 1
-    assert "--enable-expert-parallel" not in found or facts["experts"]
+    assert not facts["experts"] or dp == facts["ep"]
+    assert ("--enable-expert-parallel" in found) == (facts["ep"] > 1)
     assert found.get("--quantization") in (None, "fp8_per_tensor", "fp8_per_block")
     assert found.get("--kv-cache-dtype") in (None, "fp8", "auto", "bfloat16")
     assert 0 < float(found["--gpu-memory-utilization"]) <= 1
@@ -394,10 +394,14 @@ def sglang(text: str, facts: Facts) -> None:
     assert found["--model-path"] == "MODEL" or "/" in found["--model-path"]
     tp, pp = _number(found, "--tp-size"), _number(found, "--pp-size")
     dp, nodes = _number(found, "--dp-size"), _number(found, "--nnodes")
-    assert facts["heads"] % tp == 0
+    # server_args: attention of data ranks divides the tensor ranks, and experts all of them.
+    together = "--enable-dp-attention" in found
+    assert together == (facts["ep"] > 1) == ("--ep-size" in found)
+    assert not together or (tp % dp == 0 and dp == facts["ep"] and int(found["--ep-size"]) == tp)
+    assert facts["heads"] % (tp // dp if together else tp) == 0
     assert tp * pp % nodes == 0
     assert tp * pp // nodes <= facts["gpus_per_node"]
-    assert dp == 1 or (nodes == 1 and dp * tp * pp <= facts["gpus_per_node"])
+    assert together or dp == 1 or (nodes == 1 and dp * tp * pp <= facts["gpus_per_node"])
     assert nodes == 1 or {"--node-rank", "--dist-init-addr"} <= set(found)
     assert found.get("--kv-cache-dtype") in (None, "fp8_e4m3", "fp8_e5m2")
     assert 0 < float(found["--mem-fraction-static"]) <= 1

@@ -9,6 +9,7 @@ from hocket.schedules import build
 from hocket.simulation import simulate, theoretical_bubble
 from hocket.spec.layout import Layout
 from hocket.spec.prices import Prices
+from hocket.spec.process_groups import named_groups
 from hocket.spec.timeline import Event, Timeline
 from tests.reporting.run_folders import measured
 
@@ -119,10 +120,21 @@ def test_the_parts_of_every_rank_add_up_to_the_step(text: str) -> None:
 
 def test_groups_by_name() -> None:
     layout = Layout(dp=2, tp=2)
-    assert groups(layout, "tp") == [(0, 1), (2, 3)]
-    assert groups(layout, "model") == [(0, 1), (2, 3)]
-    assert groups(layout, "world") == [(0, 1, 2, 3)]
-    assert groups(layout, "imagined") == []
+    assert groups(layout, "tp") == ((0, 1), (2, 3))
+    assert groups(layout, "model") == ((0, 1), (2, 3))
+    assert groups(layout, "world") == ((0, 1, 2, 3),)
+    assert groups(layout, "imagined") == ()
+
+
+@pytest.mark.parametrize("axis", ["dp", "shard", "replicas"])
+def test_reductions_of_data_ranks_are_hidden_by_compute(axis: str) -> None:
+    """Of every axis that the runtime's mesh has for data ranks."""
+    layout = Layout.parse("dp4:zero=2,shard=2")
+    assert named_groups(layout, axis)
+    events = [event(0, "B", 0, 10, stage=0), event(0, "reduce-scatter", 4, 8, axis=axis)]
+    found = decompose(Timeline.of("measured", 1, events), Layout())
+    assert found.ranks[0]["compute"] == 10
+    assert found.ranks[0]["communication"] == 0
 
 
 def test_an_empty_timeline() -> None:

@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 
 from hocket.cli import check as cli
-from hocket.jobs import twin
+from hocket.jobs.proxy.check import require_equal
 from hocket.jobs.serving import check, server
-from hocket.jobs.serving.check_matrix import SWITCHED, served_matrix
+from hocket.jobs.serving.check_matrix import served_matrix
 from hocket.jobs.serving.llm import Lent
 from hocket.models import registry
 from hocket.models.samples import switches
 from hocket.models.source import resolve
 from hocket.spec.errors import ModelError, OptionError
 from hocket.spec.layout import Layout
+from hocket.spec.matrix import SWITCHED
 from hocket.spec.served_check import ServedCheck, ServedComparison, limit
 from tests.ranks import RankPool
 from tests.rotation import part
@@ -96,11 +97,11 @@ def test_a_faulty_split_is_rejected_before_ranks_start_and_remembered(
     monkeypatch.setattr(server, "ENTRY", "tests.serving.faulty_server:main")
     for launcher in (lent, None):  # the second time the verdict is read: nothing could be started
         with pytest.raises(ModelError, match="does not answer as plain transformers") as caught:
-            twin.require(launcher, resolve(file), Layout(tp=2), pages=True)
+            require_equal(launcher, resolve(file), Layout(tp=2), pages=True)
         assert "prefill: prompt of" in caught.value.message
         assert caught.value.hint == "--layout dp1"
     # What nothing is split of is not served for it.
-    assert twin.require(None, resolve(file), Layout(dp=2), pages=True).pages == ""
+    assert require_equal(None, resolve(file), Layout(dp=2), pages=True).pages == ""
 
 
 def test_every_kind_of_wrong_answer_is_found(lent: Any, tmp_path: Path) -> None:

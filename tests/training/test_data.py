@@ -150,7 +150,7 @@ def test_a_dataset_card_says_what_the_splits_are(tmp_path) -> None:
     assert documents(path) == [f"validation {text}" for text in TEXTS]
     two = "".join(f"- config_name: {c}\n  data_files: data/{c}*\n" for c in ("train", "test"))
     (path / "README.md").write_text(f"---\nconfigs:\n{two}---\n")
-    with pytest.raises(DataError, match="Config name is missing"):
+    with pytest.raises(DataError, match="needs one of its subsets: train, test"):
         documents(path)
 
 
@@ -177,7 +177,7 @@ def refusals(tmp_path):
     (tmp_path / "torn.csv").write_text("text,n\na,1\nb,2,3\n")
     return [
         ([tmp_path / "mixed"], r"both records \(a.jsonl\) and text \(notes.md\)", "a.jsonl"),
-        ([tmp_path / "tests"], "no split 'train'; its splits: test", "test.jsonl"),
+        ([tmp_path / "tests"], "no split 'train'; its splits: test", "tests:test"),
         ([tmp_path / "sheet.xlsx"], "files of .xlsx are not read", "convert"),
         ([tmp_path / "torn.csv"], "Expected 2 columns, got 3", None),
         ([], "no data is given", None),

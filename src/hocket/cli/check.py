@@ -34,7 +34,8 @@ class Check:
     log-probabilities with plain transformers.
 
     Attributes:
-        model: a Hugging Face directory, a run folder, or a name that `hocket models` lists.
+        model: a Hugging Face directory, a run folder, an adapter of PEFT, a name
+            that `hocket models` lists, or ORG/NAME[@REVISION] on the Hugging Face Hub.
         parallel: where everything lives.
         steps: optimizer steps to compare.
         seq_len: tokens of one sequence.

@@ -24,7 +24,8 @@ class Compare:
     each computes what one process computes. Exits 1 if any does not.
 
     Attributes:
-        model: a Hugging Face directory, a run folder, or a name that `hocket models` lists.
+        model: a Hugging Face directory, a run folder, an adapter of PEFT, a name
+            that `hocket models` lists, or ORG/NAME[@REVISION] on the Hugging Face Hub.
         devices: ranks (or replicas, or stages) of each pure way.
         ways: only these, by name (threads data layerwise gpipe 1f1b tensor) or by layout.
         microbatches: of the pipelines. None: 4, or the most below it that divides the batch.

@@ -1,4 +1,4 @@
-"""`hocket export`: a run's model as an ordinary Hugging Face directory."""
+"""`hocket export`: a run's model as an ordinary Hugging Face directory, here or on the Hub."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import tyro
 
 from hocket.cli.flags import parse
 from hocket.spec.errors import OptionError
+from hocket.spec.units import format_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,7 +21,11 @@ class Export:
 
     Attributes:
         run: the run folder.
-        to: the directory to make.
+        to: the directory to make; needed unless --push-to-hub is given.
+        push_to_hub: ORG/NAME on the Hugging Face Hub: upload the directory, with a model card of
+            the run's facts. A repository that is not there is made, public unless the
+            organization's default is private.
+        private: make that repository private.
         merge: of a run with LoRA: the model with the adapter added to its weights.
         overwrite: replace the model that the directory holds.
         trust_remote_code: run code that the model brings along.
@@ -28,6 +33,8 @@ class Export:
 
     run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")] = ""
     to: Annotated[str, tyro.conf.arg(metavar="DIR")] = ""
+    push_to_hub: Annotated[str | None, tyro.conf.arg(metavar="ORG/NAME")] = None
+    private: bool = False
     merge: bool = False
     overwrite: bool = False
     trust_remote_code: bool = False
@@ -36,10 +43,29 @@ class Export:
 def main(arguments: Sequence[str]) -> int:
     """Export. Returns 0."""
     flags = parse(Export, "export", arguments, Export())
-    for name, value in (("RUN", flags.run), ("--to DIR", flags.to)):
+    where = flags.to or flags.push_to_hub
+    for name, value in (("RUN", flags.run), ("--to DIR", where)):
         if not value:
             raise OptionError(f"{name} is missing", hint="hocket export RUN --to DIR")
-    from hocket.jobs.export import export
+    if flags.private and flags.push_to_hub is None:
+        raise OptionError(
+            "--private is of a repository on the Hub, and none is named",
+            hint="--push-to-hub ORG/NAME --private",
+        )
+    from hocket.jobs.export import export, push
+
+    if flags.push_to_hub is not None:
+        pushed = push(
+            flags.run,
+            flags.push_to_hub,
+            to=flags.to or None,
+            merge=flags.merge,
+            overwrite=flags.overwrite,
+            private=flags.private,
+            trust_remote_code=flags.trust_remote_code,
+        )
+        print(f"pushed {format_bytes(pushed.num_bytes)} to {pushed.page}")
+        return 0
 
     made = export(
         flags.run,

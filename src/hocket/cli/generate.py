@@ -18,7 +18,8 @@ class Generate:
     """Continue texts, with a key/value cache; greedy unless --temperature is above 0.
 
     Attributes:
-        model: a run folder, or a Hugging Face directory with weights and a tokenizer.
+        model: a run folder, a Hugging Face directory with weights and a tokenizer, an adapter of
+            PEFT, or ORG/NAME[@REVISION] on the Hugging Face Hub.
         prompt: one text or several.
         parallel: where everything lives; generation splits over tp and pp.
         max_new_tokens: tokens per prompt.

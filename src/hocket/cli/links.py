@@ -15,7 +15,8 @@ class LinksFlags:
     and on NVLink 2 to 5, PCIe and networks; and what GPUs that share links hold together.
 
     Attributes:
-        model: a name of the catalogue, a Hugging Face directory, or a run folder.
+        model: a name of the catalogue, a Hugging Face directory, a run folder, or ORG/NAME on the
+            Hugging Face Hub, of which the configuration alone is downloaded.
         cluster: 2x8xH100-SXM, 16xA100-40-PCIe, 4xaws-p5, a TOML file, or `auto`: this machine.
         layout: dp2.tp8, or with fields: dp2.pp2.tp4:microbatches=8,order=dp-tp-cp-pp.
         seq_len: tokens of one sequence.

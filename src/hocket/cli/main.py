@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from hocket.spec import downloads
 from hocket.spec.errors import HocketError, OptionError, unknown
 
 VERBS = {
@@ -53,7 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns its exit code: 0, 1 (a rank died, a check failed) or 2."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        code = _verb(arguments)
+        with downloads.shown(_download):
+            code = _verb(arguments)
         sys.stdout.flush()
         return code
     except HocketError as error:
@@ -72,6 +74,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         where = f"{error.filename}: " if error.filename else ""
         print(f"hocket: {_printable(where)}{error.strerror}", file=sys.stderr)
         return HocketError.exit_code
+
+
+def _download(download: downloads.Download) -> None:
+    """Show a download; what does that is loaded with the first one."""
+    from hocket.cli.progress import download_lines
+
+    download_lines()(download)
 
 
 _THE_FILE_SYSTEMS = frozenset(

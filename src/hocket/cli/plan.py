@@ -24,7 +24,8 @@ class PlanFlags:
     """Search every layout of a model on a cluster: will it fit, how fast, at what cost.
 
     Attributes:
-        model: a name of the catalogue, a Hugging Face directory, or a run folder.
+        model: a name of the catalogue, a Hugging Face directory, a run folder, or ORG/NAME on the
+            Hugging Face Hub, of which the configuration alone is downloaded.
         cluster: 2x8xH100-SXM, 16xA100-40-PCIe, 4xaws-p5, a TOML file, or auto (this machine, as
             hocket probe measured it). With --serve also kinds of GPU, as many as are needed:
             A100-40,A100-80,H100. None: with --serve, the usual kinds.

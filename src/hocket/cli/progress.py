@@ -6,11 +6,15 @@ The live display exists in this process only: ranks are started from a server th
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import json
 import sys
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
+from hocket.spec import downloads
 from hocket.spec.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -38,9 +42,55 @@ def progress(*, as_json: bool = False) -> Iterator[Listener]:
         yield JsonRows()
     elif sys.stdout.isatty():
         with _bar() as bar:
-            yield Bar(bar)
+            listener = Bar(bar)
+            with downloads.shown(listener.download):
+                yield listener
     else:
         yield PlainLines()
+
+
+class DownloadLines:
+    """Lines on stderr: one in ten seconds while a download lasts, and one at its end."""
+
+    EVERY = 10.0
+    """Seconds between lines of one download."""
+    FIRST = 2.0
+    """Seconds before its first one."""
+    SMALL = 1_000_000
+    """Bytes of a download that is over before a line of it could be read."""
+
+    def __init__(self) -> None:
+        self._begun: dict[str, float] = {}
+        self._next: dict[str, float] = {}
+
+    def __call__(self, download: downloads.Download) -> None:
+        if download.total < self.SMALL:
+            return
+        now, name = time.monotonic(), download.name
+        begun = self._begun.setdefault(name, now)
+        if download.ended:
+            del self._begun[name]
+            self._next.pop(name, None)
+            if download.brief and now - begun < self.FIRST:
+                return
+        elif now < self._next.setdefault(name, now + self.FIRST):
+            return
+        else:
+            self._next[name] = now + self.EVERY
+        print(download_line(download, now - begun), file=sys.stderr, flush=True)
+
+
+@functools.cache
+def download_lines() -> DownloadLines:
+    """The lines of this process."""
+    return DownloadLines()
+
+
+def download_line(download: downloads.Download, seconds: float) -> str:
+    """How far a download is, in one line."""
+    if download.ended and download.done >= download.total:
+        return f"{download.name}: {format_bytes(download.total)} in {format_seconds(seconds)}"
+    return f"{download.name}: {format_bytes(download.done)} of {format_bytes(download.total)}"
 
 
 class JsonRows:
@@ -133,6 +183,10 @@ class Bar:
             text = said(event)
             if text is not None and kind != "phase":
                 self._bar.console.print(text, highlight=False, markup=False)
+
+    def download(self, download: downloads.Download) -> None:
+        """Show how far a download is."""
+        self._tell(download_line(dataclasses.replace(download, ended=False), 0.0))
 
     def _tell(self, what: str) -> None:
         """Show what goes on before the first step."""

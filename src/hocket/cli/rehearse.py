@@ -26,7 +26,8 @@ class RehearseFlags:
     completes under NCCL's rules, peak memory, collectives, host reads, kernel launches.
 
     Attributes:
-        model: a name of the catalogue, a Hugging Face directory, or a run folder.
+        model: a name of the catalogue, a Hugging Face directory, a run folder, or ORG/NAME on the
+            Hugging Face Hub, of which the configuration alone is downloaded.
         parallel: the layout.
         rank: replica (dp 0 is executed, equal ranks once), all, or one rank's number (no verdict).
         gpu: the GPU of each rank, as in H100, A100-40, B200.

@@ -25,7 +25,8 @@ class Serve:
     Ctrl-C or SIGTERM lets running requests end; a second one ends everything at once.
 
     Attributes:
-        model: a Hugging Face directory with weights and a tokenizer, or a run folder.
+        model: a Hugging Face directory with weights and a tokenizer, a run folder, an adapter of
+            PEFT, or ORG/NAME[@REVISION] on the Hugging Face Hub.
         layout: tp2 for latency, pp2 across slow links, dp2 for load, or all: tp2.pp2.dp2; auto:
             the best on this machine, by what it was measured to do. None: dp1.
         cut: balanced (by cost), even, or layers per stage as in 3-5.

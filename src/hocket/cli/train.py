@@ -30,8 +30,11 @@ class Train:
 
     Attributes:
         model: a Hugging Face directory (with safetensors weights, or a config.json alone for
-            random ones), a run folder, or a name that `hocket models` lists.
-        data: text files, JSON lines, parquet, `datasets` directories, or folders of text.
+            random ones), a run folder, an adapter of PEFT, a name that `hocket models` lists, or
+            ORG/NAME[@REVISION] on the Hugging Face Hub.
+        data: text files, JSON lines, parquet, `datasets` directories, folders of text, or data sets
+            of the Hugging Face Hub: ORG/NAME[/SUBSET][:SPLIT][[:N]][@REVISION]. `:SPLIT` and `[:N]`
+            (the first N records) are understood after a directory, too.
         run: the run folder. None: a new one under runs/.
         config: a TOML file of options by their flags' names; flags win over it.
         cluster: what the run is foretold for, and what --layout auto chooses for: auto (this

@@ -84,6 +84,9 @@ class Constants:
         tensor_exposed: share of tensor-parallel communication that compute does not hide (1: the
             stack does not overlap it).
         whole_gradients: ZeRO-1 sums whole gradients on every rank (DeepSpeed before 0.7).
+        expert_outputs: experts' outputs are saved for the gradient of the routing weights; 0 where
+            these multiply before the second product (Megatron-Core since 0.12).
+        quantized_inputs: products in 8 and 4 bits save their inputs in 8 (Transformer Engine).
         selective_halves: selective recompute takes every second layer (torchtitan), not the
             attention core alone (Megatron).
 
@@ -124,6 +127,8 @@ class Constants:
     expert_time: Any
     expert_exposed: Any
     once_per_node: Any
+    expert_outputs: Any
+    quantized_inputs: Any
     weight_bytes: Any
     gradient_bytes: Any
     optimizer_bytes: Any
@@ -190,6 +195,7 @@ def constants(
     width = state_bytes(precision, grad_dtype)
     for part in ("weight", "gradient", "optimizer", "element"):
         values[f"{part}_bytes"] = float(getattr(width, part))
+    values["quantized_inputs"] *= precision in FEW_BITS
     return Constants(**(values | changes))
 
 

@@ -12,10 +12,11 @@ import math
 
 from hocket.cost.measured_rates import between
 from hocket.spec.errors import OptionError
-from hocket.spec.layout import AXES, Layout
+from hocket.spec.layout import Layout
 from hocket.spec.links import ELEMENT
 from hocket.spec.links import Links as Wires
 from hocket.spec.measured import Curve, Measured
+from hocket.spec.process_groups import named_groups
 from hocket.spec.step_prices import Collective
 
 GIVEN = 1 / 3
@@ -129,7 +130,7 @@ class Links:
         wires, layout = self.wires, self.layout
         if wires is None or layout is None:
             return 0.0
-        groups = groups_of(layout, axis)
+        groups = named_groups(layout, axis)
         size = nbytes / self.element_bytes * ELEMENT
         world = layout.world_size
         if name == "send":
@@ -182,28 +183,3 @@ class Links:
     def _note(self, text: str) -> None:
         if text not in self.notes:
             self.notes.append(text)
-
-
-def groups_of(layout: Layout, axis: str) -> list[tuple[int, ...]]:
-    """The groups of ranks that one axis of the mesh joins."""
-    if axis in AXES:
-        return layout.groups(axis)
-    if axis == "model":
-        members: dict[int, list[int]] = {}
-        for rank in range(layout.world_size):
-            members.setdefault(layout.coordinate(rank)["dp"], []).append(rank)
-        return [tuple(group) for group in members.values()]
-    if axis == "embedding":
-        return [(group[0], group[-1]) for group in layout.groups("pp")]
-    if axis == "shard":
-        return layout.shard_groups()
-    if axis == "replicas":
-        return layout.replica_groups()
-    if axis.startswith("tp_copies"):
-        count = int(axis.removeprefix("tp_copies"))
-        return [
-            group[first : first + count]
-            for group in layout.groups("tp")
-            for first in range(0, len(group), count)
-        ]
-    return [tuple(range(layout.world_size))]

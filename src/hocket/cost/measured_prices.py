@@ -34,6 +34,7 @@ from hocket.cost.share import StageShare
 from hocket.spec.cut import choose_cut, stage_layers
 from hocket.spec.layout import Layout
 from hocket.spec.model_shape import ModelShape, Weight
+from hocket.spec.process_groups import copies_axis, num_copies
 from hocket.spec.run import Workload
 from hocket.spec.schedule import Schedule
 from hocket.spec.step_prices import Collective, RankStep, StageStep, StepPrices
@@ -302,7 +303,7 @@ def _partial(held: Sequence[Weight], tp: int) -> dict[str, int]:
     for weight in held:
         units = max(1, weight.units)
         if weight.split == "column" and 1 < units < tp:
-            axis = "tp" if units == 1 else f"tp_copies{tp // units}"
+            axis = copies_axis(tp // units, tp)
             found[axis] = found.get(axis, 0) + local(weight, tp) * GRADIENT_BYTES
     return found
 
@@ -399,7 +400,7 @@ def _rank(job: Job, stages: Sequence[int], rates: Rates, links: Links) -> RankSt
         ]
     for stage in stages:
         for axis, nbytes in job.share(stage).partial_bytes.items():
-            ranks = layout.tp if axis == "tp" else int(axis.removeprefix("tp_copies"))
+            ranks = num_copies(axis, layout.tp)
             sums.append(links.collective("all-reduce", axis, nbytes, ranks))
         # Values gathered: waited for in the next step, and priced in this one.
         if layout.zero in (1, 2):

@@ -153,7 +153,10 @@ def _saved(
     """Bytes per token of a layer: all that its backward needs, and what is held until then."""
     split = np.where(at.sequence_parallel > 0, at.tp, 1.0)
     width = constants.element_bytes / TRACED_BYTES
-    plain = width * (block.saved_inside / at.tp + block.saved_outside / split)
+    outside = block.saved_outside + constants.expert_outputs * block.saved_expert_outputs
+    inside = block.saved_inside - 0.5 * constants.quantized_inputs * block.saved_inputs_inside
+    outside = outside - 0.5 * constants.quantized_inputs * block.saved_inputs_outside
+    plain = width * (inside / at.tp + outside / split)
     flash = np.broadcast_to(constants.flash, at.dp.shape) > 0
     scores = np.where(flash, 0.0, block.saved_square * seq_len / at.tp)
     core = width * (block.saved_core / at.tp + scores)

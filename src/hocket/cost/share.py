@@ -15,6 +15,7 @@ from typing import Any
 from hocket.spec.layout import Layout
 from hocket.spec.placement import Placement
 from hocket.spec.plan import ParallelPlan, Segment, Split, TensorPlan, block_of, matches
+from hocket.spec.process_groups import copies_axis
 
 HALVES = 2
 """Half-layers of a transformer layer: attention and MLP, each a column then a row product."""
@@ -161,7 +162,7 @@ class StageShare:
                 _count(partial, "tp", math.prod(placement.local_shape) * e)
             for block in placement.blocks:
                 if block.copies > 1:
-                    axis = "tp" if block.copies == tp else f"tp_copies{block.copies}"
+                    axis = copies_axis(block.copies, tp)
                     _count(partial, axis, math.prod(block.size) * e)
         tied = []
         ties = plan.ties if num_stages > 1 and trained is None else {}

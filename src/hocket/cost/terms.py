@@ -73,6 +73,9 @@ class BlockTerms:
         kernels: kernels started by one forward, the attention core counted as one.
         kernels_backward: by one backward.
         saved: bytes held from forward to backward; `core` under selective recompute is not.
+            `expert_outputs`, which only the gradient of the routing weights needs, are apart.
+            `inputs`: of `saved`, inputs of products that nothing else needs, less half of those
+            that attention needs too: what is freed twice over where inputs are saved in 8 bits.
         saved_modules: of `saved`, what recompute of modules (norms, activation functions, MLA's
             up-projections) makes again.
         weights: parameters by what divides them: tensor parallelism, nothing, experts.
@@ -91,6 +94,9 @@ class BlockTerms:
     kernels_backward: Floats
     saved_inside: Floats
     saved_outside: Floats
+    saved_expert_outputs: Floats
+    saved_inputs_inside: Floats
+    saved_inputs_outside: Floats
     saved_core: Floats
     saved_square: Floats
     saved_modules_inside: Floats
@@ -213,6 +219,37 @@ def _of_modules(block: BlockShape, *, outside: bool) -> float:
     )
 
 
+def _expert_outputs(block: BlockShape) -> float:
+    """Bytes of what a token's experts return, saved where it is weighted and added up."""
+    last = next((p for p in reversed(block.products) if p.groups > 1), None)
+    if last is None:
+        return 0.0
+    size = 2.0 * last.n * last.count
+    found = any(
+        row.name == "add" and row.bytes >= size and row.split == "outside"
+        for row in block.saved
+        if row.view in ("fused", "both")
+    )
+    return size if found else 0.0
+
+
+def _inputs(block: BlockShape, *, outside: bool) -> float:
+    """Bytes of products' inputs; an output of attention is saved in 8 bits beside itself."""
+    names = {f"{p.name} input" for p in block.products if not p.frozen}
+    own = sum(
+        row.bytes
+        for row in block.saved
+        if row.name in names and row.view in ("fused", "both") and not row.square
+        if (row.split == "outside") == outside
+    )
+    again = sum(
+        2.0 * p.k * p.count
+        for p in block.products
+        if p.input.rpartition(":")[2] == "attention" and (p.split == "outside") == outside
+    )
+    return own - again
+
+
 def _block(block: BlockShape, *, layer: bool = False) -> BlockTerms:
     products = _products(block)
     joined = len(block.products) - len(products)
@@ -235,6 +272,7 @@ def _block(block: BlockShape, *, layer: bool = False) -> BlockTerms:
         return _one(sum(s.bytes for s in chosen))
 
     experts = tuple(p.name for p in block.products if p.groups > 1)
+    outputs = _expert_outputs(block)
 
     def weights(*splits: str, trained: bool = False) -> Floats:
         """Stacked experts count as such even where tensor parallelism does not split them."""
@@ -295,7 +333,10 @@ def _block(block: BlockShape, *, layer: bool = False) -> BlockTerms:
             - (joined if sums else 0)
         ),
         saved_inside=held(False),
-        saved_outside=held(True),
+        saved_outside=held(True) - outputs,
+        saved_expert_outputs=_one(outputs),
+        saved_inputs_inside=_one(_inputs(block, outside=False)),
+        saved_inputs_outside=_one(_inputs(block, outside=True)),
         saved_core=held(False, core=True),
         saved_square=held(False, core=True, square=True) + held(False, square=True),
         saved_modules_inside=_one(_of_modules(block, outside=False)),

@@ -345,14 +345,14 @@ def experts(place: Place, *, dtype: str) -> Outcome:
     """Mixtral's experts as transformers computes them grouped, and one expert after the other."""
     import torch
 
+    from hocket.models.proxy import proxy_of
     from hocket.models.skeleton import config_of
-    from hocket.models.twin import twin_of
 
     tokens = place.size(512, 24)
     results = []
     for implementation, kind in (("eager", "fp32"), ("grouped_mm", dtype)):
         config = config_of({"model_type": "mixtral", "num_local_experts": 4}, dropout=0.0)
-        model: Any = twin_of(config).build(seed=3).to(_dtype(dtype)).to(place.device, _dtype(kind))
+        model: Any = proxy_of(config).build(seed=3).to(_dtype(dtype)).to(place.device, _dtype(kind))
         model.config._experts_implementation = implementation
         block = next(m for n, m in model.named_modules() if n.endswith(".experts"))
         width = model.config.hidden_size

@@ -76,6 +76,7 @@ def text(report: Report) -> str:
     lines = [head]
     lines += [_line(name, scores, width) for name, scores in report.groups.items()]
     lines += ["", _line("overall (averaged over sources)", report.overall, width)]
+    lines += _resolved(report)
     lines += _reasons(report.left_out)
     lines += [
         "",
@@ -85,6 +86,20 @@ def text(report: Report) -> str:
         "regret: of the picked layout over the best, in %; unfit: measured, called not fitting"
     ]
     return "\n".join(lines) + "\n"
+
+
+def _resolved(report: Report) -> list[str]:
+    """What rows do not state, as a plan chooses it, with how many rows that is."""
+    counts: dict[str, int] = {}
+    for one in report.priced:
+        for knob, value in one.row.resolved.items():
+            text = f"{knob}={value}"
+            counts[text] = counts.get(text, 0) + 1
+    if not counts:
+        return []
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    chosen = ", ".join(f"{text} ({count})" for text, count in ordered)
+    return ["", f"resolved, since rows do not state it: {chosen}"]
 
 
 def _reasons(left_out: dict[str, str]) -> list[str]:

@@ -39,7 +39,8 @@ def train(
     """Train a model; the same as `hocket train`.
 
     Args:
-        model: a Hugging Face directory, a run folder, or a name of the catalogue.
+        model: a Hugging Face directory, a run folder, a name of the catalogue, or ORG/NAME on the
+            Hugging Face Hub.
         data: files or folders of text.
         layout: where everything lives: `dp2.pp2.tp2`.
         run: the run folder. None: a new one under `runs/`.
@@ -107,7 +108,8 @@ def serve(
     `hocket serve`, whose flags are the keywords. To be called in the main thread.
 
     Args:
-        model: a Hugging Face directory with weights and a tokenizer, or a run folder.
+        model: a Hugging Face directory with weights and a tokenizer, a run folder, or ORG/NAME on
+            the Hugging Face Hub.
         layout: `tp2.pp2.dp2`, where dp counts replicas; or `auto`.
         on_event: called with each event; `ready` has the address.
 
@@ -151,7 +153,8 @@ def plan(
     """The best layouts of a model on a cluster, or GPUs for a service; the same as `hocket plan`.
 
     Args:
-        model: a name of the catalogue, a Hugging Face directory, or a run folder.
+        model: a name of the catalogue, a Hugging Face directory, a run folder, or ORG/NAME on the
+            Hugging Face Hub.
         serve: size a service instead of a training step. Then there is one plan for each
             hypothesis about a model whose size is not public, and one for any other:
             `(found,) = hocket.plan("llama-3-70b", serve=True, cluster="H100")`.

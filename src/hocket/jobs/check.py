@@ -28,7 +28,8 @@ def check(request: Request, *, on_event: Callable[[Event], None] | None = None) 
         HocketError: the layout does not fit the model, or the model breaks when it is cut;
             RankFailure with a rank's own traceback.
     """
-    from hocket.jobs import adapters, twin
+    from hocket.jobs import adapters
+    from hocket.jobs.proxy.check import require_equal
     from hocket.launch import Launcher, joined
     from hocket.models.source import resolve
     from hocket.schedules.registry import build
@@ -72,7 +73,7 @@ def check(request: Request, *, on_event: Callable[[Event], None] | None = None) 
         tempfile.TemporaryDirectory(prefix="hocket-check-") as folder,
     ):
         say("checking that the architecture can be split")
-        twin.require(
+        require_equal(
             launcher,
             source,
             layout,

@@ -295,7 +295,7 @@ class Bench:
         """One way; of another model or with other sizes than the bench's, if asked, which are
         then not held against one process.
         """
-        from hocket.jobs import twin
+        from hocket.jobs.proxy.check import require_equal
         from hocket.schedules.registry import build
 
         other = source is not None or request is not None
@@ -305,7 +305,7 @@ class Bench:
             layout = validate(source.dimensions, way.layout, request.workload)
             assert layout.microbatches is not None
             schedule = build(layout, layout.microbatches)
-            twin.require(self.launcher, source, layout, attention=request.options.attention)
+            require_equal(self.launcher, source, layout, attention=request.options.attention)
             if request.options.memory_per_rank is not None:
                 spec = spec_of(source, request, layout, source.config, "compare")
                 held = memory.require(self.launcher, spec, str(schedule))

@@ -1,7 +1,8 @@
-"""The export: a run's model as an ordinary Hugging Face directory."""
+"""The export: a run's model as an ordinary Hugging Face directory, here or on the Hub."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import tempfile
@@ -10,6 +11,61 @@ from pathlib import Path
 from hocket.jobs.prepare import free_name
 from hocket.spec.errors import ModelError, OptionError, RunFolderError
 from hocket.spec.run import RunFolder, RunSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Pushed:
+    """Where an export went on the Hub.
+
+    Attributes:
+        page: its address. num_bytes: of its files.
+    """
+
+    page: str
+    num_bytes: int
+
+
+def push(
+    run: str | os.PathLike[str],
+    name: str,
+    *,
+    to: str | os.PathLike[str] | None = None,
+    merge: bool = False,
+    overwrite: bool = False,
+    private: bool = False,
+    trust_remote_code: bool = False,
+) -> Pushed:
+    """Export a run as `export` does and upload the directory to the Hub, with a model card.
+
+    Args:
+        name: `ORG/NAME`; made if it is not there.
+        to: the directory to make; None: one that is removed afterwards.
+        private: whether a repository that is made is private. False: the Hub's default, which is
+            public unless the organization says otherwise.
+
+    Raises:
+        OptionError: there is no token, or it may not write there.
+        HocketError: as `export`.
+    """
+    from hocket.jobs.model_card import card
+    from hocket.models import push as pushing
+
+    repo = pushing.checked(name)
+    folder = RunFolder(run)
+    spec = folder.load(trust_remote_code=trust_remote_code)
+    with tempfile.TemporaryDirectory(prefix="hocket-push-") as made:
+        made_at = export(
+            run,
+            Path(made) / "model" if to is None else to,
+            merge=merge,
+            overwrite=overwrite,
+            trust_remote_code=trust_remote_code,
+        )
+        adapter = not (made_at / "config.json").exists()
+        text = card(folder, spec, repo.id, adapter=adapter)
+        size = sum(file.stat().st_size for file in made_at.rglob("*") if file.is_file())
+        page = pushing.push(made_at, repo, card=text, private=private or None)
+    return Pushed(page=page, num_bytes=size)
 
 
 def export(
@@ -92,7 +148,7 @@ def _export(folder: RunFolder, to: Path, *, merge: bool, overwrite: bool, trust:
 def _adapted(folder: RunFolder, spec: RunSpec, to: Path, *, merge: bool) -> Path:
     """The adapter of a run, or the base with it."""
     from hocket.models import lora
-    from hocket.models.source import resolve
+    from hocket.models.source import fetch_again, of_run, resolve
     from hocket.spec import checkpoint
     from hocket.training import adapter, export
 
@@ -115,7 +171,10 @@ def _adapted(folder: RunFolder, spec: RunSpec, to: Path, *, merge: bool) -> Path
         return to
     if spec.weights is None:
         raise RunFolderError(f"{folder.spec_file} names no weights that its adapter belongs to")
-    base = resolve(spec.weights, trust_remote_code=spec.options.trust_remote_code)
+    fetch_again(spec)
+    base = resolve(
+        of_run(spec).weights or spec.weights, trust_remote_code=spec.options.trust_remote_code
+    )
     if base.weights is None:
         raise ModelError(f"{spec.weights}, the base of the adapter, holds no weights")
     aside = to.with_name(f".{to.name}.partial")

@@ -307,6 +307,44 @@ def _write(file: Path, shape: ModelShape) -> None:
 # --- choosing ------------------------------------------------------------------------------------
 
 
+def weighed(
+    spec: RunSpec,
+    shape: ModelShape,
+    machine: Machine,
+    *,
+    legal: Callable[[list[Layout]], list[Layout]],
+    shown: int = 12,
+) -> tuple[list[Layout], list[tuple[Forecast, Timeline]]]:
+    """The layouts that a machine can run, and forecasts of the best, the fastest that fits first.
+
+    `hocket plan --cluster auto` and `--layout auto` both choose by it.
+
+    Args:
+        shape, machine: traced of `spec`, and as a job uses it.
+        legal: those of some layouts that the model and the batch allow and that keep what is
+            pinned, complete.
+        shown: how many are forecast at least.
+    """
+    from hocket.planning.machine_choice import candidates, leaner, weigh
+
+    measured = machine.measured
+    most = max([measured.host.cores, *(curve.world for curve in measured.curves)])
+    if measured.device == "cuda":
+        most = max(1, len(measured.devices))
+    among = candidates(shape, spec.workload, most)
+
+    def allowed(layouts: list[Layout]) -> list[Layout]:
+        return legal([one for one in layouts if not unpriced(spec, one)])
+
+    layouts = allowed(among)
+    bucket_mb = bucket_mb_of(spec.options.bucket_mb, cuda=False, dp=spec.layout.dp)
+    rows = weigh(
+        shape, spec.workload, machine, layouts,
+        otherwise=lambda: allowed(leaner(among)), bucket_mb=bucket_mb, shown=shown,
+    )  # fmt: skip
+    return layouts, rows
+
+
 def chosen(
     spec: RunSpec,
     measured: Measured,
@@ -325,22 +363,17 @@ def chosen(
     Raises:
         HocketError: the model cannot be traced, or nothing fits.
     """
-    from hocket.planning.machine_choice import candidates, choose, leaner
+    from hocket.planning.machine_choice import best_of
 
     machine = machine_of(spec, measured)
     shape = shape_of(spec, launcher)
     names = set(given) & {f.name for f in dataclasses.fields(Layout)}
-    most = max([measured.host.cores, *(c.world for c in measured.curves)])
-    if measured.device == "cuda":
-        most = max(1, len(measured.devices))
 
     def keeping(among: Iterable[Layout]) -> list[Layout]:
         """Those that are legal, with what was given."""
         found: dict[str, Layout] = {}
         for layout in among:
             if any(getattr(layout, n) != getattr(spec.layout, n) for n in names & _WEIGHED):
-                continue
-            if unpriced(spec, layout):
                 continue
             # The rest is not weighed: it is as it was given.
             rest = {name: getattr(spec.layout, name) for name in names - _WEIGHED}
@@ -354,15 +387,8 @@ def chosen(
                 found.setdefault(str(one), one)
         return list(found.values())
 
-    among = candidates(shape, spec.workload, most)
-    return choose(
-        shape,
-        spec.workload,
-        machine,
-        keeping(among),
-        otherwise=lambda: keeping(leaner(among)),
-        bucket_mb=bucket_mb_of(spec.options.bucket_mb, cuda=False, dp=spec.layout.dp),
-    )
+    _, rows = weighed(spec, shape, machine, legal=keeping)
+    return best_of(rows, shape, spec.workload)
 
 
 _WEIGHED = frozenset({"dp", "pp", "tp", "microbatches", "schedule"})

@@ -115,7 +115,7 @@ def _padded(
 ) -> list[Completion]:
     """By `serving.padded`, through the model's own cache: what pages cannot hold (BLOOM's own
     attention, recurrent states)."""
-    from hocket.jobs import twin
+    from hocket.jobs.proxy.check import require_equal
     from hocket.serving.front.text import TextPieces
 
     source, words = server.source, server.words
@@ -147,7 +147,7 @@ def _padded(
                     tell(row, pieces[row].add(token))
 
     with _warm(launcher, wanted) as ranks:
-        twin.require(ranks, source, where, attention=wanted.options.attention, loss=False)
+        require_equal(ranks, source, where, attention=wanted.options.attention, loss=False)
         ranks.run(
             "hocket.jobs.generate:main",
             where.world_size,

@@ -10,7 +10,7 @@ import dataclasses
 import importlib.util
 import os
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hocket.spec.errors import HocketError, LayoutError, OptionError, unknown
@@ -64,7 +64,7 @@ def plan(
     """
     from hocket.jobs import forecast, foresight
     from hocket.jobs.adapters import words as of_adapters
-    from hocket.planning.machine_choice import beside, candidates, leaner, weigh
+    from hocket.planning.machine_choice import beside, weigh
     from hocket.planning.plan import Plan
 
     if objective not in OBJECTIVES:
@@ -78,22 +78,18 @@ def plan(
     )  # fmt: skip
     source, spec, shape, machine = asked.source, asked.spec, asked.shape, asked.machine
     measured, workload = machine.measured, spec.workload
-    otherwise: Callable[[], list[Layout]] | None = None
+    shown = ALL if objective == "memory" else top
     if layout is not None:
         layouts = [asked.layout]
+        weighed = weigh(shape, workload, machine, layouts, shown=shown)
     else:
-        most = max([measured.host.cores, *(curve.world for curve in measured.curves)])
-        among = candidates(shape, workload, most)
-        layouts = legal(source, workload, among, pins or {})
-
-        def with_less() -> list[Layout]:
-            few = [one for one in leaner(among) if not forecast.unpriced(spec, one)]
-            return legal(source, workload, few, pins or {})
-
-        otherwise = with_less
-
-    shown = ALL if objective == "memory" else top
-    weighed = weigh(shape, workload, machine, layouts, otherwise=otherwise, shown=shown)
+        layouts, weighed = forecast.weighed(
+            spec,
+            shape,
+            machine,
+            legal=lambda among: legal(source, workload, among, pins or {}),
+            shown=shown,
+        )
     rows = [one for one, _ in weighed]
     if objective == "memory":
         rows.sort(key=lambda one: (not fits(one), max(one.peak_bytes), one.step_seconds))
@@ -117,7 +113,7 @@ def plan(
         num_legal=len(layouts),
         num_fitting=sum(holds(shape, one, workload, machine) for one in layouts),
         explanation=tuple(foresight.reasons(beside(best, rows[: top + 1]))) if explain else (),
-        notes=(*best.notes, *_vocabulary(source), *of_adapters(shape), *_trust(spec)),
+        notes=(*best.notes, *_vocabulary(spec, source), *of_adapters(shape), *_trust(spec)),
         machine=_words(measured),
         lora_rank=lora_rank,
         lora_targets=lora_targets,
@@ -158,11 +154,12 @@ def problem(
         LayoutError: a layout or a sequence that does not fit model or batch.
     """
     from hocket.jobs import forecast
-    from hocket.jobs.prepare import spec_of
+    from hocket.jobs.prepare import spec_of, trained_config
     from hocket.jobs.request import request
     from hocket.jobs.validate import validate
     from hocket.models.source import resolve
     from hocket.spec.capabilities import PRECISIONS
+    from hocket.training import tokenizer
 
     measured = _measured(cluster)
     precision = precision or PRECISION
@@ -180,7 +177,9 @@ def problem(
          "device": "cpu", "lora_rank": lora_rank, "lora_targets": lora_targets}
     )  # fmt: skip
     source = resolve(model, weights=False)
-    spec = spec_of(source, asked, Layout(), source.config, "plan")
+    words = tokenizer.resolve(None, model_dir=source.tokenizer)
+    config = trained_config(source, words.vocab_size, words.eos_id)
+    spec = spec_of(source, asked, Layout(), config, "plan")
     one = validate(source.dimensions, layout or Layout(), spec.workload)
     unpriced = forecast.unpriced(spec, one)
     if unpriced:
@@ -303,12 +302,13 @@ def _words(measured: Measured) -> str:
     )
 
 
-def _vocabulary(source: ModelSource) -> tuple[str, ...]:
-    if source.directory is not None:
+def _vocabulary(spec: RunSpec, source: ModelSource) -> tuple[str, ...]:
+    size, configured = spec.config["vocab_size"], source.dimensions.vocab_size
+    if size == configured:
         return ()
     return (
-        f"priced with its configured vocabulary of {source.dimensions.vocab_size:,}; with random "
-        "weights hocket train takes the tokenizer's (257 for bytes)",
+        f"predicted with the {size} ids of the tokenizer that hocket train takes for random "
+        f"weights; the model's configured vocabulary is {configured:,}",
     )
 
 

@@ -8,8 +8,8 @@ next world. What the legality rules or the proxy checks reject is never started.
 norms agree and a gradient does not, the case runs again with both sides in fp64, at the same
 bounds: what rounding explains is then equal, and what a layout leaves out is still missing.
 
-Each type has a second configuration where its class has optional switches (`samples.SWITCHES`):
-the same type with them on, named with a `+`.
+Each type has a second configuration where its class has optional switches (`samples.switches`):
+the same type with as many of them reversed as its class takes together, named with a `+`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from hocket.spec.errors import HocketError, OptionError, RankFailure, unknown
 from hocket.spec.layout import Layout
-from hocket.spec.matrix import CRASHED, EQUAL, LAYOUTS, REFUSED, Cell, Matrix, TypeRow
+from hocket.spec.matrix import CRASHED, EQUAL, LAYOUTS, REFUSED, SWITCHED, Cell, Matrix, TypeRow
 
 if TYPE_CHECKING:
     from hocket.launch import Launcher
@@ -51,6 +51,8 @@ class _Type:
 
     kind: str
     config: dict[str, Any]
+    wanted: dict[str, Any] = dataclasses.field(default_factory=dict)
+    switches: str = ""
     note: str = ""
     inferred: bool = False
     parameters: int = 0
@@ -83,7 +85,7 @@ def matrix(
     """
     from hocket.launch import Launcher
     from hocket.models import registry
-    from hocket.models.samples import SWITCHED, switches
+    from hocket.models.samples import switches
 
     known = registry.causal_classes()
     for kind in kinds:
@@ -145,7 +147,6 @@ class _Batch:
         """The rows of `kinds`; `done` of `total` types came before them."""
         from hocket.jobs.matrix_rank import tidy
         from hocket.models import registry
-        from hocket.models.samples import SWITCHED
 
         def say(name: str) -> None:
             if self.on_event is not None:
@@ -169,7 +170,6 @@ class _Batch:
 
     def _row(self, one: _Type) -> TypeRow:
         from hocket.models import registry
-        from hocket.models.samples import SWITCHED
 
         cells = one.cells
         if one.failure is not None:
@@ -180,6 +180,7 @@ class _Batch:
             num_parameters=one.parameters,
             note=one.note,
             inferred=one.inferred,
+            switches=one.switches,
             cells=tuple(cells[text] for text in self.layouts),
         )
 
@@ -187,11 +188,14 @@ class _Batch:
 
     def _resolve(self, kinds: list[str]) -> None:
         """The configurations, as a user's directory would bring them."""
-        from hocket.models.samples import sample
+        from hocket.models.samples import sample, switches
         from hocket.models.source import resolve
 
         for kind in kinds:
-            one = self.types[kind] = _Type(kind, sample(kind))
+            name = kind.removesuffix(SWITCHED)
+            one = self.types[kind] = _Type(kind, sample(name))
+            if kind != name:
+                one.wanted = switches(name)
             file = self.folder / f"{kind}.json"
             file.write_text(json.dumps(one.config))
             try:
@@ -214,7 +218,7 @@ class _Batch:
             begun.clear()
             payload = {
                 "folder": str(self.folder),
-                "types": [[kind, self.types[kind].config] for kind in waiting],
+                "types": [(k, self.types[k].config, self.types[k].wanted) for k in waiting],
             }
             error = self._world("prepare", min(2, len(waiting)), payload, listen)
             if error is None:
@@ -233,7 +237,7 @@ class _Batch:
                 return
         one.config, one.parameters = event["config"], event["parameters"]
         one.stages, one.tensor, one.slices = event["stages"], event["tensor"], event["slices"]
-        one.note, one.inferred = event["note"], event["inferred"]
+        one.switches, one.note, one.inferred = event["switches"], event["note"], event["inferred"]
 
     # --- layouts -------------------------------------------------------------------------------
 

@@ -81,40 +81,43 @@ def _write_references(kind: str, config: dict[str, Any], where: Path, dtype: str
 def prepare(context: RankContext, payload: dict[str, Any]) -> None:
     """Make each type small, try it in stages, and write its reference.
 
-    Payload: `folder`, and `types`: for each [name, configuration as its source gave it]. Rank r
-    takes every world-size-th of them. Emits `{"event": "type", "kind", ...}` for each, with
-    `refused` or `crashed` (why there is no model to compare with), else its `config`,
-    `parameters`, and why it cannot be cut (`stages`), split (`tensor`; None: it can) or run on
-    slices of its sequences (`slices`; the same).
+    Payload: `folder`, and `types`: for each [name, configuration as its source gave it, switches].
+    Of the switches as many are set as the class can be built with together. Rank r takes every
+    world-size-th type. Emits `{"event": "type", "kind", ...}` for each, with `refused` or `crashed`
+    (why there is no model to compare with), else its `config`, `parameters`, `switches`, and why it
+    cannot be cut (`stages`), split (`tensor`; None: it can) or run with sequence parallelism
+    (`slices`; the same).
     """
-    for kind, config in payload["types"][context.rank :: context.world_size]:
+    for kind, config, switches in payload["types"][context.rank :: context.world_size]:
         context.emit({"event": "begin", "what": kind})
-        found = _prepare(kind, config, Path(payload["folder"]))
+        found = _prepare(kind, config, switches, Path(payload["folder"]))
         context.emit({"event": "type", "kind": kind, **found})
         gc.collect()
 
 
-def _prepare(kind: str, values: dict[str, Any], folder: Path) -> dict[str, Any]:
-    from hocket.jobs.twin import try_stages
-    from hocket.jobs.twin_loss import try_loss
+def _prepare(
+    kind: str, values: dict[str, Any], switches: dict[str, Any], folder: Path
+) -> dict[str, Any]:
+    from hocket.jobs.proxy.check import try_stages
+    from hocket.jobs.proxy.loss import try_loss
     from hocket.models.plans import plan_for
-    from hocket.models.skeleton import build, config_of
-    from hocket.models.twin import twin_of
+    from hocket.models.proxy import switched_proxy
+    from hocket.models.skeleton import build
 
     try:
-        twin = twin_of(config_of(values, dropout=0.0))
-        model = build(twin.config)
+        proxy, taken = switched_proxy(values, switches)
+        model = build(proxy.config)
         plan = plan_for(model, sequence=True)
-        config = json.loads(json.dumps(twin.config.to_dict(), default=str))
-        loss, _ = try_loss(twin.config, "sdpa")
+        config = json.loads(json.dumps(proxy.config.to_dict(), default=str))
+        loss, _ = try_loss(proxy.config, "sdpa")
         if loss:
             raise ModelError(loss)
-        reason = try_stages(twin.config, "sdpa")
+        reason = try_stages(proxy.config, "sdpa")
         where = folder / kind
         where.mkdir(parents=True, exist_ok=True)
         write_text(where / "plan.json", plan.to_json())
         if _uninitialised(model):
-            _save(twin.build(), where / WEIGHTS)
+            _save(proxy.build(), where / WEIGHTS)
         _write_references(kind, config, where)
     except HocketError as error:
         return {"refused": error.message}
@@ -127,6 +130,7 @@ def _prepare(kind: str, values: dict[str, Any], folder: Path) -> dict[str, Any]:
         "tensor": None if plan.tensor is not None else plan.reasons["tensor"],
         "slices": None if plan.sequence is not None else plan.reasons["sequence"],
         "inferred": plan.inferred,
+        "switches": ", ".join(f"{name}={value}" for name, value in taken.items()),
         "note": plan.reasons.get("tensor", "") if plan.tensor is not None else "",
     }
 
@@ -181,7 +185,7 @@ def compare(context: RankContext, payload: dict[str, Any]) -> None:
     "slices", "reason"}`; a rank that raises emits `{"event": "raised", "case", "refused",
     "reason"}` first.
     """
-    from hocket.jobs.twin import try_tensors
+    from hocket.jobs.proxy.check import try_tensors
     from hocket.models.skeleton import config_of
     from hocket.training.build import join_world
 

@@ -78,9 +78,9 @@ def allowed(spec: RunSpec) -> Allowed | None:
         return Allowed(each)
     if on_cuda(spec.options):
         return None
-    from hocket.probing import host
+    from hocket.runtime.host_memory import free_memory
 
-    here = host.free_memory()
+    here = free_memory()
     return Allowed(here, together=True) if _least(spec) > SURE * here else None
 
 

@@ -78,11 +78,11 @@ def parallelize(
     hugging_face = _is_hugging_face(module)
     shifts = True
     if hugging_face and plan is None:
-        from hocket.jobs.twin_ranks import require
+        from hocket.jobs.proxy.ranks import require_equal
         from hocket.models.plans import plan_for
         from hocket.models.plans.router import router_loss
 
-        verdict = require(module, layout, loss=loss_fn is None)
+        verdict = require_equal(module, layout, loss=loss_fn is None)
         shifts = verdict.shifts is not False
         if layout.tp * layout.num_stages > 1 or layout.zero == 3 or layout.recompute != "none":
             plan = plan_for(module, sequence=layout.sequence_parallel)

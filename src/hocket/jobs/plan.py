@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hocket.spec.errors import ModelError, OptionError, nearest, unknown
+from hocket.spec.errors import OptionError
 from hocket.spec.layout import Layout
 from hocket.spec.precision import default_grad_dtype
 from hocket.spec.units import format_bytes, format_count, format_seconds
@@ -191,60 +191,63 @@ def trained_shape(shape: ModelShape, rank: int | None, targets: str | None) -> M
 
 
 def shape_of(model: str) -> ModelShape:
-    """The shape of a model: shipped for the catalogue's, traced for a directory's.
+    """The shape of a model: shipped for the catalogue's, traced for any other.
+
+    Of a model of the Hub the configuration alone is downloaded; where it is one that the catalogue
+    has, no torch is needed.
 
     Raises:
         ModelError: nothing of that name, with the nearest; or a configuration that does not run.
     """
     from hocket.catalogue import shapes
-
-    if model in shapes.names():
-        return shapes.shape(model)
-    if not os.path.exists(model):
-        _no_model(model, shapes.names())
     from hocket.models import source
+
+    name = _shipped(model)
+    if name is not None:
+        return dataclasses.replace(shapes.shape(name), name=model)
+    found = source.resolve(model, weights=False)
     from hocket.models.trace import trace
 
-    found = source.resolve(model, weights=False)
     return trace(found.config, name=model)
 
 
-def _no_model(model: str, names: Sequence[str]) -> None:
-    """Raises ModelError: what was taken for a path or a name on the Hub, or the nearest name."""
-    near = nearest(os.path.basename(model.rstrip(os.sep)), names)
-    if os.sep not in model and not model.startswith((".", "~")):
-        message, hint = unknown("model", model, names)
-        raise ModelError(message + ", or a Hugging Face directory", hint=hint)
-    mean = f"did you mean the catalogue's {near!r}?" if near else None
-    if model.count("/") == 1 and not model.startswith((".", "~", "/")):
-        fetch = f"hf download {model} config.json --local-dir {model.partition('/')[2]}"
-        mean = f"{mean} Else: {fetch}" if mean else fetch
-    raise ModelError(
-        f"there is no directory {model}, and the catalogue has no such name", hint=mean
-    )
+def _shipped(model: str) -> str | None:
+    """The name in the catalogue of the shape that a model has, None where it has none of them."""
+    from hocket.catalogue import models, shapes
+    from hocket.models import fetched, repo_id
+    from hocket.spec.files import parse_json
+
+    if model in shapes.names():
+        return model
+    repo = None if os.path.exists(model) else repo_id.parse(model)
+    named = (name for name in shapes.names() if repo and models.entry(name).hub_id == repo.id)
+    name = next(named, None)
+    if repo is None or name is None:
+        return None
+    config = parse_json((fetched.directory(repo, weights=False) / "config.json").read_text())
+    same = all(config.get(key, value) == value for key, value in models.config(name).items())
+    return name if same else None
+
+
+def _config(model: str) -> Mapping[str, Any]:
+    """The configuration of a model. Raises ModelError."""
+    from hocket.catalogue import models
+    from hocket.models import source
+
+    name = _shipped(model)
+    if name is not None:
+        return models.config(name)
+    return source.resolve(model, weights=False).config
 
 
 def _model_type(model: str) -> str:
-    """`model_type` of a directory's configuration; empty of a name of the catalogue."""
-    if not os.path.isdir(model):
-        return ""
-    from hocket.models import source
-
-    return str(source.resolve(model, weights=False).config.get("model_type", ""))
+    """`model_type` of a configuration."""
+    return str(_config(model).get("model_type", ""))
 
 
 def _positions(model: str) -> int | None:
     """Positions that a model was made for, None where its configuration does not say."""
-    from hocket.catalogue import models
-
-    if model in models.names():
-        config = models.config(model)
-    elif os.path.exists(model):
-        from hocket.models import source
-
-        config = source.resolve(model, weights=False).config
-    else:
-        return None
+    config = _config(model)
     keys = ("max_position_embeddings", "n_positions")
     return next((int(config[key]) for key in keys if config.get(key)), None)
 
@@ -281,9 +284,10 @@ def table(found: Plan) -> str:
         better = "Better, but not run by this hocket today:" if found.layouts else "These fit:"
         lines += ["", better, ""] if found.layouts else [better, ""]
         lines += _rows(found.beyond)
-        lines += ["", *(f"* {reason}" for reason in _reasons(found.beyond))]
+        lines += ["", *(f"* {reason}" for reason in _reasons(found.beyond)), *_run_by(found.beyond)]
     elif any(one.lacks for one in found.layouts):
         lines += ["", *(f"* {reason}" for reason in _reasons(found.layouts))]
+        lines += _run_by([one for one in found.layouts if one.lacks])
     lines += [
         "",
         "Ranges are the 10th to the 90th percentile; memory is the 95th of the fullest GPU, of "
@@ -364,6 +368,18 @@ def _row(one: Forecast) -> tuple[str, ...]:
 
 def _range(values: Range, text: Any) -> str:
     return f"{text(values.mid)} ({text(values.low)}-{text(values.high)})"
+
+
+def _run_by(layouts: Sequence[Forecast]) -> list[str]:
+    """The software that can run what this hocket cannot, best layout first."""
+    found: dict[str, list[str]] = {}
+    for one in layouts:
+        found.setdefault(", ".join(one.tools), []).append(one.layout.axes_text())
+    lines = []
+    for tools, which in found.items():
+        names = ", ".join(dict.fromkeys(which))
+        lines.append(f"  {names}: " + (f"run by {tools} (--emit)" if tools else "no --emit has it"))
+    return lines
 
 
 def _reasons(layouts: Sequence[Forecast]) -> list[str]:

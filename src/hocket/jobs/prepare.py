@@ -61,7 +61,8 @@ def plan(request: Request, *, world_size: int | None = None) -> Plan:
     from hocket.training import data_paths, tokenizer
 
     device_checked(request.options)
-    source = resolve(request.model, trust_remote_code=request.options.trust_remote_code)
+    trusted = request.options.trust_remote_code
+    source = resolve(request.model, trust_remote_code=trusted, weights=False)
     choice_checked(request, world_size)
     asked = Layout() if request.auto else request.layout  # chosen once the vocabulary is known
     layout = validate(source.dimensions, asked, request.workload, world_size=world_size)
@@ -69,15 +70,22 @@ def plan(request: Request, *, world_size: int | None = None) -> Plan:
     if not request.auto:
         links.checked(request.options, layout, joined=world_size is not None)
     memory.checked(request.options)
+    precision.checked(request.workload, request.options, layout, schedule)
+    if not request.data:
+        raise DataError(
+            "no data was named",
+            hint="--data FILE_OR_FOLDER..., or a data set of the Hub: --data ORG/NAME",
+        )
+    # One commit for all of the job, whatever is pushed to a branch meanwhile.
+    request = dataclasses.replace(request, data=tuple(map(data_paths.fixed, request.data)))
+    data_paths.find(request.data)
+    # All of a model of the Hub is downloaded once nothing else is known to be wrong.
+    source = resolve(source.repo or request.model, trust_remote_code=trusted)
     if request.options.lora_rank is not None and source.weights is None:
         raise ModelError(
             f"LoRA adapts weights that are there, and {source.name} has none",
             hint="a directory with safetensors weights, or no --lora-rank",
         )
-    precision.checked(request.workload, request.options, layout, schedule)
-    if not request.data:
-        raise DataError("no data was named", hint="--data FILE_OR_FOLDER...")
-    data_paths.find(request.data)
     if request.options.tokenizer is None and source.weights is not None and not source.tokenizer:
         raise ModelError(
             f"{source.name} holds weights and no tokenizer; without the one they were trained "
@@ -134,7 +142,7 @@ def run_folder(request: Request) -> RunFolder:
             folder.
     """
     if request.run is None:
-        return RunFolder(new_folder(Path("runs") / (Path(request.model).name or "run")))
+        return RunFolder(new_folder(Path("runs") / (short_name(request.model) or "run")))
     folder = RunFolder(request.run)
     lock.check(folder.path)
     if folder.spec_file.exists():
@@ -161,6 +169,14 @@ def run_folder(request: Request) -> RunFolder:
     return folder
 
 
+def short_name(model: str) -> str:
+    """A model's name without the folder or the organization before it."""
+    from hocket.models import repo_id
+
+    repo = None if Path(model).expanduser().exists() else repo_id.parse(model)
+    return Path(model if repo is None else repo.id).name
+
+
 def new_folder(stem: Path) -> Path:
     """Make STEM-1, or the first number that is free; of two processes, each gets its own."""
     for k in itertools.count(1):
@@ -177,6 +193,14 @@ def free_name(path: Path) -> Path:
     """A folder's name with the first number that is free."""
     names = (path.with_name(f"{path.name}-{k}") for k in itertools.count(2))
     return next(name for name in names if not name.exists())
+
+
+def trained_config(source: ModelSource, vocab_size: int, eos_id: int | None) -> dict[str, Any]:
+    """The configuration that a run trains: of a model of the catalogue with random weights it has
+    as many embedding rows as the tokenizer has ids."""
+    if source.directory is None and source.weights is None and not _is_file(source.name):
+        return with_vocabulary(source.config, vocab_size, eos_id)
+    return source.config
 
 
 def data(
@@ -196,7 +220,7 @@ def data(
 
     request, source = job.request, job.source
     options, workload = request.options, request.workload
-    found = data_paths.find(request.data).sources
+    found = data_paths.find(request.data, streaming=options.streaming).sources
     held = documents.kinds(found, options.data_format)
     if options.tokenizer == "train" and set(held) != {conversation.TEXT}:
         raise OptionError(
@@ -210,9 +234,8 @@ def data(
         vocab_size=options.vocab_size,
         trust_remote_code=options.trust_remote_code,
     )
-    config = source.config
-    if source.directory is None and source.weights is None and not _is_file(source.name):
-        config = with_vocabulary(config, words.vocab_size, words.eos_id)
+    config = trained_config(source, words.vocab_size, words.eos_id)
+    if config is not source.config:
         sizes = dataclasses.replace(source.dimensions, vocab_size=words.vocab_size)
         validate(sizes, job.layout, workload, world_size=job.layout.world_size)
     templates = documents.templates_of(
@@ -232,6 +255,7 @@ def data(
         packing=options.packing,
         templates=templates,
         chat_template=options.chat_template_file,
+        streaming=options.streaming,
         progress=progress,
     )
     return words, tokens, config
@@ -295,15 +319,17 @@ def spec_of(
     source: ModelSource, request: Request, layout: Layout, config: dict[str, Any], command: str
 ) -> RunSpec:
     """The RunSpec of a job; its paths hold from any working folder."""
+    from hocket.training import data_paths
+
     known = Path(request.model).expanduser()
     return RunSpec(
-        model=str(known.resolve()) if known.exists() else request.model,
+        model=source.repo or (str(known.resolve()) if known.exists() else request.model),
         config=config,
         layout=layout,
         workload=request.workload,
         options=request.options,
         weights=str(source.weights.resolve()) if source.weights is not None else None,
-        data=tuple(str(Path(path).resolve()) for path in request.data),
+        data=tuple(data_paths.pinned(path) for path in request.data),
         command=command,
     )
 

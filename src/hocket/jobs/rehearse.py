@@ -98,7 +98,9 @@ def prepared(
             "data_parallel=threads runs in one CPU process, and has nothing to rehearse",
             hint=f"--layout dp{request.layout.dp}",
         )
-    source = resolve(request.model, trust_remote_code=request.options.trust_remote_code)
+    source = resolve(
+        request.model, trust_remote_code=request.options.trust_remote_code, weights=False
+    )
     config = dict(source.config)
     if layers is not None:
         config = with_layers(config, layers)
@@ -114,7 +116,7 @@ def prepared(
     schedule = scheduled(layout)
     _require_device(workload.dtype, layout, schedule, device)
     spec = RunSpec(
-        model=request.model,
+        model=source.repo or request.model,
         config=config,
         layout=layout,
         workload=workload,
@@ -128,7 +130,8 @@ def default_seq_len(model: str, *, trust: bool = False) -> int:
     """Tokens of a sequence if none are specified: 2048, or the model's positions if fewer."""
     from hocket.models.source import resolve
 
-    positions = resolve(model, trust_remote_code=trust).dimensions.max_positions
+    source = resolve(model, trust_remote_code=trust, weights=False)
+    positions = source.dimensions.max_positions
     return min(SEQ_LEN, positions or SEQ_LEN)
 
 

@@ -74,7 +74,7 @@ def plan(request: Request, *, world_size: int | None = None) -> Resumed:
             would change what the run computes.
         HocketError: the layout does not fit, or this machine cannot have what the run asks for.
     """
-    from hocket.models.source import of_run
+    from hocket.models.source import fetch_again, of_run
 
     if request.run is None:
         raise OptionError("--resume continues a run, and none was named", hint="--run DIR")
@@ -111,6 +111,7 @@ def plan(request: Request, *, world_size: int | None = None) -> Resumed:
     own = dataclasses.replace(
         request, model=spec.model, data=spec.data, workload=spec.workload, options=options
     )
+    fetch_again(spec)
     unsplit = Layout(microbatches=1)
     job = prepare.Plan(
         request=own, source=of_run(spec), layout=unsplit, schedule=prepare.scheduled(unsplit)

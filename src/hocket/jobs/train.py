@@ -116,7 +116,8 @@ def prepared(
     """
     from hocket.training import data_paths
 
-    for notice in data_paths.find(job.request.data).notices:
+    request = job.request
+    for notice in data_paths.find(request.data, streaming=request.options.streaming).notices:
         record.note(notice)
     record.phase("tokenizing")
     words, tokens, config = prepare.data(job, folder, record.tokenized)
@@ -225,12 +226,12 @@ def _foretold(
 
 def verify(launcher: Launcher, spec: RunSpec, record: Record) -> None:
     """Refuse an architecture that would compute something else when it is split."""
-    from hocket.jobs import twin
+    from hocket.jobs.proxy.check import require_equal
     from hocket.models.source import of_run
 
     if spec.layout.num_stages > 1 or spec.layout.tp > 1:
         record.phase("checking that the architecture can be split")
-    verdict = twin.require(
+    verdict = require_equal(
         launcher,
         of_run(spec),
         spec.layout,
@@ -274,6 +275,7 @@ def _run_joined(
     """Train as one rank of a foreign launcher's world; `folder` is prepared, or None: rank 0 of
     another process prepares it."""
     from hocket.launch import run_joined
+    from hocket.models.source import fetch_again
 
     world, options = context.world_size, request.options
     if folder is None:
@@ -291,6 +293,7 @@ def _run_joined(
                 hint="--run FOLDER on a file system that all machines share",
             )
     spec = folder.load(trust_remote_code=options.trust_remote_code)
+    fetch_again(spec)  # of this host's cache, where it is another one than rank 0's
     options = spec.options  # those of the run, where it is resumed
     if context.rank > 0 and context.local_rank == 0 and not context.one_machine:
         # Rank 0 has verified what its host sees of the file system; this is another host.

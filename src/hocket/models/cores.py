@@ -4,7 +4,7 @@ transformers' attention modules ask `AttentionInterface.get_interface` for their
 kernel, or the family's own code written out) and call it with query, key and value. Here that
 answer looks at the module first: one with an attribute `recompute_core` has its core called
 through it, and `runtime.recompute` gives it one. A family that computes its attention in place
-asks for no core, which is found by watching its twin.
+asks for no core, which is found by watching its proxy model.
 """
 
 from __future__ import annotations

@@ -56,31 +56,6 @@ SAID: Mapping[str, Mapping[str, Any]] = {
 """Model type to what its configuration class leaves open."""
 
 
-SWITCHED = "+"
-"""At the end of a type's name: its second configuration."""
-
-SWITCHES: Mapping[str, Any] = {
-    "output_router_logits": True, "z_loss_coefficient": 0.1,
-    "alibi": True, "new_decoder_architecture": True, "use_qk_norm": True, "qk_layernorm": True,
-    "use_qkv_bias": True, "qkv_bias": True, "attention_bias": True, "mlp_bias": True,
-    "tie_word_embeddings": True,
-}  # fmt: skip
-"""Optional switches that change what a model computes, to the value that is seldom the default."""
-
-EXCLUDED: Mapping[str, tuple[str, ...]] = {"dbrx": ("tie_word_embeddings",)}
-"""Model type to switches that its class cannot have together with its other defaults."""
-
-
-def switches(kind: str) -> dict[str, Any]:
-    """The optional switches of a type's configuration that are off by default."""
-    known = registry.defaults(kind).values
-    return {
-        key: value
-        for key, value in SWITCHES.items()
-        if key in known and known[key] != value and key not in EXCLUDED.get(kind, ())
-    }
-
-
 _NOT_SWITCHES = (
     "use_cache", "is_decoder", "is_encoder_decoder", "add_cross_attention", "output_", "return_",
     "tie_encoder_decoder", "torchscript", "gradient_checkpointing", "router_aux", "init_", "do_",
@@ -90,26 +65,27 @@ _NOT_SWITCHES = (
 """Beginnings of boolean names that choose outputs, training or another kind of model."""
 
 
-def reversed_switches(kind: str) -> dict[str, bool]:
+_ON: Mapping[str, Any] = {"output_router_logits": True, "z_loss_coefficient": 0.1}
+"""Optional parts of the loss, to the value that includes them."""
+
+
+def switches(kind: str) -> dict[str, Any]:
     """The optional switches of a type's configuration, each with the opposite of its default:
-    biases, norms of queries and keys, ties, parallel residuals ..."""
-    said = sample(kind)
+    biases, norms of queries and keys, ties, parallel residuals, losses of routers ..."""
+    named, known = sample(kind), registry.defaults(kind).values
     return {
         name: not value
-        for name, value in registry.defaults(kind).values.items()
-        if isinstance(value, bool) and name not in said and not name.startswith(_NOT_SWITCHES)
-    }
+        for name, value in known.items()
+        if isinstance(value, bool) and name not in named and not name.startswith(_NOT_SWITCHES)
+    } | {name: value for name, value in _ON.items() if name in known and known[name] != value}
 
 
 def sample(kind: str) -> dict[str, Any]:
-    """The configuration, as of a checkpoint's config.json, whose twin stands for a type.
+    """The configuration, as of a checkpoint's config.json, whose proxy model represents a type.
 
-    A type with `SWITCHED` at its end has its optional switches on. A type that attends both ways by
-    default is made a decoder, which is what makes a causal language model of it.
+    A type that attends both ways by default is made a decoder, which is what makes a causal
+    language model of it.
     """
-    if kind.endswith(SWITCHED):
-        kind = kind.removesuffix(SWITCHED)
-        return sample(kind) | switches(kind)
     config: dict[str, Any] = {"model_type": kind, **SAID.get(kind, {})}
     if registry.defaults(kind).values.get("is_decoder") is False:
         config |= _DECODER

@@ -135,9 +135,22 @@ def build(
             ) from error
     if str(device) == "meta":
         _drop_values(model)
+        _require_placed(model)
     model.tie_weights()  # part of the initialisation that was left out
     assert isinstance(model, nn.Module)
     return model
+
+
+def _require_placed(model: nn.Module) -> None:
+    """Raise ModelError where a module keeps a tensor that is neither a parameter nor a buffer: a
+    model that is built without memory never gets its values."""
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                raise ModelError(
+                    f"{type(model).__name__} computes {name}.{attribute} when it is built, and "
+                    "keeps it as neither a parameter nor a buffer: its ranks would have no values"
+                )
 
 
 def _drop_values(model: nn.Module) -> None:

@@ -1,11 +1,14 @@
-"""ModelSource: where a model comes from, checked in milliseconds, without torch or transformers.
+"""ModelSource: where a model comes from, found without torch or transformers.
 
 NAME is ...                                   config from            weights
 a directory with config.json and safetensors  its config.json        its files
 a directory with config.json alone            its config.json        random, by seed
 a config.json                                 the file               random, by seed
 a run folder                                  its exported model/    its exported model/
+a folder of checkpoints (checkpoint-10 ...)   the last one's         the last one's
 a name of the catalogue                       the catalogue          random, by seed
+org/name[@revision] of the Hub, or its page   its config.json        its files, in the cache
+an adapter of PEFT, folder or Hub name        its base model's       its base model's, merged
 """
 
 from __future__ import annotations
@@ -15,10 +18,11 @@ import functools
 import os
 import re
 import shlex
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from hocket.models import registry
+from hocket.models import fetched, hub, merged, registry, repo_id
 from hocket.models.dimensions import Dimensions, dimensions
 from hocket.models.weight_headers import INDEX, SINGLE
 from hocket.spec import checkpoint
@@ -57,6 +61,7 @@ class ModelSource:
         weights: directory that holds safetensors weights; None: random from the seed.
         tokenizer: directory that holds a tokenizer, None if there is none.
         trust_remote_code: run code that the directory brings along.
+        repo: of the Hub, `org/name@commit`; None where it does not come from there.
     """
 
     name: str
@@ -65,6 +70,7 @@ class ModelSource:
     weights: Path | None = None
     tokenizer: Path | None = None
     trust_remote_code: bool = False
+    repo: str | None = None
 
     @functools.cached_property
     def dimensions(self) -> Dimensions:
@@ -80,7 +86,10 @@ class ModelSource:
 def resolve(
     name: str | os.PathLike[str], *, trust_remote_code: bool = False, weights: bool = True
 ) -> ModelSource:
-    """Find a model by directory, file, run folder or catalogue name, and check what it says.
+    """Find a model by directory, file, run folder, catalogue name or Hub name, and check it.
+
+    A model of the Hub that the cache does not hold is downloaded: with `weights` all of it, else
+    its configuration.
 
     Args:
         name: see the table above.
@@ -105,23 +114,63 @@ def resolve(
     if text in catalogue.names():
         return ModelSource(name=text, config=_check(text, catalogue.config(text), False))
     if path.exists():
-        raise ModelError(f"{text} is neither a directory nor a config.json")
+        raise fetched.rejected(text, [path.name], fetched.base_in(path.with_name("README.md"))) or (
+            ModelError(f"{text} is neither a directory nor a config.json")
+        )
+    repo = repo_id.parse(text)
+    if repo is not None:
+        return _of_hub(text, repo, trust_remote_code, weights)
     if os.sep in text or text.startswith((".", "~")):
         near = nearest(path.name, catalogue.names())
-        of_hub = re.fullmatch(r"[\w][\w.-]*/[\w][\w.-]*", text) is not None
-        hub = f"hf download {text} --local-dir {path.name}" if of_hub else None
         raise ModelError(
             f"there is no directory {text}, and the catalogue has no such name",
-            hint=hub or (f"did you mean the catalogue's {near!r}?" if near else None),
+            hint=f"did you mean the catalogue's {near!r}?"
+            if near
+            else "a model of the Hub is named by its id: Qwen/Qwen3-0.6B",
         )
-    message, hint = unknown("model", text, catalogue.names())
-    if nearest(text, catalogue.names()) is None:  # the message names them all already
-        hint = "a directory with config.json and safetensors weights, or a run folder"
-    raise ModelError(message + ". A directory of that name does not exist either", hint=hint)
+    near = _same_size(text, catalogue.names())
+    raise ModelError(
+        f"unknown model {text!r}: there is no directory and no model of the catalogue of that name",
+        hint=f"did you mean {near!r}?"
+        if near
+        else f"a model of the Hub is named ORG/NAME, as in Qwen/{text}; hocket models lists the "
+        "catalogue",
+    )
+
+
+def _same_size(text: str, names: Iterable[str]) -> str | None:
+    """The nearest name whose numbers are those of a text: qwen3-8b is no spelling of qwen3-4b."""
+    numbers = re.findall(r"\d+", text)
+    return nearest(text, (name for name in names if re.findall(r"\d+", name) == numbers))
+
+
+def _of_hub(text: str, repo: repo_id.RepoId, trust_remote_code: bool, weights: bool) -> ModelSource:
+    folder = fetched.directory(repo, weights=False, code=trust_remote_code)
+    here = repo.at(folder)
+    found = _directory(text, folder, trust_remote_code, False, here)
+    if not weights:
+        return found
+    # What is large is downloaded once the configuration is known to be one that is read.
+    folder = fetched.directory(here, weights=True, code=trust_remote_code)
+    return _directory(text, folder, trust_remote_code, True, here)
+
+
+def fetch_again(spec: RunSpec) -> None:
+    """Download the model of a run from the Hub, at the commit that the run began with, where the
+    cache does not hold it. Raises ModelError."""
+    repo = _repo_of(spec)
+    if repo is not None and spec.weights is not None and not Path(spec.weights).is_dir():
+        fetched.directory(repo, weights=True, code=spec.options.trust_remote_code)
+
+
+def _repo_of(spec: RunSpec) -> repo_id.RepoId | None:
+    """The repository at a commit that a run's model is, None where it is something else."""
+    repo = repo_id.parse(spec.model)
+    return repo if repo is not None and repo.commit else None
 
 
 def of_run(spec: RunSpec) -> ModelSource:
-    """The source that a RunSpec describes: nothing is looked up again.
+    """The source that a RunSpec describes: nothing is looked up again, but in the Hub's cache.
 
     Code is run as `spec.options` allows, and `RunFolder.load` takes that from the command.
 
@@ -132,12 +181,17 @@ def of_run(spec: RunSpec) -> ModelSource:
         raise _untrusted(spec.model)
     directory = Path(spec.model).expanduser()
     weights = Path(spec.weights) if spec.weights else None
+    repo = _repo_of(spec)
+    snapshot = None if repo is None else hub.cached(repo)
+    if snapshot is not None and weights is not None and not weights.is_dir():
+        weights = snapshot  # another host, or another HF_HOME
     return ModelSource(
-        name=spec.model,
+        name=spec.model if repo is None else repo.id,
         config=_without_foreign(spec.config),
-        directory=directory if directory.is_dir() else weights,
+        directory=directory if directory.is_dir() else weights or snapshot,
         weights=weights,
         trust_remote_code=spec.options.trust_remote_code,
+        repo=None if repo is None else str(repo),
     )
 
 
@@ -149,33 +203,73 @@ def _untrusted(name: str) -> ModelError:
     )
 
 
-def _directory(name: str, path: Path, trust_remote_code: bool, weights: bool) -> ModelSource:
+def _directory(
+    name: str,
+    path: Path,
+    trust_remote_code: bool,
+    weights: bool,
+    repo: repo_id.RepoId | None = None,
+) -> ModelSource:
+    """The source that a directory is; `repo`: whose snapshot it is."""
     if (path / "run.json").exists():
-        if not (path / "model" / "config.json").exists():
+        exported = path / "model", path / "adapter"
+        if not any((one / two).exists() for one, two in zip(exported, fetched.CONFIG, strict=True)):
             raise _not_exported(name, path)
-        path = path / "model"
+        path = exported[0] if (exported[0] / "config.json").exists() else exported[1]
     if not (path / "config.json").exists():
-        if (path / "adapter_config.json").exists():
-            run = path.parent
-            raise ModelError(
-                f"{path} holds an adapter of LoRA, not the model that it was trained on",
-                hint=f"{_export(run, run / 'model')} --merge"
-                if (run / "run.json").exists()
-                else "add it to its base with peft: merge_and_unload(), then save_pretrained(DIR)",
-            )
+        path = _last_checkpoint(path) or path
+    if not (path / "config.json").exists():
+        if (path / fetched.ADAPTER_CONFIG).exists():
+            return _adapted(name, path, trust_remote_code, weights)
         raise ModelError(
             f"{path} is no Hugging Face directory: it has no config.json",
             hint="a directory with config.json and safetensors weights, or a run folder",
         )
-    config = _check(name, _read_config(path / "config.json"), trust_remote_code)
+    config = _check(
+        name,
+        _read_config(path / "config.json"),
+        trust_remote_code,
+        lambda: fetched.base_in(path / "README.md") if repo is None else fetched.base_of(repo),
+    )
     return ModelSource(
         name=name,
         config=config,
         directory=path,
+        repo=None if repo is None else str(repo),
         weights=_weights(path) if weights else None,
         tokenizer=path if any((path / file).exists() for file in _TOKENIZERS) else None,
         trust_remote_code=trust_remote_code,
     )
+
+
+def _adapted(name: str, path: Path, trust_remote_code: bool, weights: bool) -> ModelSource:
+    """An adapter's base, with the adapter merged where weights are asked for."""
+    found = merged.adapter(name, path)
+    try:
+        base = resolve(found.base, trust_remote_code=trust_remote_code, weights=weights)
+    except ModelError as error:
+        raise ModelError(
+            f"{name} is an adapter of {found.base}, which cannot be used: {error.message}",
+            hint=error.hint,
+        ) from error
+    if not weights:
+        return dataclasses.replace(base, name=name, repo=None)
+    if base.weights is None:
+        raise ModelError(f"{name} is an adapter of {found.base}, which has no weights")
+    made = merged.directory(name, found, base.weights)
+    own = _directory(name, made, trust_remote_code, weights)
+    return own if own.tokenizer is not None else dataclasses.replace(own, tokenizer=base.tokenizer)
+
+
+def _last_checkpoint(path: Path) -> Path | None:
+    """Of a folder in which transformers' Trainer saved `checkpoint-N`: the last one that is whole,
+    None of any other folder. Trainer renames a checkpoint when it is complete."""
+    found = [
+        (int(folder.name.rpartition("-")[2]), folder)
+        for folder in path.glob("checkpoint-*")
+        if folder.name.rpartition("-")[2].isdecimal() and (folder / "config.json").exists()
+    ]
+    return max(found)[1] if found else None
 
 
 def _not_exported(name: str, path: Path) -> ModelError:
@@ -218,12 +312,11 @@ def _export(run: Path, to: Path) -> str:
 def _weights(path: Path) -> Path | None:
     if (path / INDEX).exists() or (path / SINGLE).exists():
         return path
-    pickled = sorted(path.glob("pytorch_model*.bin"))
-    if pickled:
-        raise ModelError(
-            f"{path} holds its weights as {pickled[0].name}, a pickle, which is never executed",
-            hint="save it again with transformers: model.save_pretrained(DIR)",
-        )
+    other = fetched.rejected(
+        str(path), (file.name for file in path.iterdir()), fetched.base_in(path / "README.md")
+    )
+    if other is not None:
+        raise other
     shards = sorted(path.glob("model*.safetensors"))
     if shards:
         raise ModelError(
@@ -251,7 +344,16 @@ def _number(value: dict[str, Any]) -> Any:
     return float(text) if len(value) == 1 and isinstance(text, str) and text in _FLOATS else value
 
 
-def _check(name: str, config: dict[str, Any], trust_remote_code: bool) -> dict[str, Any]:
+def _check(
+    name: str,
+    config: dict[str, Any],
+    trust_remote_code: bool,
+    base: Callable[[], str | None] = lambda: None,
+) -> dict[str, Any]:
+    """A configuration without keys that name code to run.
+
+    `base` gives the model that this one was made from, for what is said of a quantized one.
+    """
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise ModelError(f"the configuration of {name} says no model_type")
@@ -283,10 +385,16 @@ def _check(name: str, config: dict[str, Any], trust_remote_code: bool) -> dict[s
             "so there is nothing to predict",
             hint='"is_decoder": true in its config.json makes it a causal language model',
         )
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "some way")
+    quantized = config.get("quantization_config")
+    if quantized:
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else None
+        original = base()
         raise ModelError(
-            f"the weights of {name} are quantized ({method}); training needs whole ones"
+            f"the weights of {name} are quantized ({method or 'by no named method'}), which is not "
+            "supported; the rule is fp32, bf16 or fp16",
+            hint=f"the model that it was made from: {original}"
+            if original
+            else "the model that it was made from: its card names it",
         )
     return _without_foreign(config)
 

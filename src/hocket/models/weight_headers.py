@@ -30,7 +30,7 @@ def headers(directory: Path) -> dict[str, TensorFile]:
     """
     index = directory / INDEX
     where: dict[str, TensorFile] = {}
-    for name in _files_of(index) if index.exists() else [SINGLE]:
+    for name in files_of(index) if index.exists() else [SINGLE]:
         if Path(name).name != name:
             raise WeightsError(f"{index} names {name!r}, which is no file beside it")
         try:
@@ -49,7 +49,7 @@ def shown(key: str) -> str:
     return key if key.isprintable() and len(key) <= 200 else repr(key[:200])
 
 
-def _files_of(index: Path) -> list[str]:
+def files_of(index: Path) -> list[str]:
     """The files that an index names; what lies in them, they say themselves. Raises
     WeightsError."""
     try:

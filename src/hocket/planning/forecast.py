@@ -60,6 +60,7 @@ class Forecast:
         simulated: whether the pipeline was played event by event, not by a closed form.
         lacks: why this hocket cannot run it today; empty if it can.
         context: how keys and values travel over cp: `ring` or `ulysses`; empty without cp.
+        tools: where `lacks` holds something, software that can run it, as `--emit` names it.
         alike: layouts of the same kind that are not shown: they differ in microbatches, virtual
             stages or shard alone, and are no better.
     """
@@ -83,6 +84,7 @@ class Forecast:
     context: str = ""
     tight: bool = False
     alike: int = 0
+    tools: tuple[str, ...] = ()
 
     @property
     def runs_here(self) -> bool:

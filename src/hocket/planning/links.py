@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from hocket.cost.communication import Step, communication
-from hocket.cost.measured_links import groups_of
 from hocket.cost.share import StageShare
 from hocket.planning.problem import Problem
 from hocket.spec.cluster import Cluster
 from hocket.spec.layout import Layout
 from hocket.spec.link_kinds import KINDS, LinkKind
 from hocket.spec.links import Links, ring_share
+from hocket.spec.process_groups import named_groups
 
 OTHERS = (
     "nvlink2", "nvlink2-mesh", "nvlink3", "nvlink3-mesh", "nvlink4", "nvlink4-mesh", "nvlink5",
@@ -130,7 +130,7 @@ def members(layout: Layout, axis: str) -> list[tuple[int, ...]]:
         rows = [tuple(sorted({r for d in row for r in layout.group(d, "cp")}))
                 for row in layout.groups("dp")]  # fmt: skip
         return [row[i : i + layout.ep] for row in rows for i in range(0, len(row), layout.ep)]
-    return groups_of(layout, axis)
+    return list(named_groups(layout, axis))
 
 
 def seconds_on(

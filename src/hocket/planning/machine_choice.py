@@ -103,6 +103,17 @@ def choose(
         shape, workload, machine, layouts,
         otherwise=otherwise, bucket_mb=bucket_mb, clip=clip, shown=shown,
     )  # fmt: skip
+    return best_of(weighed, shape, workload, shown)
+
+
+def best_of(
+    weighed: list[tuple[Forecast, Timeline]], shape: ModelShape, workload: Workload, shown: int = 12
+) -> tuple[Forecast, Timeline]:
+    """The first of what `weigh` returned, with the others beside it.
+
+    Raises:
+        OptionError: there is none, or none fits into what a rank may hold.
+    """
     if not weighed:
         raise OptionError(
             f"no layout of {shape.name} with a global batch of {workload.global_batch} is legal "

@@ -16,6 +16,7 @@ from hocket.planning.layouts import Pins, layout_at, pins_text, row
 from hocket.planning.placement import moved, placed
 from hocket.planning.problem import Problem
 from hocket.planning.search import BESIDE, Found, Priced, price, search, simulate_all
+from hocket.planning.tools.emit import TOOLS, reasons
 from hocket.spec.capabilities import PRECISIONS
 from hocket.spec.cluster import Cluster
 from hocket.spec.errors import LayoutError, OptionError
@@ -125,7 +126,8 @@ def plan(
     if not everything:
         before = here[0] if len(here) else len(found.best)
         others = distinct[~np.isin(distinct, here)]
-        beyond = _different(found.best, others[others < before], BEYOND if len(here) else top)
+        others = _runnable(problem, found.best, others[others < before])
+        beyond = _different(found.best, others, BEYOND if len(here) else top)
     if not len(here) and not everything:
         notes += _nothing_here(problem, pins, objective)
     notes += _borrowed(problem)
@@ -134,10 +136,8 @@ def plan(
         notes.append(f"No price was read for {name}: layouts are ranked by tokens per GPU hour.")
     return Plan(
         **_asked(problem, objective),
-        layouts=tuple(
-            placed(problem, forecast(problem, found.best, i, alike=n)) for i, n in chosen
-        ),
-        beyond=tuple(placed(problem, forecast(problem, found.best, i, alike=n)) for i, n in beyond),
+        layouts=tuple(_told(problem, found.best, i, alike=n) for i, n in chosen),
+        beyond=tuple(_told(problem, found.best, i, alike=n) for i, n in beyond),
         num_legal=found.num_legal,
         num_fitting=found.num_fitting,
         notes=tuple(notes),
@@ -146,7 +146,24 @@ def plan(
 
 def _told(problem: Problem, priced: Priced, index: int, alike: int) -> Forecast:
     """The forecast of one row, its axes placed on the links."""
-    return placed(problem, forecast(problem, priced, index, alike=alike))
+    return _with_tools(problem, placed(problem, forecast(problem, priced, index, alike=alike)))
+
+
+def _runnable(problem: Problem, best: Priced, rows: np.ndarray) -> np.ndarray:
+    """Of some rows those that some software runs; where none runs any, all of them."""
+    at = best.layouts.take(rows)
+    able = np.zeros(len(rows), dtype=bool)
+    for tool in TOOLS.values():
+        able |= tool.limits.allowed(at, problem.facts)
+    return rows[able] if able.any() else rows
+
+
+def _with_tools(problem: Problem, found: Forecast) -> Forecast:
+    """With the software that runs it, where this hocket does not."""
+    if found.runs_here:
+        return found
+    able = [name for name, tool in TOOLS.items() if not reasons(tool.limits, problem, found)]
+    return dataclasses.replace(found, tools=tuple(able))
 
 
 def plan_one(problem: Problem, layout: Layout) -> Plan:
@@ -168,6 +185,7 @@ def plan_one(problem: Problem, layout: Layout) -> Plan:
     kept = {name: getattr(layout, name) for name in ("cut", "data_parallel", "offload")}
     whole = dataclasses.replace(found.layout, **kept)
     found = moved(problem, dataclasses.replace(found, layout=whole), layout.order)
+    found = _with_tools(problem, found)
     notes = []
     notes += _borrowed(problem)
     if layout.data_parallel == "threads":

@@ -32,8 +32,11 @@ from hocket.cost.machine import stack_machines
 from hocket.cost.serving_constants import ServingConstants
 from hocket.cost.serving_step import Load, Replica, cache_bytes, step_parts, weight_bytes
 from hocket.cost.terms import Floats
-from hocket.planning.serving_table import Row, Workers
+from hocket.planning.serving_table import MLPERF_GOALS, Row, Workers
 from hocket.spec.model_shape import ModelShape
+
+HALVINGS = 20
+"""Of the range of loads in which the highest that keeps a goal is looked for."""
 
 ROUNDS = 12
 """Of the fixed point of separated workers; it is damped and has settled long before."""
@@ -69,6 +72,7 @@ class Columns:
     prompt: Floats
     output: Floats
     varied: Floats
+    goal: Floats
 
     @property
     def capacity(self) -> Floats:
@@ -143,7 +147,7 @@ def answers(parts: Sequence[Group], number: int, change: Constants | None = None
             first = first if change is None else _with(first, change(group.rows))
             answer = separated(group.rows, first, at)
         else:
-            answer = continuous(at) if group.kind == "continuous" else static(at)
+            answer = saturated(at) if group.kind == "continuous" else static(at)
         for name in names:
             found[name][list(group.places)] = getattr(answer, name)
     return Answer(**found)
@@ -179,6 +183,7 @@ def columns(rows: Sequence[Row], which: str = "") -> Columns:
         prompt=np.array([r.prompt for r in rows]),
         output=np.array([r.output for r in rows]),
         varied=np.array([float(r.varied) for r in rows]),
+        goal=np.array([r.goal for r in rows]),
     )
 
 
@@ -192,7 +197,7 @@ def continuous(at: Columns) -> Answer:
     """Continuous batching: prompts and decoding share the engine."""
     c = at.replica.constants
     most = np.minimum(at.capacity / (at.prompt + c.reserved * at.output), c.max_sequences)
-    closed = np.isfinite(at.load)
+    closed = np.isfinite(at.load) & np.isinf(at.goal)
     running = np.maximum(np.minimum(at.load, most), 1.0)
     context = at.prompt + at.output / 2
     budget = c.max_batch_tokens * at.replica.attention_dp
@@ -229,6 +234,22 @@ def continuous(at: Columns) -> Answer:
         batch=decoding,
         fits=np.where(most >= 1.0, 1.0, 0.0),
     )
+
+
+def saturated(at: Columns) -> Answer:
+    """Continuous batching with as many sequences as keep `goal`: a server whose rate was raised as
+    far as its time per token allows has its batch full, and prompts in most of its steps."""
+    answer = continuous(at)
+    bound = np.isfinite(at.goal)
+    if not bound.any():
+        return answer
+    low, high = np.ones_like(at.load), np.where(np.isfinite(at.load), at.load, answer.batch)
+    for _ in range(HALVINGS):
+        middle = np.sqrt(low * high)
+        kept = continuous(dataclasses.replace(at, load=middle)).tpot <= at.goal
+        low, high = np.where(kept, middle, low), np.where(kept, high, middle)
+    within = answer.tpot <= at.goal
+    return continuous(dataclasses.replace(at, load=np.where(bound & ~within, low, at.load)))
 
 
 def static(at: Columns) -> Answer:
@@ -298,4 +319,4 @@ def _workers(row: Row, which: str) -> Workers:
 def _kind(mode: str) -> str:
     if mode == "disagg":
         return "separated"
-    return "continuous" if mode in ("agg", "inflight_max_load") else "static"
+    return "continuous" if mode in ("agg", "inflight_max_load", *MLPERF_GOALS) else "static"

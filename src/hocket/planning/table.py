@@ -7,8 +7,8 @@ reason for which it is left out. Assumed, with the reason beside the rule:
     vocabulary absent            50304, GPT-2's padded
     feed-forward width absent    4 x hidden
     key/value heads absent       as many as heads
-    microbatch absent            the whole share of a data rank, one microbatch
-    recompute absent             full under Megatron-LM before 2022 and Pax; none after
+    microbatch, recompute, ZeRO  resolved as `plan` chooses them (`planning.unstated`), and listed
+    or sequence parallel absent  with the row; recompute by `RECOMPUTE_OF` where that is known
     network absent               the cards that the catalogue's node for this GPU is sold with
     dimensions absent            those that the model's name stands for (`SIZES`)
     mixture of experts           the catalogue's model of that name, where the row's numbers agree
@@ -16,23 +16,25 @@ reason for which it is left out. Assumed, with the reason beside the rule:
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import functools
-import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from hocket.catalogue import hardware, shapes
-from hocket.catalogue.curves import curves_of
+from hocket.catalogue import shapes
 from hocket.cost.columns import SCHEDULES
 from hocket.cost.constants import FEW_BITS, Constants, constants, few_bits
-from hocket.cost.machine import CurveSet, Machine, machine
+from hocket.cost.machine import Machine
 from hocket.cost.memory import FULL, MODULES, SELECTIVE
+from hocket.planning import csv_rows
+from hocket.planning.csv_rows import number
 from hocket.planning.decoder import decoder
+from hocket.planning.problem import Problem
+from hocket.planning.row_machine import cluster_of, machine_of
+from hocket.planning.unstated import KNOBS, resolve
 from hocket.spec.cluster import Cluster
-from hocket.spec.errors import HocketError, OptionError
+from hocket.spec.errors import HocketError
 from hocket.spec.model_shape import ModelShape
 
 REQUIRED = ("id", "source", "model", "gpu", "layers", "hidden", "heads", "seq", "global_batch")
@@ -88,8 +90,15 @@ CATALOGUED = (
 )
 """Mixtures of experts by the name of a row's model: their shapes are traced, not made."""
 
-HOST_COPIES = 0.5
-"""Of a card's rate, where it cannot read the GPU's memory: every message crosses host memory."""
+RECOMPUTE_OF = (
+    (r"^(jax|megatron|deepspeed) ", "full"),
+    (r"^nemo .*(llama_?3|qwen3)", "none"),
+    (r"^nemo .*deepseek", "modules"),
+)
+"""Recompute by stack and model where a row does not state it and its software does (first match):
+Megatron-LM before 2022 and Pax had no other kind and ran their published figures with it; NVIDIA's
+recipes (Megatron-Bridge, scripts/performance) set none for Llama 3 and Qwen3, and modules for
+DeepSeek-V3."""
 
 MAINSTREAM = "mainstream"
 
@@ -108,6 +117,7 @@ class Row:
         measured: seconds; memory: bytes; None where it was not measured.
         memory_unit: bytes of the table's unit; memory_counted: a field of cost.memory.Memory.
         layout: one number for each field of cost.columns.Layouts.
+        resolved: columns that the row leaves empty, each with the value that a plan has.
     """
 
     id: str
@@ -122,7 +132,7 @@ class Row:
     constants: Constants
     layout: dict[str, float]
     seq_len: float
-    recompute_known: bool
+    resolved: Mapping[str, str]
     measured: float | None
     memory: float | None
     memory_unit: float
@@ -130,26 +140,8 @@ class Row:
 
 
 def read(path: str | Path) -> list[dict[str, str]]:
-    """The rows of a CSV file.
-
-    Raises:
-        OptionError: no such file, or columns that are needed are missing; the nearest is named.
-    """
-    path = Path(path)
-    if path.is_dir():
-        raise OptionError(f"{path} is a folder; a table is a CSV file")
-    if not path.is_file():
-        raise OptionError(f"there is no file {path}")
-    with path.open(newline="") as file:
-        reader = csv.DictReader(file)
-        names = reader.fieldnames or []
-        missing = [name for name in REQUIRED if name not in names]
-        if missing:
-            raise OptionError(
-                f"{path} has no column {', '.join(missing)}; it has {', '.join(names)}",
-                hint=f"columns: {', '.join((*REQUIRED, *OPTIONAL))}",
-            )
-        return [{k: v or "" for k, v in row.items() if k is not None} for row in reader]
+    """The rows of a CSV file; raises OptionError as `csv_rows.read`."""
+    return csv_rows.read(path, REQUIRED, OPTIONAL)
 
 
 def parse(row: Mapping[str, str]) -> Row | str:
@@ -173,27 +165,35 @@ def _parse(row: Mapping[str, str]) -> Row:
         raise _LeftOut("LoRA: which weights are trained is not among the columns")
     row = _completed(row)
     for name in ("layers", "hidden", "heads", "seq", "global_batch"):
-        if _number(row, name) is None:
+        if number(row, name) is None:
             raise _LeftOut(f"{name} is not given")
     precision = _precision(row.get("precision", ""))
     stack = next(name for pattern, name in STACKS if re.search(pattern, said))
-    zero = _number(row, "zero_stage") or 0.0
+    zero = number(row, "zero_stage") or 0.0
     if stack == "megatron" and zero == 3:
         stack = "deepspeed"
     layout = _layout(row, stack, said)
     if stack == "megatron" and (layout["sequence_parallel"] or layout["recompute"] == SELECTIVE):
         stack = "megatron-2022"  # which brought both
-    cluster = _cluster(row, layout)
+    cluster = cluster_of(
+        row["gpu"],
+        row.get("inter_link", ""),
+        gpus=int(layout["dp"] * layout["tp"] * layout["pp"] * layout["cp"]),
+        per_node=int(number(row, "gpus_per_node") or 8),
+    )
     if precision not in cluster.node.gpu.flops:
         raise _LeftOut(f"{cluster.node.gpu.name} has no rate for {precision}")
-    numbers = _machine(cluster, precision)
+    numbers = machine_of(cluster, precision)
     grad_dtype = _grad_dtype(row.get("precision", ""), precision, stack)
     values = constants(cluster.node.gpu.name, stack, precision=precision, grad_dtype=grad_dtype)
     if precision in FEW_BITS:
         values = few_bits(values, cluster.node.gpu.flops, precision)
-    memory = _number(row, "measured_mem_gb")
+    memory, seconds = number(row, "measured_mem_gb"), number(row, "measured_iter_s")
+    for name, value in (("measured_mem_gb", memory), ("measured_iter_s", seconds)):
+        if value is not None and value <= 0:
+            raise _LeftOut(f"{name} is {value:g}")
     names = [name for name in row if name not in NOT_COMPARED]
-    return Row(
+    found = Row(
         id=row["id"],
         source=row["source"],
         kind=_kind(cluster, precision, experts=_has_experts(row)),
@@ -211,25 +211,54 @@ def _parse(row: Mapping[str, str]) -> Row:
         constants=values,
         layout=layout,
         seq_len=_need(row, "seq"),
-        recompute_known=row.get("recompute", "").lower() not in ("", "nan"),
-        measured=_number(row, "measured_iter_s"),
+        resolved={},
+        measured=seconds,
         memory=None if memory is None else memory * _unit(row.get("mem_kind", "")),
         memory_unit=_unit(row.get("mem_kind", "")),
         memory_counted=_counted(row.get("mem_kind", "")),
     )
+    unstated = _unstated(row, found)
+    return _resolved(found, unstated, grad_dtype, precision) if unstated else found
 
 
-def _number(row: Mapping[str, str], name: str) -> float | None:
-    text = row.get(name, "").strip()
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return None if math.isnan(value) else value
+def _unstated(row: Mapping[str, str], found: Row) -> list[str]:
+    """Knobs that a row leaves empty and that its degrees leave a choice of."""
+    at = found.layout
+    choice = {"sp": at["tp"] > 1, "zero_stage": at["dp"] > 1}
+    modules = row.get("recompute_modules", "").strip()
+    return [
+        name
+        for name in KNOBS
+        if row.get(name, "").strip().lower() in ("", "nan")
+        and choice.get(name, True)
+        and not (name == "recompute" and (modules or _recipe(row, found.stack)))
+    ]
+
+
+def _recipe(row: Mapping[str, str], stack: str) -> str | None:
+    """The recompute that a row's software had; None where it had a choice."""
+    text = f"{stack} {row['model']}"
+    return next((kind for pattern, kind in RECOMPUTE_OF if re.search(pattern, text, re.I)), None)
+
+
+def _resolved(found: Row, unstated: Sequence[str], grad_dtype: str | None, precision: str) -> Row:
+    """The row with unstated knobs as a plan has them."""
+    at = found.layout
+    problem = Problem(
+        shape=found.shape,
+        cluster=found.cluster,
+        seq_len=int(found.seq_len),
+        global_batch=round(at["dp"] * at["microbatch"] * at["microbatches"]),
+        precision=precision,
+        grad_dtype=grad_dtype,
+        stack=found.stack,
+    )
+    fields, resolved = resolve(problem, at, unstated)
+    return dataclasses.replace(found, layout=fields, resolved=resolved)
 
 
 def _need(row: Mapping[str, str], name: str) -> float:
-    value = _number(row, name)
+    value = number(row, name)
     assert value is not None, name
     return value
 
@@ -245,7 +274,8 @@ def _precision(text: str) -> str:
 
 def _grad_dtype(text: str, precision: str, stack: str) -> str | None:
     """The type of gradients that a row states or that its software had; None: as by default."""
-    if stack == "internevo":
+    # NVIDIA's recipes for these figures set grad_reduce_in_fp32 to false.
+    if stack in ("internevo", "nemo") and precision != "fp16":
         return "bf16"
     if stack == "fsdp-triton" and precision != "fp16":
         return "fp32" if "fp32" in text else "bf16"
@@ -302,16 +332,16 @@ def _completed(row: Mapping[str, str]) -> Mapping[str, str]:
     if _has_experts(row):
         shape = _named(row)
         known = {"layers": len(shape.layers), "hidden": shape.hidden, "heads": shape.heads}
-        known["heads"] = int(_number(row, "heads") or shape.heads)
+        known["heads"] = int(number(row, "heads") or shape.heads)
     for pattern, sizes in SIZES:
         if re.search(pattern, name, re.I):
             known = sizes
-    return {**row, **{k: str(v) for k, v in known.items() if _number(row, k) is None}}
+    return {**row, **{k: str(v) for k, v in known.items() if number(row, k) is None}}
 
 
 def _has_experts(row: Mapping[str, str]) -> bool:
     """By the model's name, or because the row counts them."""
-    return bool(re.search(EXPERTS, row["model"], re.I)) or (_number(row, "experts") or 0) > 1
+    return bool(re.search(EXPERTS, row["model"], re.I)) or (number(row, "experts") or 0) > 1
 
 
 def _named(row: Mapping[str, str]) -> ModelShape:
@@ -322,7 +352,7 @@ def _named(row: Mapping[str, str]) -> ModelShape:
         raise _LeftOut("mixture of experts: the number of experts is not among the columns")
     shape = shapes.shape(found)
     for field, value in (("layers", len(shape.layers)), ("hidden", shape.hidden)):
-        said = _number(row, field)
+        said = number(row, field)
         if said is not None and said != value:
             raise _LeftOut(f"mixture of experts: {field} {said:g} is not {found}'s {value}")
     return shape
@@ -332,18 +362,18 @@ def _shape(row: Mapping[str, str], stack: str) -> ModelShape:
     if _has_experts(row):
         return _named(row)
     names = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq")
-    numbers = (_number(row, name) for name in names)
+    numbers = (number(row, name) for name in names)
     sizes = tuple(None if n is None else int(n) for n in numbers)
     return _decoder(row["model"], sizes, not stack.startswith("fsdp"))
 
 
 def _layout(row: Mapping[str, str], stack: str, said: str) -> dict[str, float]:
     def degree(name: str) -> float:
-        value = _number(row, name)
+        value = number(row, name)
         return 1.0 if value is None or value < 1 else value
 
     tp, pp, cp, ep = (degree(name) for name in ("tp", "pp", "cp", "ep"))
-    gpus, dp = _number(row, "n_gpus"), _number(row, "dp")
+    gpus, dp = number(row, "n_gpus"), number(row, "dp")
     if dp is None:
         if gpus is None:
             raise _LeftOut("neither dp nor n_gpus is given")
@@ -351,27 +381,27 @@ def _layout(row: Mapping[str, str], stack: str, said: str) -> dict[str, float]:
     if dp < 1 or (gpus is not None and abs(dp * tp * pp * cp - gpus) > 0.01 * gpus):
         raise _LeftOut(f"dp {dp:g} x tp {tp:g} x pp {pp:g} x cp {cp:g} is not n_gpus {gpus}")
     batch = _need(row, "global_batch")
-    micro = _number(row, "micro_batch") or batch / dp
+    micro = number(row, "micro_batch") or batch / dp  # unstated: resolved later
     named = row.get("schedule", "").lower()
-    virtual = _number(row, "vp") or (2.0 if "interleaved" in named else 1.0)
+    virtual = number(row, "vp") or (2.0 if "interleaved" in named else 1.0)
     schedule = "1f1b"
     for pattern, name in (("zb-?1p|h1", "zb-h1"), ("zb-?2p|h2", "zb-h2"), ("zb-?v", "zb-v")):
         if re.search(pattern, named):
             schedule = name
     if pp > 1 and virtual > 1 and schedule == "1f1b":
         schedule = "interleaved"
-    zero = _number(row, "zero_stage") or 0.0
+    zero = number(row, "zero_stage") or 0.0
     shard = dp
     stated = re.search(r"zero1 group size (\d+)", said)
     if stated:
         shard = min(dp, float(stated[1]))
     elif re.search(r"\bhsdp\b", said):
-        shard = min(dp, _number(row, "gpus_per_node") or 8.0)
+        shard = min(dp, number(row, "gpus_per_node") or 8.0)
     recompute = row.get("recompute", "").lower()
     if row.get("recompute_modules", "").strip():
         recompute = "modules"
     if recompute in ("", "nan"):
-        recompute = "full" if stack in ("jax", "megatron", "deepspeed") else "none"
+        recompute = _recipe(row, stack) or "none"
     return {
         "dp": dp,
         "tp": tp,
@@ -384,69 +414,10 @@ def _layout(row: Mapping[str, str], stack: str, said: str) -> dict[str, float]:
         "zero": zero,
         "shard": shard,
         "recompute": float(next((i for i, name in KINDS if name in recompute), 0)),
-        "sequence_parallel": float((_number(row, "sp") or 0.0) > 0 and tp > 1),
+        "sequence_parallel": float((number(row, "sp") or 0.0) > 0 and tp > 1),
         "schedule": float(SCHEDULES.index(schedule)),
         "lighter": float("one layer fewer" in said),
     }
-
-
-@functools.cache
-def _hardware(gpu: str, network: float | None, gpus: int, per_node: int) -> Cluster:
-    name = re.sub(r"\(.*?\)|\bNVL\d+\b", "", gpu).strip()
-    name = re.sub(r"\bA800\b", "A100", name)
-    if re.fullmatch(r"(A100|H100)-(40|80)", name):
-        name = f"{name}-SXM"
-    name = name.replace(" ", "-")
-    try:
-        device = hardware.gpu(name)
-    except OptionError:  # other memory sizes are printed: usable ones
-        device = hardware.gpu(re.sub(r"-\d+\b", "", name))
-    nodes = [hardware.node(kind, device) for kind in _kinds_of(device.name)]
-    fitting = [n for n in nodes if n.num_gpus >= per_node] or nodes
-    node = dataclasses.replace(fitting[0], num_gpus=per_node)
-    if network is not None:
-        node = dataclasses.replace(node, network=network)
-    count = max(1, -(-gpus // per_node))
-    return Cluster(name=f"{count}x{per_node}x{device.name}", num_nodes=count, node=node)
-
-
-def _kinds_of(device: str) -> list[str]:
-    found = []
-    for kind in hardware.node_names():
-        try:
-            hardware.node(kind, hardware.gpu(device))
-        except OptionError:
-            continue
-        found.append(kind)
-    return found
-
-
-def _cluster(row: Mapping[str, str], layout: Mapping[str, float]) -> Cluster:
-    per_node = int(_number(row, "gpus_per_node") or 8)
-    gpus = int(layout["dp"] * layout["tp"] * layout["pp"] * layout["cp"])
-    return _hardware(row["gpu"], _network(row.get("inter_link", "")), gpus, per_node)
-
-
-def _network(text: str) -> float | None:
-    """Bytes/s of a node from `4x Omni-Path 100Gb/s per node`; None where no rate is said."""
-    rate = re.search(r"(\d+)\s*Gb/s", text)
-    if rate is None:
-        return None
-    cards = re.match(r"\s*(\d+)x", text)
-    through_host = HOST_COPIES if re.search(r"omni.?path", text, re.I) else 1.0
-    return float(rate[1]) * (float(cards[1]) if cards else 1.0) * through_host * 1e9 / 8
-
-
-@functools.cache
-def _curves(gpu: str, kind: str, precision: str) -> CurveSet:
-    node = hardware.node(kind, hardware.gpu(gpu))
-    cluster = Cluster(name=gpu, num_nodes=1, node=node)
-    return machine(cluster, precision, curves_of(node)).curves[0]
-
-
-def _machine(cluster: Cluster, precision: str) -> Machine:
-    numbers, node = machine(cluster, precision), cluster.node
-    return dataclasses.replace(numbers, curves=(_curves(node.gpu.name, node.name, precision),))
 
 
 def rows(table: Iterable[Mapping[str, str]]) -> tuple[list[Row], dict[str, str]]:

@@ -7,8 +7,10 @@
                 picks: its measured time over the best measured time, less 1
     memory      of what the source counted: tensors, or all that the device shows
     false fits  runs that were measured and are called not fitting, by the rule that `hocket plan`
-                has (`planning.fit`); recompute that a row does not state is resolved as a plan
-                would: the least that fits
+                has (`planning.fit`)
+
+What a row does not state of its layout is resolved as `hocket plan` chooses it, and listed
+(`planning.unstated`).
 
 `overall` is of the mainstream (dense models in 16 bits on A100 and H100) and averages its sources,
 so that no single large one decides; everything else is reported in groups of its own.
@@ -26,9 +28,8 @@ from typing import Any
 
 import numpy as np
 
-from hocket.cost.columns import Layouts
 from hocket.cost.constants import Constants
-from hocket.cost.memory import Memory, memory
+from hocket.cost.memory import memory
 from hocket.planning.fit import fits
 from hocket.planning.pricing import Batch, batch, by_structure
 from hocket.planning.table import MAINSTREAM, Row, read, rows
@@ -43,6 +44,9 @@ FIELDS = (
     "kendall_tau",
     "mean_regret",
 )
+
+ROW_COLUMNS = ("id", "predicted_iter_s", "predicted_mem_gb", "fits", "resolved", "left_out")
+"""Of the file that `write_rows` writes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -180,13 +184,9 @@ def _price(
     together = batch(found)
     values = together.constants if change is None else change(together)
     times = together.times(values)
-    held = _memory(together, together.layouts, values)
-    saving = dataclasses.replace(
-        together.layouts,
-        recompute=np.where([r.recompute_known for r in found], together.layouts.recompute, 2.0),
-    )
+    held = memory(together.model, together.layouts, together.seq_len, values)
     usable = np.array([row.cluster.node.gpu.usable for row in found])
-    enough = fits(_memory(together, saving, values), usable)
+    enough = fits(held, usable)
     result = []
     for i, row in enumerate(found):
         result.append(
@@ -262,18 +262,20 @@ def ranking(members: Sequence[Priced]) -> tuple[list[float], list[float]]:
 
 def write_rows(report: Report, path: str | Path) -> None:
     """`id`, `predicted_iter_s`, `predicted_mem_gb` (in the unit and the way of counting of the
-    row's source), `fits` and `left_out` of every row, in the table's order."""
+    row's source), `fits`, `resolved` (`micro_batch=2, sp=1`) and `left_out` of every row, in the
+    table's order."""
     known = {p.row.id: p for p in report.priced}
     with Path(path).open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(("id", "predicted_iter_s", "predicted_mem_gb", "fits", "left_out"))
+        writer.writerow(ROW_COLUMNS)
         for name, key in zip(report.ids, report.keys, strict=True):
             one = known.get(key)
             if one is None:
-                writer.writerow((name, "", "", "", report.left_out.get(key, "")))
+                writer.writerow((name, "", "", "", "", report.left_out.get(key, "")))
                 continue
             held = f"{one.memory / one.row.memory_unit:.3f}"
-            writer.writerow((name, f"{one.step:.6g}", held, str(one.fits).lower(), ""))
+            chosen = ", ".join(f"{knob}={value}" for knob, value in one.row.resolved.items())
+            writer.writerow((name, f"{one.step:.6g}", held, str(one.fits).lower(), chosen, ""))
 
 
 def _medians(found: Iterable[Row]) -> dict[tuple[str, ...], float]:
@@ -282,10 +284,6 @@ def _medians(found: Iterable[Row]) -> dict[tuple[str, ...], float]:
         if row.measured is not None:
             runs.setdefault(row.key, []).append(row.measured)
     return {key: statistics.median(values) for key, values in runs.items()}
-
-
-def _memory(together: Batch, layouts: Layouts, values: Constants) -> Memory:
-    return memory(together.model, layouts, together.seq_len, values)
 
 
 def _percent(how: Callable[[list[float]], float], values: list[float]) -> float | None:

@@ -5,13 +5,13 @@ Read from /proc and /sys, of Linux; what is not there is unknown (0), except the
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import platform
 import re
 from pathlib import Path
 
+from hocket.runtime.host_memory import control_groups, memory, text_of
 from hocket.spec.measured import Host
 
 CLOCK = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
@@ -28,10 +28,10 @@ def host(root: Path = Path("/"), cpus: frozenset[int] | None = None) -> Host:
     limit = cgroup_limit(root)
     # Half a core's time is still one core: a process needs one to run at all.
     cores = len(mine) if not limit else max(1, min(len(mine), int(limit + 0.5)))
-    topology = {cpu: _text(_cpu(root, cpu) / "topology/physical_package_id") for cpu in mine}
+    topology = {cpu: text_of(_cpu(root, cpu) / "topology/physical_package_id") for cpu in mine}
     nodes = [
         node for node in (root / "sys/devices/system/node").glob("node[0-9]*")
-        if mine & cpu_list(_text(node / "cpulist"))
+        if mine & cpu_list(text_of(node / "cpulist"))
     ]  # fmt: skip
     first = min(mine)
     return Host(
@@ -55,7 +55,7 @@ def usable() -> frozenset[int]:
 
 def cpu_name(root: Path = Path("/")) -> str:
     """`AMD EPYC 9R14`; the architecture where the kernel says no name."""
-    text = _text(root / "proc/cpuinfo")
+    text = text_of(root / "proc/cpuinfo")
     found = re.search(r"^(?:model name|Model|cpu model|uarch)\s*:\s*(.+)$", text, re.MULTILINE)
     name = found[1] if found else platform.processor() or platform.machine() or "CPU"
     return re.sub(r"\s+", " ", re.sub(r"\((?:R|TM|r|tm)\)|\bCPU\b|@.*", " ", name)).strip()
@@ -64,56 +64,24 @@ def cpu_name(root: Path = Path("/")) -> str:
 def cgroup_limit(root: Path = Path("/")) -> float:
     """Cores' worth of time that the control groups of this process grant; 0 without a limit."""
     limits = []
-    for folder in _groups(root):
-        words = _text(folder / "cpu.max").split()
+    for folder in control_groups(root):
+        words = text_of(folder / "cpu.max").split()
         if len(words) == 2 and words[0] != "max" and float(words[1]) > 0:
             limits.append(float(words[0]) / float(words[1]))
-        quota, period = (_text(folder / f"cpu.cfs_{key}_us") for key in ("quota", "period"))
+        quota, period = (text_of(folder / f"cpu.cfs_{key}_us") for key in ("quota", "period"))
         if quota and period and float(quota) > 0 and float(period) > 0:
             limits.append(float(quota) / float(period))
     return min(limits, default=0.0)
 
 
-def memory(root: Path = Path("/")) -> int:
-    """Bytes that processes may use: what there is, or the control group's limit if that is less."""
-    found = re.search(r"^MemTotal:\s*(\d+) kB", _text(root / "proc/meminfo"), re.MULTILINE)
-    total = int(found[1]) << 10 if found else 0
-    limits = [
-        int(text)
-        for folder in _groups(root)
-        for text in (_text(folder / "memory.max"), _text(folder / "memory.limit_in_bytes"))
-        if text.isdigit()
-    ]
-    return min([total, *(one for one in limits if 0 < one < total)])
-
-
-def free_memory(root: Path = Path("/")) -> int:
-    """Bytes that processes may still take without swapping: MemAvailable, or what the limit of a
-    control group leaves, where files that were read and can be dropped are not counted as used."""
-    text = _text(root / "proc/meminfo")
-    found = re.search(r"^MemAvailable:\s*(\d+) kB", text, re.MULTILINE)
-    free = [int(found[1]) << 10] if found else [memory(root)]
-    for folder in _groups(root):
-        for limit, used, files in (
-            ("memory.max", "memory.current", "inactive_file"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-        ):
-            most, now = _text(folder / limit), _text(folder / used)
-            if most.isdigit() and now.isdigit():
-                dropped = re.search(rf"^{files} (\d+)", _text(folder / "memory.stat"), re.MULTILINE)
-                kept = int(now) - (int(dropped[1]) if dropped else 0)
-                free.append(max(0, int(most) - kept))
-    return min(free)
-
-
 def cache_bytes(root: Path, cpu: int, level: int) -> int:
     """Bytes of the data cache of that level that a core reaches; 0 where there is none."""
     for index in sorted((_cpu(root, cpu) / "cache").glob("index[0-9]*")):
-        said = re.fullmatch(r"(\d+)([KMG]?)", _text(index / "size"))
+        said = re.fullmatch(r"(\d+)([KMG]?)", text_of(index / "size"))
         if (
             said is not None
-            and _text(index / "level") == str(level)
-            and _text(index / "type") != "Instruction"
+            and text_of(index / "level") == str(level)
+            and text_of(index / "type") != "Instruction"
         ):
             return int(said[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[said[2]]
     return 0
@@ -131,12 +99,12 @@ def clock(root: Path = Path("/"), cpus: frozenset[int] | None = None) -> Clock:
     """That moment: two of them give the load between them. Time stolen by a hypervisor counts."""
     mine = cpus if cpus is not None else usable()
     busy = 0
-    for line in _text(root / "proc/stat").splitlines():
+    for line in text_of(root / "proc/stat").splitlines():
         name, *values = line.split()
         if re.fullmatch(r"cpu\d+", name) and int(name[3:]) in mine:
             user, nice, system, _, _, irq, softirq, *rest = map(int, values)
             busy += user + nice + system + irq + softirq + (rest[0] if rest else 0)
-    uptime = _text(root / "proc/uptime").split()
+    uptime = text_of(root / "proc/uptime").split()
     return Clock(busy / CLOCK, float(uptime[0]) if uptime else 0.0)
 
 
@@ -155,24 +123,5 @@ def cpu_list(text: str) -> frozenset[int]:
     return frozenset(found)
 
 
-def _groups(root: Path) -> list[Path]:
-    """Folders of the control groups of this process, from its own up to the root."""
-    base = root / "sys/fs/cgroup"
-    found = [base, base / "cpu", base / "memory"]
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        start = base / controllers if controllers else base
-        while path.strip("/"):
-            found.append(start / path.strip("/"))
-            path = path.rpartition("/")[0]
-    return found
-
-
 def _cpu(root: Path, cpu: int) -> Path:
     return root / f"sys/devices/system/cpu/cpu{cpu}"
-
-
-def _text(path: Path) -> str:
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        return path.read_text().strip()
-    return ""

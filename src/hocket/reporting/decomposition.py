@@ -18,7 +18,8 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from hocket.spec.layout import AXES, Layout
+from hocket.spec.layout import Layout
+from hocket.spec.process_groups import DATA_AXES, named_groups
 from hocket.spec.schedule import (
     COMPUTE,
     RECEIVES,
@@ -35,8 +36,7 @@ from hocket.spec.timeline import Event, Timeline
 PARTS = ("compute", "communication", "bubble", "imbalance", "other")
 
 _OVERLAPS = (*SENDS, REDUCE_GRAD, UNSHARD, RESHARD)
-_BESIDE = ("dp", "dp_shard", "dp_replicate")
-"""Kinds, and axes, of communication that runs beside compute."""
+"""Kinds of communication that run alongside compute; so do collectives of `DATA_AXES`."""
 
 Span = tuple[float, float]
 
@@ -92,7 +92,7 @@ def decompose(
         if event.rank < timeline.num_ranks:
             by_rank[event.rank].append(event)
     for events in by_rank:
-        row, waited, shares = _rank(events, waits, timeline.duration, pipeline)
+        row, waited, shares = _rank(events, waits, timeline.duration, pipeline, timeline.source)
         rows.append(row)
         piped.append(waited)
         for axis, seconds in shares.items():
@@ -102,13 +102,17 @@ def decompose(
 
 
 def _rank(
-    events: Sequence[Event], waits: Mapping[int, float], duration: float, pipeline: Span
+    events: Sequence[Event],
+    waits: Mapping[int, float],
+    duration: float,
+    pipeline: Span,
+    source: str,
 ) -> tuple[dict[str, float], float, dict[str, float]]:
     """One rank: its parts, how much of them is waiting in the pipeline, communication by axis."""
     talk = [e for e in events if e.lane == "communication"]
     compute = union((e.start, e.end) for e in events if e.lane == "compute")
-    blocking = union((e.start, e.end) for e in talk if not _overlaps(e))
-    beside = subtract(union((e.start, e.end) for e in talk if _overlaps(e)), compute)
+    blocking = union((e.start, e.end) for e in talk if not _overlaps(e, source))
+    beside = subtract(union((e.start, e.end) for e in talk if _overlaps(e, source)), compute)
     talking = union([*blocking, *beside])
     busy = union([*compute, *talking])
     idle = subtract([(0.0, duration)], busy)
@@ -119,7 +123,7 @@ def _rank(
     shares: dict[str, float] = defaultdict(float)
     for event in talk:
         own = [(event.start, event.end)]
-        seconds = length(subtract(own, compute)) if _overlaps(event) else length(own)
+        seconds = length(subtract(own, compute)) if _overlaps(event, source) else length(own)
         shares[_axis(event)] += max(0.0, seconds - waits.get(id(event), 0.0))
     total = sum(shares.values())
     scale = spoken / total if total else 0.0
@@ -151,8 +155,12 @@ def _share_bubble(
         row["imbalance"] += (1 - share) * seconds
 
 
-def _overlaps(event: Event) -> bool:
-    return event.kind in _OVERLAPS or (event.kind not in RECEIVES and event.axis in _BESIDE)
+def _overlaps(event: Event, source: str) -> bool:
+    """Whether communication runs alongside compute. A simulated step waits for the values that it
+    gathers; the runtime gathers them ahead."""
+    if event.axis in DATA_AXES and event.kind not in RECEIVES:
+        return source == "measured" or event.kind != "all-gather"
+    return event.kind in _OVERLAPS
 
 
 def _axis(event: Event) -> str:
@@ -189,7 +197,7 @@ def _waits(timeline: Timeline, layout: Layout | None) -> dict[int, float]:
                 continue
             for together in zip(*rows, strict=True):
                 last = max(e.start for e in together)
-                if not _overlaps(together[0]):
+                if not _overlaps(together[0], timeline.source):
                     found.update({id(e): _until(e, last) for e in together})
     return found
 
@@ -198,19 +206,12 @@ def _until(event: Event, moment: float) -> float:
     return min(max(0.0, moment - event.start), event.end - event.start)
 
 
-def groups(layout: Layout, axis: str) -> list[tuple[int, ...]]:
+def groups(layout: Layout, axis: str) -> tuple[tuple[int, ...], ...]:
     """The groups of ranks that a collective named by `axis` runs over; none if it is not known."""
-    if axis in AXES:
-        return layout.groups(axis)
-    if axis == "world":
-        return [tuple(range(layout.world_size))]
-    if axis == "model":
-        by_replica: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for rank in range(layout.world_size):
-            at = layout.coordinate(rank)
-            by_replica[at["dp"], at["cp"]].append(rank)
-        return [tuple(ranks) for ranks in by_replica.values()]
-    return []
+    try:
+        return named_groups(layout, axis)
+    except (KeyError, ValueError):  # a timeline of another release
+        return ()
 
 
 # --- spans ---------------------------------------------------------------------------------

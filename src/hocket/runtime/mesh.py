@@ -21,7 +21,13 @@ import torch.distributed as dist
 from hocket.runtime.record import Recorder
 from hocket.spec.errors import LayoutError
 from hocket.spec.layout import AXES, Layout
-from hocket.spec.process_groups import AxisGroups, axis_groups, groups_of_rank, prepared
+from hocket.spec.process_groups import (
+    AxisGroups,
+    axis_groups,
+    copies_axis,
+    groups_of_rank,
+    prepared,
+)
 
 _UNEVEN: list[object] = []
 """The worlds of this process in which some ranks have made more groups than others."""
@@ -124,7 +130,7 @@ class Mesh:
 
     def copies(self, count: int) -> Axis:
         """The `count` neighbours along tp that hold the same key/value heads."""
-        return self.axis("tp") if count == self.axis("tp").size else self.axis(f"tp_copies{count}")
+        return self.axis(copies_axis(count, self.axis("tp").size))
 
     def prepare(self, copies: Iterable[int] = (), tie: bool | tuple[int, int] = False) -> None:
         """Create the axes that only some models need. Call on every rank with equal arguments.

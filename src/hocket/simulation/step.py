@@ -29,6 +29,7 @@ from hocket.simulation.processors import (
     play,
 )
 from hocket.spec.layout import Layout
+from hocket.spec.process_groups import named_groups
 from hocket.spec.schedule import (
     BACKWARD,
     FORWARD,
@@ -44,8 +45,6 @@ from hocket.spec.schedule import (
 )
 from hocket.spec.step_prices import Collective, StageStep, StepPrices
 from hocket.spec.timeline import Timeline
-
-MODEL_AXES = ("pp", "cp", "tp")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,6 +132,7 @@ class _Writer:
         self.layout = layout
         self.prices = prices
         self.pace = paces(layout.dp, unlike)
+        self._groups: dict[str, dict[int, tuple[int, ...]]] = {}
 
     def step(self, rank: int, number: int) -> Iterator[Step]:
         """One step of one rank of the world."""
@@ -146,7 +146,6 @@ class _Writer:
         where = self.layout.coordinate(rank)
         index = where["pp"]
         mine = self.prices.ranks[index]
-        dp = self.layout.group(rank, "dp")
         stages = self.schedule.stages_of(index)
         yield Begin("step")
         yield Work(mine.before)
@@ -162,15 +161,15 @@ class _Writer:
         ]
         # A pipeline's schedule says when a stage's gradients are ready; without that, they are now.
         for key, one in pending:
-            yield from _give(one, (key, dp))
+            yield from _give(one, (key, self._ranks(rank, one.axis)))
         for key, one in pending:
-            yield from _take(one, (key, dp), len(dp))
-            yield End((key, dp), _fields(one))
+            ranks = self._ranks(rank, one.axis)
+            yield from _take(one, (key, ranks), len(ranks))
+            yield End((key, ranks), _fields(one))
         for at, one in enumerate(mine.sums):
             yield from _collective(one, ("sum", number, at), self._ranks(rank, one.axis))
-        world = tuple(range(self.layout.world_size))
         if self.prices.loss is not None:
-            yield from _collective(self.prices.loss, ("loss", number), world)
+            yield from _collective(self.prices.loss, ("loss", number), self._ranks(rank, "world"))
         yield Work(mine.norm)
         if self.prices.norm is not None:
             yield from _collective(self.prices.norm, ("norm", number), self._ranks(rank, "model"))
@@ -180,24 +179,12 @@ class _Writer:
 
     def _ranks(self, rank: int, axis: str) -> tuple[int, ...]:
         """The ranks that one axis of the mesh joins with `rank`."""
-        where = self.layout.coordinate(rank)
-        if axis == "embedding":
-            ends = sorted({self.schedule.stage_ranks[0], self.schedule.stage_ranks[-1]})
-            return tuple(self.layout.rank({**where, "pp": i}) for i in ends)
-        if axis in ("dp", "pp", "cp", "tp"):
-            return self.layout.group(rank, axis)
-        if axis == "shard":
-            return next(row for row in self.layout.shard_groups() if rank in row)
-        if axis == "model":
-            sizes = [range(self.layout.degree(a)) for a in MODEL_AXES]
-            places = itertools.product(*sizes)
-            return tuple(
-                sorted(
-                    self.layout.rank({**where, **dict(zip(MODEL_AXES, p, strict=True))})
-                    for p in places
-                )
-            )
-        return tuple(range(self.layout.world_size))
+        if axis not in self._groups:
+            ends = self.schedule.stage_ranks[0], self.schedule.stage_ranks[-1]
+            tie = min(ends), max(ends)
+            rows = named_groups(self.layout, axis, tie=tie)
+            self._groups[axis] = {member: row for row in rows for member in row}
+        return self._groups[axis].get(rank, (rank,))
 
     def _action(
         self, action: Action, rank: int, number: int, counts: Iterator[int], first: set[int]

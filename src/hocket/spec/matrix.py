@@ -45,6 +45,10 @@ SERVED_LAYOUTS = ("dp1", "tp2", "pp2")
 """Layouts of the serving matrix: one process, each axis that splits a replica alone."""
 
 
+SWITCHED = "+"
+"""At the end of a type's name: its second configuration, with its switches reversed."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cell:
     """One model type at one layout.
@@ -75,8 +79,9 @@ class TypeRow:
         kind: its `model_type`.
         architecture: the class of its causal language model.
         num_parameters: of the tiny model; 0 where none could be made.
-        note: what tensor parallelism holds whole, and why.
+        note: blocks that tensor parallelism replicates, and why.
         inferred: its tensor plan was inferred from its structure.
+        switches: optional switches that differ from the defaults of its class, with their values.
         cells: in the order of the layouts.
     """
 
@@ -85,6 +90,7 @@ class TypeRow:
     num_parameters: int = 0
     note: str = ""
     inferred: bool = False
+    switches: str = ""
     cells: tuple[Cell, ...] = ()
 
     def to_json(self) -> str:

@@ -12,9 +12,10 @@
     tp_copiesN N neighbours along tp     key/value heads held N times
     embedding  first and last stage      gradients of tied embeddings
 
-The runtime's mesh, the planner and the reports read this one list. Axes over equal ranks share a
-group. Each group is one NCCL communicator on each of its ranks, which holds device memory for
-channels and buffers and takes part in start-up, so none is made that the layout does not use.
+The runtime's mesh, the planner, the simulator and the reports read this one list. Axes over equal
+ranks share a group. Each group is one NCCL communicator on each of its ranks, which holds device
+memory for channels and buffers and takes part in start-up, so none is made that the layout does not
+use.
 """
 
 from __future__ import annotations
@@ -25,6 +26,40 @@ from collections.abc import Iterable
 from hocket.spec.layout import AXES, Layout
 
 Ranks = tuple[int, ...]
+
+DATA_AXES = ("dp", "shard", "replicas")
+"""Axes whose collectives run alongside compute: gradients and values of data ranks."""
+
+_COPIES = "tp_copies"
+
+
+def copies_axis(count: int, tp: int) -> str:
+    """The axis over the `count` neighbours along tp that hold the same key/value heads."""
+    return "tp" if count == tp else f"{_COPIES}{count}"
+
+
+def num_copies(axis: str, tp: int) -> int:
+    """The inverse of `copies_axis`."""
+    return tp if axis == "tp" else int(axis.removeprefix(_COPIES))
+
+
+def named_groups(
+    layout: Layout, axis: str, *, tie: tuple[int, int] | None = None
+) -> tuple[Ranks, ...]:
+    """The groups of one axis by its name; none where it has no two ranks.
+
+    Args:
+        tie: the pp indices whose stages share a parameter; None: the first and the last.
+
+    Raises:
+        KeyError: no layout has an axis of that name.
+    """
+    tie = tie or (0, layout.pp - 1)
+    copies = (num_copies(axis, layout.tp),) if axis.startswith(_COPIES) else ()
+    axes = {one.name: one.rows for one in axis_groups(layout, copies=copies, tie=tie)}
+    if axis == "model":  # under ZeRO no group of its own, and what a replica is all the same
+        return tuple(row for row in _replicas(layout) if len(row) > 1)
+    return axes[axis]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +110,7 @@ def prepared(
         assert layout.tp % count == 0, (count, layout.tp)
         rows = layout.groups("tp")
         parts = [row[i : i + count] for row in rows for i in range(0, layout.tp, count)]
-        found.append((f"tp_copies{count}", parts))
+        found.append((copies_axis(count, layout.tp), parts))
     if tie is not None:
         first, last = tie
         rows = layout.groups("pp") if first != last else []

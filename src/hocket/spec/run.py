@@ -77,6 +77,7 @@ class TrainOptions:
             assistant's turns), `completion` (prompt and completion; loss on the second), or
             `auto`: as each file's first record says.
         chat_template_file: a Jinja template to render chats with, instead of the tokenizer's own.
+        streaming: read data sets of the Hub as they are tokenized, without storing their files.
         packing: `across` (documents end to end, attention across them), `documents` (whole
             documents share rows and do not see each other) or `none` (one document a row).
             None: across for text, documents for chats and completions.
@@ -128,6 +129,7 @@ class TrainOptions:
     text_field: str = "text"
     data_format: str = "auto"
     chat_template_file: str | None = None
+    streaming: bool = False
     packing: str | None = None
     held_out: float = 0.02
     eval_every: int = 50
@@ -159,11 +161,12 @@ class RunSpec:
     """All that a run folder holds at its start. JSON form with an exact inverse.
 
     Attributes:
-        model: a Hugging Face directory, a run folder, or a name of the catalogue.
+        model: a Hugging Face directory, a run folder, a name of the catalogue, or `org/name@commit`
+            of the Hub.
         config: the model's Hugging Face configuration as a dictionary (vocabulary resolved).
         weights: directory that holds safetensors weights; None: random from the seed.
         layout, workload, options: what the flags said, resolved.
-        data: the data paths.
+        data: the data paths, and data sets of the Hub at their commits.
         command: `train`, `check`, `generate`, `demo` or `serve`.
         serving: of a server, resolved; None of any other job.
     """

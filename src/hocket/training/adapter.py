@@ -45,7 +45,11 @@ def adapter_of_checkpoint(checkpoint: Path, to: Path, spec: RunSpec) -> Path:
             write_tensors(aside / WEIGHTS, entries, tensors, {"format": "pt"})
         source = of_run(spec)
         skeleton = build_skeleton(source.config, code=source.code)
-        peft_config(skeleton, spec.options, spec.weights).save_pretrained(str(aside))
+        config = peft_config(skeleton, spec.options, spec.weights)
+        if source.repo is not None:  # by its name, so that it is found on any machine
+            base, _, commit = source.repo.partition("@")
+            config.base_model_name_or_path, config.revision = base, commit
+        config.save_pretrained(str(aside))
     return to
 
 

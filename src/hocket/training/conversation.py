@@ -3,6 +3,7 @@
     {"messages": [{"role": "user", "content": ...}, ...]}         the assistant's turns
     {"conversations": [{"from": "human", "value": ...}, ...]}     the same, ShareGPT's words
     {"prompt": ..., "completion": ...}                            the completion; texts, or messages
+    {"instruction": ..., "input": ..., "output": ...}             the output, after Alpaca's prompt
 
 Never imports torch.
 """
@@ -63,7 +64,8 @@ def format_of(fields: Collection[str]) -> str:
     """What records with these fields hold."""
     if "messages" in fields or "conversations" in fields:
         return CHAT
-    return COMPLETION if {"prompt", "completion"} <= set(fields) else TEXT
+    pairs = ({"prompt", "completion"}, {"instruction", "output"})
+    return COMPLETION if any(pair <= set(fields) for pair in pairs) else TEXT
 
 
 def read(record: Mapping[str, Any], kind: str, where: str) -> Conversation | Pair:
@@ -83,6 +85,8 @@ def read(record: Mapping[str, Any], kind: str, where: str) -> Conversation | Pai
         else:
             raise _missing(record, ("messages", "conversations"), where)
         return Conversation(messages=messages, tools=_tools(record.get("tools"), where))
+    if "prompt" not in record and "instruction" in record:
+        return _alpaca(record, where)
     for name in ("prompt", "completion"):
         if name not in record:
             raise _missing(record, (name,), where)
@@ -102,6 +106,33 @@ def read(record: Mapping[str, Any], kind: str, where: str) -> Conversation | Pai
                 "lists of messages"
             )
     return Pair(prompt=_clean(prompt), completion=_clean(completion))
+
+
+_ALPACA = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes "
+    "the request.\n\n### Instruction:\n{instruction}\n\n### Response:",
+    "Below is an instruction that describes a task, paired with an input that provides further "
+    "context. Write a response that appropriately completes the request.\n\n### Instruction:\n"
+    "{instruction}\n\n### Input:\n{input}\n\n### Response:",
+)
+"""Prompts without and with an input, of https://github.com/tatsu-lab/stanford_alpaca, train.py."""
+
+
+def _alpaca(record: Mapping[str, Any], where: str) -> Pair:
+    words = {}
+    for name in ("instruction", "input", "output"):
+        text = record.get(name)
+        if text is None and name == "input":
+            text = ""
+        if not isinstance(text, str):
+            raise DataError(f"{where}: {name} is {_kind(text)}, not text")
+        words[name] = _clean(text)
+    prompt = _ALPACA[bool(words["input"].strip())]
+    prompt = prompt.replace("{input}", words["input"], 1) if words["input"].strip() else prompt
+    return Pair(
+        prompt=prompt.replace("{instruction}", words["instruction"], 1),
+        completion=words["output"],
+    )
 
 
 def _messages(value: Any, name: str, where: str) -> tuple[Mapping[str, Any], ...]:

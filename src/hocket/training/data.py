@@ -51,6 +51,7 @@ def prepare(
     packing: str | None = None,
     templates: ChatTemplates | None = None,
     chat_template: Path | str | None = None,
+    streaming: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Tokens:
     """Tokenize the data into `folder`, with the tokenizer beside it; do nothing if it is there.
@@ -66,6 +67,7 @@ def prepare(
         packing: None: `across` for text, `documents` where there is anything else.
         templates: of chats. chat_template: the file that they are from, where it is not the
             tokenizer's own; it is copied beside the tokens.
+        streaming: as `data_paths.find`.
         progress: called with (bytes read, bytes in all) as the work goes on.
 
     Raises:
@@ -73,9 +75,9 @@ def prepare(
         OptionError: chats, and no template.
     """
     folder = Path(folder)
-    sources = data_paths.find(paths).sources
-    listed = tuple((str(s.path.resolve()), s.kind, s.bytes) for s in sources)
-    stamps = [(path, kind, size, os.stat(path).st_mtime_ns) for path, kind, size in listed]
+    sources = data_paths.find(paths, streaming=streaming).sources
+    listed = tuple((source.shown, source.kind, source.bytes) for source in sources)
+    stamps = [(*row, source.stamp) for row, source in zip(listed, sources, strict=True)]
     held = kinds(sources, data_format)
     plain = set(held) <= {TEXT}
     packing = packing or (ACROSS if plain else DOCUMENTS)

@@ -1,22 +1,28 @@
 """Data paths: the files behind `--data`, and how each is read.
 
-    path -> file, `datasets` directory, or directory -> sources, and what was left out
+    path[:split][[:N]] -> file, `datasets` directory, or directory -> sources, and what was left out
+    org/name[/subset][:split][[:N]][@revision] -> the files of a split of a data set of the Hub
 
 A directory of records (JSON lines, CSV, TSV, parquet, Arrow) is read as `datasets.load_dataset`
-reads it: by the card's `data_files`, or by the names of files and folders, the `train` split
-alone. A directory without records is walked for text. Never imports torch; `datasets` is imported
-for directories of records only.
+reads it: by the card's `data_files`, or by the names of files and folders, one split of it, `train`
+by default. A directory without records is walked for text. A file of the Hub is downloaded when it
+is read. Never imports torch; `datasets` is imported for directories of records only.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import IO, Any
 
+from hocket.models import hub, repo_id
 from hocket.spec.errors import DataError, nearest
+from hocket.spec.units import format_bytes
+from hocket.training import hub_data
+from hocket.training.hub_data import TRAIN
 
 KINDS = {
     ".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv",
@@ -39,7 +45,6 @@ _DOCUMENTATION = (
     "code_of_conduct", "security", "authors",
 )  # fmt: skip
 _SETTINGS = (".py", ".sh", ".yaml", ".yml", ".toml", ".cfg", ".ini", ".lock")
-TRAIN = "train"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,21 +52,65 @@ class Source:
     """A file or `datasets` directory to read documents from.
 
     Attributes:
-        path: a file, or a `datasets` directory.
-        kind: `text`, `json`, `csv`, `parquet`, `arrow` or `datasets`.
+        path: a file, or a `datasets` directory; of a file of the Hub its name there, after that of
+            the data set.
+        kind: `text`, `json`, `csv`, `parquet`, `arrow`, `datasets`, or `files`: its parts, one
+            after the other.
         named: whether the user named this very path: then nothing in it is skipped.
+        split: of a `datasets` directory.
+        limit: records that are read, from the beginning; None: all.
+        parts: files of one split.
+        repo: the data set of the Hub at a commit, None of a file here. name: of the file there.
+        streaming: read the file where it is, without storing it. size: of the file there, in bytes.
+        label: what is written down of where the data came from; empty: the path.
     """
 
     path: Path
     kind: str
     named: bool
+    split: str = TRAIN
+    limit: int | None = None
+    parts: tuple[Source, ...] = ()
+    repo: repo_id.RepoId | None = None
+    name: str = ""
+    streaming: bool = False
+    size: int = 0
+    label: str = ""
 
     @property
     def bytes(self) -> int:
         """Size on disk."""
+        if self.parts:
+            return sum(part.bytes for part in self.parts)
+        if self.repo is not None:
+            return self.size
         if self.path.is_dir():
             return sum(p.stat().st_size for p in self.path.rglob("*.arrow"))
         return self.path.stat().st_size
+
+    @property
+    def stamp(self) -> int:
+        """What changes with the contents: the time of change, or of the Hub nothing, as a commit
+        stays as it is."""
+        return 0 if self.label else os.stat(self.path).st_mtime_ns
+
+    @property
+    def shown(self) -> str:
+        """Where it is, from any folder."""
+        return self.label or str(self.path.resolve())
+
+    def here(self) -> Path:
+        """The file on this machine; one of the Hub is downloaded, if need be. Raises DataError."""
+        if self.repo is None:
+            return self.path
+        return hub.snapshot(self.repo, [self.name], required=[self.name]) / self.name
+
+    def opened(self) -> IO[Any]:
+        """The file's bytes. Raises DataError, OSError."""
+        if self.streaming and self.repo is not None:
+            file: IO[Any] = hub.opened(self.repo, self.name)
+            return file
+        return self.here().open("rb")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,20 +126,31 @@ class Selection:
     notices: tuple[str, ...] = ()
 
 
-def find(paths: Sequence[str | os.PathLike[str]]) -> Selection:
+def find(paths: Sequence[str | os.PathLike[str]], *, streaming: bool = False) -> Selection:
     """The sources behind some paths.
+
+    Args:
+        streaming: read data sets of the Hub without storing them; done too where the disk has no
+            room for their files.
 
     Raises:
         DataError: no path, a path that does not exist, a file of a format that is not read, a
-            directory without data, without a `train` split, or of both records and text.
+            directory without data, without the split, or of both records and text; a data set of
+            the Hub that is not there or cannot be reached.
     """
     if not paths:
         raise DataError("no data is given", hint="--data FILE_OR_DIRECTORY...")
     sources: list[Source] = []
     notices: list[str] = []
     for given in paths:
-        path = Path(given)
+        path, split, limit = _selected(given)
         if not os.fspath(given) or not path.exists():
+            data = hub_data.parse(os.fspath(given)) if not _looks_like_a_file(path) else None
+            if data is not None:
+                source, notice = _of_hub(data, streaming)
+                sources.append(source)
+                notices.append(notice)
+                continue
             there = path.parent.iterdir() if path.parent.is_dir() else iter(())
             near = nearest(path.name, (p.name for p in there))
             raise DataError(
@@ -103,14 +163,90 @@ def find(paths: Sequence[str | os.PathLike[str]]) -> Selection:
                 hint="write it into a file first",
             )
         if path.is_file():
-            sources.append(_named(path))
+            if split is not None:
+                raise DataError(
+                    f"data {given}: a file has no splits", hint=f"--data {path}, without :{split}"
+                )
+            found = [_named(path)]
         elif _saved_to_disk(path):
-            sources.append(Source(path, "datasets", True))
+            found = [Source(path, "datasets", True, split=split or TRAIN)]
         else:
-            inside, notice = _directory(path)
-            sources += inside
-            notices += notice
+            found, said = _directory(path, split)
+            notices += said
+        if limit is not None:
+            found = [Source(path, "files", True, limit=limit, parts=tuple(found))]
+        sources += found
     return Selection(tuple(sources), tuple(notices))
+
+
+def pinned(given: str | os.PathLike[str]) -> str:
+    """A path that holds from any working folder; of a data set of the Hub its id at the commit.
+
+    Raises:
+        DataError: the Hub cannot be reached.
+    """
+    path, _, _ = _selected(given)
+    if not path.exists() and not _looks_like_a_file(path) and hub_data.parse(os.fspath(given)):
+        return fixed(given)
+    return os.fspath(path.resolve()) + os.fspath(given).removeprefix(os.fspath(path))
+
+
+def fixed(given: str | os.PathLike[str]) -> str:
+    """A path as it is given; of a data set of the Hub its id at the commit.
+
+    Raises:
+        DataError: the Hub cannot be reached.
+    """
+    path, _, _ = _selected(given)
+    if path.exists() or _looks_like_a_file(path):
+        return os.fspath(given)
+    data = hub_data.parse(os.fspath(given))
+    return os.fspath(given) if data is None else str(hub_data.pinned(data))
+
+
+def _selected(given: str | os.PathLike[str]) -> tuple[Path, str | None, int | None]:
+    """(path, split, N) of `PATH[:split][[:N]]`; a path that exists as it is written is one."""
+    if Path(given).exists():
+        return Path(given), None, None
+    base, split, limit = hub_data.selected(os.fspath(given))
+    return (Path(base), split, limit) if Path(base).exists() else (Path(given), None, None)
+
+
+def _looks_like_a_file(path: Path) -> bool:
+    """Whether a path that is not there has a suffix that a data set's name does not have."""
+    return suffix_of(path) in (*KINDS, ".txt", ".md", *_NOT_DATA, *_SETTINGS)
+
+
+def _of_hub(data: hub_data.DataId, streaming: bool) -> tuple[Source, str]:
+    suffixes = [s + c for s in (*KINDS, ".txt") for c in ("", *COMPRESSED)]
+    data, names, rest = hub_data.files(data, suffixes)
+    sizes = hub.listed(data.repo)
+    total = sum(sizes.get(name, 0) for name in names)
+    streaming = streaming or (data.limit is None and total > _room())
+    parts = tuple(
+        Source(
+            Path(data.repo.id) / name, KINDS.get(suffix_of(Path(name)), "text"), True,
+            repo=data.repo, name=name, streaming=streaming, size=sizes.get(name, 0),
+        )
+        for name in names
+    )  # fmt: skip
+    source = Source(
+        Path(data.repo.id), "files", True, limit=data.limit, parts=parts, label=str(data)
+    )
+    root = Path(data.repo.id)
+    notice = f"{data}: {_names(root, [part.path for part in parts])}, {format_bytes(total)}"
+    if streaming:
+        notice += ", streamed"
+    if rest:
+        notice += f"; left out: {_names(root, [root / name for name in rest])}"
+    return source, notice
+
+
+def _room() -> float:
+    """Bytes that files of the Hub may take of the disk that its cache is on."""
+    folder = repo_id.cache_folder()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    return 0.8 * shutil.disk_usage(there).free
 
 
 def compression(path: Path) -> str | None:
@@ -139,13 +275,17 @@ def _saved_to_disk(path: Path) -> bool:
     return (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
 
 
-def _directory(path: Path) -> tuple[list[Source], list[str]]:
+def _directory(path: Path, split: str | None) -> tuple[list[Source], list[str]]:
     found = list(_walk(path))
     # Next to other files, a JSON file is more often settings than data.
     settings = [s for s in found if suffix_of(s.path) == ".json"]
     others = [s for s in found if s not in settings]
     records = [s for s in others if s.kind not in ("text", "datasets")]
     if not records and others:
+        if split is not None:
+            raise DataError(
+                f"data {path} is a directory of text, which has no splits", hint=f"--data {path}"
+            )
         return others, []
     records = records or settings
     if not records:
@@ -153,7 +293,7 @@ def _directory(path: Path) -> tuple[list[Source], list[str]]:
             f"data {path}: the directory holds no readable data",
             hint="name files: --data FILE...",
         )
-    taken, rest = _train_split(path)
+    taken, rest = _split(path, split or TRAIN)
     text = [s.path for s in found if s.kind == "text" and s.path not in taken]
     prose = [p for p in text if not _documentation(p)]
     if prose:
@@ -164,46 +304,24 @@ def _directory(path: Path) -> tuple[list[Source], list[str]]:
         )
     sources = [Source(p, KINDS.get(suffix_of(p), "text"), False) for p in taken]
     left = sorted({*rest, *text} - set(taken))
-    notice = f"{path}: {_names(path, taken)} (split {TRAIN!r})"
+    notice = f"{path}: {_names(path, taken)} (split {split or TRAIN!r})"
     if left:
         notice += f"; left out: {_names(path, left)}"
     return sources, [notice]
 
 
-def _train_split(path: Path) -> tuple[list[Path], list[Path]]:
-    """(files of the split `train`, files of the other splits), as `datasets` resolves them."""
-    try:
-        import datasets
-    except ModuleNotFoundError:
-        raise DataError(
-            f"data {path}: a directory of records needs datasets",
-            hint='pip install "hocket[train]"',
-        ) from None
-    datasets.disable_progress_bars()
-    try:
-        with tempfile.TemporaryDirectory(prefix="hocket-data-") as cache:
-            builder = datasets.load_dataset_builder(str(path), cache_dir=cache)
-            files = builder.config.data_files or {}
-            splits = {str(k): sorted(map(_below(path), v)) for k, v in files.items()}
-    except Exception as error:  # datasets raises many kinds, and documents none
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise DataError(
-            f"data {path}: the datasets library cannot read this directory: {reason}",
-            hint=f"name the files: --data {path}/FILE...",
-        ) from error
-    if TRAIN not in splits:
+def _split(path: Path, split: str) -> tuple[list[Path], list[Path]]:
+    """(files of a split, files of the other splits), as `datasets` resolves them."""
+    splits = hub_data.splits_of(path, None, os.fspath(path))
+    if split not in splits:
         other = ", ".join(splits) or "none"
         raise DataError(
-            f"data {path} holds no split {TRAIN!r}; its splits: {other}",
-            hint=f"name the files: --data {next((f for v in splits.values() for f in v), path)}",
+            f"data {path} holds no split {split!r}; its splits: {other}",
+            hint=f"--data {path}:{next(iter(splits))}"
+            if splits
+            else f"name the files: --data {path}/FILE...",
         )
-    return splits[TRAIN], [f for name, v in splits.items() if name != TRAIN for f in v]
-
-
-def _below(folder: Path) -> Callable[[str], Path]:
-    """Makes of an absolute path one below a folder, as the user wrote that."""
-    root = os.path.abspath(folder)
-    return lambda file: folder / os.path.relpath(file, root)
+    return splits[split], [f for name, v in splits.items() if name != split for f in v]
 
 
 def _names(folder: Path, paths: Sequence[Path], most: int = 3) -> str:

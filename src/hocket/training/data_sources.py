@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import IO, Any
 
 from hocket.spec.errors import DataError, nearest
 from hocket.training.data_paths import Source, compression, suffix_of
+from hocket.training.hub_data import TRAIN
 
 
 def documents(sources: Iterable[Source], text_field: str = "text") -> Iterator[str]:
@@ -27,7 +29,13 @@ def documents(sources: Iterable[Source], text_field: str = "text") -> Iterator[s
     """
     for source in sources:
         try:
-            if source.kind == "text":
+            if source.limit is not None:
+                field = "text" if source.parts[0].kind == "text" else text_field
+                for record, where in records(source):
+                    yield from _field(source, field, record, where)
+            elif source.kind == "files":
+                yield from documents(source.parts, text_field)
+            elif source.kind == "text":
                 yield from _text(source)
             elif source.kind == "json":
                 yield from _json(source, text_field)
@@ -41,6 +49,8 @@ def documents(sources: Iterable[Source], text_field: str = "text") -> Iterator[s
 def fields(source: Source) -> frozenset[str]:
     """The names that the first record of a source has; none of a text file, or where nothing can
     be read (which reading it will say)."""
+    if source.parts:
+        return fields(source.parts[0])
     if source.kind == "text":
         return frozenset()
     try:
@@ -53,13 +63,20 @@ def fields(source: Source) -> frozenset[str]:
 
 
 def records(source: Source) -> Iterator[tuple[dict[str, Any], str]]:
-    """Every record of a JSON, parquet or `datasets` source, and where it stands there.
+    """Every record of a source, and where it is there; of a text file its text, as a record.
 
     Raises:
         DataError: a file that cannot be read, or a record that is no object.
     """
-    assert source.kind != "text", source
+    if source.kind == "files":
+        yield from itertools.islice(
+            (one for part in source.parts for one in records(part)), source.limit
+        )
+        return
     try:
+        if source.kind == "text":
+            yield from (({"text": text}, "its text") for text in _text(source))
+            return
         for record, where in _json_records(source) if source.kind == "json" else _rows(source):
             if not isinstance(record, dict):
                 raise DataError(
@@ -74,13 +91,13 @@ def records(source: Source) -> Iterator[tuple[dict[str, Any], str]]:
 # --- reading -------------------------------------------------------------------------------
 
 
-def _open(path: Path) -> IO[bytes]:
-    codec = compression(path)
+def _open(source: Source) -> IO[bytes]:
+    codec, file = compression(source.path), source.opened()
     if codec is None:
-        return path.open("rb")
+        return file
     if codec == "gzip":  # the common one, without pyarrow
-        return gzip.open(path)  # type: ignore[return-value]
-    stream: IO[bytes] = _pyarrow(path).input_stream(str(path), compression=codec)
+        return gzip.open(file)  # type: ignore[return-value]
+    stream: IO[bytes] = _pyarrow(source.path).input_stream(file, compression=codec)
     return stream
 
 
@@ -96,7 +113,7 @@ def _pyarrow(path: Path) -> Any:
 
 def _text(source: Source) -> Iterator[str]:
     """A text file is one document. In a walked directory, what is no text is passed over."""
-    with _open(source.path) as file:
+    with _open(source) as file:
         raw = file.read()
     try:
         text = raw.decode("utf-8-sig")
@@ -120,7 +137,7 @@ def _json(source: Source, field: str) -> Iterator[str]:
 
 def _json_records(source: Source) -> Iterator[tuple[Any, str]]:
     """JSON lines, or one JSON array of objects; each with the line or number it has."""
-    with _open(source.path) as raw:
+    with _open(source) as raw:
         file = io.TextIOWrapper(raw, encoding="utf-8-sig", errors="replace")
         first = file.read(1)
         number = 1
@@ -187,20 +204,23 @@ def _tables(
     pyarrow = _pyarrow(source.path)
     try:
         if source.kind == "csv":
-            reader = _csv(source.path, pyarrow)
+            reader = _csv(source, pyarrow)
             if check is not None:
                 check(reader.schema)
             yield from reader
             return
         if source.kind == "parquet":
-            table = pyarrow.parquet.ParquetFile(source.path)
-            if check is not None:
-                check(table.schema_arrow)
-            yield from table.iter_batches(batch_size=1024, columns=columns)
+            with source.opened() as file:
+                table = pyarrow.parquet.ParquetFile(file)
+                if check is not None:
+                    check(table.schema_arrow)
+                yield from table.iter_batches(batch_size=1024, columns=columns)
             return
-        files = [source.path] if source.kind == "arrow" else _arrow_files(source.path)
-        for file in files:
-            with pyarrow.memory_map(str(file)) as memory:
+        files = (
+            [source.here()] if source.kind == "arrow" else _arrow_files(source.path, source.split)
+        )
+        for path in files:
+            with pyarrow.memory_map(str(path)) as memory:
                 reader, batches = _arrow(memory, pyarrow)
                 if check is not None:
                     check(reader.schema)
@@ -209,14 +229,14 @@ def _tables(
         raise DataError(f"data {source.path} cannot be read: {error}") from error
 
 
-def _csv(path: Path, pyarrow: Any) -> Any:
+def _csv(source: Source, pyarrow: Any) -> Any:
     """A reader of CSV or TSV whose columns are all strings: none is parsed as numbers or dates."""
-    tabs = suffix_of(path) == ".tsv"
+    tabs = suffix_of(source.path) == ".tsv"
     parse = pyarrow.csv.ParseOptions(delimiter="\t" if tabs else ",", newlines_in_values=True)
-    with pyarrow.csv.open_csv(_open(path), parse_options=parse) as first:
+    with pyarrow.csv.open_csv(_open(source), parse_options=parse) as first:
         names = first.schema.names
     convert = pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(names, pyarrow.string()))
-    return pyarrow.csv.open_csv(_open(path), parse_options=parse, convert_options=convert)
+    return pyarrow.csv.open_csv(_open(source), parse_options=parse, convert_options=convert)
 
 
 def _arrow(memory: Any, pyarrow: Any) -> tuple[Any, Iterator[Any]]:
@@ -230,14 +250,20 @@ def _arrow(memory: Any, pyarrow: Any) -> tuple[Any, Iterator[Any]]:
     return reader, iter(reader)
 
 
-def _arrow_files(path: Path) -> list[Path]:
-    """The Arrow files that a `datasets` directory names in its state; all splits of a dict."""
+def _arrow_files(path: Path, split: str) -> list[Path]:
+    """The Arrow files that a `datasets` directory names in its state; of a dict, of one split, or
+    of all where it has no `train` and no other was asked for."""
     splits = path / "dataset_dict.json"
     if splits.is_file():
         names = json.loads(splits.read_text())["splits"]
-        if "train" in names:
-            names = ["train"]
-        return [file for name in names for file in _arrow_files(path / name)]
+        if split in names:
+            names = [split]
+        elif split != TRAIN:
+            raise DataError(
+                f"data {path} holds no split {split!r}; its splits: {', '.join(names)}",
+                hint=f"--data {path}:{nearest(split, names) or names[0]}",
+            )
+        return [file for name in names for file in _arrow_files(path / name, split)]
     state = json.loads((path / "state.json").read_text())
     if state.get("_indices_files") or state.get("_indices_data_files"):
         raise DataError(
@@ -264,6 +290,11 @@ def _strings(column: Any) -> Iterator[str]:
 def _wrong_field(source: Source, field: str, fields: Sequence[str], where: str) -> DataError:
     if field in fields:
         return DataError(f"data {source.path}: {where} holds no text in its field {field!r}")
+    if {"chosen", "rejected"} <= set(fields):
+        return DataError(
+            f"data {source.path} holds preferences (chosen, rejected), which are not supported",
+            hint='the chosen answers as records: {"prompt": ..., "completion": ...}',
+        )
     near = nearest(field, fields) or (fields[0] if len(fields) == 1 else None)
     return DataError(
         f"data {source.path}: {where} has no text field {field!r}"

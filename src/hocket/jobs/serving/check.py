@@ -89,7 +89,7 @@ def served_check(
         HocketError: the model cannot be served at this layout; RankFailure with a rank's own
             traceback.
     """
-    from hocket.jobs import twin
+    from hocket.jobs.proxy.check import require_equal
     from hocket.jobs.request import request
     from hocket.jobs.serving import request as serve_request
     from hocket.launch import joined
@@ -119,7 +119,7 @@ def served_check(
     ):
         say("checking that the architecture can be split")
         replica = dataclasses.replace(layout, dp=1, microbatches=1)
-        twin.require(launcher, source, replica, attention=options.attention)
+        require_equal(launcher, source, replica, attention=options.attention)
         directory, longest = source.directory, LONGEST
         if source.weights is None or directory is None:
             say("random weights")
@@ -196,7 +196,7 @@ def launcher_of(device: str, threads: int) -> Launcher:
     from hocket.jobs.serving.rank import PRELOAD
     from hocket.launch import Launcher
 
-    preload = (*PRELOAD, "hocket.jobs.serving.rank", REFERENCE, "hocket.models.twin")
+    preload = (*PRELOAD, "hocket.jobs.serving.rank", REFERENCE, "hocket.models.proxy")
     passive = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")  # as of `hocket serve`
     return Launcher(
         device, threads, preload=(*preload, "hocket.runtime.shm"),
@@ -230,7 +230,7 @@ def prepared(
     """Write a model of this configuration, or the proxy model of its class, with random weights.
 
     Args:
-        switches: values of the configuration, of which the proxy gets those that its class takes.
+        switches: values of the configuration, used as far as the class takes them.
 
     Returns:
         `config`, `longest`, `parameters` and `switches` of what was written.

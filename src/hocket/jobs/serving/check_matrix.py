@@ -21,14 +21,20 @@ from typing import TYPE_CHECKING, Any
 from hocket.jobs.serving import check
 from hocket.spec.errors import HocketError, OptionError, RankFailure, unknown
 from hocket.spec.layout import Layout
-from hocket.spec.matrix import CRASHED, DIFFERENT, EQUAL, REFUSED, SERVED_LAYOUTS, Cell, TypeRow
+from hocket.spec.matrix import (
+    CRASHED,
+    DIFFERENT,
+    EQUAL,
+    REFUSED,
+    SERVED_LAYOUTS,
+    SWITCHED,
+    Cell,
+    TypeRow,
+)
 from hocket.spec.matrix import Matrix as Table
 
 if TYPE_CHECKING:
     from hocket.launch import Launcher
-
-SWITCHED = "*"
-"""What follows a type's name in the row of its reversed switches."""
 
 
 def served_matrix(
@@ -41,7 +47,7 @@ def served_matrix(
     """Compare every type, served at every layout, with plain transformers.
 
     Args:
-        kinds: model types; `TYPE*` is its row of reversed switches alone. Empty: both rows of all
+        kinds: model types; `TYPE+` is its row of reversed switches alone. Empty: both rows of all
             types that have a causal language model.
         layouts: their texts. Empty: `spec.matrix.SERVED_LAYOUTS`.
         on_row: called with each row as soon as it is complete.
@@ -53,7 +59,7 @@ def served_matrix(
     """
     from hocket.jobs.matrix import versions
     from hocket.models import registry
-    from hocket.models.samples import reversed_switches
+    from hocket.models.samples import switches
 
     known = registry.causal_classes()
     rows = list(dict.fromkeys(kinds))
@@ -63,9 +69,7 @@ def served_matrix(
             raise OptionError(message, hint=hint)
     if not rows:
         rows = [name for kind in sorted(known) for name in (kind, kind + SWITCHED)]
-    rows = [
-        n for n in rows if not n.endswith(SWITCHED) or reversed_switches(n.removesuffix(SWITCHED))
-    ]
+    rows = [n for n in rows if not n.endswith(SWITCHED) or switches(n.removesuffix(SWITCHED))]
     texts = tuple(dict.fromkeys(str(Layout.parse(text)) for text in layouts or SERVED_LAYOUTS))
     made: list[TypeRow] = []
     with _Warm() as warm:
@@ -111,7 +115,7 @@ class _Row:
         self.kind = name.removesuffix(SWITCHED)
         self.cells: dict[str, Cell] = {}
         self.parameters = 0
-        self.note = ""
+        self.switches = ""
 
     def run(self) -> TypeRow:
         """The complete row."""
@@ -127,13 +131,13 @@ class _Row:
             kind=self.name,
             architecture=registry.causal_classes()[self.kind],
             num_parameters=self.parameters,
-            note=self.note,
+            switches=self.switches,
             cells=tuple(self.cells[text] for text in self.layouts),
         )
 
     def _fill(self) -> None:
         from hocket.models import registry
-        from hocket.models.samples import reversed_switches, sample
+        from hocket.models.samples import sample, switches
         from hocket.models.source import resolve
 
         module = registry.modeling_module(self.kind)
@@ -143,10 +147,10 @@ class _Row:
         directory = self.folder / "model"
         made = check.prepared(
             self.warm.launcher, resolve(file), directory, proxy=True, seed=0,
-            switches=reversed_switches(self.kind) if self.name.endswith(SWITCHED) else None,
+            switches=switches(self.kind) if self.name.endswith(SWITCHED) else None,
         )  # fmt: skip
         self.parameters = made["parameters"]
-        self.note = ", ".join(f"{name}={value}" for name, value in made["switches"].items())
+        self.switches = ", ".join(f"{name}={value}" for name, value in made["switches"].items())
         answers: dict[str, list[check.Answer]] = {}
         for text in self.layouts:
             try:
@@ -177,14 +181,14 @@ class _Row:
         ratio: float | None = None,
     ) -> None:
         """A cell that is not equal: rejected where `hocket serve` says so before ranks start."""
-        from hocket.jobs import twin
+        from hocket.jobs.proxy.check import require_equal
         from hocket.models.source import resolve
 
         reason = check.reason_of(error)
         launcher, source = self.warm.launcher, resolve(directory)
         try:  # all that is checked before ranks start, but for the server's check at this layout
-            twin.require(launcher, source, dataclasses.replace(Layout.parse(text), dp=1))
-            twin.require(launcher, source, Layout(), pages=True)
+            require_equal(launcher, source, dataclasses.replace(Layout.parse(text), dp=1))
+            require_equal(launcher, source, Layout(), pages=True)
         except RankFailure:
             pass
         except HocketError as said:

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from hocket.launch import RankContext
-    from hocket.models.twin import Twin
 
 GAIN = 1.5
 """Standard deviation of a random matrix's entries, times the root of its number of inputs."""
@@ -63,18 +62,16 @@ def _prepare(payload: dict[str, Any]) -> dict[str, Any]:
 
     from hocket.models import skeleton
     from hocket.models.plain import save
-    from hocket.models.twin import twin_of
+    from hocket.models.proxy import switched_proxy
     from hocket.serving.engine.refusal import longest_sequence
 
     code = Path(payload["code"]) if payload.get("code") else None
     config = skeleton.config_of(payload["config"], dropout=0.0, code=code)
     model: Any
-    switches: dict[str, bool] = {}
+    switches: dict[str, Any] = {}
     if payload["proxy"]:
-        twin = twin_of(config)
-        if payload.get("switches"):
-            twin, switches = _switched(payload["config"], twin, payload["switches"])
-        config, model = twin.config, twin.build(seed=payload["seed"])
+        proxy, switches = switched_proxy(payload["config"], payload.get("switches") or {})
+        config, model = proxy.config, proxy.build(seed=payload["seed"])
     else:
         model = skeleton.build(config, device="cpu", dropout=0.0, code=code).eval()
         with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -97,31 +94,6 @@ def _prepare(payload: dict[str, Any]) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in model.parameters()),
         "switches": switches,
     }
-
-
-def _switched(
-    values: dict[str, Any], plain: Twin, switches: dict[str, bool]
-) -> tuple[Twin, dict[str, bool]]:
-    """The proxy model with as many of the switches as its class takes together."""
-    from hocket.models.skeleton import config_of
-    from hocket.models.twin import twin_of
-
-    def proxy(some: dict[str, bool]) -> Twin | None:
-        try:
-            return twin_of(config_of({**values, **some}, dropout=0.0))
-        except Exception:  # a combination that the class rejects, each in its own way
-            return None
-
-    found = proxy(switches)
-    if found is not None:
-        return found, switches
-    taken: dict[str, bool] = {}
-    found = plain
-    for name, value in switches.items():
-        more = proxy({**taken, name: value})
-        if more is not None:
-            found, taken = more, {**taken, name: value}
-    return found, taken
 
 
 def spread(model: nn.Module, seed: int) -> None:

@@ -328,18 +328,14 @@ def size_is_public(model: str) -> bool:
 
 
 def _notes(shape: ModelShape, gpus: Sequence[str]) -> tuple[str, ...]:
-    from hocket.cost.serving_constants import file
+    from hocket.cost.serving_constants import kind_of
 
     notes = []
-    fitted = file()["gpus"]
-    strange = [name for name in gpus if name.partition("-")[0] not in fitted]
-    if strange:
-        nearest = {n: file()["nearest"].get(n.partition("-")[0], "H100") for n in strange}
-        told = ", ".join(f"{name} is priced with {of}'s" for name, of in nearest.items())
-        notes.append(f"No measured serving stands behind these constants: {told}.")
-    if shape.experts:
-        notes.append(
-            f"{shape.experts} experts, {shape.experts_per_token} a token, divided over tp as all "
-            "else is; attention replicated over data ranks is not searched."
-        )
+    borrowed = {name: kind_of(name) for name in gpus}
+    borrowed = {
+        n: kind for n, kind in borrowed.items() if kind.partition("-")[0] != n.partition("-")[0]
+    }
+    if borrowed:
+        said = ", ".join(f"{name} is predicted with {of}'s" for name, of in borrowed.items())
+        notes.append(f"No measured serving was fitted for these GPUs: {said}.")
     return tuple(notes)

@@ -179,13 +179,13 @@ def replica_spec(
     from hocket.jobs.serving.request import _sizes, legal
     from hocket.models.source import resolve
 
-    source = resolve(model, trust_remote_code=trust_remote_code)
+    source = resolve(model, trust_remote_code=trust_remote_code, weights=False)
     if layers is not None:
         source = dataclasses.replace(source, config=with_layers(source.config, layers))
     found = legal(source, dataclasses.replace(layout, dp=1), "cpu")
     options = _sizes(ServeOptions(**sizes), source, "cuda")
     return RunSpec(
-        model=model,
+        model=source.repo or model,
         config=dict(source.config),
         layout=dataclasses.replace(found, microbatches=1),
         workload=Workload(seq_len=2, global_batch=1, dtype=dtype),

@@ -97,7 +97,7 @@ class Server:
         weights = self.source.weights
         assert weights is not None
         return RunSpec(
-            model=str((self.source.directory or weights).resolve()),
+            model=self.source.repo or str((self.source.directory or weights).resolve()),
             config=self.source.config,
             layout=self.replica if replica else self.layout,
             workload=workload,
@@ -138,14 +138,16 @@ def server(values: Mapping[str, Any]) -> Server:
     precision.served(wanted.workload)
     device = _device(wanted)
     _threads(wanted, device)
-    source = resolve(wanted.model, trust_remote_code=wanted.options.trust_remote_code)
+    trusted = wanted.options.trust_remote_code
+    source = resolve(wanted.model, trust_remote_code=trusted, weights=False)
+    layout = wanted.layout if wanted.auto else legal(source, wanted.layout, device)
+    source = resolve(source.repo or wanted.model, trust_remote_code=trusted)
     if source.weights is None:
         raise ModelError(
             f"{wanted.model} has no weights, and random ones would answer noise",
-            hint="a run folder, or a directory with safetensors weights",
+            hint="a run folder, a directory with safetensors weights, or ORG/NAME on the Hub",
         )
     headers(source.weights)  # that they are whole; whether they fit the model, the ranks say
-    layout = wanted.layout if wanted.auto else legal(source, wanted.layout, device)
     sizes = _sizes(options, source, device)
     words = tokenizer_of(source, wanted.options.tokenizer, wanted.options.trust_remote_code)
     keys, warnings = _keys(options)
@@ -162,10 +164,18 @@ def server(values: Mapping[str, Any]) -> Server:
         options=sizes,
         device=device,
         sampling=sampling,
-        name=options.served_name or Path(wanted.model).resolve().name,
+        name=options.served_name or model_name(wanted.model),
         keys=keys,
         warnings=warnings,
     )
+
+
+def model_name(model: str) -> str:
+    """What clients call a model unless a name is given: its folder's name, or its id on the Hub."""
+    from hocket.models import repo_id
+
+    repo = None if Path(model).expanduser().exists() else repo_id.parse(model)
+    return Path(model).resolve().name if repo is None else repo.id
 
 
 def legal(source: ModelSource, layout: Layout, device: str) -> Layout:

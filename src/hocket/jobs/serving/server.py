@@ -226,10 +226,10 @@ class Launchers:
 
 def require_split(launcher: Launcher, server: Server) -> None:
     """Refuse an architecture that would compute something else when it is split, or served."""
-    from hocket.jobs import twin
+    from hocket.jobs.proxy.check import require_equal
 
     attention = server.request.options.attention
-    twin.require(
+    require_equal(
         launcher, server.source, server.replica, attention=attention, loss=False, pages=True
     )
 

@@ -23,6 +23,12 @@ HERE = (
 )
 """How a deployment is run."""
 
+ELSEWHERE = (
+    "hocket serve divides no experts over data ranks (ep); --emit vllm or sglang prints the "
+    "command of a server that does."
+)
+"""The same of one that hocket does not run."""
+
 
 def text(plans: Sequence[ServicePlan]) -> str:
     """The answers as text."""
@@ -97,7 +103,8 @@ def emitted(plan: ServicePlan, tool: str) -> str:
         model=_served_model(plan, entry),
         tp=best.layout.tp,
         pp=best.layout.pp,
-        replicas=best.layout.dp,
+        replicas=best.replicas,
+        ep=best.layout.ep,
         gpu=best.gpu,
         gpus_per_node=kind.gpus_per_node,
         tokens=plan.service.tokens,
@@ -160,7 +167,7 @@ def _single(plan: ServicePlan) -> Iterator[str]:
         yield _percentiles(plan.best)
         yield from _unsure(plan.best, plan.service)
     yield from _legend(plan)
-    yield HERE
+    yield ELSEWHERE if plan.best is not None and plan.best.layout.ep > 1 else HERE
     for need in plan.need:
         yield ""
         yield from _need(need, plan.service)

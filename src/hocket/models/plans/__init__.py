@@ -11,7 +11,7 @@ from hocket.models.plans.router import router_loss
 from hocket.models.plans.sequence import sequence_plan
 from hocket.models.plans.stages import stage_plan
 from hocket.models.plans.tensor import tensor_plan
-from hocket.models.twin import twin_of
+from hocket.models.proxy import proxy_of
 from hocket.spec.errors import ModelError
 from hocket.spec.plan import ParallelPlan
 
@@ -25,20 +25,20 @@ def plan_for(model: nn.Module, *, sequence: bool = False) -> ParallelPlan:
     """
     config: Any = model.config
     reasons: dict[str, str] = {}
-    stages = twin = None
+    stages = proxy = None
     try:
-        twin = twin_of(config)
-        stages = stage_plan(twin, model)
+        proxy = proxy_of(config)
+        stages = stage_plan(proxy, model)
         decoder = stages.decoder
     except ModelError as error:
         reasons["stages"] = error.message
         decoder = str(getattr(model, "base_model_prefix", ""))
     except Exception as error:  # a forward of any family may fail in its own way
-        reasons["stages"] = f"its tiny twin does not run: {type(error).__name__}: {error}"
+        reasons["stages"] = f"its tiny proxy model does not run: {type(error).__name__}: {error}"
         decoder = str(getattr(model, "base_model_prefix", ""))
     try:
         layers = stages.layers if stages is not None else ""
-        tensor, note = tensor_plan(model, decoder, twin, layers)
+        tensor, note = tensor_plan(model, decoder, proxy, layers)
     except Exception as error:  # heads that vary by layer raise kinds of their own
         said = str(error).partition(". ")[0]
         tensor, note = None, f"its configuration keeps head counts in another way ({said})"
@@ -47,7 +47,7 @@ def plan_for(model: nn.Module, *, sequence: bool = False) -> ParallelPlan:
     slices = None
     if sequence:
         try:
-            slices = sequence_plan(twin, model, tensor, stages)
+            slices = sequence_plan(proxy, model, tensor, stages)
         except ModelError as error:
             reasons["sequence"] = error.message
     ties = getattr(model, "all_tied_weights_keys", None) or {}

@@ -1,4 +1,4 @@
-"""What a layer keeps for backward, and in which order: found by watching a tiny twin train.
+"""What a layer keeps for backward, and in which order: found by watching a tiny proxy model train.
 
 cores   the modules whose attention core can be run by itself again
 ends    the modules that finish after the last tensor that the layer saves: a layer that is run
@@ -14,20 +14,22 @@ import torch
 from torch import Tensor, nn
 
 from hocket.models.cores import watched
-from hocket.models.twin import Twin
+from hocket.models.proxy import ProxyModel
 
 _DROPPING = ("dropout", "pdrop")
 
 
-def saving(twin: Twin, whole: nn.Module, layers: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def saving(
+    proxy: ProxyModel, whole: nn.Module, layers: str
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(cores, ends), as names below one layer.
 
     Args:
-        twin: the tiny twin of the model.
+        proxy: the tiny proxy model of the model.
         whole: the real model; only its dropout probabilities are read.
         layers: name of the list of layers.
     """
-    model: Any = twin.build()
+    model: Any = proxy.build()
     _drop(model, whole)
     model.train()
     held = list(model.get_submodule(layers).children())
@@ -82,13 +84,13 @@ class _Clock:
         return hook
 
 
-def _drop(twin: nn.Module, whole: nn.Module) -> None:
-    """Give the twin's layers the dropout that the model trains with."""
+def _drop(proxy: nn.Module, whole: nn.Module) -> None:
+    """Give the proxy model's layers the dropout that the model trains with."""
     kinds: dict[str, float] = {}
     for name, child in whole.named_modules():
         if isinstance(child, nn.Dropout):
             kinds[_pattern(name)] = max(child.p, kinds.get(_pattern(name), 0.0))
-    for name, child in twin.named_modules():
+    for name, child in proxy.named_modules():
         if isinstance(child, nn.Dropout):
             child.p = kinds.get(_pattern(name), 0.0)
         for key, value in vars(child).items():

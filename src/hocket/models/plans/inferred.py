@@ -1,6 +1,6 @@
-"""Tensor plan of a model whose family has none, inferred from how its tiny twin computes.
+"""Tensor plan of a model whose family has none, inferred from how its tiny proxy model computes.
 
-The twin's pairs of projections (`plans.pairs`) are carried over to the layers of the real model.
+Its pairs of projections (`plans.pairs`) are carried over to the layers of the real model.
 What no pair holds stays whole, and like every plan the outcome is tried on two ranks before a job
 starts.
 """
@@ -23,7 +23,7 @@ from hocket.models.plans.segments import (
     linear_split,
     pattern_of,
 )
-from hocket.models.twin import Twin
+from hocket.models.proxy import ProxyModel
 from hocket.spec.plan import Patch, Segment, Split, TensorPlan
 
 _WIDTHS = ("all_head_size", "embed_dim", "split_size", "hidden_size", "inner_dim", "embed_size")
@@ -34,20 +34,23 @@ _LEAST = 0.05
 
 
 def inferred_plan(
-    model: nn.Module, twin: Twin, layers: str, vocabulary: dict[str, Split]
+    model: nn.Module, proxy: ProxyModel, layers: str, vocabulary: dict[str, Split]
 ) -> tuple[TensorPlan | None, str]:
-    """A tensor plan from what the twin shows, and what could not be split and why.
+    """A tensor plan from what the proxy model shows, and what could not be split and why.
 
     Args:
         model: the whole model; its device does not matter.
-        twin: its tiny twin.
+        proxy: its tiny proxy model.
         layers: name of the list of layers.
         vocabulary: the splits of embedding and head.
     """
     try:
-        blocks, notes = pairs(twin, layers)
+        blocks, notes = pairs(proxy, layers)
     except Exception as error:  # a forward of any family may fail in its own way
-        return None, f"nothing can be inferred from its tiny twin: {type(error).__name__}: {error}"
+        return (
+            None,
+            f"nothing can be inferred from its tiny proxy model: {type(error).__name__}: {error}",
+        )
     splits: dict[str, Split] = {}
     patches: dict[str, tuple[Patch, ...]] = {}
     for index, layer in enumerate(model.get_submodule(layers).children()):

@@ -1,9 +1,9 @@
-"""Pairs: column- and row-parallel layers that lead into one another, seen as a tiny twin computes.
+"""Pairs: column- and row-parallel layers that lead into one another, observed in a proxy model.
 
     x --+--> c1 --+
         +--> c2 --+--> softmax, activation, ... --> r --> y     one block: columns c1, c2, a row r
 
-1  run the twin once, cutting autograd's graph behind each linear layer, so that what the input of
+1  run the proxy model once, cutting autograd's graph behind each linear layer, so that the input of
    a linear layer r comes from is what comes from the layers just before it
 2  a block is an r whose input comes from layers c1, c2, ... that are all fed the same x, and from
    nothing else that would have to be split or summed; y is as wide as x
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from hocket.models.plans.families import Rule
 from hocket.models.plans.segments import QUERY_COUNTS, Unsplittable, is_linear
-from hocket.models.twin import Twin
+from hocket.models.proxy import ProxyModel
 
 KINDS = ("heads", "kv", "qkv", "head_triple", "group", "units", "pair", "pair_rows")
 """What the rows of a column-parallel layer may be made of, in the order in which it is tried."""
@@ -68,14 +68,14 @@ def heads_of(module: nn.Module, config: Any) -> int:
     return int(getattr(config, "num_attention_heads", None) or 0)
 
 
-def pairs(twin: Twin, layers: str) -> tuple[list[Pair], list[str]]:
-    """The blocks of the twin's layers, each once, and what was found that cannot be split.
+def pairs(proxy: ProxyModel, layers: str) -> tuple[list[Pair], list[str]]:
+    """The blocks of the proxy model's layers, each once, and what was found that cannot be split.
 
     Args:
-        twin: the tiny twin of the model.
+        proxy: the tiny proxy model of the model.
         layers: name of the list of layers.
     """
-    model: Any = twin.build()
+    model: Any = proxy.build()
     found: dict[tuple[str, ...], Pair | None] = {}
     notes: dict[str, None] = {}
     for layer, calls in _watched(model, layers):

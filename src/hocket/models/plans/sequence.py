@@ -1,6 +1,6 @@
-"""SequencePlan of any model: what it takes to run on slices of its sequences, tried on its twin.
+"""SequencePlan of any model: what sequence parallelism needs, tried on its proxy model.
 
-Nothing is trusted: one forward of the twin is noted, then it runs again on one of two slices of
+Nothing is trusted: a forward of the proxy is recorded, then runs again on one of two shards of
 its sequences, with what the other ranks would have given put in from the notes.
 
     a block is about to run     its input must be the slice of what was noted; it is given the whole
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from hocket.models.masks import of_whole_sequences
 from hocket.models.plans.tensor import tensor_plan
-from hocket.models.twin import Twin
+from hocket.models.proxy import ProxyModel
 from hocket.spec.errors import ModelError
 from hocket.spec.plan import SequencePlan, Split, StagePlan, TensorPlan, matches
 
@@ -32,25 +32,25 @@ _TOLERANCE = 1e-4
 
 
 def sequence_plan(
-    twin: Twin | None, whole: nn.Module, tensor: TensorPlan | None, stages: StagePlan | None
+    proxy: ProxyModel | None, whole: nn.Module, tensor: TensorPlan | None, stages: StagePlan | None
 ) -> SequencePlan:
     """How a model runs on slices of its sequences between blocks that are split over tensor ranks.
 
     Args:
-        twin: the tiny twin of the model.
+        proxy: the tiny proxy model of the model.
         whole: the real model; only its names are read.
         tensor, stages: its plans.
 
     Raises:
         ModelError: it does not, with the reason.
     """
-    if twin is None or tensor is None or stages is None:
+    if proxy is None or tensor is None or stages is None:
         raise ModelError("it can be split over no tensor ranks, or its layers are no list")
     of_whole_sequences()
-    model: Any = twin.build()
-    split, note = tensor_plan(model, stages.decoder, twin, stages.layers)
+    model: Any = proxy.build()
+    split, note = tensor_plan(model, stages.decoder, proxy, stages.layers)
     if split is None:
-        raise ModelError(f"its tiny twin cannot be split: {note}")
+        raise ModelError(f"its tiny proxy model cannot be split: {note}")
     plan = _plan(model, split, stages)
     for name in _attention(model, stages):
         if not any(f"{name}.".startswith(f"{block}.") for block in plan.blocks):
@@ -133,7 +133,7 @@ def _style(splits: Mapping[str, Split], name: str) -> str:
 
 
 class _Trial:
-    """The twin, run whole and then on slices."""
+    """The proxy model, run whole and then on slices."""
 
     def __init__(
         self, model: Any, tensor: TensorPlan, plan: SequencePlan, stages: StagePlan

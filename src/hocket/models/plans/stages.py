@@ -17,25 +17,25 @@ from torch import nn
 
 from hocket.models.plans.backward import saving
 from hocket.models.plans.pairs import leaves
-from hocket.models.twin import Twin
+from hocket.models.proxy import ProxyModel
 from hocket.spec.errors import ModelError
 from hocket.spec.plan import StagePlan
 
 
-def stage_plan(twin: Twin, whole: nn.Module) -> StagePlan:
-    """Run the twin once on CPU and read its stages.
+def stage_plan(proxy: ProxyModel, whole: nn.Module) -> StagePlan:
+    """Run the proxy model once on CPU and read its stages.
 
     Args:
-        twin: the tiny twin of the model to cut.
+        proxy: the tiny proxy model of the model to cut.
         whole: the real model; only its number of layers is read.
 
     Raises:
         ModelError: the layers are not one list that the decoder runs through.
     """
-    model: Any = twin.build()
+    model: Any = proxy.build()
     kind = model.config.model_type
     names = {id(module): name for name, module in model.named_modules()}
-    decoder, layers_name, layers = _layers(model, names, len(twin.layers))
+    decoder, layers_name, layers = _layers(model, names, len(proxy.layers))
     path = names[id(decoder)]
 
     order: list[str] = []
@@ -106,7 +106,7 @@ def stage_plan(twin: Twin, whole: nn.Module) -> StagePlan:
 
     number, beside = max(streams)
     try:
-        cores, ends = saving(twin, whole, full([layers_name])[0])
+        cores, ends = saving(proxy, whole, full([layers_name])[0])
     except Exception:  # it runs, as was seen, but does not train in its own way: nothing is known
         cores, ends = (), ()
     return StagePlan(

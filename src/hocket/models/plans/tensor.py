@@ -1,5 +1,5 @@
 """TensorPlan of a Hugging Face model, from transformers' own plan, our table of families, or what
-its tiny twin shows.
+its tiny proxy model shows.
 
 A block (an attention module, an MLP, a set of experts) is split as a whole or not at all: where
 one of its parts has a style we cannot carry out, or holds parameters whose gradients nobody would
@@ -29,7 +29,7 @@ from hocket.models.plans.segments import (
     pattern_of,
     query_heads,
 )
-from hocket.models.twin import Twin
+from hocket.models.proxy import ProxyModel
 from hocket.spec.plan import InputSlice, Patch, Segment, Split, TensorPlan, matches
 
 _UPSTREAM = {
@@ -54,14 +54,14 @@ class _Block:
 
 
 def tensor_plan(
-    model: nn.Module, decoder: str, twin: Twin | None = None, layers: str = ""
+    model: nn.Module, decoder: str, proxy: ProxyModel | None = None, layers: str = ""
 ) -> tuple[TensorPlan | None, str]:
     """The tensor plan of a causal language model, and what could not be split and why.
 
     Args:
         model: the whole model; its device does not matter.
         decoder: name of the module that holds the layers.
-        twin: its tiny twin, from which a plan is inferred where there is none. None: not inferred.
+        proxy: its proxy model, from which a plan is inferred where it has none. None: no inference.
         layers: name of the list of layers.
     """
     config: Any = model.config
@@ -73,8 +73,8 @@ def tensor_plan(
         blocks = _blocks_of_family(model, decoder, family)
     else:
         upstream = getattr(config, "base_model_tp_plan", None)
-        if not upstream and twin is not None and layers:
-            return inferred_plan(model, twin, layers, _vocabulary(model))
+        if not upstream and proxy is not None and layers:
+            return inferred_plan(model, proxy, layers, _vocabulary(model))
         if not upstream:
             return None, (
                 f"neither transformers nor hocket has a tensor plan for {config.model_type!r}, "

@@ -71,7 +71,9 @@ def _edit_json(text: str, changes: Flat) -> str:
         *path, key = name.split(".")
         into = found
         for part in path:
-            into = into.setdefault(part, {}) if value is not None else into.get(part, {})
+            if not isinstance(into.get(part), dict):  # a value where the tool has a section
+                into[part] = {}
+            into = into[part]
         if value is None:
             into.pop(key, None)
         else:

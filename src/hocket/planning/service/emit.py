@@ -24,6 +24,7 @@ class Deployment:
     Attributes:
         model: a name on the Hugging Face Hub or a directory; `MODEL` where neither is known.
         tp, pp: of a replica. replicas: independent ones.
+        ep: data ranks of a replica, over which its experts are divided.
         gpu: kind. gpus_per_node: of a node.
         tokens: of the longest request. max_sequences: at once in a replica.
         max_batch_tokens: of one step.
@@ -49,15 +50,16 @@ class Deployment:
     layers: int
     experts: int = 0
     quantized: bool = False
+    ep: int = 1
 
     @property
     def num_gpus(self) -> int:
         """Of all replicas."""
-        return self.tp * self.pp * self.replicas
+        return self.tp * self.pp * self.ep * self.replicas
 
     @property
     def nodes(self) -> int:
-        """Nodes of one replica."""
+        """Nodes of one data rank."""
         return -(-self.tp * self.pp // self.gpus_per_node)
 
 
@@ -70,6 +72,12 @@ def command(server: str, deployment: Deployment) -> str:
     one = deployment
     if one.heads % one.tp:
         raise OptionError(f"{server} divides {one.heads} heads over tp {one.tp} evenly")
+    if one.ep > 1 and one.nodes > 1:
+        raise OptionError(
+            f"{server}: a data rank of tp {one.tp} x pp {one.pp} is larger than a node of "
+            f"{one.gpus_per_node}, and {one.ep} of them divide the experts",
+            hint=f"--pin tp={one.gpus_per_node} pp=1",
+        )
     if one.nodes > 1 and one.tp * one.pp % one.nodes:
         raise OptionError(
             f"{server} starts as many ranks on each node; a replica has {one.tp * one.pp} on "
@@ -103,10 +111,12 @@ def _vllm(one: Deployment) -> str:
     if one.replicas > 1 and not joined:
         why = ": --data-parallel-size would divide the experts over all replicas"
         notes.append(f"start {one.replicas} of these behind a router{why if one.experts else ''}")
+    ranks = one.replicas if joined else one.ep
     flags: dict[str, Any] = {
         "--tensor-parallel-size": one.tp,
         "--pipeline-parallel-size": one.pp,
-        "--data-parallel-size": one.replicas if joined else None,
+        "--data-parallel-size": ranks if ranks > 1 else None,
+        "--enable-expert-parallel": one.ep > 1,
     }
     if one.nodes > 1:
         flags |= {
@@ -115,9 +125,9 @@ def _vllm(one: Deployment) -> str:
             "--master-addr": "$HEAD",
         }
         notes.append("on each node, NODE_RANK from 0; add --headless where it is not 0")
-    elif joined and one.num_gpus > one.gpus_per_node:
+    elif ranks * one.tp * one.pp > one.gpus_per_node:
         most = one.gpus_per_node // (one.tp * one.pp)
-        local = max(n for n in divisors(one.replicas) if n <= most)
+        local = max(n for n in divisors(ranks) if n <= most)
         flags |= {
             "--data-parallel-size-local": local,
             "--data-parallel-address": "$HEAD",
@@ -151,18 +161,23 @@ def _spread(one: Deployment) -> str:
 def _sglang(one: Deployment) -> str:
     notes: list[str] = []
     _weights(one, notes)
-    together = one.num_gpus <= one.gpus_per_node
+    together = one.num_gpus <= one.gpus_per_node and one.ep == 1
     if one.replicas > 1 and not together:
         notes.append(f"start {one.replicas} of these behind a router")
     flags: dict[str, Any] = {
         "--model-path": shlex.quote(one.model),
-        "--tp-size": one.tp,
+        # Its tensor ranks are all ranks of a stage, and attention divides them by data ranks.
+        "--tp-size": one.tp * one.ep,
         "--pp-size": one.pp if one.pp > 1 else None,
-        "--dp-size": one.replicas if one.replicas > 1 and together else None,
+        "--dp-size": one.ep if one.ep > 1 else one.replicas if together else None,
+        "--enable-dp-attention": one.ep > 1,
+        "--ep-size": one.tp * one.ep if one.ep > 1 else None,
     }
-    if one.nodes > 1:
+    flags = {k: v for k, v in flags.items() if (k, v) != ("--dp-size", 1)}
+    nodes = -(-one.tp * one.pp * one.ep // one.gpus_per_node)
+    if nodes > 1:
         flags |= {
-            "--nnodes": one.nodes,
+            "--nnodes": nodes,
             "--node-rank": "$NODE_RANK",
             "--dist-init-addr": "$HEAD:25000",
         }

@@ -80,15 +80,15 @@ def winner(problem: ServiceProblem, best: ServiceForecast) -> Iterator[str]:
         f"{format_seconds(best.ttft.at(at))} and TPOT {format_seconds(best.tpot.at(at))} at "
         f"the {at}th percentile."
     )
-    if best.layout.dp > 1:
+    if best.replicas > 1:
         yield _bound(problem, best)
 
 
 def _bound(problem: ServiceProblem, best: ServiceForecast) -> str:
     """What sets the number of GPUs: what one replica fewer would miss."""
     layout = best.layout
-    one = candidate(problem, layout.tp, layout.pp, best.max_batch_tokens)
-    latencies = played(problem, one, layout.dp - 1)
+    one = candidate(problem.grouped(layout.ep), layout.tp, layout.pp, best.max_batch_tokens)
+    latencies = played(problem, one, best.replicas - 1)
     if latencies is None:
         return "One replica fewer could not keep up."
     return f"One replica fewer: {' and '.join(misses(problem, latencies)) or 'as good'}."
@@ -97,7 +97,8 @@ def _bound(problem: ServiceProblem, best: ServiceForecast) -> str:
 def _would_do(problem: ServiceProblem, best: ServiceForecast) -> str:
     """How many replicas of a saturated layout meet the goals."""
     layout = best.layout
-    axes = {"tp": layout.tp, "pp": layout.pp, "max_batch_tokens": best.max_batch_tokens}
+    axes = {"tp": layout.tp, "pp": layout.pp, "ep": layout.ep}
+    axes["max_batch_tokens"] = best.max_batch_tokens
     found = _best(problem.unbounded(), axes)
     if found is None:
         return "No number of these replicas that is looked at meets the goals."
@@ -116,6 +117,7 @@ def _losers(problem: ServiceProblem, best: ServiceForecast, pins: dict[str, int]
     changes += [(f"tp{n}", {"tp": n}) for n in (*below, *above)]
     stages = {max(1, layout.pp // 2), layout.pp * 2} - {layout.pp}
     changes += [(f"pp{n}", {"pp": n}) for n in sorted(stages)]
+    changes += [("ep1", {"ep": 1})] if layout.ep > 1 else []
     for name, change in changes:
         if any(key in pins for key in change):
             continue
@@ -141,7 +143,7 @@ def _losers(problem: ServiceProblem, best: ServiceForecast, pins: dict[str, int]
 def _why(problem: ServiceProblem, best: ServiceForecast, other: ServiceForecast) -> str:
     """What makes the other deployment need more."""
     a, b = other.layout, best.layout
-    size, own = a.tp * a.pp, b.tp * b.pp
+    size, own = a.tp * a.pp * a.ep, b.tp * b.pp * b.ep
     each = other.most_requests_per_second / other.num_gpus
     against = best.most_requests_per_second / best.num_gpus
     if other.num_gpus == size and size > own:
@@ -281,8 +283,8 @@ def _best(problem: ServiceProblem, pins: dict[str, int]) -> Deployed | None:
 
 
 def _replicas(best: ServiceForecast) -> str:
-    count = best.layout.dp
-    size = best.layout.tp * best.layout.pp
+    count, layout = best.replicas, best.layout
+    size = layout.tp * layout.pp * layout.ep
     gpus = f"{size} {best.gpu}"
     return f"{count} replicas of {gpus}" if count > 1 else f"one replica of {gpus}"
 

@@ -20,7 +20,7 @@ class ServiceForecast:
     """What one deployment would give.
 
     Attributes:
-        layout: tp and pp of a replica, dp replicas.
+        layout: tp, pp and ep of a replica, dp of all replicas: dp / ep of them.
         gpu: its kind. num_gpus: in all; num_nodes: that they stand in.
         max_batch_tokens: tokens of one step, prompts in chunks. max_sequences: requests that a
             replica holds at once.
@@ -74,6 +74,11 @@ class ServiceForecast:
     meets: bool
     misses: tuple[str, ...]
 
+    @property
+    def replicas(self) -> int:
+        """Replicas; each has as many data ranks as its experts are divided over."""
+        return self.layout.dp // self.layout.ep
+
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values; the layout as text."""
         return {**dataclasses.asdict(self), "layout": str(self.layout)}
@@ -98,7 +103,8 @@ def forecast(
     service = problem.service
     prices = problem.prices(tp, pp, chunk)
     table = problem.table(tp, pp, chunk)
-    gpus = tp * pp * replicas
+    size = tp * pp * problem.ep
+    gpus = size * replicas
     price = problem.gpu.price
     hourly = None if price is None else price * gpus
     full = most * replicas * service.output_len
@@ -110,11 +116,11 @@ def forecast(
     at = service.percentile
     room = problem.cached_tokens(tp, pp, chunk)
     return ServiceForecast(
-        layout=Layout(dp=replicas, pp=pp, tp=tp),
+        layout=Layout(dp=replicas * problem.ep, pp=pp, tp=tp, ep=problem.ep),
         gpu=problem.gpu.name,
         cluster=problem.cluster.name,
         num_gpus=gpus,
-        num_nodes=nodes(problem, tp * pp, replicas),
+        num_nodes=nodes(problem, size, replicas),
         max_batch_tokens=chunk,
         max_sequences=problem.sequences(tp, pp, chunk),
         batch=0.0 if latencies is None else latencies.batch,
@@ -170,7 +176,7 @@ def prefill_alone(problem: ServiceProblem, tp: int, pp: int, chunk: int) -> floa
     left, seen = problem.service.prompt_len, 0
     total = problem.begin_seconds(tp, pp, chunk)
     while left:
-        take = min(left, chunk * table.stages)
+        take = min(left, chunk * problem.ep * table.stages)
         low, _, each = table.terms(take, 0)
         total += low + each * (seen + take / 2)
         left, seen = left - take, seen + take

@@ -84,5 +84,5 @@ def need(
 def text(deployed: Deployed) -> str:
     """The layout of a deployment: `dp2.tp4`."""
     one = deployed.candidate
-    degrees = (("dp", deployed.replicas), ("pp", one.pp), ("tp", one.tp))
+    degrees = (("dp", deployed.replicas * one.ep), ("pp", one.pp), ("tp", one.tp), ("ep", one.ep))
     return ".".join(f"{axis}{degree}" for axis, degree in degrees if degree > 1) or "dp1"

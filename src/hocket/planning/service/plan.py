@@ -31,7 +31,7 @@ from hocket.spec.layout import Layout
 from hocket.spec.service import Service
 from hocket.spec.units import format_bytes
 
-PINS = ("tp", "pp", "dp", "max_batch_tokens")
+PINS = ("tp", "pp", "ep", "dp", "max_batch_tokens")
 """What can be pinned; dp is the number of replicas."""
 
 
@@ -175,13 +175,15 @@ def answer_one(problem: ServiceProblem, layout: Layout, chunk: int | None = None
             than layers, more GPUs than there are, or a replica that holds no request.
     """
     tp, pp = layout.tp, layout.pp
-    plain = Layout(dp=layout.dp, pp=pp, tp=tp)
-    if layout != plain:
+    plain = Layout(dp=layout.dp, pp=pp, tp=tp, ep=layout.ep)
+    if layout != plain or layout.ep not in {group.ep for group in problem.groups()}:
         raise LayoutError(
-            f"{layout}: serving has replicas (dp), tensor (tp) and pipeline (pp) parallelism alone",
-            hint=f"--layout {plain}",
+            f"{layout}: serving has replicas (dp), tensor (tp), pipeline (pp) and, of a mixture, "
+            "expert (ep) parallelism alone",
+            hint=f"--layout {dataclasses.replace(plain, ep=1)}",
         )
     _divides(problem, tp, pp)
+    problem, replicas = problem.grouped(layout.ep), layout.dp // layout.ep
     chunk = usual_chunk(pp) if chunk is None else chunk
     if problem.sequences(tp, pp, chunk) < 1:
         prices = problem.prices(tp, pp, chunk)
@@ -195,19 +197,19 @@ def answer_one(problem: ServiceProblem, layout: Layout, chunk: int | None = None
             hint=_split_hint(memory_minimum(problem)),
         )
     one = candidate(problem, tp, pp, chunk)
-    if layout.dp > most_replicas(problem, one):
+    if replicas > most_replicas(problem, one):
         raise LayoutError(
             f"{plain} needs {tp * pp * layout.dp} GPUs; {problem.cluster.name} holds "
             f"{most_replicas(problem, one)} of its replicas",
             hint=f"--cluster {problem.gpu.name}",
         )
-    latencies = played(problem, one, layout.dp)
+    latencies = played(problem, one, replicas)
     found = forecast(
         problem,
         tp=tp,
         pp=pp,
         chunk=chunk,
-        replicas=layout.dp,
+        replicas=replicas,
         most=one.most,
         latencies=latencies,
     )
@@ -275,7 +277,8 @@ def why_not(
         if goal is not None and low > goal:
             at = fitting[floors.index(min(floors))]
             return (
-                f"{what} of a request alone is at least {low:,.0f} ms (tp{at.tp}.pp{at.pp}), "
+                f"{what} of a request alone is at least {low:,.0f} ms (tp{at.tp}.pp{at.pp}"
+                f"{f'.ep{at.ep}' if at.ep > 1 else ''}), "
                 f"not {goal:g}: no number of {name} is faster"
             )
     both = [one for one in fitting if not too_slow(problem, one)]
@@ -284,8 +287,8 @@ def why_not(
     if problem.bounded:
         return _too_few(problem, pins)
     if "dp" in pins:
-        replicas = min(least_replicas(problem, one) for one in both)
-        return f"{asked}: too few replicas; at least {replicas} are needed"
+        ranks = min(least_replicas(problem, one) * one.ep for one in both)
+        return f"{asked}: too few replicas; at least {ranks} are needed"
     return "the goals are met by a request alone, but by no number of replicas under this load"
 
 

@@ -20,6 +20,7 @@ from hocket.planning.problem import check_size
 from hocket.simulation.traffic import RoundTable
 from hocket.spec.cluster import Cluster, Gpu
 from hocket.spec.errors import OptionError, unknown
+from hocket.spec.layout import divisors
 from hocket.spec.model_shape import ModelShape
 from hocket.spec.service import Service
 
@@ -45,6 +46,8 @@ class ServiceProblem:
             with 8-bit weights, else 16.
         engine: whose constants price it; None: the default.
         usable: share of a GPU's memory that the engine may fill.
+        ep: data ranks of one replica: attention divides its sequences among them, and each holds a
+            share of the experts (DeepSeek-AI 2024, section 3.4). 1: replicas of tp and pp alone.
     """
 
     shape: ModelShape
@@ -55,6 +58,7 @@ class ServiceProblem:
     cache_precision: str | None = None
     engine: str | None = None
     usable: float = 0.9
+    ep: int = 1
 
     def __post_init__(self) -> None:
         check_size(self.cluster)
@@ -127,9 +131,27 @@ class ServiceProblem:
             for tp in tensor_degrees(self.shape)
             if held % tp == 0 or (tp % held == 0 and (tp <= domain or tp % domain == 0))
             for pp in stages
-            if least <= tp * pp <= most
+            if least <= tp * pp * self.ep <= most
+            if self.ep == 1 or tp * self.ep <= domain
         ]
         return sorted(found, key=lambda split: (split[0] * split[1], split[1]))
+
+    def groups(self) -> list[ServiceProblem]:
+        """The problem with each number of data ranks that a replica's experts can be divided over,
+        inside the links that GPUs share: all-to-alls follow every layer."""
+        most = max(self.cluster.node.link.domain, self.cluster.node.num_gpus)
+        degrees = [n for n in divisors(self.shape.experts or 1) if 1 < n <= most]
+        room = self.num_gpus or most
+        return [self, *(self.grouped(n) for n in degrees if n <= room)]
+
+    def grouped(self, ep: int) -> ServiceProblem:
+        """The problem of replicas with so many data ranks; each is kept."""
+        if ep == self.ep:
+            return self
+        group = self.remembered(("grouped", ep), lambda: dataclasses.replace(self, ep=ep))
+        if (group.service, group.bounded) == (self.service, self.bounded):
+            return group
+        return group.under(self.service, bounded=self.bounded)
 
     @functools.cached_property
     def weights(self) -> float:
@@ -165,7 +187,7 @@ class ServiceProblem:
         key = tp, pp, chunk
         if key not in self._known:
             node = self.cluster.node
-            nodes = max(1, math.ceil(tp * pp / node.num_gpus))
+            nodes = max(1, math.ceil(tp * pp * self.ep / node.num_gpus))
             rates = node.gpu.flops
             if "bf16" not in rates:  # prices are those of 16 bits, whichever they are
                 gpu = dataclasses.replace(node.gpu, flops={**rates, "bf16": rates["fp16"]})
@@ -175,6 +197,8 @@ class ServiceProblem:
                 dataclasses.replace(self.cluster, num_nodes=nodes, node=node),
                 tp=tp,
                 pp=pp,
+                ep=self.ep,
+                attention_dp=self.ep,
                 precision=self.precision,
                 cache_precision=self.cached_in,
                 engine=self.engine,
@@ -194,7 +218,7 @@ class ServiceProblem:
         def count() -> int:
             prices = self.prices(tp, pp, chunk)
             fit = self.cached_tokens(tp, pp, chunk) // self.service.tokens
-            return int(max(0, min(fit, chunk * prices.stages)))
+            return int(max(0, min(fit, chunk * self.ep * prices.stages)))
 
         return self.remembered(("sequences", tp, pp, chunk), count)
 
@@ -204,7 +228,7 @@ class ServiceProblem:
             ("table", tp, pp, chunk),
             lambda: RoundTable(
                 self.prices(tp, pp, chunk),
-                chunk=chunk,
+                chunk=chunk * self.ep,
                 longest=self.service.tokens,
                 most=self.sequences(tp, pp, chunk),
             ),

@@ -47,6 +47,7 @@ class Candidate:
         most: requests per second at which it saturates. good: those at which the mean time per
             token is still within the goal.
         floor_ttft, floor_tpot: seconds of a request alone: no number of replicas is faster.
+        ep: data ranks of the replica, over which its experts are divided.
     """
 
     tp: int
@@ -56,22 +57,26 @@ class Candidate:
     good: float
     floor_ttft: float
     floor_tpot: float
+    ep: int = 1
 
     @property
     def size(self) -> int:
         """GPUs of the replica."""
-        return self.tp * self.pp
+        return self.tp * self.pp * self.ep
 
 
 def candidates(problem: ServiceProblem, pins: Pins | None = None) -> list[Candidate]:
     """Every replica that fits and holds a request, whatever its latency, at one token budget."""
     pins = pins or {}
     found = []
-    for tp, pp in problem.splits():
-        chunk = pins.get("max_batch_tokens", usual_chunk(pp))
-        pinned = pins.get("tp", tp) == tp and pins.get("pp", pp) == pp
-        if pinned and problem.sequences(tp, pp, chunk) >= 1:
-            found.append(candidate(problem, tp, pp, chunk))
+    for group in problem.groups():
+        if pins.get("ep", group.ep) != group.ep:
+            continue
+        for tp, pp in group.splits():
+            chunk = pins.get("max_batch_tokens", usual_chunk(pp))
+            pinned = pins.get("tp", tp) == tp and pins.get("pp", pp) == pp
+            if pinned and group.sequences(tp, pp, chunk) >= 1:
+                found.append(candidate(group, tp, pp, chunk))
     return found
 
 
@@ -90,6 +95,7 @@ def candidate(problem: ServiceProblem, tp: int, pp: int, chunk: int) -> Candidat
         good=max(kept, default=0.0),
         floor_ttft=floor_ttft,
         floor_tpot=floor_tpot,
+        ep=problem.ep,
     )
 
 
@@ -100,7 +106,7 @@ def _steady(
     service = problem.service
     table = problem.table(tp, pp, chunk)
     slots = problem.sequences(tp, pp, chunk)
-    budget = chunk * table.stages
+    budget = chunk * problem.ep * table.stages
     share = service.prompt_len / service.output_len
     found = []
     for b in sorted({min(int(b), slots) for b in table.batches if b >= 1}):
@@ -173,6 +179,7 @@ def played(
     Args:
         hasty: None as well as soon as it is certain that a goal is missed.
     """
+    problem = problem.grouped(one.ep)
     service = problem.service
     rate = service.requests_per_second / replicas
     if rate >= MOST_LOADED * one.most:
@@ -283,13 +290,16 @@ def search(
     """The deployments that meet the goals, fewest GPUs first, then quickest answers.
 
     Args:
-        top: how many, each with another (tp, pp).
-        pins: tp, pp, dp (replicas) or max_batch_tokens to the only value that each may have.
+        top: how many, each with another (tp, pp, ep).
+        pins: tp, pp, ep, dp (of all replicas) or max_batch_tokens to the only value that each
+            may have.
         found: the candidates, where they are known.
     """
     pins = pins or {}
     fitting = candidates(problem, pins) if found is None else found
+    asked = pins.get("dp")
     hopeful = [one for one in fitting if quick_enough(problem, one)]
+    hopeful = [one for one in hopeful if asked is None or asked % one.ep == 0]
     hopeful.sort(key=lambda one: (least_replicas(problem, one) * one.size, one.floor_tpot))
     best: list[Deployed] = []
     for number, one in enumerate(hopeful):
@@ -301,9 +311,11 @@ def search(
         deployed = None
         others = () if "max_batch_tokens" in pins else CHUNKS
         for chunk in dict.fromkeys((one.chunk, *others)):
-            other = one if chunk == one.chunk else candidate(problem, one.tp, one.pp, chunk)
+            group = problem.grouped(one.ep)
+            other = one if chunk == one.chunk else candidate(group, one.tp, one.pp, chunk)
             most = enough if deployed is None else deployed.gpus - one.size
-            again = deploy(problem, other, most=most, counted=counted, replicas=pins.get("dp"))
+            replicas = None if asked is None else asked // one.ep
+            again = deploy(problem, other, most=most, counted=counted, replicas=replicas)
             deployed = again or deployed
             if deployed is not None and deployed.gpus <= lower:
                 break
@@ -316,7 +328,7 @@ def told(problem: ServiceProblem, deployed: Deployed) -> ServiceForecast:
     """The forecast of a deployment."""
     one = deployed.candidate
     return forecast(
-        problem,
+        problem.grouped(one.ep),
         tp=one.tp,
         pp=one.pp,
         chunk=one.chunk,

@@ -10,6 +10,7 @@ import os
 
 import torch.distributed as dist
 
+from hocket.runtime.host_memory import free_memory
 from hocket.runtime.shm import futex
 from hocket.runtime.shm.peers import Mismatch, PeerLost, PeerTimeout
 from hocket.runtime.shm.process_group import ShmProcessGroup, create
@@ -31,7 +32,7 @@ def why_not(world_size: int = 2) -> str | None:
         return "/proc is not mounted, through which ranks find the shared memory"
     if not futex.works():
         return "the kernel refuses the futex calls that ranks wait by"
-    free, least = _free_memory(), needed(world_size)
+    free, least = free_memory(), needed(world_size)
     if free < least:
         return f"{free >> 20} MB of memory are free, {world_size} ranks may share {least >> 20} MB"
     return None
@@ -40,9 +41,3 @@ def why_not(world_size: int = 2) -> str | None:
 def available(world_size: int = 2) -> bool:
     """Whether `world_size` ranks of this machine can use the backend."""
     return why_not(world_size) is None
-
-
-def _free_memory() -> int:
-    with open("/proc/meminfo") as file:
-        fields = dict(line.split(":") for line in file)
-    return int(fields["MemAvailable"].split()[0]) << 10

@@ -3,7 +3,7 @@
 A model fits if all that its layers keep of earlier tokens is what they hand to transformers'
 attention interface: keys and values. Recurrent and convolutional layers keep a state of another
 kind, and some families compute attention themselves. What cannot be seen in the modules shows on
-the tiny twin: served in chunks, from scattered and shared blocks, preempted and begun anew, it must
+its proxy model: served in chunks, from scattered, shared blocks, preempted and restarted, it must
 give the logits of a plain forward.
 """
 
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hocket.models.proxy import ProxyModel, proxy_of
 from hocket.models.skeleton import config_of
-from hocket.models.twin import Twin, twin_of
 from hocket.runtime.mesh import Mesh
 from hocket.runtime.pipeline.stage import Stage
 from hocket.serving.engine import attention
@@ -34,7 +34,7 @@ _BLOCK = 4
 
 
 def self_check(config: Any) -> float:
-    """Serve the tiny twin of a configuration, and compare with its plain forward.
+    """Serve the tiny proxy model of a configuration, and compare with its plain forward.
 
     Args:
         config: a transformers configuration, or a dictionary of one.
@@ -53,18 +53,18 @@ def self_check(config: Any) -> float:
             f"{kind!r} is made of several models; hocket serves the language model alone",
             hint="the text configuration of the model",
         )
-    twin = twin_of(config)
-    plain: Any = twin.build(attention="eager")
-    refuse(twin.config, plain)
+    proxy = proxy_of(config)
+    plain: Any = proxy.build(attention="eager")
+    refuse(proxy.config, plain)
     try:
-        module = _paged(twin, plain)
+        module = _paged(proxy, plain)
     except ModelError as error:
         # Some families look their own attention class up by the implementation's name.
         if attention.NAME in error.message:
             raise no_attention(config, plain) from None
         raise
     try:
-        worst = _compare(twin, plain, module)
+        worst = _compare(proxy, plain, module)
     except HocketError:
         raise
     except Exception as error:  # a family may fail in its own way on packed tokens
@@ -74,16 +74,16 @@ def self_check(config: Any) -> float:
         ) from error
     if not worst <= _TOLERANCE:
         raise ModelError(
-            f"{kind!r} cannot be served: from pages its tiny twin gives other logits than its "
+            f"{kind!r} cannot be served: from pages its proxy model gives other logits than its "
             f"plain forward (they differ by {worst:.1e} of the largest); its layers keep or read "
             "something besides keys, values and positions of earlier tokens"
         )
     return worst
 
 
-def _paged(twin: Twin, plain: nn.Module) -> nn.Module:
-    """The twin with paged attention and the values of `plain`."""
-    module = twin.build(attention=attention.NAME)
+def _paged(proxy: ProxyModel, plain: nn.Module) -> nn.Module:
+    """The proxy model with paged attention and the values of `plain`."""
+    module = proxy.build(attention=attention.NAME)
     module.load_state_dict(plain.state_dict())
     own = dict(module.named_buffers())
     for name, buffer in plain.named_buffers():
@@ -92,7 +92,7 @@ def _paged(twin: Twin, plain: nn.Module) -> nn.Module:
 
 
 @torch.no_grad()
-def _compare(twin: Twin, plain: Any, module: nn.Module) -> float:
+def _compare(proxy: ProxyModel, plain: Any, module: nn.Module) -> float:
     """Serve sequences in random chunks; two share a beginning, one is preempted half-way."""
     draw = random.Random(5)
     longest = 30
@@ -101,7 +101,7 @@ def _compare(twin: Twin, plain: Any, module: nn.Module) -> float:
     sequences = [first, [draw.randrange(3, vocabulary) for _ in range(21)], [7]]
     sequences.append(first[: 3 * _BLOCK] + [draw.randrange(3, vocabulary) for _ in range(9)])
     runner = StageRunner(
-        Stage(module), Mesh.single(), twin.config, block_size=_BLOCK, max_rows=len(sequences),
+        Stage(module), Mesh.single(), proxy.config, block_size=_BLOCK, max_rows=len(sequences),
         max_batch_tokens=64, max_model_len=longest + _BLOCK,
     )  # fmt: skip
     runner.allocate(48)

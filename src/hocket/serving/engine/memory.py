@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gc
-from pathlib import Path
 
 import torch
 
+from hocket.runtime.host_memory import free_memory
 from hocket.serving.engine.runner import StageRunner
 from hocket.serving.engine.warm_up import warm_up
 from hocket.spec.errors import OptionError
@@ -33,7 +33,7 @@ def cache_bytes(runner: StageRunner, ranks_here: int) -> int:
         OptionError: a GPU has no room for the largest step.
     """
     if runner.device.type != "cuda":
-        return int(_free_memory() * CPU_SHARE) // ranks_here
+        return int(free_memory() * CPU_SHARE) // ranks_here
     warm_up(runner.mesh)
     needed = runner.step_bytes()
     torch.cuda.empty_cache()
@@ -78,7 +78,7 @@ def require_room(wanted: int, ranks_here: int) -> None:
     Raises:
         OptionError: there is less memory free.
     """
-    free = _free_memory()
+    free = free_memory()
     if wanted * ranks_here > free:
         part = free // ranks_here
         raise OptionError(
@@ -87,10 +87,3 @@ def require_room(wanted: int, ranks_here: int) -> None:
             f"{format_bytes(free)} of memory free, {format_bytes(part)} a rank",
             hint=f"--cache-memory {max(1, int(part * CPU_SHARE) // 10**6)}MB",
         )
-
-
-def _free_memory() -> int:
-    """Bytes that processes may still take on this machine without swapping."""
-    with Path("/proc/meminfo").open() as file:
-        fields = dict(line.split(":") for line in file)
-    return int(fields["MemAvailable"].split()[0]) * 1024

@@ -1,7 +1,7 @@
-"""The tiny twin of a configuration: the same architecture at sizes that run in milliseconds.
+"""the tiny proxy model of a configuration: the same architecture at sizes that run in milliseconds.
 
 Switches stay as they are (layer types, ties, biases, parallel residuals, grouping of heads); sizes
-shrink. What holds for the twin's structure, which modules run in which order and what a cut does
+shrink. What holds for its structure, which modules run in which order and what a cut does
 to gradients, holds for the real model.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 import torch
@@ -87,14 +88,14 @@ _RESIDUAL_WIDTHS = ("word_embed_proj_dim", "embedding_size")
 
 
 @dataclasses.dataclass(frozen=True)
-class Twin:
+class ProxyModel:
     """A tiny configuration and, for each of its layers, the layer of the real model it is like."""
 
     config: transformers.PreTrainedConfig
     layers: tuple[int, ...]
 
     def build(self, *, seed: int = 0, attention: str = "sdpa") -> nn.Module:
-        """The twin with random weights, on CPU in fp32, in evaluation mode (no dropout)."""
+        """The proxy model with random weights, on CPU in fp32, in evaluation mode (no dropout)."""
         model = skeleton.build(self.config, attention=attention, dropout=0.0, device="cpu")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -111,8 +112,8 @@ class Twin:
         return model.eval()
 
 
-def twin_of(config: transformers.PreTrainedConfig) -> Twin:
-    """The tiny twin of a configuration.
+def proxy_of(config: transformers.PreTrainedConfig) -> ProxyModel:
+    """the tiny proxy model of a configuration.
 
     Raises:
         ModelError: no set of tiny sizes makes a model that transformers builds and runs.
@@ -129,28 +130,50 @@ def twin_of(config: transformers.PreTrainedConfig) -> Twin:
         values |= {key: value for key, value in changes.items() if key in values}
         values = {key: value for key, value in values.items() if value is not _LEFT_OUT}
         try:
-            twin = Twin(
+            proxy = ProxyModel(
                 skeleton.config_of({**values, "model_type": config.model_type}, dropout=0.0), layers
             )
-            size = sum(p.numel() for p in skeleton.build(twin.config).parameters())
+            size = sum(p.numel() for p in skeleton.build(proxy.config).parameters())
             if size > _LARGEST:
                 raise ModelError(f"{size:,} parameters are left at sizes it names in its own way")
-            _run(twin)
+            _run(proxy)
         except Exception as failure:  # each family refuses sizes, or fails on them, in its own way
             error = error or failure
             continue
-        return twin
+        return proxy
     reason = error.message if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
-    raise ModelError(f"no tiny twin of {config.model_type!r} can be made: {reason}")
+    raise ModelError(f"no tiny proxy model of {config.model_type!r} can be made: {reason}")
 
 
-def _run(twin: Twin) -> None:
+def switched_proxy(
+    values: Mapping[str, Any], switches: Mapping[str, Any]
+) -> tuple[ProxyModel, dict[str, Any]]:
+    """The proxy model of a configuration with as many of the switches as its class takes together,
+    and these switches. Raises ModelError: there is none without them either."""
+
+    def switched(some: Mapping[str, Any]) -> ProxyModel | None:
+        try:
+            return proxy_of(skeleton.config_of({**values, **some}, dropout=0.0))
+        except Exception:  # a combination that the class rejects, each in its own way
+            return None
+
+    if switches and (found := switched(switches)) is not None:
+        return found, dict(switches)
+    taken: dict[str, Any] = {}
+    found = proxy_of(skeleton.config_of(dict(values), dropout=0.0))
+    for name, value in switches.items():
+        if (more := switched({**taken, name: value})) is not None:
+            found, taken = more, {**taken, name: value}
+    return found, taken
+
+
+def _run(proxy: ProxyModel) -> None:
     with torch.no_grad():
-        twin.build()(input_ids=torch.arange(3, 19).unsqueeze(0), use_cache=False)
+        proxy.build()(input_ids=torch.arange(3, 19).unsqueeze(0), use_cache=False)
 
 
 def _layers(config: transformers.PreTrainedConfig) -> tuple[int, ...]:
-    """Which layers the twin has: the first four, or two of each kind (they may share a block); of
+    """Layers of the proxy model: the first four, or two of each kind (they may share a block); of
     layers that take keys and values from earlier ones, one that does and one that does not."""
     total = int(config.num_hidden_layers)
     kinds = getattr(config, "layer_types", None)

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hocket.jobs.twin_verdict import Verdict, write
+from hocket.jobs.proxy.verdict import Verdict, write
 from hocket.spec.errors import ModelError
 from hocket.spec.layout import Layout
 

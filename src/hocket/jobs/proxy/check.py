@@ -1,4 +1,4 @@
-"""The tiny-twin check: does this architecture compute the same when it is split?
+"""The proxy check: does this architecture compute the same when it is split?
 
 Some architectures break in silence: a norm that runs again on every stage, one block that many
 layers share, positions added twice. So before the ranks of a job start, the user's own
@@ -13,8 +13,8 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hocket.jobs.twin_loss import try_loss
-from hocket.jobs.twin_numbers import (
+from hocket.jobs.proxy.loss import try_loss
+from hocket.jobs.proxy.numbers import (
     DRAWS,
     GRADIENT,
     TOLERANCE,
@@ -25,8 +25,8 @@ from hocket.jobs.twin_numbers import (
     outputs,
     taken_gradients,
 )
-from hocket.jobs.twin_served import require_answers
-from hocket.jobs.twin_verdict import (
+from hocket.jobs.proxy.served import require_answers
+from hocket.jobs.proxy.verdict import (
     Verdict,
     cache_file,
     parts_of,
@@ -42,13 +42,13 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from hocket.launch import Launcher, RankContext
+    from hocket.models.proxy import ProxyModel
     from hocket.models.source import ModelSource
-    from hocket.models.twin import Twin
     from hocket.runtime.mesh import Axis
     from hocket.runtime.record import Recorder
 
 
-def require(
+def require_equal(
     launcher: Launcher,
     source: ModelSource,
     layout: Layout,
@@ -84,10 +84,10 @@ def require(
             "parts": missing,
         }
         launcher.run(
-            entry="hocket.jobs.twin:main",
+            entry="hocket.jobs.proxy.check:main",
             world_size=2 if {"tensors", "slices"} & {*missing} else 1,
             payload=payload,
-            on_event=lambda event: heard.append(event) if event["event"] == "twin" else None,
+            on_event=lambda event: heard.append(event) if event["event"] == "proxy" else None,
         )
         found = {part: heard[-1][part] for part in missing}
         if "loss" in missing:
@@ -101,7 +101,7 @@ def require(
 
 
 def main(context: RankContext, payload: dict[str, Any]) -> None:
-    """Try the parts that `payload` names; rank 0 emits `{"event": "twin", "ok", "reason", ...}`.
+    """Try the parts that `payload` names; rank 0 emits `{"event": "proxy", "ok", "reason", ...}`.
 
     Payload: `config`, `attention`, `code` (a directory or None), `parts` (of `stages`, `loss`,
     `pages`, `packed`, `tensors`, `slices`; the last two need two ranks).
@@ -119,7 +119,7 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
     if "pages" in payload["parts"] and context.rank == 0:
         found = dataclasses.replace(found, pages=try_pages(config))
     if "packed" in payload["parts"] and context.rank == 0:
-        from hocket.jobs.twin_packed import try_packed
+        from hocket.jobs.proxy.packed import try_packed
 
         found = dataclasses.replace(found, packed=try_packed(config, payload["attention"]))
     split = [part for part in ("tensors", "slices") if part in payload["parts"]]
@@ -137,12 +137,12 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
         found = dataclasses.replace(found, **changes)  # type: ignore[arg-type]
     if context.rank == 0:
         context.emit(
-            {"event": "twin", "ok": found.ok, "reason": found.reason, **dataclasses.asdict(found)}
+            {"event": "proxy", "ok": found.ok, "reason": found.reason, **dataclasses.asdict(found)}
         )
 
 
 def verdict(config: dict[str, Any], *, attention: str = "sdpa") -> Verdict:
-    """Cut the twin of a configuration into stages, here in this process; nothing is cached."""
+    """Cut a configuration's proxy model into stages, in this process; nothing is cached."""
     from hocket.models.skeleton import config_of
 
     return Verdict(stages=try_stages(config_of(config, dropout=0.0), attention))
@@ -152,27 +152,27 @@ def verdict(config: dict[str, Any], *, attention: str = "sdpa") -> Verdict:
 
 
 def try_stages(config: Any, attention: str) -> str:
-    """Why the twin of a configuration cannot be cut; empty where the cut changes nothing."""
+    """Why the proxy model of a configuration cannot be cut; empty where the cut changes nothing."""
     import copy
 
     import torch
 
     from hocket.models.plans import plan_for
     from hocket.models.plans.stages import handed_on
-    from hocket.models.twin import twin_of
+    from hocket.models.proxy import proxy_of
     from hocket.runtime.pipeline.cut import MissingLayer, cut
     from hocket.runtime.pipeline.stage import Stage
 
     try:
-        twin = twin_of(config)
-        model = twin.build(attention=attention).train()
-        inputs, weight = microbatch(twin)
+        proxy = proxy_of(config)
+        model = proxy.build(attention=attention).train()
+        inputs, weight = microbatch(proxy)
         fresh = copy.deepcopy(model)  # some keep what they computed (RecurrentGemma)
         expected, gradients = _reference(model, inputs, weight)
     except ModelError as error:
         return error.message
     except Exception as error:  # the forward of a foreign family fails in its own way
-        return f"its tiny twin does not run: {type(error).__name__}: {error}"
+        return f"its tiny proxy model does not run: {type(error).__name__}: {error}"
     if reason := _not_causal(model, inputs, expected):
         return reason
     plan = plan_for(model)
@@ -218,7 +218,7 @@ def try_stages(config: Any, attention: str) -> str:
         if isinstance(error, AttributeError) and isinstance(error.obj, MissingLayer):
             return f"its own code reads {error.name!r} of a layer that lies on another stage"
         more = handed_on(model, plan.stages.layers, lambda: forward(model, inputs))
-        return more or f"a stage of its tiny twin fails with {type(error).__name__}: {error}"
+        return more or f"a stage of its tiny proxy model fails with {type(error).__name__}: {error}"
     found: dict[str, Tensor] = {}
     tied = {*plan.ties, *plan.ties.values()}
     for stage in stages:
@@ -238,7 +238,7 @@ def try_stages(config: Any, attention: str) -> str:
 
 
 def try_pages(config: Any) -> str:
-    """Why a model of this configuration cannot be served; empty where its twin, served in chunks
+    """Why a model of this configuration cannot be served; empty where its proxy model, in chunks
     from scattered blocks, gives what its plain forward gives."""
     from hocket.serving.engine.families import self_check
 
@@ -247,7 +247,9 @@ def try_pages(config: Any) -> str:
     except ModelError as error:
         return error.message
     except Exception as error:  # the forward of a foreign family fails in its own way
-        return f"it cannot be served: its tiny twin fails with {type(error).__name__}: {error}"
+        return (
+            f"it cannot be served: its tiny proxy model fails with {type(error).__name__}: {error}"
+        )
     return ""
 
 
@@ -260,19 +262,19 @@ def try_tensors(
     slices: bool = False,
     group: Any = None,
 ) -> tuple[str, str]:
-    """(why the twin cannot be split over ranks, what is held whole); on `degree` ranks at once.
+    """(why the proxy model cannot be split over ranks, what is replicated); run on `degree` ranks.
 
     `slices`: with sequence parallelism. `group`: the ranks' process group; None: the default one.
     """
-    from hocket.models.twin import twin_of
+    from hocket.models.proxy import proxy_of
 
     try:
-        twin = twin_of(config)
+        proxy = proxy_of(config)
     except ModelError as error:
         return error.message, ""
     for draw in range(DRAWS):
         reason, note = _try_tensors(
-            twin, attention, index=index, degree=degree, slices=slices, draw=draw, group=group
+            proxy, attention, index=index, degree=degree, slices=slices, draw=draw, group=group
         )
         if not reason.startswith(GRADIENT):
             break
@@ -280,7 +282,7 @@ def try_tensors(
 
 
 def _try_tensors(
-    twin: Twin,
+    proxy: ProxyModel,
     attention: str,
     *,
     index: int,
@@ -303,14 +305,14 @@ def _try_tensors(
     from hocket.runtime.tensor_parallel.apply import apply_tensor_parallel
 
     try:
-        model = twin.build(seed=draw, attention=attention).train()
-        inputs, weight = microbatch(twin, draw)
+        model = proxy.build(seed=draw, attention=attention).train()
+        inputs, weight = microbatch(proxy, draw)
         fresh = copy.deepcopy(model)
         expected, gradients = _reference(model, inputs, weight)
     except ModelError as error:
         return error.message, ""
     except Exception as error:  # the forward of a foreign family fails in its own way
-        return f"its tiny twin does not run: {type(error).__name__}: {error}", ""
+        return f"its tiny proxy model does not run: {type(error).__name__}: {error}", ""
     plan = plan_for(model, sequence=slices)
     note = plan.reasons.get("tensor", "")
     if plan.tensor is None:
@@ -337,7 +339,7 @@ def _try_tensors(
         shared = 1 if plan.router is None else router_degree(plan.router, placements, degree)
         torch.autograd.backward(one_number(output, weight[..., mine], plan.router, shared))
     except Exception as error:  # every rank runs the same code on equal shapes: all fail alike
-        return f"its tiny twin fails with {type(error).__name__}: {error}", ""
+        return f"its tiny proxy model fails with {type(error).__name__}: {error}", ""
     found: dict[str, Tensor] = {}
     wanted: dict[str, Tensor] = {}
     for name, parameter in local.named_parameters():

@@ -11,9 +11,9 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
 
-from hocket.jobs import twin
-from hocket.jobs.twin_loss import try_loss
-from hocket.jobs.twin_verdict import (
+from hocket.jobs.proxy.check import try_stages, try_tensors
+from hocket.jobs.proxy.loss import try_loss
+from hocket.jobs.proxy.verdict import (
     Verdict,
     cache_file,
     parts_of,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hocket.spec.layout import Layout
 
 
-def require(module: nn.Module, layout: Layout, *, loss: bool) -> Verdict:
+def require_equal(module: nn.Module, layout: Layout, *, loss: bool) -> Verdict:
     """Reject a layout that would change what a Hugging Face model computes. Every rank calls it.
 
     Args:
@@ -79,10 +79,10 @@ def _tried(
     if "loss" in missing and leads:
         found["loss"], found["shifts"] = try_loss(config, attention)
     if "stages" in missing and leads:
-        found["stages"] = twin.try_stages(config, attention)
+        found["stages"] = try_stages(config, attention)
     for part in ("tensors", "slices"):
         if part in missing:
-            found[part], note = twin.try_tensors(
+            found[part], note = try_tensors(
                 config, attention, index=0 if leads else 1, degree=2, slices=part == "slices",
                 group=pair,
             )  # fmt: skip

@@ -1,7 +1,8 @@
 import pytest
 
-from hocket.jobs import twin
-from hocket.jobs import twin_numbers as numbers
+from hocket.jobs.proxy import check as proxy
+from hocket.jobs.proxy import numbers
+from hocket.jobs.proxy.check import require_equal
 from hocket.spec.errors import ModelError
 from hocket.spec.layout import Layout
 from tests.families import LLAMA
@@ -21,13 +22,13 @@ class Source:
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path / "hocket" / "twins"
+    return tmp_path / "hocket" / "proxy-checks"
 
 
 @pytest.mark.torch
 @pytest.mark.parametrize("family", VARIANTS)
 def test_families_that_must_pass_when_cut(family):
-    assert twin.verdict(VARIANTS[family]) == twin.Verdict(stages="")
+    assert proxy.verdict(VARIANTS[family]) == proxy.Verdict(stages="")
 
 
 @pytest.mark.torch
@@ -38,14 +39,14 @@ def test_families_that_must_pass_when_cut(family):
 def test_models_that_pages_cannot_hold(model_type, words):
     from hocket.models.skeleton import config_of
 
-    assert words in twin.try_pages(config_of({"model_type": model_type}))
+    assert words in proxy.try_pages(config_of({"model_type": model_type}))
 
 
 @pytest.mark.torch
 def test_a_model_of_keys_and_values_can_be_served():
     from hocket.models.skeleton import config_of
 
-    assert not twin.try_pages(config_of(LLAMA))
+    assert not proxy.try_pages(config_of(LLAMA))
 
 
 @pytest.mark.torch
@@ -58,25 +59,25 @@ def test_a_model_of_keys_and_values_can_be_served():
     ],
 )
 def test_families_that_break_in_silence_are_refused(model_type, words):
-    found = twin.verdict({"model_type": model_type})
+    found = proxy.verdict({"model_type": model_type})
     assert not found.ok
     assert words in found.reason
 
 
 @pytest.mark.torch
-def test_a_twin_keeps_switches_and_shrinks_sizes():
+def test_a_proxy_keeps_switches_and_shrinks_sizes():
+    from hocket.models.proxy import proxy_of
     from hocket.models.skeleton import config_of
     from hocket.models.source import resolve
-    from hocket.models.twin import twin_of
 
-    tiny = twin_of(config_of(resolve("gemma-3-27b").config))
+    tiny = proxy_of(config_of(resolve("gemma-3-27b").config))
     assert tiny.layers == (0, 1, 5, 11)
     assert tiny.config.layer_types.count("full_attention") == 2
     assert (tiny.config.num_attention_heads, tiny.config.num_key_value_heads) == (4, 2)
     assert tiny.config.tie_word_embeddings
     model = tiny.build()
     assert sum(p.numel() for p in model.parameters()) < 1e6
-    tiny = twin_of(config_of({**LLAMA, "num_key_value_heads": 4, "attention_bias": True}))
+    tiny = proxy_of(config_of({**LLAMA, "num_key_value_heads": 4, "attention_bias": True}))
     assert tiny.config.num_key_value_heads == 4
     assert tiny.config.attention_bias
 
@@ -88,7 +89,7 @@ def test_streams_that_lie_side_by_side_are_handed_on():
     from hocket.models.skeleton import build
 
     config = sample("qwen4_exp_text")
-    assert twin.verdict(config) == twin.Verdict(stages="")
+    assert proxy.verdict(config) == proxy.Verdict(stages="")
     stages = plan_for(build(config)).stages
     assert (stages.streams, stages.beside) == (4, True)
 
@@ -106,23 +107,23 @@ def test_streams_that_lie_side_by_side_are_handed_on():
         ("nemotron_h", (0, 1, 2, 3), {"num_hidden_layers": 4}),
     ],
 )
-def test_twins_of_what_counts_in_its_own_way(kind, layers, sizes):
+def test_proxies_of_what_counts_in_its_own_way(kind, layers, sizes):
+    from hocket.models.proxy import proxy_of
     from hocket.models.samples import sample
     from hocket.models.skeleton import config_of
-    from hocket.models.twin import twin_of
 
-    tiny = twin_of(config_of(sample(kind)))
+    tiny = proxy_of(config_of(sample(kind)))
     assert tiny.layers == layers
     assert {name: getattr(tiny.config, name) for name in sizes} == sizes
 
 
 @pytest.mark.torch
-def test_a_twin_keeps_what_differs_by_layer():
+def test_a_proxy_keeps_what_differs_by_layer():
+    from hocket.models.proxy import proxy_of
     from hocket.models.samples import sample
     from hocket.models.skeleton import config_of
-    from hocket.models.twin import twin_of
 
-    tiny = twin_of(config_of(sample("dots3_note_text")))
+    tiny = proxy_of(config_of(sample("dots3_note_text")))
     assert tiny.config.layer_types == ["indexed_attention"] * 2 + ["sliding_attention"] * 2
     heads, ranks = (
         [getattr(tiny.config.per_layer_config[i], name) for i in range(4)]
@@ -142,9 +143,9 @@ def test_a_gradient_that_differs_is_drawn_once_more(monkeypatch):
             drawn.append(draw)
             return reasons[draw], ""
 
-        monkeypatch.setattr(twin, "_try_tensors", one)
-        monkeypatch.setattr("hocket.models.twin.twin_of", lambda config: None)
-        said[reasons], _ = twin.try_tensors(None, "sdpa", index=0, degree=2)
+        monkeypatch.setattr(proxy, "_try_tensors", one)
+        monkeypatch.setattr("hocket.models.proxy.proxy_of", lambda config: None)
+        said[reasons], _ = proxy.try_tensors(None, "sdpa", index=0, degree=2)
         return drawn
 
     gradient = f"{numbers.GRADIENT} of w differs"
@@ -195,25 +196,49 @@ def test_a_head_that_gathers_what_is_whole_is_named(ranks):
 @pytest.mark.ranks
 def test_a_verdict_is_kept_and_refuses_by_name(ranks, cache):
     source = Source(**LLAMA)
-    assert twin.require(ranks.launcher, source, Layout(dp=4), loss=False) == twin.Verdict()
+    assert require_equal(ranks.launcher, source, Layout(dp=4), loss=False) == proxy.Verdict()
     assert not cache.exists()
-    found = twin.require(ranks.launcher, source, Layout(pp=2, tp=2))
-    assert found == twin.Verdict(stages="", tensors="", loss="", shifts=True)
+    found = require_equal(ranks.launcher, source, Layout(pp=2, tp=2))
+    assert found == proxy.Verdict(stages="", tensors="", loss="", shifts=True)
     assert len(list(cache.iterdir())) == 1
-    assert twin.require(None, source, Layout(pp=2, tp=2)) == found
+    assert require_equal(None, source, Layout(pp=2, tp=2)) == found
     # Another vocabulary is the same architecture.
-    assert twin.require(None, Source(**{**LLAMA, "vocab_size": 99}), Layout(tp=2)).ok
+    assert require_equal(None, Source(**{**LLAMA, "vocab_size": 99}), Layout(tp=2)).ok
     sliced = Layout(tp=2, sequence_parallel=True)
-    found = twin.require(ranks.launcher, source, sliced)
-    assert found == twin.Verdict(stages="", tensors="", slices="", loss="", shifts=True)
+    found = require_equal(ranks.launcher, source, sliced)
+    assert found == proxy.Verdict(stages="", tensors="", slices="", loss="", shifts=True)
     broken = Source(model_type="zamba")
     with pytest.raises(ModelError, match=r"mine \(zamba\) cannot be cut") as caught:
-        twin.require(ranks.launcher, broken, Layout(dp=2, pp=2))
+        require_equal(ranks.launcher, broken, Layout(dp=2, pp=2))
     assert caught.value.hint == "dp2"
 
 
 def test_a_broken_cache_is_tried_again(cache):
     cache.mkdir(parents=True)
-    twin.cache_file(dict(LLAMA), "sdpa").write_text("{")
+    proxy.cache_file(dict(LLAMA), "sdpa").write_text("{")
     with pytest.raises(AttributeError):  # no launcher: it would have started one
-        twin.require(None, Source(**LLAMA), Layout(pp=2))
+        require_equal(None, Source(**LLAMA), Layout(pp=2))
+
+
+def test_a_loss_without_a_backward_is_rejected():
+    from hocket.jobs.proxy.loss import try_loss
+    from hocket.models.proxy import proxy_of
+    from hocket.models.samples import sample
+    from hocket.models.skeleton import config_of
+
+    kind = "doge"  # a mixture's router scores are changed in place after they were used
+    config = proxy_of(config_of(sample(kind) | {"is_moe": True, "norm_topk_prob": True})).config
+    reason, _ = try_loss(config, "sdpa")
+    assert "plain transformers cannot train its proxy model: RuntimeError" in reason
+
+
+def test_a_tensor_outside_parameters_and_buffers_is_rejected():
+    from hocket.models.proxy import proxy_of
+    from hocket.models.samples import sample
+    from hocket.models.skeleton import build, config_of
+
+    config = proxy_of(config_of(sample("trocr"))).config
+    build(config)
+    config.use_learned_position_embeddings = False
+    with pytest.raises(ModelError, match=r"embed_positions\.weights when it is built"):
+        build(config)

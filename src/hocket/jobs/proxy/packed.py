@@ -1,4 +1,4 @@
-"""The trial of packed rows: does a family's twin keep documents apart that share a row?"""
+"""The trial of packed rows: does a family's proxy model keep documents apart that share a row?"""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from hocket.spec.errors import ModelError
 
 
 def try_packed(config: Any, attention: str) -> str:
-    """Why documents that share a row would see each other; empty where the twin gives a row of
+    """Why documents in a row would attend to each other; empty where the proxy model gives a row of
     three documents the logits and gradients that it gives each of them by itself."""
     import torch
 
-    from hocket.jobs.twin_numbers import compare, forward, microbatch, taken_gradients
+    from hocket.jobs.proxy.numbers import compare, forward, microbatch, taken_gradients
     from hocket.models.plans import plan_for
-    from hocket.models.twin import twin_of
+    from hocket.models.proxy import proxy_of
 
     try:
-        twin = twin_of(config)
-        model = twin.build(attention=attention).train()
-        inputs, weight = microbatch(twin)
+        proxy = proxy_of(config)
+        model = proxy.build(attention=attention).train()
+        inputs, weight = microbatch(proxy)
         ids, weight = inputs["input_ids"][:1], weight[:1]
         parts = torch.split(torch.arange(ids.shape[1]), [5, 7, ids.shape[1] - 12])
         positions = torch.cat([part - part[0] for part in parts])[None]
@@ -36,5 +36,5 @@ def try_packed(config: Any, attention: str) -> str:
     except ModelError as error:
         return error.message
     except Exception as error:  # the forward of a foreign family fails in its own way
-        return f"its tiny twin does not run: {type(error).__name__}: {error}"
+        return f"its tiny proxy model does not run: {type(error).__name__}: {error}"
     return compare(expected.detach(), logits.detach(), wanted, found, plan_for(model))

@@ -27,7 +27,7 @@ _IRRELEVANT = (
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What the twin showed. Empty text: equal. None: not tried.
+    """What the proxy model showed. Empty text: equal. None: not tried.
 
     Attributes:
         stages: why the model cannot be cut into stages.
@@ -121,7 +121,7 @@ def cache_file(config: Mapping[str, Any], attention: str) -> Path:
     key = json.dumps([relevant, attention, versions, RULES], sort_keys=True, default=str)
     name = f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(home).expanduser() / "hocket" / "twins" / name
+    return Path(home).expanduser() / "hocket" / "proxy-checks" / name
 
 
 def _version(package: str) -> str:

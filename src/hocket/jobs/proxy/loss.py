@@ -12,19 +12,26 @@ def try_loss(config: Any, attention: str) -> tuple[str, bool]:
 
     The reason is empty where the loss is computed, and where no proxy model can be made.
     """
-    from hocket.jobs.twin_numbers import microbatch
-    from hocket.models.own_loss import shifts_labels
-    from hocket.models.twin import twin_of
+    from hocket.jobs.proxy.numbers import microbatch
+    from hocket.models.own_loss import shifts_labels, takes_labels
+    from hocket.models.proxy import proxy_of
 
     try:
-        twin = twin_of(config)
+        proxy = proxy_of(config)
     except ModelError:
         return "", True
     try:
-        shifts = shifts_labels(twin.build(attention=attention), microbatch(twin)[0]["input_ids"])
+        model: Any = proxy.build(attention=attention)
+        ids = microbatch(proxy)[0]["input_ids"]
+        shifts = shifts_labels(model, ids)
+        if takes_labels(model):
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     except ModelError as error:
         fix = "" if error.hint is None else f" (set {error.hint})"
         return error.message + fix, True
     except Exception as error:  # the forward of a foreign family fails in its own way
-        return f"its proxy model does not run with labels: {type(error).__name__}: {error}", True
+        return (
+            f"plain transformers cannot train its proxy model: {type(error).__name__}: {error}",
+            True,
+        )
     return "", shifts

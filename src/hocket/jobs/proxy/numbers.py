@@ -1,4 +1,4 @@
-"""What a tiny twin computes, whole or split: its microbatch, its logits and gradients, and how far
+"""A proxy model, whole or split: its microbatch, its logits and gradients, and how far
 those of two are apart."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from hocket.models.twin import Twin
+    from hocket.models.proxy import ProxyModel
     from hocket.spec.plan import ParallelPlan, RouterLoss
 
 TOLERANCE = 1e-5
@@ -24,19 +24,19 @@ ROUTER_WEIGHT = 100.0
 """Of a router's auxiliary loss, so that its gradients are about as large as those of the logits."""
 
 DRAWS = 2
-"""Twins that are tried where the logits of the first agree and a gradient does not: an activation
+"""Proxy models tried where the logits of the first agree and a gradient does not: an activation
 that lies within its rounding of a kink (of a ReLU, of xIELU) tips over and takes a share of the
 gradient with it. What a split leaves out is missing in every draw."""
 
 
-def microbatch(twin: Twin, draw: int = 0) -> tuple[dict[str, Tensor], Tensor]:
+def microbatch(proxy: ProxyModel, draw: int = 0) -> tuple[dict[str, Tensor], Tensor]:
     """Two sequences of 16 tokens, and weights [2, 16, V] that turn logits into one number."""
     import torch
 
-    from hocket.models.twin import VOCABULARY
+    from hocket.models.proxy import VOCABULARY
 
     generator = torch.Generator().manual_seed(1 + draw)
-    vocabulary = int(getattr(twin.config, "vocab_size", VOCABULARY))
+    vocabulary = int(getattr(proxy.config, "vocab_size", VOCABULARY))
     ids = torch.randint(3, vocabulary, (2, 16), generator=generator)
     positions = torch.arange(16).expand(2, 16).contiguous()
     weight = torch.randn((2, 16, vocabulary), generator=generator)
@@ -87,20 +87,24 @@ def compare(
     found: dict[str, Tensor],
     plan: ParallelPlan,
 ) -> str:
-    """Where the split twin's logits or gradients are not the whole one's; empty: nowhere."""
+    """Where the split proxy model's logits or gradients are not the whole one's; empty: nowhere."""
     scale = float(expected.abs().max())
     off = float((logits - expected).abs().max())
     if not off <= TOLERANCE * scale:
-        return f"the logits of its tiny twin differ by {off:.1e} (the largest is {scale:.1e})"
+        return (
+            f"the logits of its tiny proxy model differ by {off:.1e} (the largest is {scale:.1e})"
+        )
     own, model = GRADIENT_TOLERANCE
     floor = model * max(float(g.abs().max()) for g in gradients.values())
     for name, gradient in gradients.items():
         parameter = name.split(" ")[0]
         if name not in found:
-            return f"{plan.ties.get(parameter, parameter)} of its tiny twin gets no gradient"
+            return f"{plan.ties.get(parameter, parameter)} of its tiny proxy model gets no gradient"
         largest = float(gradient.abs().max())
         off = float((found[name] - gradient).abs().max())
         if not off <= max(own * largest, floor):
             share = off / largest if largest else float("inf")
-            return f"{GRADIENT} of {parameter} in its tiny twin differs by {100 * share:.2g}%"
+            return (
+                f"{GRADIENT} of {parameter} in its tiny proxy model differs by {100 * share:.2g}%"
+            )
     return ""

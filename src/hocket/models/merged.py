@@ -1,0 +1,211 @@
+"""Merged: a LoRA adapter of PEFT and its base model as one directory, in the user's cache.
+
+    W' = W + s B A      s = alpha / r, or alpha / sqrt(r) (rsLoRA)
+
+LoRA: Hu et al. 2021, arXiv:2106.09685, section 4.1; rsLoRA: Kalajdzievski 2023, arXiv:2312.03732.
+Tensors are read, merged and written one file of the base at a time, by a process of its own, so
+that whoever resolves a model never imports torch. Of the adapter's configuration numbers alone are
+used: nothing that it names is imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hocket.models.fetched import ADAPTER, ADAPTER_CONFIG
+from hocket.models.weight_headers import INDEX, SINGLE, headers
+from hocket.spec import downloads
+from hocket.spec.errors import ModelError
+from hocket.spec.files import MALFORMED, parse_json, read_text
+
+_PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+_UNSUPPORTED = (
+    "use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "layer_replication",
+    "trainable_token_indices", "target_parameters", "lora_bias", "megatron_config",
+)  # fmt: skip
+_TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """A LoRA adapter.
+
+    Attributes:
+        folder: of its two files. base: its base model, as its configuration names it, with the
+            revision. scale: s. transposed: weights lie as [in, out], as GPT-2's do.
+    """
+
+    folder: Path
+    base: str
+    scale: float
+    transposed: bool
+
+
+def adapter(name: str, folder: Path) -> Adapter:
+    """The adapter of a directory.
+
+    Raises:
+        ModelError: its configuration cannot be read, names no base, or is of another method.
+    """
+    file = folder / ADAPTER_CONFIG
+    try:
+        config = parse_json(read_text(file))
+        method = config.get("peft_type")
+        rank, alpha = int(config.get("r") or 0), float(config.get("lora_alpha") or 0)
+    except (OSError, *MALFORMED) as error:
+        raise ModelError(f"{file} cannot be read: {error}") from None
+    base = config.get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise ModelError(
+            f"{name} holds an adapter, and its {ADAPTER_CONFIG} does not name its base model",
+            hint="add it to its base with peft: merge_and_unload(), then save_pretrained(DIR)",
+        )
+    other = [key for key in _UNSUPPORTED if config.get(key)]
+    if method != "LORA" or rank < 1 or config.get("bias", "none") != "none" or other:
+        what = f"with {', '.join(other)}" if other else f"of type {method}, bias and rank included"
+        raise ModelError(
+            f"{name} holds an adapter {what}; adapters are read that are plain LoRA",
+            hint="add it to its base with peft: merge_and_unload(), then save_pretrained(DIR)",
+        )
+    if isinstance(config.get("revision"), str) and not Path(base).exists():
+        base = f"{base}@{config['revision']}"
+    return Adapter(
+        folder=folder,
+        base=base,
+        scale=alpha / (math.sqrt(rank) if config.get("use_rslora") else rank),
+        transposed=bool(config.get("fan_in_fan_out")),
+    )
+
+
+def directory(name: str, found: Adapter, base: Path) -> Path:
+    """The merged model, made if the cache does not hold it.
+
+    Args:
+        base: directory of the base's safetensors.
+
+    Raises:
+        ModelError: the adapter's file is missing or damaged, or does not fit the base.
+    """
+    file = found.folder / ADAPTER
+    if not file.exists():
+        raise ModelError(
+            f"{name} holds {ADAPTER_CONFIG} and no {ADAPTER}",
+            hint="save the adapter again with peft, which writes safetensors",
+        )
+    stamps = [(str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns) for p in (file, base)]
+    key = hashlib.sha256(repr([stamps, found.scale, found.transposed]).encode()).hexdigest()[:24]
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    to = Path(home).expanduser() / "hocket" / "merged" / key
+    if (to / "config.json").exists():
+        return to
+    aside = to.with_name(f".{key}.{os.getpid()}")
+    aside.mkdir(parents=True)
+    total = sum(p.stat().st_size for p in base.glob("*.safetensors"))
+    try:
+        with downloads.following(f"{name}: merging the adapter with its base") as follow:
+            follow(0, total)
+            job = [found.folder, base, aside, found.scale, int(found.transposed)]
+            ours = str(Path(__file__).resolve().parents[2])
+            path = os.pathsep.join([ours, *filter(None, [os.environ.get("PYTHONPATH")])])
+            done = subprocess.run(
+                [sys.executable, "-m", "hocket.models.merged", *map(str, job)],
+                stdout=subprocess.PIPE, text=True, check=False,
+                env={**os.environ, "PYTHONPATH": path},
+            )  # fmt: skip
+            if done.returncode:
+                why = done.stdout.strip() or f"exit status {done.returncode}"
+                raise ModelError(f"{name} cannot be merged with its base: {why}")
+            follow(total, total)
+        _copy_rest(found.folder, base, aside)
+        aside.rename(to)
+    except OSError:
+        if not (to / "config.json").exists():  # else another process was faster
+            raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return to
+
+
+def _copy_rest(folder: Path, base: Path, to: Path) -> None:
+    """What is no weight: the base's, and the adapter's own tokenizer over it."""
+    own = any((folder / name).exists() for name in _TOKENIZER)
+    for source in (base, folder) if own else (base,):
+        for file in source.iterdir():
+            if file.suffix not in (".json", ".jinja", ".model", ".txt", ".py", ".tiktoken"):
+                continue
+            if file.name not in (INDEX, ADAPTER_CONFIG):
+                shutil.copyfile(file, to / file.name)
+
+
+def merge(folder: Path, base: Path, to: Path, scale: float, transposed: bool) -> None:
+    """Write the base's tensors, merged, into `to`. Raises ModelError."""
+    import torch
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    with safe_open(folder / ADAPTER, framework="pt") as opened:
+        pairs = _pairs(opened.keys())
+        files = sorted({file.path.name for file in headers(base).values()})
+        weight_map: dict[str, str] = {}
+        merged: set[str] = set()
+        for number, file in enumerate(files, 1):
+            name = (
+                SINGLE if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
+            )
+            tensors = {}
+            with safe_open(base / file, framework="pt") as weights:
+                for key in weights.keys():  # noqa: SIM118  it is no dictionary
+                    tensors[key] = weights.get_tensor(key)
+            for key in tensors.keys() & pairs.keys():
+                a, b = (opened.get_tensor(part) for part in pairs[key])
+                delta = scale * (b.to(torch.float32) @ a.to(torch.float32))
+                delta = delta.T if transposed else delta
+                weight = tensors[key]
+                if delta.shape != weight.shape:
+                    raise ModelError(
+                        f"{key} is {list(weight.shape)} in the base, {list(delta.shape)} in the "
+                        "adapter"
+                    )
+                tensors[key] = (weight.to(torch.float32) + delta).to(weight.dtype).contiguous()
+                merged.add(key)
+            save_file(tensors, to / name, metadata={"format": "pt"})
+            weight_map |= dict.fromkeys(tensors, name)
+    if pairs.keys() - merged:
+        raise ModelError(f"the base has no {sorted(pairs.keys() - merged)[0]}")
+    if len(files) > 1:
+        index: Mapping[str, Any] = {"metadata": {}, "weight_map": weight_map}
+        (to / INDEX).write_text(json.dumps(index))
+
+
+def _pairs(names: list[str]) -> dict[str, tuple[str, str]]:
+    """The names of A and B by that of the weight they are added to."""
+    found = {}
+    for name in names:
+        if name.startswith(_PREFIX) and name.endswith((_A, _B)):
+            if name.endswith(_A):
+                stem = name.removesuffix(_A)
+                if f"{stem}{_B}" not in names:
+                    raise ModelError(f"the adapter has {name} without its B")
+                found[f"{stem.removeprefix(_PREFIX)}.weight"] = (name, f"{stem}{_B}")
+            continue
+        raise ModelError(f"the adapter has {name}, which is no LoRA of a linear layer")
+    return found
+
+
+if __name__ == "__main__":
+    _folder, _base, _to, _scale, _transposed = sys.argv[1:]
+    try:
+        merge(Path(_folder), Path(_base), Path(_to), float(_scale), _transposed == "1")
+    except ModelError as refusal:
+        print(refusal.message)
+        sys.exit(1)

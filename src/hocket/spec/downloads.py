@@ -1,0 +1,62 @@
+"""Downloads: how far one is, from whoever downloads to whoever shows it.
+
+The command line sets a listener; without one nothing is shown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+
+Follow = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all), from any thread."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Download:
+    """One moment of a download.
+
+    Attributes:
+        name: what is downloaded. done, total: bytes. ended: nothing more of it follows.
+        brief: worth showing only where it takes long, as work on what was downloaded.
+    """
+
+    name: str
+    done: int
+    total: int
+    ended: bool = False
+    brief: bool = False
+
+
+Listener = Callable[[Download], None]
+_listeners: list[Listener] = []
+
+
+@contextlib.contextmanager
+def shown(listener: Listener) -> Iterator[None]:
+    """Within, this listener hears of every download of this process, and no other one does."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
+@contextlib.contextmanager
+def following(name: str, *, brief: bool = False) -> Iterator[Follow]:
+    """Gives the function that tells how far a download is; at the end, that it has ended."""
+    last = Download(name, 0, 0)
+
+    def follow(done: int, total: int) -> None:
+        nonlocal last
+        last = Download(name, done, total, brief=brief)
+        for listener in _listeners[-1:]:
+            listener(last)
+
+    try:
+        yield follow
+    finally:
+        if last.total:
+            for listener in _listeners[-1:]:
+                listener(dataclasses.replace(last, ended=True))
