@@ -292,6 +292,22 @@ def test_a_deferred_weight_gradient_is_the_same_gradient(kind: str) -> None:
 
 
 @pytest.mark.torch
+def test_what_is_kept_for_weight_gradients_refers_to_no_graph() -> None:
+    layer, queue = nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 5)), WeightGradients()
+    defer_weight_gradients(layer, queue)
+    hidden = torch.randn(4, 3, requires_grad=True)
+    received = weakref.ref(hidden)
+    output = layer(hidden)
+    # As the loss does: the gradient is a view of what backward has come through.
+    with queue.deferring():
+        output.backward((output * 1.0).view(2, 10).view(4, 5))
+    del hidden, output
+    pending = queue.take()
+    assert received() is None, "the input of a stage would stay from I to W"
+    assert [each[3].grad_fn for each in pending] == [None]
+
+
+@pytest.mark.torch
 def test_random_streams_leave_a_model_without_dropout_alone() -> None:
     from hocket.runtime.random import Streams, draws_random_numbers
 

@@ -72,6 +72,11 @@ def test_no_step_reads_the_device_and_all_end(family: str, layout: str, kernels:
     assert report["eager"]["ends"] is report["lazy"]["ends"] is True
     assert len(report["launches_per_step"]) == len(report["peak_bytes"]) == len(found.stands_for)
     assert report["host_reads"] == 0
+    assert report["predicted_peak_bytes"] == pytest.approx(report["peak_bytes"], rel=0.05)
+    for one in found.ranks.values():
+        predicted = found.predicted[one["stage"]]
+        assert predicted["weights"] == pytest.approx(one["memory"]["weights"], rel=0.01)
+        assert predicted["token"] * one["memory"]["cache_tokens"] == one["memory"]["cache"]
     assert all(name in found.text() for name in ("fa2", "CUDA graphs", "not seen"))
 
 
@@ -87,6 +92,14 @@ def test_what_reads_the_device_is_named_and_not_captured() -> None:
     else:
         assert graphs["sizes"] == [1, 2, 4, 8]
         assert found.host_reads() == []
+
+
+def test_the_largest_step_of_experts_is_predicted() -> None:
+    """Their tokens are copied for each expert, and their outputs are weighted in fp32."""
+    found = job.rehearse(replica("mixtral", "tp2", max_batch_tokens=1024))
+    (predicted,) = found.predicted
+    for one in found.ranks.values():
+        assert predicted["step"] == pytest.approx(one["memory"]["step"], rel=0.15)
 
 
 def test_layers_that_no_library_takes_are_read_by_triton() -> None:

@@ -149,21 +149,29 @@ class Replica:
         return max(1, core.kv_heads // self.layout.tp)
 
     def step_bytes(self, stage: int, tokens: int, rows: int) -> int:
-        """What a rank makes and drops in the largest step, at its fullest moment."""
-        widest = max(
+        """What a rank makes and drops in the largest step, at its fullest moment: in the layer with
+        the widest tensors, or in fp32 logits, which come after it."""
+        kinds = set(self.stages[stage])
+        blocks = [self.shape.blocks[kind] for kind in kinds if kind != "head"]
+        layers = max((self._layer_elements(block) for block in blocks), default=0)
+        head = rows * self.shape.vocab / self.layout.tp * 4 if "head" in kinds else 0
+        return round(max(tokens * layers * self.state_bytes, head))
+
+    def _layer_elements(self, block: BlockShape) -> float:
+        """Of one token, at the fullest moment of a block."""
+        hidden, products = self.shape.hidden, block.products
+        inner = max(
             (
-                sum(p.n for p in _together(block, p.input or p.name)) / self._split(p)
-                for kind in self.stages[stage]
-                for block in (self.shape.blocks[kind],)
-                for p in block.products
-                if kind != "head"
+                sum(other.n * other.count for other in _together(block, p.input or p.name))
+                / self._split(p)
+                for p in products
             ),
             default=0,
         )
-        found = tokens * (2 * widest + 4 * self.shape.hidden) * self.state_bytes
-        if "head" in self.stages[stage]:
-            found += rows * self.shape.vocab / self.layout.tp * 4
-        return round(found)
+        # Experts' tokens are copied for each of them; their outputs are weighted in fp32.
+        copies = max((p.count for p in products if p.groups > 1), default=0) * hidden
+        weighted = copies * (1 + 3 * BYTES["fp32"] / self.state_bytes) + 3 * hidden
+        return max(2 * inner + copies + 4 * hidden, weighted if copies else 0)
 
     def _split(self, product: MatrixProduct) -> int:
         return self.layout.tp if product.split in ("column", "vocab") else 1

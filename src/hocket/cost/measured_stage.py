@@ -35,6 +35,7 @@ GRADIENT_BYTES = 4
 TIMED = ("eager",)
 KEPT = ("eager", "both")
 """Views of rows that an uncompiled model has."""
+SHARED = "shared"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -307,6 +308,12 @@ def saved_rows(
     return found
 
 
+def table_bytes(shape: ModelShape, blocks: Iterable[str], microbatch: Microbatch) -> int:
+    """What all blocks of a stage save together of one microbatch: cosines and sines."""
+    rows = {row.name: row for kind in blocks for row in shape.blocks[kind].saved}
+    return round(sum(_bytes(row, microbatch) for row in rows.values() if row.view == SHARED))
+
+
 def behind_first_adapter(block: BlockShape, rows: dict[str, int]) -> dict[str, int]:
     """What the first layer saves of a model whose adapters alone are trained: nothing that leads to
     the first adapter's input has a gradient."""
@@ -324,9 +331,18 @@ def narrowing(block: BlockShape) -> str:
     """How the names of the weights begin that take a block's widest inner tensor, or make the
     logits: theirs are its first gradients."""
     if block.kind == "head":
-        return f"{max(block.products, key=lambda p: p.n).name}."
+        return weight_prefix(block, max(block.products, key=lambda p: p.n))
     rows = [p for p in block.products if p.split in ("row", "outside")]
-    return f"{max(rows, key=lambda p: p.k * p.count).name}." if rows else ""
+    return weight_prefix(block, max(rows, key=lambda p: p.k * p.count)) if rows else ""
+
+
+def weight_prefix(block: BlockShape, product: MatrixProduct) -> str:
+    """How the names of a matmul's weight and bias begin. A tied head's matrix has the name of the
+    embedding's."""
+    prefix = f"{product.name}."
+    if block.kind == "head" and not any(w.name.startswith(prefix) for w in block.weights):
+        return next((w.name for w in block.weights if w.split == "vocab"), prefix)
+    return prefix
 
 
 def _bytes(row: Saved, microbatch: Microbatch) -> float:

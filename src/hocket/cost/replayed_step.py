@@ -15,19 +15,16 @@ What `runtime` allocates decides; sizes are those of the model's shape.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 
 from hocket.cost.measured_prices import Job
 from hocket.cost.measured_stage import (
     GRADIENT_BYTES,
-    behind_first_adapter,
     local,
-    narrowing,
-    saved_rows,
+    table_bytes,
     trained,
-    weights,
 )
+from hocket.cost.replayed_blocks import blocks_of, weights_by_block
 from hocket.cost.replayed_gradients import (
     BlockGradients,
     FlatBuckets,
@@ -36,8 +33,6 @@ from hocket.cost.replayed_gradients import (
     LiveBytes,
     ShardedGradients,
 )
-from hocket.spec.capabilities import OFFLOADED_BYTES
-from hocket.spec.model_shape import BlockShape, Weight
 from hocket.spec.schedule import (
     BACKWARD,
     FORWARD,
@@ -55,39 +50,8 @@ SCRATCH = {False: 2**21, True: 2**28}
 """Bytes of the fp32 buffer in which the loss takes its tokens, at most: on a CPU, on a GPU
 (`runtime.tensor_parallel.cross_entropy`)."""
 
-ENDS = ("embedding", "head")
-
 Key = tuple[int, int | None]
 """(stage, microbatch)."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Block:
-    """One block of a stage and one microbatch, in bytes.
-
-    Attributes:
-        kind: of block.
-        kept: from its forward to its backward. again: made anew when its backward begins.
-        moved: to the host's memory between them.
-        pending: of what backward releases, kept from I to W.
-        working: inner gradients at their widest.
-        first: indices of the gradients that come while these live; then: of the others.
-        values: of its parameters.
-    """
-
-    kind: str
-    kept: int
-    again: int
-    moved: int
-    pending: int
-    working: int
-    first: tuple[int, ...]
-    then: tuple[int, ...]
-    values: int
-
-    @property
-    def layer(self) -> bool:
-        return self.kind not in ENDS
 
 
 def peak_bytes(job: Job, index: int, *, cuda: bool) -> int:
@@ -108,7 +72,7 @@ class _Stage:
         kinds, tp = job.blocks(number), job.layout.tp
         self.first, self.last = number == 0, number == job.schedule.num_stages - 1
         self.live = live
-        by_block = _by_block(job, kinds)
+        by_block = weights_by_block(job, kinds)
         held = [(at, w) for at, own in enumerate(by_block) for w in trained(own)]
         width = 0 if job.element_bytes == GRADIENT_BYTES else job.element_bytes
         gradients = [
@@ -121,12 +85,10 @@ class _Stage:
             for (at, w), late in zip(held, job.share(number).late, strict=True)
         ]
         self.gradients = _gradients(job, gradients, kinds, live, cuda)
-        self.blocks = _blocks(job, number, by_block)
+        self.blocks = blocks_of(job, number, by_block)
+        self.tables = table_bytes(job.shape, kinds, job.microbatch)
         self.deferred = {
-            index
-            for index, (at, w) in enumerate(held)
-            for p in job.shape.blocks[kinds[at]].products
-            if not p.bare and w.name.startswith(f"{p.name}.")
+            index for block in self.blocks for each in block.deferred for index in each.gradients
         }
         # A weight of both ends has two gradients, which meet when the embedding's is there.
         both = job.shape.tied and kinds[0] == "embedding" and kinds[-1] == "head"
@@ -186,9 +148,11 @@ class _Replay:
             for part in action.parts or (action,):
                 if part.kind in (BACKWARD, WEIGHT):
                     self.final[part.stage] = part
-        # Sends whose tensors are referenced, and how many were before each posted receive.
+        # Sends whose tensors are referenced, how many the host knows to be complete, and how many
+        # were before each posted receive.
+        self.cuda = cuda
         self.sends: deque[Key] = deque()
-        self.released = 0
+        self.released = self.complete = self.before_taken = 0
         self.posted: dict[tuple[str, int, int | None], int] = {}
         self.outputs: dict[Key, int] = {}
 
@@ -206,11 +170,11 @@ class _Replay:
         elif kind in (RECV_F, RECV_B):
             self.live.take(self.stream)
             self.posted[kind, *key] = self.released + len(self.sends)
-        elif kind == SEND_F:
-            self.outputs[key] = self.outputs.get(key, 0) + 1
-            self.sends.append(key)
-        elif kind == SEND_B:
-            self.sends.append((-1, None))
+        elif kind in (SEND_F, SEND_B):
+            self._release(self.complete)
+            if kind == SEND_F:
+                self.outputs[key] = self.outputs.get(key, 0) + 1
+            self.sends.append(key if kind == SEND_F else (-1, None))
         elif kind == REDUCE_GRAD:
             self.stages[action.stage].gradients.launch()
 
@@ -224,8 +188,14 @@ class _Replay:
 
     def _taken(self, kind: str, action: Action) -> None:
         sends = self.posted.pop((kind, action.stage, action.microbatch), None)
-        if sends is not None:
+        if sends is None:
+            return
+        if self.cuda:
             self._release(sends)
+        else:
+            # A neighbour has taken what was sent before the receive that was taken before; the
+            # next send looks.
+            self.complete, self.before_taken = max(self.complete, self.before_taken), sends
 
     def _release(self, count: int) -> None:
         while self.released < count:
@@ -248,6 +218,7 @@ class _Replay:
     def _forward(self, stage: _Stage, key: Key) -> None:
         live, blocks = self.live, stage.blocks
         stage.gradients.begins(FORWARD)
+        live.take(stage.tables)
         if self._is_here(key[0] - 1):  # the same tensor
             self.outputs[key[0] - 1, key[1]] += 1
         for at, block in enumerate(blocks):
@@ -320,17 +291,25 @@ class _Replay:
                 stage.gather(at - 1)
                 live.take(blocks[at - 1].moved)
             live.take(block.again)
-            live.touch(block.working)
+            working = block.working + (block.narrowed if halved else 0)
+            live.touch(working)
             stage.come(block.first, halved)
-            live.touch(block.working)
+            live.touch(working)
+            for phase in block.phases if halved else ():
+                live.take(phase.taken)
+                released += phase.taken
+                stage.come(phase.gradients, halved)
+                live.touch(phase.working)
             live.take(-released)
             live.touch(self.hidden)
-            stage.come(block.then, halved)
+            before = {i for phase in block.phases for i in phase.gradients} if halved else set()
+            stage.come(tuple(i for i in block.then if i not in before), halved)
             live.touch(self.hidden)
             if not carried:
                 carried = self.stream
                 live.take(carried)
         stage.gradients.ends(action.kind)
+        live.take(-stage.tables)
         for at in list(stage.whole):
             stage.free(at)
         if stage.first:  # else it is kept for the stage before
@@ -351,14 +330,14 @@ class _Replay:
         if self.final.get(action.stage) == action:
             stage.gradients.last()
         for block in reversed(stage.blocks):
-            if block.pending and self.job.layout.sequence_parallel:
-                live.touch(self.hidden)  # an input, gathered again
             if block.kind == "head" and stage.tied:
                 stage.gradients.arrive(stage.tied_index, apart=True)
-            for index in block.first + block.then:
-                if index in stage.deferred:
+            for each in block.deferred:
+                if self.job.layout.sequence_parallel:
+                    live.touch(self.hidden)  # an input, gathered again
+                for index in each.gradients:
                     stage.gradients.arrive(index, apart=True)
-            live.take(-block.pending)
+                live.take(-each.input - each.output)
         stage.gradients.ends(WEIGHT)
 
     def _is_here(self, stage: int) -> bool:
@@ -380,108 +359,6 @@ def _gradients(
     if job.layout.dp > 1:
         return FlatBuckets(live, found, job.bucket_mb, cuda=cuda)
     return Gradients(live, found)
-
-
-def _by_block(job: Job, kinds: list[str]) -> list[list[Weight]]:
-    """The parameters of each block of a stage; a tied one where it comes first."""
-    held = weights(job.shape, kinds)
-    counts = [len(weights(job.shape, kinds[: n + 1])) for n in range(len(kinds))]
-    return [held[a:b] for a, b in zip([0, *counts], counts, strict=False)]
-
-
-def _blocks(job: Job, number: int, held: list[list[Weight]]) -> list[Block]:
-    """The blocks of a stage."""
-    kinds, tp = job.blocks(number), job.layout.tp
-    again = len(job.again(number, "full"))
-    offloads = job.layout.offloads("activations")
-    found: list[Block] = []
-    index = 0
-    for at, kind in enumerate(kinds):
-        block = job.shape.blocks[kind]
-        layer = kind not in ENDS
-        rows = dict(saved_rows(job.shape, kind, job.microbatch, job.element_bytes))
-        if layer and number == 0 and job.adapted and not any(b.layer for b in found):
-            rows = behind_first_adapter(block, rows)
-        # The executor holds what a stage is given.
-        given = rows.pop("input", 0) if at == 0 else 0
-        moved = sum(n for n in rows.values() if n >= OFFLOADED_BYTES) if layer and offloads else 0
-        kept = sum(rows.values()) + job.adapter_bytes(kind) - moved
-        pending = pending_bytes(job, [kind])
-        made = 0
-        if layer and again:
-            again -= 1
-            # Of its input alone; the first one's is that of the stage.
-            kept, made = (0 if at == 0 else job.stream_bytes), kept
-            made -= kept
-        else:
-            pending = min(kept + moved + given, pending)
-        own = range(index, index + len(trained(held[at])))
-        index = own.stop
-        narrow = narrowing(block)
-        first = tuple(
-            i for i, w in zip(own, trained(held[at]), strict=True) if w.name.startswith(narrow)
-        )
-        found.append(
-            Block(
-                kind=kind,
-                kept=kept,
-                again=made,
-                moved=moved,
-                pending=pending,
-                working=_widest(job, block)
-                + (job.hidden_bytes - job.stream_bytes)
-                + _fp8_bytes(job, block),
-                first=first,
-                then=tuple(i for i in own if i not in first),
-                values=sum(local(w, tp) for w in held[at]) * job.element_bytes,
-            )
-        )
-    return found
-
-
-def pending_bytes(job: Job, kinds: list[str]) -> int:
-    """What is kept from I to W: inputs of matmuls (once, where several read them), and the
-    gradients of their outputs."""
-    elements = 0.0
-    for kind in kinds:
-        inputs: dict[str, float] = {}
-        for p in job.shape.blocks[kind].products:
-            if p.frozen or p.bare:
-                continue
-            split_in = job.layout.tp if p.split == "row" else job.microbatch.ranks("outside")
-            split_out = job.layout.tp if p.split in ("column", "vocab") else 1
-            if p.split == "outside":
-                split_out = job.microbatch.ranks("outside")
-            inputs[p.input or p.name] = p.k * p.count / split_in
-            elements += p.n * p.count / split_out
-        elements += sum(inputs.values())
-    return round(elements * job.microbatch.tokens * job.element_bytes)
-
-
-def _widest(job: Job, block: BlockShape) -> int:
-    """Gradients of the widest inner tensors at once: of two (gate and up), or of what an activation
-    gave and of what it was given. Experts' outputs are weighted in fp32: three such tensors, and
-    their gradient in the dtype of the products."""
-    rows = [p for p in block.products if p.split in ("row", "outside")]
-    if not rows or block.kind in ENDS:
-        return 0
-    down = max(rows, key=lambda p: p.k * p.count)
-    tp = job.layout.tp if down.split == "row" else 1
-    widest = 2 * down.k * down.count / tp * job.element_bytes
-    weighted = [p.n * p.count * (3 * 4 + job.element_bytes) for p in rows if p.groups > 1]
-    return round(max(widest, *weighted, 0) * job.microbatch.tokens)
-
-
-def _fp8_bytes(job: Job, block: BlockShape) -> int:
-    """What torchao makes to cast the widest operand of a layer's matmuls to fp8: it is scaled and
-    clamped in fp32."""
-    if job.workload.dtype != "fp8" or block.kind in ENDS:
-        return 0
-    tp, tokens = job.layout.tp, job.microbatch.tokens
-    found = [p for p in block.products if not p.bare]
-    operands = [local(w, tp) for w in block.weights for p in found if w.name.startswith(p.name)]
-    operands += [round(tokens * p.k * p.count / (tp if p.split == "row" else 1)) for p in found]
-    return (4 + 4 + 1) * max(operands, default=0)
 
 
 def _scratch(job: Job, cuda: bool) -> int:

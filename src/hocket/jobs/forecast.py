@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 Told = tuple[Forecast, Timeline | None]
 
-FORMAT = 3
+FORMAT = 4
 """Of the shapes that are cached: one more whenever a trace finds something else."""
 
 

@@ -51,6 +51,47 @@ def _collectives(spec: RunSpec, schedule: Schedule, ranks: list[int]) -> list[An
     return rows(spec, schedule.stage_ranks, ranks)
 
 
+def expected_serving(spec: str) -> dict[str, Any]:
+    """Memory of the stages of a replica on a GPU.
+
+    Args:
+        spec: a RunSpec of a replica as JSON, with the engine's sizes.
+
+    Returns:
+        `stages`: of each the bytes of `weights`, of the largest `step` and of one cached `token`,
+        on the rank with the most; None where they are unknown, for the `reason`.
+    """
+    try:
+        return {"stages": _serving(RunSpec.from_json(spec)), "reason": ""}
+    except HocketError as error:
+        reason = error.message
+    # As for a training step: the ranks' traces must survive a failed prediction.
+    except Exception:
+        reason = traceback.format_exc(limit=-1).strip().splitlines()[-1]
+    return {"stages": None, "reason": reason}
+
+
+def _serving(spec: RunSpec) -> list[dict[str, int]]:
+    from hocket.cost.measured_serving import Replica
+    from hocket.jobs.forecast import shape_here
+
+    sizes = spec.serving
+    assert sizes is not None
+    assert sizes.max_batch_tokens is not None
+    assert sizes.max_rows is not None
+    replica = Replica(
+        shape=shape_here(spec), layout=spec.layout, dtype=spec.workload.dtype, cpu=False
+    )
+    return [
+        {
+            "weights": replica.weight_bytes(stage),
+            "step": replica.step_bytes(stage, sizes.max_batch_tokens, sizes.max_rows),
+            "token": replica.cache_bytes(stage),
+        }
+        for stage in range(spec.layout.pp)
+    ]
+
+
 def first_fit(spec: str, layouts: list[str], allowed: float) -> str | None:
     """The first of some layouts whose ranks are predicted to allocate at most `allowed` bytes.
 

@@ -18,6 +18,8 @@ from hocket.spec.rehearsal_matrix import (
     CASES,
     CRASHED,
     DIFFERENT,
+    EXPERTS_READ,
+    EXPERTS_REJECTED,
     HANGS,
     HOST_STEPS,
     LAYERS,
@@ -198,7 +200,10 @@ def judged(found: Rehearsed) -> tuple[str, str]:
     report = found.report
     layout = found.job.spec.layout
     allowed = max((count for kind, count in HOST_STEPS.items() if layout.offloads(kind)), default=0)
-    if sum(row["count"] for row in report.host_reads) > allowed:
+    # No implementation of experts that transformers has does without: a copy of the weights for
+    # each token, or a read for each expert.
+    experts = sum(row["count"] for row in report.host_reads if row["what"] == EXPERTS_READ)
+    if sum(row["count"] for row in report.host_reads) - experts > allowed:
         reasons += [
             f"host reads: {row['count']} x {row['what']} at {row['where']}"
             for row in report.host_reads
@@ -213,7 +218,9 @@ def judged(found: Rehearsed) -> tuple[str, str]:
     error = memory_error(found)
     if error is not None and abs(error) > MEMORY:
         reasons.append(f"memory: predicted {error:+.1%} of the rehearsed peak")
-    return (DIFFERENT, "; ".join(reasons)) if reasons else (OK, "")
+    if reasons:
+        return DIFFERENT, "; ".join(reasons)
+    return (REJECTED, EXPERTS_REJECTED) if experts else (OK, "")
 
 
 def memory_error(found: Rehearsed) -> float | None:

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from hocket.rehearsal.memory import LiveMemory
 from hocket.rehearsal.shape_cache import ShapeCache
+from hocket.spec.rehearsal_matrix import EXPERTS_READ
 
 _aten: Any = torch.ops.aten
 _RESIZE: Any = torch.ops.inductor.resize_storage_bytes_.default
@@ -206,7 +207,7 @@ def _grouped(launches: Launches, func: Any, args: Any, kwargs: Any) -> tuple[boo
     if args[0].is_cuda:
         kernel = torch.cuda.get_device_capability(args[0].device)[0] in (9, 10)
         if not kernel or args[0].dtype != torch.bfloat16:
-            launches.wait("grouped_mm without a kernel")
+            launches.wait(EXPERTS_READ)
     return False, None
 
 

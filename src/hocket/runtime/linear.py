@@ -213,11 +213,13 @@ class _Halved(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        (part,) = ctx.saved_tensors
+        # Detached: until W, what is saved would refer to the graph behind it and so to the input of
+        # the stage; the logits' gradient, a view of the logits, as well.
+        part = ctx.saved_tensors[0].detach()
         weight, bias = ctx.parameters
         dx = grad @ (weight.t() if ctx.transposed else weight)
         source = part if ctx.again is None else partial(ctx.again, part)
-        ctx.queue._add((weight, bias, source, grad, ctx.transposed))
+        ctx.queue._add((weight, bias, source, grad.detach(), ctx.transposed))
         return dx, None, None, None, None
 
 

@@ -22,6 +22,7 @@ of a product per rank as they are (on average) and divides its `groups`.
     core     in addition where attention is no flash kernel: scores and probabilities, times S
     eager    the model's own operations one by one, flash attention (PyTorch without a compiler)
     both     in `fused` and `eager`
+    shared   in `eager`, once for all blocks that save it: tables of positions
 
 Activations are of 16 bits: bytes are bytes, an element is two of them (fp32 counts as two
 elements, a dropout mask as half of one).
@@ -34,7 +35,7 @@ import itertools
 from typing import Any
 
 SPLITS = ("column", "row", "vocab", "inside", "outside", "whole", "expert")
-VIEWS = ("fused", "core", "eager", "both")
+VIEWS = ("fused", "core", "eager", "both", "shared")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -41,6 +41,8 @@ class ServingReport:
             `memory`.
         stands_for: every rank to the executed one.
         process_groups: communicators of a rank, at most. collectives: rows of a decode step.
+        predicted: by stage, bytes of `weights`, the largest `step` and a cached `token`, as
+            `hocket serve` predicts them; None where it cannot.
     """
 
     model: str
@@ -53,6 +55,7 @@ class ServingReport:
     collectives: list[dict[str, Any]]
     launches: dict[int, dict[str, int]]
     device_memory: int
+    predicted: list[dict[str, int]] | None = None
 
     @property
     def ends(self) -> bool:
@@ -68,6 +71,15 @@ class ServingReport:
     def _held(one: dict[str, Any]) -> int:
         memory = one["memory"]
         return int(memory["weights"] + memory["step"] + memory["cache"])
+
+    def predicted_peak(self, rank: int) -> int | None:
+        """Weights, largest step and a cache of as many tokens as were rehearsed."""
+        if self.predicted is None:
+            return None
+        one = self.ranks[self.stands_for[rank]]
+        stage = self.predicted[one["stage"]]
+        cache = stage["token"] * int(one["memory"]["cache_tokens"])
+        return stage["weights"] + stage["step"] + cache
 
     def host_reads(self) -> list[dict[str, Any]]:
         """Places where the host waits inside a step, by step and rank: there should be none."""
@@ -89,7 +101,7 @@ class ServingReport:
                 "gpu": self.gpu,
                 "ranks": list(every),
                 "peak_bytes": [self._held(self.ranks[e]) for e in every.values()],
-                "predicted_peak_bytes": [None for _ in every],
+                "predicted_peak_bytes": [self.predicted_peak(rank) for rank in every],
                 "host_reads": sum(row["count"] for row in self.host_reads()),
                 "host_read_places": self.host_reads(),
                 "result_reads_per_step": 1,
@@ -216,11 +228,20 @@ def rehearse(
     stands_for = _representatives(spec.layout)
     wanted = sorted(set(stands_for.values()))
     tasks = [_task(spec, device, rank, modules) for rank in reversed(wanted)]
+    expectation = {
+        "task": "call",
+        "entry": "hocket.jobs.rehearsal_expected:expected_serving",
+        "arguments": {"spec": spec.to_json()},
+    }
+    predicted: list[dict[str, int]] | None = None
     say(f"executing {len(wanted)} of {spec.layout.world_size} ranks")
     executed: dict[int, RankRehearsal] = {}
     said: dict[int, dict[str, Any]] = {}
     with Workers(len(tasks)) as workers:
-        for event in workers.run(tasks):
+        for event in workers.run([*tasks, expectation]):
+            if "stages" in event["value"]:
+                predicted = event["value"]["stages"]
+                continue
             found = RankRehearsal.from_json(event["value"]["rank"])
             if found.error:
                 raise HocketError(f"rank {found.rank} cannot execute its steps\n{found.error}")
@@ -239,6 +260,7 @@ def rehearse(
         ),
         launches={rank: dict(found.launches) for rank, found in executed.items()},
         device_memory=device.memory,
+        predicted=predicted,
     )
 
 

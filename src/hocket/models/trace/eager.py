@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 
 from hocket.models.trace.graph import INSIDE, OUTSIDE, WHOLE, Graph
-from hocket.models.trace.record import Op
+from hocket.models.trace.record import SEQUENCE, Op
 from hocket.spec.model_shape import MemoryBound, Saved
 
 
@@ -20,7 +20,9 @@ def saved(graph: Graph) -> list[Saved]:
     for value, size in graph.part.saved.items():
         known = graph.values[value]
         if value not in graph.maker and value not in graph.given:
-            continue  # tables that all blocks share
+            if known.by_position:  # all blocks share it
+                found.append(_table(graph, value, size))
+            continue
         if not known.by_token or known.square:
             continue
         split = graph.labels.get(value, OUTSIDE)
@@ -35,6 +37,14 @@ def saved(graph: Graph) -> list[Saved]:
             )
         )
     return found
+
+
+def _table(graph: Graph, value: int, size: int) -> Saved:
+    """Of one sequence when it was traced, of each row in training: positions are."""
+    tables = [key for key, known in graph.values.items() if known.by_position]
+    return Saved(
+        name=f"table {tables.index(value)}", bytes=size / SEQUENCE, split=WHOLE, view="shared"
+    )
 
 
 def kernels(graph: Graph) -> list[MemoryBound]:

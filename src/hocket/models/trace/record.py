@@ -58,6 +58,11 @@ class Value:
         return self.numel % TOKENS == 0
 
     @property
+    def by_position(self) -> bool:
+        """A table of floating-point numbers for each position of a sequence."""
+        return self.floating and not self.by_token and self.numel % SEQUENCE == 0
+
+    @property
     def per_token(self) -> float:
         """Elements per token, and per token and position of the sequence where it is square."""
         return self.numel / (TOKENS * SEQUENCE if self.square else TOKENS)

@@ -1,0 +1,242 @@
+"""Replayed blocks: the bytes of each block of a stage for one microbatch, as a step allocates them.
+
+    kept         from F to B, and what is recomputed or on the host in between
+    deferred     inputs and gradients of outputs that stay from I to W, matmul by matmul
+    working      the widest inner gradients
+    phases       how I goes back through a block: what it frees and keeps, norm by norm
+
+Sizes are those of the model's shape.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hocket.cost.measured_prices import Job
+from hocket.cost.measured_stage import (
+    behind_first_adapter,
+    local,
+    narrowing,
+    saved_rows,
+    trained,
+    weight_prefix,
+    weights,
+)
+from hocket.spec.capabilities import OFFLOADED_BYTES
+from hocket.spec.model_shape import BlockShape, MatrixProduct, Weight
+
+ENDS = ("embedding", "head")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Deferred:
+    """A matmul whose weight gradient is computed in W, in bytes.
+
+    Attributes:
+        gradients: indices of those of its weight and bias.
+        output: the gradient of its output.
+        input: its input, 0 where a product that W comes to later reads it, too.
+    """
+
+    gradients: tuple[int, ...]
+    output: int
+    input: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Phase:
+    """I has gone back to a norm of a block, in bytes.
+
+    Attributes:
+        taken: allocated since the phase before, less what was freed.
+        gradients: indices of the norm's, which come now.
+        working: of the norm's own backward.
+    """
+
+    taken: int
+    gradients: tuple[int, ...]
+    working: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Block:
+    """One block of a stage and one microbatch, in bytes.
+
+    Attributes:
+        kind: of block.
+        kept: from its forward to its backward. again: made anew when its backward begins.
+        moved: to the host's memory between them.
+        deferred: matmuls in the order of W. What they need is kept from I to W.
+        working: inner gradients at their widest. narrowed: input of the matmul that takes the
+            widest tensor: freed before those are there, unless it is kept for W.
+        phases: of I, after these.
+        first: indices of the gradients that come while these live; then: of the others.
+        values: of its parameters.
+    """
+
+    kind: str
+    kept: int
+    again: int
+    moved: int
+    deferred: tuple[Deferred, ...]
+    working: int
+    narrowed: int
+    phases: tuple[Phase, ...]
+    first: tuple[int, ...]
+    then: tuple[int, ...]
+    values: int
+
+    @property
+    def layer(self) -> bool:
+        return self.kind not in ENDS
+
+    @property
+    def pending(self) -> int:
+        """Bytes kept from I to W."""
+        return sum(each.input + each.output for each in self.deferred)
+
+
+def weights_by_block(job: Job, kinds: list[str]) -> list[list[Weight]]:
+    """The parameters of each block of a stage; a tied one where it comes first."""
+    held = weights(job.shape, kinds)
+    counts = [len(weights(job.shape, kinds[: n + 1])) for n in range(len(kinds))]
+    return [held[a:b] for a, b in zip([0, *counts], counts, strict=False)]
+
+
+def blocks_of(job: Job, number: int, held: list[list[Weight]]) -> list[Block]:
+    """The blocks of a stage."""
+    kinds, tp = job.blocks(number), job.layout.tp
+    again = len(job.again(number, "full"))
+    offloads = job.layout.offloads("activations")
+    found: list[Block] = []
+    index = 0
+    for at, kind in enumerate(kinds):
+        block = job.shape.blocks[kind]
+        layer = kind not in ENDS
+        rows = dict(saved_rows(job.shape, kind, job.microbatch, job.element_bytes))
+        if layer and number == 0 and job.adapted and not any(b.layer for b in found):
+            rows = behind_first_adapter(block, rows)
+        # The executor holds what a stage is given.
+        if at == 0:
+            rows.pop("input", None)
+        moved = sum(n for n in rows.values() if n >= OFFLOADED_BYTES) if layer and offloads else 0
+        kept = sum(rows.values()) + job.adapter_bytes(kind) - moved
+        made = 0
+        if layer and again:
+            again -= 1
+            # Of its input alone; the first one's is that of the stage.
+            kept, made = (0 if at == 0 else job.stream_bytes), kept
+            made -= kept
+        own = range(index, index + len(trained(held[at])))
+        index = own.stop
+        named = list(zip(own, trained(held[at]), strict=True))
+        deferred = _deferred(job, block, named)
+        narrow = narrowing(block)
+        first = tuple(i for i, w in named if w.name.startswith(narrow))
+        found.append(
+            Block(
+                kind=kind,
+                kept=kept,
+                again=made,
+                moved=moved,
+                deferred=tuple(deferred.values()),
+                narrowed=deferred[narrow].input if layer and narrow in deferred else 0,
+                phases=_phases(job, block, rows, named),
+                working=_widest(job, block)
+                + (job.hidden_bytes - job.stream_bytes)
+                + _fp8_bytes(job, block),
+                first=first,
+                then=tuple(i for i in own if i not in first),
+                values=sum(local(w, tp) for w in held[at]) * job.element_bytes,
+            )
+        )
+    return found
+
+
+def _deferred(job: Job, block: BlockShape, named: list[tuple[int, Weight]]) -> dict[str, Deferred]:
+    """What W computes of a block, by the beginning of its weights' names; `named`: its gradients'
+    indices. An input that several matmuls read is kept once."""
+    found: dict[str, Deferred] = {}
+    tp, outside = job.layout.tp, job.microbatch.ranks("outside")
+    width = job.microbatch.tokens * job.element_bytes
+    inputs = set()
+    for p in block.products:  # a shared input is freed after the first of them
+        if p.frozen or p.bare:
+            continue
+        split_in = tp if p.split == "row" else outside
+        source = p.input or p.name
+        prefix = weight_prefix(block, p)
+        found[prefix] = Deferred(
+            gradients=tuple(i for i, w in named if w.name.startswith(prefix)),
+            output=_output_bytes(job, p),
+            input=0 if source in inputs else round(p.k * p.count / split_in * width),
+        )
+        inputs.add(source)
+    return dict(reversed(found.items()))
+
+
+def _phases(
+    job: Job, block: BlockShape, rows: dict[str, int], named: list[tuple[int, Weight]]
+) -> tuple[Phase, ...]:
+    """What I frees and keeps of the saved tensors, from the last one back, up to each norm that is
+    written out in fp32."""
+    products = [p for p in block.products if not (p.frozen or p.bare)]
+    found: list[Phase] = []
+    taken = late = 0
+    for name, nbytes in reversed(rows.items()):
+        module, _, operation = name.partition(":")
+        readers = [p for p in products if p.input == name]
+        if readers:
+            # The gradient of the stream is there before; then a sum takes its place.
+            taken += late
+            late = sum(_output_bytes(job, p) for p in readers if p.split == "row")
+            taken += sum(_output_bytes(job, p) for p in readers if p.split != "row")
+        elif operation == "rsqrt" and any(w.name == f"{module}.weight" for w in block.weights):
+            gradients = tuple(i for i, w in named if w.name.startswith(f"{module}."))
+            found.append(Phase(taken=taken, gradients=gradients, working=norm_bytes(job, block)))
+            taken, late = late - nbytes, 0
+        else:
+            taken -= nbytes
+    return tuple(found)
+
+
+def norm_bytes(job: Job, block: BlockShape) -> int:
+    """Five tensors in fp32 in the backward of a norm that is written out, as wide as the stream;
+    0 where norms are one kernel."""
+    if not any(row.name.endswith(":rsqrt") for row in block.saved):
+        return 0
+    elements = job.microbatch.tokens * job.shape.hidden // job.microbatch.ranks("outside")
+    return 5 * 4 * elements
+
+
+def _output_bytes(job: Job, product: MatrixProduct) -> int:
+    """Of the gradient of a matmul's output."""
+    tp, outside = job.layout.tp, job.microbatch.ranks("outside")
+    split = {"column": tp, "vocab": tp, "outside": outside}.get(product.split, 1)
+    return round(product.n * product.count / split * job.microbatch.tokens * job.element_bytes)
+
+
+def _widest(job: Job, block: BlockShape) -> int:
+    """Gradients of the widest inner tensors at once: of two (gate and up), or of what an activation
+    gave and of what it was given. Experts' outputs are weighted in fp32: three such tensors, and
+    their gradient in the dtype of the products."""
+    rows = [p for p in block.products if p.split in ("row", "outside")]
+    if not rows or block.kind in ENDS:
+        return 0
+    down = max(rows, key=lambda p: p.k * p.count)
+    tp = job.layout.tp if down.split == "row" else 1
+    widest = 2 * down.k * down.count / tp * job.element_bytes
+    weighted = [p.n * p.count * (3 * 4 + job.element_bytes) for p in rows if p.groups > 1]
+    return round(max(widest, *weighted, 0) * job.microbatch.tokens)
+
+
+def _fp8_bytes(job: Job, block: BlockShape) -> int:
+    """What torchao makes to cast the widest operand of a layer's matmuls to fp8: it is scaled and
+    clamped in fp32."""
+    if job.workload.dtype != "fp8" or block.kind in ENDS:
+        return 0
+    tp, tokens = job.layout.tp, job.microbatch.tokens
+    found = [p for p in block.products if not p.bare]
+    operands = [local(w, tp) for w in block.weights for p in found if w.name.startswith(p.name)]
+    operands += [round(tokens * p.k * p.count / (tp if p.split == "row" else 1)) for p in found]
+    return (4 + 4 + 1) * max(operands, default=0)
