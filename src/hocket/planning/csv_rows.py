@@ -9,6 +9,9 @@ from pathlib import Path
 
 from hocket.spec.errors import OptionError
 
+LARGEST = 1e12
+"""Of a column: more than any model, cluster or time has."""
+
 LARGEST_FILE = 64 * 2**20
 """Bytes of a table: a million rows."""
 
@@ -46,10 +49,20 @@ def read(
         raise OptionError(f"{path} is not a CSV file: {error}") from None
 
 
+class LeftOut(Exception):
+    """A row that cannot be predicted; its text is the reason."""
+
+
 def number(row: Mapping[str, str], name: str) -> float | None:
-    """A column's number; None where it is empty, or no finite number."""
+    """A column's number; None where it is empty or `nan`. Raises LeftOut: it is not a number, or
+    outside 0 to `LARGEST`."""
+    text = row.get(name, "").strip()
     try:
-        value = float(row.get(name, "").strip())
+        value = float(text) if text else math.nan
     except ValueError:
+        raise LeftOut(f"{name} is {text[:40]!r}, not a number") from None
+    if math.isnan(value):
         return None
-    return value if math.isfinite(value) else None
+    if not 0 <= value <= LARGEST:
+        raise LeftOut(f"{name} is {value:g}, not between 0 and {LARGEST:g}")
+    return value

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from hocket.spec.errors import OptionError
 from hocket.spec.model_shape import (
     Attention,
     BlockShape,
@@ -22,6 +23,8 @@ from hocket.spec.model_shape import (
     Saved,
     Weight,
 )
+
+MOST_LAYERS = 10_000
 
 
 def decoder(
@@ -50,6 +53,11 @@ def decoder(
     ffn = 4 * hidden if ffn is None else ffn
     tied = (not gated) if tied is None else tied
     dropout = (not gated) if dropout is None else dropout
+    if min(layers, hidden, heads, kv_heads, ffn, vocab) < 1 or layers > MOST_LAYERS:
+        raise OptionError(
+            f"{name}: {layers} layers, {hidden} hidden, {heads} heads, {kv_heads} key/value heads, "
+            f"{ffn} feed-forward and {vocab} tokens are not a model's sizes"
+        )
     kv = kv_heads * hidden // heads
     blocks = {
         "decoder": BlockShape(

@@ -27,6 +27,7 @@ from hocket.catalogue.curves import curves_of
 from hocket.cost.machine import MeasuredCurve
 from hocket.cost.serving import ServingPrices, serving_prices
 from hocket.planning import csv_rows
+from hocket.planning.csv_rows import LeftOut, number
 from hocket.spec.cluster import Cluster
 from hocket.spec.errors import HocketError
 from hocket.spec.model_shape import ModelShape
@@ -204,43 +205,39 @@ def parse(row: Mapping[str, str]) -> Row | str:
     """What a row describes, or why it cannot be priced."""
     try:
         return _parse(row)
-    except _LeftOut as reason:
+    except LeftOut as reason:
         return str(reason)
     except HocketError as error:
         return error.message
 
 
-class _LeftOut(Exception):
-    pass
-
-
 def _parse(row: Mapping[str, str]) -> Row:
     mode = row["mode"]
     if mode not in MODES:
-        raise _LeftOut(f"unknown mode {mode or '(none)'}")
+        raise LeftOut(f"unknown mode {mode or '(none)'}")
     model = _model(row["model"])
     if row["gpu"] not in GPUS:
-        raise _LeftOut(f"GPU {row['gpu']} has no constants or is not in the catalogue")
+        raise LeftOut(f"GPU {row['gpu']} has no constants or is not in the catalogue")
     gpu = GPUS[row["gpu"]]
     engine = _first(ENGINES, f"{row['engine']} {row.get('engine_version', '')}".strip())
     if engine is None:
-        raise _LeftOut(f"engine {row['engine']} has no constants")
-    prompt, output = _number(row, "isl"), _number(row, "osl")
+        raise LeftOut(f"engine {row['engine']} has no constants")
+    prompt, output = number(row, "isl"), number(row, "osl")
     if not prompt and mode in MLPERF_GOALS:
         prompt = MLPERF_PROMPT
     if not prompt:
-        raise _LeftOut("no length of the prompts")
+        raise LeftOut("no length of the prompts")
     if not output:
         if mode not in ("batch1_decode", "static_batch_latency"):
-            raise _LeftOut("no length of the outputs")
+            raise LeftOut("no length of the outputs")
         output = 200.0
-    load = _number(row, "concurrency_or_batch")
+    load = number(row, "concurrency_or_batch")
     if mode == "inflight_max_load":
         load = float("inf")
     if mode in ("batch1_decode", "static_batch_latency"):
         load = 1.0 if load is None else load
-    if mode in MLPERF_GOALS and not _number(row, "tp"):
-        raise _LeftOut("replicas of unknown degrees: no tp")
+    if mode in MLPERF_GOALS and not number(row, "tp"):
+        raise LeftOut("replicas of unknown degrees: no tp")
     precision = _precision(row.get("precision", ""))
     asked = _Asked(model=model, gpu=gpu, engine=engine, precision=precision)
     prefill = decode = None
@@ -252,16 +249,16 @@ def _parse(row: Mapping[str, str]) -> Row:
     else:
         prices = _prices(dataclasses.replace(asked, **_degrees(row)))
     if not load:
-        raise _LeftOut("no number of requests at once")
+        raise LeftOut("no number of requests at once")
     varied = re.search(VARIED, row.get("notes", "")) is not None
-    throughput = _throughput(row, _number(row, "out_tok_s_total"))
+    throughput = _throughput(row, number(row, "out_tok_s_total"))
     if mode in MLPERF_GOALS:
         replicas = _whole(row, "n_gpus") / prices.gpus
         throughput = None if throughput is None else throughput / replicas
     if varied:
         prompt, output = MEAN_SHARE * prompt, MEAN_SHARE * output
-    measured = {name: _number(row, name) for name in MEASURED}
-    measured = {name: value or None for name, value in measured.items()}
+    measured = {name: number(row, name) for name in MEASURED}
+    measured = {name: value if value and value > 1e-6 else None for name, value in measured.items()}
     tpot, ttft = measured["tpot_ms"], measured["ttft_ms"]
     return Row(
         id=row["id"],
@@ -290,33 +287,22 @@ def _parse(row: Mapping[str, str]) -> Row:
 
 def _throughput(row: Mapping[str, str], total: float | None) -> float | None:
     """Of all GPUs; tables that give it per GPU alone are multiplied."""
-    each, gpus = _number(row, "out_tok_s_per_gpu"), _number(row, "n_gpus")
+    each, gpus = number(row, "out_tok_s_per_gpu"), number(row, "n_gpus")
     return each * gpus if total is None and each is not None and gpus is not None else total
 
 
 def _model(name: str) -> str:
     reason = _first(UNKNOWN_MODELS, name)
     if reason is not None:
-        raise _LeftOut(f"{name}: {reason}")
+        raise LeftOut(f"{name}: {reason}")
     found = _first(MODELS, name)
     if found is None:
-        raise _LeftOut(f"{name}: no shape in the catalogue")
+        raise LeftOut(f"{name}: no shape in the catalogue")
     return found
 
 
 def _first(table: tuple[tuple[str, str], ...], text: str) -> str | None:
     return next((found for pattern, found in table if re.search(pattern, text, re.I)), None)
-
-
-def _number(row: Mapping[str, str], name: str) -> float | None:
-    text = row.get(name, "")
-    try:
-        value = float(text) if text else None
-    except ValueError:
-        raise _LeftOut(f"{name} is {text!r}, not a number") from None
-    if value is not None and not 0 <= value < float("inf"):
-        raise _LeftOut(f"{name} is {text}; it must not be negative, and must be a number")
-    return value
 
 
 def _precision(text: str) -> str:
@@ -325,7 +311,7 @@ def _precision(text: str) -> str:
     for known in ("bf16", "fp16", "fp8", "fp4", "int8", "int4"):
         if text.startswith(known):
             return known
-    raise _LeftOut(f"unknown precision {text}")
+    raise LeftOut(f"unknown precision {text}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -362,20 +348,20 @@ def _degrees(row: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _whole(row: Mapping[str, str], name: str, absent: int = 1) -> int:
-    value = _number(row, name)
+    value = number(row, name)
     return absent if not value else int(value)
 
 
 def _workers(row: Mapping[str, str], side: str, asked: _Asked) -> Workers:
-    number = _number(row, f"{side}_workers")
-    if number is None:
-        raise _LeftOut("separated prompts and decoding without the number of workers of each")
+    count = number(row, f"{side}_workers")
+    if count is None:
+        raise LeftOut("separated prompts and decoding without the number of workers of each")
     degrees: dict[str, Any] = {
         name: _whole(row, f"{side}_{column}")
         for name, column in (("tp", "tp"), ("pp", "pp"), ("dp", "dp"), ("ep", "moe_ep"))
     }
     prices = _prices(dataclasses.replace(asked, **degrees))
-    return Workers(prices=prices, number=int(number), batch=_whole(row, f"{side}_bs"))
+    return Workers(prices=prices, number=int(count), batch=_whole(row, f"{side}_bs"))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -28,7 +28,7 @@ from hocket.cost.constants import FEW_BITS, Constants, constants, few_bits
 from hocket.cost.machine import Machine
 from hocket.cost.memory import FULL, MODULES, SELECTIVE
 from hocket.planning import csv_rows
-from hocket.planning.csv_rows import number
+from hocket.planning.csv_rows import LeftOut, number
 from hocket.planning.decoder import decoder
 from hocket.planning.problem import Problem
 from hocket.planning.row_machine import cluster_of, machine_of
@@ -148,25 +148,21 @@ def parse(row: Mapping[str, str]) -> Row | str:
     """What a row describes, or why it cannot be priced."""
     try:
         return _parse(row)
-    except _LeftOut as reason:
+    except LeftOut as reason:
         return str(reason)
     except HocketError as error:
         return error.message
-
-
-class _LeftOut(Exception):
-    pass
 
 
 def _parse(row: Mapping[str, str]) -> Row:
     said = f"{row['source']} {row.get('notes', '')} {row['gpu']}".lower()
     model = row["model"]
     if re.search(r"\blora\b", model, re.I):
-        raise _LeftOut("LoRA: which weights are trained is not among the columns")
+        raise LeftOut("LoRA: which weights are trained is not among the columns")
     row = _completed(row)
     for name in ("layers", "hidden", "heads", "seq", "global_batch"):
         if number(row, name) is None:
-            raise _LeftOut(f"{name} is not given")
+            raise LeftOut(f"{name} is not given")
     precision = _precision(row.get("precision", ""))
     stack = next(name for pattern, name in STACKS if re.search(pattern, said))
     zero = number(row, "zero_stage") or 0.0
@@ -182,7 +178,7 @@ def _parse(row: Mapping[str, str]) -> Row:
         per_node=int(number(row, "gpus_per_node") or 8),
     )
     if precision not in cluster.node.gpu.flops:
-        raise _LeftOut(f"{cluster.node.gpu.name} has no rate for {precision}")
+        raise LeftOut(f"{cluster.node.gpu.name} has no rate for {precision}")
     numbers = machine_of(cluster, precision)
     grad_dtype = _grad_dtype(row.get("precision", ""), precision, stack)
     values = constants(cluster.node.gpu.name, stack, precision=precision, grad_dtype=grad_dtype)
@@ -191,7 +187,7 @@ def _parse(row: Mapping[str, str]) -> Row:
     memory, seconds = number(row, "measured_mem_gb"), number(row, "measured_iter_s")
     for name, value in (("measured_mem_gb", memory), ("measured_iter_s", seconds)):
         if value is not None and value <= 0:
-            raise _LeftOut(f"{name} is {value:g}")
+            raise LeftOut(f"{name} is {value:g}")
     names = [name for name in row if name not in NOT_COMPARED]
     found = Row(
         id=row["id"],
@@ -349,12 +345,12 @@ def _named(row: Mapping[str, str]) -> ModelShape:
     name = row["model"]
     found = next((entry for pattern, entry in CATALOGUED if re.search(pattern, name, re.I)), None)
     if found is None:
-        raise _LeftOut("mixture of experts: the number of experts is not among the columns")
+        raise LeftOut("mixture of experts: the number of experts is not among the columns")
     shape = shapes.shape(found)
     for field, value in (("layers", len(shape.layers)), ("hidden", shape.hidden)):
         said = number(row, field)
         if said is not None and said != value:
-            raise _LeftOut(f"mixture of experts: {field} {said:g} is not {found}'s {value}")
+            raise LeftOut(f"mixture of experts: {field} {said:g} is not {found}'s {value}")
     return shape
 
 
@@ -376,10 +372,10 @@ def _layout(row: Mapping[str, str], stack: str, said: str) -> dict[str, float]:
     gpus, dp = number(row, "n_gpus"), number(row, "dp")
     if dp is None:
         if gpus is None:
-            raise _LeftOut("neither dp nor n_gpus is given")
+            raise LeftOut("neither dp nor n_gpus is given")
         dp = gpus / (tp * pp * cp)
     if dp < 1 or (gpus is not None and abs(dp * tp * pp * cp - gpus) > 0.01 * gpus):
-        raise _LeftOut(f"dp {dp:g} x tp {tp:g} x pp {pp:g} x cp {cp:g} is not n_gpus {gpus}")
+        raise LeftOut(f"dp {dp:g} x tp {tp:g} x pp {pp:g} x cp {cp:g} is not n_gpus {gpus}")
     batch = _need(row, "global_batch")
     micro = number(row, "micro_batch") or batch / dp  # unstated: resolved later
     named = row.get("schedule", "").lower()

@@ -22,6 +22,7 @@ from hocket.planning.search import order, price
 from hocket.planning.stacks import STACKS
 from hocket.planning.tools.limits import Limits
 from hocket.spec import legality
+from hocket.spec.errors import OptionError
 from hocket.spec.layout import RECOMPUTE, divisors
 
 KNOBS = {
@@ -44,6 +45,8 @@ def resolve(
         unstated: some of `KNOBS`.
     """
     rows = _candidates(problem, stated, {KNOBS[column] for column in unstated})
+    if not len(rows):
+        raise OptionError("no layout of its degrees is legal for the model and the batch")
     held = problem.memory(rows)
     enough = np.flatnonzero(fits(held, problem.cluster.node.gpu.usable))
     if len(enough):

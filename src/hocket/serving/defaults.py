@@ -17,6 +17,9 @@ from hocket.spec.files import parse_json
 
 FILE = "generation_config.json"
 AUTO, NONE = "auto", "none"
+
+LARGEST = 2.0**31
+"""Of a number in generation_config.json."""
 _AGAIN = "copy it again from where the model is from; a model needs none"
 
 
@@ -46,6 +49,8 @@ class Defaults:
             try:
                 if isinstance(value, bool) or not isinstance(value, number):
                     raise OptionError(f"{field.name} is {value!r}; a number is needed")
+                if not abs(value) <= LARGEST:
+                    raise OptionError(f"{field.name} is beyond any request's: {LARGEST:g}")
                 one: Any = {field.name: value}
                 Sampling(max_new_tokens=1, **one)
             except OptionError as error:

@@ -235,10 +235,10 @@ class Whole:
         """
         placement = self.placements[name]
         raw = _RAW[ITEM_BYTES[self.dtypes[name]]]
-        whole = np.empty(placement.shape, raw)
         blocks = [b for *_, p in self._parts[name] for b in p.blocks]
         if not _covers(placement, blocks):
             raise CheckpointError(f"the checkpoint does not hold all of {name}")
+        whole = np.empty(placement.shape, raw)
         done = set()
         for file, record, part in self._parts[name]:
             if all((b.start, b.size) in done for b in part.blocks):
