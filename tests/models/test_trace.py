@@ -218,3 +218,20 @@ def test_families_that_are_built_otherwise_at_real_size(name):
         # Six operations for each parameter that a token meets, at the least.
         met = sum(p.n * p.k * p.count for p in block.products)
         assert 0 < met <= block.num_parameters
+
+
+def test_scores_with_an_attention_sink_are_not_saved_per_token():
+    """A sink is one more column of the scores: they counted as activations of a token, 9 times as
+    many bytes as query, key, value and output."""
+    config = {
+        "model_type": "gpt_oss", "hidden_size": 128, "intermediate_size": 64, "head_dim": 16,
+        "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2,
+        "num_local_experts": 4, "num_experts_per_tok": 2, "vocab_size": 256,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }  # fmt: skip
+    shape = trace(config, name="sinks")
+    for kind in shape.layers:
+        fused = [s for s in shape.blocks[kind].saved if s.view == "fused"]
+        (core,) = (s for s in fused if s.name == "self_attn core")
+        assert core.bytes == 2 * 16 * (8 + 2 + 2 + 8)
+        assert not any(s.name == "self_attn" for s in fused)

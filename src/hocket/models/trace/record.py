@@ -23,6 +23,7 @@ from hocket.spec.errors import ModelError
 
 BATCH, SEQUENCE = 1009, 1013
 TOKENS = BATCH * SEQUENCE
+_WIDTHS = (SEQUENCE, SEQUENCE + 1)
 
 MOST_OPERATIONS = 12000
 """Of one part; a block of attention and experts has some hundred."""
@@ -51,7 +52,8 @@ class Value:
 
     @property
     def square(self) -> bool:
-        return self.numel % (TOKENS * SEQUENCE) == 0
+        """Scores: as many as the sequence has positions, or one more for an attention sink."""
+        return any(self.numel % (TOKENS * width) == 0 for width in _WIDTHS)
 
     @property
     def by_token(self) -> bool:
@@ -65,7 +67,10 @@ class Value:
     @property
     def per_token(self) -> float:
         """Elements per token, and per token and position of the sequence where it is square."""
-        return self.numel / (TOKENS * SEQUENCE if self.square else TOKENS)
+        for width in _WIDTHS:
+            if self.numel % (TOKENS * width) == 0:
+                return self.numel / (TOKENS * width)
+        return self.numel / TOKENS
 
 
 @dataclasses.dataclass
