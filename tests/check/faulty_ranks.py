@@ -16,10 +16,10 @@ from hocket.training import check
 def prepare(context: Any, payload: dict[str, Any]) -> None:
     whole = matrix_rank._prepare
 
-    def faulty(kind: str, config: dict[str, Any], folder: Any) -> dict[str, Any]:
+    def faulty(kind: str, *rest: Any) -> dict[str, Any]:
         if kind == "gemma":
             os.kill(os.getpid(), signal.SIGKILL)
-        return whole(kind, config, folder)
+        return whole(kind, *rest)
 
     matrix_rank._prepare = faulty
     matrix_rank.prepare(context, payload)

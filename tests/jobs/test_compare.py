@@ -102,7 +102,7 @@ def test_layers_are_changed_and_what_is_per_layer_follows() -> None:
     config = {**source.config, "layer_types": ["full_attention", "sliding_attention"]}
     changed = with_layers(dataclasses.replace(source, config=config), 3).config
     assert changed["layer_types"] == ["full_attention", "sliding_attention", "full_attention"]
-    with pytest.raises(ModelError, match="how many layers"):
+    with pytest.raises(ModelError, match="does not specify its number of layers"):
         with_layers(dataclasses.replace(source, config={"model_type": "qwen3"}), 2)
 
 

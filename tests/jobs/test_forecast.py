@@ -347,7 +347,7 @@ def test_a_cluster_that_cannot_be_is_refused_before_anything_starts(
     run = tmp_path / "run"
     asked = ["train", "tiny-llama", "--data", text, "--layout", "auto", "--run", str(run)]
     for cluster, said in (
-        ("2x8xH100-SXM", "holds no measurements"),
+        ("2x8xH100-SXM", "contains no measurements"),
         (str(tmp_path / "nowhere.toml"), "nowhere.toml"),
     ):
         assert main([*asked, "--cluster", cluster]) == 2

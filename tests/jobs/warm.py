@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 import hocket.launch
@@ -21,6 +23,12 @@ class Warm:
         return self.launcher
 
     def __exit__(self, *_: object) -> None:
+        return None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.launcher, name)
+
+    def close(self) -> None:
         return None
 
 

@@ -145,8 +145,9 @@ def refusals() -> list[tuple[Any, str | None, str, str]]:
         ({"messages": [user]}, None, "no chat template", "--chat-template-file"),
         ({"text": "plain"}, PLAIN, "line 2 has no field 'messages'", "--data-format text"),
         ({"messages": messages([("user", "a"), ("assistant", "x|y")] * 2)}, FORGETS,
-         "renders the text up to the end of message 2 otherwise", "generation"),
-        ({"messages": [user]}, "{{ raise_exception('no system') }}", "refuses: no system", ""),
+         "renders the text up to the end of message 2 differently", "generation"),
+         ({"messages": [user]}, "{{ raise_exception('no system') }}",
+          "rejects the request: no system", ""),
     ]  # fmt: skip
 
 

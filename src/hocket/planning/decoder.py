@@ -90,7 +90,9 @@ def _products(hidden: int, kv: int, ffn: int, gated: bool) -> tuple[MatrixProduc
 
     return (
         column("attention.query_key_value", hidden + 2 * kv),
-        MatrixProduct(name="attention.output", n=hidden, k=hidden, split="row"),
+        MatrixProduct(
+            name="attention.output", n=hidden, k=hidden, split="row", input="core:attention"
+        ),
         column("mlp.up", (2 if gated else 1) * ffn),
         MatrixProduct(name="mlp.down", n=hidden, k=ffn, split="row", input="mlp:act"),
     )

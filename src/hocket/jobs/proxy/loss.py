@@ -25,7 +25,7 @@ def try_loss(config: Any, attention: str) -> tuple[str, bool]:
         ids = microbatch(proxy)[0]["input_ids"]
         shifts = shifts_labels(model, ids)
         if takes_labels(model):
-            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            model.train()(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     except ModelError as error:
         fix = "" if error.hint is None else f" (set {error.hint})"
         return error.message + fix, True
