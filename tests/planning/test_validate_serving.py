@@ -130,8 +130,8 @@ def _line(**changes: str) -> dict[str, str]:
         ({"concurrency_or_batch": ""}, "requests at once"),
         ({"precision": "fp12"}, "unknown precision"),
         ({"tpot_ms": "fast"}, "not a number"),
-        ({"isl": "-5"}, "must not be negative"),
-        ({"osl": "nan"}, "must not be negative"),
+        ({"isl": "-5"}, "not between 0 and"),
+        ({"osl": "nan"}, "no length of the outputs"),
         ({"concurrency_or_batch": "0"}, "requests at once"),
     ],
 )

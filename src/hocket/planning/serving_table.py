@@ -288,7 +288,9 @@ def _parse(row: Mapping[str, str]) -> Row:
 def _throughput(row: Mapping[str, str], total: float | None) -> float | None:
     """Of all GPUs; tables that give it per GPU alone are multiplied."""
     each, gpus = number(row, "out_tok_s_per_gpu"), number(row, "n_gpus")
-    return each * gpus if total is None and each is not None and gpus is not None else total
+    if total is None and each is not None and gpus is not None:
+        total = each * gpus
+    return total or None  # none measured where it is 0
 
 
 def _model(name: str) -> str:
