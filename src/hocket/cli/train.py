@@ -11,6 +11,7 @@ import tyro
 
 from hocket.cli import config as config_file
 from hocket.cli.flags import (
+    Count,
     File,
     Folder,
     LayoutFlags,
@@ -39,6 +40,11 @@ class Train:
         config: TOML file of options by flag name; flags override it.
         cluster: machine to predict the run for, and to choose --layout auto for: auto (this
             machine, measured once), a file written by `hocket probe`, or none.
+        micro_batch_size: sequences per microbatch and data rank; the rest of the global batch is
+            accumulated (default: as --microbatches).
+        gradient_accumulation_steps: microbatches whose gradients are accumulated in a step; with
+            --micro-batch-size and without --global-batch, it sets the global batch (default: as
+            --microbatches).
         json: print one JSON object per step on stdout, and nothing else.
         dry_run: rehearse the job on fake GPUs and stop: whether its ranks complete, and fit. Reads
             no data.
@@ -52,6 +58,8 @@ class Train:
     run: Folder = None
     config: File = None
     cluster: str = "auto"
+    micro_batch_size: Count = None
+    gradient_accumulation_steps: Count = None
     json: bool = False
     dry_run: bool = False
     parallel: Annotated[LayoutFlags, tyro.conf.arg(name="layout")] = dataclasses.field(

@@ -91,9 +91,11 @@ def choose(
     def legal(layout: Layout) -> Layout | None:
         try:
             links.checked(spec.options, layout)
-            return validate(job.source.dimensions, layout, request.workload)
+            found = validate(job.source.dimensions, layout, request.workload)
         except HocketError:
             return None
+        size = request.workload.global_batch // found.dp // (found.microbatches or 1)
+        return found if request.micro_batch_size in (None, size) else None
 
     told = forecast.chosen(spec, found.measured, request.given, legal=legal, launcher=launcher)
     for line in reasons(told[0]):

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from hocket.jobs import defaults
 from hocket.jobs.precision import on_cuda
 from hocket.spec.capabilities import runs
 from hocket.spec.errors import HocketError, LayoutError, OptionError
@@ -90,14 +91,11 @@ def _least(spec: RunSpec) -> float:
     from hocket.models.source import of_run
 
     sizes, layout = of_run(spec).dimensions, spec.layout
-    width, attention = sizes.hidden_size, sizes.num_heads * sizes.head_dim
-    layer = 2 * width * (attention + sizes.num_key_value_heads * sizes.head_dim)
-    layer += 3 * width * sizes.intermediate_size * max(1, sizes.num_experts)
+    width = sizes.hidden_size
     state = 4 if spec.options.lora_rank is not None else 16
-    parameters = sizes.num_layers * layer + sizes.vocab_size * width * (1 if sizes.tied else 2)
     tokens = spec.workload.global_batch * spec.workload.seq_len / (layout.microbatches or 1)
     activations = tokens * (34 * width * sizes.num_layers + 8 * sizes.vocab_size)
-    return parameters * state * (1 if layout.zero else layout.dp) + activations
+    return defaults.parameters(sizes) * state * (1 if layout.zero else layout.dp) + activations
 
 
 def require(launcher: Launcher, spec: RunSpec, schedule: str) -> list[dict[str, int]] | None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from hocket.jobs import (
     adapters,
+    defaults,
     forecast,
     foresight,
     ledger,
@@ -120,6 +121,7 @@ def prepared(
     for notice in data_paths.find(request.data, streaming=request.options.streaming).notices:
         record.note(notice)
     record.phase("tokenizing")
+    record.note(defaults.note(request, job.source))
     words, tokens, config = prepare.data(job, folder, record.tokenized)
     job = prepare.packed(job, tokens.packing)
     said = tokens.said(job.request.workload.seq_len)
