@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -23,6 +24,10 @@ from hocket.cli.flags import (
     with_defaults,
 )
 from hocket.spec.run import TrainOptions, Workload
+
+
+STOPPED = os.EX_TEMPFAIL
+"""Exit code of a run that a signal stopped: its checkpoint was written, and --resume continues."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,7 +111,7 @@ def read(arguments: Sequence[str]) -> tuple[Train, dict[str, Any]]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Train. Returns 0."""
+    """Train. Returns 0, or STOPPED where the run was asked to stop before its last step."""
     flags, said = read(arguments)
     if flags.dry_run:
         return _dry_run(flags, said)
@@ -120,7 +125,7 @@ def main(arguments: Sequence[str]) -> int:
 
     if on_event.heard:
         print_summary(summary, to=sys.stderr if flags.json else sys.stdout)
-    return 0
+    return STOPPED if summary.stopped else 0
 
 
 def _dry_run(flags: Train, said: dict[str, Any]) -> int:

@@ -20,6 +20,7 @@ from hocket.spec.errors import LayoutError, OptionError, unknown
 from hocket.spec.layout import DEGREES, Layout
 from hocket.spec.links import Links
 from hocket.spec.run import TrainOptions, Workload
+from hocket.training.pauses import duration
 
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "shm", "gloo", "nccl")
@@ -129,6 +130,8 @@ def typed(values: Mapping[str, Any]) -> dict[str, Any]:
         given.update(
             {name: _value(name, given[name], hints[name]) for name in given if name in names}
         )
+    if str(given.get("save_every", "")).isdecimal():
+        given["save_every"] = int(given["save_every"])
     for name in ("model", "run", "cluster"):
         if name in given:
             if not isinstance(given[name], str | Path):
@@ -277,9 +280,13 @@ def check_options(options: TrainOptions) -> None:
     for name, least in (
         ("steps", 1), ("seed", 0), ("lr", 0), ("min_lr", 0), ("weight_decay", 0), ("eps", 0),
         ("clip", 0), ("vocab_size", 257), ("eval_every", 0), ("eval_batches", 1),
-        ("save_every", 0), ("timeline_steps", 1), ("threads", 1), ("timeout", 1),
+        ("timeline_steps", 1), ("threads", 1), ("timeout", 1), ("keep_checkpoints", 1),
     ):  # fmt: skip
         _at_least(name, getattr(options, name), least)
+    if isinstance(options.save_every, str):
+        duration(options.save_every)
+    else:
+        _at_least("save_every", options.save_every, 0)
     for name in ("beta1", "beta2", "held_out"):
         if not 0 <= getattr(options, name) < 1:
             raise OptionError(

@@ -194,6 +194,7 @@ def launch(
         record,
         startup_timeout=max(STARTUP, spec.options.timeout),
         silence_timeout=spec.options.timeout,
+        stoppable=True,
     )
     disturbance = beside.cores()
     with contextlib.suppress(OSError):  # it has ended well: a full disk cannot undo that

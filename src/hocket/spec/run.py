@@ -96,7 +96,9 @@ class TrainOptions:
         lora_dropout: dropout probability of the LoRA input.
         lora_targets: linear layers that LoRA adapts, as in q_proj-v_proj (default: all but the
             output head).
-        save_every: steps between checkpoints; 0: none before the end.
+        save_every: steps or time between checkpoints, as in 500, 30m or 2h; one more is written at
+            the end; 0: none.
+        keep_checkpoints: newest checkpoints that are kept.
         log_interval: steps between reports of loss and gradient norm; a CUDA rank synchronizes with
             its device once per interval (default: 1 on CPU, 10 on CUDA).
         resume: continue from the run folder's latest checkpoint, in its layout or in the one given.
@@ -144,7 +146,8 @@ class TrainOptions:
     lora_alpha: float | None = None
     lora_dropout: float = 0.0
     lora_targets: str | None = None
-    save_every: int = 0
+    save_every: int | str = "30m"
+    keep_checkpoints: int = 2
     log_interval: int | None = None
     resume: bool = False
     timeline_step: int | None = None
