@@ -98,7 +98,9 @@ def last_step(run: Path) -> int:
 def rows(run: Path, first: int, last: int) -> list[tuple[int, float, float]]:
     found = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return [
-        (row["step"], row["loss"], row["grad_norm"]) for row in found if first <= row["step"] <= last
+        (row["step"], row["loss"], row["grad_norm"])
+        for row in found
+        if first <= row["step"] <= last
     ]
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 import threading
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -67,7 +66,7 @@ def test_every_rank_pauses_after_the_same_step(
     def may(rank: int) -> bool:
         """Whether this rank's host can be at the end of its next step."""
         step = done[rank] + 1
-        if found[rank] and found[rank][-1][1] == STOP or step > 120:
+        if (found[rank] and found[rank][-1][1] == STOP) or step > 120:
             return False
         slowest = min(done[1:]) if rank == 0 else done[0]
         if step == SETTLED and rank:
@@ -101,7 +100,8 @@ def test_one_process_needs_no_store() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("90s", 90), ("30m", 1800), ("30min", 1800), ("1.5h", 5400), ("1d", 86400)]
+    ("text", "seconds"),
+    [("90s", 90), ("30m", 1800), ("30min", 1800), ("1.5h", 5400), ("1d", 86400)],
 )
 def test_a_time(text: str, seconds: float) -> None:
     assert duration(text) == seconds

@@ -25,7 +25,6 @@ from hocket.cli.flags import (
 )
 from hocket.spec.run import TrainOptions, Workload
 
-
 STOPPED = os.EX_TEMPFAIL
 """Exit code of a run that a signal stopped: its checkpoint was written, and --resume continues."""
 
@@ -51,8 +50,8 @@ class Train:
             --micro-batch-size and without --global-batch, it sets the global batch (default: as
             --microbatches).
         json: print one JSON object per step on stdout, and nothing else.
-        dry_run: rehearse the job on fake GPUs and stop: whether its ranks complete, and fit. Reads
-            no data.
+        dry_run: decide everything, decode the first batch, rehearse the job on fake GPUs (whether
+            its ranks complete, and fit), predict time and price, and stop before ranks start.
         parallel: Degrees of parallelism and schedule
         workload: Size and precision of a step
         training: Optimizer, data, checkpoints and runtime
@@ -129,12 +128,14 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _dry_run(flags: Train, said: dict[str, Any]) -> int:
-    from hocket.jobs.rehearsal_fit import dry_run
-    from hocket.jobs.rehearsal_text import text
+    from hocket.cli.progress import progress
+    from hocket.jobs.dry_run import dry_run, text
+    from hocket.jobs.record import Record
     from hocket.jobs.request import request
 
-    found = dry_run(request({"model": _run_model(said), **said}))
-    print(found.report.to_json() if flags.json else text(found))
+    with progress(as_json=flags.json) as on_event:
+        found = dry_run(request({"model": _run_model(said), **said}), Record(on_event))
+    print(found.to_json() if flags.json else text(found))
     return 0
 
 

@@ -5,9 +5,9 @@
     fine-tuning   5e-5                   linear, to 0         0
     LoRA          2e-4                   linear, to 0         0
 
-Fine-tuning takes what transformers' `TrainingArguments` takes, LoRA the rate of Dettmers et al. 2023
-("QLoRA", table 9, up to 13B), pretraining those of Brown et al. 2020 ("Language Models are Few-Shot
-Learners", table 2.1).
+Fine-tuning takes what transformers' `TrainingArguments` takes, LoRA the rate of Dettmers et al.
+2023 ("QLoRA", table 9, up to 13B), pretraining those of Brown et al. 2020 ("Language Models are
+Few-Shot Learners", table 2.1).
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,32 @@ def compute_capability() -> tuple[int, int] | None:
     finally:
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
+
+
+def free_memory(count: int) -> int | None:
+    """Bytes free on the fullest of the first `count` GPUs that this process may use; None where
+    NVML does not report them."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # no library, or no driver
+        return None
+    try:
+        names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        if names == [""]:
+            names = [str(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        handles = [
+            pynvml.nvmlDeviceGetHandleByIndex(int(name))
+            if name.strip().isdecimal()
+            else pynvml.nvmlDeviceGetHandleByUUID(name.strip())
+            for name in names[:count]
+        ]
+        return min(int(pynvml.nvmlDeviceGetMemoryInfo(one).free) for one in handles)
+    except (pynvml.NVMLError, ValueError):
+        return None
+    finally:
+        pynvml.nvmlShutdown()
 
 
 def read(nvml: Any, root: Path = Path("/")) -> Found:

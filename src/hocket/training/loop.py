@@ -182,8 +182,10 @@ class Loop:
                 self._write_timeline(step, later=step > recorded.start)
             ask = pauses.after(step, time.monotonic() - began, reading.end)
             if self._saves(step) or ask:
-                for readings in filter(None, (underway, unread and Readings(unread))):
-                    self._report(readings, metrics)
+                if underway is not None:
+                    self._report(underway, metrics)
+                if unread:
+                    self._report(Readings(unread), metrics)
                 underway, unread = None, []
                 self._save(step)
                 pauses.saved()

@@ -1,7 +1,7 @@
 """Pauses: when a run saves by the clock, and when it stops because it was asked to.
 
-Rank 0 decides, and all ranks save at the same step. At a boundary, every few steps, rank 0 announces
-in the store what is done at the next boundary; there every rank looks it up:
+Rank 0 decides, and all ranks save at the same step. At a boundary, every few steps, rank 0
+announces in the store what is done at the next boundary; there every rank looks it up:
 
     step      b                    b + every
     rank 0    announces "save"     saves
@@ -81,7 +81,8 @@ class Pauses:
         """What every rank does after `step`: NOTHING, SAVE, or STOP, which saves too.
 
         Args:
-            seconds: that this step took; rank 0's counts. end: the mark of its end (`reading.mark`).
+            seconds: that this step took; rank 0's counts.
+            end: the mark of its end (`reading.mark`).
         """
         alone = self.context.world_size == 1
         if self._cuda:
