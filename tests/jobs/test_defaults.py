@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from hocket.cli.main import main
-from hocket.jobs import defaults, precision
+from hocket.jobs import defaults, foresight, precision, prepare, rehearsal_fit
 from hocket.jobs.request import request
-from hocket.jobs.validate import MICROBATCH_TOKENS, microbatches
+from hocket.jobs.validate import MICROBATCH_TOKENS, microbatches, validate
 from hocket.models.source import ModelSource, resolve
 from hocket.probing import devices
+from hocket.spec.capabilities import runs
 from hocket.spec.errors import OptionError
 from hocket.spec.layout import Layout
 from hocket.spec.run import Workload
@@ -164,3 +165,42 @@ def test_a_dry_run_decodes_the_first_batch_and_starts_nothing(
     assert found["first_sequence"]["learned"] < found["first_sequence"]["tokens"] == 48
     assert found["eager"]["ends"] is True
     assert found["duration"]["seconds"] == pytest.approx(100 * found["duration"]["step_seconds"])
+
+
+def test_several_gpus_and_no_layout_ask_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "visible", lambda: 8)
+
+    def auto(**values: Any) -> bool:
+        return defaults.with_layout(request({"model": "tiny-llama", **values})).auto
+
+    assert auto(device="cuda")
+    assert not auto(device="cpu")
+    assert not auto(device="cuda", layout="dp2")
+    assert not auto(device="cuda", tp=2)
+    monkeypatch.setattr(devices, "visible", lambda: 1)
+    assert not auto(device="cuda")
+
+
+@pytest.mark.parametrize("gpu", ["H100-SXM-80", None])
+def test_a_layout_for_unmeasured_gpus_takes_all_of_them(
+    gpu: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine is never measured unasked; the catalogue is enough to choose by."""
+    monkeypatch.setattr(rehearsal_fit, "gpu_here", lambda: gpu)
+    asked = request({"model": "llama-3-8b", "seq_len": 4096, "global_batch": 64, "dtype": "bf16"})
+    found = resolve("llama-3-8b")
+    job = prepare.Plan(
+        request=asked,
+        source=found,
+        layout=Layout(),
+        schedule=prepare.scheduled(Layout(microbatches=1)),
+    )
+
+    def legal(layout: Layout) -> Layout:
+        return validate(found.dimensions, layout, asked.workload)
+
+    layout = foresight.by_catalogue(job, 8, legal)
+    assert layout.world_size == 8
+    assert runs(layout)
+    assert layout == legal(layout)
+    assert gpu is not None or layout.axes_text() == "dp8"

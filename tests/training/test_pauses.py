@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hocket.spec.errors import OptionError
-from hocket.training.pauses import NOTHING, SAVE, SETTLED, STOP, Pauses, duration
+from hocket.spec.units import parse_duration
+from hocket.training.pauses import NOTHING, SAVE, SETTLED, STOP, Pauses
 
 pytestmark = pytest.mark.train
 
@@ -104,10 +105,10 @@ def test_one_process_needs_no_store() -> None:
     [("90s", 90), ("30m", 1800), ("30min", 1800), ("1.5h", 5400), ("1d", 86400)],
 )
 def test_a_time(text: str, seconds: float) -> None:
-    assert duration(text) == seconds
+    assert parse_duration(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "m", "0m", "-3m", "30 weeks", "1e9h", "30M"])
 def test_no_time(text: str) -> None:
     with pytest.raises(OptionError, match="neither a number of steps nor a time"):
-        duration(text)
+        parse_duration(text)

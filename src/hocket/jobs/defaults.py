@@ -17,11 +17,11 @@ import math
 from typing import TYPE_CHECKING
 
 from hocket.jobs.precision import on_cuda
-from hocket.models.dimensions import Dimensions
-from hocket.training.learning_rate import warmup_steps
+from hocket.spec.layout import DEGREES
 
 if TYPE_CHECKING:
     from hocket.jobs.request import Request
+    from hocket.models.dimensions import Dimensions
     from hocket.models.source import ModelSource
 
 PRETRAINING, FINE_TUNING, LORA = "pretraining from random weights", "fine-tuning", "LoRA"
@@ -48,13 +48,25 @@ def with_dtype(request: Request) -> Request:
     capability 8.0 or newer), elsewhere fp32."""
     if "dtype" in request.given or not on_cuda(request.options):
         return request
-    from hocket.probing.devices import compute_capability
+    from hocket.probing import devices
 
-    capability = compute_capability()
+    capability = devices.compute_capability()
     if capability is None or capability < (8, 0):
         return request
     workload = dataclasses.replace(request.workload, dtype="bf16")
     return dataclasses.replace(request, workload=workload)
+
+
+def with_layout(request: Request) -> Request:
+    """The request with a layout that hocket chooses, where none is given and this process may use
+    several GPUs."""
+    from hocket.probing import devices
+
+    if request.auto or request.given & {"layout", "data_parallel", *DEGREES}:
+        return request
+    if not on_cuda(request.options) or devices.visible() < 2:
+        return request
+    return dataclasses.replace(request, auto=True)
 
 
 def with_rates(request: Request, source: ModelSource) -> Request:
@@ -104,6 +116,8 @@ def parameters(sizes: Dimensions) -> float:
 
 def note(request: Request, source: ModelSource) -> str:
     """What a job does, and the options chosen for it, in a line."""
+    from hocket.training.learning_rate import warmup_steps
+
     options = request.options
     rate = f"learning rate {options.lr:g}"
     if options.lr_schedule != "constant":

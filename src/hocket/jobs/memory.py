@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from hocket.jobs import defaults
 from hocket.jobs.precision import on_cuda
-from hocket.planning.fit import HEADROOM
-from hocket.probing import devices
 from hocket.spec.capabilities import runs
 from hocket.spec.errors import HocketError, LayoutError, OptionError
 from hocket.spec.layout import Layout, divisors
@@ -84,6 +82,9 @@ def allowed(spec: RunSpec) -> Allowed | None:
     if each is not None:
         return Allowed(each)
     if on_cuda(spec.options):
+        from hocket.planning.fit import HEADROOM
+        from hocket.probing import devices
+
         free = devices.free_memory(spec.layout.world_size)
         return None if free is None else Allowed(int(free * (1 - HEADROOM)), gpu=True)
     from hocket.runtime.host_memory import free_memory
@@ -226,6 +227,8 @@ def rejected(fit: Fit, spec: RunSpec) -> LayoutError:
     else:
         has = f"a rank of {name} needs {_gb(need)} of {_gb(may.bytes)}"
         if may.gpu:
+            from hocket.planning.fit import HEADROOM
+
             has += f", what is free on its GPU less {HEADROOM:.0%}"
     each = "in all" if may.together else "each"
     if fit.fitting:

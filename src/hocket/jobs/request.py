@@ -20,7 +20,7 @@ from hocket.spec.errors import LayoutError, OptionError, unknown
 from hocket.spec.layout import DEGREES, Layout
 from hocket.spec.links import Links
 from hocket.spec.run import TrainOptions, Workload
-from hocket.training.pauses import duration
+from hocket.spec.units import parse_duration
 
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "shm", "gloo", "nccl")
@@ -284,7 +284,7 @@ def check_options(options: TrainOptions) -> None:
     ):  # fmt: skip
         _at_least(name, getattr(options, name), least)
     if isinstance(options.save_every, str):
-        duration(options.save_every)
+        parse_duration(options.save_every)
     else:
         _at_least("save_every", options.save_every, 0)
     for name in ("beta1", "beta2", "held_out"):

@@ -76,6 +76,7 @@ def train(request: Request, *, on_event: Listener | None = None) -> Summary:
         return _told(summary, request, record)
     if request.run is not None:
         lock.check(request.run)
+    request = defaults.with_layout(request)
     job = prepare.plan(request)
     folder = prepare.run_folder(request)
     with (

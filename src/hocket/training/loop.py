@@ -32,7 +32,7 @@ from hocket.runtime.lora import Trained
 from hocket.spec.checkpoint import config_hash
 from hocket.spec.errors import TrainingError
 from hocket.spec.run import RunFolder, write_text
-from hocket.spec.units import parse_bytes
+from hocket.spec.units import parse_bytes, parse_duration
 from hocket.training import timeline
 from hocket.training.adapter import adapter_of_ranks
 from hocket.training.build import Job, dtype_of
@@ -43,7 +43,7 @@ from hocket.training.inputs import Inputs
 from hocket.training.learning_rate import learning_rate
 from hocket.training.memory import MemoryCount, of_replicas
 from hocket.training.metrics import Metrics
-from hocket.training.pauses import STOP, Pauses, duration
+from hocket.training.pauses import STOP, Pauses
 from hocket.training.reading import Reading, Readings, elapsed, interval, mark
 from hocket.training.token_manifest import TRAIN, VALID, Tokens
 from hocket.training.utilization import flops_per_token, peak_flops
@@ -106,7 +106,7 @@ class Loop:
         self._clock: Any = None
         every = self.options.save_every
         self._save_steps = every if isinstance(every, int) else 0
-        self._save_seconds = duration(every) if isinstance(every, str) else None
+        self._save_seconds = parse_duration(every) if isinstance(every, str) else None
 
     # --- the run ---------------------------------------------------------------------------
 

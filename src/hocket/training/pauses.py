@@ -14,11 +14,8 @@ device to end the step before the last, and boundaries are at least three steps 
 
 from __future__ import annotations
 
-import re
 import time
 from typing import TYPE_CHECKING, Any
-
-from hocket.spec.errors import OptionError
 
 if TYPE_CHECKING:
     from hocket.launch import RankContext
@@ -31,23 +28,6 @@ FARTHEST = 1000
 """Steps between two boundaries at most."""
 SETTLED = 3
 """Steps of this start after which a step's time is taken for those to come."""
-
-_UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
-
-
-def duration(text: str) -> float:
-    """Seconds of `90s`, `30m`, `2h` or `1d`.
-
-    Raises:
-        OptionError: another text.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(s|m|min|h|d)", text)
-    if found is None or not float(found[1]) > 0:
-        raise OptionError(
-            f"{text!r} is neither a number of steps nor a time such as 30m, 2h or 90s",
-            hint="--save-every 30m",
-        )
-    return float(found[1]) * _UNITS[found[2]]
 
 
 class Pauses:
