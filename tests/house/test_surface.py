@@ -27,7 +27,7 @@ TRAINING = {
     "eps", "clip", "dropout", "tokenizer", "vocab_size", "text_field", "held_out", "eval_every",
     "eval_batches", "save_every", "keep_checkpoints", "log_interval", "resume", "timeline_step",
     "timeline_steps", "device", "backend", "threads", "bucket_mb", "compile", "attention",
-    "tensorboard",
+    "tracker",
     "trust_remote_code", "timeout",
     "links", "memory_per_rank", "grad_dtype", "data_format", "chat_template_file",
     "packing", "streaming", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets",
@@ -51,7 +51,7 @@ FLAGS = {
     "doctor": {"gpu", "only", "group", "out", "minutes", "list", "json"},
     "demo": {
         "steps", "seq_len", "global_batch", "vocab_size", "run", "seed", "device", "backend",
-        "threads", "tensorboard", *LAYOUT,
+        "threads", *LAYOUT,
     },
     "check": {
         "model", "steps", "seq_len", "global_batch", "dtype", "seed", "lr", "packing", "lora_rank",

@@ -31,7 +31,6 @@ class Demo:
         device: device of the ranks. One of: auto, cpu, cuda.
         backend: communication backend; shm is shared memory. One of: auto, shm, gloo, nccl.
         threads: CPU threads per rank.
-        tensorboard: write TensorBoard events into the run folder.
     """
 
     parallel: Annotated[LayoutFlags, tyro.conf.arg(name="layout")] = dataclasses.field(
@@ -46,7 +45,6 @@ class Demo:
     device: str = "auto"
     backend: str = "auto"
     threads: int = 1
-    tensorboard: bool = False
 
 
 def main(arguments: Sequence[str]) -> int:

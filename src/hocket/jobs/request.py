@@ -322,6 +322,10 @@ def check_options(options: TrainOptions) -> None:
     _one_of("grad_dtype", options.grad_dtype, GRADIENTS)
     _one_of("device", options.device, DEVICES)
     _one_of("backend", options.backend, BACKENDS)
+    if options.tracker is not None:
+        from hocket.training.trackers import names
+
+        names(options.tracker)
     _one_of("attention", options.attention, ATTENTION)
     _one_of("lr_schedule", options.lr_schedule, LR_SCHEDULES)
     _one_of("data_format", options.data_format, DATA_FORMATS)

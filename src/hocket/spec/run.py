@@ -111,7 +111,8 @@ class TrainOptions:
             per data rank).
         compile: apply torch.compile to every block.
         attention: attention implementation. One of: sdpa, eager.
-        tensorboard: write TensorBoard events into the run folder.
+        tracker: where metrics are tracked besides the run folder: tensorboard, wandb, mlflow, or
+            several with commas (default: nowhere).
         trust_remote_code: run Python code that the model directory contains.
         timeout: seconds a rank may be silent before the run is aborted.
         links: links to emulate between CPU ranks, as in nvlink3, pcie4, nvlink3x2+net100g or
@@ -158,7 +159,7 @@ class TrainOptions:
     bucket_mb: float | None = None
     compile: bool = False
     attention: str = "sdpa"
-    tensorboard: bool = False
+    tracker: str | None = None
     trust_remote_code: bool = False
     timeout: float = 120.0
     links: str | None = None
@@ -207,6 +208,9 @@ class RunSpec:
         data = parse_json(text)
         data.pop(CHECKSUM, None)
         data["layout"] = Layout.parse(data["layout"])
+        options = data.get("options", {})
+        if isinstance(options, dict) and options.pop("tensorboard", False):
+            options["tracker"] = "tensorboard"  # the only one of version 0.1
         data["workload"] = from_dict(Workload, data.get("workload", {}))
         data["options"] = from_dict(TrainOptions, data.get("options", {}))
         data["data"] = tuple(data.get("data", ()))

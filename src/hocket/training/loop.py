@@ -13,6 +13,7 @@ waits for the device: a step that is not finite is skipped there, and loss and n
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import shutil
@@ -46,6 +47,7 @@ from hocket.training.metrics import Metrics
 from hocket.training.pauses import STOP, Pauses
 from hocket.training.reading import Reading, Readings, elapsed, interval, mark
 from hocket.training.token_manifest import TRAIN, VALID, Tokens
+from hocket.training.trackers import Trackers
 from hocket.training.utilization import flops_per_token, peak_flops
 
 if TYPE_CHECKING:
@@ -126,7 +128,7 @@ class Loop:
             metrics = Metrics(
                 self.folder.metrics_file,
                 done=self.done,
-                tensorboard=self.folder.path / "tensorboard" if self.options.tensorboard else None,
+                trackers=self._trackers(),
             )
         try:
             self._say(event="phase", name="training")
@@ -263,6 +265,14 @@ class Loop:
             row["held_out_loss"] = self._evaluate(reading.step)
         if metrics is not None:
             metrics.write(row)
+
+    def _trackers(self) -> Trackers | None:
+        if self.options.tracker is None:
+            return None
+        spec = self.spec
+        flat = {**dataclasses.asdict(spec.workload), **dataclasses.asdict(self.options)}
+        flat |= {"model": spec.model, "layout": str(spec.layout)}
+        return Trackers(self.options.tracker, self.folder.path, flat, done=self.done)
 
     # --- what happens now and then ---------------------------------------------------------
 
