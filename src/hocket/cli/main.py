@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from hocket.cli import installed
 from hocket.spec import downloads
 from hocket.spec.errors import HocketError, OptionError, unknown
 
@@ -110,4 +111,5 @@ def _verb(arguments: list[str]) -> int:
     if verb not in VERBS:
         message, hint = unknown("verb", verb, VERBS)
         raise OptionError(message, hint=hint)
+    installed.require(verb, rest)
     return int(importlib.import_module(f"hocket.cli.{verb}").main(rest))
