@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from hocket.cli.flags import Folder, Model, Text, explicit, parse, values
+from hocket.cli.flags import Folder, Model, Run, Text, explicit, parse, values
 from hocket.spec.errors import OptionError
 from hocket.spec.serving import ServeOptions
 from hocket.spec.units import format_bytes
@@ -54,7 +54,7 @@ class Serve:
     model: Model = ""
     layout: Text = None
     cut: Text = None
-    run: Folder = None
+    run: Run = None
     cluster: str = "auto"
     serving: ServeOptions = dataclasses.field(default_factory=ServeOptions)
     dtype: str = "fp32"

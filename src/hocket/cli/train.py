@@ -12,10 +12,10 @@ import tyro
 from hocket.cli import config as config_file
 from hocket.cli.flags import (
     File,
-    Folder,
     LayoutFlags,
     Model,
     Paths,
+    Run,
     explicit,
     parse,
     values,
@@ -49,7 +49,7 @@ class Train:
 
     model: Model = ""
     data: Paths = ()
-    run: Folder = None
+    run: Run = None
     config: File = None
     cluster: str = "auto"
     json: bool = False
