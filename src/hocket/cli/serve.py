@@ -88,6 +88,8 @@ def main(arguments: Sequence[str]) -> int:
     from hocket.jobs.serving.server import serve
 
     served = serve(flags.model, on_event=_rows if flags.json else _lines, **said)
+    if served is None:  # a rank of another launcher, whose rank 0 has the summary
+        return 0
     if not flags.json:
         _summary(served, foretold=flags.cluster != "none")
     return 0 if served.drained else 1

@@ -114,7 +114,7 @@ class LLM:
         from hocket.jobs.train import modeling_modules
         from hocket.launch import joined
 
-        if joined() is not None:
+        if launcher is None and joined() is not None:
             raise OptionError(
                 "a model that answers starts its own ranks; this process is one of another "
                 "launcher's",

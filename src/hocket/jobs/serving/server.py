@@ -27,6 +27,7 @@ from hocket.jobs import ledger, lock
 from hocket.jobs.others import Others
 from hocket.jobs.record import Record
 from hocket.jobs.serving import forecast as serve_forecast
+from hocket.jobs.serving import joined
 from hocket.jobs.serving import request as serve_request
 from hocket.jobs.serving.measured import Keeper
 from hocket.jobs.serving.replicas import Client, Replicas, World
@@ -39,7 +40,6 @@ from hocket.jobs.serving.start import (
     require_split,
     run_folder,
 )
-from hocket.spec.errors import OptionError
 from hocket.spec.run import RunFolder, write_text
 from hocket.spec.serving import BLOCK_SIZE
 from hocket.spec.serving_forecast import ServingMeasured
@@ -80,33 +80,45 @@ class Served:
 def serve(
     model: str | os.PathLike[str],
     *,
-    layout: Any = "dp1",
+    layout: Any = None,
     on_event: Listener | None = None,
     **options: Any,
-) -> Served:
+) -> Served | None:
     """Serve a model until a signal asks for the end.
+
+    Under torchrun, srun or a Kubernetes Job every rank calls it (`jobs.serving.joined`).
 
     Args:
         model: a Hugging Face directory with weights and a tokenizer, or a run folder.
-        layout: `tp2.pp2.dp2`: dp are replicas; or `auto`.
+        layout: `tp2.pp2.dp2`: dp are replicas; or `auto`. None: dp1, or dp over all ranks that
+            another launcher started.
         on_event: called with each event: `phase`, `note`, `ready` (with `address`, `metrics` and
             `run`), `ended`.
         **options: any other flag of `hocket serve`, with underscores.
+
+    Returns:
+        What the server came to; None in a process of another launcher that is not rank 0.
 
     Raises:
         HocketError: what the caller can mend, before any rank starts wherever possible; or what
             has ended the last replica.
     """
-    from hocket.launch import joined
-
     began = time.monotonic()
-    if joined() is not None:
-        raise OptionError(
-            "serve starts its own ranks; it was started as one of another launcher's",
-            hint="run it without torchrun",
-        )
     record = Record(on_event)
-    server = serve_request.server({"model": os.fspath(model), "layout": layout, **options})
+    context = joined.world()
+    asked = {"layout": layout, **options}
+    if context is not None:
+        asked = joined.options_of(context, asked)
+        if context.rank > 0:
+            joined.be_a_rank(
+                trust_remote_code=bool(asked.get("trust_remote_code", False)),
+                threads=asked.get("threads", 1),
+                device=asked.get("device", "auto"),
+            )
+            return None
+    server = serve_request.server({"model": os.fspath(model), **asked})
+    if context is not None:
+        joined.require_world(server.layout, context)
     fresh = server.request.run is None or not server.request.run.exists()
     folder = run_folder(server)
     with contextlib.ExitStack() as stack:
@@ -114,7 +126,7 @@ def serve(
         stack.enter_context(unready_is_no_run(folder, fresh=fresh))
         doors = listeners(server, stack)
         launchers = Launchers(server, stack)
-        first = launchers.make(0)
+        first = launchers.make(0) if context is None else launchers.local()
         templates = chat_templates(server, stack)
         for warning in filter(None, (*server.warnings, kernels_remark(server))):
             record.note(f"warning: {warning}")
@@ -125,7 +137,10 @@ def serve(
             )
         server, told = serve_forecast.settle(server, first, record)
         require_split(first, server)
-        ready = [first, *(launchers.make(n) for n in range(1, server.layout.dp))]
+        ready: list[Any] = [first, *(launchers.make(n) for n in range(1, server.layout.dp))]
+        if context is not None:
+            first.close()
+            ready = list(joined.Ranks(server).launchers())
         folder.create(server.spec())
         write_text(folder.forecast_file, told.to_json())
         for line in serve_forecast.bill(server, told):
@@ -140,6 +155,7 @@ def serve(
                 doors=doors,
                 record=record,
                 began=began,
+                max_restarts=server.options.max_restarts if context is None else 0,
             )
         )
 
@@ -211,6 +227,7 @@ async def _serve(
     doors: tuple[socket.socket, socket.socket],
     record: Record,
     began: float,
+    max_restarts: int,
 ) -> Served:
     from hocket.serving.front.router import Router
 
@@ -233,7 +250,7 @@ async def _serve(
         _connect,
         relaunch=relaunch,
         say=record.note,
-        max_restarts=server.options.max_restarts,
+        max_restarts=max_restarts,
     )
     keeper = Keeper(str(server.layout), router, replicas, measured_file(folder))
     ends, beside = Ends(), Others()

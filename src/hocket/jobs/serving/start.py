@@ -78,6 +78,13 @@ class Launchers:
         self.server = server
         self.stack = stack
 
+    def local(self) -> Launcher:
+        """One for checks on this host's CPU, where another launcher starts the ranks."""
+        from hocket.launch import Launcher
+
+        threads = self.server.request.options.threads
+        return self.stack.enter_context(Launcher("cpu", threads))
+
     def make(self, number: int) -> Launcher:
         """A warm one for the replica of that number, with GPUs of its own."""
         from hocket.jobs.serving.gpus import visible
