@@ -36,8 +36,8 @@ class LayoutFlags:
         layout: degrees of data, pipeline and tensor parallelism, in any order: dp2.pp2.tp2.
         schedule: pipeline schedule: sequential, gpipe, 1f1b, interleaved, zero-bubble, zb-v, or the
             path of a schedule file (default: 1f1b).
-        microbatches: microbatches per data rank and step (default: 1 without a pipeline, else at
-            most twice the pipeline ranks).
+        microbatches: microbatches per data rank and step (default: without a pipeline the fewest of
+            at most 8,192 tokens that fit the memory, else at most twice the pipeline ranks).
         cut: layers per pipeline stage: balanced (by cost), even, light-ends, or a list such as 3-5
             (default: balanced).
         virtual_stages: stages per pipeline rank (default: 1).

@@ -31,7 +31,7 @@ def train(
     model: str | os.PathLike[str],
     data: Sequence[str | os.PathLike[str]] | str = (),
     *,
-    layout: str | Layout = "dp1",
+    layout: str | Layout | None = None,
     run: str | os.PathLike[str] | None = None,
     on_event: Listener | None = None,
     **options: Any,
@@ -42,7 +42,8 @@ def train(
         model: a Hugging Face directory, a run folder, a name of the catalogue, or ORG/NAME on the
             Hugging Face Hub.
         data: files or folders of text.
-        layout: where everything lives: `dp2.pp2.tp2`.
+        layout: degrees of parallelism: `dp2.pp2.tp2`. None: chosen where this process may use
+            several GPUs, else one process.
         run: the run folder. None: a new one under `runs/`.
         on_event: called with each event: `step`, `eval`, `saved` ...
         **options: any other flag of `hocket train`, with underscores: `global_batch=16`.

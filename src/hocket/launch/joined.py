@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from hocket.launch import gpus
 from hocket.launch.context import RankContext
+from hocket.launch.launcher import raising_on_sigterm
 from hocket.launch.rank import load, lost_peer
 from hocket.spec.errors import LayoutError
 
@@ -179,7 +180,8 @@ def run_joined(
         notice = _Notice(context)
         notice.start()
         try:
-            load(entry)(context, payload or {})
+            with raising_on_sigterm(context.stop_asked.set):
+                load(entry)(context, payload or {})
         except BaseException as error:
             notice.done.set()
             notice.send(error)
