@@ -33,6 +33,7 @@ VERBS = {
     "probe": "find this machine's devices, measure them and the links between them",
     "links": "estimate the communication of each axis on the links it crosses, and on others",
     "schedule": "print a pipeline schedule: rank by time",
+    "template": "print a job file for Slurm, Kubernetes, Docker or SkyPilot, for a layout",
     "models": "list the models that come with hocket",
 }
 """Each verb is a module of this room with a function `main(arguments) -> exit code`."""

@@ -199,6 +199,8 @@ def rank(context: RankContext, payload: dict[str, Any]) -> None:
     from hocket.models.source import fetch_again
     from hocket.spec.run import RunSpec
 
+    # Until the server starts, a signal of the launcher ends this rank, which only waits.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     store = context.store(STARTUP)
     last = context.world_size - 1
     if context.rank == last:
