@@ -93,6 +93,10 @@ FLAGS = {
     "ledger": {"by", "last", "json"},
     "links": {"model", "cluster", "layout", "seq_len", "global_batch", "precision", "json"},
     "schedule": {*LAYOUT, "text", "json"},
+    "template": {
+        "kind", "model", "layout", "data", "serve", "name", "run", "gpus_per_node",
+        "ranks_per_node", "gpu", "time", "image", "storage", "interface", "port", "launch",
+    },
     "models": {"json"},
 }  # fmt: skip
 

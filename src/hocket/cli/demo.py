@@ -10,7 +10,7 @@ from typing import Annotated
 
 import tyro
 
-from hocket.cli.flags import Folder, LayoutFlags, explicit, parse, values
+from hocket.cli.flags import LayoutFlags, Run, explicit, parse, values
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Demo:
     seq_len: int = 128
     global_batch: int = 16
     vocab_size: int = 2048
-    run: Folder = None
+    run: Run = None
     seed: int = 0
     device: str = "auto"
     backend: str = "auto"

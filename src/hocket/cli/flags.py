@@ -18,6 +18,8 @@ Model = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
 Paths = Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATH...")]
 Text = Annotated[str | None, tyro.conf.arg(metavar="TEXT")]
 Folder = Annotated[str | None, tyro.conf.arg(metavar="DIR")]
+Run = Annotated[str | None, tyro.conf.arg(metavar="DIR", aliases=("-o", "--output-dir"))]
+"""A run folder. torchrun finds `--run` ambiguous with its own `--run-path`, not these aliases."""
 File = Annotated[str | None, tyro.conf.arg(metavar="FILE")]
 Count = Annotated[int | None, tyro.conf.arg(metavar="INT")]
 
@@ -57,10 +59,14 @@ class LayoutFlags:
     order: Text = None
 
 
+ALIASES = {"-o": "run", "--output-dir": "run", "--output_dir": "run"}
+"""Other spellings of flags, and their names."""
+
+
 def explicit(arguments: Sequence[str]) -> frozenset[str]:
     """Names of the flags that were written, whatever their values."""
-    flags = (argument for argument in arguments if argument.startswith("--"))
-    return frozenset(f[2:].partition("=")[0].replace("-", "_") for f in flags)
+    written = (argument.partition("=")[0] for argument in arguments if argument.startswith("-"))
+    return frozenset(ALIASES.get(f, f.removeprefix("--").replace("-", "_")) for f in written)
 
 
 def values(group: Any, *, also: frozenset[str] = frozenset()) -> dict[str, Any]:

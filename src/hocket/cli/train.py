@@ -14,10 +14,10 @@ from hocket.cli import config as config_file
 from hocket.cli.flags import (
     Count,
     File,
-    Folder,
     LayoutFlags,
     Model,
     Paths,
+    Run,
     explicit,
     parse,
     values,
@@ -59,7 +59,7 @@ class Train:
 
     model: Model = ""
     data: Paths = ()
-    run: Folder = None
+    run: Run = None
     config: File = None
     cluster: str = "auto"
     micro_batch_size: Count = None

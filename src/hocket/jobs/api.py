@@ -101,18 +101,22 @@ def generate(
 def serve(
     model: str | os.PathLike[str],
     *,
-    layout: str | Layout = "dp1",
+    layout: str | Layout | None = None,
     on_event: Listener | None = None,
     **options: Any,
-) -> Served:
+) -> Served | None:
     """Serve a model to OpenAI's clients until a signal asks for the end; the same as
     `hocket serve`, whose flags are the keywords. To be called in the main thread.
 
     Args:
         model: a Hugging Face directory with weights and a tokenizer, a run folder, or ORG/NAME on
             the Hugging Face Hub.
-        layout: `tp2.pp2.dp2`, where dp counts replicas; or `auto`.
+        layout: `tp2.pp2.dp2`, where dp counts replicas; or `auto`. None: dp1; under torchrun or
+            Slurm, data parallelism over all ranks.
         on_event: called with each event; `ready` has the address.
+
+    Returns:
+        What the server came to; None in a rank other than 0 that torchrun or Slurm started.
 
     Raises:
         HocketError: what the caller can mend.

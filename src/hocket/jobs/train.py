@@ -36,6 +36,7 @@ from hocket.jobs.others import Others
 from hocket.jobs.record import Listener, Record, Summary
 from hocket.jobs.request import Request
 from hocket.spec.errors import HocketError, RunFolderError
+from hocket.spec.layout import DEGREES
 from hocket.spec.ledger import DISTURBED
 from hocket.spec.run import RunFolder, RunSpec, write_text
 
@@ -271,6 +272,7 @@ def _adapt(launcher: Launcher, spec: RunSpec, record: Record) -> None:
 
 def _join(request: Request, context: RankContext, record: Record) -> Summary:
     """Be one rank of a foreign launcher's world. The lock of the run folder is rank 0's."""
+    request = of_world(request, context.world_size)
     if context.rank > 0:
         return _run_joined(request, context, record, None)
     with contextlib.ExitStack() as stack:
@@ -287,6 +289,14 @@ def _join(request: Request, context: RankContext, record: Record) -> Summary:
             ready = {"run": str(folder.path.resolve())}
             context.store().set("hocket/prepared", json.dumps(ready))
         return _run_joined(request, context, record, folder)
+
+
+def of_world(request: Request, world_size: int) -> Request:
+    """Without a layout, data parallelism over the ranks that the launcher started, as torchrun's
+    users expect; a resumed run has a layout."""
+    if request.auto or request.options.resume or request.given & {"layout", *DEGREES}:
+        return request
+    return dataclasses.replace(request, layout=dataclasses.replace(request.layout, dp=world_size))
 
 
 def _run_joined(
