@@ -27,7 +27,7 @@ from tests.rotation import part
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 GENERATED = ROOT / "docs" / "reference" / "cli.md"
-OF_THE_HUB = ROOT / "docs" / "guides" / "hub.md"
+OF_THE_HUB = ROOT / "docs" / "how-to" / "hub.md"
 """Its commands are run in their order, with a Hub on loopback."""
 FEW = {"--steps": "2", "--max-new-tokens": "4", "--port": "0"}
 """What the test makes smaller; everything else runs as it is written."""
