@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 
 PAGE = Path(__file__).with_name("licences.md")
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
-EXTRAS = ("train", "serve", "lora", "gpu", "tensorboard", "report")
+EXTRAS = ("train", "serve", "lora", "gpu", "trackers", "report")
 """Extras that install something; `fp8` is part of `gpu`, `all` is all of them."""
 
 CUDA = re.compile(r"(nvidia|cuda)-(?!ml-py)")

@@ -92,7 +92,7 @@ def test_the_metadata_is_complete(page: Message) -> None:
     assert {"Typing :: Typed", "Operating System :: POSIX :: Linux"} <= set(
         page.get_all("Classifier") or ()
     )
-    extras = {"train", "serve", "lora", "fp8", "gpu", "tensorboard", "report", "all"}
+    extras = {"train", "serve", "lora", "fp8", "gpu", "trackers", "report", "all"}
     assert extras <= set(page.get_all("Provides-Extra") or ())
 
 
