@@ -146,7 +146,7 @@ def test_it_answers_on_two_replicas_and_ends_in_order(where: Path, tmp_path: Pat
         assert refused["error"]["message"].endswith("at most 12")  # two replicas of 4 + 2
 
     visitor = Visitor(visit)
-    few = {"max_rows": 4, "max_waiting": 2, **SMALL}
+    few = {"max_num_seqs": 4, "max_queue": 2, **SMALL}
     found = hocket.serve(where, layout="dp2", run=run, on_event=visitor, **few)
     visitor.over()
     assert found.drained

@@ -22,7 +22,8 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 SIZES: dict[str, Any] = {
-    "seq_len": 64, "global_batch": 4, "cluster": "none", "held_out": 0.0, "seed": 5, "clip": 0.0,
+    "seq_len": 64, "global_batch": 4, "cluster": "none", "eval_fraction": 0.0, "seed": 5,
+    "max_grad_norm": 0.0,
     "warmup": 0,
 }  # fmt: skip
 

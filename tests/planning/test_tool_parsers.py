@@ -44,7 +44,7 @@ def test_the_tool_itself_accepts_what_is_emitted(name: str) -> None:
         for index in random.Random(5).sample(range(len(rows)), min(15, len(rows))):
             layout = layout_at(rows, index)
             if not limits.any_split and layout.pp > 1:
-                layout = dataclasses.replace(layout, cut="even")
+                layout = dataclasses.replace(layout, pipeline_split="even")
             size = 64 // layout.dp // (layout.microbatches or 1)
             context = limits.context[-1] if layout.cp > 1 else ""
             found = dataclasses.replace(known, layout=layout, microbatch=size, context=context)

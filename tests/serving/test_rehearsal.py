@@ -27,7 +27,7 @@ pytestmark = [
 
 
 def replica(family: str, layout: str, **options: Any) -> RunSpec:
-    sizes = {"max_rows": 8, "max_batch_tokens": 64, "max_model_len": 64, "num_blocks": 64}
+    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 64, "num_blocks": 64}
     return RunSpec(
         model=family,
         config={**SERVED[family], "head_dim": 16},
@@ -96,7 +96,7 @@ def test_what_reads_the_device_is_named_and_not_captured() -> None:
 
 def test_the_largest_step_of_experts_is_predicted() -> None:
     """Their tokens are copied for each expert, and their outputs are weighted in fp32."""
-    found = job.rehearse(replica("mixtral", "tp2", max_batch_tokens=1024))
+    found = job.rehearse(replica("mixtral", "tp2", max_num_batched_tokens=1024))
     (predicted,) = found.predicted
     for one in found.ranks.values():
         assert predicted["step"] == pytest.approx(one["memory"]["step"], rel=0.15)

@@ -33,13 +33,24 @@ class LayoutFlags:
     """Degrees of parallelism and schedule. Flags fill in what the text of --layout omits.
 
     Attributes:
-        layout: degrees of data, pipeline and tensor parallelism, in any order: dp2.pp2.tp2.
+        layout: degrees of data (dp), pipeline (pp), context (cp), tensor (tp) and expert (ep)
+            parallelism, in any order, and after a colon any other field: dp2.pp2.tp2:zero=1.
+        dp: data-parallel degree.
+        pp: pipeline-parallel degree.
+        cp: context-parallel degree.
+        tp: tensor-parallel degree.
+        ep: expert-parallel degree.
+        zero: ZeRO stage: shards the optimizer state (1), gradients (2) and parameters (3) over data
+            ranks. One of: 0, 1, 2, 3.
+        recompute: activations to recompute in backward: selective (attention cores) or full (each
+            layer from its input). One of: none, selective, full.
+        sequence_parallel: compute norms and residuals on 1/tp of the sequence.
         schedule: pipeline schedule: sequential, gpipe, 1f1b, interleaved, zero-bubble, zb-v, or the
             path of a schedule file (default: 1f1b).
         microbatches: microbatches per data rank and step (default: without a pipeline the fewest of
             at most 8,192 tokens that fit the memory, else at most twice the pipeline ranks).
-        cut: layers per pipeline stage: balanced (by cost), even, light-ends, or a list such as 3-5
-            (default: balanced).
+        pipeline_split: layers per pipeline stage: balanced (by cost), even, light-ends, or a list
+            such as 3-5 (default: balanced).
         virtual_stages: stages per pipeline rank (default: 1).
         data_parallel: data-parallel replicas as processes (one rank each) or threads of one process
             (default: processes). One of: processes, threads.
@@ -50,9 +61,17 @@ class LayoutFlags:
     """
 
     layout: Text = None
+    dp: Count = None
+    pp: Count = None
+    cp: Count = None
+    tp: Count = None
+    ep: Count = None
+    zero: Text = None
+    recompute: Text = None
+    sequence_parallel: bool = False
     schedule: Text = None
     microbatches: Count = None
-    cut: Text = None
+    pipeline_split: Text = None
     virtual_stages: Count = None
     data_parallel: Text = None
     offload: Text = None

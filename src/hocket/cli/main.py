@@ -9,7 +9,9 @@ import errno
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Sequence
+from typing import Any
 
 from hocket.cli import installed
 from hocket.spec import downloads
@@ -56,7 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns its exit code: 0, 1 (a rank died, a check failed) or 2."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        with downloads.shown(_download):
+        with downloads.shown(_download), warnings.catch_warnings():
+            _show_renamed()
             code = _verb(arguments)
         sys.stdout.flush()
         return code
@@ -76,6 +79,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         where = f"{error.filename}: " if error.filename else ""
         print(f"hocket: {_printable(where)}{error.strerror}", file=sys.stderr)
         return HocketError.exit_code
+
+
+def _show_renamed() -> None:
+    """Print the warning of an old name as a line of hocket's own; others as Python does."""
+    show = warnings.showwarning
+
+    def shown(message: Warning | str, category: type[Warning], *where: Any, **options: Any) -> None:
+        if category.__name__ == "RenamedWarning":
+            print(f"hocket: warning: {message}", file=sys.stderr, flush=True)
+        else:
+            show(message, category, *where, **options)
+
+    warnings.showwarning = shown
 
 
 def _download(download: downloads.Download) -> None:
@@ -113,4 +129,7 @@ def _verb(arguments: list[str]) -> int:
         message, hint = unknown("verb", verb, VERBS)
         raise OptionError(message, hint=hint)
     installed.require(verb, rest)
-    return int(importlib.import_module(f"hocket.cli.{verb}").main(rest))
+    module = importlib.import_module(f"hocket.cli.{verb}")
+    from hocket.cli import spelling
+
+    return int(module.main(spelling.current(verb, rest, spelling.flags_of(module))))

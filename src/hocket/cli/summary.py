@@ -59,7 +59,7 @@ def foretold(summary: Summary) -> list[str]:
     if summary.step_seconds:
         error = told.step_seconds / summary.step_seconds - 1
         parts.append(f"{format_seconds(told.step_seconds)} a step ({error:+.0%})")
-    if summary.bubble is not None and Layout.parse(told.layout).num_stages > 1:
+    if summary.bubble is not None and Layout.stored(told.layout).num_stages > 1:
         parts.append(f"idle {told.bubble:.0%} of the pipeline (measured {summary.bubble:.0%})")
     if summary.memory_bytes and told.peak_bytes:
         most, seen = max(told.peak_bytes), max(summary.memory_bytes)

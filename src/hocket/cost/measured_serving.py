@@ -107,7 +107,7 @@ class Replica:
         bounds: tuple[int, ...] = (len(shape.layers),)
         if number > 1:
             bounds = choose_cut(
-                self.layout.cut,
+                self.layout.pipeline_split,
                 len(shape.layers),
                 number,
                 layer_costs=[float(shape.blocks[kind].num_parameters) for kind in shape.layers],

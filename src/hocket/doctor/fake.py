@@ -161,8 +161,9 @@ def served(
 
     split = Layout.parse(layout)
     job = replica_spec(
-        model, split, dtype=dtype, layers=2 * split.pp, max_rows=max(rows, 4), max_model_len=512,
-        max_batch_tokens=256, block_size=options.get("block_size"),
+        model, split, dtype=dtype, layers=2 * split.pp, max_num_seqs=max(rows, 4),
+        max_model_len=512,
+        max_num_batched_tokens=256, block_size=options.get("block_size"),
     )  # fmt: skip
     rehearsal = ServingRehearsal(job, device_of(GPU), frozenset())
     executed = []

@@ -9,9 +9,12 @@ Importing this loads nothing heavy; each function imports its room when it is ca
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
+
+from hocket.spec import renamed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -174,7 +177,8 @@ def plan(
     if serve:
         from hocket.jobs.serving.plan import serve_plan
 
-        return serve_plan(model, cluster=cluster, **options)
+        names = inspect.signature(serve_plan).parameters
+        return serve_plan(model, cluster=cluster, **renamed.options(options, names))
     from hocket.jobs.plan import plan as job
 
     if cluster is None:

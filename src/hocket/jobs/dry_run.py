@@ -189,12 +189,12 @@ def _duration(found: Rehearsed, gpu: str) -> Duration:
     step, steps = planned.best.step_seconds, spec.options.steps
     assert planned.problem is not None
     device = planned.problem.cluster.node.gpu
-    hours = step.mid * steps / 3600
+    hours = step.median * steps / 3600
     return Duration(
-        step_seconds=step.mid,
+        step_seconds=step.median,
         low=step.low,
         high=step.high,
-        seconds=step.mid * steps,
+        seconds=step.median * steps,
         dollars=None if device.price is None else device.price * size * hours,
         source=device.price_source,
     )

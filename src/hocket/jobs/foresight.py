@@ -101,12 +101,14 @@ def choose(
     )
     assert found.measured is not None  # `checked`
     spec = prepare.spec_of(job.source, request, request.layout, config, "train")
-    if request.options.links is not None and launcher is not None:
+    if request.options.emulate_links is not None and launcher is not None:
         # As many ranks as are weighed at most: how slow they are decides how slow the links are.
         most = max(curve.world for curve in found.measured.curves)
         alike = dataclasses.replace(spec, layout=Layout(tp=most))
-        felt = links.settled(launcher, alike).options.links
-        spec = dataclasses.replace(spec, options=dataclasses.replace(spec.options, links=felt))
+        felt = links.settled(launcher, alike).options.emulate_links
+        spec = dataclasses.replace(
+            spec, options=dataclasses.replace(spec.options, emulate_links=felt)
+        )
     record.phase("choosing a layout")
     told = forecast.chosen(spec, found.measured, request.given, legal=legal, launcher=launcher)
     for line in reasons(told[0]):

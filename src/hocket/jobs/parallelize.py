@@ -55,7 +55,8 @@ def parallelize(
         mesh: None: made over the default process group or, without one, of this process alone.
         seed: of the random numbers that dropout draws.
         bucket_mb: size of a gradient bucket in MB. None: by the device.
-        **fields: other fields of the layout by their flags' names: `microbatches=4`, `cut="even"`.
+        **fields: other fields of the layout by their flags' names: `microbatches=4`,
+            `pipeline_split="even"`.
 
     Raises:
         LayoutError: the layout does not fit the world or the module.
@@ -109,7 +110,7 @@ def _generate(
     parallel: ParallelModel, prompts: list[list[int]], *, max_new_tokens: int, **sampling: Any
 ) -> list[list[int]]:
     from hocket.serving.padded import Engine
-    from hocket.serving.request import Sampling
+    from hocket.serving.request import SamplingParams
 
     config = parallel.whole.config
     if "stop" not in sampling:
@@ -123,7 +124,7 @@ def _generate(
         stage_ranks=None if parallel.schedule is None else parallel.schedule.stage_ranks,
         replicas=True,
     )
-    return engine.generate(prompts, Sampling(max_new_tokens=max_new_tokens, **sampling))
+    return engine.generate(prompts, SamplingParams(max_new_tokens=max_new_tokens, **sampling))
 
 
 def _is_hugging_face(module: nn.Module) -> bool:

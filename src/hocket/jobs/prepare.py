@@ -250,7 +250,7 @@ def data(
         seq_len=workload.seq_len,
         global_batch=workload.global_batch,
         text_field=options.text_field,
-        held_out=options.held_out,
+        eval_fraction=options.eval_fraction,
         seed=options.seed,
         model_vocab_size=int(config.get("vocab_size") or source.dimensions.vocab_size),
         data_format=options.data_format,

@@ -80,15 +80,15 @@ def _serving(spec: RunSpec) -> list[dict[str, int]]:
 
     sizes = spec.serving
     assert sizes is not None
-    assert sizes.max_batch_tokens is not None
-    assert sizes.max_rows is not None
+    assert sizes.max_num_batched_tokens is not None
+    assert sizes.max_num_seqs is not None
     replica = Replica(
         shape=shape_here(spec), layout=spec.layout, dtype=spec.workload.dtype, cpu=False
     )
     return [
         {
             "weights": replica.weight_bytes(stage),
-            "step": replica.step_bytes(stage, sizes.max_batch_tokens, sizes.max_rows),
+            "step": replica.step_bytes(stage, sizes.max_num_batched_tokens, sizes.max_num_seqs),
             "token": replica.cache_bytes(stage),
         }
         for stage in range(spec.layout.pp)
@@ -133,6 +133,6 @@ def gpu_memory(shape: ModelShape, spec: RunSpec, schedule: Schedule) -> list[dic
         workload=spec.workload,
         schedule=schedule,
         bucket_mb=bucket_mb(spec.options.bucket_mb, cuda=True, dp=spec.layout.dp),
-        clip=spec.options.clip > 0,
+        clip=spec.options.max_grad_norm > 0,
     )
     return memory_rows(job, cuda=True)

@@ -113,7 +113,7 @@ def alternatives(spec: RunSpec) -> Iterator[Layout]:
         for factor in (2, 4, 8):
             if layout.tp * factor <= TENSOR_RANKS:
                 yield dataclasses.replace(layout, tp=layout.tp * factor)
-            yield dataclasses.replace(layout, pp=layout.pp * factor, cut="balanced")
+            yield dataclasses.replace(layout, pp=layout.pp * factor, pipeline_split="balanced")
 
     candidates = [*lighter(layout)]
     for one in larger():

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hocket.jobs import memory
+from hocket.spec import renamed
 from hocket.spec.capabilities import CHECKED, GRADIENTS, TRAINED
 from hocket.spec.errors import LayoutError, OptionError, unknown
 from hocket.spec.layout import DEGREES, Layout
@@ -121,6 +122,7 @@ def typed(values: Mapping[str, Any]) -> dict[str, Any]:
         OptionError: an unknown name (the nearest one is suggested), or a value of another type.
     """
     given = {name: value for name, value in values.items() if value is not None}
+    given = renamed.options(given, NAMES)
     for name in given:
         if name not in NAMES:
             message, hint = unknown("option", name, NAMES)
@@ -279,7 +281,7 @@ def check_options(options: TrainOptions) -> None:
     """Refuse values that cannot be. Raises OptionError."""
     for name, least in (
         ("steps", 1), ("seed", 0), ("lr", 0), ("min_lr", 0), ("weight_decay", 0), ("eps", 0),
-        ("clip", 0), ("vocab_size", 257), ("eval_every", 0), ("eval_batches", 1),
+        ("max_grad_norm", 0), ("vocab_size", 257), ("eval_every", 0), ("eval_batches", 1),
         ("timeline_steps", 1), ("threads", 1), ("timeout", 1), ("keep_checkpoints", 1),
     ):  # fmt: skip
         _at_least(name, getattr(options, name), least)
@@ -287,7 +289,7 @@ def check_options(options: TrainOptions) -> None:
         parse_duration(options.save_every)
     else:
         _at_least("save_every", options.save_every, 0)
-    for name in ("beta1", "beta2", "held_out"):
+    for name in ("beta1", "beta2", "eval_fraction"):
         if not 0 <= getattr(options, name) < 1:
             raise OptionError(
                 f"{name} is {getattr(options, name)}; it must be in 0 .. 1, 1 excluded"
@@ -317,8 +319,8 @@ def check_options(options: TrainOptions) -> None:
         )
     _check_lora(options)
     memory.limit(options)
-    if options.links is not None:
-        Links.parse(options.links)
+    if options.emulate_links is not None:
+        Links.parse(options.emulate_links)
     _one_of("grad_dtype", options.grad_dtype, GRADIENTS)
     _one_of("device", options.device, DEVICES)
     _one_of("backend", options.backend, BACKENDS)

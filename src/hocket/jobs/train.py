@@ -181,9 +181,9 @@ def launch(
     launcher.preload(modeling_modules(spec.config))
     _require(launcher, folder, spec, record)
     spec, predicted = _fitted(launcher, folder, spec, record, accumulate=accumulate)
-    if spec.options.links is not None:
+    if spec.options.emulate_links is not None:
         spec = links.settle(launcher, folder, spec)
-        record.note(f"emulated links: {spec.options.links}")
+        record.note(f"emulated links: {spec.options.emulate_links}")
     foresight.before(folder, spec, record, cluster=cluster, launcher=launcher)
     disturbed = topology.keep(folder, cluster, spec.options.device)
     if disturbed:

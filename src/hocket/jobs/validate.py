@@ -122,13 +122,14 @@ def _tensor(model: Dimensions, tp: int) -> Iterator[str]:
 
 def _pipeline(model: Dimensions, layout: Layout) -> Iterator[str]:
     stages, layers = layout.num_stages, model.num_layers
-    if isinstance(layout.cut, tuple):
-        if sum(layout.cut) != layers:
+    if isinstance(layout.pipeline_split, tuple):
+        if sum(layout.pipeline_split) != layers:
             yield (
-                f"the cut {'-'.join(map(str, layout.cut))} places {sum(layout.cut)} layers; "
+                f"pipeline_split {'-'.join(map(str, layout.pipeline_split))} places "
+                f"{sum(layout.pipeline_split)} layers; "
                 f"the model has {layers}"
             )
-    elif layout.cut == "light-ends":
+    elif layout.pipeline_split == "light-ends":
         if not legality.light_ends(layers, stages):
             yield (
                 f"{layers} layers cannot be cut into {stages} stages of which the first and the "
@@ -136,9 +137,9 @@ def _pipeline(model: Dimensions, layout: Layout) -> Iterator[str]:
             )
     elif not legality.stages(layers, stages):
         yield f"{layers} layers cannot be cut into {stages} stages"
-    elif layout.cut == "even" and not legality.even_stages(layers, stages):
+    elif layout.pipeline_split == "even" and not legality.even_stages(layers, stages):
         yield f"{layers} layers do not divide evenly into {stages} stages"
-    again, longest = layout.recompute_layers, _longest(layers, stages, layout.cut)
+    again, longest = layout.recompute_layers, _longest(layers, stages, layout.pipeline_split)
     if again is not None and not legality.recomputed(again, longest):
         of = f"the longest of {stages} stages holds at most {longest} of its " if stages > 1 else ""
         yield f"recompute_layers is {again}, of each stage; {of or 'the model has '}{layers} layers"
@@ -197,7 +198,7 @@ def _candidates(
         ]
     for dp, pp, tp in degrees:
         virtual = layout.virtual_stages if pp == layout.pp else 1
-        cut = layout.cut
+        cut = layout.pipeline_split
         if isinstance(cut, tuple) and (len(cut) != pp * virtual or sum(cut) != model.num_layers):
             cut = "balanced"
         if cut == "even" and not legality.even_stages(model.num_layers, pp * virtual):
@@ -216,7 +217,7 @@ def _candidates(
             pp=pp,
             tp=tp,
             virtual_stages=virtual,
-            cut=cut,
+            pipeline_split=cut,
             microbatches=asked,
             schedule=layout.schedule,
             zero=layout.zero,

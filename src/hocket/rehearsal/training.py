@@ -125,10 +125,10 @@ class Rehearsal:
                     microbatches, workload.global_batch * workload.seq_len
                 )
                 del microbatches
-                norm = parallel.clip_grad_norm(options.clip)
+                norm = parallel.clip_grad_norm(options.max_grad_norm)
                 reading = Reading(step + 1, options.lr, loss, norm, 1)
                 optimizer.step(options.lr, reading.skip())
-                parallel.publish()
+                parallel.begin_unshard()
                 upcoming = self._inputs(memory, device, packed=packed)
             execution.end()
             memory.own("gradients", (p.grad for p in parallel.tensors()))

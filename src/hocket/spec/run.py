@@ -24,6 +24,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
+from hocket.spec import renamed
 from hocket.spec.errors import OptionError, RunFolderError, unknown
 from hocket.spec.files import MALFORMED, json_crc32, named, parse_json, read_text
 from hocket.spec.layout import Layout
@@ -71,7 +72,7 @@ class TrainOptions:
         beta1: AdamW decay rate of the first moment.
         beta2: AdamW decay rate of the second moment.
         eps: AdamW epsilon.
-        clip: maximum global gradient norm; 0 disables clipping.
+        max_grad_norm: maximum global gradient norm; 0 disables clipping.
         grad_dtype: type in which gradients are accumulated over microbatches and reduced over data
             ranks; CPU ranks always reduce in fp32. One of: fp32, bf16.
         dropout: every dropout probability of the model (default: the model's configuration).
@@ -87,7 +88,7 @@ class TrainOptions:
         packing: how documents fill rows: across (concatenated, attention crosses documents),
             documents (several per row, attention within each) or none (one per row) (default:
             across for text, documents for chats and completions). One of: across, documents, none.
-        held_out: fraction of the documents kept for evaluation.
+        eval_fraction: fraction of the documents kept for evaluation.
         eval_every: steps between evaluations on held-out text; 0: only at the end.
         eval_batches: global batches per evaluation.
         lora_rank: LoRA rank: train adapters of frozen linear layers, through peft (default: full
@@ -115,8 +116,8 @@ class TrainOptions:
             several with commas (default: nowhere).
         trust_remote_code: run Python code that the model directory contains.
         timeout: seconds a rank may be silent before the run is aborted.
-        links: links to emulate between CPU ranks, as in nvlink3, pcie4, nvlink3x2+net100g or
-            pcie4@H100-SXM-80 (default: this machine's memory speed).
+        emulate_links: links to emulate between CPU ranks, as in nvlink3, pcie4, nvlink3x2+net100g
+            or pcie4@H100-SXM-80 (default: this machine's memory speed).
         memory_per_rank: limit of tensor bytes per rank, as in 1.2GB (default: none).
     """
 
@@ -130,7 +131,7 @@ class TrainOptions:
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
-    clip: float = 1.0
+    max_grad_norm: float = 1.0
     grad_dtype: str = "fp32"
     dropout: float | None = None
     tokenizer: str | None = None
@@ -140,7 +141,7 @@ class TrainOptions:
     chat_template_file: str | None = None
     streaming: bool = False
     packing: str | None = None
-    held_out: float = 0.02
+    eval_fraction: float = 0.02
     eval_every: int = 50
     eval_batches: int = 2
     lora_rank: int | None = None
@@ -162,7 +163,7 @@ class TrainOptions:
     tracker: str | None = None
     trust_remote_code: bool = False
     timeout: float = 120.0
-    links: str | None = None
+    emulate_links: str | None = None
     memory_per_rank: str | None = None
 
 
@@ -207,7 +208,7 @@ class RunSpec:
         """
         data = parse_json(text)
         data.pop(CHECKSUM, None)
-        data["layout"] = Layout.parse(data["layout"])
+        data["layout"] = Layout.stored(data["layout"])
         options = data.get("options", {})
         if isinstance(options, dict) and options.pop("tensorboard", False):
             options["tracker"] = "tensorboard"  # the only one of version 0.1
@@ -235,6 +236,7 @@ def from_dict(kind: type[T], values: dict[str, Any]) -> T:
         OptionError: so, or a value is not of its field's type.
     """
     names = [f.name for f in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    values = renamed.stored(values, names)
     for key in values:
         if key not in names:
             message, hint = unknown("key", key, names)

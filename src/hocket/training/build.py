@@ -83,8 +83,8 @@ def join_world(spec: RunSpec, context: RankContext) -> Mesh:
         LayoutError: the world has another size than the layout.
     """
     options = spec.options
-    if options.links is not None and not context.one_machine:
-        raise OptionError("--links joins ranks of one machine, these are on several")
+    if options.emulate_links is not None and not context.one_machine:
+        raise OptionError("--emulate-links joins ranks of one machine, these are on several")
     wanted = context.device_kind if options.device == "auto" else options.device
     device = pick_device(wanted, context.local_rank)
     for text in claim(device):
@@ -98,8 +98,8 @@ def join_world(spec: RunSpec, context: RankContext) -> Mesh:
         backend = _agreed_backend(options.backend, device, context)
         if backend == "shm":
             import hocket.runtime.shm  # noqa: F401  registers the backend
-        if options.links is not None:
-            install_links(Links.parse(options.links), backend, context, recorder)
+        if options.emulate_links is not None:
+            install_links(Links.parse(options.emulate_links), backend, context, recorder)
             backend = "links"
         # The parent sees silence sooner and says more of it; this is for worlds without one.
         context.init_process_group(backend, device, timeout=max(options.timeout, 600.0))

@@ -206,14 +206,14 @@ class Loop:
         microbatches = self.inputs.step(index)  # 1
         learned = self.inputs.num_tokens(index)
         loss = parallel.forward_backward(microbatches, learned)  # 2
-        norm = parallel.clip_grad_norm(options.clip)  # 3
+        norm = parallel.clip_grad_norm(options.max_grad_norm)  # 3
         lr = learning_rate(index, options)
         reading = Reading(index + 1, lr, loss, norm, learned)
         if not self.cuda:
             reading.check()
         with parallel.recorder.span("compute", "optimizer", "optimizer"):
             self.job.optimizer.step(lr, reading.skip() if self.cuda else None)  # 4
-        parallel.publish()
+        parallel.begin_unshard()
         self.inputs.prefetch(index + 1)
         reading.end = mark(self.job.mesh.device)
         return reading

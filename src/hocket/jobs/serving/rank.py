@@ -170,7 +170,11 @@ def build_part(
 
     options = spec.serving
     assert options is not None
-    longest, rows, tokens = options.max_model_len, options.max_rows, options.max_batch_tokens
+    longest, rows, tokens = (
+        options.max_model_len,
+        options.max_num_seqs,
+        options.max_num_batched_tokens,
+    )
     assert longest is not None
     assert rows is not None
     assert tokens is not None
@@ -185,8 +189,8 @@ def build_part(
         mesh,
         skeleton.config,
         block_size=options.block_size,
-        max_rows=rows,
-        max_batch_tokens=tokens,
+        max_num_seqs=rows,
+        max_num_batched_tokens=tokens,
         max_model_len=longest,
         threads=spec.options.threads,
         lookahead=lookahead,
@@ -226,13 +230,13 @@ def build_part(
     limits = Limits(
         num_blocks=num_blocks,
         block_size=block_size,
-        max_rows=rows,
-        max_batch_tokens=tokens,
+        max_num_seqs=rows,
+        max_num_batched_tokens=tokens,
         max_model_len=longest,
         depth=plans,
         lookahead=lookahead,
         plan_tokens=PLAN_TOKENS[mesh.device.type],
-        max_waiting=options.max_waiting,
+        max_queue=options.max_queue,
         prefix_cache=not options.no_prefix_cache,
         vocab_size=vocab_size,
     )

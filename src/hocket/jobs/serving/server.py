@@ -402,8 +402,8 @@ async def _open(
 
     options = server.options
     assert options.max_model_len is not None
-    assert options.max_rows is not None
-    places = options.max_rows + options.max_waiting
+    assert options.max_num_seqs is not None
+    places = options.max_num_seqs + options.max_queue
     service = Service(
         router,
         Words(server.words.to_json()),

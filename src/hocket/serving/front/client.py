@@ -95,7 +95,7 @@ class Stream:
             self._client._abort(self.id)
 
     def _give(self, output: Output) -> None:
-        if output.finish is not None:
+        if output.finish_reason is not None:
             self._over = True
         self._next = output if self._next is None else merged(self._next, output)
         self._wake()
@@ -296,7 +296,7 @@ class ReplicaClient:
         stream = None if weak is None else weak()
         if stream is not None:
             stream._give(output)
-        if output.finish is not None:
+        if output.finish_reason is not None:
             self._streams.pop(output.id, None)
 
     def _take(self, name: str) -> Stream | None:
