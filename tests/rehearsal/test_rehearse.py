@@ -116,6 +116,23 @@ def test_layouts_complete_and_communicate_as_in_theory(
 
 
 @pytest.mark.parametrize(
+    "more", [{"dtype": "fp32"}, {"gpu": "A100-80"}, {"gpu": "A100-80", "layout": "dp2:zero=3"}]
+)
+def test_experts_read_nothing_whatever_the_dtype_and_gpu(
+    workers: Workers, more: dict[str, Any]
+) -> None:
+    """torch's grouped matmul has a kernel for bf16 on Hopper and Blackwell alone."""
+    found = rehearse(of(**{"layout": "dp2", "model": "tiny-mixtral", **more}), workers=workers)
+    assert found.report.host_reads == []
+    (executed,) = found.executed.values()
+    layers = found.job.spec.config["num_hidden_layers"]
+    assert executed.launches["grouped_mm"] == 4 * layers
+    assert executed.launches["grouped_mm_weight_gradient"] == 2 * layers
+    predicted, rehearsed = found.report.predicted_peak_bytes, found.report.peak_bytes
+    assert predicted[0] == pytest.approx(rehearsed[0]["total"], rel=0.02)
+
+
+@pytest.mark.parametrize(
     ("layout", "more"),
     [
         ("dp2.tp2:sequence_parallel=true,zero=3,recompute=full", {"dropout": 0.1}),
