@@ -287,7 +287,8 @@ A tile: rows x keys of attention, rows x columns x depth of a grouped matmul. A 
 thread, shared memory of a program (with the 1 KiB that the driver takes from sm_90 on), tensor-core
 instruction; the largest of the plain kernel and the one with window, soft cap and attention sinks,
 or of weights stored [E, K, N] and [E, N, K]. None may spill registers, and none may use more shared
-memory than the architecture has: {limits}. A test compiles them (a rotating third; `HOCKET_TESTS=all` all of them).
+memory than the architecture has: {limits}. A test compiles them (a rotating third;
+`HOCKET_TESTS=all` all of them).
 
 float32 multiplies by three TF32 matmuls (tf32x3), above head size 128 without tensor cores.
 Head sizes in between use the next power of two: 80, 96 and 112 the tiles of 128.

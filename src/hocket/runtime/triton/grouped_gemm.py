@@ -5,8 +5,8 @@
 torch's own (`torch.nn.functional.grouped_mm`) has a CUDA kernel for bfloat16 on compute capability
 9.x and 10.x; for other dtypes and GPUs it reads the offsets on the host and multiplies group by
 group (torch 2.13, `aten/src/ATen/native/cuda/GroupedBlas.cpp`), which stalls the device in every
-expert layer and cannot be captured in a CUDA graph. This one reads nothing: the grid follows from shapes.
-float32 is multiplied by three TF32 matmuls (tf32x3), which round at about 2**-21.
+expert layer and cannot be captured in a CUDA graph. This one reads nothing: the grid follows from
+shapes. float32 is multiplied by three TF32 matmuls (tf32x3), which round at about 2**-21.
 
 Forward and both gradients are checked against a loop over groups in Triton's interpreter, and
 compiled for every architecture of `compile`. Not executed on a GPU yet.
