@@ -132,6 +132,17 @@ def test_experts_read_nothing_whatever_the_dtype_and_gpu(
     assert predicted[0] == pytest.approx(rehearsed[0]["total"], rel=0.02)
 
 
+@pytest.mark.parametrize("schedule", ["zero-bubble", "zb-v,virtual_stages=2"])
+def test_adapters_between_two_halves_of_a_backward(workers: Workers, schedule: str) -> None:
+    """What I frees and keeps of a layer is predicted norm by norm, with its adapters in place."""
+    asked = of(
+        f"pp2:schedule={schedule},microbatches=4", model="tiny-gemma3", rows=2, layers=4, lora_rank=4
+    )
+    found = rehearse(asked, workers=workers)
+    rehearsed = [row["total"] for row in found.report.peak_bytes]
+    assert found.report.predicted_peak_bytes == pytest.approx(rehearsed, rel=0.02)
+
+
 @pytest.mark.parametrize(
     ("layout", "more"),
     [

@@ -181,6 +181,8 @@ def _phases(
     """What I frees and keeps of the saved tensors, from the last one back, up to each norm that is
     written out in fp32."""
     products = [p for p in block.products if not (p.frozen or p.bare)]
+    streams = {p.name for p in block.products if p.split == "row"}  # and their adapters
+    streams |= {f"{name}.lora_B" for name in streams}
     found: list[Phase] = []
     taken = late = 0
     for name, nbytes in reversed(rows.items()):
@@ -189,8 +191,8 @@ def _phases(
         if readers:
             # The gradient of the stream is there before; then a sum takes its place.
             taken += late
-            late = sum(_output_bytes(job, p) for p in readers if p.split == "row")
-            taken += sum(_output_bytes(job, p) for p in readers if p.split != "row")
+            late = sum(_output_bytes(job, p) for p in readers if p.name in streams)
+            taken += sum(_output_bytes(job, p) for p in readers if p.name not in streams)
         elif operation == "rsqrt" and any(w.name == f"{module}.weight" for w in block.weights):
             gradients = tuple(i for i, w in named if w.name.startswith(f"{module}."))
             found.append(Phase(taken=taken, gradients=gradients, working=norm_bytes(job, block)))
