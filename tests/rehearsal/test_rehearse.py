@@ -132,11 +132,34 @@ def test_experts_read_nothing_whatever_the_dtype_and_gpu(
     assert predicted[0] == pytest.approx(rehearsed[0]["total"], rel=0.02)
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"layout": "dp1"},
+        {"layout": "tp2"},
+        {"layout": "dp1:recompute=selective"},
+        {"dtype": "bf16"},
+    ],
+)
+def test_keys_and_values_repeated_for_query_heads_are_predicted(
+    workers: Workers, more: dict[str, Any]
+) -> None:
+    """In fp32 no kernel of grouped-query attention reads a key for several query heads."""
+    given = {"layout": "dp1", "dtype": "fp32", "seq_len": 512, "rows": 4, **more}
+    found = rehearse(of(**given), workers=workers)
+    rehearsed = [row["total"] for row in found.report.peak_bytes]
+    assert found.report.predicted_peak_bytes == pytest.approx(rehearsed, rel=0.01)
+
+
 @pytest.mark.parametrize("schedule", ["zero-bubble", "zb-v,virtual_stages=2"])
 def test_adapters_between_two_halves_of_a_backward(workers: Workers, schedule: str) -> None:
     """What I frees and keeps of a layer is predicted norm by norm, with its adapters in place."""
     asked = of(
-        f"pp2:schedule={schedule},microbatches=4", model="tiny-gemma3", rows=2, layers=4, lora_rank=4
+        f"pp2:schedule={schedule},microbatches=4",
+        model="tiny-gemma3",
+        rows=2,
+        layers=4,
+        lora_rank=4,
     )
     found = rehearse(asked, workers=workers)
     rehearsed = [row["total"] for row in found.report.peak_bytes]
