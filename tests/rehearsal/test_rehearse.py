@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from hocket.jobs.rehearsal_workers import Workers
 from hocket.jobs.rehearse import Job, Rehearsed, prepared, rehearse, representatives, traces_of
 from hocket.jobs.request import request
 from hocket.simulation.nccl import RULES, check
-from hocket.spec.errors import HocketError, OptionError
+from hocket.spec.errors import HocketError, ModelError, OptionError
 from hocket.spec.rehearsal import OWNERS, RehearsalReport
 
 pytestmark = pytest.mark.ranks
@@ -277,6 +278,21 @@ def test_what_cannot_be_is_rejected_before_a_worker_starts(
 ) -> None:
     with pytest.raises(HocketError, match=message):
         of(**change)
+
+
+def test_sizes_that_contradict_each_other_are_one_line(workers: Workers, tmp_path: Path) -> None:
+    """OLMoE's norms are as wide as the hidden state, so a head size of another width cannot be."""
+    config = {
+        "model_type": "olmoe", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 64,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
+        "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 32,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="cannot execute a step of") as caught:
+        rehearse(of("dp1", model=str(tmp_path)), workers=workers)
+    assert "Traceback" not in caught.value.message
+    assert "modeling_olmoe.py" in caught.value.message
+    assert "head_dim" in (caught.value.hint or "")
 
 
 @pytest.mark.parametrize("rank", ["8", "-1", "every", "1.5"])
