@@ -195,11 +195,11 @@ def _signature(configuration: Configuration) -> dict[str, str]:
     pointer = _POINTER[configuration.dtype]
     if configuration.module == "grouped_gemm_kernels":
         matrices = dict.fromkeys(("x", "weight", "gradient", "out"), pointer)
-        numbers = ("num_rows", "num_groups", "K", "N")
+        sizes = ("num_rows", "num_groups", "K", "N")
         strides = tuple(
             f"{matrix}_stride_{axis}" for matrix in matrices for axis in ("row", "group", "k", "n")
         )
-        given = {**matrices, "offsets": "*i32", **dict.fromkeys((*numbers, *strides), "i32")}
+        given = {**matrices, "offsets": "*i32", **dict.fromkeys((*sizes, *strides), "i32")}
         return {name: kind for name, kind in given.items() if name not in configuration.constants}
     if configuration.kernel == "merge_kernel":
         return {
