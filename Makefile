@@ -35,7 +35,7 @@ endif
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "hocket needs Python 3.11 or newer; say which with: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
 	@if $(BIN)/python -m pip --version > /dev/null 2>&1; then :; else $(PYTHON) -m venv --clear $(VENV); fi
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[train,serve,lora,tensorboard,report,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[train,serve,lora,trackers,report,dev]'
 	@pwd > $(STAMP)
 
 demo: $(STAMP) ## train a small Llama on eight ranks, end to end, in under four minutes

@@ -23,10 +23,11 @@ LAYOUT = {
 }  # fmt: skip
 WORKLOAD = {"seq_len", "global_batch", "dtype"}
 TRAINING = {
-    "steps", "seed", "lr", "min_lr", "warmup", "weight_decay", "beta1", "beta2", "eps", "clip",
-    "dropout", "tokenizer", "vocab_size", "text_field", "held_out", "eval_every", "eval_batches",
-    "save_every", "log_interval", "resume", "timeline_step", "timeline_steps", "device",
-    "backend", "threads", "bucket_mb", "compile", "attention", "tensorboard",
+    "steps", "seed", "lr", "min_lr", "warmup", "lr_schedule", "weight_decay", "beta1", "beta2",
+    "eps", "clip", "dropout", "tokenizer", "vocab_size", "text_field", "held_out", "eval_every",
+    "eval_batches", "save_every", "keep_checkpoints", "log_interval", "resume", "timeline_step",
+    "timeline_steps", "device", "backend", "threads", "bucket_mb", "compile", "attention",
+    "tracker",
     "trust_remote_code", "timeout",
     "links", "memory_per_rank", "grad_dtype", "data_format", "chat_template_file",
     "packing", "streaming", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets",
@@ -39,8 +40,8 @@ SERVICE = {
 
 FLAGS = {
     "train": {
-        "model", "data", "run", "config", "cluster", "json", "dry_run", *LAYOUT, *WORKLOAD,
-        *TRAINING,
+        "model", "data", "run", "config", "cluster", "json", "dry_run", "micro_batch_size",
+        "gradient_accumulation_steps", *LAYOUT, *WORKLOAD, *TRAINING,
     },
     "rehearse": {
         "model", "rank", "serve", "gpu", "layers", "rows", "seq_len", "global_batch", "dtype",
@@ -50,7 +51,7 @@ FLAGS = {
     "doctor": {"gpu", "only", "group", "out", "minutes", "list", "json"},
     "demo": {
         "steps", "seq_len", "global_batch", "vocab_size", "run", "seed", "device", "backend",
-        "threads", "tensorboard", *LAYOUT,
+        "threads", *LAYOUT,
     },
     "check": {
         "model", "steps", "seq_len", "global_batch", "dtype", "seed", "lr", "packing", "lora_rank",
@@ -92,6 +93,10 @@ FLAGS = {
     "ledger": {"by", "last", "json"},
     "links": {"model", "cluster", "layout", "seq_len", "global_batch", "precision", "json"},
     "schedule": {*LAYOUT, "text", "json"},
+    "template": {
+        "kind", "model", "layout", "data", "serve", "name", "run", "gpus_per_node",
+        "ranks_per_node", "gpu", "time", "image", "storage", "interface", "port", "launch",
+    },
     "models": {"json"},
 }  # fmt: skip
 

@@ -95,7 +95,8 @@ def test_an_adapter_is_what_pefts_own_training_makes(
     from hocket.training.dataset import IGNORED, BatchOrder, open_dataset
     from hocket.training.token_manifest import Tokens
 
-    lora = {"lora_rank": 4, "lora_targets": "q_proj-down_proj", "lr": 1e-2, "min_lr": 1e-2}
+    lora = {"lora_rank": 4, "lora_targets": "q_proj-down_proj", "lr": 1e-2, "min_lr": 1e-2,
+            "weight_decay": 0.1}  # fmt: skip
     NOTES.clear()
     run(
         base, tmp_path / "run", steps=4, layout=layout, save_every=2,

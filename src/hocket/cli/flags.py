@@ -18,6 +18,8 @@ Model = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
 Paths = Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATH...")]
 Text = Annotated[str | None, tyro.conf.arg(metavar="TEXT")]
 Folder = Annotated[str | None, tyro.conf.arg(metavar="DIR")]
+Run = Annotated[str | None, tyro.conf.arg(metavar="DIR", aliases=("-o", "--output-dir"))]
+"""A run folder. torchrun finds `--run` ambiguous with its own `--run-path`, not these aliases."""
 File = Annotated[str | None, tyro.conf.arg(metavar="FILE")]
 Count = Annotated[int | None, tyro.conf.arg(metavar="INT")]
 
@@ -34,8 +36,8 @@ class LayoutFlags:
         layout: degrees of data, pipeline and tensor parallelism, in any order: dp2.pp2.tp2.
         schedule: pipeline schedule: sequential, gpipe, 1f1b, interleaved, zero-bubble, zb-v, or the
             path of a schedule file (default: 1f1b).
-        microbatches: microbatches per data rank and step (default: 1 without a pipeline, else at
-            most twice the pipeline ranks).
+        microbatches: microbatches per data rank and step (default: without a pipeline the fewest of
+            at most 8,192 tokens that fit the memory, else at most twice the pipeline ranks).
         cut: layers per pipeline stage: balanced (by cost), even, light-ends, or a list such as 3-5
             (default: balanced).
         virtual_stages: stages per pipeline rank (default: 1).
@@ -57,10 +59,14 @@ class LayoutFlags:
     order: Text = None
 
 
+ALIASES = {"-o": "run", "--output-dir": "run", "--output_dir": "run"}
+"""Other spellings of flags, and their names."""
+
+
 def explicit(arguments: Sequence[str]) -> frozenset[str]:
     """Names of the flags that were written, whatever their values."""
-    flags = (argument for argument in arguments if argument.startswith("--"))
-    return frozenset(f[2:].partition("=")[0].replace("-", "_") for f in flags)
+    written = (argument.partition("=")[0] for argument in arguments if argument.startswith("-"))
+    return frozenset(ALIASES.get(f, f.removeprefix("--").replace("-", "_")) for f in written)
 
 
 def values(group: Any, *, also: frozenset[str] = frozenset()) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from hocket.cli import installed
 from hocket.spec import downloads
 from hocket.spec.errors import HocketError, OptionError, unknown
 
@@ -32,6 +33,7 @@ VERBS = {
     "probe": "find this machine's devices, measure them and the links between them",
     "links": "estimate the communication of each axis on the links it crosses, and on others",
     "schedule": "print a pipeline schedule: rank by time",
+    "template": "print a job file for Slurm, Kubernetes, Docker or SkyPilot, for a layout",
     "models": "list the models that come with hocket",
 }
 """Each verb is a module of this room with a function `main(arguments) -> exit code`."""
@@ -110,4 +112,5 @@ def _verb(arguments: list[str]) -> int:
     if verb not in VERBS:
         message, hint = unknown("verb", verb, VERBS)
         raise OptionError(message, hint=hint)
+    installed.require(verb, rest)
     return int(importlib.import_module(f"hocket.cli.{verb}").main(rest))

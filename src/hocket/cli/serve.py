@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from hocket.cli.flags import Folder, Model, Text, explicit, parse, values
+from hocket.cli.flags import Folder, Model, Run, Text, explicit, parse, values
 from hocket.spec.errors import OptionError
 from hocket.spec.serving import ServeOptions
 from hocket.spec.units import format_bytes
@@ -54,7 +54,7 @@ class Serve:
     model: Model = ""
     layout: Text = None
     cut: Text = None
-    run: Folder = None
+    run: Run = None
     cluster: str = "auto"
     serving: ServeOptions = dataclasses.field(default_factory=ServeOptions)
     dtype: str = "fp32"
@@ -88,6 +88,8 @@ def main(arguments: Sequence[str]) -> int:
     from hocket.jobs.serving.server import serve
 
     served = serve(flags.model, on_event=_rows if flags.json else _lines, **said)
+    if served is None:  # a rank of another launcher, whose rank 0 has the summary
+        return 0
     if not flags.json:
         _summary(served, foretold=flags.cluster != "none")
     return 0 if served.drained else 1

@@ -71,6 +71,12 @@ def next_steps(summary: Summary) -> list[str]:
     """Where it lies, and commands to paste."""
     run, hocket = shlex.quote(str(summary.run)), shlex.quote(program())
     report = "" if summary.report is None else f", report {summary.report}"
+    if summary.stopped:
+        return [
+            f"stopped after step {summary.steps}, saved in {summary.run}; to continue:",
+            "",
+            f"  {hocket} train --run {run} --resume",
+        ]
     adapter = (summary.run / "adapter").is_dir()
     use = [f"  {hocket} generate {run} --prompt TEXT", f"  {hocket} export {run} --to DIR"]
     if adapter:

@@ -26,6 +26,10 @@ _UNSUPPORTED = tuple(row.field for row in TABLE if row.field not in DEGREES)
 _WRITTEN = ("zero", "shard", "recompute", "recompute_layers", "sequence_parallel")
 """Fields that have no flag: they stand in the layout's text."""
 
+MICROBATCH_TOKENS = 8192
+"""Tokens of a microbatch up to which a rank without a pipeline takes them at once: matmuls of so
+many rows fill a GPU, and more only cost memory."""
+
 LARGEST_WORLD = 256
 """Ranks that hocket starts on one machine; more are joined through torchrun or Slurm."""
 
@@ -56,12 +60,14 @@ def validate(
 
 
 def microbatches(layout: Layout, workload: Workload) -> int:
-    """Microbatches per data rank: as asked, else 1 without a pipeline, else the largest divisor
-    of the rank's batch that is at most 2 x pp."""
+    """Microbatches per data rank: as asked; else without a pipeline the fewest of at most
+    MICROBATCH_TOKENS, and in one the largest divisor of the rank's batch that is at most 2 x pp."""
     if layout.microbatches is not None:
         return layout.microbatches
+    rank_batch = workload.global_batch // layout.dp
     if layout.num_stages == 1:
-        return 1
+        most = max(1, MICROBATCH_TOKENS // workload.seq_len)
+        return next((n for n in divisors(rank_batch) if rank_batch // n <= most), 1)
     return legality.usual_microbatches(workload.global_batch // layout.dp, layout.pp)
 
 

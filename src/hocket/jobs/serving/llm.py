@@ -17,6 +17,7 @@ import itertools
 import operator
 import os
 import threading
+import warnings
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -109,11 +110,11 @@ class LLM:
         self, server: Server, launcher: Launcher | None, *, proxy_check: bool = True
     ) -> None:
         from hocket.jobs.serving.rank import PRELOAD
-        from hocket.jobs.serving.server import Launchers, require_split
+        from hocket.jobs.serving.start import Launchers, kernels_remark, require_split
         from hocket.jobs.train import modeling_modules
         from hocket.launch import joined
 
-        if joined() is not None:
+        if launcher is None and joined() is not None:
             raise OptionError(
                 "a model that answers starts its own ranks; this process is one of another "
                 "launcher's",
@@ -121,6 +122,8 @@ class LLM:
             )
         if server.request.auto:
             raise OptionError("an LLM needs a layout", hint='layout="tp2"')
+        if remark := kernels_remark(server):
+            warnings.warn(remark, stacklevel=3)
         self._server = server
         self._stop = server.stop
         self.words = server.words

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from hocket.jobs import precision
 from hocket.jobs.request import Request, request
+from hocket.jobs.serving.joined import world
 from hocket.spec.capabilities import absent
 from hocket.spec.errors import LayoutError, ModelError, OptionError, unknown
 from hocket.spec.layout import Layout
@@ -203,7 +204,7 @@ def legal(source: ModelSource, layout: Layout, device: str) -> Layout:
             if fits
             else f"--layout {dataclasses.replace(layout, pp=layers, cut='balanced').axes_text()}",
         )
-    if device == "cuda":
+    if device == "cuda" and world() is None:
         from hocket.jobs.probe import present
 
         devices = len(present("cuda").found.devices)
