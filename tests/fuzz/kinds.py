@@ -146,7 +146,7 @@ def reported_folder(folder: Path) -> None:
     """A run folder with all that a report reads."""
     from tests.reporting.run_folders import gpus, make
 
-    make(folder / "run", steps=6, machine=gpus())
+    make(folder / "run", layout="pp2.tp2:microbatches=2", steps=3, machine=gpus())
     timeline = (folder / "run" / "timeline.json").read_text()
     later = [{"step": 9, "timeline": json.loads(timeline)}]
     (folder / "run" / "timeline.later.json").write_text(json.dumps(later))
@@ -292,9 +292,8 @@ def _generation(folder: Path) -> None:
 def _report(folder: Path) -> None:
     from hocket.jobs import report
 
-    found = report.records([folder / "run"])
-    report.text(found)
-    report.write(found, "html", str(folder / "page.html"))
+    # The page holds the text as well.
+    report.write(report.records([folder / "run"]), "html", str(folder / "page.html"))
 
 
 for _name, _mutation in (
@@ -403,26 +402,29 @@ def _request(folder: Path) -> None:
 
 # --- configurations of other tools, and tables of runs -------------------------------------------
 
+# Small, so that the search for a better layout takes milliseconds.
+MODEL_PLANNED = "tiny-qwen3"
+PLANNED: dict[str, Any] = {"cluster": "2xH100-SXM", "global_batch": 4}
 TOOL_FILES = {
     "torchtitan-0.2.2": "job.toml", "torchtitan": "job.py", "deepspeed": "ds.json",
     "accelerate": "accelerate.yaml", "megatron": "train.sh",
 }  # fmt: skip
 _TITAN = """import os
 def mine():
-    c = llama3_8b()
+    c = qwen3_0_6b()
     c.training.num_tokens_per_microbatch_per_dp_rank = 2 * 4096
-    c.training.num_tokens_per_train_step = 64 * 4096
+    c.training.num_tokens_per_train_step = 4 * 4096
     c.training.max_context_length = 4096
-    c.parallelism.data_parallel_shard_degree = 8
+    c.parallelism.data_parallel_shard_degree = 2
     c.parallelism.tensor_parallel_degree = 1
     return c
 """
 _TITAN_TOML = """[training]
 local_batch_size = 2
-global_batch_size = 64
+global_batch_size = 4
 seq_len = 4096
 [parallelism]
-data_parallel_shard_degree = 4
+data_parallel_shard_degree = 1
 tensor_parallel_degree = 2
 [activation_checkpoint]
 mode = "full"
@@ -435,9 +437,7 @@ def _tool_file(tool: str) -> Step:
 
         written = {"torchtitan": _TITAN, "torchtitan-0.2.2": _TITAN_TOML}.get(tool)
         if written is None:
-            found = plan(
-                "llama-3-8b", cluster="8xH100-SXM", seq_len=4096, global_batch=64, emit=tool
-            )
+            found = plan(MODEL_PLANNED, **PLANNED, seq_len=4096, emit=tool)
             written = emitted(found, tool)
         (folder / TOOL_FILES[tool]).write_text(written)
 
@@ -449,7 +449,7 @@ def _predict(file: str) -> Step:
         from hocket.jobs.plan_from import plan_from, reading_text
 
         path = str(folder / file)
-        reading_text(plan_from(path, model="llama-3-8b", cluster="8xH100-SXM", global_batch=64))
+        reading_text(plan_from(path, model=MODEL_PLANNED, **PLANNED))
 
     return read
 
@@ -461,7 +461,7 @@ for _name, _file in TOOL_FILES.items():
 
 def _serve_line(folder: Path) -> None:
     (folder / "serve.sh").write_text(
-        "vllm serve meta-llama/Llama-3.1-8B --tensor-parallel-size 2 --dtype bfloat16 "
+        "vllm serve Qwen/Qwen3-0.6B --tensor-parallel-size 2 --dtype bfloat16 "
         "--max-num-seqs 128 --max-num-batched-tokens 4096 --max-model-len 4096 "
         "--gpu-memory-utilization 0.9 --enable-prefix-caching --port 8000\n"
     )
@@ -472,8 +472,8 @@ def _read_serve_line(folder: Path) -> None:
     from hocket.jobs.plan_from import serve_from
 
     serve_from(
-        str(folder / "serve.sh"), model="llama-3-8b", cluster="H100-SXM-80", prompt_len=512,
-        output_len=128, requests_per_second=2.0,
+        str(folder / "serve.sh"), model="tiny-qwen3", cluster="2xH100-SXM", prompt_len=64,
+        output_len=16, requests_per_second=2.0,
     )  # fmt: skip
 
 
