@@ -456,7 +456,7 @@ def _predict(file: str) -> Step:
 
 for _name, _file in TOOL_FILES.items():
     _mutation = mutate.json_file if _file.endswith("json") else mutate.damaged
-    kind(f"--from {_name}", _file, _tool_file(_name), _mutation)(_predict(_file))
+    kind(f"plan --from {_name}", _file, _tool_file(_name), _mutation)(_predict(_file))
 
 
 def _serve_line(folder: Path) -> None:
@@ -467,7 +467,7 @@ def _serve_line(folder: Path) -> None:
     )
 
 
-@kind("--from vllm", "serve.sh", _serve_line, mutate.damaged)
+@kind("plan --from vllm", "serve.sh", _serve_line, mutate.damaged)
 def _read_serve_line(folder: Path) -> None:
     from hocket.jobs.plan_from import serve_from
 
