@@ -26,6 +26,7 @@ class Kind:
         name: of the kind. file: inside of the folder, the one that is mutated.
         prepare: writes the folder with a good file. read: what hocket does with it.
         mutate: a good file and a random generator to another file.
+        calls: whether it may call a server on loopback.
     """
 
     name: str
@@ -33,16 +34,21 @@ class Kind:
     prepare: Step
     read: Step
     mutate: Mutation
+    calls: bool = False
 
 
 KINDS: dict[str, Kind] = {}
 
 
-def kind(name: str, file: str, prepare: Step, mutation: Mutation) -> Callable[[Step], Step]:
+def kind(
+    name: str, file: str, prepare: Step, mutation: Mutation, calls: bool = False
+) -> Callable[[Step], Step]:
     """Register a reader as a kind."""
 
     def register(read: Step) -> Step:
-        KINDS[name] = Kind(name=name, file=file, prepare=prepare, read=read, mutate=mutation)
+        KINDS[name] = Kind(
+            name=name, file=file, prepare=prepare, read=read, mutate=mutation, calls=calls
+        )
         return read
 
     return register
