@@ -157,6 +157,8 @@ def reported_folder(folder: Path) -> None:
     later = [{"step": 9, "timeline": json.loads(timeline)}]
     (folder / "run" / "timeline.later.json").write_text(json.dumps(later))
     (folder / "run" / "others.json").write_text('{"cores": 1.25}')
+    row = {"layer": "full", "kernel": "flash", "reason": "", "layers": 4}
+    (folder / "run" / "attention.json").write_text(json.dumps([row]))
 
 
 def served_folder(folder: Path) -> None:
@@ -308,7 +310,7 @@ for _name, _mutation in (
     ("timeline.predicted.json", mutate.json_file), ("timeline.later.json", mutate.json_file),
     ("forecast.json", mutate.json_file), ("communication.json", mutate.json_file),
     ("memory.json", mutate.json_file), ("topology.json", mutate.json_file),
-    ("others.json", mutate.json_file),
+    ("others.json", mutate.json_file), ("attention.json", mutate.json_file),
 ):  # fmt: skip
     kind(f"report of {_name}", f"run/{_name}", REPORTED, _mutation)(_report)
 for _name in ("run.json", "forecast.json", "measured.json"):
