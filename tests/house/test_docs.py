@@ -233,7 +233,9 @@ def test_torchrun_blocks_run_and_print_what_the_page_says(
     assert done.stdout == output
 
 
-@pytest.mark.parametrize("target", ["setup", "demo", "test", "test-base", "docs", "check", "bench", "help"])
+@pytest.mark.parametrize(
+    "target", ["setup", "demo", "test", "test-base", "docs", "check", "bench", "help"]
+)
 def test_make_knows_its_targets(target: str) -> None:
     done = subprocess.run(
         ["make", "-n", target], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False

@@ -1,4 +1,4 @@
-"""The documentation builds as a site: every page is in its navigation, every link leads somewhere."""
+"""The documentation builds as a site: every page in its navigation, every link to a page."""
 
 from __future__ import annotations
 
