@@ -89,7 +89,7 @@ FLAGS = {
     "plan": {
         "model", "cluster", "seq_len", "global_batch", "objective", "top", "layout", "pin", "all",
         "explain", "emit", "source", "price_list", "precision", "grad_dtype", "stack", "lora_rank",
-        "lora_targets", "json", *SERVICE,
+        "lora_targets", "html", "json", *SERVICE,
     },
     "validate": {"table", "infer", "rows", "json"},
     "probe": {"quick", "out", "device", "svg", "json"},

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import tyro
 
-from hocket.cli.flags import Count, Model, Text, explicit, parse
+from hocket.cli.flags import Count, File, Model, Text, explicit, parse
 from hocket.spec import renamed
 from hocket.spec.errors import OptionError
 
@@ -56,6 +56,7 @@ class PlanFlags:
         lora_rank: LoRA rank (default: full fine-tuning).
         lora_targets: linear layers that LoRA adapts, as in q_proj-v_proj (default: all but the
             output head).
+        html: write the plan as a page: layouts to sort, memory, pipeline, what would change it.
         json: print one JSON object; with --emit it contains that text as well.
         serve: size a service instead of a training step; the flags below describe its load.
         prompt_len: tokens per prompt (default: 1536).
@@ -91,6 +92,7 @@ class PlanFlags:
     price_list: Text = None
     lora_rank: Count = None
     lora_targets: Text = None
+    html: File = None
     json: bool = False
     serve: bool = False
     prompt_len: Count = None
@@ -167,7 +169,7 @@ def main(arguments: Sequence[str]) -> int:
         layout=flags.layout,
         pin=flags.pin,
         all=flags.all,
-        explain=flags.explain,
+        explain=flags.explain or flags.html is not None,
         precision=flags.precision,
         grad_dtype=flags.grad_dtype,
         stack=flags.stack,
@@ -183,6 +185,10 @@ def main(arguments: Sequence[str]) -> int:
         print(json.dumps(renamed.with_old_keys({**found.to_json(), **also})))
     elif flags.emit is not None:
         print(job.emitted(found, flags.emit), end="")
+    elif flags.html is not None:
+        from hocket.jobs.plan_page import write
+
+        print(write(found, flags.html))
     else:
         print(job.table(found))
     return 0

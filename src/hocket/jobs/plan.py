@@ -348,7 +348,7 @@ def _rows(layouts: Sequence[Forecast]) -> list[str]:
     """Two lines for each: the layout, as --layout reads it, and below it what it gives."""
     from hocket.reporting.table import table_text
 
-    head, rule, *numbers = table_text(HEADERS, [_row(one) for one in layouts]).splitlines()
+    head, rule, *numbers = table_text(HEADERS, [cells(one) for one in layouts]).splitlines()
     lines = [INDENT + head, INDENT + rule]
     for one, below in zip(layouts, numbers, strict=True):
         more = f"  +{one.num_similar}" if one.num_similar else ""
@@ -360,7 +360,8 @@ def _rows(layouts: Sequence[Forecast]) -> list[str]:
 INDENT = "    "
 
 
-def _row(one: Forecast) -> tuple[str, ...]:
+def cells(one: Forecast) -> tuple[str, ...]:
+    """What a layout gives, a text for each of HEADERS."""
     cost = one.dollars_per_billion_tokens
     return (
         _range(one.step_seconds, format_seconds),

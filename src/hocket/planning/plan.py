@@ -23,6 +23,7 @@ from hocket.spec.cluster import Cluster
 from hocket.spec.errors import LayoutError, OptionError
 from hocket.spec.layout import Layout, divisors
 from hocket.spec.precision import default_grad_dtype
+from hocket.spec.timeline import Timeline
 from hocket.spec.units import format_bytes
 
 BEYOND = 3
@@ -170,6 +171,14 @@ def _with_tools(problem: Problem, found: Forecast) -> Forecast:
         return found
     able = [name for name, tool in TOOLS.items() if not reasons(tool.limits, problem, found)]
     return dataclasses.replace(found, tools=tuple(able))
+
+
+def timeline_of(problem: Problem, layout: Layout) -> Timeline | None:
+    """The pipeline of a layout as it is simulated, some microbatches of it; None without one."""
+    if layout.pp == 1:
+        return None
+    only = row(layout, problem.shape, problem.seq_len, problem.global_batch)
+    return problem.timeline(layout, price(problem, only).times)
 
 
 def plan_one(problem: Problem, layout: Layout) -> Plan:

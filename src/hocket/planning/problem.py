@@ -33,14 +33,16 @@ from hocket.planning.fit import proposable
 from hocket.planning.layouts import Pins, legal
 from hocket.planning.tools.limits import Facts, Limits
 from hocket.schedules.registry import build, stage_ranks
-from hocket.simulation import durations
+from hocket.simulation import durations, simulate
 from hocket.spec.cluster import Cluster
 from hocket.spec.cut import Cut, choose_cut
 from hocket.spec.errors import OptionError, unknown
 from hocket.spec.layout import Layout
 from hocket.spec.model_shape import ModelShape
 from hocket.spec.precision import StateBytes, state_bytes
+from hocket.spec.prices import Prices
 from hocket.spec.schedule import Schedule
+from hocket.spec.timeline import Timeline
 
 STACK = "megatron-core"
 """The software whose constants stand for a runtime that fuses attention and overlaps gradients."""
@@ -266,34 +268,7 @@ class Problem:
         """
         first = layouts[0]
         counts = np.array([float(layout.microbatches or 1) for layout in layouts])
-        num_stages = first.num_stages
-        cut = np.array(self.cut(first), dtype=np.float64)
-        # Seconds of one layer: what a middle rank takes, over the layers it holds on average.
-        layers = (len(self.shape.layers) + 2.0 * (first.pipeline_split == "light-ends")) / first.pp
-        ends = np.zeros((2, num_stages))
-        ends[0, 0] = ends[1, -1] = 1.0
-
-        def stages(each: Floats, share: float) -> Floats:
-            inside = np.outer(each / layers, cut)
-            return (
-                inside
-                + share * np.outer(times.embedding, ends[0])
-                + share * np.outer(times.head, ends[1])
-            )
-
-        message = np.repeat(times.exchange[:, None], num_stages, axis=1)
-        frozen = all(p.frozen for p in self.shape.blocks["head"].products)
-        one = 1 / PRODUCTS[not frozen]
-        inputs = stages(times.inputs, one)
-        weights = stages(times.weights, 0.0 if frozen else one)
-        seconds = {
-            "F": stages(times.forward, one),
-            "B": inputs + weights,
-            "I": inputs,
-            "W": weights,
-            "SEND_F": message,
-            "SEND_B": message,
-        }
+        seconds = self.stage_seconds(first, times)
 
         def played(microbatches: int) -> Floats:
             plain = Layout(
@@ -316,6 +291,55 @@ class Problem:
         most = np.maximum(found, after + (counts - long) * busy.max(axis=0))
         middle: Floats = (least + most) / 2
         return middle
+
+    def timeline(self, layout: Layout, times: StepTimes, *, most: int = 16) -> Timeline:
+        """The pipeline of one layout, at most `most` microbatches of it, as it is simulated.
+
+        Args:
+            times: its own, of one row.
+        """
+        seconds = self.stage_seconds(layout, times)
+        prices = Prices(seconds={kind: tuple(map(float, row[0])) for kind, row in seconds.items()})
+        plain = Layout(pp=layout.pp, virtual_stages=layout.virtual_stages, schedule=layout.schedule)
+        count = layout.microbatches or 1
+        if count > most:
+            count = next(n for n in range(most, 0, -1) if n % layout.pp == 0 or n == 1)
+        return simulate(_schedule(plain, count), prices)
+
+    def stage_seconds(self, first: Layout, times: StepTimes) -> dict[str, Floats]:
+        """Seconds of a microbatch by action and stage, [r, stages], for layouts alike in `played`.
+
+        Args:
+            first: one of them. times: of all.
+        """
+        num_stages = first.num_stages
+        cut = np.array(self.cut(first), dtype=np.float64)
+        # Seconds of one layer: what a middle rank takes, over the layers it holds on average.
+        layers = (len(self.shape.layers) + 2.0 * (first.pipeline_split == "light-ends")) / first.pp
+        ends = np.zeros((2, num_stages))
+        ends[0, 0] = ends[1, -1] = 1.0
+
+        def stages(each: Floats, share: float) -> Floats:
+            inside = np.outer(each / layers, cut)
+            return (
+                inside
+                + share * np.outer(times.embedding, ends[0])
+                + share * np.outer(times.head, ends[1])
+            )
+
+        message = np.repeat(times.exchange[:, None], num_stages, axis=1)
+        frozen = all(p.frozen for p in self.shape.blocks["head"].products)
+        one = 1 / PRODUCTS[not frozen]
+        inputs = stages(times.inputs, one)
+        weights = stages(times.weights, 0.0 if frozen else one)
+        return {
+            "F": stages(times.forward, one),
+            "B": inputs + weights,
+            "I": inputs,
+            "W": weights,
+            "SEND_F": message,
+            "SEND_B": message,
+        }
 
     @functools.cached_property
     def time_range(self) -> tuple[float, float]:

@@ -1,0 +1,70 @@
+"""`hocket plan --html`: a plan of GPUs as one page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hocket.spec.errors import OptionError
+from hocket.spec.run import write_text
+
+if TYPE_CHECKING:
+    from hocket.planning.forecast import Forecast
+    from hocket.planning.plan import Plan
+
+
+def write(found: Plan, path: str) -> Path:
+    """Write the page; its path.
+
+    Raises:
+        OptionError: a plan of CPU cores, or a path that cannot be written.
+    """
+    from hocket.catalogue.hardware import price_text
+    from hocket.jobs.plan import HEADERS, cells, command
+    from hocket.planning.plan import timeline_of
+    from hocket.reporting.plan_page import PlanPage, Row, page
+
+    problem = found.problem
+    if problem is None:
+        raise OptionError(
+            f"{found.cluster} is CPU cores; --html draws plans of GPUs",
+            hint="--cluster 8xH100-SXM, or leave --html out",
+        )
+
+    def row(one: Forecast) -> Row:
+        cost = one.dollars_per_billion_tokens
+        numbers = (
+            one.step_seconds.median, one.tokens_per_second_per_gpu.median, one.mfu.median,
+            float(one.memory_high), one.bubble, one.exposed, None if cost is None else cost.median,
+        )  # fmt: skip
+        return Row(
+            name=str(one.layout),
+            cells=tuple(zip(cells(one), numbers, strict=True)),
+            memory=one.memory_by_kind,
+            high=one.memory_high,
+            runs=one.runs_here,
+            reason="; ".join(one.unsupported),
+        )
+
+    rows = tuple(map(row, (*found.layouts, *found.unsupported_layouts)))
+    text = page(
+        PlanPage(
+            title=f"{found.model} on {found.cluster}",
+            asked=f"{found.precision}, sequences of {found.seq_len:,}, global batch "
+            f"{found.global_batch:,}: {found.num_legal:,} legal layouts, {found.num_fitting:,} fit",
+            headings=HEADERS,
+            rows=rows,
+            command=command(found),
+            notes=found.notes,
+            capacity=problem.usable,
+            pipeline=timeline_of(problem, found.best.layout),
+            changes=found.explanation,
+            footer=f"$: {price_text(problem.cluster.node.gpu)}. * hocket does not run it today.",
+        )
+    )
+    target = Path(path)
+    try:
+        write_text(target, text)
+    except OSError as error:
+        raise OptionError(f"--html {path} cannot be written: {error.strerror}") from None
+    return target
