@@ -110,7 +110,10 @@ def test_topology_decides() -> None:
 def test_a_pinned_axis_stays() -> None:
     for one in search(SEVENTY, top=3, pins={"tp": 2}):
         assert one.candidate.tp == 2
-    assert parse_pins(["tp=4", "max-num-batched-tokens=512"]) == {"tp": 4, "max_num_batched_tokens": 512}
+    assert parse_pins(["tp=4", "max-num-batched-tokens=512"]) == {
+        "tp": 4,
+        "max_num_batched_tokens": 512,
+    }
     (found,) = search(SEVENTY, top=1, pins={"tp": 4, "pp": 1, "max_num_batched_tokens": 512})
     assert (found.candidate.tp, found.candidate.pp, found.candidate.chunk) == (4, 1, 512)
     three = search(SEVENTY, top=1, pins={"tp": 4, "pp": 1, "dp": 3})
