@@ -21,7 +21,12 @@ Written by `docs/reference/write_cli.py` from the commands' own help; do not edi
 
 A flag, a key of a `--config` file and a keyword of the library's functions are the same word:
 `--global-batch 16`, `global_batch = 16` and `hocket.train(..., global_batch=16)`.
-Exit codes: 0 done; 1 a rank died or a check failed; 2 something to mend, with a hint; 130 Ctrl-C.
+
+With `--json`, stdout has JSON alone: one object, or one a line for long work. An error is
+`{"error": {"message", "hint", "exit_code"}}`, and is printed as text on stderr too.
+
+## Exit codes
+
 """
 
 
@@ -40,9 +45,11 @@ def help_of(*arguments: str) -> str:
 
 def page() -> str:
     """The whole page."""
-    from hocket.cli.main import VERBS
+    from hocket.cli.main import EXIT_CODES, VERBS
 
-    parts = [HEAD, f"```\n{help_of()}\n```\n"]
+    codes = "".join(f"| {code} | {meaning} |\n" for code, meaning in EXIT_CODES.items())
+    head = f"{HEAD}| code | meaning |\n|---|---|\n{codes}\n## hocket\n"
+    parts = [head, f"```\n{help_of()}\n```\n"]
     parts += [f"## hocket {verb}\n\n```\n{help_of(verb)}\n```\n" for verb in VERBS]
     return "\n".join(parts)
 

@@ -67,7 +67,7 @@ OUTSIDE: dict[str, set[str]] = {
     "rehearsal": {"torch", "transformers"},
     "jobs": {"torch"},
     "doctor": {"torch", "numpy", "pynvml"},
-    "cli": {"tyro", "rich"},
+    "cli": {"tyro", "rich", "yaml"},
 }  # fmt: skip
 """Packages from outside that a room may import, anywhere."""
 

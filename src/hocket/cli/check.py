@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from hocket.cli.flags import LayoutFlags, Model, explicit, parse, values
+from hocket.cli.progress import note
 from hocket.spec.errors import OptionError
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str]) -> int:
 
     def tell(event: dict[str, object]) -> None:
         if event["event"] == "phase" and not flags.json:
-            print(f"{event['name']} ...", file=sys.stderr, flush=True)
+            note(f"{event['name']} ...")
 
     report = check(request({**said, **sizes}), on_event=tell)
     if flags.json:
@@ -151,7 +151,7 @@ def _serve(flags: Check, said: dict[str, object]) -> int:
 
     def tell(event: dict[str, object]) -> None:
         if not flags.json:
-            print(f"{event['name']} ...", file=sys.stderr, flush=True)
+            note(f"{event['name']} ...")
 
     report = served_check(said, on_event=tell)
     print(report.to_json() if flags.json else "\n".join(served_lines(report)))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Sequence
 from typing import Annotated
 
 import tyro
 
 from hocket.cli.flags import Count, Model, Text, parse
+from hocket.cli.progress import note
 from hocket.spec import renamed
 from hocket.spec.errors import OptionError
 
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str]) -> int:
     _, width = terminal()
 
     def tell(text: str) -> None:
-        print(f"{text} ...", file=sys.stderr, flush=True)
+        note(f"{text} ...")
 
     if flags.sweep is not None:
         if flags.strategies:

@@ -1,12 +1,94 @@
-"""The configuration file: TOML whose keys are the names of the flags."""
+"""`hocket config` and `--config`: options by flag name in a file, for every verb.
+
+A file is TOML or YAML by its suffix. Tables only group options: `[training]` may hold `lr`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import importlib
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from hocket.spec.errors import OptionError
+import tyro
+
+from hocket.cli import spelling
+from hocket.cli.flags import explicit, parse
+from hocket.spec import renamed
+from hocket.spec.errors import OptionError, unknown
+from hocket.spec.options_file import toml
+
+OWN = ("train",)
+"""Verbs that read the file themselves: a layout in it and flags are merged field by field."""
+
+_NUMBER = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
+
+NOT_OPTIONS = frozenset({"config", "json", "dry_run", "resume"})
+"""Flags about one call, which a file of options does not hold."""
+
+FLAGS_OF_OTHERS = True
+"""The arguments are those of another verb, and are read as that verb reads them."""
+
+Words = Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="show VERB ...")]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConfigFlags:
+    """Print every option of a command, from flags, file and defaults together, as TOML.
+
+    The output is a file for `--config`: hocket config show train MODEL --lr 1e-4 > run.toml
+
+    Attributes:
+        words: `show`, a verb and its arguments.
+    """
+
+    words: Words = ()
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print. Returns 0."""
+    from hocket.cli.main import VERBS
+
+    if not arguments or arguments[0] != "show":
+        parse(ConfigFlags, "config", arguments, ConfigFlags())
+    match tuple(arguments):
+        case ("show", verb, *rest) if verb in VERBS and verb not in ("config", "completion"):
+            print(toml(resolved(verb, rest)), end="")
+            return 0
+        case ("show", verb, *_):
+            message, hint = unknown("verb", verb, VERBS)
+            raise OptionError(message, hint=hint)
+    raise OptionError("config shows the options of a command", hint="hocket config show train")
+
+
+def resolved(verb: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """Every option of a command by name: as given, else its default. None: decided when it runs."""
+    from hocket.jobs.request import AUTO, LAYOUT_FIELDS, layout_of
+
+    module = importlib.import_module(f"hocket.cli.{verb}")
+    known = spelling.flags_of(module)
+    rest = expanded(verb, spelling.current(verb, list(arguments), known), known)
+    kind = spelling.kind_of(module)
+    if verb == "train":
+        flags, given = module.read(rest)
+        found = {**_flat(flags), **given}
+        if found["layout"] != AUTO:  # one text, however it was given
+            parts = {n: found.pop(n) for n in LAYOUT_FIELDS if n in found}
+            given = {n: v for n, v in parts.items() if v is not None and v is not False}
+            found["layout"] = str(layout_of({**given, "layout": found["layout"]}))
+    else:
+        found = _flat(parse(kind, verb, rest, kind()))
+    return {name: value for name, value in found.items() if name not in NOT_OPTIONS}
+
+
+def _flat(group: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(group):
+        value = getattr(group, field.name)
+        found |= _flat(value) if dataclasses.is_dataclass(value) else {field.name: value}
+    return found
 
 
 def find(arguments: Sequence[str]) -> str | None:
@@ -19,32 +101,145 @@ def find(arguments: Sequence[str]) -> str | None:
     return None
 
 
+def expanded(verb: str, arguments: Sequence[str], known: Mapping[str, spelling.Flag]) -> list[str]:
+    """The arguments with each `--set NAME=VALUE` as its flag, and with the options of `--config`
+    before them, of which flags override those of the same name.
+
+    Raises:
+        OptionError: a file that cannot be read, or a name that the verb does not have.
+    """
+    rest = _set(verb, arguments, known)
+    path = find(rest)
+    if path is None or verb in OWN:
+        return rest
+    at = next(i for i, a in enumerate(rest) if a.startswith("--config"))
+    rest = rest[:at] + rest[at + 1 + (rest[at] == "--config") :]
+    names = {flag.name for flag in known.values()}
+    options = renamed.options(_options(path), names)
+    written = explicit(rest)
+    positional = bool(rest) and not rest[0].startswith("-")
+    found: list[str] = []
+    for name, value in options.items():
+        flag = known.get(name)
+        if flag is None:
+            message, hint = unknown("option", name, names)
+            raise OptionError(f"{path}: {message} of hocket {verb}", hint=hint)
+        if name in written or (flag.positional and positional):
+            continue
+        values = [str(v) for v in value] if isinstance(value, list) else [_text(value)]
+        if flag.positional:
+            found = [*values, *found]
+        elif flag.switch:
+            found += [spelling.spelled(name)] * bool(value)
+        elif flag.many:
+            found += [spelling.spelled(name), *values]
+        else:
+            joined = "-".join(values)
+            found.append(f"{spelling.spelled(name)}={joined}")
+    return [*found, *rest] if not positional else [rest[0], *found, *rest[1:]]
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _set(verb: str, arguments: Sequence[str], known: Mapping[str, spelling.Flag]) -> list[str]:
+    found: list[str] = []
+    waiting = False
+    for argument in arguments:
+        if argument == "--set" or argument.startswith("--set="):
+            waiting = argument == "--set"
+            if waiting:
+                continue
+            argument = argument.removeprefix("--set=")
+        elif not waiting:
+            found.append(argument)
+            continue
+        waiting = False
+        name, equals, value = argument.partition("=")
+        name = name.rpartition(".")[2].replace("-", "_")
+        if not equals:
+            raise OptionError(f"--set {argument} has no value", hint=f"--set {argument}=VALUE")
+        flag = spelling.spelled(name)
+        (flag,) = spelling.current(verb, [flag], known) or [flag]
+        option = known[flag[2:].replace("-", "_")]
+        if not option.switch:
+            found.append(f"{flag}={value}")
+        elif value.lower() in ("true", "1", "yes"):
+            found.append(flag)
+    return found
+
+
 def read(path: str) -> dict[str, Any]:
-    """The options of a file, by name, each of the type it must have.
+    """The options of a file for training, by name, each of the type it must have.
 
     Raises:
         OptionError: a file that cannot be read, an unknown key (the nearest one is suggested), or
             a value of another type.
     """
-    import tomllib
-
     from hocket.jobs.request import typed
 
     try:
-        data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise OptionError(f"there is no file {path}") from None
-    except IsADirectoryError:
-        raise OptionError(f"{path} is a folder; options belong in a TOML file") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise OptionError(f"{path} cannot be read: {error}") from None
-    tables = [key for key, value in data.items() if isinstance(value, dict)]
-    if tables:
-        raise OptionError(
-            f"{path} contains the table [{tables[0]}]; options belong at the top "
-            f"level, by their flags' names"
-        )
-    try:
-        return typed({key.replace("-", "_"): value for key, value in data.items()})
+        return typed(_options(path))
     except OptionError as error:
         raise OptionError(f"{path}: {error.message}", hint=error.hint) from None
+
+
+def _options(path: str) -> dict[str, Any]:
+    """The options of a file, those of its tables among the others."""
+    import tomllib
+
+    file = Path(path)
+    try:
+        text = file.read_text(encoding="utf-8")
+        data = _yaml(text, path) if file.suffix in (".yaml", ".yml") else tomllib.loads(text)
+    except FileNotFoundError:
+        raise OptionError(
+            f"there is no file {path}", hint=f"hocket config show train MODEL > {path}"
+        ) from None
+    except IsADirectoryError:
+        raise OptionError(
+            f"{path} is a folder; options belong in a TOML or YAML file",
+            hint=f"--config {file / 'run.toml'}",
+        ) from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        suffix = "; YAML has the suffix .yaml" if isinstance(error, tomllib.TOMLDecodeError) else ""
+        raise OptionError(
+            f"{path} cannot be read as TOML: {error}{suffix}",
+            hint='options by name: lr = 1e-4, layout = "dp2"',
+        ) from None
+    found: dict[str, Any] = {}
+    for name, value in data.items():
+        for key, item in value.items() if isinstance(value, dict) else ((name, value),):
+            if not isinstance(key, str) or isinstance(item, dict):
+                raise OptionError(
+                    f"{path}: {name}.{key} is a table in a table; tables only group options",
+                    hint=f"[{name}] with options by their flags' names",
+                )
+            if key.replace("-", "_") in found:
+                raise OptionError(f"{path} gives {key} twice", hint="give it once")
+            found[key.replace("-", "_")] = item
+    return found
+
+
+def _yaml(text: str, path: str) -> dict[str, Any]:
+    import yaml
+
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise OptionError(
+            f"{path} cannot be read as YAML: {error}", hint="options by name: lr: 1.0e-4"
+        ) from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise OptionError(
+            f"{path} is a {type(data).__name__}; options are names with values",
+            hint="options by name: lr: 1.0e-4",
+        )
+    # YAML 1.1 reads 1e-4 as a text: a number needs its point there.
+    return {
+        name: float(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
+        for name, value in data.items()
+    }

@@ -1,4 +1,4 @@
-"""The door: finds the verb, hands it the rest of the command line, and says what went wrong.
+"""The entry point: finds the verb, hands it the rest of the command line, and prints errors.
 
 `hocket --help` and an unknown verb are answered from the table below, without loading a parser.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import importlib
 import os
+import shlex
 import sys
 import warnings
 from collections.abc import Sequence
@@ -15,47 +16,78 @@ from typing import Any
 
 from hocket.cli import installed
 from hocket.spec import downloads
-from hocket.spec.errors import HocketError, OptionError, unknown
+from hocket.spec.errors import CUTOFF, HocketError, OptionError, nearest
 
-VERBS = {
-    "demo": "train a small Llama on this machine's own text, on eight ranks, end to end",
-    "train": "train a model with data, tensor and pipeline parallelism",
-    "check": "prove that a layout computes what one process computes",
-    "compare": "run one model under every parallel strategy, side by side",
-    "tour": "walk through the kinds of parallelism, each claim tested on this machine",
-    "generate": "continue a text with a trained model",
-    "serve": "serve a model over an OpenAI-compatible API",
-    "export": "write a run's model as an ordinary Hugging Face directory",
-    "rehearse": "execute a job on fake GPUs: whether it completes, and fits",
-    "plan": "find the best layout of a model on a cluster, without a GPU",
-    "validate": "predict the runs of a table of published measurements, and print the errors",
-    "report": "show a run as one page: predicted above measured, and where they differ",
-    "ledger": "show the prediction errors of all runs, by axis and machine",
-    "doctor": "check this machine's environment, or write its GPU report card",
-    "probe": "find this machine's devices, measure them and the links between them",
-    "links": "estimate the communication of each axis on the links it crosses, and on others",
-    "schedule": "print a pipeline schedule: rank by time",
-    "template": "print a job file for Slurm, Kubernetes, Docker or SkyPilot, for a layout",
-    "models": "list the models that come with hocket",
+GROUPS = {
+    "Run": {
+        "train": "train a model with data, tensor and pipeline parallelism",
+        "serve": "serve a model over an OpenAI-compatible API",
+        "generate": "continue a text with a trained model",
+        "export": "write a run's model as an ordinary Hugging Face directory",
+        "template": "print a job file for Slurm, Kubernetes, Docker or SkyPilot, for a layout",
+    },
+    "Plan": {
+        "plan": "find the best layout of a model on a cluster, without a GPU",
+        "rehearse": "execute a job on fake GPUs: whether it completes, and fits",
+        "links": "estimate the communication of each axis on the links it crosses, and on others",
+        "schedule": "print a pipeline schedule: rank by time",
+        "models": "list the models that come with hocket",
+    },
+    "Verify": {
+        "check": "compare what a layout computes with what one process computes",
+        "compare": "run one model under every parallel strategy, side by side",
+        "validate": "predict the runs of a table of published measurements, and print the errors",
+        "doctor": "check this machine's environment, or write its GPU report card",
+    },
+    "Inspect": {
+        "report": "show a run as one page: predicted above measured, and where they differ",
+        "ledger": "show the prediction errors of all runs, by axis and machine",
+        "probe": "find this machine's devices, measure them and the links between them",
+        "config": "print every option of a command, resolved, as a --config file",
+        "completion": "print a completion script for bash, zsh or fish",
+    },
+    "Learn": {
+        "demo": "train a small Llama on this machine's own text, on eight ranks, end to end",
+        "tour": "walk through the kinds of parallelism, each claim tested on this machine",
+    },
 }
-"""Each verb is a module of this room with a function `main(arguments) -> exit code`."""
+"""The verbs by what they are for."""
+
+VERBS = {verb: what for verbs in GROUPS.values() for verb, what in verbs.items()}
+"""Each verb is a module of this package with a function `main(arguments) -> exit code`."""
+
+EXIT_CODES = {
+    0: "done",
+    1: "a check failed, a rank died, or requests were cut off",
+    2: "the command cannot be carried out as it is; the hint is what to change",
+    75: "a signal stopped training after a checkpoint; `--resume` continues (EX_TEMPFAIL)",
+    130: "interrupted with Ctrl-C",
+    141: "the reader of stdout has gone, as with `| head`",
+}
 
 
 def usage() -> str:
     """What `hocket --help` prints."""
     width = max(len(verb) for verb in VERBS)
-    verbs = "\n".join(f"  {verb:<{width}}  {what}" for verb, what in VERBS.items())
+    groups = "\n\n".join(
+        f"{title}:\n" + "\n".join(f"  {verb:<{width}}  {what}" for verb, what in verbs.items())
+        for title, verbs in GROUPS.items()
+    )
     return (
         "usage: hocket VERB [OPTIONS]\n\n"
-        "Train and serve any Hugging Face causal language model across many devices, from one "
+        "Plan, train and serve Hugging Face causal language models across many devices, from one "
         "layout.\n\n"
-        f"{verbs}\n\n"
-        "hocket VERB --help lists a verb's options; hocket --version prints the version.\n"
+        f"{groups}\n\n"
+        "For every verb:\n"
+        "  --config FILE   options from a TOML or YAML file, by flag name; flags override it\n"
+        "  --set NAME=VALUE  one option, as in --set training.lr=1e-4\n"
+        "  --quiet, -q     no progress and no notes: results, warnings and errors only\n\n"
+        "hocket help VERB lists a verb's options; hocket -V prints the version.\n"
     )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Returns its exit code: 0, 1 (a rank died, a check failed) or 2."""
+    """Run one command. Returns its exit code, one of `EXIT_CODES`."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         with downloads.shown(_download), warnings.catch_warnings():
@@ -64,8 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except HocketError as error:
-        print(f"hocket: {_printable(str(error))}", file=sys.stderr)
-        return error.exit_code
+        return _failed(error, arguments)
     except KeyboardInterrupt:
         print("hocket: interrupted", file=sys.stderr)
         return 130
@@ -115,21 +146,61 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
-def _verb(arguments: list[str]) -> int:
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(usage(), end="", file=sys.stdout if arguments else sys.stderr)
-        return 0 if arguments else 2
-    verb, rest = arguments[0], arguments[1:]
-    if verb == "--version":
-        from hocket import __version__
+def _failed(error: HocketError, arguments: list[str]) -> int:
+    """Print an error, its hint as a whole command where it is one of flags; with --json also as an
+    object on stdout. Returns its exit code."""
+    hint = error.hint
+    if hint is not None and hint.startswith("--") and arguments and arguments[0] in VERBS:
+        from hocket.cli import spelling
 
-        print(f"hocket {__version__}")
-        return 0
+        hint = spelling.mended(arguments, hint) or hint
+    text = str(type(error)(error.message, hint=hint))
+    if "--json" in arguments:
+        import json
+
+        found = {"message": error.message, "hint": hint, "exit_code": error.exit_code}
+        print(json.dumps({"error": found}), flush=True)
+    print(f"hocket: {_printable(text)}", file=sys.stderr)
+    return error.exit_code
+
+
+def _verb(arguments: list[str]) -> int:
+    match arguments:
+        case []:
+            print(usage(), end="", file=sys.stderr)
+            return 2
+        case ["-h" | "--help" | "help"]:
+            print(usage(), end="")
+            return 0
+        case ["-V" | "--version" | "version", *_]:
+            from hocket import __version__
+
+            print(f"hocket {__version__}")
+            return 0
+        case ["help", verb, *_]:
+            arguments = [verb, "--help"]
+    verb, rest = arguments[0], arguments[1:]
     if verb not in VERBS:
-        message, hint = unknown("verb", verb, VERBS)
-        raise OptionError(message, hint=hint)
+        near = nearest(verb, (*VERBS, "version", "help"), cutoff=CUTOFF)
+        raise OptionError(
+            f"unknown verb {verb!r}",
+            hint="hocket --help" if near is None else shlex.join(["hocket", near, *rest]),
+        )
     installed.require(verb, rest)
     module = importlib.import_module(f"hocket.cli.{verb}")
-    from hocket.cli import spelling
+    from hocket.cli import config, progress, spelling
 
-    return int(module.main(spelling.current(verb, rest, spelling.flags_of(module))))
+    if getattr(module, "FLAGS_OF_OTHERS", False):
+        return int(module.main(rest))
+    known = spelling.flags_of(module)
+    rest, quiet = _switch(rest, "--quiet", "-q")
+    rest = config.expanded(verb, spelling.current(verb, rest, known), known)
+    with progress.silenced(quiet):
+        return int(module.main(rest))
+
+
+def _switch(arguments: list[str], *names: str) -> tuple[list[str], bool]:
+    """The arguments up to `--` without a switch, and whether it was there."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    kept = [argument for argument in arguments[:end] if argument not in names]
+    return kept + arguments[end:], len(kept) < end

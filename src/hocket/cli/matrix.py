@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -28,13 +27,15 @@ def run(
     from hocket.spec.matrix import LAYOUTS, QUICK, SERVED_LAYOUTS
 
     chosen = tuple(layouts) or (SERVED_LAYOUTS if served else QUICK if quick else LAYOUTS)
+    from hocket.cli.progress import note, silent
+
     screen = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn(),
     )  # fmt: skip
     if not as_json:
         print("\n".join(legend(chosen)), flush=True)
-    with Progress(*columns, console=screen, disable=not screen.is_terminal) as bar:
+    with Progress(*columns, console=screen, disable=silent() or not screen.is_terminal) as bar:
         task = bar.add_task("starting", total=None)
 
         def show(row: TypeRow) -> None:
@@ -43,7 +44,7 @@ def run(
         def tell(event: dict[str, Any]) -> None:
             bar.update(task, description=event["name"], completed=event["done"], total=event["of"])
             if not screen.is_terminal:
-                print(f"{event['name']} ({event['done']} of {event['of']})", file=sys.stderr)
+                note(f"{event['name']} ({event['done']} of {event['of']})")
 
         found = (served_matrix if served else matrix)(types, chosen, on_row=show, on_event=tell)
     if not as_json:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Sequence
 
 from hocket.cli.flags import File, parse
+from hocket.cli.progress import note
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
 
     def tell(event: dict[str, object]) -> None:
         if event["event"] == "phase":
-            print(f"{event['name']} ...", file=sys.stderr, flush=True)
+            note(f"{event['name']} ...")
 
     machine.writable([name for name in (flags.out, flags.svg) if name is not None])
     found = machine.probe(device=flags.device, quick=flags.quick, on_event=tell)

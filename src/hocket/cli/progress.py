@@ -6,6 +6,7 @@ The live display exists in this process only: ranks are started from a server th
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import json
@@ -27,6 +28,30 @@ SMALLEST_BAR = 8
 """Columns of the bar that numbers may not take."""
 
 
+_SILENT = contextvars.ContextVar("silent", default=False)
+
+
+@contextlib.contextmanager
+def silenced(quiet: bool) -> Iterator[None]:
+    """Within the block no progress and no notes are printed, if `quiet`."""
+    token = _SILENT.set(quiet)
+    try:
+        yield
+    finally:
+        _SILENT.reset(token)
+
+
+def silent() -> bool:
+    """Whether --quiet was given."""
+    return _SILENT.get()
+
+
+def note(text: str) -> None:
+    """Print one line of progress on stderr, unless --quiet."""
+    if not silent():
+        print(text, file=sys.stderr, flush=True)
+
+
 class Listener(Protocol):
     """Takes events. `heard` is False in a process that is not the one to speak for the job."""
 
@@ -40,6 +65,8 @@ def progress(*, as_json: bool = False) -> Iterator[Listener]:
     """The listener that suits where the output goes."""
     if as_json:
         yield JsonRows()
+    elif silent():
+        yield Silent()
     elif sys.stdout.isatty():
         with _bar() as bar:
             listener = Bar(bar)
@@ -77,7 +104,7 @@ class DownloadLines:
             return
         else:
             self._next[name] = now + self.EVERY
-        print(download_line(download, now - begun), file=sys.stderr, flush=True)
+        note(download_line(download, now - begun))
 
 
 @functools.cache
@@ -105,7 +132,17 @@ class JsonRows:
             row = {key: value for key, value in event.items() if key not in ("event", "rank")}
             print(json.dumps(row), flush=True)
         elif event["event"] == "note":
-            print(event["text"], file=sys.stderr, flush=True)
+            note(event["text"])
+
+
+class Silent:
+    """Prints nothing: --quiet."""
+
+    def __init__(self) -> None:
+        self.heard = False
+
+    def __call__(self, event: Event) -> None:
+        self.heard = True
 
 
 class PlainLines:

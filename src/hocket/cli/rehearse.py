@@ -122,9 +122,11 @@ def main(arguments: Sequence[str]) -> int:
         gpu=flags.gpu,
     )
 
+    from hocket.cli.progress import note
+
     def say(line: str) -> None:
         if sys.stderr.isatty():
-            print(line, file=sys.stderr)
+            note(line)
 
     found = job.rehearse(prepared, ranks=flags.rank, on_phase=say)
     print(found.report.to_json() if flags.json else text(found), flush=True)

@@ -6,13 +6,13 @@ import contextlib
 import dataclasses
 import json
 import shlex
-import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 import tyro
 
 from hocket.cli.flags import Folder, Model, Run, Text, explicit, parse, values
+from hocket.cli.progress import note, silent
 from hocket.spec.errors import OptionError
 from hocket.spec.serving import ServeOptions
 from hocket.spec.units import format_bytes
@@ -99,16 +99,16 @@ def _rows(event: dict[str, Any]) -> None:
     if event["event"] in ("ready", "ended"):
         print(json.dumps(event), flush=True)
     elif event["event"] == "note":
-        print(event["text"], file=sys.stderr, flush=True)
+        note(event["text"])
 
 
 def _lines(event: dict[str, Any]) -> None:
     # Whoever reads may be gone: a server goes on without.
     with contextlib.suppress(BrokenPipeError):
         match event["event"]:
-            case "phase":
+            case "phase" if not silent():
                 print(f"{event['name']} ...", flush=True)
-            case "note":
+            case "note" if not silent():
                 print(event["text"], flush=True)
             case "ready":
                 print(_ready(event), flush=True)

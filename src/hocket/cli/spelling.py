@@ -10,21 +10,33 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hocket.cli.help import attributes
+from hocket.cli.help import flag as help_form
 from hocket.spec import renamed
-from hocket.spec.errors import OptionError, nearest
+from hocket.spec.errors import CUTOFF, OptionError, nearest
 from hocket.spec.synonyms import EXPLAINED, SYNONYMS, VALUES, meant
 
-CUTOFF = 0.7
-"""Least similarity of a name that is suggested."""
+COMMON = frozenset({"help", "config", "set"})
+"""Flags of every verb that take part in its options; `main` takes --quiet out before."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """One flag: its names without dashes, and whether it is a switch or a positional argument."""
+    """One flag.
+
+    Attributes:
+        name: with underscores. switch: takes no value. positional: written without its name.
+        many: takes several values. choices: the values that it takes; empty: any.
+        metavar, text: as help prints them.
+    """
 
     name: str
     switch: bool = False
     positional: bool = False
+    many: bool = False
+    choices: tuple[str, ...] = ()
+    metavar: str = ""
+    text: str = ""
 
 
 def kind_of(module: types.ModuleType) -> Any:
@@ -46,6 +58,7 @@ def _flags(kind: Any) -> dict[str, Flag]:
     import tyro
 
     found: dict[str, Flag] = {}
+    texts = attributes(kind)
     hints = typing.get_type_hints(kind, include_extras=True)
     for field in dataclasses.fields(kind):
         hint = hints[field.name]
@@ -57,7 +70,16 @@ def _flags(kind: Any) -> dict[str, Flag]:
         forms = [mark for mark in marks if hasattr(mark, "metavar")]
         positional = tyro.conf.Positional[str].__metadata__[0] in marks  # type: ignore[attr-defined]
         name = next((form.name for form in forms if form.name), field.name)
-        flag = Flag(name.replace("-", "_"), plain is bool, positional)
+        text, choices = help_form(texts[field.name], None)
+        flag = Flag(
+            name=name.replace("-", "_"),
+            switch=plain is bool,
+            positional=positional,
+            many=typing.get_origin(plain) is tuple,
+            choices=choices,
+            text=text,
+            metavar=next((form.metavar for form in forms if form.metavar), ""),
+        )
         for other in (flag.name, *(a for form in forms for a in form.aliases or ())):
             if not other.startswith("-") or other.startswith("--"):
                 found[other.removeprefix("--").replace("-", "_")] = flag
@@ -75,14 +97,17 @@ def current(verb: str, arguments: Sequence[str], known: Mapping[str, Flag]) -> l
     front: list[str] = []
     waiting: list[str] | None = None
     for index, argument in enumerate(arguments):
-        if not argument.startswith("--") or argument == "--":
+        if argument == "--":  # options of another command
+            found += arguments[index:]
+            break
+        if not argument.startswith("--"):
             (found if waiting is None else waiting).append(argument)
             waiting = None
             continue
         waiting = None
         written, equals, value = argument[2:].partition("=")
         name = written.replace("-", "_")
-        if name in names or name == "help" or name.startswith("tyro_"):
+        if name in names or name in COMMON:
             found.append(f"--{written.replace('_', '-')}{equals}{value}")
             continue
         (new,) = renamed.options({name: None}, names, spelled=spelled)
@@ -122,6 +147,41 @@ def unknown_flag(
         f"unknown option {written} of hocket {verb}; the nearest is {spelled(near)}",
         hint=f"hocket {verb} {shlex.join(mended)}",
     )
+
+
+def mended(arguments: Sequence[str], hint: str) -> str | None:
+    """The whole command with the flags of a hint in place of those typed; None where the hint has
+    other words than flags and their values."""
+    try:
+        parts = shlex.split(hint)
+    except ValueError:
+        return None
+    flags: list[list[str]] = []
+    for part in parts:
+        if part.startswith("--"):
+            flags.append([part])
+        elif flags and len(flags[-1]) == 1 and not flags[-1][0].endswith((",", ";")):
+            flags[-1].append(part)
+        else:
+            return None
+    if any(value.endswith((",", ";")) for flag in flags for value in flag):
+        return None
+    command = list(arguments)
+    for flag in flags:
+        command = _without(command, flag[0]) + flag
+    return f"hocket {shlex.join(command)}"
+
+
+def _without(arguments: Sequence[str], flag: str) -> list[str]:
+    """The arguments without a flag and the values after it."""
+    found: list[str] = []
+    dropped = False
+    for argument in arguments:
+        if argument.startswith("-"):
+            dropped = argument.partition("=")[0] == flag
+        if not dropped:
+            found.append(argument)
+    return found
 
 
 def spelled(name: str) -> str:

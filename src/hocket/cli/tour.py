@@ -10,6 +10,7 @@ from typing import Annotated
 import tyro
 
 from hocket.cli.flags import File, parse
+from hocket.cli.progress import note
 
 Names = Annotated[tuple[str, ...], tyro.conf.arg(metavar="STOP...")]
 
@@ -56,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
 
     def show(stop: Stop) -> None:
         if flags.json:
-            print(f"{stop.key} ...", file=sys.stderr, flush=True)
+            note(f"{stop.key} ...")
         else:
             print(told(stop, numbers[stop.key], flags.lang, width), flush=True)
 

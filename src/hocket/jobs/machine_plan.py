@@ -71,7 +71,7 @@ def plan(
         message, hint = unknown("objective", objective, OBJECTIVES)
         raise OptionError(f"on CPU cores: {message}", hint=hint)
     if top < 1:
-        raise OptionError(f"top is {top}; it must be at least 1")
+        raise OptionError(f"top is {top}; it must be at least 1", hint="--top 10")
     asked = problem(
         model, cluster, seq_len=seq_len, global_batch=global_batch, precision=precision,
         layout=layout, lora_rank=lora_rank, lora_targets=lora_targets,

@@ -113,7 +113,7 @@ def plan(
         LayoutError: nothing fits; with what is missing and the smallest cluster that fits.
     """
     if top < 1:
-        raise OptionError(f"top is {top}; it must be at least 1")
+        raise OptionError(f"top is {top}; it must be at least 1", hint="--top 10")
     found = search(problem, objective=objective, pins=pins, beside=None if everything else BESIDE)
     if found.num_fitting == 0:
         raise _impossible(problem, found, pins)

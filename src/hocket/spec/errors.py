@@ -92,6 +92,10 @@ class RankFailure(HocketError):
     exit_code = 1
 
 
+CUTOFF = 0.7
+"""Least similarity of a verb or flag that is suggested."""
+
+
 def nearest(name: str, choices: Iterable[str], *, cutoff: float = 0.5) -> str | None:
     """The choice most like `name`, in whatever case, or None where nothing is near."""
     spelled = {choice.lower(): choice for choice in choices}

@@ -28,6 +28,7 @@ from hocket.spec import renamed
 from hocket.spec.errors import OptionError, RunFolderError, unknown
 from hocket.spec.files import MALFORMED, json_crc32, named, parse_json, read_text
 from hocket.spec.layout import Layout
+from hocket.spec.options_file import toml
 from hocket.spec.rows import typed
 from hocket.spec.serving import ServeOptions
 
@@ -272,6 +273,11 @@ class RunFolder:
         return self.path / "schedule.txt"
 
     @property
+    def options_file(self) -> Path:
+        """The options as a `--config` file that repeats the run."""
+        return self.path / "run.toml"
+
+    @property
     def data(self) -> Path:
         return self.path / "data"
 
@@ -353,6 +359,8 @@ class RunFolder:
         body = parse_json(dataclasses.replace(spec, options=options).to_json())
         text = json.dumps({**body, CHECKSUM: json_crc32(body)}, indent=1, sort_keys=True)
         write_text(self.spec_file, text)
+        if spec.command in ("train", "serve"):
+            write_text(self.options_file, options_text(spec))
 
     def load(self, *, trust_remote_code: bool = False) -> RunSpec:
         """Read the spec and verify its checksum, if it has one.
@@ -381,6 +389,24 @@ class RunFolder:
             )
         options = dataclasses.replace(spec.options, trust_remote_code=trust_remote_code)
         return dataclasses.replace(spec, options=options)
+
+
+def options_text(spec: RunSpec) -> str:
+    """The options of a training run or a server, resolved, as a `--config` file."""
+    options = dataclasses.asdict(spec.options)
+    for name in ("resume", "trust_remote_code"):
+        del options[name]
+    if spec.serving is None:
+        job = {"data": spec.data, **dataclasses.asdict(spec.workload), **options}
+    else:
+        shared = {name: options[name] for name in SERVED}
+        job = {"dtype": spec.workload.dtype, **shared, **dataclasses.asdict(spec.serving)}
+    head = f"# hocket {spec.command} --config {{this file}} repeats the run in a new folder\n"
+    return head + toml({"model": spec.model, "layout": str(spec.layout), **job})
+
+
+SERVED = ("device", "backend", "threads", "attention", "tokenizer", "timeout", "emulate_links")
+"""Options that a server has in common with training."""
 
 
 def write_text(path: Path, text: str) -> None:

@@ -1,0 +1,264 @@
+"""The entry point: verbs, exit codes, --quiet, hints as commands, completion, options files."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from hocket.cli import completion, config, spelling
+from hocket.cli.main import EXIT_CODES, VERBS, main, usage
+from hocket.spec.errors import OptionError
+from hocket.spec.run import TrainOptions, Workload
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    try:
+        code = main(arguments)
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+@pytest.mark.parametrize("words", ["-V", "--version", "version"])
+def test_the_version(capsys: pytest.CaptureFixture[str], words: str) -> None:
+    from hocket import __version__
+
+    assert run(capsys, words) == (0, f"hocket {__version__}\n", "")
+
+
+def test_help_of_a_verb_by_both_orders(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "help", "models") == run(capsys, "models", "--help")
+    assert all(verb in usage() for verb in VERBS)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"), [("trian", "hocket train x"), ("versin", "hocket version x")]
+)
+def test_an_unknown_verb_names_the_nearest(
+    capsys: pytest.CaptureFixture[str], wrong: str, right: str
+) -> None:
+    code, _, err = run(capsys, wrong, "x")
+    assert (code, err) == (2, f"hocket: unknown verb '{wrong}'\n  hint: {right}\n")
+
+
+def test_a_far_verb_is_not_suggested(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "environment")[2].endswith("hint: hocket --help\n")
+
+
+def test_every_exit_code_is_documented() -> None:
+    page = (ROOT / "docs/reference/cli.md").read_text("utf-8")
+    for code, meaning in EXIT_CODES.items():
+        assert f"| {code} | {meaning} |" in page
+    from hocket.cli.train import STOPPED
+    from hocket.spec.errors import HocketError, RankFailure
+
+    assert {0, 1, 2, 130, 141, STOPPED, HocketError.exit_code, RankFailure.exit_code} == set(
+        EXIT_CODES
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(KeyboardInterrupt, 130), (OptionError("x"), 2), (None, 0)]
+)
+def test_exit_codes(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException | type[BaseException] | None,
+    code: int,
+) -> None:
+    def verb(arguments: list[str]) -> int:
+        if error is not None:
+            raise error
+        return 0
+
+    monkeypatch.setattr("hocket.cli.models.main", verb)
+    assert run(capsys, "models")[0] == code
+
+
+def test_a_reader_that_has_gone_is_no_error() -> None:
+    command = 'set -o pipefail; hocket() { python3 -m hocket "$@"; }; hocket models | head -0'
+    import sys
+
+    command = command.replace("python3", shlex.quote(sys.executable))
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode in (0, 141)
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("typed", "hint", "mended"),
+    [
+        (["train", "m", "--steps", "3"], "--steps 4", "hocket train m --steps 4"),
+        (["train", "m", "--steps=3", "--json"], "--steps 4", "hocket train m --json --steps 4"),
+        (["plan", "m"], "--cluster 8xH100 --top 2", "hocket plan m --cluster 8xH100 --top 2"),
+        (["train", "--data", "a", "b", "--lr", "1"], "--data c", "hocket train --lr 1 --data c"),
+        (["train"], "--steps 3, or more data", None),
+        (["train"], "--layout pp2 or --layout dp2", None),
+        (["train"], "--resume to continue it", None),
+    ],
+)
+def test_a_hint_of_flags_is_a_whole_command(
+    typed: list[str], hint: str, mended: str | None
+) -> None:
+    assert spelling.mended(typed, hint) == mended
+
+
+def test_errors_are_json_where_json_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "train", "tiny-llama", "--data", "README.md", "--lr=-1", "--json")
+    error = json.loads(out)["error"]
+    assert error["exit_code"] == code == 2
+    assert error["message"] in err
+    assert error["hint"] in err
+
+
+def test_what_is_pasted_from_a_hint_fails_no_longer_for_the_same_reason(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for typed in (
+        ["plan", "llama-3-8b", "--cluster", "8xH100"],
+        ["plan", "llama-3-8b", "--cluster", "8xH100", "--global-batch", "8", "--top", "0"],
+        ["plan", "llama-3-8b", "--global-batch", "8"],
+        ["links", "llama-3-8b", "--cluster", "8xH100", "--layout", "dp8"],
+    ):
+        code, _, err = run(capsys, *typed)
+        assert code == 2
+        hint = err.partition("hint: ")[2].strip()
+        assert run(capsys, *shlex.split(hint)[1:])[0] == 0, hint
+
+
+def test_quiet_prints_results_only(capsys: pytest.CaptureFixture[str]) -> None:
+    from hocket.cli.progress import note, progress, silenced
+
+    note("shown")
+    assert capsys.readouterr().err == "shown\n"
+    with silenced(True), progress() as on_event:
+        note("hidden")
+        on_event({"event": "phase", "name": "hidden"})
+        assert on_event.heard
+    assert capsys.readouterr() == ("", "")
+    loud = run(capsys, "models")
+    assert run(capsys, "models", "--quiet") == run(capsys, "models", "-q") == loud
+
+
+# --- completion -----------------------------------------------------------------------------------
+
+
+def completed(script: str, *words: str) -> set[str]:
+    listed = " ".join(map(shlex.quote, words))
+    text = (
+        f"{script}\nCOMP_WORDS=({listed}); COMP_CWORD={len(words) - 1}; _hocket; "
+        'printf "%s\\n" "${COMPREPLY[@]}"'
+    )
+    done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_bash_completes_verbs_flags_and_values() -> None:
+    script = completion.bash(completion.every_verb())
+    assert completed(script, "hocket", "") >= set(VERBS)
+    assert completed(script, "hocket", "train", "--eval-f") == {"--eval-fraction"}
+    assert completed(script, "hocket", "train", "--grad-dtype", "") == {"fp32", "bf16"}
+    assert completed(script, "hocket", "completion", "") == {"bash", "zsh", "fish"}
+    for verb in VERBS:
+        known = {spelling.spelled(name) for name in completion.every_verb()[verb]}
+        assert completed(script, "hocket", verb, "--") >= known
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_have_every_flag(shell: str, tmp_path: Path) -> None:
+    script = completion.SCRIPTS[shell](completion.every_verb())
+    for verb, flags in completion.every_verb().items():
+        for name in flags:
+            dashed = name.replace("_", "-")
+            assert f"'--{dashed}[" in script or f"from {verb}' -l {dashed} " in script
+    assert shlex.split(script, comments=shell == "zsh"), "quotes are closed"
+    if program := shutil.which(shell):
+        file = tmp_path / "script"
+        file.write_text(script)
+        subprocess.run([program, "-n", str(file)], check=True)
+
+
+# --- options files --------------------------------------------------------------------------------
+
+
+def test_config_show_is_a_file_that_gives_the_same(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, out, _ = run(
+        capsys, "config", "show", "train", "tiny-llama", "--lr", "1e-4", "--layout", "dp2",
+        "--set", "training.eval_fraction=0.5", "--compile",
+    )  # fmt: skip
+    assert code == 0
+    found = tomllib.loads(out)
+    assert found["lr"] == 1e-4
+    assert found["eval_fraction"] == 0.5
+    assert found["compile"] is True
+    for kind in (TrainOptions, Workload):
+        for name, value in vars(kind()).items():
+            assert value is None or name in found or name in config.NOT_OPTIONS
+    file = tmp_path / "run.toml"
+    file.write_text(out)
+    assert run(capsys, "config", "show", "train", "--config", str(file))[1] == out
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("run.toml", 'lr = 1e-4\nlayout = "dp2"\n[evaluation]\neval-every = 7\n'),
+        ("run.yaml", "lr: 1e-4\nlayout: dp2\nevaluation:\n  eval_every: 7\n"),
+    ],
+)
+def test_toml_and_yaml_with_tables(tmp_path: Path, name: str, text: str) -> None:
+    file = tmp_path / name
+    file.write_text(text)
+    assert config.read(str(file)) == {"lr": 1e-4, "layout": "dp2", "eval_every": 7}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("run.toml", "steps: 3", "cannot be read as TOML"),
+        ("run.yaml", "- 3", "is a list"),
+        ("run.yaml", "a: [", "cannot be read as YAML"),
+        ("run.toml", "[a.b]\nsteps = 3", "a table in a table"),
+        ("run.toml", "steps = 3\n[a]\nsteps = 4", "gives steps twice"),
+        ("none.toml", None, "there is no file"),
+    ],
+)
+def test_a_file_that_cannot_be_read(
+    tmp_path: Path, name: str, text: str | None, message: str
+) -> None:
+    file = tmp_path / name
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(OptionError, match=message) as caught:
+        config.read(str(file))
+    assert caught.value.hint
+
+
+def test_a_file_for_any_verb(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "plan.toml"
+    file.write_text('model = "llama-3-8b"\ncluster = "8xH100"\nglobal_batch = 64\ntop = 2\n')
+    written = ["llama-3-8b", "--cluster", "8xH100", "--global-batch", "64", "--top", "3"]
+    same = run(capsys, "plan", *written)
+    assert run(capsys, "plan", "--config", str(file), "--top", "3") == same
+    assert run(capsys, "plan", "--config", str(file), "--set", "a.top=3") == same
+    file.write_text("global_bach = 64\n")
+    _, _, err = run(capsys, "plan", "m", "--config", str(file))
+    assert "unknown option 'global_bach'" in err
+    assert "did you mean 'global_batch'?" in err
+
+
+def test_set_without_a_value(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "plan", "m", "--set", "top")
+    assert code == 2
+    assert "--set top has no value" in err
