@@ -19,7 +19,7 @@ JOBS ?= 2
 DEMO ?=
 BENCH ?=
 
-.PHONY: help setup demo test test-base test-gpu check bench
+.PHONY: help setup demo test test-base test-gpu docs check bench
 
 help: ## list these commands
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)$$/  make \1\t\2/p' Makefile | expand -t 20
@@ -35,7 +35,7 @@ endif
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "hocket needs Python 3.11 or newer; say which with: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
 	@if $(BIN)/python -m pip --version > /dev/null 2>&1; then :; else $(PYTHON) -m venv --clear $(VENV); fi
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[train,serve,lora,tensorboard,report,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[train,serve,lora,trackers,report,dev]'
 	@pwd > $(STAMP)
 
 demo: $(STAMP) ## train a small Llama on eight ranks, end to end, in under four minutes
@@ -54,6 +54,9 @@ test-base: ## the tests that need neither torch nor transformers, in a .venv-bas
 
 test-gpu: $(STAMP) ## the GPU tests; each is skipped, with a reason, where its GPUs are missing
 	$(BIN)/python -m pytest -m gpu tests/gpu $(TESTS)
+
+docs: $(STAMP) ## build the documentation as static pages, into site/
+	$(BIN)/python -m mkdocs build --strict
 
 check: $(STAMP) ## lint, format and types
 	$(BIN)/python -m ruff check .

@@ -1,13 +1,13 @@
 """Where tensor parallelism stops beating a pipeline: the same model on faster and slower links.
 
     python -m benchmarks.links                       all links, on two ranks
-    python -m benchmarks.links --links nvlink3 pcie4 --scale 5000
+    python -m benchmarks.links --emulate-links nvlink3 pcie4 --scale 5000
 
 The model is the tour's (`jobs.guide.WIDE`): one whose messages are not all there is on any link.
-Each row trains for a few steps in both layouts with `--links` and reads the prediction that the run
-wrote before it started (`forecast.json`, from the measurements of `hocket probe`). One scale serves
-all rows, so that they differ in the links alone. Prints the medians, both winners, and whether the
-crossover was foretold; `--out` keeps the rows as JSON.
+Each row trains for a few steps in both layouts with `--emulate-links` and reads the prediction that
+the run wrote before it started (`forecast.json`, from the measurements of `hocket probe`). One
+scale serves all rows, so that they differ in the links alone. Prints the medians, both winners, and
+whether the crossover was foretold; `--out` keeps the rows as JSON.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def measured_scale(folder: Path) -> float:
     from hocket.spec.run import RunFolder
 
     one(folder, LAYOUTS[0], f"nvlink5@{GPU}", 2, "scale")
-    kept = RunFolder(folder / "scale").load().options.links
+    kept = RunFolder(folder / "scale").load().options.emulate_links
     assert kept is not None
     scale = Links.parse(kept).scale
     assert scale is not None
@@ -97,7 +97,7 @@ def winner(row: dict[str, Any], what: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--links", nargs="+", default=list(LINKS))
+    parser.add_argument("--emulate-links", nargs="+", default=list(LINKS))
     parser.add_argument("--scale", type=float)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--out", type=Path)

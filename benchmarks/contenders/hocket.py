@@ -47,7 +47,7 @@ def build(workload: Workload, layout: str, backend: str) -> Step:
         mine = ids.chunk(split.dp)[data_rank]
         loss = job.parallel.forward_backward([microbatch(rows) for rows in mine.chunk(count)])
         job.optimizer.step(workload.lr)
-        job.parallel.publish()
+        job.parallel.begin_unshard()
         return loss.item()
 
     return step

@@ -120,7 +120,8 @@ HOW = {
     ],
     "measured over predicted at the 10th and the 90th percentile of those rows": ["residuals"],
     "assumed, from what engines document": [
-        "max_batch_tokens and max_sequences: defaults of trtllm-bench and of published commands",
+        "max_num_batched_tokens and max_sequences: defaults of trtllm-bench and of published "
+        "commands",
         "usable and reserved: 95% and the whole output (no eviction) under TensorRT-LLM, 90% and "
         "88% and half of the output under vLLM and SGLang, which preempt",
         "waves: SGLang runs waiting prompts before it decodes",

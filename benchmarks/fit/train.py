@@ -1,16 +1,16 @@
 """Fit the constants of training to a table of published runs, and say how well they carry over.
 
-    python -m benchmarks.fit.train TABLE.csv [TABLE.csv ...] [--held-out] [--leave-one-out]
+    python -m benchmarks.fit.train TABLE.csv [TABLE.csv ...] [--eval-fraction] [--leave-one-out]
                                    [--halves] [--write]
 
 Fitted together, on the mainstream rows, by least squares on logarithms with a soft loss (an
 outlier of 20% counts as one of 5%), every source weighted by the root of its rows. Rows that are
 one run measured several times count with their median. Rows whose layout was completed by
-`planning.unstated` take no part. `--held-out` leaves whole publications out, chosen by a hash of
-their names before any figure is seen, and judges fitted and present constants by them alone; what
-it writes was fitted without them, and nothing is written where they are predicted worse than by the
-constants that there are. The shape of the matrix rate (`small_tile`,
-`inner_overhead`, `memory_rate`) comes from `benchmarks.fit.products`, not from here.
+`planning.unstated` take no part. `--eval-fraction` leaves whole publications out, chosen by a hash
+of their names before any figure is seen, and judges fitted and present constants by them alone;
+what it writes was fitted without them, and nothing is written where they are predicted worse than
+by the constants that there are. The shape of the matrix rate (`small_tile`, `inner_overhead`,
+`memory_rate`) comes from `benchmarks.fit.products`, not from here.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def publication(source: str) -> str:
 
 
 def is_held_out(source: str) -> bool:
-    """Whether a publication is among the three in ten that no fit with `--held-out` sees."""
+    """Whether a publication is among the three in ten that no fit with `--eval-fraction` sees."""
     digest = hashlib.sha256(publication(source).encode()).hexdigest()
     return int(digest, 16) % 10 < 3
 
@@ -248,14 +248,14 @@ def main() -> None:
     """Fit, report, and write the data file if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("tables", nargs="+")
-    parser.add_argument("--held-out", action="store_true")
+    parser.add_argument("--eval-fraction", action="store_true")
     parser.add_argument("--leave-one-out", action="store_true")
     parser.add_argument("--halves", action="store_true")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     everything, _ = rows([line for table in options.tables for line in read(table)])
     data = json.loads(json.dumps(file()))
-    if options.held_out:
+    if options.eval_fraction:
         unseen = [r for r in everything if is_held_out(r.source)]
         print("held out:", *sorted({publication(r.source) for r in unseen}), sep="\n  ")
         everything = [r for r in everything if not is_held_out(r.source)]
@@ -266,7 +266,7 @@ def main() -> None:
         print(f"{part:6s} {name:18s} {field:16s} {before:.4g} -> {after:.4g}")
     priced = predictions(everything, fitted)
     show("rows that were fitted on", priced)
-    if options.held_out:
+    if options.eval_fraction:
         show("held out, constants as they are", predictions(unseen, data))
         show("held out, fitted without them", predictions(unseen, fitted))
     if options.halves:

@@ -87,11 +87,11 @@ class Contender:
                 *("--cb-max-batch-tokens", str(CHUNK), "--log-level", "error"),
             ]
         return [
-            *(sys.executable, "-m", "hocket", "serve", str(folder), "--served-name", "m"),
+            *(sys.executable, "-m", "hocket", "serve", str(folder), "--served-model-name", "m"),
             *("--layout", self.layout, "--dtype", self.dtype, "--run", str(run)),
             *("--host", "127.0.0.1", "--port", str(port)),
-            *("--device", "cpu", "--threads", str(self.threads), "--max-rows", str(ROWS)),
-            *("--max-model-len", "512", "--max-batch-tokens", str(CHUNK)),
+            *("--device", "cpu", "--threads", str(self.threads), "--max-num-seqs", str(ROWS)),
+            *("--max-model-len", "512", "--max-num-batched-tokens", str(CHUNK)),
         ]
 
     def ask(self, folder: Path, prompt: list[int], new: int) -> Ask:

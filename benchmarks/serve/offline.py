@@ -93,7 +93,7 @@ def generate_batch(options: dict[str, Any]) -> Continue:
     config = ContinuousBatchingConfig(
         page_size=32,
         num_blocks=options["cached"] // 32,
-        max_batch_tokens=options["chunk"],
+        max_num_batched_tokens=options["chunk"],
         max_requests_per_batch=options["rows"],
     )
 
@@ -135,19 +135,19 @@ def vllm(options: dict[str, Any]) -> Continue:
 def hocket(options: dict[str, Any]) -> Continue:
     """hocket.LLM on the layout it is told."""
     from hocket import LLM  # type: ignore[attr-defined]
-    from hocket.serving.request import Sampling
+    from hocket.serving.request import SamplingParams
 
     engine = LLM(
         options["folder"],
         options["layout"],
         threads=options["threads"],
-        max_rows=options["rows"],
+        max_num_seqs=options["rows"],
         max_model_len=512,
-        max_batch_tokens=options["chunk"],
+        max_num_batched_tokens=options["chunk"],
     )
 
     def run(prompts: list[list[int]], new: int) -> list[list[int]]:
-        made = engine.generate(prompts, Sampling(max_new_tokens=new, ignore_eos=True))
+        made = engine.generate(prompts, SamplingParams(max_new_tokens=new, ignore_eos=True))
         return [list(output.tokens) for output in made]
 
     return run

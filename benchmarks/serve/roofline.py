@@ -180,7 +180,7 @@ def bounds(device: str, dtype: str, threads: int) -> Device:
 def measure(options: Any, shape: Shape, folder: Path) -> list[dict[str, Any]]:
     """Rows of figures: decode at each batch, then prefill, then how long it took to be ready."""
     from hocket import LLM  # type: ignore[attr-defined]
-    from hocket.serving.request import Sampling
+    from hocket.serving.request import SamplingParams
 
     size = BYTES[options.dtype]
     draw = random.Random(0)
@@ -193,7 +193,7 @@ def measure(options: Any, shape: Shape, folder: Path) -> list[dict[str, Any]]:
         dtype=options.dtype,
         device=options.device,
         threads=options.threads,
-        max_rows=max(options.batch),
+        max_num_seqs=max(options.batch),
         max_model_len=longest,
         no_prefix_cache=True,
     ) as llm:
@@ -201,7 +201,7 @@ def measure(options: Any, shape: Shape, folder: Path) -> list[dict[str, Any]]:
 
         def seconds(count: int, prompt: int, new: int) -> float:
             prompts = [[draw.randrange(VOCAB) for _ in range(prompt)] for _ in range(count)]
-            sampling = Sampling(max_new_tokens=new, ignore_eos=True)
+            sampling = SamplingParams(max_new_tokens=new, ignore_eos=True)
             began = time.perf_counter()
             made = llm.generate(prompts, sampling, progress=False)
             took = time.perf_counter() - began

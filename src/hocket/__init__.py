@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from hocket.jobs.api import check, export, generate, plan, serve, train
     from hocket.jobs.parallelize import parallelize
     from hocket.jobs.serving.llm import LLM
-    from hocket.serving.request import Sampling
+    from hocket.serving.request import SamplingParams
     from hocket.spec.errors import HocketError
     from hocket.spec.layout import Layout
     from hocket.spec.plan import ParallelPlan
@@ -24,7 +24,7 @@ _HOME = {
     "LLM": "hocket.jobs.serving.llm",
     "Layout": "hocket.spec.layout",
     "ParallelPlan": "hocket.spec.plan",
-    "Sampling": "hocket.serving.request",
+    "SamplingParams": "hocket.serving.request",
     "Schedule": "hocket.spec.schedule",
     "Timeline": "hocket.spec.timeline",
     "check": "hocket.jobs.api",
@@ -41,7 +41,7 @@ __all__ = [
     "HocketError",
     "Layout",
     "ParallelPlan",
-    "Sampling",
+    "SamplingParams",
     "Schedule",
     "Timeline",
     "check",
@@ -55,6 +55,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    from hocket.spec import renamed
+
+    if name in renamed.EXPORTS:
+        renamed.warn(f"hocket.{name}", f"hocket.{renamed.EXPORTS[name]}")
+        name = renamed.EXPORTS[name]
     if name not in _HOME:
         raise AttributeError(f"module 'hocket' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)

@@ -18,7 +18,7 @@ def test_the_run_that_finds_the_scale_is_in_no_rows_way(
     small = {**links.WIDE, "num_hidden_layers": 2}
     monkeypatch.setattr(links, "WIDE", small)
     out = tmp_path / "rows.json"
-    words = ["links", "--links", "nvlink5", "--steps", "2", "--out", str(out)]
+    words = ["links", "--emulate-links", "nvlink5", "--steps", "2", "--out", str(out)]
     monkeypatch.setattr("sys.argv", words)
     links.main()
     (row,) = json.loads(out.read_text())["rows"]

@@ -59,7 +59,7 @@ def matrix(context: Any, folder: str, cases: list[list[str]], fault: str = "") -
             spec.layout,
             schedule=name,
             microbatches=None,
-            cut="balanced",
+            pipeline_split="balanced",
             recompute="none",
             recompute_layers=None,
             sequence_parallel=False,
@@ -152,7 +152,7 @@ def break_something(parallel: Any, optimizer: Any, fault: str) -> None:
             sharded._finish = functools.partial(own_share, sharded, sharded._finish)
     elif fault == "stepped shares not gathered":
         for sharded in parallel._sharded.values():
-            sharded.publish = lambda: None
+            sharded.begin_unshard = lambda: None
     elif fault == "blocks not gathered anew":
         for sharded in parallel._sharded.values():
             sharded._free = lambda bucket: None

@@ -28,7 +28,7 @@ MORE = {
     "dp2.pp2.tp2:schedule=zb-v,microbatches=2,virtual_stages=2": ("llama_tied",),
     "tp4:microbatches=2": ("llama", "qwen3", "phi3", "gemma3"),  # key/value heads < tp
     "dp2.tp2:order=dp-tp-cp-pp": ("llama_tied",),
-    "dp2.pp2:cut=1-3": ("gpt2",),
+    "dp2.pp2:pipeline_split=1-3": ("gpt2",),
     "pp4.tp2:microbatches=4": ("llama_tied", "gpt_neox"),
     "dp2:zero=1": ("llama", "gpt2", "mixtral"),
     "dp2:zero=2,microbatches=2": ("llama_tied", "bloom"),

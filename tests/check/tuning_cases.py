@@ -39,16 +39,16 @@ def checks(context: Any, folder: str, todo: list[Any], fault: str = "") -> list[
         key = str(Layout.parse(layout))
         parallel, optimizer = cases.compose(context, spec, meshes, key)
         break_something(parallel, fault)
-        parallel.arrive()
+        parallel.unshard()
         frozen = {n: p.detach().clone() for n, p in parallel.named_parameters()}
-        parallel.release()
+        parallel.reshard()
         report = compare_layout(spec, parallel, optimizer, where, 3)
-        parallel.arrive()
+        parallel.unshard()
         for name, parameter in parallel.named_parameters():
             if not parameter.requires_grad:
                 assert parameter.grad is None, name
                 assert bool((parameter == frozen[name]).all()), name
-        parallel.release()
+        parallel.reshard()
         if options.get("lora_rank"):
             assert all(".lora_" in name for name in optimizer.state_tensors())
         if report is not None:

@@ -59,7 +59,7 @@ def train(
     )
     if to:
         export_ranks(parallel, Path(to), ModelFiles(config=spec.config))
-    parallel.arrive()
+    parallel.unshard()
     sums = {f"parameter {name}": _sum(p) for name, p in parallel.named_parameters()}
     for name, state in optimizer.state_tensors().items():
         sums |= {f"{key} {name}": _sum(tensor) for key, tensor in state.items()}

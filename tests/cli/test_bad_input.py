@@ -104,11 +104,15 @@ def test_slices_of_one_tensor_rank(refused: Run, model: str, text: str) -> None:
             "pp2:recompute=full",
         ),
         (
-            "pp2:cut=1-2,recompute=full,recompute_layers=3",
+            "pp2:pipeline_split=1-2,recompute=full,recompute_layers=3",
             "longest of 2 stages holds at most 2",
             "pp2:rec",
         ),
-        ("pp3:cut=even,recompute=full,recompute_layers=2", "at most 1 of its 3", "pp3:recompute"),
+        (
+            "pp3:pipeline_split=even,recompute=full,recompute_layers=2",
+            "at most 1 of its 3",
+            "pp3:recompute",
+        ),
     ],
 )
 def test_more_layers_to_recompute_than_a_stage_has(
@@ -128,23 +132,41 @@ def test_layers_that_are_too_few(refused: Run, model: str, text: str) -> None:
 
 def test_layers_that_do_not_divide_evenly(refused: Run, model: str, text: str) -> None:
     said = refused(
-        "train", model, "--data", text, "--layout", "pp2", "--cut", "even", "--seq-len", "32"
+        "train",
+        model,
+        "--data",
+        text,
+        "--layout",
+        "pp2",
+        "--pipeline-split",
+        "even",
+        "--seq-len",
+        "32",
     )
     assert "3 layers do not divide evenly into 2 stages" in said
-    assert "hint: --cut balanced" in said
+    assert "hint: --pipeline-split balanced" in said
 
 
 def test_a_cut_of_another_number_of_layers(refused: Run, model: str, text: str) -> None:
     said = refused(
-        "train", model, "--data", text, "--layout", "pp2", "--cut", "2-2", "--seq-len", "32"
+        "train",
+        model,
+        "--data",
+        text,
+        "--layout",
+        "pp2",
+        "--pipeline-split",
+        "2-2",
+        "--seq-len",
+        "32",
     )
-    assert "the cut 2-2 places 4 layers; the model has 3" in said
+    assert "pipeline_split 2-2 places 4 layers; the model has 3" in said
 
 
 def test_a_cut_of_another_number_of_stages(refused: Run, model: str, text: str) -> None:
-    said = refused("train", model, "--data", text, "--layout", "pp2", "--cut", "1-1-1")
+    said = refused("train", model, "--data", text, "--layout", "pp2", "--pipeline-split", "1-1-1")
     assert "names 3 stages, the layout has 2" in said
-    assert "hint: --layout pp3:cut=1-1-1" in said
+    assert "hint: --layout pp3:pipeline_split=1-1-1" in said
 
 
 @pytest.mark.parametrize("command", ["train", "serve"])
@@ -154,7 +176,11 @@ def test_a_cut_of_another_number_of_stages(refused: Run, model: str, text: str) 
         (["--layout", "ep2"], "ep 2 must divide dp x cp = 1", "--layout dp1"),
         (["--layout", "dp0"], "dp is 0; a degree is a whole number of at least 1", "--layout dp1"),
         (["--layout", "tp0.pp2"], "tp is 0; a degree", "--layout pp2"),
-        (["--cut", "1-2"], "names 2 stages, the layout has 1", "--layout pp2:cut=1-2"),
+        (
+            ["--pipeline-split", "1-2"],
+            "names 2 stages, the layout has 1",
+            "--layout pp2:pipeline_split=1-2",
+        ),
     ],
 )
 def test_a_layout_that_cannot_be(
@@ -314,7 +340,7 @@ def test_data_that_is_not_there(refused: Run) -> None:
         (["--dtype", "fp61"], "unknown dtype 'fp61'"),
         (["--device", "gpu"], "unknown device 'gpu'"),
         (["--lr", "-1"], "lr is -1.0"),
-        (["--held-out", "1.5"], "held_out is 1.5"),
+        (["--eval-fraction", "1.5"], "eval_fraction is 1.5"),
         (["--seq-len", "many"], "--seq-len"),
         (["--resume"], "--resume continues a run, and none was named"),
         (["--tokenizer", "nowhere"], "--tokenizer 'nowhere'"),

@@ -93,7 +93,7 @@ def recorded_and_expected(
     torch.manual_seed(mesh.axis("dp").index)
     parallel.forward_backward(_microbatches(split, config))
     parallel.clip_grad_norm(1.0)
-    parallel.publish()
+    parallel.begin_unshard()
     count = split.microbatches or 1
     schedule = parallel.schedule
     expected = communication(

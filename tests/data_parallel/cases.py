@@ -164,11 +164,11 @@ def reads(context: Any, config: dict[str, Any]) -> dict[str, Any]:
     printed = repr(weight)
     losses.append(step())
     # What is read while it is whole stays readable, and is freed when its reader lets it go.
-    parallel.arrive()
+    parallel.unshard()
     inside = float(weight.sum())
     kept = module.state_dict()
     kept["array"] = weight.detach().numpy()
-    parallel.release()
+    parallel.reshard()
     after = float(kept["model.layers.0.mlp.up_proj.weight"].sum()), float(kept["array"].sum())
     held = weight.untyped_storage().nbytes()
     losses.append(step())
@@ -262,13 +262,13 @@ def built(
         blocks[block] = blocks.get(block, 0) + parameter.nbytes
         numel = math.prod(parallel.placements[name].shape)
         wholes[block] = wholes.get(block, 0) + numel * parameter.element_size()
-    parallel.arrive()
+    parallel.unshard()
     expected = dict(whole.named_parameters())
     values = dict(parallel.named_parameters())
     equal = values.keys() == expected.keys() and all(
         torch.equal(p, expected[name]) for name, p in values.items()
     )
-    parallel.release()
+    parallel.reshard()
     return {
         "equal": equal,
         "read": read,
@@ -366,10 +366,10 @@ def kept(context: Any, config: dict[str, Any], layout: str, folder: str) -> dict
         load_checkpoint(checkpoints, parallel=other, optimizer_state=state, **common)
 
     resuming = beside(other, moments, resume)
-    other.arrive()
+    other.unshard()
     values = dict(other.named_parameters())
     equal = [torch.equal(p, values[name]) for name, p in whole.named_parameters()]
-    other.release()
+    other.reshard()
     states = zip(optimizer.tensors(), moments.tensors(), strict=True)
     blocks: dict[str, int] = {}
     for name, parameter in parallel.named_parameters():

@@ -90,7 +90,7 @@ def run_folder(folder: Path) -> None:
     wanted = request(
         {"model": "tiny-llama", "data": [str(data)], "run": str(folder / "run"), "seq_len": 16,
          "global_batch": 4, "steps": 4, "save_every": 2, "device": "cpu", "layout": "pp2",
-         "held_out": 0.3}
+         "eval_fraction": 0.3}
     )  # fmt: skip
     job = prepare.plan(wanted)
     run = prepare.run_folder(wanted)

@@ -58,6 +58,7 @@ OUTSIDE: dict[str, set[str]] = {
     "probing": {"torch", "numpy", "pynvml"},
     "training": {
         "torch", "numpy", "tokenizers", "transformers", "datasets", "pyarrow", "tensorboard",
+        "wandb", "mlflow",
     },
     "serving": {
         "torch", "numpy", "transformers", "tokenizers",

@@ -108,3 +108,21 @@ def test_the_base_commands_work_where_torch_is_not_installed() -> None:
         " '--explain']) == 0"
     )
     assert "hocket" in loaded_by(code)
+
+
+def test_import_hocket_loads_little() -> None:
+    """Below 0.1 s whatever the machine: by what is loaded, not by the clock. Of hocket that is its
+    face alone; of the standard library what a bare interpreter has, and a few modules more."""
+
+    def count(code: str) -> set[str]:
+        script = f"{code}\nimport sys\nprint(*sys.modules)"
+        done = subprocess.run(
+            [sys.executable, "-I", "-c", f"import sys; sys.path.insert(0, {str(SOURCE.parent)!r})\n"
+             + script],
+            capture_output=True, text=True, timeout=60, check=True,
+        )  # fmt: skip
+        return set(done.stdout.split())
+
+    added = count("import hocket") - count("pass")
+    assert {name for name in added if name.startswith("hocket")} == {"hocket"}
+    assert len(added) < 40, sorted(added)

@@ -13,34 +13,37 @@ import hocket
 from hocket.cli.main import VERBS
 
 PUBLIC = [
-    "HocketError", "LLM", "Layout", "ParallelPlan", "Sampling", "Schedule", "Timeline", "check",
+    "HocketError", "LLM", "Layout", "ParallelPlan", "SamplingParams", "Schedule", "Timeline",
+    "check",
     "export", "generate", "parallelize", "plan", "serve", "train",
 ]  # fmt: skip
 
 LAYOUT = {
-    "layout", "schedule", "microbatches", "cut", "virtual_stages", "data_parallel", "offload",
-    "order",
+    "layout", "dp", "pp", "cp", "tp", "ep", "zero", "recompute", "sequence_parallel", "schedule",
+    "microbatches", "pipeline_split", "virtual_stages", "data_parallel", "offload", "order",
 }  # fmt: skip
 WORKLOAD = {"seq_len", "global_batch", "dtype"}
 TRAINING = {
-    "steps", "seed", "lr", "min_lr", "warmup", "weight_decay", "beta1", "beta2", "eps", "clip",
-    "dropout", "tokenizer", "vocab_size", "text_field", "held_out", "eval_every", "eval_batches",
-    "save_every", "log_interval", "resume", "timeline_step", "timeline_steps", "device",
-    "backend", "threads", "bucket_mb", "compile", "attention", "tensorboard",
+    "steps", "seed", "lr", "min_lr", "warmup", "lr_schedule", "weight_decay", "beta1", "beta2",
+    "eps", "max_grad_norm", "dropout", "tokenizer", "vocab_size", "text_field", "eval_fraction",
+    "eval_every",
+    "eval_batches", "save_every", "keep_checkpoints", "log_interval", "resume", "timeline_step",
+    "timeline_steps", "device", "backend", "threads", "bucket_mb", "compile", "attention",
+    "tracker",
     "trust_remote_code", "timeout",
-    "links", "memory_per_rank", "grad_dtype", "data_format", "chat_template_file",
+    "emulate_links", "memory_per_rank", "grad_dtype", "data_format", "chat_template_file",
     "packing", "streaming", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets",
 }  # fmt: skip
 
 SERVICE = {
     "serve", "prompt_len", "output_len", "requests_per_second", "ttft_ms", "tpot_ms", "percentile",
-    "weights", "cache_precision", "engine", "usable",
+    "weights", "cache_precision", "engine", "gpu_memory_utilization",
 }  # fmt: skip
 
 FLAGS = {
     "train": {
-        "model", "data", "run", "config", "cluster", "json", "dry_run", *LAYOUT, *WORKLOAD,
-        *TRAINING,
+        "model", "data", "run", "config", "cluster", "json", "dry_run", "micro_batch_size",
+        "gradient_accumulation_steps", *LAYOUT, *WORKLOAD, *TRAINING,
     },
     "rehearse": {
         "model", "rank", "serve", "gpu", "layers", "rows", "seq_len", "global_batch", "dtype",
@@ -50,7 +53,7 @@ FLAGS = {
     "doctor": {"gpu", "only", "group", "out", "minutes", "list", "json"},
     "demo": {
         "steps", "seq_len", "global_batch", "vocab_size", "run", "seed", "device", "backend",
-        "threads", "tensorboard", *LAYOUT,
+        "threads", *LAYOUT,
     },
     "check": {
         "model", "steps", "seq_len", "global_batch", "dtype", "seed", "lr", "packing", "lora_rank",
@@ -59,7 +62,8 @@ FLAGS = {
         *LAYOUT,
     },
     "compare": {
-        "model", "devices", "ways", "microbatches", "sweep", "input_work", "cluster", "links",
+        "model", "devices", "strategies", "microbatches", "sweep", "input_work", "cluster",
+        "emulate_links",
         "memory_per_rank", "steps", "seq_len",
         "global_batch", "seed", "attention", "device", "backend", "threads", "trust_remote_code",
         "json",
@@ -71,11 +75,12 @@ FLAGS = {
         *LAYOUT,
     },
     "serve": {
-        "model", "layout", "cut", "run", "cluster", "dtype", "tokenizer", "attention", "device",
-        "backend", "threads", "links", "timeout", "trust_remote_code", "json",
-        "host", "port", "metrics_port", "api_key_file", "insecure", "served_name",
-        "max_batch_tokens", "max_model_len", "max_rows", "block_size", "cache_memory",
-        "num_blocks", "max_waiting", "no_prefix_cache", "deadline", "drain_seconds",
+        "model", "layout", "pipeline_split", "run", "cluster", "dtype", "tokenizer", "attention",
+        "device",
+        "backend", "threads", "emulate_links", "timeout", "trust_remote_code", "json",
+        "host", "port", "metrics_port", "api_key_file", "insecure", "served_model_name",
+        "max_num_batched_tokens", "max_model_len", "max_num_seqs", "block_size", "cache_memory",
+        "num_blocks", "max_queue", "no_prefix_cache", "deadline", "drain_seconds",
         "chat_template_file", "generation_config", "max_restarts", "dry_run",
     },
     "export": {
@@ -92,6 +97,10 @@ FLAGS = {
     "ledger": {"by", "last", "json"},
     "links": {"model", "cluster", "layout", "seq_len", "global_batch", "precision", "json"},
     "schedule": {*LAYOUT, "text", "json"},
+    "template": {
+        "kind", "model", "layout", "data", "serve", "name", "run", "gpus_per_node",
+        "ranks_per_node", "gpu", "time", "image", "storage", "interface", "port", "launch",
+    },
     "models": {"json"},
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The comparison: every way runs the same job, and says truly what it came to."""
+"""The comparison: every strategy runs the same job, and says truly what it came to."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hocket.cli.main import main
 from hocket.jobs.compare import asked, microbatches, outcome, with_layers
 from hocket.models.source import resolve
 from hocket.reporting.comparison import comparison_text, sweep_text
-from hocket.spec.comparison import Comparison, Outcome, Point, Way, chosen, ways
+from hocket.spec.comparison import Comparison, Outcome, Point, Strategy, chosen, strategies
 from hocket.spec.errors import ModelError, OptionError
 from hocket.spec.layout import Layout
 from hocket.spec.timeline import Event, Timeline
@@ -19,22 +19,22 @@ from tests.jobs.warm import warm  # noqa: F401  a fixture
 
 
 def test_the_ways_cover_every_kind_and_fit_the_batch() -> None:
-    found = {way.name: way.layout for way in ways(2, 4, 8)}
+    found = {strategy.name: strategy.layout for strategy in strategies(2, 4, 8)}
     assert found["one"].world_size == 1
     assert found["threads"].data_parallel == "threads"
     assert found["layerwise"].schedule == "sequential"
     assert found["layerwise"].microbatches == 1
     assert found["gpipe"].microbatches == found["1f1b"].microbatches == 4
     assert found["data+pipeline"].axes_text() == "dp2.pp2"
-    assert {way.layout.world_size for way in ways(8, 4, 8)} == {1, 8}
+    assert {strategy.layout.world_size for strategy in strategies(8, 4, 8)} == {1, 8}
     # Six sequences over two data ranks: three each, so four microbatches become three.
-    assert {w.name: w.layout for w in ways(2, 4, 6)}["data+pipeline"].microbatches == 3
+    assert {w.name: w.layout for w in strategies(2, 4, 6)}["data+pipeline"].microbatches == 3
 
 
 def test_ways_are_chosen_by_name_or_layout_and_one_process_stays() -> None:
-    known = ways(2, 4, 8)
+    known = strategies(2, 4, 8)
     found = chosen(("tensor", "dp2.tp2", "tp2"), known)
-    assert [way.layout.axes_text() for way in found] == ["dp1", "tp2", "dp2.tp2", "tp2"]
+    assert [strategy.layout.axes_text() for strategy in found] == ["dp1", "tp2", "dp2.tp2", "tp2"]
     with pytest.raises(OptionError, match="tensorr") as error:
         chosen(("tensorr",), known)
     assert "tensor" in str(error.value.hint)
@@ -107,10 +107,10 @@ def test_layers_are_changed_and_what_is_per_layer_follows() -> None:
 
 
 def fake(name: str, title: str, layout: str, **values: object) -> Outcome:
-    way = Way(name=name, title=title, layout=Layout.parse(layout))
+    strategy = Strategy(name=name, title=title, layout=Layout.parse(layout))
     row = {"parameters": 1, "gradients": 1, "optimizer": 2, "activations": 6, "total": 10}
     values = {"step_seconds": 0.1, "memory": (row,), "equal": True, **values}
-    return Outcome(way=way, **values)  # type: ignore[arg-type]
+    return Outcome(strategy=strategy, **values)  # type: ignore[arg-type]
 
 
 def test_the_tables_say_what_is_wrong_and_what_was_not_run() -> None:
@@ -133,7 +133,7 @@ def test_the_tables_say_what_is_wrong_and_what_was_not_run() -> None:
     assert "tensor parallel was not run: 4 heads do not divide over tp 64" in text
     assert "first device holds 2 KB, each other 1 KB" in text
     assert "costs threads +50 ms a step (one interpreter lock), processes +10 ms" in text
-    assert json.loads(json.dumps(found.to_json()))["ways"][1]["tokens_per_second"] == 10000
+    assert json.loads(json.dumps(found.to_json()))["strategies"][1]["tokens_per_second"] == 10000
 
 
 def test_a_sweep_is_drawn_with_what_equal_stages_would_give() -> None:
@@ -153,12 +153,13 @@ def test_a_sweep_is_drawn_with_what_equal_stages_would_give() -> None:
 @pytest.mark.timeout(200)
 def test_compare(capsys: pytest.CaptureFixture[str]) -> None:
     code = main(
-        ["compare", "tiny-llama", "--ways", "threads", "data", "zero2", "gpipe", "tensor", "pp64",
+        ["compare", "tiny-llama", "--strategies", "threads", "data", "zero2", "gpipe", "tensor",
+        "pp64",
          "--steps", "2", "--seq-len", "32", "--input-work", "1", "--json"]
     )  # fmt: skip
     found = json.loads(capsys.readouterr().out)
     assert code == 0, found
-    by_name = {row["way"]: row for row in found["ways"]}
+    by_name = {row["strategy"]: row for row in found["strategies"]}
     assert all(by_name[name]["equal"] for name in ("one", "data", "zero2", "gpipe", "tensor"))
     assert by_name["threads"]["equal"]
     assert "64 stages" in by_name["pp64"]["reason"]
@@ -185,10 +186,11 @@ def test_compare(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_way_that_holds_more_than_it_may_is_not_run(capsys: pytest.CaptureFixture[str]) -> None:
     """Replicas in threads too, whose memory nobody foretells: the others are run all the same."""
     code = main(
-        ["compare", "tiny-llama", "--ways", "threads", "zero2", "--steps", "1", "--seq-len", "32",
+        ["compare", "tiny-llama", "--strategies", "threads", "zero2", "--steps", "1", "--seq-len",
+        "32",
          "--input-work", "0", "--cluster", "none", "--memory-per-rank", "35MB", "--json"]
     )  # fmt: skip
-    found = {row["way"]: row for row in json.loads(capsys.readouterr().out)["ways"]}
+    found = {row["strategy"]: row for row in json.loads(capsys.readouterr().out)["strategies"]}
     assert code == 0
     assert "of 35 MB" in found["one"]["reason"]
     assert "allows 35 MB" in found["threads"]["reason"]
@@ -206,7 +208,7 @@ def test_sweep(capsys: pytest.CaptureFixture[str]) -> None:
     )  # fmt: skip
     points = json.loads(capsys.readouterr().out)["points"]
     assert code == 0
-    assert [(p["at"], p["way"]) for p in points] == [
+    assert [(p["at"], p["strategy"]) for p in points] == [
         (1, "gpipe"), (1, "1f1b"), (2, "gpipe"), (2, "1f1b"),
     ]  # fmt: skip
     assert all(p["step_seconds"] > 0 for p in points)
@@ -214,8 +216,8 @@ def test_sweep(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_sweep_has_ways_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compare", "tiny-llama", "--sweep", "layers", "--ways", "data"]) == 2
-    assert "--ways" in capsys.readouterr().err
+    assert main(["compare", "tiny-llama", "--sweep", "layers", "--strategies", "data"]) == 2
+    assert "--strategies" in capsys.readouterr().err
 
 
 def test_an_unknown_sweep_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
@@ -230,8 +232,8 @@ def test_ranks_together_make_an_outcome() -> None:
             {"name": "send", "axis": "pp", "phase": "microbatch", "count": 1, "bytes": 8}
         ],
     }  # fmt: skip
-    way = ways(2, 4, 8)[0]
-    found = outcome(way, {"report": None, "ranks": [rank, {**rank, "step_seconds": 0.3}]})
+    strategy = strategies(2, 4, 8)[0]
+    found = outcome(strategy, {"report": None, "ranks": [rank, {**rank, "step_seconds": 0.3}]})
     assert found.step_seconds == 0.3
     assert found.collectives[0]["bytes"] == 16
     assert found.equal is None

@@ -72,7 +72,7 @@ def test_a_server_and_an_export_beside_a_run_are_locked_too(
     from types import SimpleNamespace
     from typing import Any
 
-    from hocket.jobs.serving.server import run_folder
+    from hocket.jobs.serving.start import run_folder
 
     asked: Any = SimpleNamespace(request=SimpleNamespace(run=tmp_path / "run"), name="x")
     with pytest.raises(RunFolderError, match=f"process {other.pid} "):

@@ -53,13 +53,13 @@ def test_adapters_are_planned_as_they_are_foretold(cluster: str) -> None:
     found = job.plan("tiny-llama", cluster=cluster, **SIZES, layout="dp2", **adapters)
     assert any(note.startswith("LoRA: ") for note in found.notes)
     assert job.command(found).endswith("--lora-rank 4 --lora-targets q_proj-v_proj")
-    assert found.best.step_seconds.mid < 0.9 * whole.best.step_seconds.mid
+    assert found.best.step_seconds.median < 0.9 * whole.best.step_seconds.median
     # Of a model of 1.8M parameters two moments; gradients come when activations have gone.
     assert whole.best.memory - found.best.memory > 8 * 1.7e6
     spec = run_spec()
     options = dataclasses.replace(spec.options, **adapters)
     one = dataclasses.replace(spec, layout=found.best.layout, options=options)
-    assert forecast.forecast(one, cluster).step_seconds == found.best.step_seconds.mid
+    assert forecast.forecast(one, cluster).step_seconds == found.best.step_seconds.median
     spared = dataclasses.replace(one, layout=Layout.parse("dp2:zero=3"))
     told = forecast.forecast(spared, cluster)
     assert told.known, told.why
@@ -76,7 +76,7 @@ def test_it_says_what_a_run_is_foretold(cluster: str) -> None:
     spec = run_spec()
     for one in found.layouts:
         told = forecast.forecast(dataclasses.replace(spec, layout=one.layout), cluster)
-        assert one.step_seconds.low == one.step_seconds.mid == told.step_seconds
+        assert one.step_seconds.low == one.step_seconds.median == told.step_seconds
         assert one.memory == max(told.peak_bytes)
         assert one.bubble == told.bubble
         assert sum(one.parts.values()) == pytest.approx(told.step_seconds)
@@ -92,7 +92,7 @@ def test_it_chooses_what_layout_auto_chooses(cluster: str) -> None:
         legal=lambda one: validate(source.dimensions, one, spec.workload),
     )
     assert str(found.best.layout) == told.layout
-    assert found.best.step_seconds.mid == told.step_seconds
+    assert found.best.step_seconds.median == told.step_seconds
 
 
 def test_it_plans_the_model_that_train_would_make(
@@ -117,7 +117,7 @@ def test_it_plans_the_model_that_train_would_make(
         legal=lambda one: validate(made.source.dimensions, one, spec.workload),
     )
     found = job.plan("tiny-llama", cluster=cluster, **SIZES)
-    assert found.best.step_seconds.mid == pytest.approx(told.step_seconds)
+    assert found.best.step_seconds.median == pytest.approx(told.step_seconds)
     assert str(found.best.layout) == told.layout
     assert any("257 ids" in note for note in found.notes)
 

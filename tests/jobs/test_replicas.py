@@ -18,7 +18,7 @@ from hocket.jobs.serving.replicas import Replicas, World
 from hocket.launch import Launcher
 from hocket.serving.front.client import ReplicaClient, ReplicaLost
 from hocket.serving.front.router import NoReplica, Router
-from hocket.serving.request import Request, Sampling
+from hocket.serving.request import Request, SamplingParams
 from hocket.spec.errors import ModelError, RankFailure
 from hocket.spec.serving_forecast import ServingMeasured
 
@@ -122,7 +122,7 @@ def alive(pid: int) -> bool:
 
 
 async def ask(served: Served, name: str, new: int = 3) -> list[int]:
-    request = Request(id=name, tokens=(1, 2, 3), sampling=Sampling(max_new_tokens=new))
+    request = Request(id=name, tokens=(1, 2, 3), sampling=SamplingParams(max_new_tokens=new))
     return [token async for output in served.router.submit(request) for token in output.tokens]
 
 

@@ -146,7 +146,7 @@ def test_it_answers_on_two_replicas_and_ends_in_order(where: Path, tmp_path: Pat
         assert refused["error"]["message"].endswith("at most 12")  # two replicas of 4 + 2
 
     visitor = Visitor(visit)
-    few = {"max_rows": 4, "max_waiting": 2, **SMALL}
+    few = {"max_num_seqs": 4, "max_queue": 2, **SMALL}
     found = hocket.serve(where, layout="dp2", run=run, on_event=visitor, **few)
     visitor.over()
     assert found.drained
@@ -177,10 +177,14 @@ def test_the_command(
         visitor(event)
 
     monkeypatch.setattr(verb, "_lines", both)
+    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.delenv("CC", raising=False)
     words = ["serve", str(where), "--run", str(tmp_path / "run"), "--port", "0"]
     assert main([*words, "--metrics-port", "0", "--cluster", "none", "--device", "cpu"]) == 0
     visitor.over()
     said = capsys.readouterr().out
+    assert "warning: no kernels in C: no C compiler (gcc, clang, cc)" in said
+    assert "Fix: apt-get install gcc libc6-dev, or set CC" in said
     assert "ready after" in said
     assert "at http://127.0.0.1:" in said
     assert f"hocket report {tmp_path / 'run'}" in said

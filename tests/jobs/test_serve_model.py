@@ -97,7 +97,8 @@ def test_every_split_answers_as_one_process_does(
     run = tmp_path / "run"
     visitor = Visitor(lambda event: ask_all(event["address"], expected))
     found = hocket.serve(
-        trained, layout=layout, run=run, on_event=visitor, max_batch_tokens=32, max_rows=6,
+        trained, layout=layout, run=run, on_event=visitor, max_num_batched_tokens=32,
+        max_num_seqs=6,
         num_blocks=40, max_model_len=160, **SMALL,
     )  # fmt: skip
     visitor.over()

@@ -48,7 +48,7 @@ def server(where: Path, **options: Any) -> serve_request.Server:
 def test_sizes_are_settled(where: Path) -> None:
     found = server(where, layout="tp2.dp2", device="cpu")
     assert found.options.max_model_len == 128
-    assert (found.options.max_batch_tokens, found.options.max_rows) == (512, 64)
+    assert (found.options.max_num_batched_tokens, found.options.max_num_seqs) == (512, 64)
     assert found.options.metrics_port == 8001
     assert found.stop == (256,)
     assert found.name == "model"
@@ -80,14 +80,14 @@ def test_sizes_are_settled(where: Path) -> None:
         ({"max_model_len": 64, "num_blocks": 3}, OptionError, "hold 48 tokens"),
         ({"num_blocks": 9, "cache_memory": "1GB"}, OptionError, "both set the cache size"),
         ({"cache_memory": "much"}, OptionError, "much"),
-        ({"max_rows": 0}, OptionError, "max_rows is 0"),
-        ({"max_batch_tokens": 0}, OptionError, "max_batch_tokens is 0"),
+        ({"max_num_seqs": 0}, OptionError, "max_num_seqs is 0"),
+        ({"max_num_batched_tokens": 0}, OptionError, "max_num_batched_tokens is 0"),
         ({"block_size": 0}, OptionError, "block_size is 0"),
         ({"port": 70000}, OptionError, "port is 70000"),
         ({"port": 8000, "metrics_port": 8000}, OptionError, "both 8000"),
         ({"deadline": -1.0}, OptionError, "deadline is -1"),
         ({"deadline": float("nan")}, OptionError, "deadline is nan"),
-        ({"max_rows": "many"}, OptionError, "many"),
+        ({"max_num_seqs": "many"}, OptionError, "many"),
         ({"port": True}, OptionError, "port is True"),
         ({"host": "0.0.0.0"}, OptionError, "no key is asked for"),
         ({"host": "::"}, OptionError, "no key is asked for"),
@@ -111,12 +111,16 @@ def test_what_cannot_be_is_refused(
 @pytest.mark.parametrize(
     ("options", "words", "hint"),
     [
-        ({"layout": "pp2", "cut": "2-0"}, "leaves stage 1 without a layer", "--cut 1-1"),
-        ({"layout": "tp2.pp3", "cut": "2-0-0"}, "leaves stage 1", "--layout pp2.tp2"),
+        (
+            {"layout": "pp2", "pipeline_split": "2-0"},
+            "leaves a stage without a layer",
+            "--pipeline-split 1-1",
+        ),
+        ({"layout": "tp2.pp3", "pipeline_split": "2-0-0"}, "leaves a stage", "--layout pp2.tp2"),
         ({"backend": "nccl"}, "nccl joins CUDA devices; .* run on cpu", "--backend auto"),
         ({"threads": 100_000}, "threads is 100000; this machine has [0-9]+ core", "--threads "),
-        ({"served_name": ""}, "served_name is ''", "--served-name"),
-        ({"served_name": " "}, "served_name is ' '", "--served-name"),
+        ({"served_model_name": ""}, "served_model_name is ''", "--served-model-name"),
+        ({"served_model_name": " "}, "served_model_name is ' '", "--served-model-name"),
         ({"api_key_file": "/no/such/file"}, "cannot be read", "rand -hex 24 > /no/such/file"),
         ({"chat_template_file": "/no/such/file"}, "cannot be read", "--chat-template-file"),
     ],

@@ -42,7 +42,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     wanted = request(
         {"model": "tiny-llama", "data": [str(here / "chats.jsonl")], "run": str(here / "run"),
-         "packing": "across", "held_out": 0.3,
+         "packing": "across", "eval_fraction": 0.3,
          "chat_template_file": str(here / "template.jinja"), **SIZES}
     )  # fmt: skip
     job = prepare.plan(wanted)

@@ -22,7 +22,8 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 SIZES: dict[str, Any] = {
-    "seq_len": 64, "global_batch": 4, "cluster": "none", "held_out": 0.0, "seed": 5, "clip": 0.0,
+    "seq_len": 64, "global_batch": 4, "cluster": "none", "eval_fraction": 0.0, "seed": 5,
+    "max_grad_norm": 0.0,
     "warmup": 0,
 }  # fmt: skip
 
@@ -95,7 +96,8 @@ def test_an_adapter_is_what_pefts_own_training_makes(
     from hocket.training.dataset import IGNORED, BatchOrder, open_dataset
     from hocket.training.token_manifest import Tokens
 
-    lora = {"lora_rank": 4, "lora_targets": "q_proj-down_proj", "lr": 1e-2, "min_lr": 1e-2}
+    lora = {"lora_rank": 4, "lora_targets": "q_proj-down_proj", "lr": 1e-2, "min_lr": 1e-2,
+            "weight_decay": 0.1}  # fmt: skip
     NOTES.clear()
     run(
         base, tmp_path / "run", steps=4, layout=layout, save_every=2,

@@ -52,7 +52,7 @@ def test_links_add_time_and_nothing_else(folder: Path) -> None:
     text = "100MB/sx2+25MB/s:scale=1.0"
     options = {"layout": "pp2.tp2:microbatches=2", "timeline_step": 2}
     train(folder, "free", **options)
-    _, notes = train(folder, "felt", links=text, **options)
+    _, notes = train(folder, "felt", emulate_links=text, **options)
     assert losses(folder, "felt") == losses(folder, "free")
     assert any(text in note for note in notes)
     links = Links.parse(text)
@@ -73,8 +73,8 @@ def test_links_add_time_and_nothing_else(folder: Path) -> None:
 
 
 def test_a_scale_is_measured_and_kept(folder: Path) -> None:
-    _, notes = train(folder, "scaled", layout="dp2", links="nvlink3", steps=1)
-    kept = RunFolder(folder / "scaled").load().options.links
+    _, notes = train(folder, "scaled", layout="dp2", emulate_links="nvlink3", steps=1)
+    kept = RunFolder(folder / "scaled").load().options.emulate_links
     assert kept is not None
     links = Links.parse(kept)
     assert links.scale is not None
@@ -153,11 +153,11 @@ def test_the_limit_holds_while_it_runs(folder: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--links", "nvlnk3"], "did you mean 'nvlink3'"),
-        (["--links", "pcie4@A100000"], "unknown GPU 'A100000'"),
-        (["--links", "nvlink3x4+net100g"], "do not fill domains of 4"),
-        (["--links", "pcie4", "--backend", "nccl"], "emulates links between CPU ranks"),
-        (["--links", "pcie4", "--data-parallel", "threads"], "joins ranks"),
+        (["--emulate-links", "nvlnk3"], "did you mean 'nvlink3'"),
+        (["--emulate-links", "pcie4@A100000"], "unknown GPU 'A100000'"),
+        (["--emulate-links", "nvlink3x4+net100g"], "do not fill domains of 4"),
+        (["--emulate-links", "pcie4", "--backend", "nccl"], "emulates links between CPU ranks"),
+        (["--emulate-links", "pcie4", "--data-parallel", "threads"], "joins ranks"),
         (["--memory-per-rank", "lots"], "is not a size in bytes"),
         (["--memory-per-rank", "0"], "a rank needs some"),
     ],

@@ -48,7 +48,7 @@ def _trained(name: str, count: int) -> list[dict[str, Any]]:
         for index in random.Random(5).sample(range(len(rows)), min(count, len(rows))):
             layout = layout_at(rows, index)
             if not limits.any_split and layout.pp > 1:
-                layout = dataclasses.replace(layout, cut="even")
+                layout = dataclasses.replace(layout, pipeline_split="even")
             if problem is EXPERTS and "modules" in limits.recompute and index % 2:
                 layout = dataclasses.replace(layout, recompute="modules")
             size = 64 // layout.dp // (layout.microbatches or 1)
@@ -68,7 +68,7 @@ def _served(name: str, count: int) -> list[dict[str, Any]]:
             tp=draw.choice([1, 2, 4, 8, 16]),
             pp=draw.choice([1, 1, 2, 3]),
             replicas=draw.choice([1, 2, 3, 8]),
-            max_batch_tokens=draw.choice([512, 2048, 8192]),
+            max_num_batched_tokens=draw.choice([512, 2048, 8192]),
             max_sequences=draw.choice([3, 256, 1024, 4000]),
             precision=draw.choice(["bf16", "fp16", "fp8"]),
             cache_precision=draw.choice(["bf16", "fp8"]),

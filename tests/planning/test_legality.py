@@ -89,7 +89,12 @@ def test_planner_and_runtime_allow_the_same(sizes: tuple[int, ...]) -> None:
         options = itertools.product((None, 2, 5), (False, True), ("balanced", "light-ends"))
         for microbatches, slices, cut in options:
             layout = Layout(
-                dp=dp, pp=pp, tp=tp, microbatches=microbatches, sequence_parallel=slices, cut=cut
+                dp=dp,
+                pp=pp,
+                tp=tp,
+                microbatches=microbatches,
+                sequence_parallel=slices,
+                pipeline_split=cut,
             )
             if layout.world_size > 256:
                 continue  # hocket starts no more on one machine, whatever the model
@@ -112,7 +117,7 @@ def test_no_proposal_is_refused(sizes: tuple[int, ...], num_gpus: int) -> None:
         (dp, pp, tp)
         for dp, pp, tp in itertools.product(range(1, num_gpus + 1), repeat=3)
         if dp * pp * tp == num_gpus
-        if any(allowed(sizes, Layout(dp=dp, pp=pp, tp=tp, cut=cut)) for cut in CUTS)
+        if any(allowed(sizes, Layout(dp=dp, pp=pp, tp=tp, pipeline_split=cut)) for cut in CUTS)
     }
     assert meshes == expected
 

@@ -96,10 +96,10 @@ def test_a_step_in_another_order_waits_for_what_crosses_slower_links() -> None:
     text = "dp4.tp4:microbatches=4"
     (usual,) = plan_one(asked, Layout.parse(text)).layouts
     (wrong,) = plan_one(asked, Layout.parse(text + ",order=dp-tp-cp-pp")).layouts
-    assert wrong.step_seconds.mid > 1.1 * usual.step_seconds.mid
+    assert wrong.step_seconds.median > 1.1 * usual.step_seconds.median
     assert wrong.layout.order[0] == "dp"
     for found in (usual, wrong):
-        assert sum(found.parts.values()) == pytest.approx(found.step_seconds.mid, rel=1e-6)
+        assert sum(found.parts.values()) == pytest.approx(found.step_seconds.median, rel=1e-6)
     assert wrong.parts["communication inside layers"] > usual.parts["communication inside layers"]
     assert wrong.memory == usual.memory
     # The planner finds back: the order that it was given was not the best.

@@ -154,7 +154,7 @@ def test_an_h200_is_not_slower_than_an_h100_as_the_user_asks() -> None:
             shape=shapes.shape("llama-3-8b"), cluster=hardware.cluster(f"8x8x{device}"),
             seq_len=4096, global_batch=64,
         )  # fmt: skip
-        return plan(problem, top=1).best.step_seconds.mid
+        return plan(problem, top=1).best.step_seconds.median
 
     assert seconds("H200-SXM") < seconds("H100-SXM")
 

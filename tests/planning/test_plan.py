@@ -56,7 +56,7 @@ def one(problem: Problem, text: str) -> Forecast:
 
 
 def test_the_best_is_best_and_fits(seventy: Plan) -> None:
-    steps = [found.step_seconds.mid for found in seventy.layouts]
+    steps = [found.step_seconds.median for found in seventy.layouts]
     assert len(steps) == 10
     # Equal to four digits is equal: then the layout that asks for less comes first.
     assert all(one <= next * 1.001 for one, next in itertools.pairwise(steps))
@@ -67,7 +67,7 @@ def test_the_best_is_best_and_fits(seventy: Plan) -> None:
 def test_the_best_is_a_layout_that_people_use(seventy: Plan) -> None:
     """Llama 70B on 128 H100: published runs reach 40 to 55% of the dense rate."""
     best = seventy.best
-    assert 0.35 < best.mfu.mid < 0.6
+    assert 0.35 < best.mfu.median < 0.6
     assert best.layout.tp <= 8
     assert best.num_gpus == 128
 
@@ -87,19 +87,19 @@ def test_no_layout_of_the_whole_space_is_faster_by_closed_forms() -> None:
 def test_by_default_only_what_runs_here_is_proposed(eight: Plan, long: Plan) -> None:
     assert eight.best.layout.zero
     assert all(found.runs_here for found in (*eight.layouts, *long.layouts))
-    best = long.layouts[0].step_seconds.mid
-    assert long.beyond
-    for better in long.beyond:
+    best = long.layouts[0].step_seconds.median
+    assert long.unsupported_layouts
+    for better in long.unsupported_layouts:
         assert not better.runs_here
-        assert better.step_seconds.mid <= best * 1.0001
-        assert all(": this release" in reason for reason in better.lacks)
+        assert better.step_seconds.median <= best * 1.0001
+        assert all(": this release" in reason for reason in better.unsupported)
 
 
 def test_everything_is_ranked_together_and_marked(seventy: Plan) -> None:
     marks = [found.runs_here for found in plan(SEVENTY, everything=True, top=400).layouts]
     assert True in marks
     assert False in marks
-    assert seventy.beyond == ()
+    assert seventy.unsupported_layouts == ()
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_the_pipeline_is_the_simulators(text: str) -> None:
     assert priced.simulated[0]
     assert priced.pipeline[0] == pytest.approx(timeline.duration, rel=1e-9)
     best = one(EIGHT, text)
-    assert best.step_seconds.mid == pytest.approx(
+    assert best.step_seconds.median == pytest.approx(
         times.step[0] - times.pipeline[0] + timeline.duration
     )
     assert best.bubble == pytest.approx(timeline.bubble, abs=0.02)
@@ -172,8 +172,8 @@ def test_a_long_schedule_is_as_long_as_if_it_were_played_whole(
 
 
 def test_parts_add_up_to_the_step(seventy: Plan, eight: Plan) -> None:
-    for found in (*seventy.layouts, *eight.layouts, *eight.beyond):
-        assert sum(found.parts.values()) == pytest.approx(found.step_seconds.mid)
+    for found in (*seventy.layouts, *eight.layouts, *eight.unsupported_layouts):
+        assert sum(found.parts.values()) == pytest.approx(found.step_seconds.median)
         assert sum(found.memory_by_kind.values()) == pytest.approx(found.memory, rel=1e-6)
         assert 0 <= found.bubble < 1
         assert 0 <= found.exposed < 1
@@ -184,7 +184,7 @@ def test_ranges_are_ranges(eight: Plan) -> None:
     cost = best.dollars_per_billion_tokens
     assert cost is not None
     for values in (best.step_seconds, best.tokens_per_second_per_gpu, best.mfu, cost):
-        assert values.low < values.mid < values.high
+        assert values.low < values.median < values.high
     assert best.memory < best.memory_high
 
 
@@ -193,9 +193,9 @@ def test_money_and_speed_are_the_same_story(eight: Plan) -> None:
     price_per_hour = EIGHT.cluster.node.gpu.price
     assert price_per_hour is not None
     assert best.dollars_per_billion_tokens is not None
-    seconds = 1e9 / (best.tokens_per_second_per_gpu.mid * best.num_gpus)
+    seconds = 1e9 / (best.tokens_per_second_per_gpu.median * best.num_gpus)
     dollars = seconds / 3600 * price_per_hour * best.num_gpus
-    assert best.dollars_per_billion_tokens.mid == pytest.approx(dollars)
+    assert best.dollars_per_billion_tokens.median == pytest.approx(dollars)
 
 
 def test_utilisation_counts_six_operations_a_parameter_and_token() -> None:
@@ -210,11 +210,11 @@ def test_objectives_differ_as_they_say() -> None:
         plan(problem, objective=name, everything=True).best
         for name in ("time", "tokens-per-dollar", "memory")
     )
-    assert fast.step_seconds.mid <= min(cheap.step_seconds.mid, small.step_seconds.mid)
+    assert fast.step_seconds.median <= min(cheap.step_seconds.median, small.step_seconds.median)
     assert small.memory_high <= min(cheap.memory_high, fast.memory_high)
     costs = [found.dollars_per_billion_tokens for found in (fast, cheap, small)]
     assert all(cost is not None for cost in costs)
-    assert min(costs, key=lambda cost: cost.mid) == cheap.dollars_per_billion_tokens  # type: ignore[union-attr]
+    assert min(costs, key=lambda cost: cost.median) == cheap.dollars_per_billion_tokens  # type: ignore[union-attr]
     assert cheap.num_gpus < fast.num_gpus
 
 
@@ -222,7 +222,7 @@ def test_what_differs_in_nothing_but_names_is_shown_once(seventy: Plan) -> None:
     seen = set()
     for found in seventy.layouts:
         same = dataclasses.replace(found.layout, dp=found.layout.dp * found.layout.cp, cp=1)
-        key = str(same), f"{found.step_seconds.mid:.4g}", f"{found.memory_high:.4g}"
+        key = str(same), f"{found.step_seconds.median:.4g}", f"{found.memory_high:.4g}"
         assert key not in seen
         seen.add(key)
 
@@ -300,12 +300,12 @@ def test_one_layout_is_priced_whether_it_fits_or_not() -> None:
 
 def test_a_layouts_own_cut_is_priced_and_kept() -> None:
     balanced = one(EIGHT, "pp4.tp4:microbatches=64")
-    worse = one(EIGHT, "pp4.tp4:microbatches=64,cut=14-6-6-6")
-    assert worse.layout.cut == (14, 6, 6, 6)
-    assert worse.step_seconds.mid > 1.3 * balanced.step_seconds.mid
+    worse = one(EIGHT, "pp4.tp4:microbatches=64,pipeline_split=14-6-6-6")
+    assert worse.layout.pipeline_split == (14, 6, 6, 6)
+    assert worse.step_seconds.median > 1.3 * balanced.step_seconds.median
     assert worse.memory > balanced.memory
     with pytest.raises(LayoutError, match="places 33 layers, the model has 32"):
-        one(EIGHT, "pp4.tp4:cut=9-8-8-8")
+        one(EIGHT, "pp4.tp4:pipeline_split=9-8-8-8")
 
 
 @pytest.mark.parametrize(
@@ -324,7 +324,7 @@ def test_full_recompute_saves_nothing_where_weights_gradients_wait() -> None:
     kept = one(EIGHT, "pp2.tp8:schedule=zero-bubble,microbatches=8")
     again = one(EIGHT, "pp2.tp8:schedule=zero-bubble,microbatches=8,recompute=full")
     assert again.memory >= kept.memory
-    assert again.step_seconds.mid > kept.step_seconds.mid
+    assert again.step_seconds.median > kept.step_seconds.median
     at_once = one(EIGHT, "pp2.tp8:microbatches=8,recompute=full")
     assert at_once.memory < kept.memory
 
@@ -369,7 +369,10 @@ def test_memory_must_fit_at_the_95th_percentile_of_the_validation() -> None:
 def test_eight_bits_are_not_twice_as_fast() -> None:
     """Only products run in 8 bits, and they reach another share of the higher rate."""
     eight = dataclasses.replace(EIGHT, precision="fp8")
-    ratio = one(EIGHT, "dp16:zero=1").step_seconds.mid / one(eight, "dp16:zero=1").step_seconds.mid
+    ratio = (
+        one(EIGHT, "dp16:zero=1").step_seconds.median
+        / one(eight, "dp16:zero=1").step_seconds.median
+    )
     assert eight.constants.flash_rate < EIGHT.constants.flash_rate
     assert 1.0 < ratio < 1.8
 
@@ -393,7 +396,7 @@ def test_a_plan_is_json(long: Plan) -> None:
     data = json.loads(json.dumps(long.to_json()))
     assert Layout.parse(data["layouts"][0]["layout"]) == long.best.layout
     assert data["layouts"][0]["runs_here"] is True
-    assert data["beyond"][0]["runs_here"] is False
+    assert data["unsupported_layouts"][0]["runs_here"] is False
 
 
 # --- why ---------------------------------------------------------------------------------------
@@ -437,8 +440,8 @@ def test_what_runs_elsewhere_names_the_software_that_runs_it() -> None:
         seq_len=131072, global_batch=8,
     )  # fmt: skip
     found = plan(problem, top=3)
-    assert found.beyond
-    for one in found.beyond:
+    assert found.unsupported_layouts
+    for one in found.unsupported_layouts:
         assert one.layout.cp > 1
         assert one.tools
         for name in TOOLS:

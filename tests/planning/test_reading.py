@@ -41,7 +41,7 @@ def test_what_is_emitted_reads_back_and_edits_into_each_other(tool: str) -> None
         if tool in ("deepspeed",) and layout.recompute != "none":
             continue  # set in code
         if not limits.any_split and layout.pp > 1:
-            layout = dataclasses.replace(layout, cut="even")
+            layout = dataclasses.replace(layout, pipeline_split="even")
         size = 64 // layout.dp // (layout.microbatches or 1)
         context = limits.context[-1] if layout.cp > 1 else ""
         found = dataclasses.replace(known, layout=layout, microbatch=size, context=context)
@@ -54,7 +54,11 @@ def test_what_is_emitted_reads_back_and_edits_into_each_other(tool: str) -> None
             read = READERS[tool](written)
             assert not read.unread, (read.unread, written)
             layout = read.layout(32, read.global_batch or 64)
-            cut = DENSE.cut(layout) if isinstance(layout.cut, str) else layout.cut
+            cut = (
+                DENSE.cut(layout)
+                if isinstance(layout.pipeline_split, str)
+                else layout.pipeline_split
+            )
             expected = dataclasses.replace(one.layout, offload="none")
             if expected.shard == expected.dp:
                 expected = dataclasses.replace(expected, shard=None)
@@ -64,7 +68,7 @@ def test_what_is_emitted_reads_back_and_edits_into_each_other(tool: str) -> None
                 expected = dataclasses.replace(expected, zero=layout.zero)
             if tool == "accelerate" and expected.zero == 0:
                 expected = dataclasses.replace(expected, recompute=layout.recompute)
-            assert dataclasses.replace(layout, cut=cut) == expected, written
+            assert dataclasses.replace(layout, pipeline_split=cut) == expected, written
             if tool != "accelerate":
                 assert read.microbatch == one.microbatch
                 assert read.precision == "bf16"
@@ -109,7 +113,7 @@ def test_a_launch_script_is_read_and_not_run(tmp_path: Path) -> None:
     _, found = file.read(str(script))
     assert (found.tool, found.world, found.precision) == ("megatron", 32, "bf16")
     layout = found.layout(32, found.global_batch)
-    assert str(layout) == "dp4.pp2.tp4:microbatches=8,cut=even,zero=1"
+    assert str(layout) == "dp4.pp2.tp4:microbatches=8,pipeline_split=even,zero=1"
     assert any("--tokenizer-type" in item for item in found.unread)
     assert not (tmp_path / "executed").exists()
 
@@ -217,7 +221,7 @@ def test_an_improvement_is_a_diff_of_the_file(tmp_path: Path) -> None:
     found = plan_from(str(script), model="llama-3-8b", cluster="4x8xH100-SXM")
     assert str(found.predicted.best.layout) == "dp4.tp8:microbatches=16"
     assert found.better is not None
-    assert found.better.step_seconds.mid < found.predicted.best.step_seconds.mid
+    assert found.better.step_seconds.median < found.predicted.best.step_seconds.median
     assert "-  --tensor-model-parallel-size 8 \\" in found.diff
     assert found.configuration.unread == ("--lr = 1e-4",)
     assert "+++ train.sh" in reading_text(found)

@@ -110,8 +110,11 @@ def test_topology_decides() -> None:
 def test_a_pinned_axis_stays() -> None:
     for one in search(SEVENTY, top=3, pins={"tp": 2}):
         assert one.candidate.tp == 2
-    assert parse_pins(["tp=4", "max-batch-tokens=512"]) == {"tp": 4, "max_batch_tokens": 512}
-    (found,) = search(SEVENTY, top=1, pins={"tp": 4, "pp": 1, "max_batch_tokens": 512})
+    assert parse_pins(["tp=4", "max-num-batched-tokens=512"]) == {
+        "tp": 4,
+        "max_num_batched_tokens": 512,
+    }
+    (found,) = search(SEVENTY, top=1, pins={"tp": 4, "pp": 1, "max_num_batched_tokens": 512})
     assert (found.candidate.tp, found.candidate.pp, found.candidate.chunk) == (4, 1, 512)
     three = search(SEVENTY, top=1, pins={"tp": 4, "pp": 1, "dp": 3})
     assert [one.replicas for one in three] == [3]
@@ -342,7 +345,7 @@ def test_a_deployment_of_groups_is_found_and_written() -> None:
     best = [told(MIXTURE, one) for one in search(MIXTURE, top=5, pins={"ep": 4})]
     assert best
     assert all(one.layout.ep == 4 and one.layout.dp % 4 == 0 for one in best)
-    (again,) = answer_one(MIXTURE, best[0].layout, best[0].max_batch_tokens).deployments
+    (again,) = answer_one(MIXTURE, best[0].layout, best[0].max_num_batched_tokens).deployments
     assert again.most_requests_per_second == pytest.approx(best[0].most_requests_per_second)
     with pytest.raises(LayoutError, match="expert"):
         answer_one(SEVENTY, Layout.parse("dp8.ep4"))

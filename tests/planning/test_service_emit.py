@@ -14,7 +14,7 @@ from tests.planning import tool_rules
 
 LLAMA = Deployment(
     model="meta-llama/Llama-3.1-405B", tp=8, pp=1, replicas=1, gpu="H100-SXM-80", gpus_per_node=8,
-    tokens=8192, max_sequences=900, max_batch_tokens=512, usable=0.9, precision="bf16",
+    tokens=8192, max_sequences=900, max_num_batched_tokens=512, usable=0.9, precision="bf16",
     cache_precision="bf16", heads=128, layers=126,
 )  # fmt: skip
 
@@ -30,7 +30,7 @@ def test_every_command_keeps_the_rules_of_its_server(server: str) -> None:
             pp=draw.choice([1, 2, 3, 4, 6]),
             replicas=draw.choice([1, 2, 3, 8]),
             gpus_per_node=draw.choice([4, 8]),
-            max_batch_tokens=draw.choice([512, 2048]),
+            max_num_batched_tokens=draw.choice([512, 2048]),
             max_sequences=draw.choice([3, 256, 1024, 4000]),
             precision=draw.choice(["bf16", "fp16", "fp8"]),
             cache_precision=draw.choice(["bf16", "fp8"]),

@@ -75,7 +75,7 @@ def test_whatever_is_emitted_keeps_the_rules_of_its_tool(problem: Problem) -> No
         for index in draw.sample(range(len(rows)), min(12, len(rows))):
             layout = layout_at(rows, index)
             if not limits.any_split and layout.pp > 1:
-                layout = dataclasses.replace(layout, cut="even")
+                layout = dataclasses.replace(layout, pipeline_split="even")
             layouts.append(layout)
     known = plan_one(problem, Layout(dp=32)).best
     for layout in layouts:
@@ -136,7 +136,9 @@ def test_the_balanced_split_is_printed() -> None:
     assert [part.count("layers.") for part in parts] == [9, 9, 8, 6]
     with pytest.raises(LayoutError, match="layers per stage 9-9-8-6"):
         emitted("deepspeed", "dp8.pp4:microbatches=4,zero=1")
-    assert "num_stages=4" in emitted("deepspeed", "dp8.pp4:microbatches=4,zero=1,cut=even")
+    assert "num_stages=4" in emitted(
+        "deepspeed", "dp8.pp4:microbatches=4,zero=1,pipeline_split=even"
+    )
 
 
 @pytest.mark.parametrize(
@@ -150,8 +152,12 @@ def test_the_balanced_split_is_printed() -> None:
         ("torchtitan", "dp32:zero=3,recompute=selective", "recompute selective"),
         ("torchtitan-0.2.2", "dp16.tp2:zero=3", "sequence_parallel False"),
         ("torchtitan-0.2.2", "dp16.tp2:sequence_parallel=true", "DDP takes no other axis"),
-        ("deepspeed", "dp8.pp2.tp2:microbatches=4,zero=1,cut=even", "builds no pipeline"),
-        ("deepspeed", "dp8.pp4:microbatches=4,zero=2,cut=even", "takes ZeRO-0 and 1"),
+        (
+            "deepspeed",
+            "dp8.pp2.tp2:microbatches=4,zero=1,pipeline_split=even",
+            "builds no pipeline",
+        ),
+        ("deepspeed", "dp8.pp4:microbatches=4,zero=2,pipeline_split=even", "takes ZeRO-0 and 1"),
         ("deepspeed", "dp32:microbatches=2,zero=1,shard=8", "MiCS"),
         ("deepspeed", "dp32:zero=3,recompute=selective", "recompute selective"),
         ("deepspeed", "dp16.tp2:zero=1,sequence_parallel=true", "sequence_parallel True"),

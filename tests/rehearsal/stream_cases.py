@@ -106,10 +106,10 @@ def run(
                 if index == 1:
                     execution.begin(recorder)
                 loss = parallel.forward_backward(inputs.step(index), tokens)
-                norm = parallel.clip_grad_norm(spec.options.clip)
+                norm = parallel.clip_grad_norm(spec.options.max_grad_norm)
                 reading = Reading(index + 1, 1e-3, loss, norm, 1)
                 optimizer.step(1e-3, reading.skip())
-                parallel.publish()
+                parallel.begin_unshard()
                 inputs.prefetch(index + 1)
                 readings.append(reading)
             execution.end()

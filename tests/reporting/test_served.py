@@ -112,7 +112,7 @@ def folder(
         config={"model_type": "llama"},
         layout=Layout(dp=2),
         command="serve",
-        serving=ServeOptions(max_batch_tokens=128, max_rows=16, max_model_len=256),
+        serving=ServeOptions(max_num_batched_tokens=128, max_num_seqs=16, max_model_len=256),
     )
     (path / "run.json").write_text(spec.to_json())
     if forecast is not None:

@@ -18,7 +18,7 @@ def generate(
     from hocket.runtime.mesh import Mesh
     from hocket.schedules.registry import build
     from hocket.serving.padded import Engine
-    from hocket.serving.request import Sampling
+    from hocket.serving.request import SamplingParams
     from hocket.training.build import build_model
 
     found: list[Any] = []
@@ -44,7 +44,7 @@ def generate(
             )
             before = {tuple(row[k] for k in ("name", "axis")): row["count"] for row in
                       mesh.recorder.collectives()}  # fmt: skip
-            tokens = engine.generate(prompts, Sampling(**options))
+            tokens = engine.generate(prompts, SamplingParams(**options))
             moved = {
                 f"{row['name']} {row['axis']}": row["count"]
                 - before.get((row["name"], row["axis"]), 0)

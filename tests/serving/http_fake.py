@@ -53,7 +53,7 @@ class FakeReplica:
 
     num_blocks: int = 64
     block_size: int = 16
-    max_waiting: int = 8
+    max_queue: int = 8
     length: int = 24
     delay: float = 0.0
     eos: int = 256
@@ -83,7 +83,7 @@ class FakeReplica:
             error = RequestRefused(f"it needs {self.needs(request)} blocks", kind="never_fits")
             stream.over = True
             stream.queue.put_nowait(error)
-        elif len(self.waiting) >= self.max_waiting:
+        elif len(self.waiting) >= self.max_queue:
             stream.over = True
             stream.queue.put_nowait(RequestRefused("full", kind="full", retry_after=2.5))
         else:
@@ -140,21 +140,21 @@ class FakeReplica:
                 ]
         answer = stream.answer
         if count >= sampling.max_new_tokens:
-            output.finish = "length"
+            output.finish_reason = "length"
         elif count >= len(answer):
-            output.finish, output.stop_token = "stop", self.eos
+            output.finish_reason, output.stop_token = "stop", self.eos
         else:
             token = answer[count]
             if token in sampling.stop_tokens and count >= sampling.min_new_tokens:
-                output.finish, output.stop_token = "stop", token
+                output.finish_reason, output.stop_token = "stop", token
             else:
                 stream.made += 1
                 output.tokens = [token]
                 if sampling.logprobs is not None:
                     output.logprobs = [self.logprobs(token, sampling.logprobs)]
                 if stream.made >= sampling.max_new_tokens:
-                    output.finish = "length"
-        if output.finish is not None:
+                    output.finish_reason = "length"
+        if output.finish_reason is not None:
             stream.over = True
             self.drop(stream)
         stream.queue.put_nowait(output)

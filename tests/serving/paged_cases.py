@@ -52,7 +52,8 @@ def _serve(context: Any, folder: str, cases: list[list[str]], dtype: str) -> lis
             _, skeleton, _, parallel = build_model(spec, mesh, schedule)
             (stage,) = parallel.stages
             runner = StageRunner(
-                stage, mesh, skeleton.config, block_size=4, max_rows=4, max_batch_tokens=64,
+                stage, mesh, skeleton.config, block_size=4, max_num_seqs=4,
+                max_num_batched_tokens=64,
                 max_model_len=64,
             )  # fmt: skip
             runner.allocate(64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hocket.serving.request import Sampling
+from hocket.serving.request import SamplingParams
 from hocket.serving.scheduling.admission import Admission
 from hocket.serving.scheduling.step import ALL, LAST, NONE, Row, StepPlan
 
@@ -41,7 +41,7 @@ def admissions(samplings: Sequence[dict[str, Any]], first: int = 0) -> list[Admi
     return [
         Admission(
             slot=first + i,
-            sampling=Sampling(**{"seed": 1000 + i, **options}),
+            sampling=SamplingParams(**{"seed": 1000 + i, **options}),
             index=i % 3,
             prompt_length=len(PROMPT),
             prompt=PROMPT,

@@ -10,7 +10,7 @@ import pytest
 
 from hocket.serving.defaults import Defaults, settings
 from hocket.serving.http.fields import CompletionFields
-from hocket.serving.request import Sampling
+from hocket.serving.request import SamplingParams
 from hocket.spec.errors import OptionError
 
 pytest.importorskip("pydantic")
@@ -18,12 +18,12 @@ pytest.importorskip("pydantic")
 MODEL = Defaults(temperature=0.6, top_p=0.95, top_k=20, min_p=0.1, repetition_penalty=1.05)
 
 
-def asked(defaults: Defaults, **body: Any) -> Sampling:
+def asked(defaults: Defaults, **body: Any) -> SamplingParams:
     fields = CompletionFields.read(body)
     return fields.sampling(max_tokens=4, stop=(), vocab_size=99, defaults=defaults)
 
 
-def chosen(found: Sampling) -> tuple[Any, ...]:
+def chosen(found: SamplingParams) -> tuple[Any, ...]:
     return (
         found.temperature, found.top_p, found.top_k, found.min_p, found.repetition_penalty
     )  # fmt: skip

@@ -25,7 +25,7 @@ from hocket.serving.front.ask import Ask
 from hocket.serving.front.client import ReplicaClient, ReplicaLost, merged
 from hocket.serving.front.completion import Completer
 from hocket.serving.front.frames import MAX_COMMAND, FrameReader, decode, encode, hello
-from hocket.serving.request import Output, Request, RequestRefused, Sampling, TokenLogprobs
+from hocket.serving.request import Output, Request, RequestRefused, SamplingParams, TokenLogprobs
 from hocket.serving.scheduling.limits import Limits
 from hocket.serving.scheduling.scheduler import Scheduler
 from hocket.serving.scheduling.step import StepPlan
@@ -38,8 +38,8 @@ def limits(**fields: Any) -> Limits:
     given = {
         "num_blocks": 64,
         "block_size": 4,
-        "max_rows": 8,
-        "max_batch_tokens": 32,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 32,
         "max_model_len": 128,
     }
     return Limits(**{**given, **fields})
@@ -151,9 +151,9 @@ async def all_of(stream: Any) -> Output:
     outputs = [output async for output in stream]
     whole = outputs[0]
     for output in outputs[1:]:
-        assert whole.finish is None
+        assert whole.finish_reason is None
         whole = merged(whole, output)
-    assert whole.finish is not None
+    assert whole.finish_reason is not None
     return whole
 
 
@@ -161,7 +161,7 @@ def request(name: object, tokens: list[int], count: int = 8, **sampling: Any) ->
     return Request(
         id=str(name),
         tokens=tuple(tokens),
-        sampling=Sampling(max_new_tokens=count, **sampling),
+        sampling=SamplingParams(max_new_tokens=count, **sampling),
     )
 
 
@@ -205,7 +205,7 @@ def test_many_mixed_requests_are_answered_rightly(
     found = asyncio.run(main())
     for one, output in zip(asked, found, strict=True):
         assert output.tokens == answer(one.tokens, one.sampling.max_new_tokens)
-        assert output.finish == "length"
+        assert output.finish_reason == "length"
 
 
 def test_several_plans_are_in_flight_through_the_stages(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_several_plans_are_in_flight_through_the_stages(tmp_path: Path) -> None:
                 free.set()
 
     async def main() -> Output:
-        bounds = limits(depth=3, max_batch_tokens=8)
+        bounds = limits(depth=3, max_num_batched_tokens=8)
         async with replica(tmp_path, bounds, stages=2, before=before) as (client, _):
             return await all_of(client.submit(request("long", prompt(0, 60), 3)))
 
@@ -240,7 +240,7 @@ def slowly(rank: int, plan: StepPlan) -> None:
 
 def test_a_cancelled_request_frees_its_row_and_others_go_on(tmp_path: Path) -> None:
     async def main() -> None:
-        async with replica(tmp_path, limits(max_rows=2), before=slowly) as (client, world):
+        async with replica(tmp_path, limits(max_num_seqs=2), before=slowly) as (client, world):
             streams = [client.submit(request(n, prompt(n, 5), 100)) for n in range(2)]
             for stream in streams:
                 await anext(stream)
@@ -258,7 +258,7 @@ def test_a_cancelled_request_frees_its_row_and_others_go_on(tmp_path: Path) -> N
             forgotten = client.submit(request("forgotten", prompt(3, 5), 100))
             await anext(forgotten)
             del forgotten, streams, task
-            assert (await all_of(client.submit(request("last", prompt(8, 5), 4)))).finish
+            assert (await all_of(client.submit(request("last", prompt(8, 5), 4)))).finish_reason
             while (await client.measured())["stats"]["running"]:
                 await asyncio.sleep(0.01)
             assert world.scheduler.idle
@@ -324,7 +324,7 @@ def test_a_parent_that_does_not_read_is_not_planned_for(
 ) -> None:
     """What it has not read stays bounded, its commands are heard, and it may go on."""
     monkeypatch.setattr(driver_module, "HIGH", 1 << 13)
-    world = World(tmp_path / "door", limits(max_model_len=2000, num_blocks=1000, max_rows=4))
+    world = World(tmp_path / "door", limits(max_model_len=2000, num_blocks=1000, max_num_seqs=4))
     end = socket.socket(socket.AF_UNIX)
     end.connect(str(tmp_path / "door"))
     end.sendall(hello(TOKEN))
@@ -334,7 +334,7 @@ def test_a_parent_that_does_not_read_is_not_planned_for(
     parent = world.driver.parent
     parent._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     for name in ("a", "b"):
-        one = Request(id=name, tokens=(1, 2), sampling=Sampling(max_new_tokens=1500))
+        one = Request(id=name, tokens=(1, 2), sampling=SamplingParams(max_new_tokens=1500))
         end.sendall(encode({"do": "add", "request": one.to_json()}))
     part = world.parts[0]
     seen = -1
@@ -355,7 +355,7 @@ def test_a_parent_that_does_not_read_is_not_planned_for(
             for output in decode(payload).get("outputs", ()):
                 if output["id"] == "a":
                     tokens += output["tokens"]
-                    finished = "finish" in output
+                    finished = "finish_reason" in output
     assert tokens == answer((1, 2), 1500)
     end.close()
     world.join()
@@ -428,7 +428,7 @@ def test_a_window_is_recorded_on_every_rank(tmp_path: Path) -> None:
             assert len(plans[0]) == 5
             assert [row["events"][0]["thread"] for row in rows] == ["rank 0", "rank 1", "rank 2"]
             assert len((await client.record(2))["ranks"]) == 3
-            assert (await running).finish == "length"
+            assert (await running).finish_reason == "length"
             assert all(part.noted is None for part in world.parts)
 
     asyncio.run(main())
@@ -462,7 +462,7 @@ def test_prompt_logprobs_come_in_order_however_the_prompt_is_cut(tmp_path: Path)
     tokens = prompt(1, 50)
 
     async def main() -> Output:
-        bounds = limits(max_batch_tokens=16, max_logit_rows=7)
+        bounds = limits(max_num_batched_tokens=16, max_logit_rows=7)
         async with replica(tmp_path, bounds) as (client, _):
             return await all_of(client.submit(request(0, tokens, 2, prompt_logprobs=0)))
 
@@ -533,7 +533,7 @@ def test_outputs_that_nobody_reads_are_merged(tmp_path: Path) -> None:
             await client.drain()
             whole = await anext(stream)
             assert whole.tokens == answer([1], 30)
-            assert whole.finish == "length"
+            assert whole.finish_reason == "length"
             with pytest.raises(StopAsyncIteration):
                 await anext(stream)
 
@@ -546,7 +546,7 @@ def test_tokens_without_text_of_their_own_are_told_too(tmp_path: Path) -> None:
     async def main() -> None:
         async with replica(tmp_path) as (client, _):
             completer = Completer(client, lambda ids: "")
-            ask = Ask(prompts=((1, 2),), sampling=Sampling(max_new_tokens=9), id="call")
+            ask = Ask(prompts=((1, 2),), sampling=SamplingParams(max_new_tokens=9), id="call")
             (found,) = await completer.start(ask).collect()
             assert found.tokens == answer([1, 2], 9)
             assert found.text == ""
@@ -558,7 +558,7 @@ def test_prompts_of_requests_that_were_sent_away_are_not_counted(tmp_path: Path)
     async def main() -> None:
         async with replica(tmp_path) as (client, _):
             completer = Completer(client, lambda ids: "")
-            few = Sampling(max_new_tokens=2)
+            few = SamplingParams(max_new_tokens=2)
             away = Ask(prompts=((1,) * 100_000,), sampling=few, id="away")
             with pytest.raises(RequestRefused):
                 await completer.start(away).collect()

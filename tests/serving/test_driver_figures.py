@@ -39,7 +39,7 @@ def test_figures_tell_that_a_request_whose_time_is_over_holds_nothing(tmp_path: 
                 asked = request(number, prompt(number, 5), 100)
                 asked = dataclasses.replace(asked, deadline=0.03 + 0.013 * number)
                 found = [output async for output in client.submit(asked)]
-                assert found[-1].finish == "deadline"
+                assert found[-1].finish_reason == "deadline"
                 async with asyncio.timeout(5):
                     # What was told before it began holds nothing either.
                     while client.stats["finished"] != number + 1 or (

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from hocket.jobs.serving.llm import LLM, Completion
-from hocket.serving.request import Sampling
+from hocket.serving.request import SamplingParams
 from hocket.spec.errors import OptionError, RankFailure
 from hocket.spec.timeline import Timeline
 from tests.check.test_matrix import MODEL_CODE
@@ -27,8 +27,8 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(200)]
 
 LAYOUTS = ["dp1", "tp2", "pp2", "tp2.pp2", "tp4"]  # with tp4, fewer key/value heads than ranks
 SMALL = {
-    "tokenizer": "bytes", "num_blocks": 18, "block_size": 8, "max_rows": 12,
-    "max_batch_tokens": 48, "max_model_len": 120,
+    "tokenizer": "bytes", "num_blocks": 18, "block_size": 8, "max_num_seqs": 12,
+    "max_num_batched_tokens": 48, "max_model_len": 120,
 }  # fmt: skip
 """A cache of 144 tokens for requests of up to 120: most of them are preempted at some time."""
 TIE = 1e-5
@@ -106,11 +106,11 @@ def test_greedy_answers_are_those_of_transformers(
     with serving(ranks, folder, layout) as llm:
         found = llm.generate(
             [tokens for tokens, _ in asked],
-            [Sampling(max_new_tokens=count, ignore_eos=True) for _, count in asked],
+            [SamplingParams(max_new_tokens=count, ignore_eos=True) for _, count in asked],
         )
         stats = llm.measured()["stats"]
     for (prompt, _), ours, theirs in zip(asked, found, expected, strict=True):
-        assert ours.finish == "length"
+        assert ours.finish_reason == "length"
         assert same(reference, prompt, ours.tokens, theirs), (prompt, ours.tokens, theirs)
     assert any(one.cached for one in found)
     if layout in ("dp1", "tp2", "tp4"):  # stages may be too slow for as many to run at once
@@ -129,8 +129,8 @@ def test_every_family_answers_as_transformers_does(
 
     model = whole_model(family)
     model.save_pretrained(tmp_path / family)
-    with serving(ranks, tmp_path / family, "tp2.pp2", max_batch_tokens=8) as llm:
-        found = llm.generate(PROMPTS, Sampling(max_new_tokens=12, ignore_eos=True))
+    with serving(ranks, tmp_path / family, "tp2.pp2", max_num_batched_tokens=8) as llm:
+        found = llm.generate(PROMPTS, SamplingParams(max_new_tokens=12, ignore_eos=True))
     for prompt, ours in zip(PROMPTS, found, strict=True):
         theirs = model.generate(
             torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=-1,
@@ -144,13 +144,14 @@ def test_draws_and_logprobs_do_not_depend_on_layout_or_company(
 ) -> None:
     """Keyed by seed and position: whatever else is in the batch, the answer is the same."""
     chosen = [
-        Sampling(max_new_tokens=10, temperature=0.9, seed=1, ignore_eos=True, logprobs=2),
-        Sampling(max_new_tokens=10, temperature=1.2, top_k=9, top_p=0.9, seed=2, ignore_eos=True),
-        Sampling(
+        SamplingParams(max_new_tokens=10, temperature=0.9, seed=1, ignore_eos=True, logprobs=2),
+        SamplingParams(max_new_tokens=10, temperature=1.2, top_k=9, top_p=0.9, seed=2,
+        ignore_eos=True),
+        SamplingParams(
             max_new_tokens=10, repetition_penalty=1.3, presence_penalty=0.5, ignore_eos=True,
             logit_bias=((7, 3.0),), min_new_tokens=4,
         ),
-        Sampling(max_new_tokens=4, prompt_logprobs=1, ignore_eos=True),
+        SamplingParams(max_new_tokens=4, prompt_logprobs=1, ignore_eos=True),
     ]  # fmt: skip
     prompt = tuple(range(3, 40))
     found: dict[str, list[Completion]] = {}
@@ -159,7 +160,8 @@ def test_draws_and_logprobs_do_not_depend_on_layout_or_company(
             alone = [llm.generate(prompt, one)[0] for one in chosen]
             noise = [tuple(tokens) for tokens, _ in mixed()[:20]]
             crowd = llm.generate(
-                [prompt] * 4 + noise, chosen + [Sampling(max_new_tokens=9, temperature=2.0)] * 20
+                [prompt] * 4 + noise,
+                chosen + [SamplingParams(max_new_tokens=9, temperature=2.0)] * 20,
             )[:4]
         assert [one.tokens for one in alone] == [one.tokens for one in crowd]
         found[layout] = alone
@@ -179,12 +181,12 @@ def test_draws_and_logprobs_do_not_depend_on_layout_or_company(
 def test_a_timeline_shows_chunks_of_one_prompt_in_both_stages_at_once(
     ranks: RankPool, folder: Path
 ) -> None:
-    with serving(ranks, folder, "pp2", max_batch_tokens=8, no_prefix_cache=True) as llm:
+    with serving(ranks, folder, "pp2", max_num_batched_tokens=8, no_prefix_cache=True) as llm:
         caught: list[dict[str, Any]] = []
         watcher = threading.Thread(target=lambda: caught.append(llm.record(12)))
         watcher.start()
         time.sleep(0.1)
-        (found,) = llm.generate([tuple(range(60))], Sampling(max_new_tokens=20))
+        (found,) = llm.generate([tuple(range(60))], SamplingParams(max_new_tokens=20))
         watcher.join(30)
     assert found.tokens
     timeline = Timeline.from_json(json.dumps(caught[0]))
@@ -210,23 +212,25 @@ def test_a_timeline_shows_chunks_of_one_prompt_in_both_stages_at_once(
 def test_one_text_stops_at_a_string_and_progress_is_told(ranks: RankPool, folder: Path) -> None:
     told: list[tuple[int, str]] = []
     with serving(ranks, folder, "dp1") as llm:
-        (free,) = llm.generate("12", Sampling(max_new_tokens=20, ignore_eos=True))
+        (free,) = llm.generate("12", SamplingParams(max_new_tokens=20, ignore_eos=True))
         (same,) = llm.generate(
-            "12", Sampling(max_new_tokens=20, ignore_eos=True), on_text=lambda *a: told.append(a)
+            "12",
+            SamplingParams(max_new_tokens=20, ignore_eos=True),
+            on_text=lambda *a: told.append(a),
         )
         assert same.tokens == free.tokens
         assert "".join(text for _, text in told) == same.text
         stop = free.tokens[5]
-        (ended,) = llm.generate("12", Sampling(max_new_tokens=20, stop_tokens=(stop,)))
-        assert ended.finish == "stop"
+        (ended,) = llm.generate("12", SamplingParams(max_new_tokens=20, stop_tokens=(stop,)))
+        assert ended.finish_reason == "stop"
         assert ended.tokens == free.tokens[: free.tokens.index(stop)]
         with pytest.raises(OptionError, match="120"):
-            llm.generate([tuple(range(60)) * 3], Sampling(max_new_tokens=20))
+            llm.generate([tuple(range(60)) * 3], SamplingParams(max_new_tokens=20))
         with pytest.raises(OptionError, match="empty"):
             llm.generate([()])
         with pytest.raises(OptionError, match="2 prompts and 3 samplings"):
-            llm.generate(["1", "2"], [Sampling()] * 3)
-        assert len(llm.generate(["3", "4"], Sampling(max_new_tokens=2))) == 2
+            llm.generate(["1", "2"], [SamplingParams()] * 3)
+        assert len(llm.generate(["3", "4"], SamplingParams(max_new_tokens=2))) == 2
     with pytest.raises(OptionError, match="closed"):
         llm.generate("5")
 
@@ -242,7 +246,7 @@ def test_a_killed_rank_ends_the_replica_and_leaves_nothing(
         killer = threading.Timer(0.3, os.kill, (pids[victim], signal.SIGKILL))
         killer.start()
         with pytest.raises(RankFailure, match="SIGKILL"):
-            llm.generate([(1, 2, 3)] * 2000, Sampling(max_new_tokens=100, ignore_eos=True))
+            llm.generate([(1, 2, 3)] * 2000, SamplingParams(max_new_tokens=100, ignore_eos=True))
     assert not children(ranks)
     assert set(Path("/tmp").glob("hocket-*")) <= before
 

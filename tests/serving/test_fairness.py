@@ -24,7 +24,7 @@ def service(replica: Replica) -> Counter[str]:
 @settings(max_examples=10)
 def test_users_who_both_want_more_get_the_same(depth: int, long: int, new: int, rows: int) -> None:
     replica = Replica(
-        limits(depth=depth, max_rows=rows, num_blocks=200, prefix_cache=False, max_waiting=500)
+        limits(depth=depth, max_num_seqs=rows, num_blocks=200, prefix_cache=False, max_queue=500)
     )
     # One sends many large requests, the other small ones in the same number of tokens or more.
     for k in range(40):
@@ -44,7 +44,7 @@ def test_users_who_both_want_more_get_the_same(depth: int, long: int, new: int, 
 
 
 def test_a_newcomer_does_not_wait_behind_a_flood() -> None:
-    replica = Replica(limits(max_rows=2, num_blocks=200, max_waiting=500))
+    replica = Replica(limits(max_num_seqs=2, num_blocks=200, max_queue=500))
     for k in range(100):
         replica.add(request(f"a{k}", [1, k % 90], user="a"))
     for _ in range(20):
@@ -57,7 +57,7 @@ def test_a_newcomer_does_not_wait_behind_a_flood() -> None:
 
 
 def test_idleness_is_not_saved_up() -> None:
-    replica = Replica(limits(max_rows=1, num_blocks=200, max_waiting=500))
+    replica = Replica(limits(max_num_seqs=1, num_blocks=200, max_queue=500))
     replica.add(request("b0", [1], user="b", new=1))
     for k in range(60):
         replica.add(request(f"a{k}", [1, 2], user="a"))
@@ -73,7 +73,7 @@ def test_idleness_is_not_saved_up() -> None:
 
 
 def test_who_sends_one_after_the_other_is_not_always_new() -> None:
-    replica = Replica(limits(max_rows=1, num_blocks=200, max_waiting=500))
+    replica = Replica(limits(max_num_seqs=1, num_blocks=200, max_queue=500))
     for k in range(30):
         replica.add(request(f"a{k}", [1, 2], user="a", new=4))
     for k in range(30):
@@ -92,14 +92,16 @@ def test_who_sends_one_after_the_other_is_not_always_new() -> None:
 
 
 def test_within_a_user_first_come_is_first_served() -> None:
-    replica = Replica(limits(max_rows=1, num_blocks=200))
+    replica = Replica(limits(max_num_seqs=1, num_blocks=200))
     replica.add(*(request(f"r{k}", [k, 1, 2]) for k in range(12)))
     replica.run()
     assert list(replica.ended) == [f"r{k}" for k in range(12)]
 
 
 def test_short_prompts_pass_a_long_one() -> None:
-    replica = Replica(limits(num_blocks=500, max_batch_tokens=32, max_model_len=2000, max_rows=16))
+    replica = Replica(
+        limits(num_blocks=500, max_num_batched_tokens=32, max_model_len=2000, max_num_seqs=16)
+    )
     replica.add(request("long", [k % 90 for k in range(1500)]))
     replica.step()
     for k in range(10):
@@ -115,7 +117,7 @@ def test_short_prompts_pass_a_long_one() -> None:
 def test_short_prompts_do_not_hold_up_a_long_one() -> None:
     for users in ("a", "ab"):
         replica = Replica(
-            limits(num_blocks=500, max_batch_tokens=32, max_model_len=2000, max_rows=16)
+            limits(num_blocks=500, max_num_batched_tokens=32, max_model_len=2000, max_num_seqs=16)
         )
         replica.add(request("long", [k % 90 for k in range(640)], user=users[0]))
         steps = 0
@@ -129,7 +131,9 @@ def test_short_prompts_do_not_hold_up_a_long_one() -> None:
 
 
 def test_long_prompts_are_not_started_side_by_side_before_their_turn() -> None:
-    replica = Replica(limits(num_blocks=900, max_batch_tokens=32, max_model_len=2000, max_rows=8))
+    replica = Replica(
+        limits(num_blocks=900, max_num_batched_tokens=32, max_model_len=2000, max_num_seqs=8)
+    )
     replica.add(*(request(f"r{k}", [k] * 300, new=1, user="a") for k in range(8)))
     for _ in range(4):
         replica.step()
@@ -140,7 +144,7 @@ def test_long_prompts_are_not_started_side_by_side_before_their_turn() -> None:
 
 
 def test_a_large_request_is_not_passed_for_ever_by_those_that_fit() -> None:
-    replica = Replica(limits(num_blocks=40, max_batch_tokens=64, max_rows=6))
+    replica = Replica(limits(num_blocks=40, max_num_batched_tokens=64, max_num_seqs=6))
     for k in range(5):
         replica.add(request(f"s{k}", [k] * 12, new=20))
     for _ in range(3):

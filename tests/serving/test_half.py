@@ -135,8 +135,8 @@ def served(config: dict[str, Any], weights: Any) -> tuple[StageRunner, float]:
     plain: Any = skeleton.build(config, device="cpu", dropout=0.0, attention=attention.NAME)
     plain.load_state_dict(weights.state_dict())
     runs = StageRunner(
-        Stage(plain.bfloat16()), Mesh.single(), plain.config, block_size=4, max_rows=4,
-        max_batch_tokens=64, max_model_len=64,
+        Stage(plain.bfloat16()), Mesh.single(), plain.config, block_size=4, max_num_seqs=4,
+        max_num_batched_tokens=64, max_model_len=64,
     )  # fmt: skip
     runs.allocate(64)
     double = weights.bfloat16().double()
@@ -203,8 +203,8 @@ def test_pieces_of_prompts_ask_for_no_logits() -> None:
     plain: Any = skeleton.build(WIDE, device="cpu", dropout=0.0, attention=attention.NAME)
     plain.load_state_dict(whole(WIDE).state_dict())
     runs = StageRunner(
-        Stage(plain.bfloat16()), Mesh.single(), plain.config, block_size=4, max_rows=4,
-        max_batch_tokens=64, max_model_len=64,
+        Stage(plain.bfloat16()), Mesh.single(), plain.config, block_size=4, max_num_seqs=4,
+        max_num_batched_tokens=64, max_model_len=64,
     )  # fmt: skip
     runs.allocate(64)
     scheduler = ToyScheduler(PROMPTS, block_size=4, num_blocks=64, chunks=(2,))

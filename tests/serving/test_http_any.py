@@ -218,9 +218,9 @@ def test_deadlines_lost_replicas_and_faults_are_told() -> None:
 
     half = Output(id="", tokens=[104, 105])
     cases = [
-        (Output(id="", finish="deadline"), 504, "deadline_exceeded"),
-        (Output(id="", finish="error", error="the sampler failed"), 500, "answer_failed"),
-        (Output(id="", finish="abort"), 503, "service_unavailable"),
+        (Output(id="", finish_reason="deadline"), 504, "deadline_exceeded"),
+        (Output(id="", finish_reason="error", error="the sampler failed"), 500, "answer_failed"),
+        (Output(id="", finish_reason="abort"), 503, "service_unavailable"),
         (ReplicaLost("replica 0 died"), 503, "service_unavailable"),
         (RuntimeError("secret detail"), 500, "internal_error"),
         (None, 503, "service_unavailable"),
@@ -318,7 +318,7 @@ def test_other_protocols_are_not_spoken(server: Live) -> None:
 
 
 def test_too_many_requests_and_connections_are_told() -> None:
-    replica = FakeReplica(delay=0.05, length=10_000, max_waiting=100)
+    replica = FakeReplica(delay=0.05, length=10_000, max_queue=100)
     with live(replica, max_requests=3, max_connections=12) as server:
         data = json.dumps({"prompt": "x", "max_tokens": 200}).encode()
         whole = (

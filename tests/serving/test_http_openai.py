@@ -446,12 +446,12 @@ def test_keys() -> None:
 
 
 def test_full_lost_and_late() -> None:
-    slow = FakeReplica(delay=0.05, length=1000, num_blocks=16, max_waiting=0)
+    slow = FakeReplica(delay=0.05, length=1000, num_blocks=16, max_queue=0)
     with live(slow) as server, client(server) as ai:
         with pytest.raises(openai.RateLimitError) as caught:
             chat(ai)
         assert caught.value.response.headers["Retry-After"] == "3"
-        slow.max_waiting = 4
+        slow.max_queue = 4
         with pytest.raises(openai.BadRequestError, match="cache of a replica") as big:
             chat(ai, max_tokens=300)
         assert big.value.code == "cache_size_exceeded"
@@ -463,7 +463,7 @@ def test_full_lost_and_late() -> None:
 
 def test_many_at_once(server: Live) -> None:
     async def main() -> list[str]:
-        server.replica.max_waiting = 1000
+        server.replica.max_queue = 1000
         async with openai.AsyncOpenAI(
             base_url=f"{server.url}/v1", api_key="none", max_retries=0
         ) as ai:

@@ -149,6 +149,6 @@ def test_ranks_outlive_any_request(tmp_path: Path) -> None:
     hocket.serve(
         weighted(tmp_path / "model"), layout="tp2", run=tmp_path / "run", on_event=visitor,
         device="cpu", cluster="none", port=0, metrics_port=0, max_model_len=384, num_blocks=24,
-        max_rows=8, chat_template_file=os.fspath(template),
+        max_num_seqs=8, chat_template_file=os.fspath(template),
     )  # fmt: skip
     visitor.over()

@@ -320,6 +320,39 @@ def test_without_a_compiler_there_are_none(monkeypatch: pytest.MonkeyPatch, tmp_
     assert not list(tmp_path.rglob("*.so"))
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "wanted"),
+    [
+        ("PATH", "/nonexistent", "no C compiler (gcc, clang, cc); PyTorch's operations compute"),
+        ("CC", "no-such-compiler", "CC=no-such-compiler is not a program; PyTorch's"),
+        ("CC", "BROKEN", "cannot compile them (kernels.c:1: fatal error: no math.h)"),
+        ("XDG_CACHE_HOME", "/proc/none", "they cannot be kept in /proc/none/hocket/kernels"),
+    ],
+)
+def test_the_lack_of_kernels_is_reported_with_the_fix(
+    variable: str, value: str, wanted: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.delenv(library.VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if value == "BROKEN":
+        broken = tmp_path / "broken"
+        broken.write_text(
+            '#!/bin/sh\n[ "$1" = --version ] && exit 0\n'
+            'echo "kernels.c:1: fatal error: no math.h" >&2\nexit 1\n'
+        )
+        broken.chmod(0o755)
+        value = str(broken)
+    monkeypatch.setenv(variable, value)
+    remark = library.remark()
+    assert remark is not None
+    assert remark.startswith("no kernels in C: ")
+    assert wanted in remark
+    assert "Fix: " in remark
+    monkeypatch.setenv(library.VARIABLE, "0")  # they were not asked for
+    assert library.remark() is None
+
+
 def test_they_are_compiled_once_for_a_processor(
     form: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

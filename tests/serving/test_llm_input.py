@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hocket.jobs.serving.llm import _check_samplings, _prompts, _stops
-from hocket.serving.request import Sampling
+from hocket.serving.request import SamplingParams
 from hocket.spec.errors import OptionError
 
 
@@ -55,9 +55,9 @@ def test_what_is_no_prompt_is_refused(given: Any) -> None:
 
 
 def test_samplings_are_samplings() -> None:
-    _check_samplings(None, Sampling)
-    _check_samplings(Sampling(), Sampling)
-    _check_samplings([Sampling(), Sampling()], Sampling)
-    for given in ({"temperature": 0}, "greedy", 5, [None], [Sampling(), {}]):
-        with pytest.raises(OptionError, match="it is a Sampling, or one for each prompt"):
-            _check_samplings(given, Sampling)
+    _check_samplings(None, SamplingParams)
+    _check_samplings(SamplingParams(), SamplingParams)
+    _check_samplings([SamplingParams(), SamplingParams()], SamplingParams)
+    for given in ({"temperature": 0}, "greedy", 5, [None], [SamplingParams(), {}]):
+        with pytest.raises(OptionError, match="it is a SamplingParams, or one for each prompt"):
+            _check_samplings(given, SamplingParams)

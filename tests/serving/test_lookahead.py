@@ -16,7 +16,7 @@ from hocket.serving.engine.device_sampler import DeviceSampler  # noqa: E402
 from hocket.serving.engine.part import StagePart  # noqa: E402
 from hocket.serving.engine.sampler import Sampler  # noqa: E402
 from hocket.serving.engine.vocabulary import Vocabulary  # noqa: E402
-from hocket.serving.request import Request, Sampling  # noqa: E402
+from hocket.serving.request import Request, SamplingParams  # noqa: E402
 from hocket.serving.scheduling.limits import Limits  # noqa: E402
 from hocket.serving.scheduling.scheduler import Scheduler  # noqa: E402
 from tests.serving.recorded_graph import reference_operator  # noqa: E402
@@ -44,7 +44,7 @@ def answers(part: StagePart, limits: Limits) -> tuple[dict[str, Any], Scheduler]
     for number, options in enumerate(ASKED):
         prompt = tuple((7 * number + 3 * k) % 60 + 1 for k in range(4 + 3 * number))
         seeded = {"seed": 0, **options}
-        sampling = Sampling(max_new_tokens=12, **seeded)
+        sampling = SamplingParams(max_new_tokens=12, **seeded)
         scheduler.add(Request(id=str(number), tokens=prompt, sampling=sampling), 0.0)
     streamed: dict[str, Any] = {str(n): [[], None, [], []] for n in range(len(ASKED))}
 
@@ -52,7 +52,7 @@ def answers(part: StagePart, limits: Limits) -> tuple[dict[str, Any], Scheduler]
         for output in scheduler.apply(result, 0.0):
             mine = streamed[output.id]
             mine[0] += output.tokens
-            mine[1] = output.finish
+            mine[1] = output.finish_reason
             mine[2] += output.logprobs or []
             mine[3] += output.prompt_logprobs or []
 
@@ -77,16 +77,16 @@ def answers(part: StagePart, limits: Limits) -> tuple[dict[str, Any], Scheduler]
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_requests_are_answered_as_on_a_cpu(family: str) -> None:
     bounds: dict[str, Any] = {
-        "num_blocks": 40, "block_size": 4, "max_rows": 4, "max_batch_tokens": 16,
+        "num_blocks": 40, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16,
         "max_model_len": 64, "vocab_size": 64,
     }  # fmt: skip
     mesh = Mesh.single()
     whole = Vocabulary(axis=mesh.axis("tp"))
-    _, plain = runner_of(family, 4, max_batch_tokens=16)
+    _, plain = runner_of(family, 4, max_num_batched_tokens=16)
     sampler: Any = Sampler(whole, 64, "cpu", mesh.recorder, 4)
     sizes: dict[str, Any] = {"hidden_size": 32, "dtype": torch.float32}
     expected, _ = answers(StagePart(plain, sampler, mesh, depth=1, **sizes), Limits(**bounds))
-    _, runner, _ = on_device(family, 4, max_batch_tokens=16, lookahead=True)
+    _, runner, _ = on_device(family, 4, max_num_batched_tokens=16, lookahead=True)
     runner.allocate(40)
     device = DeviceSampler(whole, 64, "cpu", mesh.recorder, 4, last=runner.last_tokens)
     part = StagePart(runner, device, mesh, depth=2, **sizes)

@@ -22,7 +22,7 @@ from tests.serving.test_paged import runner_of  # noqa: E402
 pytestmark = pytest.mark.torch
 GB = 10**9
 CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB"
-OPTIONS = ServeOptions(max_rows=64, max_batch_tokens=8192, max_model_len=4096)
+OPTIONS = ServeOptions(max_num_seqs=64, max_num_batched_tokens=8192, max_model_len=4096)
 
 
 def held(weights: int, cache: int, activations: int) -> list[Owner]:
@@ -33,16 +33,22 @@ def held(weights: int, cache: int, activations: int) -> list[Owner]:
 
 def test_what_frees_most_comes_first_and_every_fix_parses() -> None:
     large_cache = oom.remedies(OPTIONS, held(16, 50, 2), 2 * GB)
-    assert large_cache == [("--cache-memory 43000MB", 7 * GB), ("--max-batch-tokens 4096", 2 * GB)]
+    assert large_cache == [
+        ("--cache-memory 43000MB", 7 * GB),
+        ("--max-num-batched-tokens 4096", 2 * GB),
+    ]
     large_steps = oom.remedies(OPTIONS, held(16, 20, 30), 2 * GB)
     assert [flags for flags, _ in large_steps] == [
-        "--max-batch-tokens 4096", "--cache-memory 16000MB"
+        "--max-num-batched-tokens 4096", "--cache-memory 16000MB"
     ]  # fmt: skip
     building = oom.remedies(OPTIONS, held(70, 0, 0), 2 * GB)
-    assert [flags for flags, _ in building] == ["--max-batch-tokens 4096", "--max-rows 32"]
+    assert [flags for flags, _ in building] == [
+        "--max-num-batched-tokens 4096",
+        "--max-num-seqs 32",
+    ]
     for flags, _ in (*large_cache, *large_steps, *building):
         parse(Serve, "serve", flags.split(), Serve(model="tiny"))
-    smallest = dataclasses.replace(OPTIONS, max_batch_tokens=1, max_rows=1)
+    smallest = dataclasses.replace(OPTIONS, max_num_batched_tokens=1, max_num_seqs=1)
     assert oom.remedies(smallest, held(70, 0, 0), 2 * GB) == []
     assert "larger pp or tp" in str(
         report(0, oom.device_state(ValueError(), CPU), [], [], oom.OTHER)
@@ -66,7 +72,7 @@ def test_a_step_that_runs_out_names_its_owners() -> None:
     lines = caught.value.message.splitlines()
     assert lines[0] == "rank 3 ran out of memory: 2.15 GB requested"
     assert {line.split("  ")[1] for line in lines[1:4]} >= {"weights", "key/value cache"}
-    assert str(caught.value.hint).startswith("--max-batch-tokens 4096 (about")
+    assert str(caught.value.hint).startswith("--max-num-batched-tokens 4096 (about")
 
 
 def test_other_errors_stay_what_they_are() -> None:

@@ -32,7 +32,7 @@ from hocket.serving.engine.projections import (  # noqa: E402
     unmerge_wasted,
 )
 from hocket.serving.engine.runner import StageRunner  # noqa: E402
-from hocket.serving.request import Sampling  # noqa: E402
+from hocket.serving.request import SamplingParams  # noqa: E402
 from hocket.serving.scheduling.admission import Admission  # noqa: E402
 from hocket.serving.scheduling.step import LAST, UNKNOWN, Row, StepPlan  # noqa: E402
 from hocket.spec.errors import ModelError  # noqa: E402
@@ -253,7 +253,7 @@ def module_of(family: str) -> tuple[Any, Any]:
 
 def runner_of(family: str, block_size: int, **options: Any) -> tuple[Any, StageRunner]:
     plain, module = module_of(family)
-    limits = {"max_rows": 4, "max_batch_tokens": 64, "max_model_len": 64, **options}
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 64, **options}
     runner = StageRunner(
         Stage(module), Mesh.single(), module.config, block_size=block_size, **limits
     )
@@ -597,7 +597,7 @@ def test_tokens_that_only_the_device_knows() -> None:
 
 
 def a_slot(slot: int) -> Admission:
-    return Admission(slot=slot, sampling=Sampling(max_new_tokens=9, seed=0), prompt_length=3)
+    return Admission(slot=slot, sampling=SamplingParams(max_new_tokens=9, seed=0), prompt_length=3)
 
 
 @pytest.mark.usefixtures("reference_operator")
@@ -634,7 +634,7 @@ def test_all_ranks_give_a_size_up_together() -> None:
     runner._place(8)
     answers = iter([True, False])
     graphs = DecodeGraphs(
-        runner._on_device, runner._device_tables, max_rows=4, hidden=None, unknown=False,
+        runner._on_device, runner._device_tables, max_num_seqs=4, hidden=None, unknown=False,
         device=Recorder(), agree=lambda captured: captured and next(answers),
     )  # fmt: skip
     with torch.inference_mode():

@@ -21,7 +21,7 @@ CASES += [
     ("gemma3", "pp4"),  # stages whose layers all have windows, or none
     ("llama", "tp2.pp2"),
     ("opt", "tp2.pp2"),
-    ("gpt2", "pp2:cut=1-3"),
+    ("gpt2", "pp2:pipeline_split=1-3"),
 ]
 
 

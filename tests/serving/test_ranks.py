@@ -23,7 +23,7 @@ CASES += [
     ("llama", "tp4"),  # fewer key/value heads than ranks
     ("gemma3", "pp4"),  # stages that hold layers of one kind only
     ("llama_tied", "pp2:schedule=interleaved,virtual_stages=2,microbatches=2"),
-    ("gpt2", "pp2:cut=1-3"),
+    ("gpt2", "pp2:pipeline_split=1-3"),
 ]
 NEW = 12
 

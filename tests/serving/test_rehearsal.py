@@ -27,7 +27,7 @@ pytestmark = [
 
 
 def replica(family: str, layout: str, **options: Any) -> RunSpec:
-    sizes = {"max_rows": 8, "max_batch_tokens": 64, "max_model_len": 64, "num_blocks": 64}
+    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 64, "num_blocks": 64}
     return RunSpec(
         model=family,
         config={**SERVED[family], "head_dim": 16},
@@ -76,6 +76,7 @@ def test_no_step_reads_the_device_and_all_end(family: str, layout: str, kernels:
     for one in found.ranks.values():
         predicted = found.predicted[one["stage"]]
         assert predicted["weights"] == pytest.approx(one["memory"]["weights"], rel=0.01)
+        assert predicted["step"] == pytest.approx(one["memory"]["step"], rel=0.02)
         assert predicted["token"] * one["memory"]["cache_tokens"] == one["memory"]["cache"]
     assert all(name in found.text() for name in ("fa2", "CUDA graphs", "not seen"))
 
@@ -96,7 +97,7 @@ def test_what_reads_the_device_is_named_and_not_captured() -> None:
 
 def test_the_largest_step_of_experts_is_predicted() -> None:
     """Their tokens are copied for each expert, and their outputs are weighted in fp32."""
-    found = job.rehearse(replica("mixtral", "tp2", max_batch_tokens=1024))
+    found = job.rehearse(replica("mixtral", "tp2", max_num_batched_tokens=1024))
     (predicted,) = found.predicted
     for one in found.ranks.values():
         assert predicted["step"] == pytest.approx(one["memory"]["step"], rel=0.15)

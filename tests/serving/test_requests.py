@@ -18,7 +18,7 @@ from hocket.serving.request import (
     Output,
     Request,
     RequestRefused,
-    Sampling,
+    SamplingParams,
     TokenLogprobs,
 )
 from hocket.serving.scheduling.limits import Limits
@@ -35,7 +35,9 @@ from tests.serving.token_machine import continuation, following
     samplings(), st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=5), st.text(max_size=9)
 )
 @settings(max_examples=40)
-def test_requests_come_back_from_json(sampling: Sampling, tokens: list[int], text: str) -> None:
+def test_requests_come_back_from_json(
+    sampling: SamplingParams, tokens: list[int], text: str
+) -> None:
     asked = Request(
         id="a", tokens=tuple(tokens), sampling=sampling, index=3, user=text, salt=text, deadline=2.5
     )
@@ -46,15 +48,15 @@ def test_outputs_come_back_from_json() -> None:
     entry = TokenLogprobs(5, -0.25, ((5, -0.25), (7, -2.0)))
     for output in (
         Output(id="a"),
-        Output(id="a", tokens=[5], logprobs=[entry], finish="stop", stop_token=2, cached=16),
-        Output(id="a", prompt_logprobs=[entry, entry], finish="error", error="no"),
+        Output(id="a", tokens=[5], logprobs=[entry], finish_reason="stop", stop_token=2, cached=16),
+        Output(id="a", prompt_logprobs=[entry, entry], finish_reason="error", error="no"),
     ):
         assert Output.from_json(json.loads(json.dumps(output.to_json()))) == output
     assert Output(id="a", tokens=[1]).to_json() == {"id": "a", "tokens": [1]}
 
 
 def test_only_what_differs_is_told() -> None:
-    assert Sampling(temperature=0.5).to_json() == {"temperature": 0.5}
+    assert SamplingParams(temperature=0.5).to_json() == {"temperature": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -91,7 +93,7 @@ def test_only_what_differs_is_told() -> None:
 )
 def test_sampling_that_cannot_be_is_refused(fields: dict[str, Any], why: str) -> None:
     with pytest.raises(OptionError) as caught:
-        Sampling.from_json(fields)
+        SamplingParams.from_json(fields)
     assert why in str(caught.value)
 
 
@@ -131,7 +133,7 @@ def test_a_refusal_survives_the_way_between_processes() -> None:
 
 
 def test_limits_that_cannot_be_are_refused() -> None:
-    for name in ("num_blocks", "block_size", "max_rows", "max_batch_tokens", "depth"):
+    for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "depth"):
         with pytest.raises(OptionError, match=f"{name} is 0"):
             limits(**{name: 0})
 
@@ -170,14 +172,14 @@ def test_what_can_never_be_computed_is_refused_with_the_numbers() -> None:
 
 
 def test_what_just_fits_is_computed() -> None:
-    replica = Replica(limits(num_blocks=10, max_model_len=60, max_rows=3))
+    replica = Replica(limits(num_blocks=10, max_model_len=60, max_num_seqs=3))
     replica.add(request("a", [1] * 30, new=11), request("b", [2] * 40, new=1))
     replica.add(request("c", [3] * 40, new=0, prompt_logprobs=0))
     replica.run()
 
 
 def test_a_full_queue_says_when_to_come_again() -> None:
-    replica = Replica(limits(max_waiting=8, max_rows=1, num_blocks=16))
+    replica = Replica(limits(max_queue=8, max_num_seqs=1, num_blocks=16))
     assert replica.refusal(request("r", [1])) is None
     replica.step()
     for k in range(8):
@@ -200,7 +202,7 @@ def test_a_full_queue_says_when_to_come_again() -> None:
 
 
 def test_who_finds_a_free_place_does_not_wait() -> None:
-    replica = Replica(limits(max_waiting=0, max_rows=3, num_blocks=16))
+    replica = Replica(limits(max_queue=0, max_num_seqs=3, num_blocks=16))
     for k in range(3):  # all of them between two steps
         assert replica.refusal(request(f"r{k}", [k, 5], new=2)) is None
     found = replica.refusal(request("more", [1]))
@@ -212,7 +214,7 @@ def test_who_finds_a_free_place_does_not_wait() -> None:
 
 
 def test_waiting_tokens_are_bounded_but_one_prompt_is_always_taken() -> None:
-    replica = Replica(limits(max_waiting_tokens=20, max_rows=1, num_blocks=40))
+    replica = Replica(limits(max_waiting_tokens=20, max_num_seqs=1, num_blocks=40))
     replica.add(request("a", [1] * 50))
     found = replica.refusal(request("b", [2] * 5))
     assert found is not None
@@ -250,7 +252,7 @@ def test_how_requests_end() -> None:
         request("one", prompt, new=1),
     )
     replica.run()
-    ends = {id: (len(replica.tokens[id]), end.finish) for id, end in replica.ended.items()}
+    ends = {id: (len(replica.tokens[id]), end.finish_reason) for id, end in replica.ended.items()}
     assert ends["stop"] == (4, "stop")
     assert replica.ended["stop"].stop_token == stop
     assert ends["user"] == (4, "stop")
@@ -261,7 +263,7 @@ def test_how_requests_end() -> None:
 
 
 def test_deadlines_count_from_arrival_wherever_a_request_is() -> None:
-    replica = Replica(limits(max_rows=2, num_blocks=100))
+    replica = Replica(limits(max_num_seqs=2, num_blocks=100))
     replica.add(
         request("runs", [1] * 4, new=100, deadline=8.0),
         request("long", [2] * 4, new=30),
@@ -270,7 +272,7 @@ def test_deadlines_count_from_arrival_wherever_a_request_is() -> None:
     for _ in range(12):
         replica.step()
         replica.take(replica.scheduler.expire(replica.now))
-    ends = {id: end.finish for id, end in replica.ended.items()}
+    ends = {id: end.finish_reason for id, end in replica.ended.items()}
     assert ends == {"waits": "deadline", "runs": "deadline"}
     assert replica.tokens["runs"]
     assert replica.tokens["waits"] == []
@@ -285,7 +287,7 @@ def test_an_aborted_request_keeps_its_blocks_while_they_are_in_use() -> None:
     used = replica.scheduler.stats().blocks_used
     assert used == 8
     [end] = replica.take(replica.scheduler.abort("a"))
-    assert end.finish == "abort"
+    assert end.finish_reason == "abort"
     assert replica.scheduler.abort("a") == []
     assert not replica.scheduler.idle
     assert replica.scheduler.stats().blocks_used == used
@@ -318,11 +320,11 @@ def test_a_row_that_fails_ends_its_own_request_only() -> None:
     result = replica.machine.finish()
     result.failed[0] = "the pattern allows no token"
     replica.take(replica.scheduler.apply(result, 1.0))
-    assert replica.ended["a"].finish == "error"
+    assert replica.ended["a"].finish_reason == "error"
     assert replica.ended["a"].error == "the pattern allows no token"
     while not replica.scheduler.idle:
         replica.step()
-    assert replica.ended["b"].finish == "length"
+    assert replica.ended["b"].finish_reason == "length"
     assert replica.scheduler.stats().blocks_used == 0
 
 
@@ -354,7 +356,7 @@ def sizes(scheduler: Scheduler) -> dict[str, int]:
 
 
 def test_requests_that_come_and_go_leave_nothing() -> None:
-    replica = Replica(limits(max_rows=1, num_blocks=20))
+    replica = Replica(limits(max_num_seqs=1, num_blocks=20))
     scheduler = replica.scheduler
     replica.add(request("blocks", [1], new=70))
     replica.step()
@@ -366,7 +368,7 @@ def test_requests_that_come_and_go_leave_nothing() -> None:
     assert max(found.values()) <= 40, found
     while not scheduler.idle:
         replica.step()
-    assert replica.ended["blocks"].finish == "length"
+    assert replica.ended["blocks"].finish_reason == "length"
 
 
 def test_users_are_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,7 +382,7 @@ def test_users_are_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_long_use_keeps_to_the_cache() -> None:
-    replica = Replica(limits(num_blocks=24, max_batch_tokens=64))
+    replica = Replica(limits(num_blocks=24, max_num_batched_tokens=64))
     for k in range(60):
         replica.add(request(f"r{k}", [k % 90, k % 7, *range(20)], new=6))
         replica.step()
@@ -390,7 +392,11 @@ def test_long_use_keeps_to_the_cache() -> None:
 
 def test_recursion_and_size_of_a_large_prompt() -> None:
     bounds = Limits(
-        num_blocks=5000, block_size=16, max_rows=4, max_batch_tokens=4096, max_model_len=70000
+        num_blocks=5000,
+        block_size=16,
+        max_num_seqs=4,
+        max_num_batched_tokens=4096,
+        max_model_len=70000,
     )
     scheduler = Scheduler(bounds)
     scheduler.add(request("a", range(65536), new=1), 0.0)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hocket.serving.front.client import ReplicaLost
 from hocket.serving.front.router import NoReplica, Prefixes, Router, chain
-from hocket.serving.request import Output, Request, RequestRefused, Sampling
+from hocket.serving.request import Output, Request, RequestRefused, SamplingParams
 
 BLOCK = 4
 names = itertools.count()
@@ -37,7 +37,7 @@ class Client:
     """A replica that answers each request with what it was told to."""
 
     def __init__(self, *outputs: Output | Exception, at_once: Exception | None = None) -> None:
-        self.outputs = list(outputs) or [Output(id="", tokens=[1], finish="length")]
+        self.outputs = list(outputs) or [Output(id="", tokens=[1], finish_reason="length")]
         self.at_once = at_once
         self.seen: list[Request] = []
         self.lost: ReplicaLost | None = None
@@ -52,7 +52,7 @@ class Client:
 
 def request(*tokens: int, new: int = 8, salt: str = "") -> Request:
     return Request(
-        id=str(next(names)), tokens=tokens, sampling=Sampling(max_new_tokens=new), salt=salt
+        id=str(next(names)), tokens=tokens, sampling=SamplingParams(max_new_tokens=new), salt=salt
     )
 
 
@@ -151,7 +151,7 @@ def test_a_full_replica_passes_a_request_on_and_the_last_refusal_is_told() -> No
     second = Client()
     found = router(Client(full()), second)
     (output,) = asyncio.run(read(found, request(1, 2)))
-    assert output.finish == "length"
+    assert output.finish_reason == "length"
     assert len(second.seen) == 1
 
     timings = []
@@ -228,7 +228,9 @@ def test_figures_are_added_up() -> None:
 def test_the_timing_of_an_answer() -> None:
     timings = []
     found = router(
-        Client(Output(id="", tokens=[1, 2], cached=3), Output(id="", tokens=[3], finish="stop"))
+        Client(
+            Output(id="", tokens=[1, 2], cached=3), Output(id="", tokens=[3], finish_reason="stop")
+        )
     )
     found.listeners.append(timings.append)
     asyncio.run(read(found, request(1, 2, 3, 4)))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hocket.serving.request import Sampling
+from hocket.serving.request import SamplingParams
 from hocket.serving.scheduling.admission import Admission
 from hocket.serving.scheduling.step import LAST, NONE, Row, StepPlan
 from tests.serving import sampler_cases as cases
@@ -79,7 +79,7 @@ def edited(logits: Any, generated: tuple[int, ...], **options: Any) -> Any:
     from hocket.serving.engine.sampling_step import SamplingStep
 
     sampler = a_sampler()
-    sampling = Sampling(max_new_tokens=100, **options)
+    sampling = SamplingParams(max_new_tokens=100, **options)
     admission = Admission(
         slot=2, sampling=sampling, prompt_length=len(cases.PROMPT),
         prompt=cases.PROMPT, generated=generated,
@@ -138,11 +138,11 @@ def test_penalties_follow_the_tokens_and_survive_preemption() -> None:
         if step == 70:
             sampler.release(2)
             sampler.admit(Admission(
-                slot=2, sampling=Sampling(**options), prompt_length=len(cases.PROMPT),
+                slot=2, sampling=SamplingParams(**options), prompt_length=len(cases.PROMPT),
                 prompt=cases.PROMPT, generated=tuple(said),
             ))  # fmt: skip
             resumed.admit(Admission(
-                slot=9, sampling=Sampling(**options), prompt_length=len(cases.PROMPT),
+                slot=9, sampling=SamplingParams(**options), prompt_length=len(cases.PROMPT),
                 prompt=cases.PROMPT, generated=tuple(other),
             ))  # fmt: skip
         found = chosen(sampler, logits, [0, 1, 2], length)
@@ -207,7 +207,7 @@ def test_seed_index_and_position_each_change_the_draws_and_nothing_else_does() -
 
     def draws(slot: int, seed: int, index: int, start: int) -> list[int]:
         sampler = a_sampler()
-        sampling = Sampling(temperature=1.0, seed=seed)
+        sampling = SamplingParams(temperature=1.0, seed=seed)
         sampler.admit(Admission(slot=slot, sampling=sampling, index=index, prompt_length=10))
         return [chosen(sampler, logits, [slot], start + i)[0] for i in range(5)]
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hocket.serving.request import Output, Request, RequestRefused, Sampling
+from hocket.serving.request import Output, Request, RequestRefused, SamplingParams
 from hocket.serving.scheduling.limits import Limits
 from hocket.serving.scheduling.scheduler import Scheduler
 from hocket.serving.scheduling.step import NONE, StepPlan
@@ -27,18 +27,18 @@ LONGEST = 40
 
 def limits(**given: Any) -> Limits:
     fields: dict[str, Any] = {
-        "num_blocks": 64, "block_size": 4, "max_rows": 8, "max_batch_tokens": 16,
+        "num_blocks": 64, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 16,
         "max_model_len": 200, "vocab_size": VOCABULARY,
     }  # fmt: skip
     return Limits(**{**fields, **given})
 
 
 def request(id: str, tokens: Any, *, new: int = 4, **given: Any) -> Request:
-    """A request; names of Sampling's fields go there."""
+    """A request; names of SamplingParams's fields go there."""
     own = {f.name for f in dataclasses.fields(Request)}
     asked = {name: value for name, value in given.items() if name not in own}
     rest = {name: value for name, value in given.items() if name in own}
-    sampling = Sampling(max_new_tokens=new, **asked)
+    sampling = SamplingParams(max_new_tokens=new, **asked)
     return Request(id=id, tokens=tuple(tokens), sampling=sampling, **rest)
 
 
@@ -88,7 +88,7 @@ class Replica:
             if self.asked[output.id].sampling.logprobs is not None:
                 told = [] if output.logprobs is None else output.logprobs
                 assert [one.token for one in told] == output.tokens
-            if output.finish is not None:
+            if output.finish_reason is not None:
                 self.ended[output.id] = output
         return outputs
 
@@ -117,10 +117,10 @@ class Replica:
                 asked.tokens, asked.sampling, self.limits.max_model_len, asked.index
             )
             end = self.ended[id]
-            if end.finish in ("abort", "deadline"):
+            if end.finish_reason in ("abort", "deadline"):
                 assert self.tokens[id] == right[: len(self.tokens[id])]
                 continue
-            assert (self.tokens[id], end.finish) == (right, why)
+            assert (self.tokens[id], end.finish_reason) == (right, why)
             assert (end.stop_token is None) == (why == "length")
             if asked.sampling.prompt_logprobs is not None:
                 assert [(one.token, one.logprob) for one in self.prompt[id]] == [
@@ -133,7 +133,7 @@ class Replica:
         assert stats.finished == len(self.asked) == sum(stats.finished_by.values())
         memory = self.scheduler._memory
         assert memory.pool.free == self.limits.num_blocks
-        assert sorted(memory.slots) == list(range(self.limits.max_rows))
+        assert sorted(memory.slots) == list(range(self.limits.max_num_seqs))
         assert set(self.machine.tables) <= set(memory.released)
         assert memory.coming == 0
         assert not {*memory.ready, *memory.prefilling, *memory.again}
@@ -149,12 +149,12 @@ def loads(draw: st.DrawFn) -> tuple[Limits, list[tuple[int, Request, int | None]
     bounds = Limits(
         num_blocks=draw(st.integers(6, 30)),
         block_size=draw(st.sampled_from([1, 2, 4])),
-        max_rows=draw(st.integers(1, 6)),
-        max_batch_tokens=draw(st.sampled_from([1, 2, 3, 8, 16, 64])),
+        max_num_seqs=draw(st.integers(1, 6)),
+        max_num_batched_tokens=draw(st.sampled_from([1, 2, 3, 8, 16, 64])),
         max_model_len=LONGEST,
         depth=depth,
         lookahead=lookahead,
-        max_waiting=draw(st.integers(1, 20)),
+        max_queue=draw(st.integers(1, 20)),
         max_waiting_tokens=draw(st.integers(1, 300)),
         max_logit_rows=draw(st.integers(1, 8)),
         prefix_cache=draw(st.booleans()),
@@ -201,12 +201,12 @@ def drive(
         for _, one, abort in asked:
             if abort == step:
                 told = scheduler.abort(one.id)
-                assert [o.finish for o in told] in ([], ["abort"])
+                assert [o.finish_reason for o in told] in ([], ["abort"])
                 replica.take(told)
         replica.take(scheduler.expire(replica.now))
         stats = scheduler.stats()
-        assert stats.waiting <= bounds.max_waiting + bounds.max_rows
-        assert stats.running <= bounds.max_rows
+        assert stats.waiting <= bounds.max_queue + bounds.max_num_seqs
+        assert stats.running <= bounds.max_num_seqs
         made = replica.plan()
         for _ in range(taken[step % len(taken)] if made is not None else bounds.depth):
             if scheduler.outstanding:
@@ -296,7 +296,7 @@ def test_answers_are_shared_with_lookahead_too() -> None:
 
 
 def test_the_latest_gives_way_and_is_computed_again() -> None:
-    replica = Replica(limits(num_blocks=12, max_rows=4, prefix_cache=False))
+    replica = Replica(limits(num_blocks=12, max_num_seqs=4, prefix_cache=False))
     replica.add(*(request(f"r{k}", [k] * 8, new=24) for k in range(4)))
     replica.run()
     stats = replica.scheduler.stats()
@@ -311,7 +311,7 @@ def test_the_latest_gives_way_and_is_computed_again() -> None:
 
 
 def test_what_is_recomputed_is_found_in_the_cache_where_it_still_is() -> None:
-    replica = Replica(limits(num_blocks=13, max_rows=2, max_model_len=50))
+    replica = Replica(limits(num_blocks=13, max_num_seqs=2, max_model_len=50))
     replica.add(request("a", range(8), new=30), request("b", range(20, 28), new=30))
     replica.run()
     stats = replica.scheduler.stats()
@@ -321,14 +321,14 @@ def test_what_is_recomputed_is_found_in_the_cache_where_it_still_is() -> None:
 
 def test_preempted_while_in_flight() -> None:
     for depth in (2, 3, 4):
-        replica = Replica(limits(num_blocks=14, max_rows=6, depth=depth, prefix_cache=False))
+        replica = Replica(limits(num_blocks=14, max_num_seqs=6, depth=depth, prefix_cache=False))
         replica.add(*(request(f"r{k}", [k] * 8, new=20) for k in range(6)))
         replica.run()
         assert replica.scheduler.stats().preempted > 0
 
 
 def test_penalties_get_their_history_again() -> None:
-    replica = Replica(limits(num_blocks=10, max_rows=3, prefix_cache=False))
+    replica = Replica(limits(num_blocks=10, max_num_seqs=3, prefix_cache=False))
     replica.add(*(request(f"r{k}", [k] * 8, new=20, repetition_penalty=1.5) for k in range(2)))
     replica.add(request("p", [7] * 8, new=20, presence_penalty=0.5))
     replica.run()
@@ -345,7 +345,7 @@ def test_penalties_get_their_history_again() -> None:
 
 
 def test_decoding_rows_are_spread_evenly_over_the_plans_in_flight() -> None:
-    replica = Replica(limits(depth=4, max_batch_tokens=64, num_blocks=400))
+    replica = Replica(limits(depth=4, max_num_batched_tokens=64, num_blocks=400))
     replica.add(*(request(f"r{k}", [k] * 4, new=40) for k in range(8)))
     for _ in range(12):
         replica.step()
@@ -359,7 +359,9 @@ def test_decoding_rows_are_spread_evenly_over_the_plans_in_flight() -> None:
 
 def test_plans_of_much_that_waits_are_equal_and_no_larger_for_what_is_left() -> None:
     """A stage waits for the larger of two plans in a row: in all, for what the sizes differ by."""
-    wide = limits(depth=2, max_batch_tokens=4096, num_blocks=4000, max_model_len=4000, max_rows=64)
+    wide = limits(
+        depth=2, max_num_batched_tokens=4096, num_blocks=4000, max_model_len=4000, max_num_seqs=64
+    )
     replica = Replica(wide)
     replica.add(request("first", [k % 97 for k in range(96)], new=2))
     replica.plan()
@@ -384,7 +386,7 @@ def test_what_a_plan_costs_and_the_stages_say_how_large_plans_are(
     depth: int, plan_tokens: int, sizes: list[int]
 ) -> None:
     given = limits(
-        depth=depth, plan_tokens=plan_tokens, max_batch_tokens=512, num_blocks=400,
+        depth=depth, plan_tokens=plan_tokens, max_num_batched_tokens=512, num_blocks=400,
         max_model_len=1000,
     )  # fmt: skip
     replica = Replica(given)
@@ -394,7 +396,9 @@ def test_what_a_plan_costs_and_the_stages_say_how_large_plans_are(
 
 
 def test_chunks_of_one_prompt_are_in_flight_together() -> None:
-    replica = Replica(limits(depth=4, max_batch_tokens=128, num_blocks=400, max_model_len=1000))
+    replica = Replica(
+        limits(depth=4, max_num_batched_tokens=128, num_blocks=400, max_model_len=1000)
+    )
     replica.add(request("a", [k % 97 for k in range(900)], new=2))
     plans = [replica.plan() for _ in range(4)]
     assert [(p.rows[0].start, p.rows[0].count) for p in plans if p] == [
@@ -406,12 +410,14 @@ def test_chunks_of_one_prompt_are_in_flight_together() -> None:
 
 
 def test_a_short_prompt_is_cut_so_that_every_stage_has_work() -> None:
-    replica = Replica(limits(depth=4, max_batch_tokens=512, num_blocks=400, max_model_len=1000))
+    replica = Replica(
+        limits(depth=4, max_num_batched_tokens=512, num_blocks=400, max_model_len=1000)
+    )
     replica.add(request("a", [k % 97 for k in range(400)], new=2))
     plans = [replica.plan() for _ in range(4)]
     assert [p.rows[0].count for p in plans if p] == [67] * 4
     replica.run()
-    alone = Replica(limits(depth=1, max_batch_tokens=512, num_blocks=400, max_model_len=1000))
+    alone = Replica(limits(depth=1, max_num_batched_tokens=512, num_blocks=400, max_model_len=1000))
     alone.add(request("a", [k % 97 for k in range(400)], new=2))
     plan = alone.plan()
     assert plan is not None
@@ -458,13 +464,13 @@ def test_equal_prompts_at_once_wait_for_the_first() -> None:
 
 
 def test_nothing_waits_for_one_that_never_comes() -> None:
-    replica = Replica(limits(num_blocks=200, max_batch_tokens=2, max_rows=4))
+    replica = Replica(limits(num_blocks=200, max_num_batched_tokens=2, max_num_seqs=4))
     replica.add(request("a", [1] * 100), request("b", [1] * 100))
     replica.plan()
     replica.take(replica.scheduler.abort("a"))
     replica.result()
     replica.run()
-    assert replica.ended["b"].finish == "length"
+    assert replica.ended["b"].finish_reason == "length"
 
 
 def test_what_was_used_last_is_kept_longest() -> None:
@@ -493,7 +499,7 @@ def test_without_the_prefix_cache_nothing_is_shared() -> None:
 
 
 def test_log_probabilities_of_prompts_come_in_bounded_parts() -> None:
-    replica = Replica(limits(max_logit_rows=5, max_batch_tokens=32))
+    replica = Replica(limits(max_logit_rows=5, max_num_batched_tokens=32))
     replica.add(request("warm", range(30)))
     replica.run()
     replica.add(request("a", range(30), new=0, prompt_logprobs=2))
@@ -508,7 +514,9 @@ def test_log_probabilities_of_prompts_come_in_bounded_parts() -> None:
 
 
 def test_what_was_told_before_a_preemption_is_not_told_again() -> None:
-    replica = Replica(limits(num_blocks=12, max_batch_tokens=6, max_logit_rows=2, max_rows=3))
+    replica = Replica(
+        limits(num_blocks=12, max_num_batched_tokens=6, max_logit_rows=2, max_num_seqs=3)
+    )
     replica.add(request("a", range(16), new=24))
     replica.add(request("b", range(50, 70), new=20, prompt_logprobs=0))
     replica.run()

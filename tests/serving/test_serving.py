@@ -7,7 +7,7 @@ import math
 import pytest
 
 from hocket.serving.front.text import TextPieces
-from hocket.serving.request import Sampling, check_prompts, refuse_replicas
+from hocket.serving.request import SamplingParams, check_prompts, refuse_replicas
 from hocket.spec.errors import LayoutError, OptionError
 from hocket.spec.layout import Layout
 from tests.families import FAMILIES, PROMPTS, whole_model
@@ -21,7 +21,7 @@ from tests.families import FAMILIES, PROMPTS, whole_model
 )  # fmt: skip
 def test_options_that_cannot_be_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(OptionError, match=next(iter(wrong))):
-        Sampling(**wrong)
+        SamplingParams(**wrong)
 
 
 def test_replicas_are_refused_with_the_rest_as_hint() -> None:
@@ -34,7 +34,7 @@ def test_replicas_are_refused_with_the_rest_as_hint() -> None:
 
 
 def test_prompts_that_cannot_be_continued_are_refused() -> None:
-    options = Sampling(max_new_tokens=10)
+    options = SamplingParams(max_new_tokens=10)
     check_prompts([[1, 2]], options, 8, 12)
     for prompts, match in (
         ([], "no prompt"),
@@ -69,14 +69,14 @@ def test_draws_follow_the_distribution_and_its_cuts() -> None:
     logits = probability.log().expand(4000, 4)
 
     def shares(**options: float) -> list[float]:
-        tokens = draw(logits, Sampling(temperature=1.0, **options), 0)
+        tokens = draw(logits, SamplingParams(temperature=1.0, **options), 0)
         return (torch.bincount(tokens, minlength=4) / 4000).tolist()
 
     assert shares() == pytest.approx([0.5, 0.3, 0.15, 0.05], abs=0.03)
     assert shares(top_k=2) == pytest.approx([0.625, 0.375, 0, 0], abs=0.03)
     assert shares(top_p=0.9) == pytest.approx([0.526, 0.316, 0.158, 0], abs=0.03)
     assert shares(top_p=0.4) == [1, 0, 0, 0]
-    options = Sampling(temperature=0.7, seed=3)
+    options = SamplingParams(temperature=0.7, seed=3)
     assert torch.equal(draw(logits, options, 5), draw(logits, options, 5))
     assert not torch.equal(draw(logits, options, 5), draw(logits, options, 6))
 
@@ -93,7 +93,7 @@ def test_the_cuts_are_those_of_transformers() -> None:
     theirs = TopPLogitsWarper(0.8)(
         None, TopKLogitsWarper(20)(None, TemperatureLogitsWarper(0.6)(None, logits))
     )
-    options = Sampling(temperature=0.6, top_k=20, top_p=0.8)
+    options = SamplingParams(temperature=0.6, top_k=20, top_p=0.8)
     seen = [set() for _ in range(6)]
     for position in range(600):
         for row, token in enumerate(sampling.draw(logits, options, position).tolist()):
@@ -115,7 +115,7 @@ def test_one_process_generates_what_transformers_does(family: str) -> None:
 
     model = whole_model(family)
     engine = Engine([Stage(model)], Mesh.single(), model.config)
-    found = engine.generate(PROMPTS, Sampling(max_new_tokens=12))
+    found = engine.generate(PROMPTS, SamplingParams(max_new_tokens=12))
     for prompt, ours in zip(PROMPTS, found, strict=True):
         theirs = model.generate(
             torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=-1,
@@ -132,10 +132,10 @@ def test_a_row_ends_with_its_stop_token_and_the_others_go_on() -> None:
 
     model = whole_model("llama")
     engine = Engine([Stage(model)], Mesh.single(), model.config)
-    free = engine.generate(PROMPTS, Sampling(max_new_tokens=10))
+    free = engine.generate(PROMPTS, SamplingParams(max_new_tokens=10))
     stop = free[0][4]
     rounds: list[list[int | None]] = []
-    options = Sampling(max_new_tokens=10, stop=(stop,))
+    options = SamplingParams(max_new_tokens=10, stop=(stop,))
     found = engine.generate(PROMPTS, options, lambda _, row: rounds.append(row))
     expected = [row[: row.index(stop)] if stop in row else row for row in free]
     assert found == expected

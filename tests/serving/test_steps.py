@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hocket.serving.request import Sampling, TokenLogprobs
+from hocket.serving.request import SamplingParams, TokenLogprobs
 from hocket.serving.scheduling.admission import Admission
 from hocket.serving.scheduling.frames import FrameError
 from hocket.serving.scheduling.step import ALL, LAST, NONE, Row, StepPlan, StepResult
@@ -19,10 +19,10 @@ FLOAT = st.floats(allow_nan=False, width=64)
 
 
 @st.composite
-def samplings(draw: st.DrawFn) -> Sampling:
+def samplings(draw: st.DrawFn) -> SamplingParams:
     most = draw(st.integers(1, 2**31 - 1))
     optional = st.none() | st.integers(0, 20)
-    return Sampling(
+    return SamplingParams(
         max_new_tokens=most,
         min_new_tokens=draw(st.integers(0, most)),
         temperature=draw(st.floats(0, 1e30)),

@@ -381,7 +381,7 @@ def test_the_sampler_obeys_structures_row_by_row() -> None:
     """Random logits, four structured rows among free ones, one preempted, one that fails."""
     import torch
 
-    from hocket.serving.request import Sampling
+    from hocket.serving.request import SamplingParams
     from hocket.serving.scheduling.admission import Admission
     from tests.serving import sampler_cases as cases
     from tests.serving.test_sampler import a_sampler
@@ -434,5 +434,5 @@ def test_the_sampler_obeys_structures_row_by_row() -> None:
         assert json.loads(text)["kind"] in ("one", "two")
         # the end fills what is asked for beyond a complete answer
         assert set(found[place][len(text) :]) == {END}
-    assert Sampling(**told[0]).ends == {END}
+    assert SamplingParams(**told[0]).ends == {END}
     structures.close()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hocket.serving.request import Sampling
+from hocket.serving.request import SamplingParams
 from tests.serving.test_http_ranks import weighted
 
 pytest.importorskip("llguidance")
@@ -31,7 +31,7 @@ def test_structured_answers_of_two_ranks(ranks: Any, tmp_path: Path) -> None:
     from hocket import LLM
 
     samplings = [
-        Sampling(
+        SamplingParams(
             max_new_tokens=160,
             temperature=1.0,
             top_p=0.9,
@@ -44,13 +44,13 @@ def test_structured_answers_of_two_ranks(ranks: Any, tmp_path: Path) -> None:
     prompts = [f"prompt number {i}" for i in range(9)]
     found = {}
     for blocks in (400, 30):
-        options = {"num_blocks": blocks, "block_size": 8, "max_model_len": 200, "max_rows": 8}
+        options = {"num_blocks": blocks, "block_size": 8, "max_model_len": 200, "max_num_seqs": 8}
         with LLM(weighted(tmp_path), "tp2", launcher=ranks.launcher, **options) as llm:
             found[blocks] = llm.generate(prompts, samplings)
     for roomy, cramped in zip(found[400], found[30], strict=True):
-        assert (cramped.tokens, cramped.finish) == (roomy.tokens, roomy.finish)
+        assert (cramped.tokens, cramped.finish_reason) == (roomy.tokens, roomy.finish_reason)
     told = [one for i, one in enumerate(found[400]) if i % 3 == 0]
-    assert all(one.finish == "stop" for one in told)
+    assert all(one.finish_reason == "stop" for one in told)
     for one in told:
         given = json.loads(one.text)
         assert set(given) == {"kind", "count"}

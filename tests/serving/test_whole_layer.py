@@ -30,7 +30,8 @@ def made(config: dict[str, Any]) -> StageRunner:
     for parameter in plain.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     found = StageRunner(
-        Stage(plain), Mesh.single(), plain.config, block_size=4, max_rows=8, max_batch_tokens=64,
+        Stage(plain), Mesh.single(), plain.config, block_size=4, max_num_seqs=8,
+        max_num_batched_tokens=64,
         max_model_len=64,
     )  # fmt: skip
     found.allocate(128)

@@ -19,7 +19,7 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 
-from hocket.serving.request import Sampling, TokenLogprobs
+from hocket.serving.request import SamplingParams, TokenLogprobs
 from hocket.serving.scheduling.limits import Limits
 from hocket.serving.scheduling.step import (
     ALL,
@@ -47,7 +47,7 @@ def logprob(tokens: Sequence[int], token: int) -> float:
 
 
 def continuation(
-    prompt: Sequence[int], sampling: Sampling, longest: int, index: int = 0
+    prompt: Sequence[int], sampling: SamplingParams, longest: int, index: int = 0
 ) -> tuple[list[int], str]:
     """The tokens that answer a request, and why they end."""
     tokens = list(prompt)
@@ -155,7 +155,7 @@ class TokenMachine:
             del self._tables[slot], self._admitted[slot]
             self._held.pop(slot, None)
         for one in plan.admitted:
-            assert 0 <= one.slot < limits.max_rows
+            assert 0 <= one.slot < limits.max_num_seqs
             assert one.slot not in self._tables, "a slot is released before it is given again"
             self._tables[one.slot] = []
             self._admitted[one.slot] = one
@@ -165,8 +165,8 @@ class TokenMachine:
         assert {one.slot for one in plan.admitted} <= set(slots)
         counts = [row.count for row in plan.rows]
         assert min(counts) >= 1
-        assert sum(counts) == len(plan.tokens) <= limits.max_batch_tokens
-        assert len(plan.rows) <= limits.max_rows
+        assert sum(counts) == len(plan.tokens) <= limits.max_num_batched_tokens
+        assert len(plan.rows) <= limits.max_num_seqs
         singles = [count == 1 for count in counts]
         assert singles == sorted(singles, reverse=True), "rows of one token come first"
         every = sum(row.count for row in plan.rows if row.logits == ALL)

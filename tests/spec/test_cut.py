@@ -19,7 +19,7 @@ def test_even_is_what_the_textbook_draws() -> None:
 def test_even_that_does_not_divide_proposes_what_does() -> None:
     with pytest.raises(LayoutError, match="50 layers do not divide over 4 stages") as caught:
         choose_cut("even", 50, 4)
-    assert caught.value.hint == "pp2 or pp5, or cut=13-13-12-12"
+    assert caught.value.hint == "pp2 or pp5, or pipeline_split=13-13-12-12"
 
 
 def test_balanced_counts_the_head() -> None:
@@ -59,7 +59,7 @@ def test_no_other_cut_is_faster(costs: list[int], stages: int, before: int, afte
         ((3, 4), 8, 2, "places 7 layers, the model has 8"),
         ((3, 5), 8, 4, "names 2 stages, the layout has 4"),
         ("balanced", 2, 4, "2 layers do not fill 4 stages"),
-        ("evn", 8, 2, "unknown cut 'evn'"),
+        ("evn", 8, 2, "unknown pipeline_split 'evn'"),
     ],
 )
 def test_a_cut_that_cannot_be(cut: object, layers: int, stages: int, says: str) -> None:

@@ -68,8 +68,8 @@ def test_order_can_be_chosen() -> None:
 
 
 def test_flags_fill_what_the_text_leaves_out() -> None:
-    layout = Layout.parse("pp2", schedule="gpipe", microbatches=4, cut="3-5", zero=None)
-    assert layout == Layout(pp=2, schedule="gpipe", microbatches=4, cut=(3, 5))
+    layout = Layout.parse("pp2", schedule="gpipe", microbatches=4, pipeline_split="3-5", zero=None)
+    assert layout == Layout(pp=2, schedule="gpipe", microbatches=4, pipeline_split=(3, 5))
 
 
 def test_a_flag_that_contradicts_the_text_is_refused() -> None:
@@ -98,10 +98,18 @@ def test_threads_run_in_one_process() -> None:
         ("pp2:microbatches=many", "not a whole number", "microbatches=1"),
         ("pp2:microbatches=0", "at least 1", "pp2:microbatches=1"),
         ("pp2:microbatches=2,microbatches=4", "gives microbatches twice", "microbatches=4"),
-        ("dp2:cut=1-1", "names 2 stages, the layout has 1", "dp2.pp2:cut=1-1"),
-        ("pp2:cut=1-2-3", "names 3 stages, the layout has 2", "pp3:cut=1-2-3"),
-        ("pp2:virtual_stages=2,cut=1-2-3", "names 3 stages", "pp2:virtual_stages=2"),
-        ("pp2:cut=evn", "unknown cut 'evn'", "even"),
+        (
+            "dp2:pipeline_split=1-1",
+            "names 2 stages, the layout has 1",
+            "dp2.pp2:pipeline_split=1-1",
+        ),
+        (
+            "pp2:pipeline_split=1-2-3",
+            "names 3 stages, the layout has 2",
+            "pp3:pipeline_split=1-2-3",
+        ),
+        ("pp2:virtual_stages=2,pipeline_split=1-2-3", "names 3 stages", "pp2:virtual_stages=2"),
+        ("pp2:pipeline_split=evn", "unknown pipeline_split 'evn'", "even"),
         ("dp2:zero=4", "zero is 4", "zero=3"),
         ("dp2:offload=params", "zero is 0", "dp2:zero=3,offload=params"),
         ("dp2:offload=disk", "unknown offload 'disk'", None),

@@ -103,7 +103,8 @@ def test_a_timelines_bubble_by_hand() -> None:
 def test_a_run_folder_holds_one_run(tmp_path: Path) -> None:
     spec = RunSpec(
         model="tiny-llama", config={"hidden_size": 8}, data=("a.txt",),
-        layout=Layout.parse("dp2.pp2:schedule=gpipe,cut=1-3"), options=TrainOptions(steps=3),
+        layout=Layout.parse("dp2.pp2:schedule=gpipe,pipeline_split=1-3"),
+        options=TrainOptions(steps=3),
     )  # fmt: skip
     folder = RunFolder(tmp_path / "run")
     folder.create(spec)

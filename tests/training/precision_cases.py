@@ -116,8 +116,8 @@ def _steps(spec: RunSpec, mesh: Any, schedule: Any, *, rounded: bool = False) ->
             if step == 0:
                 gradients = {n: g.clone() for n, g in parallel.gradients().items()}
             optimizer.step(1e-3)
-        parallel.publish()
-    parallel.arrive()
+        parallel.begin_unshard()
+    parallel.unshard()
     masters = dict(optimizer.masters)
     return {
         "losses": losses,

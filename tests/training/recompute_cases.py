@@ -76,7 +76,7 @@ def modes(
                 optimizer.step(1e-3)
             if number == 0:
                 counted = memory.memory.to_json()
-            parallel.publish()
+            parallel.begin_unshard()
         gradients = parallel.gradients()
         found.append(
             {

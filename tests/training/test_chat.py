@@ -182,7 +182,7 @@ def test_rows_hold_every_document_once_and_no_more_than_fits(lengths, shared) ->
 
 def prepared(tmp_path: Path, path: Path, **changes: Any) -> data.Tokens:
     options: dict[str, Any] = {
-        "seq_len": 64, "global_batch": 1, "held_out": 0.0,
+        "seq_len": 64, "global_batch": 1, "eval_fraction": 0.0,
         "templates": ChatTemplates({"default": PLAIN}, marked=True), **changes,
     }  # fmt: skip
     return data.prepare(tmp_path / "data", byte_tokenizer(), [path], **options)
@@ -248,12 +248,12 @@ def test_what_is_cut_off_is_counted(tmp_path) -> None:
 def test_documents_are_held_out_whole_and_kept_files_are_found_again(tmp_path) -> None:
     chats = [[("user", f"q{n}"), ("assistant", f"answer {n}")] for n in range(50)]
     path = write_lines(tmp_path / "x.jsonl", [{"messages": messages(c)} for c in chats])
-    tokens = prepared(tmp_path, path, held_out=0.1)
+    tokens = prepared(tmp_path, path, eval_fraction=0.1)
     assert (tokens.train_documents, tokens.valid_documents) == (45, 5)
     stamp = (tmp_path / "data" / "tokens.bin").stat().st_mtime_ns
-    assert prepared(tmp_path, path, held_out=0.1) == tokens
+    assert prepared(tmp_path, path, eval_fraction=0.1) == tokens
     assert (tmp_path / "data" / "tokens.bin").stat().st_mtime_ns == stamp
-    assert prepared(tmp_path, path, held_out=0.1, packing="none").packing == "none"
+    assert prepared(tmp_path, path, eval_fraction=0.1, packing="none").packing == "none"
 
 
 def test_plain_text_in_rows_goes_on_in_further_rows(tmp_path) -> None:

@@ -214,7 +214,7 @@ def test_wrong_column_and_wrong_type_are_refused(tmp_path) -> None:
 
 
 def test_files_hold_each_document_once_with_an_end(tmp_path) -> None:
-    tokens = prepared(tmp_path, [write_lines(tmp_path / "x.jsonl")], held_out=0.1)
+    tokens = prepared(tmp_path, [write_lines(tmp_path / "x.jsonl")], eval_fraction=0.1)
     assert tokens.dtype == "uint16"
     assert (tokens.train_documents + tokens.valid_documents) == len(TEXTS)
     found = []
@@ -235,7 +235,7 @@ def test_files_hold_each_document_once_with_an_end(tmp_path) -> None:
 def test_one_long_document_holds_out_its_end(tmp_path) -> None:
     text = "".join(map(chr, range(32, 127))) * 40
     (tmp_path / "one.txt").write_text(text)
-    tokens = prepared(tmp_path, [tmp_path / "one.txt"], held_out=0.1)
+    tokens = prepared(tmp_path, [tmp_path / "one.txt"], eval_fraction=0.1)
     both = [np.fromfile(tmp_path / "data" / n, tokens.dtype) for n in ("tokens.bin", "valid.bin")]
     assert BYTES.decode(np.concatenate(both)) == text
     assert len(both[1]) == round(0.1 * (len(text) + 1))
@@ -243,7 +243,7 @@ def test_one_long_document_holds_out_its_end(tmp_path) -> None:
 
 
 def test_nothing_is_held_out_if_asked(tmp_path) -> None:
-    tokens = prepared(tmp_path, [write_lines(tmp_path / "x.jsonl")], held_out=0)
+    tokens = prepared(tmp_path, [write_lines(tmp_path / "x.jsonl")], eval_fraction=0)
     assert (tokens.valid_tokens, tokens.valid_documents) == (0, 0)
     assert len(TokenDataset(tmp_path / "data" / "valid.bin", tokens.dtype, 16)) == 0
 

@@ -147,7 +147,7 @@ def test_tokens_belong_to_a_commit_and_a_split(loopback, tmp_path, monkeypatch) 
 
     def tokens(text):
         return data.prepare(
-            tmp_path / "run", words, [text], seq_len=8, global_batch=2, held_out=0.0
+            tmp_path / "run", words, [text], seq_len=8, global_batch=2, eval_fraction=0.0
         )
 
     with loopback(dataset()) as server:

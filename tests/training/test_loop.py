@@ -21,7 +21,7 @@ from hocket.training.tokenizer import byte_tokenizer
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(200)]
 
-OPTIONS = TrainOptions(steps=4, lr=5e-3, warmup=1, eval_every=2, held_out=0.1, timeline_step=3)
+OPTIONS = TrainOptions(steps=4, lr=5e-3, warmup=1, eval_every=2, eval_fraction=0.1, timeline_step=3)
 WORKLOAD = Workload(seq_len=16, global_batch=8)
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 257}
 SMALL_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 257, "n_positions": 32}
@@ -40,7 +40,7 @@ def tokens(tmp_path_factory) -> Path:
         [text],
         seq_len=WORKLOAD.seq_len,
         global_batch=WORKLOAD.global_batch,
-        held_out=OPTIONS.held_out,
+        eval_fraction=OPTIONS.eval_fraction,
     )
     return folder / "data"
 
@@ -232,7 +232,7 @@ def test_threads_train_as_one_process_does(train, one) -> None:
 
 def test_a_loss_that_is_not_finite_ends_the_run(train) -> None:
     with pytest.raises(TrainingError, match=r"step \d: the loss is") as caught:
-        train("dp2", lr=1e20, clip=0.0)
+        train("dp2", lr=1e20, max_grad_norm=0.0)
     assert "lower --lr" in (caught.value.hint or "")
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from hocket.training.metrics import Metrics
 
 
@@ -35,18 +33,3 @@ def test_a_new_run_begins_a_new_file(tmp_path) -> None:
     metrics = Metrics(path)
     metrics.close()
     assert rows(path) == []
-
-
-@pytest.mark.torch
-def test_tensorboard_events(tmp_path) -> None:
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    metrics = Metrics(tmp_path / "m.jsonl", tensorboard=tmp_path / "tensorboard")
-    metrics.write({"step": 1, "loss": 2.5, "grad_norm": None})
-    metrics.write({"step": 2, "loss": 1.5, "held_out_loss": 1.75})
-    metrics.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 2.5), (2, 1.5)]
-    assert [(e.step, e.value) for e in events.Scalars("held_out_loss")] == [(2, 1.75)]

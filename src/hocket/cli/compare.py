@@ -1,4 +1,4 @@
-"""`hocket compare`: one model run in every way of splitting it."""
+"""`hocket compare`: one model run in every strategy ."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Annotated
 import tyro
 
 from hocket.cli.flags import Count, Model, Text, parse
+from hocket.spec import renamed
 from hocket.spec.errors import OptionError
 
-Ways = Annotated[tuple[str, ...], tyro.conf.arg(metavar="WAY...")]
+Strategies = Annotated[tuple[str, ...], tyro.conf.arg(metavar="STRATEGY...")]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,8 +28,8 @@ class Compare:
         model: Hugging Face directory, run folder, PEFT adapter, a name that `hocket models` lists,
             or ORG/NAME[@REVISION] on the Hugging Face Hub.
         devices: ranks (or replicas, or stages) of each single-axis strategy.
-        ways: only these strategies: threads data layerwise gpipe 1f1b tensor, or layouts (default:
-            all).
+        strategies: only these strategies: threads data layerwise gpipe 1f1b tensor, or layouts
+            (default: all).
         microbatches: microbatches of pipeline strategies (default: the largest up to 4 that divides
             the batch).
         sweep: print a curve over this axis instead of the tables. One of: microbatches, layers,
@@ -36,8 +37,8 @@ class Compare:
         input_work: milliseconds of Python to prepare each sequence, in a second timing; 0: none.
         cluster: machine to predict for: auto (this machine, measured once), a file written by
             `hocket probe`, or none.
-        links: links to emulate between CPU ranks, as in nvlink3 or pcie4@H100-SXM-80 (default: this
-            machine's memory speed).
+        emulate_links: links to emulate between CPU ranks, as in nvlink3 or pcie4@H100-SXM-80
+            (default: this machine's memory speed).
         memory_per_rank: limit of tensor bytes per CPU rank, as in 60MB; strategies that need more
             are skipped (default: none).
         steps: optimizer steps to time.
@@ -54,12 +55,12 @@ class Compare:
 
     model: Model = ""
     devices: int = 2
-    ways: Ways = ()
+    strategies: Strategies = ()
     microbatches: Count = None
     sweep: Text = None
     input_work: float = 5.0
     cluster: str = "auto"
-    links: Text = None
+    emulate_links: Text = None
     memory_per_rank: Text = None
     steps: int = 5
     seq_len: int = 128
@@ -75,13 +76,13 @@ class Compare:
 
 _JOB = (
     "model", "steps", "seq_len", "global_batch", "seed", "attention", "device", "backend",
-    "threads", "trust_remote_code", "cluster", "links",
+    "threads", "trust_remote_code", "cluster", "emulate_links",
     "memory_per_rank",
 )  # fmt: skip
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Compare. Returns 0 where every way computes what one process computes, else 1."""
+    """Compare. Returns 0 where every strategy computes what one process computes, else 1."""
     flags = parse(Compare, "compare", arguments, Compare())
     import json
 
@@ -92,7 +93,7 @@ def main(arguments: Sequence[str]) -> int:
     job = request({name: getattr(flags, name) for name in _JOB})
     wanted = asked(
         devices=flags.devices,
-        wanted=flags.ways,
+        wanted=flags.strategies,
         microbatches=flags.microbatches,
         input_work=flags.input_work,
     )
@@ -102,23 +103,23 @@ def main(arguments: Sequence[str]) -> int:
         print(f"{text} ...", file=sys.stderr, flush=True)
 
     if flags.sweep is not None:
-        if flags.ways:
+        if flags.strategies:
             raise OptionError(
-                "--ways names rows of the tables; a sweep runs ways of its own",
+                "--strategies names rows of the tables; a sweep runs strategies of its own",
                 hint=f"hocket compare {flags.model} --sweep {flags.sweep}",
             )
-        points = sweep(job, wanted, flags.sweep, on_way=tell)
+        points = sweep(job, wanted, flags.sweep, on_strategy=tell)
         if flags.json:
             rows = [{"at": p.at, **p.outcome.to_json()} for p in points]
-            print(json.dumps({"sweep": flags.sweep, "points": rows}))
+            print(json.dumps(renamed.with_old_keys({"sweep": flags.sweep, "points": rows})))
         else:
             from hocket.jobs.compare import sweep_text
 
             print("\n" + sweep_text(job, flags.sweep, points, width))
         return 0
-    found = compare(job, wanted, on_way=tell)
+    found = compare(job, wanted, on_strategy=tell)
     if flags.json:
-        print(json.dumps(found.to_json()))
+        print(json.dumps(renamed.with_old_keys(found.to_json())))
     else:
         from hocket.jobs.compare import text
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import tyro
 
-from hocket.cli.flags import Folder, LayoutFlags, explicit, parse, values
+from hocket.cli.flags import LayoutFlags, Run, explicit, parse, values
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,6 @@ class Demo:
         device: device of the ranks. One of: auto, cpu, cuda.
         backend: communication backend; shm is shared memory. One of: auto, shm, gloo, nccl.
         threads: CPU threads per rank.
-        tensorboard: write TensorBoard events into the run folder.
     """
 
     parallel: Annotated[LayoutFlags, tyro.conf.arg(name="layout")] = dataclasses.field(
@@ -41,12 +40,11 @@ class Demo:
     seq_len: int = 128
     global_batch: int = 16
     vocab_size: int = 2048
-    run: Folder = None
+    run: Run = None
     seed: int = 0
     device: str = "auto"
     backend: str = "auto"
     threads: int = 1
-    tensorboard: bool = False
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -18,6 +18,8 @@ Model = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
 Paths = Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATH...")]
 Text = Annotated[str | None, tyro.conf.arg(metavar="TEXT")]
 Folder = Annotated[str | None, tyro.conf.arg(metavar="DIR")]
+Run = Annotated[str | None, tyro.conf.arg(metavar="DIR", aliases=("-o", "--output-dir"))]
+"""A run folder. torchrun finds `--run` ambiguous with its own `--run-path`, not these aliases."""
 File = Annotated[str | None, tyro.conf.arg(metavar="FILE")]
 Count = Annotated[int | None, tyro.conf.arg(metavar="INT")]
 
@@ -31,13 +33,24 @@ class LayoutFlags:
     """Degrees of parallelism and schedule. Flags fill in what the text of --layout omits.
 
     Attributes:
-        layout: degrees of data, pipeline and tensor parallelism, in any order: dp2.pp2.tp2.
+        layout: degrees of data (dp), pipeline (pp), context (cp), tensor (tp) and expert (ep)
+            parallelism, in any order, and after a colon any other field: dp2.pp2.tp2:zero=1.
+        dp: data-parallel degree.
+        pp: pipeline-parallel degree.
+        cp: context-parallel degree.
+        tp: tensor-parallel degree.
+        ep: expert-parallel degree.
+        zero: ZeRO stage: shards the optimizer state (1), gradients (2) and parameters (3) over data
+            ranks. One of: 0, 1, 2, 3.
+        recompute: activations to recompute in backward: selective (attention cores) or full (each
+            layer from its input). One of: none, selective, full.
+        sequence_parallel: compute norms and residuals on 1/tp of the sequence.
         schedule: pipeline schedule: sequential, gpipe, 1f1b, interleaved, zero-bubble, zb-v, or the
             path of a schedule file (default: 1f1b).
-        microbatches: microbatches per data rank and step (default: 1 without a pipeline, else at
-            most twice the pipeline ranks).
-        cut: layers per pipeline stage: balanced (by cost), even, light-ends, or a list such as 3-5
-            (default: balanced).
+        microbatches: microbatches per data rank and step (default: without a pipeline the fewest of
+            at most 8,192 tokens that fit the memory, else at most twice the pipeline ranks).
+        pipeline_split: layers per pipeline stage: balanced (by cost), even, light-ends, or a list
+            such as 3-5 (default: balanced).
         virtual_stages: stages per pipeline rank (default: 1).
         data_parallel: data-parallel replicas as processes (one rank each) or threads of one process
             (default: processes). One of: processes, threads.
@@ -48,19 +61,31 @@ class LayoutFlags:
     """
 
     layout: Text = None
+    dp: Count = None
+    pp: Count = None
+    cp: Count = None
+    tp: Count = None
+    ep: Count = None
+    zero: Text = None
+    recompute: Text = None
+    sequence_parallel: bool = False
     schedule: Text = None
     microbatches: Count = None
-    cut: Text = None
+    pipeline_split: Text = None
     virtual_stages: Count = None
     data_parallel: Text = None
     offload: Text = None
     order: Text = None
 
 
+ALIASES = {"-o": "run", "--output-dir": "run", "--output_dir": "run"}
+"""Other spellings of flags, and their names."""
+
+
 def explicit(arguments: Sequence[str]) -> frozenset[str]:
     """Names of the flags that were written, whatever their values."""
-    flags = (argument for argument in arguments if argument.startswith("--"))
-    return frozenset(f[2:].partition("=")[0].replace("-", "_") for f in flags)
+    written = (argument.partition("=")[0] for argument in arguments if argument.startswith("-"))
+    return frozenset(ALIASES.get(f, f.removeprefix("--").replace("-", "_")) for f in written)
 
 
 def values(group: Any, *, also: frozenset[str] = frozenset()) -> dict[str, Any]:

@@ -29,11 +29,12 @@ def attributes(kind: type) -> dict[str, str]:
     return {name: re.sub(r"\s+", " ", said) for name, said in found}
 
 
-def flag(text: str, default: Any) -> tuple[str, tuple[str, ...]]:
+def flag(text: str, default: Any, depends: bool = False) -> tuple[str, tuple[str, ...]]:
     """The help of one flag, and its choices.
 
     `One of: a, b.` at the end of the text becomes the choices. A default that is a value is
-    appended; a flag without one states in its text what leaving it out does.
+    appended; a flag without one states in its text what leaving it out does, and so does one whose
+    default depends on the task (`depends`).
     """
     listed = _CHOICES.search(text)
     choices = tuple(listed[1].split(", ")) if listed else ()
@@ -41,6 +42,8 @@ def flag(text: str, default: Any) -> tuple[str, tuple[str, ...]]:
     if re.match(r"[a-z]+\b(?![=:.(,])", text):
         text = text[0].upper() + text[1:]
     if default is None or default is False or default in ("", ()):
+        return text, choices
+    if depends and "(default: " in text:
         return text, choices
     text = re.sub(r" \(default: [^)]*\)$", "", text)
     return f"{text} (default: {default})", choices
@@ -59,7 +62,7 @@ def _dataclass(info: StructTypeInfo) -> StructConstructorSpec | None:
         default = getattr(info.default, field.name)
         hint: Any = hints[field.name]
         if not dataclasses.is_dataclass(default):
-            text, choices = flag(texts[field.name], default)
+            text, choices = flag(texts[field.name], default, default == field.default)
             metavar = f"{{{','.join(choices)}}}" if choices else _metavar(hint)
             form = tyro.conf.arg(metavar=metavar, help=text, help_behavior_hint="")
             hint = Annotated[hint, form]

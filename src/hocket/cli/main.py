@@ -9,8 +9,11 @@ import errno
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Sequence
+from typing import Any
 
+from hocket.cli import installed
 from hocket.spec import downloads
 from hocket.spec.errors import HocketError, OptionError, unknown
 
@@ -32,6 +35,7 @@ VERBS = {
     "probe": "find this machine's devices, measure them and the links between them",
     "links": "estimate the communication of each axis on the links it crosses, and on others",
     "schedule": "print a pipeline schedule: rank by time",
+    "template": "print a job file for Slurm, Kubernetes, Docker or SkyPilot, for a layout",
     "models": "list the models that come with hocket",
 }
 """Each verb is a module of this room with a function `main(arguments) -> exit code`."""
@@ -54,7 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns its exit code: 0, 1 (a rank died, a check failed) or 2."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        with downloads.shown(_download):
+        with downloads.shown(_download), warnings.catch_warnings():
+            _show_renamed()
             code = _verb(arguments)
         sys.stdout.flush()
         return code
@@ -74,6 +79,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         where = f"{error.filename}: " if error.filename else ""
         print(f"hocket: {_printable(where)}{error.strerror}", file=sys.stderr)
         return HocketError.exit_code
+
+
+def _show_renamed() -> None:
+    """Print the warning of an old name as a line of hocket's own; others as Python does."""
+    show = warnings.showwarning
+
+    def shown(message: Warning | str, category: type[Warning], *where: Any, **options: Any) -> None:
+        if category.__name__ == "RenamedWarning":
+            print(f"hocket: warning: {message}", file=sys.stderr, flush=True)
+        else:
+            show(message, category, *where, **options)
+
+    warnings.showwarning = shown
 
 
 def _download(download: downloads.Download) -> None:
@@ -110,4 +128,8 @@ def _verb(arguments: list[str]) -> int:
     if verb not in VERBS:
         message, hint = unknown("verb", verb, VERBS)
         raise OptionError(message, hint=hint)
-    return int(importlib.import_module(f"hocket.cli.{verb}").main(rest))
+    installed.require(verb, rest)
+    module = importlib.import_module(f"hocket.cli.{verb}")
+    from hocket.cli import spelling
+
+    return int(module.main(spelling.current(verb, rest, spelling.flags_of(module))))

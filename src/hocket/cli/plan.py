@@ -12,6 +12,7 @@ from typing import Annotated
 import tyro
 
 from hocket.cli.flags import Count, Model, Text, explicit, parse
+from hocket.spec import renamed
 from hocket.spec.errors import OptionError
 
 Number = Annotated[float | None, tyro.conf.arg(metavar="FLOAT")]
@@ -69,7 +70,7 @@ class PlanFlags:
             of: bf16, fp8.
         engine: inference server whose constants are used: trtllm, vllm ... (default: a tuned
             server).
-        usable: fraction of GPU memory that the server may fill (default: 0.9).
+        gpu_memory_utilization: fraction of GPU memory that the server may fill (default: 0.9).
     """
 
     model: Model = ""
@@ -101,12 +102,12 @@ class PlanFlags:
     weights: Text = None
     cache_precision: Text = None
     engine: Text = None
-    usable: Number = None
+    gpu_memory_utilization: Number = None
 
 
 SERVING = (
     "prompt_len", "output_len", "requests_per_second", "ttft_ms", "tpot_ms", "percentile",
-    "weights", "cache_precision", "engine", "usable",
+    "weights", "cache_precision", "engine", "gpu_memory_utilization",
 )  # fmt: skip
 """Flags that mean something with --serve only."""
 
@@ -179,7 +180,7 @@ def main(arguments: Sequence[str]) -> int:
         import json
 
         also = {} if flags.emit is None else {"emitted": job.emitted(found, flags.emit)}
-        print(json.dumps({**found.to_json(), **also}))
+        print(json.dumps(renamed.with_old_keys({**found.to_json(), **also})))
     elif flags.emit is not None:
         print(job.emitted(found, flags.emit), end="")
     else:
@@ -221,7 +222,11 @@ def _from(flags: PlanFlags, written: frozenset[str]) -> int:
         precision=flags.precision,
         stack=flags.stack,
     )
-    print(json.dumps(found.to_json()) if flags.json else job.reading_text(found))
+    print(
+        json.dumps(renamed.with_old_keys(found.to_json()))
+        if flags.json
+        else job.reading_text(found)
+    )
     return 0
 
 
@@ -257,7 +262,7 @@ def _serve(flags: PlanFlags, written: frozenset[str]) -> int:
         import json
 
         also = {} if flags.emit is None else {"emitted": serve_table.emitted(found[0], flags.emit)}
-        print(json.dumps({**serve_table.to_json(found), **also}))
+        print(json.dumps(renamed.with_old_keys({**serve_table.to_json(found), **also})))
     elif flags.emit is not None:
         print(serve_table.emitted(found[0], flags.emit), end="")
     else:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from hocket.cli.flags import Folder, Model, Text, explicit, parse, values
+from hocket.cli.flags import Folder, Model, Run, Text, explicit, parse, values
 from hocket.spec.errors import OptionError
 from hocket.spec.serving import ServeOptions
 from hocket.spec.units import format_bytes
@@ -29,8 +29,8 @@ class Serve:
             ORG/NAME[@REVISION] on the Hugging Face Hub.
         layout: tp2 for latency, pp2 across slow links, dp2 for load, or all: tp2.pp2.dp2; auto: the
             fastest on this machine, by measurement (default: dp1).
-        cut: layers per pipeline stage: balanced (by cost), even, or a list such as 3-5 (default:
-            balanced).
+        pipeline_split: layers per pipeline stage: balanced (by cost), even, or a list such as 3-5
+            (default: balanced).
         run: run folder (default: a new folder under runs/).
         cluster: machine to predict the server for, and to choose --layout auto for: auto (this
             machine), a file written by `hocket probe`, or none.
@@ -42,8 +42,8 @@ class Serve:
         device: device of the ranks. One of: auto, cpu, cuda.
         backend: communication backend; shm is shared memory. One of: auto, shm, gloo, nccl.
         threads: CPU threads per rank.
-        links: links to emulate between CPU ranks, as in pcie4 or nvlink3x2+net100g (default: this
-            machine's memory speed).
+        emulate_links: links to emulate between CPU ranks, as in pcie4 or nvlink3x2+net100g
+            (default: this machine's memory speed).
         timeout: seconds a replica may be silent before it is restarted.
         trust_remote_code: run Python code that the model directory contains.
         dry_run: check all options and rehearse the steps of one replica on fake H100s; start
@@ -53,8 +53,8 @@ class Serve:
 
     model: Model = ""
     layout: Text = None
-    cut: Text = None
-    run: Folder = None
+    pipeline_split: Text = None
+    run: Run = None
     cluster: str = "auto"
     serving: ServeOptions = dataclasses.field(default_factory=ServeOptions)
     dtype: str = "fp32"
@@ -63,7 +63,7 @@ class Serve:
     device: str = "auto"
     backend: str = "auto"
     threads: int = 1
-    links: Text = None
+    emulate_links: Text = None
     timeout: float = 120.0
     trust_remote_code: bool = False
     dry_run: bool = False
@@ -88,6 +88,8 @@ def main(arguments: Sequence[str]) -> int:
     from hocket.jobs.serving.server import serve
 
     served = serve(flags.model, on_event=_rows if flags.json else _lines, **said)
+    if served is None:  # a rank of another launcher, whose rank 0 has the summary
+        return 0
     if not flags.json:
         _summary(served, foretold=flags.cluster != "none")
     return 0 if served.drained else 1

@@ -59,7 +59,7 @@ def foretold(summary: Summary) -> list[str]:
     if summary.step_seconds:
         error = told.step_seconds / summary.step_seconds - 1
         parts.append(f"{format_seconds(told.step_seconds)} a step ({error:+.0%})")
-    if summary.bubble is not None and Layout.parse(told.layout).num_stages > 1:
+    if summary.bubble is not None and Layout.stored(told.layout).num_stages > 1:
         parts.append(f"idle {told.bubble:.0%} of the pipeline (measured {summary.bubble:.0%})")
     if summary.memory_bytes and told.peak_bytes:
         most, seen = max(told.peak_bytes), max(summary.memory_bytes)
@@ -71,6 +71,12 @@ def next_steps(summary: Summary) -> list[str]:
     """Where it lies, and commands to paste."""
     run, hocket = shlex.quote(str(summary.run)), shlex.quote(program())
     report = "" if summary.report is None else f", report {summary.report}"
+    if summary.stopped:
+        return [
+            f"stopped after step {summary.steps}, saved in {summary.run}; to continue:",
+            "",
+            f"  {hocket} train --run {run} --resume",
+        ]
     adapter = (summary.run / "adapter").is_dir()
     use = [f"  {hocket} generate {run} --prompt TEXT", f"  {hocket} export {run} --to DIR"]
     if adapter:

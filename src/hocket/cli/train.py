@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -11,17 +12,21 @@ import tyro
 
 from hocket.cli import config as config_file
 from hocket.cli.flags import (
+    Count,
     File,
-    Folder,
     LayoutFlags,
     Model,
     Paths,
+    Run,
     explicit,
     parse,
     values,
     with_defaults,
 )
 from hocket.spec.run import TrainOptions, Workload
+
+STOPPED = os.EX_TEMPFAIL
+"""Exit code of a run that a signal stopped: its checkpoint was written, and --resume continues."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,9 +44,14 @@ class Train:
         config: TOML file of options by flag name; flags override it.
         cluster: machine to predict the run for, and to choose --layout auto for: auto (this
             machine, measured once), a file written by `hocket probe`, or none.
+        micro_batch_size: sequences per microbatch and data rank; the rest of the global batch is
+            accumulated (default: as --microbatches).
+        gradient_accumulation_steps: microbatches whose gradients are accumulated in a step; with
+            --micro-batch-size and without --global-batch, it sets the global batch (default: as
+            --microbatches).
         json: print one JSON object per step on stdout, and nothing else.
-        dry_run: rehearse the job on fake GPUs and stop: whether its ranks complete, and fit. Reads
-            no data.
+        dry_run: decide everything, decode the first batch, rehearse the job on fake GPUs (whether
+            its ranks complete, and fit), predict time and price, and stop before ranks start.
         parallel: Degrees of parallelism and schedule
         workload: Size and precision of a step
         training: Optimizer, data, checkpoints and runtime
@@ -49,9 +59,11 @@ class Train:
 
     model: Model = ""
     data: Paths = ()
-    run: Folder = None
+    run: Run = None
     config: File = None
     cluster: str = "auto"
+    micro_batch_size: Count = None
+    gradient_accumulation_steps: Count = None
     json: bool = False
     dry_run: bool = False
     parallel: Annotated[LayoutFlags, tyro.conf.arg(name="layout")] = dataclasses.field(
@@ -98,7 +110,7 @@ def read(arguments: Sequence[str]) -> tuple[Train, dict[str, Any]]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Train. Returns 0."""
+    """Train. Returns 0, or STOPPED where the run was asked to stop before its last step."""
     flags, said = read(arguments)
     if flags.dry_run:
         return _dry_run(flags, said)
@@ -112,16 +124,18 @@ def main(arguments: Sequence[str]) -> int:
 
     if on_event.heard:
         print_summary(summary, to=sys.stderr if flags.json else sys.stdout)
-    return 0
+    return STOPPED if summary.stopped else 0
 
 
 def _dry_run(flags: Train, said: dict[str, Any]) -> int:
-    from hocket.jobs.rehearsal_fit import dry_run
-    from hocket.jobs.rehearsal_text import text
+    from hocket.cli.progress import progress
+    from hocket.jobs.dry_run import dry_run, text
+    from hocket.jobs.record import Record
     from hocket.jobs.request import request
 
-    found = dry_run(request({"model": _run_model(said), **said}))
-    print(found.report.to_json() if flags.json else text(found))
+    with progress(as_json=flags.json) as on_event:
+        found = dry_run(request({"model": _run_model(said), **said}), Record(on_event))
+    print(found.to_json() if flags.json else text(found))
     return 0
 
 

@@ -100,7 +100,7 @@ def columns(layouts: Sequence[Layout], global_batch: int) -> Layouts:
                 RECOMPUTE.index(layout.recompute),
                 layout.sequence_parallel,
                 schedule_number(layout),
-                layout.cut == "light-ends",
+                layout.pipeline_split == "light-ends",
             )
         )
     names = [f.name for f in dataclasses.fields(Layouts)]

@@ -36,8 +36,8 @@ class Links:
     Args:
         measured: of the machine.
         backend: `shm`, `gloo` or `nccl`.
-        wires: links that are to be felt (`--links`), with their scale; a collective then ends when
-            its bytes have run over them as well. None: only what was measured.
+        wires: links that are to be felt (`--emulate-links`), with their scale; a collective then
+            ends when its bytes have run over them as well. None: only what was measured.
         layout: whose ranks lie on the wires. element_bytes: of what is sent here; on the wires an
             element has that of the GPU that is emulated.
 

@@ -135,7 +135,7 @@ class Job:
         if number == 1:
             return (len(shape.layers),)
         return choose_cut(
-            self.layout.cut,
+            self.layout.pipeline_split,
             len(shape.layers),
             number,
             layer_costs=[float(shape.blocks[kind].num_parameters) for kind in shape.layers],

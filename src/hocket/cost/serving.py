@@ -60,7 +60,7 @@ class ServingPrices:
             largest step.
         memory: bytes that a process can have.
         gpus: of the replica. stages: of its pipeline.
-        max_batch_tokens, max_sequences: of one step.
+        max_num_batched_tokens, max_sequences: of one step.
     """
 
     weight_bytes: float
@@ -69,7 +69,7 @@ class ServingPrices:
     memory: float
     gpus: int
     stages: int
-    max_batch_tokens: int
+    max_num_batched_tokens: int
     max_sequences: int
     shape: ModelShape
     replica: Replica
@@ -111,7 +111,7 @@ class ServingPrices:
     ) -> Floats:
         """Seconds until `batch` prompts of `prompt` tokens have run, in chunks of `chunk` tokens
         (None: the engine's)."""
-        size = float(self.max_batch_tokens if chunk is None else chunk)
+        size = float(self.max_num_batched_tokens if chunk is None else chunk)
         prompt, batch = np.broadcast_arrays(_floats(prompt), _floats(batch))
         tokens = prompt * batch
         chunks = np.maximum(np.ceil(tokens / size), 1.0)
@@ -161,7 +161,7 @@ def serving_prices(
     expert_precision: str | None = None,
     cache_precision: str | None = None,
     engine: str | None = None,
-    max_batch_tokens: int | None = None,
+    max_num_batched_tokens: int | None = None,
     gpu: str = "",
     curves: Iterable[MeasuredCurve] = (),
 ) -> ServingPrices:
@@ -175,7 +175,7 @@ def serving_prices(
         precision: of weights and products; `expert_precision`: of the experts', None: the same.
         cache_precision: of keys and values; None: 8 bits with fp8 and fp4 weights, else 16.
         engine: one of `serving_constants.engines()`; None: the default.
-        max_batch_tokens: of a step; None: the engine's.
+        max_num_batched_tokens: of a step; None: the engine's.
         curves: measured collectives of this kind of GPU and link.
 
     Raises:
@@ -219,7 +219,9 @@ def serving_prices(
         platform=Platform(numbers, constants(name, TRAINING_STACK)),
         constants=found,
     )
-    tokens = int(found.max_batch_tokens if max_batch_tokens is None else max_batch_tokens)
+    tokens = int(
+        found.max_num_batched_tokens if max_num_batched_tokens is None else max_num_batched_tokens
+    )
     return ServingPrices(
         weight_bytes=float(weight_bytes(shape, replica)[0]),
         cache_bytes=float(cache_bytes(shape, replica)[0]),
@@ -229,7 +231,7 @@ def serving_prices(
         memory=float(numbers.memory[0]),
         gpus=tp * pp * attention_dp,
         stages=pp,
-        max_batch_tokens=tokens,
+        max_num_batched_tokens=tokens,
         max_sequences=int(found.max_sequences),
         shape=shape,
         replica=replica,

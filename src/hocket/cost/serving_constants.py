@@ -61,7 +61,7 @@ class ServingConstants:
 
     Assumed of the engine:
         prefill_time: seconds of a request before its prompt is run and after.
-        max_batch_tokens: tokens of a step. max_sequences: sequences of a step.
+        max_num_batched_tokens: tokens of a step. max_sequences: sequences of a step.
         usable: share of the memory that the engine fills.
         reserved: share of a request's output for which place is kept when it starts.
         waves: 1 where waiting prompts go before decoding, so that requests of equal length run in
@@ -83,7 +83,7 @@ class ServingConstants:
     expert_rate: Any
     overhead_bytes: Any
     prefill_time: Any
-    max_batch_tokens: Any
+    max_num_batched_tokens: Any
     max_sequences: Any
     usable: Any
     reserved: Any

@@ -108,7 +108,7 @@ class Trained:
         """One optimizer step; the loss, which is not read."""
         tokens = self.job.workload.global_batch * self.job.workload.seq_len
         loss: Tensor = self.parallel.forward_backward(batches, tokens)
-        self.parallel.clip_grad_norm(self.job.options.clip)
+        self.parallel.clip_grad_norm(self.job.options.max_grad_norm)
         self.optimizer.step(self.job.options.lr)
         return loss
 

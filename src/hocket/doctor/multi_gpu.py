@@ -330,9 +330,9 @@ def generate(place: Place, *, layout: str) -> Outcome:
 
     from hocket.doctor.speed import saved_model
     from hocket.jobs.serving.llm import LLM
-    from hocket.serving.request import Sampling
+    from hocket.serving.request import SamplingParams
 
-    sampling = Sampling(max_new_tokens=16, temperature=0.0, ignore_eos=True)
+    sampling = SamplingParams(max_new_tokens=16, temperature=0.0, ignore_eos=True)
     prompts = [[5, 9, 33, 12, 60, 7], [11, 4, 50]]
     answers = []
     with tempfile.TemporaryDirectory(prefix="hocket-doctor-") as folder:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from hocket.serving.request import Sampling
+from hocket.serving.request import SamplingParams
 from hocket.serving.scheduling.admission import Admission
 from hocket.serving.scheduling.step import ALL, LAST, NONE, Row, StepPlan
 
@@ -80,7 +80,7 @@ class ToyScheduler:
     def _admission(self, slot: int) -> Admission:
         length = len(self.sequences[slot])
         return Admission(
-            slot=slot, sampling=Sampling(max_new_tokens=1, seed=0), prompt_length=length
+            slot=slot, sampling=SamplingParams(max_new_tokens=1, seed=0), prompt_length=length
         )
 
 

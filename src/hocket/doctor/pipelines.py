@@ -271,7 +271,7 @@ def serve(place: Place, *, layout: str) -> Outcome:
 
     from hocket.doctor.speed import saved_model
     from hocket.jobs.serving.llm import LLM
-    from hocket.serving.request import Sampling
+    from hocket.serving.request import SamplingParams
 
     new = place.size(128, 8)
     prompt = [5, 9, 33, 12, 60, 7]
@@ -285,7 +285,9 @@ def serve(place: Place, *, layout: str) -> Outcome:
             ) as llm:
                 found = {}
                 for count in (new, 1, new):  # the first warms up
-                    sampling = Sampling(max_new_tokens=count, temperature=0.0, ignore_eos=True)
+                    sampling = SamplingParams(
+                        max_new_tokens=count, temperature=0.0, ignore_eos=True
+                    )
                     begun = time.perf_counter()
                     (answer,) = llm.generate([prompt], sampling)
                     found[count] = time.perf_counter() - begun

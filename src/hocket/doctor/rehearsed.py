@@ -246,10 +246,10 @@ def order_rank(context: RankContext, payload: dict[str, Any]) -> None:
             recorder.clear()
             noted.clear()
             loss = made.parallel.forward_backward(own, tokens)
-            norm = made.parallel.clip_grad_norm(options.clip)
+            norm = made.parallel.clip_grad_norm(options.max_grad_norm)
             reading = Reading(number + 1, options.lr, loss, norm, 1)
             made.optimizer.step(options.lr, reading.skip())
-            made.parallel.publish()
+            made.parallel.begin_unshard()
             if number == 0:
                 float(loss)
     tell(context, order=noted, collectives=recorder.collectives())

@@ -67,7 +67,7 @@ def sample(place: Place, *, options: dict[str, Any]) -> Outcome:
     from hocket.serving.engine.device_sampler import DeviceSampler
     from hocket.serving.engine.sampler import Sampler
     from hocket.serving.engine.vocabulary import Vocabulary
-    from hocket.serving.request import Sampling
+    from hocket.serving.request import SamplingParams
     from hocket.serving.scheduling.admission import Admission
     from hocket.serving.scheduling.step import LAST, Row, StepPlan
 
@@ -79,7 +79,7 @@ def sample(place: Place, *, options: dict[str, Any]) -> Outcome:
     prompt = tuple(range(3, 40))
     admitted = [
         Admission(
-            slot=slot, sampling=Sampling(**{"seed": 1000 + slot, **options}),
+            slot=slot, sampling=SamplingParams(**{"seed": 1000 + slot, **options}),
             prompt_length=len(prompt), prompt=prompt,
         )
         for slot in range(rows)

@@ -95,7 +95,8 @@ def runner_of(
 
     runner = StageRunner(
         Stage(module.to(place.device, dtype)), Mesh.single(place.device), module.config,
-        block_size=block_size, max_rows=rows, max_batch_tokens=tokens, max_model_len=max_len,
+        block_size=block_size, max_num_seqs=rows, max_num_batched_tokens=tokens,
+        max_model_len=max_len,
         lookahead=lookahead,
     )  # fmt: skip
     runner.allocate(num_blocks)
@@ -290,7 +291,7 @@ def _answers(place: Place, *, ahead: bool) -> tuple[dict[str, list[int]], int]:
     from hocket.serving.engine.part import StagePart
     from hocket.serving.engine.sampler import Sampler
     from hocket.serving.engine.vocabulary import Vocabulary
-    from hocket.serving.request import Request, Sampling
+    from hocket.serving.request import Request, SamplingParams
     from hocket.serving.scheduling.limits import Limits
     from hocket.serving.scheduling.scheduler import Scheduler
 
@@ -312,13 +313,13 @@ def _answers(place: Place, *, ahead: bool) -> tuple[dict[str, list[int]], int]:
     depth = 2 if ahead else 1
     part = StagePart(runner, sampler, mesh, hidden_size=32, dtype=torch.float32, depth=depth)
     scheduler = Scheduler(Limits(
-        num_blocks=64, block_size=runner.block_size, max_rows=4, max_batch_tokens=32,
+        num_blocks=64, block_size=runner.block_size, max_num_seqs=4, max_num_batched_tokens=32,
         max_model_len=64, vocab_size=64, depth=depth, lookahead=runner.lookahead,
     ))  # fmt: skip
     answers: dict[str, list[int]] = {}
     for number, options in enumerate(_ASKED):
         prompt = tuple((7 * number + 3 * k) % 60 + 1 for k in range(4 + 3 * number))
-        sampling = Sampling(**{"max_new_tokens": 12, "seed": number, **options})
+        sampling = SamplingParams(**{"max_new_tokens": 12, "seed": number, **options})
         scheduler.add(Request(id=str(number), tokens=prompt, sampling=sampling), 0.0)
         answers[str(number)] = []
     waiting: list[Any] = []

@@ -233,8 +233,8 @@ def predict_step(
     except HocketError as error:
         place.values["prediction"] = error.message
         return None
-    place.predicted |= {"step_seconds": best.step_seconds.mid, "peak_bytes": best.memory}
-    return best.step_seconds.mid, float(best.memory)
+    place.predicted |= {"step_seconds": best.step_seconds.median, "peak_bytes": best.memory}
+    return best.step_seconds.median, float(best.memory)
 
 
 # --- serving ---------------------------------------------------------------------------------
@@ -418,7 +418,7 @@ def serve(place: Place) -> Outcome:
     from pathlib import Path
 
     from hocket.jobs.serving.llm import LLM
-    from hocket.serving.request import Sampling
+    from hocket.serving.request import SamplingParams
 
     config = catalogue("llama-3.2-1b") if place.on_gpu else BASE
     new = place.size(128, 32)
@@ -430,11 +430,11 @@ def serve(place: Place) -> Outcome:
             max_model_len=place.size(2048, 128),
         ) as llm:  # fmt: skip
             ready = time.perf_counter() - begun
-            sampling = Sampling(max_new_tokens=new, temperature=0.0, ignore_eos=True)
+            sampling = SamplingParams(max_new_tokens=new, temperature=0.0, ignore_eos=True)
             prompt = [5] * place.size(1024, 16)
             llm.generate([prompt], sampling)
             begun = time.perf_counter()
-            llm.generate([prompt], Sampling(max_new_tokens=1, temperature=0.0))
+            llm.generate([prompt], SamplingParams(max_new_tokens=1, temperature=0.0))
             first = time.perf_counter() - begun
             begun = time.perf_counter()
             (answer,) = llm.generate([prompt], sampling)

@@ -115,7 +115,7 @@ def host_waits(place: Place) -> Outcome:
             norm = trained.parallel.clip_grad_norm(1.0)
             reading = Reading(index + 1, 1e-3, loss, norm, tokens)
             trained.optimizer.step(1e-3, reading.skip() if place.on_gpu else None)
-            trained.parallel.publish()
+            trained.parallel.begin_unshard()
             inputs.prefetch(index + 1)
             return reading
 
@@ -415,6 +415,6 @@ def sanitized_rank(context: RankContext, payload: dict[str, Any]) -> None:
         loss = made.parallel.forward_backward(own, job.workload.global_batch * job.workload.seq_len)
         made.parallel.clip_grad_norm(1.0)
         made.optimizer.step(1e-3)
-        made.parallel.publish()
+        made.parallel.begin_unshard()
         losses.append(float(loss))
     tell(context, losses=losses, enabled=bool(_sanitizer.cuda_sanitizer.enabled))

@@ -9,9 +9,12 @@ Importing this loads nothing heavy; each function imports its room when it is ca
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
+
+from hocket.spec import renamed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,7 +34,7 @@ def train(
     model: str | os.PathLike[str],
     data: Sequence[str | os.PathLike[str]] | str = (),
     *,
-    layout: str | Layout = "dp1",
+    layout: str | Layout | None = None,
     run: str | os.PathLike[str] | None = None,
     on_event: Listener | None = None,
     **options: Any,
@@ -42,7 +45,8 @@ def train(
         model: a Hugging Face directory, a run folder, a name of the catalogue, or ORG/NAME on the
             Hugging Face Hub.
         data: files or folders of text.
-        layout: where everything lives: `dp2.pp2.tp2`.
+        layout: degrees of parallelism: `dp2.pp2.tp2`. None: chosen where this process may use
+            several GPUs, else one process.
         run: the run folder. None: a new one under `runs/`.
         on_event: called with each event: `step`, `eval`, `saved` ...
         **options: any other flag of `hocket train`, with underscores: `global_batch=16`.
@@ -100,18 +104,22 @@ def generate(
 def serve(
     model: str | os.PathLike[str],
     *,
-    layout: str | Layout = "dp1",
+    layout: str | Layout | None = None,
     on_event: Listener | None = None,
     **options: Any,
-) -> Served:
+) -> Served | None:
     """Serve a model to OpenAI's clients until a signal asks for the end; the same as
     `hocket serve`, whose flags are the keywords. To be called in the main thread.
 
     Args:
         model: a Hugging Face directory with weights and a tokenizer, a run folder, or ORG/NAME on
             the Hugging Face Hub.
-        layout: `tp2.pp2.dp2`, where dp counts replicas; or `auto`.
+        layout: `tp2.pp2.dp2`, where dp counts replicas; or `auto`. None: dp1; under torchrun or
+            Slurm, data parallelism over all ranks.
         on_event: called with each event; `ready` has the address.
+
+    Returns:
+        What the server came to; None in a rank other than 0 that torchrun or Slurm started.
 
     Raises:
         HocketError: what the caller can mend.
@@ -169,7 +177,8 @@ def plan(
     if serve:
         from hocket.jobs.serving.plan import serve_plan
 
-        return serve_plan(model, cluster=cluster, **options)
+        names = inspect.signature(serve_plan).parameters
+        return serve_plan(model, cluster=cluster, **renamed.options(options, names))
     from hocket.jobs.plan import plan as job
 
     if cluster is None:

@@ -1,6 +1,6 @@
-"""The comparison: one model, the same weights and data, run in every way, one after the other.
+"""The comparison: one model under every parallel strategy, with the same weights and data.
 
-one process writes the reference -> each way: ranks -> equal? memory, collectives, idle, speed
+one process writes the reference -> each strategy: ranks -> equal? memory, collectives, idle, speed
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hocket.jobs.prepare import spec_of
 from hocket.jobs.request import Request
 from hocket.jobs.validate import validate
 from hocket.spec.collectives import total
-from hocket.spec.comparison import SWEEPS, Comparison, Outcome, Point, Way, chosen, ways
+from hocket.spec.comparison import SWEEPS, Comparison, Outcome, Point, Strategy, chosen, strategies
 from hocket.spec.errors import LayoutError, ModelError, OptionError, RankMemoryError, unknown
 from hocket.spec.layout import Layout, divisors
 from hocket.spec.timeline import Event, Timeline
@@ -46,7 +46,7 @@ class Asked:
     """What to compare besides the job itself.
 
     Attributes:
-        devices: ranks of each pure way. wanted: ways by name or layout; empty: all.
+        devices: ranks of each pure strategy. wanted: strategies by name or layout; empty: all.
         microbatches: of the pipelines. None: 4, or the most below it that divides the batch.
         input_work: milliseconds of Python for each sequence in the loaded measurement; 0: none.
     """
@@ -110,28 +110,28 @@ def sweep_text(request: Request, axis: str, points: list[Point], width: int) -> 
 
 
 def compare(
-    request: Request, asked: Asked, *, on_way: Callable[[str], None] | None = None
+    request: Request, asked: Asked, *, on_strategy: Callable[[str], None] | None = None
 ) -> Comparison:
-    """Run every way.
+    """Run every strategy.
 
     Args:
         request: model, sizes and options; its layout and data are not looked at.
-        on_way: called with each way's name before it runs.
+        on_strategy: called with each strategy's name before it runs.
 
     Raises:
         HocketError: the model cannot be found; RankFailure with a rank's own traceback.
     """
     workload = request.workload
     count = microbatches(asked, workload.global_batch)
-    known = ways(asked.devices, count, workload.global_batch)
+    known = strategies(asked.devices, count, workload.global_batch)
     runs = chosen(asked.wanted, known)
-    with Bench(request, asked, on_way) as bench:
+    with Bench(request, asked, on_strategy) as bench:
         bench.say("the reference: one process, plain transformers")
         bench.reference()
         outcomes = []
-        for way in runs:
-            bench.say(f"{way.title}: {way.layout.axes_text()}")
-            outcomes.append(bench.run(way))
+        for strategy in runs:
+            bench.say(f"{strategy.title}: {strategy.layout.axes_text()}")
+            outcomes.append(bench.run(strategy))
     return Comparison(
         model=request.model,
         tokens=workload.global_batch * workload.seq_len,
@@ -142,7 +142,7 @@ def compare(
 
 
 def sweep(
-    request: Request, asked: Asked, axis: str, *, on_way: Callable[[str], None] | None = None
+    request: Request, asked: Asked, axis: str, *, on_strategy: Callable[[str], None] | None = None
 ) -> list[Point]:
     """Run the pipelines (or, over devices, each kind of parallelism) along one number.
 
@@ -157,25 +157,25 @@ def sweep(
         raise OptionError(message, hint=hint)
     microbatches(asked, request.workload.global_batch)  # refused before anything starts
     points = []
-    with Bench(request, dataclasses.replace(asked, input_work=0.0), on_way) as bench:
-        for at, way, layers in _points(request, asked, axis, bench.source):
-            bench.say(f"{axis} {at}: {way.title}")
+    with Bench(request, dataclasses.replace(asked, input_work=0.0), on_strategy) as bench:
+        for at, strategy, layers in _points(request, asked, axis, bench.source):
+            bench.say(f"{axis} {at}: {strategy.title}")
             source = None if layers is None else with_layers(bench.source, layers)
-            points.append(Point(at=at, outcome=bench.run(way, source=source)))
+            points.append(Point(at=at, outcome=bench.run(strategy, source=source)))
     return points
 
 
 def _points(
     request: Request, asked: Asked, axis: str, source: ModelSource
-) -> Iterator[tuple[int, Way, int | None]]:
+) -> Iterator[tuple[int, Strategy, int | None]]:
     batch, n = request.workload.global_batch, asked.devices
     if axis == "devices":
-        yield 1, ways(2, 1, batch)[0], None
+        yield 1, strategies(2, 1, batch)[0], None
         count = 2
         while count <= n:
-            for way in ways(count, microbatches(asked, batch), batch):
-                if way.name in ("data", "1f1b", "tensor"):
-                    yield count, way, None
+            for strategy in strategies(count, microbatches(asked, batch), batch):
+                if strategy.name in ("data", "1f1b", "tensor"):
+                    yield count, strategy, None
             count *= 2
         return
     pipelines = [("gpipe", "GPipe"), ("1f1b", "1F1B")]
@@ -183,26 +183,26 @@ def _points(
         for count in divisors(batch):
             for name, title in pipelines:
                 layout = Layout(pp=n, schedule=name, microbatches=count)
-                yield count, Way(name=name, title=title, layout=layout), None
+                yield count, Strategy(name=name, title=title, layout=layout), None
         return
     for layers in (n * 2**k for k in range(4)):
         for name, title in pipelines:
             layout = Layout(pp=n, schedule=name, microbatches=microbatches(asked, batch))
-            yield layers, Way(name=name, title=title, layout=layout), layers
+            yield layers, Strategy(name=name, title=title, layout=layout), layers
 
 
 class Bench:
     """A warm launcher, the model, and a folder for what one process computed.
 
-    A context: ways run inside it, one after the other.
+    A context: strategies run inside it, one after the other.
 
     Args:
-        request: what every way runs. asked: see `Asked`.
-        on_way: called with what is being done.
+        request: what every strategy runs. asked: see `Asked`.
+        on_strategy: called with what is being done.
     """
 
     def __init__(
-        self, request: Request, asked: Asked, on_way: Callable[[str], None] | None = None
+        self, request: Request, asked: Asked, on_strategy: Callable[[str], None] | None = None
     ) -> None:
         from hocket.launch import joined
         from hocket.models.source import resolve
@@ -222,7 +222,7 @@ class Bench:
         self.asked = asked
         self.source = resolve(request.model, trust_remote_code=options.trust_remote_code)
         self.loops = _loops(asked.input_work) if asked.input_work > 0 else 0
-        self.say: Callable[[str], None] = on_way or (lambda text: None)
+        self.say: Callable[[str], None] = on_strategy or (lambda text: None)
         self._reference: str | None = None
         self._measured: Measured | None = None
         foresight.checked(request.cluster)
@@ -260,15 +260,17 @@ class Bench:
         return machine.cluster(wanted, device=device).measured
 
     def _feel(self, ranks: int) -> None:
-        """Scale the links once, so that every way feels the same ones."""
-        if self.request.options.links is None:
+        """Scale the links once, so that every strategy feels the same ones."""
+        if self.request.options.emulate_links is None:
             return
         workload = self.request.workload
         config = self.source.config
         spec = spec_of(self.source, self.request, Layout(tp=ranks), config, "compare")
-        self.say(f"scaling {spec.options.links} to {workload.seq_len} x {workload.global_batch}")
-        felt = links.settled(self.launcher, spec).options.links
-        options = dataclasses.replace(self.request.options, links=felt)
+        self.say(
+            f"scaling {spec.options.emulate_links} to {workload.seq_len} x {workload.global_batch}"
+        )
+        felt = links.settled(self.launcher, spec).options.emulate_links
+        options = dataclasses.replace(self.request.options, emulate_links=felt)
         self.request = dataclasses.replace(self.request, options=options)
 
     def __exit__(self, *_: object) -> None:
@@ -290,9 +292,13 @@ class Bench:
         self._reference = folder
 
     def run(
-        self, way: Way, *, source: ModelSource | None = None, request: Request | None = None
+        self,
+        strategy: Strategy,
+        *,
+        source: ModelSource | None = None,
+        request: Request | None = None,
     ) -> Outcome:
-        """One way; of another model or with other sizes than the bench's, if asked, which are
+        """One strategy; of another model or with other sizes than the bench's, if asked, which are
         then not held against one process.
         """
         from hocket.jobs.proxy.check import require_equal
@@ -302,7 +308,7 @@ class Bench:
         held: list[dict[str, int]] | None = None
         source, request = source or self.source, request or self.request
         try:
-            layout = validate(source.dimensions, way.layout, request.workload)
+            layout = validate(source.dimensions, strategy.layout, request.workload)
             assert layout.microbatches is not None
             schedule = build(layout, layout.microbatches)
             require_equal(self.launcher, source, layout, attention=request.options.attention)
@@ -310,10 +316,10 @@ class Bench:
                 spec = spec_of(source, request, layout, source.config, "compare")
                 held = memory.require(self.launcher, spec, str(schedule))
         except (LayoutError, ModelError) as error:
-            return Outcome(way=way, reason=error.message)
-        way = dataclasses.replace(way, layout=layout)
+            return Outcome(strategy=strategy, reason=error.message)
+        strategy = dataclasses.replace(strategy, layout=layout)
         if layout.world_size == 1:  # threads and one process have no links
-            options = dataclasses.replace(request.options, links=None)
+            options = dataclasses.replace(request.options, emulate_links=None)
             request = dataclasses.replace(request, options=options)
         spec = spec_of(source, request, layout, source.config, "compare")
         predicted = self._foretold(spec, schedule)
@@ -330,12 +336,12 @@ class Bench:
         try:
             found = self._launch("hocket.training.compare:main", layout.world_size, payload)
         except RankMemoryError as error:  # of replicas in threads it cannot be foretold
-            return Outcome(way=way, reason=error.message)
+            return Outcome(strategy=strategy, reason=error.message)
         (event,) = (e for e in found if e["event"] == "way")
-        return dataclasses.replace(outcome(way, event), predicted=predicted)
+        return dataclasses.replace(outcome(strategy, event), predicted=predicted)
 
     def _foretold(self, spec: RunSpec, schedule: Schedule) -> dict[str, float]:
-        """What the way is expected to come to; empty where that cannot be told."""
+        """What the strategy is expected to come to; empty where that cannot be told."""
         from hocket.jobs import forecast
 
         if self._measured is None or spec.layout.data_parallel == "threads":
@@ -365,8 +371,8 @@ class Bench:
         return events
 
 
-def outcome(way: Way, event: dict[str, Any]) -> Outcome:
-    """What the ranks of a way said, put together."""
+def outcome(strategy: Strategy, event: dict[str, Any]) -> Outcome:
+    """What the ranks of a strategy said, put together."""
     from hocket.spec.check import CheckReport
 
     ranks = event["ranks"]
@@ -377,7 +383,7 @@ def outcome(way: Way, event: dict[str, Any]) -> Outcome:
         report = CheckReport.from_json(json.dumps(event["report"]))
         equal, worst = report.ok, report.worst_ratio
     return Outcome(
-        way=way,
+        strategy=strategy,
         step_seconds=max(rank["step_seconds"] for rank in ranks),
         processor_seconds=sum(rank["processor_seconds"] for rank in ranks),
         loaded_seconds=max((rank["loaded_seconds"] for rank in ranks), default=None)

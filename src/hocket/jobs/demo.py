@@ -174,11 +174,11 @@ def _alone(launcher: Launcher, folder: RunFolder, wanted: Request) -> Summary:
         wanted,
         run=folder.path / "one-process",
         layout=dataclasses.replace(
-            wanted.layout, dp=1, pp=1, tp=1, schedule="1f1b", cut="balanced",
+            wanted.layout, dp=1, pp=1, tp=1, schedule="1f1b", pipeline_split="balanced",
             microbatches=wanted.layout.dp * (wanted.layout.microbatches or 1),
         ),
         options=dataclasses.replace(
-            wanted.options, steps=ALONE_STEPS, eval_every=0, held_out=0.0, save_every=0,
+            wanted.options, steps=ALONE_STEPS, eval_every=0, eval_fraction=0.0, save_every=0,
             timeline_step=None, warmup=None,
         ),
     )  # fmt: skip

@@ -156,7 +156,7 @@ def machine_of(spec: RunSpec, measured: Measured) -> Machine:
         backend=backend_of(options.backend, measured),
         name=measured.host.name,
         capacity=capacity,
-        wires=None if options.links is None else Links.parse(options.links),
+        wires=None if options.emulate_links is None else Links.parse(options.emulate_links),
     )
 
 
@@ -377,7 +377,7 @@ def chosen(
                 continue
             # The rest is not weighed: it is as it was given.
             rest = {name: getattr(spec.layout, name) for name in names - _WEIGHED}
-            if layout.num_stages == 1 and names & {"virtual_stages", "cut"}:
+            if layout.num_stages == 1 and names & {"virtual_stages", "pipeline_split"}:
                 continue  # what was given asks for a pipeline
             try:
                 one = legal(dataclasses.replace(layout, **rest))

@@ -12,9 +12,11 @@ A run of another launcher's ranks is foretold where its machine was measured bef
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from hocket.jobs import forecast, links, prepare
+from hocket.jobs.validate import validate
 from hocket.spec.errors import HocketError, OptionError
 from hocket.spec.forecast import Forecast
 from hocket.spec.layout import Layout
@@ -30,6 +32,11 @@ NONE, AUTO = "none", "auto"
 
 WEIGHED = 8
 """Layouts that are set beside one that was given."""
+
+PROPOSED = 50
+"""Layouts of the planner among which the first that this run can have is taken."""
+
+UNMEASURED = "this machine was not measured before the run; hocket probe does"
 
 LONGEST = 20.0
 """Seconds that the quick probe takes at most on two cores."""
@@ -69,9 +76,23 @@ def choose(
         HocketError: the machine cannot be measured, the model cannot be traced, or nothing fits.
     """
     from hocket.jobs import machine
-    from hocket.jobs.validate import validate
+    from hocket.probing.devices import visible
 
     request = job.request
+
+    def legal(layout: Layout) -> Layout | None:
+        try:
+            links.checked(request.options, layout)
+            found = validate(job.source.dimensions, layout, request.workload)
+        except HocketError:
+            return None
+        size = request.workload.global_batch // found.dp // (found.microbatches or 1)
+        return found if request.micro_batch_size in (None, size) else None
+
+    if "layout" not in request.given and machine.kept(request.options.device) is None:
+        layout = by_catalogue(job, visible(), legal)
+        record.note(f"layout {layout}, by the catalogue's figures of its GPUs; --layout chooses")
+        return (Forecast.none(str(layout), UNMEASURED), None), prepare.placed(job, layout)
     cluster = AUTO if request.cluster == NONE else request.cluster
     if cluster == AUTO and machine.kept(request.options.device) is None:
         record.note(f"measuring this machine, once: up to {LONGEST:.0f} s; hocket probe does more")
@@ -80,25 +101,57 @@ def choose(
     )
     assert found.measured is not None  # `checked`
     spec = prepare.spec_of(job.source, request, request.layout, config, "train")
-    if request.options.links is not None and launcher is not None:
+    if request.options.emulate_links is not None and launcher is not None:
         # As many ranks as are weighed at most: how slow they are decides how slow the links are.
         most = max(curve.world for curve in found.measured.curves)
         alike = dataclasses.replace(spec, layout=Layout(tp=most))
-        felt = links.settled(launcher, alike).options.links
-        spec = dataclasses.replace(spec, options=dataclasses.replace(spec.options, links=felt))
+        felt = links.settled(launcher, alike).options.emulate_links
+        spec = dataclasses.replace(
+            spec, options=dataclasses.replace(spec.options, emulate_links=felt)
+        )
     record.phase("choosing a layout")
-
-    def legal(layout: Layout) -> Layout | None:
-        try:
-            links.checked(spec.options, layout)
-            return validate(job.source.dimensions, layout, request.workload)
-        except HocketError:
-            return None
-
     told = forecast.chosen(spec, found.measured, request.given, legal=legal, launcher=launcher)
     for line in reasons(told[0]):
         record.note(line)
     return told, prepare.placed(job, Layout.parse(told[0].layout))
+
+
+def by_catalogue(
+    job: prepare.Plan, num_gpus: int, legal: Callable[[Layout], Layout | None]
+) -> Layout:
+    """The best layout of all GPUs of this machine by the planner's constants, which needs no
+    measurement; data parallel under ZeRO-1 where the catalogue does not have the GPU.
+
+    Raises:
+        LayoutError: nothing fits, or neither divides the batch.
+    """
+    from hocket.jobs.plan import plan
+    from hocket.jobs.rehearsal_fit import gpu_here
+
+    request, gpu = job.request, gpu_here()
+    workload, options = request.workload, request.options
+    pins = {
+        name: getattr(request.layout, name)
+        for name in sorted(request.given & {"schedule", "microbatches"})
+    }
+    if gpu is not None and workload.dtype != "fp32":
+        found = plan(
+            request.model,
+            cluster=f"{num_gpus}x{gpu}",
+            seq_len=workload.seq_len,
+            global_batch=workload.global_batch,
+            precision=workload.dtype,
+            pin=pins,
+            top=PROPOSED,
+            lora_rank=options.lora_rank,
+            lora_targets=options.lora_targets,
+        )
+        for one in found.layouts:
+            layout = legal(one.layout) if one.fits else None
+            if layout is not None:
+                return layout
+    plain = Layout(dp=num_gpus, zero=1, microbatches=request.layout.microbatches)
+    return validate(job.source.dimensions, plain, workload)
 
 
 def before(
@@ -118,7 +171,7 @@ def before(
         return  # by whoever chose the layout, or an earlier start
     measured = forecast.measurements(cluster, spec.options.device)
     if measured is None:
-        _untold(folder, spec, "this machine was not measured before the run; hocket probe does")
+        _untold(folder, spec, UNMEASURED)
         record.note(
             "no prediction: this machine has not been measured; hocket probe --quick does it in "
             f"up to {LONGEST:.0f} s"

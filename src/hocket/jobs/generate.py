@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hocket.jobs import precision
-from hocket.jobs.request import Request, request
+from hocket.jobs.request import NAMES, Request, request
 from hocket.jobs.serving.llm import LLM, Completion, OnText
 from hocket.jobs.validate import validate
+from hocket.spec import renamed
 from hocket.spec.errors import ModelError
 from hocket.spec.layout import Layout
 from hocket.spec.run import RunSpec, Workload
@@ -18,7 +19,7 @@ from hocket.spec.run import RunSpec, Workload
 if TYPE_CHECKING:
     from hocket.jobs.serving.request import Server
     from hocket.launch import Launcher, RankContext
-    from hocket.serving.request import Sampling
+    from hocket.serving.request import SamplingParams
 
 
 def generate(
@@ -44,15 +45,16 @@ def generate(
         max_new_tokens, temperature, top_k, top_p, seed: how tokens are chosen.
         on_text: told of the text as it grows.
         launcher: a warm one to use. None: one is started.
-        **options: `dtype`, `schedule`, `cut`, `device`, `backend`, `threads`, `attention`,
-            `tokenizer`, `trust_remote_code`, as for training.
+        **options: `dtype`, `schedule`, `pipeline_split`, `device`, `backend`, `threads`,
+            `attention`, `tokenizer`, `trust_remote_code`, as for training.
 
     Raises:
         HocketError: what the caller can mend, before any rank starts wherever possible.
     """
     from hocket.jobs.serving import request as serve_request
-    from hocket.serving.request import Sampling, check_prompts, refuse_replicas
+    from hocket.serving.request import SamplingParams, check_prompts, refuse_replicas
 
+    options = renamed.options(options, NAMES)
     wanted = request({"model": model, "layout": layout, "seed": seed, **options})
     precision.served(wanted.workload)
     refuse_replicas(wanted.layout)
@@ -63,7 +65,7 @@ def generate(
     shared = {name: value for name, value in options.items() if name in serve_request.SHARED}
     server = serve_request.server({"model": model, "layout": plain, "seed": seed, **shared})
     ids = [server.words.encode(prompt, special=True) for prompt in prompts]
-    sampling = Sampling(
+    sampling = SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_k=top_k,
@@ -90,11 +92,11 @@ def _sized(server: Server, ids: Sequence[Sequence[int]], new: int) -> Server:
     """With rows and a cache for these prompts, and no larger."""
     options = server.options
     longest = max(map(len, ids)) + new
-    rows = min(len(ids), options.max_rows or len(ids))
+    rows = min(len(ids), options.max_num_seqs or len(ids))
     sizes = dataclasses.replace(
         options,
         max_model_len=longest,
-        max_rows=rows,
+        max_num_seqs=rows,
         num_blocks=options.block_size and rows * -(-longest // options.block_size),
         cache_memory=None,
     )
@@ -108,7 +110,7 @@ def _padded(
     wanted: Request,
     server: Server,
     prompts: Sequence[str],
-    sampling: Sampling,
+    sampling: SamplingParams,
     *,
     on_text: OnText | None,
     launcher: Launcher | None,
@@ -164,7 +166,7 @@ def _padded(
             text=piece.text,
             tokens=tuple(found),
             prompt_tokens=tuple(given),
-            finish="length" if len(found) == sampling.max_new_tokens else "stop",
+            finish_reason="length" if len(found) == sampling.max_new_tokens else "stop",
         )
         for prompt, given, piece, found in zip(prompts, ids, pieces, tokens, strict=True)
     ]
@@ -186,15 +188,16 @@ def _warm(launcher: Launcher | None, wanted: Request) -> Iterator[Launcher]:
 def main(context: RankContext, payload: dict[str, Any]) -> None:
     """In each rank: build its part of the model and generate; rank 0 emits the tokens.
 
-    Payload: `spec` (a RunSpec's JSON), `prompts` (token ids), `sampling` (a Sampling's fields).
+    Payload: `spec` (a RunSpec's JSON), `prompts` (token ids), `sampling` (a SamplingParams's
+    fields).
     """
     from hocket.schedules.registry import build
     from hocket.serving.padded import Engine
-    from hocket.serving.request import Sampling
+    from hocket.serving.request import SamplingParams
     from hocket.training.build import build_model, join_world
 
     spec = RunSpec.from_json(payload["spec"])
-    sampling = Sampling.from_json(payload["sampling"])
+    sampling = SamplingParams.from_json(payload["sampling"])
     schedule = build(spec.layout, 1) if spec.layout.num_stages > 1 else None
     mesh = join_world(spec, context)
     source, skeleton, _, parallel = build_model(spec, mesh, schedule)

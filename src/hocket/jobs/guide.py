@@ -10,7 +10,7 @@ from hocket.jobs import links
 from hocket.jobs.compare import Asked, Bench, with_layers
 from hocket.jobs.prepare import spec_of
 from hocket.jobs.request import Request, request
-from hocket.spec.comparison import Outcome, Way
+from hocket.spec.comparison import Outcome, Strategy
 from hocket.spec.layout import Layout
 from hocket.spec.links import Links
 
@@ -47,9 +47,9 @@ class Guide(Bench):
         if key not in self._ran:
             if not self.referred and layers is None:
                 self.reference()
-            way = Way(name=layout, title=layout, layout=Layout.parse(layout))
+            strategy = Strategy(name=layout, title=layout, layout=Layout.parse(layout))
             source = None if layers is None else with_layers(self.source, layers)
-            found = self.run(way, source=source)
+            found = self.run(strategy, source=source)
             assert found.ran, found.reason
             self._ran[key] = found
         return self._ran[key]
@@ -65,17 +65,19 @@ class Guide(Bench):
         key = (f"{layout} over {link}", None)
         if key not in self._ran:
             source = ModelSource(name="wide", config=WIDE)
-            values = {"model": "wide", "device": "cpu", "links": link, **WIDE_SIZES}
+            values = {"model": "wide", "device": "cpu", "emulate_links": link, **WIDE_SIZES}
             job = request({**values, "backend": self.request.options.backend})
             if self._scale is None:
                 spec = spec_of(source, job, Layout(tp=2), WIDE, "tour")
-                felt = links.settled(self.launcher, spec).options.links
+                felt = links.settled(self.launcher, spec).options.emulate_links
                 assert felt is not None
                 self._scale = Links.parse(felt).scale
-            options = dataclasses.replace(job.options, links=f"{link}:scale={self._scale:g}")
+            options = dataclasses.replace(
+                job.options, emulate_links=f"{link}:scale={self._scale:g}"
+            )
             job = dataclasses.replace(job, options=options)
-            way = Way(name=layout, title=layout, layout=Layout.parse(layout))
-            found = self.run(way, source=source, request=job)
+            strategy = Strategy(name=layout, title=layout, layout=Layout.parse(layout))
+            found = self.run(strategy, source=source, request=job)
             assert found.ran, found.reason
             self._ran[key] = found
         return self._ran[key]
@@ -86,8 +88,8 @@ class Guide(Bench):
         """
         options = dataclasses.replace(self.request.options, memory_per_rank=limit or "1TB")
         job = dataclasses.replace(self.request, options=options)
-        way = Way(name=layout, title=layout, layout=Layout.parse(layout))
-        found = self.run(way, request=job)
+        strategy = Strategy(name=layout, title=layout, layout=Layout.parse(layout))
+        found = self.run(strategy, request=job)
         if not found.ran:
             return found.reason, 0, 0
         return "", int(found.predicted["required_bytes"]), found.fullest["total"]

@@ -109,8 +109,8 @@ def _told_by(spec: RunSpec, folder: Path) -> dict[str, Any]:
     from hocket import __version__
 
     words = machine_words(spec.options.device)
-    if spec.options.links is not None:
-        words += f", links as {spec.options.links}"
+    if spec.options.emulate_links is not None:
+        words += f", links as {spec.options.emulate_links}"
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "version": __version__,

@@ -111,7 +111,7 @@ def links(
         model=problem.shape.name,
         cluster=problem.cluster.name,
         layout=str(one),
-        step_seconds=priced.step_seconds.mid,
+        step_seconds=priced.step_seconds.median,
         axes=tuple(axis_links(problem, one)),
         pool=pool(problem, one.microbatches or 1),
         link=own.tiers[0][0].title if problem.cluster.domain > 1 else "no links",

@@ -1,8 +1,8 @@
 """Links of a job: named before ranks start, and scaled to what this machine computes.
 
-`--links` slows messages until they cost, beside this machine's computing, what they would cost
-beside the GPU's. How many times slower this machine is than that GPU is measured by as many ranks
-as the job has, all multiplying at once; ranks that share a core have a share of its rate.
+`--emulate-links` slows messages until they cost, beside this machine's computing, what they would
+cost beside the GPU's. How many times slower this machine is than that GPU is measured by as many
+ranks as the job has, all multiplying at once; ranks that share a core have a share of its rate.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ def checked(options: TrainOptions, layout: Layout, *, joined: bool = False) -> L
     Raises:
         OptionError: links, GPU or domains that cannot be; or ranks that cannot feel any.
     """
-    if options.links is None:
+    if options.emulate_links is None:
         return None
     from hocket.catalogue.hardware import gpu
 
-    links = Links.parse(options.links)
+    links = Links.parse(options.emulate_links)
     found = gpu(links.gpu)
     if not half_rate(found):
         raise OptionError(
-            f"{found.name} has no rate in half precision to scale to", hint="--links pcie4"
+            f"{found.name} has no rate in half precision to scale to", hint="--emulate-links pcie4"
         )
     if options.device == "cuda" or options.backend == "nccl":
         raise OptionError(
-            "--links emulates links between CPU ranks; GPUs use their own links",
+            "--emulate-links emulates links between CPU ranks; GPUs use their own links",
             hint="--device cpu",
         )
     if options.device == "auto":
@@ -55,17 +55,18 @@ def checked(options: TrainOptions, layout: Layout, *, joined: bool = False) -> L
 
         if cuda_shows():
             raise OptionError(
-                "--links emulates links between CPU ranks, and this machine has GPUs",
+                "--emulate-links emulates links between CPU ranks, and this machine has GPUs",
                 hint="--device cpu",
             )
     if layout.data_parallel == "threads":
         raise OptionError(
-            "--links joins ranks, and data_parallel=threads has one",
+            "--emulate-links joins ranks, and data_parallel=threads has one",
             hint="--data-parallel processes",
         )
     if joined:
         raise OptionError(
-            "--links needs ranks that hocket starts on one machine; another launcher started these",
+            "--emulate-links needs ranks that hocket starts on one machine; another launcher "
+            "started these",
             hint="run it without torchrun",
         )
     links.check(layout.world_size)
@@ -79,7 +80,7 @@ def settled(launcher: Launcher, spec: RunSpec) -> RunSpec:
         return spec
     if links.scale is None:
         links = dataclasses.replace(links, scale=scale(launcher, spec, links))
-    options = dataclasses.replace(spec.options, links=str(links))
+    options = dataclasses.replace(spec.options, emulate_links=str(links))
     return dataclasses.replace(spec, options=options)
 
 

@@ -289,7 +289,7 @@ def _row(one: Forecast, spec: RunSpec, shape: ModelShape, measured: Measured) ->
         parts={**parts, "waiting": max(0.0, seconds - sum(parts.values()))},
         dollars_per_billion_tokens=None,
         simulated=True,
-        lacks=(),
+        unsupported=(),
     )
 
 
@@ -347,8 +347,8 @@ def table(found: Plan, command: str) -> str:
         (
             str(one.layout),
             one.num_gpus,
-            format_seconds(one.step_seconds.mid),
-            f"{tokens / one.step_seconds.mid:,.0f}",
+            format_seconds(one.step_seconds.median),
+            f"{tokens / one.step_seconds.median:,.0f}",
             format_bytes(one.memory) + ("" if one.fits else " !"),
             f"{one.bubble:.1%}",
             f"{one.exposed:.1%}",

@@ -14,11 +14,12 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from hocket.jobs import defaults
 from hocket.jobs.precision import on_cuda
 from hocket.spec.capabilities import runs
 from hocket.spec.errors import HocketError, LayoutError, OptionError
 from hocket.spec.layout import Layout, divisors
-from hocket.spec.run import RunSpec, TrainOptions
+from hocket.spec.run import RunFolder, RunSpec, TrainOptions, write_text
 from hocket.spec.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -29,6 +30,9 @@ SEARCH = 20.0
 
 SURE = 0.25
 """Share of the machine's free memory below which a job's sizes leave no doubt that it fits."""
+
+PROPOSED = 3
+"""Layouts that fit the GPUs, at most, among those that are named."""
 
 MOST_RANKS = 16
 """Ranks up to which layouts that fit are looked for."""
@@ -57,10 +61,11 @@ def checked(options: TrainOptions) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Allowed:
-    """Bytes that a job may hold: each rank, or all of them together."""
+    """Bytes that a job may hold: each rank, or all of them together; `gpu`: a rank's GPU."""
 
     bytes: int
     together: bool = False
+    gpu: bool = False
 
     def need(self, ranks: list[int]) -> int:
         """What counts of the ranks' peaks."""
@@ -68,7 +73,7 @@ class Allowed:
 
 
 def allowed(spec: RunSpec) -> Allowed | None:
-    """What a job may hold; None: on GPUs, and where it is sure to fit this machine.
+    """What a job may hold; None: where it is sure to fit this machine, or its GPUs are not known.
 
     Raises:
         OptionError: a limit that is none.
@@ -77,7 +82,11 @@ def allowed(spec: RunSpec) -> Allowed | None:
     if each is not None:
         return Allowed(each)
     if on_cuda(spec.options):
-        return None
+        from hocket.planning.fit import HEADROOM
+        from hocket.probing import devices
+
+        free = devices.free_memory(spec.layout.world_size)
+        return None if free is None else Allowed(int(free * (1 - HEADROOM)), gpu=True)
     from hocket.runtime.host_memory import free_memory
 
     here = free_memory()
@@ -90,14 +99,38 @@ def _least(spec: RunSpec) -> float:
     from hocket.models.source import of_run
 
     sizes, layout = of_run(spec).dimensions, spec.layout
-    width, attention = sizes.hidden_size, sizes.num_heads * sizes.head_dim
-    layer = 2 * width * (attention + sizes.num_key_value_heads * sizes.head_dim)
-    layer += 3 * width * sizes.intermediate_size * max(1, sizes.num_experts)
+    width = sizes.hidden_size
     state = 4 if spec.options.lora_rank is not None else 16
-    parameters = sizes.num_layers * layer + sizes.vocab_size * width * (1 if sizes.tied else 2)
     tokens = spec.workload.global_batch * spec.workload.seq_len / (layout.microbatches or 1)
     activations = tokens * (34 * width * sizes.num_layers + 8 * sizes.vocab_size)
-    return parameters * state * (1 if layout.zero else layout.dp) + activations
+    return defaults.parameters(sizes) * state * (1 if layout.zero else layout.dp) + activations
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fit:
+    """What a job is predicted to hold against what it may.
+
+    Attributes:
+        ranks: bytes by kind, a row for each rank.
+        need, may: bytes of the ranks that count, and what they may hold.
+        tried: other layouts and their need, those that change least first.
+    """
+
+    ranks: list[dict[str, int]]
+    may: Allowed
+    tried: list[tuple[Layout, int]] = dataclasses.field(default_factory=list)
+
+    @property
+    def need(self) -> int:
+        return self.may.need([row["total"] for row in self.ranks])
+
+    @property
+    def ok(self) -> bool:
+        return self.need <= self.may.bytes
+
+    @property
+    def fitting(self) -> list[tuple[Layout, int]]:
+        return [(layout, need) for layout, need in self.tried if need <= self.may.bytes]
 
 
 def require(launcher: Launcher, spec: RunSpec, schedule: str) -> list[dict[str, int]] | None:
@@ -109,44 +142,134 @@ def require(launcher: Launcher, spec: RunSpec, schedule: str) -> list[dict[str, 
     Raises:
         LayoutError: the job would hold more, with the layouts that fit.
     """
+    fit = predicted(launcher, spec, schedule)
+    if fit is None:
+        return None
+    if not fit.ok:
+        raise rejected(fit, spec)
+    return fit.ranks
+
+
+def fitted(
+    launcher: Launcher, folder: RunFolder, spec: RunSpec, *, accumulate: bool
+) -> tuple[RunSpec, list[dict[str, int]] | None]:
+    """As `require`, of a run that is written down: with more microbatches where that makes it fit
+    and `accumulate` allows it, its folder rewritten.
+
+    Raises:
+        LayoutError: as `require`.
+    """
+    fit = predicted(launcher, spec, folder.schedule_file.read_text())
+    if fit is None or fit.ok:
+        return spec, None if fit is None else fit.ranks
+    plain = dataclasses.replace(spec.layout, microbatches=None)
+    for layout, _ in fit.fitting if accumulate else ():
+        if dataclasses.replace(layout, microbatches=None) == plain:
+            from hocket.schedules.registry import build
+
+            spec = dataclasses.replace(spec, layout=layout)
+            schedule = str(build(layout, layout.microbatches or 1))
+            write_text(folder.schedule_file, schedule)
+            folder.save(spec)
+            return spec, require(launcher, spec, schedule)
+    raise rejected(fit, spec)
+
+
+def predicted(launcher: Launcher, spec: RunSpec, schedule: str) -> Fit | None:
+    """What a job is predicted to hold, and of other layouts where it is too much; None where it is
+    not predicted: it is sure to fit, or the model's operations are not known."""
     may = allowed(spec)
     if may is None or spec.layout.data_parallel == "threads":
         return None
+    if on_cuda(spec.options):
+        return _on_gpus(launcher, spec, schedule, may)
     events = _forecast(launcher, spec, schedule, may)
-    first = events[0]
-    if "error" in first:
+    if "error" in events[0]:
         return None
-    ranks: list[dict[str, int]] = first["ranks"]
-    need = may.need([row["total"] for row in ranks])
-    if need <= may.bytes:
-        return ranks
+    tried = [(Layout.parse(event["layout"]), event["need"]) for event in events[1:]]
+    return Fit(ranks=events[0]["ranks"], may=may, tried=tried)
+
+
+def _on_gpus(launcher: Launcher, spec: RunSpec, schedule: str, may: Allowed) -> Fit | None:
+    """By the planner's model of memory: nothing is executed."""
+    from hocket.jobs.forecast import shape_of
+    from hocket.jobs.rehearsal_expected import gpu_memory
+    from hocket.jobs.rehearsal_fit import alternatives
+    from hocket.schedules.registry import build
+    from hocket.spec.schedule import Schedule
+
+    try:
+        shape = shape_of(spec, launcher)
+    except HocketError:
+        return None
+    fit = Fit(ranks=gpu_memory(shape, spec, Schedule.parse(schedule)), may=may)
+    if fit.ok:
+        return fit
+    tried = []
+    for layout in [*microbatched(spec), *alternatives(spec)]:
+        other = dataclasses.replace(spec, layout=layout)
+        with contextlib.suppress(HocketError):
+            rows = gpu_memory(shape, other, build(layout, layout.microbatches or 1))
+            tried.append((layout, max(row["total"] for row in rows)))
+        if sum(need <= may.bytes for _, need in tried) == PROPOSED:
+            break
+    return dataclasses.replace(fit, tried=tried)
+
+
+def accumulated(spec: RunSpec, capacity: int) -> Layout:
+    """The layout with as few microbatches, but at least its own, as are predicted to fit a GPU of
+    `capacity` bytes; as it is where none of them does, or the model cannot be traced."""
+    from hocket.jobs.forecast import shape_of
+    from hocket.jobs.rehearsal_expected import gpu_memory
+    from hocket.planning.fit import HEADROOM
+    from hocket.schedules.registry import build
+
+    with contextlib.suppress(HocketError):
+        shape = shape_of(spec)
+        for layout in [spec.layout, *microbatched(spec)]:
+            other = dataclasses.replace(spec, layout=layout)
+            rows = gpu_memory(shape, other, build(layout, layout.microbatches or 1))
+            if max(row["total"] for row in rows) <= capacity * (1 - HEADROOM):
+                return layout
+    return spec.layout
+
+
+def rejected(fit: Fit, spec: RunSpec) -> LayoutError:
+    """A job that holds more than it may, with the layouts that fit."""
+    may, ranks, need = fit.may, fit.ranks, fit.need
+    name = _named(spec.layout, spec)
     if may.together:
         many = len(ranks)
-        has = f"{_named(spec.layout)} needs {_gb(need)} on its {many} rank{'s' * (many > 1)}, "
+        has = f"{name} needs {_gb(need)} on its {many} rank{'s' * (many > 1)}, "
         has += f"and this machine has {_gb(may.bytes)} of memory free"
     else:
-        has = f"a rank of {_named(spec.layout)} needs {_gb(need)} of {_gb(may.bytes)}"
+        has = f"a rank of {name} needs {_gb(need)} of {_gb(may.bytes)}"
+        if may.gpu:
+            from hocket.planning.fit import HEADROOM
+
+            has += f", what is free on its GPU less {HEADROOM:.0%}"
     each = "in all" if may.together else "each"
-    fitting = [e for e in events[1:] if e["need"] <= may.bytes]
-    if fitting:
-        found = ", ".join(f"{e['layout']} with {_gb(e['need'])} {each}" for e in fitting)
-        raise LayoutError(f"{has}; fits at {found}", hint=f"--layout {fitting[0]['layout']}")
-    least = min(events[1:], key=lambda e: e["need"], default=None)
+    if fit.fitting:
+        listed = [(_named(layout, spec), size) for layout, size in fit.fitting]
+        found = ", ".join(f"{layout} with {_gb(size)} {each}" for layout, size in listed)
+        return LayoutError(f"{has}; fits at {found}", hint=f"--layout {listed[0][0]}")
+    least = min(fit.tried, key=lambda one: one[1], default=None)
     if least is not None:
-        raise LayoutError(
-            f"{has}, and no layout that was tried fits: {least['layout']} comes nearest with "
-            f"{_gb(least['need'])}",
+        return LayoutError(
+            f"{has}, and no layout that was tried fits: {_named(least[0], spec)} comes nearest "
+            f"with {_gb(least[1])}",
             hint="a smaller --global-batch or --seq-len, or more memory",
         )
     standing = sum(row["total"] - row["activations"] for row in ranks) // spec.layout.dp
     room = "this machine" if may.together else f"{MOST_RANKS} ranks of {_gb(may.bytes)}"
-    raise LayoutError(
+    limited = spec.options.memory_per_rank is not None
+    return LayoutError(
         f"{has}; parameters, gradients and optimizer state alone are {_gb(standing)}, more than "
         f"{room} {'can hold' if may.together else 'hold'}",
-        hint=f"hocket plan {spec.model} --cluster 8xH100 --seq-len {spec.workload.seq_len} "
-        f"--global-batch {spec.workload.global_batch}"
-        if may.together
-        else f"--memory-per-rank {_gb(need).replace(' ', '')}",
+        hint=f"--memory-per-rank {_gb(need).replace(' ', '')}"
+        if limited
+        else f"hocket plan {spec.model} --cluster 8xH100 --seq-len {spec.workload.seq_len} "
+        f"--global-batch {spec.workload.global_batch}",
     )
 
 
@@ -160,11 +283,16 @@ def beside(predicted: list[dict[str, int]], counted: tuple[dict[str, int], ...])
     )
 
 
-def _named(layout: Layout, *, microbatches: bool = False) -> str:
-    """A layout as it can be pasted after --layout: its degrees, its ZeRO stage, and on request its
-    microbatches."""
+def _named(layout: Layout, spec: RunSpec) -> str:
+    """A layout as it can be pasted after --layout: its degrees, its ZeRO stage, what is recomputed,
+    and its microbatches where they would be others without."""
+    from hocket.jobs.validate import microbatches
+
     fields = [f"zero={layout.zero}"] if layout.zero else []
-    if microbatches:
+    if layout.recompute != "none":
+        fields.append(f"recompute={layout.recompute}")
+    usual = microbatches(dataclasses.replace(layout, microbatches=None), spec.workload)
+    if layout.microbatches not in (None, usual):
         fields.append(f"microbatches={layout.microbatches}")
     return ":".join([layout.axes_text(), *([",".join(fields)] if fields else [])])
 
@@ -208,7 +336,7 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
     except Exception as error:  # fake tensors do not know every operation of every family
         context.emit({"event": say, "error": f"{type(error).__name__}: {error}"})
         return
-    context.emit({"event": say, "layout": _named(spec.layout), "ranks": rows})
+    context.emit({"event": say, "layout": str(spec.layout), "ranks": rows})
     if may.need([row["total"] for row in rows]) <= may.bytes:
         return
     standing = sum(row["total"] - row["activations"] for row in rows) / spec.layout.dp
@@ -218,8 +346,7 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
     ranks, fits = 0, False
     end = time.monotonic() + SEARCH
     fit: set[str] = set()
-    more = list(microbatched(spec)) if may.together else []
-    for layout in [*more, *candidates(spec)]:
+    for layout in [*microbatched(spec), *candidates(spec)]:
         size = layout.world_size
         if size > ranks and (fits or time.monotonic() > end):
             return
@@ -231,9 +358,7 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
             continue  # a lower stage, or fewer microbatches, is enough
         ranks = size
         need = may.need(_totals(spec, layout))
-        context.emit(
-            {"event": say, "layout": _named(layout, microbatches=layout in more), "need": need}
-        )
+        context.emit({"event": say, "layout": str(layout), "need": need})
         if need <= may.bytes:
             fits = True
             fit.add(layout.axes_text())

@@ -75,7 +75,7 @@ def _facts(folder: RunFolder, spec: RunSpec, data: list[str]) -> dict[str, str]:
         "Data": ", ".join(data) or "not recorded",
         "Layout": f"`{spec.layout}`",
         "Number format": work.dtype,
-        "Learning rate": f"{options.lr:g}, cosine to {options.min_lr:g}",
+        "Learning rate": f"{options.lr:g}, {options.lr_schedule} to {options.min_lr:g}",
         "Seed": str(options.seed),
     }
     for key, title in (("loss", "Loss of the last step"), ("held_out_loss", "Held-out loss")):

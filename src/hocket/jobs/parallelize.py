@@ -55,7 +55,8 @@ def parallelize(
         mesh: None: made over the default process group or, without one, of this process alone.
         seed: of the random numbers that dropout draws.
         bucket_mb: size of a gradient bucket in MB. None: by the device.
-        **fields: other fields of the layout by their flags' names: `microbatches=4`, `cut="even"`.
+        **fields: other fields of the layout by their flags' names: `microbatches=4`,
+            `pipeline_split="even"`.
 
     Raises:
         LayoutError: the layout does not fit the world or the module.
@@ -94,6 +95,10 @@ def parallelize(
         from hocket.models.plans.router import router_loss
 
         plan = dataclasses.replace(plan, router=router_loss(module))
+    if hugging_face:
+        from hocket.training.build import group_experts
+
+        group_experts()
     whole = WholeModule.of(module)
     parallel = runtime.parallelize(
         module, layout, plan, mesh=mesh, schedule=order, loss_fn=loss_fn, seed=seed,
@@ -109,7 +114,7 @@ def _generate(
     parallel: ParallelModel, prompts: list[list[int]], *, max_new_tokens: int, **sampling: Any
 ) -> list[list[int]]:
     from hocket.serving.padded import Engine
-    from hocket.serving.request import Sampling
+    from hocket.serving.request import SamplingParams
 
     config = parallel.whole.config
     if "stop" not in sampling:
@@ -123,7 +128,7 @@ def _generate(
         stage_ranks=None if parallel.schedule is None else parallel.schedule.stage_ranks,
         replicas=True,
     )
-    return engine.generate(prompts, Sampling(max_new_tokens=max_new_tokens, **sampling))
+    return engine.generate(prompts, SamplingParams(max_new_tokens=max_new_tokens, **sampling))
 
 
 def _is_hugging_face(module: nn.Module) -> bool:

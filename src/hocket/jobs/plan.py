@@ -285,14 +285,18 @@ def table(found: Plan) -> str:
     lines += [*found.notes, ""] if found.notes else []
     if found.layouts:
         lines += _rows(found.layouts)
-    if found.beyond:
+    if found.unsupported_layouts:
         better = "Better, but not run by this hocket today:" if found.layouts else "These fit:"
         lines += ["", better, ""] if found.layouts else [better, ""]
-        lines += _rows(found.beyond)
-        lines += ["", *(f"* {reason}" for reason in _reasons(found.beyond)), *_run_by(found.beyond)]
-    elif any(one.lacks for one in found.layouts):
+        lines += _rows(found.unsupported_layouts)
+        lines += [
+            "",
+            *(f"* {reason}" for reason in _reasons(found.unsupported_layouts)),
+            *_run_by(found.unsupported_layouts),
+        ]
+    elif any(one.unsupported for one in found.layouts):
         lines += ["", *(f"* {reason}" for reason in _reasons(found.layouts))]
-        lines += _run_by([one for one in found.layouts if one.lacks])
+        lines += _run_by([one for one in found.layouts if one.unsupported])
     lines += [
         "",
         "Ranges are the 10th to the 90th percentile; memory is the 95th of the peak GPU, of "
@@ -300,9 +304,9 @@ def table(found: Plan) -> str:
     ]
     if found.problem is not None:
         lines.append(f"$: {price_text(found.problem.cluster.node.gpu)}.")
-    if not all(one.simulated for one in (*found.layouts, *found.beyond)):
+    if not all(one.simulated for one in (*found.layouts, *found.unsupported_layouts)):
         lines.append("~: estimated by closed forms; its schedule is too long to simulate.")
-    if any(one.alike for one in (*found.layouts, *found.beyond)):
+    if any(one.num_similar for one in (*found.layouts, *found.unsupported_layouts)):
         lines.append(
             "+n: so many layouts differ from it in microbatches, virtual stages or shard alone and "
             "are not better."
@@ -347,7 +351,7 @@ def _rows(layouts: Sequence[Forecast]) -> list[str]:
     head, rule, *numbers = table_text(HEADERS, [_row(one) for one in layouts]).splitlines()
     lines = [INDENT + head, INDENT + rule]
     for one, below in zip(layouts, numbers, strict=True):
-        more = f"  +{one.alike}" if one.alike else ""
+        more = f"  +{one.num_similar}" if one.num_similar else ""
         marks = ("" if one.runs_here else "  *") + ("" if one.simulated else "  ~")
         lines += [str(one.layout) + marks + more, INDENT + below]
     return lines
@@ -372,7 +376,7 @@ def _row(one: Forecast) -> tuple[str, ...]:
 
 
 def _range(values: Range, text: Any) -> str:
-    return f"{text(values.mid)} ({text(values.low)}-{text(values.high)})"
+    return f"{text(values.median)} ({text(values.low)}-{text(values.high)})"
 
 
 def _run_by(layouts: Sequence[Forecast]) -> list[str]:
@@ -391,7 +395,7 @@ def _reasons(layouts: Sequence[Forecast]) -> list[str]:
     """Why they do not run here, each once by what the runtime does instead."""
     found: dict[str, str] = {}
     for one in layouts:
-        for reason in one.lacks:
+        for reason in one.unsupported:
             field, _, instead = reason.partition(": ")
             found.setdefault(instead, f"{field.split(' ')[0]}: {instead}")
     return list(dict.fromkeys(found.values()))

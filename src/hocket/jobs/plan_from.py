@@ -102,7 +102,7 @@ def plan_from(
     searched = plan(name, emit=tool, top=1, **asked)
     best = searched.best
     here = predicted.best
-    if here.fits and best.step_seconds.mid >= here.step_seconds.mid * 0.999:
+    if here.fits and best.step_seconds.median >= here.step_seconds.median * 0.999:
         return Reading(file=file, configuration=found, predicted=predicted)
     assert searched.problem is not None
     chosen = job(searched.problem, best)
@@ -124,10 +124,10 @@ def reading_text(reading: Reading) -> str:
     best, here = reading.better, reading.predicted.best
     if best is None:
         return "\n".join([*lines, "No layout that this tool can run is faster."])
-    gain = here.step_seconds.mid / best.step_seconds.mid
+    gain = here.step_seconds.median / best.step_seconds.median
     what = f"{gain:.2f} times as fast" if here.fits else "fits, which the file's layout does not"
     lines.append(
-        f"Better: {best.layout}: {format_seconds(best.step_seconds.mid)} a step, "
+        f"Better: {best.layout}: {format_seconds(best.step_seconds.median)} a step, "
         f"{format_bytes(best.memory_high)} on the peak rank ({what})."
     )
     if reading.environment:
@@ -163,7 +163,7 @@ def serve_from(file: str, *, model: str = "", cluster: str | None = None, **aske
     asked.setdefault("precision", found.precision)
     asked.setdefault("engine", "vllm")
     layout = Layout(dp=found.data_ranks or 1, **found.fields)
-    pins = (f"max_batch_tokens={found.microbatch}",) if found.microbatch else ()
+    pins = (f"max_num_batched_tokens={found.microbatch}",) if found.microbatch else ()
     (here,) = serve_plan(name, cluster=cluster, layout=layout, pin=pins, **asked)
     (best,) = serve_plan(name, cluster=cluster, top=1, **asked)
     given = words.flags(serve_table.emitted(best, "vllm"))[1]

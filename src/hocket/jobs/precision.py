@@ -39,6 +39,11 @@ def checked(
             f"{', '.join(TRAINED)}",
             hint="--dtype fp32",
         )
+    if options.grad_dtype == "bf16" and workload.dtype == "fp32":
+        raise OptionError(
+            "grad_dtype is bf16 and dtype fp32: gradients would lose what the parameters keep",
+            hint="--dtype bf16",
+        )
     cuda = on_cuda(options)
     halved = schedule is not None and any(
         action.kind in (INPUT, WEIGHT) for rank in schedule.ranks for action in rank

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hocket.jobs import links, lock, memory, precision
+from hocket.jobs import defaults, links, lock, memory, precision
 from hocket.jobs.request import Request
 from hocket.jobs.validate import validate
 from hocket.spec.errors import (
@@ -61,6 +61,7 @@ def plan(request: Request, *, world_size: int | None = None) -> Plan:
     from hocket.training import data_paths, tokenizer
 
     device_checked(request.options)
+    request = defaults.with_dtype(request)
     trusted = request.options.trust_remote_code
     source = resolve(request.model, trust_remote_code=trusted, weights=False)
     choice_checked(request, world_size)
@@ -86,6 +87,7 @@ def plan(request: Request, *, world_size: int | None = None) -> Plan:
             f"LoRA adapts weights that are there, and {source.name} has none",
             hint="a directory with safetensors weights, or no --lora-rank",
         )
+    request = defaults.with_rates(request, source)
     if request.options.tokenizer is None and source.weights is not None and not source.tokenizer:
         raise ModelError(
             f"{source.name} holds weights and no tokenizer; without the one they were trained "
@@ -248,7 +250,7 @@ def data(
         seq_len=workload.seq_len,
         global_batch=workload.global_batch,
         text_field=options.text_field,
-        held_out=options.held_out,
+        eval_fraction=options.eval_fraction,
         seed=options.seed,
         model_vocab_size=int(config.get("vocab_size") or source.dimensions.vocab_size),
         data_format=options.data_format,

@@ -34,6 +34,7 @@ class Summary:
         forecast: what was foretold of the run, None where nothing was tried.
         bubble: measured, of the recorded step; None without one.
         truncated_documents, truncated_tokens: of the data, cut at the length of a row.
+        stopped: asked to stop by SIGTERM or SIGUSR1, it saved after `steps` and can be resumed.
         report: the page that was written where hocket chose the layout; None elsewhere.
     """
 
@@ -50,6 +51,7 @@ class Summary:
     bubble: float | None = None
     truncated_documents: int = 0
     truncated_tokens: int = 0
+    stopped: bool = False
     report: Path | None = None
 
 
@@ -62,12 +64,15 @@ class Record:
         self.held_out: list[Event] = []
         self.memory: tuple[dict[str, int], ...] = ()
         self.bubble: float | None = None
+        self.stopped = False
 
     def __call__(self, event: Event) -> None:
         if event["event"] == "step":
             self.steps.append(event)
         elif event["event"] == "eval":
             self.held_out.append(event)
+        elif event["event"] == "stopped":
+            self.stopped = True
         elif event["event"] == "timeline":
             self.bubble = float(event["bubble"])
         elif event["event"] == "memory":
@@ -93,6 +98,7 @@ class Record:
             memory=self.memory,
             forecast=None if told is None else told[0],
             bubble=self.bubble,
+            stopped=self.stopped,
         )
         with contextlib.suppress(OSError, ValueError):
             data = parse_json((folder.data / "tokens.json").read_text())

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import traceback
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hocket.spec.errors import HocketError
 from hocket.spec.layout import Layout
 from hocket.spec.run import RunSpec, bucket_mb
 from hocket.spec.schedule import Schedule
+
+if TYPE_CHECKING:
+    from hocket.spec.model_shape import ModelShape
 
 
 def expected(spec: str, schedule: str, ranks: list[int]) -> dict[str, Any]:
@@ -77,15 +80,15 @@ def _serving(spec: RunSpec) -> list[dict[str, int]]:
 
     sizes = spec.serving
     assert sizes is not None
-    assert sizes.max_batch_tokens is not None
-    assert sizes.max_rows is not None
+    assert sizes.max_num_batched_tokens is not None
+    assert sizes.max_num_seqs is not None
     replica = Replica(
         shape=shape_here(spec), layout=spec.layout, dtype=spec.workload.dtype, cpu=False
     )
     return [
         {
             "weights": replica.weight_bytes(stage),
-            "step": replica.step_bytes(stage, sizes.max_batch_tokens, sizes.max_rows),
+            "step": replica.step_bytes(stage, sizes.max_num_batched_tokens, sizes.max_num_seqs),
             "token": replica.cache_bytes(stage),
         }
         for stage in range(spec.layout.pp)
@@ -114,16 +117,22 @@ def first_fit(spec: str, layouts: list[str], allowed: float) -> str | None:
 
 
 def _memory(spec: RunSpec, schedule: Schedule, ranks: list[int]) -> list[dict[str, int]]:
-    from hocket.cost.measured_memory import memory_rows
-    from hocket.cost.measured_prices import Job
     from hocket.jobs.forecast import shape_here
 
+    return gpu_memory(shape_here(spec), spec, schedule)
+
+
+def gpu_memory(shape: ModelShape, spec: RunSpec, schedule: Schedule) -> list[dict[str, int]]:
+    """Bytes by kind that the tensors of a training job take, a row for each rank, on GPUs."""
+    from hocket.cost.measured_memory import memory_rows
+    from hocket.cost.measured_prices import Job
+
     job = Job(
-        shape=shape_here(spec),
+        shape=shape,
         layout=spec.layout,
         workload=spec.workload,
         schedule=schedule,
         bucket_mb=bucket_mb(spec.options.bucket_mb, cuda=True, dp=spec.layout.dp),
-        clip=spec.options.clip > 0,
+        clip=spec.options.max_grad_norm > 0,
     )
     return memory_rows(job, cuda=True)

@@ -14,25 +14,11 @@ from hocket.spec.units import format_bytes
 
 if TYPE_CHECKING:
     from hocket.jobs.rehearse import Rehearsed
-    from hocket.jobs.request import Request
 
 MARGIN = 0.05
 """Share of the memory that a proposed layout leaves: predictions are that exact."""
 TENSOR_RANKS = 8
 """Degree of tp up to which a layout is proposed: ranks of one node."""
-
-
-def dry_run(request: Request) -> Rehearsed:
-    """Rehearse a training job on this machine's kind of GPU, or on an H100 where there is none.
-
-    Raises:
-        HocketError: the job cannot be rehearsed, does not complete, or does not fit.
-    """
-    from hocket.jobs.rehearse import GPU, prepared, rehearse
-
-    found = rehearse(prepared(request, gpu=_gpu_here() or GPU))
-    require(found)
-    return found
 
 
 def require(found: Rehearsed) -> None:
@@ -127,7 +113,7 @@ def alternatives(spec: RunSpec) -> Iterator[Layout]:
         for factor in (2, 4, 8):
             if layout.tp * factor <= TENSOR_RANKS:
                 yield dataclasses.replace(layout, tp=layout.tp * factor)
-            yield dataclasses.replace(layout, pp=layout.pp * factor, cut="balanced")
+            yield dataclasses.replace(layout, pp=layout.pp * factor, pipeline_split="balanced")
 
     candidates = [*lighter(layout)]
     for one in larger():
@@ -143,7 +129,7 @@ def alternatives(spec: RunSpec) -> Iterator[Layout]:
             yield legal
 
 
-def _gpu_here() -> str | None:
+def gpu_here() -> str | None:
     """This machine's GPU by its name in the catalogue."""
     from hocket.catalogue import hardware
     from hocket.probing.devices import find

@@ -15,23 +15,29 @@ from pathlib import Path
 from typing import Any
 
 from hocket.jobs import memory
+from hocket.spec import renamed
 from hocket.spec.capabilities import CHECKED, GRADIENTS, TRAINED
 from hocket.spec.errors import LayoutError, OptionError, unknown
 from hocket.spec.layout import DEGREES, Layout
 from hocket.spec.links import Links
 from hocket.spec.run import TrainOptions, Workload
+from hocket.spec.units import parse_duration
 
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "shm", "gloo", "nccl")
 ATTENTION = ("sdpa", "eager")
 DATA_FORMATS = ("auto", "text", "chat", "completion")
+LR_SCHEDULES = ("cosine", "linear", "constant")
 PACKINGS = ("across", "documents", "none")
 
 LAYOUT_FIELDS = tuple(field.name for field in dataclasses.fields(Layout))
 WORKLOAD_FIELDS = tuple(field.name for field in dataclasses.fields(Workload))
 OPTION_FIELDS = tuple(field.name for field in dataclasses.fields(TrainOptions))
+BATCH_FIELDS = ("micro_batch_size", "gradient_accumulation_steps")
+"""Other words for `microbatches`: sequences of one, and their count."""
 NAMES = (
-    "model", "data", "run", "layout", "cluster", *LAYOUT_FIELDS, *WORKLOAD_FIELDS, *OPTION_FIELDS,
+    "model", "data", "run", "layout", "cluster", *BATCH_FIELDS, *LAYOUT_FIELDS, *WORKLOAD_FIELDS,
+    *OPTION_FIELDS,
 )  # fmt: skip
 """Every name a training job knows."""
 
@@ -55,7 +61,8 @@ class Request:
         layout, workload, options: as flags said, or their defaults.
         auto: hocket chooses the layout; `layout` holds the fields that it must keep.
         cluster: `auto` (this machine, as it was probed), a file that `hocket probe` wrote, or
-            `none`: nothing is foretold.
+            `none`: no prediction.
+        micro_batch_size: sequences of a microbatch that a layout hocket chooses must have.
     """
 
     model: str
@@ -66,6 +73,7 @@ class Request:
     options: TrainOptions = dataclasses.field(default_factory=TrainOptions)
     auto: bool = False
     cluster: str = AUTO
+    micro_batch_size: int | None = None
     given: frozenset[str] = frozenset()
     """Names that were given a value, even if it is the default: what a resumed run must match."""
 
@@ -77,7 +85,7 @@ def request(values: Mapping[str, Any]) -> Request:
         OptionError: an unknown name (the nearest one is suggested), or a value that cannot be.
         LayoutError: a layout that cannot be, or a flag that contradicts the layout's text.
     """
-    given = typed(values)
+    given = batched(typed(values))
     if not given.get("model"):
         raise OptionError("no model was named", hint="hocket train tiny-llama --data FILE")
     workload = Workload(**{name: given[name] for name in WORKLOAD_FIELDS if name in given})
@@ -87,11 +95,6 @@ def request(values: Mapping[str, Any]) -> Request:
         options = dataclasses.replace(options, min_lr=min(options.min_lr, options.lr / 10))
     check_workload(workload)
     check_options(options)
-    if options.grad_dtype == "bf16" and workload.dtype == "fp32":
-        raise OptionError(
-            "grad_dtype is bf16 and dtype fp32: gradients would lose what the parameters keep",
-            hint="--dtype bf16",
-        )
     auto = given.get("layout") == AUTO
     if auto and given.get("data_parallel") == "threads":
         raise LayoutError(
@@ -107,6 +110,7 @@ def request(values: Mapping[str, Any]) -> Request:
         options=options,
         auto=auto,
         cluster=given.get("cluster", AUTO),
+        micro_batch_size=given.get("micro_batch_size"),
         given=frozenset({*given, *layout_values(given)}),
     )
 
@@ -118,6 +122,7 @@ def typed(values: Mapping[str, Any]) -> dict[str, Any]:
         OptionError: an unknown name (the nearest one is suggested), or a value of another type.
     """
     given = {name: value for name, value in values.items() if value is not None}
+    given = renamed.options(given, NAMES)
     for name in given:
         if name not in NAMES:
             message, hint = unknown("option", name, NAMES)
@@ -127,6 +132,8 @@ def typed(values: Mapping[str, Any]) -> dict[str, Any]:
         given.update(
             {name: _value(name, given[name], hints[name]) for name in given if name in names}
         )
+    if str(given.get("save_every", "")).isdecimal():
+        given["save_every"] = int(given["save_every"])
     for name in ("model", "run", "cluster"):
         if name in given:
             if not isinstance(given[name], str | Path):
@@ -135,6 +142,48 @@ def typed(values: Mapping[str, Any]) -> dict[str, Any]:
     if "data" in given:
         given["data"] = _paths(given["data"])
     return given
+
+
+def batched(given: dict[str, Any]) -> dict[str, Any]:
+    """Options with `microbatches` for sequences of a microbatch and steps of accumulation, and the
+    global batch where those two alone were given.
+
+    Raises:
+        OptionError: numbers below 1, or that contradict each other.
+    """
+    size, count = (given.get(name) for name in BATCH_FIELDS)
+    if size is None and count is None:
+        return given
+    for name in BATCH_FIELDS:
+        if name in given:
+            given[name] = _value(name, given[name], int)
+            _at_least(name, given[name], 1)
+    layout = layout_of(given)
+    auto = given.get("layout") == AUTO
+    many = given.get("microbatches", count)
+    if layout.microbatches not in (None, many) or (count is not None and many != count):
+        raise OptionError(
+            f"gradient_accumulation_steps is {count} and microbatches {layout.microbatches}; "
+            "they are the same number",
+            hint=f"--gradient-accumulation-steps {layout.microbatches}",
+        )
+    if size is None:
+        return {**given, "microbatches": many}
+    if auto and many is None:
+        return given
+    dp = layout.dp
+    if many is not None and "global_batch" not in given and not auto:
+        return {**given, "microbatches": many, "global_batch": dp * many * size}
+    batch = given.get("global_batch", Workload().global_batch)
+    many = many or max(1, batch // (dp * size))
+    if not auto and dp * many * size != batch:
+        near = max(1, batch // (dp * size)) * dp * size
+        raise OptionError(
+            f"global_batch {batch} is not dp{dp} x {many} microbatches x micro_batch_size {size} "
+            f"= {dp * many * size}",
+            hint=f"--global-batch {dp * many * size if many == count else near}",
+        )
+    return {**given, "microbatches": many}
 
 
 def _paths(value: Any) -> tuple[str, ...]:
@@ -232,11 +281,15 @@ def check_options(options: TrainOptions) -> None:
     """Refuse values that cannot be. Raises OptionError."""
     for name, least in (
         ("steps", 1), ("seed", 0), ("lr", 0), ("min_lr", 0), ("weight_decay", 0), ("eps", 0),
-        ("clip", 0), ("vocab_size", 257), ("eval_every", 0), ("eval_batches", 1),
-        ("save_every", 0), ("timeline_steps", 1), ("threads", 1), ("timeout", 1),
+        ("max_grad_norm", 0), ("vocab_size", 257), ("eval_every", 0), ("eval_batches", 1),
+        ("timeline_steps", 1), ("threads", 1), ("timeout", 1), ("keep_checkpoints", 1),
     ):  # fmt: skip
         _at_least(name, getattr(options, name), least)
-    for name in ("beta1", "beta2", "held_out"):
+    if isinstance(options.save_every, str):
+        parse_duration(options.save_every)
+    else:
+        _at_least("save_every", options.save_every, 0)
+    for name in ("beta1", "beta2", "eval_fraction"):
         if not 0 <= getattr(options, name) < 1:
             raise OptionError(
                 f"{name} is {getattr(options, name)}; it must be in 0 .. 1, 1 excluded"
@@ -266,12 +319,17 @@ def check_options(options: TrainOptions) -> None:
         )
     _check_lora(options)
     memory.limit(options)
-    if options.links is not None:
-        Links.parse(options.links)
+    if options.emulate_links is not None:
+        Links.parse(options.emulate_links)
     _one_of("grad_dtype", options.grad_dtype, GRADIENTS)
     _one_of("device", options.device, DEVICES)
     _one_of("backend", options.backend, BACKENDS)
+    if options.tracker is not None:
+        from hocket.training.trackers import names
+
+        names(options.tracker)
     _one_of("attention", options.attention, ATTENTION)
+    _one_of("lr_schedule", options.lr_schedule, LR_SCHEDULES)
     _one_of("data_format", options.data_format, DATA_FORMATS)
     if options.packing is not None:
         _one_of("packing", options.packing, PACKINGS)

@@ -39,9 +39,10 @@ if TYPE_CHECKING:
     from hocket.jobs.record import Record
 
 CHANGEABLE = frozenset(
-    {"steps", "resume", "eval_every", "eval_batches", "save_every", "log_interval", "timeline_step",
-     "timeline_steps", "device", "backend", "threads", "bucket_mb", "compile", "tensorboard",
-     "trust_remote_code", "timeout", "links", "memory_per_rank"}
+    {"steps", "resume", "eval_every", "eval_batches", "save_every", "keep_checkpoints",
+     "log_interval", "timeline_step", "timeline_steps", "device", "backend", "threads",
+     "bucket_mb", "compile", "tracker", "trust_remote_code", "timeout", "emulate_links",
+     "memory_per_rank"}
 )  # fmt: skip
 """Options that a run may go on with otherwise: none changes what its steps compute."""
 

@@ -125,7 +125,7 @@ def rows(
     if num_stages > 1:
         assert plan.stages is not None
         costs = cut_costs(skeleton, plan.stages)
-        bounds = choose_cut(layout.cut, plan.stages.num_layers, num_stages, **costs)
+        bounds = choose_cut(layout.pipeline_split, plan.stages.num_layers, num_stages, **costs)
     element_bytes = torch.empty(0, dtype=dtype).element_size()
     routing = element_bytes
     if layout.tp > 1 and layout.sequence_parallel:

@@ -44,7 +44,7 @@ def threads(guide: Guide) -> Stop:
     most = max(first, 1)
     return Stop(
         key="threads",
-        command=f"hocket compare {MODEL} --ways threads data",
+        command=f"hocket compare {MODEL} --strategies threads data",
         verdict=_verdict(bool(found.equal) and abs(measured - predicted) < NEAR * predicted),
         values={
             "predicted": format_bytes(predicted),
@@ -68,12 +68,12 @@ def processes(guide: Guide) -> Stop:
     thread = guide.way("dp2:data_parallel=threads")
     predicted = one.fullest["gradients"]
     rows = [r for r in found.collectives if r["name"] == "all-reduce" and r["axis"] == "dp"]
-    measured = sum(row["bytes"] for row in rows) / found.way.layout.world_size
+    measured = sum(row["bytes"] for row in rows) / found.strategy.layout.world_size
     totals = {row["total"] for row in found.memory}
     near = abs(measured - predicted) < 0.01 * predicted
     return Stop(
         key="processes",
-        command=f"hocket compare {MODEL} --ways threads data",
+        command=f"hocket compare {MODEL} --strategies threads data",
         verdict=_verdict(bool(found.equal) and near and len(totals) == 1),
         values={
             "predicted": format_bytes(predicted),
@@ -121,7 +121,7 @@ def zero(guide: Guide) -> Stop:
     equal = all(outcome.equal for outcome in found.values())
     return Stop(
         key="zero",
-        command=f"hocket compare {MODEL} --memory-per-rank {limit} --ways data zero{last}",
+        command=f"hocket compare {MODEL} --memory-per-rank {limit} --strategies data zero{last}",
         verdict=_verdict(near and equal and bool(refusal) and not refused, here="true_if"),
         values={
             "stage": str(last),
@@ -152,7 +152,7 @@ def _kinds(found: Outcome) -> str:
 
 def layers(guide: Guide) -> Stop:
     """Layer-wise splitting: 48 layers over 4 devices, one batch at a time."""
-    even = guide.way("pp4:schedule=sequential,cut=even,microbatches=1", 48)
+    even = guide.way("pp4:schedule=sequential,pipeline_split=even,microbatches=1", 48)
     balanced = guide.way("pp4:microbatches=4", 48)
     predicted = (4 - 1) / 4
     near = abs(even.bubble - predicted) < NEAR
@@ -270,7 +270,7 @@ def half_layers(guide: Guide) -> Stop:
     hidden = guide.source.dimensions.hidden_size
     return Stop(
         key="half_layers",
-        command=f"hocket compare {MODEL} --ways tensor",
+        command=f"hocket compare {MODEL} --strategies tensor",
         verdict=_verdict(measured == predicted),
         values={
             "predicted": str(predicted),
@@ -350,7 +350,8 @@ def crossover(guide: Guide) -> Stop:
     values = (predicted[0], measured[0], predicted[1], measured[1])
     return Stop(
         key="crossover",
-        command="hocket train tiny-llama --data README.md --layout tp2 --links pcie4 --steps 20",
+        command="hocket train tiny-llama --data CHANGELOG.md --layout tp2 --emulate-links pcie4 "
+        "--steps 20",
         verdict=_verdict(turns and foretold),
         values={
             "slow": kind(SLOW).title.removesuffix(" x16"),
@@ -374,7 +375,7 @@ def pool(guide: Guide) -> Stop:
     allowed = parse_bytes(limit)
     return Stop(
         key="pool",
-        command=f"hocket compare {MODEL} --memory-per-rank {limit} --ways 1f1b tensor",
+        command=f"hocket compare {MODEL} --memory-per-rank {limit} --strategies 1f1b tensor",
         verdict=_verdict(holds, here="true_if"),
         values={
             "needs": format_bytes(needs),

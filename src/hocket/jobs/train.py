@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from hocket.jobs import (
     adapters,
+    defaults,
     forecast,
     foresight,
     ledger,
@@ -35,6 +36,7 @@ from hocket.jobs.others import Others
 from hocket.jobs.record import Listener, Record, Summary
 from hocket.jobs.request import Request
 from hocket.spec.errors import HocketError, RunFolderError
+from hocket.spec.layout import DEGREES
 from hocket.spec.ledger import DISTURBED
 from hocket.spec.run import RunFolder, RunSpec, write_text
 
@@ -75,6 +77,7 @@ def train(request: Request, *, on_event: Listener | None = None) -> Summary:
         return _told(summary, request, record)
     if request.run is not None:
         lock.check(request.run)
+    request = defaults.with_layout(request)
     job = prepare.plan(request)
     folder = prepare.run_folder(request)
     with (
@@ -88,6 +91,7 @@ def train(request: Request, *, on_event: Listener | None = None) -> Summary:
             prepared(job, folder, record, launcher=launcher),
             record,
             cluster=request.cluster,
+            accumulate=_may_accumulate(request),
         )
     return _told(summary, request, record)
 
@@ -120,6 +124,7 @@ def prepared(
     for notice in data_paths.find(request.data, streaming=request.options.streaming).notices:
         record.note(notice)
     record.phase("tokenizing")
+    record.note(defaults.note(request, job.source))
     words, tokens, config = prepare.data(job, folder, record.tokenized)
     job = prepare.packed(job, tokens.packing)
     said = tokens.said(job.request.workload.seq_len)
@@ -165,16 +170,20 @@ def launch(
     record: Record,
     *,
     cluster: str = "auto",
+    accumulate: bool = False,
 ) -> Summary:
     """Run the ranks of a prepared run folder.
 
-    `cluster` is what the run is foretold for, see `jobs.foresight.before`.
+    Args:
+        cluster: what the run is predicted for, see `jobs.foresight.before`.
+        accumulate: more microbatches are taken where the run fits only with them.
     """
     launcher.preload(modeling_modules(spec.config))
     _require(launcher, folder, spec, record)
-    if spec.options.links is not None:
+    spec, predicted = _fitted(launcher, folder, spec, record, accumulate=accumulate)
+    if spec.options.emulate_links is not None:
         spec = links.settle(launcher, folder, spec)
-        record.note(f"emulated links: {spec.options.links}")
+        record.note(f"emulated links: {spec.options.emulate_links}")
     foresight.before(folder, spec, record, cluster=cluster, launcher=launcher)
     disturbed = topology.keep(folder, cluster, spec.options.device)
     if disturbed:
@@ -182,7 +191,6 @@ def launch(
     remark = precision.remark(spec)
     if remark is not None:
         record.note(remark)
-    predicted = _foretold(launcher, folder, spec, record)
     record.phase("starting ranks")
     beside = Others()
     launcher.run(
@@ -192,6 +200,7 @@ def launch(
         record,
         startup_timeout=max(STARTUP, spec.options.timeout),
         silence_timeout=spec.options.timeout,
+        stoppable=True,
     )
     disturbance = beside.cores()
     with contextlib.suppress(OSError):  # it has ended well: a full disk cannot undo that
@@ -214,14 +223,26 @@ def _require(launcher: Launcher, folder: RunFolder, spec: RunSpec, record: Recor
     _adapt(launcher, spec, record)
 
 
-def _foretold(
-    launcher: Launcher, folder: RunFolder, spec: RunSpec, record: Record
-) -> list[dict[str, int]] | None:
-    """What each rank will hold, where that is limited and allowed."""
+def _fitted(
+    launcher: Launcher, folder: RunFolder, spec: RunSpec, record: Record, *, accumulate: bool
+) -> tuple[RunSpec, list[dict[str, int]] | None]:
+    """The run as it fits, and what each rank will hold, where that is limited."""
     if memory.allowed(spec) is None:
-        return None
+        return spec, None
     record.phase("predicting memory")
-    return memory.require(launcher, spec, folder.schedule_file.read_text())
+    asked = spec.layout.microbatches
+    spec, rows = memory.fitted(launcher, folder, spec, accumulate=accumulate)
+    if spec.layout.microbatches != asked:
+        record.note(
+            f"{spec.layout.microbatches} microbatches instead of {asked}, so that it fits the "
+            "memory; gradients are accumulated over them"
+        )
+    return spec, rows
+
+
+def _may_accumulate(request: Request) -> bool:
+    """Whether the number of microbatches is hocket's to choose."""
+    return not request.auto and "microbatches" not in request.given
 
 
 def verify(launcher: Launcher, spec: RunSpec, record: Record) -> None:
@@ -251,6 +272,7 @@ def _adapt(launcher: Launcher, spec: RunSpec, record: Record) -> None:
 
 def _join(request: Request, context: RankContext, record: Record) -> Summary:
     """Be one rank of a foreign launcher's world. The lock of the run folder is rank 0's."""
+    request = of_world(request, context.world_size)
     if context.rank > 0:
         return _run_joined(request, context, record, None)
     with contextlib.ExitStack() as stack:
@@ -267,6 +289,14 @@ def _join(request: Request, context: RankContext, record: Record) -> Summary:
             ready = {"run": str(folder.path.resolve())}
             context.store().set("hocket/prepared", json.dumps(ready))
         return _run_joined(request, context, record, folder)
+
+
+def of_world(request: Request, world_size: int) -> Request:
+    """Without a layout, data parallelism over the ranks that the launcher started, as torchrun's
+    users expect; a resumed run has a layout."""
+    if request.auto or request.options.resume or request.given & {"layout", *DEGREES}:
+        return request
+    return dataclasses.replace(request, layout=dataclasses.replace(request.layout, dp=world_size))
 
 
 def _run_joined(
@@ -331,7 +361,7 @@ def _prepare_joined(
         with Launcher("cpu", threads) as launcher:
             spec = resumed(found, record, launcher=launcher)
             _require(launcher, folder, spec, record)
-            _foretold(launcher, folder, spec, record)
+            _fitted(launcher, folder, spec, record, accumulate=False)
         return folder
     job = prepare.plan(request, world_size=world_size)
     folder = prepare.run_folder(request)
@@ -340,7 +370,7 @@ def _prepare_joined(
         spec = prepared(job, folder, record)
         with unstarted_is_no_run(folder):
             _require(launcher, folder, spec, record)
-            _foretold(launcher, folder, spec, record)
+            _fitted(launcher, folder, spec, record, accumulate=_may_accumulate(request))
     return folder
 
 

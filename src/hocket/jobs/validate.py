@@ -26,6 +26,10 @@ _UNSUPPORTED = tuple(row.field for row in TABLE if row.field not in DEGREES)
 _WRITTEN = ("zero", "shard", "recompute", "recompute_layers", "sequence_parallel")
 """Fields that have no flag: they stand in the layout's text."""
 
+MICROBATCH_TOKENS = 8192
+"""Tokens of a microbatch up to which a rank without a pipeline takes them at once: matmuls of so
+many rows fill a GPU, and more only cost memory."""
+
 LARGEST_WORLD = 256
 """Ranks that hocket starts on one machine; more are joined through torchrun or Slurm."""
 
@@ -56,12 +60,14 @@ def validate(
 
 
 def microbatches(layout: Layout, workload: Workload) -> int:
-    """Microbatches per data rank: as asked, else 1 without a pipeline, else the largest divisor
-    of the rank's batch that is at most 2 x pp."""
+    """Microbatches per data rank: as asked; else without a pipeline the fewest of at most
+    MICROBATCH_TOKENS, and in one the largest divisor of the rank's batch that is at most 2 x pp."""
     if layout.microbatches is not None:
         return layout.microbatches
+    rank_batch = workload.global_batch // layout.dp
     if layout.num_stages == 1:
-        return 1
+        most = max(1, MICROBATCH_TOKENS // workload.seq_len)
+        return next((n for n in divisors(rank_batch) if rank_batch // n <= most), 1)
     return legality.usual_microbatches(workload.global_batch // layout.dp, layout.pp)
 
 
@@ -116,13 +122,14 @@ def _tensor(model: Dimensions, tp: int) -> Iterator[str]:
 
 def _pipeline(model: Dimensions, layout: Layout) -> Iterator[str]:
     stages, layers = layout.num_stages, model.num_layers
-    if isinstance(layout.cut, tuple):
-        if sum(layout.cut) != layers:
+    if isinstance(layout.pipeline_split, tuple):
+        if sum(layout.pipeline_split) != layers:
             yield (
-                f"the cut {'-'.join(map(str, layout.cut))} places {sum(layout.cut)} layers; "
+                f"pipeline_split {'-'.join(map(str, layout.pipeline_split))} places "
+                f"{sum(layout.pipeline_split)} layers; "
                 f"the model has {layers}"
             )
-    elif layout.cut == "light-ends":
+    elif layout.pipeline_split == "light-ends":
         if not legality.light_ends(layers, stages):
             yield (
                 f"{layers} layers cannot be cut into {stages} stages of which the first and the "
@@ -130,9 +137,9 @@ def _pipeline(model: Dimensions, layout: Layout) -> Iterator[str]:
             )
     elif not legality.stages(layers, stages):
         yield f"{layers} layers cannot be cut into {stages} stages"
-    elif layout.cut == "even" and not legality.even_stages(layers, stages):
+    elif layout.pipeline_split == "even" and not legality.even_stages(layers, stages):
         yield f"{layers} layers do not divide evenly into {stages} stages"
-    again, longest = layout.recompute_layers, _longest(layers, stages, layout.cut)
+    again, longest = layout.recompute_layers, _longest(layers, stages, layout.pipeline_split)
     if again is not None and not legality.recomputed(again, longest):
         of = f"the longest of {stages} stages holds at most {longest} of its " if stages > 1 else ""
         yield f"recompute_layers is {again}, of each stage; {of or 'the model has '}{layers} layers"
@@ -191,7 +198,7 @@ def _candidates(
         ]
     for dp, pp, tp in degrees:
         virtual = layout.virtual_stages if pp == layout.pp else 1
-        cut = layout.cut
+        cut = layout.pipeline_split
         if isinstance(cut, tuple) and (len(cut) != pp * virtual or sum(cut) != model.num_layers):
             cut = "balanced"
         if cut == "even" and not legality.even_stages(model.num_layers, pp * virtual):
@@ -210,7 +217,7 @@ def _candidates(
             pp=pp,
             tp=tp,
             virtual_stages=virtual,
-            cut=cut,
+            pipeline_split=cut,
             microbatches=asked,
             schedule=layout.schedule,
             zero=layout.zero,

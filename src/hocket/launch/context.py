@@ -31,6 +31,8 @@ class RankContext:
         watched: a parent of ours watches the rank, and ends it.
         position: gives, as plain data, how far the rank has come in its collectives
             (`Mesh.position`); asked from another thread, where the run is silent.
+        stop_asked: set once the job is asked to save and stop: by SIGTERM or SIGUSR1 to the parent,
+            which tells rank 0, or to any rank of another launcher's.
     """
 
     rank: int
@@ -44,6 +46,7 @@ class RankContext:
     _store: Store | None = dataclasses.field(default=None, repr=False)
     watched: bool = True
     position: Callable[[], dict[str, Any]] | None = dataclasses.field(default=None, repr=False)
+    stop_asked: threading.Event = dataclasses.field(default_factory=threading.Event, repr=False)
 
     def emit(self, event: dict[str, Any]) -> None:
         """Hand an event (a dictionary of plain values with a key `event`) to the parent.

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from hocket.launch import gpus
 from hocket.launch.context import RankContext
+from hocket.launch.launcher import raising_on_sigterm
 from hocket.launch.rank import load, lost_peer
 from hocket.spec.errors import LayoutError
 
@@ -107,6 +108,13 @@ def _read(environment: Mapping[str, str]) -> _World | None:
     return None
 
 
+def main_address(environment: Mapping[str, str] | None = None) -> str:
+    """The address of rank 0's host, in a world that another launcher started."""
+    world = _read(os.environ if environment is None else environment)
+    assert world is not None, "main_address outside of any launcher's world"
+    return world.address
+
+
 def first_host(nodelist: str) -> str:
     """The first host of Slurm's short form: `gpu[003-006,010],login1` begins with `gpu003`."""
     found = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", nodelist)
@@ -172,7 +180,8 @@ def run_joined(
         notice = _Notice(context)
         notice.start()
         try:
-            load(entry)(context, payload or {})
+            with raising_on_sigterm(context.stop_asked.set):
+                load(entry)(context, payload or {})
         except BaseException as error:
             notice.done.set()
             notice.send(error)

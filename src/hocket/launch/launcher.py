@@ -145,6 +145,7 @@ class Launcher:
         attempt: int = 0,
         startup_timeout: float = 120.0,
         silence_timeout: float = 120.0,
+        stoppable: bool = False,
     ) -> None:
         """Run `entry` (`module:function`, called as `function(context, payload)`) in every rank.
 
@@ -160,6 +161,8 @@ class Launcher:
             attempt: counted up by a caller that restarts; keeps stores of attempts apart.
             startup_timeout: seconds until the first event of any rank.
             silence_timeout: seconds without a sign of life of any rank that count as a hang.
+            stoppable: the first SIGTERM or SIGUSR1 sets rank 0's `stop_asked`, which is to end the
+                run in good order; a second SIGTERM ends it as without.
 
         Raises:
             RankFailure: a rank died or hung; the first one's own traceback or stack.
@@ -190,7 +193,7 @@ class Launcher:
         watch.times = self.times
         ended = False
         try:
-            with raising_on_sigterm(), self._server_lives():
+            with raising_on_sigterm(watch.ask_stop if stoppable else None), self._server_lives():
                 self.times["asked"] = time.time()
                 self.preload([entry.partition(":")[0]])
                 with listener:
@@ -274,18 +277,26 @@ class Launcher:
 
 
 @contextlib.contextmanager
-def raising_on_sigterm() -> Iterator[None]:
+def raising_on_sigterm(ask: Callable[[], None] | None = None) -> Iterator[None]:
     """Within, SIGTERM and a closed terminal raise Terminated instead of ending the process on
     the spot. A SIGHUP that is ignored (nohup) stays ignored.
+
+    `ask`, where given, is called at the first SIGTERM and at each SIGUSR1 (which batch systems send
+    ahead of their time limit) instead.
     """
+    asked = False
 
     def handler(number: int, frame: object) -> None:
-        raise Terminated(number)
+        nonlocal asked
+        if ask is None or number == signal.SIGHUP or (asked and number == signal.SIGTERM):
+            raise Terminated(number)
+        asked = True
+        ask()
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    numbers = [signal.SIGTERM]
+    numbers = [signal.SIGTERM] if ask is None else [signal.SIGTERM, signal.SIGUSR1]
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
         numbers.append(signal.SIGHUP)
     before = [(number, signal.signal(number, handler)) for number in numbers]

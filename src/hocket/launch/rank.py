@@ -117,7 +117,8 @@ def run_rank(
 
 
 class _Answers(threading.Thread):
-    """Reads what the parent asks: `?` how far this rank has come, a line's end to leave."""
+    """Reads what the parent asks: `?` how far this rank has come, `s` to save and stop, a line's
+    end to leave."""
 
     def __init__(self, connection: socket.socket, writer: LineWriter) -> None:
         super().__init__(daemon=True, name="answers")
@@ -127,7 +128,11 @@ class _Answers(threading.Thread):
 
     def run(self) -> None:
         with contextlib.suppress(OSError):
-            while self.connection.recv(1) == b"?":
+            while (asked := self.connection.recv(1)) in (b"?", b"s"):
+                if asked == b"s":
+                    if self.context is not None:
+                        self.context.stop_asked.set()
+                    continue
                 position = self.context.position if self.context is not None else None
                 found: dict[str, Any] = {}
                 with contextlib.suppress(Exception):  # the rank goes on whatever its position is

@@ -272,6 +272,12 @@ class Watch:
             )
         return found
 
+    def ask_stop(self) -> None:
+        """Have rank 0 lead all ranks to a stop. Called in a signal's handler."""
+        if self.ranks:
+            with contextlib.suppress(OSError):
+                self.ranks[0].connection.send(b"s")
+
     def _signal(self, number: int, entries: list[Rank]) -> None:
         numbers = [e.rank for e in entries if not e.ended]
         lines.send(self.control, {"do": "signal", "signal": int(number), "ranks": numbers})

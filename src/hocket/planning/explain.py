@@ -65,7 +65,7 @@ def explain(
 
 
 def _winner(problem: Problem, best: Forecast) -> Iterator[str]:
-    step = best.step_seconds.mid
+    step = best.step_seconds.median
     shares = sorted(best.parts.items(), key=lambda item: -item[1])
     told = ", ".join(f"{value / step:.0%} {name}" for name, value in shares if value > 0.005 * step)
     yield f"{best.layout} takes {format_seconds(step)} a step: {told}."
@@ -154,7 +154,7 @@ def _loses(problem: Problem, best: Forecast, other: Forecast, objective: str) ->
 
 def _reason(problem: Problem, best: Forecast, other: Forecast) -> str:
     """What costs the other layout most of its time, next to the best one."""
-    step, against = other.step_seconds.mid, best.step_seconds.mid
+    step, against = other.step_seconds.median, best.step_seconds.median
     more = {name: other.parts[name] / step - best.parts[name] / against for name in other.parts}
     costs = {
         name: other.parts[name] * other.num_gpus - best.parts[name] * best.num_gpus
@@ -193,7 +193,7 @@ def _changes(
             continue
         other = forecast(changed, found.best, 0)
         # Tokens rather than seconds: a batch of another size takes another time.
-        ratio = best.tokens_per_second_per_gpu.mid / other.tokens_per_second_per_gpu.mid
+        ratio = best.tokens_per_second_per_gpu.median / other.tokens_per_second_per_gpu.median
         same, matters = _same(other.layout, best.layout), abs(ratio - 1) >= 0.01
         if same and not matters and name not in LINKS:
             unmoved.append(name)
@@ -266,5 +266,5 @@ def _value(found: Forecast, objective: str) -> float:
     if objective == "memory":
         return float(found.memory_high)
     if objective == "tokens-per-dollar":
-        return found.step_seconds.mid * found.num_gpus
-    return found.step_seconds.mid
+        return found.step_seconds.median * found.num_gpus
+    return found.step_seconds.median

@@ -15,6 +15,7 @@ from hocket.planning.fit import fits
 from hocket.planning.layouts import layout_at
 from hocket.planning.problem import Problem
 from hocket.planning.search import Priced
+from hocket.spec import renamed
 from hocket.spec.capabilities import PRECISIONS, absent
 from hocket.spec.layout import Layout
 
@@ -26,16 +27,19 @@ class Range:
     """An expected value between its 10th and 90th percentile."""
 
     low: float
-    mid: float
+    median: float
     high: float
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self, renamed.attribute("Range", name, renamed.RANGE))
 
     def scaled(self, factor: float) -> Range:
         """Each times `factor`."""
-        return Range(self.low * factor, self.mid * factor, self.high * factor)
+        return Range(self.low * factor, self.median * factor, self.high * factor)
 
     def inverse(self, numerator: float) -> Range:
         """`numerator` over each: the high end of one is the low end of the other."""
-        return Range(numerator / self.high, numerator / self.mid, numerator / self.low)
+        return Range(numerator / self.high, numerator / self.median, numerator / self.low)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,11 +62,11 @@ class Forecast:
         parts: seconds of the step by what they go to.
         dollars_per_billion_tokens: None where the catalogue has no price.
         simulated: whether the pipeline was played event by event, not by a closed form.
-        lacks: why this hocket cannot run it today; empty if it can.
+        unsupported: why this hocket cannot run it today; empty if it can.
         context: how keys and values travel over cp: `ring` or `ulysses`; empty without cp.
-        tools: where `lacks` holds something, software that can run it, as `--emit` names it.
-        alike: layouts of the same kind that are not shown: they differ in microbatches, virtual
-            stages or shard alone, and are no better.
+        tools: where `unsupported` holds something, software that can run it, as `--emit` names it.
+        num_similar: layouts of the same kind that are not shown: they differ in microbatches,
+            virtual stages or shard alone, and are no better.
     """
 
     layout: Layout
@@ -80,16 +84,19 @@ class Forecast:
     parts: dict[str, float]
     dollars_per_billion_tokens: Range | None
     simulated: bool
-    lacks: tuple[str, ...]
+    unsupported: tuple[str, ...]
     context: str = ""
     tight: bool = False
-    alike: int = 0
+    num_similar: int = 0
     tools: tuple[str, ...] = ()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self, renamed.attribute("Forecast", name, renamed.FORECAST))
 
     @property
     def runs_here(self) -> bool:
         """Whether this hocket can run it today."""
-        return not self.lacks
+        return not self.unsupported
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values; the layout as text."""
@@ -97,13 +104,13 @@ class Forecast:
         return {**data, "layout": str(self.layout), "runs_here": self.runs_here}
 
 
-def forecast(problem: Problem, priced: Priced, index: int, *, alike: int = 0) -> Forecast:
-    """The forecast of one priced row. `alike`: as in `Forecast`."""
+def forecast(problem: Problem, priced: Priced, index: int, *, num_similar: int = 0) -> Forecast:
+    """The forecast of one priced row. `num_similar`: as in `Forecast`."""
     row = priced.take(np.array([index]))
     at, times = row.layouts, row.times
     layout = layout_at(at, 0)
     if layout.pp > 1 and problem.division == "even":
-        layout = dataclasses.replace(layout, cut="even")
+        layout = dataclasses.replace(layout, pipeline_split="even")
     seconds, pipeline = float(row.seconds[0]), float(row.pipeline[0])
     low, high = problem.time_range
     step = Range(seconds * low, seconds, seconds * high)
@@ -140,10 +147,10 @@ def forecast(problem: Problem, priced: Priced, index: int, *, alike: int = 0) ->
     peak = float(held.peak[0])
     enough = bool(fits(held, gpu.usable)[0])
     known["buffers and context"] = peak - sum(known.values())
-    lacks = [one.reason(layout) for one in absent(layout)]
+    unsupported = [one.reason(layout) for one in absent(layout)]
     if problem.precision not in PRECISIONS:
         names = " or ".join(PRECISIONS)
-        lacks.append(f"precision is {problem.precision}: this release predicts {names} alone")
+        unsupported.append(f"precision is {problem.precision}: this release predicts {names} alone")
     return Forecast(
         layout=layout,
         microbatch=int(at.microbatch[0]),
@@ -161,9 +168,9 @@ def forecast(problem: Problem, priced: Priced, index: int, *, alike: int = 0) ->
         parts=parts,
         dollars_per_billion_tokens=None if per_token is None else step.scaled(per_token * BILLION),
         simulated=bool(row.simulated[0]),
-        lacks=tuple(lacks),
+        unsupported=tuple(unsupported),
         context="" if layout.cp == 1 else "ulysses" if times.ulysses[0] > 0 else "ring",
-        alike=alike,
+        num_similar=num_similar,
     )
 
 

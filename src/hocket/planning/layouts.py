@@ -169,7 +169,7 @@ def layout_at(layouts: Layouts, index: int) -> Layout:
         ep=row["ep"],
         schedule=_NAMED[SCHEDULES[row["schedule"]]],
         microbatches=row["microbatches"],
-        cut="light-ends" if row["lighter"] else "balanced",
+        pipeline_split="light-ends" if row["lighter"] else "balanced",
         virtual_stages=row["virtual"],
         zero=row["zero"],
         shard=row["shard"] if row["zero"] and row["shard"] != row["dp"] else None,
@@ -204,7 +204,7 @@ def row(layout: Layout, shape: ModelShape, seq_len: int, global_batch: int) -> L
         "recompute": RECOMPUTE.index(layout.recompute),
         "sequence_parallel": layout.sequence_parallel,
         "schedule": schedule,
-        "lighter": layout.cut == "light-ends",
+        "lighter": layout.pipeline_split == "light-ends",
     }
     return Layouts(**{name: np.array([float(value)]) for name, value in values.items()})
 
@@ -217,14 +217,14 @@ def _problems(
     if layout.tp not in degrees:
         near = min(degrees, key=lambda n: abs(n - layout.tp))
         yield f"{shape.heads} heads do not divide over tp {layout.tp}", f"tp{near}"
-    if isinstance(layout.cut, tuple):
+    if isinstance(layout.pipeline_split, tuple):
         pass  # `choose_cut` counts them
-    elif layout.cut == "light-ends":
+    elif layout.pipeline_split == "light-ends":
         if not legality.light_ends(layers, layout.num_stages):
             yield (
                 f"{layers} layers cannot be cut into {layout.num_stages} stages of which the first "
                 "and the last have one layer fewer",
-                "cut=balanced",
+                "pipeline_split=balanced",
             )
     elif not legality.stages(layers, layout.num_stages):
         yield f"{layers} layers cannot be cut into {layout.num_stages} stages", f"pp{layers}"

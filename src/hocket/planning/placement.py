@@ -79,7 +79,7 @@ def placed(problem: Problem, found: Forecast) -> Forecast:
     if not several or sum(layout.degree(axis) > 1 for axis in AXES) < 2:
         return found
     other = moved(problem, found, place(problem, layout).order)
-    return other if other.step_seconds.mid < found.step_seconds.mid * (1 - EQUAL) else found
+    return other if other.step_seconds.median < found.step_seconds.median * (1 - EQUAL) else found
 
 
 def moved(problem: Problem, found: Forecast, order: tuple[str, ...]) -> Forecast:
@@ -104,7 +104,7 @@ def moved(problem: Problem, found: Forecast, order: tuple[str, ...]) -> Forecast
     for part, now in before.items():
         then = after[part]
         parts[part] = parts[part] * then / now if then < now else parts[part] + then - now
-    step = found.step_seconds.mid
+    step = found.step_seconds.median
     shift = sum(parts.values()) - sum(found.parts.values())
     factor = (step + shift) / step
     dollars = found.dollars_per_billion_tokens

@@ -17,6 +17,7 @@ from hocket.planning.placement import moved, placed
 from hocket.planning.problem import Problem
 from hocket.planning.search import BESIDE, Found, Priced, price, search, simulate_all
 from hocket.planning.tools.emit import TOOLS, reasons
+from hocket.spec import renamed
 from hocket.spec.capabilities import PRECISIONS
 from hocket.spec.cluster import Cluster
 from hocket.spec.errors import LayoutError, OptionError
@@ -43,8 +44,8 @@ class Plan:
         seq_len, global_batch, precision: of the step. grad_dtype: of its gradients; empty on CPU
             cores.
         layouts: best first; by default those that this hocket can run today.
-        beyond: better ones that it cannot, best first; none where `layouts` holds all kinds.
-        num_legal, num_fitting: layouts looked at, and of them those that fit in memory.
+        unsupported_layouts: better ones that it cannot, best first; none where `layouts` holds all
+        kinds. num_legal, num_fitting: layouts looked at, and of them those that fit in memory.
         explanation: sentences, where asked for.
         notes: what a reader should know.
         machine: the CPU cores that were measured, in words, and empty on GPUs; where it is not,
@@ -61,7 +62,7 @@ class Plan:
     global_batch: int
     precision: str
     layouts: tuple[Forecast, ...]
-    beyond: tuple[Forecast, ...] = ()
+    unsupported_layouts: tuple[Forecast, ...] = ()
     num_legal: int = 0
     num_fitting: int = 0
     explanation: tuple[str, ...] = ()
@@ -73,16 +74,19 @@ class Plan:
     grad_dtype: str = ""
     problem: Problem | None = dataclasses.field(default=None, repr=False, compare=False)
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self, renamed.attribute("Plan", name, renamed.PLAN))
+
     @property
     def best(self) -> Forecast:
-        """The first of `layouts`; of `beyond` where nothing that runs here fits."""
-        return (*self.layouts, *self.beyond)[0]
+        """The first of `layouts`; of `unsupported_layouts` where nothing that runs here fits."""
+        return (*self.layouts, *self.unsupported_layouts)[0]
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
         names = [f.name for f in dataclasses.fields(self) if f.name != "problem"]
         data = {name: getattr(self, name) for name in names}
-        for name in ("layouts", "beyond"):
+        for name in ("layouts", "unsupported_layouts"):
             data[name] = [one.to_json() for one in data[name]]
         return data
 
@@ -136,17 +140,19 @@ def plan(
         notes.append(f"No price was read for {name}: layouts are ranked by tokens per GPU hour.")
     return Plan(
         **_asked(problem, objective),
-        layouts=tuple(_told(problem, found.best, i, alike=n) for i, n in chosen),
-        beyond=tuple(_told(problem, found.best, i, alike=n) for i, n in beyond),
+        layouts=tuple(_told(problem, found.best, i, num_similar=n) for i, n in chosen),
+        unsupported_layouts=tuple(_told(problem, found.best, i, num_similar=n) for i, n in beyond),
         num_legal=found.num_legal,
         num_fitting=found.num_fitting,
         notes=tuple(notes),
     )
 
 
-def _told(problem: Problem, priced: Priced, index: int, alike: int) -> Forecast:
+def _told(problem: Problem, priced: Priced, index: int, num_similar: int) -> Forecast:
     """The forecast of one row, its axes placed on the links."""
-    return _with_tools(problem, placed(problem, forecast(problem, priced, index, alike=alike)))
+    return _with_tools(
+        problem, placed(problem, forecast(problem, priced, index, num_similar=num_similar))
+    )
 
 
 def _runnable(problem: Problem, best: Priced, rows: np.ndarray) -> np.ndarray:
@@ -178,11 +184,11 @@ def plan_one(problem: Problem, layout: Layout) -> Plan:
             f"{problem.cluster.name} has {problem.cluster.num_gpus}",
         )
     only = row(layout, problem.shape, problem.seq_len, problem.global_batch)
-    problem = dataclasses.replace(problem, division=layout.cut)
+    problem = dataclasses.replace(problem, division=layout.pipeline_split)
     problem.cut(layout)  # refuses layers that do not add up
     priced = simulate_all(problem, price(problem, only))
     found = forecast(problem, priced, 0)
-    kept = {name: getattr(layout, name) for name in ("cut", "data_parallel", "offload")}
+    kept = {name: getattr(layout, name) for name in ("pipeline_split", "data_parallel", "offload")}
     whole = dataclasses.replace(found.layout, **kept)
     found = moved(problem, dataclasses.replace(found, layout=whole), layout.order)
     found = _with_tools(problem, found)

@@ -86,7 +86,7 @@ def pool(problem: Problem, microbatches: int) -> Pool:
         except HocketError:
             break  # the heads do not divide any further
         if split.fits:
-            price = split.step_seconds.mid * size / alone.step_seconds.mid - 1
+            price = split.step_seconds.median * size / alone.step_seconds.median - 1
             return dataclasses.replace(
                 found, smallest=size, held=split.memory_high, price=max(0.0, price)
             )

@@ -73,7 +73,7 @@ class Problem:
         precision: of matrix products, one of `spec.cluster.PRECISIONS`.
         grad_dtype: of gradients, as `TrainOptions.grad_dtype`. None: as a run without the flag.
         stack: software whose constants price it, one of `cost.constants.stacks()`.
-        division: of layers over stages, as `Layout.cut`.
+        division: of layers over stages, as `Layout.pipeline_split`.
         limits: software that must be able to run every layout; none: any layout is legal.
         model_type: of the model's Hugging Face configuration; empty where not known.
     """
@@ -218,7 +218,9 @@ class Problem:
             pp, virtual = divmod(key // 4, 4096)
             name = "zb-v" if key // 2 % 2 else "1f1b"
             cut = "light-ends" if key % 2 else "balanced"
-            rows.append(self._held(Layout(pp=pp, virtual_stages=virtual, schedule=name, cut=cut)))
+            rows.append(
+                self._held(Layout(pp=pp, virtual_stages=virtual, schedule=name, pipeline_split=cut))
+            )
         table = np.array(rows, dtype=np.float64).reshape(-1, 3)[place]
         return RankLayers(first=table[:, 0], last=table[:, 1], most=table[:, 2])
 
@@ -249,7 +251,7 @@ class Problem:
         """Layers per stage as the runtime cuts: as the layout says, and where it leaves that to
         its default by `division`; `balanced` by parameters, the head's counted."""
         return _cut(
-            self.division if layout.cut == "balanced" else layout.cut,
+            self.division if layout.pipeline_split == "balanced" else layout.pipeline_split,
             tuple(self.shape.blocks[kind].num_parameters for kind in self.shape.layers),
             self.shape.blocks["head"].num_parameters,
             layout.num_stages,
@@ -267,7 +269,7 @@ class Problem:
         num_stages = first.num_stages
         cut = np.array(self.cut(first), dtype=np.float64)
         # Seconds of one layer: what a middle rank takes, over the layers it holds on average.
-        layers = (len(self.shape.layers) + 2.0 * (first.cut == "light-ends")) / first.pp
+        layers = (len(self.shape.layers) + 2.0 * (first.pipeline_split == "light-ends")) / first.pp
         ends = np.zeros((2, num_stages))
         ends[0, 0] = ends[1, -1] = 1.0
 

@@ -200,7 +200,7 @@ def continuous(at: Columns) -> Answer:
     closed = np.isfinite(at.load) & np.isinf(at.goal)
     running = np.maximum(np.minimum(at.load, most), 1.0)
     context = at.prompt + at.output / 2
-    budget = c.max_batch_tokens * at.replica.attention_dp
+    budget = c.max_num_batched_tokens * at.replica.attention_dp
     # Prompts arrive b / output a step; beyond what steps take, requests wait for their prompt.
     decoding = np.minimum(running, budget * at.output / (at.prompt + at.output))
     demand = decoding * at.prompt / at.output
@@ -257,7 +257,7 @@ def static(at: Columns) -> Answer:
     c = at.replica.constants
     batch = at.load
     tokens = batch * at.prompt
-    chunks = np.maximum(np.ceil(tokens / c.max_batch_tokens), 1.0)
+    chunks = np.maximum(np.ceil(tokens / c.max_num_batched_tokens), 1.0)
     none = np.zeros_like(batch)
     prefill = chunks * at.step(tokens / chunks, (at.prompt + 1) / 2, none, at.prompt)
     tpot = at.step(none, none, batch, at.prompt + at.output / 2)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,54 @@ def compute_capability() -> tuple[int, int] | None:
     finally:
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
+
+
+def visible() -> int:
+    """GPUs that this process may use, by NVML and `CUDA_VISIBLE_DEVICES`; 0 where NVML reports
+    none."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # no library, or no driver
+        return 0
+    try:
+        return len(_visible(pynvml))
+    except pynvml.NVMLError:
+        return 0
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _visible(nvml: Any) -> list[str]:
+    """Indices or UUIDs of the GPUs that this process may use."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is None:
+        return [str(index) for index in range(nvml.nvmlDeviceGetCount())]
+    return [name.strip() for name in given.split(",") if name.strip()]
+
+
+def free_memory(count: int) -> int | None:
+    """Bytes free on the fullest of the first `count` GPUs that this process may use; None where
+    NVML does not report them."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # no library, or no driver
+        return None
+    try:
+        handles = [
+            pynvml.nvmlDeviceGetHandleByIndex(int(name))
+            if name.isdecimal()
+            else pynvml.nvmlDeviceGetHandleByUUID(name)
+            for name in _visible(pynvml)[:count]
+        ]
+        return min(int(pynvml.nvmlDeviceGetMemoryInfo(one).free) for one in handles)
+    except (pynvml.NVMLError, ValueError):
+        return None
+    finally:
+        pynvml.nvmlShutdown()
 
 
 def read(nvml: Any, root: Path = Path("/")) -> Found:

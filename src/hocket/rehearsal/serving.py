@@ -40,13 +40,13 @@ from hocket.serving.engine.part import StagePart
 from hocket.serving.engine.runner import StageRunner
 from hocket.serving.engine.vocabulary import Vocabulary
 from hocket.serving.engine.warm_up import warm_up
-from hocket.serving.request import Sampling
+from hocket.serving.request import SamplingParams
 from hocket.serving.scheduling.admission import Admission
 from hocket.serving.scheduling.step import LAST, UNKNOWN, Row, StepPlan
 from hocket.spec.errors import HocketError
 from hocket.spec.rehearsal import Device, RankRehearsal
 from hocket.spec.run import RunSpec
-from hocket.training.build import dtype_of
+from hocket.training.build import dtype_of, group_experts
 
 SAMPLINGS: tuple[dict[str, Any], ...] = (
     {},
@@ -89,6 +89,7 @@ class ServingRehearsal:
             code=source.code,
             router_loss=False,
         )
+        group_experts()
         self.plan = plan_for(self.skeleton)
         layout = spec.layout
         self.schedule = build_schedule(layout, 1) if layout.num_stages > 1 else None
@@ -118,8 +119,8 @@ class ServingRehearsal:
         rank = found.rank
         spec, options = self.spec, self.spec.serving
         assert options is not None
-        assert options.max_rows is not None
-        assert options.max_batch_tokens is not None
+        assert options.max_num_seqs is not None
+        assert options.max_num_batched_tokens is not None
         assert options.max_model_len is not None
         device = torch.device("cuda", rank % NUM_DEVICES)
         recorder = Actions(rank, device)
@@ -135,7 +136,8 @@ class ServingRehearsal:
             memory.own("parameters", stage.module.parameters())
             runner = StageRunner(
                 stage, mesh, self.skeleton.config, block_size=options.block_size,
-                max_rows=options.max_rows, max_batch_tokens=options.max_batch_tokens,
+                max_num_seqs=options.max_num_seqs,
+                max_num_batched_tokens=options.max_num_batched_tokens,
                 max_model_len=options.max_model_len, lookahead=lookahead, chooser=self._chosen,
                 graphs=capture,
             )  # fmt: skip
@@ -148,8 +150,8 @@ class ServingRehearsal:
             room = int((self.device.memory - weights) * CUDA_SHARE) - step_bytes
             num_blocks = options.num_blocks or max(0, room // runner.bytes_per_block)
             longest = -(-options.max_model_len // runner.block_size)
-            num_blocks = max(longest, min(num_blocks, 2 * options.max_rows * longest))
-            graphs = runner.capture(num_blocks, (options.max_rows, _MOST_ROWS))
+            num_blocks = max(longest, min(num_blocks, 2 * options.max_num_seqs * longest))
+            graphs = runner.capture(num_blocks, (options.max_num_seqs, _MOST_ROWS))
             assert runner.cache is not None
             memory.own("other", [*runner.cache.keys, *runner.cache.values])
             sampler = None
@@ -157,7 +159,7 @@ class ServingRehearsal:
                 config: Any = self.skeleton.config
                 vocab_size = int(config.get_text_config(decoder=True).vocab_size)
                 sampler = DeviceSampler(
-                    Vocabulary.of(stage, mesh), vocab_size, device, recorder, options.max_rows,
+                    Vocabulary.of(stage, mesh), vocab_size, device, recorder, options.max_num_seqs,
                     last=runner.last_tokens,
                 )  # fmt: skip
             part = StagePart(
@@ -211,8 +213,10 @@ class ServingRehearsal:
     def _plans(self, runner: StageRunner, lookahead: bool) -> Iterator[tuple[str, StepPlan]]:
         """Prompts, then decoding with one more prompt, then decoding twice."""
         size = runner.block_size
-        count = min(runner.max_rows, max(1, runner.max_batch_tokens // _PROMPT), _MOST_ROWS)
-        length = min(_PROMPT, runner.max_batch_tokens, runner.max_model_len - 8)
+        count = min(
+            runner.max_num_seqs, max(1, runner.max_num_batched_tokens // _PROMPT), _MOST_ROWS
+        )
+        length = min(_PROMPT, runner.max_num_batched_tokens, runner.max_model_len - 8)
         blocks = iter(range(1 << 30))
         held: dict[int, int] = {}
 
@@ -224,7 +228,7 @@ class ServingRehearsal:
         def admitted(slot: int) -> Admission:
             given = {"max_new_tokens": 64, "seed": slot, **SAMPLINGS[slot % len(SAMPLINGS)]}
             return Admission(
-                slot=slot, sampling=Sampling(**given), prompt_length=length, prompt=(3, 4, 5)
+                slot=slot, sampling=SamplingParams(**given), prompt_length=length, prompt=(3, 4, 5)
             )
 
         def decode(slots: range, start: int) -> list[Row]:
@@ -243,8 +247,8 @@ class ServingRehearsal:
         )
         rows = decode(first, length)
         tokens, late = [unknown] * len(first), []
-        if count > 1 and runner.max_batch_tokens > len(rows):
-            chunk = min(length, runner.max_batch_tokens - len(rows))
+        if count > 1 and runner.max_num_batched_tokens > len(rows):
+            chunk = min(length, runner.max_num_batched_tokens - len(rows))
             rows.append(Row(count - 1, 0, chunk, LAST, new(count - 1, chunk)))
             tokens += [5] * chunk
             late = [admitted(count - 1)]

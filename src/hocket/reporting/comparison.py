@@ -19,7 +19,7 @@ _NAMES = (
 def comparison_text(found: Comparison) -> str:
     """All tables of a comparison, and below them what they show."""
     parts = [_speed(found), _memory(found), _collectives(found), "\n".join(_remarks(found))]
-    refused = [f"{o.way.title} was not run: {o.reason}" for o in found.outcomes if not o.ran]
+    refused = [f"{o.strategy.title} was not run: {o.reason}" for o in found.outcomes if not o.ran]
     return "\n\n".join(part for part in [*parts, "\n".join(refused)] if part)
 
 
@@ -33,9 +33,9 @@ def _speed(found: Comparison) -> str:
     rows = []
     for each in _ran(found.outcomes):
         row: list[object] = [
-            each.way.title,
-            each.way.layout.axes_text(),
-            str(each.way.layout.world_size),
+            each.strategy.title,
+            each.strategy.layout.axes_text(),
+            str(each.strategy.layout.world_size),
             format_seconds(each.step_seconds),
             f"{found.tokens / each.step_seconds:,.0f}",
         ]
@@ -64,7 +64,7 @@ def _memory(found: Comparison) -> str:
         fullest = each.fullest
         if not fullest:
             continue
-        row: list[object] = [each.way.title]
+        row: list[object] = [each.strategy.title]
         row += [format_bytes(fullest[kind]) for kind in KINDS]
         row.append(format_bytes(fullest["total"]))
         if predicted:
@@ -91,14 +91,14 @@ def _collectives(found: Comparison) -> str:
             mine = [row for row in each.collectives if row["name"] == name]
             count, nbytes = (sum(row[key] for row in mine) for key in ("count", "bytes"))
             cells.append(f"{count} x, {format_bytes(nbytes)}" if count else "-")
-        rows.append([each.way.title, *cells])
+        rows.append([each.strategy.title, *cells])
     title = "collectives of one step, of all ranks together\n"
     return title + table_text(["", *used], rows)
 
 
 def _remarks(found: Comparison) -> list[str]:
     """What the tables show, in words; nothing is said that the numbers do not hold."""
-    by_name = {o.way.name: o for o in found.outcomes if o.ran}
+    by_name = {o.strategy.name: o for o in found.outcomes if o.ran}
     remarks = []
     threads, data, one = (by_name.get(name) for name in ("threads", "data", "one"))
     if threads is not None and len(threads.memory) > 1:
@@ -113,7 +113,7 @@ def _remarks(found: Comparison) -> list[str]:
             f"A busy input pipeline costs threads {_signed(slower[0])} a step (one interpreter "
             f"lock), processes {_signed(slower[1])}."
         )
-    most = max((o.way.layout.world_size for o in by_name.values()), default=1)
+    most = max((o.strategy.layout.world_size for o in by_name.values()), default=1)
     if one is not None and most > found.cores:
         remarks.append(
             f"Up to {most} ranks share {found.cores} cores here, so speed beyond {found.cores} "
@@ -151,13 +151,13 @@ def sweep_text(axis: str, points: Sequence[Point], tokens: int, width: int = 100
     speed = axis == "devices"
     what = "tokens/s" if speed else "fraction of the pipeline's time that ranks are idle (bubble)"
     lines = [f"{what}, by {axis}"]
-    titles = list(dict.fromkeys(p.outcome.way.title for p in points))
+    titles = list(dict.fromkeys(p.outcome.strategy.title for p in points))
     ran = [p for p in points if p.outcome.ran]
     most = max((_value(p, tokens, speed) for p in ran), default=1.0) if speed else 1.0
     room = max(10, min(50, width - 40))
     for title in titles:
         lines += ["", title]
-        for point in (p for p in points if p.outcome.way.title == title):
+        for point in (p for p in points if p.outcome.strategy.title == title):
             if not point.outcome.ran:
                 lines.append(f"  {point.at:>4}  not run: {point.outcome.reason}")
                 continue
@@ -176,6 +176,6 @@ def _value(point: Point, tokens: int, speed: bool) -> float:
 
 def _theory(point: Point) -> str:
     """What equal stages would give: (p - 1) / (m + p - 1), Narayanan et al. 2021, section 2.2."""
-    layout = point.outcome.way.layout
+    layout = point.outcome.strategy.layout
     count = layout.microbatches or 1
     return f"; equal stages: {(layout.pp - 1) / (count + layout.pp - 1):.1%}"

@@ -293,8 +293,8 @@ def links_of(record: Record) -> dict[str, str]:
 
 
 def _felt(record: Record) -> Links | None:
-    """The links that the run was made to feel (`--links`)."""
-    text = record.spec.options.links if record.spec else None
+    """The links that the run was made to feel (`--emulate-links`)."""
+    text = record.spec.options.emulate_links if record.spec else None
     try:
         return None if text is None else Links.parse(text)
     except HocketError:  # of another version
@@ -404,7 +404,7 @@ def _mesh(record: Record) -> dict[str, Any] | None:
         "order": list(layout.order),
         "ranks": at,
         "stages": stages,
-        "layers": list(layout.cut) if isinstance(layout.cut, tuple) else [],
+        "layers": list(layout.pipeline_split) if isinstance(layout.pipeline_split, tuple) else [],
         "machine": f"machine {forecast.cluster}" if forecast and forecast.cluster else "",
         "threads": threads,
     }
@@ -427,7 +427,7 @@ def _facts(record: Record) -> list[list[str]]:
             "Device",
             f"{options.device}, backend {options.backend}, {options.threads} threads a rank",
         ],
-        *([["Links", f"emulated as {options.links}"]] if options.links else []),
+        *([["Links", f"emulated as {options.emulate_links}"]] if options.emulate_links else []),
         *(
             [["Memory per rank", f"limited to {options.memory_per_rank}"]]
             if options.memory_per_rank
@@ -440,7 +440,10 @@ def _facts(record: Record) -> list[list[str]]:
             ]
             for row in record.attention
         ),
-        ["Learning rate", f"{options.lr:g} to {options.min_lr:g}, clipped at {options.clip:g}"],
+        [
+            "Learning rate",
+            f"{options.lr:g} to {options.min_lr:g}, clipped at {options.max_grad_norm:g}",
+        ],
     ]
     forecast = record.forecast
     if forecast is not None:

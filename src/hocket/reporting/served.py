@@ -459,8 +459,8 @@ def facts(served: Served) -> list[tuple[str, str]]:
         options = spec.serving
         if options is not None:
             found += [
-                ("tokens of a step", options.max_batch_tokens),
-                ("requests at once", options.max_rows),
+                ("tokens of a step", options.max_num_batched_tokens),
+                ("requests at once", options.max_num_seqs),
                 ("tokens of a request", options.max_model_len),
                 ("tokens of a block", options.block_size or "by the attention kernel"),
             ]

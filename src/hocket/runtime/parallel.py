@@ -208,7 +208,7 @@ class Parallel:
         """(global name, tensor) that this rank's optimizer steps, its gradient in `.grad`.
 
         They are the parameters; with ZeRO, 1-D views of this rank's share of them. After the
-        optimizer's step `publish` makes the parameters whole again.
+        optimizer's step `begin_unshard` makes the parameters whole again.
         """
         if not self._sharded:
             yield from self.named_parameters()
@@ -238,7 +238,7 @@ class Parallel:
         found = next((piece for piece in self._pieces() if piece.name == name), None)
         return None if found is None else slice(found.start, found.stop)
 
-    def publish(self) -> None:
+    def begin_unshard(self) -> None:
         """Begin to gather what the data ranks' optimizers have stepped in shares (ZeRO); a module
         waits for its parameters when it runs next. Every rank calls it, after its optimizer's
         step; what runs next calls it if nobody did. Without ZeRO it does nothing.
@@ -246,21 +246,21 @@ class Parallel:
         if self._stale:
             self._stale = False
             for sharded in self._sharded.values():
-                sharded.publish()
+                sharded.begin_unshard()
 
-    def arrive(self) -> None:
+    def unshard(self) -> None:
         """Wait until every parameter is whole; to be called, by every rank, before parameters are
-        read, or written, other than by a step. `release` ends it, or the next step does."""
-        self.publish()
+        read, or written, other than by a step. `reshard` ends it, or the next step does."""
+        self.begin_unshard()
         with self.recorder.in_phase("other"):
             for sharded in self._sharded.values():
-                sharded.arrive()
+                sharded.unshard()
 
-    def release(self) -> None:
-        """Free the parameters that only `arrive` made whole (ZeRO-3), and keep what was written
+    def reshard(self) -> None:
+        """Free the parameters that only `unshard` made whole (ZeRO-3), and keep what was written
         into them."""
         for sharded in self._sharded.values():
-            sharded.release()
+            sharded.reshard()
 
     def groups(self) -> list[list[str]]:
         """Names of this rank's parameters by what is made whole at once: under ZeRO-3 those of a
@@ -294,11 +294,11 @@ class Parallel:
         group: Sequence[str],
         how: Callable[[ShardedBlocks, str], AbstractContextManager[None]],
     ) -> Iterator[None]:
-        self.publish()
+        self.begin_unshard()
         with self.recorder.in_phase("other"):
             for sharded in self._sharded.values():
                 if not isinstance(sharded, ShardedBlocks):
-                    sharded.arrive()
+                    sharded.unshard()
                 elif group[0] in (name for names in sharded.groups() for name in names):
                     with how(sharded, group[0]):
                         yield
@@ -342,7 +342,7 @@ class Parallel:
         assert self._finished, "finish() comes first"
         recorder, engine = self.recorder, self._executor(len(microbatches))
         self._count = len(microbatches)
-        self.publish()
+        self.begin_unshard()
         self.zero_grad()
         # A CUDA rank does not read how many it counted.
         divisor: Any = max(1, num_tokens or 1)
@@ -359,7 +359,7 @@ class Parallel:
         with recorder.in_phase("step"):
             reducers = self._reducers()
             for reducer in reducers.values():
-                reducer.settle()
+                reducer.flush()
             if self._ties is not None:
                 self._ties.sum(self.mesh.axis("embedding"))
             self._partial.sum()
@@ -403,7 +403,7 @@ class Parallel:
         """
         modes = [stage.module.training for stage in self.stages]
         self.train(False)
-        self.publish()
+        self.begin_unshard()
         with self.recorder.in_phase("other"):
             total, tokens = self._executor(None).evaluate(microbatches)
             both = torch.stack([total.double(), tokens.double()])

@@ -64,7 +64,7 @@ def parallelize(
         schedule: when everything runs; needed with several stages.
         loss_fn: `(output, microbatch) -> (sum of losses, number of tokens)`. None: next-token
             cross-entropy of the output's `logits` (or of the output) against `labels`.
-        bounds: layers per stage. None: as `layout.cut` says.
+        bounds: layers per stage. None: as `layout.pipeline_split` says.
         seed: of the random numbers that dropout draws.
         bucket_mb: size of a gradient bucket in MB. None: by the device.
         labels_shifted: `labels[:, i]` is the token after `input_ids[:, i]`. False: transformers'
@@ -93,7 +93,10 @@ def parallelize(
         assert plan.stages is not None
         if bounds is None:
             bounds = choose_cut(
-                layout.cut, plan.stages.num_layers, num_stages, **cut_costs(module, plan.stages)
+                layout.pipeline_split,
+                plan.stages.num_layers,
+                num_stages,
+                **cut_costs(module, plan.stages),
             )
     sequence = plan.sequence if layout.sequence_parallel and layout.tp > 1 else None
     stages = []

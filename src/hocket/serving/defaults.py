@@ -11,7 +11,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from hocket.serving.request import Sampling
+from hocket.serving.request import SamplingParams
 from hocket.spec.errors import OptionError
 from hocket.spec.files import parse_json
 
@@ -52,7 +52,7 @@ class Defaults:
                 if not abs(value) <= LARGEST:
                     raise OptionError(f"{field.name} is beyond any request's: {LARGEST:g}")
                 one: Any = {field.name: value}
-                Sampling(max_new_tokens=1, **one)
+                SamplingParams(max_new_tokens=1, **one)
             except OptionError as error:
                 raise OptionError(
                     f"{FILE}: {error.message}", hint="--generation-config none"

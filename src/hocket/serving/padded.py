@@ -26,7 +26,7 @@ from hocket.runtime.mesh import Mesh
 from hocket.runtime.pipeline.stage import Stage
 from hocket.runtime.tensor_parallel.layers import VocabParallelHead
 from hocket.serving.cache import StageCache, held_layers
-from hocket.serving.request import Sampling, check_prompts, refuse_replicas
+from hocket.serving.request import SamplingParams, check_prompts, refuse_replicas
 from hocket.serving.sampling import Vocabulary, next_tokens
 
 OnTokens = Callable[[int, "list[int | None]"], None]
@@ -76,7 +76,7 @@ class Engine:
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
-        options: Sampling,
+        options: SamplingParams,
         on_tokens: OnTokens | None = None,
     ) -> list[list[int]]:
         """The tokens that follow each prompt, without it and without the token that ended it.
@@ -129,7 +129,7 @@ class Engine:
         self,
         batch: dict[str, Tensor],
         caches: dict[int, StageCache],
-        options: Sampling,
+        options: SamplingParams,
         count: int,
     ) -> Tensor:
         """One token per row, known on every rank: [B]."""

@@ -1,7 +1,7 @@
 """What is asked of generation and what comes back. Never imports torch.
 
-    Sampling         how the tokens of one request are chosen, and when they end
-    Request          prompt tokens and Sampling under a name, for one scheduler
+    SamplingParams         how the tokens of one request are chosen, and when they end
+    Request          prompt tokens and SamplingParams under a name, for one scheduler
     Output           what one or several steps added to a request
     RequestRefused   why a request was not taken
 
@@ -40,7 +40,7 @@ RefusalKind = Literal["too_long", "never_fits", "full", "bad"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sampling:
+class SamplingParams:
     """How tokens are chosen, and when they end.
 
     Attributes:
@@ -146,7 +146,7 @@ class Sampling:
         }
 
     @classmethod
-    def from_json(cls, value: object) -> Sampling:
+    def from_json(cls, value: object) -> SamplingParams:
         """The inverse of `to_json`.
 
         Raises:
@@ -190,7 +190,7 @@ class Request:
 
     id: str
     tokens: tuple[int, ...]
-    sampling: Sampling
+    sampling: SamplingParams
     index: int = 0
     user: str = ""
     salt: str = ""
@@ -232,7 +232,7 @@ class Request:
         return cls(
             id=_typed("id", given["id"], str),
             tokens=_tokens("tokens", given["tokens"]),
-            sampling=Sampling.from_json(given["sampling"]),
+            sampling=SamplingParams.from_json(given["sampling"]),
             index=_typed("index", given.get("index", 0), int),
             user=_typed("user", given.get("user", ""), str),
             salt=_typed("salt", given.get("salt", ""), str),
@@ -270,7 +270,7 @@ class Output:
         logprobs: of `tokens`, one each. None: not asked for.
         prompt_logprobs: of the prompt's next positions, in order, beginning with its second
             token: nothing comes before the first one. None: not asked for, or none in this step.
-        finish: why the request ended. None: it goes on.
+        finish_reason: why the request ended. None: it goes on.
         stop_token: the token that ended the row, where one did.
         cached: prompt tokens that were found in the prefix cache when the request was started.
         error: what went wrong, where `finish` is "error".
@@ -280,7 +280,7 @@ class Output:
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
-    finish: Finish | None = None
+    finish_reason: Finish | None = None
     stop_token: int | None = None
     cached: int = 0
     error: str | None = None
@@ -291,7 +291,7 @@ class Output:
             found["logprobs"] = [one.to_json() for one in self.logprobs]
         if self.prompt_logprobs is not None:
             found["prompt_logprobs"] = [one.to_json() for one in self.prompt_logprobs]
-        for name in ("finish", "stop_token", "error"):
+        for name in ("finish_reason", "stop_token", "error"):
             if getattr(self, name) is not None:
                 found[name] = getattr(self, name)
         if self.cached:
@@ -301,7 +301,7 @@ class Output:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Output:
         """The inverse of `to_json`; what a driver of ours sent, so faults in it are asserts."""
-        finish = value.get("finish")
+        finish = value.get("finish_reason")
         assert finish is None or finish in get_args(Finish), finish
 
         def logprobs(name: str) -> list[TokenLogprobs] | None:
@@ -313,7 +313,7 @@ class Output:
             tokens=value["tokens"],
             logprobs=logprobs("logprobs"),
             prompt_logprobs=logprobs("prompt_logprobs"),
-            finish=finish,
+            finish_reason=finish,
             stop_token=value.get("stop_token"),
             cached=value.get("cached", 0),
             error=value.get("error"),
@@ -362,7 +362,10 @@ def refuse_replicas(layout: Layout) -> None:
 
 
 def check_prompts(
-    prompts: Sequence[Sequence[int]], options: Sampling, vocab_size: int, positions: int | None
+    prompts: Sequence[Sequence[int]],
+    options: SamplingParams,
+    vocab_size: int,
+    positions: int | None,
 ) -> None:
     """Raise OptionError for prompts that cannot be continued."""
     if not prompts:

@@ -18,7 +18,7 @@ from torch import Tensor
 from hocket.runtime.collectives import all_gather
 from hocket.runtime.mesh import Axis
 from hocket.runtime.record import Recorder
-from hocket.serving.request import Sampling
+from hocket.serving.request import SamplingParams
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,11 @@ class Vocabulary:
 
 
 def next_tokens(
-    logits: Tensor, options: Sampling, position: int, vocabulary: Vocabulary, recorder: Recorder
+    logits: Tensor,
+    options: SamplingParams,
+    position: int,
+    vocabulary: Vocabulary,
+    recorder: Recorder,
 ) -> Tensor:
     """The next token of each row: [B], equal on every rank of the axis.
 
@@ -74,7 +78,7 @@ def _likeliest(logits: Tensor, vocabulary: Vocabulary, recorder: Recorder) -> Te
     return every[..., 1].gather(0, winner.unsqueeze(0)).squeeze(0).long()
 
 
-def draw(logits: Tensor, options: Sampling, position: int) -> Tensor:
+def draw(logits: Tensor, options: SamplingParams, position: int) -> Tensor:
     """One token per row [B] from whole rows of logits [B, V], in the order of temperature,
     top-k, top-p that transformers uses.
     """

@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hocket.spec import renamed
 from hocket.spec.errors import CheckpointError
 from hocket.spec.files import MALFORMED, json_crc32, parse_json, read_text
 from hocket.spec.placement import Placement
@@ -163,7 +164,7 @@ class Manifest:
             or not all(isinstance(table, dict) for table in tables)
         ):
             raise ValueError("it holds values of other types")
-        return found
+        return dataclasses.replace(found, layout=renamed.layout_text(found.layout))
 
     def whole(self, kind: str = "parameter") -> dict[str, Placement]:
         """Every parameter once, by name: the placement of the first rank that holds it."""

@@ -1,7 +1,7 @@
-"""Comparison: the ways of splitting one job, and what each of them came to.
+"""Comparison: parallel strategies for one job, and the result of each.
 
-A way is a layout with the name that people know it by. Every way runs the same model, weights and
-data, so that the rows of a comparison differ in nothing else.
+A strategy is a layout with its usual name. Every strategy runs the same model, weights and data, so
+that the rows of a comparison differ in nothing else.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from hocket.spec.layout import Layout
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Way:
-    """One way of splitting.
+class Strategy:
+    """One way to split a job.
 
     Attributes:
-        name: what `--ways` calls it. title: what people call it. layout: how it is run.
+        name: as `--strategies` takes it. title: its usual name. layout: how it is run.
     """
 
     name: str
@@ -29,10 +29,10 @@ class Way:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one way came to.
+    """The result of one strategy.
 
     Attributes:
-        way: what was run. reason: why it could not be, and empty where it was.
+        strategy: the one that ran. reason: why it could not; empty where it did.
         step_seconds: median of the timed steps. processor_seconds: of all ranks, a step.
         loaded_seconds: median with an input pipeline that is heavy on the CPU; None if not timed.
         idle: share of the recorded step in which ranks, on average, did not compute.
@@ -46,7 +46,7 @@ class Outcome:
             before the run; empty where there is no forecast.
     """
 
-    way: Way
+    strategy: Strategy
     reason: str = ""
     step_seconds: float = 0.0
     processor_seconds: float = 0.0
@@ -72,13 +72,14 @@ class Outcome:
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
         data = dataclasses.asdict(self)
-        way = data.pop("way")
-        return {"way": way["name"], "title": way["title"], "layout": str(self.way.layout), **data}
+        strategy = data.pop("strategy")
+        names = {"strategy": strategy["name"], "title": strategy["title"]}
+        return {**names, "layout": str(self.strategy.layout), **data}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """All ways of one job.
+    """All strategies of one job.
 
     Attributes:
         model: as it was named. tokens: of one step. cores: that the ranks share.
@@ -93,7 +94,7 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Whether every way that ran computes what one process computes."""
+        """Whether every strategy that ran computes what one process computes."""
         return all(outcome.equal is not False for outcome in self.outcomes)
 
     def to_json(self) -> dict[str, Any]:
@@ -109,13 +110,13 @@ class Comparison:
             "tokens_per_step": self.tokens,
             "cores": self.cores,
             "input_work_ms": self.input_work,
-            "ways": rows,
+            "strategies": rows,
         }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Point:
-    """One point of a sweep: the number that is swept, and what one way came to there."""
+    """One point of a sweep: the number that is swept, and the result of one strategy there."""
 
     at: int
     outcome: Outcome
@@ -124,7 +125,7 @@ class Point:
 SWEEPS = ("microbatches", "layers", "devices")
 
 
-def ways(devices: int, microbatches: int, global_batch: int) -> tuple[Way, ...]:
+def strategies(devices: int, microbatches: int, global_batch: int) -> tuple[Strategy, ...]:
     """One process, each kind of parallelism over `devices`, and pairs of them over four or more;
     of these, what the runtime can carry out.
 
@@ -156,10 +157,23 @@ def ways(devices: int, microbatches: int, global_batch: int) -> tuple[Way, ...]:
     if n >= 8:
         found.append(("all three", "data x pipeline x tensor", f"dp{n // 4}.pp2.tp2"))
     return tuple(
-        Way(name=name, title=title, layout=_timed(Layout.parse(text), microbatches, global_batch))
+        Strategy(
+            name=name, title=title, layout=_timed(Layout.parse(text), microbatches, global_batch)
+        )
         for name, title, text in found
         if runs(Layout.parse(text))
     )
+
+
+ALIASES = {
+    "ddp": "data",
+    "dp": "data",
+    "fsdp": "zero3",
+    "tp": "tensor",
+    "pp": "1f1b",
+    "dataparallel": "threads",
+}
+"""Other names that `--strategies` takes."""
 
 
 def _timed(layout: Layout, microbatches: int, global_batch: int) -> Layout:
@@ -172,26 +186,27 @@ def _timed(layout: Layout, microbatches: int, global_batch: int) -> Layout:
     return dataclasses.replace(layout, microbatches=most)
 
 
-def chosen(wanted: tuple[str, ...], known: tuple[Way, ...]) -> tuple[Way, ...]:
-    """The ways that were asked for by name or by layout; one process is always the first.
+def chosen(wanted: tuple[str, ...], known: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
+    """The strategies given by name or by layout; one process is always the first.
 
     Raises:
-        OptionError: neither a way nor a layout; the nearest name is suggested.
+        OptionError: neither a strategy nor a layout; the nearest name is suggested.
     """
     if not wanted:
         return known
-    by_name = {way.name: way for way in known}
+    by_name = {one.name: one for one in known}
     found = [by_name["one"]]
     for name in wanted:
+        name = ALIASES.get(name, name)
         if name in by_name:
-            way = by_name[name]
+            strategy = by_name[name]
         else:
             try:
                 layout = Layout.parse(name)
             except LayoutError:
-                message, hint = unknown("way", name, by_name)
+                message, hint = unknown("strategy", name, by_name)
                 raise OptionError(f"{message}, or a layout", hint=hint) from None
-            way = Way(name=name, title=layout.axes_text(), layout=layout)
-        if way.layout not in [each.layout for each in found]:
-            found.append(way)
+            strategy = Strategy(name=name, title=layout.axes_text(), layout=layout)
+        if strategy.layout not in [each.layout for each in found]:
+            found.append(strategy)
     return tuple(found)

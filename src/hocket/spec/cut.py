@@ -57,7 +57,7 @@ def choose_cut(
             )
         return by_hand
     if cut not in CUTS:
-        message, hint = unknown("cut", cut, CUTS)
+        message, hint = unknown("pipeline_split", cut, CUTS)
         raise LayoutError(message, hint=hint)
     if cut == "light-ends":
         return _light_ends(num_layers, num_stages)
@@ -84,7 +84,7 @@ def stage_layers(cut: Sequence[int], stage: int) -> range:
 def _hint(num_layers: int, num_stages: int) -> str:
     if num_stages > num_layers:
         return f"pp{num_layers}"
-    return "cut=" + "-".join(map(str, _spread(num_layers, num_stages)))
+    return "pipeline_split=" + "-".join(map(str, _spread(num_layers, num_stages)))
 
 
 def _spread(num_layers: int, num_stages: int) -> Cut:

@@ -92,10 +92,10 @@ class RankFailure(HocketError):
     exit_code = 1
 
 
-def nearest(name: str, choices: Iterable[str]) -> str | None:
+def nearest(name: str, choices: Iterable[str], *, cutoff: float = 0.5) -> str | None:
     """The choice most like `name`, in whatever case, or None where nothing is near."""
     spelled = {choice.lower(): choice for choice in choices}
-    found = difflib.get_close_matches(name.lower(), list(spelled), n=1, cutoff=0.5)
+    found = difflib.get_close_matches(name.lower(), list(spelled), n=1, cutoff=cutoff)
     return spelled[found[0]] if found else None
 
 

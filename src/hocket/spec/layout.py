@@ -18,7 +18,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from hocket.spec import legality
+from hocket.spec import legality, renamed
 from hocket.spec.errors import LayoutError, nearest, unknown
 
 AXES = ("dp", "pp", "cp", "tp")
@@ -48,9 +48,9 @@ class Layout:
             None: you choose; resolved to 1 without a pipeline, else to the largest divisor of
             the rank's batch that is at most 2 x pp.
         virtual_stages: stages held by each pipeline rank.
-        cut: layers per stage as a tuple, `"balanced"` (by cost, embedding and head counted) or
-            `"even"` (equal numbers of layers) or `"light-ends"` (one layer fewer on the first and
-            on the last stage, as if embedding and head were a layer each).
+        pipeline_split: layers per stage as a tuple, `"balanced"` (by cost, embedding and head
+            counted) or `"even"` (equal numbers of layers) or `"light-ends"` (one layer fewer on the
+            first and on the last stage, as if embedding and head were a layer each).
         zero: ZeRO stage (0: plain data parallel).
         shard: how many data ranks share one copy of the ZeRO state (needs zero=1, 2 or 3).
             None: all of dp.
@@ -76,7 +76,7 @@ class Layout:
     schedule: str = "1f1b"
     microbatches: int | None = None
     virtual_stages: int = 1
-    cut: str | tuple[int, ...] = "balanced"
+    pipeline_split: str | tuple[int, ...] = "balanced"
     zero: int = 0
     shard: int | None = None
     offload: str = "none"
@@ -151,22 +151,25 @@ class Layout:
                 f"order is {'-'.join(self.order)}; it must name each of {', '.join(AXES)} once",
                 hint="order=tp-cp-dp-pp",
             )
-        if isinstance(self.cut, tuple):
-            if len(self.cut) != self.num_stages:
-                pp, rest = divmod(len(self.cut), self.virtual_stages)
+        if isinstance(self.pipeline_split, tuple):
+            if len(self.pipeline_split) != self.num_stages:
+                pp, rest = divmod(len(self.pipeline_split), self.virtual_stages)
                 raise LayoutError(
-                    f"the cut {'-'.join(map(str, self.cut))} names {len(self.cut)} stages, "
+                    f"pipeline_split {'-'.join(map(str, self.pipeline_split))} names "
+                    f"{len(self.pipeline_split)} stages, "
                     f"the layout has {self.num_stages} (pp {self.pp} x {self.virtual_stages})",
-                    hint=self._mended(cut="balanced") if rest or not pp else self._mended(pp=pp),
+                    hint=self._mended(pipeline_split="balanced")
+                    if rest or not pp
+                    else self._mended(pp=pp),
                 )
-            if any(n < 0 for n in self.cut):
+            if any(n < 0 for n in self.pipeline_split):
                 raise LayoutError(
-                    f"the cut {self.cut} holds a negative number of layers",
-                    hint=self._mended(cut="balanced"),
+                    f"pipeline_split {self.pipeline_split} holds a negative number of layers",
+                    hint=self._mended(pipeline_split="balanced"),
                 )
-        elif self.cut not in CUTS:
-            message, hint = unknown("cut", self.cut, CUTS)
-            raise LayoutError(message, hint=f"{hint}; or layers per stage: cut=3-5")
+        elif self.pipeline_split not in CUTS:
+            message, hint = unknown("pipeline_split", self.pipeline_split, CUTS)
+            raise LayoutError(message, hint=f"{hint}; or layers per stage: pipeline_split=3-5")
         if not legality.expert_ranks(self.dp, self.cp, self.ep):
             raise LayoutError(
                 f"ep {self.ep} must divide dp x cp = {self.dp * self.cp}",
@@ -334,6 +337,7 @@ class Layout:
         for option in filter(None, options.split(",")):
             key, equals, value = option.partition("=")
             key = key.strip()
+            (key,) = renamed.options({key: None}, names)
             if key not in names:
                 message, hint = unknown("layout field", key, names)
                 raise LayoutError(f"layout {text!r}: {message}", hint=hint)
@@ -344,9 +348,8 @@ class Layout:
                     f"layout {text!r} gives {key} twice", hint=f"give it once: {option.strip()}"
                 )
             given[key] = _value(key, value.strip())
-        for key, value in flags.items():
-            if value is None:
-                continue
+        flags = {key: value for key, value in flags.items() if value is not None}
+        for key, value in renamed.options(flags, names).items():
             if key not in names:
                 message, hint = unknown("layout field", key, names)
                 raise LayoutError(message, hint=hint)
@@ -359,6 +362,11 @@ class Layout:
                 )
             given[key] = value
         return cls(**given)
+
+    @classmethod
+    def stored(cls, text: str) -> Layout:
+        """Read a text form that this release or the previous one wrote to a file."""
+        return cls.parse(renamed.layout_text(text))
 
 
 def _meant(axes: str, options: str) -> str:
@@ -383,7 +391,7 @@ def _value(key: str, text: str) -> Any:
         return text == "true"
     if key == "order":
         return tuple(text.split("-"))
-    if key == "cut" and re.fullmatch(r"[0-9]+(-[0-9]+)*", text):
+    if key == "pipeline_split" and re.fullmatch(r"[0-9]+(-[0-9]+)*", text):
         return tuple(int(n) for n in text.split("-"))
     return text
 

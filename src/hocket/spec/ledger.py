@@ -95,7 +95,7 @@ class Line:
     @property
     def axes(self) -> tuple[str, ...]:
         """Axes that the layout splits over; `none` alone for one rank."""
-        layout = Layout.parse(self.layout)
+        layout = Layout.stored(self.layout)
         return tuple(axis for axis in DEGREES if getattr(layout, axis) > 1) or ("none",)
 
     def error(self, figure: str) -> float | None:
@@ -137,7 +137,7 @@ class Line:
             if not isinstance(value, wanted) or isinstance(value, bool):
                 raise TypeError(f"{field.name} is {value!r}")
         entry = cls(**known)
-        Layout.parse(entry.layout)
+        Layout.stored(entry.layout)
         return entry
 
 

@@ -93,7 +93,9 @@ class Links:
         body, colon, options = text.strip().partition(":")
         names, at, gpu = body.partition("@")
         if not names.strip():
-            raise OptionError("no link was named", hint="--links nvlink3 or --links pcie4")
+            raise OptionError(
+                "no link was named", hint="--emulate-links nvlink3 or --emulate-links pcie4"
+            )
         if at and not gpu.strip():
             raise OptionError(f"links {text!r} name no GPU after @", hint=f"{names}@{GPU}")
         scale = None
@@ -124,12 +126,14 @@ class Links:
     def check(self, world_size: int) -> None:
         """Refuse a world that its domains do not fill. Raises OptionError."""
         if world_size > LARGEST_WORLD:
-            raise OptionError(f"--links serves up to {LARGEST_WORLD} ranks, not {world_size}")
+            raise OptionError(
+                f"--emulate-links serves up to {LARGEST_WORLD} ranks, not {world_size}"
+            )
         for link, size in self.tiers:
             if size is not None and (size > world_size or world_size % size):
                 raise OptionError(
                     f"{link.name}x{size}: {world_size} ranks do not fill domains of {size}",
-                    hint=f"--links {self.tiers[-1][0].name}"
+                    hint=f"--emulate-links {self.tiers[-1][0].name}"
                     if world_size < 2 * size
                     else f"a layout whose ranks are a multiple of {size}",
                 )

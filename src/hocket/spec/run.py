@@ -24,6 +24,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
+from hocket.spec import renamed
 from hocket.spec.errors import OptionError, RunFolderError, unknown
 from hocket.spec.files import MALFORMED, json_crc32, named, parse_json, read_text
 from hocket.spec.layout import Layout
@@ -43,7 +44,8 @@ class Workload:
         seq_len: tokens per sequence.
         global_batch: sequences per step, over all data ranks and microbatches.
         dtype: compute precision; bf16 keeps fp32 master weights, fp8 is bf16 with linear layers in
-            8-bit floats (GPUs of compute capability 8.9 or newer). One of: fp32, bf16, fp8.
+            8-bit floats on GPUs of compute capability 8.9 or newer (default: bf16 on GPUs that have
+            it, else fp32). One of: fp32, bf16, fp8.
     """
 
     seq_len: int = 256
@@ -58,14 +60,19 @@ class TrainOptions:
     Attributes:
         steps: optimizer steps.
         seed: seed of weights, data order and dropout.
-        lr: peak learning rate.
-        min_lr: learning rate at the end of the cosine decay.
+        lr: peak learning rate (default: 5e-5 for existing weights, 2e-4 with LoRA, for random
+            weights by the model's size and at most 1e-3).
+        lr_schedule: learning rate decay after warm-up (default: cosine for random weights, else
+            linear). One of: cosine, linear, constant.
+        min_lr: learning rate at the end of the decay (default: a tenth of --lr with cosine, 0 with
+            linear).
         warmup: linear warm-up steps (default: a tenth of --steps, at most 100).
-        weight_decay: AdamW weight decay; norms and biases are excluded.
+        weight_decay: AdamW weight decay; norms and biases are excluded (default: 0.1 for random
+            weights, else 0).
         beta1: AdamW decay rate of the first moment.
         beta2: AdamW decay rate of the second moment.
         eps: AdamW epsilon.
-        clip: maximum global gradient norm; 0 disables clipping.
+        max_grad_norm: maximum global gradient norm; 0 disables clipping.
         grad_dtype: type in which gradients are accumulated over microbatches and reduced over data
             ranks; CPU ranks always reduce in fp32. One of: fp32, bf16.
         dropout: every dropout probability of the model (default: the model's configuration).
@@ -81,7 +88,7 @@ class TrainOptions:
         packing: how documents fill rows: across (concatenated, attention crosses documents),
             documents (several per row, attention within each) or none (one per row) (default:
             across for text, documents for chats and completions). One of: across, documents, none.
-        held_out: fraction of the documents kept for evaluation.
+        eval_fraction: fraction of the documents kept for evaluation.
         eval_every: steps between evaluations on held-out text; 0: only at the end.
         eval_batches: global batches per evaluation.
         lora_rank: LoRA rank: train adapters of frozen linear layers, through peft (default: full
@@ -90,7 +97,9 @@ class TrainOptions:
         lora_dropout: dropout probability of the LoRA input.
         lora_targets: linear layers that LoRA adapts, as in q_proj-v_proj (default: all but the
             output head).
-        save_every: steps between checkpoints; 0: none before the end.
+        save_every: steps or time between checkpoints, as in 500, 30m or 2h; one more is written at
+            the end; 0: none.
+        keep_checkpoints: newest checkpoints that are kept.
         log_interval: steps between reports of loss and gradient norm; a CUDA rank synchronizes with
             its device once per interval (default: 1 on CPU, 10 on CUDA).
         resume: continue from the run folder's latest checkpoint, in its layout or in the one given.
@@ -103,24 +112,26 @@ class TrainOptions:
             per data rank).
         compile: apply torch.compile to every block.
         attention: attention implementation. One of: sdpa, eager.
-        tensorboard: write TensorBoard events into the run folder.
+        tracker: where metrics are tracked besides the run folder: tensorboard, wandb, mlflow, or
+            several with commas (default: nowhere).
         trust_remote_code: run Python code that the model directory contains.
         timeout: seconds a rank may be silent before the run is aborted.
-        links: links to emulate between CPU ranks, as in nvlink3, pcie4, nvlink3x2+net100g or
-            pcie4@H100-SXM-80 (default: this machine's memory speed).
+        emulate_links: links to emulate between CPU ranks, as in nvlink3, pcie4, nvlink3x2+net100g
+            or pcie4@H100-SXM-80 (default: this machine's memory speed).
         memory_per_rank: limit of tensor bytes per rank, as in 1.2GB (default: none).
     """
 
     steps: int = 100
     seed: int = 0
     lr: float = 1e-3
+    lr_schedule: str = "cosine"
     min_lr: float = 1e-4
     warmup: int | None = None
     weight_decay: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
-    clip: float = 1.0
+    max_grad_norm: float = 1.0
     grad_dtype: str = "fp32"
     dropout: float | None = None
     tokenizer: str | None = None
@@ -130,14 +141,15 @@ class TrainOptions:
     chat_template_file: str | None = None
     streaming: bool = False
     packing: str | None = None
-    held_out: float = 0.02
+    eval_fraction: float = 0.02
     eval_every: int = 50
     eval_batches: int = 2
     lora_rank: int | None = None
     lora_alpha: float | None = None
     lora_dropout: float = 0.0
     lora_targets: str | None = None
-    save_every: int = 0
+    save_every: int | str = "30m"
+    keep_checkpoints: int = 2
     log_interval: int | None = None
     resume: bool = False
     timeline_step: int | None = None
@@ -148,10 +160,10 @@ class TrainOptions:
     bucket_mb: float | None = None
     compile: bool = False
     attention: str = "sdpa"
-    tensorboard: bool = False
+    tracker: str | None = None
     trust_remote_code: bool = False
     timeout: float = 120.0
-    links: str | None = None
+    emulate_links: str | None = None
     memory_per_rank: str | None = None
 
 
@@ -196,7 +208,10 @@ class RunSpec:
         """
         data = parse_json(text)
         data.pop(CHECKSUM, None)
-        data["layout"] = Layout.parse(data["layout"])
+        data["layout"] = Layout.stored(data["layout"])
+        options = data.get("options", {})
+        if isinstance(options, dict) and options.pop("tensorboard", False):
+            options["tracker"] = "tensorboard"  # the only one of version 0.1
         data["workload"] = from_dict(Workload, data.get("workload", {}))
         data["options"] = from_dict(TrainOptions, data.get("options", {}))
         data["data"] = tuple(data.get("data", ()))
@@ -221,6 +236,7 @@ def from_dict(kind: type[T], values: dict[str, Any]) -> T:
         OptionError: so, or a value is not of its field's type.
     """
     names = [f.name for f in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    values = renamed.stored(values, names)
     for key in values:
         if key not in names:
             message, hint = unknown("key", key, names)

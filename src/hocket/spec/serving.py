@@ -23,19 +23,20 @@ class ServeOptions:
         api_key_file: file with one `KEY` or `NAME KEY` per line; every route but /health and /ready
             then needs a key.
         insecure: allow an address other than loopback without keys.
-        served_name: model name in the API (default: the name of the model folder).
-        max_batch_tokens: maximum number of tokens per step of a replica (default: 512 on CPU, 2048
-            on CUDA).
+        served_model_name: model name in the API (default: the name of the model folder).
+        max_num_batched_tokens: maximum number of tokens per step of a replica (default: 512 on CPU,
+            2048 on CUDA).
         max_model_len: maximum number of tokens of a request, prompt and answer (default: the
             model's positions).
-        max_rows: maximum number of running requests per replica (default: 64 on CPU, 256 on CUDA).
+        max_num_seqs: maximum number of running requests per replica (default: 64 on CPU, 256 on
+            CUDA).
         block_size: tokens per block of the key/value cache (default: 16 on CPU; on CUDA chosen for
             the attention kernels).
         cache_memory: key/value cache per rank, as in 2GB (default: on CPU an equal fraction of half
             of the free memory, on CUDA 0.95 of the free memory less the largest step; at most what
-            twice --max-rows requests of full length need).
+            twice --max-num-seqs requests of full length need).
         num_blocks: key/value cache blocks per replica, instead of --cache-memory.
-        max_waiting: maximum number of queued requests per replica, in addition to those that can
+        max_queue: maximum number of queued requests per replica, in addition to those that can
             start at once; more are rejected with status 429.
         no_prefix_cache: disable reuse of cached prompt prefixes.
         deadline: seconds from arrival to cancellation of a request (default: no limit).
@@ -51,14 +52,14 @@ class ServeOptions:
     metrics_port: int | None = None
     api_key_file: str | None = None
     insecure: bool = False
-    served_name: str | None = None
-    max_batch_tokens: int | None = None
+    served_model_name: str | None = None
+    max_num_batched_tokens: int | None = None
     max_model_len: int | None = None
-    max_rows: int | None = None
+    max_num_seqs: int | None = None
     block_size: int | None = None
     cache_memory: str | None = None
     num_blocks: int | None = None
-    max_waiting: int = 256
+    max_queue: int = 256
     no_prefix_cache: bool = False
     deadline: float | None = None
     drain_seconds: float = 30.0

@@ -77,3 +77,21 @@ def format_count(count: float) -> str:
         if abs(count) >= size:
             return f"{count / size:.3g}{unit}"
     return f"{count:.0f}"
+
+
+_TIMES = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of `90s`, `30m`, `2h` or `1d`.
+
+    Raises:
+        OptionError: another text.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(s|m|min|h|d)", text)
+    if found is None or not float(found[1]) > 0:
+        raise OptionError(
+            f"{text!r} is neither a number of steps nor a time such as 30m, 2h or 90s",
+            hint="--save-every 30m",
+        )
+    return float(found[1]) * _TIMES[found[2]]

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from hocket.models.attention import choose_kernels_on_cuda
+from hocket.models.experts import replace_grouped_mm
 from hocket.models.lora import alpha_of, targets_of
 from hocket.models.masks import of_whole_sequences
 from hocket.models.plans import plan_for
@@ -36,6 +37,7 @@ from hocket.runtime.recompute import CORE, RecomputedLayer
 from hocket.runtime.record import Recorder
 from hocket.runtime.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from hocket.runtime.tensor_parallel.sequence import IN_GRAPH
+from hocket.runtime.triton import grouped_gemm
 from hocket.spec.capabilities import refused_precision
 from hocket.spec.errors import OptionError, unknown
 from hocket.spec.links import Links
@@ -83,8 +85,8 @@ def join_world(spec: RunSpec, context: RankContext) -> Mesh:
         LayoutError: the world has another size than the layout.
     """
     options = spec.options
-    if options.links is not None and not context.one_machine:
-        raise OptionError("--links joins ranks of one machine, these are on several")
+    if options.emulate_links is not None and not context.one_machine:
+        raise OptionError("--emulate-links joins ranks of one machine, these are on several")
     wanted = context.device_kind if options.device == "auto" else options.device
     device = pick_device(wanted, context.local_rank)
     for text in claim(device):
@@ -98,8 +100,8 @@ def join_world(spec: RunSpec, context: RankContext) -> Mesh:
         backend = _agreed_backend(options.backend, device, context)
         if backend == "shm":
             import hocket.runtime.shm  # noqa: F401  registers the backend
-        if options.links is not None:
-            install_links(Links.parse(options.links), backend, context, recorder)
+        if options.emulate_links is not None:
+            install_links(Links.parse(options.emulate_links), backend, context, recorder)
             backend = "links"
         # The parent sees silence sooner and says more of it; this is for worlds without one.
         context.init_process_group(backend, device, timeout=max(options.timeout, 600.0))
@@ -169,6 +171,7 @@ def build_model(
         of_whole_sequences()
     if mesh.device.type == "cuda":
         choose_kernels_on_cuda(skeleton, asked=options.attention)
+        group_experts()
     parallel = parallelize(
         skeleton,
         spec.layout,
@@ -357,6 +360,11 @@ def dtype_of(name: str) -> torch.dtype:
         message, hint = unknown("dtype", name, DTYPES)
         raise OptionError(message, hint=hint)
     return DTYPES[name]
+
+
+def group_experts() -> None:
+    """Let experts on CUDA be multiplied without a host read, whatever their dtype and GPU."""
+    replace_grouped_mm(grouped_gemm.grouped_mm, grouped_gemm.takes)
 
 
 def read_schedule(path: Path) -> Schedule:

@@ -112,7 +112,7 @@ def compare_layout(
     known = json.loads((folder / "reference.json").read_text())
     rank = _Rank(parallel, optimizer, known["shapes"])
     before = Reference(folder / "step-0.safetensors")
-    parallel.arrive()
+    parallel.unshard()
     found: dict[str, Any] = {
         "losses": [],
         "norms": [],
@@ -123,7 +123,7 @@ def compare_layout(
         "blocks": {name: p.to_json()["blocks"] for name, p in rank.placements.items()},
     }
     _realign(rank, before, 0)
-    parallel.release()
+    parallel.reshard()
     optimizer.refresh_masters()
     data_rank = 0 if spec.layout.data_parallel == "threads" else mesh.coordinate["dp"]
     for step in range(1, steps + 1):
@@ -140,10 +140,10 @@ def compare_layout(
         found["norms"].append(float(norm))
         found["gradient"].append(rank.differences(after, "gradient"))
         optimizer.step(spec.options.lr)
-        parallel.arrive()
+        parallel.unshard()
         found["value"].append(rank.value_differences(after, step, spec.options))
         _realign(rank, after, step)
-        parallel.release()
+        parallel.reshard()
         optimizer.refresh_masters()
     world = World.of(mesh)
     write_text(folder / f"rank-{mesh.rank}.json", json.dumps(found))

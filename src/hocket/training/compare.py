@@ -189,10 +189,10 @@ class _Way:
     def _step(self, parts: Any, index: int) -> None:
         job, options = self.job, self.spec.options
         job.parallel.forward_backward(parts, self.tokens[index % _KEPT])
-        job.parallel.clip_grad_norm(options.clip)
+        job.parallel.clip_grad_norm(options.max_grad_norm)
         with job.parallel.recorder.span("compute", "optimizer", "optimizer"):
             job.optimizer.step(options.lr)
-        job.parallel.publish()
+        job.parallel.begin_unshard()
         self._wait(sync_only=True)
 
     def _wait(self, *, sync_only: bool = False) -> None:

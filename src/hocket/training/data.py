@@ -44,7 +44,7 @@ def prepare(
     seq_len: int,
     global_batch: int,
     text_field: str = "text",
-    held_out: float = 0.02,
+    eval_fraction: float = 0.02,
     seed: int = 0,
     model_vocab_size: int | None = None,
     data_format: str = "auto",
@@ -57,7 +57,7 @@ def prepare(
     """Tokenize the data into `folder`, with the tokenizer beside it; do nothing if it is there.
 
     The held-out documents are the first of a seeded shuffle that together hold the share
-    `held_out` of the tokens; where the documents are too few for that, the end of the text is
+    `eval_fraction` of the tokens; where the documents are too few for that, the end of the text is
     held out instead.
 
     Args:
@@ -86,7 +86,7 @@ def prepare(
         VERSION,
         stamps,
         text_field,
-        held_out,
+        eval_fraction,
         seed,
         seq_len,
         tokenizer.hash,
@@ -100,7 +100,7 @@ def prepare(
         dtype: Dtype = np.dtype("uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32")
         making = _Making(
             folder=folder, sources=sources, tokenizer=tokenizer, dtype=dtype,
-            seq_len=seq_len, share=held_out, seed=seed, progress=progress,
+            seq_len=seq_len, share=eval_fraction, seed=seed, progress=progress,
         )  # fmt: skip
         if plain and packing == ACROSS:
             counts = making.stream(text_field)

@@ -1,4 +1,5 @@
-"""Learning rate: linear warm-up, then cosine decay (Loshchilov and Hutter 2017, without restarts).
+"""Learning rate: linear warm-up, then decay: cosine (Loshchilov and Hutter 2017, without restarts),
+linear, or none.
 
 lr |    /~~~--.
    |   /       `-.
@@ -24,12 +25,15 @@ def warmup_steps(options: TrainOptions) -> int:
 def learning_rate(step: int, options: TrainOptions) -> float:
     """The rate of `step` (0 is the first): `lr` once warm, `min_lr` at the last step.
 
-    A `min_lr` above `lr` (its default beside a small `lr`) means a constant rate.
+    A `min_lr` above `lr` means a constant rate.
     """
     warmup = warmup_steps(options)
     if step < warmup:
         return options.lr * (step + 1) / warmup
     decay = max(1, options.steps - 1 - warmup)
     share = min(1.0, (step - warmup) / decay)
-    span = options.lr - min(options.min_lr, options.lr)
-    return options.lr - span * (1 - math.cos(math.pi * share)) / 2
+    if options.lr_schedule == "constant":
+        return options.lr
+    if options.lr_schedule == "cosine":
+        share = (1 - math.cos(math.pi * share)) / 2
+    return options.lr - share * (options.lr - min(options.min_lr, options.lr))

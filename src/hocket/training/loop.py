@@ -13,9 +13,11 @@ waits for the device: a step that is not finite is skipped there, and loss and n
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import shutil
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -31,7 +33,7 @@ from hocket.runtime.lora import Trained
 from hocket.spec.checkpoint import config_hash
 from hocket.spec.errors import TrainingError
 from hocket.spec.run import RunFolder, write_text
-from hocket.spec.units import parse_bytes
+from hocket.spec.units import parse_bytes, parse_duration
 from hocket.training import timeline
 from hocket.training.adapter import adapter_of_ranks
 from hocket.training.build import Job, dtype_of
@@ -42,8 +44,10 @@ from hocket.training.inputs import Inputs
 from hocket.training.learning_rate import learning_rate
 from hocket.training.memory import MemoryCount, of_replicas
 from hocket.training.metrics import Metrics
+from hocket.training.pauses import STOP, Pauses
 from hocket.training.reading import Reading, Readings, elapsed, interval, mark
 from hocket.training.token_manifest import TRAIN, VALID, Tokens
+from hocket.training.trackers import Trackers
 from hocket.training.utilization import flops_per_token, peak_flops
 
 if TYPE_CHECKING:
@@ -102,11 +106,15 @@ class Loop:
         self._peak = None if peak is None else peak * context.world_size
         self._interval = interval(self.options.log_interval, job.mesh.device)
         self._clock: Any = None
+        every = self.options.save_every
+        self._save_steps = every if isinstance(every, int) else 0
+        self._save_seconds = parse_duration(every) if isinstance(every, str) else None
 
     # --- the run ---------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Train to the last step. Every rank calls it.
+        """Train to the last step, or to the one after which the run is asked to stop: then it
+        saves, and leaves the export to the start that resumes. Every rank calls it.
 
         Raises:
             TrainingError: a loss or a gradient that is not finite.
@@ -120,7 +128,7 @@ class Loop:
             metrics = Metrics(
                 self.folder.metrics_file,
                 done=self.done,
-                tensorboard=self.folder.path / "tensorboard" if self.options.tensorboard else None,
+                trackers=self._trackers(),
             )
         try:
             self._say(event="phase", name="training")
@@ -130,6 +138,9 @@ class Loop:
             gc.unfreeze()
             if metrics is not None:
                 metrics.close()
+        if self.done < steps:
+            self._say(event="stopped", step=self.done)
+            return
         self._export()
         self._say(event="done", steps=steps)
 
@@ -138,7 +149,9 @@ class Loop:
         unread: list[Reading] = []
         underway: Readings | None = None
         self._clock = mark(self.job.mesh.device)
+        pauses = Pauses(self.context, first, self._save_seconds, cuda=self.cuda)
         for index in range(first, steps):
+            began = time.monotonic()
             step = index + 1
             counted = index == first
             with ExitStack() as stack:
@@ -169,13 +182,22 @@ class Loop:
             self.done = step
             if step in recorded:
                 self._write_timeline(step, later=step > recorded.start)
-            if self._saves(step):
+            ask = pauses.after(step, time.monotonic() - began, reading.end)
+            if self._saves(step) or ask:
+                if underway is not None:
+                    self._report(underway, metrics)
+                if unread:
+                    self._report(Readings(unread), metrics)
+                underway, unread = None, []
                 self._save(step)
+                pauses.saved()
+            if ask == STOP:
+                return
             if counted:
                 # What lives now lives to the end: later collections need not walk it again.
                 gc.collect()
                 gc.freeze()
-            if counted or pause:
+            if counted or pause or ask:
                 self._clock = mark(self.job.mesh.device)
 
     def _step(self, index: int) -> Reading:
@@ -184,14 +206,14 @@ class Loop:
         microbatches = self.inputs.step(index)  # 1
         learned = self.inputs.num_tokens(index)
         loss = parallel.forward_backward(microbatches, learned)  # 2
-        norm = parallel.clip_grad_norm(options.clip)  # 3
+        norm = parallel.clip_grad_norm(options.max_grad_norm)  # 3
         lr = learning_rate(index, options)
         reading = Reading(index + 1, lr, loss, norm, learned)
         if not self.cuda:
             reading.check()
         with parallel.recorder.span("compute", "optimizer", "optimizer"):
             self.job.optimizer.step(lr, reading.skip() if self.cuda else None)  # 4
-        parallel.publish()
+        parallel.begin_unshard()
         self.inputs.prefetch(index + 1)
         reading.end = mark(self.job.mesh.device)
         return reading
@@ -244,6 +266,14 @@ class Loop:
         if metrics is not None:
             metrics.write(row)
 
+    def _trackers(self) -> Trackers | None:
+        if self.options.tracker is None:
+            return None
+        spec = self.spec
+        flat = {**dataclasses.asdict(spec.workload), **dataclasses.asdict(self.options)}
+        flat |= {"model": spec.model, "layout": str(spec.layout)}
+        return Trackers(self.options.tracker, self.folder.path, flat, done=self.done)
+
     # --- what happens now and then ---------------------------------------------------------
 
     def _evaluates(self, step: int) -> bool:
@@ -253,8 +283,10 @@ class Loop:
         return step == self.options.steps or (every > 0 and step % every == 0)
 
     def _saves(self, step: int) -> bool:
-        every = self.options.save_every
-        return every > 0 and (step % every == 0 or step == self.options.steps)
+        if self.options.save_every == 0:
+            return False
+        every = self._save_steps
+        return step == self.options.steps or (every > 0 and step % every == 0)
 
     def _timeline_steps(self, first: int) -> range:
         """The steps to record (counted from 1): as asked, else from the middle, but not the first
@@ -329,6 +361,7 @@ class Loop:
                 layout=str(self.spec.layout),
                 model=config_hash(self.spec.config),
                 cursor={"samples": step * self.spec.workload.global_batch},
+                keep=self.options.keep_checkpoints,
             )
         self._say(event="saved", step=step, path=str(path))
 

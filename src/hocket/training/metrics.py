@@ -1,4 +1,4 @@
-"""Metrics: one JSON object a step in metrics.jsonl, and TensorBoard events where asked for."""
+"""Metrics: one JSON object a step in metrics.jsonl, and what trackers make of it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from hocket.spec.errors import OptionError
 from hocket.spec.files import named, parse_json
 from hocket.spec.run import write_text
-
-_SCALARS = ("loss", "held_out_loss", "lr", "grad_norm", "tokens_per_second", "step_seconds", "mfu")
+from hocket.training.trackers import Trackers
 
 
 class Metrics:
@@ -20,23 +18,11 @@ class Metrics:
     Args:
         path: metrics.jsonl.
         done: steps that a resumed run has done; rows after them are of a future that was lost.
-        tensorboard: folder for TensorBoard events, None for none.
-
-    Raises:
-        OptionError: TensorBoard is asked for and not installed.
+        trackers: that get each row as well, and are closed with it.
     """
 
-    def __init__(self, path: Path, *, done: int = 0, tensorboard: Path | None = None) -> None:
-        self._writer: Any = None
-        if tensorboard is not None:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError:
-                raise OptionError(
-                    "--tensorboard needs the package tensorboard",
-                    hint='pip install "hocket[tensorboard]"',
-                ) from None
-            self._writer = SummaryWriter(str(tensorboard), purge_step=done + 1)  # type: ignore[no-untyped-call]
+    def __init__(self, path: Path, *, done: int = 0, trackers: Trackers | None = None) -> None:
+        self._trackers = trackers
         if done and path.exists():
             rows = path.read_text().splitlines(keepends=True)
             write_text(path, "".join(row for row in rows if _step(row) <= done))
@@ -46,17 +32,15 @@ class Metrics:
         """Append one row; it is on its way to the disk when this returns."""
         with named(self._file.name):
             self._file.write(json.dumps(row) + "\n")
-        if self._writer is not None:
-            for name in _SCALARS:
-                if row.get(name) is not None:
-                    self._writer.add_scalar(name, row[name], row["step"])
+        if self._trackers is not None:
+            self._trackers.write(row)
 
     def close(self) -> None:
         """Flush and sync."""
         os.fsync(self._file.fileno())
         self._file.close()
-        if self._writer is not None:
-            self._writer.close()
+        if self._trackers is not None:
+            self._trackers.close()
 
 
 def _step(row: str) -> float:

@@ -23,6 +23,7 @@ from hocket.runtime.collectives import all_reduce
 from hocket.runtime.loss import check_convention
 from hocket.runtime.parallel import Parallel
 from hocket.runtime.pipeline.stage import Microbatch
+from hocket.spec import renamed
 from hocket.spec.checkpoint import config_hash
 from hocket.spec.errors import OptionError
 from hocket.spec.placement import Placement
@@ -77,6 +78,9 @@ class ParallelModel(Parallel):
     whole: WholeModule
     generator: Generate | None = None
     _labels_seen = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self, renamed.attribute("ParallelModel", name, renamed.PARALLEL))
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The tensors that this rank's optimizer steps: its parameters or, with ZeRO, 1-D views of
@@ -220,7 +224,7 @@ class ParallelModel(Parallel):
             rank0_only: the other ranks get an empty dictionary, and need no memory for it.
         """
         found: dict[str, Tensor] = {}
-        self.arrive()
+        self.unshard()
         local = dict(self.named_parameters())
         keeps = not rank0_only or self.mesh.rank == 0
         with self.recorder.in_phase("other"):
@@ -232,7 +236,7 @@ class ParallelModel(Parallel):
                     value = self._gathered(name, shape, dtype, local)
                     if keeps:
                         found[name] = value.cpu()
-        self.release()
+        self.reshard()
         return found | dict(self.whole.buffers) if keeps else {}
 
     @torch.no_grad()
@@ -271,7 +275,8 @@ class ParallelModel(Parallel):
         Args:
             prompts: token ids [B, S], or lists of any lengths. Data ranks may have different ones.
             max_new_tokens: at most, of each row.
-            **sampling: other fields of `hocket.Sampling`: `temperature`, `top_p`, `seed`, `stop`.
+            **sampling: other fields of `hocket.SamplingParams`: `temperature`, `top_p`, `seed`,
+                `stop`.
 
         Raises:
             OptionError: the module or the layout cannot generate, or a prompt is empty.
@@ -286,11 +291,11 @@ class ParallelModel(Parallel):
             )
         rows = prompts.tolist() if isinstance(prompts, Tensor) else [list(row) for row in prompts]
         modes = [stage.module.training for stage in self.stages]
-        self.arrive()
+        self.unshard()
         try:
             return self.generator(self, rows, max_new_tokens=max_new_tokens, **sampling)
         finally:
-            self.release()
+            self.reshard()
             for stage, mode in zip(self.stages, modes, strict=True):
                 stage.module.train(mode)
 

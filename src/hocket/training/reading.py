@@ -79,7 +79,8 @@ class Reading:
             raise TrainingError(
                 f"step {self.step}: the loss is {loss:g} and the gradient's norm {norm:g} "
                 f"at learning rate {self.lr:.3g}",
-                hint=f"a lower --lr (such as {self.lr / 4:.1g}), more --warmup, or --clip 1",
+                hint=f"a lower --lr (such as {self.lr / 4:.1g}), more --warmup, or "
+                "--max-grad-norm 1",
             )
 
 

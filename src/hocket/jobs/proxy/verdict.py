@@ -87,7 +87,9 @@ def reject(known: Verdict, wanted: Collection[str], layout: Layout, name: str, k
     if "stages" in wanted and known.stages:
         raise ModelError(
             f"{name} ({kind}) cannot be cut into pipeline stages: {known.stages}",
-            hint=str(dataclasses.replace(layout, pp=1, virtual_stages=1, cut="balanced")),
+            hint=str(
+                dataclasses.replace(layout, pp=1, virtual_stages=1, pipeline_split="balanced")
+            ),
         )
     if "tensors" in wanted and known.tensors:
         raise ModelError(

@@ -273,8 +273,8 @@ def answers_of(
     server = serve_request.server(
         {
             "model": str(directory), "layout": layout, "tokenizer": "bytes", "timeout": 120.0,
-            "max_model_len": size.longest, "max_batch_tokens": size.budget, "max_rows": ROWS,
-            "block_size": size.block_size, "num_blocks": size.num_blocks, **options,
+            "max_model_len": size.longest, "max_num_batched_tokens": size.budget, "max_num_seqs":
+            ROWS, "block_size": size.block_size, "num_blocks": size.num_blocks, **options,
         }
     )  # fmt: skip
     with LLM.of(server, launcher, proxy_check=False) as llm:
@@ -378,10 +378,10 @@ def _asked(
     prompt_logprobs: bool = False,
     new: int = NEW,
 ) -> list[Answer]:
-    from hocket.serving.request import Sampling
+    from hocket.serving.request import SamplingParams
 
     told = min(ALTERNATIVES, llm.vocab_size)
-    sampling = Sampling(
+    sampling = SamplingParams(
         max_new_tokens=new, ignore_eos=True, logprobs=told,
         prompt_logprobs=told if prompt_logprobs else None,
     )  # fmt: skip

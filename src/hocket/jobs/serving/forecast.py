@@ -38,7 +38,7 @@ def settle(server: Server, launcher: Launcher, record: Record) -> tuple[Server, 
         HocketError: a layout was to be chosen, and none can be.
     """
     foresight.checked(server.request.cluster)
-    if server.request.options.links is not None:
+    if server.request.options.emulate_links is not None:
         server = _felt(server, launcher)
     if server.request.auto:
         server, told = _chosen(server, launcher, record)
@@ -76,7 +76,7 @@ def _require_room(server: Server, told: ServingForecast) -> None:
     block_size = options.block_size or BLOCK_SIZE
     blocks = left // (each * block_size)
     assert options.max_model_len is not None
-    hint = "--dtype bf16, fewer replicas, or a smaller --max-batch-tokens"
+    hint = "--dtype bf16, fewer replicas, or a smaller --max-num-batched-tokens"
     if blocks * block_size >= options.max_model_len:
         size = f"--cache-memory {left // 10**6}MB" if left >= 10**6 else f"--cache-memory {left}B"
         hint = size if options.num_blocks is None else f"--num-blocks {blocks}"
@@ -97,7 +97,7 @@ def bill(server: Server, told: ServingForecast) -> list[str]:
     lines = [
         f"{server.name} in {layout.axes_text()}: {replicas}{ranks} "
         f"rank{'s' if ranks > 1 else ''}, {server.request.workload.dtype}; a step of up to "
-        f"{options.max_batch_tokens} tokens, {options.max_rows} requests at once, "
+        f"{options.max_num_batched_tokens} tokens, {options.max_num_seqs} requests at once, "
         f"{options.max_model_len} tokens each"
     ]
     if not told.known:
@@ -168,12 +168,12 @@ def sizes_of(server: Server) -> Sizes:
     from hocket.planning.machine_serving import Sizes
 
     options = server.options
-    assert options.max_batch_tokens is not None
-    assert options.max_rows is not None
+    assert options.max_num_batched_tokens is not None
+    assert options.max_num_seqs is not None
     assert options.max_model_len is not None
     return Sizes(
-        batch_tokens=options.max_batch_tokens,
-        rows=options.max_rows,
+        batch_tokens=options.max_num_batched_tokens,
+        rows=options.max_num_seqs,
         longest=options.max_model_len,
         block_size=options.block_size or BLOCK_SIZE,
         cache=0 if options.cache_memory is None else int(parse_bytes(options.cache_memory)),
@@ -286,7 +286,7 @@ def _planned(
     layout = serve_request.legal(server.source, best.layout, server.device)
     record.note(
         f"layout {layout.axes_text()}: the service planner's for {found.name}, "
-        f"{best.max_batch_tokens} tokens a step"
+        f"{best.max_num_batched_tokens} tokens a step"
     )
     return dataclasses.replace(server, layout=layout), ServingForecast.none(str(layout), _GPUS)
 
@@ -295,7 +295,7 @@ def _felt(server: Server, launcher: Launcher) -> Server:
     """The server with its links as slow as this machine's ranks make them feel."""
     links.checked(server.request.options, server.layout)
     spec = links.settled(launcher, server.spec(replica=True))
-    options = dataclasses.replace(server.request.options, links=spec.options.links)
+    options = dataclasses.replace(server.request.options, emulate_links=spec.options.emulate_links)
     return dataclasses.replace(server, request=dataclasses.replace(server.request, options=options))
 
 
@@ -310,7 +310,7 @@ def curve(
     Empty where too few were.
 
     Args:
-        sizes: `max_batch_tokens` and `max_rows` of the engine.
+        sizes: `max_num_batched_tokens` and `max_num_seqs` of the engine.
     """
     from hocket.planning.machine_serving import MeasuredSteps, Sizes, under_load, usual
     from hocket.spec.service import Service
@@ -331,7 +331,9 @@ def curve(
             percentile=told.percentile,
         )
     engine = Sizes(
-        batch_tokens=int(sizes["max_batch_tokens"]), rows=int(sizes["max_rows"]), longest=longest
+        batch_tokens=int(sizes["max_num_batched_tokens"]),
+        rows=int(sizes["max_num_seqs"]),
+        longest=longest,
     )
     loads, needs, _ = under_load(MeasuredSteps(decode, prefill), engine, service, tokens)
     return loads, needs

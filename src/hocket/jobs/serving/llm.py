@@ -1,7 +1,7 @@
 """LLM: a model that answers batches of prompts from this process.
 
     with hocket.LLM("runs/tiny", "tp2") as llm:
-        for found in llm.generate(["one", "two"], Sampling(max_new_tokens=20)):
+        for found in llm.generate(["one", "two"], SamplingParams(max_new_tokens=20)):
             print(found.text)
 
 Behind it is what `hocket serve` runs, without the address: replicas, the router before them and
@@ -17,9 +17,11 @@ import itertools
 import operator
 import os
 import threading
+import warnings
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from hocket.spec import renamed
 from hocket.spec.errors import OptionError
 from hocket.spec.serving import BLOCK_SIZE
 
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from hocket.reporting.answers import AnswersBar
     from hocket.serving.front.completion import Completer
     from hocket.serving.front.router import Router
-    from hocket.serving.request import Sampling, TokenLogprobs
+    from hocket.serving.request import SamplingParams, TokenLogprobs
     from hocket.spec.layout import Layout
 
 T = TypeVar("T")
@@ -46,7 +48,7 @@ class Completion:
     Attributes:
         prompt: its text. prompt_tokens: its ids.
         text: what followed. tokens: the new ids, without the one that ended it.
-        finish: `stop` or `length`.
+        finish_reason: `stop` or `length`.
         logprobs: of `tokens`, where asked for; prompt_logprobs: of the prompt, from its second
             token on.
         cached: tokens of the prompt that lay in the prefix cache.
@@ -56,10 +58,13 @@ class Completion:
     text: str
     tokens: tuple[int, ...]
     prompt_tokens: tuple[int, ...] = ()
-    finish: str = "length"
+    finish_reason: str = "length"
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     cached: int = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self, renamed.attribute("Completion", name, renamed.COMPLETION))
 
 
 class LLM:
@@ -69,8 +74,8 @@ class LLM:
         model: a Hugging Face directory with weights and a tokenizer, or a run folder.
         layout: `tp2.pp2.dp2`; dp are replicas.
         launcher: a warm one for the first replica, which stays open. None: one is started.
-        **options: flags of `hocket serve`, with underscores: `dtype`, `max_batch_tokens`,
-            `max_model_len`, `max_rows`, `num_blocks`, `device`, `threads`, `tokenizer` ...
+        **options: flags of `hocket serve`, with underscores: `dtype`, `max_num_batched_tokens`,
+            `max_model_len`, `max_num_seqs`, `num_blocks`, `device`, `threads`, `tokenizer` ...
 
     Attributes:
         capacity: what the first replica said when it was ready: `num_blocks`, `cache_tokens` ...
@@ -109,11 +114,11 @@ class LLM:
         self, server: Server, launcher: Launcher | None, *, proxy_check: bool = True
     ) -> None:
         from hocket.jobs.serving.rank import PRELOAD
-        from hocket.jobs.serving.server import Launchers, require_split
+        from hocket.jobs.serving.start import Launchers, kernels_remark, require_split
         from hocket.jobs.train import modeling_modules
         from hocket.launch import joined
 
-        if joined() is not None:
+        if launcher is None and joined() is not None:
             raise OptionError(
                 "a model that answers starts its own ranks; this process is one of another "
                 "launcher's",
@@ -121,6 +126,8 @@ class LLM:
             )
         if server.request.auto:
             raise OptionError("an LLM needs a layout", hint='layout="tp2"')
+        if remark := kernels_remark(server):
+            warnings.warn(remark, stacklevel=3)
         self._server = server
         self._stop = server.stop
         self.words = server.words
@@ -153,7 +160,7 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling: Sampling | Sequence[Sampling] | None = None,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         stop: str | Sequence[str] = (),
         on_text: OnText | None = None,
@@ -173,18 +180,20 @@ class LLM:
 
         Raises:
             OptionError: a prompt that is empty, too long or of unknown tokens, or something that is
-                no prompt, Sampling or stop string, before anything is computed.
+                no prompt, SamplingParams or stop string, before anything is computed.
             HocketError: the replicas died.
         """
         from hocket.reporting.answers import AnswersBar
-        from hocket.serving.request import Sampling, check_prompts
+        from hocket.serving.request import SamplingParams, check_prompts
 
         ids = [
             tuple(self.words.encode(one, special=True)) if isinstance(one, str) else one
             for one in _prompts(prompts)
         ]
-        _check_samplings(sampling, Sampling)
-        each = [sampling or Sampling()] if not isinstance(sampling, Sequence) else list(sampling)
+        _check_samplings(sampling, SamplingParams)
+        each = (
+            [sampling or SamplingParams()] if not isinstance(sampling, Sequence) else list(sampling)
+        )
         if len(each) == 1 and not isinstance(sampling, Sequence):
             each *= len(ids)
         if len(each) != len(ids):
@@ -283,7 +292,7 @@ class LLM:
         assert self._replicas is not None
         options = self._server.options
         # As many as run and some that wait: more would be refused.
-        most = (options.max_rows or 1) + min(options.max_waiting, options.max_rows or 1)
+        most = (options.max_num_seqs or 1) + min(options.max_queue, options.max_num_seqs or 1)
         room = asyncio.Semaphore(most * self._server.layout.dp)
 
         async def one(row: int) -> Completion:
@@ -324,7 +333,7 @@ class LLM:
                 new += piece.tokens
                 logprobs += piece.logprobs or ()
                 prompt_logprobs += piece.prompt_logprobs or ()
-                finish = piece.finish or finish
+                finish = piece.finish_reason or finish
                 batch.bar.add(len(piece.tokens))
                 if batch.on_text is not None and piece.text:
                     batch.on_text(row, piece.text)
@@ -334,7 +343,7 @@ class LLM:
             text="".join(texts),
             tokens=tuple(new),
             prompt_tokens=tokens,
-            finish=finish,
+            finish_reason=finish,
             logprobs=tuple(logprobs),
             prompt_logprobs=tuple(prompt_logprobs),
             cached=call.usage.cached_tokens,
@@ -360,7 +369,7 @@ class _Batch:
     """What one call of `generate` wants."""
 
     prompts: list[tuple[int, ...]]
-    samplings: list[Sampling]
+    samplings: list[SamplingParams]
     stop: tuple[str, ...]
     on_text: OnText | None
     bar: AnswersBar
@@ -441,12 +450,12 @@ def _tokens(items: list[Any]) -> tuple[int, ...] | None:
 
 
 def _check_samplings(given: Any, kind: type) -> None:
-    """Raises OptionError: not None, a Sampling, or a list of them."""
+    """Raises OptionError: not None, a SamplingParams, or a list of them."""
     if given is None:
         return
     for one in given if isinstance(given, Sequence) else (given,):
         if not isinstance(one, kind):
             raise OptionError(
-                f"sampling is {one!r:.60}; it is a Sampling, or one for each prompt",
-                hint="hocket.Sampling(max_new_tokens=64)",
+                f"sampling is {one!r:.60}; it is a SamplingParams, or one for each prompt",
+                hint="hocket.SamplingParams(max_new_tokens=64)",
             )

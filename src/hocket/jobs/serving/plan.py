@@ -60,7 +60,7 @@ def serve_plan(
     price_list: str | None = None,
     cache_precision: str | None = None,
     engine: str | None = None,
-    usable: float = 0.9,
+    gpu_memory_utilization: float = 0.9,
 ) -> tuple[ServicePlan, ...]:
     """GPUs for a service: one plan, or one for each hypothesis about a model of unknown size.
 
@@ -74,9 +74,9 @@ def serve_plan(
         precision: of weights and matrix products. None: bf16, fp16 where a kind of GPU lacks it.
         price_list: as `jobs.plan.plan`.
         layout: price this one alone: `dp2.tp4` is two replicas.
-        pin: `tp=8`, `pp=1`, `dp=2`, `max_batch_tokens=2048`.
+        pin: `tp=8`, `pp=1`, `dp=2`, `max_num_batched_tokens=2048`.
         engine: whose constants price it. None: a tuned server's.
-        usable: share of a GPU's memory that the engine may fill.
+        gpu_memory_utilization: fraction of GPU memory that the engine may fill.
 
     Raises:
         HocketError: what the caller can mend: unknown names with the nearest, numbers that cannot
@@ -97,7 +97,7 @@ def serve_plan(
         raise OptionError(f"top is {top}; it must be at least 1", hint="--top 10")
     service = Service(**{k: v for k, v in asked.items() if v is not None})  # type: ignore[arg-type]
     pins = parse_pins(list(pin))
-    if layout is not None and set(pins) - {"max_batch_tokens"}:
+    if layout is not None and set(pins) - {"max_num_batched_tokens"}:
         raise OptionError("--layout prices one layout, and --pin searches", hint="one of the two")
     given = cluster.split(",") if cluster is not None else None
     kinds = [_cluster(name.strip()) for name in given or KINDS]
@@ -131,7 +131,7 @@ def serve_plan(
                 "precision": precision,
                 "cache_precision": cache_precision,
                 "engine": engine,
-                "usable": usable,
+                "usable": gpu_memory_utilization,
             },
             small=len(models) > 1,
         )
@@ -174,7 +174,7 @@ def _plan(
     kinds: list[KindAnswer] = []
     for problem in problems:
         if layout is not None:
-            kinds.append(planning.answer_one(problem, layout, pins.get("max_batch_tokens")))
+            kinds.append(planning.answer_one(problem, layout, pins.get("max_num_batched_tokens")))
         else:
             kinds.append(planning.answer(problem, top=1 if several else top, pins=pins))
     of = {kind.cluster: problem for kind, problem in zip(kinds, problems, strict=True)}

@@ -19,6 +19,7 @@ import json
 import time
 from typing import TYPE_CHECKING, Any
 
+from hocket.jobs.serving.doors import Doors
 from hocket.spec.errors import ModelError, OptionError
 from hocket.spec.run import RunFolder, RunSpec, write_text
 from hocket.spec.units import format_bytes, parse_bytes
@@ -60,13 +61,14 @@ PARENT_WAIT = 600.0
 """Seconds in which the parent must connect; it does so at once."""
 
 
-def main(context: RankContext, payload: dict[str, Any]) -> None:
+def main(context: RankContext, payload: dict[str, Any], doors: Doors | None = None) -> None:
     """In each rank; returns when the replica has been stopped.
+
+    `doors`: where the ranks and the parent meet; None: sockets at the payload's path.
 
     Raises:
         RankMemoryError: the device has no memory left, with what fills it and the flags that help.
     """
-    from hocket.serving.engine.channel import Listener, connect
     from hocket.serving.engine.driver import Driver
     from hocket.serving.engine.follower import follow
     from hocket.serving.engine.out_of_memory import explaining
@@ -78,14 +80,14 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
     spec = RunSpec.from_json(payload["spec"])
     options = spec.serving
     assert options is not None
-    path, token = payload["socket"], bytes.fromhex(payload["token"])
-    doors: tuple[Listener, Listener] | None = None
+    if doors is None:
+        doors = Doors(payload["socket"], bytes.fromhex(payload["token"]))
     if context.rank == 0:
         # Bound before the ranks meet, so that the others find it when they have met.
-        doors = Listener(path, token), Listener(f"{path}.ranks", token)
+        doors.listen()
     mesh = join_world(spec, context)
-    channel = None if doors else connect(f"{path}.ranks", token, context.rank)
-    followers = _followers(doors[1], context.world_size) if doors else {}
+    channel = doors.connect(context.rank) if context.rank else None
+    followers = {} if context.rank else _followers(doors.ranks, context.world_size)
     context.beat()
     with explaining(context.rank, mesh.device, options):
         part, limits, said = build_part(spec, mesh, payload.get("depth"), payload.get("words"))
@@ -95,10 +97,9 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
             with mesh.recorder.in_phase("microbatch"):
                 follow(channel, part)
             return
-        assert doors is not None
         assert every is not None
-        found = doors[0].accept(PARENT_WAIT, MAX_COMMAND)
-        doors[0].close()
+        found = doors.parent.accept(PARENT_WAIT, MAX_COMMAND)
+        doors.parent.close()
         if found is None:
             raise OptionError("no router connected to the replica")
         parent, _ = found
@@ -169,7 +170,11 @@ def build_part(
 
     options = spec.serving
     assert options is not None
-    longest, rows, tokens = options.max_model_len, options.max_rows, options.max_batch_tokens
+    longest, rows, tokens = (
+        options.max_model_len,
+        options.max_num_seqs,
+        options.max_num_batched_tokens,
+    )
     assert longest is not None
     assert rows is not None
     assert tokens is not None
@@ -184,8 +189,8 @@ def build_part(
         mesh,
         skeleton.config,
         block_size=options.block_size,
-        max_rows=rows,
-        max_batch_tokens=tokens,
+        max_num_seqs=rows,
+        max_num_batched_tokens=tokens,
         max_model_len=longest,
         threads=spec.options.threads,
         lookahead=lookahead,
@@ -225,13 +230,13 @@ def build_part(
     limits = Limits(
         num_blocks=num_blocks,
         block_size=block_size,
-        max_rows=rows,
-        max_batch_tokens=tokens,
+        max_num_seqs=rows,
+        max_num_batched_tokens=tokens,
         max_model_len=longest,
         depth=plans,
         lookahead=lookahead,
         plan_tokens=PLAN_TOKENS[mesh.device.type],
-        max_waiting=options.max_waiting,
+        max_queue=options.max_queue,
         prefix_cache=not options.no_prefix_cache,
         vocab_size=vocab_size,
     )

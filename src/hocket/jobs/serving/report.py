@@ -25,7 +25,8 @@ def read(path: Path) -> Served:
     if found.measured is None or options is None:
         return found
     sizes = {
-        name: getattr(options, name) for name in ("max_batch_tokens", "max_rows", "max_model_len")
+        name: getattr(options, name)
+        for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len")
     }
     if None in sizes.values():
         return found

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from hocket.jobs import precision
 from hocket.jobs.request import Request, request
+from hocket.jobs.serving.joined import world
+from hocket.spec import renamed
 from hocket.spec.capabilities import absent
 from hocket.spec.errors import LayoutError, ModelError, OptionError, unknown
 from hocket.spec.layout import Layout
@@ -37,11 +39,11 @@ SERVE_FIELDS = tuple(field.name for field in dataclasses.fields(ServeOptions))
 
 SHARED = (
     "dtype", "device", "backend", "threads", "attention", "tokenizer", "trust_remote_code",
-    "timeout", "links", "seed",
+    "timeout", "emulate_links", "seed",
 )  # fmt: skip
 """Options that a server has in common with the other jobs."""
 
-NAMES = ("model", "layout", "cut", "run", "cluster", *SERVE_FIELDS, *SHARED)
+NAMES = ("model", "layout", "pipeline_split", "run", "cluster", *SERVE_FIELDS, *SHARED)
 
 UNBOUNDED = 4096
 """Tokens of a request where the model itself names no bound."""
@@ -126,7 +128,7 @@ def server(values: Mapping[str, Any]) -> Server:
     from hocket.models.weight_headers import headers
     from hocket.serving.defaults import AUTO, Defaults, settings
 
-    given = {name: value for name, value in values.items() if value is not None}
+    given = renamed.options({k: v for k, v in values.items() if v is not None}, NAMES)
     for name in given:
         if name not in NAMES:
             message, hint = unknown("option", name, NAMES)
@@ -164,7 +166,7 @@ def server(values: Mapping[str, Any]) -> Server:
         options=sizes,
         device=device,
         sampling=sampling,
-        name=options.served_name or model_name(wanted.model),
+        name=options.served_model_name or model_name(wanted.model),
         keys=keys,
         warnings=warnings,
     )
@@ -191,19 +193,18 @@ def legal(source: ModelSource, layout: Layout, device: str) -> Layout:
         plain = dataclasses.replace(layout, **{row.field: row.runs[0] for row in rows})
         raise LayoutError(rows[0].reason(layout), hint=f"--layout {plain.axes_text()}")
     found = validate(source.dimensions, layout, Workload(seq_len=2, global_batch=layout.dp))
-    if isinstance(layout.cut, tuple) and 0 in layout.cut:
+    if isinstance(layout.pipeline_split, tuple) and 0 in layout.pipeline_split:
         layers, stages = source.dimensions.num_layers, layout.num_stages
         # The runtime trains over a stage that is empty; one that serves is told by its cache.
-        fits = stages <= layers
         even = [layers // stages + (stage < layers % stages) for stage in range(stages)]
+        fewer = dataclasses.replace(layout, pp=layers, pipeline_split="balanced")
+        fit = f"--pipeline-split {'-'.join(map(str, even))}"
         raise LayoutError(
-            f"the cut {'-'.join(map(str, layout.cut))} leaves stage {layout.cut.index(0)} without "
-            f"a layer; the model has {layers} for {stages} stages, and each that serves needs one",
-            hint=f"--cut {'-'.join(map(str, even))}"
-            if fits
-            else f"--layout {dataclasses.replace(layout, pp=layers, cut='balanced').axes_text()}",
+            f"pipeline_split {'-'.join(map(str, layout.pipeline_split))} leaves a stage without a "
+            f"layer; the model has {layers} for {stages} stages, and each that serves needs one",
+            hint=fit if stages <= layers else f"--layout {fewer.axes_text()}",
         )
-    if device == "cuda":
+    if device == "cuda" and world() is None:
         from hocket.jobs.probe import present
 
         devices = len(present("cuda").found.devices)
@@ -280,9 +281,9 @@ def _options(given: Mapping[str, Any]) -> ServeOptions:
             raise OptionError(f"{name} is {value!r}; {hints[name]} is needed")
     options = ServeOptions(**given)
     for name, least, most in (
-        ("port", 0, 65535), ("metrics_port", 0, 65535), ("max_batch_tokens", 1, 2**20),
-        ("max_model_len", 2, LONGEST), ("max_rows", 1, 65535), ("block_size", 1, 1024),
-        ("num_blocks", 1, 2**31 - 1), ("max_waiting", 0, 10**6), ("deadline", 0.001, 1e9),
+        ("port", 0, 65535), ("metrics_port", 0, 65535), ("max_num_batched_tokens", 1, 2**20),
+        ("max_model_len", 2, LONGEST), ("max_num_seqs", 1, 65535), ("block_size", 1, 1024),
+        ("num_blocks", 1, 2**31 - 1), ("max_queue", 0, 10**6), ("deadline", 0.001, 1e9),
         ("drain_seconds", 0, 1e6), ("max_restarts", 0, 10**6),
     ):  # fmt: skip
         value = getattr(options, name)
@@ -297,10 +298,10 @@ def _options(given: Mapping[str, Any]) -> ServeOptions:
             f"generation_config is {options.generation_config!r}; it is {AUTO} or {NONE}",
             hint=f"--generation-config {NONE}",
         )
-    if options.served_name is not None and not options.served_name.strip():
+    if options.served_model_name is not None and not options.served_model_name.strip():
         raise OptionError(
-            f"served_name is {options.served_name!r}; clients need a name to ask for",
-            hint="--served-name my-model, or none: the name of the model's folder",
+            f"served_model_name is {options.served_model_name!r}; clients need a name to ask for",
+            hint="--served-model-name my-model, or none: the name of the model's folder",
         )
     if options.cache_memory is not None:
         parse_bytes(options.cache_memory)
@@ -381,8 +382,8 @@ def _sizes(options: ServeOptions, source: ModelSource, device: str) -> ServeOpti
     return dataclasses.replace(
         options,
         max_model_len=longest,
-        max_batch_tokens=options.max_batch_tokens or BATCH_TOKENS[device],
-        max_rows=options.max_rows or ROWS[device],
+        max_num_batched_tokens=options.max_num_batched_tokens or BATCH_TOKENS[device],
+        max_num_seqs=options.max_num_seqs or ROWS[device],
         metrics_port=metrics,
     )
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import itertools
 import json
 import os
 import shutil
@@ -20,19 +19,27 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hocket.jobs import ledger, lock, prepare
+from hocket.jobs import ledger, lock
 from hocket.jobs.others import Others
 from hocket.jobs.record import Record
 from hocket.jobs.serving import forecast as serve_forecast
+from hocket.jobs.serving import joined
 from hocket.jobs.serving import request as serve_request
 from hocket.jobs.serving.measured import Keeper
 from hocket.jobs.serving.replicas import Client, Replicas, World
 from hocket.jobs.serving.request import Server
-from hocket.spec.errors import OptionError, RunFolderError
+from hocket.jobs.serving.start import (
+    Launchers,
+    chat_templates,
+    kernels_remark,
+    listeners,
+    require_split,
+    run_folder,
+)
 from hocket.spec.run import RunFolder, write_text
 from hocket.spec.serving import BLOCK_SIZE
 from hocket.spec.serving_forecast import ServingMeasured
@@ -73,33 +80,45 @@ class Served:
 def serve(
     model: str | os.PathLike[str],
     *,
-    layout: Any = "dp1",
+    layout: Any = None,
     on_event: Listener | None = None,
     **options: Any,
-) -> Served:
+) -> Served | None:
     """Serve a model until a signal asks for the end.
+
+    Under torchrun, srun or a Kubernetes Job every rank calls it (`jobs.serving.joined`).
 
     Args:
         model: a Hugging Face directory with weights and a tokenizer, or a run folder.
-        layout: `tp2.pp2.dp2`: dp are replicas; or `auto`.
+        layout: `tp2.pp2.dp2`: dp are replicas; or `auto`. None: dp1, or dp over all ranks that
+            another launcher started.
         on_event: called with each event: `phase`, `note`, `ready` (with `address`, `metrics` and
             `run`), `ended`.
         **options: any other flag of `hocket serve`, with underscores.
+
+    Returns:
+        What the server came to; None in a process of another launcher that is not rank 0.
 
     Raises:
         HocketError: what the caller can mend, before any rank starts wherever possible; or what
             has ended the last replica.
     """
-    from hocket.launch import joined
-
     began = time.monotonic()
-    if joined() is not None:
-        raise OptionError(
-            "serve starts its own ranks; it was started as one of another launcher's",
-            hint="run it without torchrun",
-        )
     record = Record(on_event)
-    server = serve_request.server({"model": os.fspath(model), "layout": layout, **options})
+    context = joined.world()
+    asked = {"layout": layout, **options}
+    if context is not None:
+        asked = joined.options_of(context, asked)
+        if context.rank > 0:
+            joined.be_a_rank(
+                trust_remote_code=bool(asked.get("trust_remote_code", False)),
+                threads=asked.get("threads", 1),
+                device=asked.get("device", "auto"),
+            )
+            return None
+    server = serve_request.server({"model": os.fspath(model), **asked})
+    if context is not None:
+        joined.require_world(server.layout, context)
     fresh = server.request.run is None or not server.request.run.exists()
     folder = run_folder(server)
     with contextlib.ExitStack() as stack:
@@ -107,9 +126,12 @@ def serve(
         stack.enter_context(unready_is_no_run(folder, fresh=fresh))
         doors = listeners(server, stack)
         launchers = Launchers(server, stack)
-        first = launchers.make(0)
+        first = launchers.make(0) if context is None else launchers.local()
+        ranks = None if context is None else joined.Ranks(server)
+        if ranks is not None:
+            stack.callback(ranks.kill)
         templates = chat_templates(server, stack)
-        for warning in server.warnings:
+        for warning in filter(None, (*server.warnings, kernels_remark(server))):
             record.note(f"warning: {warning}")
         if told_by_model := server.sampling.text():
             record.note(
@@ -118,7 +140,11 @@ def serve(
             )
         server, told = serve_forecast.settle(server, first, record)
         require_split(first, server)
-        ready = [first, *(launchers.make(n) for n in range(1, server.layout.dp))]
+        others = range(1, server.layout.dp if ranks is None else 1)
+        ready: list[Any] = [first, *(launchers.make(n) for n in others)]
+        if ranks is not None:
+            first.close()
+            ready = list(ranks.launchers())
         folder.create(server.spec())
         write_text(folder.forecast_file, told.to_json())
         for line in serve_forecast.bill(server, told):
@@ -133,105 +159,12 @@ def serve(
                 doors=doors,
                 record=record,
                 began=began,
+                max_restarts=server.options.max_restarts if context is None else 0,
             )
         )
 
 
 # --- before there are ranks -----------------------------------------------------------------------
-
-
-def run_folder(server: Server) -> RunFolder:
-    """The run folder asked for, or a new name under `runs/`.
-
-    Raises:
-        RunFolderError: it holds a run already, or cannot be made.
-    """
-    asked = server.request.run
-    if asked is None:
-        stem = Path("runs") / f"{server.name.replace(os.sep, '-')}-serve"
-        return RunFolder(prepare.new_folder(stem))
-    folder = RunFolder(asked)
-    lock.check(folder.path)
-    if folder.spec_file.exists():
-        names = (folder.path.with_name(f"{folder.path.name}-{k}") for k in itertools.count(2))
-        free = next(name for name in names if not name.exists())
-        raise RunFolderError(f"{folder.path} already holds a run", hint=f"--run {free}")
-    path = folder.path.absolute()
-    there = next(p for p in (path, *path.parents) if p.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        why = "cannot be written to" if there.is_dir() else "is a file, not a folder"
-        raise RunFolderError(
-            f"{folder.path} cannot be made: {there} {why}", hint="--run runs/served"
-        )
-    return folder
-
-
-def listeners(server: Server, stack: contextlib.ExitStack) -> tuple[socket.socket, socket.socket]:
-    """The sockets of requests and of metrics. Raises OptionError where one is taken."""
-    options = server.options
-    assert options.metrics_port is not None
-    front = serve_request.listener(options.host, options.port)
-    stack.callback(front.close)
-    metrics = serve_request.listener(options.host, options.metrics_port, "--metrics-port")
-    stack.callback(metrics.close)
-    return front, metrics
-
-
-def chat_templates(server: Server, stack: contextlib.ExitStack) -> Renderer | None:
-    """What renders the model's chats; closed with the stack. Raises HocketError: it cannot."""
-    from hocket.models.chat_template import written
-    from hocket.serving.front.renderer import Renderer
-    from hocket.serving.http.settings import HttpSettings
-
-    file = server.options.chat_template_file
-    texts, words = written(server.source.tokenizer, Path(file).expanduser() if file else None)
-    if not texts:
-        return None
-    return stack.enter_context(Renderer(texts, words, seconds=HttpSettings.render_seconds))
-
-
-class Launchers:
-    """Makes the launcher of each replica; closed with the stack."""
-
-    def __init__(self, server: Server, stack: contextlib.ExitStack) -> None:
-        self.server = server
-        self.stack = stack
-
-    def make(self, number: int) -> Launcher:
-        """A warm one for the replica of that number, with GPUs of its own."""
-        from hocket.jobs.serving.gpus import visible
-        from hocket.jobs.serving.rank import PRELOAD
-        from hocket.jobs.train import modeling_modules
-        from hocket.launch import Launcher
-
-        size = self.server.replica.world_size
-        # A rank's threads sleep while they wait for each other: spinning ones hold a core that the
-        # front needs, and wait whole slices of the scheduler for a partner that it put aside.
-        environment: Mapping[str, str] = {
-            "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
-        }
-        if self.server.device == "cuda":
-            devices = visible(number, size)
-            environment = {"CUDA_VISIBLE_DEVICES": ",".join(devices)}
-        preload = (*PRELOAD, "hocket.jobs.serving.rank", "hocket.runtime.shm")
-        return self.stack.enter_context(
-            Launcher(
-                self.server.device,
-                self.server.request.options.threads,
-                preload=(*preload, *modeling_modules(self.server.source.config)),
-                environment=environment,
-            )
-        )
-
-
-def require_split(launcher: Launcher, server: Server) -> None:
-    """Refuse an architecture that would compute something else when it is split, or served."""
-    from hocket.jobs.proxy.check import require_equal
-
-    attention = server.request.options.attention
-    require_equal(
-        launcher, server.source, server.replica, attention=attention, loss=False, pages=True
-    )
 
 
 @contextlib.contextmanager
@@ -298,6 +231,7 @@ async def _serve(
     doors: tuple[socket.socket, socket.socket],
     record: Record,
     began: float,
+    max_restarts: int,
 ) -> Served:
     from hocket.serving.front.router import Router
 
@@ -320,7 +254,7 @@ async def _serve(
         _connect,
         relaunch=relaunch,
         say=record.note,
-        max_restarts=server.options.max_restarts,
+        max_restarts=max_restarts,
     )
     keeper = Keeper(str(server.layout), router, replicas, measured_file(folder))
     ends, beside = Ends(), Others()
@@ -472,8 +406,8 @@ async def _open(
 
     options = server.options
     assert options.max_model_len is not None
-    assert options.max_rows is not None
-    places = options.max_rows + options.max_waiting
+    assert options.max_num_seqs is not None
+    places = options.max_num_seqs + options.max_queue
     service = Service(
         router,
         Words(server.words.to_json()),

@@ -109,7 +109,7 @@ def emitted(plan: ServicePlan, tool: str) -> str:
         gpus_per_node=kind.gpus_per_node,
         tokens=plan.service.tokens,
         max_sequences=best.max_sequences,
-        max_batch_tokens=best.max_batch_tokens,
+        max_num_batched_tokens=best.max_num_batched_tokens,
         usable=plan.usable,
         precision=plan.precision,
         cache_precision=plan.cache_precision,
@@ -193,7 +193,11 @@ def _unsure(one: ServiceForecast, service: Service) -> Iterator[str]:
         ("TTFT", service.ttft_ms, one.ttft_range),
         ("TPOT", service.tpot_ms, one.tpot_range),
     ):
-        if goal is not None and values is not None and values.mid * 1e3 <= goal < values.high * 1e3:
+        if (
+            goal is not None
+            and values is not None
+            and values.median * 1e3 <= goal < values.high * 1e3
+        ):
             yield (
                 f"Its {name} meets the goal as expected, and would miss it at the far end of its "
                 "range; --explain shows a deployment that meets it."

@@ -62,12 +62,12 @@ def megatron(text: str) -> Configuration:
         raise _reject(f"--cp-comm-type {found['--cp-comm-type']}")
     fields: dict[str, Any] = {"tp": tp, "pp": pp, "cp": cp, "ep": ep}
     virtual = number("--num-virtual-stages-per-pipeline-rank", 1) or 1
-    fields["cut"] = "even" if pp > 1 else "balanced"
+    fields["pipeline_split"] = "even" if pp > 1 else "balanced"
     if has("--pipeline-model-parallel-layout"):
         cut = megatron_layers(found["--pipeline-model-parallel-layout"] or "")
         if len(cut) % pp:
             raise OptionError(f"the layout has {len(cut)} stages, and pp is {pp}")
-        fields["cut"], virtual = cut, len(cut) // pp
+        fields["pipeline_split"], virtual = cut, len(cut) // pp
     if has("--num-layers-per-virtual-pipeline-stage"):
         layers = number("--num-layers") or 0
         each = number("--num-layers-per-virtual-pipeline-stage") or 1
@@ -83,7 +83,11 @@ def megatron(text: str) -> Configuration:
         if pp <= ends or rest % (pp - ends):
             raise OptionError(f"{rest} layers do not divide over the {pp - ends} middle stages")
         middle = (rest // (pp - ends),) * (pp - ends)
-        fields["cut"] = (*((first,) if first else ()), *middle, *((last,) if last else ()))
+        fields["pipeline_split"] = (
+            *((first,) if first else ()),
+            *middle,
+            *((last,) if last else ()),
+        )
     if virtual > 1:
         fields |= {"virtual_stages": virtual, "schedule": "interleaved"}
     notes = [
@@ -258,7 +262,7 @@ def _titan(tool: str, found: dict[str, Any]) -> Configuration:
             cut = tuple(sum(str(m).startswith("layers.") for m in part) for part in parts)
             if len(cut) % pp:
                 raise OptionError(f"module_fqns_per_model_part has {len(cut)} parts, pp is {pp}")
-            fields |= {"cut": cut, "virtual_stages": len(cut) // pp}
+            fields |= {"pipeline_split": cut, "virtual_stages": len(cut) // pp}
     mode = str(get("activation_checkpoint.mode", "selective" if tool == "torchtitan-0.2.2"
                    else "none"))  # fmt: skip
     notes: list[str] = []

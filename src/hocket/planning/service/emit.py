@@ -27,7 +27,7 @@ class Deployment:
         ep: data ranks of a replica, over which its experts are divided.
         gpu: kind. gpus_per_node: of a node.
         tokens: of the longest request. max_sequences: at once in a replica.
-        max_batch_tokens: of one step.
+        max_num_batched_tokens: of one step.
         usable: share of a GPU's memory.
         precision: of weights; quantized: the checkpoint itself is.
         cache_precision: of keys and values.
@@ -42,7 +42,7 @@ class Deployment:
     gpus_per_node: int
     tokens: int
     max_sequences: int
-    max_batch_tokens: int
+    max_num_batched_tokens: int
     usable: float
     precision: str
     cache_precision: str
@@ -136,8 +136,8 @@ def _vllm(one: Deployment) -> str:
         notes.append(f"on node I > 0: add --headless --data-parallel-start-rank $(({local} * I))")
     flags |= {
         "--max-model-len": one.tokens,
-        "--max-num-seqs": min(one.max_sequences, one.max_batch_tokens),
-        "--max-num-batched-tokens": one.max_batch_tokens,
+        "--max-num-seqs": min(one.max_sequences, one.max_num_batched_tokens),
+        "--max-num-batched-tokens": one.max_num_batched_tokens,
         "--enable-chunked-prefill": True,
         "--gpu-memory-utilization": f"{one.usable:g}",
         "--dtype": "float16" if one.precision == "fp16" else None,
@@ -185,7 +185,7 @@ def _sglang(one: Deployment) -> str:
     flags |= {
         "--context-length": one.tokens,
         "--max-running-requests": one.max_sequences,
-        "--chunked-prefill-size": one.max_batch_tokens,
+        "--chunked-prefill-size": one.max_num_batched_tokens,
         "--mem-fraction-static": f"{one.usable:g}",
         "--dtype": "float16" if one.precision == "fp16" else None,
         "--quantization": "fp8" if one.precision == "fp8" and not one.quantized else None,

@@ -68,7 +68,9 @@ def winner(problem: ServiceProblem, best: ServiceForecast) -> Iterator[str]:
         f"decode together on average; {best.max_sequences} would fit."
     )
     kinds = best.memory_by_kind
-    request = problem.prices(best.layout.tp, best.layout.pp, best.max_batch_tokens).cache_bytes
+    request = problem.prices(
+        best.layout.tp, best.layout.pp, best.max_num_batched_tokens
+    ).cache_bytes
     yield (
         f"The peak GPU may fill {format_bytes(best.memory)}: {format_bytes(kinds['weights'])} "
         f"weights, {format_bytes(kinds['overhead'])} overhead, the rest cache, of which a request "
@@ -87,7 +89,7 @@ def winner(problem: ServiceProblem, best: ServiceForecast) -> Iterator[str]:
 def _bound(problem: ServiceProblem, best: ServiceForecast) -> str:
     """What sets the number of GPUs: what one replica fewer would miss."""
     layout = best.layout
-    one = candidate(problem.grouped(layout.ep), layout.tp, layout.pp, best.max_batch_tokens)
+    one = candidate(problem.grouped(layout.ep), layout.tp, layout.pp, best.max_num_batched_tokens)
     latencies = played(problem, one, best.replicas - 1)
     if latencies is None:
         return "One replica fewer could not keep up."
@@ -98,7 +100,7 @@ def _would_do(problem: ServiceProblem, best: ServiceForecast) -> str:
     """How many replicas of a saturated layout meet the goals."""
     layout = best.layout
     axes = {"tp": layout.tp, "pp": layout.pp, "ep": layout.ep}
-    axes["max_batch_tokens"] = best.max_batch_tokens
+    axes["max_num_batched_tokens"] = best.max_num_batched_tokens
     found = _best(problem.unbounded(), axes)
     if found is None:
         return "No number of these replicas that is looked at meets the goals."
@@ -174,7 +176,7 @@ def _cannot(problem: ServiceProblem, best: ServiceForecast, pins: dict[str, int]
         return "was not considered: fewer stages leave as much on the peak GPU, or it is too large"
     if problem.sequences(tp, pp) < 1:
         return "does not hold weights and a request"
-    one: Candidate = candidate(problem, tp, pp, best.max_batch_tokens)
+    one: Candidate = candidate(problem, tp, pp, best.max_num_batched_tokens)
     if too_slow(problem, one):
         return (
             f"a request alone takes {format_seconds(one.floor_ttft)} to the first token and "

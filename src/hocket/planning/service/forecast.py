@@ -22,8 +22,8 @@ class ServiceForecast:
     Attributes:
         layout: tp, pp and ep of a replica, dp of all replicas: dp / ep of them.
         gpu: its kind. num_gpus: in all; num_nodes: that they stand in.
-        max_batch_tokens: tokens of one step, prompts in chunks. max_sequences: requests that a
-            replica holds at once.
+        max_num_batched_tokens: tokens of one step, prompts in chunks. max_sequences: requests that
+            a replica holds at once.
         batch: sequences that decode together on a replica, mean; `batch_peak`: at most.
         ttft, tpot, end_to_end: seconds, percentiles over the requests; None where saturated.
         ttft_range, tpot_range: of the percentile that the goals are set for, between its 10th and
@@ -46,7 +46,7 @@ class ServiceForecast:
     cluster: str
     num_gpus: int
     num_nodes: int
-    max_batch_tokens: int
+    max_num_batched_tokens: int
     max_sequences: int
     batch: float
     batch_peak: int
@@ -121,7 +121,7 @@ def forecast(
         cluster=problem.cluster.name,
         num_gpus=gpus,
         num_nodes=nodes(problem, size, replicas),
-        max_batch_tokens=chunk,
+        max_num_batched_tokens=chunk,
         max_sequences=problem.sequences(tp, pp, chunk),
         batch=0.0 if latencies is None else latencies.batch,
         batch_peak=0 if latencies is None else latencies.batch_peak,

@@ -25,13 +25,13 @@ from hocket.planning.service.search import (
     told,
     too_slow,
 )
-from hocket.spec import legality
+from hocket.spec import legality, renamed
 from hocket.spec.errors import LayoutError, OptionError, unknown
 from hocket.spec.layout import Layout
 from hocket.spec.service import Service
 from hocket.spec.units import format_bytes
 
-PINS = ("tp", "pp", "ep", "dp", "max_batch_tokens")
+PINS = ("tp", "pp", "ep", "dp", "max_num_batched_tokens")
 """What can be pinned; dp is the number of replicas."""
 
 
@@ -133,6 +133,7 @@ def parse_pins(texts: Sequence[str]) -> dict[str, int]:
     for text in texts:
         key, equals, value = text.partition("=")
         key = key.strip().replace("-", "_")
+        (key,) = renamed.options({key: None}, PINS)
         if key not in PINS:
             message, hint = unknown("axis", key, PINS)
             raise OptionError(f"--pin: {message}", hint=hint)

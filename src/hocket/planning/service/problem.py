@@ -65,7 +65,7 @@ class ServiceProblem:
         if not (math.isfinite(self.usable) and 0 < self.usable <= 1):
             raise OptionError(
                 f"usable is {self.usable:g}; it is a fraction of a GPU's memory, at most 1",
-                hint="--usable 0.9",
+                hint="--gpu-memory-utilization 0.9",
             )
         if self.precision not in WEIGHT_BYTES:
             message, hint = unknown("precision", self.precision, WEIGHT_BYTES)
@@ -202,7 +202,7 @@ class ServiceProblem:
                 precision=self.precision,
                 cache_precision=self.cached_in,
                 engine=self.engine,
-                max_batch_tokens=chunk,
+                max_num_batched_tokens=chunk,
                 curves=self._curves,  # type: ignore[arg-type]
             )
         return self._known[key]

@@ -73,7 +73,7 @@ def candidates(problem: ServiceProblem, pins: Pins | None = None) -> list[Candid
         if pins.get("ep", group.ep) != group.ep:
             continue
         for tp, pp in group.splits():
-            chunk = pins.get("max_batch_tokens", usual_chunk(pp))
+            chunk = pins.get("max_num_batched_tokens", usual_chunk(pp))
             pinned = pins.get("tp", tp) == tp and pins.get("pp", pp) == pp
             if pinned and group.sequences(tp, pp, chunk) >= 1:
                 found.append(candidate(group, tp, pp, chunk))
@@ -291,7 +291,7 @@ def search(
 
     Args:
         top: how many, each with another (tp, pp, ep).
-        pins: tp, pp, ep, dp (of all replicas) or max_batch_tokens to the only value that each
+        pins: tp, pp, ep, dp (of all replicas) or max_num_batched_tokens to the only value that each
             may have.
         found: the candidates, where they are known.
     """
@@ -309,7 +309,7 @@ def search(
         if (enough is not None and lower > enough) or (best and number >= PROMISING + 2 * top):
             break
         deployed = None
-        others = () if "max_batch_tokens" in pins else CHUNKS
+        others = () if "max_num_batched_tokens" in pins else CHUNKS
         for chunk in dict.fromkeys((one.chunk, *others)):
             group = problem.grouped(one.ep)
             other = one if chunk == one.chunk else candidate(group, one.tp, one.pp, chunk)

@@ -47,8 +47,8 @@ SERVERS = ("vllm", "sglang")
 
 def job(problem: Problem, found: Forecast) -> Job:
     """A forecast as tools' flags are written from it, its pipeline split resolved."""
-    divided = dataclasses.replace(problem, division=found.layout.cut)
-    layout = dataclasses.replace(found.layout, cut=divided.cut(found.layout))
+    divided = dataclasses.replace(problem, division=found.layout.pipeline_split)
+    layout = dataclasses.replace(found.layout, pipeline_split=divided.cut(found.layout))
     return Job(
         facts=problem.facts, layout=layout, microbatch=found.microbatch, context=found.context
     )

@@ -16,7 +16,7 @@ class Job:
 
     Attributes:
         facts: of model, step and device.
-        layout: with its microbatches, and with layers per stage in `cut`.
+        layout: with its microbatches, and with layers per stage in `pipeline_split`.
         microbatch: sequences of one.
         context: how keys and values travel over cp: `ring` or `ulysses`; empty without cp.
     """
@@ -29,8 +29,8 @@ class Job:
     @property
     def cut(self) -> tuple[int, ...]:
         """Layers of each stage, in the model's order."""
-        assert isinstance(self.layout.cut, tuple), self.layout.cut
-        return self.layout.cut
+        assert isinstance(self.layout.pipeline_split, tuple), self.layout.pipeline_split
+        return self.layout.pipeline_split
 
     @property
     def even(self) -> bool:

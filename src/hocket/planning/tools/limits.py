@@ -153,9 +153,14 @@ class Limits:
             yield f"cp {layout.cp} by {context}: it exchanges by {' or '.join(self.context)}"
         if layout.data_parallel != "processes":
             yield f"data_parallel {layout.data_parallel}: it runs a process for each GPU"
-        if isinstance(layout.cut, tuple) and len(set(layout.cut)) > 1 and not self.any_split:
+        if (
+            isinstance(layout.pipeline_split, tuple)
+            and len(set(layout.pipeline_split)) > 1
+            and not self.any_split
+        ):
             yield (
-                f"layers per stage {'-'.join(map(str, layout.cut))}: it cannot be given them, and "
+                f"layers per stage {'-'.join(map(str, layout.pipeline_split))}: it cannot be given "
+                "them, and "
                 "splits evenly"
             )
 

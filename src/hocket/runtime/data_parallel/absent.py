@@ -63,7 +63,7 @@ class Absent(nn.Parameter):
         raise ModelError(
             f"{getattr(found, NAME)} is read where it is not gathered: under ZeRO-3 its values are "
             "sharded over the data ranks, except while its own module runs",
-            hint="on every rank parallel.arrive() before reading and parallel.release() after it, "
+            hint="on every rank parallel.unshard() before reading and parallel.reshard() after it, "
             "or zero=2 in the layout",
         )
 

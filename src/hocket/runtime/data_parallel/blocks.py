@@ -195,7 +195,7 @@ class ShardedBlocks(Shares):
     def zero_grad(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():  # which an absent parameter's `.grad` calls
             super().zero_grad()
-        self.release()
+        self.reshard()
 
     def begins(self, kind: str) -> None:
         super().begins(kind)
@@ -222,20 +222,20 @@ class ShardedBlocks(Shares):
                 self._let_go(block)
         self._kind = ""
 
-    def publish(self) -> None:
+    def begin_unshard(self) -> None:
         """What was gathered for readers is out of date."""
         for block in self._blocks.values():
             self._let_go(block, keep=False)
 
-    def arrive(self) -> None:
-        """Gather everything; what is written into it is taken over by `release`."""
+    def unshard(self) -> None:
+        """Gather everything; what is written into it is taken over by `reshard`."""
         for block in self._blocks.values():
             self._use(block)
             for bucket in block.buckets:
                 bucket.opened = True
 
-    def release(self) -> None:
-        """Free what is whole; of what `arrive` gathered, take over this rank's share first."""
+    def reshard(self) -> None:
+        """Free what is whole; of what `unshard` gathered, take over this rank's share first."""
         for block in self._blocks.values():
             self._let_go(block)
 
@@ -247,7 +247,7 @@ class ShardedBlocks(Shares):
     def reading(self, name: str) -> Iterator[None]:
         """Within the block the parameters of `name`'s bucket have their values. Every rank."""
         bucket = self._bucket_of(name)
-        if bucket.whole:  # `arrive` gathered everything
+        if bucket.whole:  # `unshard` gathered everything
             yield
             return
         self._begin(bucket)

@@ -153,7 +153,7 @@ class Buckets:
                         parameter.grad = view.zero_()
                 self._reduce(bucket)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Before gradients are summed over other axes: wait for the sum over the data ranks."""
         self.wait()
 

@@ -77,7 +77,7 @@ class ShardedBuckets(Shares):
             if buckets:
                 child.register_forward_pre_hook(partial(self._before_use, buckets))
 
-    def publish(self) -> None:
+    def begin_unshard(self) -> None:
         """Begin to gather every rank's share of the values, the first to be used first."""
         for bucket in reversed(self._buckets):
             with self.recorder.in_phase("step"):
@@ -85,8 +85,8 @@ class ShardedBuckets(Shares):
                     bucket.flat, bucket.mine, self.axis, self.recorder
                 )
 
-    def arrive(self) -> None:
-        """Wait for what `publish` began."""
+    def unshard(self) -> None:
+        """Wait for what `begin_unshard` began."""
         for bucket in reversed(self._buckets):
             _arrive(bucket)
 

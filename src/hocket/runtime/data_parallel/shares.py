@@ -38,8 +38,8 @@ class Shares(abc.ABC):
     """The gradients of one stage, summed in shares over the data ranks.
 
     The step is that of `Buckets`: `zero_grad`, backwards, `last_backward` before the last of
-    them, `launch`, then `settle`, the sums over other axes, `wait`. Afterwards the pieces hold
-    the gradient; the optimizer steps them, then `publish` is called.
+    them, `launch`, then `flush`, the sums over other axes, `wait`. Afterwards the pieces hold
+    the gradient; the optimizer steps them, then `begin_unshard` is called.
 
     Args:
         buckets: of which those with pieces to step are in order of the module.
@@ -119,7 +119,7 @@ class Shares(abc.ABC):
             if not bucket.late and self._has_more(bucket):
                 self._reduce(bucket)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Before gradients are summed over other axes: those still lie whole in `.grad`."""
         self.launch()
 
@@ -157,14 +157,14 @@ class Shares(abc.ABC):
             waits.synchronize()
 
     @abc.abstractmethod
-    def publish(self) -> None:
+    def begin_unshard(self) -> None:
         """The optimizer has stepped the pieces: begin to tell the other ranks, if they need it."""
 
     @abc.abstractmethod
-    def arrive(self) -> None:
+    def unshard(self) -> None:
         """Make every parameter whole, for readers and writers outside of a step."""
 
-    def release(self) -> None:  # noqa: B027  parameters that are always whole need nothing
+    def reshard(self) -> None:  # noqa: B027  parameters that are always whole need nothing
         """Those are done."""
 
     @torch.no_grad()

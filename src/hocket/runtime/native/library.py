@@ -5,9 +5,10 @@
 The hash is of the sources, the compiler's version, the flags and the processor's features, so that
 a home directory may be shared. Compiling takes two seconds, once; whoever comes meanwhile compiles
 too, and the last one's file stands, whole at every moment. Where no C compiler is found, where it
-fails, or with HOCKET_KERNELS=0, there is no library, and PyTorch computes the same. A processor may
-be taken for a lesser one, to see what that would compute and how fast: HOCKET_KERNELS=avx2, for one
-without AVX-512, or =portable, for the least that its compiler knows.
+fails, or with HOCKET_KERNELS=0, there is no library, and PyTorch computes the same, slower;
+`remark` has the reason and the fix. A processor may be taken for a lesser one, to see what that
+would compute and how fast: HOCKET_KERNELS=avx2, for one without AVX-512, or =portable, for the
+least that its compiler knows.
 """
 
 from __future__ import annotations
@@ -82,6 +83,34 @@ def library(form: str | None = None) -> ctypes.CDLL | None:
         function = getattr(found, name)
         function.argtypes, function.restype = arguments, _i if name in _COUNTS else None
     return found
+
+
+def remark() -> str | None:
+    """Why this machine has no kernels, and the fix; None where it has them, or was asked for none.
+
+    Compiles them, if that has not been done: ranks that start later find the file.
+    """
+    if os.environ.get(VARIABLE) == "0":
+        return None
+    effect = "PyTorch's operations compute the same, slower"
+    compiler = _compiler()
+    if compiler is None:
+        named = os.environ.get("CC")
+        wrong = f"CC={named} is not a program" if named else "no C compiler (gcc, clang, cc)"
+        return f"no kernels in C: {wrong}; {effect}. Fix: apt-get install gcc libc6-dev, or set CC"
+    asked = os.environ.get(VARIABLE)
+    try:
+        _built(compiler, asked if asked in FORMS else "native")
+    except subprocess.CalledProcessError as error:
+        lines = error.stderr.decode(errors="replace").splitlines()
+        said = next((line for line in lines if "error" in line), f"exit code {error.returncode}")
+        wrong = f"{compiler[0]} cannot compile them ({said})"
+        fix = "apt-get install libc6-dev, or CC=another compiler"
+    except (OSError, subprocess.SubprocessError) as error:
+        wrong, fix = f"they cannot be kept in {folder()} ({error})", "XDG_CACHE_HOME=DIR"
+    else:
+        return None
+    return f"no kernels in C: {wrong}; {effect}. Fix: {fix}"
 
 
 def folder() -> Path:

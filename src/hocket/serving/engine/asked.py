@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from hocket.serving.request import Sampling
+from hocket.serving.request import SamplingParams
 from hocket.serving.scheduling.admission import Admission
 from hocket.serving.scheduling.step import ALL, Row, StepPlan
 
@@ -32,7 +32,7 @@ class Slot:
         broken: why it cannot be sampled; None: it can.
     """
 
-    sampling: Sampling
+    sampling: SamplingParams
     seed: int
     index: int
     barred_until: int

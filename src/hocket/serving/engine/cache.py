@@ -92,9 +92,9 @@ class BlockTables:
         table: [slots, blocks of the longest sequence] int64.
     """
 
-    def __init__(self, max_rows: int, max_blocks: int) -> None:
-        self.table = torch.zeros(max_rows, max_blocks, dtype=torch.long)
-        self._held = [0] * max_rows
+    def __init__(self, max_num_seqs: int, max_blocks: int) -> None:
+        self.table = torch.zeros(max_num_seqs, max_blocks, dtype=torch.long)
+        self._held = [0] * max_num_seqs
 
     def apply(self, plan: StepPlan) -> None:
         """Take in what a plan says of its slots: released, admitted, new blocks."""

@@ -3,9 +3,10 @@
     parent   --commands-->  driver  --plans-->  follower
              <--outputs---          <--results--
 
-All are Unix stream sockets in a folder that only this user may enter. A connection begins with a
-secret of 32 bytes, compared in constant time, and the rank that speaks; whoever lacks it is hung
-up on. Frames (`front.frames`) have a size limit and are data, never pickled.
+All are Unix stream sockets in a folder that only this user may enter; between hosts they are TCP
+(`TcpListener`). A connection begins with a secret of 32 bytes, compared in constant time, and the
+rank that connects; one without the secret is closed. Frames (`front.frames`) have a size limit and
+are data, never pickled.
 
 A channel never blocks its owner unless asked to: what the socket does not take is kept, and both
 `flush` and `receive` sleep in the kernel.
@@ -30,6 +31,8 @@ MAX_FRAME = 1 << 26
 
 _CHUNK = 1 << 18
 _BOTH = select.POLLIN | select.POLLOUT
+_CONNECT = 30.0
+"""Seconds until a connection to another host is given up."""
 _PATIENCE = 5.0
 """Seconds that a stranger has to say who it is."""
 
@@ -160,6 +163,8 @@ class Listener:
         OptionError: the path is longer than a socket's may be.
     """
 
+    path: Path | None
+
     def __init__(self, path: str | os.PathLike[str], token: bytes) -> None:
         assert len(token) == TOKEN_BYTES
         self.path, self.token = Path(path), token
@@ -192,6 +197,7 @@ class Listener:
                 connection, _ = self._socket.accept()
             except TimeoutError:
                 return None
+            _prompt(connection)
             rank = self._known(connection)
             if rank is not None:
                 return Channel(connection, limit), rank
@@ -218,21 +224,62 @@ class Listener:
     def close(self) -> None:
         """Let nobody else in. May be called twice."""
         self._socket.close()
-        with contextlib.suppress(OSError):
-            self.path.unlink()
+        if self.path is not None:
+            with contextlib.suppress(OSError):
+                self.path.unlink()
 
 
-def connect(path: str | os.PathLike[str], token: bytes, rank: int = 0) -> Channel:
-    """A channel to a listener.
+class TcpListener(Listener):
+    """A driver's listener for ranks and a front on other hosts.
+
+    Args:
+        host: the address of this host that the others reach; the kernel picks the port.
+        token: the secret.
+
+    Attributes:
+        address: (host, port) to connect to.
+    """
+
+    def __init__(self, host: str, token: bytes) -> None:
+        assert len(token) == TOKEN_BYTES
+        self.path, self.token = None, token
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, 0), family=family, backlog=64)
+        self.address: tuple[str, int] = self._socket.getsockname()[:2]
+
+
+def connect(
+    address: str | os.PathLike[str] | tuple[str, int], token: bytes, rank: int = 0
+) -> Channel:
+    """A channel to a listener: to the path of its socket, or to its host and port.
 
     Raises:
-        ChannelClosed: nobody listens there.
+        ChannelClosed: no process listens there.
     """
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        connection.connect(os.fspath(path))
+        if isinstance(address, tuple):
+            connection = socket.create_connection(address, timeout=_CONNECT)
+            connection.settimeout(None)
+            _prompt(connection)
+        else:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                connection.connect(os.fspath(address))
+            except OSError:
+                connection.close()
+                raise
+    except OSError as error:
+        raise ChannelClosed(f"no process listens at {address}: {error}") from None
+    try:
         connection.sendall(hello(token, rank))
     except OSError as error:
         connection.close()
-        raise ChannelClosed(f"no process listens at {path}: {error}") from None
+        raise ChannelClosed(f"no process listens at {address}: {error}") from None
     return Channel(connection)
+
+
+def _prompt(connection: socket.socket) -> None:
+    """Send small frames at once, and notice a host that is gone; Unix sockets need neither."""
+    if connection.family != socket.AF_UNIX:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

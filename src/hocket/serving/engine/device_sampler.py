@@ -131,10 +131,10 @@ class DeviceSampler:
         vocab_size: token ids of the whole.
         device: where the logits are.
         recorder: counts what is moved.
-        max_rows: slots.
+        max_num_seqs: slots.
         structures: compiles structures; None: requests with one fail.
-        last: [max_rows + 1] int64 where tokens are kept for the next step, on every tensor rank;
-            None: no step needs them.
+        last: [max_num_seqs + 1] int64 where tokens are kept for the next step, on every tensor
+            rank; None: no step needs them.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class DeviceSampler:
         vocab_size: int,
         device: torch.device | str,
         recorder: Recorder,
-        max_rows: int,
+        max_num_seqs: int,
         *,
         structures: Structures | None = None,
         last: Tensor | None = None,
@@ -159,9 +159,9 @@ class DeviceSampler:
         self._slots: dict[int, Slot] = {}
         # Several requests with penalties may come in one plan: a buffer for each of a few.
         self._admitting = Staging(1024, self.device, grows=True, buffers=8)
-        self._staging = Staging(16 * max_rows, self.device, grows=True)
-        self._tables = SlotTables(max_rows, vocab_size, self.device)
-        self._history = TokenHistory(max_rows, self.device, self._admitting.send)
+        self._staging = Staging(16 * max_num_seqs, self.device, grows=True)
+        self._tables = SlotTables(max_num_seqs, vocab_size, self.device)
+        self._history = TokenHistory(max_num_seqs, self.device, self._admitting.send)
         self.readback = Readback(self.device)
         self._rows_at_once = max(1, _SLICE_BYTES // (4 * vocab_size))
         self._whole = Vocabulary(axis=dataclasses.replace(vocabulary.axis, size=1, group=None))

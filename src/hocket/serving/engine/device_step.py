@@ -139,21 +139,21 @@ class DeviceTables:
     """The block tables of all slots: on the host, on the device, and how a step gets there.
 
     Args:
-        max_rows: slots. max_blocks: blocks of the longest sequence.
-        max_tokens: of a step; with `max_rows` what the staging buffer is made for.
+        max_num_seqs: slots. max_blocks: blocks of the longest sequence.
+        max_tokens: of a step; with `max_num_seqs` what the staging buffer is made for.
         block_size: tokens of a block.
         spare_block: a block that no sequence holds; padding writes there.
         device: of the tables.
 
     Attributes:
-        table: [max_rows + 1, max_blocks] int32; the last row is of padding.
-        last: [max_rows + 1] int64, the token last sampled for each slot.
+        table: [max_num_seqs + 1, max_blocks] int32; the last row is of padding.
+        last: [max_num_seqs + 1] int64, the token last sampled for each slot.
         staging: what steps are copied through.
     """
 
     def __init__(
         self,
-        max_rows: int,
+        max_num_seqs: int,
         max_blocks: int,
         max_tokens: int,
         *,
@@ -161,17 +161,17 @@ class DeviceTables:
         spare_block: int,
         device: torch.device,
     ) -> None:
-        self.max_rows, self.max_blocks, self.block_size = max_rows, max_blocks, block_size
+        self.max_num_seqs, self.max_blocks, self.block_size = max_num_seqs, max_blocks, block_size
         self.spare_block = spare_block
         self.device = device
         self.table = torch.full(
-            (max_rows + 1, max_blocks), spare_block, dtype=torch.int32, device=device
+            (max_num_seqs + 1, max_blocks), spare_block, dtype=torch.int32, device=device
         )
-        self.last = torch.zeros(max_rows + 1, dtype=torch.long, device=device)
-        largest = max(max_tokens, max_rows)
-        self.staging = Staging(4 * largest + 2 * max_rows + 2 * _NEW_BLOCKS + 16, device)
+        self.last = torch.zeros(max_num_seqs + 1, dtype=torch.long, device=device)
+        largest = max(max_tokens, max_num_seqs)
+        self.staging = Staging(4 * largest + 2 * max_num_seqs + 2 * _NEW_BLOCKS + 16, device)
         self._more = Staging(0, device, grows=True)
-        self._blocks: list[list[int]] = [[] for _ in range(max_rows)]
+        self._blocks: list[list[int]] = [[] for _ in range(max_num_seqs)]
 
     @property
     def spare_place(self) -> int:

@@ -23,7 +23,7 @@ from hocket.runtime.pipeline.stage import Stage
 from hocket.serving.engine import attention
 from hocket.serving.engine.refusal import no_attention, refuse
 from hocket.serving.engine.runner import StageRunner
-from hocket.serving.request import Sampling
+from hocket.serving.request import SamplingParams
 from hocket.serving.scheduling.admission import Admission
 from hocket.serving.scheduling.step import ALL, Row, StepPlan
 from hocket.spec.errors import HocketError, ModelError
@@ -102,8 +102,8 @@ def _compare(proxy: ProxyModel, plain: Any, module: nn.Module) -> float:
     sequences = [first, [draw.randrange(3, vocabulary) for _ in range(21)], [7]]
     sequences.append(first[: 3 * _BLOCK] + [draw.randrange(3, vocabulary) for _ in range(9)])
     runner = StageRunner(
-        Stage(module), Mesh.single(), proxy.config, block_size=_BLOCK, max_rows=len(sequences),
-        max_batch_tokens=64, max_model_len=longest + _BLOCK,
+        Stage(module), Mesh.single(), proxy.config, block_size=_BLOCK, max_num_seqs=len(sequences),
+        max_num_batched_tokens=64, max_model_len=longest + _BLOCK,
     )  # fmt: skip
     runner.allocate(48)
     expected = [
@@ -185,5 +185,5 @@ class _Served:
     def _admit(self, slot: int) -> Admission:
         tokens = self.sequences[slot]
         return Admission(
-            slot=slot, sampling=Sampling(max_new_tokens=1, seed=0), prompt_length=len(tokens)
+            slot=slot, sampling=SamplingParams(max_new_tokens=1, seed=0), prompt_length=len(tokens)
         )

@@ -42,10 +42,10 @@ _WARM = 2
 """Runs before a capture: libraries choose kernels and take their workspaces."""
 
 
-def sizes(max_rows: int) -> list[int]:
-    """Numbers of rows that are captured, ascending; the last is the smaller of `max_rows` and
+def sizes(max_num_seqs: int) -> list[int]:
+    """Numbers of rows that are captured, ascending; the last is the smaller of `max_num_seqs` and
     `LARGEST`."""
-    last = min(max_rows, LARGEST)
+    last = min(max_num_seqs, LARGEST)
     found = [1 << k for k in range(7)] + [*range(96, 257, 32), *range(320, LARGEST, 64)]
     return [*(n for n in found if n < last), last]
 
@@ -110,8 +110,9 @@ class DecodeGraphs:
     Args:
         forward: runs a step.
         tables: of the stage, through which steps reach the device.
-        max_rows: most rows of a step.
-        hidden: an empty [1, max_rows, H] of what comes from the stage before. None: first stage.
+        max_num_seqs: most rows of a step.
+        hidden: an empty [1, max_num_seqs, H] of what comes from the stage before. None: first
+            stage.
         unknown: whether steps may have tokens that only the device knows.
         device: streams and graphs.
         agree: given whether this rank captured a size, whether all ranks did: otherwise one would
@@ -127,7 +128,7 @@ class DecodeGraphs:
         forward: Forward,
         tables: DeviceTables,
         *,
-        max_rows: int,
+        max_num_seqs: int,
         hidden: Tensor | None,
         unknown: bool,
         device: Device,
@@ -135,7 +136,7 @@ class DecodeGraphs:
     ) -> None:
         self.forward, self.tables = forward, tables
         self.agree = agree
-        self.sizes = sizes(max_rows)
+        self.sizes = sizes(max_num_seqs)
         self.hidden = hidden
         self.unknown = unknown
         self.device = device
@@ -189,7 +190,7 @@ class DecodeGraphs:
         size = self._size(rows)
         assert size is not None
         graph = self._graphs[size]
-        step.pad(size, self.tables.max_rows, self.tables.spare_place)
+        step.pad(size, self.tables.max_num_seqs, self.tables.spare_place)
         columns = self.tables.copied(step, changes)
         if hidden is not None:
             assert self.hidden is not None
@@ -204,7 +205,7 @@ class DecodeGraphs:
         return graph.output.index_select(0, columns.wanted)
 
     def _captured(self, rows: int) -> _Graph:
-        step = HostStep.padding(rows, self.tables.max_rows, self.tables.spare_place)
+        step = HostStep.padding(rows, self.tables.max_num_seqs, self.tables.spare_place)
         self.tables.copied(step, ([], []))
         with self.device.warm():
             for _ in range(_WARM):

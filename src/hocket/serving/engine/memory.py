@@ -43,9 +43,9 @@ def cache_bytes(runner: StageRunner, ranks_here: int) -> int:
     if room <= 0:
         raise OptionError(
             f"the GPU has {format_bytes(free)} of {format_bytes(total)} free after the weights, "
-            f"and a step of {runner.max_batch_tokens} tokens and the graphs of decode take "
+            f"and a step of {runner.max_num_batched_tokens} tokens and the graphs of decode take "
             f"{format_bytes(needed)}",
-            hint=f"--max-batch-tokens {max(1, runner.max_batch_tokens // 4)}",
+            hint=f"--max-num-batched-tokens {max(1, runner.max_num_batched_tokens // 4)}",
         )
     return room
 

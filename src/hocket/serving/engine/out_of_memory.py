@@ -61,16 +61,16 @@ def remedies(
     """
     held = {owner.name: owner.nbytes for owner in found}
     fixes: list[tuple[str, int]] = []
-    tokens, rows = options.max_batch_tokens or 1, options.max_rows or 1
+    tokens, rows = options.max_num_batched_tokens or 1, options.max_num_seqs or 1
     if tokens > 1 and held["activations"] + requested:
         half = (held["activations"] + requested) // 2
-        fixes.append((f"--max-batch-tokens {tokens // 2}", half))
+        fixes.append((f"--max-num-batched-tokens {tokens // 2}", half))
     cache = held["key/value cache"]
     smaller = int(cache * (1 - SMALLER_CACHE)) - requested
     if smaller > 0:
         fixes.append((f"--cache-memory {max(1, smaller // 10**6)}MB", cache - smaller))
     if rows > 1 and not cache:  # while the model is built, before the cache is made
-        fixes.append((f"--max-rows {rows // 2}", requested // 2))
+        fixes.append((f"--max-num-seqs {rows // 2}", requested // 2))
     fixes.sort(key=lambda each: -each[1])
     return [(flags, saved) for flags, saved in fixes if saved >= 1]
 

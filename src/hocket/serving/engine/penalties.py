@@ -26,25 +26,25 @@ class TokenHistory:
     """The distinct tokens of each slot.
 
     Args:
-        max_rows: slots.
+        max_num_seqs: slots.
         device: where the logits are.
         send: brings columns to the device. None: as tensors are made.
     """
 
     def __init__(
         self,
-        max_rows: int,
+        max_num_seqs: int,
         device: torch.device | str = "cpu",
         send: Callable[[Sequence[Column]], list[Tensor]] | None = None,
     ) -> None:
         self._send = send or self._made
-        self.max_rows = max_rows
+        self.max_num_seqs = max_num_seqs
         self.device = torch.device(device)
         self._tokens = torch.zeros(0, 0, dtype=torch.long, device=self.device)
         self._times = torch.zeros(0, 0, device=self.device)
-        self._length = torch.zeros(max_rows, dtype=torch.long, device=self.device)
+        self._length = torch.zeros(max_num_seqs, dtype=torch.long, device=self.device)
         # no fewer than the tokens of each slot, known without asking the device
-        self._most = [0] * max_rows
+        self._most = [0] * max_num_seqs
 
     def admit(self, slot: int, prompt: Sequence[int], generated: Sequence[int]) -> None:
         """Begin a slot with what its sequence holds already."""
@@ -143,7 +143,7 @@ class TokenHistory:
             room *= 2
         for name in ("_tokens", "_times"):
             old = getattr(self, name)
-            new = old.new_zeros(self.max_rows, room)
+            new = old.new_zeros(self.max_num_seqs, room)
             new[: old.shape[0], :have] = old
             setattr(self, name, new)
 

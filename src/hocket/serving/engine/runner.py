@@ -72,8 +72,8 @@ class StageRunner:
         config: the model's configuration.
         block_size: tokens of a block of the cache. None: 16 on CPU; on CUDA what the kernels of
             all ranks' layers read.
-        max_rows: slots.
-        max_batch_tokens: tokens of a step.
+        max_num_seqs: slots.
+        max_num_batched_tokens: tokens of a step.
         max_model_len: tokens of a sequence.
         threads: on a CPU, those that a step may use which is large enough for them; a smaller one
             is over before they have met.
@@ -100,8 +100,8 @@ class StageRunner:
         config: Any,
         *,
         block_size: int | None,
-        max_rows: int,
-        max_batch_tokens: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
         max_model_len: int,
         threads: int = 1,
         lookahead: bool = False,
@@ -112,8 +112,8 @@ class StageRunner:
         self.mesh = mesh
         self.config = config
         self.device = mesh.device
-        self.max_rows = max_rows
-        self.max_batch_tokens = max_batch_tokens
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         refuse(config, stage.module, max_model_len)
         stage.module.eval().requires_grad_(False)
@@ -141,7 +141,7 @@ class StageRunner:
         if chooser is not None:
             self.choice = self._agreed(chooser, block_size)
             self.block_size = self.choice.block_size
-        self.tables = BlockTables(max_rows, self._max_blocks)
+        self.tables = BlockTables(max_num_seqs, self._max_blocks)
         self._device_tables: DeviceTables | None = None
         unmerge_wasted(merges)
         if self.half:
@@ -240,9 +240,9 @@ class StageRunner:
             self.layers, num_blocks + 1, self.block_size, self.device, heads_first=False
         )
         self._device_tables = DeviceTables(
-            self.max_rows,
+            self.max_num_seqs,
             self._max_blocks,
-            self.max_batch_tokens,
+            self.max_num_batched_tokens,
             block_size=self.block_size,
             spare_block=num_blocks,
             device=self.device,
@@ -253,8 +253,8 @@ class StageRunner:
         return DecodeGraphs(
             self._on_device,
             self._device_tables,
-            max_rows=self.max_rows,
-            hidden=None if self.stage.is_first else self._empty_hidden(self.max_rows),
+            max_num_seqs=self.max_num_seqs,
+            hidden=None if self.stage.is_first else self._empty_hidden(self.max_num_seqs),
             unknown=self.lookahead,
             device=self._graph_device or CudaDevice(self.device),
             agree=self._agree,
@@ -279,7 +279,7 @@ class StageRunner:
     @property
     def num_graphs(self) -> int:
         """Sizes of decode steps that are captured."""
-        return len(sizes(self.max_rows))
+        return len(sizes(self.max_num_seqs))
 
     def _agree(self, captured: bool) -> bool:
         """Whether all ranks of the tensor axis captured a size."""
@@ -343,7 +343,10 @@ class StageRunner:
             return 0
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
-        tokens, rows = self.max_batch_tokens, min(self.max_rows, self.max_batch_tokens)
+        tokens, rows = (
+            self.max_num_batched_tokens,
+            min(self.max_num_seqs, self.max_num_batched_tokens),
+        )
         hidden = None if self.stage.is_first else self._empty_hidden(tokens)
         self._forward(_unplaced(tokens, rows, self.block_size), hidden, _Watch())
         return torch.cuda.max_memory_allocated(self.device) - before

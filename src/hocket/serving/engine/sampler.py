@@ -62,7 +62,7 @@ class Sampler:
         vocab_size: token ids of the whole.
         device: where the logits are.
         recorder: counts what is moved.
-        max_rows: slots.
+        max_num_seqs: slots.
         structures: compiles structures; None: requests with one fail.
     """
 
@@ -72,7 +72,7 @@ class Sampler:
         vocab_size: int,
         device: torch.device | str,
         recorder: Recorder,
-        max_rows: int,
+        max_num_seqs: int,
         *,
         structures: Structures | None = None,
     ) -> None:
@@ -84,7 +84,7 @@ class Sampler:
         self.structures = structures
         self.samples = vocabulary.axis.index == 0
         self._slots: dict[int, Slot] = {}
-        self._history = TokenHistory(max_rows, device)
+        self._history = TokenHistory(max_num_seqs, device)
         self._scratch = Scratch()
         row_bytes = 4 * vocab_size
         self._rows_at_once = max(1, _SLICE_BYTES // row_bytes)

@@ -25,24 +25,24 @@ class SlotTables:
     """Temperature, cuts, penalties, biases and stop tokens of each slot.
 
     Args:
-        max_rows: R. vocab_size: token ids. device: of the tables.
+        max_num_seqs: R. vocab_size: token ids. device: of the tables.
 
     Attributes:
         temperature, top_p, min_p, repetition, presence, frequency: [R] fp32.
         top_k: [R] int64; `vocab_size` where a request has none.
     """
 
-    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
-        self._numbers = torch.zeros(6, max_rows, device=device)
+        self._numbers = torch.zeros(6, max_num_seqs, device=device)
         (
             self.temperature, self.top_p, self.min_p, self.repetition, self.presence,
             self.frequency,
         ) = self._numbers.unbind()  # fmt: skip
-        self.top_k = torch.zeros(max_rows, dtype=torch.long, device=device)
-        self._ends = torch.zeros(max_rows, 1, dtype=torch.long, device=device)
-        self._bias_tokens = torch.zeros(max_rows, 1, dtype=torch.long, device=device)
-        self._bias_values = torch.zeros(max_rows, 1, device=device)
+        self.top_k = torch.zeros(max_num_seqs, dtype=torch.long, device=device)
+        self._ends = torch.zeros(max_num_seqs, 1, dtype=torch.long, device=device)
+        self._bias_tokens = torch.zeros(max_num_seqs, 1, dtype=torch.long, device=device)
+        self._bias_values = torch.zeros(max_num_seqs, 1, device=device)
         self._with_ends: set[int] = set()
 
     def admit(self, slots: Sequence[tuple[int, Slot]], send: Send) -> None:

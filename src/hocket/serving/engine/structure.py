@@ -1,6 +1,6 @@
 """Structure: which tokens may come next, so that an answer obeys a JSON schema or a pattern.
 
-    text of `Sampling.structure`                 answers that obey it
+    text of `SamplingParams.structure`                 answers that obey it
     {"type": "json_object"}                      one JSON object
     {"type": "json_schema", "schema": {...}}     JSON that the schema admits
     {"type": "regex", "pattern": "..."}          texts that match from end to end
@@ -220,7 +220,7 @@ class Structures:
         """The state after `generated`, compiled in a thread.
 
         Args:
-            text: of `Sampling.structure`.
+            text: of `SamplingParams.structure`.
             ends: tokens that end this answer; they may come when it is complete. None: those of
                 the model, which then fill what is asked for beyond it.
             generated: the answer so far.

@@ -1,6 +1,6 @@
 """Ask: what one call wants, and the words in which it is answered.
 
-Ask       prompts, how many answers of each, stop strings, Sampling
+Ask       prompts, how many answers of each, stop strings, SamplingParams
 Piece     what was added to one answer
 Answer    a whole one; Usage: the tokens of all
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from hocket.serving.request import Sampling, TokenLogprobs
+from hocket.serving.request import SamplingParams, TokenLogprobs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class Ask:
     """
 
     prompts: tuple[tuple[int, ...], ...]
-    sampling: Sampling
+    sampling: SamplingParams
     id: str
     n: int = 1
     stop: tuple[str, ...] = ()
@@ -55,7 +55,7 @@ class Piece:
         tokens: ids, without one that ended the answer.
         texts: text of each of them before stop strings were looked for, if `per_token`.
         logprobs: of `tokens`, if asked for. prompt_logprobs: of the prompt, once.
-        finish: `stop` or `length` in the last piece of an answer.
+        finish_reason: `stop` or `length` in the last piece of an answer.
         stop: the string or the user's own token that ended it.
     """
 
@@ -65,7 +65,7 @@ class Piece:
     texts: list[str] | None = None
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
-    finish: str | None = None
+    finish_reason: str | None = None
     stop: str | int | None = None
 
 
@@ -88,7 +88,7 @@ class Answer:
     texts: list[str] = dataclasses.field(default_factory=list)
     logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
-    finish: str | None = None
+    finish_reason: str | None = None
     stop: str | int | None = None
 
     @property

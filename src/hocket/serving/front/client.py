@@ -15,7 +15,10 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+import socket
+import stat
 import weakref
+from pathlib import Path
 from typing import Any, Self
 
 from hocket.serving.front.frames import (
@@ -92,7 +95,7 @@ class Stream:
             self._client._abort(self.id)
 
     def _give(self, output: Output) -> None:
-        if output.finish is not None:
+        if output.finish_reason is not None:
             self._over = True
         self._next = output if self._next is None else merged(self._next, output)
         self._wake()
@@ -129,9 +132,10 @@ class ReplicaClient:
 
     @classmethod
     async def connect(cls, path: str | os.PathLike[str], token: str | bytes) -> Self:
-        """Speak to the driver that listens at `path`; returns when its replica is ready.
+        """Connect to the driver that listens at `path`; returns when its replica is ready.
 
         Args:
+            path: of its Unix socket, or of a file with `HOST PORT` of a driver on another host.
             token: the secret, 32 bytes or their hexadecimal form.
 
         Raises:
@@ -139,7 +143,13 @@ class ReplicaClient:
         """
         secret = bytes.fromhex(token) if isinstance(token, str) else token
         try:
-            reader, writer = await asyncio.open_unix_connection(os.fspath(path))
+            if stat.S_ISREG(os.stat(path).st_mode):
+                host, port = Path(path).read_text(encoding="utf-8").split()
+                reader, writer = await asyncio.open_connection(host, int(port))
+                connected: socket.socket = writer.get_extra_info("socket")
+                connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            else:
+                reader, writer = await asyncio.open_unix_connection(os.fspath(path))
         except OSError as error:
             raise ReplicaLost(f"the replica cannot be reached: {error}") from None
         client = cls(reader, writer)
@@ -286,7 +296,7 @@ class ReplicaClient:
         stream = None if weak is None else weak()
         if stream is not None:
             stream._give(output)
-        if output.finish is not None:
+        if output.finish_reason is not None:
             self._streams.pop(output.id, None)
 
     def _take(self, name: str) -> Stream | None:

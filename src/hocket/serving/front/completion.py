@@ -121,7 +121,7 @@ class Completion:
                     piece = self._take(answer, output)
                     if piece is not None:
                         yield [piece]
-                    if answer.finish is not None:
+                    if answer.finish_reason is not None:
                         break
                 self._check(answer)
             else:
@@ -142,7 +142,7 @@ class Completion:
                 answer.texts += piece.texts or ()
                 answer.logprobs += piece.logprobs or ()
                 answer.prompt_logprobs += piece.prompt_logprobs or ()
-                answer.finish, answer.stop = piece.finish, piece.stop
+                answer.finish_reason, answer.stop = piece.finish_reason, piece.stop
         for answer, parts in zip(found, texts, strict=True):
             answer.text = "".join(parts)
         return found
@@ -172,7 +172,7 @@ class Completion:
 
     def _check(self, answer: OneAnswer) -> None:
         """A stream that ended before its answer did."""
-        if answer.finish is None and not self._over:
+        if answer.finish_reason is None and not self._over:
             raise AnswerAborted("the request was ended before its answer was whole")
 
     async def _several(self) -> AsyncIterator[list[Piece]]:
@@ -190,7 +190,7 @@ class Completion:
                     answer.shorten(time.monotonic() - self.began)
                 async for output in answer.begin(replicas):
                     queue.put_nowait((answer, output))
-                    if output.tokens or output.finish is not None:
+                    if output.tokens or output.finish_reason is not None:
                         event.set()
                 queue.put_nowait((answer, None))
             except Exception as error:  # handed to the reader, who raises it
@@ -212,7 +212,7 @@ class Completion:
                     if what is None:
                         left -= 1
                         self._check(answer)
-                    elif answer.finish is None:
+                    elif answer.finish_reason is None:
                         piece = self._take(answer, what)
                         if piece is not None:
                             pieces.append(piece)

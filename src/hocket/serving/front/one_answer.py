@@ -52,7 +52,7 @@ class OneAnswer:
         self.index = index
         self.ask = ask
         self.request = request
-        self.finish: str | None = None
+        self.finish_reason: str | None = None
         self.cached = 0
         self.taken = 0
         self._stream: Stream | None = None
@@ -81,12 +81,12 @@ class OneAnswer:
 
     def cancel(self) -> None:
         self._cancelled = True
-        if self._stream is not None and self.finish is None:
+        if self._stream is not None and self.finish_reason is None:
             self._stream.cancel()
 
     def take(self, output: Output) -> Piece | None:
         """The piece that an output makes; None where there is nothing to tell yet."""
-        if output.finish in ("abort", "deadline", "error"):
+        if output.finish_reason in ("abort", "deadline", "error"):
             self._fail(output)
         piece = Piece(
             self.index,
@@ -101,19 +101,19 @@ class OneAnswer:
         else:
             piece.text = self._pieces.extend(output.tokens) if output.tokens else ""
             self.taken += len(output.tokens)
-        if piece.finish is None and output.finish is not None:
+        if piece.finish_reason is None and output.finish_reason is not None:
             self.taken += output.stop_token is not None
-            piece.finish = output.finish
+            piece.finish_reason = output.finish_reason
             if output.stop_token in self.request.sampling.stop_tokens:
                 piece.stop = output.stop_token
             self._end(piece)
-        self.finish = piece.finish
+        self.finish_reason = piece.finish_reason
         if self._untold is not None:
             piece.tokens = self._untold.tokens + piece.tokens
             if piece.texts is not None:
                 piece.texts = (self._untold.texts or []) + piece.texts
             self._untold = None
-        if piece.text or piece.finish or piece.logprobs or piece.prompt_logprobs:
+        if piece.text or piece.finish_reason or piece.logprobs or piece.prompt_logprobs:
             return piece
         self._untold = piece  # tokens whose text is not whole yet come with the next piece
         return None
@@ -138,7 +138,7 @@ class OneAnswer:
 
     def _stop(self, piece: Piece, count: int, found: str) -> None:
         """A stop string ends the answer, and the request with it."""
-        piece.finish, piece.stop = "stop", found
+        piece.finish_reason, piece.stop = "stop", found
         piece.tokens = piece.tokens[:count]
         if piece.logprobs is not None:
             piece.logprobs = piece.logprobs[:count]
@@ -151,7 +151,7 @@ class OneAnswer:
         if self._stops is not None:
             last, found = self._stops.feed(last)
             if found is not None:
-                piece.finish, piece.stop = "stop", found
+                piece.finish_reason, piece.stop = "stop", found
                 last += found if self.ask.keep_stop else ""
             else:
                 last += self._stops.end()
@@ -160,12 +160,12 @@ class OneAnswer:
         piece.text += last
 
     def _fail(self, output: Output) -> None:
-        self.finish = output.finish
-        if output.finish == "deadline":
+        self.finish_reason = output.finish_reason
+        if output.finish_reason == "deadline":
             raise DeadlinePassed(
                 f"the request's {self.ask.deadline or 0:g} s are over after {self.taken} tokens"
             )
-        if output.finish == "error":
+        if output.finish_reason == "error":
             raise AnswerFailed(output.error or "the replica could not continue the request")
         raise AnswerAborted("the server ended the request")
 

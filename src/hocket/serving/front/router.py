@@ -136,8 +136,8 @@ class Timing:
             self.first = time.monotonic()
         self.tokens += len(output.tokens)
         self.cached = max(self.cached, output.cached)
-        self.finished = output.finish is not None and output.finish != "error"
-        self.failed = output.finish == "error"
+        self.finished = output.finish_reason is not None and output.finish_reason != "error"
+        self.failed = output.finish_reason == "error"
 
     def end(self, replica: int) -> None:
         """Nothing comes any more."""
@@ -353,7 +353,7 @@ class Routed:
                         assert self.replica is not None
                         self.router.told(self.replica, self._number, self.request, output)
                         self.timing.told(output)
-                        finished = output.finish is not None
+                        finished = output.finish_reason is not None
                         yield output
                     return
                 except RequestRefused as error:

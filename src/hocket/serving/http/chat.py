@@ -106,7 +106,7 @@ class _Form:
         content = text.feed(answer.text)
         content += text.end()
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        finish = answer.finish
+        finish = answer.finish_reason
         if text.calls:
             message["content"] = content.strip() or None
             message["tool_calls"] = [one.form() for one in text.calls]
@@ -144,7 +144,7 @@ class _Form:
             if per_chunk:
                 tail = f',"usage":{dumps(usage_form(usage))}}}\n\n'
             for piece in pieces:
-                index, logprobs, finish = piece.index, "null", piece.finish
+                index, logprobs, finish = piece.index, "null", piece.finish_reason
                 if index in unopened:
                     unopened.discard(index)
                     events.append(

@@ -171,7 +171,7 @@ class _Form:
             "index": answer.index,
             "text": echo + answer.text,
             "logprobs": logprobs,
-            "finish_reason": answer.finish,
+            "finish_reason": answer.finish_reason,
             "stop_reason": answer.stop,
             **found,
         }
@@ -210,7 +210,7 @@ class _Form:
                 if piece.index in unopened:
                     unopened.discard(piece.index)
                     text = self._echo(piece.index) + text
-                end = "null" if piece.finish is None else f'"{piece.finish}"'
+                end = "null" if piece.finish_reason is None else f'"{piece.finish_reason}"'
                 if piece.stop is not None:
                     end += f',"stop_reason":{dumps(piece.stop)}'
                 if per_chunk:

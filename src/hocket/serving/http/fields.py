@@ -1,4 +1,4 @@
-"""What requests may hold: their fields, each with its bounds, and the Sampling they ask for.
+"""What requests may hold: their fields, each with its bounds, and the sampling they ask for.
 
 Fields that OpenAI's clients and those of other servers send are known; of the others, each name
 is told once in the log. A field that is null is as one that is absent.
@@ -23,7 +23,7 @@ from hocket.serving.http.structures import (
     schema,
     structured_outputs,
 )
-from hocket.serving.request import MAX_BIASES, MAX_STOP_TOKENS, MAX_TOKEN, Sampling
+from hocket.serving.request import MAX_BIASES, MAX_STOP_TOKENS, MAX_TOKEN, SamplingParams
 from hocket.spec.errors import OptionError
 
 log = logging.getLogger("hocket.http")
@@ -126,7 +126,7 @@ class Fields(BaseModel):
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
         structure: str | None = None,
-    ) -> Sampling:
+    ) -> SamplingParams:
         """How tokens are chosen: as the request says, else as `defaults` do. Raises ApiError."""
 
         def either(name: str, otherwise: float | None = None) -> Any:
@@ -151,7 +151,7 @@ class Fields(BaseModel):
                 "min_tokens",
             )
         try:
-            return Sampling(
+            return SamplingParams(
                 max_new_tokens=max_tokens,
                 min_new_tokens=self.min_tokens,
                 temperature=either("temperature", 1.0),

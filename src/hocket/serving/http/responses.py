@@ -169,9 +169,9 @@ class _Form:
         logprobs = chat_logprobs(self.words, answer.logprobs, self.fields.top_logprobs)
         output: list[Any] = []
         if said.strip() or not text.calls:
-            output.append(self._message(said, _status(answer.finish), logprobs))
+            output.append(self._message(said, _status(answer.finish_reason), logprobs))
         output += [_function_call(one) for one in text.calls]
-        return self._ended(answer.finish, output, usage)
+        return self._ended(answer.finish_reason, output, usage)
 
     def _ended(self, finish: str | None, output: list[Any], usage: Usage) -> dict[str, Any]:
         why = "max_output_tokens" if finish == "length" else None
@@ -206,7 +206,7 @@ class _Form:
         begun += self._event("response.in_progress", response=self.response("in_progress", []))
         async for pieces in completion:
             piece = pieces[0]
-            finish = piece.finish
+            finish = piece.finish_reason
             said = text.feed(piece.text)
             if finish is not None:
                 said += text.end()

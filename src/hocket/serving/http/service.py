@@ -20,7 +20,7 @@ from hocket.serving.http.fields import Fields
 from hocket.serving.http.metrics import Metrics
 from hocket.serving.http.settings import HttpSettings
 from hocket.serving.http.workers import Workers
-from hocket.serving.request import MAX_STRUCTURE, Request, Sampling
+from hocket.serving.request import MAX_STRUCTURE, Request, SamplingParams
 from hocket.spec.errors import OptionError
 
 INLINE = 2000
@@ -231,7 +231,7 @@ class Service:
         self,
         fields: Fields,
         prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
+        sampling: SamplingParams,
         *,
         who: Caller,
         param: str,

@@ -1,7 +1,7 @@
 """The structure that an answer must have, by whichever name a client asks for it.
 
-Each becomes the JSON of `Sampling.structure`: {"type": "json_object"}, {"type": "json_schema",
-"schema": ...} or {"type": "regex", "pattern": ...}.
+Each becomes the JSON of `SamplingParams.structure`: {"type": "json_object"}, {"type":
+"json_schema", "schema": ...} or {"type": "regex", "pattern": ...}.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import struct
 
-from hocket.serving.request import Sampling
+from hocket.serving.request import SamplingParams
 from hocket.serving.scheduling.frames import FrameError, Reader, column
 from hocket.spec.errors import OptionError
 
@@ -28,7 +28,7 @@ class Admission:
     """
 
     slot: int
-    sampling: Sampling
+    sampling: SamplingParams
     index: int = 0
     prompt_length: int = 0
     prompt: tuple[int, ...] = ()
@@ -81,7 +81,7 @@ def decode_admission(reader: Reader) -> Admission:
     biases = reader.floats(num_bias)
     text = reader.text(num_text)
     try:
-        sampling = Sampling(
+        sampling = SamplingParams(
             max_new_tokens=most,
             min_new_tokens=least,
             temperature=temperature,

@@ -17,13 +17,13 @@ class Limits:
     Attributes:
         num_blocks: blocks of the key/value cache.
         block_size: tokens of a block.
-        max_rows: requests that run at once; workers' rows are slots 0 .. max_rows-1.
-        max_batch_tokens: tokens that one plan computes.
+        max_num_seqs: requests that run at once; workers' rows are slots 0 .. max_num_seqs-1.
+        max_num_batched_tokens: tokens that one plan computes.
         max_model_len: tokens of one request, prompt and answer.
         depth: plans in flight; at least the number of pipeline stages, so that none waits.
         plan_tokens: prompt tokens that take a stage as long as what a plan costs besides its own,
             since weights are read for each.
-        max_waiting: requests that wait, beside those for which a row is free, before more are
+        max_queue: requests that wait, beside those for which a row is free, before more are
             refused.
         max_waiting_tokens: prompt tokens that wait before more are refused.
         max_logit_rows: positions of one plan for which every position's logits are made
@@ -36,12 +36,12 @@ class Limits:
 
     num_blocks: int
     block_size: int
-    max_rows: int
-    max_batch_tokens: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
     max_model_len: int
     depth: int = 1
     plan_tokens: int = 32
-    max_waiting: int = 256
+    max_queue: int = 256
     max_waiting_tokens: int = 1 << 20
     max_logit_rows: int = 64
     lookahead: bool = False
@@ -51,7 +51,7 @@ class Limits:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            least = 0 if field.name == "max_waiting" else 1
+            least = 0 if field.name == "max_queue" else 1
             if type(value) is int and not least <= value < 2**31:
                 raise OptionError(
                     f"{field.name} is {value}; it must be from {least} to {2**31 - 1}"

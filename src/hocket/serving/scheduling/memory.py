@@ -38,7 +38,7 @@ class Memory:
         self.prefilling: dict[int, Sequence] = {}
         self.ready: dict[int, Sequence] = {}
         self.again: dict[int, Sequence] = {}
-        self.slots = list(range(limits.max_rows - 1, -1, -1))
+        self.slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self.released: list[int] = []
         self.coming = 0
         self.preempted = 0
@@ -138,10 +138,10 @@ class Memory:
 
     def settle(self, sequence: Sequence) -> None:
         """No plan in flight uses it any more: take back what it holds if it has ended or leaves."""
-        if sequence.finish is not None or sequence.leaves:
+        if sequence.finish_reason is not None or sequence.leaves:
             self.coming -= 1
             self._give_back(sequence)
-            if sequence.finish is None:
+            if sequence.finish_reason is None:
                 self._put_off(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:

@@ -107,7 +107,7 @@ class Scheduler:
         if sequence.deadline is not None:
             heap = self._deadlines
             if len(heap) > 2 * len(self._by_id) + 16:
-                heap[:] = [entry for entry in heap if entry[2].finish is None]
+                heap[:] = [entry for entry in heap if entry[2].finish_reason is None]
                 heapq.heapify(heap)
             heapq.heappush(heap, (sequence.deadline, sequence.serial, sequence))
 
@@ -121,7 +121,7 @@ class Scheduler:
         outputs = []
         while self._deadlines and self._deadlines[0][0] <= now:
             sequence = heapq.heappop(self._deadlines)[2]
-            if sequence.finish is None:
+            if sequence.finish_reason is None:
                 outputs.append(self._end(sequence, "deadline"))
         return outputs
 
@@ -166,11 +166,11 @@ class Scheduler:
         queued = memory.again or self._waiting.count
         wait = bool(memory.prefilling or (memory.slots and queued))
         decoding = len(memory.running) - len(memory.prefilling)
-        kept = max(limits.max_batch_tokens // 4, 1) if wait else 0
+        kept = max(limits.max_num_batched_tokens // 4, 1) if wait else 0
         if memory.ready:  # 1
             most = decoding if limits.lookahead else -(-decoding // limits.depth)
-            self._decode(flight, min(most, limits.max_batch_tokens - kept))
-        budget = limits.max_batch_tokens - len(flight.rows)
+            self._decode(flight, min(most, limits.max_num_batched_tokens - kept))
+        budget = limits.max_num_batched_tokens - len(flight.rows)
         if not wait:
             self._burst = 0
         elif budget:
@@ -362,7 +362,7 @@ class Scheduler:
         outputs: list[Output] = []
         prompt: dict[int, Output] = {}
         for row, sequence in flight.told.items():
-            if sequence.finish is None:
+            if sequence.finish_reason is None:
                 made = Output(id=sequence.request.id, cached=max(sequence.cached, 0))
                 made.prompt_logprobs = result.prompt_logprobs[row]
                 prompt[sequence.serial] = made
@@ -375,7 +375,7 @@ class Scheduler:
         for place, token in enumerate(result.tokens):
             sequence = flight.samplers[place]
             sequence.in_flight -= 1  # with lookahead the next plan may hold a row of it
-            if sequence.finish is not None:
+            if sequence.finish_reason is not None:
                 if sequence.in_flight == 0:
                     memory.settle(sequence)
                 continue
@@ -392,7 +392,7 @@ class Scheduler:
                 entry = logprobs.get(place) if logprobs else None
                 if entry is not None and output.tokens:
                     output.logprobs = [entry]
-            if sequence.finish is None:
+            if sequence.finish_reason is None:
                 if sequence.leaves:
                     if sequence.in_flight == 0:
                         memory.settle(sequence)
@@ -420,7 +420,7 @@ class Scheduler:
                 self._end(sequence, "length", output)
 
     def _end(self, sequence: Sequence, reason: Finish, output: Output | None = None) -> Output:
-        sequence.finish = reason
+        sequence.finish_reason = reason
         self._finished[reason] += 1
         del self._by_id[sequence.request.id]
         if sequence.state != WAITING:
@@ -430,7 +430,7 @@ class Scheduler:
         self._waiting.leave(sequence.user)
         if output is None:
             output = Output(id=sequence.request.id, cached=max(sequence.cached, 0))
-        output.finish = reason
+        output.finish_reason = reason
         return output
 
     # --- who is not taken --------------------------------------------------------------------
@@ -470,7 +470,7 @@ class Scheduler:
         count, tokens = waiting.count, waiting.tokens
         # Who comes between two plans stands in the queue though a place is free: no waiting.
         free = max(0, len(self._memory.slots) - len(self._memory.again))
-        if count >= limits.max_waiting + free:
+        if count >= limits.max_queue + free:
             raise self._refusal(
                 "full",
                 f"{count} requests wait already",

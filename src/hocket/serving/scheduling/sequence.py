@@ -63,7 +63,7 @@ class Sequence:
         named: blocks, from the first on, that were found by their digest or can be.
         in_flight: plans in flight that hold a row of it.
         leaves: to be preempted when no plan in flight holds it.
-        finish: why it ended.
+        finish_reason: why it ended.
         put_off: times in a row that it waited for another to compute what both begin with;
             `put_off_for`: digest of the block it waited for.
     """
@@ -76,7 +76,7 @@ class Sequence:
         "computed",
         "deadline",
         "ends",
-        "finish",
+        "finish_reason",
         "had",
         "in_flight",
         "leaves",
@@ -119,7 +119,7 @@ class Sequence:
         self.named = 0
         self.in_flight = 0
         self.leaves = False
-        self.finish: Finish | None = None
+        self.finish_reason: Finish | None = None
         self.put_off = 0
         self.put_off_for: bytes | None = None
 

@@ -49,7 +49,7 @@ class Row:
     """One sequence's part of a plan.
 
     Attributes:
-        slot: the worker's row, 0 .. max_rows-1.
+        slot: the worker's row, 0 .. max_num_seqs-1.
         start: tokens of the sequence already in the cache.
         count: tokens that this plan adds.
         logits: NONE, LAST or ALL.

@@ -1,0 +1,129 @@
+"""Defaults: options of a training job that follow from its task, its model and its device.
+
+                  learning rate          decay                weight decay
+    pretraining   by the model's size    cosine, to a tenth   0.1
+    fine-tuning   5e-5                   linear, to 0         0
+    LoRA          2e-4                   linear, to 0         0
+
+Fine-tuning takes what transformers' `TrainingArguments` takes, LoRA the rate of Dettmers et al.
+2023 ("QLoRA", table 9, up to 13B), pretraining those of Brown et al. 2020 ("Language Models are
+Few-Shot Learners", table 2.1).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING
+
+from hocket.jobs.precision import on_cuda
+from hocket.spec.layout import DEGREES
+
+if TYPE_CHECKING:
+    from hocket.jobs.request import Request
+    from hocket.models.dimensions import Dimensions
+    from hocket.models.source import ModelSource
+
+PRETRAINING, FINE_TUNING, LORA = "pretraining from random weights", "fine-tuning", "LoRA"
+
+RATES = (
+    (125e6, 6e-4), (350e6, 3e-4), (760e6, 2.5e-4), (1.3e9, 2e-4), (2.7e9, 1.6e-4),
+    (6.7e9, 1.2e-4), (13e9, 1e-4), (175e9, 0.6e-4),
+)  # fmt: skip
+"""Parameters of a model, and its peak learning rate (Brown et al. 2020, table 2.1)."""
+
+HIGHEST = 1e-3
+"""Peak learning rate of smaller models than those of the table."""
+
+
+def task(request: Request, source: ModelSource) -> str:
+    """What a job does with its weights."""
+    if request.options.lora_rank is not None:
+        return LORA
+    return PRETRAINING if source.weights is None else FINE_TUNING
+
+
+def with_dtype(request: Request) -> Request:
+    """The request with the compute precision of its device: bf16 on GPUs that have it (compute
+    capability 8.0 or newer), elsewhere fp32."""
+    if "dtype" in request.given or not on_cuda(request.options):
+        return request
+    from hocket.probing import devices
+
+    capability = devices.compute_capability()
+    if capability is None or capability < (8, 0):
+        return request
+    workload = dataclasses.replace(request.workload, dtype="bf16")
+    return dataclasses.replace(request, workload=workload)
+
+
+def with_layout(request: Request) -> Request:
+    """The request with a layout that hocket chooses, where none is given and this process may use
+    several GPUs."""
+    from hocket.probing import devices
+
+    if request.auto or request.given & {"layout", "data_parallel", *DEGREES}:
+        return request
+    if not on_cuda(request.options) or devices.visible() < 2:
+        return request
+    return dataclasses.replace(request, auto=True)
+
+
+def with_rates(request: Request, source: ModelSource) -> Request:
+    """The request with learning rate, its decay and weight decay of its task, where not given."""
+    pretraining = task(request, source) == PRETRAINING
+    options = request.options
+    if "lr" not in request.given:
+        rate = 2e-4 if task(request, source) == LORA else 5e-5
+        if pretraining:
+            rate = pretraining_rate(parameters(source.dimensions))
+        options = dataclasses.replace(options, lr=rate)
+    if "lr_schedule" not in request.given:
+        options = dataclasses.replace(options, lr_schedule="cosine" if pretraining else "linear")
+    if "min_lr" not in request.given:
+        least = options.lr if options.lr_schedule == "constant" else 0.0
+        if options.lr_schedule == "cosine":
+            least = options.lr / 10
+        options = dataclasses.replace(options, min_lr=least)
+    if "weight_decay" not in request.given and not pretraining:
+        options = dataclasses.replace(options, weight_decay=0.0)
+    return dataclasses.replace(request, options=options)
+
+
+def pretraining_rate(count: float) -> float:
+    """Peak learning rate for a model of `count` parameters, interpolated over their logarithm and
+    rounded to two digits."""
+    if count <= RATES[0][0]:
+        first, second = RATES[:2]
+    elif count >= RATES[-1][0]:
+        return RATES[-1][1]
+    else:
+        at = next(k for k, (size, _) in enumerate(RATES) if size >= count)
+        first, second = RATES[at - 1 : at + 1]
+    share = math.log(count / first[0]) / math.log(second[0] / first[0])
+    rate = first[1] * (second[1] / first[1]) ** share
+    return min(HIGHEST, float(f"{rate:.1e}"))
+
+
+def parameters(sizes: Dimensions) -> float:
+    """About the parameters of a decoder: attention, a gated feed-forward block of each expert, and
+    the embedding."""
+    width, attention = sizes.hidden_size, sizes.num_heads * sizes.head_dim
+    layer = 2 * width * (attention + sizes.num_key_value_heads * sizes.head_dim)
+    layer += 3 * width * sizes.intermediate_size * max(1, sizes.num_experts)
+    return sizes.num_layers * layer + sizes.vocab_size * width * (1 if sizes.tied else 2)
+
+
+def note(request: Request, source: ModelSource) -> str:
+    """What a job does, and the options chosen for it, in a line."""
+    from hocket.training.learning_rate import warmup_steps
+
+    options = request.options
+    rate = f"learning rate {options.lr:g}"
+    if options.lr_schedule != "constant":
+        rate += f", {options.lr_schedule} to {options.min_lr:g}"
+    warmup = warmup_steps(options)
+    return (
+        f"{task(request, source)} in {request.workload.dtype}: {rate}, {warmup} warm-up "
+        f"step{'s' * (warmup != 1)}, weight decay {options.weight_decay:g}"
+    )

@@ -1,0 +1,253 @@
+"""`hocket train --dry-run`: a job decided, its first batch decoded, its ranks rehearsed.
+
+request -> defaults, layout, schedule -> rehearsal on fake GPUs: completes? fits?
+        -> data tokenized into a folder that is deleted -> the first sequence, and where loss falls
+        -> time of a step by the planner's constants -> duration and price of the run
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from typing import TYPE_CHECKING, Any
+
+from hocket.jobs import defaults, memory, prepare, rehearsal_fit
+from hocket.spec.errors import HocketError
+from hocket.spec.run import RunFolder
+from hocket.spec.units import format_seconds
+
+if TYPE_CHECKING:
+    from hocket.jobs.record import Record
+    from hocket.jobs.rehearse import Rehearsed
+    from hocket.jobs.request import Request
+
+SHOWN = 240
+"""Tokens of the first sequence that are decoded."""
+NODE = 8
+"""GPUs of a node that a job is predicted for where it takes more than one."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sequence:
+    """The beginning of the first sequence of the first batch.
+
+    Attributes:
+        pieces: runs of tokens as text, and whether the loss falls on them.
+        tokens, learned: of the whole sequence.
+    """
+
+    pieces: tuple[tuple[str, bool], ...]
+    tokens: int
+    learned: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Duration:
+    """How long a run takes by the planner's constants, and its price.
+
+    Attributes:
+        step_seconds: of one step; `low` and `high` bound 90% of published runs.
+        seconds: of all steps.
+        dollars: of all steps, None without a price of the GPU. source: of the price.
+    """
+
+    step_seconds: float
+    low: float
+    high: float
+    seconds: float
+    dollars: float | None
+    source: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DryRun:
+    """A job as it would be run.
+
+    Attributes:
+        rehearsed: its ranks, executed on fake GPUs.
+        task: what it does with its weights, and the options that follow from that.
+        options: every option by its flag's name, resolved.
+        data: tokens and documents; empty where no data was named.
+        sequence: None where no data was named.
+        duration: None where `reason` gives why it is not predicted.
+    """
+
+    rehearsed: Rehearsed
+    task: str
+    options: dict[str, Any]
+    data: str = ""
+    sequence: Sequence | None = None
+    duration: Duration | None = None
+    reason: str = ""
+
+    def to_json(self) -> str:
+        """The keys of a rehearsal's report, and these."""
+        report = json.loads(self.rehearsed.report.to_json())
+        own = {
+            "task": self.task,
+            "options": self.options,
+            "data": self.data,
+            "first_sequence": None if self.sequence is None else dataclasses.asdict(self.sequence),
+            "duration": None if self.duration is None else dataclasses.asdict(self.duration),
+        }
+        return json.dumps({**report, **own}, indent=1)
+
+
+def dry_run(request: Request, record: Record) -> DryRun:
+    """Decide a job and rehearse it, without ranks.
+
+    Raises:
+        HocketError: whatever `hocket train` rejects before ranks start; the job does not complete,
+            or does not fit a GPU.
+    """
+    from hocket.jobs.rehearse import GPU, prepared, rehearse
+    from hocket.models.source import resolve
+
+    data, sequence = "", None
+    gpu = rehearsal_fit.gpu_here() or GPU
+    if request.data:
+        job = prepare.plan(request)
+        request, source = job.request, job.source
+        data, sequence = _first_sequence(job, record)
+    else:
+        source = resolve(
+            request.model, trust_remote_code=request.options.trust_remote_code, weights=False
+        )
+        request = defaults.with_rates(defaults.with_dtype(request), source)
+    record.phase(f"rehearsing on fake {gpu} GPUs")
+    planned = prepared(request, gpu=gpu)
+    if "microbatches" not in request.given:
+        layout = memory.accumulated(planned.spec, planned.device.memory)
+        planned = prepared(dataclasses.replace(request, layout=layout), gpu=gpu)
+    found = rehearse(planned)
+    rehearsal_fit.require(found)
+    spec = found.job.spec
+    duration, reason = None, ""
+    try:
+        duration = _duration(found, gpu)
+    except HocketError as error:
+        reason = error.message
+    options = {**dataclasses.asdict(spec.workload), **dataclasses.asdict(request.options)}
+    return DryRun(
+        rehearsed=found,
+        task=defaults.note(request, source),
+        options={"model": request.model, "layout": str(spec.layout), **options},
+        data=data,
+        sequence=sequence,
+        duration=duration,
+        reason=reason,
+    )
+
+
+def _first_sequence(job: prepare.Plan, record: Record) -> tuple[str, Sequence]:
+    """Tokenize the data aside, and decode the beginning of what rank 0 reads first."""
+    from hocket.training.dataset import IGNORED, open_dataset
+    from hocket.training.token_manifest import TRAIN
+
+    record.phase("tokenizing")
+    workload = job.request.workload
+    with tempfile.TemporaryDirectory(prefix="hocket-dry-run-") as folder:
+        aside = RunFolder(folder)
+        words, tokens, _ = prepare.data(job, aside, record.tokenized)
+        seed = job.request.options.seed
+        batch = open_dataset(aside.data, TRAIN, tokens, workload.seq_len, seed).batch([0])
+        ids, labels = batch.ids[0], batch.labels[0]
+        # Loss falls on the token that follows: token k is learned where label k - 1 is not ignored.
+        learned = [False, *(bool(label != IGNORED) for label in labels[:-1])]
+        pieces: list[tuple[str, bool]] = []
+        start = 0
+        shown = min(SHOWN, len(ids))
+        for at in range(1, shown + 1):
+            if at == shown or learned[at] != learned[start]:
+                pieces.append((words.decode(ids[start:at], special=True), learned[start]))
+                start = at
+        counted = int((labels != IGNORED).sum())
+        text = f"{tokens.said(workload.seq_len)}; {words.kind} tokenizer of {words.vocab_size} ids"
+    return text, Sequence(pieces=tuple(pieces), tokens=len(ids), learned=counted)
+
+
+def _duration(found: Rehearsed, gpu: str) -> Duration:
+    """By the planner. Raises HocketError where it does not predict the layout."""
+    from hocket.jobs.plan import plan
+
+    spec = found.job.spec
+    size, workload = spec.layout.world_size, spec.workload
+    nodes = -(-size // NODE)
+    planned = plan(
+        spec.model,
+        cluster=f"{nodes}x{NODE}x{gpu}" if nodes > 1 else f"{size}x{gpu}",
+        seq_len=workload.seq_len,
+        global_batch=workload.global_batch,
+        layout=spec.layout,
+        precision=workload.dtype if workload.dtype != "fp32" else None,
+        lora_rank=spec.options.lora_rank,
+        lora_targets=spec.options.lora_targets,
+    )
+    if workload.dtype == "fp32":
+        raise HocketError("the planner predicts matmuls in bf16, fp16 and fp8, and dtype is fp32")
+    step, steps = planned.best.step_seconds, spec.options.steps
+    assert planned.problem is not None
+    device = planned.problem.cluster.node.gpu
+    hours = step.median * steps / 3600
+    return Duration(
+        step_seconds=step.median,
+        low=step.low,
+        high=step.high,
+        seconds=step.median * steps,
+        dollars=None if device.price is None else device.price * size * hours,
+        source=device.price_source,
+    )
+
+
+def text(found: DryRun) -> str:
+    """What `--dry-run` prints."""
+    from hocket.jobs.rehearsal_text import text as rehearsed
+
+    spec = found.rehearsed.job.spec
+    layout, workload = spec.layout, spec.workload
+    size = workload.global_batch // layout.dp // (layout.microbatches or 1)
+    parts = [
+        f"{spec.model}: {found.task}\n"
+        f"batch: {layout.dp} data ranks x {layout.microbatches} microbatches x {size} sequences "
+        f"of {workload.seq_len} tokens = {workload.global_batch}\n"
+        f"steps: {spec.options.steps}; checkpoints: {_saves(spec.options.save_every)}"
+    ]
+    if found.sequence is not None:
+        parts.append(f"data: {found.data}\n{_sequence_text(found.sequence)}")
+    parts.append(rehearsed(found.rehearsed))
+    parts.append(_duration_text(found))
+    return "\n\n".join(parts)
+
+
+def _saves(every: int | str) -> str:
+    if every == 0:
+        return "none"
+    return f"every {every}{' steps' * isinstance(every, int)}, and at the end"
+
+
+def _sequence_text(sequence: Sequence) -> str:
+    head = (
+        f"first sequence: loss on {sequence.learned} of {sequence.tokens} tokens "
+        "(+: with loss, -: without)"
+    )
+    lines = [
+        f"  {'+' if learned else '-'} {line}"
+        for text, learned in sequence.pieces
+        for line in text.split("\n")
+    ]
+    return "\n".join([head, *lines])
+
+
+def _duration_text(found: DryRun) -> str:
+    one = found.duration
+    if one is None:
+        return f"time: not predicted: {found.reason}"
+    steps = found.rehearsed.job.spec.options.steps
+    line = (
+        f"time: {format_seconds(one.step_seconds)} a step ({format_seconds(one.low)} to "
+        f"{format_seconds(one.high)}), {format_seconds(one.seconds)} for {steps} steps"
+    )
+    if one.dollars is None:
+        return line
+    return f"{line}\nprice: ${one.dollars:,.2f} ({one.source})"

@@ -1,0 +1,103 @@
+"""Synonyms: flags of transformers, accelerate, Megatron-LM and vLLM, by the names that hocket has.
+
+A synonym is accepted wherever its target is known and the name itself is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+SYNONYMS = {
+    # transformers, accelerate, TRL
+    "model_name_or_path": "model",
+    "dataset": "data",
+    "dataset_name": "data",
+    "train_file": "data",
+    "learning_rate": "lr",
+    "lr_scheduler_type": "lr_schedule",
+    "lr_scheduler": "lr_schedule",
+    "warmup_steps": "warmup",
+    "lr_warmup_steps": "warmup",
+    "max_steps": "steps",
+    "train_iters": "steps",
+    "max_seq_length": "seq_len",
+    "max_seq_len": "seq_len",
+    "seq_length": "seq_len",
+    "sequence_length": "seq_len",
+    "max_length": "seq_len",
+    "global_batch_size": "global_batch",
+    "train_batch_size": "global_batch",
+    "per_device_train_batch_size": "micro_batch_size",
+    "per_device_batch_size": "micro_batch_size",
+    "adam_beta1": "beta1",
+    "adam_beta2": "beta2",
+    "adam_epsilon": "eps",
+    "adam_eps": "eps",
+    "clip_grad": "max_grad_norm",
+    "gradient_clipping": "max_grad_norm",
+    "logging_steps": "log_interval",
+    "log_every": "log_interval",
+    "save_steps": "save_every",
+    "save_interval": "save_every",
+    "save_total_limit": "keep_checkpoints",
+    "eval_steps": "eval_every",
+    "eval_interval": "eval_every",
+    "report_to": "tracker",
+    "lora_r": "lora_rank",
+    "lora_target_modules": "lora_targets",
+    "mixed_precision": "dtype",
+    "precision": "dtype",
+    "torch_dtype": "dtype",
+    "attn_implementation": "attention",
+    "torch_compile": "compile",
+    # Megatron-LM, vLLM
+    "tensor_parallel_size": "tp",
+    "tensor_model_parallel_size": "tp",
+    "pipeline_parallel_size": "pp",
+    "pipeline_model_parallel_size": "pp",
+    "data_parallel_size": "dp",
+    "context_parallel_size": "cp",
+    "expert_model_parallel_size": "ep",
+    "zero_stage": "zero",
+    "kv_cache_memory_bytes": "cache_memory",
+    "num_gpu_blocks_override": "num_blocks",
+    "max_tokens": "max_new_tokens",
+    "tokenizer_name_or_path": "tokenizer",
+    "chat_template": "chat_template_file",
+}
+"""Name in another tool to the name here, of options whose values mean the same."""
+
+VALUES = {
+    "bf16": ("dtype", "bf16"),
+    "fp8": ("dtype", "fp8"),
+    "wandb": ("tracker", "wandb"),
+    "gradient_checkpointing": ("recompute", "full"),
+    "recompute_activations": ("recompute", "selective"),
+}
+"""Switches of other tools, and the option and value that they set here."""
+
+EXPLAINED = {
+    "batch_size": "use --global-batch (sequences per step over all ranks) or --micro-batch-size "
+    "(sequences per microbatch and rank)",
+    "epochs": "use --steps: the number of optimizer steps",
+    "num_train_epochs": "use --steps: the number of optimizer steps",
+    "num_epochs": "use --steps: the number of optimizer steps",
+    "fp16": "use --dtype bf16: there is no loss scaling for fp16",
+    "optimizer": "leave it out: the optimizer is AdamW",
+    "optim": "leave it out: the optimizer is AdamW",
+    "deepspeed": "use --zero 1, 2 or 3; `hocket plan --from FILE` reads a DeepSpeed JSON",
+    "fsdp": "use --zero 3",
+    "print_config": "use hocket config show",
+    "nproc_per_node": "leave it out: --layout determines the number of ranks",
+    "num_processes": "leave it out: --layout determines the number of ranks",
+    "num_gpus": "leave it out: --layout determines the number of ranks",
+    "resume_from_checkpoint": "use --run DIR --resume",
+    "no_enable_prefix_caching": "use --no-prefix-cache",
+}
+"""Options of other tools without a counterpart of the same meaning, and what to use."""
+
+
+def meant(name: str, known: Collection[str]) -> str:
+    """The option that `name` stands for where `known` are accepted; `name` where it is none."""
+    target = SYNONYMS.get(name, name)
+    return target if name not in known and target in known else name

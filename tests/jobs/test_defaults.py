@@ -1,0 +1,206 @@
+"""Defaults that depend on task, size and device; and a dry run that shows all of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hocket.cli.main import main
+from hocket.jobs import defaults, foresight, precision, prepare, rehearsal_fit
+from hocket.jobs.request import request
+from hocket.jobs.validate import MICROBATCH_TOKENS, microbatches, validate
+from hocket.models.source import ModelSource, resolve
+from hocket.probing import devices
+from hocket.spec.capabilities import runs
+from hocket.spec.errors import OptionError
+from hocket.spec.layout import Layout
+from hocket.spec.run import Workload
+from hocket.training.learning_rate import learning_rate
+
+pytestmark = pytest.mark.train
+
+
+def source(*, weights: bool) -> ModelSource:
+    import dataclasses
+
+    return dataclasses.replace(resolve("tiny-llama"), weights=Path("model") if weights else None)
+
+
+def rates(weights: bool, **values: Any) -> dict[str, Any]:
+    asked = request({"model": "tiny-llama", **values})
+    options = defaults.with_rates(asked, source(weights=weights)).options
+    return {
+        name: getattr(options, name) for name in ("lr", "min_lr", "lr_schedule", "weight_decay")
+    }
+
+
+def test_rates_follow_the_task() -> None:
+    """Weights were once fine-tuned at 1e-3, twenty times what is usual."""
+    pytest.importorskip("peft")
+    assert rates(False) == {
+        "lr": 1e-3, "min_lr": 1e-4, "lr_schedule": "cosine", "weight_decay": 0.1,
+    }  # fmt: skip
+    assert rates(True) == {
+        "lr": 5e-5, "min_lr": 0.0, "lr_schedule": "linear", "weight_decay": 0.0,
+    }  # fmt: skip
+    assert rates(True, lora_rank=8)["lr"] == 2e-4
+    given = {"lr": 3e-4, "min_lr": 1e-5, "lr_schedule": "cosine", "weight_decay": 0.05}
+    assert rates(True, **given) == given
+    assert rates(False, lr=2e-5)["min_lr"] == pytest.approx(2e-6)
+    assert rates(True, lr_schedule="constant")["min_lr"] == 5e-5
+
+
+def test_linear_and_constant_decay() -> None:
+    linear = request({"model": "m", "steps": 11, "warmup": 1, "lr": 1.0, "min_lr": 0.0,
+                      "lr_schedule": "linear"}).options  # fmt: skip
+    assert [learning_rate(step, linear) for step in (0, 1, 10)] == [1.0, 1.0, 0.0]
+    assert learning_rate(5, linear) == pytest.approx(1 - 4 / 9)
+    flat = request({"model": "m", "steps": 11, "warmup": 1, "lr_schedule": "constant"}).options
+    assert {learning_rate(step, flat) for step in range(1, 11)} == {flat.lr}
+    with pytest.raises(OptionError, match="unknown lr_schedule 'cosin'"):
+        request({"model": "m", "lr_schedule": "cosin"})
+
+
+@pytest.mark.parametrize(
+    ("parameters", "rate"),
+    [(4e6, 1e-3), (125e6, 6e-4), (1.3e9, 2e-4), (6.7e9, 1.2e-4), (175e9, 6e-5), (1e12, 6e-5)],
+)
+def test_pretraining_rate_is_that_of_the_published_table(parameters: float, rate: float) -> None:
+    assert defaults.pretraining_rate(parameters) == pytest.approx(rate)
+
+
+def test_pretraining_rate_falls_with_size() -> None:
+    found = [defaults.pretraining_rate(10 ** (6 + k / 10)) for k in range(70)]
+    assert found == sorted(found, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype"), [((9, 0), "bf16"), ((8, 0), "bf16"), ((7, 5), "fp32"), (None, "fp32")]
+)
+def test_precision_follows_the_device(
+    capability: tuple[int, int] | None, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "compute_capability", lambda: capability)
+    on_gpu = request({"model": "tiny-llama", "device": "cuda"})
+    assert defaults.with_dtype(on_gpu).workload.dtype == dtype
+    given = request({"model": "tiny-llama", "device": "cuda", "dtype": "fp32"})
+    assert defaults.with_dtype(given).workload.dtype == "fp32"
+    on_cpu = request({"model": "tiny-llama", "device": "cpu"})
+    assert defaults.with_dtype(on_cpu).workload.dtype == "fp32"
+    assert precision.on_cuda(on_gpu.options)
+
+
+def test_microbatches_bound_the_tokens_of_one_forward() -> None:
+    def found(layout: str, **sizes: int) -> int:
+        return microbatches(Layout.parse(layout), Workload(**sizes))
+
+    assert found("dp1", seq_len=256, global_batch=32) == 1
+    assert found("dp8", seq_len=4096, global_batch=64) == 4
+    assert found("dp1", seq_len=131072, global_batch=3) == 3
+    assert found("dp1", seq_len=64, global_batch=7 * 128) * MICROBATCH_TOKENS >= 64 * 7 * 128
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"micro_batch_size": 2, "global_batch": 32, "layout": "dp4"}, (4, 32)),
+        ({"micro_batch_size": 2, "gradient_accumulation_steps": 3, "layout": "dp4"}, (3, 24)),
+        ({"gradient_accumulation_steps": 8, "layout": "dp2"}, (8, 32)),
+        ({"micro_batch_size": 1, "dp": 2, "pp": 2}, (16, 32)),
+    ],
+)
+def test_batch_by_the_field_s_words(values: dict[str, Any], expected: tuple[int, int]) -> None:
+    found = request({"model": "tiny-llama", **values})
+    assert (found.layout.microbatches, found.workload.global_batch) == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"micro_batch_size": 5, "global_batch": 32}, "is not dp1 x 6 microbatches"),
+        ({"micro_batch_size": 0}, "micro_batch_size is 0"),
+        ({"gradient_accumulation_steps": 2, "microbatches": 4}, "they are the same number"),
+        ({"gradient_accumulation_steps": 2, "layout": "dp2:microbatches=4"}, "the same number"),
+        ({"micro_batch_size": 4, "gradient_accumulation_steps": 2, "global_batch": 9}, "= 8"),
+        ({"micro_batch_size": 64, "global_batch": 32}, "= 64"),
+    ],
+)
+def test_batches_that_contradict_each_other(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        request({"model": "tiny-llama", **values})
+
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{% if m['role'] == 'user' %}{{ m['content'] }}"
+    "{% else %}{% generation %}{{ m['content'] }}{% endgeneration %}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(120)
+def test_a_dry_run_decodes_the_first_batch_and_starts_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    chat = [{"role": "user", "content": "hi there"}, {"role": "assistant", "content": "hello you"}]
+    Path("chat.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 40)
+    Path("template.jinja").write_text(TEMPLATE)
+    flags = ["train", "tiny-llama", "--data", "chat.jsonl", "--chat-template-file",
+             "template.jinja", "--seq-len", "48", "--global-batch", "4", "--layout", "dp2",
+             "--dtype", "bf16", "--dry-run"]  # fmt: skip
+    assert main(flags) == 0
+    out = capsys.readouterr().out
+    assert "+ hello you" in out
+    assert "- <user>hi there<assistant>" in out
+    assert "pretraining from random weights in bf16: learning rate 0.001" in out
+    assert "2 data ranks x 1 microbatches x 2 sequences of 48 tokens = 4" in out
+    assert "price: $" in out
+    assert not Path("runs").exists()
+    assert main([*flags, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["options"]["lr"] == 1e-3
+    assert found["first_sequence"]["learned"] < found["first_sequence"]["tokens"] == 48
+    assert found["eager"]["ends"] is True
+    assert found["duration"]["seconds"] == pytest.approx(100 * found["duration"]["step_seconds"])
+
+
+def test_several_gpus_and_no_layout_ask_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "visible", lambda: 8)
+
+    def auto(**values: Any) -> bool:
+        return defaults.with_layout(request({"model": "tiny-llama", **values})).auto
+
+    assert auto(device="cuda")
+    assert not auto(device="cpu")
+    assert not auto(device="cuda", layout="dp2")
+    assert not auto(device="cuda", tp=2)
+    monkeypatch.setattr(devices, "visible", lambda: 1)
+    assert not auto(device="cuda")
+
+
+@pytest.mark.parametrize("gpu", ["H100-SXM-80", None])
+def test_a_layout_for_unmeasured_gpus_takes_all_of_them(
+    gpu: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine is never measured unasked; the catalogue is enough to choose by."""
+    monkeypatch.setattr(rehearsal_fit, "gpu_here", lambda: gpu)
+    asked = request({"model": "llama-3-8b", "seq_len": 4096, "global_batch": 64, "dtype": "bf16"})
+    found = resolve("llama-3-8b")
+    job = prepare.Plan(
+        request=asked,
+        source=found,
+        layout=Layout(),
+        schedule=prepare.scheduled(Layout(microbatches=1)),
+    )
+
+    def legal(layout: Layout) -> Layout:
+        return validate(found.dimensions, layout, asked.workload)
+
+    layout = foresight.by_catalogue(job, 8, legal)
+    assert layout.world_size == 8
+    assert runs(layout)
+    assert layout == legal(layout)
+    assert gpu is not None or layout.axes_text() == "dp8"

@@ -1,0 +1,123 @@
+"""A run that is asked to stop saves, exits with its own code, and resumed it is the run that was
+never stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hocket.cli.train import STOPPED
+
+pytestmark = [pytest.mark.train, pytest.mark.ranks, pytest.mark.timeout(240)]
+
+HOCKET = [sys.executable, "-m", "hocket"]
+TORCHRUN = [
+    sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+    "-m", "--", "hocket",
+]  # fmt: skip
+
+
+def job(tmp_path: Path, run: str, steps: int) -> list[str]:
+    (tmp_path / "text.txt").write_text("a hocket is one melody for several voices\n" * 200)
+    return [
+        "train", "tiny-llama", "--data", "text.txt", "--seq-len", "16", "--global-batch", "4",
+        "--layout", "dp2", "--steps", str(steps), "--warmup", "2", "--eval-every", "0",
+        "--cluster", "none", "--device", "cpu", "--run", run,
+    ]  # fmt: skip
+
+
+def start(command: list[str], folder: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        env={**os.environ, "HOCKET_LEDGER": "0"}, start_new_session=True,
+    )  # fmt: skip
+
+
+def steps_of(run: Path) -> int:
+    metrics = run / "metrics.jsonl"
+    return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+
+
+def stopped(command: list[str], folder: Path, run: Path, number: signal.Signals) -> tuple[int, str]:
+    """A job's exit code and output, asked to stop once it has taken ten steps."""
+    process = start(command, folder)
+    end = time.monotonic() + 120
+    while steps_of(run) < 10 and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.05)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=120)
+    return process.returncode, output
+
+
+def test_stopped_and_resumed_is_the_run_never_stopped(tmp_path: Path) -> None:
+    steps = 1500
+    code, output = stopped(
+        [*HOCKET, *job(tmp_path, "cut", steps)], tmp_path, tmp_path / "cut", signal.SIGTERM
+    )
+    assert code == STOPPED, output
+    assert "train --run cut --resume" in output
+    (saved,) = (tmp_path / "cut" / "checkpoints").glob("step-*")
+    done = int(saved.name.split("-")[1])
+    assert steps_of(tmp_path / "cut") == done < steps
+    assert not (tmp_path / "cut" / "model").exists()
+    last = done + 5
+    resume = [*HOCKET, "train", "--run", "cut", "--resume", "--cluster", "none"]
+    # The learning rate follows --steps, so the uninterrupted run has as many.
+    for command in (resume, [*HOCKET, *job(tmp_path, "whole", steps)]):
+        code, output = stopped_at(command, tmp_path, last)
+        assert code == STOPPED, output
+    cut, whole = (rows(tmp_path / name, done + 1, last) for name in ("cut", "whole"))
+    assert cut == whole
+
+
+def stopped_at(command: list[str], folder: Path, step: int) -> tuple[int, str]:
+    """A job that is stopped some time after `step`."""
+    run = folder / command[command.index("--run") + 1]
+    process = start(command, folder)
+    end = time.monotonic() + 120
+    while last_step(run) < step and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGUSR1)
+    output, _ = process.communicate(timeout=120)
+    return process.returncode, output
+
+
+def last_step(run: Path) -> int:
+    metrics = run / "metrics.jsonl"
+    lines = metrics.read_text().splitlines()[:-1] if metrics.exists() else []
+    return int(json.loads(lines[-1])["step"]) if lines else 0
+
+
+def rows(run: Path, first: int, last: int) -> list[tuple[int, float, float]]:
+    found = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [
+        (row["step"], row["loss"], row["grad_norm"])
+        for row in found
+        if first <= row["step"] <= last
+    ]
+
+
+def test_a_second_sigterm_ends_it_at_once(tmp_path: Path) -> None:
+    process = start([*HOCKET, *job(tmp_path, "run", 100_000)], tmp_path)
+    end = time.monotonic() + 120
+    while steps_of(tmp_path / "run") < 1 and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.05)
+    for rank in range(2):  # so that the first one cannot be heeded
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.02 * (1 - rank))
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode in (128 + signal.SIGTERM, STOPPED), output
+
+
+def test_under_torchrun_every_rank_is_asked(tmp_path: Path) -> None:
+    code, output = stopped(
+        [*TORCHRUN, *job(tmp_path, "run", 100_000)], tmp_path, tmp_path / "run", signal.SIGTERM
+    )
+    assert list((tmp_path / "run" / "checkpoints").glob("step-*")), (code, output)
