@@ -31,3 +31,5 @@ def test_the_page_is_what_its_rows_say(served: bool) -> None:
     for row in rows:
         assert {cell.layout for cell in row.cells} <= {*(SERVED_LAYOUTS if served else LAYOUTS)}
         assert all(cell.outcome in ("equal", "refused") for cell in row.cells), row.kind
+        # A reason is ours: no other library's exception text.
+        assert not any(re.search(r"[A-Z]\w+Error: ", cell.reason) for cell in row.cells), row.kind

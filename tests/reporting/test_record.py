@@ -113,6 +113,14 @@ def test_a_table_that_is_none_is_named_and_left_out(tmp_path: Path, key: str, va
     assert payload(record)
 
 
+def test_a_schedule_with_a_stage_that_it_lacks_is_left_out(tmp_path: Path) -> None:
+    path = make(tmp_path / "run")
+    file = RunFolder(path).schedule_file
+    file.write_text(file.read_text().replace("0F0", "70F0", 1))
+    assert main(["report", str(path)]) == 0
+    assert any("70F0 is of a stage beyond its 2" in note for note in read(path).notes)
+
+
 def test_an_event_of_no_kind_is_drawn(tmp_path: Path) -> None:
     path = make(tmp_path / "run")
     file = path / "timeline.json"

@@ -207,6 +207,26 @@ def test_a_picture_and_two_servers(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["report", str(one), str(two)]) == 0
 
 
+@pytest.mark.parametrize("counts", [7, [], "x", {"preempted": []}])
+def test_counts_that_are_none_are_named_and_left_out(tmp_path: Path, counts: object) -> None:
+    path = folder(tmp_path, FORECAST, MEASURED)
+    data = json.loads((path / "measured.json").read_text())
+    data["replicas"][0]["counts"] = counts
+    (path / "measured.json").write_text(json.dumps(data))
+    record = served.read(path)
+    assert any("counts is" in note for note in record.notes), record.notes
+    assert main(["report", str(path)]) == 0
+
+
+@pytest.mark.parametrize("kind", ["weights", "cache"])
+def test_a_prediction_that_lacks_a_kind_of_memory_is_shown(tmp_path: Path, kind: str) -> None:
+    path = folder(tmp_path, FORECAST, MEASURED)
+    data = json.loads((path / "forecast.json").read_text())
+    del data["memory"][0][kind]
+    (path / "forecast.json").write_text(json.dumps(data))
+    assert main(["report", str(path)]) == 0
+
+
 @pytest.mark.parametrize("left", ["none", "forecast", "why", "torn", "untold"])
 def test_whatever_is_there_is_shown(
     tmp_path: Path, left: str, capsys: pytest.CaptureFixture[str]

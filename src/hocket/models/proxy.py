@@ -17,6 +17,7 @@ import transformers
 from torch import nn
 
 from hocket.models import skeleton
+from hocket.models.failure import place
 from hocket.spec.errors import ModelError
 
 NUM_LAYERS = 4
@@ -141,7 +142,7 @@ def proxy_of(config: transformers.PreTrainedConfig) -> ProxyModel:
             error = error or failure
             continue
         return proxy
-    reason = error.message if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
+    reason = error.message if isinstance(error, ModelError) else f"it fails in {place(error)}"
     raise ModelError(f"no tiny proxy model of {config.model_type!r} can be made: {reason}")
 
 

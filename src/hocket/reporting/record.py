@@ -191,7 +191,7 @@ def read(path: str | Path) -> Record:
     memory = take(folder.memory_file, _memory, "")
     attention = take(folder.attention_file, _attention, "")
     traffic = take(folder.communication_file, _traffic, "")
-    schedule = take(folder.schedule_file, Schedule.parse, "")
+    schedule = take(folder.schedule_file, _schedule, "")
     if spec is not None:
         predicted = None if predicted is None else on_all_ranks(predicted, spec.layout)
         if metrics and int(metrics[-1]["step"]) < spec.options.steps:
@@ -324,6 +324,15 @@ def _later(text: str) -> tuple[tuple[int, Timeline], ...]:
         (_count(row["step"]), Timeline.from_json(json.dumps(row["timeline"])))
         for row in parse_json(text)
     )
+
+
+def _schedule(text: str) -> Schedule:
+    """Raises ScheduleError for what is none, ValueError for actions of stages that it lacks."""
+    found = Schedule.parse(text)
+    for _, action in found:
+        if action.stage >= found.num_stages:
+            raise ValueError(f"{action} is of a stage beyond its {found.num_stages}")
+    return found
 
 
 def _count(value: Any) -> int:

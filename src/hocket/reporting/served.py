@@ -161,7 +161,9 @@ def figures(served: Served) -> list[Row]:
             Row(
                 title,
                 "bytes",
-                max((float(m[kind]) for m in told.memory), default=None) if told else None,
+                max((float(m[kind]) for m in told.memory if kind in m), default=None)
+                if told
+                else None,
                 max((float(m[kind]) for m in held if kind in m), default=None),
             )
         )

@@ -157,6 +157,7 @@ def try_stages(config: Any, attention: str) -> str:
 
     import torch
 
+    from hocket.models.failure import place
     from hocket.models.plans import plan_for
     from hocket.models.plans.stages import handed_on
     from hocket.models.proxy import proxy_of
@@ -172,7 +173,7 @@ def try_stages(config: Any, attention: str) -> str:
     except ModelError as error:
         return error.message
     except Exception as error:  # the forward of a foreign family fails in its own way
-        return f"its tiny proxy model does not run: {type(error).__name__}: {error}"
+        return f"its tiny proxy model does not run: it fails in {place(error)}"
     if reason := _not_causal(model, inputs, expected):
         return reason
     plan = plan_for(model)
@@ -218,7 +219,10 @@ def try_stages(config: Any, attention: str) -> str:
         if isinstance(error, AttributeError) and isinstance(error.obj, MissingLayer):
             return f"its own code reads {error.name!r} of a layer that is on another stage"
         more = handed_on(model, plan.stages.layers, lambda: forward(model, inputs))
-        return more or f"a stage of its tiny proxy model fails with {type(error).__name__}: {error}"
+        return (
+            more
+            or f"a stage of its tiny proxy model does not run alone: it fails in {place(error)}"
+        )
     found: dict[str, Tensor] = {}
     tied = {*plan.ties, *plan.ties.values()}
     for stage in stages:
@@ -240,6 +244,7 @@ def try_stages(config: Any, attention: str) -> str:
 def try_pages(config: Any) -> str:
     """Why a model of this configuration cannot be served; empty where its proxy model, in chunks
     from scattered blocks, gives what its plain forward gives."""
+    from hocket.models.failure import place
     from hocket.serving.engine.families import self_check
 
     try:
@@ -247,9 +252,7 @@ def try_pages(config: Any) -> str:
     except ModelError as error:
         return error.message
     except Exception as error:  # the forward of a foreign family fails in its own way
-        return (
-            f"it cannot be served: its tiny proxy model fails with {type(error).__name__}: {error}"
-        )
+        return f"it cannot be served: its tiny proxy model fails in {place(error)}"
     return ""
 
 
@@ -297,6 +300,7 @@ def _try_tensors(
     import torch
     import torch.distributed as dist
 
+    from hocket.models.failure import place
     from hocket.models.plans import plan_for
     from hocket.runtime.collectives import all_reduce
     from hocket.runtime.loss import router_degree
@@ -312,7 +316,7 @@ def _try_tensors(
     except ModelError as error:
         return error.message, ""
     except Exception as error:  # the forward of a foreign family fails in its own way
-        return f"its tiny proxy model does not run: {type(error).__name__}: {error}", ""
+        return f"its tiny proxy model does not run: it fails in {place(error)}", ""
     plan = plan_for(model, sequence=slices)
     note = plan.reasons.get("tensor", "")
     if plan.tensor is None:
@@ -339,7 +343,10 @@ def _try_tensors(
         shared = 1 if plan.router is None else router_degree(plan.router, placements, degree)
         torch.autograd.backward(one_number(output, weight[..., mine], plan.router, shared))
     except Exception as error:  # every rank runs the same code on equal shapes: all fail alike
-        return f"its tiny proxy model fails with {type(error).__name__}: {error}", ""
+        return (
+            f"{place(error)} fails on a shard of tp {degree}: it reads a size that the split does "
+            "not change"
+        ), ""
     found: dict[str, Tensor] = {}
     wanted: dict[str, Tensor] = {}
     for name, parameter in local.named_parameters():

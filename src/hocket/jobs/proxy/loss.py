@@ -13,6 +13,7 @@ def try_loss(config: Any, attention: str) -> tuple[str, bool]:
     The reason is empty where the loss is computed, and where no proxy model can be made.
     """
     from hocket.jobs.proxy.numbers import microbatch
+    from hocket.models.failure import place
     from hocket.models.own_loss import shifts_labels, takes_labels
     from hocket.models.proxy import proxy_of
 
@@ -30,8 +31,5 @@ def try_loss(config: Any, attention: str) -> tuple[str, bool]:
         fix = "" if error.hint is None else f" (set {error.hint})"
         return error.message + fix, True
     except Exception as error:  # the forward of a foreign family fails in its own way
-        return (
-            f"plain transformers cannot train its proxy model: {type(error).__name__}: {error}",
-            True,
-        )
+        return f"plain transformers cannot train its proxy model: it fails in {place(error)}", True
     return "", shifts

@@ -13,6 +13,7 @@ def try_packed(config: Any, attention: str) -> str:
     import torch
 
     from hocket.jobs.proxy.numbers import compare, forward, microbatch, taken_gradients
+    from hocket.models.failure import place
     from hocket.models.plans import plan_for
     from hocket.models.proxy import proxy_of
 
@@ -36,5 +37,5 @@ def try_packed(config: Any, attention: str) -> str:
     except ModelError as error:
         return error.message
     except Exception as error:  # the forward of a foreign family fails in its own way
-        return f"its tiny proxy model does not run: {type(error).__name__}: {error}"
+        return f"its tiny proxy model does not run: it fails in {place(error)}"
     return compare(expected.detach(), logits.detach(), wanted, found, plan_for(model))

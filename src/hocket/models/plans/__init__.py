@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from hocket.models.failure import place
 from hocket.models.plans.families import FAMILIES
 from hocket.models.plans.router import router_loss
 from hocket.models.plans.sequence import sequence_plan
@@ -34,7 +35,7 @@ def plan_for(model: nn.Module, *, sequence: bool = False) -> ParallelPlan:
         reasons["stages"] = error.message
         decoder = str(getattr(model, "base_model_prefix", ""))
     except Exception as error:  # a forward of any family may fail in its own way
-        reasons["stages"] = f"its tiny proxy model does not run: {type(error).__name__}: {error}"
+        reasons["stages"] = f"its tiny proxy model does not run: it fails in {place(error)}"
         decoder = str(getattr(model, "base_model_prefix", ""))
     try:
         layers = stages.layers if stages is not None else ""

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from hocket.models.failure import place
 from hocket.models.plans.pairs import Pair, heads_of, pairs
 from hocket.models.plans.segments import (
     GROUPS,
@@ -49,7 +50,7 @@ def inferred_plan(
     except Exception as error:  # a forward of any family may fail in its own way
         return (
             None,
-            f"nothing can be inferred from its tiny proxy model: {type(error).__name__}: {error}",
+            f"nothing can be inferred from its tiny proxy model, which fails in {place(error)}",
         )
     splits: dict[str, Split] = {}
     patches: dict[str, tuple[Patch, ...]] = {}
