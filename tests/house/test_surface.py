@@ -102,6 +102,8 @@ FLAGS = {
         "ranks_per_node", "gpu", "time", "image", "storage", "interface", "port", "launch",
     },
     "models": {"json"},
+    "config": {"words"},
+    "completion": {"shell"},
 }  # fmt: skip
 
 
