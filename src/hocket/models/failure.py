@@ -9,14 +9,14 @@ from pathlib import Path
 _OWN = ("torch", "hocket")
 
 
-def place(error: BaseException) -> str:
+def place(error: BaseException | None) -> str:
     """`FalconAttention.forward (line 335 of modeling_falcon.py)`: the innermost code of the family
     that raised an error, or the innermost code at all where none of it is the family's.
 
     The error's own text, which is PyTorch's, goes to the log at level debug.
     """
     logging.getLogger(__name__).debug("a proxy model fails", exc_info=error)
-    frames = list(traceback.walk_tb(error.__traceback__))
+    frames = list(traceback.walk_tb(error.__traceback__ if error is not None else None))
     family = [
         (frame, line)
         for frame, line in frames

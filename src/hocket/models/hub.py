@@ -166,6 +166,8 @@ def _bars(follow: downloads.Follow) -> Any:
     from tqdm.auto import tqdm
 
     class Bar(tqdm):  # type: ignore[type-arg,misc]
+        monitor_interval = 0  # no thread that redraws: nothing is drawn, and forks inherit locks
+
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             self._counts = str(kwargs.get("desc", "")).startswith("Reconstructing")
             super().__init__(*args, **{**kwargs, "file": _Nowhere(), "mininterval": 0.2})
