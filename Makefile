@@ -19,7 +19,7 @@ JOBS ?= 2
 DEMO ?=
 BENCH ?=
 
-.PHONY: help setup demo test test-base test-gpu check bench
+.PHONY: help setup demo test test-base test-gpu docs check bench
 
 help: ## list these commands
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)$$/  make \1\t\2/p' Makefile | expand -t 20
@@ -54,6 +54,9 @@ test-base: ## the tests that need neither torch nor transformers, in a .venv-bas
 
 test-gpu: $(STAMP) ## the GPU tests; each is skipped, with a reason, where its GPUs are missing
 	$(BIN)/python -m pytest -m gpu tests/gpu $(TESTS)
+
+docs: $(STAMP) ## build the documentation as static pages, into site/
+	$(BIN)/python -m mkdocs build --strict
 
 check: $(STAMP) ## lint, format and types
 	$(BIN)/python -m ruff check .

@@ -384,19 +384,7 @@ def loopback(
 ) -> Callable[..., contextlib.AbstractContextManager[Hub]]:
     """`with loopback(repo, ...) as hub`: a Hub that this process and its children use, with an
     empty cache, no token and no Xet."""
-    from huggingface_hub import constants
-
-    home = tmp_path / "hf"
-    names = {"HF_HOME": home, "HF_HUB_CACHE": home / "hub", "HF_TOKEN_PATH": home / "token"}
-    for name, path in names.items():
-        monkeypatch.setenv(name, str(path))
-        monkeypatch.setattr(constants, name, str(path))
-    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr(constants, "AGENT_HARNESSES_PATH", str(home / "harnesses.json"))
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    monkeypatch.setattr(time, "sleep", lambda _seconds: None)  # between attempts
-    offline(monkeypatch, False)
+    isolated(monkeypatch, tmp_path / "hf")
 
     @contextlib.contextmanager
     def with_repos(*repos: Repo) -> Iterator[Hub]:
@@ -405,6 +393,22 @@ def loopback(
             yield server
 
     return with_repos
+
+
+def isolated(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
+    """An empty cache in `home`, no token, no Xet, no pause between attempts."""
+    from huggingface_hub import constants
+
+    names = {"HF_HOME": home, "HF_HUB_CACHE": home / "hub", "HF_TOKEN_PATH": home / "token"}
+    for name, path in names.items():
+        monkeypatch.setenv(name, str(path))
+        monkeypatch.setattr(constants, name, str(path))
+    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "AGENT_HARNESSES_PATH", str(home / "harnesses.json"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr(time, "sleep", lambda _seconds: None)
+    offline(monkeypatch, False)
 
 
 def point(monkeypatch: pytest.MonkeyPatch, address: str) -> None:

@@ -41,7 +41,7 @@ For every type of which the installed transformers has a causal language model, 
 of its class defaults (four layers or two of each kind, hidden size 64, four heads) trains three
 steps at each layout, and its loss, every gradient and every value after the optimizer's step are
 compared with what the plain transformers model computes in one process ([what counts as
-equal](../guides/check.md)). A type whose name ends in `+` is the second configuration of its class,
+equal](../how-to/check.md)). A type whose name ends in `+` is the second configuration of its class,
 with its optional switches reversed (biases, norms of queries and keys, ties, the router's loss), as
 far as the class accepts them together; they are in the last list. A type or a cell that is missing
 here has not been run. "Train" means: every layout tried that splits along these axes, or some of
@@ -59,7 +59,7 @@ For every type of which the installed transformers has a causal language model, 
 layout is started on a tiny model of its class defaults (the configurations of
 [the training matrix](families.md)) with random weights, and its greedy tokens and log-probabilities
 are compared with plain transformers: prefill in one piece and in chunks, decode from the paged
-cache, batching, prefix reuse and preemption ([what counts as equal](../guides/check.md#a-server)).
+cache, batching, prefix reuse and preemption ([what counts as equal](../how-to/check.md#a-server)).
 A row whose type ends with `+` has the optional switches of the configuration reversed, as far as
 the class accepts them together; they are in the last list.
 """

@@ -92,6 +92,25 @@ def test_what_is_not_there_is_refused_with_the_nearest() -> None:
 
 @pytest.mark.torch
 @pytest.mark.timeout(60)
+def test_what_adapters_keep_is_in_the_order_of_the_forward() -> None:
+    """Between the two halves of a backward, saved tensors are freed in the reverse of it."""
+    from hocket.catalogue.models import config
+    from hocket.models.trace import trace
+
+    found = adapted(trace(config("tiny-llama"), dtype="fp32", frozen=True), 4, element_bytes=4)
+    block = found.blocks[found.layers[1]]
+    names = [row.name for row in block.saved if row.view in ("eager", "both")]
+    wanted = [
+        "input_layernorm:rsqrt", "input_layernorm:mul", "self_attn.q_proj.lora_A",
+        "self_attn.k_proj.lora_A", "self_attn.v_proj.lora_A", "self_attn:attention",
+        "self_attn.o_proj.lora_A", "post_attention_layernorm:rsqrt", "mlp.gate_proj.lora_A",
+        "mlp.up_proj.lora_A", "mlp.act_fn:silu", "mlp:mul", "mlp.down_proj.lora_A",
+    ]  # fmt: skip
+    assert [name for name in names if name in wanted] == wanted
+
+
+@pytest.mark.torch
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", ["tiny-gemma3", "tiny-llama"])
 def test_adapters_keep_what_autograd_keeps(name: str) -> None:
     """Saved bytes of a block in plain transformers under peft, as its hooks see them."""

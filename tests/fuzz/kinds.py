@@ -26,6 +26,7 @@ class Kind:
         name: of the kind. file: inside of the folder, the one that is mutated.
         prepare: writes the folder with a good file. read: what hocket does with it.
         mutate: a good file and a random generator to another file.
+        calls: whether it may call a server on loopback.
     """
 
     name: str
@@ -33,16 +34,21 @@ class Kind:
     prepare: Step
     read: Step
     mutate: Mutation
+    calls: bool = False
 
 
 KINDS: dict[str, Kind] = {}
 
 
-def kind(name: str, file: str, prepare: Step, mutation: Mutation) -> Callable[[Step], Step]:
+def kind(
+    name: str, file: str, prepare: Step, mutation: Mutation, calls: bool = False
+) -> Callable[[Step], Step]:
     """Register a reader as a kind."""
 
     def register(read: Step) -> Step:
-        KINDS[name] = Kind(name=name, file=file, prepare=prepare, read=read, mutate=mutation)
+        KINDS[name] = Kind(
+            name=name, file=file, prepare=prepare, read=read, mutate=mutation, calls=calls
+        )
         return read
 
     return register
@@ -146,11 +152,13 @@ def reported_folder(folder: Path) -> None:
     """A run folder with all that a report reads."""
     from tests.reporting.run_folders import gpus, make
 
-    make(folder / "run", steps=6, machine=gpus())
+    make(folder / "run", layout="pp2.tp2:microbatches=2", steps=3, machine=gpus())
     timeline = (folder / "run" / "timeline.json").read_text()
     later = [{"step": 9, "timeline": json.loads(timeline)}]
     (folder / "run" / "timeline.later.json").write_text(json.dumps(later))
     (folder / "run" / "others.json").write_text('{"cores": 1.25}')
+    row = {"layer": "full", "kernel": "flash", "reason": "", "layers": 4}
+    (folder / "run" / "attention.json").write_text(json.dumps([row]))
 
 
 def served_folder(folder: Path) -> None:
@@ -292,9 +300,8 @@ def _generation(folder: Path) -> None:
 def _report(folder: Path) -> None:
     from hocket.jobs import report
 
-    found = report.records([folder / "run"])
-    report.text(found)
-    report.write(found, "html", str(folder / "page.html"))
+    # The page holds the text as well.
+    report.write(report.records([folder / "run"]), "html", str(folder / "page.html"))
 
 
 for _name, _mutation in (
@@ -303,7 +310,7 @@ for _name, _mutation in (
     ("timeline.predicted.json", mutate.json_file), ("timeline.later.json", mutate.json_file),
     ("forecast.json", mutate.json_file), ("communication.json", mutate.json_file),
     ("memory.json", mutate.json_file), ("topology.json", mutate.json_file),
-    ("others.json", mutate.json_file),
+    ("others.json", mutate.json_file), ("attention.json", mutate.json_file),
 ):  # fmt: skip
     kind(f"report of {_name}", f"run/{_name}", REPORTED, _mutation)(_report)
 for _name in ("run.json", "forecast.json", "measured.json"):
@@ -403,26 +410,29 @@ def _request(folder: Path) -> None:
 
 # --- configurations of other tools, and tables of runs -------------------------------------------
 
+# Small, so that the search for a better layout takes milliseconds.
+MODEL_PLANNED = "tiny-qwen3"
+PLANNED: dict[str, Any] = {"cluster": "2xH100-SXM", "global_batch": 4}
 TOOL_FILES = {
     "torchtitan-0.2.2": "job.toml", "torchtitan": "job.py", "deepspeed": "ds.json",
     "accelerate": "accelerate.yaml", "megatron": "train.sh",
 }  # fmt: skip
 _TITAN = """import os
 def mine():
-    c = llama3_8b()
+    c = qwen3_0_6b()
     c.training.num_tokens_per_microbatch_per_dp_rank = 2 * 4096
-    c.training.num_tokens_per_train_step = 64 * 4096
+    c.training.num_tokens_per_train_step = 4 * 4096
     c.training.max_context_length = 4096
-    c.parallelism.data_parallel_shard_degree = 8
+    c.parallelism.data_parallel_shard_degree = 2
     c.parallelism.tensor_parallel_degree = 1
     return c
 """
 _TITAN_TOML = """[training]
 local_batch_size = 2
-global_batch_size = 64
+global_batch_size = 4
 seq_len = 4096
 [parallelism]
-data_parallel_shard_degree = 4
+data_parallel_shard_degree = 1
 tensor_parallel_degree = 2
 [activation_checkpoint]
 mode = "full"
@@ -435,9 +445,7 @@ def _tool_file(tool: str) -> Step:
 
         written = {"torchtitan": _TITAN, "torchtitan-0.2.2": _TITAN_TOML}.get(tool)
         if written is None:
-            found = plan(
-                "llama-3-8b", cluster="8xH100-SXM", seq_len=4096, global_batch=64, emit=tool
-            )
+            found = plan(MODEL_PLANNED, **PLANNED, seq_len=4096, emit=tool)
             written = emitted(found, tool)
         (folder / TOOL_FILES[tool]).write_text(written)
 
@@ -449,31 +457,31 @@ def _predict(file: str) -> Step:
         from hocket.jobs.plan_from import plan_from, reading_text
 
         path = str(folder / file)
-        reading_text(plan_from(path, model="llama-3-8b", cluster="8xH100-SXM", global_batch=64))
+        reading_text(plan_from(path, model=MODEL_PLANNED, **PLANNED))
 
     return read
 
 
 for _name, _file in TOOL_FILES.items():
     _mutation = mutate.json_file if _file.endswith("json") else mutate.damaged
-    kind(f"--from {_name}", _file, _tool_file(_name), _mutation)(_predict(_file))
+    kind(f"plan --from {_name}", _file, _tool_file(_name), _mutation)(_predict(_file))
 
 
 def _serve_line(folder: Path) -> None:
     (folder / "serve.sh").write_text(
-        "vllm serve meta-llama/Llama-3.1-8B --tensor-parallel-size 2 --dtype bfloat16 "
+        "vllm serve Qwen/Qwen3-0.6B --tensor-parallel-size 2 --dtype bfloat16 "
         "--max-num-seqs 128 --max-num-batched-tokens 4096 --max-model-len 4096 "
         "--gpu-memory-utilization 0.9 --enable-prefix-caching --port 8000\n"
     )
 
 
-@kind("--from vllm", "serve.sh", _serve_line, mutate.damaged)
+@kind("plan --from vllm", "serve.sh", _serve_line, mutate.damaged)
 def _read_serve_line(folder: Path) -> None:
     from hocket.jobs.plan_from import serve_from
 
     serve_from(
-        str(folder / "serve.sh"), model="llama-3-8b", cluster="H100-SXM-80", prompt_len=512,
-        output_len=128, requests_per_second=2.0,
+        str(folder / "serve.sh"), model="tiny-qwen3", cluster="2xH100-SXM", prompt_len=64,
+        output_len=16, requests_per_second=2.0,
     )  # fmt: skip
 
 

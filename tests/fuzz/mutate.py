@@ -122,8 +122,7 @@ def json_lines(data: bytes, rng: random.Random) -> bytes:
     if rng.random() < 0.3:
         return damaged(data, rng)
     lines = data.splitlines()
-    for _ in range(rng.choice((1, 2))):
-        at = rng.randrange(len(lines))
+    for at in rng.sample(range(len(lines)), rng.choice((1, 2))):
         lines[at] = text_of(mutated(json.loads(lines[at]), rng))
     return b"\n".join(lines) + b"\n"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -9,22 +11,40 @@ from pathlib import Path
 
 import pytest
 
-from hocket.spec.errors import OptionError
+from hocket.models import hub
+from hocket.spec.errors import ModelError, OptionError
 from tests.fuzz.kinds import KINDS, Kind
 from tests.fuzz.worker import fuzz
 from tests.rotation import part, seed
 
 pytestmark = pytest.mark.train
 
-CHEAP = [name for name in KINDS if not name.startswith(("report", "server"))]
-PAGES = [name for name in KINDS if name not in CHEAP]
+SLOW = [name for name in KINDS if name.startswith(("report", "server", "plan", "Hub"))]
+FAST = [name for name in KINDS if name not in SLOW]
 
 
-@pytest.mark.parametrize("name", [*part(CHEAP, 8), *part(PAGES, 14)])
+@pytest.mark.parametrize("name", [*part(FAST, 8), *part(SLOW, 12)])
 def test_nothing_from_outside_ends_in_anything_but_an_error(name: str) -> None:
-    found = fuzz(name, 40 if name in CHEAP else 8, seed())
+    found = fuzz(name, 150 if name in FAST else 30, seed())
     assert not found.failures
     assert found.right + found.errors == found.inputs
+
+
+def test_a_changed_byte_of_a_download_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = KINDS["Hub's replies"]
+    kind.prepare(tmp_path)
+    file = tmp_path / kind.file
+    replies = json.loads(file.read_bytes())
+    cdn = next(reply for key, reply in replies.items() if key.startswith("GET /cdn/"))
+    cdn["body"] = cdn["body"][:-1] + chr(ord(cdn["body"][-1]) ^ 1)
+    file.write_text(json.dumps(replies))
+    with pytest.raises(ModelError, match="arrived damaged"):
+        kind.read(tmp_path)
+    monkeypatch.setattr(hub, "_verified", lambda _: contextlib.nullcontext(lambda _: None))
+    with pytest.raises(AssertionError, match="is damaged"):
+        kind.read(tmp_path)
 
 
 def raises(folder: Path) -> None:

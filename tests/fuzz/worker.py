@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import random
@@ -22,6 +23,7 @@ from typing import Any
 
 from hocket.cli.main import _THE_FILE_SYSTEMS
 from hocket.spec.errors import HocketError
+from tests.fuzz import hub  # noqa: F401  (registers its kind)
 from tests.fuzz.kinds import KINDS, Kind
 
 MOST_BYTES = 2_000_000_000
@@ -152,7 +154,7 @@ class Watch:
     def __init__(self, folder: Path) -> None:
         self.allowed = (str(folder.resolve()), "/dev/null")
         self.seen: Counter[str] = Counter()
-        self.on = False
+        self.on = self.calls = False
         sys.addaudithook(self._hear)
 
     def one(self, kind: Kind, folder: Path, show: bool = False) -> dict[str, Any]:
@@ -165,7 +167,7 @@ class Watch:
                 stack.enter_context(contextlib.redirect_stdout(null))
                 stack.enter_context(contextlib.redirect_stderr(null))
             signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS)
-            self.on = True
+            self.on, self.calls = True, kind.calls
             try:
                 kind.read(folder)
             except HocketError as found:
@@ -206,26 +208,39 @@ class Watch:
                 return
             self._path(event, path)
         elif event in _CHANGES:
-            self._path(event, arguments[0])
+            at, of_folder = _CHANGES[event]
+            self._path(event, arguments[at], arguments[of_folder] if of_folder else -1)
+        elif self.calls and event in _CALLS:
+            address = arguments if event == "socket.getaddrinfo" else arguments[1]
+            if address[0] not in ("127.0.0.1", b"127.0.0.1", "localhost", b"localhost"):
+                raise OSError(errno.ECONNREFUSED, "another address than the server's")
         elif event in _NEVER:
             self.seen[f"{event} {arguments!r:.100}"] += 1
 
-    def _path(self, event: str, path: Any) -> None:
-        where = os.path.abspath(os.fsdecode(path)) if not isinstance(path, int) else ""
+    def _path(self, event: str, path: Any, folder: int = -1) -> None:
+        inside = os.readlink(f"/proc/self/fd/{folder}") if folder >= 0 else "."
+        where = (
+            ""
+            if isinstance(path, int)
+            else os.path.abspath(os.path.join(inside, os.fsdecode(path)))
+        )
         real = os.path.realpath(where)
         if where and not any(real == one or real.startswith(f"{one}/") for one in self.allowed):
             self.seen[f"{event} {where}"] += 1
 
 
-_CHANGES = frozenset(
-    {"os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate",
-     "os.utime",
-     "os.chmod", "os.chown", "shutil.rmtree", "shutil.move", "shutil.copyfile"}
-)  # fmt: skip
-_NEVER = frozenset(
-    {"subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.kill",
-     "socket.connect", "socket.getaddrinfo", "socket.bind"}
-)  # fmt: skip
+_CHANGES = {
+    "os.remove": (0, 1), "os.rename": (1, 3), "os.rmdir": (0, 1), "os.mkdir": (0, 2),
+    "os.link": (1, 3), "os.symlink": (1, 2), "os.truncate": (0, 0), "os.utime": (0, 3),
+    "os.chmod": (0, 2), "os.chown": (0, 3), "shutil.rmtree": (0, 0), "shutil.move": (1, 0),
+    "shutil.copyfile": (1, 0),
+}  # fmt: skip
+"""Audit events of changes: which argument is the path, and which its folder's descriptor."""
+
+_CALLS = frozenset({"socket.connect", "socket.getaddrinfo", "socket.bind"})
+_NEVER = _CALLS | {
+    "subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.kill",
+}  # fmt: skip
 
 
 def _shown(error: BaseException) -> str:

@@ -27,8 +27,8 @@ from tests.rotation import part
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 GENERATED = ROOT / "docs" / "reference" / "cli.md"
-OF_THE_HUB = ROOT / "docs" / "guides" / "hub.md"
-"""Its commands are run in their order, with a Hub on loopback."""
+OF_THE_HUB = (ROOT / "docs" / "how-to" / "hub.md", ROOT / "README.md")
+"""Their commands are run in their order, with a Hub on loopback."""
 FEW = {"--steps": "2", "--max-new-tokens": "4", "--port": "0"}
 """What the test makes smaller; everything else runs as it is written."""
 
@@ -92,7 +92,7 @@ def test_the_pages_hold_commands() -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [w for page in PAGES if page != OF_THE_HUB for w in commands(page) if quick(w)],
+    [w for page in PAGES if page not in OF_THE_HUB for w in commands(page) if quick(w)],
     ids=shlex.join,
 )
 def test_quick_commands_run(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -165,12 +165,12 @@ def repos_of_the_page(tmp_path: Path) -> list[Repo]:
 def test_commands_run_in_their_order(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    if page == OF_THE_HUB:
+    if page in OF_THE_HUB:
         hub = request.getfixturevalue("loopback")
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         request.getfixturevalue("stack").enter_context(hub(*repos_of_the_page(tmp_path)))
     monkeypatch.chdir(tmp_path)
-    shutil.copy(ROOT / "README.md", tmp_path)
+    shutil.copy(ROOT / "CHANGELOG.md", tmp_path)
     for number, code in enumerate(blocks(page, "toml")):
         (tmp_path / f"{'run' if number == 0 else number}.toml").write_text(code)
     for code in blocks(page, "jinja"):
@@ -180,7 +180,7 @@ def test_commands_run_in_their_order(
     for words in commands(page):
         if words[0] == "serve":
             served(fewer(words), monkeypatch)
-        elif (page == OF_THE_HUB or not quick(words)) and words[0] != "demo":
+        elif (page in OF_THE_HUB or not quick(words)) and words[0] != "demo":
             assert main(fewer(words)) == 0, shlex.join(words)
 
 
@@ -198,7 +198,7 @@ def test_python_blocks_run(
     page: Path, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    shutil.copy(ROOT / "README.md", tmp_path)
+    shutil.copy(ROOT / "CHANGELOG.md", tmp_path)
     exec(compile(code, str(page), "exec"), {"__name__": "__main__"})
 
 
@@ -233,7 +233,9 @@ def test_torchrun_blocks_run_and_print_what_the_page_says(
     assert done.stdout == output
 
 
-@pytest.mark.parametrize("target", ["setup", "demo", "test", "test-base", "check", "bench", "help"])
+@pytest.mark.parametrize(
+    "target", ["setup", "demo", "test", "test-base", "docs", "check", "bench", "help"]
+)
 def test_make_knows_its_targets(target: str) -> None:
     done = subprocess.run(
         ["make", "-n", target], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
@@ -242,9 +244,10 @@ def test_make_knows_its_targets(target: str) -> None:
     assert f"make {target}" in (ROOT / "CONTRIBUTING.md").read_text()
 
 
-def test_the_readme_begins_with_the_two_commands() -> None:
+def test_the_readme_is_one_screen_and_begins_with_the_two_commands() -> None:
     code = blocks(ROOT / "README.md", "")
     assert code[0].split("\n")[:2] == ["make demo", "make test"]
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 
 import hocket.runtime.triton as package  # noqa: E402
 from hocket.runtime.triton import compile as compiling  # noqa: E402
+from hocket.runtime.triton import grouped_gemm  # noqa: E402
 from hocket.runtime.triton.compile import (  # noqa: E402
     SHARED_LIMIT,
     Compiled,
@@ -20,6 +21,7 @@ from hocket.runtime.triton.compile import (  # noqa: E402
     compile_for,
     configurations,
 )
+from hocket.runtime.triton.grouped_gemm import tiles_of  # noqa: E402
 from hocket.runtime.triton.paged_attention import Tile  # noqa: E402
 from tests.rotation import part  # noqa: E402
 
@@ -31,7 +33,8 @@ ALL = configurations()
 
 def _name(configuration: Configuration) -> str:
     c = configuration
-    return f"{c.kernel}-{str(c.dtype)[6:]}-{c.sizes[0]}-{c.tile.rows}-{c.variant.split(',')[0]}"
+    sizes = "-".join(map(str, c.sizes))
+    return f"{c.kernel}-{str(c.dtype)[6:]}-{sizes}-{c.tile.rows}-{c.variant.split(',')[0]}"
 
 
 @pytest.mark.parametrize("configuration", part(ALL, 3), ids=_name)
@@ -49,16 +52,19 @@ def test_every_kernel_is_in_the_table() -> None:
     from triton.runtime import JITFunction
 
     files = sorted(Path(package.__path__[0]).glob("*_kernels.py"))
-    assert [file.stem for file in files] == ["paged_attention_kernels"]
-    kernels = set()
+    assert [file.stem for file in files] == ["grouped_gemm_kernels", "paged_attention_kernels"]
+    kernels: set[tuple[str, str]] = set()
     for file in files:
         module = importlib.import_module(f"hocket.runtime.triton.{file.stem}")
         kernels |= {
-            name
+            (file.stem, name)
             for name, value in vars(module).items()
             if isinstance(value, JITFunction) and not name.startswith("_")
         }
-    assert {c.kernel for c in ALL} == kernels == {"attend_kernel", "merge_kernel"}
+    assert {(c.module, c.kernel) for c in ALL} == kernels
+    assert {name for _, name in kernels} == {
+        "attend_kernel", "merge_kernel", "grouped_mm_kernel", "grouped_weight_gradient_kernel"
+    }  # fmt: skip
 
 
 def test_every_tile_is_in_the_table() -> None:
@@ -75,6 +81,11 @@ def test_every_tile_is_in_the_table() -> None:
             for rows in range(1, 300):
                 tile = tile_of(dtype, size, size, rows)
                 assert (dtype.itemsize, padded(size), tile) in compiled
+    grouped = {(c.dtype, c.tile) for c in ALL if c.kernel == "grouped_mm_kernel"}
+    assert grouped == {(dtype, t) for dtype in grouped_gemm.DTYPES for t in tiles_of(dtype)}
+    for c in ALL:
+        if c.kernel == "grouped_weight_gradient_kernel":
+            assert c.tile == tiles_of(c.dtype)[-1]
 
 
 def test_the_page_lists_every_tile_without_a_spill() -> None:
@@ -83,7 +94,7 @@ def test_the_page_lists_every_tile_without_a_spill() -> None:
     assert len(lines) == len({(c.kernel, c.dtype, c.sizes, c.tile) for c in ALL})
     for c in ALL:
         assert f"| {c.kernel} | {str(c.dtype)[6:]} |" in text
-        assert f"{c.tile.rows} x {c.tile.keys} | {c.tile.num_warps} | {c.tile.num_stages}" in text
+        assert f"{c.tile} | {c.tile.num_warps} | {c.tile.num_stages}" in text
     assert "spilled**" not in text
 
 

@@ -74,6 +74,22 @@ def test_what_is_emitted_reads_back_and_edits_into_each_other(tool: str) -> None
                 assert read.precision == "bf16"
 
 
+@pytest.mark.parametrize(
+    ("given", "value"),
+    [("layernorm moe_act", "modules"), ("mla_up_proj layernorm moe_act", "modules"),
+     ("core_attn", "selective"), ("mlp", None), ("layernorm", None)],
+)  # fmt: skip
+def test_modules_that_megatron_recomputes_are_read(given: str, value: str | None) -> None:
+    text = f"--recompute-granularity selective --recompute-modules {given} --micro-batch-size 1"
+    if value is None:
+        with pytest.raises(OptionError, match=f"--recompute-modules {given}"):
+            READERS["megatron"](text)
+    else:
+        assert READERS["megatron"](text).fields["recompute"] == value
+        changed = words.edit(text, {"--recompute-modules": None})
+        assert changed == "--recompute-granularity selective --micro-batch-size 1"
+
+
 def test_a_launch_script_is_read_and_not_run(tmp_path: Path) -> None:
     script = tmp_path / "train.sh"
     script.write_text(

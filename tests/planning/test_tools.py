@@ -169,6 +169,11 @@ def test_the_balanced_split_is_printed() -> None:
         ("megatron-bridge", "dp32:zero=1,offload=optimizer", "offload optimizer"),
         ("torchtitan", "dp32:zero=3,offload=optimizer", "offload optimizer"),
         ("torchtitan", "dp2.pp4.tp4:microbatches=2,zero=3,sequence_parallel=true", "PyTorch's"),
+        ("megatron", "dp32:zero=1,recompute=modules", "recompute modules of a dense model"),
+        *(
+            (tool, "dp32:zero=3,recompute=modules", "recompute modules: it has")
+            for tool in ("torchtitan", "torchtitan-0.2.2", "deepspeed", "accelerate", "automodel")
+        ),
     ],
 )
 def test_what_a_tool_lacks_is_an_error_by_name(tool: str, text: str, why: str) -> None:
@@ -187,6 +192,19 @@ def test_experts() -> None:
     assert found["expert_parallel"] == {
         "enabled": True, "autoep_size": 8, "preset_model": "qwen3_moe",
     }  # fmt: skip
+
+
+def test_modules_that_are_recomputed() -> None:
+    text = "dp32.ep8:zero=1,recompute=modules"
+    found = tool_rules.flags(emitted("megatron", text, EXPERTS))
+    assert found["--recompute-granularity"] == "selective"
+    assert found["--recompute-modules"] == "layernorm moe_act"
+    bridge = emitted("megatron-bridge", text, EXPERTS)
+    assert "cfg.model.recompute_modules = ['layernorm', 'moe_act']\n" in bridge
+    latent = dataclasses.replace(EXPERTS, shape=shape("deepseek-v3"))
+    assert "layernorm moe_act mla_up_proj" in emitted("megatron", text, latent)
+    with pytest.raises(LayoutError, match="recompute modules with precision fp8"):
+        emitted("megatron", text, dataclasses.replace(EXPERTS, precision="fp8"))
 
 
 def test_megatron_fsdp_and_the_environment() -> None:

@@ -116,6 +116,11 @@ def megatron(text: str, facts: Facts) -> None:
         assert int(found["--recompute-num-layers"]) >= 1
     else:
         assert not {"--recompute-method", "--recompute-num-layers"} & set(found)
+    modules = set(found.get("--recompute-modules", "").split())
+    assert modules <= {"layernorm", "moe_act", "mla_up_proj"}
+    assert not modules or found["--recompute-granularity"] == "selective"
+    assert "moe_act" not in modules or "--moe-grouped-gemm" in found
+    assert not modules or "--fp8-format" not in found
     assert not {"--fp8-format", "--fp4-format"} <= set(found)
     if "--optimizer-cpu-offload" in found:
         assert "--use-precision-aware-optimizer" in found
@@ -393,9 +398,13 @@ def sglang(text: str, facts: Facts) -> None:
     assert words == ["python", "-m", "sglang.launch_server"]
     assert found["--model-path"] == "MODEL" or "/" in found["--model-path"]
     tp, pp = _number(found, "--tp-size"), _number(found, "--pp-size")
-    dp, nodes = _number(found, "--dp-size"), _number(found, "--nnodes")
-    # server_args: attention of data ranks divides the tensor ranks, and experts all of them.
-    together = "--enable-dp-attention" in found
+    # server_args: attention of data ranks divides the tensor ranks, and experts all of them;
+    # --dp-size counts replicas, and with --enable-dp-attention is a deprecated spelling.
+    together = "--attn-dp-size" in found
+    dp = _number(found, "--attn-dp-size" if together else "--dp-size")
+    nodes = _number(found, "--nnodes")
+    assert "--enable-dp-attention" not in found
+    assert not together or "--dp-size" not in found
     assert together == (facts["ep"] > 1) == ("--ep-size" in found)
     assert not together or (tp % dp == 0 and dp == facts["ep"] and int(found["--ep-size"]) == tp)
     assert facts["heads"] % (tp // dp if together else tp) == 0

@@ -21,7 +21,6 @@ from hocket.spec.rehearsal_matrix import (
     CASES,
     CRASHED,
     DIFFERENT,
-    EXPERTS_READ,
     FLAT,
     HANGS,
     MODELS,
@@ -106,7 +105,6 @@ def _found(layout: str = "dp2", **changes: Any) -> Any:
 
 
 READ = {"what": "item", "where": "hocket/runtime/clip.py:1", "count": 1}
-EXPERTS = {"what": EXPERTS_READ, "where": "transformers/integrations/moe.py:379", "count": 8}
 ROW = {
     "name": "all-reduce", "axis": "dp", "phase": "step", "count": 1, "bytes": 4,
     "expected_count": 2, "expected_bytes": 8, "equal": False,
@@ -121,9 +119,6 @@ ROW = {
         ({"host_reads": [READ]}, DIFFERENT, "host reads: 1 x item"),
         ({"host_reads": [READ], "layout": "dp2:offload=optimizer"}, OK, ""),
         ({"host_reads": [READ, READ], "layout": "dp2:offload=optimizer"}, DIFFERENT, "item"),
-        ({"host_reads": [EXPERTS]}, REJECTED, "no fp32 kernel of grouped_mm"),
-        ({"host_reads": [EXPERTS, READ]}, DIFFERENT, "host reads: 1 x item"),
-        ({"host_reads": [EXPERTS], "predicted_peak_bytes": [94]}, DIFFERENT, "memory: predicted"),
         ({"collectives": [ROW]}, DIFFERENT, "1 of 4 bytes, expected 2 of 8"),
     ],
 )

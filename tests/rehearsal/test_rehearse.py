@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from hocket.jobs.rehearsal_workers import Workers
 from hocket.jobs.rehearse import Job, Rehearsed, prepared, rehearse, representatives, traces_of
 from hocket.jobs.request import request
 from hocket.simulation.nccl import RULES, check
-from hocket.spec.errors import HocketError, OptionError
+from hocket.spec.errors import HocketError, ModelError, OptionError
 from hocket.spec.rehearsal import OWNERS, RehearsalReport
 
 pytestmark = pytest.mark.ranks
@@ -113,6 +114,57 @@ def test_layouts_complete_and_communicate_as_in_theory(
     assert len(found.executed) == found.job.spec.layout.world_size
     assert all(row["equal"] for row in found.report.collectives), found.report.collectives
     assert "completes" in text(found)
+
+
+@pytest.mark.parametrize(
+    "more", [{"dtype": "fp32"}, {"gpu": "A100-80"}, {"gpu": "A100-80", "layout": "dp2:zero=3"}]
+)
+def test_experts_read_nothing_whatever_the_dtype_and_gpu(
+    workers: Workers, more: dict[str, Any]
+) -> None:
+    """torch's grouped matmul has a kernel for bf16 on Hopper and Blackwell alone."""
+    found = rehearse(of(**{"layout": "dp2", "model": "tiny-mixtral", **more}), workers=workers)
+    assert found.report.host_reads == []
+    (executed,) = found.executed.values()
+    layers = found.job.spec.config["num_hidden_layers"]
+    assert executed.launches["grouped_mm"] == 4 * layers
+    assert executed.launches["grouped_mm_weight_gradient"] == 2 * layers
+    predicted, rehearsed = found.report.predicted_peak_bytes, found.report.peak_bytes
+    assert predicted[0] == pytest.approx(rehearsed[0]["total"], rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"layout": "dp1"},
+        {"layout": "tp2"},
+        {"layout": "dp1:recompute=selective"},
+        {"dtype": "bf16"},
+    ],
+)
+def test_keys_and_values_repeated_for_query_heads_are_predicted(
+    workers: Workers, more: dict[str, Any]
+) -> None:
+    """In fp32 no kernel of grouped-query attention reads a key for several query heads."""
+    given = {"layout": "dp1", "dtype": "fp32", "seq_len": 512, "rows": 4, **more}
+    found = rehearse(of(**given), workers=workers)
+    rehearsed = [row["total"] for row in found.report.peak_bytes]
+    assert found.report.predicted_peak_bytes == pytest.approx(rehearsed, rel=0.01)
+
+
+@pytest.mark.parametrize("schedule", ["zero-bubble", "zb-v,virtual_stages=2"])
+def test_adapters_between_two_halves_of_a_backward(workers: Workers, schedule: str) -> None:
+    """What I frees and keeps of a layer is predicted norm by norm, with its adapters in place."""
+    asked = of(
+        f"pp2:schedule={schedule},microbatches=4",
+        model="tiny-gemma3",
+        rows=2,
+        layers=4,
+        lora_rank=4,
+    )
+    found = rehearse(asked, workers=workers)
+    rehearsed = [row["total"] for row in found.report.peak_bytes]
+    assert found.report.predicted_peak_bytes == pytest.approx(rehearsed, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -226,6 +278,21 @@ def test_what_cannot_be_is_rejected_before_a_worker_starts(
 ) -> None:
     with pytest.raises(HocketError, match=message):
         of(**change)
+
+
+def test_sizes_that_contradict_each_other_are_one_line(workers: Workers, tmp_path: Path) -> None:
+    """OLMoE's norms are as wide as the hidden state, so a head size of another width cannot be."""
+    config = {
+        "model_type": "olmoe", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 64,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
+        "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 32,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="cannot execute a step of") as caught:
+        rehearse(of("dp1", model=str(tmp_path)), workers=workers)
+    assert "Traceback" not in caught.value.message
+    assert "modeling_olmoe.py" in caught.value.message
+    assert "head_dim" in (caught.value.hint or "")
 
 
 @pytest.mark.parametrize("rank", ["8", "-1", "every", "1.5"])

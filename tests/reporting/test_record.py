@@ -80,7 +80,7 @@ def test_a_damaged_file_is_named_and_left_out(tmp_path: Path, name: str, damage:
     assert any(name in note for note in notes), notes
 
 
-@pytest.mark.parametrize("number", ["1e999", "NaN", '"x"', "[]"])
+@pytest.mark.parametrize("number", ["1e999", "NaN", '"x"', "[]", "1" + "0" * 400])
 @pytest.mark.parametrize(
     ("name", "key"),
     [("run.json", "steps"), ("run.json", "seq_len"), ("forecast.json", "step_seconds"),
@@ -100,6 +100,26 @@ def test_a_number_that_is_none_is_named_and_left_out(
     assert len(said) == 1, record.notes
     assert said[0].count(name) == 1
     assert report_text(record)
+
+
+@pytest.mark.parametrize("key", ["links", "exposed"])
+@pytest.mark.parametrize("value", ["7", '"x"', "[]", '{"tp": []}'])
+def test_a_table_that_is_none_is_named_and_left_out(tmp_path: Path, key: str, value: str) -> None:
+    path = make(tmp_path / "run")
+    data = json.loads((path / "forecast.json").read_text())
+    (path / "forecast.json").write_text(json.dumps({**data, key: json.loads(value)}))
+    record = read(path)
+    assert any(f"forecast.json cannot be read: {key} is" in note for note in record.notes)
+    assert payload(record)
+
+
+def test_an_event_of_no_kind_is_drawn(tmp_path: Path) -> None:
+    path = make(tmp_path / "run")
+    file = path / "timeline.json"
+    data = json.loads(file.read_text())
+    data["events"][0]["kind"] = ""
+    file.write_text(json.dumps(data))
+    assert "idle" in report_text(read(path))
 
 
 def test_why_nothing_was_predicted_is_told(tmp_path: Path) -> None:

@@ -76,6 +76,7 @@ def test_no_step_reads_the_device_and_all_end(family: str, layout: str, kernels:
     for one in found.ranks.values():
         predicted = found.predicted[one["stage"]]
         assert predicted["weights"] == pytest.approx(one["memory"]["weights"], rel=0.01)
+        assert predicted["step"] == pytest.approx(one["memory"]["step"], rel=0.02)
         assert predicted["token"] * one["memory"]["cache_tokens"] == one["memory"]["cache"]
     assert all(name in found.text() for name in ("fa2", "CUDA graphs", "not seen"))
 

@@ -243,6 +243,7 @@ def _unknown(kind: str, name: str, choices: Iterable[str]) -> OptionError:
     return OptionError(f"unknown {kind} {name!r}", hint=hint)
 
 
+@functools.cache
 def _parts(name: str) -> frozenset[str]:
     """`NVIDIA A100-SXM4-80GB` -> {a100, sxm, 80}."""
     text = re.sub(r"\b(nvidia|geforce|tesla|amd|instinct)\b", " ", name.lower())

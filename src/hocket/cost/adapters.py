@@ -78,6 +78,21 @@ def _frozen(block: BlockShape) -> BlockShape:
     )
 
 
+def _behind(saved: list[Saved], product: MatrixProduct) -> int:
+    """Where in a block's saved tensors, which are in the order of the forward, those of a matmul's
+    adapter are: behind its input and the adapters that read that too; of an input that is not
+    saved, behind the module that makes it."""
+    rows = [row.name if row.view != "fused" else "" for row in saved]
+    if product.input in rows:
+        at = rows.index(product.input) + 1
+        while at < len(rows) and rows[at].endswith(".lora_A"):
+            at += 1
+        return at
+    makes = product.input.partition(":")[0]
+    inside = [i for i, row in enumerate(rows) if row.startswith((f"{makes}.", f"{makes}:"))]
+    return inside[-1] + 1 if inside else len(rows)
+
+
 def _adapted(
     block: BlockShape, rank: int, targets: Collection[str], element_bytes: int
 ) -> BlockShape:
@@ -111,12 +126,15 @@ def _adapted(
             weights.append(
                 Weight(name=f"{name}.weight", elements=elements, split=split, units=count)
             )
-        saved.append(Saved(name=thin[0], bytes=element_bytes * rank * p.count, split="outside"))
         entered = "inside" if p.split == "row" else "outside"
+        at = _behind(saved, p)
         if p.input not in kept:  # what A reads; frozen matrices alone would not keep it
             kept.add(p.input)
             size = float(element_bytes * p.k * p.count)
-            saved.append(Saved(name=p.input, bytes=size, split=entered, view="eager"))
+            saved.insert(at, Saved(name=p.input, bytes=size, split=entered, view="eager"))
+            at += 1
+        thin_bytes = element_bytes * rank * p.count
+        saved.insert(at, Saved(name=thin[0], bytes=thin_bytes, split="outside"))
         left = "inside" if p.split in ("column", "vocab") else "outside"
         for field, view in VIEWS.items():
             moved[field] += [

@@ -27,7 +27,7 @@ import numpy as np
 
 from hocket.cost.measured_links import Links
 from hocket.cost.measured_rates import BYTES, Rates
-from hocket.cost.measured_stage import local, stage_blocks, weights
+from hocket.cost.measured_stage import SHARED, local, stage_blocks, weights
 from hocket.cost.serving_shape import latent_width, served
 from hocket.cost.terms import Floats
 from hocket.spec.cut import choose_cut, stage_layers
@@ -63,6 +63,9 @@ LLAMA_KERNELS = 7
 LAYER_CALLS, WHOLE_CALLS = 20, 2
 """Calls of a kernel that such a layer takes as long as, besides what it computes: where prompts are
 read, and where up to `FEW` rows decode, in one call."""
+
+TOKEN_BYTES = 8
+"""Of a token's number and of its position."""
 
 SMALL = 512
 """Bytes of a plan or a result between ranks."""
@@ -154,6 +157,9 @@ class Replica:
         kinds = set(self.stages[stage])
         blocks = [self.shape.blocks[kind] for kind in kinds if kind != "head"]
         layers = max((self._layer_elements(block) for block in blocks), default=0)
+        if not self.cpu:  # where kernels read and write heads in place
+            layers = max([layers, *map(self._attention_elements, blocks)])
+            layers += 2 * TOKEN_BYTES / self.state_bytes
         head = rows * self.shape.vocab / self.layout.tp * 4 if "head" in kinds else 0
         return round(max(tokens * layers * self.state_bytes, head))
 
@@ -172,6 +178,24 @@ class Replica:
         copies = max((p.count for p in products if p.groups > 1), default=0) * hidden
         weighted = copies * (1 + 3 * BYTES["fp32"] / self.state_bytes) + 3 * hidden
         return max(2 * inner + copies + 4 * hidden, weighted if copies else 0)
+
+    def _attention_elements(self, block: BlockShape) -> float:
+        """Of one token, at the fullest moment of attention as the model's own code does it: in the
+        rotation of the queries (two products and their sum), or when its result is multiplied.
+        Until then what was projected stays; cosines and sines stay for all layers."""
+        rows = {row.name: row for one in self.shape.blocks.values() for row in one.saved}
+        tables = sum(row.bytes for row in rows.values() if row.view == SHARED) / self.state_bytes
+        normed = any(".q_norm." in f".{w.name}" for w in block.weights)
+        found = 0.0
+        for core in block.attention:
+            heads = core.heads if core.split == "outside" else core.heads / self.layout.tp
+            query, key = heads * core.head_dim, self._held(core) * core.head_dim
+            projected = query + key + self._held(core) * core.value_dim
+            standing = 3 * self.shape.hidden + tables + projected
+            rotated = (query + key if normed else 0) + 3 * query
+            multiplied = query + key + heads * core.value_dim + self.shape.hidden
+            found = max(found, standing + max(rotated if tables else 0, multiplied))
+        return found
 
     def _split(self, product: MatrixProduct) -> int:
         return self.layout.tp if product.split in ("column", "vocab") else 1

@@ -103,7 +103,7 @@ def weights_by_block(job: Job, kinds: list[str]) -> list[list[Weight]]:
     return [held[a:b] for a, b in zip([0, *counts], counts, strict=False)]
 
 
-def blocks_of(job: Job, number: int, held: list[list[Weight]]) -> list[Block]:
+def blocks_of(job: Job, number: int, held: list[list[Weight]], *, cuda: bool) -> list[Block]:
     """The blocks of a stage."""
     kinds, tp = job.blocks(number), job.layout.tp
     again = len(job.again(number, "full"))
@@ -114,6 +114,8 @@ def blocks_of(job: Job, number: int, held: list[list[Weight]]) -> list[Block]:
         block = job.shape.blocks[kind]
         layer = kind not in ENDS
         rows = dict(saved_rows(job.shape, kind, job.microbatch, job.element_bytes))
+        if cuda and layer:
+            rows = _with_repeated_heads(job, block, rows)
         if layer and number == 0 and job.adapted and not any(b.layer for b in found):
             rows = behind_first_adapter(block, rows)
         # The executor holds what a stage is given.
@@ -181,6 +183,8 @@ def _phases(
     """What I frees and keeps of the saved tensors, from the last one back, up to each norm that is
     written out in fp32."""
     products = [p for p in block.products if not (p.frozen or p.bare)]
+    streams = {p.name for p in block.products if p.split == "row"}  # and their adapters
+    streams |= {f"{name}.lora_B" for name in streams}
     found: list[Phase] = []
     taken = late = 0
     for name, nbytes in reversed(rows.items()):
@@ -189,8 +193,8 @@ def _phases(
         if readers:
             # The gradient of the stream is there before; then a sum takes its place.
             taken += late
-            late = sum(_output_bytes(job, p) for p in readers if p.split == "row")
-            taken += sum(_output_bytes(job, p) for p in readers if p.split != "row")
+            late = sum(_output_bytes(job, p) for p in readers if p.name in streams)
+            taken += sum(_output_bytes(job, p) for p in readers if p.name not in streams)
         elif operation == "rsqrt" and any(w.name == f"{module}.weight" for w in block.weights):
             gradients = tuple(i for i, w in named if w.name.startswith(f"{module}."))
             found.append(Phase(taken=taken, gradients=gradients, working=norm_bytes(job, block)))
@@ -198,6 +202,28 @@ def _phases(
         else:
             taken -= nbytes
     return tuple(found)
+
+
+def _with_repeated_heads(job: Job, block: BlockShape, rows: dict[str, int]) -> dict[str, int]:
+    """The saved tensors of a block, with what attention in fp32 saves on a GPU beyond the keys and
+    values of their own heads: PyTorch repeats them for each query head, for the memory-efficient
+    kernel. Flash attention takes half precision alone, and flex attention, which windows go to,
+    takes groups of heads; a core that is recomputed saves what it was given."""
+    if job.workload.dtype != "fp32" or job.layout.recompute == "selective":
+        return rows
+    elements = 0.0
+    for core in block.attention:
+        split = job.layout.tp if core.split == "inside" else 1
+        missing = core.heads / split - max(1.0, core.kv_heads / split)
+        if core.window is None:
+            elements += max(0.0, missing) * (core.head_dim + core.value_dim)
+    found: dict[str, int] = {}
+    for name, nbytes in rows.items():
+        found[name] = nbytes
+        if elements and name.endswith(":attention"):
+            more = round(elements * job.microbatch.tokens * job.element_bytes)
+            found["repeated keys and values"] = more
+    return found
 
 
 def norm_bytes(job: Job, block: BlockShape) -> int:

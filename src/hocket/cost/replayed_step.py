@@ -85,7 +85,7 @@ class _Stage:
             for (at, w), late in zip(held, job.share(number).late, strict=True)
         ]
         self.gradients = _gradients(job, gradients, kinds, live, cuda)
-        self.blocks = blocks_of(job, number, by_block)
+        self.blocks = blocks_of(job, number, by_block, cuda=cuda)
         self.tables = table_bytes(job.shape, kinds, job.microbatch)
         self.deferred = {
             index for block in self.blocks for each in block.deferred for index in each.gradients

@@ -196,6 +196,11 @@ def _latent(p: MatrixProduct) -> bool:
     return "norm" in norm and norm.rpartition(".")[0] == p.name.rpartition(".")[0] != ""
 
 
+def has_latent(shape: ModelShape) -> bool:
+    """Whether a model has latent attention (MLA): keys and values projected up from a vector."""
+    return any(_latent(p) for block in shape.blocks.values() for p in block.products)
+
+
 def _of_modules(block: BlockShape, *, outside: bool) -> float:
     """Bytes that norms and activation functions make again from their inputs, which are saved as
     well, and queries, keys and values that latent vectors are projected up to."""

@@ -56,8 +56,6 @@ def step(
     for name in ("compile", "least"):
         options.pop(name, None)
     config = FAMILIES[family] if family else catalogue(model, 2) if model else BASE
-    if family == "mixtral":  # torch's fake grouped matmul takes bf16 alone, the real one fp32 too
-        dtype = "bf16"
     job = spec(
         config, layout=f"dp1:{fields}" if fields else "dp1", dtype=dtype, seq_len=16,
         rows=max(rows, 4), device="cuda", **options,
@@ -209,11 +207,9 @@ def flex(place: Place, *, family: str) -> Outcome:
     from hocket.rehearsal.training import Rehearsal
 
     config = {**FLEXIBLE[family], "max_position_embeddings": FLEX_LENGTH}
-    experts = family == "gpt_oss"  # torch's fake grouped matmul takes bf16 alone
     job = spec(
-        config, dtype="bf16" if experts else "fp32", seq_len=FLEX_LENGTH, rows=1, device="cuda",
-        packing=None if experts else "documents",
-    )  # fmt: skip
+        config, dtype="fp32", seq_len=FLEX_LENGTH, rows=1, device="cuda", packing="documents"
+    )
     found = Rehearsal(job, None, device_of(GPU)).rank(0)
     place.equal("kernels of attention", found.attention, {"flex": config["num_hidden_layers"]})
     place.equal("host reads", [f"{r['what']} at {r['where']}" for r in found.host_reads], [])

@@ -79,7 +79,7 @@ CHECKS = (
     *(
         _row(
             f"matmul-{dtype}", "matrix multiplication of a linear layer, forward and backward",
-            "matmul", dtype,
+            "matmul", dtype, seconds=0.5,
         )
         for dtype in ("bf16", "fp32")
     ),
@@ -89,13 +89,23 @@ CHECKS = (
     ),
     *(
         _row(
+            f"grouped-gemm-{dtype}", "grouped matrix multiplication of experts in Triton, forward "
+            "and backward, compared with a loop over experts", "grouped", dtype,
+            arguments={"triton": True}, capability=(8, 0), packages=("triton",), rehearsals=(FAKE,),
+        )
+        for dtype in ("bf16", "fp32")
+    ),
+    *(
+        _row(
             f"experts-{dtype}", "a mixture-of-experts block of transformers in its grouped form, "
             "forward and backward, compared with its loop", "experts", dtype, rehearsals=(CPU,),
         )
         for dtype in ("bf16", "fp32")
     ),
     *(
-        _row(f"rms-norm-{dtype}", "RMSNorm, forward and backward", "rms_norm", dtype)
+        _row(
+            f"rms-norm-{dtype}", "RMSNorm, forward and backward", "rms_norm", dtype, seconds=0.5
+        )
         for dtype in ("bf16", "fp32")
     ),
     _row(
@@ -324,17 +334,19 @@ def matmul(place: Place, *, dtype: str) -> Outcome:
     return place.outcome()
 
 
-def grouped(place: Place, *, dtype: str) -> Outcome:
-    """torch's grouped matmul, and one matmul for each group."""
+def grouped(place: Place, *, dtype: str, triton: bool = False) -> Outcome:
+    """torch's grouped matmul or the one in Triton, and one matmul for each group."""
     import torch
     import torch.nn.functional as F
+
+    from hocket.runtime.triton.grouped_gemm import grouped_mm
 
     sizes = place.size([512, 128, 0, 1408], [16, 8, 0, 8])
     inner, outer = place.size((2048, 1024), (32, 16))
     x = place.draw(sum(sizes), inner, dtype=_dtype(dtype), seed=1, grad=True)
     weight = place.draw(len(sizes), inner, outer, dtype=_dtype(dtype), seed=2, grad=True)
     ends = torch.tensor(sizes, device=place.device).cumsum(0).int()
-    out = F.grouped_mm(x, weight, offs=ends)
+    out = grouped_mm(x, weight, ends) if triton else F.grouped_mm(x, weight, offs=ends)
     parts = torch.split(x.double(), sizes)  # type: ignore[no-untyped-call]
     expected = torch.cat([part @ weight[i].double() for i, part in enumerate(parts)])
     _compare_backward(place, out, expected, {"input": x, "weight": weight}, LIMITS[dtype])

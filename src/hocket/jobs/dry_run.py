@@ -12,7 +12,7 @@ import json
 import tempfile
 from typing import TYPE_CHECKING, Any
 
-from hocket.jobs import defaults, prepare, rehearsal_fit
+from hocket.jobs import defaults, memory, prepare, rehearsal_fit
 from hocket.spec.errors import HocketError
 from hocket.spec.run import RunFolder
 from hocket.spec.units import format_seconds
@@ -116,7 +116,11 @@ def dry_run(request: Request, record: Record) -> DryRun:
         )
         request = defaults.with_rates(defaults.with_dtype(request), source)
     record.phase(f"rehearsing on fake {gpu} GPUs")
-    found = rehearse(prepared(request, gpu=gpu))
+    planned = prepared(request, gpu=gpu)
+    if "microbatches" not in request.given:
+        layout = memory.accumulated(planned.spec, planned.device.memory)
+        planned = prepared(dataclasses.replace(request, layout=layout), gpu=gpu)
+    found = rehearse(planned)
     rehearsal_fit.require(found)
     spec = found.job.spec
     duration, reason = None, ""

@@ -216,6 +216,24 @@ def _on_gpus(launcher: Launcher, spec: RunSpec, schedule: str, may: Allowed) -> 
     return dataclasses.replace(fit, tried=tried)
 
 
+def accumulated(spec: RunSpec, capacity: int) -> Layout:
+    """The layout with as few microbatches, but at least its own, as are predicted to fit a GPU of
+    `capacity` bytes; as it is where none of them does, or the model cannot be traced."""
+    from hocket.jobs.forecast import shape_of
+    from hocket.jobs.rehearsal_expected import gpu_memory
+    from hocket.planning.fit import HEADROOM
+    from hocket.schedules.registry import build
+
+    with contextlib.suppress(HocketError):
+        shape = shape_of(spec)
+        for layout in [spec.layout, *microbatched(spec)]:
+            other = dataclasses.replace(spec, layout=layout)
+            rows = gpu_memory(shape, other, build(layout, layout.microbatches or 1))
+            if max(row["total"] for row in rows) <= capacity * (1 - HEADROOM):
+                return layout
+    return spec.layout
+
+
 def rejected(fit: Fit, spec: RunSpec) -> LayoutError:
     """A job that holds more than it may, with the layouts that fit."""
     may, ranks, need = fit.may, fit.ranks, fit.need

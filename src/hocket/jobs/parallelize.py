@@ -95,6 +95,10 @@ def parallelize(
         from hocket.models.plans.router import router_loss
 
         plan = dataclasses.replace(plan, router=router_loss(module))
+    if hugging_face:
+        from hocket.training.build import group_experts
+
+        group_experts()
     whole = WholeModule.of(module)
     parallel = runtime.parallelize(
         module, layout, plan, mesh=mesh, schedule=order, loss_fn=loss_fn, seed=seed,

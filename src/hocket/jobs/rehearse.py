@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from hocket.jobs.rehearsal_workers import Workers
 from hocket.jobs.request import Request
-from hocket.spec.errors import HocketError, LayoutError, OptionError
+from hocket.spec.errors import LayoutError, ModelError, OptionError
 from hocket.spec.layout import Layout
 from hocket.spec.rehearsal import Device, RankRehearsal, RehearsalReport
 from hocket.spec.run import RunSpec
@@ -206,7 +206,7 @@ def rehearse(
 
     Raises:
         OptionError: no such rank, or no C++ compiler.
-        HocketError: a rank raised; with its traceback.
+        ModelError: a rank cannot execute its step.
     """
     say = on_phase or (lambda text: None)
     layout = job.spec.layout
@@ -242,9 +242,9 @@ def rehearse(
                 found = RankRehearsal.from_json(event["rank"])
                 executed[found.rank] = found
                 say(f"executed {len(executed)} of {len(wanted)} ranks")
-    for rank, found in sorted(executed.items()):  # all ranks are done, and the workers free again
+    for _, found in sorted(executed.items()):  # all ranks are done, and the workers free again
         if found.error:
-            raise HocketError(f"rank {rank} cannot execute its step\n{found.error}")
+            raise step_failed(job.spec.model, found)
     verdicts: dict[str, Verdict] = {}
     if len(stands_for) == layout.world_size:
         from hocket.simulation.nccl import RULES, check
@@ -342,6 +342,21 @@ def _row(found: RankRehearsal, label: str, rank: int) -> tuple[int, ...]:
 
 
 # --- the report -----------------------------------------------------------------------------------
+
+
+def step_failed(model: str, found: RankRehearsal) -> ModelError:
+    """The error of a rank whose step raised: the exception's own line, and where in the model's
+    code; sizes that contradict each other in a configuration are found there."""
+    lines = [line.strip() for line in found.error.splitlines() if line.strip()]
+    frames = [line for line in lines if line.startswith("File ")]
+    own = [line for line in frames if "modeling_" in line]
+    place = (own or frames or [""])[-1].rpartition("/")[2].replace('"', "")
+    return ModelError(
+        f"rank {found.rank} cannot execute a step of {model}: "
+        f"{lines[-1] if lines else 'no message'} (raised below {place})",
+        hint="make the sizes in config.json fit each other: head_dim, num_attention_heads, "
+        "hidden_size, num_experts and num_experts_per_tok",
+    )
 
 
 def _report(

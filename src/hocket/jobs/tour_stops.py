@@ -350,7 +350,7 @@ def crossover(guide: Guide) -> Stop:
     values = (predicted[0], measured[0], predicted[1], measured[1])
     return Stop(
         key="crossover",
-        command="hocket train tiny-llama --data README.md --layout tp2 --emulate-links pcie4 "
+        command="hocket train tiny-llama --data CHANGELOG.md --layout tp2 --emulate-links pcie4 "
         "--steps 20",
         verdict=_verdict(turns and foretold),
         values={

@@ -78,7 +78,7 @@ def listed(repo: RepoId) -> dict[str, int]:
     with suppress(OSError, *MALFORMED):
         files = parse_json(note.read_text())["files"]
         return {name: int(file["size"]) for name, file in files.items()}
-    with explained(repo):
+    with explained(repo), without_warnings():
         tree = HfApi().list_repo_tree(
             repo.id, revision=repo.revision, repo_type=repo.kind, recursive=True
         )

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hocket.models.trace.grouped import GroupedProducts
 from hocket.rehearsal.attention import Attention
 from hocket.rehearsal.device import FakeGpu
 from hocket.rehearsal.launches import Launches, StepObserver
@@ -65,8 +64,7 @@ class Execution:
         """Within, tensors are fake and what operations do is counted."""
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         observer = StepObserver(self.memory, self.launches, ShapeCache(mode))
-        grouped = GroupedProducts()  # type: ignore[no-untyped-call]
-        with mode, grouped, observer, self.attention.installed():
+        with mode, observer, self.attention.installed():
             yield
 
     def begin(self, recorder: Actions) -> None:

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from hocket.rehearsal.memory import LiveMemory
 from hocket.rehearsal.shape_cache import ShapeCache
-from hocket.spec.rehearsal_matrix import EXPERTS_READ
+from hocket.runtime.triton.grouped_gemm import torch_has_kernel
 
 _aten: Any = torch.ops.aten
 _RESIZE: Any = torch.ops.inductor.resize_storage_bytes_.default
@@ -202,12 +202,12 @@ def _equal(launches: Launches, func: Any, args: Any, kwargs: Any) -> tuple[bool,
 
 
 def _grouped(launches: Launches, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
-    """Matmuls of experts: torch has a kernel for bf16 on Hopper and Blackwell; elsewhere the host
-    reads the experts' offsets and multiplies one by one (2.13: GroupedBlas.cpp)."""
+    """Matmuls of experts for which torch has no kernel: the host reads the experts' offsets and
+    multiplies one by one, as transformers does without torch's."""
     if args[0].is_cuda:
-        kernel = torch.cuda.get_device_capability(args[0].device)[0] in (9, 10)
-        if not kernel or args[0].dtype != torch.bfloat16:
-            launches.wait(EXPERTS_READ)
+        capability = torch.cuda.get_device_capability(args[0].device)
+        if "fallback" in func._schema.name or not torch_has_kernel(args[0].dtype, capability):
+            launches.wait("grouped_mm without a kernel")
     return False, None
 
 
@@ -217,6 +217,8 @@ _ANSWERS: dict[str, Any] = {
     "aten::is_nonzero": _equal,
     "aten::equal": _equal,
     "aten::_grouped_mm": _grouped,
+    "transformers::grouped_mm_fallback": _grouped,
+    "transformers::grouped_mm_fallback_backward": _grouped,
     "aten::index": _masked_index,
     "aten::index_put": _masked_index,
     "aten::index_put_": _masked_index,

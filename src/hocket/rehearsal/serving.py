@@ -46,7 +46,7 @@ from hocket.serving.scheduling.step import LAST, UNKNOWN, Row, StepPlan
 from hocket.spec.errors import HocketError
 from hocket.spec.rehearsal import Device, RankRehearsal
 from hocket.spec.run import RunSpec
-from hocket.training.build import dtype_of
+from hocket.training.build import dtype_of, group_experts
 
 SAMPLINGS: tuple[dict[str, Any], ...] = (
     {},
@@ -89,6 +89,7 @@ class ServingRehearsal:
             code=source.code,
             router_loss=False,
         )
+        group_experts()
         self.plan = plan_for(self.skeleton)
         layout = spec.layout
         self.schedule = build_schedule(layout, 1) if layout.num_stages > 1 else None

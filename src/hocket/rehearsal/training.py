@@ -34,7 +34,14 @@ from hocket.runtime.parallelize import Parallel, parallelize
 from hocket.spec.rehearsal import Device, RankRehearsal
 from hocket.spec.run import RunSpec
 from hocket.spec.schedule import Schedule
-from hocket.training.build import build_optimizer, dtype_of, keep_gradients, lora_of, offload
+from hocket.training.build import (
+    build_optimizer,
+    dtype_of,
+    group_experts,
+    keep_gradients,
+    lora_of,
+    offload,
+)
 from hocket.training.optimizer import Optimizer
 from hocket.training.reading import Reading
 
@@ -70,6 +77,7 @@ class Rehearsal:
         if layout.sequence_parallel:
             of_whole_sequences()
         choose_kernels_on_cuda(self.skeleton, asked=options.attention)
+        group_experts()
 
     @classmethod
     def of_json(cls, payload: dict[str, Any]) -> Rehearsal:

@@ -19,6 +19,7 @@ from hocket.spec.forecast import KINDS, Forecast
 from hocket.spec.layout import Layout
 from hocket.spec.ledger import DISTURBED as DISTURBED_RUN
 from hocket.spec.measured import Measured
+from hocket.spec.rows import LARGEST
 from hocket.spec.run import RunFolder, RunSpec
 from hocket.spec.schedule import Schedule
 from hocket.spec.timeline import Event, Timeline
@@ -320,19 +321,29 @@ def _metrics(text: str, torn: list[int]) -> tuple[Mapping[str, Any], ...]:
 
 def _later(text: str) -> tuple[tuple[int, Timeline], ...]:
     return tuple(
-        (int(row["step"]), Timeline.from_json(json.dumps(row["timeline"])))
+        (_count(row["step"]), Timeline.from_json(json.dumps(row["timeline"])))
         for row in parse_json(text)
     )
 
 
+def _count(value: Any) -> int:
+    """A whole number. Raises ValueError for one that no machine reaches."""
+    found = int(value)
+    if not abs(found) <= LARGEST:
+        raise ValueError("a number is too large")
+    return found
+
+
 def _memory(text: str) -> tuple[Mapping[str, int], ...]:
-    return tuple({kind: int(row[kind]) for kind in (*KINDS, "total")} for row in parse_json(text))
+    return tuple(
+        {kind: _count(row[kind]) for kind in (*KINDS, "total")} for row in parse_json(text)
+    )
 
 
 def _attention(text: str) -> tuple[Mapping[str, Any], ...]:
     names = ("layer", "kernel", "reason")
     return tuple(
-        {**{name: str(row[name]) for name in names}, "layers": int(row["layers"])}
+        {**{name: str(row[name]) for name in names}, "layers": _count(row["layers"])}
         for row in parse_json(text)
     )
 
@@ -340,10 +351,10 @@ def _attention(text: str) -> tuple[Mapping[str, Any], ...]:
 def _traffic(text: str) -> tuple[int, tuple[Mapping[str, Any], ...]]:
     """The step that was recorded, and its collectives of all ranks."""
     data = parse_json(text)
-    return int(data.get("step", 0)), tuple(
+    return _count(data.get("step", 0)), tuple(
         {
             **{name: str(row[name]) for name in ("name", "axis", "phase")},
-            **{name: int(row[name]) for name in ("count", "bytes")},
+            **{name: _count(row[name]) for name in ("count", "bytes")},
         }
         for row in data["total"]
     )

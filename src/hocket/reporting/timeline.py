@@ -169,7 +169,7 @@ def _ruler(duration: float, columns: int) -> str:
 
 def _legend(timeline: Timeline, fill: dict[str, str], width: int) -> list[str]:
     kinds = {e.kind for e in timeline.events}
-    words = [f"{fill[k]} {_WORDS[k]}" for k in fill if k in kinds]
+    words = [f"{fill[k]} {_WORDS[k]}" for k in _WORDS if k in kinds]
     marks = {_mark(e.kind) for e in timeline.events if e.lane == "communication"}
     meaning = {">": "send", "<": "receive", "=": "collective"}
     words += [f"{mark} {meaning[mark]}" for mark in meaning if mark in marks]

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from typing import Any
 
 from hocket.spec.errors import OptionError, RunFolderError
 from hocket.spec.files import parse_json
-from hocket.spec.rows import typed
+from hocket.spec.rows import LARGEST, typed
 
 KINDS = ("parameters", "gradients", "optimizer", "activations")
 
@@ -123,11 +122,11 @@ class Forecast:
 
 
 def _finite(value: Any) -> None:
-    """Raise ValueError where a number anywhere in it is none, or endless."""
+    """Raise ValueError where a number anywhere in it is none, endless or beyond a float."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list):
         for one in value:
             _finite(one)
-    elif isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"a number is {value}")
+    elif isinstance(value, int | float) and not abs(value) <= LARGEST:
+        raise ValueError(f"a number is {value if isinstance(value, float) else 'too large'}")

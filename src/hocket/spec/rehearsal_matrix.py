@@ -38,14 +38,6 @@ HOST_STEPS = {"optimizer": 1, "params": 4}
 """Offloaded kind to the waits of a step that it needs: an optimizer on the host waits for the
 gradients, and of offloaded parameters the host computes the norm, too. Any other job has none."""
 
-EXPERTS_READ = "grouped_mm without a kernel"
-"""A host read of experts whose dtype has no grouped matmul on CUDA, as a rehearsal names it."""
-
-EXPERTS_REJECTED = (
-    "experts in fp32: torch has no fp32 kernel of grouped_mm on CUDA, and what it does instead "
-    "reads the experts' offsets on the host; bf16 does not"
-)
-
 SCHEDULES = ("sequential", "gpipe", "1f1b", "interleaved", "zero-bubble", "zb-v")
 TWO_STAGES = ("interleaved", "zb-v")
 """Schedules that are given two stages on each rank."""
@@ -158,9 +150,9 @@ class RehearsalCell:
 
     Attributes:
         case: the job.
-        outcome: `ok`; `rejected`, for the `reason`: before a rank is executed, or because the host
-            reads what experts in fp32 need; `hangs` under one of NCCL's rules; `different`: host
-            reads, collectives or memory, the reason has the numbers; `crashed`: a rank raised.
+        outcome: `ok`; `rejected` before a rank is executed, for the `reason`; `hangs` under one of
+            NCCL's rules; `different`: host reads, collectives or memory, the reason has the
+            numbers; `crashed`: a rank raised.
         memory: of the rank whose peak the prediction misses most: predicted / rehearsed - 1. None:
             nothing was predicted or executed.
         ranks: of the job. executed: of them, the others being equal to one of these.

@@ -26,7 +26,7 @@ Index: TypeAlias = int
 
 Kind = TypeVar("Kind")
 
-_LARGEST = 1e18
+LARGEST = 1e18
 """No figure of a machine reaches it: bytes, bytes/s, operations/s of one device, seconds."""
 
 
@@ -90,23 +90,38 @@ def checked(annotation: str, value: Any, what: str) -> Any:
 
 
 def typed(kind: type, values: Mapping[str, Any]) -> None:
-    """Refuse a value that is not of its field's type, where that is a plain one.
+    """Reject a value that is not of its field's type, where that is a plain one or holds such.
 
-    Plain are `int`, `float` (a whole number will do), `str`, `bool`, and any of these or None.
+    Plain are `int`, `float` (a whole number will do), `str`, `bool`, and any of these or None;
+    `dict[str, X]` and `tuple[X, ...]` of a plain X hold them.
 
     Raises:
         OptionError: the first such value, with its field.
     """
     for field in dataclasses.fields(kind):
-        wanted = str(field.type).split(" | ")
-        if field.name not in values or not set(wanted) <= set(_PLAIN):
-            continue
-        value = values[field.name]
-        kinds = tuple(one for name in wanted for one in _PLAIN[name])
-        if not isinstance(value, kinds) or (isinstance(value, bool) and "bool" not in wanted):
-            raise OptionError(f"{field.name} is {_short(value)}; it must be of type {field.type}")
-        if isinstance(value, int) and abs(value) > _LARGEST:  # which no float can hold
-            raise OptionError(f"{field.name} is {_short(value)}; it must be of type {field.type}")
+        wanted = str(field.type)
+        if field.name in values and not _is_of(wanted, values[field.name]):
+            raise OptionError(
+                f"{field.name} is {_short(values[field.name])}; it must be of type {wanted}"
+            )
+
+
+def _is_of(wanted: str, value: Any) -> bool:
+    """Whether a value is of a type, of which only the plain ones and what holds them are looked at;
+    numbers too large for a float are of none."""
+    if wanted.startswith("dict[str, ") and wanted.endswith("]"):
+        inside = wanted.removeprefix("dict[str, ")[:-1]
+        return isinstance(value, Mapping) and all(_is_of(inside, one) for one in value.values())
+    if wanted.startswith("tuple[") and wanted.endswith(", ...]"):
+        inside = wanted.removeprefix("tuple[").removesuffix(", ...]")
+        return isinstance(value, list | tuple) and all(_is_of(inside, one) for one in value)
+    names = wanted.split(" | ")
+    if not set(names) <= set(_PLAIN):
+        return True
+    kinds = tuple(one for name in names for one in _PLAIN[name])
+    if not isinstance(value, kinds) or (isinstance(value, bool) and "bool" not in names):
+        return False
+    return not isinstance(value, int) or abs(value) <= LARGEST
 
 
 _PLAIN: dict[str, tuple[type, ...]] = {
@@ -124,7 +139,7 @@ def _number(least: float, whole: bool, strict: bool) -> Callable[[Any, str], flo
 
     def check(value: Any, what: str) -> float:
         right = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
-        if right and _LARGEST < value < math.inf:
+        if right and LARGEST < value < math.inf:
             raise OptionError(f"{what} is {_short(value)}; no machine has that much")
         if not right or not least <= value < math.inf or (strict and value == least):
             raise OptionError(f"{what} is {_short(value)}; it must be {words}")

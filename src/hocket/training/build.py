@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from hocket.models.attention import choose_kernels_on_cuda
+from hocket.models.experts import replace_grouped_mm
 from hocket.models.lora import alpha_of, targets_of
 from hocket.models.masks import of_whole_sequences
 from hocket.models.plans import plan_for
@@ -36,6 +37,7 @@ from hocket.runtime.recompute import CORE, RecomputedLayer
 from hocket.runtime.record import Recorder
 from hocket.runtime.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from hocket.runtime.tensor_parallel.sequence import IN_GRAPH
+from hocket.runtime.triton import grouped_gemm
 from hocket.spec.capabilities import refused_precision
 from hocket.spec.errors import OptionError, unknown
 from hocket.spec.links import Links
@@ -169,6 +171,7 @@ def build_model(
         of_whole_sequences()
     if mesh.device.type == "cuda":
         choose_kernels_on_cuda(skeleton, asked=options.attention)
+        group_experts()
     parallel = parallelize(
         skeleton,
         spec.layout,
@@ -357,6 +360,11 @@ def dtype_of(name: str) -> torch.dtype:
         message, hint = unknown("dtype", name, DTYPES)
         raise OptionError(message, hint=hint)
     return DTYPES[name]
+
+
+def group_experts() -> None:
+    """Let experts on CUDA be multiplied without a host read, whatever their dtype and GPU."""
+    replace_grouped_mm(grouped_gemm.grouped_mm, grouped_gemm.takes)
 
 
 def read_schedule(path: Path) -> Schedule:

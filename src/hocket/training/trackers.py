@@ -136,11 +136,14 @@ def _mlflow(folder: Path, config: Mapping[str, Any], known: str | None, done: in
     run = mlflow.start_run(run_id=known, run_name=None if known else folder.name)
     if known is None:
         mlflow.log_params({name: str(value)[:500] for name, value in config.items()})
-    return (
-        lambda values, step: mlflow.log_metrics(values, step=step),
-        mlflow.end_run,
-        str(run.info.run_id),
-    )
+
+    def log(values: dict[str, float], step: int) -> None:
+        mlflow.log_metrics(values, step=step)
+
+    def close() -> None:
+        mlflow.end_run()
+
+    return log, close, str(run.info.run_id)
 
 
 def _ids(folder: Path) -> dict[str, str]:

@@ -12,7 +12,9 @@ others leave, and the launcher starts the server again.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib
 import json
 import os
 import signal
@@ -82,18 +84,30 @@ def require_world(layout: Layout, context: RankContext) -> None:
 class Ranks:
     """The child that is rank 0; through it, all ranks of all replicas.
 
+    It is started at once, in the main thread, whose end it does not outlive: it imports what it
+    needs while this process checks options, model and split.
+
     Args:
-        server: what is served; gives threads and device.
+        server: what is served; gives the number of replicas, threads and device.
     """
 
     def __init__(self, server: Server) -> None:
-        self.server = server
         self.replicas = server.layout.dp
         self._payloads: dict[int, dict[str, Any]] = {}
         self._changed = threading.Condition()
-        self._child: subprocess.Popen[str] | None = None
         self._code: int | None = None
         self._killed = False
+        given = {
+            "parent": os.getpid(),
+            "threads": server.request.options.threads,
+            "device": server.device,
+        }
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "hocket.jobs.serving.joined", json.dumps(given)],
+            stdin=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # a signal to the launcher's group is the front's to handle
+        )
 
     def launchers(self) -> list[JoinedLauncher]:
         """One for each replica."""
@@ -126,27 +140,12 @@ class Ranks:
             )
 
     def _start(self, size: int) -> int:
-        """Run the child. Its kernel ends it with this thread, which waits for it."""
-        options = self.server.request.options
-        given = {
-            "parent": os.getpid(),
-            "size": size,
-            "threads": options.threads,
-            "device": self.server.device,
-            "payloads": [self._payloads[number] for number in range(self.replicas)],
-        }
-        self._child = subprocess.Popen(
-            [sys.executable, "-m", "hocket.jobs.serving.joined"],
-            stdin=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # a signal to the launcher's group is the front's to handle
-        )
+        """Hand the child what to serve, and wait for its end. Its exit code."""
+        payloads = [self._payloads[number] for number in range(self.replicas)]
         assert self._child.stdin is not None
-        try:
-            self._child.stdin.write(json.dumps(given))
+        with contextlib.suppress(BrokenPipeError):  # it has ended: its code says more
+            self._child.stdin.write(json.dumps({"size": size, "payloads": payloads}))
             self._child.stdin.close()
-        except BrokenPipeError:
-            pass  # it has ended: its code says more
         return self._child.wait()
 
     def kill(self) -> None:
@@ -154,8 +153,11 @@ class Ranks:
         with self._changed:
             self._killed = True
             self._changed.notify_all()
-        if self._child is not None:
-            self._child.kill()
+        self._child.kill()
+        if self._child.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._child.stdin.close()
+        self._child.wait()
 
 
 class JoinedLauncher:
@@ -190,10 +192,11 @@ def be_a_rank(*, trust_remote_code: bool, threads: int, device: str) -> None:
 
 
 def rank(context: RankContext, payload: dict[str, Any]) -> None:
-    """Entry of every rank: of rank 0 with what the front gave, of the others with what rank 0
-    publishes."""
+    """Entry of every rank: of rank 0 with what the front writes to it, of the others with what
+    rank 0 publishes."""
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+    from hocket.jobs.serving.rank import PRELOAD
     from hocket.jobs.serving.rank import main as serve
     from hocket.launch import main_address
     from hocket.models.source import fetch_again
@@ -205,9 +208,15 @@ def rank(context: RankContext, payload: dict[str, Any]) -> None:
     last = context.world_size - 1
     if context.rank == last:
         store.set("serving/last", own_address(main_address()))
+    for module in PRELOAD:  # while rank 0's process checks
+        importlib.import_module(module)
     if context.rank == 0:
-        store.set("serving/payloads", json.dumps([payload["size"], payload["payloads"]]))
-    size, each = json.loads(store.get("serving/payloads"))
+        text = sys.stdin.read()
+        if not text:
+            raise SystemExit(1)  # the front has ended, and said why
+        store.set("serving/payloads", text)
+    published = json.loads(store.get("serving/payloads"))
+    size, each = published["size"], published["payloads"]
     # A launcher signals all its processes: the front lets requests end, and then stops the ranks.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -253,11 +262,10 @@ def main() -> int:
     from hocket.launch import run_joined
     from hocket.launch.rank import die_with
 
-    given = json.loads(sys.stdin.read())
+    given = json.loads(sys.argv[1])
     die_with(given["parent"])
-    payload = {"size": given["size"], "payloads": given["payloads"]}
     try:
-        run_joined(ENTRY, payload, threads=given["threads"], device=given["device"])
+        run_joined(ENTRY, {}, threads=given["threads"], device=given["device"])
     except HocketError as error:
         print(f"hocket: {error}", file=sys.stderr)
         return error.exit_code

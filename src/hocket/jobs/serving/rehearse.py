@@ -15,7 +15,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hocket.spec.errors import HocketError, OptionError
+from hocket.spec.errors import OptionError
 from hocket.spec.layout import Layout
 from hocket.spec.rehearsal import NOT_SEEN, Device, RankRehearsal
 from hocket.spec.run import RunSpec, TrainOptions, Workload
@@ -213,10 +213,10 @@ def rehearse(
 
     Raises:
         OptionError: an unknown GPU, or no C++ compiler.
-        HocketError: a rank cannot execute its steps; with its traceback.
+        ModelError: a rank cannot execute its steps.
     """
     from hocket.jobs.rehearsal_workers import Workers
-    from hocket.jobs.rehearse import device_of, traces_of
+    from hocket.jobs.rehearse import device_of, step_failed, traces_of
     from hocket.simulation.nccl import RULES, check
 
     say = on_phase or (lambda text: None)
@@ -244,7 +244,7 @@ def rehearse(
                 continue
             found = RankRehearsal.from_json(event["value"]["rank"])
             if found.error:
-                raise HocketError(f"rank {found.rank} cannot execute its steps\n{found.error}")
+                raise step_failed(spec.model, found)
             executed[found.rank], said[found.rank] = found, event["value"]["serving"]
     traces = traces_of(executed, stands_for)
     return ServingReport(

@@ -127,6 +127,9 @@ def serve(
         doors = listeners(server, stack)
         launchers = Launchers(server, stack)
         first = launchers.make(0) if context is None else launchers.local()
+        ranks = None if context is None else joined.Ranks(server)
+        if ranks is not None:
+            stack.callback(ranks.kill)
         templates = chat_templates(server, stack)
         for warning in filter(None, (*server.warnings, kernels_remark(server))):
             record.note(f"warning: {warning}")
@@ -137,10 +140,11 @@ def serve(
             )
         server, told = serve_forecast.settle(server, first, record)
         require_split(first, server)
-        ready: list[Any] = [first, *(launchers.make(n) for n in range(1, server.layout.dp))]
-        if context is not None:
+        others = range(1, server.layout.dp if ranks is None else 1)
+        ready: list[Any] = [first, *(launchers.make(n) for n in others)]
+        if ranks is not None:
             first.close()
-            ready = list(joined.Ranks(server).launchers())
+            ready = list(ranks.launchers())
         folder.create(server.spec())
         write_text(folder.forecast_file, told.to_json())
         for line in serve_forecast.bill(server, told):

@@ -20,6 +20,16 @@ def _unread(found: dict[str, Any], used: Iterable[str]) -> tuple[str, ...]:
     return tuple(f"{key} = {str(value)[:60]}" for key, value in found.items() if key not in known)
 
 
+def _modules(words: str | None) -> str:
+    """Megatron's --recompute-modules as a value of `Layout.recompute`. Raises OptionError."""
+    named = set((words or "").split())
+    if named == {"core_attn"}:
+        return "selective"
+    if {"layernorm", "moe_act"} <= named <= {"layernorm", "moe_act", "mla_up_proj"}:
+        return "modules"
+    raise _reject(f"--recompute-modules {words}")
+
+
 def _reject(why: str) -> OptionError:
     return OptionError(f"the configuration has {why}, which no layout here has")
 
@@ -102,6 +112,8 @@ def megatron(text: str) -> Configuration:
         fields["recompute"] = "selective"
     if has("--recompute-granularity"):
         fields["recompute"] = found["--recompute-granularity"]
+    if has("--recompute-modules"):
+        fields["recompute"] = _modules(found["--recompute-modules"])
     has("--recompute-method")
     has("--recompute-num-layers")
     if found.get("--recompute-method") == "block":

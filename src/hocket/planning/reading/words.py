@@ -20,6 +20,10 @@ def variables(text: str) -> dict[str, str]:
     return {name: value for name, _, value in _ASSIGNED.findall(text)}
 
 
+LISTS = ("--recompute-modules",)
+"""Flags that take several words."""
+
+
 def flags(text: str) -> tuple[list[str], dict[str, str | None]]:
     """Words that are no flags' values, in order, and flags with their values.
 
@@ -46,7 +50,9 @@ def flags(text: str) -> tuple[list[str], dict[str, str | None]]:
                 name = ""
         elif name and found[name] is None:
             found[name] = word
-            name = ""
+            name = name if name in LISTS else ""
+        elif name:
+            found[name] = f"{found[name]} {word}"
         else:
             others.append(word)
     return others, found
@@ -58,7 +64,10 @@ def edit(text: str, changes: Mapping[str, Any]) -> str:
     for name, value in changes.items():
         present = value is not None and value is not False
         written = f"{name}" if value is True else f"{name} {value}"
-        pattern = re.compile(rf"{re.escape(name)}(?![\w-])(?:[= ]+(?!--)(?:'[^']*'|[^\s\\)]+))?")
+        times = "*" if name in LISTS else "?"
+        pattern = re.compile(
+            rf"{re.escape(name)}(?![\w-])(?:[= ]+(?!--)(?:'[^']*'|[^\s\\)]+)){times}"
+        )
         match = pattern.search(text)
         if match is not None:
             if present:

@@ -169,8 +169,8 @@ def _sglang(one: Deployment) -> str:
         # Its tensor ranks are all ranks of a stage, and attention divides them by data ranks.
         "--tp-size": one.tp * one.ep,
         "--pp-size": one.pp if one.pp > 1 else None,
-        "--dp-size": one.ep if one.ep > 1 else one.replicas if together else None,
-        "--enable-dp-attention": one.ep > 1,
+        "--dp-size": one.replicas if together else None,
+        "--attn-dp-size": one.ep if one.ep > 1 else None,
         "--ep-size": one.tp * one.ep if one.ep > 1 else None,
     }
     flags = {k: v for k, v in flags.items() if (k, v) != ("--dp-size", 1)}

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from hocket.cost.columns import NAMES, SCHEDULES, Layouts
+from hocket.cost.terms import has_latent
 from hocket.spec.layout import AXES, RECOMPUTE, Layout
 from hocket.spec.model_shape import ModelShape
 
@@ -30,6 +31,7 @@ class Facts:
         capability: CUDA compute capability, None on other devices.
         half_of_layers: whether `selective` was estimated as every second layer recomputed
             (torchtitan 0.2), not as attention cores alone (Megatron).
+        latent: whether the model has latent attention (MLA).
     """
 
     model: str
@@ -45,13 +47,14 @@ class Facts:
     gpus_per_node: int = 8
     capability: tuple[int, int] | None = None
     half_of_layers: bool = False
+    latent: bool = False
 
     @classmethod
     def of(cls, shape: ModelShape, **rest: object) -> Facts:
         """The facts of a model's shape and `rest`."""
         return cls(
             layers=len(shape.layers), heads=shape.heads, kv_heads=shape.kv_heads,
-            experts=shape.experts, **rest,  # type: ignore[arg-type]
+            experts=shape.experts, latent=has_latent(shape), **rest,  # type: ignore[arg-type]
         )  # fmt: skip
 
 

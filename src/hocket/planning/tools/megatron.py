@@ -11,7 +11,9 @@ from typing import Any
 
 from hocket.planning.tools.job import Job, Tool, flags_text
 from hocket.planning.tools.limits import LayoutRule, Limits, Rule, is_schedule
-from hocket.spec.layout import Layout
+from hocket.spec.layout import RECOMPUTE, Layout
+
+MODULES = RECOMPUTE.index("modules")
 
 MEGATRON_RULES = (
     Rule(
@@ -42,6 +44,14 @@ MEGATRON_RULES = (
         "seq_len {seq_len} with cp {cp}: it must divide by 2 x cp",
         lambda at, facts: (at.cp > 1) & (facts.seq_len % (2 * at.cp) != 0),
     ),
+    Rule(
+        "recompute modules of a dense model: it recomputes activation functions of experts alone",
+        lambda at, facts: (at.recompute == MODULES) & (facts.experts == 0),
+    ),
+    Rule(
+        "recompute modules with precision {precision}: its delayed scaling keeps norms",
+        lambda at, facts: (at.recompute == MODULES) & (facts.precision in ("fp8", "fp4")),
+    ),
 )
 
 _PRECISIONS = ("bf16", "fp16", "fp32", "fp8", "fp4")
@@ -65,6 +75,7 @@ _LAYOUT_RULES = (
 LIMITS = Limits(
     software="Megatron-LM at d98e8a64 (2026-08-22, megatron-core 0.20.0)",
     schedules=("1f1b", "interleaved"),
+    recompute=RECOMPUTE,
     precisions=_PRECISIONS,
     orders=(_DEFAULT, _PIPELINE_FIRST),
     offload=("none", "optimizer"),
@@ -81,6 +92,7 @@ LIMITS = Limits(
 BRIDGE = Limits(
     software="Megatron-Bridge 0.7.0 at 067f987d (2026-08-22)",
     schedules=LIMITS.schedules,
+    recompute=RECOMPUTE,
     precisions=("bf16", "fp16"),
     orders=(_DEFAULT, _PIPELINE_FIRST),
     rules=MEGATRON_RULES,
@@ -122,6 +134,19 @@ def environment(job: Job) -> str | None:
     return None
 
 
+def _recompute(job: Job) -> tuple[str | None, list[str] | None]:
+    """The granularity, and the modules where it is theirs.
+
+    A mixture's dense layers keep their activation functions' results: Megatron has no module for
+    them.
+    """
+    asked = job.layout.recompute
+    if asked != "modules":
+        return (None if asked == "none" else asked), None
+    latent = ["mla_up_proj"] if job.facts.latent else []
+    return "selective", ["layernorm", "moe_act", *latent]
+
+
 def flags(job: Job) -> dict[str, Any]:
     """Megatron-LM's flags of a layout."""
     layout, precision = job.layout, job.facts.precision
@@ -129,6 +154,7 @@ def flags(job: Job) -> dict[str, Any]:
     shard = layout.shard or layout.dp
     strategy = _STRATEGIES.get(layout.zero)
     full = layout.recompute == "full"
+    granularity, modules = _recompute(job)
     return {
         "--tensor-model-parallel-size": layout.tp,
         "--pipeline-model-parallel-size": layout.pp,
@@ -153,7 +179,8 @@ def flags(job: Job) -> dict[str, Any]:
         "--overlap-param-gather": layout.zero > 0,
         "--optimizer-cpu-offload": layout.offload == "optimizer",
         "--use-precision-aware-optimizer": layout.offload == "optimizer",
-        "--recompute-granularity": layout.recompute if layout.recompute != "none" else None,
+        "--recompute-granularity": granularity,
+        "--recompute-modules": None if modules is None else " ".join(modules),
         "--recompute-method": "uniform" if full else None,
         "--recompute-num-layers": 1 if full else None,
         "--micro-batch-size": job.microbatch,
@@ -183,6 +210,7 @@ def _bridge(job: Job) -> str:
     strategy = _STRATEGIES.get(layout.zero)
     shard = layout.shard or layout.dp
     full = layout.recompute == "full"
+    granularity, modules = _recompute(job)
     values: dict[str, Any] = {
         "model.tensor_model_parallel_size": layout.tp,
         "model.pipeline_model_parallel_size": layout.pp,
@@ -191,7 +219,7 @@ def _bridge(job: Job) -> str:
         "model.context_parallel_size": layout.cp,
         "model.expert_model_parallel_size": layout.ep,
         "model.sequence_parallel": layout.sequence_parallel and layout.tp > 1,
-        "model.recompute_granularity": None if layout.recompute == "none" else layout.recompute,
+        "model.recompute_granularity": granularity,
         "model.recompute_method": "uniform" if full else None,
         "model.recompute_num_layers": 1 if full else None,
         "model.seq_length": job.facts.seq_len,
@@ -203,6 +231,8 @@ def _bridge(job: Job) -> str:
         "ddp.overlap_param_gather": layout.zero > 0,
         "mixed_precision": f"{job.facts.precision}_mixed",
     }
+    if modules is not None:
+        values["model.recompute_modules"] = modules
     if layout.cp > 1:
         values["model.cp_comm_type"] = {"ring": "p2p", "ulysses": "a2a"}[job.context or "ring"]
     if _late_pipeline(layout):

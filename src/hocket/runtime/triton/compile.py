@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import importlib
 import re
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch
 
+from hocket.runtime.triton import grouped_gemm
 from hocket.runtime.triton.paged_attention import Tile, launch_of, padded
 
 SHARED_LIMIT = {80: 166912, 90: 232448, 100: 232448, 120: 101376}
@@ -45,22 +47,24 @@ class Configuration:
     """One specialisation of one kernel that hocket launches.
 
     Attributes:
-        kernel: attend_kernel or merge_kernel.
-        dtype: of query, keys and values.
-        sizes: head sizes of keys and values.
+        kernel: name of one of the kernels. module: of this package, that defines it.
+        dtype: of its operands.
+        sizes: head sizes of keys and values; () where there are none.
         tile: what a program holds; for `merge_kernel`, rows are the splits.
-        variant: plain, or with what else an attention layer may ask for.
+        variant: plain, or with what else an attention layer may ask for; of a grouped matmul, the
+            strides of the weight.
         constants: compile-time arguments.
         matmul: whether tensor cores are expected.
     """
 
     kernel: str
     dtype: torch.dtype
-    sizes: tuple[int, int]
-    tile: Tile
+    sizes: tuple[int, ...]
+    tile: Tile | grouped_gemm.Tile
     variant: str
     constants: dict[str, object] = dataclasses.field(hash=False)
     matmul: bool = True
+    module: str = "paged_attention_kernels"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,8 +100,9 @@ class Compiled:
 
 
 def configurations() -> tuple[Configuration, ...]:
-    """Every tile of every kernel, plain and with window, softcap and sinks together."""
-    return tuple(_attention()) + tuple(_merging())
+    """Every tile of every kernel: of attention plain and with window, softcap and sinks together,
+    of grouped matmuls with weights stored [E, K, N] and [E, N, K]."""
+    return tuple(_attention()) + tuple(_merging()) + tuple(_grouped())
 
 
 def _attention() -> Iterator[Configuration]:
@@ -133,18 +138,36 @@ def _merging() -> Iterator[Configuration]:
         )
 
 
+def _grouped() -> Iterator[Configuration]:
+    kinds = {"weight [E, K, N]": "weight_stride_n", "weight [E, N, K]": "weight_stride_k"}
+    dense = {"x_stride_k": 1, "gradient_stride_n": 1, "out_stride_n": 1}
+    for dtype in grouped_gemm.DTYPES:
+        tiles = grouped_gemm.tiles_of(dtype)
+        for tile in tiles:
+            for variant, one in kinds.items():
+                constants = {**tile.constants(dtype), "x_stride_k": 1, one: 1}
+                yield Configuration(
+                    "grouped_mm_kernel", dtype, (), tile, variant, constants,
+                    module="grouped_gemm_kernels",
+                )  # fmt: skip
+        yield Configuration(
+            "grouped_weight_gradient_kernel", dtype, (), tiles[-1], "plain",
+            {**tiles[-1].constants(dtype), **dense}, module="grouped_gemm_kernels",
+        )  # fmt: skip
+
+
 def compile_for(configuration: Configuration, arch: int) -> Compiled:
     """Compile one configuration for one architecture; a second or so."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from hocket.runtime.triton import paged_attention_kernels as kernels
-
+    kernels = importlib.import_module(f"hocket.runtime.triton.{configuration.module}")
     kernel = getattr(kernels, configuration.kernel)
     signature = _signature(configuration)
     names: list[str] = kernel.arg_names
-    dense = {"query_stride_token", "query_stride_head"}
+    dense = {"query_stride_token", "query_stride_head", "K", "N"}
+    dense |= {name for name in names if "_stride_" in name and "query" not in name}
     source = ASTSource(
         kernel,
         {name: signature.get(name, "constexpr") for name in names},
@@ -152,7 +175,7 @@ def compile_for(configuration: Configuration, arch: int) -> Compiled:
         attrs={
             (i,): [["tt.divisibility", 16]]
             for i, name in enumerate(names)
-            if name in dense or signature.get(name, "").startswith("*")
+            if name in signature and (name in dense or signature[name].startswith("*"))
         },
     )
     tile = configuration.tile
@@ -170,6 +193,14 @@ def compile_for(configuration: Configuration, arch: int) -> Compiled:
 
 def _signature(configuration: Configuration) -> dict[str, str]:
     pointer = _POINTER[configuration.dtype]
+    if configuration.module == "grouped_gemm_kernels":
+        matrices = dict.fromkeys(("x", "weight", "gradient", "out"), pointer)
+        sizes = ("num_rows", "num_groups", "K", "N")
+        strides = tuple(
+            f"{matrix}_stride_{axis}" for matrix in matrices for axis in ("row", "group", "k", "n")
+        )
+        given = {**matrices, "offsets": "*i32", **dict.fromkeys((*sizes, *strides), "i32")}
+        return {name: kind for name, kind in given.items() if name not in configuration.constants}
     if configuration.kernel == "merge_kernel":
         return {
             "partial": "*fp32", "lse": "*fp32", "out": pointer, "num_places": "i32",
@@ -213,7 +244,7 @@ def _usage(cubin: bytes) -> tuple[int, int]:
 def table(compiled: list[Compiled]) -> str:
     """The results in Markdown: a line for each tile, the worst of its variants in each cell."""
     archs = sorted({one.arch for one in compiled})
-    head = ["kernel", "dtype", "heads", "rows x keys", "warps", "stages"]
+    head = ["kernel", "dtype", "heads", "tile", "warps", "stages"]
     lines = [head + [f"sm_{arch}" for arch in archs], ["---"] * (len(head) + len(archs))]
     tiles: dict[Any, dict[int, list[Compiled]]] = {}
     for one in compiled:
@@ -221,10 +252,10 @@ def table(compiled: list[Compiled]) -> str:
         key = (c.kernel, c.dtype, c.sizes, c.tile)
         tiles.setdefault(key, {}).setdefault(one.arch, []).append(one)
     for (kernel, dtype, sizes, tile), found in tiles.items():
-        heads = str(sizes[0]) if sizes[0] == sizes[1] else f"{sizes[0]}/{sizes[1]}"
+        heads = "/".join(map(str, dict.fromkeys(sizes)))
         cells = [_cell(found[arch]) for arch in archs]
         lines.append(
-            [kernel, str(dtype)[6:], heads, f"{tile.rows} x {tile.keys}", str(tile.num_warps),
+            [kernel, str(dtype)[6:], heads, str(tile), str(tile.num_warps),
              str(tile.num_stages), *cells]
         )  # fmt: skip
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
@@ -248,10 +279,16 @@ made of them, and tests compare them with PyTorch in Triton's interpreter.
 `attend_kernel` and `merge_kernel` are paged attention (`hocket.runtime.triton.paged_attention`):
 the fallback of the server where neither FlashAttention nor FlashInfer can do what a model asks.
 
-A cell: registers of a thread, shared memory of a program (with the 1 KiB that the driver takes from
-sm_90 on), tensor-core instruction; the largest of the plain kernel and the one with window, soft
-cap and attention sinks. None may spill registers, and none may use more shared memory than the
-architecture has: {limits}. A test compiles them (a rotating third; `HOCKET_TESTS=all` all of them).
+`grouped_mm_kernel` and `grouped_weight_gradient_kernel` are the matmuls of experts, forward and
+both gradients (`hocket.runtime.triton.grouped_gemm`), for dtypes and GPUs for which torch has no
+kernel.
+
+A tile: rows x keys of attention, rows x columns x depth of a grouped matmul. A cell: registers of a
+thread, shared memory of a program (with the 1 KiB that the driver takes from sm_90 on), tensor-core
+instruction; the largest of the plain kernel and the one with window, soft cap and attention sinks,
+or of weights stored [E, K, N] and [E, N, K]. None may spill registers, and none may use more shared
+memory than the architecture has: {limits}. A test compiles them (a rotating third;
+`HOCKET_TESTS=all` all of them).
 
 float32 multiplies by three TF32 matmuls (tf32x3), above head size 128 without tensor cores.
 Head sizes in between use the next power of two: 80, 96 and 112 the tiles of 128.

@@ -49,6 +49,9 @@ class Tile:
     num_warps: int
     num_stages: int
 
+    def __str__(self) -> str:
+        return f"{self.rows} x {self.keys}"
+
 
 def padded(size: int) -> int:
     """The power of two, 16 or larger, that holds a head: a tile's sides are powers of two."""

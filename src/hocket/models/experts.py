@@ -1,0 +1,39 @@
+"""Matmuls of experts, replaced below transformers' implementation of them.
+
+transformers computes experts by `torch.nn.functional.grouped_mm` (its implementation `grouped_mm`,
+the default), for every family in one place. This puts another grouped matmul there for the weights
+that it takes; all others go transformers' own way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+GroupedMatmul = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Rows [S, K] sorted by expert, weights [E, K, N] and the end of each expert's rows [E] int32, to
+[S, N]."""
+
+
+def replace_grouped_mm(ours: GroupedMatmul, takes: Callable[[Tensor], bool]) -> None:
+    """Multiply experts by `ours`, once in a process.
+
+    Args:
+        ours: the matmul. takes: whether it multiplies by a weight.
+    """
+    from transformers.integrations import moe
+
+    module: Any = moe
+    given: GroupedMatmul = module._grouped_mm
+    if hasattr(given, "hocket"):
+        return
+
+    def _grouped_mm(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+        if takes(weight):
+            return ours(input.to(weight.dtype), weight, offs)
+        return given(input, weight, offs)
+
+    _grouped_mm.hocket = True  # type: ignore[attr-defined]
+    module._grouped_mm = _grouped_mm

@@ -1,0 +1,252 @@
+"""Printed job files run as they are on two emulated hosts: ranks join, train, stop, resume, serve.
+
+Of the cases each commit runs one; `HOCKET_TESTS=all` runs them all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.cluster.hosts import Host, hosts
+from tests.ranks import ROOT
+from tests.rotation import part
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(150)]
+
+FOREIGN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Cluster:
+    """Two hosts, and a folder with programs of the names that job files call."""
+
+    def __init__(self, made: list[Host], folder: Path) -> None:
+        self.hosts, self.folder = made, folder
+        programs = folder / "bin"
+        programs.mkdir()
+        python = sys.executable
+        self.program("hocket", f'exec {python} -m hocket "$@"')
+        self.program("torchrun", f'exec {python} -m torch.distributed.run "$@"')
+        self.program("srun", f'exec {python} -m tests.cluster.srun "$@"')
+        self.program(
+            "scontrol",
+            '[ "$1" = show ] || exec echo "$@" >> scontrol.log\nprintf "node-0\\nnode-1\\n"',
+        )
+        variables = [
+            [f"node-{i}", host.command(), {"GLOO_SOCKET_IFNAME": host.interface}]
+            for i, host in enumerate(made)
+        ]
+        self.environment = {
+            **{k: v for k, v in os.environ.items() if k not in FOREIGN and "SLURM" not in k},
+            "PATH": f"{programs}:{os.environ['PATH']}",
+            "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}",
+            "SRUN_HOSTS": json.dumps(variables),
+            "SRUN_TASKS": "1",
+            "SRUN_PID": str(folder / "srun.pid"),
+            "SLURM_JOB_ID": "77",
+            "SLURM_JOB_NODELIST": "node-[0-1]",
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        (folder / "text.txt").write_text("A layout of two ranks on two hosts. " * 200)
+
+    def program(self, name: str, text: str) -> None:
+        file = self.folder / "bin" / name
+        file.write_text(f"#!/bin/sh\n{text}\n")
+        file.chmod(0o755)
+
+    def template(self, *words: str) -> str:
+        """What `hocket template` prints."""
+        return subprocess.run(
+            [sys.executable, "-m", "hocket", "template", *words],
+            env=self.environment, capture_output=True, text=True, check=True, timeout=60,
+        ).stdout  # fmt: skip
+
+    @contextlib.contextmanager
+    def started(self, *words: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
+        """A process that is ended with everything it started."""
+        with (self.folder / "output").open("a") as output:
+            process = subprocess.Popen(
+                words, cwd=self.folder, env={**self.environment, **variables}, stdout=output,
+                stderr=output, text=True, start_new_session=True,
+            )  # fmt: skip
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    @property
+    def output(self) -> str:
+        return (self.folder / "output").read_text()
+
+    def until(self, found: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+        end = time.monotonic() + 100
+        while not found():
+            assert process.poll() is None, self.output
+            assert time.monotonic() < end, self.output
+            time.sleep(0.1)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    names = {i: [f"node-{i}", f"hocket-{i}.hocket", f"hocket-{i}.hocket-ranks"] for i in range(2)}
+    with hosts(names) as made:
+        yield Cluster(made, tmp_path)
+
+
+def losses(run: Path) -> list[float]:
+    return [json.loads(row)["loss"] for row in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def slurm_stops_and_is_queued_again(cluster: Cluster) -> None:
+    """Without `--layout` among hocket's own words: the file's layout is the launcher's world."""
+    options = ["--steps", "4000", "--seq-len", "16", "--global-batch", "2", "--cluster", "none"]
+    text = cluster.template(
+        *("slurm", "tiny-llama", "--layout", "dp2", "--data", "text.txt", "--gpus-per-node", "0"),
+        *("--", "--device", "cpu", *options),
+    )
+    (cluster.folder / "job.sbatch").write_text(text)
+    run = cluster.folder / "runs" / "hocket"
+    metrics, job = run / "metrics.jsonl", ["bash", "job.sbatch"]
+    with cluster.started(*job) as process:
+        cluster.until(lambda: metrics.exists() and metrics.read_text().count("\n") > 3, process)
+        os.kill(int((cluster.folder / "srun.pid").read_text()), signal.SIGUSR1)
+        assert process.wait(60) == 0, cluster.output
+    assert (cluster.folder / "scontrol.log").read_text() == "requeue 77\n"
+    taken = len(losses(run))
+    assert list((run / "checkpoints").glob("*"))
+    with cluster.started(*job) as process:  # as Slurm starts it again
+        cluster.until(lambda: len(losses(run)) > taken + 3, process)
+        os.kill(int((cluster.folder / "srun.pid").read_text()), signal.SIGUSR1)
+        assert process.wait(60) == 0, cluster.output
+    assert f"resumed from {run}" in cluster.output
+    assert len(losses(run)) > taken
+
+
+def kubernetes_pods_train(cluster: Cluster) -> None:
+    options = ["--steps", "3", "--seq-len", "16", "--global-batch", "2", "--cluster", "none"]
+    text = cluster.template(
+        *("kubernetes", "tiny-llama", "--layout", "tp2", "--data", "text.txt"),
+        *("--gpus-per-node", "0", "--", "--device", "cpu", *options),
+    )
+    (job,) = [one for one in yaml.safe_load_all(text) if one["kind"] == "Job"]
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    run = cluster.folder / "run"
+    with contextlib.ExitStack() as stack:
+        pods = [
+            stack.enter_context(
+                cluster.started(
+                    *host.command(*container["command"], *container["args"]),
+                    RUN=str(run),
+                    JOB_COMPLETION_INDEX=str(index),
+                    GLOO_SOCKET_IFNAME=host.interface,
+                )
+            )
+            for index, host in enumerate(cluster.hosts)
+        ]
+        assert [pod.wait(120) for pod in pods] == [0, 0], cluster.output
+    assert len(losses(run)) == 3
+    assert (run / "model" / "model.safetensors").exists()
+    assert json.loads((run / "run.json").read_text())["layout"].startswith("tp2")
+
+
+ASK = """\
+import json, sys, urllib.request
+address, body, key = sys.argv[1:]
+headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+request = urllib.request.Request(address, body.encode() or None, headers)
+with urllib.request.urlopen(request, timeout=30) as answer:
+    print(answer.read().decode())
+"""
+
+
+def slurm_serves(cluster: Cluster) -> None:
+    """One replica on two hosts: tokens and log-probabilities of plain transformers."""
+    made = subprocess.run(
+        [sys.executable, "-m", "tests.cluster.model", "model", "Once upon", "12"],
+        cwd=cluster.folder, env=cluster.environment, capture_output=True, text=True, check=True,
+        timeout=60,
+    )  # fmt: skip
+    wanted = json.loads(made.stdout.splitlines()[-1])
+    keys = cluster.folder / "keys"
+    keys.write_text("tester abcdefghijklmnopqrstuvwxyz0123456789\n")
+    keys.chmod(0o600)
+    text = cluster.template(
+        *("slurm", "model", "--serve", "--layout", "tp2", "--gpus-per-node", "0"),
+        *("--", "--device", "cpu", "--num-blocks", "64", "--max-model-len", "128"),
+    )
+    (cluster.folder / "job.sbatch").write_text(text)
+
+    def ask(host: Host, path: str, body: dict[str, Any] | None = None) -> dict[str, Any] | None:
+        words = [sys.executable, "-c", ASK, f"http://node-0:{path}"]
+        words += [json.dumps(body) if body else "", keys.read_text().split()[1]]
+        done = subprocess.run(host.command(*words), capture_output=True, text=True, check=False)
+        try:
+            return dict(json.loads(done.stdout)) if done.returncode == 0 else None
+        except ValueError:
+            return {"text": done.stdout}
+
+    job = ["bash", "job.sbatch"]
+    with cluster.started(*job, HOCKET_API_KEYS=str(keys)) as process:
+        cluster.until(lambda: "ready after" in cluster.output, process)
+        other = cluster.hosts[1]  # it reaches the front by the network
+        body = {"prompt": "Once upon", "max_tokens": 12, "temperature": 0, "logprobs": 1}
+        answer = ask(other, "8000/v1/completions", {**body, "return_tokens_as_token_ids": True})
+        assert answer is not None, cluster.output
+        found = answer["choices"][0]["logprobs"]
+        assert [int(t.removeprefix("token_id:")) for t in found["tokens"]] == wanted["tokens"]
+        assert found["token_logprobs"] == pytest.approx(wanted["logprobs"], abs=1e-4)
+        assert ask(other, "8000/ready") == {"status": "ready"}
+        exported = ask(other, "8001/metrics")
+        assert exported is not None
+        assert 'hocket_generated_tokens_total{replica="0"} 12.0' in exported["text"]
+        os.kill(int((cluster.folder / "srun.pid").read_text()), signal.SIGTERM)
+        assert process.wait(60) == 0, cluster.output
+    assert "1 request answered, 12 tokens" in cluster.output
+    (measured,) = (cluster.folder / "runs").glob("*/measured.json")
+    assert json.loads(measured.read_text())["requests"] == 1
+
+
+CASES = [slurm_serves, slurm_stops_and_is_queued_again, kubernetes_pods_train]
+
+
+@pytest.mark.parametrize("case", part(CASES, 3), ids=lambda case: case.__name__)
+def test_a_printed_job_runs_on_two_hosts(case: Callable[[Cluster], None], cluster: Cluster) -> None:
+    case(cluster)
+
+
+def test_a_host_reaches_the_other_by_the_network_alone(cluster: Cluster) -> None:
+    """The proof that the hosts are apart: a listener on one's loopback is not the other's."""
+    code = (
+        "import socket, sys\n"
+        "server = socket.create_server((sys.argv[1], 0))\n"
+        "print(server.getsockname()[1], flush=True)\n"
+        "server.accept()\n"
+    )
+    one, other = cluster.hosts
+    for address, wanted in (("127.0.0.1", 1), (one.address, 0)):
+        words = one.command(sys.executable, "-c", code, address)
+        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as listening:
+            assert listening.stdout is not None
+            port = listening.stdout.readline().strip()
+            visit = f"import socket; socket.create_connection(('{address}', {port}), 5)"
+            done = subprocess.run(
+                other.command(sys.executable, "-c", visit), capture_output=True, check=False
+            )
+            listening.kill()
+        assert done.returncode == wanted, done.stderr
+    assert shutil.which("ip")
