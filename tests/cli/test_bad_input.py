@@ -76,13 +76,13 @@ def refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
 def test_heads_that_do_not_divide(refused: Run, model: str, text: str) -> None:
     said = refused("train", model, "--data", text, "--layout", "tp4", "--seq-len", "32")
     assert "6 attention heads do not divide over tp 4" in said
-    assert "hint: --layout tp3" in said
+    assert " --layout tp3" in said
 
 
 def test_key_value_heads_that_do_not_divide(refused: Run, model: str, text: str) -> None:
     said = refused("train", model, "--data", text, "--layout", "tp2", "--seq-len", "32")
     assert "3 key/value heads neither divide over tp 2 nor are a divisor of it" in said
-    assert "hint: --layout" in said
+    assert " --layout" in said
 
 
 def test_slices_of_one_tensor_rank(refused: Run, model: str, text: str) -> None:
@@ -91,7 +91,7 @@ def test_slices_of_one_tensor_rank(refused: Run, model: str, text: str) -> None:
         "--seq-len", "32",
     )  # fmt: skip
     assert "of which there must be at least 2; tp is 1" in said
-    assert "hint: --layout dp2:zero=1\n" in said
+    assert " --layout dp2:zero=1\n" in said
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_more_layers_to_recompute_than_a_stage_has(
     said = refused("train", model, "--data", text, "--layout", layout, "--seq-len", "32")
     assert "recompute_layers is " in said
     assert says in said
-    assert f"hint: --layout {hint}" in said
+    assert f" --layout {hint}" in said
 
 
 def test_layers_that_are_too_few(refused: Run, model: str, text: str) -> None:
@@ -144,7 +144,7 @@ def test_layers_that_do_not_divide_evenly(refused: Run, model: str, text: str) -
         "32",
     )
     assert "3 layers do not divide evenly into 2 stages" in said
-    assert "hint: --pipeline-split balanced" in said
+    assert " --pipeline-split balanced" in said
 
 
 def test_a_cut_of_another_number_of_layers(refused: Run, model: str, text: str) -> None:
@@ -166,7 +166,7 @@ def test_a_cut_of_another_number_of_layers(refused: Run, model: str, text: str) 
 def test_a_cut_of_another_number_of_stages(refused: Run, model: str, text: str) -> None:
     said = refused("train", model, "--data", text, "--layout", "pp2", "--pipeline-split", "1-1-1")
     assert "names 3 stages, the layout has 2" in said
-    assert "hint: --layout pp3:pipeline_split=1-1-1" in said
+    assert " --layout pp3:pipeline_split=1-1-1" in said
 
 
 @pytest.mark.parametrize("command", ["train", "serve"])
@@ -188,7 +188,8 @@ def test_a_layout_that_cannot_be(
 ) -> None:
     said = refused(command, model, *arguments)
     assert says in said
-    assert f"hint: {hint}\n" in said
+    assert said.endswith(f" {hint}\n")
+    assert f"hint: hocket {command} " in said
 
 
 def test_a_batch_that_does_not_divide(refused: Run, model: str, text: str) -> None:
@@ -243,7 +244,7 @@ def test_an_unknown_flag(refused: Run, model: str, text: str) -> None:
 
 
 def test_an_unknown_verb(refused: Run) -> None:
-    assert "did you mean 'train'?" in refused("trian")
+    assert "hint: hocket train\n" in refused("trian")
 
 
 def test_no_verb_at_all(refused: Run) -> None:
@@ -267,7 +268,7 @@ def test_a_key_of_another_type(refused: Run, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("body", ["steps = = 3", "[training]\nsteps = 3"])
+@pytest.mark.parametrize("body", ["steps = = 3", "[training.more]\nsteps = 3"])
 def test_a_file_that_is_no_configuration(refused: Run, tmp_path: Path, body: str) -> None:
     config = tmp_path / "run.toml"
     config.write_text(body)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shlex
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from hocket.cli import completion, config, spelling
+from hocket.cli.flags import parse
 from hocket.cli.main import EXIT_CODES, VERBS, main, usage
 from hocket.spec.errors import OptionError
 from hocket.spec.run import TrainOptions, Workload
@@ -145,8 +147,93 @@ def test_quiet_prints_results_only(capsys: pytest.CaptureFixture[str]) -> None:
         on_event({"event": "phase", "name": "hidden"})
         assert on_event.heard
     assert capsys.readouterr() == ("", "")
-    loud = run(capsys, "models")
-    assert run(capsys, "models", "--quiet") == run(capsys, "models", "-q") == loud
+    code, out, _ = run(capsys, "models")
+    assert run(capsys, "models", "--quiet") == run(capsys, "models", "-q")
+    assert out.startswith(run(capsys, "models", "-q")[1])
+    assert code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "hint"),
+    [
+        (["--steps", "abc"], "--steps is 'abc'; it must be a whole number", "train --help"),
+        (["--lr=x"], "--lr is 'x'; it must be a number", "train --help"),
+        (["--steps"], "--steps has no value", "train m --steps INT"),
+        (["--dtype", "bfloat17"], "unknown dtype 'bfloat17'", "train m --dtype bf16"),
+        (["--steps", "--lr", "1"], "--steps has no value", "train m --lr 1 --steps INT"),
+    ],
+)
+def test_a_value_of_another_type_is_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str, hint: str
+) -> None:
+    code, out, err = run(capsys, "train", "m", *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"hocket: {message}")
+    assert err.endswith(f"{hint}\n")
+
+
+def test_number_formats_by_pytorchs_names() -> None:
+    known = spelling.flags_of(importlib.import_module("hocket.cli.train"))
+    found = spelling.checked("train", ["--dtype", "bfloat16", "--grad-dtype=float32"], known)
+    assert found == ["--dtype", "bf16", "--grad-dtype=fp32"]
+
+
+def test_resume_names_a_run(tmp_path: Path) -> None:
+    from hocket.cli.train import read
+
+    run = tmp_path / "a"
+    run.mkdir()
+    (run / "run.json").write_text("{}")
+    a = str(run)
+    for words in (
+        ["--resume", a],
+        [a, "--resume"],
+        ["--run", a, "--resume"],
+        ["-o", a, "--resume"],
+    ):
+        flags, given = read([*words, "--steps", "9"])
+        assert (given["run"], given["resume"], given["steps"]) == (a, True, 9)
+        assert not flags.model
+    assert "run" not in read(["tiny-llama", "--resume"])[1], "a model is not a run"
+    assert read(["m", "--resume", "--run", "r"])[0].model == "m"
+
+
+# --- next commands --------------------------------------------------------------------------------
+
+
+def next_commands(text: str) -> list[list[str]]:
+    lines = [line for line in text.splitlines() if line.startswith("next: ")]
+    return [shlex.split(line)[2:] for line in lines]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["models"],
+        ["plan", "llama-3-8b", "--cluster", "8xH100", "--global-batch", "64", "--top", "1"],
+        ["plan", "llama-3-8b", "--serve", "--cluster", "H100"],
+    ],
+)
+def test_next_commands_are_read_by_their_verbs(
+    capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    found = next_commands(run(capsys, *arguments)[1])
+    assert 1 <= len(found) <= 2
+    for verb, *rest in found:
+        module = importlib.import_module(f"hocket.cli.{verb}")
+        known = spelling.flags_of(module)
+        rest = spelling.checked(verb, spelling.current(verb, rest, known), known)
+        kind = spelling.kind_of(module)
+        parse(kind, verb, rest, kind())
+        if verb == "plan":
+            assert run(capsys, verb, *rest)[0] == 0
+    assert not next_commands(run(capsys, *arguments, "--quiet")[1])
+
+
+def test_emit_hocket_is_the_next_command(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "llama-3-8b", "--serve", "--cluster", "H100"]
+    (words,) = next_commands(run(capsys, *arguments)[1])
+    assert run(capsys, *arguments, "--emit", "hocket")[1] == shlex.join(["hocket", *words]) + "\n"
 
 
 # --- completion -----------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import hocket
 from hocket.cli.main import main
 from hocket.planning.search import simulate_all
 from hocket.spec import renamed
+from hocket.spec.errors import OptionError
 from hocket.spec.layout import Layout
 
 ASKED = ["llama-3-8b", "--cluster", "2x8xH100-SXM", "--seq-len", "2048", "--global-batch", "32"]
@@ -31,15 +32,16 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [line for line in said.splitlines() if re.match(r"(dp|pp|tp|cp)\d", line)]
     assert len(rows) == 4
     assert "legal layouts" in said
-    command = said.splitlines()[-1].split()
-    assert command[:4] == ["hocket", "train", "llama-3-8b", "--layout"]
-    assert str(Layout.parse(command[4])) == rows[0].split()[0]
+    command = said.splitlines()[-2].split()
+    assert command[0] == "next:"
+    assert command[2:7] == ["train", "llama-3-8b", "--data", "DATA", "--layout"]
+    assert str(Layout.parse(command[7])) == rows[0].split()[0]
 
 
 def test_the_command_is_one_that_train_takes(capsys: pytest.CaptureFixture[str]) -> None:
     from hocket.jobs.request import request
 
-    words = plan(capsys).splitlines()[-1].split()
+    words = plan(capsys).splitlines()[-2].split()[1:]
     flags = {f[2:].replace("-", "_"): v for f, v in zip(words[3::2], words[4::2], strict=True)}
     sizes = {name: int(flags[name]) for name in ("seq_len", "global_batch")}
     found = request({"model": words[2], **flags, **sizes})
@@ -110,8 +112,26 @@ def test_a_closed_form_is_marked(
 
 
 def test_the_library_asks_for_what_it_needs() -> None:
-    with pytest.raises(TypeError, match="cluster"):
+    with pytest.raises(OptionError, match="which GPUs") as caught:
         hocket.plan("llama-3-8b", seq_len=2048, global_batch=32)  # type: ignore[call-overload]
+    assert caught.value.hint == 'cluster="8xH100"'
+    with pytest.raises(OptionError, match="how many sequences"):
+        hocket.plan("llama-3-8b", cluster="8xH100")  # type: ignore[call-overload]
+    with pytest.raises(OptionError, match="unknown option 'layot'") as caught:
+        hocket.plan("llama-3-8b", cluster="8xH100", global_batch=64, layot="dp8")
+    assert caught.value.hint == "did you mean 'layout'?"
+
+
+def test_the_library_has_the_defaults_of_the_command_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert (
+        main(["plan", "llama-3-8b", "--cluster", "8xH100", "--global-batch", "64", "--json"]) == 0
+    )
+    said = json.loads(capsys.readouterr().out)
+    found = hocket.plan("llama-3-8b", cluster="8xH100", global_batch=64, dtype="bf16")
+    assert str(found.best.layout) == said["layouts"][0]["layout"]
+    assert found.seq_len == said["seq_len"]
 
 
 def test_a_machine_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -137,7 +157,7 @@ def test_a_machine_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Pat
         ([*ASKED, "--layout", "tp3.dp2"], "heads do not divide over tp 3"),
         ([*ASKED, "--layout", "dp2", "--pin", "tp=2"], "one of the two"),
         ([*ASKED, "--emit", "megatorn"], "did you mean 'megatron'"),
-        ([*ASKED, "--precision", "bf17"], "unknown precision 'bf17'"),
+        ([*ASKED, "--dtype", "bf17"], "unknown dtype 'bf17'"),
         ([*ASKED, "--stack", "megatrom"], "unknown stack"),
         ([*ASKED, "--seq-len", "0"], "seq_len is 0"),
         ([*ASKED, "--top", "0"], "top is 0"),
@@ -198,7 +218,7 @@ def test_a_directorys_model_reads_itself(
     assert own["layouts"] == known["layouts"]
     assert main(["plan", str(folder), *asked[:-1], "--seq-len", "65536"]) == 0
     said = capsys.readouterr().out
-    assert f"hocket train {folder} --layout" in said
+    assert f"hocket train {folder} --data DATA --layout" in said
     assert "configured for" in said
     long = ["--prompt-len", "65536", "--cluster", "H100"]
     assert main(["plan", str(folder), "--serve", *long]) == 2

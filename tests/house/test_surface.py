@@ -70,9 +70,9 @@ FLAGS = {
     },
     "tour": {"lang", "stops", "out", "backend", "json"},
     "generate": {
-        "model", "prompt", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "dtype",
+        "model", "prompt", "layout", "pipeline_split", "max_new_tokens", "temperature", "top_k",
+        "top_p", "seed", "dtype",
         "tokenizer", "attention", "device", "backend", "threads", "trust_remote_code", "json",
-        *LAYOUT,
     },
     "serve": {
         "model", "layout", "pipeline_split", "run", "cluster", "dtype", "tokenizer", "attention",
@@ -88,15 +88,15 @@ FLAGS = {
     },
     "plan": {
         "model", "cluster", "seq_len", "global_batch", "objective", "top", "layout", "pin", "all",
-        "explain", "emit", "source", "price_list", "precision", "grad_dtype", "stack", "lora_rank",
+        "explain", "emit", "source", "price_list", "dtype", "grad_dtype", "stack", "lora_rank",
         "lora_targets", "html", "json", *SERVICE,
     },
     "validate": {"table", "infer", "rows", "json"},
     "probe": {"quick", "out", "device", "svg", "json"},
-    "report": {"runs", "text", "png", "trace", "out"},
+    "report": {"runs", "format", "out"},
     "ledger": {"by", "last", "json"},
-    "links": {"model", "cluster", "layout", "seq_len", "global_batch", "precision", "json"},
-    "schedule": {*LAYOUT, "text", "json"},
+    "links": {"model", "cluster", "layout", "seq_len", "global_batch", "dtype", "json"},
+    "schedule": {"layout", "schedule", "microbatches", "virtual_stages", "format", "json"},
     "template": {
         "kind", "model", "layout", "data", "serve", "name", "run", "gpus_per_node",
         "ranks_per_node", "gpu", "time", "image", "storage", "interface", "port", "launch",

@@ -157,7 +157,7 @@ def test_the_table_shows_no_range_and_a_command(
     ("flags", "said"),
     [
         (["--objective", "tokens-per-dollar"], "unknown objective"),
-        (["--precision", "fp8"], "unknown precision 'fp8'"),
+        (["--dtype", "fp8"], "unknown precision 'fp8'"),
         (["--stack", "megatron"], "estimated from measurements"),
         (["--pin", "tp=3"], "with tp=3"),
         (["--pin", "virtual_stages=2", "schedule=zero-bubble"], "virtual_stages is 2"),

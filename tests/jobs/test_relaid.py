@@ -87,7 +87,7 @@ def test_a_run_goes_on_in_one_layout_after_another(
     assert record.recorded_step in (7, 8)
     assert record.step_seconds == found[-1]["step_seconds"], "the first of a start warms up"
     assert record.notes[0].startswith("steps 1 to 2 in dp2.tp2:microbatches=1,zero=1, ")
-    assert main(["report", str(run), "--text"]) == 0
+    assert main(["report", str(run), "--format", "text"]) == 0
     assert "steps 7 to 8 in tp2:microbatches=1" in capsys.readouterr().out
     before = read(run / "earlier" / "1")
     assert (str(before.layout), before.steps_done) == ("dp2.tp2:microbatches=1,zero=1", 2)

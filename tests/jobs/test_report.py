@@ -29,16 +29,17 @@ def test_the_page_lies_in_the_run_folder(
 
 def test_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make(tmp_path / "run", model="mo\x1b[31mdel")
-    assert main(["report", str(run), "--text"]) == 0
+    assert main(["report", str(run), "--format", "text"]) == 0
     said = capsys.readouterr().out
     assert "\x1b" not in said
     assert "20 of 20 steps" in said
     for words in ("predicted step: ", "measured step: ", "part of the step", "imbalance",
                   "shared memory", "layout (predicted)", "does not fit", "-10.0%"):  # fmt: skip
         assert words in said, words
-    assert main(["report", str(run), "--text", "--out", str(tmp_path / "x.txt")]) == 0
+    assert main(["report", str(run), "--format", "text", "--out", str(tmp_path / "x.txt")]) == 0
     assert (tmp_path / "x.txt").read_text() == said
-    assert main(["report", str(run), str(make(tmp_path / "b", layout="dp4")), "--text"]) == 0
+    other = make(tmp_path / "b", layout="dp4")
+    assert main(["report", str(run), str(other), "--format", "text"]) == 0
     beside = capsys.readouterr().out.splitlines()
     assert any(line.startswith("measured") and "run" in line and "b" in line for line in beside)
 
@@ -51,14 +52,14 @@ def test_in_words_where_only_ascii_can_be_shown(
 
     out = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding="ascii"))
-    assert main(["report", str(make(tmp_path / "run", model="modèle")), "--text"]) == 0
+    assert main(["report", str(make(tmp_path / "run", model="modèle")), "--format", "text"]) == 0
     assert b"mod\\xe8le" in out.getvalue()
     assert b"forward" in out.getvalue()
 
 
 def test_a_trace(tmp_path: Path) -> None:
     run = make(tmp_path / "run")
-    assert main(["report", str(run), "--trace"]) == 0
+    assert main(["report", str(run), "--format", "trace"]) == 0
     trace = json.loads((run / "trace.json").read_text())
     assert len({e["pid"] for e in trace["traceEvents"]}) == 16
 
@@ -66,14 +67,14 @@ def test_a_trace(tmp_path: Path) -> None:
 def test_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     run = make(tmp_path / "run$x^2", model="$\\frac")
-    assert main(["report", str(run), "--png"]) == 0
+    assert main(["report", str(run), "--format", "png"]) == 0
     assert (run / "report.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert main(["report", str(run), "--png", "--out", str(tmp_path / "x.svg")]) == 0
+    assert main(["report", str(run), "--format", "png", "--out", str(tmp_path / "x.svg")]) == 0
     assert "<svg" in (tmp_path / "x.svg").read_text()
     died = make(tmp_path / "died", done=0, predicted=False)
     for name in ("timeline.json", "memory.json"):
         (died / name).unlink()
-    assert main(["report", str(died), "--png"]) == 0
+    assert main(["report", str(died), "--format", "png"]) == 0
 
 
 def test_without_matplotlib_the_extra_is_named(
@@ -83,7 +84,7 @@ def test_without_matplotlib_the_extra_is_named(
 
     for name in ("matplotlib", "matplotlib.figure", "matplotlib.backends.backend_agg"):
         monkeypatch.setitem(sys.modules, name, None)
-    assert main(["report", str(make(tmp_path / "run")), "--png"]) == 2
+    assert main(["report", str(make(tmp_path / "run")), "--format", "png"]) == 2
     assert 'pip install "hocket[report]"' in capsys.readouterr().err
 
 
@@ -92,20 +93,19 @@ def test_without_matplotlib_the_extra_is_named(
     [
         ([], "which run?"),
         (["RUN", "RUN", "RUN"], "3 runs were given"),
-        (["RUN", "--text", "--png"], "two forms of one report"),
         (["RUN/nothing"], "is not there"),
         (["RUN/run.json"], "is a file"),
         (["EMPTY"], "holds no run"),
         (["RUN", "--out", "EMPTY"], "is a folder"),
         (["RUN", "--out", "EMPTY/a/b.html"], "is not a folder"),
-        (["DIED", "--trace"], "no timeline"),
-        (["RUN", "--png", "--out", "EMPTY/x.doc"], "x.doc"),
+        (["DIED", "--format", "trace"], "no timeline"),
+        (["RUN", "--format", "png", "--out", "EMPTY/x.doc"], "x.doc"),
     ],
 )
 def test_what_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
 ) -> None:
-    if "--png" in arguments and importlib.util.find_spec("matplotlib") is None:
+    if "png" in arguments and importlib.util.find_spec("matplotlib") is None:
         pytest.skip("needs matplotlib")
     make(tmp_path / "run")
     died = make(tmp_path / "died", predicted=False)

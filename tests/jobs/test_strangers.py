@@ -226,7 +226,7 @@ def test_ranks_run_code_by_the_flag_of_the_command_alone(evil: Path) -> None:
         (["serve", "RUN"], 2),
         (["check", "RUN", "--layout", "tp2"], 2),
         (["export", "RUN", "--to", "OUT"], 0),
-        (["report", "RUN", "--text"], 0),
+        (["report", "RUN", "--format", "text"], 0),
     ],
 )
 def test_no_verb_runs_the_code_of_a_folder(

@@ -208,7 +208,7 @@ def test_the_verb_writes_a_file_that_others_read(
     assert machine.cluster(out) == machine.kept()
     assert drawing.read_text().startswith("<svg ")
     words = ["plan", "tiny-llama", "--cluster", str(out), "--seq-len", "64"]
-    assert main([*words, "--global-batch", "4", "--precision", "fp32"]) == 0
+    assert main([*words, "--global-batch", "4", "--dtype", "fp32"]) == 0
     assert "tiny-llama on here" in capsys.readouterr().out
 
 

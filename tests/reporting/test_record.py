@@ -42,7 +42,7 @@ def test_a_run_that_others_disturbed_says_so(
     run = make(tmp_path / "run")
     if said is not None:
         RunFolder(run).others_file.write_text(said)
-    assert main(["report", str(run), "--text"]) == 0
+    assert main(["report", str(run), "--format", "text"]) == 0
     assert capsys.readouterr().out.count("other programs took 0.8 cores") == shown
     found = read(run)
     assert sum("other programs took" in note for note in found.notes) == shown

@@ -156,7 +156,7 @@ def test_predictions_stand_beside_what_was_measured_at_its_own_batch_and_context
 
 
 def test_the_text_holds_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(folder(tmp_path)), "--text"]) == 0
+    assert main(["report", str(folder(tmp_path)), "--format", "text"]) == 0
     said = capsys.readouterr().out
     for words in (
         "predicted", "measured", "off by", "first token", "requests/s", "from measured steps",
@@ -200,8 +200,8 @@ def test_the_page_needs_nothing_and_runs_nothing(tmp_path: Path) -> None:
 def test_a_picture_and_two_servers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     one, two = folder(tmp_path / "one"), folder(tmp_path / "two", None)
-    assert main(["report", str(one), str(two), "--png"]) == 0
-    assert main(["report", str(one), str(two), "--text"]) == 0
+    assert main(["report", str(one), str(two), "--format", "png"]) == 0
+    assert main(["report", str(one), str(two), "--format", "text"]) == 0
     said = capsys.readouterr().out
     assert re.search(r"measured +one +two", said)
     assert main(["report", str(one), str(two)]) == 0
@@ -245,7 +245,7 @@ def test_whatever_is_there_is_shown(
         (path / "measured.json").write_text("[]")
     if left == "untold":
         (path / "forecast.json").unlink()
-    assert main(["report", str(path), "--text"]) == 0
+    assert main(["report", str(path), "--format", "text"]) == 0
     assert main(["report", str(path)]) == 0
     said = capsys.readouterr().out
     expected = {
@@ -272,7 +272,7 @@ def test_a_server_and_a_training_job_are_not_compared(
 def test_there_is_no_trace_without_a_recorded_window(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["report", str(folder(tmp_path)), "--trace"]) == 2
+    assert main(["report", str(folder(tmp_path)), "--format", "trace"]) == 2
     assert "no timeline" in capsys.readouterr().err
 
 

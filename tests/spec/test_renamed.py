@@ -96,7 +96,8 @@ def test_a_run_folder_of_the_previous_release_is_read_in_silence(tmp_path: Path)
         body[part] = {successor.get(name, name): value for name, value in body[part].items()}
     body["layout"] = body["layout"].replace("pipeline_split", "cut")
     text = json.dumps(body)
-    assert all(f'"{old}"' in text for old in OPTIONS if old not in ("cut", "usable", "ways"))
+    elsewhere = ("cut", "usable", "ways", "precision")
+    assert all(f'"{old}"' in text for old in OPTIONS if old not in elsewhere)
     folder = RunFolder(tmp_path)
     folder.spec_file.write_text(text)
     assert folder.load() == spec

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from hocket.cli.flags import LayoutFlags, Model, explicit, parse, values
+from hocket.cli.next import show
 from hocket.cli.progress import note
 from hocket.spec.errors import OptionError
+from hocket.spec.layout import DEGREES
 
 if TYPE_CHECKING:
     from hocket.spec.check import CheckReport
@@ -103,6 +105,11 @@ def main(arguments: Sequence[str]) -> int:
         raise OptionError(f"--{alone[0]} needs --matrix", hint="--matrix")
     if flags.serve:
         return _serve(flags, said)
+    if not {"layout", *DEGREES} & set(said):
+        raise OptionError(
+            "check compares a layout with one process, and no layout was given",
+            hint="--layout dp2",
+        )
     from hocket.jobs.check import check
     from hocket.jobs.request import request
 
@@ -117,6 +124,9 @@ def main(arguments: Sequence[str]) -> int:
         print(report.to_json())
     else:
         print("\n".join(lines(report)))
+        if report.ok:
+            layout = ["--layout", report.layout]
+            show(["train", flags.model, "--data", "DATA", *layout])
     return 0 if report.ok else 1
 
 

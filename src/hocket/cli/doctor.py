@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from hocket.cli import capabilities
 from hocket.cli.flags import Folder, parse
+from hocket.cli.progress import silent
 
 if TYPE_CHECKING:
     from hocket.spec.doctor import CardLine
@@ -58,6 +60,8 @@ def main(arguments: Sequence[str]) -> int:
     if flags.list:
         print(job.listing(checks))
         return 0
+    if not (flags.json or flags.gpu or flags.only or flags.group or silent()):
+        print("\n".join(capabilities.lines()) + "\n", flush=True)
     folder = job.folder(flags.out, whole=flags.gpu and not flags.only and not flags.group)
     before: CardLine | None = None
 

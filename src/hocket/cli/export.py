@@ -9,6 +9,7 @@ from typing import Annotated
 import tyro
 
 from hocket.cli.flags import parse
+from hocket.cli.next import show
 from hocket.spec.errors import OptionError
 from hocket.spec.units import format_bytes
 
@@ -75,4 +76,6 @@ def main(arguments: Sequence[str]) -> int:
         trust_remote_code=flags.trust_remote_code,
     )
     print(f"wrote {made}")
+    if not (made / "adapter_config.json").exists():
+        show(["serve", str(made)], ["generate", str(made), "--prompt", "Once upon a time"])
     return 0

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Sequence
 from typing import Annotated
 
 import tyro
 
-from hocket.cli.flags import Folder, LayoutFlags, Model, explicit, parse, values
+from hocket.cli.flags import Folder, Model, Text, explicit, parse, values
 from hocket.spec.errors import OptionError
 
 
@@ -20,8 +21,10 @@ class Generate:
     Attributes:
         model: run folder, Hugging Face directory with weights and a tokenizer, PEFT adapter, or
             ORG/NAME[@REVISION] on the Hugging Face Hub.
-        prompt: one prompt or several.
-        parallel: Degrees of parallelism, tp and pp only
+        prompt: one prompt or several (default: the text on stdin).
+        layout: tensor and pipeline parallelism: tp2.pp2 (default: dp1, one process).
+        pipeline_split: layers per pipeline stage: balanced (by cost), even, or a list such as 3-5
+            (default: balanced).
         max_new_tokens: maximum number of tokens per prompt.
         temperature: sampling temperature; 0 is greedy.
         top_k: sample among the k most likely tokens (default: all).
@@ -40,9 +43,8 @@ class Generate:
 
     model: Model = ""
     prompt: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT...")] = ()
-    parallel: Annotated[LayoutFlags, tyro.conf.arg(name="layout")] = dataclasses.field(
-        default_factory=LayoutFlags
-    )
+    layout: Text = None
+    pipeline_split: Text = None
     max_new_tokens: int = 64
     temperature: float = 0.0
     top_k: int | None = None
@@ -66,20 +68,21 @@ def main(arguments: Sequence[str]) -> int:
     said = values(flags, also=explicit(arguments))
     for name in ("json", "model", "prompt"):
         said.pop(name, None)
+    prompts = flags.prompt or _piped()
     from hocket.jobs.generate import generate
 
-    streams = len(flags.prompt) == 1 and not flags.json
+    streams = len(prompts) == 1 and not flags.json
 
     begun = False
 
     def show(_: int, text: str) -> None:
         nonlocal begun
-        print(text if begun else flags.prompt[0] + text, end="", flush=True)
+        print(text if begun else prompts[0] + text, end="", flush=True)
         begun = True
 
-    found = generate(flags.model, flags.prompt, on_text=show if streams else None, **said)
+    found = generate(flags.model, prompts, on_text=show if streams else None, **said)
     if streams:
-        print("" if begun else flags.prompt[0])
+        print("" if begun else prompts[0])
         return 0
     for number, one in enumerate(found):
         if flags.json:
@@ -87,3 +90,15 @@ def main(arguments: Sequence[str]) -> int:
         else:
             print(("\n" if number else "") + one.prompt + one.text)
     return 0
+
+
+def _piped() -> tuple[str, ...]:
+    """The text on stdin as one prompt, without its last line break.
+
+    Raises:
+        OptionError: nothing is piped.
+    """
+    text = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read()
+    if not text:
+        raise OptionError("no prompt was given", hint="--prompt 'Once upon a time'")
+    return (text.removesuffix("\n"),)

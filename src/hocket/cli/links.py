@@ -21,7 +21,7 @@ class LinksFlags:
         layout: dp2.tp8, or with fields: dp2.pp2.tp4:microbatches=8,order=dp-tp-cp-pp.
         seq_len: tokens per sequence.
         global_batch: sequences per step.
-        precision: matmul precision (default: bf16; fp32 on CPU). One of: bf16, fp16, fp8.
+        dtype: matmul precision (default: bf16; fp32 on CPU). One of: bf16, fp16, fp8.
         json: print one JSON object.
     """
 
@@ -30,7 +30,7 @@ class LinksFlags:
     layout: Text = None
     seq_len: int = 4096
     global_batch: int | None = None
-    precision: Text = None
+    dtype: Text = None
     json: bool = False
 
 
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
         layout=flags.layout,
         seq_len=flags.seq_len,
         global_batch=flags.global_batch,
-        precision=flags.precision,
+        precision=flags.dtype,
     )
     if flags.json:
         import json

@@ -195,6 +195,7 @@ def _verb(arguments: list[str]) -> int:
     known = spelling.flags_of(module)
     rest, quiet = _switch(rest, "--quiet", "-q")
     rest = config.expanded(verb, spelling.current(verb, rest, known), known)
+    rest = spelling.checked(verb, rest, known)
     with progress.silenced(quiet):
         return int(module.main(rest))
 

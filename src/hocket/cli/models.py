@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from hocket.cli.flags import parse
+from hocket.cli.next import show
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,4 +33,6 @@ def main(arguments: Sequence[str]) -> int:
         print(
             json.dumps({"name": name, "note": note}) if flags.json else f"{name:<{width}}  {note}"
         )
+    if not flags.json:
+        show(["plan", "llama-3-8b", "--cluster", "8xH100", "--global-batch", "64"])
     return 0

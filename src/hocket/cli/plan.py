@@ -12,6 +12,7 @@ from typing import Annotated
 import tyro
 
 from hocket.cli.flags import Count, File, Model, Text, explicit, parse
+from hocket.cli.next import show
 from hocket.spec import renamed
 from hocket.spec.errors import OptionError
 
@@ -40,12 +41,12 @@ class PlanFlags:
         all: also rank layouts that this version of hocket cannot run.
         explain: explain why the first layout wins, and what would change the result.
         emit: print the first layout as flags or configuration of megatron, megatron-bridge,
-            torchtitan, torchtitan-0.2.2, deepspeed, accelerate or automodel; with --serve of vllm
-            or sglang. Only layouts that the tool can run are ranked.
+            torchtitan, torchtitan-0.2.2, deepspeed, accelerate or automodel; with --serve of vllm,
+            sglang or hocket. Only layouts that the tool can run are ranked.
         source: predict this configuration of another tool (torchtitan TOML or Python, Megatron's
             flags or launch script, DeepSpeed JSON, accelerate YAML, with --serve a `vllm serve`
             line) and print a better one as a diff. The file is parsed, never executed.
-        precision: matmul precision (default: bf16; fp16 on GPUs without bf16; fp32 on CPU). One of:
+        dtype: matmul precision (default: bf16; fp16 on GPUs without bf16; fp32 on CPU). One of:
             bf16, fp16, fp8, tf32, fp32.
         grad_dtype: gradient type, as in `hocket train` (default: fp32). One of: fp32, bf16.
         stack: software whose constants estimate a step, and whose features bound the search:
@@ -86,7 +87,7 @@ class PlanFlags:
     explain: bool = False
     emit: Text = None
     source: From = None
-    precision: Text = None
+    dtype: Text = None
     grad_dtype: Text = None
     stack: Text = None
     price_list: Text = None
@@ -170,7 +171,7 @@ def main(arguments: Sequence[str]) -> int:
         pin=flags.pin,
         all=flags.all,
         explain=flags.explain or flags.html is not None,
-        precision=flags.precision,
+        precision=flags.dtype,
         grad_dtype=flags.grad_dtype,
         stack=flags.stack,
         lora_rank=flags.lora_rank,
@@ -191,11 +192,13 @@ def main(arguments: Sequence[str]) -> int:
         print(write(found, flags.html))
     else:
         print(job.table(found))
+        if job.runs(found):
+            show(job.command(found), job.rehearsal(found))
     return 0
 
 
 FROM = {
-    "model", "cluster", "seq_len", "global_batch", "precision", "stack", "json", "from", "serve",
+    "model", "cluster", "seq_len", "global_batch", "dtype", "stack", "json", "from", "serve",
     *SERVING,
 }  # fmt: skip
 """Flags that mean something with --from."""
@@ -215,8 +218,8 @@ def _from(flags: PlanFlags, written: frozenset[str]) -> int:
     if flags.cluster is None:
         raise OptionError("which GPUs?", hint="--cluster 8x8xH100-SXM")
     if flags.serve:
-        names = ("precision", *SERVING)
-        given = {n: getattr(flags, n) for n in names if getattr(flags, n) is not None}
+        given = {n: getattr(flags, n) for n in SERVING if getattr(flags, n) is not None}
+        given |= {} if flags.dtype is None else {"precision": flags.dtype}
         print(job.serve_from(flags.source, model=flags.model, cluster=flags.cluster, **given))
         return 0
     found = job.plan_from(
@@ -225,7 +228,7 @@ def _from(flags: PlanFlags, written: frozenset[str]) -> int:
         cluster=flags.cluster,
         seq_len=flags.seq_len if "seq_len" in written else None,
         global_batch=flags.global_batch,
-        precision=flags.precision,
+        precision=flags.dtype,
         stack=flags.stack,
     )
     print(
@@ -253,8 +256,9 @@ def _serve(flags: PlanFlags, written: frozenset[str]) -> int:
 
     if flags.emit is not None:
         serve_table.check_tool(flags.emit, one=flags.weights is not None, model=flags.model)
-    names = ("precision", "price_list", *SERVING)
+    names = ("price_list", *SERVING)
     given = {name: getattr(flags, name) for name in names if getattr(flags, name) is not None}
+    given |= {} if flags.dtype is None else {"precision": flags.dtype}
     found = job.serve_plan(
         flags.model,
         cluster=flags.cluster,
@@ -273,6 +277,8 @@ def _serve(flags: PlanFlags, written: frozenset[str]) -> int:
         print(serve_table.emitted(found[0], flags.emit), end="")
     else:
         print(serve_table.text(found))
+        if (words := serve_table.command(found)) is not None:
+            show(words)
     return 0
 
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from hocket.cli.flags import File, parse
+from hocket.cli.next import show
 from hocket.cli.progress import note
 
 
@@ -50,7 +51,9 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     print(machine.told(found.measured))
     if flags.out is not None:
-        print(f"\nwrote {flags.out}; hocket plan MODEL --cluster {flags.out}")
+        print(f"\nwrote {flags.out}")
+        show(["plan", "tiny-llama", "--cluster", flags.out, "--global-batch", "32"])
     elif machine.kept(flags.device) == found:
         print("\nkept for --cluster auto")
+        show(["plan", "tiny-llama", "--cluster", "auto", "--global-batch", "32"])
     return 0

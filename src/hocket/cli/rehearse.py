@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from hocket.cli.flags import Count, LayoutFlags, Model, Text, explicit, parse, values
+from hocket.cli.next import show
 from hocket.spec.errors import OptionError
 
 if TYPE_CHECKING:
@@ -131,6 +132,9 @@ def main(arguments: Sequence[str]) -> int:
     found = job.rehearse(prepared, ranks=flags.rank, on_phase=say)
     print(found.report.to_json() if flags.json else text(found), flush=True)
     require(found)
+    if not flags.json:
+        layout = str(request(given).layout)
+        show(["train", flags.model, "--data", "DATA", "--layout", layout])
     return 0
 
 

@@ -10,7 +10,6 @@ import tyro
 
 from hocket.cli.flags import File, parse
 from hocket.cli.terminal import draws, shown, terminal
-from hocket.spec.errors import OptionError
 
 Runs = Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN...")]
 
@@ -23,31 +22,23 @@ class ReportFlags:
 
     Attributes:
         runs: one run folder, or two.
-        text: print the report as text.
-        png: draw a picture (needs matplotlib).
-        trace: write a trace for ui.perfetto.dev or chrome://tracing.
+        format: a page, words on stdout, a picture (needs matplotlib), or a trace for
+            ui.perfetto.dev or chrome://tracing. One of: html, text, png, trace.
         out: file to write (default: report.html, report.png or trace.json in the run folder).
     """
 
     runs: Runs = ()
-    text: bool = False
-    png: bool = False
-    trace: bool = False
+    format: str = "html"
     out: File = None
 
 
 def main(arguments: Sequence[str]) -> int:
     """Report. Returns 0."""
     flags = parse(ReportFlags, "report", arguments, ReportFlags())
-    forms = [form for form in ("text", "png", "trace") if getattr(flags, form)]
-    if len(forms) > 1:
-        raise OptionError(
-            f"--{forms[0]} and --{forms[1]} are two forms of one report", hint=f"--{forms[0]}"
-        )
     from hocket.jobs import report
 
     found = report.records(flags.runs)
-    if forms == ["text"]:
+    if flags.format == "text":
         color, width = terminal()
         if flags.out is not None:
             print(report.save_text(report.text(found, width=width), flags.out))
@@ -55,5 +46,5 @@ def main(arguments: Sequence[str]) -> int:
         words = report.text(found, width=width, color=color, unicode=draws())
         print(shown(words), end="")
     else:
-        print(report.write(found, forms[0] if forms else "html", flags.out))
+        print(report.write(found, flags.format, flags.out))
     return 0

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Annotated
 
-import tyro
-
-from hocket.cli.flags import LayoutFlags, explicit, parse, values
+from hocket.cli.flags import Count, Text, parse
 from hocket.cli.terminal import draws, shown, terminal
 
 
@@ -17,16 +14,25 @@ class ScheduleFlags:
     """Print a schedule: rank by time, with a backward twice as long as a forward.
 
     Attributes:
-        parallel: Degrees of parallelism and schedule
-        text: print the schedule's text form, which --schedule reads from a file.
+        layout: pipeline stages, as in pp4 (default: dp1, no pipeline).
+        schedule: sequential, gpipe, 1f1b, interleaved, zero-bubble, zb-v, or the path of a schedule
+            file (default: 1f1b).
+        microbatches: microbatches per step (default: twice the pipeline ranks).
+        virtual_stages: stages per pipeline rank (default: 1).
+        format: a picture, or the text form that --schedule reads from a file. One of: picture,
+            text.
         json: print one JSON object.
     """
 
-    parallel: Annotated[LayoutFlags, tyro.conf.arg(name="layout")] = dataclasses.field(
-        default_factory=LayoutFlags
-    )
-    text: bool = False
+    layout: Text = None
+    schedule: Text = None
+    microbatches: Count = None
+    virtual_stages: Count = None
+    format: str = "picture"
     json: bool = False
+
+
+OF_LAYOUT = ("layout", "schedule", "microbatches", "virtual_stages")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -35,7 +41,9 @@ def main(arguments: Sequence[str]) -> int:
     from hocket.jobs.request import layout_of
     from hocket.jobs.schedule import picture, schedule
 
-    layout = layout_of(values(flags.parallel, also=explicit(arguments)))
+    layout = layout_of(
+        {name: getattr(flags, name) for name in OF_LAYOUT if getattr(flags, name) is not None}
+    )
     found, timeline = schedule(layout)
     if flags.json:
         import json
@@ -52,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
                 }
             )
         )
-    elif flags.text:
+    elif flags.format == "text":
         print(found, end="")
     else:
         color, width = terminal()

@@ -13,8 +13,8 @@ from typing import Any
 from hocket.cli.help import attributes
 from hocket.cli.help import flag as help_form
 from hocket.spec import renamed
-from hocket.spec.errors import CUTOFF, OptionError, nearest
-from hocket.spec.synonyms import EXPLAINED, SYNONYMS, VALUES, meant
+from hocket.spec.errors import CUTOFF, OptionError, nearest, unknown
+from hocket.spec.synonyms import DTYPES, EXPLAINED, SYNONYMS, VALUES, meant
 
 COMMON = frozenset({"help", "config", "set"})
 """Flags of every verb that take part in its options; `main` takes --quiet out before."""
@@ -26,7 +26,8 @@ class Flag:
 
     Attributes:
         name: with underscores. switch: takes no value. positional: written without its name.
-        many: takes several values. choices: the values that it takes; empty: any.
+        many: takes several values. number: the type of its values, if
+            they are numbers. choices: the values that it takes; empty: any.
         metavar, text: as help prints them.
     """
 
@@ -34,6 +35,7 @@ class Flag:
     switch: bool = False
     positional: bool = False
     many: bool = False
+    number: type[int] | type[float] | None = None
     choices: tuple[str, ...] = ()
     metavar: str = ""
     text: str = ""
@@ -76,6 +78,7 @@ def _flags(kind: Any) -> dict[str, Flag]:
             switch=plain is bool,
             positional=positional,
             many=typing.get_origin(plain) is tuple,
+            number=next((kind for kind in (int, float) if kind in _types(plain)), None),
             choices=choices,
             text=text,
             metavar=next((form.metavar for form in forms if form.metavar), ""),
@@ -84,6 +87,57 @@ def _flags(kind: Any) -> dict[str, Flag]:
             if not other.startswith("-") or other.startswith("--"):
                 found[other.removeprefix("--").replace("-", "_")] = flag
     return found
+
+
+def _noun(flag: Flag) -> str:
+    return "VALUE" if flag.number is None else flag.number.__name__.upper()
+
+
+def _types(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+
+
+def checked(verb: str, arguments: Sequence[str], known: Mapping[str, Flag]) -> list[str]:
+    """The arguments, the values of flags compared with their types and choices, and number formats
+    by the names here.
+
+    Raises:
+        OptionError: a value that is missing, is not a number, or is not one of the choices.
+    """
+    arguments = list(arguments)
+    for index, argument in enumerate(arguments):
+        if argument == "--":
+            break
+        if not argument.startswith("--"):
+            continue
+        written, equals, value = argument.partition("=")
+        flag = known.get(written[2:].replace("-", "_"))
+        if flag is None or flag.switch:
+            continue
+        if not equals:
+            after = arguments[index + 1] if index + 1 < len(arguments) else "--"
+            if after.startswith("--"):
+                raise OptionError(
+                    f"{written} has no value", hint=f"{written} {flag.metavar or _noun(flag)}"
+                )
+            value = after
+        if flag.number is not None and not flag.many:
+            try:
+                flag.number(value)
+            except ValueError:
+                noun = "a whole number" if flag.number is int else "a number"
+                raise OptionError(
+                    f"{written} is {value!r}; it must be {noun}", hint=f"hocket {verb} --help"
+                ) from None
+        if flag.choices and DTYPES.get(value) in flag.choices:
+            value = DTYPES[value]
+            place = index if equals else index + 1
+            arguments[place] = f"{written}={value}" if equals else value
+        if flag.choices and value.lower() not in flag.choices:
+            message, hint = unknown(flag.name.replace("_", "-"), value, flag.choices)
+            near = nearest(value, flag.choices)
+            raise OptionError(message, hint=hint if near is None else f"{written} {near}")
+    return arguments
 
 
 def current(verb: str, arguments: Sequence[str], known: Mapping[str, Flag]) -> list[str]:
@@ -119,6 +173,10 @@ def current(verb: str, arguments: Sequence[str], known: Mapping[str, Flag]) -> l
             if equals:
                 front.append(value)
                 waiting = None
+        elif name in renamed.SWITCHES and renamed.SWITCHES[name][0] in names and not equals:
+            option, choice = renamed.SWITCHES[name]
+            renamed.warn(spelled(name), f"{spelled(option)} {choice}")
+            found += [spelled(option), choice]
         elif name in VALUES and VALUES[name][0] in names and not equals:
             option, choice = VALUES[name]
             found += [spelled(option), choice]
@@ -178,7 +236,8 @@ def _without(arguments: Sequence[str], flag: str) -> list[str]:
     dropped = False
     for argument in arguments:
         if argument.startswith("-"):
-            dropped = argument.partition("=")[0] == flag
+            name = argument.partition("=")[0][2:].replace("-", "_")
+            dropped = spelled(SYNONYMS.get(new := renamed.OPTIONS.get(name, name), new)) == flag
         if not dropped:
             found.append(argument)
     return found

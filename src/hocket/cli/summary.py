@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import shlex
-import shutil
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from hocket.cli.next import lines
+from hocket.cli.progress import silent
 from hocket.spec.layout import Layout
 from hocket.spec.units import format_bytes, format_seconds
 
@@ -68,31 +66,20 @@ def foretold(summary: Summary) -> list[str]:
 
 
 def next_steps(summary: Summary) -> list[str]:
-    """Where it lies, and commands to paste."""
-    run, hocket = shlex.quote(str(summary.run)), shlex.quote(program())
-    report = "" if summary.report is None else f", report {summary.report}"
+    """Where the run is, and at most two commands to paste."""
+    run = str(summary.run)
     if summary.stopped:
         return [
-            f"stopped after step {summary.steps}, saved in {summary.run}; to continue:",
-            "",
-            f"  {hocket} train --run {run} --resume",
+            f"stopped after step {summary.steps}, saved in {summary.run}",
+            *([] if silent() else lines(["train", "--run", run, "--resume"])),
         ]
+    report = "" if summary.report is None else f", report {summary.report}"
     adapter = (summary.run / "adapter").is_dir()
-    use = [f"  {hocket} generate {run} --prompt TEXT", f"  {hocket} export {run} --to DIR"]
+    use = ["generate", run, "--prompt", "Once upon a time"]
+    further = ["serve", run] if summary.report else ["report", run]
     if adapter:
-        use = [f"  {hocket} export {run} --to DIR --merge"]
+        use = ["export", run, "--merge", "--to", f"{run}-merged"]
     return [
         f"run folder {summary.run}{report}" + (f", adapter {run}/adapter" if adapter else ""),
-        "",
-        *([] if summary.report else [f"  {hocket} report {run}"]),
-        *use,
+        *([] if silent() else lines(use, further)),
     ]
-
-
-def program() -> str:
-    """What to type for `hocket` here: its path where the shell would not find this very one."""
-    own = Path(sys.executable).parent / "hocket"
-    found = shutil.which("hocket")
-    if not own.exists() or (found is not None and Path(found).samefile(own)):
-        return "hocket"
-    return str(own.relative_to(Path.cwd()) if own.is_relative_to(Path.cwd()) else own)

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
@@ -85,7 +86,7 @@ def read(arguments: Sequence[str]) -> tuple[Train, dict[str, Any]]:
         workload=with_defaults(Workload, given),
         training=with_defaults(TrainOptions, given),
     )
-    flags = parse(Train, "train", arguments, default)
+    flags = parse(Train, "train", _resumed(arguments), default)
     said = values(flags, also=explicit(arguments))
     said.pop("json", None)
     said.pop("dry_run", None)
@@ -137,6 +138,18 @@ def _dry_run(flags: Train, said: dict[str, Any]) -> int:
         found = dry_run(request({"model": _run_model(said), **said}), Record(on_event))
     print(found.to_json() if flags.json else text(found))
     return 0
+
+
+def _resumed(arguments: Sequence[str]) -> list[str]:
+    """`--resume RUN` as `--run RUN --resume`, where no other run is named."""
+    found = list(arguments)
+    if "--resume" in found and not {"run", "output_dir"} & explicit(found) and "-o" not in found:
+        at = found.index("--resume")
+        named = at + 1 < len(found) and not found[at + 1].startswith("-")
+        place = at + 1 if named else 0
+        if named or (found and (Path(found[0]) / "run.json").exists()):
+            found += ["--run", found.pop(place)]
+    return found
 
 
 def _run_model(said: dict[str, Any]) -> str | None:

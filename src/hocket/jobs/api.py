@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from hocket.spec import renamed
+from hocket.spec.errors import OptionError, unknown
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -134,8 +135,8 @@ def plan(
     model: str | os.PathLike[str],
     *,
     cluster: str,
-    seq_len: int,
     global_batch: int,
+    seq_len: int = 4096,
     serve: Literal[False] = False,
     **options: Any,
 ) -> Plan: ...
@@ -177,13 +178,34 @@ def plan(
     if serve:
         from hocket.jobs.serving.plan import serve_plan
 
-        names = inspect.signature(serve_plan).parameters
-        return serve_plan(model, cluster=cluster, **renamed.options(options, names))
+        return serve_plan(model, cluster=cluster, **_known(serve_plan, options))
     from hocket.jobs.plan import plan as job
 
     if cluster is None:
-        raise TypeError("plan() needs a cluster: '2x8xH100-SXM'")
+        raise OptionError("which GPUs?", hint='cluster="8xH100"')
+    options = {"seq_len": PLANNED_SEQ_LEN, **_known(job, options)}
+    if options.get("global_batch") is None:
+        raise OptionError("how many sequences make a step?", hint="global_batch=512")
     return job(model, cluster=cluster, **options)
+
+
+PLANNED_SEQ_LEN = 4096
+"""Tokens per sequence of a plan, where none are given; as of `hocket plan`."""
+
+
+def _known(job: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Keywords by the names of a job's parameters; `dtype` is what jobs call precision.
+
+    Raises:
+        OptionError: an unknown name, with the nearest.
+    """
+    names = {"dtype" if name == "precision" else name for name in inspect.signature(job).parameters}
+    found = renamed.options(options, names)
+    for name in found:
+        if name not in names:
+            message, hint = unknown("option", name, names)
+            raise OptionError(message, hint=hint)
+    return {"precision" if name == "dtype" else name: value for name, value in found.items()}
 
 
 def export(

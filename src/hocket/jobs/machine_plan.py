@@ -338,8 +338,8 @@ def _trust(spec: RunSpec) -> tuple[str, ...]:
 HEADERS = ("layout", "ranks", "step", "tokens/s", "memory a rank", "bubble", "exposed")
 
 
-def table(found: Plan, command: str) -> str:
-    """The answer as text; `command` trains the first layout."""
+def table(found: Plan) -> str:
+    """The answer as text."""
     from hocket.reporting.table import table_text
 
     tokens = found.seq_len * found.global_batch
@@ -373,6 +373,4 @@ def table(found: Plan, command: str) -> str:
     lines += [f"* {note}" for note in found.notes]
     if found.explanation:
         lines += ["", *found.explanation]
-    if found.best.fits:
-        lines += ["", "  " + command]
     return "\n".join(lines)

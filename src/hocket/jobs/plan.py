@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -138,7 +137,7 @@ def plan(
             raise OptionError(
                 f"{limit.software} does not train in {problem.precision}; it has "
                 + ", ".join(limit.precisions),
-                hint=f"--precision {limit.precisions[0]}",
+                hint=f"--dtype {limit.precisions[0]}",
             )
     if layout is not None:
         one = layout if isinstance(layout, Layout) else Layout.parse(layout)
@@ -269,7 +268,7 @@ def table(found: Plan) -> str:
     if found.machine:
         from hocket.jobs import machine_plan
 
-        return machine_plan.table(found, command(found))
+        return machine_plan.table(found)
     from hocket.planning.fit import HEADROOM
 
     lines = [
@@ -313,21 +312,30 @@ def table(found: Plan) -> str:
         )
     if found.explanation:
         lines += ["", *found.explanation]
-    if found.best.fits and found.best.runs_here:
-        lines += ["", "  " + command(found)]
     return "\n".join(lines)
 
 
-def command(found: Plan) -> str:
-    """The command that trains in the best layout."""
-    words = ["hocket", "train", found.model, "--layout", str(found.best.layout)]
+def runs(found: Plan) -> bool:
+    """Whether hocket can train in the best layout."""
+    return found.best.fits and found.best.runs_here
+
+
+def rehearsal(found: Plan) -> list[str]:
+    """The words of the command that executes the best layout on fake GPUs."""
+    words = ["rehearse", found.model, "--layout", str(found.best.layout)]
+    return [*words, "--seq-len", str(found.seq_len), "--global-batch", str(found.global_batch)]
+
+
+def command(found: Plan) -> list[str]:
+    """The words of the command that trains in the best layout."""
+    words = ["train", found.model, "--data", "DATA", "--layout", str(found.best.layout)]
     words += ["--seq-len", str(found.seq_len), "--global-batch", str(found.global_batch)]
     words += ["--dtype", found.precision]
     if found.grad_dtype not in ("", default_grad_dtype(found.precision)):
         words += ["--grad-dtype", found.grad_dtype]
     for flag, value in (("rank", found.lora_rank), ("targets", found.lora_targets)):
         words += [] if value is None else [f"--lora-{flag}", str(value)]
-    return shlex.join(words)
+    return words
 
 
 def emitted(found: Plan, tool: str) -> str:

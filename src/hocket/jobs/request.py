@@ -21,6 +21,7 @@ from hocket.spec.errors import LayoutError, OptionError, unknown
 from hocket.spec.layout import DEGREES, Layout
 from hocket.spec.links import Links
 from hocket.spec.run import TrainOptions, Workload
+from hocket.spec.synonyms import DTYPES
 from hocket.spec.units import parse_duration
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -132,6 +133,9 @@ def typed(values: Mapping[str, Any]) -> dict[str, Any]:
         given.update(
             {name: _value(name, given[name], hints[name]) for name in given if name in names}
         )
+    for name in ("dtype", "grad_dtype"):
+        if name in given:
+            given[name] = DTYPES.get(given[name], given[name])
     if str(given.get("save_every", "")).isdecimal():
         given["save_every"] = int(given["save_every"])
     for name in ("model", "run", "cluster"):

@@ -142,6 +142,7 @@ def proxy_of(config: transformers.PreTrainedConfig) -> ProxyModel:
             error = error or failure
             continue
         return proxy
+    assert error is not None  # every number of layers failed
     reason = error.message if isinstance(error, ModelError) else f"it fails in {place(error)}"
     raise ModelError(f"no tiny proxy model of {config.model_type!r} can be made: {reason}")
 

@@ -55,7 +55,7 @@ def save(records: Sequence[Record], own_bubbles: Sequence[float | None], path: P
         from matplotlib.figure import Figure
     except ImportError:
         raise OptionError(
-            "--png needs the package matplotlib", hint='pip install "hocket[report]"'
+            "--format png needs the package matplotlib", hint='pip install "hocket[report]"'
         ) from None
     boards = [
         (record, timeline)

@@ -22,7 +22,7 @@ def save(several: Sequence[Served], path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise OptionError(
-            "--png needs the package matplotlib", hint='pip install "hocket[report]"'
+            "--format png needs the package matplotlib", hint='pip install "hocket[report]"'
         ) from None
     figure = Figure(figsize=(14, 4.6 * len(several)), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)

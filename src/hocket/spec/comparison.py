@@ -204,7 +204,7 @@ def chosen(wanted: tuple[str, ...], known: tuple[Strategy, ...]) -> tuple[Strate
             try:
                 layout = Layout.parse(name)
             except LayoutError:
-                message, hint = unknown("strategy", name, by_name)
+                message, hint = unknown("strategy", name, (*by_name, *ALIASES))
                 raise OptionError(f"{message}, or a layout", hint=hint) from None
             strategy = Strategy(name=name, title=layout.axes_text(), layout=layout)
         if strategy.layout not in [each.layout for each in found]:

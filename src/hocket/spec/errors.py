@@ -96,6 +96,10 @@ CUTOFF = 0.7
 """Least similarity of a verb or flag that is suggested."""
 
 
+MANY = 24
+"""Names of which a message lists all."""
+
+
 def nearest(name: str, choices: Iterable[str], *, cutoff: float = 0.5) -> str | None:
     """The choice most like `name`, in whatever case, or None where nothing is near."""
     spelled = {choice.lower(): choice for choice in choices}
@@ -107,5 +111,7 @@ def unknown(kind: str, name: str, choices: Iterable[str]) -> tuple[str, str]:
     """Message and hint for an unknown name: `raise OptionError(m, hint=h)`."""
     options = sorted(choices)
     near = nearest(name, options)
-    message = f"unknown {kind} {name!r}; known: {', '.join(options)}"
-    return message, f"did you mean {near!r}?" if near else f"use one of {', '.join(options)}"
+    message, known = f"unknown {kind} {name!r}", ", ".join(options)
+    if len(options) > MANY:  # a list that long is printed only where nothing is near
+        return message, f"did you mean {near!r}?" if near else f"use one of {known}"
+    return f"{message}; known: {known}", f"did you mean {near!r}?" if near else "use one of them"

@@ -27,6 +27,7 @@ OPTIONS = {
     "served_name": "served_model_name",
     "usable": "gpu_memory_utilization",
     "ways": "strategies",
+    "precision": "dtype",
 }
 """Flags, keys of `--config` and `run.json`, keywords, fields of a layout's text and pins."""
 
@@ -34,6 +35,13 @@ RANGE = {"mid": "median"}
 FORECAST = {"lacks": "unsupported", "alike": "num_similar"}
 PLAN = {"beyond": "unsupported_layouts"}
 """Attributes of what `hocket.plan` returns."""
+
+SWITCHES = {
+    "text": ("format", "text"),
+    "png": ("format", "png"),
+    "trace": ("format", "trace"),
+}
+"""Switches that are values of an option now."""
 
 JSON_KEYS = {**RANGE, **FORECAST, **PLAN, "ways": "strategies", "way": "strategy"}
 """Keys of what `--json` prints, where the verb printed the old one."""

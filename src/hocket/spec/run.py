@@ -105,7 +105,7 @@ class TrainOptions:
             its device once per interval (default: 1 on CPU, 10 on CUDA).
         resume: continue from the run folder's latest checkpoint, in its layout or in the one given.
         timeline_step: first step whose timeline is recorded (default: the middle of the run).
-        timeline_steps: number of steps to record; --trace shows all of them.
+        timeline_steps: number of steps to record; --format trace shows all of them.
         device: device of the ranks. One of: auto, cpu, cuda.
         backend: communication backend; shm is shared memory. One of: auto, shm, gloo, nccl.
         threads: CPU threads per rank.

@@ -16,6 +16,7 @@ SYNONYMS = {
     "learning_rate": "lr",
     "lr_scheduler_type": "lr_schedule",
     "lr_scheduler": "lr_schedule",
+    "scheduler": "lr_schedule",
     "warmup_steps": "warmup",
     "lr_warmup_steps": "warmup",
     "max_steps": "steps",
@@ -46,7 +47,6 @@ SYNONYMS = {
     "lora_r": "lora_rank",
     "lora_target_modules": "lora_targets",
     "mixed_precision": "dtype",
-    "precision": "dtype",
     "torch_dtype": "dtype",
     "attn_implementation": "attention",
     "torch_compile": "compile",
@@ -75,6 +75,17 @@ VALUES = {
     "recompute_activations": ("recompute", "selective"),
 }
 """Switches of other tools, and the option and value that they set here."""
+
+DTYPES = {
+    "bfloat16": "bf16",
+    "float32": "fp32",
+    "float": "fp32",
+    "float64": "fp64",
+    "double": "fp64",
+    "float16": "fp16",
+    "half": "fp16",
+}
+"""PyTorch's names of number formats, by the names here."""
 
 EXPLAINED = {
     "batch_size": "use --global-batch (sequences per step over all ranks) or --micro-batch-size "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,11 +18,12 @@ if TYPE_CHECKING:
     from hocket.planning.service.need import NeedMap
     from hocket.planning.service.plan import KindAnswer, ServicePlan
 
-HERE = (
-    "`hocket serve --layout` runs such a layout; --emit vllm or sglang prints another server's "
-    "command."
-)
+HERE = "--emit hocket, vllm or sglang prints the command of the first deployment."
 """How a deployment is run."""
+
+HOCKET = "hocket"
+RUN_HERE = ("bf16", "fp32")
+"""Precisions that hocket serves in."""
 
 ELSEWHERE = (
     "hocket serve divides no experts over data ranks (ep); --emit vllm or sglang prints the "
@@ -74,8 +76,8 @@ def check_tool(tool: str, *, model: str, one: bool) -> None:
             f"--emit {tool}: {tool} trains, and --serve plans a service",
             hint=f"one of: {', '.join(SERVERS)}",
         )
-    if tool not in SERVERS:
-        message, hint = unknown("tool", tool, SERVERS)
+    if tool not in (HOCKET, *SERVERS):
+        message, hint = unknown("tool", tool, (HOCKET, *SERVERS))
         raise OptionError(f"--emit with --serve: {message}", hint=hint)
     if not one and not size_is_public(model):
         raise OptionError(
@@ -90,14 +92,23 @@ def emitted(plan: ServicePlan, tool: str) -> str:
     Raises:
         OptionError: an unknown server, or a deployment that it cannot divide so.
     """
-    from hocket.catalogue import models as catalogued
-    from hocket.planning.service.emit import Deployment, command
+    from hocket.planning.service.emit import Deployment
+    from hocket.planning.service.emit import command as tools_command
 
     check_tool(tool, model=plan.model, one=True)
+    if tool == HOCKET:
+        words = command([plan])
+        if words is None:
+            raise OptionError(
+                f"{plan.model}: hocket serve runs no such deployment: it takes bf16 or fp32 on one "
+                "node, without experts over data ranks",
+                hint="--emit vllm",
+            )
+        return shlex.join(["hocket", *words]) + "\n"
     best = plan.best
     if best is None:
         raise OptionError(f"{plan.model}: there is no deployment to print")
-    entry = catalogued.entry(plan.model) if plan.model in catalogued.names() else None
+    entry = catalogue_entry(plan.model)
     kind = next(kind for kind in plan.kinds if kind.best is best)
     deployment = Deployment(
         model=_served_model(plan, entry),
@@ -118,7 +129,31 @@ def emitted(plan: ServicePlan, tool: str) -> str:
         experts=plan.experts,
         quantized=entry is not None and entry.quantized != "",
     )
-    return command(tool, deployment)
+    return tools_command(tool, deployment)
+
+
+def command(plans: Sequence[ServicePlan]) -> list[str] | None:
+    """The words of `hocket serve` for the best deployment; None where hocket does not run it."""
+    best = plans[0].best if len(plans) == 1 else None
+    if best is None or plans[0].claim or best.layout.ep > 1 or best.num_nodes > 1:
+        return None
+    model = plans[0].model
+    entry = catalogue_entry(model)
+    served = _served_model(plans[0], entry)
+    if plans[0].precision not in RUN_HERE or served == "MODEL":
+        return None
+    return [
+        "serve", served, "--layout", best.layout.axes_text(), "--dtype", plans[0].precision,
+        "--max-model-len", str(plans[0].service.tokens), "--max-num-seqs", str(best.max_sequences),
+        "--max-num-batched-tokens", str(best.max_num_batched_tokens),
+    ]  # fmt: skip
+
+
+def catalogue_entry(model: str) -> Entry | None:
+    """The catalogue's entry of a name; None for any other model."""
+    from hocket.catalogue import models as catalogued
+
+    return catalogued.entry(model) if model in catalogued.names() else None
 
 
 def _served_model(plan: ServicePlan, entry: Entry | None) -> str:

@@ -74,7 +74,7 @@ class ServiceProblem:
         if self.precision == "bf16" and "bf16" not in rates:
             raise OptionError(
                 f"{self.gpu.name} does not compute in bf16, but in {', '.join(rates)}",
-                hint="--precision fp16" if "fp16" in rates else "another --cluster",
+                hint="--dtype fp16" if "fp16" in rates else "another --cluster",
             )
         if self.cache_precision is not None and self.cache_precision not in CACHE_BYTES:
             message, hint = unknown("cache precision", self.cache_precision, CACHE_BYTES)
