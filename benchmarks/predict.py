@@ -30,7 +30,7 @@ from typing import Any
 from benchmarks.quiet import wait_until_quiet
 from hocket.catalogue import models
 from hocket.jobs import forecast, machine, prepare
-from hocket.jobs.others import Others
+from hocket.jobs.background_load import Others
 from hocket.jobs.probe import measure
 from hocket.jobs.record import Record
 from hocket.jobs.request import request

@@ -84,7 +84,7 @@ def test_another_layout_goes_on(
     """Values, moments and steps are the saved ones, bit for bit; so the next loss is the one that
     the run would have had, within the bound of a check."""
     from hocket.runtime.checkpoint import _tensor
-    from hocket.runtime.relaid import Relaid
+    from hocket.runtime.reshard import Resharded
     from hocket.spec import checkpoint as words
 
     ranks.launcher.preload(["hocket.training.build", "hocket.training.export", *MODEL_CODE])
@@ -101,7 +101,7 @@ def test_another_layout_goes_on(
         path = tmp_path / each / "step-000002"
         manifest = words.verify(path)
         files = [words.open_shard(path, shard) for shard in manifest.shards]
-        found.append(Relaid(manifest, files, _tensor))
+        found.append(Resharded(manifest, files, _tensor))
         assert manifest.layout == str(Layout.parse(one if each == "a" else other))
     # A tied head is a tensor of its own only where another stage has it.
     names = found[0].names() & found[1].names()

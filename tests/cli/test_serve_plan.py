@@ -99,7 +99,7 @@ def test_emit_vllm(capsys: pytest.CaptureFixture[str]) -> None:
 def test_emit_vllm_names_the_caches_precision(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["plan", "llama-3-8b", "--serve", "--cluster", "H100", "--emit", "vllm"]
     for precision, cache, said in (("fp8", "bf16", False), ("bf16", "fp8", True)):
-        flags = ["--precision", precision, "--cache-precision", cache]
+        flags = ["--dtype", precision, "--cache-precision", cache]
         assert main([*asked, *flags]) == 0
         assert ("--kv-cache-dtype fp8" in capsys.readouterr().out) is said
     assert main([*asked, "--json"]) == 0

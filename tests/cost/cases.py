@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hocket.cost.communication import Step, communication, threads_communication
-from hocket.cost.share import StageShare
+from hocket.cost.stage_communication import StageShare
 from hocket.runtime.mesh import Mesh
 from hocket.schedules import build as build_schedule
 from hocket.spec.layout import Layout

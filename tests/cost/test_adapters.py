@@ -55,7 +55,7 @@ def problem(of: ModelShape) -> Problem:
 
 
 def held(of: ModelShape, layout: str) -> tuple[float, float, float, float]:
-    from hocket.cost.columns import columns
+    from hocket.cost.layout_batch import columns
 
     asked = problem(of)
     at = columns([Layout.parse(layout)], asked.global_batch)

@@ -11,7 +11,7 @@ from hocket.cost.communication import (
     differences,
     threads_communication,
 )
-from hocket.cost.share import StageShare
+from hocket.cost.stage_communication import StageShare
 from hocket.spec.layout import Layout
 
 S, B, H, M = 128, 2, 256, 4

@@ -8,9 +8,9 @@ import pytest
 from hocket.catalogue.hardware import cluster
 from hocket.catalogue.shapes import shape
 from hocket.cost.collectives import ALL_TO_ALL, group, point_to_point
-from hocket.cost.columns import columns
 from hocket.cost.constants import Platform, constants
 from hocket.cost.context import BACKWARD, CONTENTION, STEP_SECONDS, ContextTimes, context_times
+from hocket.cost.layout_batch import columns
 from hocket.cost.machine import machine
 from hocket.cost.terms import terms
 from hocket.spec.layout import Layout

@@ -14,8 +14,8 @@ from hocket.catalogue import hardware
 from hocket.catalogue.shapes import shape
 from hocket.cost import collectives, step
 from hocket.cost.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from hocket.cost.columns import columns
 from hocket.cost.constants import Constants, constants
+from hocket.cost.layout_batch import columns
 from hocket.cost.machine import machine
 from hocket.cost.memory import memory
 from hocket.cost.state import sharing

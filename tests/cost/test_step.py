@@ -12,8 +12,8 @@ from hocket.catalogue.curves import curves
 from hocket.catalogue.shapes import shape
 from hocket.cost import collectives, compute
 from hocket.cost.collectives import ALL_GATHER, ALL_REDUCE, group, inside
-from hocket.cost.columns import Layouts, columns
 from hocket.cost.constants import GPU_FIELDS, Constants, Platform, constants, file, stacks
+from hocket.cost.layout_batch import Layouts, columns
 from hocket.cost.machine import Machine, machine
 from hocket.cost.memory import memory
 from hocket.cost.state import local

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hocket.cli.main import main
-from hocket.jobs import defaults, foresight, precision, prepare, rehearsal_fit
+from hocket.jobs import defaults, forecast_policy, precision, prepare, rehearsal_fit
 from hocket.jobs.request import request
 from hocket.jobs.validate import MICROBATCH_TOKENS, microbatches, validate
 from hocket.models.source import ModelSource, resolve
@@ -199,7 +199,7 @@ def test_a_layout_for_unmeasured_gpus_takes_all_of_them(
     def legal(layout: Layout) -> Layout:
         return validate(found.dimensions, layout, asked.workload)
 
-    layout = foresight.by_catalogue(job, 8, legal)
+    layout = forecast_policy.by_catalogue(job, 8, legal)
     assert layout.world_size == 8
     assert runs(layout)
     assert layout == legal(layout)

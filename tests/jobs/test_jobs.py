@@ -64,7 +64,7 @@ def test_the_run_folder_is_complete(run: Path) -> None:
 
 
 def test_theory_equals_the_recording(run: Path, ranks) -> None:  # type: ignore[no-untyped-def]
-    from hocket.jobs.theory import compared
+    from hocket.jobs.expected_communication import compared
 
     found = compared(ranks.launcher, RunFolder(run))
     assert {row["axis"] for row in found} >= {"tp", "dp", "model", "world"}

@@ -85,7 +85,7 @@ def test_a_scale_is_measured_and_kept(folder: Path) -> None:
 def test_another_order_trains_saves_and_resumes_alike(folder: Path, ranks: RankPool) -> None:
     from safetensors.numpy import load_file
 
-    from hocket.jobs.theory import compared
+    from hocket.jobs.expected_communication import compared
 
     name, usual, order = "reordered", "usual", "pp-tp-dp-cp"
     options: dict[str, Any] = {"layout": "pp2.tp2", "microbatches": 2}

@@ -12,8 +12,8 @@ import pytest
 from hocket.catalogue import hardware
 from hocket.catalogue.models import config
 from hocket.catalogue.shapes import shape
-from hocket.cost.columns import columns
 from hocket.cost.constants import constants
+from hocket.cost.layout_batch import columns
 from hocket.cost.machine import machine
 from hocket.cost.memory import memory
 from hocket.cost.step import step_times

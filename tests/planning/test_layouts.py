@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from hocket.cost.columns import NAMES, SCHEDULES, columns
+from hocket.cost.layout_batch import NAMES, SCHEDULES, columns
 from hocket.planning.decoder import decoder
 from hocket.planning.layouts import (
     Layouts,

@@ -111,7 +111,7 @@ def faults(context: Any) -> list[int]:
     """Page faults of ten rounds of 8 MB, before and after freed memory is kept."""
     import resource
 
-    from hocket.runtime.heap import keep_freed_memory
+    from hocket.runtime.allocator import keep_freed_memory
 
     def rounds() -> int:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

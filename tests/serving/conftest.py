@@ -47,7 +47,7 @@ def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel does every matmul that it can, whatever a trial would find: what a trial finds
     faster depends on the machine's load, and the two round differently."""
     from hocket.serving.engine import runner
-    from hocket.serving.engine.products import choose_products
+    from hocket.serving.engine.gemm_select import choose_products
 
     monkeypatch.setattr(runner, "choose_products", functools.partial(choose_products, tried=False))
 

@@ -17,7 +17,7 @@ def serve(context: Any, folder: str, cases: list[list[str]], dtype: str = "fp32"
     share of the largest (None where this rank holds no logits), the key/value heads of this rank,
     and by how much the whole model in fp32 differs (None likewise). In bf16 the weights are
     rounded, of the whole model too, and nothing else is."""
-    from hocket.serving.engine.products import exactly
+    from hocket.serving.engine.gemm_select import exactly
 
     with exactly():
         return _serve(context, folder, cases, dtype)

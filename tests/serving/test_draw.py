@@ -316,7 +316,7 @@ def test_rows_that_are_no_numbers_are_told_and_harm_no_other(bad: float) -> None
 def test_largest_and_likeliest_are_those_of_a_stable_sort(size: int) -> None:
     import torch
 
-    from hocket.serving.engine.likeliest import largest, likeliest
+    from hocket.serving.engine.top_logits import largest, likeliest
 
     for seed, kind in enumerate(("rough", "rounded", "flat")):
         x = torch.cat([a_row(kind, size, seed=10 * seed + i) for i in range(5)])

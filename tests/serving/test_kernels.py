@@ -17,7 +17,7 @@ from hocket.runtime.native.kernels import Kernels, fits  # noqa: E402
 from hocket.serving.engine import attention, fused, fused_layer  # noqa: E402
 from hocket.serving.engine.fused import fuse  # noqa: E402
 from hocket.serving.engine.fused_layer import fuse_layers  # noqa: E402
-from hocket.serving.engine.products import choose_products  # noqa: E402
+from hocket.serving.engine.gemm_select import choose_products  # noqa: E402
 from hocket.serving.engine.projections import lay_inputs_first, merge_projections  # noqa: E402
 from tests.families import FAMILIES, whole_model  # noqa: E402
 

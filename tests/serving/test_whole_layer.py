@@ -13,7 +13,7 @@ from hocket.runtime.mesh import Mesh  # noqa: E402
 from hocket.runtime.native.kernels import Kernels  # noqa: E402
 from hocket.runtime.pipeline.stage import Stage  # noqa: E402
 from hocket.serving.engine import attention  # noqa: E402
-from hocket.serving.engine.products import Product  # noqa: E402
+from hocket.serving.engine.gemm_select import Product  # noqa: E402
 from hocket.serving.engine.runner import StageRunner  # noqa: E402
 from hocket.serving.engine.whole_layer import WholeLayer  # noqa: E402
 from tests.families import FAMILIES  # noqa: E402

@@ -36,7 +36,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from hocket.cost.share import StageShare
+from hocket.cost.stage_communication import StageShare
 from hocket.spec.layout import Layout
 from hocket.spec.plan import AFTER, BEFORE, OTHER
 

@@ -31,9 +31,9 @@ from hocket.cost.collectives import (
     REDUCE_SCATTER,
     group,
 )
-from hocket.cost.columns import Layouts
 from hocket.cost.constants import Platform
 from hocket.cost.context import context_times
+from hocket.cost.layout_batch import Layouts
 from hocket.cost.state import expert_tp, local_trained
 from hocket.cost.terms import BlockTerms, Floats, Product, Terms
 

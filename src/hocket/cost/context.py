@@ -21,8 +21,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from hocket.cost.collectives import ALL_TO_ALL, group, point_to_point
-from hocket.cost.columns import Layouts
 from hocket.cost.constants import Platform
+from hocket.cost.layout_batch import Layouts
 from hocket.cost.terms import Core, Floats
 
 GRADIENT = 4.0

@@ -30,7 +30,7 @@ from hocket.cost.measured_stage import (
     weight_blocks,
     weights,
 )
-from hocket.cost.share import StageShare
+from hocket.cost.stage_communication import StageShare
 from hocket.spec.cut import choose_cut, stage_layers
 from hocket.spec.layout import Layout
 from hocket.spec.model_shape import ModelShape, Weight

@@ -22,8 +22,8 @@ import dataclasses
 
 import numpy as np
 
-from hocket.cost.columns import SCHEDULES, Layouts, RankLayers, equal_layers
 from hocket.cost.constants import Constants
+from hocket.cost.layout_batch import SCHEDULES, Layouts, RankLayers, equal_layers
 from hocket.cost.state import Parameters, held, local, local_trained
 from hocket.cost.terms import BlockTerms, Floats, Terms
 

@@ -17,8 +17,8 @@ import dataclasses
 
 import numpy as np
 
-from hocket.cost.columns import Layouts
 from hocket.cost.constants import Constants
+from hocket.cost.layout_batch import Layouts
 from hocket.cost.terms import BlockTerms, Floats
 
 

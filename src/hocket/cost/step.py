@@ -24,9 +24,9 @@ import dataclasses
 import numpy as np
 
 from hocket.cost.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, group, point_to_point
-from hocket.cost.columns import SCHEDULES, Layouts, RankLayers, equal_layers
 from hocket.cost.compute import BlockTimes, block_times
 from hocket.cost.constants import Constants, Platform
+from hocket.cost.layout_batch import SCHEDULES, Layouts, RankLayers, equal_layers
 from hocket.cost.machine import Machine
 from hocket.cost.state import Parameters, Sharing, local, local_trained, sharing
 from hocket.cost.terms import BlockTerms, Floats, Terms

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from hocket.jobs import foresight, links, memory
+from hocket.jobs import forecast_policy, links, memory
 from hocket.jobs.prepare import spec_of
 from hocket.jobs.request import Request
 from hocket.jobs.validate import validate
@@ -225,7 +225,7 @@ class Bench:
         self.say: Callable[[str], None] = on_strategy or (lambda text: None)
         self._reference: str | None = None
         self._measured: Measured | None = None
-        foresight.checked(request.cluster)
+        forecast_policy.checked(request.cluster)
         links.checked(options, Layout(tp=asked.devices))
         memory.checked(options)
 
@@ -253,10 +253,10 @@ class Bench:
         from hocket.jobs import machine
 
         wanted, device = self.request.cluster, self.request.options.device
-        if wanted == foresight.NONE:
+        if wanted == forecast_policy.NONE:
             return None
-        if wanted == foresight.AUTO and machine.kept(device) is None:
-            self.say(f"measuring this machine, once: up to {foresight.LONGEST:.0f} s")
+        if wanted == forecast_policy.AUTO and machine.kept(device) is None:
+            self.say(f"measuring this machine, once: up to {forecast_policy.LONGEST:.0f} s")
         return machine.cluster(wanted, device=device).measured
 
     def _feel(self, ranks: int) -> None:

@@ -138,7 +138,7 @@ def report(
     launcher: Launcher, folder: RunFolder, *, width: int, color: bool
 ) -> tuple[list[str], bool]:
     """The recorded step: its timeline, what its prices predict, its collectives beside theory."""
-    from hocket.jobs.theory import compared
+    from hocket.jobs.expected_communication import compared
     from hocket.reporting import collectives_text, timeline_text
     from hocket.simulation import measured_prices, simulate, theoretical_bubble
     from hocket.spec.schedule import Schedule

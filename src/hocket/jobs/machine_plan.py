@@ -62,7 +62,7 @@ def plan(
             CPU cores, a sequence longer than the model has positions for.
         LayoutError: no layout is legal, or none fits.
     """
-    from hocket.jobs import forecast, foresight
+    from hocket.jobs import forecast, forecast_policy
     from hocket.jobs.adapters import words as of_adapters
     from hocket.planning.machine_choice import beside, weigh
     from hocket.planning.plan import Plan
@@ -112,7 +112,9 @@ def plan(
         layouts=tuple(_row(one, spec, shape, measured) for one in rows[:top]),
         num_legal=len(layouts),
         num_fitting=sum(holds(shape, one, workload, machine) for one in layouts),
-        explanation=tuple(foresight.reasons(beside(best, rows[: top + 1]))) if explain else (),
+        explanation=tuple(forecast_policy.reasons(beside(best, rows[: top + 1])))
+        if explain
+        else (),
         notes=(*best.notes, *_vocabulary(spec, source), *of_adapters(shape), *_trust(spec)),
         machine=_words(measured),
         lora_rank=lora_rank,

@@ -49,7 +49,7 @@ def expected(spec: str, schedule: str, ranks: list[int]) -> dict[str, Any]:
 
 
 def _collectives(spec: RunSpec, schedule: Schedule, ranks: list[int]) -> list[Any]:
-    from hocket.jobs.theory import rows
+    from hocket.jobs.expected_communication import rows
 
     return rows(spec, schedule.stage_ranks, ranks)
 

@@ -34,12 +34,12 @@ def keep(folder: RunFolder, cluster: str, device: str = "auto") -> str:
     Returns what a person should know of that measurement: that it was disturbed; else nothing.
 
     Args:
-        cluster: as `jobs.foresight.before`; of `none` nothing is kept.
+        cluster: as `jobs.forecast_policy.before`; of `none` nothing is kept.
         device: of the run: which measurements of this machine are meant.
     """
-    from hocket.jobs import forecast, foresight
+    from hocket.jobs import forecast, forecast_policy
 
-    if cluster == foresight.NONE:
+    if cluster == forecast_policy.NONE:
         return ""
     try:
         measured = forecast.measurements(cluster, device)

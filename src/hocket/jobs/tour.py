@@ -6,8 +6,8 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 
-from hocket.jobs.guide import MODEL, SIZES, Guide
 from hocket.jobs.request import request
+from hocket.jobs.tour_runner import MODEL, SIZES, Guide
 from hocket.jobs.tour_stops import STOPS
 from hocket.spec.errors import OptionError, unknown
 from hocket.spec.tour import Stop

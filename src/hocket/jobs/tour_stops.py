@@ -9,7 +9,7 @@ import math
 import random
 from collections.abc import Callable, Iterable
 
-from hocket.jobs.guide import MODEL, Guide
+from hocket.jobs.tour_runner import MODEL, Guide
 from hocket.spec.capabilities import runs
 from hocket.spec.comparison import Outcome
 from hocket.spec.layout import Layout

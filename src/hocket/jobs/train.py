@@ -20,7 +20,7 @@ from hocket.jobs import (
     adapters,
     defaults,
     forecast,
-    foresight,
+    forecast_policy,
     ledger,
     links,
     lock,
@@ -32,7 +32,7 @@ from hocket.jobs import (
     topology,
     weights,
 )
-from hocket.jobs.others import Others
+from hocket.jobs.background_load import BackgroundLoad
 from hocket.jobs.record import Listener, Record, Summary
 from hocket.jobs.request import Request
 from hocket.spec.errors import HocketError, RunFolderError
@@ -66,7 +66,7 @@ def train(request: Request, *, on_event: Listener | None = None) -> Summary:
     record = Record(on_event)
     if context is not None:
         return _join(request, context, record)
-    foresight.checked(request.cluster)
+    forecast_policy.checked(request.cluster)
     if request.options.resume:
         with resume.folder_locked(request), resume.unresumed_is_as_it_was(request, record):
             found = resume.plan(request)
@@ -131,7 +131,7 @@ def prepared(
     record.note(f"{said}; {words.kind} tokenizer of {words.vocab_size} ids")
     if not job.request.auto:
         return prepare.write(job, folder, config, command)
-    told, job = foresight.choose(job, config, record, launcher=launcher)
+    told, job = forecast_policy.choose(job, config, record, launcher=launcher)
     spec = prepare.write(job, folder, config, command)
     forecast.write(folder, told)
     return spec
@@ -149,7 +149,7 @@ def resumed(found: resume.Resumed, record: Record, *, launcher: Launcher) -> Run
         record.note(f"the frozen weights are those of {found.spec.weights}, as run.json names them")
     if not found.job.request.auto:
         return resume.write(found, record)
-    told, job = foresight.choose(found.job, found.spec.config, record, launcher=launcher)
+    told, job = forecast_policy.choose(found.job, found.spec.config, record, launcher=launcher)
     spec = resume.write(dataclasses.replace(found, job=job), record)
     forecast.write(found.folder, told)
     return spec
@@ -175,7 +175,7 @@ def launch(
     """Run the ranks of a prepared run folder.
 
     Args:
-        cluster: what the run is predicted for, see `jobs.foresight.before`.
+        cluster: what the run is predicted for, see `jobs.forecast_policy.before`.
         accumulate: more microbatches are taken where the run fits only with them.
     """
     launcher.preload(modeling_modules(spec.config))
@@ -184,7 +184,7 @@ def launch(
     if spec.options.emulate_links is not None:
         spec = links.settle(launcher, folder, spec)
         record.note(f"emulated links: {spec.options.emulate_links}")
-    foresight.before(folder, spec, record, cluster=cluster, launcher=launcher)
+    forecast_policy.before(folder, spec, record, cluster=cluster, launcher=launcher)
     disturbed = topology.keep(folder, cluster, spec.options.device)
     if disturbed:
         record.note(disturbed)
@@ -192,7 +192,7 @@ def launch(
     if remark is not None:
         record.note(remark)
     record.phase("starting ranks")
-    beside = Others()
+    beside = BackgroundLoad()
     launcher.run(
         ENTRY,
         spec.layout.world_size,
@@ -332,8 +332,12 @@ def _run_joined(
         verify_data(folder.data, spec.workload.seq_len, adopt=False)
     with unstarted_is_no_run(folder, mine=context.rank == 0 and not options.resume):
         if context.rank == 0:
-            cluster = foresight.NONE if request.cluster == foresight.NONE else foresight.AUTO
-            foresight.before(folder, spec, record, cluster=cluster)
+            cluster = (
+                forecast_policy.NONE
+                if request.cluster == forecast_policy.NONE
+                else forecast_policy.AUTO
+            )
+            forecast_policy.before(folder, spec, record, cluster=cluster)
             topology.keep(folder, cluster, options.device)
         run_joined(
             ENTRY,

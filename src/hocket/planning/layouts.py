@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from hocket.cost.columns import NAMES, SCHEDULES, Layouts, schedule_number
+from hocket.cost.layout_batch import NAMES, SCHEDULES, Layouts, schedule_number
 from hocket.cost.terms import Floats
 from hocket.schedules.registry import compute
 from hocket.spec import legality

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hocket.cost.communication import Step, communication
-from hocket.cost.share import StageShare
+from hocket.cost.stage_communication import StageShare
 from hocket.planning.problem import Problem
 from hocket.spec.cluster import Cluster
 from hocket.spec.layout import Layout

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from hocket.cost.columns import Layouts
 from hocket.cost.constants import Constants
+from hocket.cost.layout_batch import Layouts
 from hocket.cost.machine import Machine, stack_machines
 from hocket.cost.step import StepTimes, step_times
 from hocket.cost.terms import Floats, Terms, stack, structure, terms

@@ -15,7 +15,6 @@ import numpy as np
 from hocket.catalogue import models
 from hocket.catalogue.curves import curves_of
 from hocket.catalogue.hardware import capability, gpu_names
-from hocket.cost.columns import SCHEDULES, Layouts, RankLayers
 from hocket.cost.constants import (
     FEW_BITS,
     Constants,
@@ -25,6 +24,7 @@ from hocket.cost.constants import (
     memory_quantiles,
     quantiles,
 )
+from hocket.cost.layout_batch import SCHEDULES, Layouts, RankLayers
 from hocket.cost.machine import Machine, machine
 from hocket.cost.memory import Memory, memory
 from hocket.cost.step import StepTimes, step_times

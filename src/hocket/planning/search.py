@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hocket.cost.columns import Layouts
+from hocket.cost.layout_batch import Layouts
 from hocket.cost.step import StepTimes
 from hocket.cost.terms import Floats
 from hocket.planning.layouts import Pins, concatenate, layout_at, pins_text, runs_here, why_not

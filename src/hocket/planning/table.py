@@ -23,8 +23,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from hocket.catalogue import shapes
-from hocket.cost.columns import SCHEDULES
 from hocket.cost.constants import FEW_BITS, Constants, constants, few_bits
+from hocket.cost.layout_batch import SCHEDULES
 from hocket.cost.machine import Machine
 from hocket.cost.memory import FULL, MODULES, SELECTIVE
 from hocket.planning import csv_rows

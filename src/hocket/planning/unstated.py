@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from hocket.cost.columns import SCHEDULES, Layouts
+from hocket.cost.layout_batch import SCHEDULES, Layouts
 from hocket.cost.memory import LATE
 from hocket.planning.fit import fits
 from hocket.planning.problem import Problem
@@ -40,8 +40,8 @@ def resolve(
     """The chosen layout, and each unstated column with its value as text.
 
     Args:
-        stated: one number for each field of `cost.columns.Layouts`; those of unstated columns do
-            not count.
+        stated: one number for each field of `cost.layout_batch.Layouts`; those of unstated columns
+            do not count.
         unstated: some of `KNOBS`.
     """
     rows = _candidates(problem, stated, {KNOBS[column] for column in unstated})

@@ -5,8 +5,8 @@ there; weights, which the other layers' were used after, are not, nor what a for
 backward or the memory that a forward writes its results to. That makes small operations take up to
 twice as long.
 
-Each part is measured together with a pulse (`probing.beat`), so that it is known how fast the
-machine was just then.
+Each part is measured together with a pulse (`probing.calibration`), which shows how fast the
+machine was at that time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hocket.probing import serving
-from hocket.probing.beat import Beat
+from hocket.probing.calibration import Beat
 from hocket.probing.kernels import Case, kernels
 from hocket.probing.layer import Layer
 from hocket.probing.repeats import Reads, Taken, enough, interleaved, rounded, summary

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hocket.probing import fit, host
+from hocket.probing.collective_bench import COLLECTIVES, Room
 from hocket.probing.compute import Compute
 from hocket.probing.repeats import rounded
 from hocket.probing.sharing import sharing
 from hocket.probing.sizes import Sizes, groups, sizes
-from hocket.probing.talking import COLLECTIVES, Room
+from hocket.runtime.allocator import keep_freed_memory
 from hocket.runtime.device import claim, pick_backend, pick_device
-from hocket.runtime.heap import keep_freed_memory
 from hocket.spec.measured import Curve, Pair, to_rows
 
 if TYPE_CHECKING:

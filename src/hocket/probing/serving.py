@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from hocket.probing.sizes import Sizes
+from hocket.runtime.hugepages import in_large_pages
 from hocket.runtime.native.kernels import Kernels
-from hocket.runtime.pages import in_large_pages
 
 BLOCK = 16
 """Tokens of a block of the cache."""

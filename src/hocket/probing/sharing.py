@@ -23,10 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hocket.probing.beat import works
+from hocket.probing.calibration import works
+from hocket.probing.collective_bench import Room
 from hocket.probing.compute import Compute
 from hocket.probing.repeats import rounded
-from hocket.probing.talking import Room
 from hocket.spec.measured import Sharing
 
 TURNS = {"product": 3, "stream": 3, "dispatch": 3, "step": 8}

@@ -58,7 +58,7 @@ class LiveMemory:
 
     def communicated(self, name: str, tensors: Iterable[Tensor]) -> None:
         """A collective was called: what it fills is communication, and the flat buffer that a
-        reduce-scatter reads. Others work in place on what has an owner, or read it."""
+        reduce-scatter reads. BackgroundLoad work in place on what has an owner, or read it."""
         given = list(tensors)
         if name == "reduce-scatter":
             filled = given if given[-1].dim() == 1 else given[:1]

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hocket.runtime.relaid import Relaid, read_into
+from hocket.runtime.reshard import Resharded, read_into
 from hocket.spec import checkpoint as words
 from hocket.spec.checkpoint import Manifest, Shard, TensorRecord
 from hocket.spec.errors import CheckpointError
@@ -218,19 +218,19 @@ def load_checkpoint(
     notes: list[str] = []
     for path in words.candidates(folder):
         files: list[TensorFile] = []
-        relaid, why = False, ""
+        resharded, why = False, ""
         try:
             manifest = words.read_manifest(path)
-            relaid = optimizer_state is not None and manifest.layout != layout
-            files = _opened(path, manifest, world, relaid)
+            resharded = optimizer_state is not None and manifest.layout != layout
+            files = _opened(path, manifest, world, resharded)
         except CheckpointError as error:
             why = error.message
         if world.all_agree(not why):
-            if not relaid:
+            if not resharded:
                 _same_layout(path, manifest, layout, world)
             if manifest.model != model:
                 raise CheckpointError(f"{path} is of another model: its configuration differs")
-            if relaid:
+            if resharded:
                 assert optimizer_state is not None
                 state = _relay(manifest, files, parallel, optimizer_state, world.rank)
             else:
@@ -243,7 +243,7 @@ def load_checkpoint(
                 cursor=manifest.cursor,
                 extra=manifest.extra,
                 optimizer_state=state,
-                notes=[*notes, *([f"{path} is of {manifest.layout}"] if relaid else [])],
+                notes=[*notes, *([f"{path} is of {manifest.layout}"] if resharded else [])],
             )
         notes.append(why or f"{path} is damaged on another rank")
     if notes:
@@ -374,9 +374,9 @@ def _commit(folder: Path, aside: Path, final: Path, manifest: Manifest, keep: in
 # --- reading ---------------------------------------------------------------------------------
 
 
-def _opened(path: Path, manifest: Manifest, world: World, relaid: bool) -> list[TensorFile]:
+def _opened(path: Path, manifest: Manifest, world: World, resharded: bool) -> list[TensorFile]:
     """This rank's own file; of another layout all, each of them verified by one rank."""
-    if relaid:
+    if resharded:
         return [
             words.open_shard(path, shard, verify=shard.rank % world.size == world.rank)
             for shard in manifest.shards
@@ -393,7 +393,7 @@ def _relay(
     rank: int,
 ) -> dict[str, dict[str, Tensor]]:
     """Fill a rank from a checkpoint of another layout."""
-    read_into(parallel, Relaid(manifest, files, _tensor), live)
+    read_into(parallel, Resharded(manifest, files, _tensor), live)
     like = manifest.shards[rank % len(manifest.shards)]
     for record in like.tensors:
         if record.kind == "random":

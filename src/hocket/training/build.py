@@ -26,9 +26,9 @@ from hocket.models.plans import plan_for
 from hocket.models.skeleton import build as build_skeleton
 from hocket.models.source import ModelSource, of_run
 from hocket.models.weights import Weights
+from hocket.runtime.allocator import keep_freed_memory
 from hocket.runtime.device import claim, pick_backend, pick_device
 from hocket.runtime.fp8 import multiply_in_fp8
-from hocket.runtime.heap import keep_freed_memory
 from hocket.runtime.lora import Lora, adapt
 from hocket.runtime.mesh import Axis, Mesh
 from hocket.runtime.offload import OffloadedLayer, SavedOnHost, offload_activations

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from hocket.jobs import forecast, foresight, links
+from hocket.jobs import forecast, forecast_policy, links
 from hocket.jobs.serving import request as serve_request
 from hocket.jobs.serving.request import Server
 from hocket.spec.errors import HocketError, LayoutError, OptionError
@@ -37,7 +37,7 @@ def settle(server: Server, launcher: Launcher, record: Record) -> tuple[Server, 
     Raises:
         HocketError: a layout was to be chosen, and none can be.
     """
-    foresight.checked(server.request.cluster)
+    forecast_policy.checked(server.request.cluster)
     if server.request.options.emulate_links is not None:
         server = _felt(server, launcher)
     if server.request.auto:
@@ -55,7 +55,7 @@ def settle(server: Server, launcher: Launcher, record: Record) -> tuple[Server, 
             hint=f"--cache-memory {format_bytes(least).replace(' ', '')}, or "
             f"--max-model-len {max(2, told.cache_tokens)}",
         )
-    if told.known and server.request.cluster in (foresight.AUTO, foresight.NONE):
+    if told.known and server.request.cluster in (forecast_policy.AUTO, forecast_policy.NONE):
         _require_room(server, told)
     return server, told
 
@@ -134,7 +134,7 @@ def _told(server: Server, launcher: Launcher) -> ServingForecast:
 
     layout = str(server.layout)
     cluster = server.request.cluster
-    if cluster == foresight.NONE:
+    if cluster == forecast_policy.NONE:
         return ServingForecast.none(layout, "--cluster none")
     if server.device == "cuda":
         return ServingForecast.none(layout, _GPUS)
@@ -208,15 +208,15 @@ def _chosen(server: Server, launcher: Launcher, record: Record) -> tuple[Server,
     from hocket.planning import machine_serving as planning
 
     request = server.request
-    asked = foresight.AUTO
-    if request.cluster != foresight.NONE:
+    asked = forecast_policy.AUTO
+    if request.cluster != forecast_policy.NONE:
         asked = request.cluster
-    if asked == foresight.AUTO and machines.kept(request.options.device) is None:
-        record.note(f"measuring this machine, once: up to {foresight.LONGEST:.0f} s")
+    if asked == forecast_policy.AUTO and machines.kept(request.options.device) is None:
+        record.note(f"measuring this machine, once: up to {forecast_policy.LONGEST:.0f} s")
     found = machines.cluster(asked, device=request.options.device)
     if server.device == "cuda" or not found.is_cpu:
         return _planned(server, asked, found, record)
-    assert found.measured is not None  # `foresight.checked`
+    assert found.measured is not None  # `forecast_policy.checked`
     record.phase("choosing a layout")
     spec = server.spec()
     machine = forecast.machine_of(spec, found.measured)

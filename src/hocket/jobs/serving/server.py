@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hocket.jobs import ledger, lock
-from hocket.jobs.others import Others
+from hocket.jobs.background_load import BackgroundLoad
 from hocket.jobs.record import Record
 from hocket.jobs.serving import forecast as serve_forecast
 from hocket.jobs.serving import joined
@@ -257,7 +257,7 @@ async def _serve(
         max_restarts=max_restarts,
     )
     keeper = Keeper(str(server.layout), router, replicas, measured_file(folder))
-    ends, beside = Ends(), Others()
+    ends, beside = Ends(), BackgroundLoad()
     address, metrics = _address(doors[0]), _address(doors[1])
     keys = server.options.api_key_file
     record.phase("starting ranks")
@@ -267,7 +267,7 @@ async def _serve(
         try:
             if await _until(ends.gently, replicas.ready(), front.failed):
                 keeper.begin(time.monotonic() - began)
-                beside = Others()
+                beside = BackgroundLoad()
                 record(
                     {
                         "event": "ready",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from hocket.cost.columns import NAMES, SCHEDULES, Layouts
+from hocket.cost.layout_batch import NAMES, SCHEDULES, Layouts
 from hocket.cost.terms import has_latent
 from hocket.spec.layout import AXES, RECOMPUTE, Layout
 from hocket.spec.model_shape import ModelShape

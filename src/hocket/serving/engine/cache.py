@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from hocket.runtime.pages import in_large_pages
+from hocket.runtime.hugepages import in_large_pages
 from hocket.serving.scheduling.step import StepPlan
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hocket.serving.engine.draw import inverse_cdf
-from hocket.serving.engine.likeliest import BLOCK, block_maxima
+from hocket.serving.engine.top_logits import BLOCK, block_maxima
 from hocket.serving.engine.truncation import above, nucleus_by_sort
 
 

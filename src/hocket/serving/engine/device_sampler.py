@@ -38,12 +38,12 @@ from hocket.serving.engine.asked import (
     asked_of,
 )
 from hocket.serving.engine.device_draw import DeviceChoices, draw_on_device
-from hocket.serving.engine.likeliest import likeliest
 from hocket.serving.engine.logprobs import entries, logprobs
 from hocket.serving.engine.penalties import TokenHistory
 from hocket.serving.engine.sampling_step import SampledSlice, SamplingStep
 from hocket.serving.engine.slot_tables import SlotTables
 from hocket.serving.engine.staging import Readback, Returning, Staging
+from hocket.serving.engine.top_logits import likeliest
 from hocket.serving.engine.vocabulary import Vocabulary
 from hocket.serving.scheduling.admission import Admission
 from hocket.serving.scheduling.step import StepPlan, StepResult

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hocket.serving.engine.likeliest import BLOCK
+from hocket.serving.engine.top_logits import BLOCK
 from hocket.serving.engine.truncation import SMALL, Cut, Heated, Scratch, candidates, whole
 
 

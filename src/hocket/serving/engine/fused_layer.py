@@ -31,7 +31,7 @@ from hocket.serving.engine import attention
 from hocket.serving.engine.attention import Options
 from hocket.serving.engine.attention_cpu import CpuAttention
 from hocket.serving.engine.fused import Gated, Norm, hooked, swap
-from hocket.serving.engine.products import ChosenLinear, Product, exactly
+from hocket.serving.engine.gemm_select import ChosenLinear, Product, exactly
 from hocket.serving.engine.projections import Merged, MergedLinear
 from hocket.serving.engine.whole_layer import WholeLayer
 

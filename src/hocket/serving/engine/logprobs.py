@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hocket.runtime.collectives import gather
 from hocket.runtime.record import Recorder
-from hocket.serving.engine.likeliest import largest, likeliest
+from hocket.serving.engine.top_logits import largest, likeliest
 from hocket.serving.engine.vocabulary import Vocabulary
 from hocket.serving.request import TokenLogprobs
 

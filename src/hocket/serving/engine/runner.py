@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from hocket.runtime.collectives import all_reduce
+from hocket.runtime.hugepages import in_large_pages
 from hocket.runtime.mesh import Mesh
 from hocket.runtime.native.kernels import Kernels
 from hocket.runtime.native.sums import Sums, use_sums
-from hocket.runtime.pages import in_large_pages
 from hocket.runtime.pipeline.stage import Stage
 from hocket.serving.engine.attention import Options, attending
 from hocket.serving.engine.attention_cpu import CpuAttention, Remembered
@@ -38,13 +38,13 @@ from hocket.serving.engine.attention_kernels import (
     choose,
 )
 from hocket.serving.engine.attention_step import StepIndices, indices
+from hocket.serving.engine.bf16_weights import can_be_half, compute_in_fp32, multiply_by_halves
 from hocket.serving.engine.cache import BlockTables, LayerShape, PagedCache, bytes_per_block
 from hocket.serving.engine.device_step import DeviceStep, DeviceTables
 from hocket.serving.engine.fused import fuse
 from hocket.serving.engine.fused_layer import fuse_layers
+from hocket.serving.engine.gemm_select import choose_products
 from hocket.serving.engine.graphs import CudaDevice, DecodeGraphs, Device, sizes
-from hocket.serving.engine.half import can_be_half, compute_in_fp32, multiply_by_halves
-from hocket.serving.engine.products import choose_products
 from hocket.serving.engine.projections import (
     lay_inputs_first,
     merge_projections,

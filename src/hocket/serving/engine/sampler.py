@@ -39,9 +39,9 @@ from hocket.serving.engine.asked import (
     asked_of,
 )
 from hocket.serving.engine.draw import Choices, draw, uniform
-from hocket.serving.engine.likeliest import likeliest
 from hocket.serving.engine.logprobs import token_logprobs
 from hocket.serving.engine.penalties import TokenBiases, TokenHistory, add_biases, forbid
+from hocket.serving.engine.top_logits import likeliest
 from hocket.serving.engine.truncation import Scratch
 from hocket.serving.engine.vocabulary import Vocabulary
 from hocket.serving.scheduling.admission import Admission

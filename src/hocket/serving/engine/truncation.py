@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hocket.serving.engine.likeliest import block_maxima, look_into
+from hocket.serving.engine.top_logits import block_maxima, look_into
 
 SMALL = 32
 """Entries of the blocks that are looked into."""

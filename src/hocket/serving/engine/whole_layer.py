@@ -19,7 +19,7 @@ from hocket.runtime.native.sums import Sums
 from hocket.serving.engine.attention import Options
 from hocket.serving.engine.attention_step import StepIndices
 from hocket.serving.engine.fused import Norm
-from hocket.serving.engine.products import MOST_ROWS, Product, is_exact
+from hocket.serving.engine.gemm_select import MOST_ROWS, Product, is_exact
 
 _SAVED = 100e-6
 """Seconds that one call takes less than eight."""

@@ -35,7 +35,7 @@ TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
-"""By status. Others: of 4xx as 400, of 5xx `server_error`."""
+"""By status. BackgroundLoad: of 4xx as 400, of 5xx `server_error`."""
 
 
 class ApiError(Exception):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hocket.runtime.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from hocket.serving.engine.fused import swap
-from hocket.serving.engine.products import ChosenLinear, Product, Turned
+from hocket.serving.engine.gemm_select import ChosenLinear, Product, Turned
 from hocket.serving.engine.projections import MergedLinear
 
 _SPLIT = (ColumnParallelLinear, RowParallelLinear)

@@ -1,4 +1,4 @@
-"""Relaid: a checkpoint of one layout, read into another, tensor by tensor.
+"""Resharded: a checkpoint of one layout, read into another, tensor by tensor.
 
     ranks' files     boxes of each parameter (Placement); of its moments the same boxes, or under
                      ZeRO a run of the flattened box for each of the ranks that share it
@@ -30,7 +30,7 @@ MASTER = "master"
 Part = tuple[TensorFile, TensorRecord]
 
 
-class Relaid:
+class Resharded:
     """The whole tensors of a checkpoint, from its open files.
 
     Args:
@@ -112,7 +112,7 @@ class Relaid:
         return whole
 
 
-def read_into(parallel: Any, source: Relaid, live: Mapping[str, Mapping[str, Tensor]]) -> None:
+def read_into(parallel: Any, source: Resharded, live: Mapping[str, Mapping[str, Tensor]]) -> None:
     """Fill a rank's parameters and the state of its optimizer; every rank calls it.
 
     Args:
@@ -143,7 +143,7 @@ def read_into(parallel: Any, source: Relaid, live: Mapping[str, Mapping[str, Ten
                 tensor.copy_(whole)
 
 
-def _held(name: str, placement: Placement, source: Relaid) -> str:
+def _held(name: str, placement: Placement, source: Resharded) -> str:
     """The name under which the checkpoint holds a parameter: its own, or its tie's."""
     for known in (name, placement.tie):
         if known in source.names():
@@ -151,7 +151,7 @@ def _held(name: str, placement: Placement, source: Relaid) -> str:
     raise CheckpointError(f"the checkpoint holds no {name}")
 
 
-def _state(name: str, key: str, source: Relaid) -> Tensor:
+def _state(name: str, key: str, source: Resharded) -> Tensor:
     if key in source.states(name):
         return source.state(name, key)
     if key != MASTER:

@@ -15,7 +15,7 @@ from hocket.spec.plan import matches
 from hocket.spec.run import RunFolder, RunSpec, bucket_mb
 
 if TYPE_CHECKING:
-    from hocket.cost.share import StageShare
+    from hocket.cost.stage_communication import StageShare
     from hocket.launch import Launcher, RankContext
     from hocket.spec.placement import Placement
     from hocket.spec.plan import ParallelPlan
@@ -32,7 +32,7 @@ def expected_communication(launcher: Launcher, folder: RunFolder) -> list[list[R
             found.append(event)
 
     launcher.run(
-        "hocket.jobs.theory:main",
+        "hocket.jobs.expected_communication:main",
         1,
         {"run": str(folder.path.resolve())},
         listen,
@@ -95,7 +95,7 @@ def rows(
     import torch
 
     from hocket.cost.communication import Step, communication
-    from hocket.cost.share import StageShare
+    from hocket.cost.stage_communication import StageShare
     from hocket.models.plans import plan_for
     from hocket.models.skeleton import build as build_skeleton
     from hocket.models.source import of_run

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from hocket.runtime.native.kernels import Kernels  # noqa: E402
-from hocket.serving.engine.products import (  # noqa: E402
+from hocket.serving.engine.gemm_select import (  # noqa: E402
     MOST_ROWS,
     ChosenLinear,
     Product,
@@ -172,7 +172,7 @@ def test_the_kernel_is_taken_where_it_was_faster(
         return now
 
     monkeypatch.setattr(Kernels, "product", product)
-    monkeypatch.setattr("hocket.serving.engine.products.time.thread_time", clock)
+    monkeypatch.setattr("hocket.serving.engine.gemm_select.time.thread_time", clock)
     asked: list[int] = []
     alone = torch.get_num_threads()
     plain = whole_model("llama")

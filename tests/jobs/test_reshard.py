@@ -26,7 +26,7 @@ Rows = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> str:
-    file = tmp_path_factory.mktemp("relaid") / "text.txt"
+    file = tmp_path_factory.mktemp("resharded") / "text.txt"
     file.write_text(LINE * 200)
     return str(file)
 

@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from hocket.runtime.pages import LARGE, in_large_pages  # noqa: E402
+from hocket.runtime.hugepages import LARGE, in_large_pages  # noqa: E402
 
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 pytestmark = [

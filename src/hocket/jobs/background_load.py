@@ -1,4 +1,4 @@
-"""Others: the processor time that programs which are not ours took beside a run (Linux).
+"""BackgroundLoad: the processor time that programs which are not ours took beside a run (Linux).
 
 What all processors did, less what this process and its children did, those that have ended among
 them. A run beside which others took a quarter of a core is marked in the ledger: what was foretold
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
-class Others:
+class BackgroundLoad:
     """Counts from its making on."""
 
     def __init__(self) -> None:

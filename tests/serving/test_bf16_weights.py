@@ -14,8 +14,8 @@ from hocket.runtime.mesh import Mesh  # noqa: E402
 from hocket.runtime.native.kernels import Kernels  # noqa: E402
 from hocket.runtime.pipeline.stage import Stage  # noqa: E402
 from hocket.serving.engine import attention  # noqa: E402
-from hocket.serving.engine.half import can_be_half  # noqa: E402
-from hocket.serving.engine.products import (  # noqa: E402
+from hocket.serving.engine.bf16_weights import can_be_half  # noqa: E402
+from hocket.serving.engine.gemm_select import (  # noqa: E402
     MOST_ROWS,
     Product,
     exactly,
