@@ -3,8 +3,8 @@
     python -m benchmarks.links                       all links, on two ranks
     python -m benchmarks.links --emulate-links nvlink3 pcie4 --scale 5000
 
-The model is the tour's (`jobs.tour_runner.WIDE`): one whose communication does not fill
-any link. Each row trains for a few steps in both layouts with `--emulate-links` and reads the prediction that
+The model is the tour's (`jobs.tour_runner.WIDE`): one whose communication does not fill any link.
+Each row trains for a few steps in both layouts with `--emulate-links` and reads the prediction that
 the run wrote before it started (`forecast.json`, from the measurements of `hocket probe`). One
 scale serves all rows, so that they differ in the links alone. Prints the medians, both winners, and
 whether the crossover was foretold; `--out` keeps the rows as JSON.

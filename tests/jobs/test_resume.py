@@ -200,7 +200,7 @@ def test_a_run_that_ends_before_its_next_step_gets_everything_back(tmp_path: Pat
 
 def test_a_layout_is_chosen_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For the run's own workload, options and model, and what was given beside it."""
-    from hocket.jobs import prepare
+    from hocket.jobs import forecast_policy, prepare
     from hocket.spec.forecast import Forecast
 
     def choose(job: prepare.Plan, config: Any, record: Record, *, launcher: Any = None) -> Any:
