@@ -115,26 +115,26 @@ def test_what_is_foretold_is_what_is_counted(folder: Path, layout: str) -> None:
 
 
 def test_what_does_not_fit_is_refused_with_what_does(folder: Path) -> None:
-    options = {"memory_per_rank": "20MB", "seq_len": 64, "steps": 1}
+    options = {"memory_per_rank": "14MB", "seq_len": 64, "steps": 1}
     with pytest.raises(LayoutError) as caught:
         train(folder, "full", layout="dp1", **options)
     message = str(caught.value)
     assert "a rank of dp1 needs" in message
-    assert "of 20 MB; fits at pp2 with" in message
+    assert "of 14 MB; fits at pp2 with" in message
     assert "--layout pp2" in message
     assert not (folder / "full" / "run.json").exists()
     summary, _ = train(folder, "full", layout="pp2", **options)
-    assert max(summary.memory_bytes) <= 20e6
+    assert max(summary.memory_bytes) <= 14e6
 
 
 def test_plain_data_parallel_is_refused_with_the_zero_stage_that_fits(folder: Path) -> None:
-    options = {"memory_per_rank": "20MB", "seq_len": 64, "steps": 1}
+    options = {"memory_per_rank": "21MB", "seq_len": 64, "steps": 1}
     with pytest.raises(LayoutError, match="a rank of dp2 needs") as caught:
-        train(folder, "shared", layout="dp2", **options)
+        train(folder, "shared", layout="dp2:microbatches=2", **options)
     hint = (caught.value.hint or "").removeprefix("--layout ")
     assert hint.startswith("dp2:zero="), caught.value
     summary, _ = train(folder, "shared", layout=hint, **options)
-    assert max(summary.memory_bytes) <= 20e6
+    assert max(summary.memory_bytes) <= 21e6
 
 
 def test_too_little_for_anything_is_said_without_trying(folder: Path) -> None:
@@ -145,7 +145,7 @@ def test_too_little_for_anything_is_said_without_trying(folder: Path) -> None:
 def test_the_limit_holds_while_it_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from hocket.jobs import memory
 
-    monkeypatch.setattr(memory, "require", lambda *_: None)
+    monkeypatch.setattr(memory, "fitted", lambda _launcher, _folder, spec, **_: (spec, None))
     with pytest.raises(TrainingError, match="of tensors, and --memory-per-rank allows 12 MB"):
         train(folder, "held", layout="dp1", memory_per_rank="12MB", seq_len=64)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,7 +55,7 @@ def write(found: Plan, path: str) -> Path:
             f"{found.global_batch:,}: {found.num_legal:,} legal layouts, {found.num_fitting:,} fit",
             headings=HEADERS,
             rows=rows,
-            command=command(found),
+            command="hocket " + shlex.join(command(found)),
             notes=found.notes,
             capacity=problem.usable,
             pipeline=timeline_of(problem, found.best.layout),

@@ -215,7 +215,7 @@ def _of_layout(folder: RunFolder) -> tuple[Path, ...]:
 
 
 def _of_run(folder: RunFolder) -> tuple[Path, ...]:
-    return folder.spec_file, folder.schedule_file, folder.metrics_file
+    return folder.spec_file, folder.schedule_file, folder.metrics_file, folder.options_file
 
 
 def _set_aside(folder: RunFolder) -> Path | None:
