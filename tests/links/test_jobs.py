@@ -128,13 +128,13 @@ def test_what_does_not_fit_is_refused_with_what_does(folder: Path) -> None:
 
 
 def test_plain_data_parallel_is_refused_with_the_zero_stage_that_fits(folder: Path) -> None:
-    options = {"memory_per_rank": "21MB", "seq_len": 64, "steps": 1}
-    with pytest.raises(LayoutError, match="a rank of dp2 needs") as caught:
-        train(folder, "shared", layout="dp2:microbatches=2", **options)
+    options = {"memory_per_rank": "15MB", "seq_len": 64, "steps": 1, "micro_batch_size": 1}
+    with pytest.raises(LayoutError, match="a rank of dp2:microbatches=4 needs") as caught:
+        train(folder, "shared", layout="dp2", **options)
     hint = (caught.value.hint or "").removeprefix("--layout ")
     assert hint.startswith("dp2:zero="), caught.value
     summary, _ = train(folder, "shared", layout=hint, **options)
-    assert max(summary.memory_bytes) <= 21e6
+    assert max(summary.memory_bytes) <= 15e6
 
 
 def test_too_little_for_anything_is_said_without_trying(folder: Path) -> None:

@@ -165,6 +165,8 @@ def batched(given: dict[str, Any]) -> dict[str, Any]:
     layout = layout_of(given)
     auto = given.get("layout") == AUTO
     many = given.get("microbatches", count)
+    if many is None and not auto:
+        many = layout.microbatches
     if layout.microbatches not in (None, many) or (count is not None and many != count):
         raise OptionError(
             f"gradient_accumulation_steps is {count} and microbatches {layout.microbatches}; "
