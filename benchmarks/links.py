@@ -111,7 +111,7 @@ def main() -> None:
         (folder / "text.txt").write_text(line * 2000)
         scale = args.scale or measured_scale(folder)
         print(f"this machine multiplies {scale:g} times slower than {GPU}", flush=True)
-        for link in args.links:
+        for link in args.emulate_links:
             links = f"{link}@{GPU}:scale={scale}"
             row = {"links": link, **{lay: one(folder, lay, links, args.steps) for lay in LAYOUTS}}
             rows.append(row)

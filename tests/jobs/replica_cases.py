@@ -107,7 +107,7 @@ def _drive(context: RankContext, payload: dict[str, Any]) -> None:
         for name, state in list(running.items()):
             state[0] += 1
             finish = "length" if state[0] >= state[1] else None
-            outputs.append({"id": name, "tokens": [state[0] - 1], "finish": finish})
+            outputs.append({"id": name, "tokens": [state[0] - 1], "finish_reason": finish})
             if finish:
                 del running[name]
         if outputs:

@@ -52,7 +52,7 @@ def test_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "one process",
         "What it cannot show: speed",
         "a model that does not fit: --memory-per-rank ",
-        "one process is rejected before it starts: a rank of dp1 needs ",
+        "one process is rejected before it starts: a rank of dp1:microbatches=4 needs ",
         "pp2 may start: its predicted peak memory per rank was ",
         "is an ordinary Hugging Face directory",
         "def __init__(self, ",

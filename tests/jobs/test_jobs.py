@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from pathlib import Path
@@ -160,7 +161,10 @@ def test_generate_continues_as_transformers_does(run: Path, layout: str) -> None
     assert list(found.tokens) == expected.tolist()
 
 
-def test_generate_refuses_replicas_and_noise(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_refuses_replicas_and_noise(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert main(["generate", str(run), "--prompt", "a", "--layout", "dp2.tp2"]) == 2
     assert "--layout tp2" in capsys.readouterr().err
     assert main(["generate", "tiny-llama", "--prompt", "a"]) == 2

@@ -229,7 +229,9 @@ def test_a_loss_without_a_backward_is_rejected():
     kind = "doge"  # a mixture's router scores are changed in place after they were used
     config = proxy_of(config_of(sample(kind) | {"is_moe": True, "norm_topk_prob": True})).config
     reason, _ = try_loss(config, "sdpa")
-    assert "plain transformers cannot train its proxy model: RuntimeError" in reason
+    assert (
+        "plain transformers cannot train its proxy model: it fails in its backward pass" in reason
+    )
 
 
 def test_a_tensor_outside_parameters_and_buffers_is_rejected():

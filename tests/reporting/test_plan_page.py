@@ -49,7 +49,7 @@ def test_a_plan_as_a_page(chromium: Any, tmp_path: Path, width: int) -> None:  #
     assert bars.first.locator("rect").count() >= 4
     assert view.locator("#pipeline svg rect.aF").count() >= 8
     assert "NVLink" in view.inner_text("#change")
-    assert view.inner_text("#run pre").startswith("hocket train llama-3-70b --layout")
+    assert view.inner_text("#run pre").startswith("hocket train llama-3-70b --data DATA --layout")
     assert not errors
     view.close()
 
