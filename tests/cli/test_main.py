@@ -103,6 +103,11 @@ def test_a_reader_that_has_gone_is_no_error() -> None:
         (["train", "m", "--steps=3", "--json"], "--steps 4", "hocket train m --json --steps 4"),
         (["plan", "m"], "--cluster 8xH100 --top 2", "hocket plan m --cluster 8xH100 --top 2"),
         (["train", "--data", "a", "b", "--lr", "1"], "--data c", "hocket train --lr 1 --data c"),
+        (
+            ["train", "m", "--pp", "2", "--microbatches", "1", "--zero", "1"],
+            "--layout dp2:microbatches=4",
+            "hocket train m --zero 1 --layout dp2:microbatches=4",
+        ),
         (["train"], "--steps 3, or more data", None),
         (["train"], "--layout pp2 or --layout dp2", None),
         (["train"], "--resume to continue it", None),

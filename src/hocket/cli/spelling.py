@@ -7,7 +7,7 @@ import inspect
 import shlex
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hocket.cli.help import attributes
@@ -226,8 +226,21 @@ def mended(arguments: Sequence[str], hint: str) -> str | None:
         return None
     command = list(arguments)
     for flag in flags:
-        command = _without(command, flag[0]) + flag
+        for name in (flag[0], *_said_by_layout(flag)):
+            command = _without(command, name)
+        command += flag
     return f"hocket {shlex.join(command)}"
+
+
+def _said_by_layout(flag: list[str]) -> Iterator[str]:
+    """The flags that repeat or contradict a hint's layout: the degrees and the layout's options."""
+    if flag[0] == "--layout" and len(flag) == 2:
+        yield from ("--dp", "--pp", "--tp")
+        for option in flag[1].partition(":")[2].split(","):
+            name = option.partition("=")[0]
+            yield spelled(name)
+            if name == "microbatches":
+                yield "--gradient-accumulation-steps"
 
 
 def _without(arguments: Sequence[str], flag: str) -> list[str]:
