@@ -125,7 +125,7 @@ class Field:
         answers: list[list[int]],
         expected: list[list[int]],
     ) -> None:
-        """Note how many answers differ, and how far the worst token lies from the likeliest."""
+        """Note how many answers differ, and how far the worst token lies from the most probable."""
         different = [n for n, answer in enumerate(answers) if answer != expected[n]]
         measured.compared += len(answers)
         measured.different += len(different)

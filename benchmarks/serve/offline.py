@@ -74,7 +74,7 @@ def generate(options: dict[str, Any]) -> tuple[Continue, Any]:
 
     @torch.inference_mode()
     def judge(pairs: list[list[list[int]]]) -> list[float]:
-        """How far the worst token of each continuation lies below the likeliest one, in logits."""
+        """By how many logits each continuation's worst token lies below the most probable one."""
         gaps = []
         for prompt, made in pairs:
             logits = model(torch.tensor([prompt + made])).logits[0, len(prompt) - 1 : -1]

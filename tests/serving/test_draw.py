@@ -316,7 +316,7 @@ def test_rows_that_are_no_numbers_are_told_and_harm_no_other(bad: float) -> None
 def test_largest_and_likeliest_are_those_of_a_stable_sort(size: int) -> None:
     import torch
 
-    from hocket.serving.engine.top_logits import largest, likeliest
+    from hocket.serving.engine.top_logits import largest, top_token
 
     for seed, kind in enumerate(("rough", "rounded", "flat")):
         x = torch.cat([a_row(kind, size, seed=10 * seed + i) for i in range(5)])
@@ -324,7 +324,7 @@ def test_largest_and_likeliest_are_those_of_a_stable_sort(size: int) -> None:
             x[2] = 0.5
             x[3, 7:] = -torch.inf
         order = x.sort(dim=-1, descending=True, stable=True)
-        values, ids = likeliest(x)
+        values, ids = top_token(x)
         assert values.equal(order.values[:, 0])
         assert ids.equal(order.indices[:, 0])
         for count in {min(count, size) for count in (1, 2, 5, 20)}:

@@ -124,20 +124,20 @@ class Room:
             for operation, some in sizes.items()
             for size in some
         }
-        talking = self.total(float(axis.group is not None))
-        return self.rounds(calls, talking=talking, seconds=seconds, least=least)
+        communicating = self.total(float(axis.group is not None))
+        return self.rounds(calls, communicating=communicating, seconds=seconds, least=least)
 
     def rounds(
         self,
         calls: Mapping[tuple[str, int], Callable[[], None]],
         *,
-        talking: float,
+        communicating: float,
         seconds: float,
         least: int,
     ) -> dict[tuple[str, int], Talk]:
         """Seconds of each call, the slowest rank's; a `send` is half of its call.
 
-        `talking`: how many ranks do something in it.
+        `communicating`: how many ranks do something in it.
         """
         begin, number = time.perf_counter(), 0
         counts = {key: self._count(call) for key, call in calls.items()}
@@ -151,7 +151,7 @@ class Room:
             kept = sorted(taken)[: (len(taken) + 1) // 2]
             share = 0.5 if key[0] == "send" else 1.0
             whole = summary([share * one.seconds for one in kept])
-            busy = share * summary([one.busy for one in kept]).seconds / talking
+            busy = share * summary([one.busy for one in kept]).seconds / communicating
             found[key] = Talk(whole.seconds, whole.spread, rounded(busy))
         return found
 

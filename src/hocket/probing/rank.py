@@ -145,7 +145,7 @@ class Probe:
                 ("send", size): self.room.there_and_back(axis, a, b, size) for size in messages
             }
             each = self.sizes.seconds["pairs"] / len(pairs)
-            taken = self.room.rounds(calls, talking=2, seconds=each, least=self.sizes.rounds)
+            taken = self.room.rounds(calls, communicating=2, seconds=each, least=self.sizes.rounds)
             small, large = (taken["send", size].seconds for size in messages)
             rate = (messages[1] - messages[0]) / max(large - small, large / 2)
             path = "MEM" if self.device.type == "cpu" else ""

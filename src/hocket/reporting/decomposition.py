@@ -109,27 +109,27 @@ def _rank(
     source: str,
 ) -> tuple[dict[str, float], float, dict[str, float]]:
     """One rank: its parts, how much of them is waiting in the pipeline, communication by axis."""
-    talk = [e for e in events if e.lane == "communication"]
+    sent = [e for e in events if e.lane == "communication"]
     compute = union((e.start, e.end) for e in events if e.lane == "compute")
-    blocking = union((e.start, e.end) for e in talk if not _overlaps(e, source))
-    beside = subtract(union((e.start, e.end) for e in talk if _overlaps(e, source)), compute)
-    talking = union([*blocking, *beside])
-    busy = union([*compute, *talking])
+    blocking = union((e.start, e.end) for e in sent if not _overlaps(e, source))
+    beside = subtract(union((e.start, e.end) for e in sent if _overlaps(e, source)), compute)
+    communication = union([*blocking, *beside])
+    busy = union([*compute, *communication])
     idle = subtract([(0.0, duration)], busy)
-    at_pipeline = sum(waits.get(id(e), 0.0) for e in talk if e.kind in RECEIVES)
-    at_collective = sum(waits.get(id(e), 0.0) for e in talk if e.kind not in RECEIVES)
-    spoken = max(0.0, length(talking) - at_pipeline - at_collective)
+    at_pipeline = sum(waits.get(id(e), 0.0) for e in sent if e.kind in RECEIVES)
+    at_collective = sum(waits.get(id(e), 0.0) for e in sent if e.kind not in RECEIVES)
+    in_flight = max(0.0, length(communication) - at_pipeline - at_collective)
     in_pipeline = length(clip(idle, pipeline))
     shares: dict[str, float] = defaultdict(float)
-    for event in talk:
+    for event in sent:
         own = [(event.start, event.end)]
         seconds = length(subtract(own, compute)) if _overlaps(event, source) else length(own)
         shares[_axis(event)] += max(0.0, seconds - waits.get(id(event), 0.0))
     total = sum(shares.values())
-    scale = spoken / total if total else 0.0
+    scale = in_flight / total if total else 0.0
     row = {
         "compute": length(subtract(compute, blocking)),
-        "communication": spoken,
+        "communication": in_flight,
         "bubble": 0.0,
         "imbalance": at_collective,
         "other": length(idle) - in_pipeline,

@@ -46,11 +46,11 @@ class SamplingParams:
     Attributes:
         max_new_tokens: tokens per prompt. 0 only together with `prompt_logprobs`.
         min_new_tokens: tokens before one that stops may come.
-        temperature: 0 takes the likeliest token; above, logits are divided by it.
-        top_k: draw among the k likeliest tokens. None: among all.
-        top_p: draw among the likeliest tokens that together reach this probability (nucleus
+        temperature: 0 takes the most probable token; above, logits are divided by it.
+        top_k: draw among the k most probable tokens. None: among all.
+        top_p: draw among the most probable tokens that together reach this probability (nucleus
             sampling, Holtzman et al. 2020). None: among all.
-        min_p: draw among the tokens whose probability is at least this share of the likeliest
+        min_p: draw among the tokens whose probability is at least this share of the most probable
             one's (Nguyen et al. 2024). None: among all.
         repetition_penalty: logits of tokens seen, in prompt or answer, are divided by it when
             positive and multiplied when negative (Keskar et al. 2019). 1: off.
@@ -242,7 +242,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """A token with its log-probability and the likeliest tokens of its position.
+    """A token with its log-probability and the most probable tokens of its position.
 
     Of the logits as the model gave them: before temperature, penalties and biases.
     """

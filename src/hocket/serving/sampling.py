@@ -54,12 +54,12 @@ def next_tokens(
     """
     logits = logits.float()
     if options.temperature == 0:
-        return _likeliest(logits, vocabulary, recorder)
+        return _most_probable(logits, vocabulary, recorder)
     whole = all_gather(logits, vocabulary.axis, recorder, dim=-1, sizes=vocabulary.sizes or None)
     return draw(whole, options, position)
 
 
-def _likeliest(logits: Tensor, vocabulary: Vocabulary, recorder: Recorder) -> Tensor:
+def _most_probable(logits: Tensor, vocabulary: Vocabulary, recorder: Recorder) -> Tensor:
     """The largest logit's token; of equals the first, as argmax over the whole row would."""
     axis = vocabulary.axis
     if axis.size == 1:

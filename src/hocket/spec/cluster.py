@@ -70,7 +70,7 @@ class Link:
     """How the GPUs of a node reach each other.
 
     Attributes:
-        kind: one of `LINKS`: `nvswitch` (any pair at full rate; several groups talking at once
+        kind: one of `LINKS`: `nvswitch` (any pair at full rate; several groups communicate at once
             keep it), `nvlink-mesh` (hybrid cube mesh, 1 or 2 links per neighbour, no switch),
             `nvlink-pairs` (bridges, PCIe beyond the pair), `full-mesh` (a link to each peer),
             `torus`, `pcie-switch`, `pcie` (through the host), `shared-memory` (CPU), `none`.

@@ -48,7 +48,7 @@ BLOCK = {"cpu": 4, "cuda": 16}
 """Tokens of a block of the cache."""
 
 ROWS, CROWD, ALTERNATIVES = 8, 4, 20
-"""Requests that run at once at most; those that together outgrow the cache; likeliest tokens whose
+"""Requests at once at most; those that together outgrow the cache; most probable tokens whose
 log-probabilities are compared."""
 
 

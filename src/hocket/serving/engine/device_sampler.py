@@ -43,7 +43,7 @@ from hocket.serving.engine.penalties import TokenHistory
 from hocket.serving.engine.sampling_step import SampledSlice, SamplingStep
 from hocket.serving.engine.slot_tables import SlotTables
 from hocket.serving.engine.staging import Readback, Returning, Staging
-from hocket.serving.engine.top_logits import likeliest
+from hocket.serving.engine.top_logits import top_token
 from hocket.serving.engine.vocabulary import Vocabulary
 from hocket.serving.scheduling.admission import Admission
 from hocket.serving.scheduling.step import StepPlan, StepResult
@@ -294,7 +294,7 @@ class DeviceSampler:
             values = logits.new_full((logits.shape[0],), -torch.inf, dtype=torch.float)
             ids = torch.zeros(logits.shape[0], dtype=torch.long, device=logits.device)
         else:
-            parts = [likeliest(part.float()) for part in torch.split(logits, self._rows_at_once)]
+            parts = [top_token(part.float()) for part in torch.split(logits, self._rows_at_once)]
             values, ids = (torch.cat(column) for column in zip(*parts, strict=True))
         pairs = torch.stack([values.double(), (ids + self.vocabulary.start).double()], -1)
         if not self.vocabulary.split:
@@ -336,7 +336,7 @@ class DeviceSampler:
             if begin == end:
                 continue
             if kind == LARGEST:
-                values, ids = likeliest(rows[begin:end])
+                values, ids = top_token(rows[begin:end])
                 tokens.append(ids)
                 goods.append(values.isfinite())
             else:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hocket.runtime.collectives import gather
 from hocket.runtime.record import Recorder
-from hocket.serving.engine.top_logits import largest, likeliest
+from hocket.serving.engine.top_logits import largest, top_token
 from hocket.serving.engine.vocabulary import Vocabulary
 from hocket.serving.request import TokenLogprobs
 
@@ -47,7 +47,7 @@ def summary(logits: Tensor, wanted: Tensor, count: int, start: int = 0) -> Tenso
         found[:, 3 + count : 3 + count + held] = ids + start
         peak = values[:, 0]
     else:
-        peak, _ = likeliest(logits)
+        peak, _ = top_token(logits)
     found[:, 0] = peak
     # By `sum`, which adds in pairs: what softmax divides by is ten times less exact.
     total = (logits - peak.unsqueeze(1)).exp_().sum(-1)
@@ -115,7 +115,7 @@ def logprobs(
     *,
     rows_at_once: int,
 ) -> Tensor | None:
-    """The log-probabilities of `targets` [P] and of the `most` likeliest tokens, as `combine`
+    """The log-probabilities of `targets` [P] and of the `most` most probable tokens, as `combine`
     gives them, where the logits are; None on all but index 0 of a split axis.
 
     Args:

@@ -41,7 +41,7 @@ from hocket.serving.engine.asked import (
 from hocket.serving.engine.draw import Choices, draw, uniform
 from hocket.serving.engine.logprobs import token_logprobs
 from hocket.serving.engine.penalties import TokenBiases, TokenHistory, add_biases, forbid
-from hocket.serving.engine.top_logits import likeliest
+from hocket.serving.engine.top_logits import top_token
 from hocket.serving.engine.truncation import Scratch
 from hocket.serving.engine.vocabulary import Vocabulary
 from hocket.serving.scheduling.admission import Admission
@@ -170,7 +170,7 @@ class Sampler:
             values = logits.new_full((len(asked),), -torch.inf, dtype=torch.float)
             ids = torch.zeros(len(asked), dtype=torch.long, device=logits.device)
         else:
-            parts = [likeliest(part.float()) for part in self._slices(logits)]
+            parts = [top_token(part.float()) for part in self._slices(logits)]
             values, ids = (torch.cat(column) for column in zip(*parts, strict=True))
         pairs = torch.stack([values.double(), (ids + self.vocabulary.start).double()], -1)
         if self.vocabulary.split:
@@ -214,7 +214,7 @@ class Sampler:
                 continue
             these = slice(first, last)
             if kind == LARGEST:
-                values, tokens[these] = likeliest(rows[these])
+                values, tokens[these] = top_token(rows[these])
                 good[these] = values.isfinite()
             else:
                 tokens[these], good[these] = _draw(rows[these], asked[these], self._scratch)

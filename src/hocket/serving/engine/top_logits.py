@@ -45,7 +45,7 @@ def look_into(x: Tensor, blocks: Tensor, block: int = BLOCK) -> tuple[Tensor, Te
     return ids, x.gather(1, ids).masked_fill_(beyond, -torch.inf)
 
 
-def likeliest(x: Tensor) -> tuple[Tensor, Tensor]:
+def top_token(x: Tensor) -> tuple[Tensor, Tensor]:
     """The largest entry of each row of `x` [N, V] and its id, of equals the first: [N] and [N].
 
     The value is NaN if the row holds one; then the id means nothing.
