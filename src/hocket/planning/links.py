@@ -2,7 +2,7 @@
 
 Bytes are counted as the runtime's collectives are (`cost.communication`); seconds are those of
 rings that have their links for themselves, at the share of the rate that rings reach
-(`spec.link_kinds`). Overlap is not taken off: this is the cost of communication, not what a step waits.
+(`spec.link_kinds`). Overlap is not taken off: this is the cost, not what a step waits.
 """
 
 from __future__ import annotations
