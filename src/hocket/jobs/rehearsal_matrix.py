@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from hocket.jobs.rehearsal_workers import MOST, Workers
-from hocket.spec.errors import HocketError, OptionError, unknown
+from hocket.spec.errors import HocketError, LayoutError, ModelError, OptionError, unknown
 from hocket.spec.rehearsal_matrix import (
     CASES,
     CRASHED,
@@ -148,7 +148,7 @@ def rehearsed(case: Case, workers: Workers) -> RehearsalCell:
     Raises:
         OptionError: there is no C++ compiler.
     """
-    from hocket.jobs.rehearse import prepared, rehearse
+    from hocket.jobs.rehearse import StepFailed, prepared, rehearse
     from hocket.jobs.request import request
 
     begin = time.perf_counter()
@@ -174,9 +174,8 @@ def rehearsed(case: Case, workers: Workers) -> RehearsalCell:
     except OptionError:
         raise
     except HocketError as error:
-        rejected = _rejected(error.message)
-        if rejected is not None:
-            return cell(REJECTED, rejected)
+        if isinstance(error, LayoutError | ModelError) and not isinstance(error, StepFailed):
+            return cell(REJECTED, error.message)
         return cell(CRASHED, _last_line(error.message))
     return cell(*judged(found), found)
 
@@ -227,12 +226,6 @@ def memory_error(found: Rehearsed) -> float | None:
         if predicted is not None
     ]
     return round(max((abs(error), error) for error in errors)[1], 4) if errors else None
-
-
-def _rejected(text: str) -> str | None:
-    """The message of a user's mistake that a rank raised; None: it raised something else."""
-    lines = [line for line in text.splitlines() if line.startswith("hocket.spec.errors.")]
-    return lines[-1].partition(": ")[2] if lines else None
 
 
 def _last_line(text: str) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -344,14 +345,23 @@ def _row(found: RankRehearsal, label: str, rank: int) -> tuple[int, ...]:
 # --- the report -----------------------------------------------------------------------------------
 
 
+class StepFailed(ModelError):
+    """A rank's step raised what is not an error of ours."""
+
+
 def step_failed(model: str, found: RankRehearsal) -> ModelError:
-    """The error of a rank whose step raised: the exception's own line, and where in the model's
-    code; sizes that contradict each other in a configuration are found there."""
+    """The error of a rank whose step raised: our own as it was, with its hint; of any other the
+    exception's line, and where in the model's code, as sizes that contradict each other in a
+    configuration are found there."""
+    ours = re.search(r"^hocket\.spec\.errors\.\w+: (.+?)(?:\n\s+hint: (.*))?\s*\Z", found.error,
+                     re.MULTILINE | re.DOTALL)  # fmt: skip
+    if ours is not None:
+        return ModelError(f"rank {found.rank}: {ours[1]}", hint=ours[2])
     lines = [line.strip() for line in found.error.splitlines() if line.strip()]
     frames = [line for line in lines if line.startswith("File ")]
     own = [line for line in frames if "modeling_" in line]
     place = (own or frames or [""])[-1].rpartition("/")[2].replace('"', "")
-    return ModelError(
+    return StepFailed(
         f"rank {found.rank} cannot execute a step of {model}: "
         f"{lines[-1] if lines else 'no message'} (raised below {place})",
         hint="make the sizes in config.json fit each other: head_dim, num_attention_heads, "
