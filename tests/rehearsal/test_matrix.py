@@ -188,6 +188,17 @@ def test_a_mistake_that_a_rank_finds_is_rejected(workers: Workers) -> None:
 
 
 @pytest.mark.ranks
+def test_an_error_of_ours_keeps_its_hint(capsys: pytest.CaptureFixture[str]) -> None:
+    """What only a rank finds: LoRA adapts the last stage alone."""
+    job = ["tiny-llama", "--layout", "pp2", "--lora-rank", "4", "--lora-targets", "lm_head"]
+    assert main(["rehearse", *job]) != 0
+    said = capsys.readouterr().err
+    assert "holds none of the layers that LoRA adapts" in said
+    assert "hint: --lora-targets all-linear, or fewer pipeline stages" in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.ranks
 def test_what_cannot_be_is_rejected_and_the_rest_goes_on() -> None:
     cases = [_case("cp2"), _case("tp2")]
     found = matrix(cases, workers=1)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -349,14 +348,9 @@ class StepFailed(ModelError):
     """A rank's step raised what is not an error of ours."""
 
 
-def step_failed(model: str, found: RankRehearsal) -> ModelError:
-    """The error of a rank whose step raised: our own as it was, with its hint; of any other the
-    exception's line, and where in the model's code, as sizes that contradict each other in a
-    configuration are found there."""
-    ours = re.search(r"^hocket\.spec\.errors\.\w+: (.+?)(?:\n\s+hint: (.*))?\s*\Z", found.error,
-                     re.MULTILINE | re.DOTALL)  # fmt: skip
-    if ours is not None:
-        return ModelError(f"rank {found.rank}: {ours[1]}", hint=ours[2])
+def step_failed(model: str, found: RankRehearsal) -> StepFailed:
+    """The error of a rank whose step raised: the exception's own line, and where in the model's
+    code; sizes that contradict each other in a configuration are found there."""
     lines = [line.strip() for line in found.error.splitlines() if line.strip()]
     frames = [line for line in lines if line.startswith("File ")]
     own = [line for line in frames if "modeling_" in line]

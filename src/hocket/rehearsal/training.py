@@ -31,6 +31,7 @@ from hocket.runtime.fp8 import multiply_in_fp8
 from hocket.runtime.lora import adapt
 from hocket.runtime.mesh import Mesh
 from hocket.runtime.parallelize import Parallel, parallelize
+from hocket.spec.errors import HocketError
 from hocket.spec.rehearsal import Device, RankRehearsal
 from hocket.spec.run import RunSpec
 from hocket.spec.schedule import Schedule
@@ -93,12 +94,17 @@ class Rehearsal:
 
         Args:
             steps: executed one after the other; what is counted is the last one.
+
+        Raises:
+            HocketError: the job cannot be executed, whatever its rank.
         """
         begin = time.perf_counter()
         found = RankRehearsal(rank=rank)
         with executing(self.device, rank, self.spec.layout.world_size) as execution:
             try:
                 self._execute(found, execution, steps)
+            except HocketError:
+                raise
             except Exception:
                 found.error = traceback.format_exc()
         found.seconds = time.perf_counter() - begin
