@@ -104,9 +104,14 @@ def test_a_reader_that_has_gone_is_no_error() -> None:
         (["plan", "m"], "--cluster 8xH100 --top 2", "hocket plan m --cluster 8xH100 --top 2"),
         (["train", "--data", "a", "b", "--lr", "1"], "--data c", "hocket train --lr 1 --data c"),
         (
-            ["train", "m", "--pp", "2", "--microbatches", "1", "--zero", "1"],
+            ["train", "m", "--pp", "2", "--cp", "2", "--microbatches", "1", "--zero", "1"],
             "--layout dp2:microbatches=4",
             "hocket train m --zero 1 --layout dp2:microbatches=4",
+        ),
+        (
+            ["serve", "m", "--max-num-seqs", "-1"],
+            "--max-num-seqs 1",
+            "hocket serve m --max-num-seqs 1",
         ),
         (["train"], "--steps 3, or more data", None),
         (["train"], "--layout pp2 or --layout dp2", None),

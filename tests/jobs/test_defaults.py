@@ -110,6 +110,7 @@ def test_microbatches_bound_the_tokens_of_one_forward() -> None:
         ({"micro_batch_size": 2, "gradient_accumulation_steps": 3, "layout": "dp4"}, (3, 24)),
         ({"gradient_accumulation_steps": 8, "layout": "dp2"}, (8, 32)),
         ({"micro_batch_size": 1, "dp": 2, "pp": 2}, (16, 32)),
+        ({"micro_batch_size": 2, "layout": "dp2:microbatches=4"}, (4, 16)),
     ],
 )
 def test_batch_by_the_field_s_words(values: dict[str, Any], expected: tuple[int, int]) -> None:
@@ -131,6 +132,14 @@ def test_batch_by_the_field_s_words(values: dict[str, Any], expected: tuple[int,
 def test_batches_that_contradict_each_other(values: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         request({"model": "tiny-llama", **values})
+
+
+def test_the_global_batch_of_a_hint_fits_the_layout_s_microbatches() -> None:
+    values = {"micro_batch_size": 2, "layout": "dp2:microbatches=4"}
+    with pytest.raises(OptionError) as caught:
+        request({"model": "tiny-llama", **values, "global_batch": 32})
+    assert caught.value.hint == "--global-batch 16"
+    assert request({"model": "tiny-llama", **values, "global_batch": 16}).layout.microbatches == 4
 
 
 TEMPLATE = (

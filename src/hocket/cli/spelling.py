@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 import shlex
 import types
 import typing
@@ -14,6 +15,7 @@ from hocket.cli.help import attributes
 from hocket.cli.help import flag as help_form
 from hocket.spec import renamed
 from hocket.spec.errors import CUTOFF, OptionError, nearest, unknown
+from hocket.spec.layout import AXES
 from hocket.spec.synonyms import DTYPES, EXPLAINED, SYNONYMS, VALUES, meant
 
 COMMON = frozenset({"help", "config", "set"})
@@ -235,7 +237,7 @@ def mended(arguments: Sequence[str], hint: str) -> str | None:
 def _said_by_layout(flag: list[str]) -> Iterator[str]:
     """The flags that repeat or contradict a hint's layout: the degrees and the layout's options."""
     if flag[0] == "--layout" and len(flag) == 2:
-        yield from ("--dp", "--pp", "--tp")
+        yield from (spelled(axis) for axis in (*AXES, "ep"))
         for option in flag[1].partition(":")[2].split(","):
             name = option.partition("=")[0]
             yield spelled(name)
@@ -248,7 +250,7 @@ def _without(arguments: Sequence[str], flag: str) -> list[str]:
     found: list[str] = []
     dropped = False
     for argument in arguments:
-        if argument.startswith("-"):
+        if re.match(r"--?[A-Za-z]", argument):  # -1 is a value
             name = argument.partition("=")[0][2:].replace("-", "_")
             dropped = spelled(SYNONYMS.get(new := renamed.OPTIONS.get(name, name), new)) == flag
         if not dropped:

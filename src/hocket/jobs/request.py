@@ -181,13 +181,14 @@ def batched(given: dict[str, Any]) -> dict[str, Any]:
     if many is not None and "global_batch" not in given and not auto:
         return {**given, "microbatches": many, "global_batch": dp * many * size}
     batch = given.get("global_batch", Workload().global_batch)
+    fixed = many is not None
     many = many or max(1, batch // (dp * size))
     if not auto and dp * many * size != batch:
         near = max(1, batch // (dp * size)) * dp * size
         raise OptionError(
             f"global_batch {batch} is not dp{dp} x {many} microbatches x micro_batch_size {size} "
             f"= {dp * many * size}",
-            hint=f"--global-batch {dp * many * size if many == count else near}",
+            hint=f"--global-batch {dp * many * size if fixed else near}",
         )
     return {**given, "microbatches": many}
 
