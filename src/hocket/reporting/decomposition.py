@@ -1,7 +1,7 @@
 """Decomposition: where a step goes, on each rank, in parts that add up to the step.
 
     compute        forward, backward, weight gradients and optimizer, less what they wait inside
-    communication  messages and collectives beside which the rank computes nothing
+    communication  messages and collectives while the rank computes nothing
     bubble         waiting that the schedule has even where all ranks are equally fast
     imbalance      waiting for a slower rank: at a collective that others reach late, and in the
                    pipeline beyond the schedule's own bubble
@@ -9,7 +9,7 @@
 
 A collective ends together, so a rank waits in it until the last of its group has come; the rest is
 communication. A receive waits until its message is sent. What waits for nobody and overlaps compute
-(sends, gradient sums over data ranks) counts only where nothing is computed beside it.
+(sends, gradient sums over data ranks) counts only where nothing is computed at the same time.
 """
 
 from __future__ import annotations
@@ -109,19 +109,19 @@ def _rank(
     source: str,
 ) -> tuple[dict[str, float], float, dict[str, float]]:
     """One rank: its parts, how much of them is waiting in the pipeline, communication by axis."""
-    sent = [e for e in events if e.lane == "communication"]
+    transfers = [e for e in events if e.lane == "communication"]
     compute = union((e.start, e.end) for e in events if e.lane == "compute")
-    blocking = union((e.start, e.end) for e in sent if not _overlaps(e, source))
-    beside = subtract(union((e.start, e.end) for e in sent if _overlaps(e, source)), compute)
-    communication = union([*blocking, *beside])
+    blocking = union((e.start, e.end) for e in transfers if not _overlaps(e, source))
+    exposed = subtract(union((e.start, e.end) for e in transfers if _overlaps(e, source)), compute)
+    communication = union([*blocking, *exposed])
     busy = union([*compute, *communication])
     idle = subtract([(0.0, duration)], busy)
-    at_pipeline = sum(waits.get(id(e), 0.0) for e in sent if e.kind in RECEIVES)
-    at_collective = sum(waits.get(id(e), 0.0) for e in sent if e.kind not in RECEIVES)
+    at_pipeline = sum(waits.get(id(e), 0.0) for e in transfers if e.kind in RECEIVES)
+    at_collective = sum(waits.get(id(e), 0.0) for e in transfers if e.kind not in RECEIVES)
     in_flight = max(0.0, length(communication) - at_pipeline - at_collective)
     in_pipeline = length(clip(idle, pipeline))
     shares: dict[str, float] = defaultdict(float)
-    for event in sent:
+    for event in transfers:
         own = [(event.start, event.end)]
         seconds = length(subtract(own, compute)) if _overlaps(event, source) else length(own)
         shares[_axis(event)] += max(0.0, seconds - waits.get(id(event), 0.0))

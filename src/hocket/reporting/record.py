@@ -19,6 +19,7 @@ from hocket.spec.forecast import KINDS, Forecast
 from hocket.spec.layout import Layout
 from hocket.spec.ledger import DISTURBED as DISTURBED_RUN
 from hocket.spec.measured import Measured
+from hocket.spec.renamed import layout_text
 from hocket.spec.rows import LARGEST
 from hocket.spec.run import RunFolder, RunSpec
 from hocket.spec.schedule import Schedule
@@ -93,7 +94,7 @@ class Record:
         resumed may go on in another. The layout is empty where its steps do not name it."""
         found: list[tuple[str, int, int]] = []
         for row in self.metrics:
-            layout, step = str(row.get("layout", "")), int(row["step"])
+            layout, step = layout_text(str(row.get("layout", ""))), int(row["step"])
             if found and found[-1][0] == layout:
                 found[-1] = (layout, found[-1][1], step)
             else:
