@@ -149,6 +149,15 @@ def test_the_page_of_licences_is_that_of_the_installed_packages() -> None:
     assert "not stated" not in wanted
 
 
+def test_every_package_on_the_page_of_licences_is_pinned() -> None:
+    """A version that nothing pins changes the page on another day."""
+    page = (ROOT / "docs" / "reference" / "licences.md").read_text()
+    rows = {line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| ")}
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = {name_of(line.partition("==")[0]) for line in lines if "==" in line}
+    assert rows - {"package"} <= pinned
+
+
 def environment(folder: Path, wheel: Path) -> Path:
     """The interpreter of an empty environment with the wheel and the base install's packages, as
     they are installed here."""

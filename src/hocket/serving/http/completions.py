@@ -68,7 +68,7 @@ def _best_of(fields: CompletionFields) -> int:
 
 
 def _best(answers: list[Answer], made: int, n: int) -> list[Answer]:
-    """The n most probable of each prompt's answers, numbered anew."""
+    """The n most probable of each prompt's answers, renumbered."""
     if made == n:
         return answers
     found: list[Answer] = []
