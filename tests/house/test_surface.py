@@ -19,8 +19,9 @@ PUBLIC = [
 ]  # fmt: skip
 
 LAYOUT = {
-    "layout", "dp", "pp", "cp", "tp", "ep", "zero", "recompute", "sequence_parallel", "schedule",
-    "microbatches", "pipeline_split", "virtual_stages", "data_parallel", "offload", "order",
+    "layout", "dp", "pp", "cp", "tp", "ep", "etp", "zero", "recompute", "sequence_parallel",
+    "schedule", "microbatches", "pipeline_split", "virtual_stages", "data_parallel", "offload",
+    "order",
 }  # fmt: skip
 WORKLOAD = {"seq_len", "global_batch", "dtype"}
 TRAINING = {

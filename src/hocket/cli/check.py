@@ -12,7 +12,7 @@ from hocket.cli.flags import LayoutFlags, Model, explicit, parse, values
 from hocket.cli.next import show
 from hocket.cli.progress import note
 from hocket.spec.errors import OptionError
-from hocket.spec.layout import DEGREES
+from hocket.spec.layout import TERMS
 
 if TYPE_CHECKING:
     from hocket.spec.check import CheckReport
@@ -105,7 +105,7 @@ def main(arguments: Sequence[str]) -> int:
         raise OptionError(f"--{alone[0]} needs --matrix", hint="--matrix")
     if flags.serve:
         return _serve(flags, said)
-    if not {"layout", *DEGREES} & set(said):
+    if not {"layout", *TERMS} & set(said):
         raise OptionError(
             "check compares a layout with one process, and no layout was given",
             hint="--layout dp2",

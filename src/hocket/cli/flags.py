@@ -33,13 +33,14 @@ class LayoutFlags:
     """Degrees of parallelism and schedule. Flags fill in what the text of --layout omits.
 
     Attributes:
-        layout: degrees of data (dp), pipeline (pp), context (cp), tensor (tp) and expert (ep)
-            parallelism, in any order, and after a colon any other field: dp2.pp2.tp2:zero=1.
+        layout: degrees of data (dp), pipeline (pp), context (cp), tensor (tp) and expert (ep,
+            etp) parallelism, in any order, and after a colon any other field: dp2.pp2.tp2:zero=1.
         dp: data-parallel degree.
         pp: pipeline-parallel degree.
         cp: context-parallel degree.
         tp: tensor-parallel degree.
-        ep: expert-parallel degree.
+        ep: expert-parallel degree: ranks that together hold all experts.
+        etp: ranks over which each expert is sliced: 1 or tp (default: tp).
         zero: ZeRO stage: shards the optimizer state (1), gradients (2) and parameters (3) over data
             ranks. One of: 0, 1, 2, 3.
         recompute: activations to recompute in backward: selective (attention cores) or full (each
@@ -66,6 +67,7 @@ class LayoutFlags:
     cp: Count = None
     tp: Count = None
     ep: Count = None
+    etp: Count = None
     zero: Text = None
     recompute: Text = None
     sequence_parallel: bool = False

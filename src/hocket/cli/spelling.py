@@ -15,7 +15,7 @@ from hocket.cli.help import attributes
 from hocket.cli.help import flag as help_form
 from hocket.spec import renamed
 from hocket.spec.errors import CUTOFF, OptionError, nearest, unknown
-from hocket.spec.layout import AXES
+from hocket.spec.layout import TERMS
 from hocket.spec.synonyms import DTYPES, EXPLAINED, SYNONYMS, VALUES, meant
 
 COMMON = frozenset({"help", "config", "set"})
@@ -237,7 +237,7 @@ def mended(arguments: Sequence[str], hint: str) -> str | None:
 def _said_by_layout(flag: list[str]) -> Iterator[str]:
     """The flags that repeat or contradict a hint's layout: the degrees and the layout's options."""
     if flag[0] == "--layout" and len(flag) == 2:
-        yield from (spelled(axis) for axis in (*AXES, "ep"))
+        yield from (spelled(axis) for axis in TERMS)
         for option in flag[1].partition(":")[2].split(","):
             name = option.partition("=")[0]
             yield spelled(name)

@@ -93,7 +93,7 @@ def read(arguments: Sequence[str]) -> tuple[Train, dict[str, Any]]:
     said.pop("config", None)
     if path is not None:
         from hocket.jobs.request import AUTO, LAYOUT_FIELDS, layout_values
-        from hocket.spec.layout import DEGREES
+        from hocket.spec.layout import TERMS
 
         # Field by field, so that a flag wins over the file's text and not against it.
         said_layout = "layout" in said
@@ -102,7 +102,7 @@ def read(arguments: Sequence[str]) -> tuple[Train, dict[str, Any]]:
         for name in ("layout", *LAYOUT_FIELDS):
             said.pop(name, None)
         if ours.get("layout") == AUTO:  # chosen anew, whatever the file says of degrees
-            theirs = {name: value for name, value in theirs.items() if name not in DEGREES}
+            theirs = {name: value for name, value in theirs.items() if name not in TERMS}
         merged = {**theirs, **ours}
         if merged.get("layout") == AUTO and "layout" not in ours and said_layout:
             del merged["layout"]  # the flag's text was taken apart, the file asked for a choice

@@ -17,7 +17,7 @@ import math
 from typing import TYPE_CHECKING
 
 from hocket.jobs.precision import on_cuda
-from hocket.spec.layout import DEGREES
+from hocket.spec.layout import TERMS
 
 if TYPE_CHECKING:
     from hocket.jobs.request import Request
@@ -62,7 +62,7 @@ def with_layout(request: Request) -> Request:
     several GPUs."""
     from hocket.probing import devices
 
-    if request.auto or request.given & {"layout", "data_parallel", *DEGREES}:
+    if request.auto or request.given & {"layout", "data_parallel", *TERMS}:
         return request
     if not on_cuda(request.options) or devices.visible() < 2:
         return request

@@ -18,7 +18,7 @@ from hocket.jobs import memory
 from hocket.spec import renamed
 from hocket.spec.capabilities import CHECKED, GRADIENTS, TRAINED
 from hocket.spec.errors import LayoutError, OptionError, unknown
-from hocket.spec.layout import DEGREES, Layout
+from hocket.spec.layout import TERMS, Layout
 from hocket.spec.links import Links
 from hocket.spec.run import TrainOptions, Workload
 from hocket.spec.synonyms import DTYPES
@@ -203,11 +203,11 @@ def _paths(value: Any) -> tuple[str, ...]:
 
 def layout_of(given: Mapping[str, Any]) -> Layout:
     """The layout of a text under `layout` and fields beside it. Raises LayoutError."""
-    fields = {name: given[name] for name in LAYOUT_FIELDS if name in given}
+    fields = {n: given[n] for n in LAYOUT_FIELDS if given.get(n) is not None}
     layout = given.get("layout")
     if layout is None or layout == AUTO:
         # Without a text, the degrees among the fields are the axes.
-        degrees = [name for name in DEGREES if name in fields]
+        degrees = [name for name in TERMS if name in fields]
         layout = ".".join(f"{name}{fields.pop(name)}" for name in degrees) or "dp1"
     if isinstance(layout, Layout):
         layout = str(layout)
@@ -239,7 +239,7 @@ def layout_values(values: Mapping[str, Any]) -> dict[str, Any]:
         default = Layout()
         for name in LAYOUT_FIELDS:
             value = getattr(layout, name)
-            if name in DEGREES or value != getattr(default, name):
+            if name in TERMS or value != getattr(default, name):
                 found[name] = value
     return found
 

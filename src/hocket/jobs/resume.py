@@ -31,7 +31,7 @@ from hocket.jobs.request import (
 )
 from hocket.spec.checkpoint import candidates
 from hocket.spec.errors import CheckpointError, HocketError, OptionError
-from hocket.spec.layout import DEGREES, Layout
+from hocket.spec.layout import TERMS, Layout
 from hocket.spec.run import RunFolder, RunSpec, write_text
 from hocket.spec.schedule import Schedule
 
@@ -134,7 +134,7 @@ def _layout(request: Request, own: Layout) -> Layout:
     """The layout that is asked for; the run's own where nothing is."""
     given = request.given & {"layout", *LAYOUT_FIELDS}
     asked = own
-    if given & {"layout", *DEGREES}:
+    if given & {"layout", *TERMS}:
         asked = request.layout
     elif given:
         asked = dataclasses.replace(own, **{name: getattr(request.layout, name) for name in given})

@@ -36,7 +36,7 @@ from hocket.jobs.background_load import BackgroundLoad
 from hocket.jobs.record import Listener, Record, Summary
 from hocket.jobs.request import Request
 from hocket.spec.errors import HocketError, RunFolderError
-from hocket.spec.layout import DEGREES
+from hocket.spec.layout import TERMS
 from hocket.spec.ledger import DISTURBED
 from hocket.spec.run import RunFolder, RunSpec, write_text
 
@@ -294,7 +294,7 @@ def _join(request: Request, context: RankContext, record: Record) -> Summary:
 def of_world(request: Request, world_size: int) -> Request:
     """Without a layout, data parallelism over the ranks that the launcher started, as torchrun's
     users expect; a resumed run has a layout."""
-    if request.auto or request.options.resume or request.given & {"layout", *DEGREES}:
+    if request.auto or request.options.resume or request.given & {"layout", *TERMS}:
         return request
     return dataclasses.replace(request, layout=dataclasses.replace(request.layout, dp=world_size))
 

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 from hocket.spec import legality
 from hocket.spec.capabilities import TABLE, absent
 from hocket.spec.errors import LayoutError, OptionError
-from hocket.spec.layout import DEGREES, Layout, divisors
+from hocket.spec.layout import TERMS, Layout, divisors
 from hocket.spec.run import Workload
 
 if TYPE_CHECKING:
     from hocket.models.dimensions import Dimensions
 
-_UNSUPPORTED = tuple(row.field for row in TABLE if row.field not in DEGREES)
+_UNSUPPORTED = tuple(row.field for row in TABLE if row.field not in TERMS)
 
 _WRITTEN = ("zero", "shard", "recompute", "recompute_layers", "sequence_parallel")
 """Fields that have no flag: they stand in the layout's text."""
@@ -86,6 +86,7 @@ def _problems(
             f"most {LARGEST_WORLD} on one machine, more are started by torchrun or Slurm"
         )
     yield from _tensor(model, layout.tp)
+    yield from _experts(model, layout)
     yield from _pipeline(model, layout)
     sliced = legality.slices(workload.seq_len, layout.cp, layout.tp)
     if layout.sequence_parallel and layout.tp == 1:
@@ -118,6 +119,20 @@ def _tensor(model: Dimensions, tp: int) -> Iterator[str]:
         yield f"the MLP's {model.intermediate_size} inner features do not divide over tp {tp}"
     if not legality.rows(model.vocab_size, tp):
         yield f"a vocabulary of {model.vocab_size} leaves a rank of tp {tp} without any row"
+
+
+def _experts(model: Dimensions, layout: Layout) -> Iterator[str]:
+    if not layout.splits_experts:
+        return
+    if not model.num_experts:
+        yield f"the model has no experts, which {layout.axes_text()} places over ranks"
+    elif not legality.experts(model.num_experts, layout.ep):
+        yield f"{model.num_experts} experts do not divide over ep {layout.ep}"
+    if layout.shard is not None and layout.shard != layout.dp:
+        yield (
+            f"shard is {layout.shard} of dp {layout.dp}, with {layout.axes_text()}: the state of "
+            "experts is sharded over all ranks that hold copies of them"
+        )
 
 
 def _pipeline(model: Dimensions, layout: Layout) -> Iterator[str]:
@@ -212,18 +227,20 @@ def _candidates(
         asked = layout.microbatches
         if asked is not None and batch:
             asked = min(divisors(batch), key=functools.partial(_doublings, asked))
+        ep, etp = _expert_degrees(model, layout, dp, tp)
+        hybrid = layout.shard if ep == 1 and etp is None else None
         yield Layout(
             dp=dp,
             pp=pp,
             tp=tp,
+            ep=ep,
+            etp=etp,
             virtual_stages=virtual,
             pipeline_split=cut,
             microbatches=asked,
             schedule=layout.schedule,
             zero=layout.zero,
-            shard=layout.shard
-            if layout.shard and legality.shard(dp, layout.shard, layout.zero)
-            else None,
+            shard=hybrid if hybrid and legality.shard(dp, hybrid, layout.zero) else None,
             offload=layout.offload,
             recompute=layout.recompute,
             recompute_layers=again,
@@ -233,6 +250,16 @@ def _candidates(
         )
 
 
+def _expert_degrees(model: Dimensions, layout: Layout, dp: int, tp: int) -> tuple[int, int | None]:
+    """The ep and etp of another dp and tp, as near as they can be to those asked for."""
+    if not layout.splits_experts or not model.num_experts:
+        return 1, None
+    etp = 1 if layout.etp is not None and tp > 1 else None
+    ranks = dp * tp // (etp or tp)
+    legal = [n for n in divisors(ranks) if legality.experts(model.num_experts, n)]
+    return min(legal, key=functools.partial(_doublings, layout.ep)), etp
+
+
 def _doublings(one: float, other: float) -> float:
     return abs(math.log2(one / other))
 
@@ -240,6 +267,7 @@ def _doublings(one: float, other: float) -> float:
 def _distance(wanted: Layout, other: Layout) -> tuple[float, float, int]:
     """How far the degrees lie apart, in doublings; then the microbatches; then the larger tp."""
     axes = sum(_doublings(wanted.degree(axis), other.degree(axis)) for axis in ("dp", "pp", "tp"))
+    axes += _doublings(wanted.ep, other.ep)
     world = _doublings(wanted.world_size, other.world_size)
     if wanted.microbatches is None or other.microbatches is None:
         return axes + world / 2, 0.0, other.tp
@@ -253,11 +281,11 @@ def _flags(wanted: Layout, other: Layout) -> str:
     dropped = any(getattr(wanted, name) != getattr(other, name) for name in names)
     if dropped or other.axes_text() != wanted.axes_text():
         kept = {name: getattr(other, name) for name in _WRITTEN}
-        written = str(Layout(dp=other.dp, **kept)).partition(":")[2]
+        written = str(Layout(dp=other.dp, tp=other.tp, **kept)).partition(":")[2]
         flags.append(f"--layout {':'.join(filter(None, (other.axes_text(), written)))}")
     for field in dataclasses.fields(Layout):
         value = getattr(other, field.name)
-        if field.name in (*DEGREES, *names) or value is None:
+        if field.name in (*TERMS, *names) or value is None:
             continue
         if value == getattr(wanted, field.name):
             continue

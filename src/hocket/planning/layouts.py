@@ -263,7 +263,7 @@ def runs_here(layouts: Layouts) -> np.ndarray:
         "sequence_parallel": layouts.sequence_parallel,
     }
     found = np.ones(len(layouts), dtype=bool)
-    for row in TABLE:
+    for row in (row for row in TABLE if row.field in columns):  # none proposes an etp
         values = [RECOMPUTE.index(v) if row.field == "recompute" else v for v in row.runs]
         found &= np.isin(columns[row.field], [float(v) for v in values])
     return found

@@ -119,7 +119,7 @@ class Mesh:
         mesh.coordinate = mesh.layout.coordinate(0)
         mesh._groups, mesh._made = {}, []
         mesh._group_factory, mesh._meets = make_groups, False
-        names = (*AXES, "world", "model", "shard", "replicas")
+        names = (*AXES, "world", "model", "shard", "replicas", "expert", "expert_data")
         mesh._axes = {name: Axis(name) for name in names}
         return mesh
 

@@ -42,6 +42,11 @@ TABLE = (
     Capability(field="cp", runs=(1,), instead="has no context parallelism"),
     Capability(field="ep", runs=(1,), instead="splits experts over tp, not over ep"),
     Capability(
+        field="etp",
+        runs=(None, 1),
+        instead="keeps each expert whole (etp1) or shards it over tp",
+    ),
+    Capability(
         field="recompute",
         runs=("none", "selective", "full"),
         instead="recomputes attention cores or whole layers, no other modules",
@@ -52,6 +57,7 @@ TABLE = (
 SERVING = (
     Capability(field="cp", runs=(1,), instead="keeps each sequence whole on a stage"),
     Capability(field="ep", runs=(1,), instead="splits experts over tp, not over ep"),
+    Capability(field="etp", runs=(None,), instead="shards experts over tp"),
     Capability(field="zero", runs=(0,), instead="has no optimizer in a server"),
     Capability(field="shard", runs=(None,), instead="has no optimizer in a server"),
     Capability(field="offload", runs=("none",), instead="keeps weights of a server on its devices"),
@@ -159,4 +165,7 @@ def runs(layout: Layout) -> bool:
 
 def runnable(layout: Layout) -> Layout:
     """The layout with every field that the runtime lacks set to what it falls back to."""
-    return dataclasses.replace(layout, **{row.field: row.runs[0] for row in absent(layout)})
+    fields = {row.field: row.runs[0] for row in absent(layout)}
+    if "etp" in fields:
+        fields["etp"] = 1  # divides whatever ep x etp divides, as tp may not
+    return dataclasses.replace(layout, **fields)

@@ -5,7 +5,9 @@ names the axes (`dp2.pp2.tp2`, in any order, an absent axis is 1) and, after a c
 that differs from its default: `dp2.pp2:schedule=gpipe,microbatches=4`. Reading the text back
 gives an equal layout.
 
-World size = dp x pp x cp x tp. Expert parallelism reuses ranks: ep divides dp x cp.
+World size = dp x pp x cp x tp. Expert parallelism reuses the ranks of one stage: ep x etp divides
+dp x cp x tp, and what remains are copies of the experts (`dp4.tp2.ep8.etp1`; Liu et al. 2025, MoE
+parallel folding, section 3).
 """
 
 from __future__ import annotations
@@ -26,6 +28,9 @@ AXES = ("dp", "pp", "cp", "tp")
 
 DEGREES = (*AXES, "ep")
 
+TERMS = (*DEGREES, "etp")
+"""What the text form names before the colon."""
+
 CUTS = ("balanced", "even", "light-ends")
 RECOMPUTE = ("none", "selective", "full", "modules")
 DATA_PARALLEL = ("processes", "threads")
@@ -42,7 +47,9 @@ class Layout:
 
     Attributes:
         dp, pp, cp, tp: degrees of data, pipeline, context and tensor parallelism.
-        ep: degree of expert parallelism, over the ranks of dp x cp.
+        ep: degree of expert parallelism: ranks that together hold all experts.
+        etp: ranks over which each expert's matrices are sliced. None: tp (and so is a value that
+            equals tp).
         schedule: name of the pipeline schedule, or the path of a schedule file.
         microbatches: microbatches per data rank and step (also gradient accumulation).
             None: you choose; resolved to 1 without a pipeline, else to the largest divisor of
@@ -73,6 +80,7 @@ class Layout:
     cp: int = 1
     tp: int = 1
     ep: int = 1
+    etp: int | None = None
     schedule: str = "1f1b"
     microbatches: int | None = None
     virtual_stages: int = 1
@@ -88,6 +96,8 @@ class Layout:
 
     def __post_init__(self) -> None:
         degrees = {name: getattr(self, name) for name in (*DEGREES, "virtual_stages")}
+        if self.etp is not None:
+            degrees["etp"] = self.etp
         wrong = {
             name: value
             for name, value in degrees.items()
@@ -98,6 +108,8 @@ class Layout:
                 f"{name} is {value!r}; a degree is a whole number of at least 1",
                 hint=self._mended(**dict.fromkeys(wrong, 1)),
             )
+        if self.etp == self.tp:
+            object.__setattr__(self, "etp", None)
         if self.microbatches is not None and self.microbatches < 1:
             raise LayoutError(
                 f"microbatches is {self.microbatches}; it must be at least 1",
@@ -170,10 +182,13 @@ class Layout:
         elif self.pipeline_split not in CUTS:
             message, hint = unknown("pipeline_split", self.pipeline_split, CUTS)
             raise LayoutError(message, hint=f"{hint}; or layers per stage: pipeline_split=3-5")
-        if not legality.expert_ranks(self.dp, self.cp, self.ep):
+        if not legality.expert_ranks(self.dp, self.cp, self.ep, self.tp, self.expert_tp):
+            self._reject_expert_ranks()
+        if self.data_parallel == "threads" and self.splits_experts:
             raise LayoutError(
-                f"ep {self.ep} must divide dp x cp = {self.dp * self.cp}",
-                hint=self._mended(ep=1),
+                f"data_parallel=threads keeps whole replicas in one process; the layout is "
+                f"{self.axes_text()}",
+                hint=self._mended(ep=1, etp=None),
             )
         if self.data_parallel == "threads" and self.pp * self.cp * self.tp > 1:
             raise LayoutError(
@@ -222,6 +237,67 @@ class Layout:
         """The size of one mesh axis."""
         assert axis in AXES, axis
         return int(getattr(self, axis))
+
+    def _reject_expert_ranks(self) -> None:
+        """Say which number does not divide, and the nearest layouts in which it does."""
+        etp, ranks = self.expert_tp, self.dp * self.cp * self.tp
+        legal = [(n, etp) for n in divisors(ranks // etp)] if ranks % etp == 0 else []
+        legal = legal or [(n, 1) for n in divisors(ranks)]
+        below = [pair for pair in legal if pair[0] <= self.ep][-1:]
+        above = [pair for pair in legal if pair[0] > self.ep][:1]
+        near = sorted(below + above, key=lambda pair: abs(math.log2(pair[0] / self.ep)))
+        rule = (
+            f"ep {self.ep} must divide dp x cp = {self.dp * self.cp}"
+            if self.etp is None
+            else f"ep x etp = {self.ep} x {etp} must divide dp x cp x tp = {ranks}"
+        )
+        texts = (self._mended(ep=n, etp=None if m == self.tp else m) for n, m in near)
+        raise LayoutError(rule, hint=" or ".join(texts))
+
+    # --- who holds which experts -----------------------------------------------------------
+
+    @property
+    def expert_tp(self) -> int:
+        """Ranks over which each expert is sliced: etp, or tp where it is absent."""
+        return self.etp or self.tp
+
+    @property
+    def splits_experts(self) -> bool:
+        """Whether experts are placed by ep and etp, and not as tp places all else."""
+        return self.ep > 1 or self.etp is not None
+
+    @property
+    def expert_copies(self) -> int:
+        """Ranks of one stage that hold the same shard of the experts."""
+        return self.dp * self.cp * self.tp // (self.ep * self.expert_tp)
+
+    def expert_groups(self, axis: str) -> list[tuple[int, ...]]:
+        """The groups of one axis of the experts, each ascending, ordered by first rank.
+
+        The ranks of a stage are counted as `order` has them, expert_tp fastest, then expert, then
+        expert_data; where etp is tp, the groups of tp stay together.
+
+        Args:
+            axis: `expert` (ranks that together hold all experts), `expert_tp` (that hold slices of
+                the same experts) or `expert_data` (that hold the same shard).
+        """
+        rows: dict[tuple[int, ...], list[int]] = {}
+        sizes = {"expert_tp": self.expert_tp, "expert": self.ep, "expert_data": self.expert_copies}
+        for rank in range(self.world_size):
+            where = self.coordinate(rank)
+            digits = [name for name in self.order if name != "pp"]
+            if self.etp is None:
+                digits = ["tp", *(name for name in digits if name != "tp")]
+            number, stride = 0, 1
+            for name in digits:
+                number += where[name] * stride
+                stride *= self.degree(name)
+            place = {"pp": where["pp"]}
+            for name, size in sizes.items():
+                number, place[name] = divmod(number, size)
+            key = tuple(index for name, index in place.items() if name != axis)
+            rows.setdefault(key, []).append(rank)
+        return sorted(tuple(row) for row in rows.values())
 
     # --- who shares a state (ZeRO) ---------------------------------------------------------
 
@@ -280,13 +356,14 @@ class Layout:
     def axes_text(self) -> str:
         """The degrees alone: `dp2.pp2.tp2`; `dp1` when nothing is split."""
         terms = [f"{name}{getattr(self, name)}" for name in DEGREES if getattr(self, name) > 1]
+        terms += [f"etp{self.etp}"] if self.etp is not None else []
         return ".".join(terms) or "dp1"
 
     def __str__(self) -> str:
         options = []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name in DEGREES or value == field.default:
+            if field.name in TERMS or value == field.default:
                 continue
             if isinstance(value, tuple):
                 value = "-".join(map(str, value))
@@ -324,8 +401,8 @@ class Layout:
                     hint=_meant(axes, options),
                 )
             axis, degree = match.groups()
-            if axis not in DEGREES:
-                message, hint = unknown("axis", axis, DEGREES)
+            if axis not in TERMS:
+                message, hint = unknown("axis", axis, TERMS)
                 raise LayoutError(f"layout {text!r}: {message}", hint=hint)
             if axis in given:
                 raise LayoutError(
@@ -381,7 +458,7 @@ def _meant(axes: str, options: str) -> str:
 
 def _value(key: str, text: str) -> Any:
     """The value of one field from its text."""
-    if key in (*DEGREES, "microbatches", "virtual_stages", "zero", "shard", "recompute_layers"):
+    if key in (*TERMS, "microbatches", "virtual_stages", "zero", "shard", "recompute_layers"):
         if not re.fullmatch(r"[0-9]+", text):
             raise LayoutError(f"{key}={text!r} is not a whole number", hint=f"{key}=1")
         return int(text)

@@ -103,9 +103,9 @@ def experts(count: int, ep: int) -> bool:
     return ep == 1 or (count > 0 and count % ep == 0)
 
 
-def expert_ranks(dp: int, cp: int, ep: int) -> bool:
-    """Expert parallelism reuses the ranks of dp x cp."""
-    return (dp * cp) % ep == 0
+def expert_ranks(dp: int, cp: int, ep: int, tp: int = 1, etp: int = 1) -> bool:
+    """Experts are placed on the ranks of dp x cp x tp; where etp is tp, on those of dp x cp."""
+    return (dp * cp * tp) % (ep * etp) == 0
 
 
 def shard(dp: Numbers, count: Numbers, zero: Numbers) -> Numbers:

@@ -9,13 +9,23 @@
     model      tp, cp and pp             one replica: the gradient's norm; without ZeRO
     shard      dp                        one copy of the ZeRO state
     replicas   dp                        equal shards of a ZeRO state (hybrid sharding)
+    expert     the experts they hold     all-to-all of tokens (ep)
+    expert_data nothing of the experts   gradients and ZeRO state of the experts' copies (ep, etp)
     tp_copiesN N neighbours along tp     key/value heads held N times
     embedding  first and last stage      gradients of tied embeddings
 
 The runtime's mesh, the planner, the simulator and the reports read this one list. Axes over equal
 ranks share a group. Each group is one NCCL communicator on each of its ranks, which holds device
 memory for channels and buffers and takes part in start-up, so none is made that the layout does not
-use.
+use. With ep or etp the ranks of each stage are dealt twice, once for all else and once for the
+experts; dp2.tp2.ep2.etp1, where rank 0 and 1 hold all experts together and rank 2 and 3 copies:
+
+    rank           0   1   2   3
+    dp . tp       0.0 0.1 1.0 1.1
+    experts        0   1   0   1      expert 0-1, 2-3; expert_data 0-2, 1-3; expert_tp of one rank
+    of etp = tp    0   0   1   1      dp2.tp2.ep2: expert 0-2, 1-3; slices 0 1 0 1 over tp
+
+The norm then goes over the world, and there is no group `model`.
 """
 
 from __future__ import annotations
@@ -27,7 +37,7 @@ from hocket.spec.layout import AXES, Layout
 
 Ranks = tuple[int, ...]
 
-DATA_AXES = ("dp", "shard", "replicas")
+DATA_AXES = ("dp", "shard", "replicas", "expert_data")
 """Axes whose collectives run alongside compute: gradients and values of data ranks."""
 
 _COPIES = "tp_copies"
@@ -91,10 +101,12 @@ def axis_groups(
         # The replicas of a threads layout live in one process: its dp is not an axis of ranks.
         degree = 1 if layout.data_parallel == "threads" else layout.degree(name)
         found.append((name, layout.groups(name) if degree > 1 else []))
-    if not layout.zero or layout.dp == 1:
+    if (not layout.zero or layout.dp == 1) and not layout.splits_experts:
         found.append(("model", _replicas(layout)))
     found.append(("shard", layout.shard_groups()))
     found.append(("replicas", layout.replica_groups()))
+    for name in ("expert", "expert_data"):
+        found.append((name, layout.expert_groups(name) if layout.splits_experts else []))
     found += prepared(layout, copies=copies, tie=tie)
     return tuple(
         AxisGroups(name, tuple(row for row in rows if len(row) > 1)) for name, rows in found

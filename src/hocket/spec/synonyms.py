@@ -58,6 +58,7 @@ SYNONYMS = {
     "data_parallel_size": "dp",
     "context_parallel_size": "cp",
     "expert_model_parallel_size": "ep",
+    "expert_tensor_parallel_size": "etp",
     "zero_stage": "zero",
     "kv_cache_memory_bytes": "cache_memory",
     "num_gpu_blocks_override": "num_blocks",

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from hocket.jobs.serving.doors import Doors, HostDoors, own_address, write_address
 from hocket.spec.errors import HocketError, LayoutError, OptionError, RankFailure
-from hocket.spec.layout import DEGREES, Layout
+from hocket.spec.layout import TERMS, Layout
 
 if TYPE_CHECKING:
     from hocket.jobs.serving.request import Server
@@ -61,7 +61,7 @@ def options_of(context: RankContext, options: Mapping[str, Any]) -> dict[str, An
             f"{context.world_size}",
             hint=f"--layout tp{context.world_size}",
         )
-    if not given.keys() & {"layout", *DEGREES}:
+    if not given.keys() & {"layout", *TERMS}:
         given["layout"] = f"dp{context.world_size}"
     if not context.one_machine and given.setdefault("cluster", "none") == "auto":
         raise OptionError("--cluster auto predicts for one machine", hint="--cluster none")

@@ -1,0 +1,108 @@
+"""Groups of the experts' ranks: every shard of the experts is held by as many ranks."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hocket.spec import legality
+from hocket.spec.errors import LayoutError
+from hocket.spec.layout import AXES, Layout, divisors
+from hocket.spec.process_groups import axis_groups, groups_of_rank
+
+
+@st.composite
+def folded(draw: st.DrawFn) -> Layout:
+    """Layouts with experts over ranks, in any order of axes and with any etp that is legal."""
+    dp, pp, cp, tp = (draw(st.sampled_from([1, 2, 3, 4])) for _ in range(4))
+    etp = draw(st.none() | st.sampled_from(divisors(dp * cp * tp)))
+    ep = draw(st.sampled_from(divisors(dp * cp * tp // (etp or tp))))
+    order = draw(st.permutations(AXES))
+    return Layout(dp=dp, pp=pp, cp=cp, tp=tp, ep=ep, etp=etp, order=tuple(order))
+
+
+@given(folded())
+def test_text_reads_back_equal(layout: Layout) -> None:
+    assert Layout.parse(str(layout)) == layout
+
+
+@given(folded())
+def test_each_axis_deals_out_every_rank_and_stays_in_its_stage(layout: Layout) -> None:
+    for axis in ("expert", "expert_tp", "expert_data"):
+        rows = layout.expert_groups(axis)
+        assert sorted(rank for row in rows for rank in row) == list(range(layout.world_size))
+        for row in rows:
+            assert list(row) == sorted(row)
+            assert len({layout.coordinate(rank)["pp"] for rank in row}) == 1
+
+
+@given(folded())
+def test_the_bytes_of_experts_are_conserved(layout: Layout) -> None:
+    """Over the ranks of a stage, each of ep x etp shards is held by as many ranks."""
+    held: dict[tuple[int, int, int], list[int]] = {}
+    for rank in range(layout.world_size):
+        place = []
+        for axis in ("expert", "expert_tp"):
+            row = next(row for row in layout.expert_groups(axis) if rank in row)
+            place.append(row.index(rank))
+        held.setdefault((layout.coordinate(rank)["pp"], *place), []).append(rank)
+    assert len(held) == layout.pp * layout.ep * layout.expert_tp
+    assert {len(ranks) for ranks in held.values()} == {layout.expert_copies}
+    assert sorted(tuple(r) for r in held.values()) == layout.expert_groups("expert_data")
+
+
+@given(folded())
+def test_where_etp_is_tp_the_slices_are_those_of_tp(layout: Layout) -> None:
+    if layout.etp is None:
+        assert layout.expert_groups("expert_tp") == layout.groups("tp")
+
+
+def test_a_layout_makes_only_the_groups_it_uses() -> None:
+    def shared(text: str) -> list[list[str]]:
+        return list(groups_of_rank(axis_groups(Layout.parse(text)), 0).values())
+
+    assert shared("dp2.ep2") == [["world", "dp", "expert"]]
+    assert shared("dp4.ep2") == [["world", "dp"], ["expert"], ["expert_data"]]
+    assert shared("dp2.tp2.ep4.etp1") == [["world", "expert"], ["dp"], ["tp"]]
+    assert shared("dp2.tp2.ep2") == [["world"], ["dp", "expert"], ["tp"]]
+    assert shared("tp2.etp1") == [["world", "tp", "expert_data"]]
+    assert shared("dp2.pp2.ep2") == [["world"], ["dp", "expert"], ["pp"]]
+
+
+def test_an_etp_that_equals_tp_is_not_written() -> None:
+    assert str(Layout.parse("dp2.tp2.ep2.etp2")) == "dp2.tp2.ep2"
+    assert str(Layout.parse("dp2.ep2.etp1")) == "dp2.ep2"
+
+
+@pytest.mark.parametrize(
+    ("text", "rule", "hints"),
+    [
+        ("dp4.ep8", "ep 8 must divide dp x cp = 4", ["dp4.ep4"]),
+        ("dp4.ep3", "ep 3 must divide dp x cp = 4", ["dp4.ep4", "dp4.ep2"]),
+        (
+            "dp4.tp2.ep3.etp1",
+            "ep x etp = 3 x 1 must divide dp x cp x tp = 8",
+            ["dp4.tp2.ep4.etp1", "dp4.tp2.ep2.etp1"],
+        ),
+        (
+            "dp4.ep2.etp3",
+            "ep x etp = 2 x 3 must divide dp x cp x tp = 4",
+            ["dp4.ep2", "dp4.ep4"],
+        ),
+    ],
+)
+def test_what_does_not_divide_is_named_and_the_nearest_that_do(
+    text: str, rule: str, hints: list[str]
+) -> None:
+    with pytest.raises(LayoutError) as caught:
+        Layout.parse(text)
+    assert caught.value.message == rule
+    assert caught.value.hint == " or ".join(f"--layout {hint}" for hint in hints)
+    for hint in hints:
+        Layout.parse(hint)
+
+
+def test_the_rule_is_one_of_legality() -> None:
+    assert legality.expert_ranks(4, 1, 8, 2, 1)
+    assert not legality.expert_ranks(4, 1, 8, 2, 2)
