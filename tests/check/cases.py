@@ -12,7 +12,7 @@ from typing import Any
 
 from hocket.spec.layout import Layout
 from hocket.spec.run import RunSpec, TrainOptions, Workload
-from tests.families import FAMILIES
+from tests.families import EXPERTS, FAMILIES
 
 PLAN = "plan.json"
 
@@ -20,7 +20,7 @@ PLAN = "plan.json"
 def spec_of(family: str, layout: str) -> RunSpec:
     return RunSpec(
         model=family,
-        config=FAMILIES[family],
+        config={**FAMILIES, **EXPERTS}[family],
         layout=Layout.parse(layout),
         workload=Workload(seq_len=16, global_batch=8),
         options=TrainOptions(seed=3, lr=1e-3, dropout=0.0),
@@ -38,7 +38,7 @@ def references(context: Any, folder: str, families: list[str]) -> str:
     for family in families[context.rank :: context.world_size]:
         where = Path(folder) / family
         write_reference(spec_of(family, "dp1"), where, 3)
-        plan = plan_for(build(FAMILIES[family], dropout=0.0), sequence=True)
+        plan = plan_for(build({**FAMILIES, **EXPERTS}[family], dropout=0.0), sequence=True)
         (where / PLAN).write_text(plan.to_json())
     return "done"
 
@@ -101,7 +101,7 @@ def own_share(sharded: Any, finish: Any, reduction: Any) -> None:
     reduction.work.wait()
     reduction.work = None
     size = reduction.part.numel()
-    start = size * sharded.axis.index
+    start = size * reduction.bucket.axis.index
     reduction.part.copy_(reduction.whole[start : start + size])
     finish(reduction)
 
@@ -146,7 +146,21 @@ def break_something(parallel: Any, optimizer: Any, fault: str) -> None:
             stage._sliced = functools.partial(wrong_positions, stage._sliced)
     elif fault == "gradients not summed over dp":
         for buckets in parallel._buckets.values():
-            buckets.axis = dataclasses.replace(buckets.axis, group=None)
+            for bucket in buckets._buckets:
+                bucket.axis = dataclasses.replace(bucket.axis, group=None)
+    elif fault == "experts summed over dp":
+        for buckets in parallel._buckets.values():
+            for bucket in buckets._buckets:
+                bucket.axis = parallel.mesh.axis("dp")
+    elif fault == "an expert's copies not summed":
+        for buckets in parallel._buckets.values():
+            for bucket in buckets._buckets:
+                if bucket.axis.name == "expert_data":
+                    bucket.axis = dataclasses.replace(bucket.axis, group=None)
+    elif fault == "tokens not brought back":
+        from hocket.runtime.expert_parallel import dispatch
+
+        dispatch._back = lambda rows, routes: rows.new_zeros(len(routes.order), rows.shape[-1])
     elif fault == "shares of gradients not summed":
         for sharded in parallel._sharded.values():
             sharded._finish = functools.partial(own_share, sharded, sharded._finish)

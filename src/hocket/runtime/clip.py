@@ -19,8 +19,10 @@ class GradientNorm:
     What several ranks hold is counted by one of them: a replicated parameter by the first tensor
     rank, a key/value head by the first of its copies, a tied parameter by its owner's stage. Data
     ranks hold equal gradients. So one all-reduce of one number over the ranks of a replica gives
-    the norm of one process. Where data ranks hold shares of the gradients (ZeRO), the sum goes over
-    all ranks, and what is counted are this rank's pieces.
+    the norm of one process. Where ranks of several replicas hold the experts (ep, etp), it goes
+    over all ranks: one replica counts what is dense, and one of its copies each expert. Where data
+    ranks hold shares of the gradients (ZeRO), the sum goes over all ranks, and what is counted are
+    this rank's pieces.
 
     Args:
         named_parameters: of this rank.
@@ -37,7 +39,9 @@ class GradientNorm:
         pieces: Sequence[Piece] | None = None,
     ) -> None:
         self.mesh = mesh
-        self._axis = mesh.axis("model" if pieces is None else "world")
+        apart = mesh.layout.splits_experts  # experts lie on ranks of several replicas
+        self._axis = mesh.axis("model" if pieces is None and not apart else "world")
+        other_replica = apart and any(mesh.axis(name).index for name in ("dp", "cp"))
         self.parameters: list[nn.Parameter] = []
         self._masked: list[tuple[nn.Parameter, Tensor]] = []
         self._whole: list[nn.Parameter] = []
@@ -51,11 +55,17 @@ class GradientNorm:
             if pieces is not None:
                 mine = [piece for piece in pieces if piece.name == name]
                 self.parameters += [piece.tensor for piece in mine]
-                if counts:
+                if counts or placement.is_expert:
                     self._add_pieces(mine, placement, parameter, index)
                 continue
             self.parameters.append(parameter)
             if placement.tie is not None:
+                continue
+            if placement.is_expert:
+                if mesh.axis("expert_data").index == 0:
+                    self._whole.append(parameter)
+                continue
+            if other_replica:
                 continue
             if "tp" not in placement.sharded:
                 if index == 0:
@@ -72,7 +82,7 @@ class GradientNorm:
     ) -> None:
         """Count pieces of a parameter by the same rules; of a block that another rank counts, a
         mask leaves the elements out, since a piece may begin and end anywhere in it."""
-        if placement.tie is not None or ("tp" not in placement.sharded and index):
+        if placement.tie is not None or (not placement.sharded and index):
             return
         others = [b for b in placement.blocks if index % b.copies] if placement.sharded else []
         if not others or not pieces:

@@ -225,6 +225,35 @@ def all_gather_flat(whole: Tensor, piece: Tensor, axis: Axis, recorder: Recorder
     return dist.all_gather_single(whole.detach(), piece.detach(), group=axis.group, async_op=True)
 
 
+def all_to_all(
+    tensor: Tensor,
+    axis: Axis,
+    recorder: Recorder,
+    *,
+    sent: Sequence[int] | None = None,
+    received: Sequence[int] | None = None,
+    count_received: bool = False,
+) -> Tensor:
+    """Rows of dim 0 of `tensor` to each rank of the axis in turn; returns those from each.
+
+    Args:
+        sent, received: rows to and from each rank. None: as many for all.
+        count_received: the bytes recorded are those of what arrives, not of what leaves.
+    """
+    if axis.group is None:
+        return tensor
+    tensor = tensor.detach().contiguous()
+    rows = len(tensor) if received is None else sum(received)
+    found = tensor.new_empty(rows, *tensor.shape[1:])
+    with _communication(recorder, "all-to-all", axis, found if count_received else tensor):
+        dist.all_to_all_single(
+            found, tensor,
+            None if received is None else list(received), None if sent is None else list(sent),
+            group=axis.group,
+        )  # fmt: skip
+    return found
+
+
 def scatter(
     tensor: Tensor | None, like: Tensor, axis: Axis, recorder: Recorder, source: int = 0
 ) -> Tensor:

@@ -25,7 +25,7 @@ from hocket.runtime.data_parallel import (
     ThreadedReplicas,
 )
 from hocket.runtime.loss import IGNORED, NextTokenLoss, targets
-from hocket.runtime.mesh import Mesh
+from hocket.runtime.mesh import Axis, Mesh
 from hocket.runtime.pipeline.executor import Executor
 from hocket.runtime.pipeline.stage import Microbatch, Stage
 from hocket.runtime.random import Streams, draws_random_numbers
@@ -120,7 +120,8 @@ class Parallel:
         self._buckets: dict[int, Buckets] = {}
         self._sharded: dict[int, Shares] = {}
         # One rank alone has nobody to share with, and may still keep its parameters on the host.
-        alone = mesh.axis("dp").size == 1
+        experts = self._experts_axes()
+        alone = all(axis.size == 1 for axis in (mesh.axis("dp"), *experts.values()))
         shared = not alone or self.layout.offloads("params")
         given: Sequence[Fill | None] = fills or [None] * len(self.stages)
         for stage, fill in zip(self.stages, given, strict=True):
@@ -135,6 +136,7 @@ class Parallel:
                         mesh.axis("dp"),
                         self.recorder,
                         bucket_mb=self._bucket_mb,
+                        others=experts,
                     )
         self._streams: Streams | None = None
         threads = self.layout.data_parallel == "threads"  # they share one generator
@@ -163,6 +165,11 @@ class Parallel:
                 stage.module, self.layout.dp, stage.loss_fn, self.recorder
             )
 
+    def _experts_axes(self) -> dict[str, Axis]:
+        """Name of each expert parameter to the ranks that hold copies of it."""
+        axis = self.mesh.axis("expert_data")
+        return {name: axis for name, p in self.placements.items() if p.is_expert}
+
     @property
     def _bucket_mb(self) -> float:
         cuda = self.mesh.device.type == "cuda"
@@ -187,6 +194,7 @@ class Parallel:
                 recorder=self.recorder,
                 on_host=self.layout.offloads("params"),
                 fill=fill,
+                others=self._experts_axes(),
             )
         return ShardedBuckets(
             stage.module,
@@ -196,6 +204,7 @@ class Parallel:
             self.recorder,
             each_microbatch=self.layout.zero == 2,
             bucket_mb=self._bucket_mb,
+            others=self._experts_axes(),
         )
 
     # --- what an optimizer steps -------------------------------------------------------------

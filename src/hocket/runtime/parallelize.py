@@ -19,8 +19,9 @@ from torch import nn
 
 from hocket.runtime.collectives import all_reduce
 from hocket.runtime.device import pick_device
+from hocket.runtime.expert_parallel import apply_expert_parallel
 from hocket.runtime.loss import NextTokenLoss, router_degree
-from hocket.runtime.mesh import Mesh
+from hocket.runtime.mesh import Axis, Mesh
 from hocket.runtime.parallel import Parallel
 from hocket.runtime.pipeline.cut import cut, cut_costs
 from hocket.runtime.pipeline.stage import LossFunction, Stage
@@ -30,7 +31,7 @@ from hocket.spec.cut import choose_cut
 from hocket.spec.errors import LayoutError, ModelError
 from hocket.spec.layout import Layout
 from hocket.spec.placement import Placement
-from hocket.spec.plan import ParallelPlan, router_loss_rejected
+from hocket.spec.plan import ParallelPlan, experts_rejected, router_loss_rejected
 from hocket.spec.schedule import Schedule
 
 __all__ = ["Parallel", "parallelize"]
@@ -108,8 +109,19 @@ def parallelize(
         else:
             part = copy.deepcopy(module) if meta else module
         placements = apply_tensor_parallel(
-            part, plan.tensor, mesh.axis("tp"), mesh.recorder, sequence
+            part, plan.tensor_for(layout), mesh.axis("tp"), mesh.recorder, sequence
         )
+        if layout.splits_experts:
+            assert plan.experts is not None
+            alike = layout.etp is not None and sequence is None
+            apply_expert_parallel(
+                part,
+                plan.experts,
+                placements,
+                experts=mesh.axis("expert"),
+                tokens=mesh.axis("tp") if alike else Axis("tp"),
+                recorder=mesh.recorder,
+            )
         for tied, owner in crossing.items():
             if tied in placements:
                 placements[tied] = dataclasses.replace(placements[tied], tie=owner)
@@ -173,8 +185,12 @@ def _check(layout: Layout, plan: ParallelPlan, schedule: Schedule | None) -> Non
             f"the module does not support sequence parallelism: {reason}",
             hint=str(dataclasses.replace(layout, sequence_parallel=False)),
         )
-    if plan.tensor is not None:
-        for segment in plan.tensor.segments():
+    rejected = experts_rejected(layout, plan)
+    if rejected is not None:
+        raise ModelError(rejected[0], hint=rejected[1])
+    tensor = plan.tensor_for(layout)
+    if tensor is not None:
+        for segment in tensor.segments():
             segment.slice(0, layout.tp)
     if layout.recompute != "none" and plan.stages is None:
         reason = plan.reasons.get("stages", "its plan names no layers")

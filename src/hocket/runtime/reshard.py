@@ -42,22 +42,36 @@ class Resharded:
         self._tensor = tensor
         layout = Layout.parse(manifest.layout)
         alone = [(shard.rank,) for shard in manifest.shards]
-        sharing: Sequence[Sequence[int]] = layout.shard_groups() or alone
+        dense: Sequence[Sequence[int]] = layout.shard_groups() or alone
+        experts = layout.expert_groups("expert_data") if layout.zero else alone
         self._values: dict[str, list[tuple[Placement, list[Part]]]] = {}
         self._states: dict[tuple[str, str], list[tuple[Placement, list[Part]]]] = {}
         for rank in alone:
             self._collect(manifest, files, rank, "parameter")
-        for ranks in sharing:
-            self._collect(manifest, files, ranks, "optimizer")
+        for ranks in dense:
+            self._collect(manifest, files, ranks, "optimizer", experts=False)
+        for ranks in experts:
+            self._collect(manifest, files, ranks, "optimizer", experts=True)
 
     def _collect(
-        self, manifest: Manifest, files: Sequence[TensorFile], ranks: Sequence[int], kind: str
+        self,
+        manifest: Manifest,
+        files: Sequence[TensorFile],
+        ranks: Sequence[int],
+        kind: str,
+        *,
+        experts: bool | None = None,
     ) -> None:
-        """What some ranks hold together: runs of the same boxes, one after another."""
+        """What some ranks hold together: runs of the same boxes, one after another.
+
+        `experts`: of the parameters that ep and etp place, or of all others; None: of every one.
+        """
         runs: dict[tuple[str, str | None], list[Part]] = {}
         for rank in ranks:
             for record in manifest.shards[rank].tensors:
-                if record.kind == kind:
+                if record.kind != kind:
+                    continue
+                if experts in (None, manifest.shards[rank].placements[record.name].is_expert):
                     runs.setdefault((record.name, record.state), []).append((files[rank], record))
         for (name, state), parts in runs.items():
             placement = manifest.shards[ranks[0]].placements[name]

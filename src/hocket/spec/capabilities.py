@@ -40,7 +40,6 @@ class Capability:
 
 TABLE = (
     Capability(field="cp", runs=(1,), instead="has no context parallelism"),
-    Capability(field="ep", runs=(1,), instead="splits experts over tp, not over ep"),
     Capability(
         field="etp",
         runs=(None, 1),

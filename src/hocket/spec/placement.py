@@ -74,6 +74,11 @@ class Placement:
         assert held == math.prod(self.local_shape), (self.name, held, self.local_shape)
 
     @property
+    def is_expert(self) -> bool:
+        """Whether ep and etp place it, and the ranks of `expert_data` hold copies of it."""
+        return "ep" in self.sharded
+
+    @property
     def has_copies(self) -> bool:
         """Whether some block is held by several ranks of the tensor axis."""
         return any(b.copies > 1 for b in self.blocks)

@@ -5,6 +5,7 @@
     ParallelPlan
      +- tensor: TensorPlan   which modules are column, row or vocabulary parallel, and how their
      |                       fused weights fall into segments of indivisible units (heads)
+     +- experts: ExpertPlan  modules of stacked experts, which ranks may hold some of
      +- stages: StagePlan    what runs before the layers, the layers, what runs after
 """
 
@@ -187,6 +188,20 @@ class TensorPlan:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertPlan:
+    """What expert parallelism may split: modules whose parameters all have the experts as dim 0.
+
+    Attributes:
+        modules: name patterns (`*` stands for one name part) of modules with an attribute
+            `num_experts` and `forward(hidden_states, top_k_index, top_k_weights)`.
+        sliced: those of them whose experts the tensor plan slices over tp.
+    """
+
+    modules: tuple[str, ...]
+    sliced: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StagePlan:
     """What a pipeline may cut. All names are relative to the root module, dotted.
 
@@ -279,6 +294,24 @@ class RouterLoss:
     gates: tuple[str, ...] = ()
 
 
+def experts_rejected(layout: Layout, plan: ParallelPlan) -> tuple[str, str] | None:
+    """Why a layout cannot place the experts of a plan, and the layout that can; None: it can."""
+    if not layout.splits_experts:
+        return None
+    if plan.experts is None:
+        reason = plan.reasons.get("experts", "it has no modules of stacked experts")
+        whole = dataclasses.replace(layout, ep=1, etp=None)
+        return f"experts cannot be placed over ep {layout.ep}: {reason}", str(whole)
+    unsliced = [name for name in plan.experts.modules if name not in plan.experts.sliced]
+    if layout.etp is None and layout.tp > 1 and unsliced:
+        return (
+            f"{', '.join(unsliced)} cannot be sharded over etp {layout.tp} (as tp is, where etp is "
+            f"absent): {plan.reasons.get('tensor', 'its tensor plan does not name them')}",
+            str(dataclasses.replace(layout, etp=1)),
+        )
+    return None
+
+
 def router_loss_rejected(layout: Layout) -> str:
     """Why a router's auxiliary loss cannot be computed in a layout, and a fix; empty: it can."""
     loss = "the configuration sets output_router_logits, which adds the router's auxiliary loss"
@@ -304,12 +337,21 @@ class ParallelPlan:
     hidden_size: int | None = None
     ties: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Tied parameter to the parameter that owns the values: `lm_head.weight` to the embedding."""
+    experts: ExpertPlan | None = None
     inferred: bool = False
     """Whether the tensor plan comes from what the model was seen to compute."""
     router: RouterLoss | None = None
     """The router's auxiliary loss; None: the model adds none."""
     reasons: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """`tensor`, `stages`, `sequence` to the reason why that is not possible, or only in part."""
+    """`tensor`, `experts`, `stages`, `sequence` to the reason why that is not possible, or only in
+    part."""
+
+    def tensor_for(self, layout: Layout) -> TensorPlan | None:
+        """The tensor plan in a layout: without the experts where they are not sliced over tp."""
+        if self.tensor is None or layout.etp is None:
+            return self.tensor
+        splits = {name: s for name, s in self.tensor.splits.items() if s.style != "experts"}
+        return dataclasses.replace(self.tensor, splits=splits)
 
     def crossing(self) -> dict[str, str]:
         """The ties between the two ends of a pipeline: RoBERTa's head also holds its own bias
@@ -331,13 +373,14 @@ class ParallelPlan:
     def from_json(cls, text: str) -> ParallelPlan:
         """The inverse of `to_json`."""
         data = parse_json(text)
-        tensor, stages, sequence, router = (
-            data.pop(name) for name in ("tensor", "stages", "sequence", "router")
+        tensor, stages, sequence, router, experts = (
+            data.pop(name) for name in ("tensor", "stages", "sequence", "router", "experts")
         )
         return cls(
             tensor=None if tensor is None else _tensor_plan(tensor),
             stages=None if stages is None else StagePlan(**_tuples(stages)),
             sequence=None if sequence is None else SequencePlan(**_tuples(sequence)),
+            experts=None if experts is None else ExpertPlan(**_tuples(experts)),
             router=None if router is None else RouterLoss(**_tuples(router)),
             **data,
         )

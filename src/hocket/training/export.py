@@ -166,14 +166,13 @@ def of_ranks(
     from hocket.runtime.checkpoint import World, save_checkpoint
 
     world = World() if mesh is None else World.of(mesh)
-    first = mesh is None or mesh.coordinate["dp"] == 0
     folder = to.with_name(f".{to.name}.ranks")
     if world.rank == 0:
         refuse()
     written = save_checkpoint(
         folder,
         step=0,
-        parallel=Held(parallel, first),
+        parallel=Held(parallel, mesh),
         optimizer_state={},
         layout="",
         model="",
@@ -189,13 +188,26 @@ def of_ranks(
 
 
 class Held:
-    """The parameters of a rank that writes, or none."""
+    """The parameters that a rank writes: those of the first replica and, of experts that lie on
+    ranks of several, those of their first copy."""
 
-    def __init__(self, parallel: Any, writes: bool) -> None:
+    def __init__(self, parallel: Any, mesh: Mesh | None) -> None:
         self.groups, self.reading, self.writing = (
             parallel.groups, parallel.reading, parallel.writing,
         )  # fmt: skip
-        self._parameters = dict(parallel.named_parameters()) if writes else {}
+
+        def writes(placement: Placement) -> bool:
+            if mesh is None:
+                return True
+            if placement.is_expert:
+                return mesh.axis("expert_data").index == 0
+            return mesh.coordinate["dp"] == 0
+
+        self._parameters = {
+            name: parameter
+            for name, parameter in parallel.named_parameters()
+            if writes(parallel.placements[name])
+        }
         self.placements = {name: parallel.placements[name] for name in self._parameters}
 
     def named_parameters(self) -> Iterable[tuple[str, Tensor]]:

@@ -257,6 +257,8 @@ class ParallelModel(Parallel):
 
     def _blocks_to_give(self, placement: Placement) -> list[Any]:
         index = self.mesh.axis("tp").index
+        if placement.is_expert:
+            return [] if self.mesh.axis("expert_data").index else list(placement.blocks)
         if self.mesh.coordinate["dp"] or (index and "tp" not in placement.sharded):
             return []
         return [block for block in placement.blocks if index % block.copies == 0]
@@ -287,6 +289,12 @@ class ParallelModel(Parallel):
             raise OptionError(
                 "sequence parallelism divides every sequence over tp, and a decode step has one "
                 "token",
+                hint="export(FOLDER), then hocket generate FOLDER",
+            )
+        if self.layout.splits_experts:
+            raise OptionError(
+                "under ep and etp all ranks run as many forwards, and answers have as many tokens "
+                "as they need",
                 hint="export(FOLDER), then hocket generate FOLDER",
             )
         rows = prompts.tolist() if isinstance(prompts, Tensor) else [list(row) for row in prompts]

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from hocket.models.failure import place
+from hocket.models.plans.experts import expert_plan
 from hocket.models.plans.families import FAMILIES
 from hocket.models.plans.router import router_loss
 from hocket.models.plans.sequence import sequence_plan
@@ -45,6 +46,9 @@ def plan_for(model: nn.Module, *, sequence: bool = False) -> ParallelPlan:
         tensor, note = None, f"its configuration keeps head counts in another way ({said})"
     if note:
         reasons["tensor"] = note
+    experts, why = expert_plan(model, tensor)
+    if why:
+        reasons["experts"] = why
     slices = None
     if sequence:
         try:
@@ -55,6 +59,7 @@ def plan_for(model: nn.Module, *, sequence: bool = False) -> ParallelPlan:
     known = config.model_type in FAMILIES or getattr(config, "base_model_tp_plan", None)
     return ParallelPlan(
         tensor=tensor,
+        experts=experts,
         inferred=tensor is not None and not known,
         stages=stages,
         sequence=slices,

@@ -36,7 +36,7 @@ tensor ranks and ties would have to be made before.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -51,6 +51,7 @@ from hocket.runtime.data_parallel.absent import NAME, come_back, leave
 from hocket.runtime.data_parallel.buckets import grad_dtype
 from hocket.runtime.data_parallel.flat import (
     Bucket,
+    Owners,
     bucket_of,
     give_memory,
     side_by_side,
@@ -101,7 +102,7 @@ class ShardedBlocks(Shares):
         plan: names its layers, and what runs before and after them. None: the numbered children of
             `module` are its layers, wherever they are, if each runs as a module.
         late: names whose gradients are summed over other axes before they are reduced.
-        axis, replicas, recorder: as for `Shares`.
+        axis, replicas, others: as for `ShardedBuckets`. recorder: as for `Shares`.
         on_host: shares live in the host's memory, and are stepped there (Rajbhandari et al. 2021,
             ZeRO-Infinity); of a block that is gathered, this rank's share is on the device for as
             long as that takes.
@@ -120,7 +121,9 @@ class ShardedBlocks(Shares):
         recorder: Recorder,
         on_host: bool = False,
         fill: Fill | None = None,
+        others: Mapping[str, Axis] | None = None,
     ) -> None:
+        owners = Owners(axis, replicas, others or {})
         self._on_host = on_host
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
         self._copies = CopyStream(device)
@@ -129,26 +132,29 @@ class ShardedBlocks(Shares):
             block = block_of(name, plan)
             if plan is None and block != OTHER and not _runs(module.get_submodule(block)):
                 block = OTHER
-            kind = (p.requires_grad, grad_dtype(p), p.dtype, p.device, name in late)
+            kind = (
+                p.requires_grad, grad_dtype(p), p.dtype, p.device, name in late, *owners.of(name),
+            )  # fmt: skip
             setattr(p, NAME, name)
             members.setdefault(block, {}).setdefault(kind, []).append((name, p))
         self._blocks: dict[str, Block] = {}
         for name, kinds in members.items():
             self._blocks[name] = Block(name, [])
-            flats = [side_by_side([p for _, p in found], axis) for found in kinds.values()]
+            flats = [side_by_side([p for _, p in found], k[-2]) for k, found in kinds.items()]
             if fill is not None:
                 fill([member for found in kinds.values() for member, _ in found])
-            for (_, dtype, _, _, is_late), found in kinds.items():
+            for (_, dtype, _, _, is_late, owner, same), found in kinds.items():
                 bucket = bucket_of(
-                    found, dtype, axis,
-                    late=is_late, resident=False, on_host=on_host, flat=flats.pop(0),
+                    found, dtype, owner, replicas=same,
+                    late=is_late, resident=owner is not axis and owner.size == 1 and not on_host,
+                    on_host=on_host, flat=flats.pop(0),
                 )  # fmt: skip
                 self._free(bucket)
                 self._blocks[name].buckets.append(bucket)
         self._layers = [block for block in self._blocks.values() if block.is_layer]
         everything = [bucket for block in self._blocks.values() for bucket in block.buckets]
         stepped = [bucket for bucket in everything if bucket.parameters[0].requires_grad]
-        super().__init__(stepped, axis, replicas, recorder, in_flight=IN_FLIGHT)
+        super().__init__(stepped, recorder, in_flight=IN_FLIGHT)
         self._frozen = [bucket for bucket in everything if bucket not in stepped]
         self._kind = ""
         self._learns = False
@@ -275,7 +281,7 @@ class ShardedBlocks(Shares):
         try:
             yield
             with torch.no_grad():
-                bucket.mine.copy_(bucket.part(self.axis))
+                bucket.mine.copy_(bucket.part())
         finally:
             self._free(bucket)
 
@@ -370,13 +376,13 @@ class ShardedBlocks(Shares):
         with torch.no_grad(), self.recorder.in_phase(phase):
             if not self._on_host:
                 bucket.gathering = all_gather_flat(
-                    bucket.flat, bucket.mine, self.axis, self.recorder
+                    bucket.flat, bucket.mine, bucket.axis, self.recorder
                 )
                 return
             with self._copies.behind_current():
-                piece = bucket.part(self.axis)  # the very place where the gather expects it
+                piece = bucket.part()  # the very place where the gather expects it
                 piece.copy_(bucket.mine, non_blocking=True)
-                gathering = all_gather_flat(bucket.flat, piece, self.axis, self.recorder)
+                gathering = all_gather_flat(bucket.flat, piece, bucket.axis, self.recorder)
             bucket.gathering = gathering or self._copies.copied()
 
     def _use(self, block: Block) -> None:
@@ -387,14 +393,14 @@ class ShardedBlocks(Shares):
                 bucket.gathering.wait()
             come_back(bucket.parameters)
             gathered, bucket.gathering = bucket.gathering is not None, None
-            if not gathered or self.axis.group is None:
+            if not gathered or bucket.axis.group is None:
                 continue
             self.recorder.add(
                 start,
                 "communication",
                 "all-gather",
-                f"all-gather {self.axis.name}",
-                axis=self.axis.name,
+                f"all-gather {bucket.axis.name}",
+                axis=bucket.axis.name,
                 bytes=bucket.flat.numel() * bucket.flat.element_size(),
             )
         block.started.clear()
@@ -407,11 +413,14 @@ class ShardedBlocks(Shares):
             if bucket.whole:
                 if bucket.opened and keep:
                     with torch.no_grad():
-                        bucket.mine.copy_(bucket.part(self.axis))
+                        bucket.mine.copy_(bucket.part())
                 self._free(bucket)
 
     @staticmethod
     def _free(bucket: Bucket) -> None:
+        if bucket.resident:  # no other rank holds a share of it
+            bucket.opened = False
+            return
         if bucket.opened:
             bucket.part_from_readers()
         else:

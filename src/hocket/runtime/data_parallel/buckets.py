@@ -16,7 +16,7 @@ The sum is not divided: the loss is divided by the tokens of the global batch al
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -55,8 +55,9 @@ def bucket_sizes(
 class _Bucket:
     """Parameters whose gradients lie side by side in `flat` and travel together."""
 
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
+    def __init__(self, parameters: list[nn.Parameter], axis: Axis) -> None:
         first = parameters[0]
+        self.axis = axis
         self.parameters = parameters
         total = sum(p.numel() for p in parameters)
         self.flat = torch.zeros(total, dtype=grad_dtype(first), device=first.device)
@@ -81,6 +82,8 @@ class Buckets:
         parameters: (name, parameter) pairs, in the order of use; those that need no gradient
             are left out. A parameter's `grad_dtype` (fp32 for a bf16 one, say) is kept.
         axis: the data ranks.
+        others: parameter name to the ranks over which its gradient is summed, where they are not
+            those of `axis`; of one rank: over none.
         recorder: counts each all-reduce under the phase `step`.
         bucket_mb: capacity of a bucket in MB (10**6 bytes); one larger parameter has a bucket of
             its own.
@@ -95,20 +98,21 @@ class Buckets:
         *,
         bucket_mb: float = BUCKET_MB,
         first_mb: float = FIRST_BUCKET_MB,
+        others: Mapping[str, Axis] | None = None,
     ) -> None:
-        self.axis = axis
         self.recorder = recorder
         self._buckets: list[_Bucket] = []
         self._last = False
-        kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
-        for _, parameter in parameters:
+        kinds: dict[tuple[torch.dtype, torch.device, Axis], list[nn.Parameter]] = {}
+        for name, parameter in parameters:
             if parameter.requires_grad:
-                kind = (grad_dtype(parameter), parameter.device)
+                owner = (others or {}).get(name, axis)
+                kind = (grad_dtype(parameter), parameter.device, owner)
                 kinds.setdefault(kind, []).append(parameter)
         for kind, found in kinds.items():
             sizes = [p.numel() * kind[0].itemsize for p in found]
             for indices in bucket_sizes(sizes, bucket_mb, first_mb):
-                self._buckets.append(_Bucket([found[i] for i in indices]))
+                self._buckets.append(_Bucket([found[i] for i in indices], kind[-1]))
         self._handles = [
             on_gradient(parameter, partial(self._arrived, bucket, view))
             for bucket in self._buckets
@@ -169,8 +173,8 @@ class Buckets:
                 bucket.start,
                 "communication",
                 "all-reduce",
-                f"all-reduce {self.axis.name}",
-                axis=self.axis.name,
+                f"all-reduce {bucket.axis.name}",
+                axis=bucket.axis.name,
                 bytes=bucket.flat.numel() * bucket.flat.element_size(),
             )
         self._last = False
@@ -197,7 +201,7 @@ class Buckets:
         bucket.launched = True
         bucket.start = self.recorder.mark()
         with self.recorder.in_phase("step"):
-            bucket.work = all_reduce(bucket.flat, self.axis, self.recorder, async_op=True)
+            bucket.work = all_reduce(bucket.flat, bucket.axis, self.recorder, async_op=True)
 
 
 def grad_dtype(parameter: nn.Parameter) -> torch.dtype:

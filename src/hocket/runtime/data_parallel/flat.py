@@ -13,13 +13,35 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from hocket.runtime.collectives import Work
 from hocket.runtime.mesh import Axis
+
+ALONE = Axis("replicas")
+"""No other rank holds the same share."""
+
+
+class Owners(NamedTuple):
+    """The ranks that share a parameter's state.
+
+    Attributes:
+        axis, replicas: of all parameters but those of `others`.
+        others: parameter name to the ranks that share its state.
+    """
+
+    axis: Axis
+    replicas: Axis
+    others: Mapping[str, Axis]
+
+    def of(self, name: str) -> tuple[Axis, Axis]:
+        """The ranks that share the state of a parameter, and those that hold the same share."""
+        other = self.others.get(name)
+        return (self.axis, self.replicas) if other is None else (other, ALONE)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,8 +69,11 @@ class Bucket:
         flat: 1-D, the axis's size times `mine`.
         mine: 1-D, this rank's share.
         dtype: of gradients.
+        axis: the ranks that share it.
+        replicas: ranks that hold the same share (hybrid sharding); of one rank: none.
         late: gradients are summed over other axes before they are reduced.
         offsets: where each parameter begins in `flat`; last, where the padding does.
+        resident: `mine` is a part of `flat`, which always has memory.
         pieces: those of this rank, and where each begins in `mine`.
         gradient, views: the whole gradient while it fills, and each parameter's place in it.
         missing: parameters whose gradient has not come.
@@ -64,8 +89,11 @@ class Bucket:
     flat: Tensor
     mine: Tensor
     dtype: torch.dtype
+    axis: Axis
+    replicas: Axis
     late: bool
     offsets: list[int]
+    resident: bool
     pieces: list[tuple[Piece, int]] = dataclasses.field(default_factory=list)
     gradient: Tensor | None = None
     views: list[Tensor] = dataclasses.field(default_factory=list)
@@ -111,10 +139,10 @@ class Bucket:
             parameter.data = self.flat[start : start + shape.numel()].view(shape)
         take_memory(self.flat)
 
-    def part(self, axis: Axis) -> Tensor:
+    def part(self) -> Tensor:
         """This rank's share of `flat`, where it has memory."""
         size = self.mine.numel()
-        return self.flat[size * axis.index : size * (axis.index + 1)]
+        return self.flat[size * self.axis.index : size * (self.axis.index + 1)]
 
 
 def bucket_of(
@@ -122,6 +150,7 @@ def bucket_of(
     dtype: torch.dtype,
     axis: Axis,
     *,
+    replicas: Axis = ALONE,
     late: bool = False,
     resident: bool = True,
     on_host: bool = False,
@@ -132,7 +161,7 @@ def bucket_of(
     Args:
         found: names and parameters.
         dtype: of gradients.
-        axis: the ranks that share the bucket.
+        axis: the ranks that share the bucket. replicas: as in `Bucket`.
         late: as in `Bucket`.
         resident: `mine` is a part of `flat`, which always has memory; else it is a copy.
         on_host: that copy lies in the host's memory.
@@ -147,7 +176,7 @@ def bucket_of(
     mine = flat[begin:end]
     if not resident:
         mine = to_host(mine) if on_host else mine.clone()
-    bucket = Bucket(names, parameters, flat, mine, dtype, late, offsets)
+    bucket = Bucket(names, parameters, flat, mine, dtype, axis, replicas, late, offsets, resident)
     for name, parameter, start in zip(names, parameters, offsets, strict=False):
         low, high = max(start, begin), min(start + parameter.numel(), end)
         if parameter.requires_grad and low < high:

@@ -17,7 +17,7 @@ embeddings) lies in a bucket that is reduced last, after that sum.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,7 @@ from hocket.runtime.data_parallel.buckets import (
     bucket_sizes,
     grad_dtype,
 )
-from hocket.runtime.data_parallel.flat import Bucket, bucket_of
+from hocket.runtime.data_parallel.flat import Bucket, Owners, bucket_of
 from hocket.runtime.data_parallel.shares import Shares
 from hocket.runtime.mesh import Axis
 from hocket.runtime.record import Recorder
@@ -46,7 +46,10 @@ class ShardedBuckets(Shares):
         module: whose parameters are taken over; those that need no gradient are left out. Their
             values move into flat buffers.
         late: names whose gradients are summed over other axes before they are reduced.
-        axis, replicas, recorder: as for `Shares`.
+        axis: the data ranks that share one state.
+        replicas: data ranks that hold the same share (hybrid sharding); of one rank: none.
+        recorder: as for `Shares`.
+        others: parameter name to the ranks that share its state where they are not those of `axis`.
         each_microbatch: reduce once a microbatch and keep only the share (ZeRO-2).
         bucket_mb, first_mb: as for `Buckets`.
     """
@@ -62,10 +65,12 @@ class ShardedBuckets(Shares):
         each_microbatch: bool,
         bucket_mb: float = BUCKET_MB,
         first_mb: float = FIRST_BUCKET_MB,
+        others: Mapping[str, Axis] | None = None,
     ) -> None:
         self.each_microbatch = each_microbatch
-        buckets = list(_buckets(module, late, axis, bucket_mb, first_mb))
-        super().__init__(buckets, axis, replicas, recorder, in_flight=IN_FLIGHT)
+        owners = Owners(axis, replicas, others or {})
+        buckets = list(_buckets(module, late, owners, bucket_mb, first_mb))
+        super().__init__(buckets, recorder, in_flight=IN_FLIGHT)
         self._wait_before_use(module)
 
     def _wait_before_use(self, module: nn.Module) -> None:
@@ -82,7 +87,7 @@ class ShardedBuckets(Shares):
         for bucket in reversed(self._buckets):
             with self.recorder.in_phase("step"):
                 bucket.gathering = all_gather_flat(
-                    bucket.flat, bucket.mine, self.axis, self.recorder
+                    bucket.flat, bucket.mine, bucket.axis, self.recorder
                 )
 
     def unshard(self) -> None:
@@ -109,18 +114,21 @@ class ShardedBuckets(Shares):
 
 
 def _buckets(
-    module: nn.Module, late: Collection[str], axis: Axis, bucket_mb: float, first_mb: float
+    module: nn.Module, late: Collection[str], owners: Owners, bucket_mb: float, first_mb: float
 ) -> Iterator[Bucket]:
     """Parameters in buckets, from the last to the first: of one dtype each, and late or not."""
     kinds: dict[Any, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
-            kind = (grad_dtype(parameter), parameter.dtype, parameter.device, name in late)
+            owned = owners.of(name)
+            kind = (grad_dtype(parameter), parameter.dtype, parameter.device, name in late, *owned)
             kinds.setdefault(kind, []).append((name, parameter))
-    for (dtype, _, _, is_late), found in kinds.items():
+    for (dtype, _, _, is_late, axis, replicas), found in kinds.items():
         sizes = [p.numel() * dtype.itemsize for _, p in found]
         for indices in bucket_sizes(sizes, bucket_mb, first_mb):
-            yield bucket_of([found[i] for i in indices], dtype, axis, late=is_late)
+            yield bucket_of(
+                [found[i] for i in indices], dtype, axis, replicas=replicas, late=is_late
+            )
 
 
 def _arrive(bucket: Bucket) -> None:

@@ -19,7 +19,6 @@ from torch import Tensor
 from hocket.runtime.collectives import Work, all_gather_flat, all_reduce, reduce_scatter_flat
 from hocket.runtime.data_parallel.buckets import on_gradient
 from hocket.runtime.data_parallel.flat import Bucket, Piece
-from hocket.runtime.mesh import Axis
 from hocket.runtime.record import Recorder
 
 
@@ -43,8 +42,6 @@ class Shares(abc.ABC):
 
     Args:
         buckets: of which those with pieces to step are in order of the module.
-        axis: the data ranks that share one state.
-        replicas: data ranks that hold the same share (hybrid sharding); of one rank: none.
         recorder: counts each message under the phase `step`.
         in_flight: buckets whose reduction may be under way at once: each holds a whole gradient
             until it ends.
@@ -53,14 +50,10 @@ class Shares(abc.ABC):
     def __init__(
         self,
         buckets: Sequence[Bucket],
-        axis: Axis,
-        replicas: Axis,
         recorder: Recorder,
         *,
         in_flight: int,
     ) -> None:
-        self.axis = axis
-        self.replicas = replicas
         self.recorder = recorder
         self._in_flight = in_flight
         self._last = False
@@ -133,7 +126,7 @@ class Shares(abc.ABC):
             self._finish(self._reducing.popleft())
         for bucket in self._buckets:
             assert bucket.share is not None
-            self._sum_replicas(bucket.share)
+            self._sum_replicas(bucket, bucket.share)
         self._to_host()
         for bucket in self._buckets:
             assert bucket.share is not None
@@ -175,7 +168,7 @@ class Shares(abc.ABC):
             assert bucket.share is not None, "wait() comes first"
             whole = torch.empty_like(bucket.flat, dtype=bucket.dtype)
             share = bucket.share.to(whole.device)
-            work = all_gather_flat(whole, share, self.axis, self.recorder)
+            work = all_gather_flat(whole, share, bucket.axis, self.recorder)
             if work is not None:
                 work.wait()
             for name, parameter, start in zip(
@@ -215,27 +208,28 @@ class Shares(abc.ABC):
         bucket.all_missing()
         while len(self._reducing) >= self._in_flight:
             self._finish(self._reducing.popleft())
-        part = whole.new_empty(whole.numel() // self.axis.size)
+        part = whole.new_empty(whole.numel() // bucket.axis.size)
         start = self.recorder.mark()
         with self.recorder.in_phase("step"):
-            work = reduce_scatter_flat(part, whole, self.axis, self.recorder)
+            work = reduce_scatter_flat(part, whole, bucket.axis, self.recorder)
         self._reducing.append(Reduction(bucket, whole, part, work, start))
 
     def _finish(self, reduction: Reduction) -> None:
         """Wait for one reduction and add what came; its whole gradient is let go."""
+        axis = reduction.bucket.axis
         if reduction.work is not None:
             reduction.work.wait()
             self.recorder.add(
                 reduction.start,
                 "communication",
                 "reduce-scatter",
-                f"reduce-scatter {self.axis.name}",
-                axis=self.axis.name,
+                f"reduce-scatter {axis.name}",
+                axis=axis.name,
                 bytes=reduction.whole.numel() * reduction.whole.element_size(),
             )
         bucket = reduction.bucket
         bucket.share = reduction.part if bucket.share is None else bucket.share.add_(reduction.part)
 
-    def _sum_replicas(self, share: Tensor) -> None:
+    def _sum_replicas(self, bucket: Bucket, share: Tensor) -> None:
         with self.recorder.in_phase("step"):
-            all_reduce(share, self.replicas, self.recorder)
+            all_reduce(share, bucket.replicas, self.recorder)

@@ -1,0 +1,69 @@
+"""ExpertPlan of a Hugging Face model: its modules of stacked experts.
+
+transformers computes experts in one form for all families (`transformers.integrations.moe`): a
+module whose parameters have the experts as their first dim, and whose forward is given tokens, the
+numbers of their experts and the routing weights. Whatever has that form can be divided over ranks.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+from torch import nn
+
+from hocket.models.plans.segments import folded
+from hocket.spec.plan import ExpertPlan, TensorPlan, matches
+
+_ARGUMENTS = 3
+
+
+def expert_plan(model: nn.Module, tensor: TensorPlan | None) -> tuple[ExpertPlan | None, str]:
+    """The experts of a causal language model; None where it has none, or none that ranks can hold
+    some of, and why.
+
+    Args:
+        model: the whole model; its device does not matter.
+        tensor: its tensor plan, which may slice each expert.
+    """
+    found: dict[str, bool] = {}
+    others: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if not type(module).__name__.endswith("Experts"):
+            continue
+        why = _why_not(module)
+        if why and "Shared" in type(module).__name__:
+            continue  # experts of every token, which are no choice of a router's
+        if why:
+            others[type(module).__name__] = why
+        else:
+            found[name] = True
+    if others:
+        return None, "; ".join(f"{kind} {why}" for kind, why in others.items())
+    if not found:
+        return None, ""
+    patterns = tuple(folded(found))
+    splits = {} if tensor is None else tensor.splits
+    sliced = tuple(
+        pattern
+        for pattern in patterns
+        if all(
+            any(s.style == "experts" and matches(p, name) for p, s in splits.items())
+            for name in found
+            if matches(pattern, name)
+        )
+    )
+    return ExpertPlan(modules=patterns, sliced=sliced), ""
+
+
+def _why_not(module: nn.Module) -> str:
+    """Why a module of experts has another form; empty: it has this one."""
+    own = list(module.named_parameters())
+    count = getattr(module, "num_experts", None)
+    if not isinstance(count, int) or not own:
+        return "does not keep its experts in stacked parameters"
+    odd = [name for name, p in own if "." in name or p.ndim < 2 or p.shape[0] != count]
+    if odd:
+        return f"has {', '.join(odd)}, whose first dim is not its {count} experts"
+    if len(inspect.signature(module.forward).parameters) != _ARGUMENTS:
+        return "is not called with tokens, the numbers of their experts and routing weights"
+    return ""

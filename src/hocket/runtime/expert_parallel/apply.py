@@ -1,0 +1,89 @@
+"""Applying an expert plan: each rank keeps its experts, and their modules change their class."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch import nn
+
+from hocket.runtime.expert_parallel.experts import expert_parallel_class
+from hocket.runtime.mesh import Axis
+from hocket.runtime.record import Recorder
+from hocket.spec.errors import LayoutError
+from hocket.spec.placement import Block, Placement
+from hocket.spec.plan import ExpertPlan, matches
+
+
+def apply_expert_parallel(
+    module: nn.Module,
+    plan: ExpertPlan,
+    placements: dict[str, Placement],
+    *,
+    experts: Axis,
+    tokens: Axis,
+    recorder: Recorder,
+) -> None:
+    """Keep this rank's experts of `module`, in place, and note where they are in `placements`.
+
+    Comes after `apply_tensor_parallel`, which may have sliced each expert over tp. Works on a
+    module that holds values and on one on the meta device; modules that a pipeline cut has replaced
+    stay.
+
+    Args:
+        module: one stage.
+        plan: names its modules of experts.
+        placements: of its parameters; those of experts are replaced.
+        experts: the ranks that together hold all experts.
+        tokens: ranks that are given the same tokens although they are not slices of one expert; of
+            one rank: none.
+        recorder: of their messages.
+
+    Raises:
+        LayoutError: the number of experts does not divide.
+    """
+    for name, child in list(module.named_modules()):
+        parameters = dict(child.named_parameters(recurse=False))
+        if not parameters or not any(matches(pattern, name) for pattern in plan.modules):
+            continue
+        own: Any = child
+        kind: Any = type(child)
+        if own.num_experts % experts.size:
+            raise LayoutError(f"{own.num_experts} experts do not divide over ep {experts.size}")
+        count = own.num_experts // experts.size
+        first = experts.index * count
+        for key, parameter in parameters.items():
+            full = f"{name}.{key}"
+            placements[full] = _placed(placements[full], first, count)
+            if experts.size > 1:
+                kept = parameter.detach()[first : first + count].clone()
+                child._parameters[key] = nn.Parameter(kept, parameter.requires_grad)
+        own.num_experts = count
+        own.__class__ = expert_parallel_class(kind)
+        own.experts_axis, own.tokens_axis, own.experts_recorder = experts, tokens, recorder
+        if not isinstance(getattr(child, "axis", None), Axis):
+            own.axis = experts  # as every split module has
+
+
+def _placed(placement: Placement, first: int, count: int) -> Placement:
+    """The placement with `count` experts from number `first` on, which are dim 0."""
+    blocks = []
+    for block in placement.blocks:
+        assert block.start[0] == 0, placement
+        assert block.size[0] == placement.shape[0], placement
+        blocks.append(
+            Block(
+                start=(first, *block.start[1:]),
+                local=block.local,
+                size=(count, *block.size[1:]),
+                copies=block.copies,
+            )
+        )
+    return dataclasses.replace(
+        placement,
+        local_shape=(count, *placement.local_shape[1:]),
+        blocks=tuple(blocks),
+        sharded=(*placement.sharded, "ep"),
+        replicated=(),
+        grad_sum=(),
+    )

@@ -1,0 +1,151 @@
+"""Expert-parallel experts: a module of stacked experts of which this rank holds some.
+
+They are whole or, with etp equal to tp, sliced over tp.
+
+Every rank of the expert group brings tokens of its own. Without sequence parallelism tensor ranks
+have the same tokens, and where experts are not sliced over tp each takes a part of them:
+
+    tokens [T, H]  -> own part [T / tp, H] -> dispatch, experts, combine -> all-gather [T, H]
+
+The module's own forward computes its experts, so that each family stays what transformers makes of
+it. It is given one expert a row and routing weights of one; the weights are applied where the
+token's rows are summed, in the same dtypes (transformers' `grouped_mm_experts_forward`).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hocket.runtime.collectives import all_gather
+from hocket.runtime.expert_parallel.dispatch import combine, dispatch, route
+from hocket.runtime.mesh import Axis
+from hocket.runtime.record import Recorder
+from hocket.runtime.tensor_parallel.experts import TensorParallelExperts
+from hocket.spec.errors import ModelError
+
+
+class ExpertParallelExperts(nn.Module):
+    """A module of stacked experts, `forward(hidden_states, top_k_index, top_k_weights)`.
+
+    Shapes: hidden_states [..., H] of T tokens, top_k_index and top_k_weights [T, k]; output as
+    hidden_states. Made by class swap.
+
+    Attributes:
+        experts_axis: the ranks that together hold all experts.
+        tokens_axis: ranks that are given the same tokens, each of which takes a part of them; of
+            one rank: this rank's tokens are its own.
+        load: [E of this rank] int64, rows of each expert since it was last set to zero.
+    """
+
+    experts_axis: Axis
+    tokens_axis: Axis
+    experts_recorder: Recorder
+    num_experts: int
+    load: Tensor | None = None
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        shape, width = hidden_states.shape, hidden_states.shape[-1]
+        hidden, index, weights = hidden_states.reshape(-1, width), top_k_index, top_k_weights
+        if index.shape != weights.shape or index.ndim != 2 or len(index) != len(hidden):
+            raise ModelError(
+                f"{type(self).__name__} is given {list(shape)}, choices {list(index.shape)} and "
+                f"weights {list(weights.shape)}; ep takes [tokens, hidden size], and [tokens, k] "
+                "of both"
+            )
+        sizes = _sizes(len(hidden), self.tokens_axis.size)
+        if self.tokens_axis.size > 1:
+            first, count = sum(sizes[: self.tokens_axis.index]), sizes[self.tokens_axis.index]
+            index = index.narrow(0, first, count)
+            hidden, weights = _Part.apply(  # type: ignore[no-untyped-call]
+                hidden, weights, sizes, (self.tokens_axis, self.experts_recorder)
+            )
+        out = self._own(hidden, index, weights)
+        if self.tokens_axis.size > 1:
+            out = _Whole.apply(out, sizes, self.tokens_axis, self.experts_recorder)  # type: ignore[no-untyped-call]
+        return out.view(shape)
+
+    def _own(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """[T, H] of tokens that no other rank has, to the sum of what their experts make."""
+        if torch.is_grad_enabled() and not hidden.requires_grad:
+            hidden = hidden.detach().requires_grad_()  # backward's messages go all the same
+        routes = route(index, self.num_experts, self.experts_axis, self.experts_recorder)
+        self._count(routes.load)
+        rows = dispatch(hidden, routes)
+        if sum(routes.received):
+            chosen = routes.expert_ids.unsqueeze(-1)
+            ones = weights.new_ones(chosen.shape)
+            rows = super().forward(rows, chosen, ones)  # type: ignore[misc]
+        else:
+            rows = _NoTokens.apply(rows, *self.parameters(recurse=False))  # type: ignore[no-untyped-call]
+        each = combine(rows, routes) * weights.reshape(-1, 1)
+        return each.view(*index.shape, -1).sum(1).to(hidden.dtype)
+
+    @torch.no_grad()
+    def _count(self, load: Tensor) -> None:
+        self.load = load if self.load is None else self.load.add_(load)
+
+
+def _sizes(tokens: int, degree: int) -> list[int]:
+    """Tokens of each rank that takes a part of them: the first take one more."""
+    return [tokens // degree + (i < tokens % degree) for i in range(degree)]
+
+
+class _Part(torch.autograd.Function):
+    """This rank's part of tokens and of their weights; backward gathers the gradients of both."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, hidden: Tensor, weights: Tensor, sizes: list[int], among: tuple[Axis, Recorder]
+    ) -> tuple[Tensor, Tensor]:
+        ctx.sizes, (axis, ctx.recorder) = sizes, among
+        ctx.axis = axis
+        first, count = sum(sizes[: axis.index]), sizes[axis.index]
+        return hidden.narrow(0, first, count).clone(), weights.narrow(0, first, count).clone()
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        both = torch.cat([dx, dy.to(dx.dtype)], -1)  # as `regions._CopyTwo`
+        whole = all_gather(both, ctx.axis, ctx.recorder, sizes=ctx.sizes)
+        first, second = torch.split(whole, [dx.shape[-1], dy.shape[-1]], -1)
+        return first.contiguous(), second.to(dy.dtype), None, None
+
+
+class _Whole(torch.autograd.Function):
+    """All tokens, of which each rank has a part; backward keeps this rank's part."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, part: Tensor, sizes: list[int], axis: Axis, recorder: Recorder
+    ) -> Tensor:
+        ctx.first, ctx.count = sum(sizes[: axis.index]), sizes[axis.index]
+        return all_gather(part, axis, recorder, sizes=sizes)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return grad.narrow(0, ctx.first, ctx.count), None, None, None
+
+
+class _NoTokens(torch.autograd.Function):
+    """Experts without a row: their gradients are zeros, and come when those of others do."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, *parameters: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.parameters = parameters
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return grad, *(torch.zeros_like(p) if p.requires_grad else None for p in ctx.parameters)
+
+
+@functools.cache
+def expert_parallel_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """The expert-parallel form of a class of stacked experts, sliced over tp or not."""
+    if issubclass(kind, TensorParallelExperts):
+        bases = (TensorParallelExperts, ExpertParallelExperts, kind.__bases__[-1])
+        return type(f"ExpertParallel{kind.__name__}", bases, {})
+    return type(f"ExpertParallel{kind.__name__}", (ExpertParallelExperts, kind), {})

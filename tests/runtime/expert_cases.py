@@ -1,0 +1,110 @@
+"""What ranks run in the tests of expert parallelism: one module of experts, routed by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hocket.models.plans.experts import expert_plan
+from hocket.models.skeleton import build
+from hocket.runtime.collectives import all_reduce
+from hocket.runtime.expert_parallel import apply_expert_parallel
+from hocket.runtime.mesh import Axis, Mesh
+from hocket.spec.layout import Layout
+from hocket.spec.placement import Placement
+from tests.families import EXPERTS, FAMILIES
+
+WIDTH = 32
+
+
+def block(family: str) -> nn.Module:
+    """The first set of experts of a tiny model, computed as its family writes it: by a loop."""
+    model: Any = build({**FAMILIES, **EXPERTS}[family], device="cpu", dropout=0.0)
+    model.set_experts_implementation("eager")
+    found = next(m for n, m in model.named_modules() if n.endswith(".experts"))
+    holder = nn.Module()
+    holder.experts = found
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        with torch.no_grad():
+            for parameter in holder.parameters():
+                parameter.copy_(0.3 * torch.randn(parameter.shape))
+    return holder
+
+
+def choices(routing: str, tokens: int, experts: int, generator: torch.Generator) -> Tensor:
+    """[tokens, k], experts of each token."""
+    if routing == "one":
+        return torch.full((tokens, 1), 1)
+    if routing == "empty":  # neither the last expert, nor any of the first half
+        return (
+            experts // 2
+            + torch.rand(tokens, experts // 2 - 1, generator=generator).argsort(1)[:, :2]
+        )
+    return torch.rand(tokens, experts, generator=generator).argsort(1)[:, :2]
+
+
+def tokens_of(rank: int, routing: str, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(hidden, choices, routing weights, gradient of the output) of one data rank; each has
+    another number of tokens."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    count = 5 + 2 * rank
+    index = choices(routing, count, experts, generator)
+    hidden = torch.randn(count, WIDTH, generator=generator)
+    weights = torch.rand(index.shape, generator=generator)
+    return hidden, index, weights, torch.randn(count, WIDTH, generator=generator)
+
+
+def experts(context: Any, layout: str, family: str, routing: str) -> dict[str, float]:
+    """The largest relative difference from one process of: output, and gradients of tokens,
+    routing weights and parameters."""
+    where = Layout.parse(layout)
+    mesh = Mesh(where, context.rank)
+    whole, holder = block(family), block(family)
+    plan, why = expert_plan(holder, None)
+    assert plan is not None, why
+    count = whole.experts.num_experts
+    given = [tokens_of(rank, routing, count) for rank in range(where.dp)]
+    hidden, index, weights, gradient = (torch.cat(parts) for parts in zip(*given, strict=True))
+    hidden.requires_grad_(), weights.requires_grad_()
+    wanted = whole.experts(hidden, index, weights)
+    wanted.backward(gradient)
+
+    placements = {n: Placement.whole(n, tuple(p.shape)) for n, p in holder.named_parameters()}
+    alike = mesh.axis("tp") if where.tp > 1 else Axis("tp")
+    apply_expert_parallel(
+        holder, plan, placements,
+        experts=mesh.axis("expert"), tokens=alike, recorder=mesh.recorder,
+    )  # fmt: skip
+    me = mesh.axis("dp").index
+    own, chosen, own_weights, own_gradient = given[me]
+    own.requires_grad_(), own_weights.requires_grad_()
+    out = holder.experts(own, chosen, own_weights)
+    out.backward(own_gradient)
+    first = sum(len(part[0]) for part in given[:me])
+    mine = slice(first, first + len(own))
+    found = {
+        "output": _gap(out, wanted[mine]),
+        "hidden": _gap(own.grad, hidden.grad[mine]),
+        "weights": _gap(own_weights.grad, weights.grad[mine]),
+    }
+    whole_parameters = dict(whole.named_parameters())
+    for name, parameter in holder.named_parameters():
+        assert parameter.grad is not None, f"{name} has no gradient on rank {context.rank}"
+        total = parameter.grad.clone()
+        all_reduce(total, mesh.axis("expert_data"), mesh.recorder)
+        (box,) = placements[name].blocks
+        reference = whole_parameters[name].grad
+        reference = torch.zeros_like(whole_parameters[name]) if reference is None else reference
+        assert tuple(total.shape) == placements[name].local_shape
+        assert len(total) == count // where.ep
+        found[name] = _gap(total, reference[box.in_global], float(reference.abs().max()))
+    found["rows"] = float(holder.experts.load.sum())
+    return found
+
+
+def _gap(one: Tensor, other: Tensor, scale: float = 0.0) -> float:
+    largest = scale or float(other.abs().max()) or 1.0
+    return float((one - other).abs().max()) / largest if other.numel() else 0.0
