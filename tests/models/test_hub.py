@@ -255,13 +255,13 @@ def test_formats_that_are_not_read_are_named(loopback, tmp_path) -> None:
     other = Repo("org/flax", {"config.json": CONFIG, "flax_model.msgpack": b"1"})
     no_model = Repo("org/code", {"main.c": b"1"})
     quantized = Repo("org/gptq", {"README.md": CARD, "config.json": json.dumps(
-        {**LLAMA, "quantization_config": {"quant_method": "gptq"}}).encode()})  # fmt: skip
+        {**LLAMA, "quantization_config": {"quant_method": "aqlm"}}).encode()})  # fmt: skip
     with loopback(gguf, pickled, other, no_model, quantized) as server:
         for weights in (True, False):
             with pytest.raises(ModelError, match=r"GGUF weights \(a.Q4_K.gguf\)") as caught:
                 resolve("org/gguf", weights=weights)
             assert str(caught.value.hint).endswith("org/whole")
-            with pytest.raises(ModelError, match=r"quantized \(gptq\), which is not") as caught:
+            with pytest.raises(ModelError, match=r"quantized \(aqlm\), which is not") as caught:
                 resolve("org/gptq", weights=weights)
             assert str(caught.value.hint).endswith("org/whole")
         with pytest.raises(ModelError, match=r"as pytorch_model-1\.bin, a pickle") as caught:

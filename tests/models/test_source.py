@@ -125,7 +125,27 @@ def test_run_spec_gives_the_source_back(tmp_path):
         ({"model_type": "gemma3"}, "not a text-only causal language model"),
         ({"model_type": "vit"}, "not a text-only causal language model"),
         ({**LLAMA, "architectures": ["LlamaForSequenceClassification"]}, "was saved as"),
-        ({**LLAMA, "quantization_config": {"quant_method": "gptq"}}, "quantized .gptq."),
+        ({**LLAMA, "quantization_config": {"quant_method": "aqlm"}}, "quantized .aqlm."),
+        ({**LLAMA, "quantization_config": {"quant_method": "gptq", "bits": 3}}, "gptq with 3 bits"),
+        (
+            {**LLAMA, "quantization_config": {"quant_method": "awq", "bits": 4, "version": "gemv"}},
+            "awq in the layout 'gemv'",
+        ),
+        (
+            {**LLAMA, "quantization_config": {"quant_method": "fp8", "weight_block_size": [0, 1]}},
+            "weight_block_size",
+        ),
+        (
+            {
+                **LLAMA,
+                "quantization_config": {
+                    "quant_method": "compressed-tensors",
+                    "format": "nvfp4-pack-quantized",
+                },
+            },
+            "compressed-tensors in the format 'nvfp4",
+        ),
+        ({**LLAMA, "quantization_config": [1]}, "by no named method"),
     ],
 )
 def test_what_is_refused(tmp_path, config, words):

@@ -30,6 +30,12 @@ DTYPES = {
 }  # fmt: skip
 """Dtypes that a model's tensors may have, by the format's name."""
 
+QUANTIZED_DTYPES = {
+    **DTYPES,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+}  # fmt: skip
+"""Dtypes that the tensors of a quantized weight may have besides."""
+
 STAGED_BYTES = 4 << 20
 """Most bytes of a file that are held at once while they are converted."""
 
@@ -42,16 +48,16 @@ class DiskTensor:
         key: its name there.
 
     Attributes:
-        shape, dtype: as the file has it.
+        key, shape, dtype: as the file has it.
     """
 
     def __init__(self, file: TensorFile, key: str) -> None:
         entry = file.entries[key]
         self.shape = entry.shape
-        self.dtype = DTYPES[entry.dtype]
+        self.dtype = QUANTIZED_DTYPES[entry.dtype]
         self._item = ITEM_BYTES[entry.dtype]
         self._file = file
-        self._key = key
+        self.key = key
 
     def read(self, box: Sequence[slice], to: Tensor) -> None:
         """Fill `to`, of the box's shape, any dtype and any device.
@@ -61,13 +67,13 @@ class DiskTensor:
         """
         first = [part.start for part in box]
         sizes = [part.stop - part.start for part in box]
-        assert tuple(to.shape) == tuple(sizes), (self._key, to.shape, sizes)
+        assert tuple(to.shape) == tuple(sizes), (self.key, to.shape, sizes)
         if 0 in sizes:
             return
         staging = torch.empty(min(STAGED_BYTES, math.prod(sizes) * self._item), dtype=torch.uint8)
         raw: Any = staging.numpy()
         view = memoryview(raw)
-        for start, size in _parts(sizes, STAGED_BYTES // self._item):
+        for start, size in parts(sizes, STAGED_BYTES // self._item):
             count = math.prod(size) * self._item
             self._stage([f + s for f, s in zip(first, start, strict=True)], size, view[:count])
             staged = staging[:count].view(self.dtype).view(size)
@@ -91,11 +97,11 @@ class DiskTensor:
         at = 0
         for index in itertools.product(*(range(n) for n in sizes[:outer])):
             offset = base + sum(i * s for i, s in zip(index, strides, strict=False))
-            self._file.read_into(self._key, offset * self._item, view[at : at + run])
+            self._file.read_into(self.key, offset * self._item, view[at : at + run])
             at += run
 
 
-def _parts(sizes: Sequence[int], most: int) -> Iterator[tuple[list[int], list[int]]]:
+def parts(sizes: Sequence[int], most: int) -> Iterator[tuple[list[int], list[int]]]:
     """A box in parts of at most `most` elements, in order: (first index, extent) of each."""
     if math.prod(sizes) <= most:
         yield [0] * len(sizes), list(sizes)

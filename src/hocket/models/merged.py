@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hocket.models import quantization
 from hocket.models.fetched import ADAPTER, ADAPTER_CONFIG
 from hocket.models.weight_headers import INDEX, SINGLE, headers
 from hocket.spec import downloads
@@ -94,8 +95,16 @@ def directory(name: str, found: Adapter, base: Path) -> Path:
         base: directory of the base's safetensors.
 
     Raises:
-        ModelError: the adapter's file is missing or damaged, or does not fit the base.
+        ModelError: the adapter's file is missing or damaged, or does not fit the base, or the base
+            is quantized.
     """
+    if (how := quantization.of_directory(base)) is not None:
+        raise ModelError(
+            f"{name} is an adapter of {found.base}, whose weights are quantized ({how.method}): "
+            "an adapter is merged into weights in fp32, bf16 or fp16",
+            hint="name the model that its base was quantized from in "
+            f"base_model_name_or_path of {found.folder / ADAPTER_CONFIG}",
+        )
     file = found.folder / ADAPTER
     if not file.exists():
         raise ModelError(

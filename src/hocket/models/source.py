@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from hocket.models import fetched, hub, merged, registry, repo_id
+from hocket.models import fetched, hub, merged, quantization, registry, repo_id
 from hocket.models.dimensions import Dimensions, dimensions
 from hocket.models.weight_headers import INDEX, SINGLE
 from hocket.spec import checkpoint
@@ -39,7 +39,9 @@ _FOREIGN = (
     "experts_implementation",
     "kernel_config",
     "use_kernels",
-)  # keys of a configuration that name code to run: a model file never chooses that
+    "quantization_config",
+    "compression_config",
+)  # keys that name code to run: a model file never chooses that; or how its weights are stored
 _OTHER_TASKS = (
     "ForSequenceClassification",
     "ForTokenClassification",
@@ -99,7 +101,7 @@ def resolve(
     Raises:
         ModelError: nothing of that name, an unreadable configuration, a model type that the
             installed transformers does not know or has no causal language model for, code that
-            is not trusted, quantized or pickled weights.
+            is not trusted, pickled weights, or weights quantized in a way that is not read.
     """
     text = os.fspath(name)
     path = Path(text).expanduser()
@@ -360,6 +362,7 @@ def _check(
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise ModelError(f"the configuration of {name} has no model_type")
+    quantization.parse(name, config, base)
     if "auto_map" in config:
         if not trust_remote_code:
             raise _untrusted(name)
@@ -387,17 +390,6 @@ def _check(
             f"{name} is an encoder: every token of a {model_type} sees those after it, "
             "so there is nothing to predict",
             hint='"is_decoder": true in its config.json makes it a causal language model',
-        )
-    quantized = config.get("quantization_config")
-    if quantized:
-        method = quantized.get("quant_method") if isinstance(quantized, dict) else None
-        original = base()
-        raise ModelError(
-            f"the weights of {name} are quantized ({method or 'by no named method'}), which is not "
-            "supported; the rule is fp32, bf16 or fp16",
-            hint=f"the model that it was made from: {original}"
-            if original
-            else "the model that it was made from: its card names it",
         )
     return _without_foreign(config)
 

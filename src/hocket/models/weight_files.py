@@ -2,7 +2,8 @@
 
 Only the blocks that a rank holds are read from the files. Names in a file may differ from the
 module's: transformers' own renaming rules are applied (a missing or extra `model.` or
-`transformer.` prefix, tensors renamed since, experts stored one by one).
+`transformer.` prefix, tensors renamed since, experts stored one by one). Quantized weights are read
+to floats on the way (`models.dequantized`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from hocket.models import quantization, quantized_files
+from hocket.models.dequantized import Dequantized
 from hocket.models.disk_tensor import DTYPES, DiskTensor
 from hocket.models.weight_headers import headers, shown
 from hocket.spec.errors import WeightsError
@@ -65,6 +68,11 @@ class WeightFiles:
         self._ties: dict[str, str] = dict(getattr(skeleton, "all_tied_weights_keys", None) or {})
         self._where = headers(directory)
         self._files = list(dict.fromkeys(self._where.values()))
+        self._quantized: dict[str, Dequantized] = {}
+        how = quantization.of_directory(directory)
+        if how is not None:
+            self._quantized, used = quantized_files.tensors(self._where, how)
+            self._where = {key: file for key, file in self._where.items() if key not in used}
         self._check_dtypes()
         unexpected = self._map_names()
         self._check(unexpected)
@@ -111,10 +119,10 @@ class WeightFiles:
         for file in self._files:
             file.close()
 
-    def _tensor(self, key: str) -> DiskTensor:
-        return DiskTensor(self._where[key], key)
+    def _tensor(self, key: str) -> DiskTensor | Dequantized:
+        return self._quantized.get(key) or DiskTensor(self._where[key], key)
 
-    def _stack(self, stored: _Stored) -> list[list[DiskTensor]] | None:
+    def _stack(self, stored: _Stored) -> list[list[DiskTensor | Dequantized]] | None:
         """Experts stored one by one: per source pattern, its tensors, to be stacked on dim 0 and
         laid side by side on dim 1. None: the rule does something else."""
         operations: list[Any] = stored.converter.operations if stored.converter else []
@@ -160,7 +168,7 @@ class WeightFiles:
         prefix, meta = model.base_model_prefix, model.state_dict()
         self._stored: dict[str, _Stored] = {}
         unexpected: list[str] = []
-        for key in sorted(self._where, key=dot_natural_key):
+        for key in sorted([*self._where, *self._quantized], key=dot_natural_key):
             name, pattern = rename_source_key(key, renamings, converters, prefix, meta)
             if name not in meta and key in meta:
                 name, pattern = rename_source_key(key, [], [], prefix, meta)
@@ -196,7 +204,11 @@ class WeightFiles:
                     wrong.append(f"missing {name} {list(shape)}")
                 continue
             stored = self._stored_shape(name)
-            dtypes = {self._where[key].entries[key].dtype for key in self._keys(name)}
+            dtypes = {
+                self._where[key].entries[key].dtype
+                for key in self._keys(name)
+                if key not in self._quantized
+            }
             whole = sorted(d for d in dtypes if not DTYPES[d].is_floating_point)
             if name in self._floats and whole:
                 wrong.append(f"{name} is {whole[0]} in the file, a float in the model")
@@ -218,7 +230,7 @@ class WeightFiles:
         stored = self._stored[name]
         if stored.converter is None:
             (key,) = stored.sources[next(iter(stored.sources))]
-            return self._where[key].entries[key].shape
+            return self._tensor(key).shape
         layout = self._stack(stored)
         if layout is None:
             return None  # known only once it is converted
@@ -230,7 +242,9 @@ class WeightFiles:
         return (len(layout[0]), rows, *layout[0][0].shape[1:])
 
 
-def _copy_stacked(layout: list[list[DiskTensor]], there: tuple[slice, ...], to: Tensor) -> None:
+def _copy_stacked(
+    layout: list[list[DiskTensor | Dequantized]], there: tuple[slice, ...], to: Tensor
+) -> None:
     """Copy one box of stacked, side-by-side experts without building the stack."""
     experts, rows, *rest = there
     first = 0
