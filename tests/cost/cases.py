@@ -105,6 +105,7 @@ def recorded_and_expected(
             num_microbatches=count,
             hidden_size=H,
             bucket_bytes=bucket_mb * 1e6,
+            experts_per_token=config.get("num_experts_per_tok", 0),
         ),
         [
             StageShare.of_plan(

@@ -16,6 +16,12 @@ send and receive, the output for all-gather).
                            (Korthikanti et al. 2022, 4.2.2)
         pp   send, receive T H e to and from each neighbouring stage, forward and backward; of
              slices (sequence parallel) T H e / tp
+        expert (ep) for each set of E experts, t tokens of a rank (T / tp where tensor ranks divide
+             all-to-all    them), k experts of a token: of the counts E 8 forward; of the tokens
+             t k H e there and back, forward and backward (Lepikhin et al. 2021, GShard): counted by
+             the tokens' own rank, whatever the router chose; 1/ep of them on average stay
+        tp   all-gather    with etp below tp, of the experts' outputs and of gradients, T H e and
+             T (H + k) e
     once a step
         dp   all-reduce    of all gradients, in buckets; of the number of valid tokens
         shard (ZeRO-1, 2)  instead: reduce-scatter of all gradients (ZeRO-2: each microbatch), and
@@ -24,7 +30,8 @@ send and receive, the output for all-gather).
              what is no layer once; reduce-scatter of all gradients
         tp   all-reduce    of gradients that are partial sums (norms over heads, key/value copies)
         embedding all-reduce  of tied gradients, between first and last stage
-        world all-reduce   of the loss; model: of the squared norm
+        expert_data        of the experts what dp and shard have of all else (ep, etp)
+        world all-reduce   of the loss; model: of the squared norm (world with ZeRO, ep or etp)
 
 Legend: B rows of a microbatch, S sequence, T = B S tokens, H hidden, V vocabulary, e bytes of an
 element. Axes of one rank do not communicate.
@@ -32,76 +39,33 @@ element. Axes of one rank do not communicate.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from hocket.cost.communication_table import (
+    FIRST_BUCKET_BYTES,
+    FLOAT,
+    INTEGER,
+    Key,
+    Step,
+    Table,
+    block_gathers,
+    bucket_bytes,
+)
+from hocket.cost.expert_communication import add_experts
 from hocket.cost.stage_communication import StageShare
 from hocket.spec.layout import Layout
-from hocket.spec.plan import AFTER, BEFORE, OTHER
 
-FIRST_BUCKET_BYTES = 1_000_000
-FLOAT, INTEGER = 4, 8
-
-Key = tuple[str, str, str]
-"""(name, axis, phase)."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Step:
-    """One training step of one data rank, in numbers.
-
-    Attributes:
-        seq_len: S.
-        microbatch_size: B, rows of one microbatch on one data rank.
-        num_microbatches: of one data rank.
-        hidden_size: H.
-        element_bytes: e, of activations that travel and of parameters.
-        gradient_bytes: of an element of a gradient.
-        counts_tokens: the number of valid tokens is summed over dp (not known beforehand).
-        clips: the norm of the gradient is computed.
-        bucket_bytes: capacity of a gradient bucket; the first holds at most 1 MB.
-    """
-
-    seq_len: int
-    microbatch_size: int
-    num_microbatches: int
-    hidden_size: int
-    element_bytes: int = 4
-    gradient_bytes: int = 4
-    counts_tokens: bool = True
-    clips: bool = True
-    bucket_bytes: float = 25_000_000
-
-    @property
-    def tokens(self) -> int:
-        """T, tokens of one microbatch."""
-        return self.microbatch_size * self.seq_len
-
-    @property
-    def hidden_bytes(self) -> int:
-        """T H e, the message between stages and of a tensor-parallel all-reduce."""
-        return self.tokens * self.hidden_size * self.element_bytes
-
-
-class _Table:
-    """Counts and bytes by (name, axis, phase)."""
-
-    def __init__(self) -> None:
-        self.rows: dict[Key, list[int]] = {}
-
-    def add(self, name: str, axis: str, phase: str, count: int, nbytes: int) -> None:
-        """`count` messages of `nbytes` each."""
-        if count:
-            row = self.rows.setdefault((name, axis, phase), [0, 0])
-            row[0] += count
-            row[1] += count * nbytes
-
-    def list(self) -> list[dict[str, Any]]:
-        return [
-            {"name": name, "axis": axis, "phase": phase, "count": count, "bytes": nbytes}
-            for (name, axis, phase), (count, nbytes) in sorted(self.rows.items())
-        ]
+__all__ = [
+    "FIRST_BUCKET_BYTES",
+    "Step",
+    "bucket_bytes",
+    "communication",
+    "differences",
+    "frozen_buckets",
+    "shared_buckets",
+    "threads_communication",
+]
 
 
 def communication(
@@ -123,8 +87,9 @@ def communication(
     place = list(stage_ranks or [s % layout.pp for s in range(layout.num_stages)])
     here = layout.coordinate(rank)["pp"]
     held = list(shares)
+    tp_index = layout.coordinate(rank)["tp"]
     assert sorted(s.stage for s in held) == [s for s, r in enumerate(place) if r == here], held
-    table = _Table()
+    table = Table()
     partial: dict[str, int] = {}
     for share in held:
         if layout.tp > 1:
@@ -132,6 +97,7 @@ def communication(
             _loss(table, step, share, layout.tp)
             for axis, nbytes in share.partial_bytes.items():
                 partial[axis] = partial.get(axis, 0) + nbytes
+        add_experts(table, layout, step, share, tp_index)
         _pipeline(table, step, share.stage, place, layout.tp if layout.sequence_parallel else 1)
         if layout.dp > 1:
             if layout.zero:
@@ -148,14 +114,15 @@ def communication(
         table.add("all-reduce", "dp", "step", 1, INTEGER)
     if layout.world_size > 1:
         table.add("all-reduce", "world", "step", 1, FLOAT)
-    if step.clips and layout.zero and layout.dp > 1:
+    apart = any(share.experts for share in held) or (layout.zero and layout.dp > 1)
+    if step.clips and apart and layout.world_size > 1:
         table.add("all-reduce", "world", "step", 1, FLOAT)
     elif layout.tp * layout.cp * layout.pp > 1 and step.clips:
         table.add("all-reduce", "model", "step", 1, FLOAT)
     return table.list()
 
 
-def _tensor(table: _Table, step: Step, share: StageShare) -> None:
+def _tensor(table: Table, step: Step, share: StageShare) -> None:
     """What split layers cost each microbatch."""
     number, e = step.num_microbatches, step.element_bytes
     sums = share.forward_sums + share.backward_sums + share.repeated_sums
@@ -174,7 +141,7 @@ def _tensor(table: _Table, step: Step, share: StageShare) -> None:
         table.add("all-gather", "tp", "microbatch", number, step.tokens * count * INTEGER)
 
 
-def _sharded(table: _Table, layout: Layout, step: Step, share: StageShare) -> None:
+def _sharded(table: Table, layout: Layout, step: Step, share: StageShare) -> None:
     """ZeRO: gradients reduced in shares, parameters gathered; bytes of whole buckets, whose number
     of elements is rounded up to a multiple of the ranks."""
     ranks = layout.shard or layout.dp
@@ -208,7 +175,7 @@ def shared_buckets(
             if is_late == late:
                 blocks[block] = blocks.get(block, 0) + nbytes
         for block, nbytes in blocks.items():
-            yield late, nbytes, _gathers(block, step)
+            yield late, nbytes, block_gathers(block, step)
 
 
 def frozen_buckets(layout: Layout, step: Step, share: StageShare) -> Iterator[tuple[int, int]]:
@@ -220,22 +187,17 @@ def frozen_buckets(layout: Layout, step: Step, share: StageShare) -> Iterator[tu
     for block, nbytes, late in share.frozen:
         buckets[block, late] = buckets.get((block, late), 0) + nbytes
     for (block, _), nbytes in buckets.items():
-        yield nbytes, _gathers(block, step)
+        yield nbytes, block_gathers(block, step)
 
 
-def _gathers(block: str, step: Step) -> int:
-    """How often ZeRO-3 gathers a block in a step."""
-    return (1 if block in (BEFORE, AFTER, OTHER) else 2) * step.num_microbatches
-
-
-def _loss(table: _Table, step: Step, share: StageShare, tp: int) -> None:
+def _loss(table: Table, step: Step, share: StageShare, tp: int) -> None:
     """The split loss: of each token and rank, a log-sum-exp and a label's logit, in fp32."""
     if share.split_loss:
         nbytes = tp * 2 * step.tokens * FLOAT
         table.add("all-gather", "tp", "microbatch", step.num_microbatches, nbytes)
 
 
-def _pipeline(table: _Table, step: Step, stage: int, place: Sequence[int], slices: int) -> None:
+def _pipeline(table: Table, step: Step, stage: int, place: Sequence[int], slices: int) -> None:
     """Hidden states (one of their `slices`) forward and their gradients back, where the neighbour
     is another rank."""
     nbytes = step.hidden_bytes // slices
@@ -243,24 +205,6 @@ def _pipeline(table: _Table, step: Step, stage: int, place: Sequence[int], slice
         if 0 <= neighbour < len(place) and place[neighbour] != place[stage]:
             for name in ("send", "receive"):
                 table.add(name, "pp", "microbatch", step.num_microbatches, nbytes)
-
-
-def bucket_bytes(gradients: Sequence[int], capacity: float) -> list[int]:
-    """Bytes of each gradient bucket: filled from the last parameter to the first.
-
-    Backward reaches the last parameters first. The first bucket holds at most 1 MB, so that
-    communication begins early; a parameter larger than a bucket has one of its own (after Li et
-    al. 2020, section 3.2).
-    """
-    filled: list[int] = []
-    limit = min(FIRST_BUCKET_BYTES, capacity)
-    for nbytes in reversed(gradients):
-        if filled and filled[-1] + nbytes <= limit:
-            filled[-1] += nbytes
-        else:
-            limit = capacity if filled else limit
-            filled.append(nbytes)
-    return filled
 
 
 def threads_communication(
@@ -282,7 +226,7 @@ def threads_communication(
         state_bytes: of parameters and buffers, broadcast.
         gradient_bytes: of the parameters' gradients, reduced onto the master.
     """
-    table = _Table()
+    table = Table()
     if replicas > 1:
         for name, nbytes in (
             ("scatter", input_bytes),

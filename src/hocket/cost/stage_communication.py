@@ -48,6 +48,12 @@ class StageShare:
             order.
         frozen: of each parameter without a gradient its block, its elements in the bytes that a
             gradient would have, and whether it lies in the bucket of what would be late.
+        experts: number of experts of each module that ep or etp places, in the module's order (of
+            the model, not of this rank).
+        experts_again: the same of those that full recompute repeats in backward.
+        experts_whole: of those, how many are repeated to the end of their module.
+        expert_gradients, expert_frozen: block and bytes of the gradient of each of their
+            parameters, which the other fields leave out; those that have none, as in `frozen`.
         partial_bytes: axis to bytes of gradients that are partial sums over it, once a step.
         tied_bytes: bytes of gradients that another stage holds too; one entry per tie.
     """
@@ -70,6 +76,11 @@ class StageShare:
     late: tuple[bool, ...] = ()
     blocks: tuple[str, ...] = ()
     frozen: tuple[tuple[str, int, bool], ...] = ()
+    experts: tuple[int, ...] = ()
+    experts_again: tuple[int, ...] = ()
+    experts_whole: int = 0
+    expert_gradients: tuple[tuple[str, int], ...] = ()
+    expert_frozen: tuple[tuple[str, int], ...] = ()
     partial_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     tied_bytes: tuple[int, ...] = ()
 
@@ -126,7 +137,11 @@ class StageShare:
         are those of a gradient. `layout` says
         which layers are recomputed; None: none.
         """
-        every = [p for p in placements.values() if _is_own(p, placements)]
+        if layout is not None:
+            plan = dataclasses.replace(plan, tensor=plan.tensor_for(layout))
+        everything = [p for p in placements.values() if _is_own(p, placements)]
+        every = [p for p in everything if not p.is_expert]
+        moved = [p for p in everything if p.is_expert]
         own = [p for p in every if trained is None or p.name in trained]
         e = element_bytes
 
@@ -182,8 +197,41 @@ class StageShare:
             ),
             partial_bytes=partial,
             tied_bytes=tuple(tied),
+            **_experts(plan, placements, layout),
+            expert_gradients=tuple(
+                (block_of(p.name, plan.stages), math.prod(p.local_shape) * e)
+                for p in moved
+                if trained is None or p.name in trained
+            ),
+            expert_frozen=tuple(
+                (block_of(p.name, plan.stages), math.prod(p.local_shape) * e)
+                for p in moved
+                if trained is not None and p.name not in trained
+            ),
             **fields,
         )
+
+
+def _experts(
+    plan: ParallelPlan, placements: Mapping[str, Placement], layout: Layout | None
+) -> dict[str, Any]:
+    """The fields of a share that come from experts over ranks."""
+
+    def counts(held: Mapping[str, Placement]) -> dict[str, int]:
+        return {n.rpartition(".")[0]: p.shape[0] for n, p in held.items() if p.is_expert}
+
+    modules = counts(placements)
+    if not modules or layout is None:
+        return {}
+    found: dict[str, Any] = {"experts": tuple(modules.values())}
+    if layout.recompute == "full":
+        assert plan.stages is not None
+        again = counts(_recomputed(plan, placements, layout))
+        depth = len(plan.stages.layers.split(".")) + 1
+        own = [".".join(module.split(".")[depth:]) for module in again]
+        found["experts_again"] = tuple(again.values())
+        found["experts_whole"] = sum(name not in plan.stages.ends for name in own)
+    return found
 
 
 def _is_own(placement: Placement, placements: Mapping[str, Placement]) -> bool:
@@ -334,14 +382,7 @@ def _again(
     assert plan.stages is not None
     assert plan.tensor is not None
     prefix = f"{plan.stages.layers}."
-    inside = {name: p for name, p in placements.items() if name.startswith(prefix)}
-    numbers = sorted({int(name[len(prefix) :].partition(".")[0]) for name in inside})
-    kept = {f"{prefix}{number}." for number in numbers[: layout.recompute_layers]}
-    again = {
-        name: p
-        for name, p in inside.items()
-        if f"{prefix}{name[len(prefix) :].partition('.')[0]}." in kept
-    }
+    again = _recomputed(plan, placements, layout)
     stops = 0
     for module in _modules(again):
         split = _split_of(plan.tensor, module)
@@ -349,6 +390,22 @@ def _again(
         if split is not None and split.style in ("row", "experts") and own in plan.stages.ends:
             stops += 1
     return again, stops
+
+
+def _recomputed(
+    plan: ParallelPlan, placements: Mapping[str, Placement], layout: Layout
+) -> dict[str, Placement]:
+    """The placements of the layers that full recompute runs again."""
+    assert plan.stages is not None
+    prefix = f"{plan.stages.layers}."
+    inside = {name: p for name, p in placements.items() if name.startswith(prefix)}
+    numbers = sorted({int(name[len(prefix) :].partition(".")[0]) for name in inside})
+    kept = {f"{prefix}{number}." for number in numbers[: layout.recompute_layers]}
+    return {
+        name: p
+        for name, p in inside.items()
+        if f"{prefix}{name[len(prefix) :].partition('.')[0]}." in kept
+    }
 
 
 def _modules(placements: Mapping[str, Placement]) -> dict[str, set[str]]:

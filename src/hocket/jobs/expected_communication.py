@@ -99,6 +99,7 @@ def rows(
     from hocket.models.plans import plan_for
     from hocket.models.skeleton import build as build_skeleton
     from hocket.models.source import of_run
+    from hocket.runtime.expert_parallel import apply_expert_parallel
     from hocket.runtime.fp8 import MULTIPLE
     from hocket.runtime.lora import placed
     from hocket.runtime.mesh import Axis
@@ -128,8 +129,9 @@ def rows(
         bounds = choose_cut(layout.pipeline_split, plan.stages.num_layers, num_stages, **costs)
     element_bytes = torch.empty(0, dtype=dtype).element_size()
     routing = element_bytes
-    if layout.tp > 1 and layout.sequence_parallel:
-        routing = _routing_bytes(skeleton, plan) or element_bytes
+    choices = int(source.config.get("num_experts_per_tok") or 0)
+    if layout.splits_experts or (layout.tp > 1 and layout.sequence_parallel):
+        routing, choices = _routing(skeleton, plan) or (element_bytes, choices)
     device = spec.options.device
     cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     step = Step(
@@ -138,11 +140,12 @@ def rows(
         num_microbatches=layout.microbatches or 1,
         hidden_size=source.dimensions.hidden_size,
         element_bytes=element_bytes,
+        experts_per_token=choices,
         counts_tokens=False,  # the training loop knows the number: no sequence is padded
         bucket_bytes=1e6 * bucket_mb(spec.options.bucket_mb, cuda=cuda, dp=layout.dp),
     )
 
-    def share(stage: int, tp_index: int) -> StageShare:
+    def share(stage: int, tp_index: int, ep_index: int) -> StageShare:
         import copy
 
         part = copy.deepcopy(skeleton)
@@ -150,7 +153,18 @@ def rows(
             assert plan.stages is not None
             part = cut(skeleton, plan.stages, bounds, stage)
         axis = Axis("tp", layout.tp, tp_index, tuple(range(layout.tp)), None)
-        placements = apply_tensor_parallel(part, plan.tensor, axis, Recorder(0), plan.sequence)
+        placements = apply_tensor_parallel(
+            part, plan.tensor_for(layout), axis, Recorder(0), plan.sequence
+        )
+        if layout.splits_experts and plan.experts is not None:
+            apply_expert_parallel(
+                part,
+                plan.experts,
+                placements,
+                experts=Axis("expert", layout.ep, ep_index, tuple(range(layout.ep)), None),
+                tokens=Axis("tp"),
+                recorder=Recorder(0),
+            )
         for tied, owner in plan.ties.items() if num_stages > 1 else ():
             if tied in placements:
                 placements[tied] = dataclasses.replace(placements[tied], tie=owner)
@@ -187,19 +201,21 @@ def rows(
             tp=layout.tp,
             num_stages=num_stages,
             element_bytes=4,  # gradients are kept and summed in fp32, whatever the parameters are
-            experts_per_token=int(source.config.get("num_experts_per_tok") or 0),
+            experts_per_token=choices,
             layout=layout,
         )
 
-    shares: dict[tuple[int, int], StageShare] = {}
+    shares: dict[tuple[int, int, int], StageShare] = {}
+    places = {rank: i for row in layout.expert_groups("expert") for i, rank in enumerate(row)}
     found = []
     for rank in range(layout.world_size) if ranks is None else ranks:
         where = layout.coordinate(rank)
         held = [stage for stage, place in enumerate(stage_ranks) if place == where["pp"]]
         for stage in held:
-            if (stage, where["tp"]) not in shares:
-                shares[stage, where["tp"]] = share(stage, where["tp"])
-        mine = [shares[stage, where["tp"]] for stage in held]
+            key = stage, where["tp"], places[rank]
+            if key not in shares:
+                shares[key] = share(*key)
+        mine = [shares[stage, where["tp"], places[rank]] for stage in held]
         found.append(communication(layout, rank, step, mine, stage_ranks))
     return found
 
@@ -218,14 +234,15 @@ def _with_products(
     return found
 
 
-def _routing_bytes(skeleton: Any, plan: ParallelPlan) -> int | None:
-    """Bytes of a routing weight of the first experts of a model on the meta device, whose forward
-    runs up to them; None: it has none, or its forward reads values before them."""
+def _routing(skeleton: Any, plan: ParallelPlan) -> tuple[int, int] | None:
+    """Bytes of a routing weight and experts of a token, of the first experts of a model on the meta
+    device, whose forward runs up to them; None: it has none, or its forward reads values before
+    them."""
     import torch
 
     from hocket.models.rows import one_sequence_each
 
-    found: list[int] = []
+    found: list[tuple[int, int]] = []
 
     class Reached(Exception):
         pass
@@ -233,11 +250,12 @@ def _routing_bytes(skeleton: Any, plan: ParallelPlan) -> int | None:
     def before(module: Any, args: Any, kwargs: Any) -> None:
         given = [*args, *kwargs.values()]
         if len(given) > 2:
-            found.append(given[2].element_size())
+            found.append((given[2].element_size(), given[2].shape[-1]))
         raise Reached
 
     splits = plan.tensor.splits if plan.tensor is not None else {}
     patterns = [pattern for pattern, split in splits.items() if split.style == "experts"]
+    patterns += plan.experts.modules if plan.experts is not None else ()
     hooks = [
         module.register_forward_pre_hook(before, with_kwargs=True)
         for name, module in skeleton.named_modules()

@@ -203,8 +203,15 @@ class Group(_ProcessGroup):  # type: ignore[misc]
     def scatter(self, outputs: list[Tensor], inputs: Any, opts: Any = None) -> Any:
         return self._note("scatter", outputs, opts, root=self._root(opts))
 
-    def alltoall_base(self, output: Tensor, given: Tensor, a: Any, b: Any, opts: Any = None) -> Any:
+    def all_to_all_single(
+        self, output: Tensor, given: Tensor, received: Any, sent: Any, opts: Any = None
+    ) -> Any:
+        for name, tensor, sizes in (("output", output, received), ("input", given, sent)):
+            if sizes and (len(sizes) != self.size() or sum(sizes) != len(tensor)):
+                raise ValueError(f"{name} split sizes {sizes} of {len(tensor)} rows")
         return self._note("all-to-all", [given, output], opts)
+
+    alltoall_base = all_to_all_single
 
     def send(self, tensors: list[Tensor], target: int, tag: int) -> Any:
         return self._note("send", tensors, peer=self._row[target])

@@ -1,0 +1,70 @@
+"""Experts over ranks (ep, etp): what they add to a step's collectives.
+
+Every row of a token travels to each of its k experts and back, and in backward its gradient does.
+The sizes of the messages follow from the router, which no layout knows; but a rank brings exactly
+t k rows, and gets as many back. That is what the recorder counts, and what is expected here. Of
+them the experts of the rank itself keep some: with even routing 1 / ep.
+"""
+
+from __future__ import annotations
+
+import math
+
+from hocket.cost.communication_table import INTEGER, Step, Table, block_gathers, bucket_bytes
+from hocket.cost.stage_communication import StageShare
+from hocket.spec.layout import Layout
+
+
+def add_experts(table: Table, layout: Layout, step: Step, share: StageShare, tp_index: int) -> None:
+    """Add what the experts of a stage communicate on the tensor rank `tp_index`."""
+    if not share.experts:
+        return
+    e, number, tp = step.element_bytes, step.num_microbatches, layout.tp
+    whole = layout.etp is not None and tp > 1  # each expert is, and tensor ranks divide tokens
+    sequence = layout.sequence_parallel
+    each = -(-step.tokens // tp) if whole else step.tokens
+    if layout.ep > 1:
+        rows = step.tokens // tp + (tp_index < step.tokens % tp) if whole else step.tokens
+        message = rows * step.experts_per_token * step.hidden_size * e
+        for count in (*share.experts, *share.experts_again):
+            table.add("all-to-all", "expert", "microbatch", number, count * INTEGER)
+        turns = 4 * len(share.experts) + 2 * len(share.experts_again)
+        table.add("all-to-all", "expert", "microbatch", number * turns, message)
+    if whole and not sequence:
+        gathered = tp * each * e
+        outputs = len(share.experts) + share.experts_whole
+        table.add("all-gather", "tp", "microbatch", number * outputs, gathered * step.hidden_size)
+        width = step.hidden_size + step.experts_per_token
+        table.add("all-gather", "tp", "microbatch", number * len(share.experts), gathered * width)
+    _state(table, layout, step, share)
+
+
+def _state(table: Table, layout: Layout, step: Step, share: StageShare) -> None:
+    """Gradients and values of experts, over the ranks that hold copies of them."""
+    ranks, axis = layout.expert_copies, "expert_data"
+    if ranks == 1:
+        return
+    sizes = [nbytes for _, nbytes in share.expert_gradients]
+    if not layout.zero:
+        for nbytes in bucket_bytes(sizes, step.bucket_bytes):
+            table.add("all-reduce", axis, "step", 1, nbytes)
+        return
+    found = [(nbytes, 1) for nbytes in bucket_bytes(sizes, step.bucket_bytes)]
+    if layout.zero == 3:
+        found = _blocks(share.expert_gradients, step)
+    for nbytes, times in found:
+        elements = math.ceil(nbytes / step.gradient_bytes / ranks) * ranks
+        count = step.num_microbatches if layout.zero > 1 else 1
+        table.add("reduce-scatter", axis, "step", count, elements * step.gradient_bytes)
+        table.add("all-gather", axis, "step", times, elements * step.element_bytes)
+    for nbytes, times in _blocks(share.expert_frozen, step) if layout.zero == 3 else ():
+        elements = math.ceil(nbytes / step.gradient_bytes / ranks) * ranks
+        table.add("all-gather", axis, "step", times, elements * step.element_bytes)
+
+
+def _blocks(rows: tuple[tuple[str, int], ...], step: Step) -> list[tuple[int, int]]:
+    """(bytes, gathers in a step) of each block that ZeRO-3 gathers."""
+    blocks: dict[str, int] = {}
+    for block, nbytes in rows:
+        blocks[block] = blocks.get(block, 0) + nbytes
+    return [(nbytes, block_gathers(block, step)) for block, nbytes in blocks.items()]
