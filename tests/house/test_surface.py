@@ -31,7 +31,7 @@ TRAINING = {
     "eval_batches", "save_every", "keep_checkpoints", "log_interval", "resume", "timeline_step",
     "timeline_steps", "device", "backend", "threads", "bucket_mb", "compile", "attention",
     "tracker",
-    "trust_remote_code", "timeout",
+    "trust_remote_code", "timeout", "max_restarts",
     "emulate_links", "memory_per_rank", "grad_dtype", "data_format", "chat_template_file",
     "packing", "streaming", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets",
 }  # fmt: skip

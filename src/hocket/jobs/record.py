@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ class Summary:
         bubble: measured, of the recorded step; None without one.
         truncated_documents, truncated_tokens: of the data, cut at the length of a row.
         stopped: asked to stop by SIGTERM or SIGUSR1, it saved after `steps` and can be resumed.
+        restarts: times that ranks failed and were started again.
         report: the page that was written where hocket chose the layout; None elsewhere.
     """
 
@@ -52,11 +54,18 @@ class Summary:
     truncated_documents: int = 0
     truncated_tokens: int = 0
     stopped: bool = False
+    restarts: int = 0
     report: Path | None = None
 
 
 class Record:
-    """Hands events on to a listener and keeps what the summary needs."""
+    """Hands events on to a listener and keeps what the summary needs.
+
+    Attributes:
+        step, saved: the last step reported, and the last step saved by this job.
+        failures: message of each failure after which the ranks were restarted.
+        recovered: seconds from each such failure to the next step.
+    """
 
     def __init__(self, listener: Listener | None = None) -> None:
         self.listener = listener
@@ -65,10 +74,23 @@ class Record:
         self.memory: tuple[dict[str, int], ...] = ()
         self.bubble: float | None = None
         self.stopped = False
+        self.step = 0
+        self.saved = 0
+        self.failures: list[str] = []
+        self.recovered: list[float] = []
+        self._failed: float | None = None
 
     def __call__(self, event: Event) -> None:
         if event["event"] == "step":
+            if self._failed is not None:
+                self.recovered.append(time.monotonic() - self._failed)
+                self._failed = None
+            while self.steps and self.steps[-1]["step"] >= event["step"]:
+                self.steps.pop()  # taken again after a restart
             self.steps.append(event)
+            self.step = event["step"]
+        elif event["event"] == "saved":
+            self.saved = event["step"]
         elif event["event"] == "eval":
             self.held_out.append(event)
         elif event["event"] == "stopped":
@@ -79,6 +101,10 @@ class Record:
             self.memory = tuple(event["ranks"])
         if self.listener is not None:
             self.listener(event)
+
+    def restarting(self, failed: float) -> None:
+        """The ranks that failed at `failed` (`time.monotonic`) are started again."""
+        self._failed = failed
 
     def phase(self, name: str) -> None:
         self({"event": "phase", "name": name})
@@ -99,6 +125,7 @@ class Record:
             forecast=None if told is None else told[0],
             bubble=self.bubble,
             stopped=self.stopped,
+            restarts=len(self.failures),
         )
         with contextlib.suppress(OSError, ValueError):
             data = parse_json((folder.data / "tokens.json").read_text())

@@ -42,7 +42,7 @@ CHANGEABLE = frozenset(
     {"steps", "resume", "eval_every", "eval_batches", "save_every", "keep_checkpoints",
      "log_interval", "timeline_step", "timeline_steps", "device", "backend", "threads",
      "bucket_mb", "compile", "tracker", "trust_remote_code", "timeout", "emulate_links",
-     "memory_per_rank"}
+     "memory_per_rank", "max_restarts"}
 )  # fmt: skip
 """Options that a run may go on with otherwise: none changes what its steps compute."""
 

@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hocket.jobs import (
@@ -28,6 +28,7 @@ from hocket.jobs import (
     precision,
     prepare,
     report,
+    restart,
     resume,
     topology,
     weights,
@@ -48,12 +49,18 @@ STARTUP = 300.0
 """Seconds until the first word of a rank: imports, and building a large model."""
 
 
-def train(request: Request, *, on_event: Listener | None = None) -> Summary:
+def train(
+    request: Request,
+    *,
+    on_event: Listener | None = None,
+    faults: Sequence[Mapping[str, Any]] = (),
+) -> Summary:
     """Run one training job to its end.
 
     Args:
         request: what was asked for; see `jobs.request`.
         on_event: called with each event: `phase`, `step`, `eval`, `saved`, `timeline`, `done`.
+        faults: that ranks bring on themselves (`training.faults`), for tests and `hocket chaos`.
 
     Raises:
         HocketError: what the user can mend, before any rank starts wherever it can be found there;
@@ -73,7 +80,14 @@ def train(request: Request, *, on_event: Listener | None = None) -> Summary:
             options = found.job.request.options
             with Launcher(options.device, options.threads, preload=PRELOAD) as launcher:
                 spec = resumed(found, record, launcher=launcher)
-                summary = launch(launcher, found.folder, spec, record, cluster=request.cluster)
+                summary = launch(
+                    launcher,
+                    found.folder,
+                    spec,
+                    record,
+                    cluster=request.cluster,
+                    faults=faults,
+                )
         return _told(summary, request, record)
     if request.run is not None:
         lock.check(request.run)
@@ -92,6 +106,7 @@ def train(request: Request, *, on_event: Listener | None = None) -> Summary:
             record,
             cluster=request.cluster,
             accumulate=_may_accumulate(request),
+            faults=faults,
         )
     return _told(summary, request, record)
 
@@ -171,12 +186,14 @@ def launch(
     *,
     cluster: str = "auto",
     accumulate: bool = False,
+    faults: Sequence[Mapping[str, Any]] = (),
 ) -> Summary:
     """Run the ranks of a prepared run folder.
 
     Args:
         cluster: what the run is predicted for, see `jobs.forecast_policy.before`.
         accumulate: more microbatches are taken where the run fits only with them.
+        faults: as of `train`.
     """
     launcher.preload(modeling_modules(spec.config))
     _require(launcher, folder, spec, record)
@@ -193,14 +210,15 @@ def launch(
         record.note(remark)
     record.phase("starting ranks")
     beside = BackgroundLoad()
-    launcher.run(
+    restart.run(
+        launcher,
         ENTRY,
-        spec.layout.world_size,
-        prepare.payload(folder, spec),
+        folder,
+        spec,
         record,
+        payload={**prepare.payload(folder, spec), "faults": list(faults)},
         startup_timeout=max(STARTUP, spec.options.timeout),
         silence_timeout=spec.options.timeout,
-        stoppable=True,
     )
     disturbance = beside.cores()
     with contextlib.suppress(OSError):  # it has ended well: a full disk cannot undo that

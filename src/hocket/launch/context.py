@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from hocket.launch.heartbeat import Heart
+
 if TYPE_CHECKING:
     import torch
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -33,6 +35,7 @@ class RankContext:
             (`Mesh.position`); asked from another thread, where the run is silent.
         stop_asked: set once the job is asked to save and stop: by SIGTERM or SIGUSR1 to the parent,
             which tells rank 0, or to any rank of another launcher's.
+        heart: where the rank writes its progress, for the parent to read.
     """
 
     rank: int
@@ -47,6 +50,7 @@ class RankContext:
     watched: bool = True
     position: Callable[[], dict[str, Any]] | None = dataclasses.field(default=None, repr=False)
     stop_asked: threading.Event = dataclasses.field(default_factory=threading.Event, repr=False)
+    heart: Heart = dataclasses.field(default_factory=Heart, repr=False)
 
     def emit(self, event: dict[str, Any]) -> None:
         """Hand an event (a dictionary of plain values with a key `event`) to the parent.

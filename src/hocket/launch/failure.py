@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hocket.launch import symptoms
+from hocket.launch.heartbeat import Beat
 from hocket.spec import errors
 
 # A stack that ends in one of these waits for other ranks: the one they wait for does not.
@@ -22,6 +23,11 @@ _WAITING = (
     "hocket/runtime/collectives.py",
 )
 
+
+SHOWN = 6
+"""Innermost calls that are shown of a rank that waits."""
+MANY = 32
+"""Ranks whose heartbeats are shown."""
 
 Positions = dict[int, dict[str, tuple[list[int], int]] | None]
 """Rank to axis to its ranks and the number of collectives enqueued; None: it gave no answer."""
@@ -86,7 +92,15 @@ def to_error(failures: Sequence[Failure], world_size: int, stacks: str = "") -> 
         text = f"{who} failed: {report['type']}: {report['message']}\n\n{report['traceback']}"
         error = errors.RankFailure(text + after + stacks)
     error.rank = cause.rank  # type: ignore[attr-defined]
+    error.cause = _cause(cause)  # type: ignore[attr-defined]
     return error
+
+
+def _cause(failure: Failure) -> str:
+    """How a rank failed, in a form that is equal for equal failures."""
+    if failure.report is None:
+        return _end(failure.code)
+    return f"{failure.report['type']}: {failure.report['message']}"
 
 
 _HINTS = {
@@ -113,19 +127,38 @@ def _tail(failure: Failure) -> str:
 
 
 def silence(
-    seconds: float, stacks: dict[int, str], begun: bool, positions: Positions | None = None
+    seconds: float,
+    stacks: dict[int, str],
+    begun: bool,
+    positions: Positions | None = None,
+    *,
+    beats: Mapping[int, Beat] | None = None,
+    stopped: Sequence[int] = (),
 ) -> errors.RankFailure:
-    """No rank has spoken for `seconds`: the stacks, those first that wait for no other rank."""
+    """No rank has progressed for `seconds`: the stacks, those first that wait for no other rank.
+
+    `beats`: every rank's heartbeat. `stopped`: ranks whose process is stopped, which are at fault.
+    """
     when = "" if begun else " since the start"
     text = f"no rank gave a sign of life for {seconds:.0f} s{when}; the run was ended"
-    found = _suspects(stacks, behind(positions or {}))
-    if len(stacks) > 1 and 0 < len(found) < len(stacks):
+    late = {**behind(positions or {}), **dict.fromkeys(stopped, "is stopped (SIGSTOP)")}
+    found = list(stopped) or _suspects(stacks, late)
+    if stopped:
+        label = "rank" if len(stopped) == 1 else "ranks"
+        verb = "is" if len(stopped) == 1 else "are"
+        text = f"{label} {', '.join(map(str, stopped))} {verb} stopped (SIGSTOP); no rank gave a "
+        text += f"sign of life for {seconds:.0f} s, and the run was ended"
+    elif len(stacks) > 1 and 0 < len(found) < len(stacks):
         label = "rank" if len(found) == 1 else "ranks"
         text += f"; {label} {', '.join(map(str, found))} may hold up the others"
-    return errors.RankFailure(
-        text + show_stacks(stacks, positions),
+    error = errors.RankFailure(
+        text + show_beats(beats or {}) + show_stacks(stacks, late, found),
         hint="if a step may take this long, a larger --timeout",
     )
+    error.rank = found[0] if found else None  # type: ignore[attr-defined]
+    error.cause = "silence"  # type: ignore[attr-defined]
+    error.beats = dict(beats or {})  # type: ignore[attr-defined]
+    return error
 
 
 def behind(positions: Positions) -> dict[int, str]:
@@ -157,10 +190,22 @@ def behind(positions: Positions) -> dict[int, str]:
     return found
 
 
-def show_stacks(stacks: dict[int, str], positions: Positions | None = None) -> str:
-    """Stacks in full of the ranks that hold up the others, a line for each that waits."""
-    late = behind(positions or {})
-    suspects = _suspects(stacks, late)
+def show_beats(beats: Mapping[int, Beat]) -> str:
+    """A line a rank: where its heartbeat was last."""
+    if not any(beat.ticks for beat in beats.values()):
+        return ""
+    shown = sorted(beats.items())[:MANY]
+    more = f"\n  and {len(beats) - MANY} more" if len(beats) > MANY else ""
+    return "".join(f"\n  rank {rank}: {beat}" for rank, beat in shown) + more
+
+
+def show_stacks(
+    stacks: dict[int, str], late: dict[int, str], suspects: list[int] | None = None
+) -> str:
+    """Stacks in full of the ranks that hold up the others, the innermost calls of those that
+    wait."""
+    if suspects is None:
+        suspects = _suspects(stacks, late)
     full = suspects or list(stacks)[:1]
     parts = [f"\n\nrank {r}{_role(r, suspects, late)}:\n{stacks[r].rstrip()}" for r in full[:4]]
     rest = [r for r in stacks if r not in full[:4]]
@@ -202,5 +247,5 @@ def _main_thread(stack: str) -> list[str]:
 
 
 def _top(stack: str) -> str:
-    frames = _main_thread(stack)
-    return frames[0].strip() if frames else stack.strip()
+    frames = [frame.strip() for frame in _main_thread(stack)[:SHOWN]]
+    return "\n    ".join(frames) if frames else stack.strip()

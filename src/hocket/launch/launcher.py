@@ -47,6 +47,7 @@ class Launcher:
     Attributes:
         device_kind: `cpu` (ranks are forked) or `cuda` (ranks are fresh interpreters).
         times: seconds of each import in the server, and when each rank of the last run began.
+        stop_asked: whether the last run was asked to stop (`stoppable`).
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Launcher:
         self.threads = threads
         self.quiet = quiet
         self.times: dict[str, float] = {}
+        self.stop_asked = False
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._words = os.memfd_create("hocket-server")
         # The kernel's signal at a parent's death follows the thread that started the child, so
@@ -191,9 +193,15 @@ class Launcher:
             silence_timeout=silence_timeout,
         )
         watch.times = self.times
+        self.stop_asked = False
+
+        def ask() -> None:
+            self.stop_asked = True
+            watch.ask_stop()
+
         ended = False
         try:
-            with raising_on_sigterm(watch.ask_stop if stoppable else None), self._server_lives():
+            with raising_on_sigterm(ask if stoppable else None), self._server_lives():
                 self.times["asked"] = time.time()
                 self.preload([entry.partition(":")[0]])
                 with listener:

@@ -31,6 +31,7 @@ from typing import Any, NoReturn
 
 from hocket.launch import symptoms
 from hocket.launch.context import RankContext, loopback_store
+from hocket.launch.heartbeat import Heart
 from hocket.launch.lines import LineWriter
 from hocket.spec import errors
 
@@ -89,10 +90,11 @@ def describe(error: BaseException) -> dict[str, Any]:
 
 
 def run_rank(
-    rank: int, *, events: int, output: int, stacks: int, start: int, listener: int
+    rank: int, *, events: int, output: int, stacks: int, start: int, listener: int, beats: int
 ) -> NoReturn:
     """Be rank `rank`: the descriptors are its event socket, its output, its stacks, the start
-    message (shared by all ranks, so never seeked) and the store's listening socket."""
+    message (shared by all ranks, so never seeked), the store's listening socket, and the memory of
+    the heartbeats."""
     connection = socket.socket(fileno=events)
     writer = LineWriter(connection)
     answers = _Answers(connection, writer)
@@ -103,6 +105,7 @@ def run_rank(
         size = os.fstat(start).st_size
         message = json.loads(os.pread(start, size, 0))
         context = _context(rank, message, writer, listener)
+        context.heart = Heart(beats, rank)
         answers.context = context
         code = _call(context, message, writer)
     except BaseException as error:
@@ -203,7 +206,7 @@ def _report(error: BaseException, writer: LineWriter) -> int:
 def main() -> None:
     """A rank in a fresh interpreter (CUDA): `python -m hocket.launch.rank --parent PID ...`."""
     parser = argparse.ArgumentParser()
-    for name in ("parent", "rank", "events", "output", "stacks", "start", "listener"):
+    for name in ("parent", "rank", "events", "output", "stacks", "start", "listener", "beats"):
         parser.add_argument(f"--{name}", type=int, required=True)
     args = parser.parse_args()
     die_with(args.parent)
@@ -214,6 +217,7 @@ def main() -> None:
         stacks=args.stacks,
         start=args.start,
         listener=args.listener,
+        beats=args.beats,
     )
 
 

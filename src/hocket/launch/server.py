@@ -60,6 +60,7 @@ class Server:
         self.spawn = False
         self.start: int | None = None
         self.listener: int | None = None
+        self.beats: int | None = None
         self.selector = selectors.PollSelector()
         self.selector.register(control, selectors.EVENT_READ)
 
@@ -82,7 +83,7 @@ class Server:
             case "run":
                 assert not self.ranks, "a run while ranks of the last one live"
                 self.close_run()
-                self.start, self.listener = fds
+                self.start, self.listener, self.beats = fds
                 self.spawn = message["spawn"]
             case "rank":
                 self.begin(message["rank"], *fds)
@@ -98,6 +99,7 @@ class Server:
     def begin(self, rank: int, events: int, output: int, stacks: int) -> None:
         assert self.start is not None
         assert self.listener is not None
+        assert self.beats is not None
         server = os.getpid()
         if self.spawn:
             numbers = {
@@ -108,11 +110,12 @@ class Server:
                 "stacks": stacks,
                 "start": self.start,
                 "listener": self.listener,
+                "beats": self.beats,
             }
             words = [word for k, v in numbers.items() for word in (f"--{k}", str(v))]
             pid = subprocess.Popen(
                 [sys.executable, "-m", "hocket.launch.rank", *words],
-                pass_fds=(events, output, stacks, self.start, self.listener),
+                pass_fds=(events, output, stacks, self.start, self.listener, self.beats),
             ).pid
         else:
             with warnings.catch_warnings():
@@ -133,6 +136,7 @@ class Server:
             die_with(server)
             assert self.start is not None
             assert self.listener is not None
+            assert self.beats is not None
             self.control.close()
             for _, pidfd in self.ranks.values():
                 os.close(pidfd)
@@ -145,6 +149,7 @@ class Server:
                 stacks=stacks,
                 start=self.start,
                 listener=self.listener,
+                beats=self.beats,
             )
         finally:
             os._exit(1)
@@ -163,10 +168,10 @@ class Server:
             lines.send(self.control, message)
 
     def close_run(self) -> None:
-        for fd in (self.start, self.listener):
+        for fd in (self.start, self.listener, self.beats):
             if fd is not None:
                 os.close(fd)
-        self.start = self.listener = None
+        self.start = self.listener = self.beats = None
 
     def end_all(self) -> None:
         for pid, _ in self.ranks.values():

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from hocket.launch import failure, lines
+from hocket.launch.heartbeat import Beat, Hearts
 from hocket.spec.errors import RankFailure
 
 Event = dict[str, Any]
@@ -29,6 +30,9 @@ TAIL = 20  # lines of a dead rank's output that its failure shows
 GRACE = 0.1  # seconds for peers' failures to arrive, so that they can be counted
 SYMPTOM_GRACE = 3.0  # seconds for the cause to arrive where only symptoms have
 LAST_CHUNKS = 4096  # of a dead rank's descriptors: all that is left, within reason
+STOPPED = 5.0  # seconds after which a rank that is stopped counts as failed
+BUSY = 3.0  # times as long, where a rank computes or waits for a disk
+STATES = {"R": "running", "S": "asleep", "D": "waiting for a device", "T": "stopped"}
 LEAVE = 2.0  # seconds between asking ranks to end and killing them
 
 
@@ -79,6 +83,10 @@ class Watch:
         self.silence_timeout = silence_timeout
         self.ranks: list[Rank] = []
         self.files: dict[int, IO[str]] = {}
+        self.hearts = Hearts(world_size)
+        self._ticks: tuple[int, ...] = ()
+        self._ticked = time.monotonic()
+        self._stopped: dict[int, float] = {}
         self.times: dict[str, float] = {}
         self.begun = False
         self.allowed = startup_timeout
@@ -91,7 +99,11 @@ class Watch:
         paper = os.memfd_create("hocket-start")
         try:
             os.write(paper, start)
-            lines.send(self.control, {"do": "run", "spawn": spawn}, [paper, listener.fileno()])
+            lines.send(
+                self.control,
+                {"do": "run", "spawn": spawn},
+                [paper, listener.fileno(), self.hearts.fd],
+            )
         finally:
             os.close(paper)
         for rank in range(self.world_size):
@@ -206,12 +218,51 @@ class Watch:
             if any(entry.failure for entry in self.ranks):
                 raise self._conclude()
             if not self._turn(0.5) and time.monotonic() - self.heard > self.allowed:
-                positions = self.positions()
-                raise failure.silence(self.allowed, self.stacks(), self.begun, positions)
+                raise self._silence(self.allowed)
+            self._require_progress()
         for entry in self.ranks:
             with contextlib.suppress(OSError):
                 entry.connection.send(b"\n")
         self._wait_for_end(10.0)
+
+    def _require_progress(self) -> None:
+        """Raise RankFailure where no rank's heartbeat changes for longer than the ranks allow, or
+        a rank is stopped."""
+        now = time.monotonic()
+        beats = self.hearts.read()
+        ticks = tuple(beat.ticks for beat in beats)
+        if ticks != self._ticks:
+            self._ticks, self._ticked = ticks, now
+            self._stopped.clear()
+            return
+        waited = now - self._ticked
+        if waited < 1.0:
+            return
+        running = [e for e in self.ranks if not (e.finished or e.ended or e.failure)]
+        states = {e.rank: state(e.pid) for e in running}
+        for rank, word in states.items():
+            if word != STATES["T"]:
+                self._stopped.pop(rank, None)
+            elif now - self._stopped.setdefault(rank, now) > STOPPED - 1.0:
+                raise self._silence(waited, [rank])
+        allowed = max((beats[e.rank].allowed for e in running), default=0.0)
+        if any(word in (STATES["R"], STATES["D"]) for word in states.values()):
+            allowed *= BUSY  # it computes, or waits for a disk: slow is more likely than hung
+        if allowed and waited > allowed:
+            raise self._silence(waited)
+
+    def _silence(self, seconds: float, stopped: list[int] | None = None) -> RankFailure:
+        """The failure of a run that does not progress: whose it is, and where every rank is."""
+        beats: dict[int, Beat] = dict(enumerate(self.hearts.read()))
+        positions = self.positions()
+        stopped = stopped or [
+            e.rank for e in self.ranks if not e.ended and state(e.pid) == STATES["T"]
+        ]
+        if stopped:  # a stopped process shows where it is only when it goes on
+            self._signal(signal.SIGUSR2, [self.ranks[rank] for rank in stopped])
+            self._signal(signal.SIGCONT, [self.ranks[rank] for rank in stopped])
+        stacks = self.stacks()
+        return failure.silence(seconds, stacks, self.begun, positions, beats=beats, stopped=stopped)
 
     def _turn(self, timeout: float) -> bool:
         """Handle what has arrived; whether anything had."""
@@ -234,7 +285,9 @@ class Watch:
         if failure.first(failures).symptom:
             alive = [e.rank for e in self.ranks if not (e.failure or e.finished)]
             positions = self.positions() if alive else {}
-            stacks = failure.show_stacks(self.stacks(alive), positions) if alive else ""
+            stacks = (
+                failure.show_stacks(self.stacks(alive), failure.behind(positions)) if alive else ""
+            )
         return failure.to_error(failures, self.world_size, stacks)
 
     def positions(self) -> failure.Positions:
@@ -307,6 +360,7 @@ class Watch:
     def close(self) -> None:
         """Give back every descriptor of this run; the control socket is the launcher's."""
         self.selector.close()
+        self.hearts.close()
         for entry in self.ranks:
             entry.close()
         for file in self.files.values():
@@ -325,10 +379,9 @@ def read_all(fd: int, offset: int = 0) -> str:
 
 def state(pid: int | None) -> str:
     """What the kernel says a process does, in a word."""
-    words = {"R": "running", "S": "asleep", "D": "waiting for a device", "T": "stopped"}
     try:
         with open(f"/proc/{pid}/stat") as file:
             letter = file.read().rsplit(")", 1)[1].split()[0]
     except OSError:
         return "gone"
-    return words.get(letter, letter)
+    return STATES.get(letter, letter)

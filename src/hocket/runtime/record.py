@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -33,6 +33,14 @@ COLLECTIVES = (
 )
 
 
+class Beat(Protocol):
+    """What is told of a rank's progress (`launch.heartbeat.Heart`)."""
+
+    def collective(self, name: str, axis: str) -> None: ...
+
+    def action(self, index: int, microbatch: int | None) -> None: ...
+
+
 class Recorder:
     """What one rank communicated and computed.
 
@@ -40,6 +48,7 @@ class Recorder:
         phase: what collectives are counted under: `microbatch` (grows with the microbatches),
             `step` (once a step) or `other` (set-up, saves, evaluation). The engine switches it.
         recording: whether spans are noted.
+        beat: is told of every collective as it is entered, and of every action of the schedule.
         origin: subtracted from every time. The clock is the machine's monotonic one, which its
             processes share; on several machines set the origin after a barrier.
     """
@@ -49,6 +58,7 @@ class Recorder:
         self.phase = "other"
         self.recording = False
         self.origin = 0.0
+        self.beat: Beat | None = None
         self._cuda = torch.device(device).type == "cuda"
         self._counts: dict[tuple[str, str, str], list[int]] = {}
         self._spans: list[tuple[Any, Any, dict[str, Any]]] = []
@@ -61,6 +71,8 @@ class Recorder:
 
     def count(self, name: str, axis: str, nbytes: int) -> None:
         """Count one collective of `nbytes` on this rank."""
+        if self.beat is not None:
+            self.beat.collective(name, axis)
         key = (name, axis, self.phase)
         entry = self._counts.get(key)
         if entry is None:

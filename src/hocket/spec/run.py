@@ -9,6 +9,7 @@ RUN/
   timeline.json       measured Timeline of one step; forecast.json: the predicted one
   communication.json  every collective of that step, counted
   memory.json         peak tensor bytes by kind, a row a rank
+  failures.txt        after a failure of ranks: what failed, where every rank was
   checkpoints/        step-000100/ ..., latest
   model/              the exported Hugging Face directory
   adapter/            of a run with LoRA, instead: peft's own files
@@ -103,6 +104,8 @@ class TrainOptions:
         keep_checkpoints: newest checkpoints that are kept.
         log_interval: steps between reports of loss and gradient norm; a CUDA rank synchronizes with
             its device once per interval (default: 1 on CPU, 10 on CUDA).
+        max_restarts: restarts in a row, after a rank died or hung, without a new checkpoint between
+            them; a failure that comes back at the same step ends the run at once.
         resume: continue from the run folder's latest checkpoint, in its layout or in the one given.
         timeline_step: first step whose timeline is recorded (default: the middle of the run).
         timeline_steps: number of steps to record; --format trace shows all of them.
@@ -152,6 +155,7 @@ class TrainOptions:
     save_every: int | str = "30m"
     keep_checkpoints: int = 2
     log_interval: int | None = None
+    max_restarts: int = 3
     resume: bool = False
     timeline_step: int | None = None
     timeline_steps: int = 1
@@ -319,6 +323,11 @@ class RunFolder:
     @property
     def topology_file(self) -> Path:
         return self.path / "topology.json"
+
+    @property
+    def failures_file(self) -> Path:
+        """Every failure of ranks in full, in order."""
+        return self.path / "failures.txt"
 
     @property
     def checkpoints(self) -> Path:

@@ -17,8 +17,10 @@ import dataclasses
 import gc
 import json
 import shutil
+import statistics
 import time
 import warnings
+from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -40,6 +42,7 @@ from hocket.training.build import Job, dtype_of
 from hocket.training.dataset import BatchOrder, open_dataset
 from hocket.training.evaluate import held_out_loss, num_batches
 from hocket.training.export import ModelFiles, export_ranks
+from hocket.training.faults import Faults
 from hocket.training.inputs import Inputs
 from hocket.training.learning_rate import learning_rate
 from hocket.training.memory import MemoryCount, of_replicas
@@ -55,6 +58,12 @@ if TYPE_CHECKING:
 
 LONG = 900.0
 """Seconds of silence allowed where compilation, a disk or held-out text may take their time."""
+FIRST_STEP = 60.0
+"""Seconds without progress allowed in the first steps, unless torch.compile is at work."""
+LEAST = 5.0
+"""Seconds without progress that are always allowed between steps."""
+SETTLED = 21
+"""Steps whose median is a step's time."""
 
 
 class Loop:
@@ -64,9 +73,12 @@ class Loop:
         job: what to train with.
         folder: the run folder.
         context: this rank's place, and its voice: rank 0 speaks for all.
+        faults: what is to fail here; None: nothing.
     """
 
-    def __init__(self, job: Job, folder: RunFolder, context: RankContext) -> None:
+    def __init__(
+        self, job: Job, folder: RunFolder, context: RankContext, faults: Faults | None = None
+    ) -> None:
         self.job = job
         self.folder = folder
         self.context = context
@@ -74,6 +86,9 @@ class Loop:
         self.options = job.spec.options
         self.parallel = job.parallel
         self.leads = context.rank == 0
+        self.faults = faults or Faults((), context, folder.checkpoints)
+        self.parallel.recorder.beat = self.faults
+        self._seconds: deque[float] = deque(maxlen=SETTLED)
         workload, layout = job.spec.workload, job.spec.layout
         self.num_tokens = workload.global_batch * workload.seq_len
         tokens = Tokens.load(folder.data)
@@ -154,6 +169,8 @@ class Loop:
             began = time.monotonic()
             step = index + 1
             counted = index == first
+            self._allow(index, first)
+            self.faults.begin_step(index)
             with ExitStack() as stack:
                 if counted or (self.options.compile and index == first + 1):
                     self.context.expect(max(LONG, self.options.timeout))
@@ -182,7 +199,8 @@ class Loop:
             self.done = step
             if step in recorded:
                 self._write_timeline(step, later=step > recorded.start)
-            ask = pauses.after(step, time.monotonic() - began, reading.end)
+            self._seconds.append(time.monotonic() - began)
+            ask = pauses.after(step, self._seconds[-1], reading.end)
             if self._saves(step) or ask:
                 if underway is not None:
                     self._report(underway, metrics)
@@ -199,6 +217,20 @@ class Loop:
                 gc.freeze()
             if counted or pause or ask:
                 self._clock = mark(self.job.mesh.device)
+
+    def _allow(self, index: int, first: int) -> None:
+        """Set how long no rank may progress: in the first step, and where torch.compile is at work,
+        what that may take; then 5 median steps, in a CUDA rank of as many as are read at once."""
+        timeout = self.options.timeout
+        if index - first < 2 and self.options.compile:
+            allowed = max(LONG, timeout)
+        elif len(self._seconds) < 3:
+            allowed = min(FIRST_STEP, timeout)
+        else:
+            steps = self._interval if self.cuda else 1
+            allowed = max(LEAST, 5 * steps * statistics.median(self._seconds))
+            allowed = min(allowed, timeout)
+        self.context.heart.allow(allowed)
 
     def _step(self, index: int) -> Reading:
         """One optimizer step; `index` counts from 0."""
@@ -300,6 +332,7 @@ class Loop:
 
     def _evaluate(self, step: int) -> float | None:
         with self._long():
+            self.faults.at("evaluate")
             loss = held_out_loss(self.parallel, self.held_out, self.options.eval_batches)
         if loss is not None:
             self._say(event="eval", step=step, loss=loss)
@@ -353,6 +386,7 @@ class Loop:
 
     def _save(self, step: int) -> None:
         with self._long(), self._disk(self.folder.checkpoints, ".*.partial"):
+            self.faults.at("save")
             path = save_checkpoint(
                 self.folder.checkpoints,
                 step=step,
@@ -381,6 +415,7 @@ class Loop:
         self._say(event="note", text=f"resumed from {restored.path}")
 
     def _export(self) -> None:
+        self.faults.at("export")
         if self.options.lora_rank is not None:
             self._say(event="phase", name="exporting the adapter")
             with self._long(), self._disk(self.folder.path, f".{self.folder.adapter.name}.*"):
@@ -420,6 +455,9 @@ class Loop:
     @contextmanager
     def _long(self) -> Iterator[None]:
         """Within, silence may last."""
-        self.context.expect(max(LONG, self.options.timeout))
+        seconds = max(LONG, self.options.timeout)
+        self.context.expect(seconds)
+        before = self.context.heart.allow(seconds)
         yield
+        self.context.heart.allow(before)
         self.context.beat()

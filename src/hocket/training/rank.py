@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hocket.spec.run import RunFolder
 from hocket.training.build import build, read_schedule
+from hocket.training.faults import Faults
 from hocket.training.loop import LONG, Loop
 from hocket.training.out_of_memory import explain
 
@@ -20,19 +22,25 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
 
     Args:
         context: this rank's place in the world.
-        payload: `run`, the run folder's path, which holds run.json, schedule.txt and data/; and
-            `trust_remote_code`, the flag of the command that started the ranks.
+        payload: `run`, the run folder's path, which holds run.json, schedule.txt and data/;
+            `trust_remote_code`, the flag of the command that started the ranks; `resume`, where
+            this start differs from what run.json says: ranks that are started again do.
 
     Raises:
         HocketError: what the user can mend.
     """
     folder = RunFolder(payload["run"])
     spec = folder.load(trust_remote_code=bool(payload.get("trust_remote_code")))
+    resume = bool(payload.get("resume", spec.options.resume))
+    spec = dataclasses.replace(spec, options=dataclasses.replace(spec.options, resume=resume))
     if context.rank == 0:
         context.emit({"event": "phase", "name": "building the model"})
     context.expect(max(LONG, spec.options.timeout))
+    context.heart.allow(max(LONG, spec.options.timeout))
+    faults = Faults(payload.get("faults", ()), context, folder.checkpoints)
+    faults.at("build")
     job = build(spec, context, read_schedule(folder.schedule_file))
     try:
-        Loop(job, folder, context).run()
+        Loop(job, folder, context, faults).run()
     except torch.OutOfMemoryError as error:
         raise explain(error, job, folder.path) from error

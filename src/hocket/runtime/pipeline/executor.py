@@ -156,9 +156,13 @@ class Executor:
         self._reset(microbatches, 1.0 / num_tokens, grad=True)
         line = list(actions)
         self._final.update(_final_backwards(line))
-        run = self._run
-        for action in line:
+        run, beat = self._run, self.recorder.beat
+        for index, action in enumerate(line):
+            if beat is not None:
+                beat.action(index, action.microbatch)
             run[action.kind](action)
+        if beat is not None:
+            beat.action(-1, None)
         return self._finish()
 
     @torch.no_grad()
