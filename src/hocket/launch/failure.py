@@ -141,7 +141,7 @@ def silence(
     """
     when = "" if begun else " since the start"
     text = f"no rank gave a sign of life for {seconds:.0f} s{when}; the run was ended"
-    late = {**behind(positions or {}), **dict.fromkeys(stopped, "is stopped (SIGSTOP)")}
+    late = behind(positions or {})
     found = list(stopped) or _suspects(stacks, late)
     if stopped:
         label = "rank" if len(stopped) == 1 else "ranks"

@@ -262,6 +262,10 @@ class Watch:
             self._signal(signal.SIGUSR2, [self.ranks[rank] for rank in stopped])
             self._signal(signal.SIGCONT, [self.ranks[rank] for rank in stopped])
         stacks = self.stacks()
+        for rank in stopped:
+            stacks[rank] = (
+                f"  the process is stopped (SIGSTOP); its stack when it went on:\n{stacks[rank]}"
+            )
         return failure.silence(seconds, stacks, self.begun, positions, beats=beats, stopped=stopped)
 
     def _turn(self, timeout: float) -> bool:
