@@ -9,7 +9,7 @@ from typing import Any
 from hocket.spec.checkpoint import config_hash
 from hocket.spec.layout import Layout
 from hocket.spec.run import RunSpec, TrainOptions, Workload
-from tests.families import FAMILIES
+from tests.families import EXPERTS, FAMILIES
 
 
 def train(
@@ -27,7 +27,7 @@ def train(
 
     spec = RunSpec(
         model=family,
-        config=FAMILIES[family],
+        config={**FAMILIES, **EXPERTS}[family],
         layout=Layout.parse(layout),
         workload=Workload(seq_len=16, global_batch=8),
         options=TrainOptions(seed=1, dropout=0.1 if family == "gpt2" else None),

@@ -12,7 +12,7 @@ import pytest
 
 from hocket.spec.layout import Layout
 from tests.check.test_matrix import MODEL_CODE
-from tests.families import FAMILIES
+from tests.families import EXPERTS, FAMILIES
 from tests.ranks import RankPool
 from tests.rotation import part
 
@@ -33,6 +33,8 @@ TRAIN = "tests.checkpoint.cases:train"
         ("gpt2", "dp2.tp2:microbatches=2,zero=3"),
         ("llama", "dp2:zero=3,offload=params"),
         ("llama", "dp2:zero=1,offload=optimizer"),
+        ("mixtral", "dp4.ep2:zero=1"),
+        ("gpt_oss", "dp2.tp2.ep4.etp1:zero=3"),
     ],
 )
 def test_resuming_changes_no_bit(ranks: RankPool, tmp_path: Path, family: str, layout: str) -> None:
@@ -74,10 +76,24 @@ LAYOUTS = (
 )
 
 
+EXPERT_PAIRS = [
+    ("mixtral", "dp2.ep2", "tp2"),
+    ("mixtral", "tp2", "dp1"),
+    ("mixtral", "dp1", "dp2.pp2.ep2:microbatches=2"),
+    ("mixtral", "dp4.ep2:zero=1", "dp2.tp2.ep4.etp1:zero=3"),
+    ("mixtral", "dp2.tp2.ep2:zero=2", "dp4.ep2"),
+    ("deepseek_v3", "dp2.ep2:zero=3", "dp1"),
+]
+
+
 @pytest.mark.parametrize(
-    ("one", "other"), part([pair for pair in itertools.permutations(LAYOUTS, 2)], 10)
+    ("family", "one", "other"),
+    [
+        *(("llama_tied", *p) for p in part([*itertools.permutations(LAYOUTS, 2)], 10)),
+        EXPERT_PAIRS[0],
+        *part(EXPERT_PAIRS[1:], 2),
+    ],
 )
-@pytest.mark.parametrize("family", ["llama_tied"])
 def test_another_layout_goes_on(
     ranks: RankPool, tmp_path: Path, family: str, one: str, other: str
 ) -> None:
@@ -120,22 +136,28 @@ def test_another_layout_goes_on(
 
 
 @pytest.mark.parametrize(
-    ("family", "zero"), [("llama_tied", 0), ("mixtral", 0), ("phi3", 0), ("llama_tied", 3)]
+    ("family", "layout"),
+    [
+        *((family, "dp2.pp2.tp2:microbatches=2,zero=0") for family in ("llama_tied", "phi3")),
+        ("mixtral", "dp2.pp2.tp2:microbatches=2,zero=0"),
+        ("llama_tied", "dp2.pp2.tp2:microbatches=2,zero=3"),
+        ("mixtral", "dp2.tp2.ep4.etp1:zero=3"),
+        ("gpt_oss", "dp4.ep2"),
+    ],
 )
 def test_exports_of_ranks_and_of_their_checkpoint_are_what_the_ranks_hold(
-    ranks: RankPool, tmp_path: Path, family: str, zero: int
+    ranks: RankPool, tmp_path: Path, family: str, layout: str
 ) -> None:
-    layout = f"dp2.pp2.tp2:microbatches=2,zero={zero}"
     held = ranks.run(
-        TRAIN, 8, family=family, layout=layout, first=0, last=1, folder=str(tmp_path / "c"),
-        to=str(tmp_path / "live"),
+        TRAIN, Layout.parse(layout).world_size, family=family, layout=layout, first=0, last=1,
+        folder=str(tmp_path / "c"), to=str(tmp_path / "live"),
     )  # fmt: skip
     from transformers import AutoModelForCausalLM
 
     from hocket.spec.placement import Placement
     from hocket.training.export import ModelFiles, export_checkpoint
 
-    files = ModelFiles(config=FAMILIES[family])
+    files = ModelFiles(config={**FAMILIES, **EXPERTS}[family])
     export_checkpoint(tmp_path / "c" / "step-000001", tmp_path / "later", files)
     for name in ("model.safetensors", "config.json", "generation_config.json"):
         live, later = tmp_path / "live" / name, tmp_path / "later" / name

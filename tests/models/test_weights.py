@@ -20,9 +20,11 @@ class Case:
         self.skeleton = skeleton.build(config)
         self.plan = plan_for(self.skeleton)
 
-    def stage(self, source=None, *, degree=1, index=0, bounds=(4,), stage=0, seed=3, **more):
+    def stage(self, source=None, *, degree=1, index=0, bounds=(4,), stage=0, seed=3,
+              experts=None, **more):  # fmt: skip
         from hocket.models import skeleton
         from hocket.models.weights import materialize
+        from hocket.runtime.expert_parallel import apply_expert_parallel
         from hocket.runtime.mesh import Axis
         from hocket.runtime.pipeline.cut import cut
         from hocket.runtime.record import Recorder
@@ -31,6 +33,11 @@ class Case:
         module = cut(skeleton.build(self.config), self.plan.stages, bounds, stage)
         axis = Axis("tp", degree, index, tuple(range(degree)), None)
         placements = apply_tensor_parallel(module, self.plan.tensor, axis, Recorder())
+        if experts is not None:
+            apply_expert_parallel(
+                module, self.plan.experts, placements,
+                experts=experts, tokens=Axis("tp"), recorder=Recorder(),
+            )  # fmt: skip
         self.bytes_read = materialize(module, placements, self.skeleton, source, seed=seed, **more)
         return module, placements
 
@@ -234,3 +241,43 @@ def test_a_constant_that_only_the_constructor_computes():
         values, True
     )
     assert all(parameter.is_meta for parameter in skeleton.parameters())
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_an_expert_rank_reads_its_experts_alone(family, tmp_path):
+    """Mixtral's and Qwen3's files hold experts one by one, gpt-oss's are stacked as in memory."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from hocket.models.source import resolve
+    from hocket.runtime.mesh import Axis
+    from tests.families import EXPERTS
+
+    case = Case({**FAMILIES, **EXPERTS}[family])
+    saved = AutoModelForCausalLM.from_config(case.skeleton.config)
+    shake(saved)
+    saved.save_pretrained(tmp_path / "saved")
+    source = resolve(str(tmp_path / "saved"))
+    whole, _ = case.stage(source)
+    read = case.bytes_read
+    full = dict(whole.named_parameters())
+    experts = {name for name in full if ".experts." in name}
+    stacked = sum(full[name].nbytes for name in experts)
+    for degree, sliced in ((2, 1), (4, 1), (2, 2)):
+        if sliced > 1 and not case.plan.experts.sliced:
+            continue
+        seen = {name: torch.zeros_like(full[name]) for name in experts}
+        for index in range(degree):
+            for slice_ in range(sliced):
+                axis = Axis("expert", degree, index, tuple(range(degree)), None)
+                module, placements = case.stage(source, experts=axis, degree=sliced, index=slice_)
+                for name, parameter in module.named_parameters():
+                    for there, here in placements[name].pairs():
+                        assert torch.equal(parameter.detach()[here], full[name].detach()[there])
+                        if name in experts:
+                            seen[name][there] += 1
+                own = sum(p.nbytes for n, p in module.named_parameters() if n in experts)
+                assert own == stacked // (degree * sliced)
+                if sliced == 1:
+                    assert case.bytes_read == read - stacked + own
+        assert all(bool((count == 1).all()) for count in seen.values())
