@@ -102,7 +102,7 @@ FLAGS = {
         "kind", "model", "layout", "data", "serve", "name", "run", "gpus_per_node",
         "ranks_per_node", "gpu", "time", "image", "storage", "interface", "port", "launch",
     },
-    "models": {"json"},
+    "models": {"gpus", "json"},
     "config": {"words"},
     "completion": {"shell"},
 }  # fmt: skip

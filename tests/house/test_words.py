@@ -40,7 +40,7 @@ BANNED = {
     r"refus(?:e|es|ed|als?|ing)": "reject, is not supported",
     r"rooms?|wings?|slabs?|floors?": "package, layer, capacity",
     r"held(?![- ]out)|holds? whole": "stored, kept, replicated",
-    r"lies|lie in": "is, is stored",
+    r"lies|lie(?= (?:in|on|where|side|there|with))": "is, is stored",
     r"stands?(?! for)": "is, is stored",
     r"(?<!engine\.)products?": "matmul, GEMM",
     r"talks?|talking|talked|speaks?": "communicate",
@@ -56,6 +56,14 @@ BANNED = {
     r"messages? (?:between|over|of ranks|is counted|are counted|passes|crosses?)|every message": (
         "collective, send/recv, communication"
     ),
+    r"everyone|those of others": "the actor's name",
+    r"on the wire|trips? over": "communication, copies over the link",
+    r"of one's own": "custom, your own",
+    r"wait(?:s|ing)? for ?ever": "deadlock",
+    r"would do|will do": "is enough; the full command",
+    r"probe does(?! not)": "hocket probe measures it",
+    r"idle share": "idle fraction",
+    r"who may come|bad news|sent away": "access control, errors, rejected",
     r"worlds? of (?:its|their) own": "independent replica, process group",
 }
 WORDS = re.compile(

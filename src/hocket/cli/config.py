@@ -17,7 +17,7 @@ import tyro
 from hocket.cli import spelling
 from hocket.cli.flags import explicit, parse
 from hocket.spec import renamed
-from hocket.spec.errors import OptionError, unknown
+from hocket.spec.errors import CUTOFF, OptionError, nearest, unknown
 from hocket.spec.options_file import toml
 
 OWN = ("train",)
@@ -122,8 +122,11 @@ def expanded(verb: str, arguments: Sequence[str], known: Mapping[str, spelling.F
     for name, value in options.items():
         flag = known.get(name)
         if flag is None:
-            message, hint = unknown("option", name, names)
-            raise OptionError(f"{path}: {message} of hocket {verb}", hint=hint)
+            near = nearest(name, names, cutoff=CUTOFF)
+            raise OptionError(
+                f"{path}: unknown option {name!r} of hocket {verb}",
+                hint=f"did you mean {near!r}?" if near else f"hocket config show {verb} lists them",
+            )
         if name in written or (flag.positional and positional):
             continue
         values = [str(v) for v in value] if isinstance(value, list) else [_text(value)]

@@ -13,6 +13,7 @@ from typing import Annotated, Any, TypeVar
 import tyro
 
 from hocket.cli.help import REGISTRY
+from hocket.spec.errors import OptionError
 
 Model = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
 Paths = Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATH...")]
@@ -112,14 +113,23 @@ def with_defaults(kind: type[Kind], given: dict[str, Any]) -> Kind:
 
 
 def parse(kind: type[Kind], verb: str, arguments: Sequence[str], default: Kind) -> Kind:
-    """Read a verb's flags. A mistake ends the process with code 2 and the nearest name.
+    """Read a verb's flags. A mistake of form ends the process with code 2.
+
+    Raises:
+        OptionError: an argument that no flag takes.
 
     Where a flag takes several values, what it is given at each place is taken together.
     """
     args = _together(arguments, _lists(kind))
-    return tyro.cli(
-        kind, prog=f"hocket {verb}", args=args, default=default, config=CONFIG, registry=REGISTRY
-    )
+    found, beyond = tyro.cli(
+        kind, prog=f"hocket {verb}", args=args, default=default, config=CONFIG, registry=REGISTRY,
+        return_unknown_args=True,
+    )  # fmt: skip
+    if beyond:
+        raise OptionError(
+            f"unexpected argument {beyond[0]!r} of hocket {verb}", hint=f"hocket {verb} --help"
+        )
+    return found
 
 
 def _lists(kind: Any) -> frozenset[str]:

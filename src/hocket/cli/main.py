@@ -182,6 +182,8 @@ def _verb(arguments: list[str]) -> int:
     verb, rest = arguments[0], arguments[1:]
     if verb not in VERBS:
         near = nearest(verb, (*VERBS, "version", "help"), cutoff=CUTOFF)
+        if verb.startswith("-") and rest and rest[0] in VERBS:  # options come after the verb
+            near, rest = rest[0], [*rest[1:], verb]
         raise OptionError(
             f"unknown verb {verb!r}",
             hint="hocket --help" if near is None else shlex.join(["hocket", near, *rest]),

@@ -69,7 +69,7 @@ def told(
 
     layout = str(spec.layout)
     if measured is None:
-        return Forecast.none(layout, "this machine was not measured; hocket probe does"), None
+        return Forecast.none(layout, "this machine has not been measured: hocket probe"), None
     missing = unpriced(spec, spec.layout)
     if missing:
         return Forecast.none(layout, f"{missing} was not measured here"), None

@@ -36,7 +36,7 @@ WEIGHED = 8
 PROPOSED = 50
 """Layouts of the planner among which the first that this run can have is taken."""
 
-UNMEASURED = "this machine was not measured before the run; hocket probe does"
+UNMEASURED = "this machine was not measured before the run: hocket probe"
 
 LONGEST = 20.0
 """Seconds that the quick probe takes at most on two cores."""
@@ -95,7 +95,9 @@ def choose(
         return (Forecast.none(str(layout), UNMEASURED), None), prepare.placed(job, layout)
     cluster = AUTO if request.cluster == NONE else request.cluster
     if cluster == AUTO and machine.kept(request.options.device) is None:
-        record.note(f"measuring this machine, once: up to {LONGEST:.0f} s; hocket probe does more")
+        record.note(
+            f"measuring this machine, once: up to {LONGEST:.0f} s; hocket probe measures more"
+        )
     found = machine.cluster(
         cluster, device=request.options.device, on_event=lambda event: _phase(record, event)
     )

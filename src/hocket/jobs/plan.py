@@ -285,7 +285,7 @@ def table(found: Plan) -> str:
     if found.layouts:
         lines += _rows(found.layouts)
     if found.unsupported_layouts:
-        better = "Better, but not run by this hocket today:" if found.layouts else "These fit:"
+        better = "Faster, but not supported by this version:" if found.layouts else "These fit:"
         lines += ["", better, ""] if found.layouts else [better, ""]
         lines += _rows(found.unsupported_layouts)
         lines += [

@@ -47,7 +47,7 @@ def unfinished(found: Rehearsed) -> str | None:
         return f"ranks call a collective differently: {verdict.mismatches[0]}"
     size = found.job.spec.layout.world_size
     cycle = verdict.picture() or "\n".join(map(str, verdict.waiting[:4]))
-    return f"{len(verdict.waiting)} of {size} ranks wait for ever on NCCL:\n{cycle}"
+    return f"{len(verdict.waiting)} of {size} ranks deadlock on NCCL:\n{cycle}"
 
 
 def unfit(found: Rehearsed) -> str | None:

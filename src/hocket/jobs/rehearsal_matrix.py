@@ -183,7 +183,7 @@ def rehearsed(case: Case, workers: Workers) -> RehearsalCell:
 def judged(found: Rehearsed) -> tuple[str, str]:
     """Outcome and reason of a rehearsal that every rank has executed."""
     hung = [
-        f"{rule}: {len(verdict.waiting)} ranks wait for ever: {verdict.waiting[0]}"
+        f"{rule}: {len(verdict.waiting)} ranks deadlock: {verdict.waiting[0]}"
         for rule, verdict in found.verdicts.items()
         if not verdict.ends
     ]

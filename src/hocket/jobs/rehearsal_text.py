@@ -57,7 +57,7 @@ def _verdict(found: Rehearsed) -> str:
         elif verdict.ends:
             answer = "completes, but calls do not match"
         else:
-            answer = f"{len(verdict.waiting)} of {total} ranks wait for ever"
+            answer = f"{len(verdict.waiting)} of {total} ranks deadlock"
         lines.append(f"NCCL, {rule} ({rules[rule]}): {answer}")
         lines += [f"    {line}" for line in verdict.mismatches[:4]]
         if verdict.cycle:

@@ -46,7 +46,7 @@ def records(runs: Sequence[str | os.PathLike[str]]) -> list[Record] | list[Serve
     if any(servers):
         raise OptionError(
             f"{runs[servers.index(True)]} is a server's folder, "
-            f"{runs[servers.index(False)]} a training job's; they have nothing to compare",
+            f"{runs[servers.index(False)]} a training job's; they cannot be compared",
             hint=f"hocket report {runs[0]}",
         )
     return [read(Path(run)) for run in runs]

@@ -78,7 +78,12 @@ def plan(request: Request, *, world_size: int | None = None) -> Resumed:
     from hocket.models.source import fetch_again, of_run
 
     if request.run is None:
-        raise OptionError("--resume continues a run, and none was named", hint="--run DIR")
+        folder = RunFolder(request.model) if request.model else None
+        there = folder is not None and folder.checkpoints.is_dir()
+        raise OptionError(
+            "--resume continues a run, and none was named",
+            hint=f"hocket train --run {request.model} --resume" if there else "--run DIR",
+        )
     folder = RunFolder(request.run)
     spec = folder.load(trust_remote_code=request.options.trust_remote_code)
     if not any(folder.checkpoints.glob("step-*")):

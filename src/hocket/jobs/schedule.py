@@ -39,6 +39,16 @@ def picture(
     """The schedule drawn rank by time, one forward two columns wide where that fits."""
     from hocket.reporting import timeline_text
 
-    title = f"{found.name}, {found.num_stages} stages on {found.num_ranks} ranks"
-    title += f", {found.num_microbatches} microbatches"
-    return timeline_text(timeline, width, title=title, color=color, unicode=unicode)
+    title = ", ".join(
+        (
+            f"{found.name}",
+            f"{_count(found.num_stages, 'stage')} on {_count(found.num_ranks, 'rank')}",
+            _count(found.num_microbatches, "microbatch", "es"),
+        )
+    )
+    unit = "forwards"
+    return timeline_text(timeline, width, title=title, unit=unit, color=color, unicode=unicode)
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{plural * (number != 1)}"

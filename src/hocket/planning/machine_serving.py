@@ -166,8 +166,8 @@ def _notes(machine: Machine) -> list[str]:
     if measured.device == "cpu" and not any(one.name == "rows" for one in measured.kernels):
         small = min((p.m for p in measured.products), default=1)
         found.append(
-            "the kernels that serve were not measured (hocket probe does): matmuls of fewer than "
-            f"{small} rows take the rate of {small}, and no less than reading their weights"
+            "the kernels that serve were not measured (hocket probe measures them): matmuls of "
+            f"fewer than {small} rows take the rate of {small}, and no less than reading their weights"
         )
     return found
 

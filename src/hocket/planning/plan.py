@@ -191,6 +191,7 @@ def plan_one(problem: Problem, layout: Layout) -> Plan:
         raise LayoutError(
             f"the layout {layout.axes_text()} needs {layout.world_size} GPUs; "
             f"{problem.cluster.name} has {problem.cluster.num_gpus}",
+            hint=f"--cluster {layout.world_size}x{problem.cluster.node.gpu.name}",
         )
     only = row(layout, problem.shape, problem.seq_len, problem.global_batch)
     problem = dataclasses.replace(problem, division=layout.pipeline_split)
@@ -324,9 +325,9 @@ def _nothing_here(problem: Problem, pins: Pins | None, objective: str) -> list[s
     """What to do where layouts fit, but none that this hocket can run today."""
     if problem.precision not in PRECISIONS:
         names = " or ".join(PRECISIONS)
-        return [f"This hocket predicts {names}, not {problem.precision}; other software runs it:"]
+        return [f"This version predicts {names}, not {problem.precision}; other software runs it:"]
     asked = pins_text(pins)
-    notes = ["Nothing that this hocket can run today fits" + (f" with {asked}." if asked else ".")]
+    notes = ["No layout that this version runs fits" + (f" with {asked}." if asked else ".")]
     if pins:
         try:
             free = search(problem, objective=objective, here=True)
@@ -378,7 +379,7 @@ def _impossible(problem: Problem, found: Found, pins: Pins | None) -> LayoutErro
     runnable = smallest_cluster(problem, pins, here=True)
     text = f"--cluster {smallest.name} is the smallest that fits"
     if runnable is not None and runnable != smallest:
-        text += f"; {runnable.name} with what this hocket can run today"
+        text += f"; {runnable.name} with what this version runs"
     return LayoutError(message, hint=text)
 
 

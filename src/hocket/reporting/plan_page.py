@@ -11,6 +11,7 @@ import base64
 import dataclasses
 import hashlib
 import html
+import re
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from string import Template
@@ -105,6 +106,12 @@ def _text(text: str) -> str:
     return html.escape(text)
 
 
+def _layout(text: str) -> str:
+    """A layout, with line breaks after a colon or a comma alone."""
+    parts = re.split(r"(?<=[:,])", text)
+    return "<wbr>".join(f"<span>{_text(part)}</span>" for part in parts)
+
+
 def _list(name: str, lines: Sequence[str]) -> str:
     items = "".join(f"<li>{_text(line)}</li>" for line in lines)
     return f'<ul class="{name}">{items}</ul>' if lines else ""
@@ -125,7 +132,7 @@ def _row(row: Row) -> str:
     title = f' title="{_text(row.reason)}"' if row.reason else ""
     return (
         f'<tr{"" if row.runs else " class=off"}><td data-value="{_text(row.name)}"{title}>'
-        f"{_text(row.name)}{mark}</td>{cells}</tr>"
+        f"{_layout(row.name)}{mark}</td>{cells}</tr>"
     )
 
 
@@ -153,7 +160,8 @@ def _memory(rows: Sequence[Row], capacity: int | None) -> str:
         out.append(f'<line class="high" x1="{high:.2f}" x2="{high:.2f}" y1="0" y2="22"/>')
         total = f"{format_bytes(sum(row.memory.values()))}, 95th {format_bytes(row.high)}"
         label = f"{row.name}: {total}"
-        pictures.append(f'<p class="small">{_text(label)}</p>' + _picture(22, out, label))
+        words = f"{_layout(row.name)}: {total}"
+        pictures.append(f'<p class="small">{words}</p>' + _picture(22, out, label))
     keys = "".join(
         f'<span><i class="k{at % 6}"></i>{_text(kind)}</span>' for at, kind in enumerate(kinds)
     )

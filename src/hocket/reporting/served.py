@@ -291,7 +291,7 @@ def counts(served: Served) -> list[tuple[str, str]]:
         ("answering for", format_seconds(found.seconds)),
         (
             "requests",
-            f"{found.requests:,} answered, {found.refused:,} sent away, {found.failed:,} lost",
+            f"{found.requests:,} answered, {found.refused:,} rejected, {found.failed:,} lost",
         ),
         ("prompt tokens", f"{found.prompt_tokens:,}"),
         ("answered tokens", f"{found.output_tokens:,}"),
@@ -309,7 +309,7 @@ def counts(served: Served) -> list[tuple[str, str]]:
             (
                 f"replica {one.number}",
                 f"{one.requests:,} requests, started {_times(one.starts)}, "
-                f"{preempted:,.0f} put back for lack of cache",
+                f"{preempted:,.0f} preempted",
             )
         )
     return rows

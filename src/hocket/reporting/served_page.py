@@ -150,8 +150,8 @@ def _load(served: Served) -> str:
         [
             [
                 f"{one.rate:.3g}",
-                "none would do" if one.replicas is None else str(one.replicas),
-                "none would do" if one.within_goals is None else str(one.within_goals),
+                "no number is enough" if one.replicas is None else str(one.replicas),
+                "no number is enough" if one.within_goals is None else str(one.within_goals),
             ]
             for one in found
         ],

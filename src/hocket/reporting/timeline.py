@@ -37,6 +37,7 @@ def timeline_text(
     title: str | None = None,
     color: bool = False,
     unicode: bool = True,
+    unit: str = "",
 ) -> str:
     """Draw a timeline.
 
@@ -48,8 +49,10 @@ def timeline_text(
         title: the first line's beginning. None: the timeline's source.
         color: add ANSI colours.
         unicode: False draws in ASCII alone.
+        unit: of the times, where they are no seconds.
     """
-    head = f"{title or timeline.source + ' timeline'}: {format_seconds(timeline.duration)}"
+    head = f"{title or timeline.source + ' timeline'}: "
+    head += f"{timeline.duration:g} {unit}" if unit else format_seconds(timeline.duration)
     if any(e.kind in COMPUTE for e in timeline.events):
         head += f", bubble {timeline.bubble:.1%}"
         if theoretical is not None:
@@ -59,7 +62,7 @@ def timeline_text(
     margin = len(f"rank {timeline.num_ranks - 1} ")
     columns = max(40, width) - margin - len("||100%")
     fill = _FILL if unicode else _PLAIN
-    lines = [head, " " * margin + " " + _ruler(timeline.duration, columns)]
+    lines = [head, " " * margin + " " + _ruler(timeline.duration, columns, unit)]
     for rank in range(timeline.num_ranks):
         events = [e for e in timeline.events if e.rank == rank]
         compute = [e for e in events if e.lane == "compute"]
@@ -147,7 +150,7 @@ def _row(cells: Sequence[Cell], color: bool) -> str:
     return "|" + text + ("\x1b[0m" if now else "") + "|"
 
 
-def _ruler(duration: float, columns: int) -> str:
+def _ruler(duration: float, columns: int, unit_name: str) -> str:
     """Times above the columns, at a round distance of about 20 columns."""
     if duration <= 0:
         return ""
@@ -160,7 +163,7 @@ def _ruler(duration: float, columns: int) -> str:
     count = 0
     while True:
         column = round(count * step / duration * columns)
-        label = format_seconds(count * step) if count else "0"
+        label = f"{count * step:g}" if unit_name or not count else format_seconds(count * step)
         if column + len(label) > columns:
             return text
         text = text.ljust(column) + label

@@ -124,7 +124,7 @@ def refused_precision(
         return "dtype is fp8: its matmuls need torchao, which is not installed"
     if halved:
         return (
-            "dtype is fp8: the schedule puts weight gradients off, which torchao computes "
+            "dtype is fp8: the schedule defers weight gradients, which torchao computes "
             "together with the input's"
         )
     return None

@@ -30,6 +30,8 @@ SYNONYMS = {
     "train_batch_size": "global_batch",
     "per_device_train_batch_size": "micro_batch_size",
     "per_device_batch_size": "micro_batch_size",
+    "micro_batch": "micro_batch_size",
+    "per_device_batch": "micro_batch_size",
     "adam_beta1": "beta1",
     "adam_beta2": "beta2",
     "adam_epsilon": "eps",

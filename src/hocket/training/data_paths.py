@@ -155,7 +155,9 @@ def find(paths: Sequence[str | os.PathLike[str]], *, streaming: bool = False) ->
             near = nearest(path.name, (p.name for p in there))
             raise DataError(
                 f"data {given}: there is no such file or directory",
-                hint=f"did you mean {path.parent / near}?" if near else None,
+                hint=f"did you mean {path.parent / near}?"
+                if near
+                else "--data FILE, a directory, or a data set of the Hub: ORG/NAME",
             )
         if not path.is_dir() and not path.is_file():
             raise DataError(

@@ -141,7 +141,7 @@ def _told(server: Server, launcher: Launcher) -> ServingForecast:
     try:
         measured = forecast.measurements(cluster, server.device)
         if measured is None:
-            why = "this machine was not measured; hocket probe does"
+            why = "this machine has not been measured: hocket probe"
             return ServingForecast.none(layout, why)
         spec = server.spec()
         machine = forecast.machine_of(spec, measured)

@@ -183,7 +183,7 @@ def _plan(
     if first.best is None and not small:
         if several:
             told = "; ".join(f"{kind.gpu}: {kind.reason}" for kind in kinds)
-            raise LayoutError(f"{shape.name}: none of these will do: {told}")
+            raise LayoutError(f"{shape.name}: none of these meets the goals: {told}")
         problem = of[first.cluster]
         raise planning.impossible(problem, first, _would_do(problem, pins), pins)
     maps = [kind for kind in kinds if kind.best is not None][: len(kinds) if small else 1]

@@ -340,14 +340,14 @@ def impossible(
             held = problem.cluster.node.num_gpus
             size = enough[0].candidate.size
             count = nodes(problem, size, enough[0].replicas)
-            hint = f"--cluster {count}x{held}x{problem.gpu.name} would do"
+            hint = f"--cluster {count}x{held}x{problem.gpu.name} is enough"
     if hint is None and others:
-        hint = f"--cluster {others[0]} would do"
-        hint += f", as would {', '.join(others[1:])}" if others[1:] else ""
+        hint = f"--cluster {others[0]} is enough"
+        hint += f", or {', '.join(others[1:])}" if others[1:] else ""
     elif hint is None and service.tpot_ms is not None and kind.floor_tpot is not None:
         floor = math.ceil(kind.floor_tpot * 1e3)
         if floor > service.tpot_ms:
-            hint = f"--tpot-ms {math.ceil(1.2 * floor)}; no kind of GPU that is compared would do"
+            hint = f"--tpot-ms {math.ceil(1.2 * floor)}; none of the GPUs compared is faster"
     return LayoutError(f"{problem.shape.name} on {problem.cluster.name}: {kind.reason}", hint=hint)
 
 

@@ -137,7 +137,7 @@ function linksTable(machine) {
   }
   return element("div", { class: "machine" },
     element("h3", {}, machine.title),
-    element("p", { class: "small" }, `${machine.when}; rates in one direction.${machine.gpus ? "" : " Ranks are on no core of their own: any two meet in the machine's memory."}`),
+    element("p", { class: "small" }, `${machine.when}; rates in one direction.${machine.gpus ? "" : " Ranks are not pinned to cores; they communicate through the machine's memory."}`),
     matrix,
     machine.left_out ? missing(`${machine.left_out} devices more are not drawn.`) : null,
     element("p", { class: "small" }, [...machine.words.map(([path, words]) => `${path}: ${words}.`), machine.bracketed ? "Rates in brackets were not measured: they are what such links are sold for." : ""].filter(Boolean).join(" ")));

@@ -108,7 +108,7 @@ function partsSection() {
 function memorySection() {
   if (!runs.some((run) => run.memory.measured.length || run.memory.predicted.length)) return null;
   const most = Math.max(...runs.flatMap((run) => [...run.memory.measured, ...run.memory.predicted].map((row) => row.total)));
-  return section("Memory of each rank", "Bytes of tensors at the worst moment of a step, by what they are for.", beside((run) => {
+  return section("Memory of each rank", "Peak tensor bytes of a step, by kind.", beside((run) => {
     const { holder, kinds, measured, predicted, capacity } = run.memory;
     const segments = (row) => {
       const found = kinds.filter((kind) => row[kind]).map((kind) => ({ name: kind, value: row[kind], colour: MEMORY_COLOURS[kind] || "rest" }));
@@ -171,7 +171,7 @@ function curvesSection() {
 
 function meshSection() {
   if (!runs.some((run) => run.mesh)) return null;
-  return section("Layout", "The layout as a mesh. Lines join ranks that communicate over an axis; choose an axis to pick its lines out. Below it, what the machine's devices are joined by.",
+  return section("Layout", "The layout as a mesh. Lines join ranks that communicate over an axis; select an axis to highlight its lines. Below: the links between the machine's devices.",
     beside((run) => element("div", {}, run.mesh ? meshPicture(run.mesh, run.traffic, run.machine) : missing("The layout is unknown."), linksTable(run.machine))));
 }
 

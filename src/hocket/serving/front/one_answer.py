@@ -76,7 +76,9 @@ class OneAnswer:
         if self.request.deadline is not None:
             left = self.request.deadline - seconds
             if left <= 0:
-                raise DeadlinePassed(f"the request's {self.request.deadline:g} s are over")
+                raise DeadlinePassed(
+                    f"the request's deadline of {self.request.deadline:g} s has passed"
+                )
             self.request = dataclasses.replace(self.request, deadline=left)
 
     def cancel(self) -> None:
@@ -163,7 +165,8 @@ class OneAnswer:
         self.finish_reason = output.finish_reason
         if output.finish_reason == "deadline":
             raise DeadlinePassed(
-                f"the request's {self.ask.deadline or 0:g} s are over after {self.taken} tokens"
+                f"the request's deadline of {self.ask.deadline or 0:g} s passed after "
+                f"{self.taken} tokens"
             )
         if output.finish_reason == "error":
             raise AnswerFailed(output.error or "the replica could not continue the request")

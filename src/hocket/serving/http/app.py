@@ -71,5 +71,5 @@ def _named(request: Request, error: ApiError) -> ApiError:
     if error.status == 404 and error.message == "Not Found":
         error.message = f"there is no {path}"
     elif error.status == 405:
-        error.message = f"{path} does not answer to {request.method[:20]}"
+        error.message = f"{path} does not accept {request.method[:20]}"
     return error
