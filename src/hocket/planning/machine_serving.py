@@ -167,7 +167,8 @@ def _notes(machine: Machine) -> list[str]:
         small = min((p.m for p in measured.products), default=1)
         found.append(
             "the kernels that serve were not measured (hocket probe measures them): matmuls of "
-            f"fewer than {small} rows take the rate of {small}, and no less than reading their weights"
+            f"fewer than {small} rows take the rate of {small}, and no less than streaming their "
+            "weights"
         )
     return found
 
