@@ -41,7 +41,7 @@ class LayoutFlags:
         cp: context-parallel degree.
         tp: tensor-parallel degree.
         ep: expert-parallel degree: ranks that together hold all experts.
-        etp: ranks over which each expert is sliced: 1 or tp (default: tp).
+        etp: ranks over which each expert is split: 1 or tp (default: tp).
         zero: ZeRO stage: shards the optimizer state (1), gradients (2) and parameters (3) over data
             ranks. One of: 0, 1, 2, 3.
         recompute: activations to recompute in backward: selective (attention cores) or full (each

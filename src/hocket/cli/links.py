@@ -1,4 +1,4 @@
-"""`hocket links`: what each axis of a layout costs on its links, and would cost on others."""
+"""`hocket links`: the communication of each axis of a layout, on its links and on others."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hocket.spec.errors import OptionError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinksFlags:
-    """Price a layout's communication: bytes of each axis, the link it crosses, seconds there,
-    and on NVLink 2 to 5, PCIe and networks; and what GPUs that share links hold together.
+    """Estimate a layout's communication: bytes of each axis, its link, seconds there and on
+    NVLink 2 to 5, PCIe and networks; and the combined memory of GPUs that share links.
 
     Attributes:
         model: catalogue name, Hugging Face directory, run folder, or ORG/NAME on the Hugging Face

@@ -42,7 +42,7 @@ class Train:
             data sets of the Hugging Face Hub: ORG/NAME[/SUBSET][:SPLIT][[:N]][@REVISION]. `:SPLIT`
             and `[:N]` (the first N records) also apply to directories.
         run: run folder (default: a new folder under runs/).
-        config: TOML file of options by flag name; flags override it.
+        config: TOML or YAML file of options by flag name; flags override it.
         cluster: machine to predict the run for, and to choose --layout auto for: auto (this
             machine, measured once), a file written by `hocket probe`, or none.
         micro_batch_size: sequences per microbatch and data rank; the rest of the global batch is

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -53,3 +54,44 @@ def gpus() -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+def table(found: Sequence[dict[str, Any]]) -> str:
+    """The models of `known` as text."""
+    from hocket.reporting.table import table_text
+    from hocket.spec.units import format_count
+
+    return table_text(
+        ("model", "type", "parameters", "layers", "context", "source"),
+        [
+            (
+                row["name"],
+                row["type"],
+                format_count(row["parameters"]),
+                row["layers"],
+                row["positions"] or "any",
+                row["hub_id"] or row["note"].partition(":")[0],
+            )
+            for row in found
+        ],
+    )
+
+
+def gpu_table(found: Sequence[dict[str, Any]]) -> str:
+    """The GPUs of `gpus` as text."""
+    from hocket.reporting.table import table_text
+
+    return table_text(
+        ("GPU", "memory GB", "TB/s", "bf16 TFLOP/s", "NVLink", "$/hour"),
+        [
+            (
+                row["name"],
+                round(row["memory"] / 1e9),
+                f"{row['bandwidth'] / 1e12:.2f}",
+                "-" if row["flops"] is None else f"{row['flops'] / 1e12:.0f}",
+                row["nvlink"] or "-",
+                "-" if row["dollars_per_hour"] is None else f"{row['dollars_per_hour']:.2f}",
+            )
+            for row in found
+        ],
+    )

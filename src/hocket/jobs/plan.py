@@ -298,8 +298,13 @@ def table(found: Plan) -> str:
         lines += _run_by([one for one in found.layouts if one.unsupported])
     lines += [
         "",
-        "Ranges are the 10th to the 90th percentile; memory is the 95th of the peak GPU, of "
-        f"which {HEADROOM:.0%} stay free (!: does not fit; tight: fits with less).",
+        "Ranges are the 10th to the 90th percentile; memory is the 95th of the peak GPU, "
+        + (
+            f"of {format_bytes(found.problem.cluster.node.gpu.usable)} usable, "
+            if found.problem
+            else ""
+        )
+        + f"of which {HEADROOM:.0%} stay free (!: does not fit; tight: fits with less).",
     ]
     if found.problem is not None:
         lines.append(f"$: {price_text(found.problem.cluster.node.gpu)}.")
