@@ -1,0 +1,196 @@
+"""Golden predictions: a fixed grid of models, clusters and layouts, and what is predicted for each.
+
+    python -m tests.golden.predictions      writes training.json, serving.json, probed.json again
+
+Every figure is kept with twelve significant digits: a refactoring changes none of them. The last
+bits, in which the vector instructions of two CPUs differ, do not count.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from hocket.catalogue import hardware, shapes
+from hocket.planning import machine_forecast, machine_serving
+from hocket.planning.plan import plan_one
+from hocket.planning.problem import Problem
+from hocket.planning.service.forecast import ServiceForecast
+from hocket.planning.service.plan import answer_one
+from hocket.planning.service.problem import ServiceProblem
+from hocket.spec.errors import HocketError
+from hocket.spec.layout import Layout
+from hocket.spec.measured import Measured
+from hocket.spec.run import Workload
+from hocket.spec.service import Service
+
+FOLDER = Path(__file__).parent
+DIGITS = 12
+
+CLUSTERS = (
+    "1x8xA100-40-SXM", "2x8xA100-80-SXM", "1x8xH100-SXM", "16x8xH100-SXM", "4x8xH200-SXM",
+    "2x8xB200-SXM",
+)  # fmt: skip
+
+PROBED = (
+    "dp1", "dp2", "tp2", "pp2", "dp2:zero=1", "dp2:zero=2", "dp2:zero=3", "dp2.tp2", "pp2.tp2",
+    "dp2.pp2", "pp2:schedule=gpipe", "pp2:schedule=zero-bubble", "tp2:sequence_parallel=true",
+    "dp2:recompute=full", "dp4:zero=3,shard=2", "pp4", "tp4",
+)  # fmt: skip
+SERVED = ("dp1", "dp2", "tp2", "pp2", "tp4", "dp2.tp2", "pp2.tp2")
+TINY = ("tiny-gemma3", "tiny-gpt2", "tiny-llama", "tiny-mixtral", "tiny-qwen3")
+
+
+def _layouts(num_gpus: int, count: int, seed: str) -> Iterator[Layout]:
+    """Layouts of at most `num_gpus` ranks, the same at every call."""
+    draw = random.Random(seed)
+    powers = [2**i for i in range(num_gpus.bit_length()) if 2**i <= num_gpus]
+    for _ in range(count):
+        tp = draw.choice([n for n in powers if n <= 8])
+        pp = draw.choice([n for n in powers if n * tp <= num_gpus and n <= 16])
+        dp = draw.choice([n for n in powers if n * tp * pp <= num_gpus])
+        yield Layout(
+            dp=dp,
+            pp=pp,
+            tp=tp,
+            zero=draw.randrange(4) if dp > 1 and pp == 1 else draw.randrange(2) if dp > 1 else 0,
+            schedule=draw.choice(("1f1b", "gpipe", "zero-bubble")) if pp > 1 else "1f1b",
+            microbatches=draw.choice((1, 2, 4)) * pp,
+            recompute=draw.choice(("none", "selective", "full")),
+            sequence_parallel=tp > 1 and draw.random() < 0.5,
+        )
+
+
+def training() -> dict[str, Any]:
+    """Step, memory and their parts on catalogue GPUs."""
+    found = {}
+    for model in shapes.names():
+        for name in CLUSTERS:
+            machine = hardware.cluster(name)
+            for layout in _layouts(machine.num_gpus, 4, f"{model} {name}"):
+                problem = functools.partial(
+                    Problem,
+                    shape=shapes.shape(model), cluster=machine, seq_len=1024, global_batch=128,
+                )  # fmt: skip
+                found[f"{model} {name} {layout}"] = _answer(
+                    lambda problem=problem, layout=layout: _trained(problem(), layout)
+                )
+    return found
+
+
+def _trained(problem: Problem, layout: Layout) -> dict[str, Any]:
+    best = plan_one(problem, layout).best
+    step = best.step_seconds
+    return {
+        "step": [step.low, step.median, step.high],
+        "memory": [best.memory, best.memory_high],
+        "memory_by_kind": best.memory_by_kind,
+        "parts": best.parts,
+        "bubble": best.bubble,
+        "exposed": best.exposed,
+    }
+
+
+def serving() -> dict[str, Any]:
+    """Step, memory, cache and load of servers on catalogue GPUs."""
+    service = Service(requests_per_second=2.0, ttft_ms=2000.0, tpot_ms=50.0)
+    found = {}
+    for model in shapes.names():
+        for name in ("1x8xA100-80-SXM", "1x8xH100-SXM", "2x8xH200-SXM"):
+            for layout in ("dp1", "tp4", "tp8", "pp2.tp4"):
+
+                def serve(model: str = model, name: str = name, layout: str = layout) -> Any:
+                    problem = ServiceProblem(
+                        shape=shapes.shape(model), cluster=hardware.cluster(name), service=service
+                    )
+                    return _served(answer_one(problem, Layout.parse(layout)).best)
+
+                found[f"{model} {name} {layout}"] = _answer(serve)
+    return found
+
+
+def _served(best: ServiceForecast) -> dict[str, Any]:
+    return {
+        "prefill": best.prefill_seconds,
+        "decode": best.decode_seconds,
+        "most": best.most_requests_per_second,
+        "memory_by_kind": best.memory_by_kind,
+        "ttft": best.ttft and [best.ttft.p50, best.ttft.p90],
+        "tpot": best.tpot and [best.tpot.p50, best.tpot.p90],
+    }
+
+
+def probed() -> dict[str, Any]:
+    """Training and serving on one probed CPU machine, replayed from probe.toml."""
+    table = tomllib.loads((FOLDER / "probe.toml").read_text())
+    measured = Measured.from_dict(table["measured"])
+    machine = machine_forecast.Machine(measured=measured)
+    work = Workload(seq_len=64, global_batch=16)
+    sizes = machine_serving.Sizes(batch_tokens=256, rows=8, longest=128)
+    found = {}
+    for model in TINY:
+        shape = shapes.shape(model)
+        for text in PROBED:
+            found[f"train {model} {text}"] = _answer(
+                lambda text=text, shape=shape: json.loads(
+                    machine_forecast.forecast(shape, Layout.parse(text), work, machine)[0].to_json()
+                )
+            )
+        for text in SERVED:
+            found[f"serve {model} {text}"] = _answer(
+                lambda text=text, shape=shape: json.loads(
+                    machine_serving.forecast(shape, Layout.parse(text), machine, sizes).to_json()
+                )
+            )
+    return found
+
+
+GRIDS: dict[str, Callable[[], dict[str, Any]]] = {
+    "training": training, "serving": serving, "probed": probed,
+}  # fmt: skip
+
+
+def _answer(predict: Callable[[], Any]) -> Any:
+    """The figures, or the class of the error where the layout is rejected."""
+    try:
+        return rounded(predict())
+    except HocketError as error:
+        return {"rejected": type(error).__name__}
+
+
+def rounded(value: Any) -> Any:
+    """Numbers to `DIGITS` significant digits; texts, whose wording may change, are left out."""
+    if isinstance(value, dict):
+        items = {str(key): rounded(one) for key, one in value.items() if not _is_text(one)}
+        return {key: items[key] for key in sorted(items)}
+    if isinstance(value, list | tuple):
+        return [rounded(one) for one in value if not _is_text(one)]
+    if isinstance(value, bool) or value is None:
+        return value
+    number = float(value)
+    return int(number) if number.is_integer() else float(f"{number:.{DIGITS}g}")
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def stored(grid: str) -> dict[str, Any]:
+    """The golden figures of one grid."""
+    return dict(json.loads((FOLDER / f"{grid}.json").read_text()))
+
+
+def write(grid: str) -> None:
+    """Predict again and write the file, a line a case."""
+    lines = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in GRIDS[grid]().items()]
+    (FOLDER / f"{grid}.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+if __name__ == "__main__":
+    for name in GRIDS:
+        write(name)
