@@ -90,7 +90,8 @@ FLAGS = {
     "plan": {
         "model", "cluster", "seq_len", "global_batch", "objective", "top", "layout", "pin", "all",
         "explain", "emit", "source", "price_list", "dtype", "grad_dtype", "stack", "lora_rank",
-        "lora_targets", "html", "json", *SERVICE,
+        "lora_targets", "save_seconds", "restart_seconds", "failures", "repair_hours", "html",
+        "json", *SERVICE,
     },
     "validate": {"table", "infer", "rows", "json"},
     "probe": {"quick", "out", "device", "svg", "json"},

@@ -57,6 +57,11 @@ class PlanFlags:
         lora_rank: LoRA rank (default: full fine-tuning).
         lora_targets: linear layers that LoRA adapts, as in q_proj-v_proj (default: all but the
             output head).
+        save_seconds: seconds that a save stops training, for the expected goodput (default: the
+            state written at 2 GB/s per node).
+        restart_seconds: seconds from a failure to the next step (default: 300).
+        failures: failures per GPU and hour (default: 2e-5, as in Llama 3's 54 days).
+        repair_hours: hours until a failed node is back (default: 24).
         html: write the plan as a page: layouts to sort, memory, pipeline, what would change it.
         json: print one JSON object; with --emit it contains that text as well.
         serve: size a service instead of a training step; the flags below describe its load.
@@ -93,6 +98,10 @@ class PlanFlags:
     price_list: Text = None
     lora_rank: Count = None
     lora_targets: Text = None
+    save_seconds: Number = None
+    restart_seconds: Number = None
+    failures: Number = None
+    repair_hours: Number = None
     html: File = None
     json: bool = False
     serve: bool = False
@@ -123,6 +132,10 @@ TRAINING = (
     "stack",
     "lora_rank",
     "lora_targets",
+    "save_seconds",
+    "restart_seconds",
+    "failures",
+    "repair_hours",
 )
 """Flags that mean nothing with --serve."""
 
@@ -178,6 +191,10 @@ def main(arguments: Sequence[str]) -> int:
         lora_targets=flags.lora_targets,
         emit=flags.emit,
         price_list=flags.price_list,
+        save_seconds=flags.save_seconds,
+        restart_seconds=flags.restart_seconds,
+        failures=flags.failures,
+        repair_hours=flags.repair_hours,
     )
     if flags.json:
         import json

@@ -17,7 +17,9 @@ from hocket.spec.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from hocket.planning.forecast import Forecast, Range
+    from hocket.planning.goodput import Goodput
     from hocket.planning.plan import Plan
+    from hocket.planning.problem import Problem
     from hocket.spec.cluster import Gpu
     from hocket.spec.model_shape import ModelShape
 
@@ -41,6 +43,10 @@ def plan(
     lora_targets: str | None = None,
     emit: str | None = None,
     price_list: str | None = None,
+    save_seconds: float | None = None,
+    restart_seconds: float | None = None,
+    failures: float | None = None,
+    repair_hours: float | None = None,
 ) -> Plan:
     """The best layouts of a model on a cluster, or one layout priced.
 
@@ -60,6 +66,10 @@ def plan(
         lora_rank, lora_targets: train adapters instead of the model, as `hocket train` does.
         price_list: `hyperscaler`, `specialist` or `all` quotes of the catalogue. None: all.
         emit: a tool of `planning.tools.emit`: only layouts that it can run are ranked.
+        save_seconds: that a save stops training. None: the state written by all nodes at
+            `planning.goodput.SAVE_RATE`.
+        restart_seconds: from a failure to the next step. failures: per GPU and hour. repair_hours:
+            until a failed node is back. None: the defaults of `planning.goodput`.
 
     Raises:
         HocketError: what the caller can mend: an unknown name, or a model that does not fit, with
@@ -157,6 +167,7 @@ def plan(
         lora_rank=lora_rank,
         lora_targets=lora_targets,
         stack="" if chosen is None else chosen.title,
+        goodput=_goodput(problem, found, save_seconds, restart_seconds, failures, repair_hours),
     )
     if explain and found.best.fits:
         from hocket.planning.explain import explain as sentences
@@ -165,6 +176,34 @@ def plan(
         told = sentences(problem, found.best, objective=objective, pins=pins, here=here)
         found = dataclasses.replace(found, explanation=told)
     return found
+
+
+def _goodput(  # noqa: PLR0917
+    problem: Problem,
+    found: Plan,
+    save_seconds: float | None,
+    restart_seconds: float | None,
+    failures: float | None,
+    repair_hours: float | None,
+) -> Goodput:
+    """Of the best layout. Raises OptionError: a number that is not above 0."""
+    from hocket.planning.goodput import SAVE_RATE, goodput
+    from hocket.spec.precision import state_bytes
+
+    per_node = problem.cluster.node.num_gpus
+    gpus = found.best.layout.world_size
+    nodes = -(-gpus // per_node)
+    if save_seconds is None:
+        sizes = state_bytes(problem.precision, problem.grad_dtype)
+        stored = problem.shape.num_trained * (sizes.weight + sizes.optimizer)
+        save_seconds = stored / (nodes * SAVE_RATE)
+    own = {
+        "restart_seconds": restart_seconds,
+        "failures": failures,
+        "repair_hours": repair_hours,
+    }
+    given: dict[str, Any] = {name: value for name, value in own.items() if value is not None}
+    return goodput(num_gpus=gpus, num_nodes=nodes, save_seconds=save_seconds, **given)
 
 
 def default_precision(gpu: Gpu) -> str:
@@ -315,9 +354,23 @@ def table(found: Plan) -> str:
             "+n: so many layouts differ from it in microbatches, virtual stages or shard alone and "
             "are not better."
         )
+    if found.goodput is not None:
+        lines.append(_failures(found.goodput))
     if found.explanation:
         lines += ["", *found.explanation]
     return "\n".join(lines)
+
+
+def _failures(one: Goodput) -> str:
+    """What failures cost the best layout, in one sentence or two."""
+    without, with_one = one.spares[:2]
+    return (
+        f"Failures: one every {format_count(one.mean_hours)} h at {one.failures:g} per GPU and "
+        f"hour. Best: a save (which stops training for {format_seconds(one.save_seconds)}) every "
+        f"{format_seconds(one.interval_seconds)}; goodput {one.goodput:.1%}. Waiting "
+        f"{one.repair_hours:g} h for each repair {without:.1%}, with one spare node "
+        f"{with_one:.1%}: worth {one.spare_nodes:.2g} nodes."
+    )
 
 
 def runs(found: Plan) -> bool:

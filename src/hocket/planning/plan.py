@@ -12,6 +12,7 @@ from hocket.catalogue.hardware import node as catalogued
 from hocket.catalogue.hardware import node_names
 from hocket.planning.fit import HEADROOM
 from hocket.planning.forecast import Forecast, forecast
+from hocket.planning.goodput import Goodput
 from hocket.planning.layouts import Pins, layout_at, pins_text, row
 from hocket.planning.placement import moved, placed
 from hocket.planning.problem import Problem
@@ -53,6 +54,7 @@ class Plan:
             figures are as a run is foretold, without ranges.
         lora_rank, lora_targets: of adapters that are trained instead of the model; None: it is.
         stack: software whose constants estimate it, where it was named: its version and years.
+        goodput: of the first layout, on machines that fail; None on CPU cores.
         problem: what was asked, on GPUs; not in the JSON form.
     """
 
@@ -73,6 +75,7 @@ class Plan:
     lora_targets: str | None = None
     stack: str = ""
     grad_dtype: str = ""
+    goodput: Goodput | None = None
     problem: Problem | None = dataclasses.field(default=None, repr=False, compare=False)
 
     def __getattr__(self, name: str) -> Any:
@@ -89,6 +92,7 @@ class Plan:
         data = {name: getattr(self, name) for name in names}
         for name in ("layouts", "unsupported_layouts"):
             data[name] = [one.to_json() for one in data[name]]
+        data["goodput"] = None if self.goodput is None else self.goodput.to_json()
         return data
 
 
