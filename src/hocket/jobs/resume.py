@@ -211,6 +211,7 @@ def _of_layout(folder: RunFolder) -> tuple[Path, ...]:
         folder.later_file,
         folder.communication_file,
         folder.memory_file,
+        folder.experts_file,
         folder.others_file,
         folder.forecast_file,
         forecast.predicted_timeline_file(folder),

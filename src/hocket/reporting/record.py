@@ -42,6 +42,7 @@ class Record:
         path: of its folder.
         spec: what was asked for; None where run.json is gone.
         metrics: a row a step, in their order.
+        experts: under ep and etp, of each layer with experts its name and rows of each expert.
         schedule: what was executed.
         measured, predicted: timelines of one step, of all ranks.
         later: further steps that were recorded, by their number.
@@ -58,6 +59,7 @@ class Record:
     path: Path
     spec: RunSpec | None = None
     metrics: tuple[Mapping[str, Any], ...] = ()
+    experts: tuple[tuple[str, tuple[int, ...]], ...] = ()
     schedule: Schedule | None = None
     measured: Timeline | None = None
     predicted: Timeline | None = None
@@ -191,6 +193,7 @@ def read(path: str | Path) -> Record:
         notes.append(disturbed(others))
     memory = take(folder.memory_file, _memory, "")
     attention = take(folder.attention_file, _attention, "")
+    experts = take(folder.experts_file, _experts, "")
     traffic = take(folder.communication_file, _traffic, "")
     schedule = take(folder.schedule_file, _schedule, "")
     if spec is not None:
@@ -214,6 +217,7 @@ def read(path: str | Path) -> Record:
         recorded_step=traffic[0] if traffic else 0,
         attention=attention or (),
         memory=memory or (),
+        experts=experts or (),
         machine=machine,
     )
     return dataclasses.replace(found, notes=(*_laid_anew(found), *notes))
@@ -318,6 +322,15 @@ def _metrics(text: str, torn: list[int]) -> tuple[Mapping[str, Any], ...]:
         except MALFORMED:
             torn.append(number)
     return tuple(rows)
+
+
+def _experts(text: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    data = parse_json(text)
+    return tuple(
+        (str(name), tuple(_count(rows) for rows in load))
+        for name, load in zip(data["layers"], data["load"], strict=True)
+        if load
+    )
 
 
 def _later(text: str) -> tuple[tuple[int, Timeline], ...]:

@@ -82,6 +82,8 @@ def report_text(
                 ],
             )
         )
+    if record.experts:
+        blocks.append("\n" + _experts(record, width=width, unicode=unicode))
     losses = record.column("loss")
     if unicode and len(losses) > 1:
         blocks.append("\nloss over the steps\n" + curve_text(losses, width=min(width, 80)))
@@ -181,6 +183,31 @@ def _memory(record: Record) -> str:
     text = table_text(["memory", *KINDS, "total", *(["predicted"] if predicted else [])], rows)
     rest = len(record.memory) - TEN
     return text + (f"\n... and {rest} ranks more" if rest > 0 else "")
+
+
+def _experts(record: Record, *, width: int, unicode: bool) -> str:
+    """Rows that experts were given, by layer, and how uneven that was over the steps."""
+    ep = 1 if record.layout is None else record.layout.ep
+    rows = []
+    for name, load in record.experts[:TEN]:
+        total, count = sum(load), len(load)
+        ranks = [sum(load[i : i + count // ep]) for i in range(0, count, max(1, count // ep))]
+        most = [max(each) * len(each) / total if total else 1.0 for each in (load, ranks)]
+        rows.append(
+            [printable(name), *(f"{n:,.0f}" for n in (min(load), total / count, max(load)))]
+            + [f"{value:.2f}" for value in most]
+        )
+    headers = ["rows of experts", "least", "mean", "most", "most / mean", "of ranks"]
+    text = table_text(headers, rows)
+    rest = len(record.experts) - TEN
+    text += f"\n... and {rest} layers more" if rest > 0 else ""
+    found = record.column("expert_imbalance")
+    if len(found) > 1:
+        first, last = found[0], found[-1]
+        text += f"\n\nmost / mean over the steps: {first:.2f} at first, {last:.2f} at last"
+        if unicode:
+            text += "\n" + curve_text(found, width=min(width, 80))
+    return text
 
 
 def _links(record: Record) -> str:

@@ -316,6 +316,11 @@ class RunFolder:
         return self.path / "attention.json"
 
     @property
+    def experts_file(self) -> Path:
+        """Under ep and etp: rows that each expert of each layer was given."""
+        return self.path / "experts.json"
+
+    @property
     def others_file(self) -> Path:
         """`cores`: cores' worth of time that other programs took while it ran."""
         return self.path / "others.json"

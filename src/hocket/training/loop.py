@@ -41,6 +41,7 @@ from hocket.training.adapter import adapter_of_ranks
 from hocket.training.build import Job, dtype_of
 from hocket.training.dataset import BatchOrder, open_dataset
 from hocket.training.evaluate import held_out_loss, num_batches
+from hocket.training.expert_load import ExpertLoad
 from hocket.training.export import ModelFiles, export_ranks
 from hocket.training.faults import Faults
 from hocket.training.inputs import Inputs
@@ -121,6 +122,7 @@ class Loop:
         self._peak = None if peak is None else peak * context.world_size
         self._interval = interval(self.options.log_interval, job.mesh.device)
         self._clock: Any = None
+        self._load = ExpertLoad(self.parallel, job.skeleton)
         every = self.options.save_every
         self._save_steps = every if isinstance(every, int) else 0
         self._save_seconds = parse_duration(every) if isinstance(every, str) else None
@@ -153,6 +155,8 @@ class Loop:
             gc.unfreeze()
             if metrics is not None:
                 metrics.close()
+                if self._load:
+                    self._load.write(self.folder.experts_file)
         if self.done < steps:
             self._say(event="stopped", step=self.done)
             return
@@ -191,7 +195,7 @@ class Loop:
                 underway = None
             now = counted or pause or step == steps
             if now or len(unread) >= self._interval:
-                underway, unread = Readings(unread), []
+                underway, unread = Readings(unread, self._load.take()), []
             if underway is not None and (now or not self.cuda):
                 # Nothing is queued behind it, or the device has to be waited for.
                 self._report(underway, metrics, held_out=self._evaluates(step))
@@ -205,7 +209,7 @@ class Loop:
                 if underway is not None:
                     self._report(underway, metrics)
                 if unread:
-                    self._report(Readings(unread), metrics)
+                    self._report(Readings(unread, self._load.take()), metrics)
                 underway, unread = None, []
                 self._save(step)
                 pauses.saved()
@@ -266,12 +270,24 @@ class Loop:
     def _report(self, readings: Readings, metrics: Metrics | None, held_out: bool = False) -> None:
         """Report what some steps gave, the last of them after evaluating if `held_out`."""
         rows = list(readings.rows())
+        imbalance = None
+        if readings.load is not None and self.leads:
+            imbalance = self._load.add(readings.load.tolist())
         for number, (reading, loss, norm) in enumerate(rows, start=1):
             last = number == len(rows)
-            self._report_step(reading, loss, norm, metrics, held_out=held_out and last)
+            self._report_step(
+                reading, loss, norm, metrics, held_out=held_out and last, imbalance=imbalance
+            )
 
     def _report_step(
-        self, reading: Reading, loss: float, norm: float, metrics: Metrics | None, *, held_out: bool
+        self,
+        reading: Reading,
+        loss: float,
+        norm: float,
+        metrics: Metrics | None,
+        *,
+        held_out: bool,
+        imbalance: float | None,
     ) -> None:
         seconds, self._clock = elapsed(self._clock, reading.end), reading.end
         row: dict[str, Any] = {
@@ -286,6 +302,8 @@ class Loop:
             "memory_bytes": self.memory_bytes,
             "layout": str(self.spec.layout),
         }
+        if imbalance is not None:
+            row["expert_imbalance"] = imbalance
         if self._peak is not None:
             row["mfu"] = self._flops * row["tokens_per_second"] / self._peak
         if metrics is not None:

@@ -85,15 +85,23 @@ class Reading:
 
 
 class Readings:
-    """Some steps' readings on their way to the host. Made behind the last step's work."""
+    """Some steps' readings on their way to the host. Made behind the last step's work.
 
-    def __init__(self, readings: Sequence[Reading]) -> None:
+    Attributes:
+        load: [L, E] rows of each expert in these steps, as it was given; None: there are none.
+    """
+
+    def __init__(self, readings: Sequence[Reading], load: Tensor | None = None) -> None:
+        self.load = load
         self._readings = list(readings)
         self._event: Any = None
         values = torch.stack([reading.values for reading in readings])
         if values.is_cuda:
             self._values = torch.empty(values.shape, pin_memory=True)
             self._values.copy_(values, non_blocking=True)
+            if load is not None:
+                self.load = torch.empty(load.shape, dtype=load.dtype, pin_memory=True)
+                self.load.copy_(load, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
         else:
