@@ -20,7 +20,7 @@ _NAMES = {
     "intermediate_size": ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"),
     "vocab_size": ("vocab_size",),
     "max_positions": ("max_position_embeddings", "n_positions", "max_seq_len"),
-    "num_experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "num_experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
     "tied": ("tie_word_embeddings",),
 }  # fmt: skip
 _KINDS = ("layer_types", "layers_block_type")
@@ -111,6 +111,13 @@ def dimensions(config: Mapping[str, Any]) -> Dimensions:
         intermediate_size=feed_forward if isinstance(feed_forward, int) else 4 * hidden,
         vocab_size=need("vocab_size"),
         max_positions=positions if isinstance(positions, int) and model_type != "bloom" else None,
-        num_experts=find("num_experts") or 0,
+        num_experts=find("num_experts") or _nested_experts(config),
         tied=bool(find("tied")),
     )
+
+
+def _nested_experts(config: Mapping[str, Any]) -> int:
+    """DBRX keeps the numbers of its feed-forward blocks in a dictionary of their own."""
+    inner = config.get("ffn_config")
+    count = inner.get("moe_num_experts") if isinstance(inner, Mapping) else None
+    return count if isinstance(count, int) else 0
