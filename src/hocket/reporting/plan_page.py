@@ -195,7 +195,7 @@ def _pipeline(found: PlanPage) -> str:
     )
     microbatches = 1 + max((event.microbatch or 0 for event in timeline.events), default=0)
     return (
-        '<section id="pipeline"><h2>The pipeline of the first</h2>'
+        '<section id="pipeline"><h2>Pipeline of the first layout</h2>'
         f'<p class="lead">{_text(found.rows[0].name)}: a row per pipeline rank, {microbatches} '
         "microbatches, as simulated.</p>"
         + _picture(22 * timeline.num_ranks, out, "pipeline of the first layout")
