@@ -232,7 +232,7 @@ def test_a_job_that_hangs_is_told_with_its_cycle(found: Rehearsed) -> None:
     assert len(verdict.cycle) >= 2
     hung = dataclasses.replace(found, verdicts={"eager": verdict})
     printed = text(hung)
-    assert "8 of 8 ranks wait for ever" in printed
+    assert "8 of 8 ranks deadlock" in printed
     assert "-->" in printed
 
 

@@ -160,7 +160,7 @@ def test_the_text_holds_everything(tmp_path: Path, capsys: pytest.CaptureFixture
     said = capsys.readouterr().out
     for words in (
         "predicted", "measured", "off by", "first token", "requests/s", "from measured steps",
-        "40 answered, 2 sent away, 1 lost", "25.0% of the prompts' tokens", "this server",
+        "40 answered, 2 rejected, 1 lost", "25.0% of the prompts' tokens", "this server",
         "does not fit", "started again once", "1 request of 150 tokens", "80 tokens/s",
         "within the goals",
     ):  # fmt: skip

@@ -68,7 +68,7 @@ def test_what_the_devices_lack_is_said() -> None:
     assert "compute capability 8.0; 8-bit float matmuls take 8.9" in (said or "")
     assert refused_precision("fp8", cuda=True, capability=(9, 0)) is None
     assert "torchao" in (refused_precision("fp8", cuda=True, library=False) or "")
-    assert "puts weight gradients off" in (refused_precision("fp8", cuda=True, halved=True) or "")
+    assert "defers weight gradients" in (refused_precision("fp8", cuda=True, halved=True) or "")
     moved = Layout(offload="activations")
     again = dataclasses.replace(moved, recompute="full")
     assert refused_offload(Layout(offload="optimizer"), cuda=False) is None

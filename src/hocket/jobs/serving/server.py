@@ -309,7 +309,7 @@ async def _serve(
             record.note(f"warning: what was measured is not kept: {error}")
         ledger.enter(folder.path, record.note, others=others)
     else:
-        record.note("ended before it was ready; its run folder was removed")
+        record.note("ended before it was ready; no run was recorded")
     record({"event": "ended", "drained": drained, "run": str(folder.path)})
     return Served(
         run=folder.path, address=address, metrics=metrics, measured=found, drained=drained
