@@ -44,6 +44,7 @@ SERVICE = {
 FLAGS = {
     "train": {
         "model", "data", "run", "config", "cluster", "json", "dry_run", "micro_batch_size",
+        "push_to_hub",
         "gradient_accumulation_steps", *LAYOUT, *WORKLOAD, *TRAINING,
     },
     "rehearse": {

@@ -59,6 +59,8 @@ def test_train_resume_push_and_use_by_name(loopback, tmp_path, monkeypatch, caps
         offline(monkeypatch, False)
         assert run.load().model == f"org/tiny@{model.commit}"
 
+        assert main([*command, "--run", "early", "--push-to-hub", "me/early"]) == 2
+        assert not (tmp_path / "early").exists()  # rejected before the first step
         assert main(["export", str(run.path), "--push-to-hub", "me/tiny"]) == 2
         assert "hf auth login" in capsys.readouterr().err
         monkeypatch.setenv("HF_TOKEN", TOKEN)
@@ -71,6 +73,11 @@ def test_train_resume_push_and_use_by_name(loopback, tmp_path, monkeypatch, caps
         for part in ('base_model: "org/tiny"', 'datasets: ["org/set"]', "| Steps | 3 |", "dp2"):
             assert part in text
         assert str(tmp_path) not in text
+
+        assert main([*command, "--run", "pushed", "--push-to-hub", "me/trained"]) == 0
+        assert f"{server.address}/me/trained" in capsys.readouterr().out
+        trained = server.repos["model", "me/trained"].files["model.safetensors"]
+        assert trained == (tmp_path / "pushed/model/model.safetensors").read_bytes()
 
         pushed.files["README.md"] = b"a card of my own"
         assert main(["export", str(run.path), "--push-to-hub", "me/tiny"]) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import re
 
 import numpy as np
 import pytest
@@ -177,6 +178,19 @@ def test_parts_add_up_to_the_step(seventy: Plan, eight: Plan) -> None:
         assert sum(found.memory_by_kind.values()) == pytest.approx(found.memory, rel=1e-6)
         assert 0 <= found.bubble < 1
         assert 0 <= found.exposed < 1
+
+
+def test_json_keys_are_snake_case_and_still_add_up(eight: Plan) -> None:
+    def keys(value: object) -> list[str]:
+        if isinstance(value, dict):
+            return [*value, *(key for item in value.values() for key in keys(item))]
+        return [k for item in value for k in keys(item)] if isinstance(value, list) else []
+
+    printed = json.loads(json.dumps(eight.to_json()))
+    assert [key for key in keys(printed) if not re.fullmatch("[a-z][a-z0-9_]*", key)] == []
+    first = printed["layouts"][0]
+    assert sum(first["memory_by_kind"].values()) == pytest.approx(first["memory"], rel=1e-6)
+    assert sum(first["parts"].values()) == pytest.approx(first["step_seconds"]["median"])
 
 
 def test_ranges_are_ranges(eight: Plan) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,10 @@ def test_held_out_loss_comes_every_so_many_steps(one, eight) -> None:
         found = {row["step"]: row["held_out_loss"] for row in run.rows if "held_out_loss" in row}
         assert list(found) == [2, 4]
         assert found[4] < found[2]
+        rows = [row for row in run.rows if "held_out_loss" in row]
+        for row, event in zip(rows, run.of("eval"), strict=True):
+            assert row["held_out_perplexity"] == pytest.approx(math.exp(row["held_out_loss"]))
+            assert event["perplexity"] == row["held_out_perplexity"]
     assert one.of("eval")[0]["loss"] == pytest.approx(eight.of("eval")[0]["loss"], abs=2e-4)
 
 

@@ -25,7 +25,7 @@ OWN = ("train",)
 
 _NUMBER = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
 
-NOT_OPTIONS = frozenset({"config", "json", "dry_run", "resume"})
+NOT_OPTIONS = frozenset({"config", "json", "dry_run", "push_to_hub", "resume"})
 """Flags about one call, which a file of options does not hold."""
 
 FLAGS_OF_OTHERS = True

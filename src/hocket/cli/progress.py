@@ -191,7 +191,9 @@ def said(event: Event) -> str | None:
     if kind == "note":
         return str(event["text"])
     if kind == "eval":
-        return f"held-out loss {event['loss']:.4f} after step {event['step']}"
+        perplexity = event.get("perplexity")
+        also = "" if perplexity is None else f", perplexity {perplexity:.4g}"
+        return f"held-out loss {event['loss']:.4f}{also} after step {event['step']}"
     if kind == "saved":
         return f"saved {event['path']}"
     return None

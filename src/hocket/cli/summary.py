@@ -23,10 +23,11 @@ def result(summary: Summary) -> list[str]:
     """What came out."""
     found = []
     if summary.loss is not None and summary.first_loss is not None:
-        held = summary.held_out_loss
+        held, perplexity = summary.held_out_loss, summary.held_out_perplexity
         found.append(
             f"loss {summary.first_loss:.4f} -> {summary.loss:.4f} after step {summary.steps}"
             + ("" if held is None else f", {held:.4f} on held-out text")
+            + ("" if perplexity is None else f" (perplexity {perplexity:.4g})")
         )
     if summary.tokens_per_second is not None and summary.step_seconds is not None:
         found.append(

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import tyro
 
@@ -53,6 +53,8 @@ class Train:
         json: print one JSON object per step on stdout, and nothing else.
         dry_run: decide everything, decode the first batch, rehearse the job on fake GPUs (whether
             its ranks complete, and fit), predict time and price, and stop before ranks start.
+        push_to_hub: upload the trained model to ORG/NAME on the Hugging Face Hub after the last
+            step, with a model card of the run. Needs a token that may write.
         parallel: Degrees of parallelism and schedule
         workload: Size and precision of a step
         training: Optimizer, data, checkpoints and runtime
@@ -67,6 +69,7 @@ class Train:
     gradient_accumulation_steps: Count = None
     json: bool = False
     dry_run: bool = False
+    push_to_hub: Annotated[str | None, tyro.conf.arg(metavar="ORG/NAME")] = None
     parallel: Annotated[LayoutFlags, tyro.conf.arg(name="layout")] = dataclasses.field(
         default_factory=LayoutFlags
     )
@@ -90,6 +93,7 @@ def read(arguments: Sequence[str]) -> tuple[Train, dict[str, Any]]:
     said = values(flags, also=explicit(arguments))
     said.pop("json", None)
     said.pop("dry_run", None)
+    said.pop("push_to_hub", None)
     said.pop("config", None)
     if path is not None:
         from hocket.jobs.request import AUTO, LAYOUT_FIELDS, layout_values
@@ -113,6 +117,10 @@ def read(arguments: Sequence[str]) -> tuple[Train, dict[str, Any]]:
 def main(arguments: Sequence[str]) -> int:
     """Train. Returns 0, or STOPPED where the run was asked to stop before its last step."""
     flags, said = read(arguments)
+    if flags.push_to_hub is not None:
+        from hocket.jobs.export import check_push
+
+        check_push(flags.push_to_hub)
     if flags.dry_run:
         return _dry_run(flags, said)
     from hocket.cli.progress import progress
@@ -124,8 +132,21 @@ def main(arguments: Sequence[str]) -> int:
     from hocket.cli.summary import print_summary
 
     if on_event.heard:
-        print_summary(summary, to=sys.stderr if flags.json else sys.stdout)
+        out = sys.stderr if flags.json else sys.stdout
+        print_summary(summary, to=out)
+        if flags.push_to_hub is not None and not summary.stopped:
+            _push(flags, summary.run, out)
     return STOPPED if summary.stopped else 0
+
+
+def _push(flags: Train, run: Path, out: TextIO) -> None:
+    from hocket.jobs.export import push
+    from hocket.spec.units import format_bytes
+
+    assert flags.push_to_hub is not None
+    trust = flags.training.trust_remote_code
+    pushed = push(run, flags.push_to_hub, trust_remote_code=trust)
+    print(f"pushed {format_bytes(pushed.num_bytes)} to {pushed.page}", file=out)
 
 
 def _dry_run(flags: Train, said: dict[str, Any]) -> int:

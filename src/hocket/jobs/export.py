@@ -25,6 +25,17 @@ class Pushed:
     num_bytes: int
 
 
+def check_push(name: str) -> None:
+    """Reject a push that cannot succeed before the work that it follows.
+
+    Raises:
+        OptionError: the name is not `ORG/NAME`, the Hub is switched off, or there is no token.
+    """
+    from hocket.models import push as pushing
+
+    pushing.checked(name)
+
+
 def push(
     run: str | os.PathLike[str],
     name: str,

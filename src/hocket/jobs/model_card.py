@@ -66,6 +66,14 @@ def _what(spec: RunSpec, base: Any) -> str:
     return f"{origin}, a {kind} model, {how}"
 
 
+FIGURES = {
+    "loss": "Loss of the last step",
+    "held_out_loss": "Held-out loss",
+    "held_out_perplexity": "Held-out perplexity",
+}
+"""Keys of metrics.jsonl in the card, and their titles."""
+
+
 def _facts(folder: RunFolder, spec: RunSpec, data: list[str]) -> dict[str, str]:
     work, options = spec.workload, spec.options
     rows = _last_rows(folder)
@@ -78,7 +86,7 @@ def _facts(folder: RunFolder, spec: RunSpec, data: list[str]) -> dict[str, str]:
         "Learning rate": f"{options.lr:g}, {options.lr_schedule} to {options.min_lr:g}",
         "Seed": str(options.seed),
     }
-    for key, title in (("loss", "Loss of the last step"), ("held_out_loss", "Held-out loss")):
+    for key, title in FIGURES.items():
         if key in rows:
             found[title] = f"{rows[key]:.4f}"
     return found
@@ -90,7 +98,7 @@ def _last_rows(folder: RunFolder) -> dict[str, Any]:
     try:
         for line in folder.metrics_file.read_text().splitlines():
             row = parse_json(line)
-            found |= {k: row[k] for k in ("step", "loss", "held_out_loss") if k in row}
+            found |= {k: row[k] for k in ("step", *FIGURES) if row.get(k) is not None}
     except (OSError, *MALFORMED):
         pass
     return found

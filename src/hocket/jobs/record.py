@@ -26,7 +26,7 @@ class Summary:
         run: the run folder.
         steps: optimizer steps done, those of an earlier start included.
         first_loss, loss: of the first and the last step this job did (nats per token).
-        held_out_loss: of the last evaluation, None without one.
+        held_out_loss, held_out_perplexity: of the last evaluation, None without one.
         tokens_per_second, step_seconds: medians over the steps this job did; the first one, which
             warms up, counts only where there is no other.
         memory_bytes: peak tensor bytes counted on each rank.
@@ -45,6 +45,7 @@ class Summary:
     first_loss: float | None = None
     loss: float | None = None
     held_out_loss: float | None = None
+    held_out_perplexity: float | None = None
     tokens_per_second: float | None = None
     step_seconds: float | None = None
     memory_bytes: tuple[int, ...] = ()
@@ -133,6 +134,7 @@ class Record:
             found.truncated_tokens = int(data.get("truncated_tokens", 0))
         if self.held_out:
             found.held_out_loss = float(self.held_out[-1]["loss"])
+            found.held_out_perplexity = self.held_out[-1].get("perplexity")
         if not self.steps:
             return found
         found.steps = int(self.steps[-1]["step"])

@@ -99,8 +99,10 @@ class Forecast:
         return not self.unsupported
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON values; the layout as text."""
+        """As plain JSON values; the layout as text, keys in snake_case."""
         data = dataclasses.asdict(self)
+        for name in ("memory_by_kind", "parts"):
+            data[name] = {key.replace(" ", "_"): value for key, value in data[name].items()}
         return {**data, "layout": str(self.layout), "runs_here": self.runs_here}
 
 

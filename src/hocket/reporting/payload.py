@@ -181,6 +181,7 @@ def figures(record: Record) -> list[dict[str, Any]]:
     """The figures that a run is judged by: title, unit, measured and predicted (None: unknown)."""
     forecast = record.forecast
     losses, held = record.column("loss"), record.column("held_out_loss")
+    perplexity = record.column("held_out_perplexity")
     seconds = record.step_seconds
     tokens = None
     if record.spec is not None:
@@ -228,7 +229,8 @@ def figures(record: Record) -> list[dict[str, Any]]:
             "Loss",
             "of the last step"
             + (f", from {losses[0]:.4g}" if losses else "")
-            + (f"; {held[-1]:.4g} on held-out text" if held else ""),
+            + (f"; {held[-1]:.4g} on held-out text" if held else "")
+            + (f" (perplexity {perplexity[-1]:.4g})" if held and perplexity else ""),
             "loss",
             losses[-1] if losses else None,
             None,

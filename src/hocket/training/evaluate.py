@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from hocket.runtime.parallelize import Parallel
 from hocket.training.inputs import Inputs
 
@@ -9,6 +11,15 @@ from hocket.training.inputs import Inputs
 def num_batches(inputs: Inputs, most: int) -> int:
     """Global batches that the held-out text fills (the last one in part), at most `most`."""
     return min(most, -(-len(inputs.dataset) // inputs.order.global_batch))
+
+
+def perplexity(loss: float) -> float | None:
+    """exp of a mean loss per token in nats; None where it is not a finite number."""
+    try:
+        value = math.exp(loss)
+    except OverflowError:
+        return None
+    return value if math.isfinite(value) else None
 
 
 def held_out_loss(parallel: Parallel, inputs: Inputs, batches: int) -> float | None:

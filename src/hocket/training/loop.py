@@ -40,7 +40,7 @@ from hocket.training import timeline
 from hocket.training.adapter import adapter_of_ranks
 from hocket.training.build import Job, dtype_of
 from hocket.training.dataset import BatchOrder, open_dataset
-from hocket.training.evaluate import held_out_loss, num_batches
+from hocket.training.evaluate import held_out_loss, num_batches, perplexity
 from hocket.training.expert_load import ExpertLoad
 from hocket.training.export import ModelFiles, export_ranks
 from hocket.training.faults import Faults
@@ -312,7 +312,10 @@ class Loop:
             if silence > self.options.timeout / 4:
                 self.context.expect(10 * silence)  # slow, and not silent
         if held_out:
-            row["held_out_loss"] = self._evaluate(reading.step)
+            loss_held_out = self._evaluate(reading.step)
+            row["held_out_loss"] = loss_held_out
+            if loss_held_out is not None:
+                row["held_out_perplexity"] = perplexity(loss_held_out)
         if metrics is not None:
             metrics.write(row)
 
@@ -353,7 +356,7 @@ class Loop:
             self.faults.at("evaluate")
             loss = held_out_loss(self.parallel, self.held_out, self.options.eval_batches)
         if loss is not None:
-            self._say(event="eval", step=step, loss=loss)
+            self._say(event="eval", step=step, loss=loss, perplexity=perplexity(loss))
         return loss
 
     def _write_timeline(self, step: int, *, later: bool) -> None:

@@ -23,7 +23,10 @@ from hocket.spec.errors import OptionError, unknown
 from hocket.spec.files import parse_json
 from hocket.spec.run import write_text
 
-SCALARS = ("loss", "held_out_loss", "lr", "grad_norm", "tokens_per_second", "step_seconds", "mfu")
+SCALARS = (
+    "loss", "held_out_loss", "held_out_perplexity", "lr", "grad_norm", "tokens_per_second",
+    "step_seconds", "mfu",
+)  # fmt: skip
 """Keys of a row of metrics that are tracked."""
 
 LIBRARIES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
