@@ -372,12 +372,13 @@ def _check(
         raise ModelError(f"{name}: {message.split(';')[0]} (transformers knows others)", hint=hint)
     architecture = registry.causal_classes().get(model_type)
     if architecture is None or architecture.endswith("ForConditionalGeneration"):
-        text = f"{model_type}_text"
+        inner = config.get("text_config")
+        text = inner.get("model_type") if isinstance(inner, dict) else None
+        if not isinstance(text, str):
+            text = f"{model_type}_text"
         raise ModelError(
             f"{name} is of type {model_type!r}, which is not a text-only causal language model",
-            hint=f"its text_config as a config.json, with model_type {text!r}"
-            if text in registry.causal_classes()
-            else None,
+            hint=_text_part(name) if text in registry.causal_classes() else None,
         )
     architectures = config.get("architectures") or []
     if not isinstance(architectures, list):
@@ -392,6 +393,19 @@ def _check(
             hint='"is_decoder": true in its config.json makes it a causal language model',
         )
     return _without_foreign(config)
+
+
+def _text_part(name: str) -> str:
+    """The command that saves the language model inside a multimodal one as a model of its own."""
+    made = f"{Path(name).name.split('@')[0]}-text"
+    script = (
+        "import transformers as t; "
+        f"m = t.AutoModelForImageTextToText.from_pretrained({name!r}, dtype='auto'); "
+        "c = t.AutoModelForCausalLM.from_config(m.config.get_text_config()); "
+        "c.model, c.lm_head = m.model.language_model, m.lm_head; "
+        f"c.save_pretrained({made!r})"
+    )
+    return f"python -c {shlex.quote(script)}"
 
 
 def _is_encoder(model_type: str, config: dict[str, Any]) -> bool:
