@@ -156,7 +156,7 @@ def test_what_is_refused(tmp_path, config, words):
 def test_hints_that_can_be_pasted(tmp_path):
     with pytest.raises(ModelError) as caught:
         resolve(write(tmp_path, model_type="gemma3"))
-    assert "gemma3_text" in str(caught.value.hint)
+    assert "AutoModelForCausalLM.from_config" in str(caught.value.hint)
     with pytest.raises(ModelError) as caught:
         resolve("meta-llama/Llama-3.1-8B")
     assert "hf download meta-llama/Llama-3.1-8B" in str(caught.value.hint)
