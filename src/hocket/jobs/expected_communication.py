@@ -142,7 +142,7 @@ def rows(
         element_bytes=element_bytes,
         experts_per_token=choices,
         counts_tokens=False,  # the training loop knows the number: no sequence is padded
-        bucket_bytes=1e6 * bucket_mb(spec.options.bucket_mb, cuda=cuda, dp=layout.dp),
+        bucket_bytes=1e6 * bucket_mb(spec.options.bucket_mb, cuda=cuda, dp=layout.data_degree),
     )
 
     def share(stage: int, tp_index: int, ep_index: int) -> StageShare:

@@ -76,7 +76,7 @@ def told(
     try:
         machine = machine_of(spec, measured)
         shape = shape_of(spec, launcher)
-        bucket_mb = bucket_mb_of(spec.options.bucket_mb, cuda=False, dp=spec.layout.dp)
+        bucket_mb = bucket_mb_of(spec.options.bucket_mb, cuda=False, dp=spec.layout.data_degree)
         found, timeline = foretell(
             shape, spec.layout, spec.workload, machine, schedule=schedule, bucket_mb=bucket_mb
         )
@@ -337,7 +337,7 @@ def weighed(
         return legal([one for one in layouts if not unpriced(spec, one)])
 
     layouts = allowed(among)
-    bucket_mb = bucket_mb_of(spec.options.bucket_mb, cuda=False, dp=spec.layout.dp)
+    bucket_mb = bucket_mb_of(spec.options.bucket_mb, cuda=False, dp=spec.layout.data_degree)
     rows = weigh(
         shape, spec.workload, machine, layouts,
         otherwise=lambda: allowed(leaner(among)), bucket_mb=bucket_mb, shown=shown,

@@ -132,7 +132,7 @@ def gpu_memory(shape: ModelShape, spec: RunSpec, schedule: Schedule) -> list[dic
         layout=spec.layout,
         workload=spec.workload,
         schedule=schedule,
-        bucket_mb=bucket_mb(spec.options.bucket_mb, cuda=True, dp=spec.layout.dp),
+        bucket_mb=bucket_mb(spec.options.bucket_mb, cuda=True, dp=spec.layout.data_degree),
         clip=spec.options.max_grad_norm > 0,
     )
     return memory_rows(job, cuda=True)

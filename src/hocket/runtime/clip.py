@@ -41,7 +41,8 @@ class GradientNorm:
         self.mesh = mesh
         apart = mesh.layout.splits_experts  # experts lie on ranks of several replicas
         self._axis = mesh.axis("model" if pieces is None and not apart else "world")
-        other_replica = apart and any(mesh.axis(name).index for name in ("dp", "cp"))
+        # Context ranks of a replica hold equal gradients too: its first one counts.
+        other = mesh.axis("cp").index or (apart and mesh.axis("dp").index)
         self.parameters: list[nn.Parameter] = []
         self._masked: list[tuple[nn.Parameter, Tensor]] = []
         self._whole: list[nn.Parameter] = []
@@ -65,7 +66,7 @@ class GradientNorm:
                 if mesh.axis("expert_data").index == 0:
                     self._whole.append(parameter)
                 continue
-            if other_replica:
+            if other:
                 continue
             if "tp" not in placement.sharded:
                 if index == 0:

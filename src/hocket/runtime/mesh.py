@@ -25,6 +25,7 @@ from hocket.spec.process_groups import (
     AxisGroups,
     axis_groups,
     copies_axis,
+    data_axis,
     groups_of_rank,
     prepared,
 )
@@ -119,7 +120,7 @@ class Mesh:
         mesh.coordinate = mesh.layout.coordinate(0)
         mesh._groups, mesh._made = {}, []
         mesh._group_factory, mesh._meets = make_groups, False
-        names = (*AXES, "world", "model", "shard", "replicas", "expert", "expert_data")
+        names = (*AXES, "data", "world", "model", "shard", "replicas", "expert", "expert_data")
         mesh._axes = {name: Axis(name) for name in names}
         return mesh
 
@@ -127,6 +128,11 @@ class Mesh:
         """The axis `name` as seen from this rank."""
         assert name in self._axes, f"{name} is not among {sorted(self._axes)}; prepare() it first"
         return self._axes[name]
+
+    @property
+    def data(self) -> Axis:
+        """The ranks over which gradients of dense parameters are summed: dp, and cp."""
+        return self.axis(data_axis(self.layout))
 
     def copies(self, count: int) -> Axis:
         """The `count` neighbours along tp that hold the same key/value heads."""

@@ -121,7 +121,7 @@ class Parallel:
         self._sharded: dict[int, Shares] = {}
         # One rank alone has nobody to share with, and may still keep its parameters on the host.
         experts = self._experts_axes()
-        alone = all(axis.size == 1 for axis in (mesh.axis("dp"), *experts.values()))
+        alone = all(axis.size == 1 for axis in (mesh.data, *experts.values()))
         shared = not alone or self.layout.offloads("params")
         given: Sequence[Fill | None] = fills or [None] * len(self.stages)
         for stage, fill in zip(self.stages, given, strict=True):
@@ -133,7 +133,7 @@ class Parallel:
                 else:
                     self._buckets[stage.index] = Buckets(
                         stage.module.named_parameters(),
-                        mesh.axis("dp"),
+                        mesh.data,
                         self.recorder,
                         bucket_mb=self._bucket_mb,
                         others=experts,
@@ -173,7 +173,7 @@ class Parallel:
     @property
     def _bucket_mb(self) -> float:
         cuda = self.mesh.device.type == "cuda"
-        return bucket_mb(self.bucket_mb, cuda=cuda, dp=self.mesh.axis("dp").size)
+        return bucket_mb(self.bucket_mb, cuda=cuda, dp=self.mesh.data.size)
 
     @property
     def _num_stages(self) -> int:
@@ -401,7 +401,7 @@ class Parallel:
             for microbatch in microbatches
         ]
         total = torch.stack(found).sum()
-        all_reduce(total, self.mesh.axis("dp"), self.recorder)
+        all_reduce(total, self.mesh.data, self.recorder)
         return total
 
     @torch.no_grad()
@@ -476,7 +476,7 @@ class Parallel:
         """Tell the random streams which microbatch runs, among those of all data ranks."""
         assert self._streams is not None
         self._streams.step = self.step
-        self._streams.microbatch = self.mesh.axis("dp").index * self._count + microbatch
+        self._streams.microbatch = self.mesh.data.index * self._count + microbatch
 
 
 def _accumulation(num_microbatches: int) -> Schedule:

@@ -301,12 +301,31 @@ class Layout:
 
     # --- who shares a state (ZeRO) ---------------------------------------------------------
 
+    @property
+    def data_degree(self) -> int:
+        """Ranks that hold the same dense parameters and compute gradients of different tokens:
+        dp x cp."""
+        return self.dp * self.cp
+
+    def data_groups(self) -> list[tuple[int, ...]]:
+        """The ranks that differ in dp and cp alone, each ascending, ordered by first rank."""
+        rows: dict[tuple[int, int], list[int]] = {}
+        for rank in range(self.world_size):
+            where = self.coordinate(rank)
+            rows.setdefault((where["pp"], where["tp"]), []).append(rank)
+        return sorted(tuple(row) for row in rows.values())
+
     def shard_groups(self) -> list[tuple[int, ...]]:
-        """Data ranks that share one state, neighbours along dp; none without ZeRO."""
+        """Ranks that share one state: neighbours along dp, `shard` of them, each with all of its
+        context ranks; none without ZeRO."""
         count = self.shard or self.dp
-        if not self.zero or count == 1:
+        if not self.zero or count * self.cp == 1:
             return []
-        return [row[i : i + count] for row in self.groups("dp") for i in range(0, len(row), count)]
+        rows: dict[tuple[int, int, int], list[int]] = {}
+        for rank in range(self.world_size):
+            where = self.coordinate(rank)
+            rows.setdefault((where["pp"], where["tp"], where["dp"] // count), []).append(rank)
+        return sorted(tuple(row) for row in rows.values())
 
     def replica_groups(self) -> list[tuple[int, ...]]:
         """Data ranks that hold the same share of a state, where fewer than all of dp share one
@@ -314,7 +333,8 @@ class Layout:
         count = self.shard or self.dp
         if not self.zero or count == self.dp:
             return []
-        return [row[i::count] for row in self.groups("dp") for i in range(count)]
+        rows = (row[i::count] for row in self.groups("dp") for i in range(count))
+        return sorted(rows)
 
     # --- rank and coordinate ---------------------------------------------------------------
 

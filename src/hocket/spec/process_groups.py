@@ -4,10 +4,11 @@
     world      all                       the loss, barriers
     dp         dp                        gradients of replicas
     pp         pp                        activations between stages
-    cp         cp                        context parallelism
+    cp         cp                        keys and values of a split sequence
+    data       dp and cp                 gradients, where sequences are split; else they go over dp
     tp         tp                        tensor parallelism
     model      tp, cp and pp             one replica: the gradient's norm; without ZeRO
-    shard      dp                        one copy of the ZeRO state
+    shard      dp and cp                 one copy of the ZeRO state
     replicas   dp                        equal shards of a ZeRO state (hybrid sharding)
     expert     the experts they hold     all-to-all of tokens (ep)
     expert_data nothing of the experts   gradients and ZeRO state of the experts' copies (ep, etp)
@@ -37,10 +38,16 @@ from hocket.spec.layout import AXES, Layout
 
 Ranks = tuple[int, ...]
 
-DATA_AXES = ("dp", "shard", "replicas", "expert_data")
+DATA_AXES = ("dp", "data", "shard", "replicas", "expert_data")
 """Axes whose collectives run alongside compute: gradients and values of data ranks."""
 
 _COPIES = "tp_copies"
+
+
+def data_axis(layout: Layout) -> str:
+    """The axis that gradients of dense parameters are summed over: dp, and cp where there is one.
+    Both ways each rank has tokens of its own."""
+    return "data" if layout.cp > 1 else "dp"
 
 
 def copies_axis(count: int, tp: int) -> str:
@@ -101,7 +108,8 @@ def axis_groups(
         # The replicas of a threads layout live in one process: its dp is not an axis of ranks.
         degree = 1 if layout.data_parallel == "threads" else layout.degree(name)
         found.append((name, layout.groups(name) if degree > 1 else []))
-    if (not layout.zero or layout.dp == 1) and not layout.splits_experts:
+    found.append(("data", layout.data_groups() if layout.cp > 1 else []))
+    if (not layout.zero or layout.data_degree == 1) and not layout.splits_experts:
         found.append(("model", _replicas(layout)))
     found.append(("shard", layout.shard_groups()))
     found.append(("replicas", layout.replica_groups()))

@@ -201,7 +201,7 @@ class Held:
                 return True
             if placement.is_expert:
                 return mesh.axis("expert_data").index == 0
-            return mesh.coordinate["dp"] == 0
+            return mesh.coordinate["dp"] == 0 and mesh.coordinate["cp"] == 0
 
         self._parameters = {
             name: parameter

@@ -259,7 +259,7 @@ class ParallelModel(Parallel):
         index = self.mesh.axis("tp").index
         if placement.is_expert:
             return [] if self.mesh.axis("expert_data").index else list(placement.blocks)
-        if self.mesh.coordinate["dp"] or (index and "tp" not in placement.sharded):
+        if self.mesh.data.index or (index and "tp" not in placement.sharded):
             return []
         return [block for block in placement.blocks if index % block.copies == 0]
 
