@@ -10,17 +10,27 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from hocket.doctor.families import FLEXIBLE
 from hocket.spec.layout import Layout
 from hocket.spec.run import RunSpec, TrainOptions, Workload
 from tests.families import EXPERTS, FAMILIES
 
 PLAN = "plan.json"
+CONFIGS = {**FLEXIBLE, **FAMILIES, **EXPERTS}
+
+CONTEXT_FAMILIES = ("llama", "gemma2", "gemma3", "gpt_oss", "qwen3_moe", "deepseek_v3")
+CONTEXT_LAYOUTS = (
+    "cp2:zero=1", "cp2:zero=2", "cp2:zero=3", "cp2:recompute=full", "cp2:recompute=selective",
+    "cp2:microbatches=2", "cp4", "dp2.cp2", "dp2.cp2:zero=1", "dp2.cp2:zero=3",
+    "dp2.cp2:zero=2,shard=1", "cp2.tp2", "cp2.tp2:sequence_parallel=true", "cp2.pp2:microbatches=2",
+    "cp2.pp2:microbatches=4,recompute=full,zero=1", "dp2.cp2:order=dp-cp-tp-pp",
+)  # fmt: skip
 
 
 def spec_of(family: str, layout: str) -> RunSpec:
     return RunSpec(
         model=family,
-        config={**FAMILIES, **EXPERTS}[family],
+        config=CONFIGS[family],
         layout=Layout.parse(layout),
         workload=Workload(seq_len=16, global_batch=8),
         options=TrainOptions(seed=3, lr=1e-3, dropout=0.0),
@@ -38,7 +48,7 @@ def references(context: Any, folder: str, families: list[str]) -> str:
     for family in families[context.rank :: context.world_size]:
         where = Path(folder) / family
         write_reference(spec_of(family, "dp1"), where, 3)
-        plan = plan_for(build({**FAMILIES, **EXPERTS}[family], dropout=0.0), sequence=True)
+        plan = plan_for(build(CONFIGS[family], dropout=0.0), sequence=True)
         (where / PLAN).write_text(plan.to_json())
     return "done"
 
@@ -74,6 +84,24 @@ def matrix(context: Any, folder: str, cases: list[list[str]], fault: str = "") -
             if context.world_size > 1:  # the other ranks wait in a collective
                 raise RuntimeError(f"{family} {layout}:\n{result}") from None
         found.append([family, layout, result, time.perf_counter() - begun])
+    return found
+
+
+def context(context: Any, folder: str, cases: list[list[str]], kind: str, fault: str = "") -> Any:
+    """`matrix` of layouts with cp, by `--context-parallel KIND`."""
+    found = []
+    for family, layout in cases:
+        spec = spec_of(family, layout)
+        spec = dataclasses.replace(
+            spec, options=dataclasses.replace(spec.options, context_parallel=kind)
+        )
+        from hocket.training.check import compare_layout
+
+        where = Path(folder) / family
+        parallel, optimizer = compose(context, spec, {}, layout, where)
+        break_something(parallel, optimizer, fault)
+        report = compare_layout(spec, parallel, optimizer, where, 3)
+        found.append([family, layout, report and json.loads(report.to_json()), 0.0])
     return found
 
 
@@ -173,6 +201,29 @@ def break_something(parallel: Any, optimizer: Any, fault: str) -> None:
     elif fault == "a block reduced before its gradients are there":
         for sharded in parallel._sharded.values():
             sharded._reduce = functools.partial(too_early, sharded._reduce)
+    elif fault == "labels shifted after the cut":
+        from hocket.runtime.context_parallel import split
+
+        split.targets = lambda labels, shifted: labels
+        parallel.stages[-1].loss_fn.labels_shifted = False
+    elif fault == "positions of a rank":
+        from hocket.runtime.context_parallel import split
+
+        cut = split.part_of
+
+        def local(microbatch: Any, axis: Any, **more: Any) -> Any:
+            part = cut(microbatch, axis, **more)
+            length = part["position_ids"].shape[1]
+            part["position_ids"] = torch.arange(length).expand_as(part["position_ids"])
+            return part
+
+        split.part_of = local
+    elif fault == "keys of a rank alone":
+        from hocket.runtime.context_parallel import ring
+
+        ring._pass_on = lambda tensor, axis, recorder: ring._Message(
+            tensor, torch.zeros_like(tensor), []
+        )
     elif fault == "tie forgotten":
         parallel._ties = None
     elif fault == "one weight off by a little":

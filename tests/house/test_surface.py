@@ -30,7 +30,7 @@ TRAINING = {
     "eval_every",
     "eval_batches", "save_every", "keep_checkpoints", "log_interval", "resume", "timeline_step",
     "timeline_steps", "device", "backend", "threads", "bucket_mb", "compile", "attention",
-    "tracker",
+    "context_parallel", "tracker",
     "trust_remote_code", "timeout", "max_restarts",
     "emulate_links", "memory_per_rank", "grad_dtype", "data_format", "chat_template_file",
     "packing", "streaming", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets",
@@ -49,7 +49,8 @@ FLAGS = {
     },
     "rehearse": {
         "model", "rank", "serve", "gpu", "layers", "rows", "seq_len", "global_batch", "dtype",
-        "grad_dtype", "dropout", "attention", "bucket_mb", "lora_rank", "lora_targets",
+        "grad_dtype", "dropout", "attention", "context_parallel", "bucket_mb", "lora_rank",
+        "lora_targets",
         "trust_remote_code", "json", "matrix", "models", "schedules", "options", *LAYOUT,
     },
     "doctor": {"gpu", "only", "group", "out", "minutes", "list", "json"},
@@ -59,7 +60,7 @@ FLAGS = {
     },
     "check": {
         "model", "steps", "seq_len", "global_batch", "dtype", "seed", "lr", "packing", "lora_rank",
-        "lora_alpha", "lora_targets", "attention", "device", "backend",
+        "lora_alpha", "lora_targets", "attention", "context_parallel", "device", "backend",
         "threads", "trust_remote_code", "json", "serve", "matrix", "quick", "types", "layouts",
         *LAYOUT,
     },

@@ -16,7 +16,7 @@ from hocket.spec.layout import Layout
         ("dp2.pp2.tp2:schedule=zero-bubble", []),
         ("dp2.pp2.tp2:schedule=zero-bubble,recompute=full,recompute_layers=2", []),
         ("dp4:zero=3", []),
-        ("cp2", ["cp"]),
+        ("dp2.cp2.tp2:zero=1,recompute=full", []),
         ("dp2.tp2.ep4.etp1", []),
         ("tp4.etp2", ["etp"]),
         ("dp4.pp2.tp2:zero=3,shard=2,schedule=zero-bubble,recompute=full", []),

@@ -41,6 +41,8 @@ class RehearseFlags:
         grad_dtype: type in which gradients are accumulated and reduced. One of: fp32, bf16.
         dropout: every dropout probability of the model (default: the model's configuration).
         attention: attention implementation. One of: sdpa, eager.
+        context_parallel: attention over cp ranks: ring (keys and values go round), ulysses (heads
+            are split) or auto (ulysses where heads divide). One of: auto, ring, ulysses.
         bucket_mb: gradient bucket size in MB (default: the larger of 160 and 4 per data rank).
         lora_rank: LoRA rank (default: full fine-tuning).
         lora_targets: linear layers that LoRA adapts, as in q_proj-v_proj (default: all but the
@@ -68,6 +70,7 @@ class RehearseFlags:
     grad_dtype: str = "fp32"
     dropout: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
     attention: str = "sdpa"
+    context_parallel: str = "auto"
     bucket_mb: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
     lora_rank: Count = None
     lora_targets: Text = None
@@ -81,8 +84,8 @@ class RehearseFlags:
 
 
 PASSED = (
-    "seq_len", "dtype", "grad_dtype", "dropout", "attention", "bucket_mb", "lora_rank",
-    "lora_targets", "trust_remote_code",
+    "seq_len", "dtype", "grad_dtype", "dropout", "attention", "context_parallel", "bucket_mb",
+    "lora_rank", "lora_targets", "trust_remote_code",
 )  # fmt: skip
 """Flags that are options of a training job."""
 

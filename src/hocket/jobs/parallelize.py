@@ -30,6 +30,7 @@ def parallelize(
     mesh: Mesh | None = None,
     seed: int = 0,
     bucket_mb: float | None = None,
+    context_parallel: str = "auto",
     **fields: Any,
 ) -> ParallelModel:
     """Take this rank's part of `module`. Call it on every rank with equal arguments.
@@ -55,6 +56,7 @@ def parallelize(
         mesh: None: made over the default process group or, without one, of this process alone.
         seed: of the random numbers that dropout draws.
         bucket_mb: size of a gradient bucket in MB. None: by the device.
+        context_parallel: attention over cp ranks, as `--context-parallel`.
         **fields: other fields of the layout by their flags' names: `microbatches=4`,
             `pipeline_split="even"`.
 
@@ -77,6 +79,8 @@ def parallelize(
     if order is None and layout.num_stages > 1:
         order = build(layout, layout.microbatches or 2 * layout.pp)
     hugging_face = _is_hugging_face(module)
+    if layout.cp > 1 and (not hugging_face or (loss_fn is not None and not labels_shifted)):
+        raise _no_context(layout, hugging_face)
     shifts = True
     if hugging_face and plan is None:
         from hocket.jobs.proxy.ranks import require_equal
@@ -99,15 +103,37 @@ def parallelize(
         from hocket.training.build import group_experts
 
         group_experts()
+    if layout.cp > 1:
+        from hocket.training.build import over_context_ranks
+
+        over_context_ranks(module)
     whole = WholeModule.of(module)
     parallel = runtime.parallelize(
         module, layout, plan, mesh=mesh, schedule=order, loss_fn=loss_fn, seed=seed,
         bucket_mb=bucket_mb, labels_shifted=labels_shifted or not shifts, kind=ParallelModel,
+        context_parallel=context_parallel,
     )  # fmt: skip
     assert isinstance(parallel, ParallelModel)
     parallel.whole = whole
     parallel.generator = _generate if hugging_face else None
     return parallel
+
+
+def _no_context(layout: Layout, hugging_face: bool) -> Exception:
+    """What is raised where cp is asked for and parts of sequences cannot be computed."""
+    from hocket.spec.errors import ModelError
+
+    if hugging_face:
+        return ModelError(
+            f"cp is {layout.cp}: a loss function is given a rank's tokens, of which the last one's "
+            "label is on another rank",
+            hint="labels of the next token, and parallelize(..., labels_shifted=True)",
+        )
+    return ModelError(
+        f"cp is {layout.cp}: the attention of a module that is no Hugging Face model cannot reach "
+        "the keys of other ranks",
+        hint=str(dataclasses.replace(layout, cp=1)),
+    )
 
 
 def _generate(

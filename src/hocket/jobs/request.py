@@ -27,6 +27,7 @@ from hocket.spec.units import parse_duration
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "shm", "gloo", "nccl")
 ATTENTION = ("sdpa", "eager")
+CONTEXT_PARALLEL = ("auto", "ring", "ulysses")
 DATA_FORMATS = ("auto", "text", "chat", "completion")
 LR_SCHEDULES = ("cosine", "linear", "constant")
 PACKINGS = ("across", "documents", "none")
@@ -337,6 +338,7 @@ def check_options(options: TrainOptions) -> None:
 
         names(options.tracker)
     _one_of("attention", options.attention, ATTENTION)
+    _one_of("context_parallel", options.context_parallel, CONTEXT_PARALLEL)
     _one_of("lr_schedule", options.lr_schedule, LR_SCHEDULES)
     _one_of("data_format", options.data_format, DATA_FORMATS)
     if options.packing is not None:

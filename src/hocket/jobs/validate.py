@@ -99,6 +99,13 @@ def _problems(
             f"sequences of {workload.seq_len} tokens do not divide over tp {layout.tp}, as "
             "sequence parallelism needs"
         )
+    if not legality.context(workload.seq_len, layout.cp):
+        chunks = 2 * layout.cp
+        near = max(chunks, workload.seq_len - workload.seq_len % chunks)
+        yield (
+            f"sequences of {workload.seq_len} tokens do not divide into 2 x cp = {chunks} chunks; "
+            f"--seq-len {near} does"
+        )
     batch = workload.global_batch // layout.dp
     if not legality.batch(workload.global_batch, layout.dp):
         yield f"the global batch of {workload.global_batch} does not divide over dp {layout.dp}"
@@ -211,6 +218,13 @@ def _candidates(
         degrees = [
             (dp, pp, size // dp // pp) for dp in divisors(size) for pp in divisors(size // dp)
         ]
+    cp = layout.cp if legality.context(workload.seq_len, layout.cp) else 1
+    if size % cp == 0 and cp > 1:
+        degrees += [
+            (dp, pp, size // cp // dp // pp)
+            for dp in divisors(size // cp)
+            for pp in divisors(size // cp // dp)
+        ]
     for dp, pp, tp in degrees:
         virtual = layout.virtual_stages if pp == layout.pp else 1
         cut = layout.pipeline_split
@@ -232,6 +246,7 @@ def _candidates(
         yield Layout(
             dp=dp,
             pp=pp,
+            cp=size // (dp * pp * tp) if layout.data_parallel != "threads" else 1,
             tp=tp,
             ep=ep,
             etp=etp,
@@ -266,7 +281,9 @@ def _doublings(one: float, other: float) -> float:
 
 def _distance(wanted: Layout, other: Layout) -> tuple[float, float, int]:
     """How far the degrees lie apart, in doublings; then the microbatches; then the larger tp."""
-    axes = sum(_doublings(wanted.degree(axis), other.degree(axis)) for axis in ("dp", "pp", "tp"))
+    axes = sum(
+        _doublings(wanted.degree(axis), other.degree(axis)) for axis in ("dp", "pp", "cp", "tp")
+    )
     axes += _doublings(wanted.ep, other.ep)
     world = _doublings(wanted.world_size, other.world_size)
     if wanted.microbatches is None or other.microbatches is None:

@@ -42,6 +42,7 @@ from hocket.training.build import (
     keep_gradients,
     lora_of,
     offload,
+    over_context_ranks,
 )
 from hocket.training.optimizer import Optimizer
 from hocket.training.reading import Reading
@@ -79,6 +80,8 @@ class Rehearsal:
             of_whole_sequences()
         choose_kernels_on_cuda(self.skeleton, asked=options.attention)
         group_experts()
+        if layout.cp > 1:
+            over_context_ranks(self.skeleton)
 
     @classmethod
     def of_json(cls, payload: dict[str, Any]) -> Rehearsal:
@@ -124,6 +127,7 @@ class Rehearsal:
             seed=options.seed,
             bucket_mb=options.bucket_mb,
             labels_shifted=True,
+            context_parallel=options.context_parallel,
         )
         memory = execution.memory
         # As the loop: whether rows hold several documents is known, and not read off positions.

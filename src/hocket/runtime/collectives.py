@@ -254,31 +254,6 @@ def all_to_all(
     return found
 
 
-def begin_shift(tensor: Tensor, axis: Axis, recorder: Recorder) -> tuple[Tensor, Work | None]:
-    """Begin to pass a flat tensor on to the next rank of the axis, the last to the first.
-
-    One all-to-all in which each rank has elements for one other alone: a collective of all ranks.
-
-    Returns:
-        The tensor of the rank before, to be read after `wait` of the work, until which both are to
-        be held. None, and the tensor itself, on an axis of one rank.
-    """
-    if axis.group is None:
-        return tensor, None
-    tensor = tensor.detach()
-    assert tensor.is_contiguous(), (tensor.shape, tensor.stride())
-    recorder.count("all-to-all", axis.name, tensor.numel() * tensor.element_size())
-    after, before = (axis.index + 1) % axis.size, (axis.index - 1) % axis.size
-    found = torch.empty_like(tensor)
-    work = dist.all_to_all_single(
-        found, tensor,
-        [len(tensor) if index == before else 0 for index in range(axis.size)],
-        [len(tensor) if index == after else 0 for index in range(axis.size)],
-        group=axis.group, async_op=True,
-    )  # fmt: skip
-    return found, work
-
-
 def scatter(
     tensor: Tensor | None, like: Tensor, axis: Axis, recorder: Recorder, source: int = 0
 ) -> Tensor:

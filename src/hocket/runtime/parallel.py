@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hocket.runtime.clip import GradientNorm
 from hocket.runtime.collectives import all_reduce
+from hocket.runtime.context_parallel import parts_of
 from hocket.runtime.data_parallel import (
     Buckets,
     Fill,
@@ -350,6 +351,7 @@ class Parallel:
         """
         assert self._finished, "finish() comes first"
         recorder, engine = self.recorder, self._executor(len(microbatches))
+        microbatches = self._parts(microbatches)
         self._count = len(microbatches)
         self.begin_unshard()
         self.zero_grad()
@@ -388,7 +390,12 @@ class Parallel:
 
     def count_tokens(self, microbatches: Sequence[Microbatch]) -> int:
         """Labels of the global batch that are not ignored. Reads the device."""
-        return int(self._num_labels(microbatches))
+        return int(self._num_labels(self._parts(microbatches)))
+
+    def _parts(self, microbatches: Sequence[Microbatch]) -> Sequence[Microbatch]:
+        """What of the microbatches this rank computes: its tokens of every sequence (cp)."""
+        shifted = self.labels_shifted is not False
+        return parts_of(microbatches, self.mesh.axis("cp"), labels_shifted=shifted)
 
     def _num_labels(self, microbatches: Sequence[Microbatch]) -> Tensor:
         if any("labels" not in microbatch for microbatch in microbatches):
@@ -396,9 +403,9 @@ class Parallel:
                 "the microbatches hold no labels to count",
                 hint="forward_backward(..., num_tokens=N)",
             )
+        shifted = self.labels_shifted is not False or self.mesh.axis("cp").size > 1
         found = [
-            (targets(microbatch["labels"], self.labels_shifted is not False) != IGNORED).sum()
-            for microbatch in microbatches
+            (targets(microbatch["labels"], shifted) != IGNORED).sum() for microbatch in microbatches
         ]
         total = torch.stack(found).sum()
         all_reduce(total, self.mesh.data, self.recorder)
@@ -414,7 +421,7 @@ class Parallel:
         self.train(False)
         self.begin_unshard()
         with self.recorder.in_phase("other"):
-            total, tokens = self._executor(None).evaluate(microbatches)
+            total, tokens = self._executor(None).evaluate(self._parts(microbatches))
             both = torch.stack([total.double(), tokens.double()])
             first = self.mesh.axis("tp").index == 0
             both = both if first else torch.zeros_like(both)

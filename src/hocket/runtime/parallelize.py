@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hocket.runtime.collectives import all_reduce
+from hocket.runtime.context_parallel import ContextParallel, apply_context_parallel
 from hocket.runtime.device import pick_device
 from hocket.runtime.expert_parallel import apply_expert_parallel
 from hocket.runtime.loss import NextTokenLoss, router_degree
@@ -49,6 +50,7 @@ def parallelize(
     seed: int = 0,
     bucket_mb: float | None = None,
     labels_shifted: bool = False,
+    context_parallel: str = "auto",
     kind: type[Parallel] = Parallel,
 ) -> Parallel:
     """Take this rank's part of `module`. Call on every rank of the world with equal arguments.
@@ -70,6 +72,9 @@ def parallelize(
         bucket_mb: size of a gradient bucket in MB. None: by the device.
         labels_shifted: `labels[:, i]` is the token after `input_ids[:, i]`. False: transformers'
             convention, labels are at the positions of their tokens and -100 is ignored.
+        context_parallel: how keys meet queries of other ranks' tokens (cp): `ring`, `ulysses` or
+            `auto` (`runtime.context_parallel.ContextParallel`). The module's attention must go
+            through it; a loss function of the caller's is given shifted labels.
         kind: the class of what is returned.
 
     Raises:
@@ -122,6 +127,9 @@ def parallelize(
                 tokens=mesh.axis("tp") if alike else Axis("tp"),
                 recorder=mesh.recorder,
             )
+        if layout.cp > 1:
+            given = ContextParallel(mesh.axis("cp"), mesh.recorder, context_parallel)
+            apply_context_parallel(part, given)
         for tied, owner in crossing.items():
             if tied in placements:
                 placements[tied] = dataclasses.replace(placements[tied], tie=owner)
@@ -159,9 +167,8 @@ def _default_loss(
 ) -> NextTokenLoss:
     router = plan.router
     degree = 1 if router is None else router_degree(router, placements, mesh.axis("tp").size)
-    return NextTokenLoss(
-        part, mesh, labels_shifted=labels_shifted, router=router, router_degree=degree
-    )
+    shifted = labels_shifted or mesh.axis("cp").size > 1  # before sequences were split
+    return NextTokenLoss(part, mesh, labels_shifted=shifted, router=router, router_degree=degree)
 
 
 def _check(layout: Layout, plan: ParallelPlan, schedule: Schedule | None) -> None:

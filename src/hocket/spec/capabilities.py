@@ -39,7 +39,6 @@ class Capability:
 
 
 TABLE = (
-    Capability(field="cp", runs=(1,), instead="has no context parallelism"),
     Capability(
         field="etp",
         runs=(None, 1),

@@ -321,6 +321,10 @@ def router_loss_rejected(layout: Layout) -> str:
             f"{loss}: it multiplies sums over the routers of all layers, and a pipeline stage has "
             f"only its own; {without}"
         )
+    if layout.cp > 1:
+        return (
+            f"{loss}: it is of all tokens of a microbatch, and context ranks have parts; {without}"
+        )
     if layout.data_parallel == "threads":
         return f"{loss}, and replicas in threads gather nothing but logits; {without}"
     return ""

@@ -116,6 +116,8 @@ class TrainOptions:
             per data rank).
         compile: apply torch.compile to every block.
         attention: attention implementation. One of: sdpa, eager.
+        context_parallel: attention over cp ranks: ring (keys and values go round), ulysses (heads
+            are split) or auto (ulysses where heads divide). One of: auto, ring, ulysses.
         tracker: where metrics are tracked besides the run folder: tensorboard, wandb, mlflow, or
             several with commas (default: nowhere).
         trust_remote_code: run Python code that the model directory contains.
@@ -165,6 +167,7 @@ class TrainOptions:
     bucket_mb: float | None = None
     compile: bool = False
     attention: str = "sdpa"
+    context_parallel: str = "auto"
     tracker: str | None = None
     trust_remote_code: bool = False
     timeout: float = 120.0

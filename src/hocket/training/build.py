@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from hocket.models.attention import choose_kernels_on_cuda
+from hocket.models.context import split_sequences, use_whole_rows
 from hocket.models.experts import replace_grouped_mm
 from hocket.models.lora import alpha_of, targets_of
 from hocket.models.masks import of_whole_sequences
@@ -27,6 +28,7 @@ from hocket.models.skeleton import build as build_skeleton
 from hocket.models.source import ModelSource, of_run
 from hocket.models.weights import Weights
 from hocket.runtime.allocator import keep_freed_memory
+from hocket.runtime.context_parallel import whole_rows
 from hocket.runtime.device import claim, pick_backend, pick_device
 from hocket.runtime.fp8 import multiply_in_fp8
 from hocket.runtime.lora import Lora, adapt
@@ -172,6 +174,8 @@ def build_model(
     if mesh.device.type == "cuda":
         choose_kernels_on_cuda(skeleton, asked=options.attention)
         group_experts()
+    if spec.layout.cp > 1:
+        over_context_ranks(skeleton)
     parallel = parallelize(
         skeleton,
         spec.layout,
@@ -181,6 +185,7 @@ def build_model(
         seed=options.seed,
         bucket_mb=options.bucket_mb,
         labels_shifted=labels_shifted,
+        context_parallel=options.context_parallel,
     )
     weights = [
         Weights(
@@ -360,6 +365,13 @@ def dtype_of(name: str) -> torch.dtype:
         message, hint = unknown("dtype", name, DTYPES)
         raise OptionError(message, hint=hint)
     return DTYPES[name]
+
+
+def over_context_ranks(model: nn.Module) -> None:
+    """Let the attention of a Hugging Face model go over context ranks. Raises ModelError: its
+    sequences cannot be split."""
+    use_whole_rows(whole_rows)
+    split_sequences(model)
 
 
 def group_experts() -> None:

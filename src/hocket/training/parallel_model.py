@@ -285,6 +285,11 @@ class ParallelModel(Parallel):
         """
         self._config("generated from")
         assert self.generator is not None
+        if self.layout.cp > 1:
+            raise OptionError(
+                f"cp is {self.layout.cp}, and a decode step has one token",
+                hint="export(FOLDER), then hocket generate FOLDER",
+            )
         if self.layout.sequence_parallel and self.layout.tp > 1:
             raise OptionError(
                 "sequence parallelism divides every sequence over tp, and a decode step has one "

@@ -85,7 +85,7 @@ def require_equal(
         }
         launcher.run(
             entry="hocket.jobs.proxy.check:main",
-            world_size=2 if {"tensors", "slices"} & {*missing} else 1,
+            world_size=2 if {"tensors", "slices", "context"} & {*missing} else 1,
             payload=payload,
             on_event=lambda event: heard.append(event) if event["event"] == "proxy" else None,
         )
@@ -104,7 +104,7 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
     """Try the parts that `payload` names; rank 0 emits `{"event": "proxy", "ok", "reason", ...}`.
 
     Payload: `config`, `attention`, `code` (a directory or None), `parts` (of `stages`, `loss`,
-    `pages`, `packed`, `tensors`, `slices`; the last two need two ranks).
+    `pages`, `packed`, `tensors`, `slices`, `context`; the last three need two ranks).
     """
     from hocket.models.skeleton import config_of
 
@@ -123,8 +123,15 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
 
         found = dataclasses.replace(found, packed=try_packed(config, payload["attention"]))
     split = [part for part in ("tensors", "slices") if part in payload["parts"]]
-    if split:
+    if split or "context" in payload["parts"]:
         context.init_process_group("gloo")
+    if "context" in payload["parts"]:
+        from hocket.jobs.proxy.context import try_context
+
+        reason = try_context(
+            config, payload["attention"], index=context.rank, degree=context.world_size
+        )
+        found = dataclasses.replace(found, context=reason)
     for part in split:
         reason, note = try_tensors(
             config,
@@ -169,7 +176,7 @@ def try_stages(config: Any, attention: str) -> str:
         model = proxy.build(attention=attention).train()
         inputs, weight = microbatch(proxy)
         fresh = copy.deepcopy(model)  # some keep what they computed (RecurrentGemma)
-        expected, gradients = _reference(model, inputs, weight)
+        expected, gradients = reference(model, inputs, weight)
     except ModelError as error:
         return error.message
     except Exception as error:  # the forward of a foreign family fails in its own way
@@ -312,7 +319,7 @@ def _try_tensors(
         model = proxy.build(seed=draw, attention=attention).train()
         inputs, weight = microbatch(proxy, draw)
         fresh = copy.deepcopy(model)
-        expected, gradients = _reference(model, inputs, weight)
+        expected, gradients = reference(model, inputs, weight)
     except ModelError as error:
         return error.message, ""
     except Exception as error:  # the forward of a foreign family fails in its own way
@@ -367,10 +374,10 @@ def _try_tensors(
     reason = compare(expected[..., mine], logits.detach(), wanted, found, plan)
     if reason and plan.router is not None:
         reason += ' (with the router\'s auxiliary loss; "output_router_logits": false is without)'
-    return next((text for text in _said(reason, axis, recorder) if text), ""), note
+    return next((text for text in said_by_all(reason, axis, recorder) if text), ""), note
 
 
-def _said(text: str, axis: Axis, recorder: Recorder) -> list[str]:
+def said_by_all(text: str, axis: Axis, recorder: Recorder) -> list[str]:
     """What each rank of the axis says, in their order; it travels as bytes filled up with zeros."""
     import torch
 
@@ -384,7 +391,7 @@ def _said(text: str, axis: Axis, recorder: Recorder) -> list[str]:
     return [bytes(row).rstrip(b"\0").decode() for row in rows]
 
 
-def _reference(
+def reference(
     model: nn.Module, inputs: dict[str, Tensor], weight: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
     import torch

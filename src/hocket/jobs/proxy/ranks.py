@@ -12,6 +12,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from hocket.jobs.proxy.check import try_stages, try_tensors
+from hocket.jobs.proxy.context import try_context
 from hocket.jobs.proxy.loss import try_loss
 from hocket.jobs.proxy.verdict import (
     Verdict,
@@ -80,6 +81,10 @@ def _tried(
         found["loss"], found["shifts"] = try_loss(config, attention)
     if "stages" in missing and leads:
         found["stages"] = try_stages(config, attention)
+    if "context" in missing:
+        found["context"] = try_context(
+            config, attention, index=0 if leads else 1, degree=2, group=pair
+        )
     for part in ("tensors", "slices"):
         if part in missing:
             found[part], note = try_tensors(

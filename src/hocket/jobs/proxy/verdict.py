@@ -16,7 +16,7 @@ from hocket.spec.errors import ModelError
 from hocket.spec.layout import Layout
 from hocket.spec.run import write_text
 
-RULES = 7
+RULES = 8
 """Counted up when models can be cut or split that could not before: old verdicts are forgotten."""
 
 _IRRELEVANT = (
@@ -33,6 +33,7 @@ class Verdict:
         stages: why the model cannot be cut into stages.
         tensors: why its tensors cannot be split over ranks.
         slices: why they cannot be with sequence parallelism.
+        context: why its sequences cannot be split over ranks.
         loss: why transformers' own loss of it is not computed.
         pages: why it cannot be served from a paged cache.
         packed: why documents that share a row would see each other.
@@ -44,6 +45,7 @@ class Verdict:
     stages: str | None = None
     tensors: str | None = None
     slices: str | None = None
+    context: str | None = None
     loss: str | None = None
     pages: str | None = None
     packed: str | None = None
@@ -63,7 +65,8 @@ class Verdict:
     @property
     def reason(self) -> str:
         """Why not; empty where `ok`."""
-        found = (self.stages, self.tensors, self.slices, self.loss, self.pages, self.packed)
+        parts = ("stages", "tensors", "slices", "context", "loss", "pages", "packed")
+        found = (getattr(self, part) for part in parts)
         return "; ".join(text for text in found if text)
 
 
@@ -75,6 +78,7 @@ def parts_of(
         "stages": layout.num_stages > 1,
         "tensors": layout.tp > 1,
         "slices": layout.tp > 1 and layout.sequence_parallel,
+        "context": layout.cp > 1,
         "loss": loss,
         "pages": pages,
         "packed": packed,
@@ -100,6 +104,11 @@ def reject(known: Verdict, wanted: Collection[str], layout: Layout, name: str, k
         raise ModelError(
             f"{name} ({kind}) cannot run with sequence parallelism: {known.slices}",
             hint=str(dataclasses.replace(layout, sequence_parallel=False)),
+        )
+    if "context" in wanted and known.context:
+        raise ModelError(
+            f"sequences of {name} ({kind}) cannot be split over cp: {known.context}",
+            hint=str(dataclasses.replace(layout, cp=1)),
         )
     if "loss" in wanted and known.loss:
         raise ModelError(f"{name} ({kind}) cannot be trained as it is configured: {known.loss}")

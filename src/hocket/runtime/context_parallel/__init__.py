@@ -1,6 +1,13 @@
-"""Context parallelism: attention of sequences whose tokens are on several ranks."""
+"""Context parallelism: sequences split over ranks, and attention that sees all of them."""
 
-from hocket.runtime.context_parallel.ring import Ring
-from hocket.runtime.context_parallel.ulysses import Ulysses
+from hocket.runtime.context_parallel.apply import ContextParallel, apply_context_parallel
+from hocket.runtime.context_parallel.split import part_of, parts_of, running, whole_rows
 
-__all__ = ["Ring", "Ulysses"]
+__all__ = [
+    "ContextParallel",
+    "apply_context_parallel",
+    "part_of",
+    "parts_of",
+    "running",
+    "whole_rows",
+]

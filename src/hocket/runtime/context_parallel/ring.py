@@ -1,197 +1,184 @@
-"""Ring attention: keys and values travel from rank to rank, queries stay.
+"""Ring: keys and values go round the context ranks while each attends to those that it has.
 
-    step t of rank r       keys of rank r - t   ->  block of its queries with them, merged
-                           meanwhile they are on their way to rank r + 1
-    backward               keys and values travel again, and their gradients with them; after n
-                           steps these are back where they belong
+    step 0     rank r attends to its own keys, causally, and sends them to r + 1
+    step i     it has those of rank r - i, and
+                   r - i >= 0   all queries see the first half of them    (both chunks are later)
+                   r - i < 0    the second half of its queries sees all of them
+    backward   keys and values go round once more; their gradients follow one step behind, in fp32,
+               each rank adding its part, and come home from the last one
 
-Liu et al. 2023, "Ring Attention with Blockwise Transformers", arXiv:2310.01889, section 3, in the
-zigzag order of `zigzag`. Each rank sends, for one layer and microbatch, its keys and values n - 1
-times in forward, n - 1 times in backward, and their gradients (in fp32) n times.
+So every step but the first is half a block, on every rank (`split` says which chunks a rank has).
+c - 1 messages of keys and values each way, and c - 1 of gradients (Liu et al. 2023, Ring Attention
+with Blockwise Transformers, section 3).
 
-A shift is one all-to-all in which each rank has rows for one other alone: one collective of all
-ranks, so no order of sends and receives can wait for itself, under any rule of NCCL.
+Order of messages, for NCCL: ranks with an even index send before they receive, odd ones receive
+first. In a ring of any length some neighbours differ in that, so no circle of ranks waits.
 
-Legend: B rows, A query heads, K key/value heads, s tokens of this rank, D and E sizes of keys and
-values.
+Legend: as in `attend`; c context ranks.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hocket.runtime.collectives import Work, begin_shift
-from hocket.runtime.context_parallel import blocks
-from hocket.runtime.context_parallel.blocks import Scores, Visible
-from hocket.runtime.context_parallel.zigzag import Piece, piece, positions
+from hocket.runtime.collectives import Work, irecv, isend
+from hocket.runtime.context_parallel.attend import (
+    Places,
+    Scores,
+    Whole,
+    attend,
+    attend_backward,
+    merge,
+)
+from hocket.runtime.context_parallel.split import token_indices
 from hocket.runtime.mesh import Axis
 from hocket.runtime.record import Recorder
 
 
-class Ring:
-    """Attention of one rank's tokens over all ranks of an axis.
+@dataclasses.dataclass
+class _Message:
+    """A tensor on its way to the next rank, and the one that comes from the one before."""
 
-    Args:
-        axis: the ranks, in the order in which chunks are dealt.
-        recorder: of their collectives.
+    sent: Tensor
+    received: Tensor
+    works: list[Work]
+
+    def wait(self) -> Tensor:
+        """What has come."""
+        for work in self.works:
+            work.wait()
+        return self.received
+
+
+def _pass_on(tensor: Tensor, axis: Axis, recorder: Recorder) -> _Message:
+    """Begin to hand a tensor to the next rank and to take the previous one's."""
+    tensor = tensor.contiguous()
+    coming = torch.empty_like(tensor)
+    after, before = (axis.index + 1) % axis.size, (axis.index - 1) % axis.size
+
+    def send() -> Work:
+        return isend(tensor, axis, after, recorder)
+
+    def receive() -> Work:
+        return irecv(coming, axis, before, recorder)
+
+    order = (send, receive) if axis.index % 2 == 0 else (receive, send)
+    return _Message(tensor, coming, [each() for each in order])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """What is computed of a rank's block of keys.
+
+    Attributes:
+        queries: how many of this rank's, the last ones. keys: how many of the block's, the first.
+        causal: query i sees the keys to i: it is this rank's own block.
     """
 
-    name = "ring"
-
-    def __init__(self, axis: Axis, recorder: Recorder) -> None:
-        self.axis = axis
-        self.recorder = recorder
-
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-        lowest: Tensor | None = None,
-    ) -> Tensor:
-        """Causal attention of query [B, A, s, D] to key [B, K, s, D] and value [B, K, s, E].
-
-        Args:
-            scale: of the scores. None: 1 / sqrt(D).
-            softcap: bound of the scores, by a hyperbolic tangent. None: none.
-            sinks: [A], of each head a score that has no value. None: none.
-            lowest: [B or 1, s] integers, the first place of the sequence that each query sees
-                (windows, documents). None: 0.
-
-        Returns:
-            [B, A, s, E] in the query's dtype.
-        """
-        scores = Scores(scale=query.shape[-1] ** -0.5 if scale is None else scale, softcap=softcap)
-        attend: Any = _RingAttention.apply
-        found: Tensor = attend(query, key, value, sinks, lowest, scores, self)
-        return found
-
-    def place(self, index: int, length: int, device: torch.device) -> Tensor:
-        """[s]: places in the sequence of the tokens of one rank."""
-        return positions(length * self.axis.size, index, self.axis.size, device)
-
-    def visible(self, found: Piece, source: int, length: int, lowest: Tensor | None) -> Visible:
-        """What the queries of a piece see of its keys."""
-        if lowest is None:
-            return not found.causal
-        queries = self.place(self.axis.index, length, lowest.device)[found.queries].unsqueeze(1)
-        keys = self.place(source, length, lowest.device)[found.keys]
-        below = lowest[:, found.queries].unsqueeze(-1)
-        return ((keys <= queries) & (keys >= below)).unsqueeze(1)
-
-    def shift(self, tensor: Tensor) -> tuple[Tensor, Work | None]:
-        """Begin to send a flat tensor to the next rank; that of the one before."""
-        return begin_shift(tensor, self.axis, self.recorder)
+    queries: int
+    keys: int
+    causal: bool
 
 
-class _RingAttention(torch.autograd.Function):
+def _step(mine: int, theirs: int, length: int) -> _Step:
+    if mine == theirs:
+        return _Step(length, length, True)
+    half = length // 2
+    return _Step(length, half, False) if theirs < mine else _Step(half, length, False)
+
+
+def _places(mine: int, theirs: int, axis: Axis, part: _Step, query: Tensor) -> Places:
+    whole = query.shape[2] * axis.size
+    queries, keys = (token_indices(whole, rank, axis.size, query.device) for rank in (mine, theirs))
+    return Places(queries[-part.queries :], keys[: part.keys])
+
+
+class Ring(torch.autograd.Function):
+    """Attention of this rank's queries to the keys of all context ranks."""
+
     @staticmethod
     def forward(  # type: ignore[override]  # noqa: PLR0917
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None,
-        lowest: Tensor | None,
-        scores: Scores,
-        ring: Ring,
-    ) -> Tensor:
-        length, ranks, index = query.shape[2], ring.axis.size, ring.axis.index
-        out = lse = None
-        travelling = _flat(key, value)
-        for step in range(ranks):
-            source = (index - step) % ranks
-            arriving, work = (None, None) if step == ranks - 1 else ring.shift(travelling)
-            k, v = _parts(travelling, key, value)
-            part = piece(index, source, length)
-            some, some_lse = blocks.forward(
-                query[:, :, part.queries], k[:, :, part.keys], v[:, :, part.keys], scores,
-                ring.visible(part, source, length, lowest),
-            )  # fmt: skip
-            if out is None or lse is None:
-                out, lse = some, some_lse
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, scores: Scores,
+        axis: Axis, recorder: Recorder,
+    ) -> Tensor:  # fmt: skip
+        me, length = axis.index, query.shape[2]
+        held = torch.cat([key, value], -1)
+        for distance in range(axis.size):
+            message = _pass_on(held, axis, recorder) if distance + 1 < axis.size else None
+            theirs = (me - distance) % axis.size
+            part = _step(me, theirs, length)
+            k, v = _parts(held, key.shape[-1], part.keys)
+            mask = None
+            if scores.visible is not None:
+                mask = _places(me, theirs, axis, part, query)
+            seeing = query[:, :, -part.queries :]
+            found, found_lse = attend(seeing, k, v, scores, mask, part.causal)
+            if distance == 0:
+                out, lse = found, found_lse
             else:
-                rows = part.queries
-                merged = blocks.merge(out[:, :, rows], lse[:, :, rows], some, some_lse)
-                if rows.start == 0:
-                    out, lse = merged
-                else:
-                    out = torch.cat([out[:, :, : rows.start], merged[0]], 2)
-                    lse = torch.cat([lse[:, :, : rows.start], merged[1]], 2)
-            if work is not None:
-                work.wait()
-            if arriving is not None:
-                travelling = arriving
-        assert out is not None
-        assert lse is not None
-        if sinks is not None:  # a key of that score, and of value 0
-            score = sinks.to(lse.dtype).view(1, -1, 1).expand_as(lse)
-            out, lse = blocks.merge(out, lse, torch.zeros_like(out), score)
-        found = out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, sinks, lowest, found, lse)
-        ctx.scores, ctx.ring = scores, ring
-        return found
+                merge(out[:, :, -part.queries :], lse[:, :, -part.queries :], found, found_lse)
+            if message is not None:
+                held = message.wait()
+        if sinks is not None:
+            sink = sinks.to(lse.dtype).view(1, -1, 1)
+            total = torch.logaddexp(lse, sink)
+            out = out * (lse - total).exp().unsqueeze(-1)
+            lse = total
+        out = out.to(query.dtype)
+        ctx.scores, ctx.axis, ctx.recorder = scores, axis, recorder
+        ctx.save_for_backward(query, key, value, sinks, out, lse)
+        return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        query, key, value, sinks, lowest, out, lse = ctx.saved_tensors
-        ring, scores = ctx.ring, ctx.scores
-        length, ranks, index = query.shape[2], ring.axis.size, ring.axis.index
-        wide = torch.promote_types(query.dtype, torch.float32)
-        dquery = torch.zeros_like(query, dtype=wide)
-        travelling = _flat(key, value)
-        # Gradients of the keys and values that are here now; they travel one step behind these.
-        grads = torch.zeros_like(travelling, dtype=wide)
-        grads_work: Work | None = None
-        for step in range(ranks):
-            source = (index - step) % ranks
-            arriving, work = (None, None) if step == ranks - 1 else ring.shift(travelling)
-            k, v = _parts(travelling, key, value)
-            part = piece(index, source, length)
-            rows, keys = part.queries, part.keys
-            dq, dk, dv = blocks.backward(
-                grad[:, :, rows], query[:, :, rows], k[:, :, keys], v[:, :, keys],
-                out[:, :, rows], lse[:, :, rows], scores,
-                ring.visible(part, source, length, lowest),
-            )  # fmt: skip
-            dquery[:, :, rows] += dq
-            if grads_work is not None:
-                grads_work.wait()
-            dkey, dvalue = _parts(grads, key, value)
-            dkey[:, :, keys] += dk
-            dvalue[:, :, keys] += dv
-            grads, grads_work = ring.shift(grads)
-            if work is not None:
-                work.wait()
-            if arriving is not None:
-                travelling = arriving
-        if grads_work is not None:
-            grads_work.wait()
-        dkey, dvalue = _parts(grads, key, value)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        query, key, value, sinks, out, lse = ctx.saved_tensors
+        scores, axis, recorder = ctx.scores, ctx.axis, ctx.recorder
+        me, length, size = axis.index, query.shape[2], key.shape[-1]
+        delta = (grad.to(lse.dtype) * out).sum(-1)
+        whole = Whole(grad.to(query.dtype), out, lse, delta)
         dsinks = None
         if sinks is not None:
-            delta = (grad.to(wide) * out.to(wide)).sum(-1)
-            weight = torch.exp(sinks.to(wide).view(1, -1, 1) - lse)
-            dsinks = -(weight * delta).sum((0, 2)).to(sinks.dtype)
-        return (
-            dquery.to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype), dsinks, None, None,
-            None,
-        )  # fmt: skip
+            weight = (sinks.to(lse.dtype).view(1, -1, 1) - lse).exp()
+            dsinks = -(weight * delta).sum((0, 2)).to(sinks.dtype).view_as(sinks)
+        held = torch.cat([key, value], -1)
+        own = sums = torch.zeros_like(held, dtype=lse.dtype)
+        arriving: _Message | None = None
+        dq = torch.zeros_like(query, dtype=lse.dtype)
+        for distance in range(axis.size):
+            message = _pass_on(held, axis, recorder) if distance + 1 < axis.size else None
+            theirs = (me - distance) % axis.size
+            part = _step(me, theirs, length)
+            k, v = _parts(held, size, part.keys)
+            mask = None
+            if scores.visible is not None:
+                mask = _places(me, theirs, axis, part, query)
+            seeing = query[:, :, -part.queries :]
+            a, b, c = attend_backward(
+                seeing, k, v, whole.last(part.queries), scores, mask, part.causal
+            )
+            dq[:, :, -part.queries :] += a
+            # Waited for before the next is begun: one order of messages on every rank.
+            if message is not None:
+                held = message.wait()
+            both = torch.cat([b, c], -1)
+            if distance == 0:
+                own = both
+                continue
+            if arriving is not None:
+                sums = arriving.wait()
+            sums[:, :, : part.keys] += both
+            arriving = _pass_on(sums, axis, recorder)
+        if arriving is not None:
+            own = own + arriving.wait()
+        dk, dv = torch.split(own.to(key.dtype), [size, value.shape[-1]], -1)
+        return dq.to(query.dtype), dk, dv, dsinks, None, None, None
 
 
-def _flat(key: Tensor, value: Tensor) -> Tensor:
-    """Keys and values as one message."""
-    return torch.cat([key.reshape(-1), value.reshape(-1)])
-
-
-def _parts(flat: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """The inverse of `_flat`: views of the message, of these shapes."""
-    count = key.numel()
-    return flat[:count].view(key.shape), flat[count:].view(value.shape)
+def _parts(held: Tensor, size: int, count: int) -> tuple[Tensor, Tensor]:
+    """The first `count` keys and values of those that travel side by side."""
+    k, v = torch.split(held[:, :, :count], [size, held.shape[-1] - size], -1)
+    return k.contiguous(), v.contiguous()

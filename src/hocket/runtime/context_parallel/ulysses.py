@@ -1,159 +1,96 @@
-"""Ulysses: all-to-alls turn tokens of all heads into all tokens of some heads, and back.
+"""Ulysses: an all-to-all turns parts of the sequence into parts of the heads, and back.
 
-    [B, A, s, D] on each rank  ->  [B, A / n, S, D]  attention of whole sequences  ->  back
+    [B, A, S/c, D]  ->  all-to-all of queries, keys and values in one  ->  [B, A/c, S, D]
+    attention of whole sequences
+    [B, A/c, S, E]  ->  all-to-all  ->  [B, A, S/c, E]
 
-Jacobs et al. 2023, "DeepSpeed Ulysses", arXiv:2309.14509, section 3. Fewer key/value heads than
-ranks are sent several times. A rank sends 3 (queries and out, keys, values) of its tensors less its
-own n-th, however many ranks there are, and cannot overlap that with the attention it waits for.
+Backward is the same the other way (Jacobs et al. 2023, DeepSpeed Ulysses, section 3). The heads of
+queries and of keys must divide over c.
 
-Legend: B rows, A query heads, K key/value heads, S tokens of a sequence, s = S / n of this rank, D
-and E sizes of keys and values.
+Legend: as in `attend`; c context ranks, S tokens of the whole sequence.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hocket.runtime.collectives import all_gather, all_to_all
-from hocket.runtime.context_parallel import blocks
-from hocket.runtime.context_parallel.blocks import Scores, Visible
-from hocket.runtime.context_parallel.zigzag import gathered_order
+from hocket.runtime.collectives import all_to_all
+from hocket.runtime.context_parallel.attend import Scores
+from hocket.runtime.context_parallel.ring import Ring
 from hocket.runtime.mesh import Axis
 from hocket.runtime.record import Recorder
 
 
-def heads_divide(heads: int, kv_heads: int, ranks: int) -> bool:
-    """Whether query heads divide over the ranks, and key/value heads do or are a divisor of
-    them."""
-    return heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
+def ulysses(  # noqa: PLR0917
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, scores: Scores, axis: Axis,
+    recorder: Recorder,
+) -> Tensor:  # fmt: skip
+    """As `Ring`, with heads in the place of blocks: [B, A, S/c, E]."""
+    q, k, v = _ToHeads.apply(axis, recorder, query, key, value)  # type: ignore[no-untyped-call]
+    if sinks is not None:
+        sinks = sinks.chunk(axis.size)[axis.index]
+    out = Ring.apply(q, k, v, sinks, scores, Axis("cp"), recorder)  # type: ignore[no-untyped-call]
+    (found,) = _ToTokens.apply(axis, recorder, out)  # type: ignore[no-untyped-call]
+    assert isinstance(found, Tensor)
+    return found
 
 
-class Ulysses:
-    """Attention of one rank's tokens over all ranks of an axis; as `ring.Ring`."""
-
-    name = "ulysses"
-
-    def __init__(self, axis: Axis, recorder: Recorder) -> None:
-        self.axis = axis
-        self.recorder = recorder
-
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-        lowest: Tensor | None = None,
-    ) -> Tensor:
-        """As `ring.Ring.attend`; `heads_divide` must hold."""
-        axis, recorder = self.axis, self.recorder
-        ranks, heads, kv_heads = axis.size, query.shape[1], key.shape[1]
-        assert heads_divide(heads, kv_heads, ranks), (heads, kv_heads, ranks)
-        scores = Scores(scale=query.shape[-1] ** -0.5 if scale is None else scale, softcap=softcap)
-        times = max(1, ranks // kv_heads)
-        if times > 1:
-            key, value = (t.repeat_interleave(times, 1) for t in (key, value))
-        kinds: tuple[Any, ...] = (_ToHeads, _ToTokens, _Attention)
-        to_heads, to_tokens, attend = kinds
-        whole = [to_heads.apply(t, axis, recorder) for t in (query, key, value)]
-        visible: Visible = False
-        if lowest is not None:
-            length = query.shape[2] * ranks
-            every = all_gather(lowest.contiguous(), axis, recorder, dim=1)
-            below = every[:, gathered_order(length, ranks, query.device)].unsqueeze(-1)
-            place = torch.arange(length, device=query.device)
-            visible = ((place <= place.unsqueeze(1)) & (place >= below)).unsqueeze(1)
-        mine = None
-        if sinks is not None:
-            own = heads // ranks
-            mine = sinks[axis.index * own : (axis.index + 1) * own]
-        out = attend.apply(*whole, mine, visible, scores)
-        found: Tensor = to_tokens.apply(out, axis, recorder)
-        return found
+def _to_heads(parts: Sequence[Tensor], axis: Axis, recorder: Recorder) -> list[Tensor]:
+    """[B, A, S/c, D] of each to [B, A/c, S, D], tokens in their order."""
+    rows = []
+    for part in parts:
+        batch, heads, count, size = part.shape
+        each = part.reshape(batch, axis.size, heads // axis.size, count, size).movedim(1, 0)
+        rows.append(each.reshape(axis.size, -1))
+    moved = all_to_all(torch.cat(rows, 1), axis, recorder)
+    found = []
+    for part, piece in zip(parts, torch.split(moved, [r.shape[1] for r in rows], 1), strict=True):
+        batch, heads, count, size = part.shape
+        each = piece.view(axis.size, batch, heads // axis.size, 2, count // 2, size)
+        each = each.permute(1, 2, 3, 0, 4, 5)  # [B, A/c, front and back, c, S/2c, D]
+        whole = torch.cat([each[:, :, 0], each[:, :, 1].flip(2)], 2)
+        found.append(whole.reshape(batch, heads // axis.size, -1, size))
+    return found
 
 
-class _Attention(torch.autograd.Function):
-    """Attention of whole sequences by one block."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]  # noqa: PLR0917
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None,
-        visible: Visible,
-        scores: Scores,
-    ) -> Tensor:
-        out, lse = blocks.forward(query, key, value, scores, visible)
-        if sinks is not None:
-            score = sinks.to(lse.dtype).view(1, -1, 1).expand_as(lse)
-            out, lse = blocks.merge(out, lse, torch.zeros_like(out), score)
-        found = out.to(query.dtype)
-        mask = visible if isinstance(visible, Tensor) else None
-        ctx.save_for_backward(query, key, value, sinks, mask, found, lse)
-        ctx.visible, ctx.scores = visible if mask is None else None, scores
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        query, key, value, sinks, mask, out, lse = ctx.saved_tensors
-        visible = ctx.visible if mask is None else mask
-        grads = blocks.backward(grad, query, key, value, out, lse, ctx.scores, visible)
-        dsinks = None
-        if sinks is not None:
-            wide = lse.dtype
-            delta = (grad.to(wide) * out.to(wide)).sum(-1)
-            weight = torch.exp(sinks.to(wide).view(1, -1, 1) - lse)
-            dsinks = -(weight * delta).sum((0, 2)).to(sinks.dtype)
-        wanted = zip(grads, (query, key, value), strict=True)
-        return (*(found.to(given.dtype) for found, given in wanted), dsinks, None, None)
+def _to_tokens(parts: Sequence[Tensor], axis: Axis, recorder: Recorder) -> list[Tensor]:
+    """The inverse of `_to_heads`."""
+    rows = []
+    for part in parts:
+        batch, heads, length, size = part.shape
+        front, back = part.reshape(batch, heads, 2, axis.size, -1, size).unbind(2)
+        each = torch.cat([front, back.flip(2)], 3)  # [B, A/c, c, S/c, D]
+        rows.append(each.movedim(2, 0).reshape(axis.size, -1))
+    moved = all_to_all(torch.cat(rows, 1), axis, recorder)
+    found = []
+    for part, piece in zip(parts, torch.split(moved, [r.shape[1] for r in rows], 1), strict=True):
+        batch, heads, length, size = part.shape
+        each = piece.view(axis.size, batch, heads, length // axis.size, size)
+        found.append(each.movedim(0, 1).reshape(batch, heads * axis.size, -1, size))
+    return found
 
 
 class _ToHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, axis: Axis, recorder: Recorder) -> Tensor:  # type: ignore[override]
-        ctx.axis, ctx.recorder = axis, recorder
-        return _to_heads(tensor, axis, recorder)
+    def forward(ctx: Any, axis: Axis, recorder: Recorder, *parts: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        ctx.among = axis, recorder
+        return tuple(_to_heads(parts, axis, recorder))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        return _to_tokens(grad, ctx.axis, ctx.recorder), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return None, None, *_to_tokens(grads, *ctx.among)
 
 
 class _ToTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, axis: Axis, recorder: Recorder) -> Tensor:  # type: ignore[override]
-        ctx.axis, ctx.recorder = axis, recorder
-        return _to_tokens(tensor, axis, recorder)
+    def forward(ctx: Any, axis: Axis, recorder: Recorder, *parts: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        ctx.among = axis, recorder
+        return tuple(_to_tokens(parts, axis, recorder))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        return _to_heads(grad, ctx.axis, ctx.recorder), None, None
-
-
-def _to_heads(tensor: Tensor, axis: Axis, recorder: Recorder) -> Tensor:
-    """[B, A, s, D] to [B, A / n, S, D], tokens in the order of the sequence."""
-    rows, heads, length, size = tensor.shape
-    by_rank = tensor.view(rows, axis.size, heads // axis.size, length, size).movedim(1, 0)
-    found = all_to_all(by_rank.contiguous(), axis, recorder)  # [n, B, A / n, s, D]
-    whole = found.permute(1, 2, 0, 3, 4).reshape(rows, -1, axis.size * length, size)
-    order = gathered_order(axis.size * length, axis.size, tensor.device)
-    return whole.index_select(2, order)
-
-
-def _to_tokens(tensor: Tensor, axis: Axis, recorder: Recorder) -> Tensor:
-    """The inverse of `_to_heads`."""
-    rows, heads, length, size = tensor.shape
-    order = torch.argsort(gathered_order(length, axis.size, tensor.device))
-    dealt = tensor.index_select(2, order).view(rows, heads, axis.size, -1, size)
-    found = all_to_all(dealt.movedim(2, 0).contiguous(), axis, recorder)  # [n, B, A / n, s, D]
-    own = math.prod((axis.size, heads))
-    return found.movedim(0, 1).reshape(rows, own, -1, size)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return None, None, *_to_heads(grads, *ctx.among)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hocket.runtime.context_parallel.split import running
 from hocket.runtime.pipeline.cut import taps
 from hocket.spec.errors import OptionError
 from hocket.spec.placement import Placement
@@ -187,7 +188,8 @@ class Stage:
         self._ids = microbatch.get(self._input_argument)
         if self._coming is not None:
             self._coming.entering = hidden
-        result = self._target(**arguments)
+        with running(microbatch):
+            result = self._target(**arguments)
         if self._going is not None:
             return self._going.take()
         return result if self.is_last else _hidden(result)
