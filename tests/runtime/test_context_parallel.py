@@ -21,7 +21,7 @@ CASES: list[dict[str, Any]] = [
     {"mask": "window", "sinks": True, "softcap": 1.5},
     {"mask": "documents"},
     {"mask": "padding"},
-    {"mask": "one"},
+    {"mask": "one", "dtype": "float64"},
     {"dtype": "float64"},
     {"dtype": "float64", "mask": "window", "softcap": 2.0, "sinks": True, "value": 24},
     {"dtype": "bfloat16"},
