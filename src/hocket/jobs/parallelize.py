@@ -130,8 +130,8 @@ def _no_context(layout: Layout, hugging_face: bool) -> Exception:
             hint="labels of the next token, and parallelize(..., labels_shifted=True)",
         )
     return ModelError(
-        f"cp is {layout.cp}: the attention of a module that is not a Hugging Face model cannot reach "
-        "the keys of other ranks",
+        f"cp is {layout.cp}: the attention of a module that is not a Hugging Face model cannot "
+        "reach the keys of other ranks",
         hint=str(dataclasses.replace(layout, cp=1)),
     )
 

@@ -165,6 +165,17 @@ def _install() -> None:
             config, inputs_embeds, attention_mask, past_key_values, position_ids, *args, **kwargs
         )
 
+    compatible = module.packed_sequence_compatibility_function
+
+    def of_documents(function: Any, position_ids: Tensor, packed_sequence_mask: Tensor) -> Any:
+        rows = _whole_rows[0]()
+        if rows is not None and position_ids.shape != packed_sequence_mask.shape:
+            position_ids = rows["position_ids"].expand_as(packed_sequence_mask)
+        return compatible(function, position_ids, packed_sequence_mask)
+
+    for name, value in vars(compatible).items():
+        setattr(of_documents, name, value)
+    module.packed_sequence_compatibility_function = of_documents
     prepared.of_whole_rows = True  # type: ignore[attr-defined]
     if hasattr(prepare, "of_whole_sequences"):
         prepared.of_whole_sequences = True  # type: ignore[attr-defined]
