@@ -157,10 +157,12 @@ def _install() -> None:
         if rows is not None and config._attn_implementation == CONTEXT:
             if isinstance(attention_mask, Tensor) and attention_mask.ndim > 2:
                 raise ModelError("its own code makes masks of the tokens that a rank has")
-            position_ids = rows["position_ids"]
+            whole = rows["position_ids"]
+            # A model that does not hand its positions on does not tell documents apart.
+            position_ids = None if position_ids is None else whole
             attention_mask = rows.get("attention_mask")
             # Of the hidden state only sizes, dtype and device are read.
-            inputs_embeds = inputs_embeds[:, :1].expand(-1, position_ids.shape[1], -1)
+            inputs_embeds = inputs_embeds[:, :1].expand(-1, whole.shape[1], -1)
         return prepare(
             config, inputs_embeds, attention_mask, past_key_values, position_ids, *args, **kwargs
         )
