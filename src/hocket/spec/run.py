@@ -116,7 +116,7 @@ class TrainOptions:
             per data rank).
         compile: apply torch.compile to every block.
         attention: attention implementation. One of: sdpa, eager.
-        context_parallel: attention over cp ranks: ring (keys and values go round), ulysses (heads
+        context_parallel: attention over cp ranks: ring (keys and values are sent on), ulysses (heads
             are split) or auto (ulysses where heads divide). One of: auto, ring, ulysses.
         tracker: where metrics are tracked besides the run folder: tensorboard, wandb, mlflow, or
             several with commas (default: nowhere).
