@@ -31,8 +31,8 @@ from hocket.cost.serving_constants import (
     kind_of,
 )
 from hocket.planning.serving_load import answers, groups, stack_constants
-from hocket.planning.serving_table import Row, read, rows
-from hocket.planning.validate_serving import FIELDS, Priced, group_of, price, scores
+from hocket.planning.serving_table import ServingTableRow, read, rows
+from hocket.planning.validate_serving import FIELDS, ValidatedServingRow, group_of, price, scores
 
 GPUS = ("A100", "A100-PCIe", "H100")
 """An H200 is the chip of an H100 beside another memory: both are fitted as one. Fitted apart, rows
@@ -144,7 +144,7 @@ def belief(name: str, field: str) -> tuple[float, float]:
 class Problem:
     """Rows, grouped once, that are priced under many constants."""
 
-    def __init__(self, found: Sequence[Row]) -> None:
+    def __init__(self, found: Sequence[ServingTableRow]) -> None:
         self.rows = list(found)
         self.groups = groups(self.rows)
         self.priced = price(self.rows)
@@ -155,13 +155,15 @@ class Problem:
             for group in self.groups
         }
 
-    def constants(self, data: dict[str, Any]) -> Callable[[Sequence[Row]], ServingConstants]:
+    def constants(
+        self, data: dict[str, Any]
+    ) -> Callable[[Sequence[ServingTableRow]], ServingConstants]:
         """Columns of constants for each group of rows."""
         parts = [serving_constants.serving_constants(g, e, data) for g, e in self.kinds]
         stacked = stack_constants(parts)
         names = [f.name for f in dataclasses.fields(ServingConstants)]
 
-        def of(members: Sequence[Row]) -> ServingConstants:
+        def of(members: Sequence[ServingTableRow]) -> ServingConstants:
             place = self.place[id(members)]
             return ServingConstants(**{n: getattr(stacked, n)[place] for n in names})
 
@@ -188,7 +190,7 @@ def rounded(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def fit(
-    found: Sequence[Row],
+    found: Sequence[ServingTableRow],
     data: dict[str, Any],
     evaluations: int = 15,
     near: dict[str, Any] | None = None,
@@ -253,7 +255,9 @@ def fit(
     return rounded(changed(data, start * np.exp(found_at.x)))
 
 
-def predictions(found: Sequence[Row], data: dict[str, Any]) -> list[Priced]:
+def predictions(
+    found: Sequence[ServingTableRow], data: dict[str, Any]
+) -> list[ValidatedServingRow]:
     """Prices of rows under a data file."""
     problem = Problem(found)
     result = answers(problem.groups, len(found), problem.constants(data))
@@ -263,9 +267,9 @@ def predictions(found: Sequence[Row], data: dict[str, Any]) -> list[Priced]:
     ]
 
 
-def show(title: str, priced: Sequence[Priced]) -> None:
+def show(title: str, priced: Sequence[ValidatedServingRow]) -> None:
     """A table by source and engine."""
-    names: dict[str, list[Priced]] = {}
+    names: dict[str, list[ValidatedServingRow]] = {}
     several: dict[str, set[str]] = {}
     for one in priced:
         several.setdefault(one.row.source, set()).add(one.row.engine)
@@ -280,11 +284,14 @@ def show(title: str, priced: Sequence[Priced]) -> None:
 
 
 def transfer(
-    found: Sequence[Row], data: dict[str, Any], title: str, part: Callable[[Row], str]
+    found: Sequence[ServingTableRow],
+    data: dict[str, Any],
+    title: str,
+    part: Callable[[ServingTableRow], str],
 ) -> None:
     """Price each part of the rows with constants fitted to the other parts alone; `data`: the fit
     to all, from which the search starts."""
-    left: list[Priced] = []
+    left: list[ValidatedServingRow] = []
     for name in sorted({part(r) for r in found}):
         rest = [r for r in found if part(r) != name]
         held = [r for r in found if part(r) == name]
@@ -297,12 +304,12 @@ def _values(data: dict[str, Any]) -> np.ndarray:
     return np.array([float(data[part][name][field]) for part, name, field in FREE])
 
 
-def _takes(row: Row, data: dict[str, Any]) -> tuple[tuple[str, str], tuple[str, str]]:
+def _takes(row: ServingTableRow, data: dict[str, Any]) -> tuple[tuple[str, str], tuple[str, str]]:
     """The entries whose constants a row takes."""
     return ("gpus", kind_of(row.gpu, data)), ("engines", row.engine)
 
 
-def _cell(row: Row) -> tuple[str, ...]:
+def _cell(row: ServingTableRow) -> tuple[str, ...]:
     return row.source, row.engine, row.gpu, row.model
 
 
@@ -340,7 +347,7 @@ def main() -> None:
         path.write_text(json.dumps(fitted, indent=1) + "\n")
 
 
-def residuals(priced: Sequence[Priced]) -> dict[str, list[float]]:
+def residuals(priced: Sequence[ValidatedServingRow]) -> dict[str, list[float]]:
     """Measured over predicted at the 10th and the 90th percentile, each group counting equally."""
     found = {}
     for field in FIELDS:

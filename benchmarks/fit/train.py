@@ -29,9 +29,9 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from hocket.cost.constants import FEW_BITS, PRECISION_FIELDS, Constants, constants, file
-from hocket.planning.pricing import Batch, batch, by_structure
+from hocket.planning.pricing import RowBatch, batch, by_structure
 from hocket.planning.table import MAINSTREAM, Row, read, rows
-from hocket.planning.validate import Priced, average, group_of, price, scores
+from hocket.planning.validate import ValidatedRow, average, group_of, price, scores
 
 PRODUCTS = {"A100": 0.973, "H100": 0.857}
 """Share of the dense rate that measured products reach alone (`benchmarks.fit.products`)."""
@@ -122,7 +122,7 @@ class Problem:
 
     def __init__(self, found: Sequence[Row]) -> None:
         self.rows = list(found)
-        self.batch: Batch = batch(self.rows)
+        self.batch: RowBatch = batch(self.rows)
         self.kinds = sorted({(row.cluster.node.gpu.name, row.stack) for row in self.rows})
         self.place = np.array(
             [self.kinds.index((row.cluster.node.gpu.name, row.stack)) for row in self.rows]
@@ -191,9 +191,9 @@ def fit(
     return changed(data, start * np.exp(found_at.x), free)
 
 
-def predictions(found: Sequence[Row], data: dict[str, Any]) -> list[Priced]:
+def predictions(found: Sequence[Row], data: dict[str, Any]) -> list[ValidatedRow]:
     """Prices of rows under a data file."""
-    priced: dict[int, Priced] = {}
+    priced: dict[int, ValidatedRow] = {}
     for places in by_structure(found):
         problem = Problem([found[place] for place in places])
         alike = price(problem.rows, lambda _: problem.constants(data))  # noqa: B023
@@ -212,9 +212,9 @@ def is_held_out(source: str) -> bool:
     return int(digest, 16) % 10 < 3
 
 
-def show(title: str, priced: Sequence[Priced]) -> None:
+def show(title: str, priced: Sequence[ValidatedRow]) -> None:
     """A table by source."""
-    names: dict[str, list[Priced]] = {}
+    names: dict[str, list[ValidatedRow]] = {}
     for one in priced:
         names.setdefault(group_of(one.row), []).append(one)
     table = {name: scores(members) for name, members in names.items()}
@@ -275,7 +275,7 @@ def main() -> None:
         rest = [r for r, half in zip(found, draw, strict=True) if not half]
         show("fitted on one half, shown on the other", predictions(rest, left))
     if options.leave_one_out:
-        out: list[Priced] = []
+        out: list[ValidatedRow] = []
         for name in dict.fromkeys(publication(r.source) for r in found):
             rest = [r for r in found if publication(r.source) != name]
             own = fit(rest, data, evaluations=20)

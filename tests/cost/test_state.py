@@ -17,7 +17,7 @@ from hocket.cost.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from hocket.cost.constants import Constants, constants
 from hocket.cost.layout_batch import columns
 from hocket.cost.machine import machine
-from hocket.cost.memory import memory
+from hocket.cost.memory import peak_memory
 from hocket.cost.state import sharing
 from hocket.cost.terms import terms
 from hocket.spec.errors import OptionError
@@ -90,7 +90,7 @@ def test_the_state_of_all_ranks_is_the_models_times_its_copies(name: str) -> Non
     copied = replicated(model)
     for layout in layouts(model, 25):
         at = columns([layout], layout.dp * 2)
-        found = memory(terms(model), at, np.array([128.0]), known())
+        found = peak_memory(terms(model), at, np.array([128.0]), known())
         world = layout.world_size
         # Counted here by hand, rank by rank: who holds the same, and how many of them share it.
         holders = layout.dp * layout.cp
@@ -114,7 +114,7 @@ def test_no_rank_of_a_pipeline_holds_less_than_its_share(name: str) -> None:
     for pp in (2, 4):
         for layout in layouts(model, 10, pp=pp):
             at = columns([layout], layout.dp * layout.microbatches)  # type: ignore[operator]
-            found = memory(terms(model), at, np.array([128.0]), known())
+            found = peak_memory(terms(model), at, np.array([128.0]), known())
             # A copy at least lies on the ranks together, whichever of them is the fullest.
             fullest = found.weights + found.gradients + found.optimizer
             assert fullest[0] * layout.world_size >= 18 * total * 0.999, str(layout)
@@ -192,7 +192,7 @@ def test_bytes_of_a_parameter(precision: str, grad_dtype: str | None, wanted: in
     model = shape("llama-3-8b")
     at = columns([Layout(microbatches=1)], 1)
     k = known(precision=precision, grad_dtype=grad_dtype)
-    found = memory(terms(model), at, np.array([128.0]), k)
+    found = peak_memory(terms(model), at, np.array([128.0]), k)
     total = found.weights + found.gradients + found.optimizer
     assert total[0] == pytest.approx(wanted * model.num_parameters, rel=1e-6)
 
@@ -201,7 +201,7 @@ def test_full_width_doubles_activations_and_messages() -> None:
     model, at = terms(shape("llama-3-8b")), columns([Layout(tp=8, dp=2, microbatches=1)], 2)
     length, numbers = np.array([4096.0]), machine(hardware.cluster("2x8xH100-SXM"))
     wide, half = known(precision="fp32"), known()
-    held = [memory(model, at, length, k).activations[0] for k in (wide, half)]
+    held = [peak_memory(model, at, length, k).activations[0] for k in (wide, half)]
     assert held[0] == pytest.approx(2 * held[1], rel=1e-6)
     alone = dataclasses.replace(wide, contention=1.0)
     again = dataclasses.replace(half, contention=1.0)

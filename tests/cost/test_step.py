@@ -15,7 +15,7 @@ from hocket.cost.collectives import ALL_GATHER, ALL_REDUCE, group, inside
 from hocket.cost.constants import GPU_FIELDS, Constants, Platform, constants, file, stacks
 from hocket.cost.layout_batch import Layouts, columns
 from hocket.cost.machine import Machine, machine
-from hocket.cost.memory import memory
+from hocket.cost.memory import peak_memory
 from hocket.cost.state import local
 from hocket.cost.step import StepTimes, step_times
 from hocket.cost.terms import Terms, stack, terms
@@ -192,7 +192,7 @@ def held(layout: Layout, batch: int, flash: int = 0, gradient: float = 4.0) -> f
     k = dataclasses.replace(
         constants("A100-SXM-80", "megatron"), flash=flash, gradient_bytes=gradient
     )
-    return float(memory(terms(GPT), columns([layout], batch), one(2048), k).allocated[0])
+    return float(peak_memory(terms(GPT), columns([layout], batch), one(2048), k).allocated[0])
 
 
 def test_activations_are_korthikantis() -> None:
@@ -200,7 +200,7 @@ def test_activations_are_korthikantis() -> None:
     k = constants("A100-SXM-80", "megatron")
     layout = columns([Layout(pp=96, microbatches=1)], 1)
     small = decoder(layers=96, hidden=12288, heads=96, vocab=8)
-    found = memory(terms(small), layout, one(2048), k)
+    found = peak_memory(terms(small), layout, one(2048), k)
     layer = 2048 * 12288 * (34 + 5 * 96 * 2048 / 12288)
     ends = 2048 * 4 * 12288  # the head's norm
     assert found.activations[0] == pytest.approx(layer + ends, rel=0.01)
@@ -210,7 +210,7 @@ def test_state_by_zero_stage() -> None:
     def parts(zero: int) -> tuple[float, float, float]:
         k = constants("A100-SXM-80", "megatron", gradient_bytes=4.0)
         layout = columns([Layout(dp=64, zero=zero, microbatches=1, recompute="full")], 64)
-        found = memory(terms(GPT), layout, one(2048), k)
+        found = peak_memory(terms(GPT), layout, one(2048), k)
         return found.weights[0], found.gradients[0], found.optimizer[0]
 
     n = GPT.num_parameters

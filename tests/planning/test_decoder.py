@@ -15,7 +15,7 @@ from hocket.catalogue.shapes import shape
 from hocket.cost.constants import constants
 from hocket.cost.layout_batch import columns
 from hocket.cost.machine import machine
-from hocket.cost.memory import memory
+from hocket.cost.memory import peak_memory
 from hocket.cost.step import step_times
 from hocket.cost.terms import structure, terms
 from hocket.planning.decoder import decoder
@@ -81,6 +81,6 @@ def test_prices_and_memory_agree(name: str, stack: str) -> None:
     prices, held = [], []
     for model in map(terms, made(name)):
         prices.append(step_times(model, at, seq, cluster, known).step)
-        held.append(memory(model, at, seq, known).peak)
+        held.append(peak_memory(model, at, seq, known).peak)
     np.testing.assert_allclose(prices[1], prices[0], rtol=0.01)
     np.testing.assert_allclose(held[1], held[0], rtol=0.01)

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from hocket.catalogue import shapes
-from hocket.cost.measured_links import Links
+from hocket.cost.measured_links import MeasuredLinks
 from hocket.cost.measured_rates import Rates, between
 from hocket.planning.machine_choice import candidates, choose, leaner, weigh
 from hocket.planning.machine_forecast import Machine, forecast
@@ -147,7 +147,7 @@ def test_a_kernel_grows_with_its_work() -> None:
 
 
 def test_ranks_that_take_turns_have_a_share_of_the_measured_time() -> None:
-    links = Links(measured(cores=2))
+    links = MeasuredLinks(measured(cores=2))
     two = links.collective("all-reduce", "dp", 65536, 2)
     four = links.collective("all-reduce", "dp", 65536, 4)
     assert two is not None
@@ -158,7 +158,7 @@ def test_ranks_that_take_turns_have_a_share_of_the_measured_time() -> None:
 
 
 def test_a_group_that_was_not_measured_is_scaled_and_said() -> None:
-    links = Links(measured())
+    links = MeasuredLinks(measured())
     eight = links.collective("all-reduce", "dp", 1 << 20, 8)
     four = links.collective("all-reduce", "dp", 1 << 20, 4)
     assert eight is not None

@@ -7,13 +7,13 @@ import dataclasses
 import numpy as np
 import pytest
 
-from hocket.cost.measured_links import Links
+from hocket.cost.measured_links import MeasuredLinks
 from hocket.cost.measured_rates import Rates
 from hocket.cost.measured_serving import (
     ROW_CALLS,
     STEP_CALLS,
+    MeasuredReplica,
     MeasuredServing,
-    Replica,
 )
 from hocket.planning import machine_serving as planning
 from hocket.planning.machine_forecast import Machine
@@ -136,8 +136,8 @@ def shape() -> ModelShape:
 
 def prices(layout: str, *, where: Machine | None = None, slowdown: float = 1.0) -> MeasuredServing:
     where = where or machine()
-    replica = Replica(shape=shape(), layout=Layout.parse(layout))
-    return MeasuredServing(replica, Rates(where.measured), Links(where.measured), slowdown)
+    replica = MeasuredReplica(shape=shape(), layout=Layout.parse(layout))
+    return MeasuredServing(replica, Rates(where.measured), MeasuredLinks(where.measured), slowdown)
 
 
 CALL = 4e-6
@@ -194,8 +194,8 @@ def test_a_step_is_priced_by_the_kernels_that_serve() -> None:
     assert one.prefill_seconds(64, 64) > one.decode_seconds(1, 1) + LAYERS * 2e-3 * 0.9
     assert one.prefill_seconds(128, 128) < 2 * one.prefill_seconds(64, 64)
     # Those by weights in bf16 were not measured.
-    half_precision = Replica(shape=shape(), layout=Layout(), dtype="bf16")
-    rates, links = Rates(kernels().measured, "bf16"), Links(machine().measured)
+    half_precision = MeasuredReplica(shape=shape(), layout=Layout(), dtype="bf16")
+    rates, links = Rates(kernels().measured, "bf16"), MeasuredLinks(machine().measured)
     assert MeasuredServing(half_precision, rates, links).decode_seconds(8, 64) < 8 * read
 
 
@@ -207,10 +207,10 @@ def test_weights_in_bf16_are_priced_under_a_computation_in_fp32() -> None:
         if k.name == "rows"
     ]
     where = dataclasses.replace(where, kernels=(*where.kernels, *halves))
-    links = Links(where)
+    links = MeasuredLinks(where)
 
     def priced(dtype: str) -> MeasuredServing:
-        one = Replica(shape=shape(), layout=Layout(), dtype=dtype)
+        one = MeasuredReplica(shape=shape(), layout=Layout(), dtype=dtype)
         return MeasuredServing(one, Rates(where, dtype), links)
 
     full, half = priced("fp32"), priced("bf16")
@@ -242,14 +242,14 @@ def test_products_of_few_rows_lie_between_those_that_were_measured() -> None:
 
 
 def test_tensor_ranks_that_serve_sum_by_their_kernel() -> None:
-    links = Links(kernels().measured)
+    links = MeasuredLinks(kernels().measured)
     slow, fast = links.all_reduce("tp", 4096, 2), links.sum("tp", 4096, 2)
     assert slow is not None
     assert fast is not None
     assert fast.give + fast.wait + fast.take < 0.2 * (slow.give + slow.wait + slow.take)
     assert links.sum("tp", 4097, 2) == links.all_reduce("tp", 4097, 2), "more than it takes"
     assert links.sum("tp", 64, 1) is None
-    assert Links(machine().measured).sum("tp", 64, 2) == links.all_reduce("tp", 64, 2)
+    assert MeasuredLinks(machine().measured).sum("tp", 64, 2) == links.all_reduce("tp", 64, 2)
 
 
 def test_layers_like_llamas_have_less_between_their_products() -> None:
@@ -270,8 +270,8 @@ def test_layers_like_llamas_have_less_between_their_products() -> None:
 
     def seconds(which: ModelShape) -> float:
         where = kernels().measured
-        replica = Replica(shape=which, layout=Layout())
-        return MeasuredServing(replica, Rates(where), Links(where)).decode_seconds(1, 64)
+        replica = MeasuredReplica(shape=which, layout=Layout())
+        return MeasuredServing(replica, Rates(where), MeasuredLinks(where)).decode_seconds(1, 64)
 
     assert seconds(unlike) - seconds(alike) > LAYERS * 700 * 1e-6
 
@@ -281,15 +281,15 @@ SIZES = Sizes(batch_tokens=64, rows=16, longest=128)
 
 def test_bytes_are_counted_exactly() -> None:
     layer = H * H * 2 + 2 * H * H // 2 + 3 * H * INNER
-    one = Replica(shape=shape(), layout=Layout())
+    one = MeasuredReplica(shape=shape(), layout=Layout())
     assert one.weight_bytes(0) == 4 * (LAYERS * layer + 2 * V * H)
     assert one.cache_bytes(0) == 4 * LAYERS * 2 * (16 + 16)
-    half = Replica(shape=shape(), layout=Layout(tp=2))
+    half = MeasuredReplica(shape=shape(), layout=Layout(tp=2))
     assert half.weight_bytes(0) == one.weight_bytes(0) // 2
     assert half.cache_bytes(0) == one.cache_bytes(0) // 2
-    four = Replica(shape=shape(), layout=Layout(tp=4))  # two ranks hold each key/value head
+    four = MeasuredReplica(shape=shape(), layout=Layout(tp=4))  # two ranks hold each key/value head
     assert four.cache_bytes(0) == one.cache_bytes(0) // 2
-    stages = Replica(shape=shape(), layout=Layout(pp=2))
+    stages = MeasuredReplica(shape=shape(), layout=Layout(pp=2))
     assert sum(stages.weight_bytes(s) for s in range(2)) == one.weight_bytes(0)
     assert sum(stages.cache_bytes(s) for s in range(2)) == one.cache_bytes(0)
 
@@ -347,7 +347,7 @@ def test_arrays_broadcast_and_an_empty_step_costs_nothing() -> None:
 
 
 def test_capacity() -> None:
-    replica = Replica(shape=shape(), layout=Layout(tp=2))
+    replica = MeasuredReplica(shape=shape(), layout=Layout(tp=2))
     rows, tokens = planning.capacity(replica, machine(), SIZES, 2)
     assert tokens == 2 * 16 * 128  # as much as is of use
     assert len(rows) == 2
@@ -401,7 +401,7 @@ def test_the_choice_is_the_best_that_fits() -> None:
     best = max(found.alternatives, key=lambda one: one.tokens_per_second)
     assert best.layout == "dp2"
     # Where two copies do not fit, the model is split.
-    whole = Replica(shape=shape(), layout=Layout())
+    whole = MeasuredReplica(shape=shape(), layout=Layout())
     need = whole.weight_bytes(0) + whole.step_bytes(0, 64, 16)
     tight = machine(memory=round(1.6 * need))
     small = dataclasses.replace(SIZES, tokens=0, cache=128 * whole.cache_bytes(0))

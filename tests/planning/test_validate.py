@@ -11,18 +11,18 @@ import pytest
 
 from hocket.cli.main import main
 from hocket.planning.table import MAINSTREAM, parse, read
-from hocket.planning.validate import FIELDS, Report, ranking, report, validate, write_rows
+from hocket.planning.validate import FIELDS, ValidationReport, ranking, report, validate, write_rows
 from hocket.spec.errors import OptionError
 
 EXTRACT = Path(__file__).parent / "published_extract.csv"
 
 
 @pytest.fixture(scope="module")
-def found() -> Report:
+def found() -> ValidationReport:
     return validate(EXTRACT)
 
 
-def test_errors_of_the_mainstream_stay_small(found: Report) -> None:
+def test_errors_of_the_mainstream_stay_small(found: ValidationReport) -> None:
     overall = found.overall
     assert overall.rows_used >= 30
     assert overall.step_time_mape is not None
@@ -34,14 +34,14 @@ def test_errors_of_the_mainstream_stay_small(found: Report) -> None:
     assert overall.false_fits == 0
 
 
-def test_layouts_of_one_run_are_ranked(found: Report) -> None:
+def test_layouts_of_one_run_are_ranked(found: ValidationReport) -> None:
     assert found.overall.kendall_tau is not None
     assert found.overall.kendall_tau > 0.6
     assert found.overall.mean_regret is not None
     assert found.overall.mean_regret < 3
 
 
-def test_every_row_is_priced_or_has_its_reason(found: Report) -> None:
+def test_every_row_is_priced_or_has_its_reason(found: ValidationReport) -> None:
     assert len(found.priced) + len(found.left_out) == len(found.ids)
     assert "LoRA" in found.left_out["nemo2407-031"]
     assert "neither dp nor n_gpus" in found.left_out["golden-013"]
@@ -137,7 +137,7 @@ def test_a_name_stands_for_dimensions_that_are_left_out() -> None:
     assert parse(row | blank | {"model": "GPT3-21B"}) == "layers is not given"
 
 
-def test_eight_bits_are_reported_apart(found: Report) -> None:
+def test_eight_bits_are_reported_apart(found: ValidationReport) -> None:
     kinds = {p.row.id: p.row.kind for p in found.priced}
     assert kinds["nemo2407-023"] == "H100 fp8"
     assert kinds["sc21t1-001"] == MAINSTREAM
@@ -166,7 +166,9 @@ def test_regret_is_what_the_pick_loses() -> None:
     assert ranking(swapped) == ([-1.0], [pytest.approx(0.5)])
 
 
-def test_rows_are_written_in_the_units_of_their_source(found: Report, tmp_path: Path) -> None:
+def test_rows_are_written_in_the_units_of_their_source(
+    found: ValidationReport, tmp_path: Path
+) -> None:
     out = tmp_path / "rows.csv"
     assert main(["validate", str(EXTRACT), "--rows", str(out), "--json"]) == 0
     rows = {r["id"]: r for r in csv.DictReader(out.open())}

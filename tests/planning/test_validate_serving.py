@@ -12,18 +12,25 @@ import pytest
 
 from hocket.cli.main import main
 from hocket.planning.serving_table import parse, read
-from hocket.planning.validate_serving import FIELDS, Report, Scores, price, report, validate
+from hocket.planning.validate_serving import (
+    FIELDS,
+    ServingValidationReport,
+    ServingValidationScores,
+    price,
+    report,
+    validate,
+)
 from hocket.spec.errors import OptionError
 
 EXTRACT = Path(__file__).parent / "published_serving_extract.csv"
 
 
 @pytest.fixture(scope="module")
-def found() -> Report:
+def found() -> ServingValidationReport:
     return validate(EXTRACT)
 
 
-def test_errors_on_a100_h100_and_h200_stay_small(found: Report) -> None:
+def test_errors_on_a100_h100_and_h200_stay_small(found: ServingValidationReport) -> None:
     overall = found.overall
     assert overall.rows_used >= 100
     assert overall.tpot_rows >= 40
@@ -35,7 +42,7 @@ def test_errors_on_a100_h100_and_h200_stay_small(found: Report) -> None:
     assert overall.unfit == 0
 
 
-def test_topology_decides_what_four_more_gpus_bring(found: Report) -> None:
+def test_topology_decides_what_four_more_gpus_bring(found: ServingValidationReport) -> None:
     """Llama 3 70B from four to eight A100 under TensorRT-LLM 0.14: measured 1.77 times as fast over
     NVLink, 1.02 over PCIe (medians of the length mixes here)."""
     predicted, measured = {}, {}
@@ -56,7 +63,7 @@ def test_topology_decides_what_four_more_gpus_bring(found: Report) -> None:
     assert predicted["A100-SXM-80"] > 1.5 * predicted["A100-PCIe-80"]
 
 
-def test_every_row_is_priced_or_has_its_reason(found: Report) -> None:
+def test_every_row_is_priced_or_has_its_reason(found: ServingValidationReport) -> None:
     assert len(found.priced) + len(found.left_out) == len(found.ids)
     reasons = " | ".join(found.left_out.values())
     for words in ("linear attention", "dimensions", "number of workers", "MI250X"):
@@ -65,7 +72,7 @@ def test_every_row_is_priced_or_has_its_reason(found: Report) -> None:
     assert counted == len(found.ids)
 
 
-def test_other_gpus_are_reported_apart(found: Report) -> None:
+def test_other_gpus_are_reported_apart(found: ServingValidationReport) -> None:
     assert found.groups["other: B200-SXM-180"].rows_used == 2
     assert found.families["B200-SXM-180"].rows_used == 2
     main_rows = sum(1 for p in found.priced if p.row.mainstream)
@@ -90,7 +97,7 @@ def test_rows_are_written_in_order(tmp_path: Path, capsys: pytest.CaptureFixture
     out = tmp_path / "rows.csv"
     assert main(["validate", str(EXTRACT), "--infer", "--rows", str(out), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    names = {f.name for f in dataclasses.fields(Scores)}
+    names = {f.name for f in dataclasses.fields(ServingValidationScores)}
     assert set(found["overall"]) == names
     assert all(set(s) == names for s in found["groups"].values())
     with out.open() as file:

@@ -9,7 +9,7 @@ import pytest
 from hocket.catalogue import hardware, machine_file
 from hocket.jobs.measured_cluster import cluster_of
 from hocket.probing import devices, network
-from hocket.probing.devices import Found
+from hocket.probing.devices import FoundDevices
 from hocket.reporting.measured import measured_text
 from hocket.reporting.topology import matrix_text, svg
 from hocket.spec.cluster import Cluster
@@ -17,7 +17,7 @@ from hocket.spec.measured import Curve, Host, Line, Measured, Product, Stream
 from tests.probing import nvml
 
 
-def measured(found: Found, **more: object) -> Measured:
+def measured(found: FoundDevices, **more: object) -> Measured:
     values = {
         "device": "cuda",
         "date": "2026-11-20T12:00:00Z",
@@ -132,7 +132,7 @@ def test_a_gpu_that_the_catalogue_does_not_know(tmp_path: Path) -> None:
 
 def test_no_gpu_and_no_driver(tmp_path: Path) -> None:
     silent = nvml.Recorded([], starts=False)
-    assert devices.read(silent, tmp_path) == Found()
+    assert devices.read(silent, tmp_path) == FoundDevices()
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/nvidia0").touch()
     assert "NVML does not start: Driver Not Loaded" in devices.read(silent, tmp_path).unknown[0]

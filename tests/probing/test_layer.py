@@ -9,20 +9,20 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from hocket.catalogue import models  # noqa: E402
-from hocket.probing.layer import Layer, Traffic  # noqa: E402
+from hocket.probing.layer import Layer, LayerTraffic  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(60)]
 
 
 def test_traffic_is_what_operations_read_and_write_and_views_are_none() -> None:
     x, row = torch.ones(4, 8), torch.ones(8)
-    with Traffic() as counted:
+    with LayerTraffic() as counted:
         y = x.view(8, 4).t() + 1.0
     assert (counted.calls, counted.bytes, counted.made) == (1, 2 * 128, 128)
-    with Traffic() as counted:
+    with LayerTraffic() as counted:
         y = x * row.expand(4, 8)
     assert (counted.calls, counted.bytes) == (1, 128 + 32 + 128), "a row is read once"
-    with Traffic() as counted:
+    with LayerTraffic() as counted:
         y.add_(x)
     assert (counted.calls, counted.made) == (1, 128)
 

@@ -16,7 +16,7 @@ from hocket.catalogue import hardware
 from hocket.cli.main import main
 from hocket.jobs import machine, probe
 from hocket.probing import devices
-from hocket.probing.devices import Found
+from hocket.probing.devices import FoundDevices
 from hocket.spec.errors import HocketError, OptionError
 from hocket.spec.measured import Curve, Host, Line, Measured, Product, Stream
 from tests.probing import nvml
@@ -49,7 +49,7 @@ class Here:
     """A machine that can be changed between two calls; counts how often it is measured."""
 
     def __init__(self) -> None:
-        self.kind, self.host, self.found, self.count = "cpu", HOST, Found(), 0
+        self.kind, self.host, self.found, self.count = "cpu", HOST, FoundDevices(), 0
         self.measured = MEASURED
 
     def present(self, device: str = "auto") -> probe.Present:
@@ -187,7 +187,7 @@ def test_gpus_that_vanish(here: Here) -> None:
     here.found = devices.read(nvml.bridged_3090(), Path("/nowhere"))
     with pytest.raises(OptionError, match="shows 2 x NVIDIA GeForce RTX 3090"):
         machine.require_here(found, ranks=2)
-    here.kind, here.found = "cpu", Found()
+    here.kind, here.found = "cpu", FoundDevices()
     with pytest.raises(OptionError, match="shows no GPU that torch can use"):
         machine.require_here(found)
 

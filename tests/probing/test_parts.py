@@ -12,7 +12,7 @@ import hocket.launch
 from hocket.jobs import probe
 from hocket.jobs.measured_cluster import cluster_of
 from hocket.probing import devices
-from hocket.probing.devices import Found
+from hocket.probing.devices import FoundDevices
 from hocket.spec.errors import OptionError, RankFailure
 from hocket.spec.measured import Host
 from tests.probing import nvml
@@ -59,7 +59,7 @@ def see(monkeypatch: pytest.MonkeyPatch, found: probe.Present) -> None:
     monkeypatch.setattr(probe, "present", lambda device="auto": found)
 
 
-HERE = probe.Present("cpu", Host(name="here", cpu="EPYC", cores=2, memory=2**34), Found())
+HERE = probe.Present("cpu", Host(name="here", cpu="EPYC", cores=2, memory=2**34), FoundDevices())
 
 
 @pytest.mark.train

@@ -11,7 +11,7 @@ import pytest
 from hocket.simulation.traffic import (
     Floats,
     Latencies,
-    Limits,
+    LatencyLimits,
     RoundTable,
     poisson,
     round_seconds,
@@ -163,10 +163,14 @@ def test_it_gives_up_once_too_many_are_slow() -> None:
         median = getattr(whole, name).p50
         limits = {"ttft": 1e9, "tpot": 1e9, name: median}
         assert (
-            simulate_requests(rounds, arrivals, **asked, limits=Limits(**limits, exceptions=140))
+            simulate_requests(
+                rounds, arrivals, **asked, limits=LatencyLimits(**limits, exceptions=140)
+            )
             is None
         )
-        kept = simulate_requests(rounds, arrivals, **asked, limits=Limits(**limits, exceptions=160))
+        kept = simulate_requests(
+            rounds, arrivals, **asked, limits=LatencyLimits(**limits, exceptions=160)
+        )
         assert kept == whole
 
 

@@ -26,7 +26,7 @@ OPERATIONS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 
 
 @dataclasses.dataclass(frozen=True)
-class Reading:
+class CurveReading:
     """Seconds of one collective; `extrapolated`: its size lies outside what was measured."""
 
     seconds: float
@@ -34,7 +34,7 @@ class Reading:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Curve:
+class CatalogueCurve:
     """One collective on one group: sizes in bytes, ascending, and seconds.
 
     Attributes:
@@ -52,19 +52,19 @@ class Curve:
     seconds: tuple[float, ...]
     source: str
 
-    def __call__(self, size: float) -> Reading:
+    def __call__(self, size: float) -> CurveReading:
         """The time of a message of `size` bytes."""
         sizes, seconds = self.sizes, self.seconds
         if size <= sizes[0]:
-            return Reading(seconds[0], size < sizes[0])
+            return CurveReading(seconds[0], size < sizes[0])
         if size >= sizes[-1]:
             rate = (sizes[-1] - sizes[-2]) / max(seconds[-1] - seconds[-2], 1e-12)
-            return Reading(seconds[-1] + (size - sizes[-1]) / rate, size > sizes[-1])
+            return CurveReading(seconds[-1] + (size - sizes[-1]) / rate, size > sizes[-1])
         at = bisect.bisect_right(sizes, size)
         low, high = math.log(sizes[at - 1]), math.log(sizes[at])
         share = (math.log(size) - low) / (high - low)
         low, high = math.log(seconds[at - 1]), math.log(seconds[at])
-        return Reading(math.exp(low + share * (high - low)), False)
+        return CurveReading(math.exp(low + share * (high - low)), False)
 
     def bus_bandwidth(self, size: float) -> float:
         """Bytes/s that each GPU must carry, as nccl-tests counts them: comparable between sizes."""
@@ -75,7 +75,7 @@ class Curve:
 
 def curve(
     operation: str, *, gpu: str, topology: str, num_gpus: int, num_nodes: int = 1
-) -> Curve | None:
+) -> CatalogueCurve | None:
     """The measured curve of exactly this group, None where nobody published one.
 
     Raises:
@@ -87,7 +87,7 @@ def curve(
     return _curves().get((gpu, topology, operation, num_gpus, num_nodes))
 
 
-def curves(*, gpu: str | None = None, operation: str | None = None) -> tuple[Curve, ...]:
+def curves(*, gpu: str | None = None, operation: str | None = None) -> tuple[CatalogueCurve, ...]:
     """Every measured curve, or those of one GPU or operation."""
     return tuple(
         found
@@ -97,7 +97,7 @@ def curves(*, gpu: str | None = None, operation: str | None = None) -> tuple[Cur
 
 
 @functools.cache
-def curves_of(node: Node) -> tuple[Curve, ...]:
+def curves_of(node: Node) -> tuple[CatalogueCurve, ...]:
     """Curves of collectives inside a node: those of its GPU on its kind of link, else of its GPU's
     family, else of the GPU on this kind of link whose rate is nearest, scaled to the node's rate.
     Empty where nobody measured this kind of link."""
@@ -117,7 +117,7 @@ def _rate(node: Node) -> float:
     return node.pcie if node.link.kind == "none" else node.link.bandwidth
 
 
-def _scaled(curve: Curve, factor: float) -> Curve:
+def _scaled(curve: CatalogueCurve, factor: float) -> CatalogueCurve:
     """What grows with the message takes `factor` times as long; the latency stays."""
     least = curve.seconds[0]
     seconds = tuple(least + (value - least) * factor for value in curve.seconds)
@@ -125,7 +125,7 @@ def _scaled(curve: Curve, factor: float) -> Curve:
 
 
 @functools.cache
-def _curves() -> dict[tuple[str, str, str, int, int], Curve]:
+def _curves() -> dict[tuple[str, str, str, int, int], CatalogueCurve]:
     data = resources.files("hocket.catalogue") / "data" / "hardware" / "collectives.csv"
     lines = (line for line in data.read_text().splitlines() if not line.startswith("#"))
     points: dict[tuple[str, str, str, int, int], list[tuple[int, float]]] = {}
@@ -146,7 +146,7 @@ def _curves() -> dict[tuple[str, str, str, int, int], Curve]:
             continue  # a single point says nothing about other sizes
         sizes, seconds = zip(*sorted(pairs), strict=True)
         gpu, topology, operation, num_gpus, num_nodes = key
-        found[key] = Curve(
+        found[key] = CatalogueCurve(
             gpu=gpu,
             topology=topology,
             operation=operation,

@@ -13,7 +13,7 @@ from hocket.spec.errors import ModelError, unknown
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Entry:
+class CatalogueModel:
     """One model of the catalogue.
 
     Attributes:
@@ -38,13 +38,13 @@ class Entry:
 
 
 @functools.cache
-def _entries() -> dict[str, Entry]:
+def _entries() -> dict[str, CatalogueModel]:
     folder = resources.files("hocket.catalogue") / "data" / "models"
     found = {}
     for file in folder.iterdir():
         if file.name.endswith(".json"):
             name = file.name.removesuffix(".json")
-            found[name] = Entry(name=name, **json.loads(file.read_text()))
+            found[name] = CatalogueModel(name=name, **json.loads(file.read_text()))
     return dict(sorted(found.items(), key=lambda item: (not item[0].startswith("tiny"), item[0])))
 
 
@@ -53,7 +53,7 @@ def names() -> tuple[str, ...]:
     return tuple(_entries())
 
 
-def entry(name: str) -> Entry:
+def entry(name: str) -> CatalogueModel:
     """One model.
 
     Raises:

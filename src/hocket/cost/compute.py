@@ -33,8 +33,9 @@ from hocket.cost.collectives import (
 )
 from hocket.cost.constants import Platform
 from hocket.cost.context import context_times
+from hocket.cost.group_strides import expert_tp, stride
 from hocket.cost.layout_batch import Layouts
-from hocket.cost.state import expert_tp, local_trained
+from hocket.cost.state import local_trained
 from hocket.cost.terms import BlockTerms, Floats, Product, Terms
 
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
@@ -269,14 +270,14 @@ def _communication(
         ulysses = exchange.ulysses.astype(np.float64)
     if np.any(at.ep > 1) and np.any(block.weights_expert > 0):
         over = expert_tp(at) < at.tp
-        stride = np.where(over, 1.0, at.tp)
-        nodes = np.maximum(at.ep * stride / platform.machine.domain, 1.0)
+        apart = stride("expert", at)
+        nodes = np.maximum(at.ep * apart / platform.machine.domain, 1.0)
         chosen = np.maximum(model.experts_per_token, 1.0)
         reached = nodes * (1 - (1 - 1 / nodes) ** chosen) / chosen
         once = (np.asarray(constants.once_per_node) > 0) & (nodes > 1)
         copies = model.experts_per_token * np.where(once, reached, 1.0)
         sent = size * copies / np.where(over | (at.sequence_parallel > 0), at.tp, 1.0)
-        moved = 2 * group(ALL_TO_ALL, sent, at.ep, stride, platform)
+        moved = 2 * group(ALL_TO_ALL, sent, at.ep, apart, platform)
         moved = np.where(block.weights_expert > 0, moved * constants.expert_exposed, 0.0)
         forward, backward = forward + moved, backward + moved
     return forward, backward, ulysses

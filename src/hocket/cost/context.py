@@ -22,6 +22,7 @@ import numpy as np
 
 from hocket.cost.collectives import ALL_TO_ALL, group, point_to_point
 from hocket.cost.constants import Platform
+from hocket.cost.group_strides import stride
 from hocket.cost.layout_batch import Layouts
 from hocket.cost.terms import Core, Floats
 
@@ -110,8 +111,8 @@ def _ulysses(core: Core, at: Layouts, tokens: Floats, platform: Platform) -> Flo
     outputs = core.heads * core.value_dim / at.tp
     heads = np.maximum(np.maximum(core.kv_heads / at.tp, 1.0), at.cp)  # each at least once a rank
     keys = heads * (core.head_dim + core.value_dim)
-    stride, element = at.tp, platform.constants.element_bytes
-    time = group(ALL_TO_ALL, element * tokens * (queries + keys), at.cp, stride, platform)
-    time = time + group(ALL_TO_ALL, element * tokens * outputs, at.cp, stride, platform)
+    apart, element = stride("cp", at), platform.constants.element_bytes
+    time = group(ALL_TO_ALL, element * tokens * (queries + keys), at.cp, apart, platform)
+    time = time + group(ALL_TO_ALL, element * tokens * outputs, at.cp, apart, platform)
     time = time * platform.constants.contention
     return np.where(core.heads % (at.cp * at.tp) == 0, time, np.inf)

@@ -30,7 +30,7 @@ ASLEEP = 1 / 2
 """Of the smallest message's time, what is the sleepers' waking; the rest is the ranks' own work."""
 
 
-class Links:
+class MeasuredLinks:
     """Seconds of communication on one machine.
 
     Args:

@@ -17,7 +17,7 @@ from hocket.cost.communication import (
     frozen_buckets,
     shared_buckets,
 )
-from hocket.cost.measured_links import Links
+from hocket.cost.measured_links import MeasuredLinks
 from hocket.cost.measured_rates import BYTES, Rates
 from hocket.cost.measured_stage import (
     GRADIENT_BYTES,
@@ -308,7 +308,7 @@ def _partial(held: Sequence[Weight], tp: int) -> dict[str, int]:
     return found
 
 
-def step_prices(job: Job, rates: Rates, links: Links) -> StepPrices:
+def step_prices(job: Job, rates: Rates, links: MeasuredLinks) -> StepPrices:
     """The prices of everything that a step does."""
     layout, place = job.layout, job.schedule.stage_ranks
     stages = tuple(_stage(job, number, rates, links) for number in range(len(place)))
@@ -325,7 +325,7 @@ def step_prices(job: Job, rates: Rates, links: Links) -> StepPrices:
     )
 
 
-def _stage(job: Job, stage: int, rates: Rates, links: Links) -> StageStep:
+def _stage(job: Job, stage: int, rates: Rates, links: MeasuredLinks) -> StageStep:
     blocks, share, tp = job.blocks(stage), job.share(stage), job.layout.tp
     seconds = stage_seconds(
         job.shape,
@@ -386,7 +386,7 @@ def _stage(job: Job, stage: int, rates: Rates, links: Links) -> StageStep:
     )
 
 
-def _rank(job: Job, stages: Sequence[int], rates: Rates, links: Links) -> RankStep:
+def _rank(job: Job, stages: Sequence[int], rates: Rates, links: MeasuredLinks) -> RankStep:
     layout, place = job.layout, job.schedule.stage_ranks
     held = [w for stage in stages for w in trained(weights(job.shape, job.blocks(stage)))]
     elements = sum(local(w, layout.tp) for w in held)

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hocket.cost.measured_links import Links
+from hocket.cost.measured_links import MeasuredLinks
 from hocket.cost.measured_rates import BYTES, Rates
 from hocket.cost.measured_stage import SHARED, local, stage_blocks, weights
 from hocket.cost.serving_shape import latent_width, served
@@ -72,7 +72,7 @@ SMALL = 512
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Replica:
+class MeasuredReplica:
     """What one replica is.
 
     Attributes:
@@ -229,7 +229,9 @@ class MeasuredServing:
         slowdown: how many times longer a rank takes because of those that compute beside it.
     """
 
-    def __init__(self, replica: Replica, rates: Rates, links: Links, slowdown: float = 1.0) -> None:
+    def __init__(
+        self, replica: MeasuredReplica, rates: Rates, links: MeasuredLinks, slowdown: float = 1.0
+    ) -> None:
         self.replica = replica
         self.rates = rates
         self.links = links

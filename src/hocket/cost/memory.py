@@ -35,7 +35,7 @@ LATE = ("zb-h1", "zb-h2", "zb-v")
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory:
+class MemoryEstimate:
     """Bytes of the fullest rank, [r].
 
     Attributes:
@@ -54,14 +54,14 @@ class Memory:
     activations: Floats
 
 
-def memory(
+def peak_memory(
     model: Terms,
     layouts: Layouts,
     seq_len: Floats,
     constants: Constants,
     *,
     ranks: RankLayers | None = None,
-) -> Memory:
+) -> MemoryEstimate:
     """What the fullest rank of every layout holds.
 
     Args:
@@ -116,7 +116,7 @@ def memory(
     fullest = sums.argmax(axis=0)
     parts = [np.choose(fullest, [np.broadcast_to(t[i], shape) for t in totals]) for i in range(4)]
     allocated = sums.max(axis=0)
-    return Memory(
+    return MemoryEstimate(
         allocated=allocated,
         peak=allocated * (1 + constants.memory_slack) + constants.memory_overhead,
         least=allocated + constants.memory_overhead,

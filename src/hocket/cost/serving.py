@@ -17,8 +17,8 @@ from hocket.cost.machine import Machine, MeasuredCurve, machine
 from hocket.cost.serving_constants import default_engine, serving_constants
 from hocket.cost.serving_shape import served
 from hocket.cost.serving_step import (
-    Load,
     Replica,
+    StepLoad,
     StepParts,
     cache_bytes,
     step_parts,
@@ -140,7 +140,7 @@ class ServingPrices:
         decode_batch: Floats | float,
         decode_context: Floats | float,
     ) -> StepParts:
-        load = Load(
+        load = StepLoad(
             prefill_tokens=_floats(prefill_tokens),
             prefill_context=_floats(prefill_context),
             decode_batch=_floats(decode_batch),

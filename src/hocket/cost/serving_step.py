@@ -78,7 +78,7 @@ class Replica:
 
 
 @dataclasses.dataclass(frozen=True)
-class Load:
+class StepLoad:
     """What one step does: prompt tokens with their mean attended context, decoding sequences with
     theirs, and the whole prompts (not tokens) among them that end here."""
 
@@ -134,7 +134,7 @@ def stage_layers(shape: ModelShape, at: Replica) -> Floats:
     return found
 
 
-def step_parts(shape: ModelShape, at: Replica, load: Load) -> StepParts:
+def step_parts(shape: ModelShape, at: Replica, load: StepLoad) -> StepParts:
     """Seconds of one step, see the head of the file."""
     constants = at.constants
     tokens = load.prefill_tokens + load.decode_batch
@@ -157,7 +157,7 @@ def step_parts(shape: ModelShape, at: Replica, load: Load) -> StepParts:
     return StepParts(step=step, stage=stage)
 
 
-def _layer(shape: ModelShape, block: BlockShape, at: Replica, load: Load) -> Floats:
+def _layer(shape: ModelShape, block: BlockShape, at: Replica, load: StepLoad) -> Floats:
     constants = at.constants
     tokens = load.prefill_tokens + load.decode_batch
     mine = tokens / at.attention_dp
@@ -233,7 +233,7 @@ def _expert_product(p: MatrixProduct, at: Replica, tokens: Floats) -> Floats:
     return found
 
 
-def _attention(core: Attention, block: BlockShape, at: Replica, load: Load) -> Floats:
+def _attention(core: Attention, block: BlockShape, at: Replica, load: StepLoad) -> Floats:
     constants = at.constants
     machine = at.platform.machine
     window = np.inf if core.window is None else float(core.window)

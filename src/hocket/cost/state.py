@@ -18,6 +18,7 @@ import dataclasses
 import numpy as np
 
 from hocket.cost.constants import Constants
+from hocket.cost.group_strides import expert_tp, stride
 from hocket.cost.layout_batch import Layouts
 from hocket.cost.terms import BlockTerms, Floats
 
@@ -42,7 +43,7 @@ class Parameters:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sharing:
+class StateSharing:
     """Ranks that hold the same parameters, [r] each.
 
     Attributes:
@@ -60,11 +61,6 @@ class Sharing:
         return self.ranks * self.copies
 
 
-def expert_tp(at: Layouts) -> Floats:
-    """Tensor ranks that divide one expert; 1 where expert ranks reach over the tensor ranks."""
-    return np.where(at.ep > at.dp * at.cp, 1.0, at.tp)
-
-
 def local(block: BlockTerms, at: Layouts) -> Parameters:
     """Parameters of a block on one rank."""
     return _divided(block.weights_inside, block.weights_outside, block.weights_expert, at)
@@ -79,15 +75,15 @@ def _divided(inside: Floats, outside: Floats, expert: Floats, at: Layouts) -> Pa
     return Parameters(inside / at.tp + outside, expert / (expert_tp(at) * at.ep))
 
 
-def sharing(at: Layouts) -> tuple[Sharing, Sharing]:
+def sharing(at: Layouts) -> tuple[StateSharing, StateSharing]:
     """Who holds the same dense parameters, and who the same experts."""
     shard = np.minimum(at.shard, at.dp)
-    dense = Sharing(ranks=shard * at.cp, stride=at.tp, copies=at.dp / shard)
+    dense = StateSharing(ranks=shard * at.cp, stride=stride("cp", at), copies=at.dp / shard)
     each = expert_tp(at)
     holders = np.rint(at.dp * at.cp * at.tp / (each * at.ep))
     near = np.maximum(np.floor(shard * at.cp * at.tp / (each * at.ep)), 1.0)
     ranks = np.gcd(near.astype(np.int64), holders.astype(np.int64)).astype(np.float64)
-    expert = Sharing(ranks=ranks, stride=each * at.ep, copies=holders / ranks)
+    expert = StateSharing(ranks=ranks, stride=stride("expert_data", at), copies=holders / ranks)
     return dense, expert
 
 

@@ -26,9 +26,10 @@ import numpy as np
 from hocket.cost.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, group, point_to_point
 from hocket.cost.compute import BlockTimes, block_times
 from hocket.cost.constants import Constants, Platform
+from hocket.cost.group_strides import stride
 from hocket.cost.layout_batch import SCHEDULES, Layouts, RankLayers, equal_layers
 from hocket.cost.machine import Machine
-from hocket.cost.state import Parameters, Sharing, local, local_trained, sharing
+from hocket.cost.state import Parameters, StateSharing, local, local_trained, sharing
 from hocket.cost.terms import BlockTerms, Floats, Terms
 
 EXCHANGE_LAUNCHES = 2.0
@@ -219,7 +220,7 @@ def _optimizer(held: Parameters, at: Layouts, platform: Platform) -> Floats:
     return found
 
 
-def _kinds(held: Parameters, at: Layouts) -> list[tuple[Floats, Sharing]]:
+def _kinds(held: Parameters, at: Layouts) -> list[tuple[Floats, StateSharing]]:
     """Dense parameters and, where there are any, experts, each with the ranks that share them."""
     dense, expert = sharing(at)
     found = [(held.dense, dense)]
@@ -288,10 +289,10 @@ def _tied(model: Terms, at: Layouts, platform: Platform) -> Floats:
     """Gradients of tied embeddings, between the first and the last stage."""
     constants = platform.constants
     size = constants.gradient_bytes * local_trained(model.head, at).total
-    stride = at.tp * at.cp * at.dp * (at.pp - 1)
+    apart = stride("embedding", at)
     machine = platform.machine
     crossing = (at.tp * at.cp * at.dp * at.pp) > machine.domain
-    away = np.where(crossing, machine.domain, np.minimum(stride, machine.domain - 1))
+    away = np.where(crossing, machine.domain, np.minimum(apart, machine.domain - 1))
     time = point_to_point(size, away, platform)
     return np.where((at.pp > 1) & (model.tied > 0), time, 0.0)
 
@@ -301,9 +302,9 @@ def _exchange(size: Floats, at: Layouts, platform: Platform) -> Floats:
     constants = platform.constants
     whole = (at.sequence_parallel == 0) & (np.asarray(constants.scatter_gather) == 0)
     piece = size / np.where(whole, 1.0, at.tp)
-    stride = at.tp * at.cp * at.dp
+    apart = stride("pp", at)
     machine = platform.machine
-    far = np.where(stride * at.pp > machine.domain, stride, np.minimum(stride, machine.domain - 1))
+    far = np.where(apart * at.pp > machine.domain, apart, np.minimum(apart, machine.domain - 1))
     time = point_to_point(piece, far, platform)
     gathers = (at.sequence_parallel == 0) & (at.tp > 1) & (np.asarray(constants.scatter_gather) > 0)
     if np.any(gathers):

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hocket.planning.validate import Report, Scores
-    from hocket.planning.validate_serving import Report as ServingReport
-    from hocket.planning.validate_serving import Scores as ServingScores
+    from hocket.planning.validate import ValidationReport, ValidationScores
+    from hocket.planning.validate_serving import ServingValidationReport as ServingReport
+    from hocket.planning.validate_serving import ServingValidationScores as ServingScores
 
 
-def accuracy(table: str | Path, *, rows: str | Path | None = None) -> Report:
+def accuracy(table: str | Path, *, rows: str | Path | None = None) -> ValidationReport:
     """Price every run of a table; with `rows`, write each row's prediction there.
 
     Raises:
@@ -69,7 +69,7 @@ def _serving_line(name: str, scores: ServingScores, width: int) -> str:
     return f"{name:{width}} {counts}  {columns}".rstrip()
 
 
-def text(report: Report) -> str:
+def text(report: ValidationReport) -> str:
     """The figures of each group, the overall ones, and why rows were left out."""
     width = max([*(len(name) for name in report.groups), 24])
     head = f"{'':{width}}  rows   out    mean  median  memory  unfit     tau  regret"
@@ -88,7 +88,7 @@ def text(report: Report) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _resolved(report: Report) -> list[str]:
+def _resolved(report: ValidationReport) -> list[str]:
     """What rows do not state, as a plan chooses it, with how many rows that is."""
     counts: dict[str, int] = {}
     for one in report.priced:
@@ -115,7 +115,7 @@ def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def _line(name: str, scores: Scores, width: int) -> str:
+def _line(name: str, scores: ValidationScores, width: int) -> str:
     return (
         f"{name:{width}} {scores.rows_used:5d} {scores.rows_left_out:5d} "
         f"{_number(scores.step_time_mape, '.1f'):>7} "

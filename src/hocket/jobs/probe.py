@@ -17,7 +17,7 @@ from hocket.spec.measured import Device, Host, Measured, Pair, to_rows
 from hocket.spec.rows import to_table
 
 if TYPE_CHECKING:
-    from hocket.probing.devices import Found
+    from hocket.probing.devices import FoundDevices
 
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
@@ -34,7 +34,7 @@ class Present:
 
     kind: str
     host: Host
-    found: Found
+    found: FoundDevices
 
 
 def present(device: str = "auto") -> Present:

@@ -75,14 +75,14 @@ def expected_serving(spec: str) -> dict[str, Any]:
 
 
 def _serving(spec: RunSpec) -> list[dict[str, int]]:
-    from hocket.cost.measured_serving import Replica
+    from hocket.cost.measured_serving import MeasuredReplica
     from hocket.jobs.forecast import shape_here
 
     sizes = spec.serving
     assert sizes is not None
     assert sizes.max_num_batched_tokens is not None
     assert sizes.max_num_seqs is not None
-    replica = Replica(
+    replica = MeasuredReplica(
         shape=shape_here(spec), layout=spec.layout, dtype=spec.workload.dtype, cpu=False
     )
     return [

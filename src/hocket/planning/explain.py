@@ -15,7 +15,7 @@ import numpy as np
 from hocket.planning.forecast import Forecast, forecast
 from hocket.planning.layouts import Pins, tensor_degrees
 from hocket.planning.problem import Problem
-from hocket.planning.search import Found, search
+from hocket.planning.search import SearchResult, search
 from hocket.spec.capabilities import TABLE
 from hocket.spec.errors import HocketError
 from hocket.spec.layout import RECOMPUTE, Layout
@@ -256,7 +256,7 @@ def _same(one: Layout, other: Layout) -> bool:
     )
 
 
-def _search(problem: Problem, objective: str, pins: Pins, here: bool) -> Found:
+def _search(problem: Problem, objective: str, pins: Pins, here: bool) -> SearchResult:
     found = search(problem, objective=objective, pins=pins, here=here, simulated=SIMULATED)
     assert found.num_fitting == 0 or np.all(found.best.high <= problem.usable)
     return found

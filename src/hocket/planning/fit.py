@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hocket.cost.memory import Memory
+from hocket.cost.memory import MemoryEstimate
 
 HEADROOM = 0.05
 """Share of a GPU's memory that proposals leave free even at the 95th percentile: for evaluation,
@@ -20,7 +20,7 @@ Numbers = Any
 """A float, or an array of one for each layout."""
 
 
-def fits(expected: Memory, usable: Numbers) -> Numbers:
+def fits(expected: MemoryEstimate, usable: Numbers) -> Numbers:
     """Whether the fullest rank's peak fits `usable` bytes."""
     return expected.least <= usable
 

@@ -123,14 +123,10 @@ def axis_links(problem: Problem, layout: Layout) -> list[AxisLinks]:
 
 def members(layout: Layout, axis: str) -> list[tuple[int, ...]]:
     """The groups of ranks of an axis that messages run among."""
+    rows = named_groups(layout, "expert" if axis == "ep" else axis)
     if axis == "pp":
-        rows = layout.groups("pp")
         return [pair for row in rows for pair in itertools.pairwise(row)]
-    if axis == "ep":
-        rows = [tuple(sorted({r for d in row for r in layout.group(d, "cp")}))
-                for row in layout.groups("dp")]  # fmt: skip
-        return [row[i : i + layout.ep] for row in rows for i in range(0, len(row), layout.ep)]
-    return list(named_groups(layout, axis))
+    return list(rows)
 
 
 def seconds_on(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from hocket.cost.measured_links import Links
+from hocket.cost.measured_links import MeasuredLinks
 from hocket.cost.measured_memory import memory_rows
 from hocket.cost.measured_prices import Job, step_prices
 from hocket.cost.measured_rates import Rates
@@ -135,9 +135,9 @@ def forecast(
     return found, timeline
 
 
-def rates_of(job: Job, machine: Machine) -> tuple[Rates, Links]:
+def rates_of(job: Job, machine: Machine) -> tuple[Rates, MeasuredLinks]:
     """What a job's operations and its messages take."""
-    return Rates(machine.measured, job.workload.dtype), Links(
+    return Rates(machine.measured, job.workload.dtype), MeasuredLinks(
         machine.measured,
         machine.backend,
         wires=machine.wires,

@@ -6,7 +6,7 @@ those of the curves that the probe took; on other links they are priced as every
 
 from __future__ import annotations
 
-from hocket.cost.measured_links import Links
+from hocket.cost.measured_links import MeasuredLinks
 from hocket.cost.measured_prices import Job
 from hocket.planning.links import OTHERS, AxisLinks, Call, alternative, members, seconds_on
 from hocket.spec.layout import Layout
@@ -16,7 +16,7 @@ WAYS = {"shm": "shared memory", "gloo": "sockets"}
 """Backend to what its messages cross."""
 
 
-def axis_links(job: Job, links: Links, rate: float) -> list[AxisLinks]:
+def axis_links(job: Job, links: MeasuredLinks, rate: float) -> list[AxisLinks]:
     """Every axis of a layout that talks, the one that costs most first.
 
     Args:
@@ -41,7 +41,9 @@ def _calls(job: Job) -> dict[str, list[Call]]:
     return found
 
 
-def _priced(layout: Layout, axis: str, calls: list[Call], links: Links, rate: float) -> AxisLinks:
+def _priced(
+    layout: Layout, axis: str, calls: list[Call], links: MeasuredLinks, rate: float
+) -> AxisLinks:
     ranks = len(members(layout, axis)[0])
     seconds = 0.0
     for _, name, count, nbytes in calls:

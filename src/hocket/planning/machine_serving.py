@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from hocket.cost.measured_links import Links
+from hocket.cost.measured_links import MeasuredLinks
 from hocket.cost.measured_rates import Rates
-from hocket.cost.measured_serving import MeasuredServing, Replica
+from hocket.cost.measured_serving import MeasuredReplica, MeasuredServing
 from hocket.planning.machine_forecast import Machine
-from hocket.simulation.traffic import RoundTable, StepPrices, poisson, simulate_requests
+from hocket.simulation.traffic import EngineStepCosts, RoundTable, poisson, simulate_requests
 from hocket.spec import legality
 from hocket.spec.errors import OptionError
 from hocket.spec.layout import Layout, divisors
@@ -137,8 +137,8 @@ def forecast(
     )
 
 
-def _replica(shape: ModelShape, layout: Layout, sizes: Sizes, machine: Machine) -> Replica:
-    return Replica(
+def _replica(shape: ModelShape, layout: Layout, sizes: Sizes, machine: Machine) -> MeasuredReplica:
+    return MeasuredReplica(
         shape=shape,
         layout=dataclasses.replace(layout, dp=1),
         dtype=sizes.dtype,
@@ -147,10 +147,12 @@ def _replica(shape: ModelShape, layout: Layout, sizes: Sizes, machine: Machine) 
     )
 
 
-def _prices(replica: Replica, machine: Machine, busy: int) -> tuple[MeasuredServing, Rates, Links]:
+def _prices(
+    replica: MeasuredReplica, machine: Machine, busy: int
+) -> tuple[MeasuredServing, Rates, MeasuredLinks]:
     """Prices of a replica while `busy` ranks of the machine compute."""
     rates = Rates(machine.measured, replica.dtype)
-    links = Links(
+    links = MeasuredLinks(
         machine.measured,
         machine.backend,
         wires=machine.wires,
@@ -177,7 +179,7 @@ def _notes(machine: Machine) -> list[str]:
 
 
 def capacity(
-    replica: Replica, machine: Machine, sizes: Sizes, ranks: int
+    replica: MeasuredReplica, machine: Machine, sizes: Sizes, ranks: int
 ) -> tuple[list[dict[str, int]], int]:
     """Of each rank of a replica the bytes of `weights`, `step`, `cache` and their `total`; and the
     tokens that the replica's cache holds (0: not even the weights fit)."""
@@ -211,7 +213,7 @@ def capacity(
 
 
 def under_load(
-    prices: StepPrices, sizes: Sizes, service: Service, tokens: int, stages: int = 1
+    prices: EngineStepCosts, sizes: Sizes, service: Service, tokens: int, stages: int = 1
 ) -> tuple[tuple[Load, ...], tuple[Need, ...], float]:
     """One replica under several loads, replicas for several loads, and its rate at most.
 

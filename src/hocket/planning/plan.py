@@ -16,7 +16,7 @@ from hocket.planning.goodput import Goodput
 from hocket.planning.layouts import Pins, layout_at, pins_text, row
 from hocket.planning.placement import moved, placed
 from hocket.planning.problem import Problem
-from hocket.planning.search import BESIDE, Found, Priced, price, search, simulate_all
+from hocket.planning.search import BESIDE, Priced, SearchResult, price, search, simulate_all
 from hocket.planning.tools.emit import TOOLS, reasons
 from hocket.spec import renamed
 from hocket.spec.capabilities import PRECISIONS
@@ -363,7 +363,7 @@ def _shorter(problem: Problem, pins: Pins | None) -> int | None:
     return None
 
 
-def _impossible(problem: Problem, found: Found, pins: Pins | None) -> LayoutError:
+def _impossible(problem: Problem, found: SearchResult, pins: Pins | None) -> LayoutError:
     assert found.least is not None
     layout, high = found.least
     only = row(layout, problem.shape, problem.seq_len, problem.global_batch)

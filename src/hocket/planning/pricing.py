@@ -18,7 +18,7 @@ from hocket.spec.model_shape import ModelShape
 
 
 @dataclasses.dataclass(frozen=True)
-class Batch:
+class RowBatch:
     """Rows as columns; `constants` holds arrays."""
 
     model: Terms
@@ -49,7 +49,7 @@ def by_structure(rows: Sequence[Row]) -> list[list[int]]:
     return list(found.values())
 
 
-def batch(rows: Sequence[Row]) -> Batch:
+def batch(rows: Sequence[Row]) -> RowBatch:
     """Rows of one structure of model as one batch."""
     known: dict[int, Terms] = {}
     models: dict[int, ModelShape] = {}
@@ -58,7 +58,7 @@ def batch(rows: Sequence[Row]) -> Batch:
             known[id(row.shape)] = terms(row.shape)
             models[id(row.shape)] = row.shape
     names = [f.name for f in dataclasses.fields(Layouts)]
-    return Batch(
+    return RowBatch(
         model=stack([known[id(row.shape)] for row in rows]),
         layouts=Layouts(**{n: np.array([row.layout[n] for row in rows]) for n in names}),
         seq_len=np.array([row.seq_len for row in rows]),

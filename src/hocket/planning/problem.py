@@ -26,7 +26,7 @@ from hocket.cost.constants import (
 )
 from hocket.cost.layout_batch import SCHEDULES, Layouts, RankLayers
 from hocket.cost.machine import Machine, machine
-from hocket.cost.memory import Memory, memory
+from hocket.cost.memory import MemoryEstimate, peak_memory
 from hocket.cost.step import StepTimes, step_times
 from hocket.cost.terms import Floats, Terms, terms
 from hocket.planning.fit import proposable
@@ -204,11 +204,11 @@ class Problem:
         ranks = self.rank_layers(layouts)
         return step_times(self.model, layouts, length, self.machine, self.constants, ranks=ranks)
 
-    def memory(self, layouts: Layouts) -> Memory:
+    def memory(self, layouts: Layouts) -> MemoryEstimate:
         """Bytes of the fullest GPU at the worst moment, [r]."""
         length = np.array(float(self.seq_len))
         ranks = self.rank_layers(layouts)
-        return memory(self.model, layouts, length, self.constants, ranks=ranks)
+        return peak_memory(self.model, layouts, length, self.constants, ranks=ranks)
 
     def rank_layers(self, layouts: Layouts) -> RankLayers:
         """Whole layers that the pipeline ranks hold as the runtime would cut, [r]."""

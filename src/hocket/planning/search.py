@@ -73,7 +73,7 @@ class Priced:
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class SearchResult:
     """What a search found.
 
     Attributes:
@@ -98,7 +98,7 @@ def search(
     here: bool = False,
     simulated: int = SIMULATED,
     beside: int | None = None,
-) -> Found:
+) -> SearchResult:
     """The best layouts.
 
     Args:
@@ -127,7 +127,7 @@ def search(
         at = int(high.argmin())
         least = layout_at(layouts, at), float(high[at])
         empty = price(problem, layouts.take(np.arange(0)))
-        return Found(empty, len(layouts), 0, num_gpus, least)
+        return SearchResult(empty, len(layouts), 0, num_gpus, least)
     kept = np.flatnonzero(fits)
     priced = price(problem, layouts.take(kept), high=high[kept])
     exchanged = np.flatnonzero(problem.exchanged(priced.layouts, priced.times))
@@ -135,7 +135,7 @@ def search(
         priced = priced.take(exchanged)
     beside = simulated if beside is None else min(beside, simulated)
     best = _best(problem, priced, objective, simulated, beside)
-    return Found(best, len(layouts), len(kept), num_gpus, None)
+    return SearchResult(best, len(layouts), len(kept), num_gpus, None)
 
 
 def price(problem: Problem, layouts: Layouts, *, high: Floats | None = None) -> Priced:

@@ -30,9 +30,9 @@ import numpy as np
 from hocket.cost.constants import Platform
 from hocket.cost.machine import stack_machines
 from hocket.cost.serving_constants import ServingConstants
-from hocket.cost.serving_step import Load, Replica, cache_bytes, step_parts, weight_bytes
+from hocket.cost.serving_step import Replica, StepLoad, cache_bytes, step_parts, weight_bytes
 from hocket.cost.terms import Floats
-from hocket.planning.serving_table import MLPERF_GOALS, Row, Workers
+from hocket.planning.serving_table import MLPERF_GOALS, DisaggregatedWorkers, ServingTableRow
 from hocket.spec.model_shape import ModelShape
 
 HALVINGS = 20
@@ -45,12 +45,12 @@ BURST = 0.05
 """Of all prompts at once, the share that a request waits for on average besides: all of them start
 together, and benchmarks run ten requests for each at once (half of the prompts, once in ten)."""
 
-Constants = Callable[[Sequence[Row]], ServingConstants]
+Constants = Callable[[Sequence[ServingTableRow]], ServingConstants]
 """Other constants than the rows' own, as columns (fitting)."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
+class LoadSolution:
     """Seconds and tokens/s of each row, [r]; `fits` is 0 where not one request does."""
 
     tpot: Floats
@@ -61,7 +61,7 @@ class Answer:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Columns:
+class LoadColumns:
     """Rows of one model as columns [r]. `others`: bytes held besides weights and overhead."""
 
     shape: ModelShape
@@ -90,13 +90,13 @@ class Columns:
         A pipeline holds as many batches as stages, each a share of the sequences.
         """
         pp = self.replica.pp
-        load = Load(prompts / pp, context, batch / pp, np.asarray(cached, dtype=np.float64))
+        load = StepLoad(prompts / pp, context, batch / pp, np.asarray(cached, dtype=np.float64))
         parts = step_parts(self.shape, self.replica, load)
         return np.maximum(parts.step, pp * parts.stage)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Group:
+class LoadGroup:
     """Rows of one model and one way of running: their places among all, and their columns.
 
     `prompts`: of the workers that run prompts, where they are separated.
@@ -104,12 +104,12 @@ class Group:
 
     kind: str
     places: tuple[int, ...]
-    rows: tuple[Row, ...]
-    at: Columns
-    prompts: Columns | None = None
+    rows: tuple[ServingTableRow, ...]
+    at: LoadColumns
+    prompts: LoadColumns | None = None
 
 
-def groups(rows: Sequence[Row]) -> list[Group]:
+def groups(rows: Sequence[ServingTableRow]) -> list[LoadGroup]:
     """Rows in groups that are solved at once."""
     found: dict[tuple[str, str], list[int]] = {}
     for i, row in enumerate(rows):
@@ -119,7 +119,7 @@ def groups(rows: Sequence[Row]) -> list[Group]:
         chosen = tuple(rows[i] for i in places)
         apart = kind == "separated"
         result.append(
-            Group(
+            LoadGroup(
                 kind=kind,
                 places=tuple(places),
                 rows=chosen,
@@ -130,14 +130,16 @@ def groups(rows: Sequence[Row]) -> list[Group]:
     return result
 
 
-def solve(rows: Sequence[Row]) -> Answer:
+def solve(rows: Sequence[ServingTableRow]) -> LoadSolution:
     """Answers of rows of any models and modes, in their order."""
     return answers(groups(rows), len(rows))
 
 
-def answers(parts: Sequence[Group], number: int, change: Constants | None = None) -> Answer:
+def answers(
+    parts: Sequence[LoadGroup], number: int, change: Constants | None = None
+) -> LoadSolution:
     """Answers of `number` rows in groups; `change` gives other constants."""
-    names = [f.name for f in dataclasses.fields(Answer)]
+    names = [f.name for f in dataclasses.fields(LoadSolution)]
     found = {name: np.zeros(number) for name in names}
     for group in parts:
         at = group.at if change is None else _with(group.at, change(group.rows))
@@ -150,10 +152,10 @@ def answers(parts: Sequence[Group], number: int, change: Constants | None = None
             answer = saturated(at) if group.kind == "continuous" else static(at)
         for name in names:
             found[name][list(group.places)] = getattr(answer, name)
-    return Answer(**found)
+    return LoadSolution(**found)
 
 
-def columns(rows: Sequence[Row], which: str = "") -> Columns:
+def columns(rows: Sequence[ServingTableRow], which: str = "") -> LoadColumns:
     """Rows of one model; `which`: the `prefill` or `decode` workers of separated ones."""
     prices = [_workers(r, which).prices if which else r.prices for r in rows]
     parts = [p.replica for p in prices]
@@ -174,7 +176,7 @@ def columns(rows: Sequence[Row], which: str = "") -> Columns:
         constants=stack_constants([p.constants for p in parts]),
     )
     others = [p.overhead_bytes - p.replica.constants.overhead_bytes for p in prices]
-    return Columns(
+    return LoadColumns(
         shape=prices[0].shape,
         replica=replica,
         memory=np.array([p.memory for p in prices]),
@@ -193,7 +195,7 @@ def stack_constants(parts: Sequence[ServingConstants]) -> ServingConstants:
     return ServingConstants(**{n: np.array([float(getattr(p, n)) for p in parts]) for n in names})
 
 
-def continuous(at: Columns) -> Answer:
+def continuous(at: LoadColumns) -> LoadSolution:
     """Continuous batching: prompts and decoding share the engine."""
     c = at.replica.constants
     most = np.minimum(at.capacity / (at.prompt + c.reserved * at.output), c.max_sequences)
@@ -227,7 +229,7 @@ def continuous(at: Columns) -> Answer:
     cycle = start + tpot * at.output
     queue = np.where(closed, np.maximum(at.load - running, 0.0) / running * cycle, 0.0)
     throughput = np.where(closed & waves, running * at.output / cycle, decoding / each)
-    return Answer(
+    return LoadSolution(
         tpot=tpot,
         ttft=c.prefill_time + queue + start,
         throughput=throughput,
@@ -236,7 +238,7 @@ def continuous(at: Columns) -> Answer:
     )
 
 
-def saturated(at: Columns) -> Answer:
+def saturated(at: LoadColumns) -> LoadSolution:
     """Continuous batching with as many sequences as keep `goal`: a server whose rate was raised as
     far as its time per token allows has its batch full, and prompts in most of its steps."""
     answer = continuous(at)
@@ -252,7 +254,7 @@ def saturated(at: Columns) -> Answer:
     return continuous(dataclasses.replace(at, load=np.where(bound & ~within, low, at.load)))
 
 
-def static(at: Columns) -> Answer:
+def static(at: LoadColumns) -> LoadSolution:
     """One batch: all prompts first, then all decode to the end."""
     c = at.replica.constants
     batch = at.load
@@ -262,7 +264,7 @@ def static(at: Columns) -> Answer:
     prefill = chunks * at.step(tokens / chunks, (at.prompt + 1) / 2, none, at.prompt)
     tpot = at.step(none, none, batch, at.prompt + at.output / 2)
     total = prefill + tpot * np.maximum(at.output - 1, 0.0)
-    return Answer(
+    return LoadSolution(
         tpot=tpot,
         ttft=prefill,
         throughput=np.where(at.load == 1, 1 / tpot, batch * at.output / total),
@@ -271,7 +273,9 @@ def static(at: Columns) -> Answer:
     )
 
 
-def separated(rows: Sequence[Row], first: Columns, then: Columns) -> Answer:
+def separated(
+    rows: Sequence[ServingTableRow], first: LoadColumns, then: LoadColumns
+) -> LoadSolution:
     """Workers for prompts and others for decoding: their rates agree.
 
     Of all requests at once some wait for or run their prompt, the rest decode. Workers for prompts
@@ -297,7 +301,7 @@ def separated(rows: Sequence[Row], first: Columns, then: Columns) -> Answer:
     tpot = then.step(none, none, batch, context)
     throughput = batch * decoders / tpot
     waiting = np.maximum(then.load - batch * decoders, 0.0) * then.output / throughput
-    return Answer(
+    return LoadSolution(
         tpot=tpot,
         ttft=np.maximum(waiting, own) + c.prefill_time,
         throughput=throughput,
@@ -306,11 +310,11 @@ def separated(rows: Sequence[Row], first: Columns, then: Columns) -> Answer:
     )
 
 
-def _with(at: Columns, constants: ServingConstants) -> Columns:
+def _with(at: LoadColumns, constants: ServingConstants) -> LoadColumns:
     return dataclasses.replace(at, replica=dataclasses.replace(at.replica, constants=constants))
 
 
-def _workers(row: Row, which: str) -> Workers:
+def _workers(row: ServingTableRow, which: str) -> DisaggregatedWorkers:
     found = row.prefill if which == "prefill" else row.decode
     assert found is not None
     return found

@@ -137,7 +137,7 @@ MAINSTREAM = r"(A100|H100|H200)"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Workers:
+class DisaggregatedWorkers:
     """One side of a service that separates prompts from decoding."""
 
     prices: ServingPrices
@@ -146,7 +146,7 @@ class Workers:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Row:
+class ServingTableRow:
     """One run that can be priced.
 
     Attributes:
@@ -176,8 +176,8 @@ class Row:
     output: float
     varied: bool
     prices: ServingPrices
-    prefill: Workers | None = None
-    decode: Workers | None = None
+    prefill: DisaggregatedWorkers | None = None
+    decode: DisaggregatedWorkers | None = None
     tpot: float | None
     ttft: float | None
     throughput: float | None
@@ -189,19 +189,19 @@ def read(path: str | Path) -> list[dict[str, str]]:
     return csv_rows.read(path, REQUIRED, OPTIONAL)
 
 
-def rows(table: Iterable[Mapping[str, str]]) -> tuple[list[Row], dict[str, str]]:
+def rows(table: Iterable[Mapping[str, str]]) -> tuple[list[ServingTableRow], dict[str, str]]:
     """The rows that can be priced, and id to reason of those that cannot."""
     found, left_out = [], {}
     for line in table:
         one = parse(line)
-        if isinstance(one, Row):
+        if isinstance(one, ServingTableRow):
             found.append(one)
         else:
             left_out[line["id"]] = one
     return found, left_out
 
 
-def parse(row: Mapping[str, str]) -> Row | str:
+def parse(row: Mapping[str, str]) -> ServingTableRow | str:
     """What a row describes, or why it cannot be priced."""
     try:
         return _parse(row)
@@ -211,7 +211,7 @@ def parse(row: Mapping[str, str]) -> Row | str:
         return error.message
 
 
-def _parse(row: Mapping[str, str]) -> Row:
+def _parse(row: Mapping[str, str]) -> ServingTableRow:
     mode = row["mode"]
     if mode not in MODES:
         raise LeftOut(f"unknown mode {mode or '(none)'}")
@@ -260,7 +260,7 @@ def _parse(row: Mapping[str, str]) -> Row:
     measured = {name: number(row, name) for name in MEASURED}
     measured = {name: value if value and value > 1e-6 else None for name, value in measured.items()}
     tpot, ttft = measured["tpot_ms"], measured["ttft_ms"]
-    return Row(
+    return ServingTableRow(
         id=row["id"],
         source=row["source"],
         family=gpu.partition("-")[0],
@@ -354,7 +354,7 @@ def _whole(row: Mapping[str, str], name: str, absent: int = 1) -> int:
     return absent if not value else int(value)
 
 
-def _workers(row: Mapping[str, str], side: str, asked: _Asked) -> Workers:
+def _workers(row: Mapping[str, str], side: str, asked: _Asked) -> DisaggregatedWorkers:
     count = number(row, f"{side}_workers")
     if count is None:
         raise LeftOut("separated prompts and decoding without the number of workers of each")
@@ -363,7 +363,7 @@ def _workers(row: Mapping[str, str], side: str, asked: _Asked) -> Workers:
         for name, column in (("tp", "tp"), ("pp", "pp"), ("dp", "dp"), ("ep", "moe_ep"))
     }
     prices = _prices(dataclasses.replace(asked, **degrees))
-    return Workers(prices=prices, number=int(count), batch=_whole(row, f"{side}_bs"))
+    return DisaggregatedWorkers(prices=prices, number=int(count), batch=_whole(row, f"{side}_bs"))
 
 
 @functools.lru_cache(maxsize=4096)

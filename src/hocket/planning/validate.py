@@ -29,9 +29,9 @@ from typing import Any
 import numpy as np
 
 from hocket.cost.constants import Constants
-from hocket.cost.memory import memory
+from hocket.cost.memory import peak_memory
 from hocket.planning.fit import fits
-from hocket.planning.pricing import Batch, batch, by_structure
+from hocket.planning.pricing import RowBatch, batch, by_structure
 from hocket.planning.table import MAINSTREAM, Row, read, rows
 
 FIELDS = (
@@ -50,7 +50,7 @@ ROW_COLUMNS = ("id", "predicted_iter_s", "predicted_mem_gb", "fits", "resolved",
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Priced:
+class ValidatedRow:
     """One row with its prediction: seconds, bytes as its source counts them, whether it fits."""
 
     row: Row
@@ -72,7 +72,7 @@ class Priced:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Scores:
+class ValidationScores:
     """Figures of a group of rows; None where nothing was measured. Errors in percent."""
 
     rows_used: int
@@ -86,7 +86,7 @@ class Scores:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Report:
+class ValidationReport:
     """What `hocket validate` found. `groups`: by source, others than the mainstream by kind.
 
     Attributes:
@@ -94,9 +94,9 @@ class Report:
             number behind it; `left_out` and each priced row go by these.
     """
 
-    overall: Scores
-    groups: dict[str, Scores]
-    priced: tuple[Priced, ...]
+    overall: ValidationScores
+    groups: dict[str, ValidationScores]
+    priced: tuple[ValidatedRow, ...]
     left_out: dict[str, str]
     ids: tuple[str, ...]
     keys: tuple[str, ...]
@@ -109,7 +109,7 @@ class Report:
         }
 
 
-def validate(path: str | Path) -> Report:
+def validate(path: str | Path) -> ValidationReport:
     """Price every row of a table.
 
     Raises:
@@ -118,7 +118,7 @@ def validate(path: str | Path) -> Report:
     return report(read(path))
 
 
-def report(table: Sequence[Mapping[str, str]]) -> Report:
+def report(table: Sequence[Mapping[str, str]]) -> ValidationReport:
     """Price every row of a table that has been read."""
     ids = tuple(line["id"] for line in table)
     keys = _told_apart(ids)
@@ -126,7 +126,7 @@ def report(table: Sequence[Mapping[str, str]]) -> Report:
     found, left_out = rows(table)
     priced = price(found)
     source = {line["id"]: line["source"] for line in table}
-    names: dict[str, list[Priced]] = {}
+    names: dict[str, list[ValidatedRow]] = {}
     for one in priced:
         names.setdefault(group_of(one.row), []).append(one)
     missing: dict[str, int] = {}
@@ -139,7 +139,7 @@ def report(table: Sequence[Mapping[str, str]]) -> Report:
     main = [s for name, s in groups.items() if not name.startswith("other:")]
     for name, count in missing.items():  # sources of which no row could be priced
         groups[name] = dataclasses.replace(scores([], count))
-    return Report(
+    return ValidationReport(
         overall=average(main, len(left_out)),
         groups=groups,
         priced=tuple(priced),
@@ -165,11 +165,11 @@ def group_of(row: Row) -> str:
 
 def price(
     found: Sequence[Row],
-    change: Callable[[Batch], Constants] | None = None,
-) -> list[Priced]:
+    change: Callable[[RowBatch], Constants] | None = None,
+) -> list[ValidatedRow]:
     """Predictions of rows; `change` gives other constants than the rows' own (fitting)."""
     medians = _medians(found)
-    priced: dict[int, Priced] = {}
+    priced: dict[int, ValidatedRow] = {}
     for places in by_structure(found):
         alike = [found[place] for place in places]
         priced |= zip(places, _price(alike, medians, change), strict=True)
@@ -179,18 +179,18 @@ def price(
 def _price(
     found: Sequence[Row],
     medians: Mapping[tuple[str, ...], float],
-    change: Callable[[Batch], Constants] | None,
-) -> list[Priced]:
+    change: Callable[[RowBatch], Constants] | None,
+) -> list[ValidatedRow]:
     together = batch(found)
     values = together.constants if change is None else change(together)
     times = together.times(values)
-    held = memory(together.model, together.layouts, together.seq_len, values)
+    held = peak_memory(together.model, together.layouts, together.seq_len, values)
     usable = np.array([row.cluster.node.gpu.usable for row in found])
     enough = fits(held, usable)
     result = []
     for i, row in enumerate(found):
         result.append(
-            Priced(
+            ValidatedRow(
                 row=row,
                 step=float(times.step[i]),
                 memory=float(getattr(held, row.memory_counted)[i]),
@@ -201,12 +201,12 @@ def _price(
     return result
 
 
-def scores(members: Sequence[Priced], left_out: int = 0) -> Scores:
+def scores(members: Sequence[ValidatedRow], left_out: int = 0) -> ValidationScores:
     """The figures of one group."""
     errors = [abs(p.error) for p in members if p.error is not None]
     held = [abs(p.memory_error) for p in members if p.memory_error is not None]
     taus, regrets = ranking(members)
-    return Scores(
+    return ValidationScores(
         rows_used=len(members),
         rows_left_out=left_out,
         step_time_mape=_percent(statistics.fmean, errors),
@@ -218,14 +218,14 @@ def scores(members: Sequence[Priced], left_out: int = 0) -> Scores:
     )
 
 
-def average(groups: Sequence[Scores], left_out: int) -> Scores:
+def average(groups: Sequence[ValidationScores], left_out: int) -> ValidationScores:
     """Figures averaged over groups; counts are summed."""
 
     def mean(name: str) -> float | None:
         values = [getattr(s, name) for s in groups if getattr(s, name) is not None]
         return round(statistics.fmean(values), 4) if values else None
 
-    return Scores(
+    return ValidationScores(
         rows_used=sum(s.rows_used for s in groups),
         rows_left_out=left_out,
         step_time_mape=mean("step_time_mape"),
@@ -237,9 +237,9 @@ def average(groups: Sequence[Scores], left_out: int) -> Scores:
     )
 
 
-def ranking(members: Sequence[Priced]) -> tuple[list[float], list[float]]:
+def ranking(members: Sequence[ValidatedRow]) -> tuple[list[float], list[float]]:
     """Tau and regret of every group of layouts, in order of appearance."""
-    groups: dict[tuple[str, ...], dict[tuple[str, ...], Priced]] = {}
+    groups: dict[tuple[str, ...], dict[tuple[str, ...], ValidatedRow]] = {}
     for one in members:
         if one.target is not None:
             groups.setdefault(one.row.group, {}).setdefault(one.row.key, one)
@@ -260,7 +260,7 @@ def ranking(members: Sequence[Priced]) -> tuple[list[float], list[float]]:
     return taus, regrets
 
 
-def write_rows(report: Report, path: str | Path) -> None:
+def write_rows(report: ValidationReport, path: str | Path) -> None:
     """`id`, `predicted_iter_s`, `predicted_mem_gb` (in the unit and the way of counting of the
     row's source), `fits`, `resolved` (`micro_batch=2, sp=1`) and `left_out` of every row, in the
     table's order."""

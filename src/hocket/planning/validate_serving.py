@@ -22,19 +22,19 @@ from pathlib import Path
 from typing import Any
 
 from hocket.planning.serving_load import Constants, answers, groups
-from hocket.planning.serving_table import Row, read, rows
+from hocket.planning.serving_table import ServingTableRow, read, rows
 
 FIELDS = ("tpot", "ttft", "throughput")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Priced:
+class ValidatedServingRow:
     """One row with its prediction: seconds and tokens/s; `fits`: one request does.
 
     `targets`: medians of the runs that are the same in every column, by field.
     """
 
-    row: Row
+    row: ServingTableRow
     tpot: float
     ttft: float
     throughput: float
@@ -49,7 +49,7 @@ class Priced:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Scores:
+class ServingValidationScores:
     """Figures of a group of rows; None where nothing was measured. Errors in percent.
 
     `tpot_rows` and the like: rows where it was measured. `unfit`: run, but called not fitting.
@@ -70,15 +70,15 @@ class Scores:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Report:
+class ServingValidationReport:
     """What `hocket validate --infer` found."""
 
-    overall: Scores
-    averaged: Scores
-    dense: Scores
-    groups: dict[str, Scores]
-    families: dict[str, Scores]
-    priced: tuple[Priced, ...]
+    overall: ServingValidationScores
+    averaged: ServingValidationScores
+    dense: ServingValidationScores
+    groups: dict[str, ServingValidationScores]
+    families: dict[str, ServingValidationScores]
+    priced: tuple[ValidatedServingRow, ...]
     left_out: dict[str, str]
     ids: tuple[str, ...]
 
@@ -98,7 +98,7 @@ class Report:
         }
 
 
-def validate(path: str | Path) -> Report:
+def validate(path: str | Path) -> ServingValidationReport:
     """Price every row of a table.
 
     Raises:
@@ -107,7 +107,9 @@ def validate(path: str | Path) -> Report:
     return report(read(path))
 
 
-def report(table: Sequence[Mapping[str, str]], change: Constants | None = None) -> Report:
+def report(
+    table: Sequence[Mapping[str, str]], change: Constants | None = None
+) -> ServingValidationReport:
     """Price every row of a table that has been read."""
     found, left_out = rows(table)
     priced = price(found, change)
@@ -115,8 +117,8 @@ def report(table: Sequence[Mapping[str, str]], change: Constants | None = None) 
     for one in priced:
         if one.row.mainstream:
             several.setdefault(one.row.source, set()).add(one.row.engine)
-    names: dict[str, list[Priced]] = {}
-    families: dict[str, list[Priced]] = {}
+    names: dict[str, list[ValidatedServingRow]] = {}
+    families: dict[str, list[ValidatedServingRow]] = {}
     for one in priced:
         names.setdefault(group_of(one.row, several), []).append(one)
         families.setdefault(one.row.gpu, []).append(one)
@@ -133,7 +135,7 @@ def report(table: Sequence[Mapping[str, str]], change: Constants | None = None) 
         key = name if name in figures else f"{name}: left out"
         figures[key] = dataclasses.replace(figures.get(key, scores([])), rows_left_out=count)
     chosen = [p for p in priced if p.row.mainstream]
-    return Report(
+    return ServingValidationReport(
         overall=scores(chosen, len(left_out)),
         averaged=average(main, len(left_out)),
         dense=scores([p for p in chosen if not p.row.experts]),
@@ -145,7 +147,7 @@ def report(table: Sequence[Mapping[str, str]], change: Constants | None = None) 
     )
 
 
-def group_of(row: Row, several: Mapping[str, set[str]] | None = None) -> str:
+def group_of(row: ServingTableRow, several: Mapping[str, set[str]] | None = None) -> str:
     """The group that a row is reported under."""
     if not row.mainstream:
         return f"other: {row.gpu}"
@@ -153,14 +155,16 @@ def group_of(row: Row, several: Mapping[str, set[str]] | None = None) -> str:
     return f"{row.source}: {row.engine}" if len(engines) > 1 else row.source
 
 
-def price(found: Sequence[Row], change: Constants | None = None) -> list[Priced]:
+def price(
+    found: Sequence[ServingTableRow], change: Constants | None = None
+) -> list[ValidatedServingRow]:
     """Predictions of rows; `change` gives other constants than the rows' own (fitting)."""
     if not found:
         return []
     answer = answers(groups(found), len(found), change)
     medians = {field: _medians(found, field) for field in FIELDS}
     return [
-        Priced(
+        ValidatedServingRow(
             row=row,
             tpot=float(answer.tpot[i]),
             ttft=float(answer.ttft[i]),
@@ -176,7 +180,7 @@ def price(found: Sequence[Row], change: Constants | None = None) -> list[Priced]
     ]
 
 
-def scores(members: Sequence[Priced], left_out: int = 0) -> Scores:
+def scores(members: Sequence[ValidatedServingRow], left_out: int = 0) -> ServingValidationScores:
     """The figures of one group."""
     values: dict[str, Any] = {}
     for field in FIELDS:
@@ -184,7 +188,7 @@ def scores(members: Sequence[Priced], left_out: int = 0) -> Scores:
         values[f"{field}_rows"] = len(errors)
         values[f"{field}_mape"] = _percent(statistics.fmean, errors)
         values[f"{field}_median_ape"] = _percent(statistics.median, errors)
-    return Scores(
+    return ServingValidationScores(
         rows_used=len(members),
         rows_left_out=left_out,
         unfit=sum(1 for p in members if not p.fits),
@@ -192,19 +196,19 @@ def scores(members: Sequence[Priced], left_out: int = 0) -> Scores:
     )
 
 
-def average(groups: Sequence[Scores], left_out: int) -> Scores:
+def average(groups: Sequence[ServingValidationScores], left_out: int) -> ServingValidationScores:
     """Errors averaged over groups; counts are summed."""
     values: dict[str, Any] = {}
-    for field in dataclasses.fields(Scores):
+    for field in dataclasses.fields(ServingValidationScores):
         numbers = [v for s in groups if (v := getattr(s, field.name)) is not None]
         if field.name.endswith("ape"):
             values[field.name] = round(statistics.fmean(numbers), 4) if numbers else None
         else:
             values[field.name] = sum(numbers)
-    return Scores(**(values | {"rows_left_out": left_out}))
+    return ServingValidationScores(**(values | {"rows_left_out": left_out}))
 
 
-def write_rows(report: Report, path: str | Path) -> None:
+def write_rows(report: ServingValidationReport, path: str | Path) -> None:
     """`id`, `predicted_tpot_ms`, `predicted_ttft_ms`, `predicted_out_tok_s_total` and `left_out` of
     every row, in the table's order."""
     known = {p.row.id: p for p in report.priced}
@@ -221,7 +225,7 @@ def write_rows(report: Report, path: str | Path) -> None:
             writer.writerow((name, *(f"{value:.6g}" for value in figures), ""))
 
 
-def _medians(found: Sequence[Row], field: str) -> dict[tuple[str, ...], float]:
+def _medians(found: Sequence[ServingTableRow], field: str) -> dict[tuple[str, ...], float]:
     runs: dict[tuple[str, ...], list[float]] = {}
     for row in found:
         value = getattr(row, field)

@@ -27,7 +27,7 @@ from hocket.probing.calibration import Beat
 from hocket.probing.kernels import Case, kernels
 from hocket.probing.layer import Layer
 from hocket.probing.repeats import Reads, Taken, enough, interleaved, rounded, summary
-from hocket.probing.sizes import Sizes
+from hocket.probing.sizes import ProbeSizes
 from hocket.runtime.native.kernels import Kernels
 from hocket.spec.measured import FORMS, Dispatch, Kernel, Product, Pulse, Stream, Update
 
@@ -59,7 +59,7 @@ Key = TypeVar("Key", bound=Hashable)
 class Compute:
     """Measures on one device, in one thread of this process."""
 
-    def __init__(self, device: torch.device, sizes: Sizes) -> None:
+    def __init__(self, device: torch.device, sizes: ProbeSizes) -> None:
         self.device = device
         self.sizes = sizes
         self.settle: Callable[[], None] = (

@@ -35,7 +35,7 @@ _LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class FoundDevices:
     """Devices, what joins each two, and in words what NVML did not say."""
 
     devices: tuple[Device, ...] = ()
@@ -48,7 +48,7 @@ def pcie_rate(generation: int, width: int) -> float:
     return _LANE.get(generation, 0.0) * width
 
 
-def find(root: Path = Path("/")) -> Found:
+def find(root: Path = Path("/")) -> FoundDevices:
     """The GPUs of this machine, through the library as it is installed.
 
     Never fails: a missing library, driver or GPU is said in `unknown`.
@@ -57,8 +57,8 @@ def find(root: Path = Path("/")) -> Found:
         import pynvml
     except ImportError:
         if not any((root / "dev").glob("nvidia[0-9]*")):
-            return Found()
-        return Found(unknown=("GPUs: the package nvidia-ml-py is not installed",))
+            return FoundDevices()
+        return FoundDevices(unknown=("GPUs: the package nvidia-ml-py is not installed",))
     return read(pynvml, root)
 
 
@@ -132,7 +132,7 @@ def free_memory(count: int) -> int | None:
         pynvml.nvmlShutdown()
 
 
-def read(nvml: Any, root: Path = Path("/")) -> Found:
+def read(nvml: Any, root: Path = Path("/")) -> FoundDevices:
     """What `nvml`, a module of NVML's functions, says of its GPUs.
 
     `root` is where /sys hangs, for the network cards and NUMA nodes.
@@ -141,12 +141,12 @@ def read(nvml: Any, root: Path = Path("/")) -> Found:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
         if any((root / "dev").glob("nvidia[0-9]*")):
-            return Found(unknown=(f"GPUs: NVML does not start: {error}",))
-        return Found()
+            return FoundDevices(unknown=(f"GPUs: NVML does not start: {error}",))
+        return FoundDevices()
     try:
         return _Reader(nvml, root).found()
     except nvml.NVMLError as error:  # a GPU that was lost while it was looked at
-        return Found(unknown=(f"GPUs: NVML failed: {error}",))
+        return FoundDevices(unknown=(f"GPUs: NVML failed: {error}",))
     finally:
         with contextlib.suppress(nvml.NVMLError):
             nvml.nvmlShutdown()
@@ -164,7 +164,7 @@ class _Reader:
         self.cards = network.cards(root)
         self.silent: dict[str, int] = {}
 
-    def found(self) -> Found:
+    def found(self) -> FoundDevices:
         buses = [self._bus(handle) for handle in self.handles]
         links = [self._links(handle) for handle in self.handles]
         devices = [self._device(i, buses[i], links[i]) for i in range(len(self.handles))]
@@ -179,7 +179,7 @@ class _Reader:
         )
         if self.hidden:
             unknown += (f"GPUs: NVML may not open {self.hidden} of them",)
-        return Found(tuple(devices), tuple(pairs), unknown)
+        return FoundDevices(tuple(devices), tuple(pairs), unknown)
 
     def _ask(self, what: str | None, function: str, *arguments: Any) -> Any:
         """The answer of one function, or None; `what` counts a refusal among the unknown."""

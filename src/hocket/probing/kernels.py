@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hocket.probing.sizes import Sizes
+from hocket.probing.sizes import ProbeSizes
 from hocket.runtime.mesh import Axis
 from hocket.runtime.tensor_parallel import vocab_parallel_cross_entropy
 
@@ -41,7 +41,7 @@ Make = Callable[[tuple[int, ...], str], Tensor]
 """A random tensor of a shape and a dtype."""
 
 
-def kernels(sizes: Sizes, make: Make) -> dict[tuple[str, tuple[int, ...]], Case]:
+def kernels(sizes: ProbeSizes, make: Make) -> dict[tuple[str, tuple[int, ...]], Case]:
     """By name and shape; see `spec.measured.Kernel` for the shapes."""
     dtype = sizes.dtypes[0]
     found: dict[tuple[str, tuple[int, ...]], Case] = {}

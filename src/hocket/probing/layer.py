@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class LayerPiece:
     """One timed part of a layer, from its inputs on a graph of its own."""
 
     inputs: tuple[Tensor, ...]
@@ -69,9 +69,9 @@ class Layer:
         self._seconds = 0.0
         self._within: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
-    def traffic(self) -> tuple[Traffic, Traffic]:
+    def traffic(self) -> tuple[LayerTraffic, LayerTraffic]:
         """Of what is timed of a forward, and of a backward."""
-        forward, backward = Traffic(), Traffic()
+        forward, backward = LayerTraffic(), LayerTraffic()
         self._within = forward
         pieces = self.forward()
         self._within = backward
@@ -79,7 +79,7 @@ class Layer:
         self._within = contextlib.nullcontext()
         return forward, backward
 
-    def forward(self) -> dict[str, Piece]:
+    def forward(self) -> dict[str, LayerPiece]:
         """What the backward needs."""
         x, turns = self._stream, self._turns
         found = {"norm": self._piece(_norm, x, self._norm)}
@@ -94,7 +94,7 @@ class Layer:
         found["out"] = self._piece(torch.add, found["sum"].result, down)
         return found
 
-    def backward(self, pieces: dict[str, Piece]) -> None:
+    def backward(self, pieces: dict[str, LayerPiece]) -> None:
         """From the end to the start, letting go of each piece, as autograd does."""
         stream, g = self._back(pieces.pop("out"), self._gradient)
         g = self._product_back(pieces["gated"], "down", g)
@@ -117,14 +117,14 @@ class Layer:
         taken, self._seconds = self._seconds, 0.0
         return taken
 
-    def _piece(self, call: Callable[..., Tensor], *inputs: Tensor) -> Piece:
+    def _piece(self, call: Callable[..., Tensor], *inputs: Tensor) -> LayerPiece:
         own = tuple(
             one if any(one is turn for turn in self._turns) else one.detach().requires_grad_()
             for one in inputs
         )
-        return Piece(own, self._timed(call, *own))
+        return LayerPiece(own, self._timed(call, *own))
 
-    def _back(self, piece: Piece, gradient: Tensor) -> tuple[Tensor, ...]:
+    def _back(self, piece: LayerPiece, gradient: Tensor) -> tuple[Tensor, ...]:
         wanted = [one for one in piece.inputs if one.requires_grad]
         return self._timed(torch.autograd.grad, piece.result, wanted, gradient)
 
@@ -137,10 +137,10 @@ class Layer:
         self._seconds += self._reads() - start
         return result
 
-    def _product(self, piece: Piece, name: str) -> Tensor:
+    def _product(self, piece: LayerPiece, name: str) -> Tensor:
         return torch.mm(piece.result.detach(), self._weights[name].t())
 
-    def _product_back(self, piece: Piece, name: str, gradient: Tensor) -> Tensor:
+    def _product_back(self, piece: LayerPiece, name: str, gradient: Tensor) -> Tensor:
         torch.mm(gradient.t(), piece.result.detach())
         return torch.mm(gradient, self._weights[name])
 
@@ -157,7 +157,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return turned.transpose(1, 2).reshape(x.shape)
 
 
-class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class LayerTraffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts what runs within, as `models.trace.eager` counts the operations of a model.
 
     Attributes:

@@ -18,7 +18,7 @@ from hocket.probing.collective_bench import COLLECTIVES, Room
 from hocket.probing.compute import Compute
 from hocket.probing.repeats import rounded
 from hocket.probing.sharing import sharing
-from hocket.probing.sizes import Sizes, groups, sizes
+from hocket.probing.sizes import ProbeSizes, groups, sizes
 from hocket.runtime.allocator import keep_freed_memory
 from hocket.runtime.device import claim, pick_backend, pick_device
 from hocket.spec.measured import Curve, Pair, to_rows
@@ -48,7 +48,7 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
 class Probe:
     """One rank's part of it."""
 
-    def __init__(self, context: RankContext, payload: dict[str, Any], form: Sizes) -> None:
+    def __init__(self, context: RankContext, payload: dict[str, Any], form: ProbeSizes) -> None:
         self.context, self.payload, self.sizes = context, payload, form
         self.device = pick_device(context.device_kind, context.local_rank)
         for text in claim(self.device):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from hocket.probing.sizes import Sizes
+from hocket.probing.sizes import ProbeSizes
 from hocket.runtime.hugepages import in_large_pages
 from hocket.runtime.native.kernels import Kernels
 
@@ -32,7 +32,7 @@ Known = dict[tuple[str, tuple[int, ...]], tuple[Case, int]]
 """By name and shape (`spec.measured.Kernel`), what to call and how many kernels that runs."""
 
 
-def cases(sizes: Sizes, kernels: Kernels) -> Known:
+def cases(sizes: ProbeSizes, kernels: Kernels) -> Known:
     """Everything that is measured, in fp32; `half` by weights in bf16."""
     weights = [count * inputs * (outputs + APART) for outputs, inputs, count in sizes.matrices]
     weights += [-(-count * inputs * outputs // 2) for outputs, inputs, count in sizes.halves]

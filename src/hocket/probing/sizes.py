@@ -13,7 +13,7 @@ Weights = tuple[tuple[int, int], ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sizes:
+class ProbeSizes:
     """One form.
 
     Attributes:
@@ -59,7 +59,7 @@ _CPU_WEIGHTS: Weights = (
     (768, 768), (3072, 768), (768, 3072), (4096, 256),
 )  # fmt: skip
 
-QUICK = Sizes(
+QUICK = ProbeSizes(
     tokens=(32, 128, 512, 2048),
     weights=_CPU_WEIGHTS[:8],
     largest=1.2e9,
@@ -153,7 +153,7 @@ CUDA_FULL = dataclasses.replace(
 )
 
 
-def sizes(kind: str, quick: bool) -> Sizes:
+def sizes(kind: str, quick: bool) -> ProbeSizes:
     """The form for `cpu` or `cuda`."""
     if kind == "cuda":
         return CUDA_QUICK if quick else CUDA_FULL

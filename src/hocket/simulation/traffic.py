@@ -29,10 +29,12 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from hocket.spec.serving_forecast import Percentiles
+
 Floats = NDArray[np.float64]
 
 
-class StepPrices(Protocol):
+class EngineStepCosts(Protocol):
     """Seconds of one engine step of a replica, see `hocket.cost.serving`. Arguments broadcast."""
 
     @property
@@ -47,23 +49,6 @@ class StepPrices(Protocol):
         self, prefill_tokens: Any, prefill_context: Any, decode_batch: Any, decode_context: Any
     ) -> Floats:
         """Of a step on its slowest stage."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Percentiles:
-    """Of one latency over the requests, in seconds."""
-
-    p50: float
-    p90: float
-    p99: float
-
-    def at(self, percentile: int) -> float:
-        """One of them by its number: 50, 90 or 99."""
-        return float(getattr(self, f"p{percentile}"))
-
-    def later(self, seconds: float) -> Percentiles:
-        """Each later by so much."""
-        return Percentiles(self.p50 + seconds, self.p90 + seconds, self.p99 + seconds)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,7 +92,7 @@ class RoundTable:
         most: most sequences at once.
     """
 
-    def __init__(self, prices: StepPrices, *, chunk: int, longest: int, most: int) -> None:
+    def __init__(self, prices: EngineStepCosts, *, chunk: int, longest: int, most: int) -> None:
         self.stages = int(prices.stages)
         self.chunk = chunk
         budget = chunk * self.stages
@@ -142,7 +127,7 @@ class RoundTable:
 
 
 def round_seconds(
-    prices: StepPrices,
+    prices: EngineStepCosts,
     prompt_tokens: Any,
     prompt_context: Any,
     batch: Any,
@@ -180,7 +165,7 @@ def poisson(rate: float, count: int, *, seed: int = 0, every: int = 1) -> list[f
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class LatencyLimits:
     """Seconds that a request may take, and how many may take longer."""
 
     ttft: float
@@ -198,7 +183,7 @@ def simulate_requests(
     most: int,
     warm_up: int = 0,
     tail: int = 0,
-    limits: Limits | None = None,
+    limits: LatencyLimits | None = None,
 ) -> Latencies | None:
     """Play one replica.
 

@@ -151,13 +151,21 @@ class ServingForecast:
         return _read(cls, text, {**rows, "alternatives": Weighed}, ("memory", "notes"))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Percentiles:
     """Of one latency over the requests, in seconds."""
 
     p50: float = 0.0
     p90: float = 0.0
     p99: float = 0.0
+
+    def at(self, percentile: int) -> float:
+        """One of them by its number: 50, 90 or 99."""
+        return float(getattr(self, f"p{percentile}"))
+
+    def later(self, seconds: float) -> Percentiles:
+        """Each later by so much."""
+        return Percentiles(self.p50 + seconds, self.p90 + seconds, self.p99 + seconds)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from hocket.spec.service import Service
 from hocket.spec.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
-    from hocket.catalogue.models import Entry
+    from hocket.catalogue.models import CatalogueModel
     from hocket.planning.forecast import Range
     from hocket.planning.service.forecast import ServiceForecast
     from hocket.planning.service.need import NeedMap
@@ -149,14 +149,14 @@ def command(plans: Sequence[ServicePlan]) -> list[str] | None:
     ]  # fmt: skip
 
 
-def catalogue_entry(model: str) -> Entry | None:
+def catalogue_entry(model: str) -> CatalogueModel | None:
     """The catalogue's entry of a name; None for any other model."""
     from hocket.catalogue import models as catalogued
 
     return catalogued.entry(model) if model in catalogued.names() else None
 
 
-def _served_model(plan: ServicePlan, entry: Entry | None) -> str:
+def _served_model(plan: ServicePlan, entry: CatalogueModel | None) -> str:
     """What a server loads: a name on the Hub, a directory, or `MODEL` where neither is known."""
     if plan.claim:
         return "MODEL"

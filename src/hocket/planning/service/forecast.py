@@ -9,8 +9,9 @@ from typing import Any
 from hocket.cost import serving_constants
 from hocket.planning.forecast import Range
 from hocket.planning.service.problem import ServiceProblem
-from hocket.simulation.traffic import Latencies, Percentiles
+from hocket.simulation.traffic import Latencies
 from hocket.spec.layout import Layout
+from hocket.spec.serving_forecast import Percentiles
 
 MILLION = 1e6
 

@@ -110,7 +110,7 @@ def memory_minimum(problem: ServiceProblem) -> MemoryMinimum:
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
+class MemoryLevels:
     """GPUs that hold so many requests of the service at once: by one pool, and by legal replicas
     (None: no replica holds one)."""
 
@@ -123,12 +123,12 @@ LEVELS = (1, 8, 32)
 """Requests at once for which GPUs are counted."""
 
 
-def held_levels(problem: ServiceProblem) -> tuple[Held, ...]:
+def held_levels(problem: ServiceProblem) -> tuple[MemoryLevels, ...]:
     """GPUs for each of `LEVELS`."""
     context = problem.service.tokens
     cache = problem.cache_per_token * context
     return tuple(
-        Held(
+        MemoryLevels(
             requests=count,
             pool=pool_gpus(
                 count,

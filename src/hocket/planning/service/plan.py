@@ -9,7 +9,7 @@ from typing import Any
 
 from hocket.planning.layouts import tensor_degrees
 from hocket.planning.service.forecast import ServiceForecast, forecast, nodes
-from hocket.planning.service.memory import Held, MemoryMinimum, held_levels, memory_minimum
+from hocket.planning.service.memory import MemoryLevels, MemoryMinimum, held_levels, memory_minimum
 from hocket.planning.service.need import NeedMap
 from hocket.planning.service.problem import LARGEST, ServiceProblem, usual_chunk
 from hocket.planning.service.search import (
@@ -53,7 +53,7 @@ class KindAnswer:
     gpus_per_node: int
     memory: MemoryMinimum
     deployments: tuple[ServiceForecast, ...]
-    held: tuple[Held, ...] = ()
+    held: tuple[MemoryLevels, ...] = ()
     reason: str = ""
     floor_ttft: float | None = None
     floor_tpot: float | None = None

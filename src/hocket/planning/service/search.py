@@ -21,7 +21,13 @@ from hocket.planning.service.forecast import (
     prefill_alone,
 )
 from hocket.planning.service.problem import CHUNKS, ServiceProblem, usual_chunk
-from hocket.simulation.traffic import Latencies, Limits, RoundTable, poisson, simulate_requests
+from hocket.simulation.traffic import (
+    Latencies,
+    LatencyLimits,
+    RoundTable,
+    poisson,
+    simulate_requests,
+)
 from hocket.spec.service import Service
 
 COUNTED = 400
@@ -204,11 +210,11 @@ def played(
     return None if found is None else found.later(begin)
 
 
-def _limits(service: Service, counted: int, begin: float) -> Limits:
+def _limits(service: Service, counted: int, begin: float) -> LatencyLimits:
     """With more exceptions than these one of the goals is missed, whichever they miss."""
     share = 1 - service.percentile / 100
     goals = [goal for goal in (service.ttft_ms, service.tpot_ms) if goal is not None]
-    return Limits(
+    return LatencyLimits(
         ttft=math.inf if service.ttft_ms is None else service.ttft_ms / 1e3 - begin,
         tpot=math.inf if service.tpot_ms is None else service.tpot_ms / 1e3,
         exceptions=max(len(goals), 1) * (math.ceil(share * counted) + 1),

@@ -1,0 +1,48 @@
+"""GroupStrides: ranks between neighbours of a group, for many layouts at once.
+
+`spec.process_groups` lists the groups of one layout rank by rank. In the default order (tp fastest,
+then cp, dp, pp) the ranks of each group are equally far apart, and the distance is a product of
+degrees:
+
+    axis         stride             ranks
+    tp           1                  tp
+    cp           tp                 cp
+    dp           tp cp              dp
+    pp           tp cp dp           pp
+    embedding    tp cp dp (pp - 1)  2
+    expert       tp, or 1           ep; 1 where expert ranks reach over the tensor ranks
+    expert_data  etp ep             those that store the same experts
+
+A test compares each with the groups of random layouts. Other orders: `planning.placement`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hocket.cost.layout_batch import Layouts
+from hocket.cost.terms import Floats
+
+
+def stride(axis: str, at: Layouts) -> Floats:
+    """Ranks between neighbours of the groups of an axis, [r].
+
+    Raises:
+        KeyError: the table above does not have the axis.
+    """
+    if axis == "tp":
+        return np.ones_like(at.tp)
+    if axis == "expert":
+        return np.where(expert_tp(at) < at.tp, 1.0, at.tp)
+    if axis == "expert_data":
+        return expert_tp(at) * at.ep
+    stage = at.tp * at.cp * at.dp
+    strides: dict[str, Floats] = {
+        "cp": at.tp, "dp": at.tp * at.cp, "pp": stage, "embedding": stage * (at.pp - 1),
+    }  # fmt: skip
+    return strides[axis]
+
+
+def expert_tp(at: Layouts) -> Floats:
+    """Tensor ranks that divide one expert; 1 where expert ranks reach over the tensor ranks."""
+    return np.where(at.ep > at.dp * at.cp, 1.0, at.tp)

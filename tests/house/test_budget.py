@@ -1,0 +1,63 @@
+"""The house stays small: ceilings in budget.toml, which only go down.
+
+A ceiling is raised only with its reason in a comment on the line.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.house import figures
+
+BUDGET = tomllib.loads((Path(__file__).parent / "budget.toml").read_text())
+
+ONE_DEFINITION = {
+    "axis_groups": "spec.process_groups",
+    "named_groups": "spec.process_groups",
+    "step_times": "cost.step",
+    "step_prices": "cost.measured_prices",
+    "memory_rows": "cost.measured_memory",
+    "communication": "cost.communication",
+    "peak_memory": "cost.memory",
+}
+"""Functions that decide groups, memory and steps, each with the one module that defines it."""
+
+
+def test_public_class_names_are_not_shared() -> None:
+    found = figures.classes()
+    assert len(found) <= BUDGET["names"]["classes"], found
+
+
+def test_public_function_names_are_not_shared() -> None:
+    found = figures.functions()
+    assert len(found) <= BUDGET["names"]["functions"], found
+
+
+def test_no_package_outgrows_its_budget() -> None:
+    budget = BUDGET["lines"]
+    found = figures.lines()
+    assert found.keys() == budget.keys()
+    over = {name: (count, budget[name]) for name, count in found.items() if count > budget[name]}
+    assert not over, "lines and ceiling"
+
+
+@pytest.mark.parametrize("name", ONE_DEFINITION)
+def test_groups_memory_and_steps_have_one_definition(name: str) -> None:
+    assert figures.where(name) == [ONE_DEFINITION[name]]
+
+
+def test_ranks_become_groups_in_one_module() -> None:
+    """No further module outside `spec` asks a layout for rows of ranks: `named_groups` has them."""
+    found = [
+        str(file.relative_to(figures.SOURCE))
+        for file in sorted(figures.SOURCE.rglob("*.py"))
+        if file.parent.name != "spec"
+        and any(
+            word in file.read_text()
+            for word in ("layout.groups(", "replica_groups(", "expert_groups(")
+        )
+    ]
+    assert set(found) <= {"jobs/expected_communication.py", "runtime/reshard.py"}

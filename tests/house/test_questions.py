@@ -1,0 +1,45 @@
+"""CONTRIBUTING's answers to a newcomer's questions name at most two modules, which exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from tests.house import figures
+
+LINE = re.compile(r"^\| (.+?) \| (.*`.*) \|$")
+
+
+def answers() -> dict[str, list[str]]:
+    """Question to the dotted names in its answer."""
+    text = (figures.ROOT / "CONTRIBUTING.md").read_text()
+    table = text.split("## Where is ...?")[1].split("\n## ")[0]
+    rows = (LINE.match(line) for line in table.splitlines())
+    return {row[1]: re.findall(r"`([\w.]+)`", row[2]) for row in rows if row}
+
+
+def exists(name: str) -> bool:
+    """Whether a dotted name below `hocket` is a module, or a definition in one."""
+    parts = name.split(".")
+    for count in range(len(parts), 0, -1):
+        file = figures.SOURCE.joinpath(*parts[:count]).with_suffix(".py")
+        if file.is_file():
+            body: list[ast.stmt] = ast.parse(file.read_text()).body
+            for part in parts[count:]:
+                found = [n for n in body if isinstance(n, figures.Definition) and n.name == part]
+                if not found:
+                    return False
+                body = found[0].body
+            return True
+    return False
+
+
+def test_every_name_exists() -> None:
+    found = answers()
+    assert len(found) >= 10
+    assert not [name for names in found.values() for name in names if not exists(name)]
+    assert not exists("cost.step.no_such_function")
+
+
+def test_an_answer_is_in_at_most_two_modules() -> None:
+    assert all(1 <= len(names) <= 2 for names in answers().values())
