@@ -32,6 +32,7 @@ TRAINING = {
     "timeline_steps", "device", "backend", "threads", "bucket_mb", "compile", "attention",
     "context_parallel", "tracker",
     "trust_remote_code", "timeout", "max_restarts",
+    "grace_seconds", "replica_check_every", "on_divergence", "max_skipped_steps",
     "emulate_links", "memory_per_rank", "grad_dtype", "data_format", "chat_template_file",
     "packing", "streaming", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets",
 }  # fmt: skip

@@ -77,8 +77,11 @@ def test_a_run_is_not_written_over(
 ) -> None:
     before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
     text = str(folder / "text.txt")
-    assert main(["train", "tiny-llama", "--data", text, "--run", str(run)]) == 2
-    assert "already holds a run" in capsys.readouterr().err
+    command = ["train", "tiny-llama", "--data", text, "--run", str(run)]
+    assert main([*command, "--seed", "7"]) == 2
+    assert "seed is 7; the run in" in capsys.readouterr().err
+    assert main(["train", "gpt2", *command[2:]]) == 2
+    assert "already holds a run of the model tiny-llama, not of gpt2" in capsys.readouterr().err
     assert {file: file.read_bytes() for file in run.rglob("*") if file.is_file()} == before
 
 

@@ -13,7 +13,14 @@ import hocket.launch
 from hocket.jobs.record import Summary
 from hocket.jobs.request import request
 from hocket.jobs.train import train
-from hocket.spec.errors import RankFailure
+from hocket.spec.errors import (
+    CheckpointError,
+    OptionError,
+    RankFailure,
+    ReplicaError,
+    RunFolderError,
+    TrainingError,
+)
 from hocket.spec.run import RunFolder
 from tests.jobs.warm import Warm
 from tests.ranks import RankPool
@@ -23,7 +30,9 @@ pytestmark = [pytest.mark.train, pytest.mark.ranks, pytest.mark.timeout(240)]
 STEPS = 12
 
 
-def job(folder: Path, name: str, layout: str, faults: Any = (), **options: Any) -> Summary:
+def job(
+    folder: Path, name: str, layout: str, faults: Any = (), notes: Any = None, **options: Any
+) -> Summary:
     text = folder / "text.txt"
     text.write_text("a hocket is one melody for several voices\n" * 200)
     values = {
@@ -31,7 +40,12 @@ def job(folder: Path, name: str, layout: str, faults: Any = (), **options: Any) 
         "seq_len": 16, "global_batch": 4, "steps": STEPS, "save_every": 4, "eval_every": 6,
         "cluster": "none", "device": "cpu", "warmup": 2, **options,
     }  # fmt: skip
-    return train(request(values), faults=faults)
+
+    def hear(event: dict[str, Any]) -> None:
+        if notes is not None and event["event"] == "note":
+            notes.append(event["text"])
+
+    return train(request(values), on_event=hear, faults=faults)
 
 
 def weights(folder: Path, name: str) -> int:
@@ -119,3 +133,64 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path, kind: str, backend: str) -> 
     assert 'training/faults.py"' in told  # its stack
     assert weights(tmp_path, "cut") == weights(tmp_path, "whole")
     assert RunFolder(tmp_path / "cut").load().options.resume is False
+
+
+def test_the_same_command_starts_continues_and_reports_the_end(tmp_path: Path) -> None:
+    import shutil
+
+    job(tmp_path, "run", "dp2")
+    before, run = weights(tmp_path, "run"), tmp_path / "run"
+    files = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
+    again = job(tmp_path, "run", "dp2")
+    assert again.steps == STEPS
+    assert {file: file.read_bytes() for file in run.rglob("*") if file.is_file()} == files
+    shutil.rmtree(run / "model")  # ended in its export
+    job(tmp_path, "run", "dp2")
+    assert weights(tmp_path, "run") == before
+    shutil.rmtree(run / "model")  # ended before its first checkpoint
+    shutil.rmtree(run / "checkpoints")
+    job(tmp_path, "run", "dp2")
+    assert weights(tmp_path, "run") == before
+    assert [step for step, _ in losses(tmp_path, "run")] == list(range(1, STEPS + 1))
+    with pytest.raises(CheckpointError, match="seed is 7"):
+        job(tmp_path, "run", "dp2", seed=7)
+    (tmp_path / "other.txt").write_text("x")
+    with pytest.raises(RunFolderError, match="already holds a run of the data"):
+        job(tmp_path, "run", "dp2", data=str(tmp_path / "other.txt"))
+
+
+def test_a_stop_that_takes_longer_than_is_allowed_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="kills after 1 s"):
+        job(tmp_path, "run", "dp2", grace_seconds=1.0)
+
+
+@pytest.mark.parametrize("layout", ["dp2", "dp2:zero=1", "tp2", "pp2:microbatches=2"])
+def test_a_gradient_that_is_not_finite_is_skipped_by_all(tmp_path: Path, layout: str) -> None:
+    fault = {"kind": "nan", "rank": 1, "phase": "step", "step": 5}
+    notes: list[str] = []
+    job(tmp_path, "run", layout, [fault], notes)
+    (text,) = [note for note in notes if "is skipped" in note]
+    assert text.startswith("step 5 is skipped")
+    assert "first parameter with such a gradient: model." in text
+    if layout in ("tp2", "pp2:microbatches=2"):
+        assert "on rank 1" in text
+    assert [step for step, _ in losses(tmp_path, "run")] == [1, 2, 3, 4, *range(6, STEPS + 1)]
+    with pytest.raises(TrainingError, match="step 5: the loss is"):
+        job(tmp_path, "none", layout, [fault], max_skipped_steps=0)
+
+
+@pytest.mark.parametrize(
+    ("layout", "rank"), [("dp2", None), ("dp3", 1), ("dp2:zero=1", None), ("dp3:zero=1", 1)]
+)
+def test_a_flipped_bit_in_a_replica_is_found(tmp_path: Path, layout: str, rank: int | None) -> None:
+    fault = {"kind": "flip", "rank": 1, "phase": "step", "step": 7}
+    notes: list[str] = []
+    options = {"replica_check_every": 1, "global_batch": 6}
+    job(tmp_path, "whole", layout, **options)
+    who = "one of ranks" if rank is None else f"rank {rank} differs in"
+    with pytest.raises(ReplicaError, match=f"differ after step 7: {who}.*model.embed_tokens"):
+        job(tmp_path, "stop", layout, [fault], **options)
+    repaired = job(tmp_path, "run", layout, [fault], notes, on_divergence="repair", **options)
+    assert weights(tmp_path, "run") == weights(tmp_path, "whole")
+    assert repaired.restarts == (1 if rank is None else 0)
+    assert any("differ" in note for note in notes)

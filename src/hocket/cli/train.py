@@ -27,7 +27,7 @@ from hocket.cli.flags import (
 from hocket.spec.run import TrainOptions, Workload
 
 STOPPED = os.EX_TEMPFAIL
-"""Exit code of a run that a signal stopped: its checkpoint was written, and --resume continues."""
+"""Exit code of a run that a signal stopped: its checkpoint is written."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -174,5 +174,7 @@ def _resumed(arguments: Sequence[str]) -> list[str]:
 
 
 def _run_model(said: dict[str, Any]) -> str | None:
-    """A resumed run knows its model; it need not be said again."""
-    return str(said.get("run")) if said.get("resume") else None
+    """A run that is there knows its model; it need not be given again."""
+    run = said.get("run")
+    there = run is not None and (Path(run) / "run.json").exists()
+    return str(run) if said.get("resume") or (there and not said.get("model")) else None

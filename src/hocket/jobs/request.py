@@ -30,6 +30,7 @@ ATTENTION = ("sdpa", "eager")
 CONTEXT_PARALLEL = ("auto", "ring", "ulysses")
 DATA_FORMATS = ("auto", "text", "chat", "completion")
 LR_SCHEDULES = ("cosine", "linear", "constant")
+DIVERGENCE = ("stop", "repair")
 PACKINGS = ("across", "documents", "none")
 
 LAYOUT_FIELDS = tuple(field.name for field in dataclasses.fields(Layout))
@@ -64,6 +65,7 @@ class Request:
         auto: hocket chooses the layout; `layout` holds the fields that it must keep.
         cluster: `auto` (this machine, as it was probed), a file that `hocket probe` wrote, or
             `none`: no prediction.
+        again: the run folder held this run already; without a checkpoint it starts over.
         micro_batch_size: sequences of a microbatch that a layout hocket chooses must have.
     """
 
@@ -76,6 +78,7 @@ class Request:
     auto: bool = False
     cluster: str = AUTO
     micro_batch_size: int | None = None
+    again: bool = False
     given: frozenset[str] = frozenset()
     """Names that were given a value, even if it is the default: what a resumed run must match."""
 
@@ -291,7 +294,7 @@ def check_options(options: TrainOptions) -> None:
         ("steps", 1), ("seed", 0), ("lr", 0), ("min_lr", 0), ("weight_decay", 0), ("eps", 0),
         ("max_grad_norm", 0), ("vocab_size", 257), ("eval_every", 0), ("eval_batches", 1),
         ("timeline_steps", 1), ("threads", 1), ("timeout", 1), ("keep_checkpoints", 1),
-        ("max_restarts", 0),
+        ("max_restarts", 0), ("max_skipped_steps", 0), ("replica_check_every", 0),
     ):  # fmt: skip
         _at_least(name, getattr(options, name), least)
     if isinstance(options.save_every, str):
@@ -330,6 +333,9 @@ def check_options(options: TrainOptions) -> None:
     memory.limit(options)
     if options.emulate_links is not None:
         Links.parse(options.emulate_links)
+    if options.grace_seconds is not None:
+        _at_least("grace_seconds", options.grace_seconds, 1)
+    _one_of("on_divergence", options.on_divergence, DIVERGENCE)
     _one_of("grad_dtype", options.grad_dtype, GRADIENTS)
     _one_of("device", options.device, DEVICES)
     _one_of("backend", options.backend, BACKENDS)

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hocket.spec.checkpoint import candidates
-from hocket.spec.errors import CheckpointError, HocketError, RankFailure
+from hocket.spec.errors import CheckpointError, HocketError, RankFailure, ReplicaError
 from hocket.spec.run import RunFolder, RunSpec
 from hocket.spec.schedule import Schedule
 
@@ -82,7 +82,9 @@ def run(
                 raise
             failed, resume = time.monotonic(), False
             record.note(f"{error.message}; the run starts again from its first step")
-        except RankFailure as error:
+        except (RankFailure, ReplicaError) as error:
+            if isinstance(error, ReplicaError) and spec.options.on_divergence != "repair":
+                raise
             failed = time.monotonic()
             error.message += schedule_lines(spec, folder, getattr(error, "beats", {}))
             _keep(folder, record, error)
@@ -132,7 +134,7 @@ def schedule_lines(spec: RunSpec, folder: RunFolder, beats: Mapping[int, Any]) -
     return "\n\nwhere each rank was in the schedule:" + "".join(rows) if rows else ""
 
 
-def _keep(folder: RunFolder, record: Record, error: RankFailure) -> None:
+def _keep(folder: RunFolder, record: Record, error: HocketError) -> None:
     """Append a failure in full to failures.txt of the run folder."""
     when = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
     with contextlib.suppress(OSError), folder.failures_file.open("a") as file:
@@ -143,12 +145,12 @@ def _first_line(error: HocketError) -> str:
     return error.message.split("\n", maxsplit=1)[0]
 
 
-def _with_rank(new: RankFailure, error: RankFailure) -> RankFailure:
+def _with_rank(new: RankFailure, error: HocketError) -> RankFailure:
     new.rank = getattr(error, "rank", None)  # type: ignore[attr-defined]
     return new
 
 
-def _again(error: RankFailure, fault: Fault) -> RankFailure:
+def _again(error: HocketError, fault: Fault) -> RankFailure:
     text = (
         f"the same failure came back after step {fault.step}, so the run is not restarted again\n"
         f"{error.message}"
@@ -156,7 +158,7 @@ def _again(error: RankFailure, fault: Fault) -> RankFailure:
     return _with_rank(RankFailure(text, hint=error.hint), error)
 
 
-def _used_up(error: RankFailure, used: int) -> RankFailure:
+def _used_up(error: HocketError, used: int) -> HocketError:
     if not used:
         return error
     text = (

@@ -30,7 +30,8 @@ from hocket.jobs.request import (
     check_workload,
 )
 from hocket.spec.checkpoint import candidates
-from hocket.spec.errors import CheckpointError, HocketError, OptionError
+from hocket.spec.errors import CheckpointError, HocketError, OptionError, RunFolderError
+from hocket.spec.files import MALFORMED, parse_json
 from hocket.spec.layout import TERMS, Layout
 from hocket.spec.run import RunFolder, RunSpec, write_text
 from hocket.spec.schedule import Schedule
@@ -42,7 +43,8 @@ CHANGEABLE = frozenset(
     {"steps", "resume", "eval_every", "eval_batches", "save_every", "keep_checkpoints",
      "log_interval", "timeline_step", "timeline_steps", "device", "backend", "threads",
      "bucket_mb", "compile", "tracker", "trust_remote_code", "timeout", "emulate_links",
-     "memory_per_rank", "max_restarts"}
+     "memory_per_rank", "max_restarts", "grace_seconds", "replica_check_every", "on_divergence",
+     "max_skipped_steps"}
 )  # fmt: skip
 """Options that a run may go on with otherwise: none changes what its steps compute."""
 
@@ -61,6 +63,85 @@ class Resumed:
     spec: RunSpec
     job: prepare.Plan
     step: int
+
+
+def continued(request: Request) -> Request:
+    """The job as one that continues its run, where the run folder holds that run already: so the
+    same command starts a run, continues it, and reports that it is finished.
+
+    Raises:
+        RunFolderError: the folder holds a run of another model or of other data.
+        CheckpointError: an option would change what the run computes.
+    """
+    if request.run is None or request.options.resume:
+        return request
+    folder = RunFolder(request.run)
+    try:
+        spec = folder.load(trust_remote_code=request.options.trust_remote_code)
+    except HocketError:  # not a run; `prepare.run_folder` rejects what cannot be used
+        return request
+    if spec.command != "train":
+        return request
+    for name, asked, stored in (
+        ("model", (_model(request, folder),), (spec.model,)),
+        ("data", tuple(_pinned(path) for path in request.data), spec.data),
+    ):
+        texts = [tuple(text.partition("@")[0] for text in each) for each in (asked, stored)]
+        if asked and asked[0] and texts[0] != texts[1]:
+            raise RunFolderError(
+                f"{folder.path} already holds a run of the {name} {', '.join(stored)}, not of "
+                f"{', '.join(asked)}",
+                hint=f"another name: --run {prepare.free_name(folder.path)}",
+            )
+    _unchanged(request, folder, spec)
+    given = request.given
+    if request.auto:  # it was chosen when the run began
+        given = given - {"layout", *LAYOUT_FIELDS}
+    options = dataclasses.replace(request.options, resume=True)
+    return dataclasses.replace(request, options=options, again=True, auto=False, given=given)
+
+
+def _unchanged(request: Request, folder: RunFolder, spec: RunSpec) -> None:
+    """Raise CheckpointError for an option that would change what the run computes."""
+    asked, held = _fields(request), _fields(spec)
+    for name in sorted(request.given & asked.keys() - CHANGEABLE):
+        if asked[name] != held[name]:
+            raise CheckpointError(
+                f"{name} is {asked[name]}; the run in {folder.path} was started with "
+                f"{held[name]}, and this would change what it computes",
+                hint=f"leave --{name.replace('_', '-')} out, or start a new run",
+            )
+
+
+def _model(request: Request, folder: RunFolder) -> str:
+    """The model as run.json names it; empty where it is that of the run folder."""
+    path = Path(request.model).expanduser()
+    if path.exists() and path.resolve() == folder.path.resolve():
+        return ""
+    return str(path.resolve()) if path.exists() else request.model
+
+
+def _pinned(given: str) -> str:
+    from hocket.training import data_paths
+
+    return data_paths.pinned(given) if Path(given).expanduser().exists() else given
+
+
+def finished(request: Request) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl of a run that has taken all its steps and exported its model after
+    them; empty where there is something left to do."""
+    if request.run is None:
+        return []
+    folder = RunFolder(request.run)
+    spec = folder.load(trust_remote_code=request.options.trust_remote_code)
+    steps = request.options.steps if "steps" in request.given else spec.options.steps
+    exported = folder.model if spec.options.lora_rank is None else folder.adapter
+    try:
+        rows = [parse_json(row) for row in folder.metrics_file.read_text().splitlines()]
+        later = exported.stat().st_mtime >= folder.metrics_file.stat().st_mtime
+        return rows if later and int(rows[-1]["step"]) >= steps else []
+    except (OSError, *MALFORMED, IndexError):
+        return []
 
 
 def plan(request: Request, *, world_size: int | None = None) -> Resumed:
@@ -86,20 +167,14 @@ def plan(request: Request, *, world_size: int | None = None) -> Resumed:
         )
     folder = RunFolder(request.run)
     spec = folder.load(trust_remote_code=request.options.trust_remote_code)
-    if not any(folder.checkpoints.glob("step-*")):
+    has = any(folder.checkpoints.glob("step-*"))
+    if not has and not request.again:
         raise CheckpointError(
             f"{folder.path} holds no checkpoint to resume from",
             hint=f"a new run: --run {prepare.free_name(folder.path)}, with --save-every to have "
             "some",
         )
-    asked, held = _fields(request), _fields(spec)
-    for name in sorted(request.given & asked.keys() - CHANGEABLE):
-        if asked[name] != held[name]:
-            raise CheckpointError(
-                f"{name} is {asked[name]}; the run in {folder.path} was started with "
-                f"{held[name]}, and this would change what it computes",
-                hint=f"leave --{name.replace('_', '-')} out, or start a new run",
-            )
+    _unchanged(request, folder, spec)
     step = next((int(p.name.split("-")[1]) for p in candidates(folder.checkpoints)), 0)
     steps = request.options.steps if "steps" in request.given else spec.options.steps
     if steps < step:
@@ -108,7 +183,7 @@ def plan(request: Request, *, world_size: int | None = None) -> Resumed:
             hint=f"--steps {max(step, spec.options.steps)}",
         )
     changed = {name: getattr(request.options, name) for name in request.given & CHANGEABLE}
-    options = dataclasses.replace(spec.options, **{**changed, "resume": True})
+    options = dataclasses.replace(spec.options, **{**changed, "resume": has})
     check_workload(spec.workload)
     check_options(options)
     prepare.device_checked(options)

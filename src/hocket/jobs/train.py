@@ -14,6 +14,7 @@ import dataclasses
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hocket.jobs import (
@@ -73,6 +74,9 @@ def train(
     record = Record(on_event)
     if context is not None:
         return _join(request, context, record)
+    request = resume.continued(request)
+    if request.again and (rows := resume.finished(request)):
+        return _finished(request, rows, record)
     forecast_policy.checked(request.cluster)
     if request.options.resume:
         with resume.folder_locked(request), resume.unresumed_is_as_it_was(request, record):
@@ -109,6 +113,14 @@ def train(
             faults=faults,
         )
     return _told(summary, request, record)
+
+
+def _finished(request: Request, rows: list[dict[str, Any]], record: Record) -> Summary:
+    """What a run came to that has nothing left to do."""
+    assert request.run is not None
+    record.note(f"{request.run} is finished: {len(rows)} steps are done and the model is exported")
+    record.steps = rows
+    return record.summary(RunFolder(request.run))
 
 
 def _told(summary: Summary, request: Request, record: Record) -> Summary:
@@ -295,6 +307,11 @@ def _join(request: Request, context: RankContext, record: Record) -> Summary:
         return _run_joined(request, context, record, None)
     with contextlib.ExitStack() as stack:
         try:
+            request = resume.continued(request)
+            if request.again and (rows := resume.finished(request)):
+                if context.world_size > 1:
+                    context.store().set("hocket/prepared", json.dumps({"finished": True}))
+                return _finished(request, rows, record)
             if request.options.resume:
                 stack.enter_context(resume.folder_locked(request))
                 stack.enter_context(resume.unresumed_is_as_it_was(request, record))
@@ -332,6 +349,8 @@ def _run_joined(
             prepare.plan(request, world_size=world)
         context.store(STARTUP)
         ready = json.loads(context.store().get("hocket/prepared"))
+        if "finished" in ready:
+            return Summary(run=request.run or Path())
         if "error" in ready:
             raise HocketError(f"rank 0 rejected the job: {ready['error']}")
         folder = RunFolder(ready["run"])

@@ -98,7 +98,8 @@ def _read(environment: Mapping[str, str]) -> _World | None:
             world_size=world_size,
             local_rank=int(environment.get("SLURM_LOCALID", 0)),
             one_machine=int(environment.get("SLURM_STEP_NUM_NODES", 0)) == 1,
-            attempt=int(environment.get("SLURM_RESTART_COUNT", 0)),
+            attempt=1000 * int(environment.get("SLURM_RESTART_COUNT", 0))
+            + int(environment["SLURM_STEP_ID"]),
             address=environment.get("MASTER_ADDR")
             or first_host(environment["SLURM_STEP_NODELIST"]),
             # Two jobs may share a node: a port from the job's own number keeps them apart.

@@ -124,6 +124,8 @@ class GradientNorm:
         if max_norm <= 0:
             return norm
         scale = (max_norm / (norm + 1e-6)).clamp_(max=1.0)
+        # Such a step is skipped, and its gradients still show where it came from.
+        scale = torch.where(torch.isfinite(norm), scale, torch.ones_like(scale))
         # On CUDA reading the scale would wait for the device; on CPU it may save the pass.
         if norm.is_cuda or not float(scale) >= 1.0:
             grads = [p.grad for p in self.parameters if p.grad is not None]

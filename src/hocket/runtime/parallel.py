@@ -54,6 +54,7 @@ class Parallel:
         bucket_mb: size of a gradient bucket in MB, used by `finish`. None: by the device.
         labels_shifted: whether labels are at the positions that predict them. None: they belong to
             a loss function of the caller's, and are counted as they are.
+        own_loss: this rank's part of the last step's loss: 0 where it is computed elsewhere.
         replicas: after `finish`, the threads of a layout that asks for them, else None.
     """
 
@@ -85,6 +86,7 @@ class Parallel:
         self._count = 1
         self._finished = False
         self._stale = False
+        self.own_loss: Tensor | None = None
         self.replicas: ThreadedReplicas | None = None
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -367,6 +369,7 @@ class Parallel:
                 share = self.replicas.forward_backward(microbatches, divisor)
             else:
                 share = engine.step(microbatches, divisor)
+        self.own_loss = share.detach().clone()
         with recorder.in_phase("step"):
             reducers = self._reducers()
             for reducer in reducers.values():

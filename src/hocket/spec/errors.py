@@ -10,6 +10,7 @@ HocketError                 message with the numbers, and one hint that can be p
  +- RunFolderError          a run folder that already holds a run, or holds none
  +- CheckpointError         a checkpoint that is incomplete or of another layout
  +- TrainingError           training that cannot go on: a loss that is not finite
+ |   +- ReplicaError        data-parallel replicas whose values differ
  +- RankFailure             a rank died; carries its traceback
 """
 
@@ -84,6 +85,10 @@ class TrainingError(HocketError):
 class RankMemoryError(TrainingError):
     """A rank that would hold more tensor bytes than its device has, or `--memory-per-rank`
     allows."""
+
+
+class ReplicaError(TrainingError):
+    """Data-parallel replicas that must hold equal values, and do not."""
 
 
 class RankFailure(HocketError):

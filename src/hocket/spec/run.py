@@ -104,6 +104,14 @@ class TrainOptions:
         keep_checkpoints: newest checkpoints that are kept.
         log_interval: steps between reports of loss and gradient norm; a CUDA rank synchronizes with
             its device once per interval (default: 1 on CPU, 10 on CUDA).
+        replica_check_every: steps between comparisons of data-parallel replicas by checksums of
+            weights and optimizer state, which also precede every checkpoint; 0: never.
+        on_divergence: where replicas differ: stop, or repair (the majority's values; of two
+            replicas, those of the last checkpoint). One of: stop, repair.
+        max_skipped_steps: steps in a row that are skipped because loss or gradient are not finite;
+            one more ends the run.
+        grace_seconds: seconds between SIGTERM and SIGKILL on this system; a run that needs longer
+            to save is rejected (default: not checked).
         max_restarts: restarts in a row, after a rank died or hung, without a new checkpoint between
             them; a failure that comes back at the same step ends the run at once.
         resume: continue from the run folder's latest checkpoint, in its layout or in the one given.
@@ -157,6 +165,10 @@ class TrainOptions:
     save_every: int | str = "30m"
     keep_checkpoints: int = 2
     log_interval: int | None = None
+    replica_check_every: int = 100
+    on_divergence: str = "stop"
+    max_skipped_steps: int = 3
+    grace_seconds: float | None = None
     max_restarts: int = 3
     resume: bool = False
     timeline_step: int | None = None

@@ -14,6 +14,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 if TYPE_CHECKING:
     from hocket.launch import RankContext
     from hocket.launch.heartbeat import Heart
@@ -96,6 +99,25 @@ class Faults:
                 self._rows.remove(row)
                 return row
         return None
+
+
+def flip(parallel: Any) -> None:
+    """Flip one bit of the first parameter, as a failing memory would."""
+    with parallel.recorder.in_phase("other"):
+        for sharded in parallel._sharded.values():
+            sharded.unshard()
+    tensor = next(parallel.parameters())
+    tensor.detach().view(-1).view(torch.uint8)[1] ^= 4
+
+
+def spoil(parallel: Any) -> None:
+    """Make the first parameter's next gradient, before ranks sum it, not a number."""
+
+    def hook(gradient: Tensor) -> Tensor:
+        handle.remove()
+        return gradient * float("nan")
+
+    handle = next(parallel.parameters()).register_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def _flip_newest(checkpoints: Path) -> None:

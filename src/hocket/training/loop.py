@@ -36,20 +36,22 @@ from hocket.spec.checkpoint import config_hash
 from hocket.spec.errors import TrainingError
 from hocket.spec.run import RunFolder, write_text
 from hocket.spec.units import parse_bytes, parse_duration
-from hocket.training import timeline
+from hocket.training import stop_bound, timeline
 from hocket.training.adapter import adapter_of_ranks
 from hocket.training.build import Job, dtype_of
 from hocket.training.dataset import BatchOrder, open_dataset
 from hocket.training.evaluate import held_out_loss, num_batches, perplexity
 from hocket.training.expert_load import ExpertLoad
 from hocket.training.export import ModelFiles, export_ranks
-from hocket.training.faults import Faults
+from hocket.training.faults import Faults, flip, spoil
 from hocket.training.inputs import Inputs
 from hocket.training.learning_rate import learning_rate
 from hocket.training.memory import MemoryCount, of_replicas
 from hocket.training.metrics import Metrics
+from hocket.training.nonfinite import Skips
 from hocket.training.pauses import STOP, Pauses
 from hocket.training.reading import Reading, Readings, elapsed, interval, mark
+from hocket.training.replicas import ReplicaCheck
 from hocket.training.token_manifest import TRAIN, VALID, Tokens
 from hocket.training.trackers import Trackers
 from hocket.training.utilization import flops_per_token, peak_flops
@@ -89,6 +91,13 @@ class Loop:
         self.leads = context.rank == 0
         self.faults = faults or Faults((), context, folder.checkpoints)
         self.parallel.recorder.beat = self.faults
+        self.skips = Skips(context, self.parallel, self.options.max_skipped_steps)
+        self.replicas = ReplicaCheck(
+            context,
+            self.parallel,
+            job.optimizer,
+            repair=self.options.on_divergence == "repair",
+        )
         self._seconds: deque[float] = deque(maxlen=SETTLED)
         workload, layout = job.spec.workload, job.spec.layout
         self.num_tokens = workload.global_batch * workload.seq_len
@@ -134,7 +143,8 @@ class Loop:
         saves, and leaves the export to the start that resumes. Every rank calls it.
 
         Raises:
-            TrainingError: a loss or a gradient that is not finite.
+            TrainingError: too many steps in a row whose loss or gradient is not finite.
+            ReplicaError: data-parallel replicas differ.
             CheckpointError: nothing to resume from.
         """
         if self.options.resume:
@@ -201,10 +211,24 @@ class Loop:
                 self._report(underway, metrics, held_out=self._evaluates(step))
                 underway = None
             self.done = step
+            if step == min(first + 3, steps):
+                self._say_note(
+                    stop_bound.of_run(
+                        self.context,
+                        self.folder.path,
+                        Trained(self.parallel),
+                        self.job.optimizer,
+                        step_seconds=statistics.median(self._seconds or [time.monotonic() - began]),
+                        grace=self.options.grace_seconds,
+                    )
+                )
             if step in recorded:
                 self._write_timeline(step, later=step > recorded.start)
             self._seconds.append(time.monotonic() - began)
             ask = pauses.after(step, self._seconds[-1], reading.end)
+            every = self.options.replica_check_every
+            if self.replicas.needed and every and (step % every == 0 or self._saves(step) or ask):
+                self._say_note(self.replicas.compare(step))
             if self._saves(step) or ask:
                 if underway is not None:
                     self._report(underway, metrics)
@@ -241,15 +265,20 @@ class Loop:
         parallel, options = self.parallel, self.options
         microbatches = self.inputs.step(index)  # 1
         learned = self.inputs.num_tokens(index)
+        if self.faults.spoils("nan"):
+            spoil(parallel)
         loss = parallel.forward_backward(microbatches, learned)  # 2
         norm = parallel.clip_grad_norm(options.max_grad_norm)  # 3
         lr = learning_rate(index, options)
         reading = Reading(index + 1, lr, loss, norm, learned)
-        if not self.cuda:
-            reading.check()
+        skip = not self.cuda and self.skips.skipped(reading, *reading.values.tolist(), search=True)
+        reading.skipped = skip
         with parallel.recorder.span("compute", "optimizer", "optimizer"):
-            self.job.optimizer.step(lr, reading.skip() if self.cuda else None)  # 4
+            if not skip:
+                self.job.optimizer.step(lr, reading.skip() if self.cuda else None)  # 4
         parallel.begin_unshard()
+        if self.faults.spoils("flip"):
+            flip(parallel)
         self.inputs.prefetch(index + 1)
         reading.end = mark(self.job.mesh.device)
         return reading
@@ -275,6 +304,9 @@ class Loop:
             imbalance = self._load.add(readings.load.tolist())
         for number, (reading, loss, norm) in enumerate(rows, start=1):
             last = number == len(rows)
+            late = self.cuda and self.skips.skipped(reading, loss, norm, search=False)
+            if reading.skipped or late:
+                continue
             self._report_step(
                 reading, loss, norm, metrics, held_out=held_out and last, imbalance=imbalance
             )
@@ -454,6 +486,10 @@ class Loop:
             export_ranks(self.parallel, self.folder.model, files)
 
     # --- saying ----------------------------------------------------------------------------
+
+    def _say_note(self, text: str | None) -> None:
+        if text is not None:
+            self._say(event="note", text=text)
 
     def _say(self, **event: Any) -> None:
         if self.leads:

@@ -11,7 +11,6 @@ so a late read reports it before anything was spoiled.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -54,6 +53,7 @@ class Reading:
     Attributes:
         step, lr: of the step. learned: tokens of its global batch that loss falls on.
         values: [2] fp32 on the device: loss, norm.
+        skipped: on CPU, whether the optimizer passed over the step.
         end: a `mark` behind the step's work, set by the loop.
     """
 
@@ -63,25 +63,20 @@ class Reading:
         self.lr = lr
         self.values = torch.stack([loss.detach().float(), norm.detach().float()])
         self.end: Any = None
+        self.skipped = False
 
     def skip(self) -> Tensor:
         """1.0 where loss or norm is not finite, else 0.0: a scalar on the device, the same on
         every rank, since both are sums over all of them."""
         return 1.0 - torch.isfinite(self.values).all().float()
 
-    def check(self) -> None:
-        """Raise TrainingError where loss or norm is not finite. Reads the device."""
-        self.require_finite(*self.values.tolist())
-
-    def require_finite(self, loss: float, norm: float) -> None:
-        """Raise TrainingError where one of the two, as read, is not finite."""
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise TrainingError(
-                f"step {self.step}: the loss is {loss:g} and the gradient's norm {norm:g} "
-                f"at learning rate {self.lr:.3g}",
-                hint=f"a lower --lr (such as {self.lr / 4:.1g}), more --warmup, or "
-                "--max-grad-norm 1",
-            )
+    def not_finite(self, loss: float, norm: float) -> TrainingError:
+        """What to raise where one of the two, as read, is not finite."""
+        return TrainingError(
+            f"step {self.step}: the loss is {loss:g} and the gradient's norm {norm:g} "
+            f"at learning rate {self.lr:.3g}",
+            hint=f"a lower --lr (such as {self.lr / 4:.1g}), more --warmup, or --max-grad-norm 1",
+        )
 
 
 class Readings:
@@ -108,13 +103,8 @@ class Readings:
             self._values = values
 
     def rows(self) -> Iterator[tuple[Reading, float, float]]:
-        """(reading, loss, norm) of each step, once the device is there: one wait for all.
-
-        Raises:
-            TrainingError: at the first step of which one is not finite.
-        """
+        """(reading, loss, norm) of each step, once the device is there: one wait for all."""
         if self._event is not None:
             self._event.synchronize()
         for reading, (loss, norm) in zip(self._readings, self._values.tolist(), strict=True):
-            reading.require_finite(loss, norm)
             yield reading, loss, norm
