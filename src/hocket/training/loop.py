@@ -19,7 +19,6 @@ import json
 import shutil
 import statistics
 import time
-import warnings
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -28,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hocket.models.attention_layers import kernel_rows
 from hocket.models.rows import one_sequence_each, packed_rows
 from hocket.runtime.checkpoint import load_checkpoint, save_checkpoint
 from hocket.runtime.lora import Trained
@@ -36,9 +34,9 @@ from hocket.spec.checkpoint import config_hash
 from hocket.spec.errors import TrainingError
 from hocket.spec.run import RunFolder, write_text
 from hocket.spec.units import parse_bytes, parse_duration
-from hocket.training import stop_bound, timeline
+from hocket.training import attention_file, stop_bound, timeline
 from hocket.training.adapter import adapter_of_ranks
-from hocket.training.build import Job, dtype_of
+from hocket.training.build import Job
 from hocket.training.dataset import BatchOrder, open_dataset
 from hocket.training.evaluate import held_out_loss, num_batches, perplexity
 from hocket.training.expert_load import ExpertLoad
@@ -197,7 +195,8 @@ class Loop:
                 reading = self._step(index)
             if counted:
                 self._gather_memory()
-                self._name_kernels()
+                if self.leads and self.cuda:
+                    attention_file.write(self.folder, self.job, packed=self.inputs.packed)
             pause = self._evaluates(step) or self._saves(step) or step in recorded
             unread.append(reading)
             if underway is not None:  # this step's work is queued behind it
@@ -417,23 +416,6 @@ class Loop:
             self.memory_bytes = [row["total"] for row in rows]
             write_text(self.folder.memory_file, json.dumps(rows))
             self.context.emit({"event": "memory", "ranks": rows})
-
-    def _name_kernels(self) -> None:
-        """On CUDA, which kernel computes each kind of attention layer, into the run folder."""
-        if not self.leads or not self.cuda:
-            return
-        try:
-            rows = kernel_rows(
-                self.job.skeleton,
-                dtype=dtype_of(self.spec.workload.dtype),
-                device=self.job.mesh.device,
-                seq_len=self.spec.workload.seq_len,
-                packed=self.inputs.packed,
-            )
-        except Exception as error:  # a report does not end a run, whatever a configuration lacks
-            warnings.warn(f"attention kernels are not known: {error}", stacklevel=1)
-            return
-        write_text(self.folder.attention_file, json.dumps(rows))
 
     # --- checkpoints -----------------------------------------------------------------------
 
