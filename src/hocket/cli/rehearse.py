@@ -41,8 +41,8 @@ class RehearseFlags:
         grad_dtype: type in which gradients are accumulated and reduced. One of: fp32, bf16.
         dropout: every dropout probability of the model (default: the model's configuration).
         attention: attention implementation. One of: sdpa, eager.
-        context_parallel: attention over cp ranks: ring (keys and values are sent on), ulysses (heads
-            are split) or auto (ulysses where heads divide). One of: auto, ring, ulysses.
+        context_parallel: attention over cp ranks: ring (keys and values are sent on), ulysses
+            (heads are split) or auto (ulysses where heads divide). One of: auto, ring, ulysses.
         bucket_mb: gradient bucket size in MB (default: the larger of 160 and 4 per data rank).
         lora_rank: LoRA rank (default: full fine-tuning).
         lora_targets: linear layers that LoRA adapts, as in q_proj-v_proj (default: all but the

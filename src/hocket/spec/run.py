@@ -124,8 +124,8 @@ class TrainOptions:
             per data rank).
         compile: apply torch.compile to every block.
         attention: attention implementation. One of: sdpa, eager.
-        context_parallel: attention over cp ranks: ring (keys and values are sent on), ulysses (heads
-            are split) or auto (ulysses where heads divide). One of: auto, ring, ulysses.
+        context_parallel: attention over cp ranks: ring (keys and values are sent on), ulysses
+            (heads are split) or auto (ulysses where heads divide). One of: auto, ring, ulysses.
         tracker: where metrics are tracked besides the run folder: tensorboard, wandb, mlflow, or
             several with commas (default: nowhere).
         trust_remote_code: run Python code that the model directory contains.

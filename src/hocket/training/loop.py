@@ -21,7 +21,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -270,10 +270,10 @@ class Loop:
         norm = parallel.clip_grad_norm(options.max_grad_norm)  # 3
         lr = learning_rate(index, options)
         reading = Reading(index + 1, lr, loss, norm, learned)
-        skip = not self.cuda and self.skips.skipped(reading, *reading.values.tolist(), search=True)
-        reading.skipped = skip
+        if not self.cuda:
+            reading.skipped = self.skips.skipped(reading, *reading.values.tolist(), search=True)
         with parallel.recorder.span("compute", "optimizer", "optimizer"):
-            if not skip:
+            if not reading.skipped:
                 self.job.optimizer.step(lr, reading.skip() if self.cuda else None)  # 4
         parallel.begin_unshard()
         if self.faults.spoils("flip"):
@@ -286,13 +286,8 @@ class Loop:
     def _rows(self) -> Iterator[None]:
         """Within, transformers does not look at positions to find packed documents: that would
         read the device in every forward. Whether rows are packed is known from the data."""
-        if not self.inputs.packed:
-            with one_sequence_each():
-                yield
-        elif self.cuda:
-            with packed_rows():
-                yield
-        else:
+        packed = packed_rows() if self.cuda else nullcontext()
+        with packed if self.inputs.packed else one_sequence_each():
             yield
 
     def _report(self, readings: Readings, metrics: Metrics | None, held_out: bool = False) -> None:
