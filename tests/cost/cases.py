@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hocket.cost.communication import Step, communication, threads_communication
+from hocket.cost.context_communication import AttentionHeads
 from hocket.cost.stage_communication import StageShare
 from hocket.runtime.mesh import Mesh
 from hocket.schedules import build as build_schedule
@@ -55,14 +56,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def _built(
-    layout: Layout, config: dict[str, Any], mesh: Mesh, bucket_mb: float, dropout: float = 0.0
-) -> Any:
+    layout: Layout, config: dict[str, Any], mesh: Mesh, bucket_mb: float, dropout: float = 0.0,
+    context_parallel: str = "auto",
+) -> Any:  # fmt: skip
     spec = RunSpec(
         model=config["model_type"],
         config=config,
         layout=layout,
         workload=Workload(seq_len=S, global_batch=ROWS * layout.dp),
-        options=TrainOptions(device="cpu", dropout=dropout, bucket_mb=bucket_mb),
+        options=TrainOptions(
+            device="cpu", dropout=dropout, bucket_mb=bucket_mb, context_parallel=context_parallel
+        ),
     )
     count = layout.microbatches or 1
     schedule = build_schedule(layout, count) if layout.num_stages > 1 else None
@@ -83,12 +87,13 @@ def _microbatches(layout: Layout, config: dict[str, Any]) -> list[dict[str, torc
 
 
 def recorded_and_expected(
-    context: Any, layout: str, model: str, bucket_mb: float = 25.0, dropout: float = 0.0
-) -> Any:
+    context: Any, layout: str, model: str, bucket_mb: float = 25.0, dropout: float = 0.0,
+    context_parallel: str = "auto",
+) -> Any:  # fmt: skip
     """One step of `model`: (what the recorder counted, what theory says)."""
     split, config = Layout.parse(layout), CONFIGS[model]
     mesh = Mesh(split, context.rank, "cpu")
-    plan, parallel = _built(split, config, mesh, bucket_mb, dropout)
+    plan, parallel = _built(split, config, mesh, bucket_mb, dropout, context_parallel)
     mesh.recorder.clear()
     torch.manual_seed(mesh.axis("dp").index)
     parallel.forward_backward(_microbatches(split, config))
@@ -100,7 +105,7 @@ def recorded_and_expected(
         split,
         context.rank,
         Step(
-            seq_len=S,
+            seq_len=S // split.cp,
             microbatch_size=ROWS // count,
             num_microbatches=count,
             hidden_size=H,
@@ -120,7 +125,12 @@ def recorded_and_expected(
             for stage in parallel.stages
         ],
         None if schedule is None else schedule.stage_ranks,
-    )
+        AttentionHeads(
+            queries=4 // split.tp,
+            keys=max(1, int(config.get("num_key_value_heads", 4)) // split.tp),
+            key_size=8, value_size=8, method=context_parallel,
+        ),
+    )  # fmt: skip
     return mesh.recorder.collectives(), expected
 
 

@@ -78,6 +78,37 @@ def test_recorded_equals_theory(ranks: RankPool, layout: str, model: str, world_
         assert differing(pair) == []
 
 
+@pytest.mark.parametrize("method", ["ring", "auto"])
+@pytest.mark.parametrize(
+    ("layout", "model", "world_size"),
+    [
+        ("cp2", "llama", 2),
+        ("cp4:microbatches=2", "llama", 4),
+        ("cp2:recompute=full", "qwen3", 2),
+        ("cp2:recompute=selective,microbatches=2", "llama", 2),
+        ("cp2:recompute=full,recompute_layers=1", "llama", 2),
+        ("dp2.cp2:zero=1", "llama", 4),
+        ("dp2.cp2:zero=3,microbatches=2", "llama", 4),
+        ("cp2.tp2", "llama", 4),
+        ("cp2.tp2:sequence_parallel=true", "gemma3", 4),
+        ("cp2.pp2:microbatches=2", "llama", 4),
+    ],
+)
+def test_sequences_over_ranks(
+    ranks: RankPool, layout: str, model: str, world_size: int, method: str
+) -> None:
+    found = ranks.run(
+        "tests.cost.cases:recorded_and_expected",
+        world_size,
+        layout=layout,
+        model=model,
+        context_parallel=method,
+    )
+    for pair in found:
+        assert differing(pair) == []
+        assert any(row["axis"] == "cp" for row in pair[1])
+
+
 def test_a_sum_before_dropout_is_repeated(ranks: RankPool) -> None:
     """Four layers of two sums: dropout behind a layer's last product needs that one too."""
     counts = []

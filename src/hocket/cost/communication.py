@@ -23,7 +23,8 @@ send and receive, the output for all-gather).
         tp   all-gather    with etp below tp, of the experts' outputs and of gradients, T H e and
              T (H + k) e
     once a step
-        dp   all-reduce    of all gradients, in buckets; of the number of valid tokens
+        dp   all-reduce    of all gradients, in buckets; of the number of valid tokens. With cp over
+             `data`, which is dp x cp
         shard (ZeRO-1, 2)  instead: reduce-scatter of all gradients (ZeRO-2: each microbatch), and
              all-gather    of all parameters; replicas all-reduce of the shares (hybrid sharding)
         shard (ZeRO-3)     each microbatch: all-gather of every layer, forward and backward, and of
@@ -32,6 +33,8 @@ send and receive, the output for all-gather).
         embedding all-reduce  of tied gradients, between first and last stage
         expert_data        of the experts what dp and shard have of all else (ep, etp)
         world all-reduce   of the loss; model: of the squared norm (world with ZeRO, ep or etp)
+
+With cp a rank has S / cp tokens of each sequence; `cost.context_communication` has its attention.
 
 Legend: B rows of a microbatch, S sequence, T = B S tokens, H hidden, V vocabulary, e bytes of an
 element. Axes of one rank do not communicate.
@@ -52,6 +55,7 @@ from hocket.cost.communication_table import (
     block_gathers,
     bucket_bytes,
 )
+from hocket.cost.context_communication import AttentionHeads, add_attention
 from hocket.cost.expert_communication import add_experts
 from hocket.cost.stage_communication import StageShare
 from hocket.spec.layout import Layout
@@ -68,12 +72,13 @@ __all__ = [
 ]
 
 
-def communication(
+def communication(  # noqa: PLR0917
     layout: Layout,
     rank: int,
     step: Step,
     shares: Iterable[StageShare],
     stage_ranks: Sequence[int] | None = None,
+    heads: AttentionHeads | None = None,
 ) -> list[dict[str, Any]]:
     """Rows of name, axis, phase, count and bytes of one step on one rank, sorted.
 
@@ -83,13 +88,14 @@ def communication(
         step: the sizes of the step.
         shares: what this rank holds of each of its stages.
         stage_ranks: stage to pipeline rank. None: stage s lies on rank s mod pp.
+        heads: of attention on this rank, for cp.
     """
     place = list(stage_ranks or [s % layout.pp for s in range(layout.num_stages)])
     here = layout.coordinate(rank)["pp"]
     held = list(shares)
     tp_index = layout.coordinate(rank)["tp"]
     assert sorted(s.stage for s in held) == [s for s, r in enumerate(place) if r == here], held
-    table = Table()
+    table, data = Table(), "data" if layout.cp > 1 else "dp"
     partial: dict[str, int] = {}
     for share in held:
         if layout.tp > 1:
@@ -98,23 +104,24 @@ def communication(
             for axis, nbytes in share.partial_bytes.items():
                 partial[axis] = partial.get(axis, 0) + nbytes
         add_experts(table, layout, step, share, tp_index)
+        add_attention(table, layout, step, share, heads)
         _pipeline(table, step, share.stage, place, layout.tp if layout.sequence_parallel else 1)
-        if layout.dp > 1:
+        if layout.data_degree > 1:
             if layout.zero:
                 _sharded(table, layout, step, share)
             else:
                 for nbytes in bucket_bytes(share.gradient_bytes, step.bucket_bytes):
-                    table.add("all-reduce", "dp", "step", 1, nbytes)
+                    table.add("all-reduce", data, "step", 1, nbytes)
     for axis, nbytes in partial.items():  # of all stages of the rank in one
         table.add("all-reduce", axis, "step", 1, nbytes)
     if held and here in (place[0], place[-1]) and place[0] != place[-1]:
         for nbytes in held[0].tied_bytes or held[-1].tied_bytes:
             table.add("all-reduce", "embedding", "step", 1, nbytes)
-    if layout.dp > 1 and step.counts_tokens:
-        table.add("all-reduce", "dp", "step", 1, INTEGER)
+    if layout.data_degree > 1 and step.counts_tokens:
+        table.add("all-reduce", data, "step", 1, INTEGER)
     if layout.world_size > 1:
         table.add("all-reduce", "world", "step", 1, FLOAT)
-    apart = any(share.experts for share in held) or (layout.zero and layout.dp > 1)
+    apart = any(share.experts for share in held) or (layout.zero and layout.data_degree > 1)
     if step.clips and apart and layout.world_size > 1:
         table.add("all-reduce", "world", "step", 1, FLOAT)
     elif layout.tp * layout.cp * layout.pp > 1 and step.clips:
@@ -144,7 +151,7 @@ def _tensor(table: Table, step: Step, share: StageShare) -> None:
 def _sharded(table: Table, layout: Layout, step: Step, share: StageShare) -> None:
     """ZeRO: gradients reduced in shares, parameters gathered; bytes of whole buckets, whose number
     of elements is rounded up to a multiple of the ranks."""
-    ranks = layout.shard or layout.dp
+    ranks = (layout.shard or layout.dp) * layout.cp
     for late, nbytes, gathers in shared_buckets(layout, step, share):
         elements = -(-nbytes // step.gradient_bytes // ranks) * ranks
         # With backward in two halves a bucket is full once the weights' half has come for all of
@@ -153,7 +160,7 @@ def _sharded(table: Table, layout: Layout, step: Step, share: StageShare) -> Non
         if ranks > 1:
             table.add("reduce-scatter", "shard", "step", count, elements * step.gradient_bytes)
             table.add("all-gather", "shard", "step", gathers, elements * step.element_bytes)
-        if ranks < layout.dp:
+        if ranks < layout.data_degree:
             table.add("all-reduce", "replicas", "step", 1, elements // ranks * step.gradient_bytes)
     for nbytes, gathers in frozen_buckets(layout, step, share) if ranks > 1 else ():
         elements = -(-nbytes // step.gradient_bytes // ranks) * ranks

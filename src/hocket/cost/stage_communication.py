@@ -54,6 +54,8 @@ class StageShare:
         experts_whole: of those, how many are repeated to the end of their module.
         expert_gradients, expert_frozen: block and bytes of the gradient of each of their
             parameters, which the other fields leave out; those that have none, as in `frozen`.
+        attentions: layers of the stage that have an attention core; attentions_again: of those, how
+            many run theirs again in backward (recompute).
         partial_bytes: axis to bytes of gradients that are partial sums over it, once a step.
         tied_bytes: bytes of gradients that another stage holds too; one entry per tie.
     """
@@ -81,6 +83,8 @@ class StageShare:
     experts_whole: int = 0
     expert_gradients: tuple[tuple[str, int], ...] = ()
     expert_frozen: tuple[tuple[str, int], ...] = ()
+    attentions: int = 0
+    attentions_again: int = 0
     partial_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     tied_bytes: tuple[int, ...] = ()
 
@@ -198,6 +202,7 @@ class StageShare:
             partial_bytes=partial,
             tied_bytes=tuple(tied),
             **_experts(plan, placements, layout),
+            **_attentions(plan, placements, layout),
             expert_gradients=tuple(
                 (block_of(p.name, plan.stages), math.prod(p.local_shape) * e)
                 for p in moved
@@ -231,6 +236,27 @@ def _experts(
         own = [".".join(module.split(".")[depth:]) for module in again]
         found["experts_again"] = tuple(again.values())
         found["experts_whole"] = sum(name not in plan.stages.ends for name in own)
+    return found
+
+
+def _attentions(
+    plan: ParallelPlan, placements: Mapping[str, Placement], layout: Layout | None
+) -> dict[str, Any]:
+    """The fields of a share that come from context parallelism."""
+    if layout is None or layout.cp == 1 or plan.stages is None:
+        return {}
+    prefix = f"{plan.stages.layers}."
+    depth = prefix.count(".") + 1
+    cores = tuple(f"{core}." for core in plan.stages.cores)
+
+    def count(held: Mapping[str, Placement]) -> int:
+        parts = [name.split(".") for name in held if name.startswith(prefix)]
+        layers = {p[depth - 1] for p in parts if ".".join(p[depth:]).startswith(cores)}
+        return len(layers)
+
+    found = {"attentions": count(placements)}
+    if layout.recompute in ("full", "selective"):
+        found["attentions_again"] = count(_recomputed(plan, placements, layout))
     return found
 
 

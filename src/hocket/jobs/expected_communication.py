@@ -15,8 +15,10 @@ from hocket.spec.plan import matches
 from hocket.spec.run import RunFolder, RunSpec, bucket_mb
 
 if TYPE_CHECKING:
+    from hocket.cost.context_communication import AttentionHeads
     from hocket.cost.stage_communication import StageShare
     from hocket.launch import Launcher, RankContext
+    from hocket.models.source import ModelSource
     from hocket.spec.placement import Placement
     from hocket.spec.plan import ParallelPlan
 
@@ -84,6 +86,27 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
     context.emit({"event": "theory", "ranks": rows(folder.load(), schedule.stage_ranks)})
 
 
+def _heads(spec: RunSpec, source: ModelSource) -> AttentionHeads | None:
+    """The heads of attention on one tensor rank; latent attention (MLA) expands its keys to a
+    head for each query. None without cp, or where a model has no attention heads."""
+    from hocket.cost.context_communication import AttentionHeads
+
+    sizes, layout, config = source.dimensions, spec.layout, source.config
+    if layout.cp == 1 or not sizes.num_heads:
+        return None
+    latent = config.get("qk_nope_head_dim") is not None
+    keys = sizes.num_heads if latent else sizes.num_key_value_heads
+    size = int(config.get("qk_nope_head_dim") or 0) + int(config.get("qk_rope_head_dim") or 0)
+    key_size = size if latent else sizes.head_dim
+    return AttentionHeads(
+        queries=sizes.num_heads // layout.tp,
+        keys=max(1, keys // layout.tp),
+        key_size=key_size,
+        value_size=int(config.get("v_head_dim") or key_size) if latent else key_size,
+        method=spec.options.context_parallel,
+    )
+
+
 def rows(
     spec: RunSpec, stage_ranks: tuple[int, ...], ranks: Iterable[int] | None = None
 ) -> list[list[Row]]:
@@ -135,7 +158,7 @@ def rows(
     device = spec.options.device
     cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     step = Step(
-        seq_len=workload.seq_len,
+        seq_len=workload.seq_len // layout.cp,
         microbatch_size=workload.global_batch // layout.dp // (layout.microbatches or 1),
         num_microbatches=layout.microbatches or 1,
         hidden_size=source.dimensions.hidden_size,
@@ -205,6 +228,7 @@ def rows(
             layout=layout,
         )
 
+    heads = _heads(spec, source)
     shares: dict[tuple[int, int, int], StageShare] = {}
     places = {rank: i for row in layout.expert_groups("expert") for i, rank in enumerate(row)}
     found = []
@@ -216,7 +240,7 @@ def rows(
             if key not in shares:
                 shares[key] = share(*key)
         mine = [shares[stage, where["tp"], places[rank]] for stage in held]
-        found.append(communication(layout, rank, step, mine, stage_ranks))
+        found.append(communication(layout, rank, step, mine, stage_ranks, heads))
     return found
 
 

@@ -271,7 +271,8 @@ def representatives(job: Job, ranks: str) -> dict[int, int]:
 
     Ranks that differ in dp alone run the same program on the same shapes (with ZeRO, shards of
     which dp 0 holds the largest). So do those that differ in tp, but for those that hold another
-    number of vocabulary rows and, with ZeRO, the first, whose pieces of the norm are others.
+    number of vocabulary rows and, with ZeRO, the first, whose pieces of the norm are others. Ranks
+    of cp send to different places of a ring and attend to different keys: each is executed.
     """
     layout = job.spec.layout
     if ranks not in (ALL, REPLICA):
@@ -291,7 +292,7 @@ def representatives(job: Job, ranks: str) -> dict[int, int]:
     for rank in range(layout.world_size):
         where = layout.coordinate(rank)
         rows = min(most, max(0, vocabulary - most * where["tp"]))
-        key = (where["pp"], rows, int(layout.zero > 0 and where["tp"] == 0))
+        key = (where["pp"], where["cp"], rows, int(layout.zero > 0 and where["tp"] == 0))
         found[rank] = first.setdefault(key, rank)
     return found
 
