@@ -64,6 +64,57 @@ def public(context: Any, layouts: list[str]) -> list[dict[str, float]]:
     return rows
 
 
+def smoothed(context: Any, layouts: list[str]) -> list[dict[str, Any]]:
+    """A loss function of the caller's, with label smoothing and transformers' labels, through
+    `hocket.parallelize` and through a loop over plain transformers, in fp64."""
+    import torch
+    from torch.nn import functional
+
+    import hocket
+
+    def loss_of(output: Any, microbatch: Any) -> Any:
+        labels = functional.pad(microbatch["labels"][:, 1:], (0, 1), value=-100)
+        logits = output.logits.flatten(0, 1)
+        total = functional.cross_entropy(
+            logits, labels.flatten(), reduction="sum", label_smoothing=0.2
+        )
+        return total, (labels != -100).sum()
+
+    whole = _llama().double()
+    ids = torch.randint(0, 96, (8, 16), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[::3, 5:9] = -100
+    batch = {"input_ids": ids, "labels": labels}
+    plain = copy.deepcopy(whole)
+    total, tokens = loss_of(plain(input_ids=ids), batch)
+    loss = total / tokens
+    loss.backward()
+    norm = float(torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()]))
+    expected = {name: p.grad for name, p in plain.named_parameters()}
+    rows = []
+    for text in layouts:
+        parallel = hocket.parallelize(
+            copy.deepcopy(whole), text, loss_fn=loss_of, schedule="gpipe", microbatches=2
+        )
+        mine = {k: v[_rows(parallel.layout, context.rank, 8)] for k, v in batch.items()}
+        chunks = {key: value.chunk(2) for key, value in mine.items()}
+        microbatches = [{key: value[m] for key, value in chunks.items()} for m in range(2)]
+        evaluated, counted = parallel.evaluate(microbatches)
+        found = parallel.forward_backward(microbatches)
+        worst = 0.0
+        for name, gradient in parallel.gradients().items():
+            placement = parallel.placements[name]
+            local = gradient.reshape(placement.local_shape)
+            for block in placement.blocks:
+                gap = (local[block.in_local] - expected[name][block.in_global]).abs().max()
+                worst = max(worst, float(gap / expected[name].abs().max()))
+        length = float(parallel.clip_grad_norm(0))
+        row = {"gradient": worst, "norm": abs(length - norm) / norm}
+        row |= {"loss": abs(float(found - loss)), "evaluated": abs(evaluated / counted - loss)}
+        rows.append({k: float(v) for k, v in row.items()} | {"tokens": counted == int(tokens)})
+    return rows
+
+
 def own_loop(context: Any, layouts: list[str], folder: str, steps: int) -> dict[str, Any]:
     """A loop over plain transformers and the same through `parallelize`, on next = P[token].
 

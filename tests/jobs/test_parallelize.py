@@ -96,3 +96,17 @@ def test_shifted_labels_are_taken_where_it_is_said() -> None:
     parallel = hocket.parallelize(model, "dp1", labels_shifted=True)
     assert float(parallel.forward_backward([batch])) == pytest.approx(float(expected), abs=1e-6)
     assert parallel.count_tokens([batch]) == 16
+
+
+@pytest.mark.ranks
+def test_a_loss_of_the_callers_sees_whole_logits_and_counts_its_own_tokens(ranks) -> None:
+    layouts = [
+        "dp2", "tp2", "tp2:sequence_parallel=true", "pp2", "dp2:zero=2", "dp2:zero=3",
+    ]  # fmt: skip
+    for rank in ranks.run("tests.jobs.cases:smoothed", world_size=2, layouts=layouts):
+        for layout, row in zip(layouts, rank, strict=True):
+            assert row["loss"] < 1e-6, (layout, row)
+            assert row["evaluated"] < 1e-6, (layout, row)
+            assert row["norm"] < 1e-5, (layout, row)
+            assert row["gradient"] < 1e-5, (layout, row)
+            assert row["tokens"], (layout, row)

@@ -48,8 +48,9 @@ def parallelize(
         plan: how it may be split. None: as its family is, or data parallelism alone. With a plan of
             the caller's nothing is checked.
         schedule: a Schedule, or the name or file of one, as `--schedule`.
-        loss_fn: `(output, microbatch) -> (sum of losses, number of tokens)`. None: next-token
-            cross-entropy of the output's `logits` [B, S, V] against `labels` [B, S].
+        loss_fn: `(output, microbatch) -> (sum of losses, number of tokens)`, of whole logits
+            [B, S, V] in every layout. The step's loss is divided by the tokens that it counts.
+            None: next-token cross-entropy of the output's `logits` against `labels` [B, S].
         labels_shifted: `labels[:, i]` is the token after `input_ids[:, i]`. False: labels as
             transformers takes them, at the positions of their tokens (`labels=input_ids`, -100
             where there is no target); they are shifted inside, as the model's own forward does.

@@ -5,7 +5,8 @@ Legend: B batch, S sequence, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -65,6 +66,10 @@ class NextTokenLoss:
         self.axis = heads[-1].axis if heads else Axis("tp")
         self.start = heads[-1].start if heads else 0
 
+    def begin(self, tokens_per_microbatch: Any) -> None:
+        """A step begins."""
+        self.tokens_per_microbatch = tokens_per_microbatch
+
     def __call__(self, output: Any, microbatch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         labels = targets(microbatch["labels"], self.labels_shifted)
         loss = vocab_parallel_cross_entropy(
@@ -79,6 +84,78 @@ class NextTokenLoss:
             auxiliary = self.router.coefficient * auxiliary_loss(output, self.router_degree)
             loss = loss + self.tokens_per_microbatch * auxiliary.to(loss)
         return loss, (labels != IGNORED).sum()
+
+
+class OwnLoss:
+    """A loss function of the caller's. It gets whole logits [B, S, V] on every tensor rank, and the
+    tokens that it counts are those that the step's loss is divided by.
+
+    Args:
+        function: `(output, microbatch) -> (sum of losses, number of tokens)`.
+        module: the last stage. Where it ends in a vocabulary-parallel head, the output's logits are
+            gathered (all-gather over tp; in backward each rank takes its shard of the gradient).
+
+    Attributes:
+        tokens: counted in the forwards of this step.
+    """
+
+    def __init__(self, function: Callable[..., tuple[Tensor, Tensor | int]], module: nn.Module):
+        self.function = function
+        heads = [m for m in module.modules() if isinstance(m, VocabParallelHead)]
+        self._head = heads[-1] if heads else None
+        self.tokens: Tensor | int = 0
+
+    def __call__(
+        self, output: Any, microbatch: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor | int]:
+        if self._head is not None:
+            output = _with_logits(output, self._head.gathered(logits_of(output)))
+        total, tokens = self.function(output, microbatch)
+        self.tokens = self.tokens + tokens
+        return total, tokens
+
+    def begin(self, tokens_per_microbatch: Any) -> None:
+        """A step begins."""
+        self.tokens = 0
+
+
+@torch.no_grad()
+def divide_by_counted(
+    loss: Tensor,
+    divisor: Any,
+    stages: Iterable[Any],
+    stepped: Iterable[tuple[str, nn.Parameter]],
+    everywhere: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Divide a step's loss and gradients by the tokens that the caller's loss function counted
+    instead of by `divisor`, the number of labels. A CUDA device is not read.
+
+    Args:
+        loss: of the step, divided by `divisor`.
+        stages: of this rank, with their loss functions.
+        stepped: tensors whose `.grad` is the step's.
+        everywhere: the sum over the world of the last stages' numbers.
+    """
+    counted = sum(s.loss_fn.tokens for s in stages if isinstance(s.loss_fn, OwnLoss))
+    total = everywhere(torch.as_tensor(counted, dtype=torch.float64, device=loss.device))
+    factor = divisor / total.clamp(min=1)
+    if not factor.is_cuda and factor == 1:
+        return loss
+    for _, tensor in stepped:
+        if tensor.grad is not None:
+            tensor.grad.mul_(factor.to(tensor.grad.dtype))
+    return loss * factor.to(loss.dtype)
+
+
+def _with_logits(output: Any, logits: Tensor) -> Any:
+    """What a model returned, with other logits."""
+    if isinstance(output, Tensor):
+        return logits
+    if getattr(output, "logits", None) is None:
+        return (logits, *output[1:])
+    found = copy.copy(output)
+    found.logits = logits
+    return found
 
 
 def auxiliary_loss(output: Any, degree: int = 1) -> Tensor:

@@ -25,7 +25,7 @@ from hocket.runtime.data_parallel import (
     Shares,
     ThreadedReplicas,
 )
-from hocket.runtime.loss import IGNORED, NextTokenLoss, targets
+from hocket.runtime.loss import IGNORED, NextTokenLoss, OwnLoss, divide_by_counted, targets
 from hocket.runtime.mesh import Axis, Mesh
 from hocket.runtime.pipeline.executor import Executor
 from hocket.runtime.pipeline.stage import Microbatch, Stage
@@ -337,13 +337,11 @@ class Parallel:
     def forward_backward(
         self, microbatches: Sequence[Microbatch], num_tokens: int | None = None
     ) -> Tensor:
-        """One step's forwards and backwards; afterwards `.grad` holds the whole gradient.
-
-        Gradients of the step before are forgotten first.
+        """One step's forwards and backwards, after which `.grad` holds its whole gradient alone.
 
         Args:
             microbatches: of this data rank, in order; every rank of a replica is given the same.
-            num_tokens: valid tokens of the global batch. None: counted from `labels`.
+            num_tokens: valid tokens of the global batch. None: counted, by `loss_fn` if given.
 
         Returns:
             The mean loss over the valid tokens of the global batch, fp32, equal on every rank.
@@ -380,6 +378,9 @@ class Parallel:
             for reducer in reducers.values():
                 reducer.wait()
             loss = self._everywhere(share)
+            if self.labels_shifted is None and num_tokens is None:
+                stepped = self.named_stepped()
+                loss = divide_by_counted(loss, divisor, self.stages, stepped, self._everywhere)
         self._stale = bool(self._sharded)
         self.step += 1
         return loss
@@ -388,8 +389,8 @@ class Parallel:
         """Weigh a router's auxiliary loss by microbatch."""
         count = len(microbatches) * self.layout.dp
         for stage in self.stages:
-            if isinstance(stage.loss_fn, NextTokenLoss):
-                stage.loss_fn.tokens_per_microbatch = num_tokens / count
+            if isinstance(stage.loss_fn, NextTokenLoss | OwnLoss):
+                stage.loss_fn.begin(num_tokens / count)
 
     def count_tokens(self, microbatches: Sequence[Microbatch]) -> int:
         """Labels of the global batch that are not ignored. Reads the device."""
@@ -416,10 +417,8 @@ class Parallel:
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Microbatch]) -> tuple[float, int]:
-        """(sum of losses, valid tokens) of a global batch of which this data rank has a part.
-
-        The losses are cross-entropies: a router's auxiliary loss is left out.
-        """
+        """(sum of losses, valid tokens) of a global batch of which this data rank has a part; a
+        router's auxiliary loss is left out."""
         modes = [stage.module.training for stage in self.stages]
         self.train(False)
         self.begin_unshard()

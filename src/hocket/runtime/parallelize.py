@@ -21,7 +21,7 @@ from hocket.runtime.collectives import all_reduce
 from hocket.runtime.context_parallel import ContextParallel, apply_context_parallel
 from hocket.runtime.device import pick_device
 from hocket.runtime.expert_parallel import apply_expert_parallel
-from hocket.runtime.loss import NextTokenLoss, router_degree
+from hocket.runtime.loss import NextTokenLoss, OwnLoss, router_degree
 from hocket.runtime.mesh import Axis, Mesh
 from hocket.runtime.parallel import Parallel
 from hocket.runtime.pipeline.cut import cut, cut_costs
@@ -65,8 +65,8 @@ def parallelize(
         plan: how it may be split. None: not at all, for data parallelism alone.
         mesh: None: made here, over the default process group or, without one, of one rank.
         schedule: when everything runs; needed with several stages.
-        loss_fn: `(output, microbatch) -> (sum of losses, number of tokens)`. None: next-token
-            cross-entropy of the output's `logits` (or of the output) against `labels`.
+        loss_fn: `(output, microbatch) -> (sum of losses, number of tokens)`, of whole logits. None:
+            next-token cross-entropy of the output's `logits` (or of the output) against `labels`.
         bounds: layers per stage. None: as `layout.pipeline_split` says.
         seed: of the random numbers that dropout draws.
         bucket_mb: size of a gradient bucket in MB. None: by the device.
@@ -141,9 +141,11 @@ def parallelize(
                 num_stages,
                 plan=plan.stages,
                 placements=placements,
-                loss_fn=(loss_fn or _default_loss(part, mesh, plan, placements, labels_shifted))
-                if last
-                else None,
+                loss_fn=None
+                if not last
+                else OwnLoss(loss_fn, part)
+                if loss_fn is not None
+                else _default_loss(part, mesh, plan, placements, labels_shifted),
                 hidden_size=plan.hidden_size,
                 slices=None if sequence is None else (sequence, layout.tp),
             )

@@ -235,6 +235,7 @@ class _Splitting:
         shares = [split.segments[0].slice(i, self.axis.size) for i in range(self.axis.size)]
         child.start = shares[self.axis.index][0]
         child.sizes = [rows for _, rows, _ in shares]
+        child.shards = self._shards(split.segments)
         child.gather = None
 
     def _embedding(self, child: Any, name: str, split: Split) -> None:

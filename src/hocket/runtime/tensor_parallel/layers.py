@@ -184,10 +184,16 @@ class VocabParallelHead(ColumnParallelLinear):
     Attributes:
         start: first vocabulary row of this rank.
         sizes: vocabulary rows of each rank.
+        shards: the rows of every rank.
     """
 
     start: int
     sizes: list[int]
+    shards: Shards
 
     def forward(self, input: Tensor) -> Tensor:
         return self._entered(input)
+
+    def gathered(self, logits: Tensor) -> Tensor:
+        """Whole logits [B, S, V] of this rank's [B, S, V of this rank]."""
+        return gather_from_axis(logits, self.shards, self.axis, self.recorder)
