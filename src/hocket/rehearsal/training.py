@@ -81,7 +81,7 @@ class Rehearsal:
         choose_kernels_on_cuda(self.skeleton, asked=options.attention)
         group_experts()
         if layout.cp > 1:
-            over_context_ranks(self.skeleton)
+            over_context_ranks(self.skeleton, self.plan)
 
     @classmethod
     def of_json(cls, payload: dict[str, Any]) -> Rehearsal:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from hocket.models.attention import choose_kernels_on_cuda
-from hocket.models.context import split_sequences, use_whole_rows
+from hocket.models.context import own_attention, split_sequences, use_whole_rows
 from hocket.models.experts import replace_grouped_mm
 from hocket.models.lora import alpha_of, targets_of
 from hocket.models.masks import of_whole_sequences
@@ -41,7 +41,7 @@ from hocket.runtime.tensor_parallel.layers import ColumnParallelLinear, RowParal
 from hocket.runtime.tensor_parallel.sequence import IN_GRAPH
 from hocket.runtime.triton import grouped_gemm
 from hocket.spec.capabilities import refused_precision
-from hocket.spec.errors import OptionError, unknown
+from hocket.spec.errors import ModelError, OptionError, unknown
 from hocket.spec.links import Links
 from hocket.spec.plan import ParallelPlan
 from hocket.spec.run import RunSpec, TrainOptions
@@ -175,7 +175,7 @@ def build_model(
         choose_kernels_on_cuda(skeleton, asked=options.attention)
         group_experts()
     if spec.layout.cp > 1:
-        over_context_ranks(skeleton)
+        over_context_ranks(skeleton, plan)
     parallel = parallelize(
         skeleton,
         spec.layout,
@@ -367,9 +367,15 @@ def dtype_of(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def over_context_ranks(model: nn.Module) -> None:
-    """Let the attention of a Hugging Face model go over context ranks. Raises ModelError: its
-    sequences cannot be split."""
+def over_context_ranks(model: nn.Module, plan: ParallelPlan | None = None) -> None:
+    """Let the attention of a Hugging Face model go over context ranks.
+
+    Raises:
+        ModelError: its sequences cannot be split; or, as the plan says, its layers ask transformers
+            for no attention function, so that each rank would attend to its own tokens alone.
+    """
+    if plan is not None and plan.stages is not None and not plan.stages.cores:
+        raise ModelError(own_attention(model), hint="cp1")
     use_whole_rows(whole_rows)
     split_sequences(model)
 
