@@ -30,6 +30,18 @@ def test_attention_in_code_of_its_own(family: str) -> None:
     assert caught.value.hint == "cp1"
 
 
+def test_positions_that_cannot_be_given() -> None:
+    from hocket.models.skeleton import build
+    from hocket.training.build import over_context_ranks
+
+    config = {
+        "model_type": "bart", "vocab_size": 64, "d_model": 32, "decoder_layers": 2,
+        "decoder_attention_heads": 4, "is_decoder": True, "is_encoder_decoder": False,
+    }  # fmt: skip
+    with pytest.raises(ModelError, match="takes no position_ids"):
+        over_context_ranks(build(config))
+
+
 def test_attention_by_the_interface() -> None:
     from hocket.models.plans import plan_for
     from hocket.models.skeleton import build

@@ -15,6 +15,7 @@ Legend: B rows, S tokens of the whole sequence, Q queries, N keys.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -192,7 +193,7 @@ def split_sequences(model: nn.Module) -> None:
     """
     _install()
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
-    why = why_not(model)
+    why = why_not(model) or _numbers_tokens(model)
     if why:
         raise ModelError(f"{type(model).__name__} cannot be split over cp: {why}", hint="cp1")
     model.config._attn_implementation = CONTEXT  # type: ignore[union-attr]
@@ -203,8 +204,8 @@ def own_attention(model: nn.Module) -> str:
     """Why sequences of a model whose layers ask transformers for no attention function cannot be
     split."""
     return why_not(model) or (
-        f"{type(model).__name__} computes attention in code of its own, which transformers' "
-        "attention interface does not reach"
+        "it computes attention in code of its own, which transformers' attention interface does "
+        "not reach"
     )
 
 
@@ -224,3 +225,11 @@ def why_not(model: nn.Module) -> str:
         if isinstance(rotary, str) and rotary in _ROTARY:
             return f"{name} ({rotary}) has frequencies that follow the longest position of a rank"
     return ""
+
+
+def _numbers_tokens(model: nn.Module) -> str:
+    """Why positions of a model cannot be given; empty: they can."""
+    calls = (model.forward, getattr(model, "base_model", model).forward)
+    if any("position_ids" in inspect.signature(call).parameters for call in calls):
+        return ""
+    return "it takes no position_ids, and would number the tokens of each rank from 0"

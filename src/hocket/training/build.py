@@ -375,7 +375,8 @@ def over_context_ranks(model: nn.Module, plan: ParallelPlan | None = None) -> No
             for no attention function, so that each rank would attend to its own tokens alone.
     """
     if plan is not None and plan.stages is not None and not plan.stages.cores:
-        raise ModelError(own_attention(model), hint="cp1")
+        why = own_attention(model)
+        raise ModelError(f"{type(model).__name__} cannot be split over cp: {why}", hint="cp1")
     use_whole_rows(whole_rows)
     split_sequences(model)
 
