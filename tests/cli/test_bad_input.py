@@ -333,7 +333,7 @@ def test_data_that_is_not_there(refused: Run) -> None:
         (["--layout", "dp2.xp2"], "unknown axis 'xp'"),
         (["--layout", "dp0"], "dp is 0"),
         (["--layout", "dp2:schedule=gpipe", "--schedule", "1f1b"], "the flag has 1f1b"),
-        (["--layout", "cp2"], "no context parallelism"),
+        (["--layout", "dp1:recompute=modules"], "no other modules"),
         (["--layout", "dp2:zero=4"], "zero is 4"),
         (["--layout", "dp3:zero=3", "--global-batch", "8"], "--layout dp4:zero=3 or"),
         (["--layout", "dp2.tp2", "--data-parallel", "threads"], "takes no other axis"),

@@ -88,7 +88,8 @@ def test_a_sequence_beyond_the_models_positions_is_noted(
 
 def test_pins(capsys: pytest.CaptureFixture[str]) -> None:
     data = json.loads(plan(capsys, "--pin", "tp=2", "pp=4", "--json"))
-    assert all("pp4.tp2" in found["layout"] for found in data["layouts"])
+    layouts = [Layout.parse(found["layout"]) for found in data["layouts"]]
+    assert {(one.pp, one.tp) for one in layouts} == {(4, 2)}
 
 
 def test_emit(capsys: pytest.CaptureFixture[str]) -> None:

@@ -185,7 +185,7 @@ def test_live_ranks_export(tmp_path: Path) -> None:
         part = Part(model, rank)
         import hocket.runtime.checkpoint as room
 
-        part.mesh = type("Mesh", (), {"coordinate": {"dp": 0}, "world": world})()
+        part.mesh = type("Mesh", (), {"coordinate": {"dp": 0, "cp": 0}, "world": world})()
         assert room.World is not None
         export_ranks(part, to, files)
 

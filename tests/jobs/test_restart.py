@@ -130,7 +130,8 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path, kind: str, backend: str) -> 
     assert "rank 0: step 7, " in told
     assert "rank 1: step 7, " in told
     assert "[1RECV_F0]" in told  # the cell of the schedule that rank 1 was in
-    assert 'training/faults.py"' in told  # its stack
+    if not fault["kind"].startswith("stop"):  # one that is stopped may not answer in time
+        assert 'training/faults.py"' in told  # its stack
     assert weights(tmp_path, "cut") == weights(tmp_path, "whole")
     assert RunFolder(tmp_path / "cut").load().options.resume is False
 

@@ -28,13 +28,13 @@ def said(context: Any, texts: list[str]) -> list[str]:
     """What every rank hears when each says its own text."""
     import torch.distributed as dist
 
-    from hocket.jobs.proxy.check import _said
+    from hocket.jobs.proxy.check import said_by_all
     from hocket.runtime.mesh import Axis
     from hocket.runtime.record import Recorder
 
     size = context.world_size
     axis = Axis("tp", size, context.rank, tuple(range(size)), dist.group.WORLD)
-    return _said(texts[context.rank], axis, Recorder(context.rank))
+    return said_by_all(texts[context.rank], axis, Recorder(context.rank))
 
 
 def read_and_export(

@@ -137,17 +137,20 @@ def test_the_ranks_entry_reports_it(ranks_of_one, monkeypatch, tmp_path) -> None
     from hocket.training import rank
 
     class Loop:
-        def __init__(self, job, folder, context) -> None: ...
+        def __init__(self, job, folder, context, faults) -> None: ...
 
         def run(self) -> None:
             raise torch.OutOfMemoryError(CUDA)
 
     spec = ranks_of_one.spec
-    folder = SimpleNamespace(load=lambda **_: spec, schedule_file=None, path=tmp_path)
+    folder = SimpleNamespace(
+        load=lambda **_: spec, schedule_file=None, path=tmp_path, checkpoints=tmp_path
+    )
     monkeypatch.setattr(rank, "RunFolder", lambda path: folder)
     monkeypatch.setattr(rank, "read_schedule", lambda path: None)
     monkeypatch.setattr(rank, "build", lambda *given: ranks_of_one)
     monkeypatch.setattr(rank, "Loop", Loop)
-    context = SimpleNamespace(rank=1, expect=lambda seconds: None)
+    heart = SimpleNamespace(allow=lambda seconds: None)
+    context = SimpleNamespace(rank=1, expect=lambda seconds: None, heart=heart)
     with pytest.raises(RankMemoryError, match="rank 0 ran out of memory: 2"):
         rank.main(context, {"run": str(tmp_path)})

@@ -90,7 +90,7 @@ class Places:
 
 
 @dataclasses.dataclass(frozen=True)
-class Whole:
+class WholeAttention:
     """What backward of every part needs of the whole.
 
     Attributes:
@@ -103,16 +103,17 @@ class Whole:
     lse: Tensor
     delta: Tensor
 
-    def last(self, count: int) -> Whole:
+    def last(self, count: int) -> WholeAttention:
         """Of the last `count` queries."""
-        return Whole(
+        return WholeAttention(
             self.grad[:, :, -count:], self.out[:, :, -count:], self.lse[:, :, -count:],
             self.delta[:, :, -count:],
         )  # fmt: skip
 
 
 def attend_backward(  # noqa: PLR0917
-    query: Tensor, key: Tensor, value: Tensor, whole: Whole, scores: Scores, mask: Places | None,
+    query: Tensor, key: Tensor, value: Tensor, whole: WholeAttention, scores: Scores,
+    mask: Places | None,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients that come through one part, in fp32: of query, key and value."""
@@ -216,7 +217,7 @@ class _Cpu:
 
     @staticmethod
     def backward(  # noqa: PLR0917
-        query: Tensor, key: Tensor, value: Tensor, whole: Whole, causal: bool, scale: float
+        query: Tensor, key: Tensor, value: Tensor, whole: WholeAttention, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         op: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         grads: tuple[Tensor, Tensor, Tensor] = op(
@@ -239,7 +240,7 @@ class _Cuda:
 
     @staticmethod
     def backward(  # noqa: PLR0917
-        query: Tensor, key: Tensor, value: Tensor, whole: Whole, causal: bool, scale: float
+        query: Tensor, key: Tensor, value: Tensor, whole: WholeAttention, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         op: Any = torch.ops.aten._scaled_dot_product_flash_attention_backward
         seed = torch.empty(2, dtype=torch.uint64, device=query.device)  # of dropout, which is 0

@@ -29,7 +29,7 @@ from hocket.runtime.collectives import Work, irecv, isend
 from hocket.runtime.context_parallel.attend import (
     Places,
     Scores,
-    Whole,
+    WholeAttention,
     attend,
     attend_backward,
     merge,
@@ -139,7 +139,7 @@ class Ring(torch.autograd.Function):
         scores, axis, recorder = ctx.scores, ctx.axis, ctx.recorder
         me, length, size = axis.index, query.shape[2], key.shape[-1]
         delta = (grad.to(lse.dtype) * out).sum(-1)
-        whole = Whole(grad.to(query.dtype), out, lse, delta)
+        whole = WholeAttention(grad.to(query.dtype), out, lse, delta)
         dsinks = None
         if sinks is not None:
             weight = (sinks.to(lse.dtype).view(1, -1, 1) - lse).exp()
