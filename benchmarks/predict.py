@@ -32,12 +32,12 @@ from hocket.catalogue import models
 from hocket.jobs import forecast, machine, prepare
 from hocket.jobs.background_load import Others
 from hocket.jobs.probe import measure
-from hocket.jobs.record import Record
+from hocket.jobs.record import JobRecorder
 from hocket.jobs.request import request
 from hocket.jobs.train import PRELOAD, launch, prepared
 from hocket.launch import Launcher
 from hocket.spec.ledger import DISTURBED
-from hocket.spec.measured import Measured
+from hocket.spec.measured import MachineMeasurements
 from hocket.spec.timeline import Timeline
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -123,7 +123,9 @@ def run(arguments: argparse.Namespace) -> list[Row]:
     return list(rows.values())
 
 
-def one(launcher: Launcher, folder: Path, row: Row, measured: Measured, steps: int) -> None:
+def one(
+    launcher: Launcher, folder: Path, row: Row, measured: MachineMeasurements, steps: int
+) -> None:
     """Foretell and train one layout once."""
     model, path = folder / row.model, folder / "run"
     model.mkdir(exist_ok=True)
@@ -137,7 +139,7 @@ def one(launcher: Launcher, folder: Path, row: Row, measured: Measured, steps: i
             "eval_every": 0, "held_out": 0.0, "timeline_step": steps + WARM - 1, **WORK,
         }
     )  # fmt: skip
-    job, record = prepare.plan(asked), Record()
+    job, record = prepare.plan(asked), JobRecorder()
     run_folder = prepare.run_folder(asked)
     spec = prepared(job, run_folder, record)
     told, _ = forecast.told(spec, measured, launcher=launcher, schedule=job.schedule)

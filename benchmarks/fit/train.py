@@ -30,7 +30,7 @@ from scipy.optimize import least_squares
 
 from hocket.cost.constants import FEW_BITS, PRECISION_FIELDS, Constants, constants, file
 from hocket.planning.pricing import RowBatch, batch, by_structure
-from hocket.planning.table import MAINSTREAM, Row, read, rows
+from hocket.planning.table import MAINSTREAM, PublishedRow, read, rows
 from hocket.planning.validate import ValidatedRow, average, group_of, price, scores
 
 PRODUCTS = {"A100": 0.973, "H100": 0.857}
@@ -120,7 +120,7 @@ def changed(data: dict[str, Any], values: Sequence[float], free: Free = FREE) ->
 class Problem:
     """Rows and where each takes its constants from."""
 
-    def __init__(self, found: Sequence[Row]) -> None:
+    def __init__(self, found: Sequence[PublishedRow]) -> None:
         self.rows = list(found)
         self.batch: RowBatch = batch(self.rows)
         self.kinds = sorted({(row.cluster.node.gpu.name, row.stack) for row in self.rows})
@@ -160,7 +160,7 @@ class Problem:
 
 
 def fit(
-    found: Sequence[Row], data: dict[str, Any], evaluations: int = 30, free: Free = FREE
+    found: Sequence[PublishedRow], data: dict[str, Any], evaluations: int = 30, free: Free = FREE
 ) -> dict[str, Any]:
     """The data file with constants fitted to these rows, from what is believed before: nothing of
     an earlier fit enters. A number that the rows say nothing about stays at that belief."""
@@ -191,7 +191,7 @@ def fit(
     return changed(data, start * np.exp(found_at.x), free)
 
 
-def predictions(found: Sequence[Row], data: dict[str, Any]) -> list[ValidatedRow]:
+def predictions(found: Sequence[PublishedRow], data: dict[str, Any]) -> list[ValidatedRow]:
     """Prices of rows under a data file."""
     priced: dict[int, ValidatedRow] = {}
     for places in by_structure(found):
@@ -233,7 +233,7 @@ def show(title: str, priced: Sequence[ValidatedRow]) -> None:
     print("overall", dataclasses.asdict(average(main, 0)))
 
 
-def fit_all(everything: Sequence[Row], data: dict[str, Any]) -> dict[str, Any]:
+def fit_all(everything: Sequence[PublishedRow], data: dict[str, Any]) -> dict[str, Any]:
     """The data file fitted in three steps, none of which changes what an earlier one fitted."""
     rows_of = [r for r in everything if r.measured and not r.resolved]
     found = [r for r in rows_of if r.kind == MAINSTREAM]

@@ -28,7 +28,7 @@ from hocket.spec.rehearsal_matrix import (
     ROWS,
     SCHEDULES,
     SEQ_LEN,
-    Case,
+    MatrixJob,
     RehearsalCell,
     RehearsalMatrix,
 )
@@ -82,7 +82,7 @@ def page(found: RehearsalMatrix) -> str:
     for model in MODELS:
         for layout in FLAT:
             row = [
-                _mark(cells.get(Case(model=model, layout=layout, schedule="", option=option)))
+                _mark(cells.get(MatrixJob(model=model, layout=layout, schedule="", option=option)))
                 for option in OPTIONS
             ]
             lines.append(f"| {model} | `{layout}` | {' | '.join(row)} |")
@@ -141,7 +141,7 @@ def _plain(text: str) -> str:
 
 def read(files: list[Path]) -> RehearsalMatrix:
     """The cells of files, merged, without their seconds; what made them as the last file has it."""
-    cells: dict[Case, RehearsalCell] = {}
+    cells: dict[MatrixJob, RehearsalCell] = {}
     made: dict[str, Any] = {}
     for file in files:
         for line in file.read_text().splitlines():

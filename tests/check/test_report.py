@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hocket.spec.check import CheckReport, ParameterRow, StepRow, covers, gradient_limit, merge
-from hocket.spec.placement import Block
+from hocket.spec.placement import TensorBlock
 
 ROW = ParameterRow(
     step=1, name="w", shape=(4, 2), gradient=1e-6, largest_gradient=0.02, gradient_limit=2e-6,
@@ -68,8 +68,8 @@ def test_a_true_zero_is_measured_by_the_model() -> None:
     assert gradient_limit(0.0, 10.0) == pytest.approx(1e-6)
 
 
-def box(start: tuple[int, ...], size: tuple[int, ...]) -> Block:
-    return Block(start=start, local=(0,) * len(start), size=size)
+def box(start: tuple[int, ...], size: tuple[int, ...]) -> TensorBlock:
+    return TensorBlock(start=start, local=(0,) * len(start), size=size)
 
 
 def test_boxes_cover() -> None:

@@ -14,13 +14,13 @@ import pytest
 from hocket.spec import checkpoint as words
 from hocket.spec.errors import CheckpointError
 from hocket.spec.files import json_crc32
-from hocket.spec.placement import Block, Placement
-from hocket.spec.tensor_file import Entry, TensorFile, write_tensors
+from hocket.spec.placement import Placement, TensorBlock
+from hocket.spec.tensor_file import TensorEntry, TensorFile, write_tensors
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
-from hocket.runtime.checkpoint import World, latest, load_checkpoint, save_checkpoint  # noqa: E402
+from hocket.runtime.checkpoint import CheckpointWorld, latest, load_checkpoint, save_checkpoint  # noqa: E402
 
 MODEL = words.config_hash({"hidden_size": 4, "_name_or_path": "here"})
 
@@ -30,7 +30,7 @@ class Held:
 
     def __init__(self, seed: int, dtype: torch.dtype = torch.float32) -> None:
         generator = torch.Generator().manual_seed(seed)
-        split = Block(start=(3, 0), local=(0, 0), size=(3, 4))
+        split = TensorBlock(start=(3, 0), local=(0, 0), size=(3, 4))
         self.placements = {
             "a.weight": Placement(
                 name="a.weight", shape=(6, 4), local_shape=(3, 4), blocks=(split,), sharded=("tp",)
@@ -187,7 +187,9 @@ def test_what_is_damaged_elsewhere_is_passed_over_here(tmp_path: Path) -> None:
     save(tmp_path, Held(1), 1)
     save(tmp_path, Held(2), 2)
     votes = iter([False, True])
-    found = load(tmp_path, Held(9), world=World(all_agree=lambda mine: mine and next(votes)))
+    found = load(
+        tmp_path, Held(9), world=CheckpointWorld(all_agree=lambda mine: mine and next(votes))
+    )
     assert found.step == 1
     assert "another rank" in found.notes[0]
 
@@ -264,9 +266,9 @@ def test_a_shard_never_names_a_path(tmp_path: Path) -> None:
 
 def test_written_tensors_read_back(tmp_path: Path) -> None:
     entries = [
-        Entry(name="x", dtype="U8", shape=(3,)),
-        Entry(name="empty", dtype="F32", shape=(0, 4)),
-        Entry(name="y", dtype="BF16", shape=(2, 1)),
+        TensorEntry(name="x", dtype="U8", shape=(3,)),
+        TensorEntry(name="empty", dtype="F32", shape=(0, 4)),
+        TensorEntry(name="y", dtype="BF16", shape=(2, 1)),
     ]
     path = tmp_path / "t.safetensors"
     sums = write_tensors(path, entries, [b"abc", b"", b"wxyz"], {"format": "pt"})

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hocket.cli.summary import next_steps, result
-from hocket.jobs.record import Record, Summary
+from hocket.jobs.record import JobRecorder, Summary
 from hocket.spec.forecast import Forecast
 from hocket.spec.run import RunFolder
 
@@ -25,7 +25,7 @@ def test_a_pipelines_rest_is_told_where_there_is_a_pipeline(layout: str, told: b
 
 @pytest.mark.parametrize(("each", "median"), [((9.0, 1.0, 2.0, 3.0), 2.0), ((9.0,), 9.0)])
 def test_the_first_step_warms_up(tmp_path: Path, each: tuple[float, ...], median: float) -> None:
-    record = Record()
+    record = JobRecorder()
     for number, seconds in enumerate(each, start=1):
         record(
             {"event": "step", "step": number, "loss": 1.0, "tokens_per_second": 60 / seconds,

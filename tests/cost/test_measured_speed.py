@@ -8,7 +8,7 @@ import pytest
 
 from hocket.cost.measured_speed import at_speed
 from hocket.spec.errors import OptionError
-from hocket.spec.measured import PULSES, Measured, Pulse
+from hocket.spec.measured import PULSES, MachineMeasurements, Pulse
 from tests.planning.test_machine_forecast import measured
 
 
@@ -16,7 +16,7 @@ def pulses(part: str, seconds: float) -> list[Pulse]:
     return [Pulse(part=part, operation=name, seconds=seconds) for name in PULSES]
 
 
-def probed(*rows: Pulse) -> Measured:
+def probed(*rows: Pulse) -> MachineMeasurements:
     return dataclasses.replace(measured(), pulses=rows)
 
 
@@ -34,8 +34,8 @@ def test_a_part_that_was_measured_in_a_slow_moment_is_brought_to_the_mean() -> N
 
 def test_pulses_are_read_back_and_checked() -> None:
     found = probed(*pulses("products", 1e-4))
-    assert Measured.from_dict(found.to_dict()) == found
+    assert MachineMeasurements.from_dict(found.to_dict()) == found
     table = found.to_dict()
     table["pulses"][0][1] = "prodct"
     with pytest.raises(OptionError, match="prodct"):
-        Measured.from_dict(table)
+        MachineMeasurements.from_dict(table)

@@ -7,7 +7,7 @@ import pytest
 
 from hocket.catalogue.models import config as configuration
 from hocket.cost.measured_memory import memory_rows
-from hocket.cost.measured_prices import Job
+from hocket.cost.measured_prices import StepProblem
 from hocket.schedules.registry import build
 from hocket.spec.layout import Layout
 from hocket.spec.model_shape import ModelShape
@@ -65,7 +65,7 @@ def test_the_closed_form_is_within_5_percent(
         options=TrainOptions(device="cpu"),
     )
     schedule = build(spec.layout, spec.layout.microbatches or 1)
-    job = Job(shape=shape, layout=spec.layout, workload=spec.workload, schedule=schedule)
+    job = StepProblem(shape=shape, layout=spec.layout, workload=spec.workload, schedule=schedule)
     played = forecast(spec, schedule if spec.layout.num_stages > 1 else None)
     near = 0.01 if spec.layout.schedule == "zero-bubble" else 0.05
     for told, counted in zip(memory_rows(job), played, strict=True):

@@ -14,7 +14,7 @@ from hocket.cost import collectives, compute
 from hocket.cost.collectives import ALL_GATHER, ALL_REDUCE, group, inside
 from hocket.cost.constants import GPU_FIELDS, Constants, Platform, constants, file, stacks
 from hocket.cost.layout_batch import Layouts, columns
-from hocket.cost.machine import Machine, machine
+from hocket.cost.machine import ClusterNumbers, machine
 from hocket.cost.memory import peak_memory
 from hocket.cost.state import local
 from hocket.cost.step import StepTimes, step_times
@@ -29,7 +29,7 @@ def one(value: float) -> np.ndarray:
     return np.array([float(value)])
 
 
-def a100(nodes: int = 1, *, measured: bool = True) -> Machine:
+def a100(nodes: int = 1, *, measured: bool = True) -> ClusterNumbers:
     found = hardware.cluster(f"{nodes}x8xA100-SXM-80")
     lines = curves(gpu="A100-SXM-80") if measured else ()
     return machine(found, "bf16", lines)

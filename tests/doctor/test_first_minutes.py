@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hocket.doctor import runner, worker
-from hocket.doctor.check import CPU, GPU, Cannot, Outcome
+from hocket.doctor.check import CPU, GPU, Cannot, CheckOutcome
 from hocket.doctor.place import Place
 from hocket.doctor.table import CHECKS, by_id
 
@@ -79,7 +79,7 @@ def test_a_small_gpu_cannot_where_a_large_one_fails(
     with pytest.raises(Cannot, match="needs 60 GB of GPU memory, 22 GB is free"):
         worker.missing(by_id("train-1b"), GPU)
 
-    def fill(place: Place, **arguments: Any) -> Outcome:
+    def fill(place: Place, **arguments: Any) -> CheckOutcome:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB.")
 
     monkeypatch.setattr(type(by_id("env-nccl")), "resolve", lambda self, form=GPU: fill)

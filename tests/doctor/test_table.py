@@ -15,15 +15,15 @@ from hocket.cli.doctor import Doctor
 from hocket.cli.flags import parse
 from hocket.doctor import job
 from hocket.doctor.check import CPU, GpuCheck
-from hocket.doctor.environment import Asked
+from hocket.doctor.environment import NvmlReport
 from hocket.doctor.place import Place, catalogue_name
-from hocket.doctor.present import Present, present
-from hocket.doctor.runner import Runner, report_card
+from hocket.doctor.present import PresentGpus, present
+from hocket.doctor.runner import CheckRunner, report_card
 from hocket.doctor.table import CHECKS, by_id, select
 from hocket.spec.doctor import CANNOT, FAIL, GROUPS, PASS
 from hocket.spec.errors import OptionError
 
-NONE = Present((), "no NVIDIA GPU is visible", True, {"gpus": 0}, {})
+NONE = PresentGpus((), "no NVIDIA GPU is visible", True, {"gpus": 0}, {})
 H100 = "NVIDIA H100 80GB HBM3"
 
 
@@ -96,8 +96,8 @@ class Answers:
     def close(self) -> None: ...
 
 
-def runner(here: Present, found: dict[str, Any], limit: float | None = None) -> Runner:
-    made = Runner(here, limit)
+def runner(here: PresentGpus, found: dict[str, Any], limit: float | None = None) -> CheckRunner:
+    made = CheckRunner(here, limit)
     made._real = made._fake = Answers(found)  # type: ignore[assignment]
     return made
 
@@ -118,7 +118,7 @@ def test_without_a_gpu_lines_wait_for_one_and_a_failed_rehearsal_fails() -> None
 
 
 def test_on_a_gpu_what_no_longer_fits_is_reported() -> None:
-    one = Present((H100,), "", True, {"gpus": 1}, {})
+    one = PresentGpus((H100,), "", True, {"gpus": 1}, {})
     checks = [by_id("train-1b"), by_id("layout-tp2"), by_id("kernel-matmul-bf16")]
     done, more, small = runner(one, {}, limit=600).lines(checks)
     assert (done.status, small.status) == (PASS, PASS)
@@ -237,7 +237,7 @@ def test_the_driver_is_asked(
 
 
 def test_what_nvml_does_not_answer_is_none() -> None:
-    assert Asked(Driver())("nvmlDeviceGetMigMode", 0) is None
+    assert NvmlReport(Driver())("nvmlDeviceGetMigMode", 0) is None
 
 
 def test_names_of_the_driver_are_found_in_the_catalogue() -> None:

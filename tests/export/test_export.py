@@ -12,12 +12,12 @@ import pytest
 
 from hocket.spec.errors import CheckpointError, OptionError
 from hocket.spec.placement import Placement
-from hocket.spec.plan import Segment, Split
+from hocket.spec.plan import Split, WeightSegment
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
-from hocket.runtime.checkpoint import World, save_checkpoint  # noqa: E402
+from hocket.runtime.checkpoint import CheckpointWorld, save_checkpoint  # noqa: E402
 from hocket.training.export import ModelFiles, export_checkpoint, export_ranks  # noqa: E402
 
 COMMON = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 32}
@@ -59,13 +59,13 @@ class Part:
             shape = tuple(tensor.shape)
             kind = name.split(".")[-2]
             if kind == "c_attn":
-                segments = (Segment(units=4, size=4),) * 3
+                segments = (WeightSegment(units=4, size=4),) * 3
                 split = Split(style="column", segments=segments, dims={"weight": 1, "bias": 0})
                 placement = split.place(name, name.split(".")[-1], shape, rank, 2)
             elif len(shape) > 1 and kind != "wpe":
                 dim = 1 if "embed" in name else 0
                 split = Split(
-                    style="column", segments=(Segment(units=shape[dim]),), dims={"x": dim}
+                    style="column", segments=(WeightSegment(units=shape[dim]),), dims={"x": dim}
                 )
                 placement = split.place(name, "x", shape, rank, 2)
             elif rank == 1:
@@ -105,7 +105,7 @@ def on_two_ranks(call) -> list:
     barrier, found = threading.Barrier(2), [None, None]
 
     def run(rank: int) -> None:
-        world = World(rank=rank, size=2, barrier=lambda: barrier.wait(20) and None)
+        world = CheckpointWorld(rank=rank, size=2, barrier=lambda: barrier.wait(20) and None)
         found[rank] = call(rank, world)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
@@ -181,22 +181,22 @@ def test_live_ranks_export(tmp_path: Path) -> None:
     to = tmp_path / "model"
     files = ModelFiles(config=CONFIGS["llama"])
 
-    def call(rank: int, world: World) -> None:
+    def call(rank: int, world: CheckpointWorld) -> None:
         part = Part(model, rank)
         import hocket.runtime.checkpoint as room
 
         part.mesh = type("Mesh", (), {"coordinate": {"dp": 0, "cp": 0}, "world": world})()
-        assert room.World is not None
+        assert room.CheckpointWorld is not None
         export_ranks(part, to, files)
 
     import hocket.runtime.checkpoint as room
 
-    before = room.World.of
-    room.World.of = classmethod(lambda cls, mesh: mesh.world)
+    before = room.CheckpointWorld.of
+    room.CheckpointWorld.of = classmethod(lambda cls, mesh: mesh.world)
     try:
         on_two_ranks(call)
     finally:
-        room.World.of = before
+        room.CheckpointWorld.of = before
     loaded = AutoModelForCausalLM.from_pretrained(to)
     for (key, one), (_, other) in zip(
         model.named_parameters(), loaded.named_parameters(), strict=True

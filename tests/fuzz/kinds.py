@@ -82,8 +82,8 @@ def run_folder(folder: Path) -> None:
     from hocket.jobs import prepare
     from hocket.jobs.request import request
     from hocket.spec.checkpoint import Manifest, Shard, TensorRecord
-    from hocket.spec.placement import Block, Placement
-    from hocket.spec.tensor_file import Entry, write_tensors
+    from hocket.spec.placement import Placement, TensorBlock
+    from hocket.spec.tensor_file import TensorEntry, write_tensors
 
     data = folder / "text.txt"
     data.write_text("".join(f"line {n} of some text\n\n" for n in range(60)))
@@ -101,13 +101,13 @@ def run_folder(folder: Path) -> None:
     checkpoint.mkdir(parents=True)
     entries, values = [], []
     for name, shape in (("a.weight", (4, 3)), ("b.weight", (6,))):
-        entries.append(Entry(name=f"parameter/{name}", dtype="F32", shape=shape))
+        entries.append(TensorEntry(name=f"parameter/{name}", dtype="F32", shape=shape))
         values.append(np.arange(np.prod(shape), dtype=np.float32))
     sums = write_tensors(checkpoint / "rank-00000.safetensors", entries, values)
     placements = {}
     for entry in entries:
         name, zero = entry.name.removeprefix("parameter/"), (0,) * len(entry.shape)
-        block = Block(start=zero, size=entry.shape, local=zero)
+        block = TensorBlock(start=zero, size=entry.shape, local=zero)
         placements[name] = Placement(
             name=name, shape=entry.shape, local_shape=entry.shape, blocks=(block,)
         )
@@ -128,7 +128,7 @@ def model_folder(folder: Path) -> None:
     import numpy as np
 
     from hocket.catalogue import models
-    from hocket.spec.tensor_file import Entry, write_tensors
+    from hocket.spec.tensor_file import TensorEntry, write_tensors
     from hocket.training.tokenizer import byte_tokenizer
 
     (folder / "config.json").write_text(json.dumps(models.config("tiny-llama")))
@@ -141,7 +141,9 @@ def model_folder(folder: Path) -> None:
     names = {}
     for number in (1, 2):
         file = f"model-{number:05d}-of-00002.safetensors"
-        entries = [Entry(name=f"layer.{number}.{k}", dtype="BF16", shape=(3, 2)) for k in "ab"]
+        entries = [
+            TensorEntry(name=f"layer.{number}.{k}", dtype="BF16", shape=(3, 2)) for k in "ab"
+        ]
         write_tensors(folder / file, entries, [np.zeros(6, np.uint16) for _ in entries])
         names |= {entry.name: file for entry in entries}
     index = {"metadata": {"total_size": 48}, "weight_map": names}
@@ -178,14 +180,14 @@ REPORTED, SERVED = copied(reported_folder), copied(served_folder)
 
 def _resume(folder: Path) -> None:
     from hocket.jobs import resume
-    from hocket.jobs.record import Record
+    from hocket.jobs.record import JobRecorder
     from hocket.jobs.request import request
     from hocket.jobs.train import resumed
 
     run = folder / "run"
     found = resume.plan(request({"model": run, "run": run, "resume": True}))
     nothing: Any = None
-    resumed(found, Record(None), launcher=nothing)
+    resumed(found, JobRecorder(None), launcher=nothing)
 
 
 kind("run.json", "run/run.json", RUN, mutate.checksummed)(_resume)
@@ -287,10 +289,10 @@ kind("special_tokens_map.json", "special_tokens_map.json", MODEL, mutate.json_fi
 def _generation(folder: Path) -> None:
     from hocket.jobs.serving.request import stop_tokens
     from hocket.models.source import resolve
-    from hocket.serving.defaults import Defaults, settings
+    from hocket.serving.defaults import SamplingDefaults, settings
     from hocket.training.tokenizer import Tokenizer
 
-    Defaults.of(settings(folder)).text()
+    SamplingDefaults.of(settings(folder)).text()
     stop_tokens(resolve(folder), Tokenizer.load(folder))
 
 
@@ -362,9 +364,11 @@ def _measured(folder: Path) -> None:
 @kind("measured machine", "measured.json", _measured, mutate.json_file)
 def _read_measured(folder: Path) -> None:
     from hocket.catalogue import measured_file
-    from hocket.spec.measured import Measured
+    from hocket.spec.measured import MachineMeasurements
 
-    measured_file.write(Measured.from_json((folder / "measured.json").read_text(errors="replace")))
+    measured_file.write(
+        MachineMeasurements.from_json((folder / "measured.json").read_text(errors="replace"))
+    )
 
 
 # --- requests ----------------------------------------------------------------------------------
@@ -384,7 +388,7 @@ def _body(folder: Path) -> None:
 
 @kind("request body", "body.json", _body, mutate.json_file)
 def _request(folder: Path) -> None:
-    from hocket.serving.defaults import Defaults
+    from hocket.serving.defaults import SamplingDefaults
     from hocket.serving.http.body import parsed
     from hocket.serving.http.errors import ApiError
     from hocket.serving.http.fields import ChatFields, ResponseFields
@@ -399,7 +403,7 @@ def _request(folder: Path) -> None:
             fields: Any = form.read(body)
             fields.stop_strings(settings)
             fields.structure()
-            fields.sampling(max_tokens=6, stop=(256,), vocab_size=300, defaults=Defaults())
+            fields.sampling(max_tokens=6, stop=(256,), vocab_size=300, defaults=SamplingDefaults())
             if form is ResponseFields:
                 read_input(fields)
     except ApiError as error:

@@ -25,7 +25,7 @@ from hocket.planning.service.plan import answer_one
 from hocket.planning.service.problem import ServiceProblem
 from hocket.spec.errors import HocketError
 from hocket.spec.layout import Layout
-from hocket.spec.measured import Measured
+from hocket.spec.measured import MachineMeasurements
 from hocket.spec.run import Workload
 from hocket.spec.service import Service
 
@@ -128,10 +128,10 @@ def _served(best: ServiceForecast) -> dict[str, Any]:
 def probed() -> dict[str, Any]:
     """Training and serving on one probed CPU machine, replayed from probe.toml."""
     table = tomllib.loads((FOLDER / "probe.toml").read_text())
-    measured = Measured.from_dict(table["measured"])
-    machine = machine_forecast.Machine(measured=measured)
+    measured = MachineMeasurements.from_dict(table["measured"])
+    machine = machine_forecast.MeasuredMachine(measured=measured)
     work = Workload(seq_len=64, global_batch=16)
-    sizes = machine_serving.Sizes(batch_tokens=256, rows=8, longest=128)
+    sizes = machine_serving.EngineSizes(batch_tokens=256, rows=8, longest=128)
     found = {}
     for model in TINY:
         shape = shapes.shape(model)

@@ -11,7 +11,7 @@ from hocket.cli.main import main
 from hocket.jobs.compare import asked, microbatches, outcome, with_layers
 from hocket.models.source import resolve
 from hocket.reporting.comparison import comparison_text, sweep_text
-from hocket.spec.comparison import Comparison, Outcome, Point, Strategy, chosen, strategies
+from hocket.spec.comparison import Comparison, Point, Strategy, StrategyResult, chosen, strategies
 from hocket.spec.errors import ModelError, OptionError
 from hocket.spec.layout import Layout
 from hocket.spec.timeline import Event, Timeline
@@ -106,11 +106,11 @@ def test_layers_are_changed_and_what_is_per_layer_follows() -> None:
         with_layers(dataclasses.replace(source, config={"model_type": "qwen3"}), 2)
 
 
-def fake(name: str, title: str, layout: str, **values: object) -> Outcome:
+def fake(name: str, title: str, layout: str, **values: object) -> StrategyResult:
     strategy = Strategy(name=name, title=title, layout=Layout.parse(layout))
     row = {"parameters": 1, "gradients": 1, "optimizer": 2, "activations": 6, "total": 10}
     values = {"step_seconds": 0.1, "memory": (row,), "equal": True, **values}
-    return Outcome(strategy=strategy, **values)  # type: ignore[arg-type]
+    return StrategyResult(strategy=strategy, **values)  # type: ignore[arg-type]
 
 
 def test_the_tables_say_what_is_wrong_and_what_was_not_run() -> None:

@@ -198,7 +198,7 @@ def test_a_layout_for_unmeasured_gpus_takes_all_of_them(
     monkeypatch.setattr(rehearsal_fit, "gpu_here", lambda: gpu)
     asked = request({"model": "llama-3-8b", "seq_len": 4096, "global_batch": 64, "dtype": "bf16"})
     found = resolve("llama-3-8b")
-    job = prepare.Plan(
+    job = prepare.PreparedJob(
         request=asked,
         source=found,
         layout=Layout(),

@@ -12,7 +12,7 @@ import pytest
 from hocket.cli.main import main
 from hocket.jobs import forecast, machine
 from hocket.jobs.request import request
-from hocket.spec.measured import Line, Measured
+from hocket.spec.measured import LatencyFit, MachineMeasurements
 from hocket.spec.run import RunFolder
 from tests.families import FAMILIES, LLAMA
 from tests.jobs.warm import warm  # noqa: F401  a fixture
@@ -33,11 +33,12 @@ TENSOR_LAYOUTS = (
 SMALL = ["--seq-len", "32", "--global-batch", "8", "--eval-batches", "1", "--steps", "3"]
 
 
-def here() -> Measured:
+def here() -> MachineMeasurements:
     """The made machine, under this one's name."""
     made = measured()
     lined = tuple(
-        dataclasses.replace(c, lines=(Line(bytes=1, latency=1e-5, rate=1e9),)) for c in made.curves
+        dataclasses.replace(c, lines=(LatencyFit(bytes=1, latency=1e-5, rate=1e9),))
+        for c in made.curves
     )
     host = dataclasses.replace(machine.present("cpu").host, cores=made.host.cores)
     return dataclasses.replace(made, curves=lined, host=host)

@@ -11,7 +11,7 @@ import pytest
 from hocket.cli.main import main
 from hocket.jobs import ledger, ledger_tables
 from hocket.spec.errors import OptionError, RunFolderError
-from hocket.spec.ledger import Entry, Figures
+from hocket.spec.ledger import Figures, LedgerEntry
 from tests.reporting.run_folders import make
 
 
@@ -22,19 +22,19 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def entry(layout: str = "dp2", step: float | None = 1.1, **more: object) -> Entry:
+def entry(layout: str = "dp2", step: float | None = 1.1, **more: object) -> LedgerEntry:
     predicted = None if step is None else Figures(step_seconds=step, memory=90.0, bubble=0.25)
     values: dict[str, object] = {
         "date": "2026-11-20T12:00:00+00:00", "version": "0.1.0", "run": "/runs/a", "model": "m",
         "layout": layout, "machine": "2 cores", "fingerprint": "abcd", "predicted": predicted,
         "measured": Figures(step_seconds=1.0, memory=100.0, bubble=0.2), **more,
     }  # fmt: skip
-    return Entry(**values)  # type: ignore[arg-type]
+    return LedgerEntry(**values)  # type: ignore[arg-type]
 
 
 def test_an_entry_reads_back_and_knows_its_errors() -> None:
     one = entry("dp2.pp2")
-    assert Entry.from_json(one.to_json()) == one
+    assert LedgerEntry.from_json(one.to_json()) == one
     assert "\n" not in one.to_json()
     assert one.axes == ("dp", "pp")
     assert entry("dp1").axes == ("none",)
@@ -43,7 +43,7 @@ def test_an_entry_reads_back_and_knows_its_errors() -> None:
     assert one.error("bubble") == pytest.approx(0.05)
     assert entry(step=None).error("step_seconds") is None
     later = json.dumps({**json.loads(one.to_json()), "mood": "good"})
-    assert Entry.from_json(later) == one
+    assert LedgerEntry.from_json(later) == one
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_an_entry_reads_back_and_knows_its_errors() -> None:
 )  # fmt: skip
 def test_what_is_no_entry_is_refused(line: str) -> None:
     with pytest.raises(Exception):  # noqa: B017, PT011  any of those that reading passes over
-        Entry.from_json(line)
+        LedgerEntry.from_json(line)
 
 
 def test_a_run_folder_becomes_a_line(tmp_path: Path, file: Path) -> None:
@@ -139,7 +139,7 @@ def test_a_run_that_others_disturbed_is_marked(tmp_path: Path) -> None:
     assert told.count("0.8 cores") == 1
     assert "0.1 cores" not in told
     with pytest.raises(TypeError):
-        Entry.from_json(loud.to_json().replace('"others": 0.8', '"others": "much"'))
+        LedgerEntry.from_json(loud.to_json().replace('"others": 0.8', '"others": "much"'))
 
 
 @pytest.mark.timeout(20)

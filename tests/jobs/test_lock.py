@@ -98,11 +98,11 @@ def test_the_lock_of_a_killed_process_is_taken_over(
     assert not list(folder.glob(".lock*"))
 
 
-def me(**changes: object) -> lock.Owner:
-    return dataclasses.replace(lock.Owner.me("train"), **changes)  # type: ignore[arg-type]
+def me(**changes: object) -> lock.LockOwner:
+    return dataclasses.replace(lock.LockOwner.me("train"), **changes)  # type: ignore[arg-type]
 
 
-def write(folder: Path, owner: lock.Owner) -> None:
+def write(folder: Path, owner: lock.LockOwner) -> None:
     folder.mkdir(exist_ok=True)
     (folder / lock.NAME).write_text(json.dumps(dataclasses.asdict(owner)))
 

@@ -14,7 +14,7 @@ import pytest
 
 from hocket.jobs.serving import replicas as module
 from hocket.jobs.serving.measured import Keeper
-from hocket.jobs.serving.replicas import Replicas, World
+from hocket.jobs.serving.replicas import ReplicaOptions, ReplicaSet
 from hocket.launch import Launcher
 from hocket.serving.front.client import ReplicaClient, ReplicaLost
 from hocket.serving.front.router import NoReplica, Router
@@ -53,9 +53,9 @@ class Served:
         self.made: list[Launcher] = []
         self.router = Router(4)
         restarts = options.pop("max_restarts", 3)
-        self.replicas = Replicas(
+        self.replicas = ReplicaSet(
             launchers,
-            World(
+            ReplicaOptions(
                 entry="tests.jobs.replica_cases:main",
                 size=2,
                 payload={"pids": str(folder), **options},

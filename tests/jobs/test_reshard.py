@@ -42,7 +42,7 @@ def rows(run: Path) -> Rows:
 @pytest.fixture(scope="module")
 def alone(text: str, tmp_path_factory: pytest.TempPathFactory, ranks) -> Rows:  # type: ignore[no-untyped-def]
     """Eight steps of one process, never interrupted."""
-    from hocket.jobs.record import Record
+    from hocket.jobs.record import JobRecorder
     from hocket.jobs.request import request
     from hocket.jobs.train import launch, prepare, prepared
 
@@ -51,7 +51,7 @@ def alone(text: str, tmp_path_factory: pytest.TempPathFactory, ranks) -> Rows:  
         "model": "tiny-gpt2", "data": text, "run": run, "dropout": 0.0, "seq_len": 32,
         "global_batch": 8, "lr": 1e-3, "min_lr": 1e-3, "warmup": 0, "eval_batches": 1, "steps": 8,
     }  # fmt: skip
-    job, record = prepare.plan(request(values)), Record()
+    job, record = prepare.plan(request(values)), JobRecorder()
     folder = RunFolder(run)
     launch(ranks.launcher, folder, prepared(job, folder, record), record, cluster="none")
     return rows(run)

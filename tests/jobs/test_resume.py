@@ -12,8 +12,8 @@ import pytest
 
 from hocket.catalogue import models as catalogue
 from hocket.jobs import resume
-from hocket.jobs.record import Record
-from hocket.jobs.request import Request, request
+from hocket.jobs.record import JobRecorder
+from hocket.jobs.request import JobRequest, request
 from hocket.jobs.train import resumed, train
 from hocket.schedules.registry import build
 from hocket.spec.errors import HocketError
@@ -56,7 +56,7 @@ def make(path: Path, layout: str = OWN, **options: Any) -> Path:
     return path
 
 
-def asked(run: Path, **values: Any) -> Request:
+def asked(run: Path, **values: Any) -> JobRequest:
     return request({"model": run, "run": run, "resume": True, "cluster": "none", **values})
 
 
@@ -148,7 +148,7 @@ def test_what_was_recorded_stays_with_its_layout(tmp_path: Path) -> None:
     run = make(tmp_path / "run", timeline_step=2)
     before, files = RunFolder(run).load(), contents(run)
     said: list[str] = []
-    record = Record(lambda event: said.append(event["text"]))
+    record = JobRecorder(lambda event: said.append(event["text"]))
     spec = resume.write(resume.plan(asked(run, layout="tp2", eval_every=7)), record)
     assert (str(spec.layout), spec.options.eval_every) == ("tp2:microbatches=1", 7)
     assert spec.options.timeline_step is None, "step 2 is over: of the new layout another one"
@@ -177,11 +177,11 @@ def test_what_was_recorded_stays_with_its_layout(tmp_path: Path) -> None:
 def test_a_run_that_ends_before_its_next_step_gets_everything_back(tmp_path: Path) -> None:
     run = make(tmp_path / "run")
     before = contents(run)
-    wish, record = asked(run, layout="tp2"), Record()
+    wish, record = asked(run, layout="tp2"), JobRecorder()
 
     def ended(*steps: int) -> None:
         with resume.unresumed_is_as_it_was(wish, record):
-            resume.write(resume.plan(wish), Record())
+            resume.write(resume.plan(wish), JobRecorder())
             folder = RunFolder(run)
             folder.forecast_file.write_text("{}")  # as ranks and forecasts would
             folder.metrics_file.write_text("")
@@ -203,7 +203,9 @@ def test_a_layout_is_chosen_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     from hocket.jobs import forecast_policy, prepare
     from hocket.spec.forecast import Forecast
 
-    def choose(job: prepare.Plan, config: Any, record: Record, *, launcher: Any = None) -> Any:
+    def choose(
+        job: prepare.PreparedJob, config: Any, record: JobRecorder, *, launcher: Any = None
+    ) -> Any:
         assert (job.request.workload, job.request.model) == (spec.workload, "tiny-llama")
         assert (config, job.request.options.save_every) == (spec.config, 3)
         assert {"layout", "zero"} <= job.request.given
@@ -221,7 +223,7 @@ def test_a_layout_is_chosen_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     data.prepare(run / "data", byte_tokenizer(), [tmp_path / "text.txt"], **sizes)
     spec = RunFolder(run).load()
     found = resume.plan(asked(run, layout="auto", zero=2))
-    written = resumed(found, Record(), launcher=None)  # type: ignore[arg-type]
+    written = resumed(found, JobRecorder(), launcher=None)  # type: ignore[arg-type]
     assert str(written.layout) == "dp2:microbatches=1,zero=2"
     told = Forecast.from_json(RunFolder(run).forecast_file.read_text())
     assert told.layout == str(written.layout)
@@ -242,7 +244,7 @@ def test_a_crash_between_two_files_leaves_a_run_that_goes_on(
         file.write_text(torn)
     found = resume.plan(asked(run))
     assert found.job.schedule == build(found.spec.layout, 4)
-    resume.write(found, Record())
+    resume.write(found, JobRecorder())
     assert file.read_text() == str(found.job.schedule)
 
 

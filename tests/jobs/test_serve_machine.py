@@ -23,7 +23,7 @@ def test_cores_are_refused_and_not_priced_as_gpus(
     with pytest.raises(OptionError, match="is CPU cores"):
         serve_plan.serve_plan("llama-3-8b", cluster=str(tmp_path / "cpu.toml"))
     host = here().host
-    monkeypatch.setattr(probe, "present", lambda: probe.Present("cpu", host, FoundDevices()))
+    monkeypatch.setattr(probe, "present", lambda: probe.ProbeTarget("cpu", host, FoundDevices()))
     with pytest.raises(OptionError, match="has no GPU that torch can use"):
         serve_plan.serve_plan("llama-3-8b", cluster="auto")
 
@@ -33,7 +33,7 @@ def test_the_gpus_that_are_there_are_all_that_is_used(
 ) -> None:
     found = cluster_of(gpus("NVIDIA A100-SXM4-80GB"))
     host = found.measured.host if found.measured else here().host
-    monkeypatch.setattr(probe, "present", lambda: probe.Present("cuda", host, FoundDevices()))
+    monkeypatch.setattr(probe, "present", lambda: probe.ProbeTarget("cuda", host, FoundDevices()))
     monkeypatch.setattr(machine, "cluster", lambda text: dataclasses.replace(found, name=text))
     cluster, bounded = serve_plan._cluster("auto")
     assert bounded

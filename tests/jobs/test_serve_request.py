@@ -14,7 +14,7 @@ import pytest
 import hocket.launch
 from hocket.cli.main import main
 from hocket.jobs.serving import request as serve_request
-from hocket.serving.defaults import Defaults
+from hocket.serving.defaults import SamplingDefaults
 from hocket.spec.errors import HocketError, LayoutError, ModelError, OptionError, WeightsError
 from hocket.spec.run import RunSpec
 from tests.jobs.served_model import model
@@ -41,7 +41,7 @@ def taken() -> Iterator[int]:
         yield one.getsockname()[1]
 
 
-def server(where: Path, **options: Any) -> serve_request.Server:
+def server(where: Path, **options: Any) -> serve_request.PreparedServer:
     return serve_request.server({"model": str(where), **options})
 
 
@@ -220,10 +220,10 @@ def test_sampling_is_as_the_model_says(where: Path, tmp_path: Path) -> None:
     file = folder / "generation_config.json"
     file.write_text(json.dumps({"temperature": 0.6, "top_k": 20, "eos_token_id": [3, 4]}))
     found = server(folder, device="cpu")
-    assert found.sampling == Defaults(temperature=0.6, top_k=20)
+    assert found.sampling == SamplingDefaults(temperature=0.6, top_k=20)
     assert found.stop == (3, 4)
     without = server(folder, device="cpu", generation_config="none")
-    assert without.sampling == Defaults()
+    assert without.sampling == SamplingDefaults()
     assert without.stop == (3, 4)
     with pytest.raises(OptionError, match="generation_config is 'no'"):
         server(folder, generation_config="no")

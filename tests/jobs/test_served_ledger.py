@@ -12,7 +12,7 @@ import pytest
 from hocket.cli.main import main
 from hocket.jobs import ledger, ledger_tables
 from hocket.reporting.table import columns
-from hocket.spec.ledger import SERVED_FIGURES, Entry, ServedEntry
+from hocket.spec.ledger import SERVED_FIGURES, LedgerEntry, ServedEntry
 from tests.jobs.test_ledger import entry
 from tests.reporting.run_folders import make
 from tests.reporting.test_served import FORECAST, MEASURED, folder
@@ -73,7 +73,7 @@ def test_servers_stand_apart_from_training_runs(tmp_path: Path, file: Path) -> N
     with file.open("a") as lines:
         lines.write('{"command": "serve"}\n')
     runs, servers, torn = ledger.read_all()
-    assert ([type(one) for one in runs], len(servers), torn) == ([Entry], 2, 1)
+    assert ([type(one) for one in runs], len(servers), torn) == ([LedgerEntry], 2, 1)
     assert ledger.read_ledger() == (runs, 1)
     rows = {row["group"]: row for row in ledger.errors(servers, "axis", SERVED_FIGURES)}
     assert list(rows) == ["dp", "all"]

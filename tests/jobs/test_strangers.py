@@ -12,7 +12,7 @@ import pytest
 from hocket.catalogue import models as catalogue
 from hocket.cli.main import main
 from hocket.jobs import prepare, resume
-from hocket.jobs.record import Record
+from hocket.jobs.record import JobRecorder
 from hocket.jobs.request import request
 from hocket.jobs.train import resumed
 from hocket.spec.errors import DataError, HocketError, ModelError, RunFolderError
@@ -65,7 +65,7 @@ def run(made: Path, tmp_path: Path) -> Path:
 def goes_on(run: Path, **given: Any) -> None:
     """What `hocket train --resume` does before ranks start."""
     found = resume.plan(request({"model": run, "run": run, "resume": True, **given}))
-    resumed(found, Record(None), launcher=None)  # type: ignore[arg-type]
+    resumed(found, JobRecorder(None), launcher=None)  # type: ignore[arg-type]
 
 
 def edit(file: Path, **values: Any) -> None:
@@ -143,7 +143,7 @@ def test_a_folder_without_checksums_goes_on_and_gets_them(run: Path) -> None:
     manifest.write_text(json.dumps(old))
     notes: list[dict[str, Any]] = []
     found = resume.plan(request({"model": run, "run": run, "resume": True}))
-    resumed(found, Record(notes.append), launcher=None)  # type: ignore[arg-type]
+    resumed(found, JobRecorder(notes.append), launcher=None)  # type: ignore[arg-type]
     assert any("without checksums" in str(event.get("text")) for event in notes)
     file = run / "data" / "tokens.bin"
     file.write_bytes(file.read_bytes()[::-1])

@@ -9,12 +9,12 @@ import pytest
 
 from hocket.jobs import machine, topology
 from hocket.jobs.measured_cluster import cluster_of
-from hocket.spec.measured import Measured
+from hocket.spec.measured import MachineMeasurements
 from hocket.spec.run import RunFolder
 from tests.jobs.test_forecast import here
 
 
-def cluster(folder: Path, *, load: float) -> tuple[Measured, str]:
+def cluster(folder: Path, *, load: float) -> tuple[MachineMeasurements, str]:
     made = here()
     made = dataclasses.replace(made, host=dataclasses.replace(made.host, load=load))
     machine.save(cluster_of(made), folder / "cluster.toml")
@@ -26,7 +26,7 @@ def test_it_is_kept_without_what_is_not_about_links(tmp_path: Path, load: float)
     made, file = cluster(tmp_path, load=load)
     folder = RunFolder(tmp_path)
     said = topology.keep(folder, file)
-    kept = Measured.from_json(folder.topology_file.read_text())
+    kept = MachineMeasurements.from_json(folder.topology_file.read_text())
     assert (kept.host, kept.devices, kept.pairs) == (made.host, made.devices, made.pairs)
     assert not kept.products
     assert not kept.curves

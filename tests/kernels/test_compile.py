@@ -17,12 +17,12 @@ from hocket.runtime.triton import grouped_gemm  # noqa: E402
 from hocket.runtime.triton.compile import (  # noqa: E402
     SHARED_LIMIT,
     Compiled,
-    Configuration,
+    KernelSpecialization,
     compile_for,
     configurations,
 )
 from hocket.runtime.triton.grouped_gemm import tiles_of  # noqa: E402
-from hocket.runtime.triton.paged_attention import Tile  # noqa: E402
+from hocket.runtime.triton.paged_attention import AttentionTile  # noqa: E402
 from tests.rotation import part  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -31,7 +31,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "kernels.md"
 ALL = configurations()
 
 
-def _name(configuration: Configuration) -> str:
+def _name(configuration: KernelSpecialization) -> str:
     c = configuration
     sizes = "-".join(map(str, c.sizes))
     return f"{c.kernel}-{str(c.dtype)[6:]}-{sizes}-{c.tile.rows}-{c.variant.split(',')[0]}"
@@ -39,7 +39,7 @@ def _name(configuration: Configuration) -> str:
 
 @pytest.mark.parametrize("configuration", part(ALL, 3), ids=_name)
 def test_compiles_without_spills_within_shared_memory_with_tensor_cores(
-    configuration: Configuration,
+    configuration: KernelSpecialization,
 ) -> None:
     for arch in SHARED_LIMIT:
         compiled = compile_for(configuration, arch)
@@ -102,7 +102,9 @@ def test_a_tile_too_large_is_a_fault() -> None:
     """The proof that the tests above can fail."""
     given = next(c for c in ALL if c.dtype == torch.float32 and c.sizes == (256, 256))
     huge = dataclasses.replace(
-        given, tile=Tile(64, 64, 4, 3), constants={**given.constants, "BLOCK_M": 64, "BLOCK_N": 64}
+        given,
+        tile=AttentionTile(64, 64, 4, 3),
+        constants={**given.constants, "BLOCK_M": 64, "BLOCK_N": 64},
     )
     faults = compile_for(huge, 120).faults()
     assert any("stack" in fault for fault in faults)

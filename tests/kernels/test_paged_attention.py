@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 
 from hocket.runtime.triton import paged_attention as module  # noqa: E402
 from hocket.runtime.triton.paged_attention import (  # noqa: E402
-    Tile,
+    AttentionTile,
     launch_of,
     num_splits,
     paged_attention,
@@ -22,7 +22,7 @@ from hocket.runtime.triton.paged_attention import (  # noqa: E402
 from hocket.runtime.triton.paged_attention_cases import (  # noqa: E402
     CASES,
     TOLERANCE,
-    Case,
+    PagedBatch,
     error_of,
     paged_attention_reference,
 )
@@ -59,7 +59,7 @@ def test_cases_have_names_of_their_own_and_cover_both_launches() -> None:
     assert {launch.tile.rows for launch in launches} >= {16, 32, 128}
 
 
-def _launch(case: Case) -> module.Launch:
+def _launch(case: PagedBatch) -> module.Launch:
     longest = max(*case.lengths, 1)
     return launch_of(
         dtype=case.dtype, num_tokens=max(sum(case.counts), 1), num_rows=len(case.counts),
@@ -83,7 +83,7 @@ def test_a_query_may_be_a_view(interpreted: Callable[..., Any]) -> None:
 
 def test_the_reference_is_attention_of_whole_sequences() -> None:
     """Of one sequence without a cache before it, and causal: PyTorch's own."""
-    case = Case(name="whole", counts=(20,), lengths=(20,), heads=(4, 4), seed=1)
+    case = PagedBatch(name="whole", counts=(20,), lengths=(20,), heads=(4, 4), seed=1)
     arguments = case.arguments()
     keys, values = (
         cache[arguments["block_tables"][0].long()].flatten(0, 1)[:20].transpose(0, 1)
@@ -100,7 +100,7 @@ def test_traced_on_fake_tensors() -> None:
     """Shape, dtype and device without a kernel or a device: what rehearsal and graphs rely on."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    arguments = Case(name="fake", counts=(3, 1), lengths=(9, 4), sizes=(192, 128)).arguments()
+    arguments = PagedBatch(name="fake", counts=(3, 1), lengths=(9, 4), sizes=(192, 128)).arguments()
     with FakeTensorMode(allow_non_fake_inputs=True):
         fake = {
             key: torch.empty(value.shape, dtype=value.dtype, device="cuda:0")
@@ -113,7 +113,7 @@ def test_traced_on_fake_tensors() -> None:
 
 
 def test_split_keys_fill_the_device() -> None:
-    tile = Tile(16, 64, 4, 3)
+    tile = AttentionTile(16, 64, 4, 3)
     assert num_splits(8, 1 << 17, tile, 132) == 33  # one sequence, 8 heads: 264 programs
     assert num_splits(132, 1 << 17, tile, 132) == 1  # full already
     assert num_splits(8, 256, tile, 132) == 2  # nothing shorter than two iterations
@@ -155,7 +155,7 @@ def test_every_row_of_every_sequence_has_a_tile(rows: int, group: int) -> None:
 def test_what_it_cannot_do_is_rejected(
     change: dict[str, Callable[[Any], Any]], message: str
 ) -> None:
-    arguments = Case(name="bad", counts=(3, 1), lengths=(9, 4)).arguments()
+    arguments = PagedBatch(name="bad", counts=(3, 1), lengths=(9, 4)).arguments()
     for key, to in change.items():
         arguments[key] = to(arguments[key])
     with pytest.raises(ValueError, match=message):
@@ -164,8 +164,8 @@ def test_what_it_cannot_do_is_rejected(
 
 def test_large_heads_and_odd_blocks_are_rejected() -> None:
     for bad in (
-        Case(name="head", counts=(1,), lengths=(3,), sizes=(512, 512)),
-        Case(name="block", counts=(1,), lengths=(3,), block_size=24),
+        PagedBatch(name="head", counts=(1,), lengths=(3,), sizes=(512, 512)),
+        PagedBatch(name="block", counts=(1,), lengths=(3,), block_size=24),
     ):
         with pytest.raises(ValueError, match=r"512|24"):
             paged_attention(**bad.arguments())
@@ -181,7 +181,7 @@ def test_equals_plain_pytorch_on_a_gpu(name: str) -> None:
 @pytest.mark.gpu
 def test_replays_in_a_graph_with_other_lengths() -> None:
     """Captured once with the grid of its shapes, right for whatever lengths are written later."""
-    case = Case(name="graph", counts=(1,) * 4, lengths=(90, 1, 33, 64), dtype=torch.bfloat16)
+    case = PagedBatch(name="graph", counts=(1,) * 4, lengths=(90, 1, 33, 64), dtype=torch.bfloat16)
     arguments = case.arguments("cuda")
     paged_attention(**arguments)
     graph = torch.cuda.CUDAGraph()

@@ -28,7 +28,7 @@ def cache(tmp_path, monkeypatch):
 @pytest.mark.torch
 @pytest.mark.parametrize("family", VARIANTS)
 def test_families_that_must_pass_when_cut(family):
-    assert proxy.verdict(VARIANTS[family]) == proxy.Verdict(stages="")
+    assert proxy.verdict(VARIANTS[family]) == proxy.ProxyVerdict(stages="")
 
 
 @pytest.mark.torch
@@ -89,7 +89,7 @@ def test_streams_that_lie_side_by_side_are_handed_on():
     from hocket.models.skeleton import build
 
     config = sample("qwen4_exp_text")
-    assert proxy.verdict(config) == proxy.Verdict(stages="")
+    assert proxy.verdict(config) == proxy.ProxyVerdict(stages="")
     stages = plan_for(build(config)).stages
     assert (stages.streams, stages.beside) == (4, True)
 
@@ -196,17 +196,17 @@ def test_a_head_that_gathers_what_is_whole_is_named(ranks):
 @pytest.mark.ranks
 def test_a_verdict_is_kept_and_refuses_by_name(ranks, cache):
     source = Source(**LLAMA)
-    assert require_equal(ranks.launcher, source, Layout(dp=4), loss=False) == proxy.Verdict()
+    assert require_equal(ranks.launcher, source, Layout(dp=4), loss=False) == proxy.ProxyVerdict()
     assert not cache.exists()
     found = require_equal(ranks.launcher, source, Layout(pp=2, tp=2))
-    assert found == proxy.Verdict(stages="", tensors="", loss="", shifts=True)
+    assert found == proxy.ProxyVerdict(stages="", tensors="", loss="", shifts=True)
     assert len(list(cache.iterdir())) == 1
     assert require_equal(None, source, Layout(pp=2, tp=2)) == found
     # Another vocabulary is the same architecture.
     assert require_equal(None, Source(**{**LLAMA, "vocab_size": 99}), Layout(tp=2)).ok
     sliced = Layout(tp=2, sequence_parallel=True)
     found = require_equal(ranks.launcher, source, sliced)
-    assert found == proxy.Verdict(stages="", tensors="", slices="", loss="", shifts=True)
+    assert found == proxy.ProxyVerdict(stages="", tensors="", slices="", loss="", shifts=True)
     broken = Source(model_type="zamba")
     with pytest.raises(ModelError, match=r"mine \(zamba\) cannot be cut") as caught:
         require_equal(ranks.launcher, broken, Layout(dp=2, pp=2))

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from hocket.spec.errors import CheckpointError, WeightsError
-from hocket.spec.tensor_file import Entry, TensorFile, write_tensors
+from hocket.spec.tensor_file import TensorEntry, TensorFile, write_tensors
 from tests.families import FAMILIES, LLAMA
 from tests.models.test_weights import Case, save, tensors_of
 
@@ -30,9 +30,9 @@ def test_a_box_is_read_and_nothing_else(tmp_path, monkeypatch):
         whole = torch.randn(shape).to(dtype)
         path = tmp_path / f"{case}.safetensors"
         raw = whole.reshape(-1).view(torch.uint8).numpy()
-        odd = Entry(name="odd", dtype="U8", shape=(draw.randint(0, 3),))  # nothing is aligned
+        odd = TensorEntry(name="odd", dtype="U8", shape=(draw.randint(0, 3),))  # nothing is aligned
         write_tensors(
-            path, [odd, Entry(name="x", dtype=code, shape=shape)], [bytes(odd.num_bytes), raw]
+            path, [odd, TensorEntry(name="x", dtype=code, shape=shape)], [bytes(odd.num_bytes), raw]
         )
         box = []
         for n in shape:

@@ -10,7 +10,7 @@ from hocket.catalogue import shapes
 from hocket.cost.measured_links import MeasuredLinks
 from hocket.cost.measured_rates import Rates, between
 from hocket.planning.machine_choice import candidates, choose, leaner, weigh
-from hocket.planning.machine_forecast import Machine, forecast
+from hocket.planning.machine_forecast import MeasuredMachine, forecast
 from hocket.spec.errors import LayoutError, OptionError
 from hocket.spec.forecast import Forecast
 from hocket.spec.layout import Layout
@@ -19,11 +19,11 @@ from hocket.spec.measured import (
     Curve,
     Dispatch,
     Host,
-    Kernel,
-    Measured,
-    Product,
+    MachineMeasurements,
+    MeasuredKernel,
+    MeasuredMatmul,
+    MeasuredStream,
     Sharing,
-    Stream,
     Update,
 )
 from hocket.spec.process_groups import named_groups
@@ -36,7 +36,7 @@ SHAPE = shapes.shape("tiny-llama")
 WORK = Workload(seq_len=128, global_batch=8)
 
 
-def measured(cores: int = 2, *, latency: float = 5e-5, rate: float = 2e9) -> Measured:
+def measured(cores: int = 2, *, latency: float = 5e-5, rate: float = 2e9) -> MachineMeasurements:
     """A machine on which everything has one rate."""
     sizes = (256, 65536, 1 << 24)
 
@@ -53,13 +53,13 @@ def measured(cores: int = 2, *, latency: float = 5e-5, rate: float = 2e9) -> Mea
         )
 
     products = [
-        Product(dtype="fp32", form=form, m=m, n=n, k=k, seconds=2 * m * n * k / RATE)
+        MeasuredMatmul(dtype="fp32", form=form, m=m, n=n, k=k, seconds=2 * m * n * k / RATE)
         for form in ("nt", "nn", "tn")
         for m in (64, 1024)
         for n in (64, 1024)
         for k in (64, 1024)
     ]
-    return Measured(
+    return MachineMeasurements(
         device="cpu",
         date="2026-01-01T00:00:00Z",
         torch="2",
@@ -67,7 +67,8 @@ def measured(cores: int = 2, *, latency: float = 5e-5, rate: float = 2e9) -> Mea
         host=Host(name="made", cpu="made", cores=cores, memory=2**33),
         products=tuple(products),
         streams=tuple(
-            Stream(operation="add", bytes=n, seconds=1e-6 + n / 1e10) for n in (4096, 1 << 24)
+            MeasuredStream(operation="add", bytes=n, seconds=1e-6 + n / 1e10)
+            for n in (4096, 1 << 24)
         ),
         dispatch=(
             Dispatch(operation="add", forward=1e-6, recorded=2e-6, backward=2e-6),
@@ -75,10 +76,10 @@ def measured(cores: int = 2, *, latency: float = 5e-5, rate: float = 2e9) -> Mea
             Dispatch(operation="module", forward=1e-6, recorded=1e-6, backward=0.0),
         ),
         kernels=(
-            Kernel(
+            MeasuredKernel(
                 name="attention", dtype="fp32", shape=(1, 4, 128, 32), forward=1e-3, backward=2e-3
             ),
-            Kernel(
+            MeasuredKernel(
                 name="cross-entropy", dtype="fp32", shape=(128, 4096), forward=1e-3, backward=1e-3
             ),
         ),
@@ -95,10 +96,10 @@ def measured(cores: int = 2, *, latency: float = 5e-5, rate: float = 2e9) -> Mea
     )
 
 
-MACHINE = Machine(measured=measured())
+MACHINE = MeasuredMachine(measured=measured())
 
 
-def told(layout: str, machine: Machine = MACHINE, work: Workload = WORK) -> Forecast:
+def told(layout: str, machine: MeasuredMachine = MACHINE, work: Workload = WORK) -> Forecast:
     return forecast(SHAPE, Layout.parse(layout), work, machine)[0]
 
 
@@ -114,7 +115,7 @@ def test_a_measured_product_is_taken_as_it_is_and_others_by_their_neighbours() -
 
 def test_a_nearer_product_says_more() -> None:
     known = [
-        Product(dtype="fp32", form="nt", m=m, n=64, k=64, seconds=2 * m * 64 * 64 / rate)
+        MeasuredMatmul(dtype="fp32", form="nt", m=m, n=64, k=64, seconds=2 * m * 64 * 64 / rate)
         for m, rate in ((64, 1e9), (4096, 1e10))
     ]
     rates = Rates(dataclasses.replace(measured(), products=tuple(known)))
@@ -181,7 +182,7 @@ def test_links_that_are_felt_are_waited_for() -> None:
 
 def test_slow_links_turn_the_choice_away_from_tensor_parallelism() -> None:
     pair = [Layout.parse("tp2:microbatches=1"), Layout.parse("pp2:microbatches=8")]
-    fast = Machine(measured=measured(latency=1e-7, rate=1e12))
+    fast = MeasuredMachine(measured=measured(latency=1e-7, rate=1e12))
     slow = dataclasses.replace(fast, wires=Wires.parse("net100g:scale=20000"))
     assert choose(SHAPE, WORK, fast, pair)[0].layout.startswith("tp2")
     assert choose(SHAPE, WORK, slow, pair)[0].layout.startswith("pp2")
@@ -206,7 +207,7 @@ def test_more_ranks_than_cores_gain_nothing() -> None:
     one = told("dp1:microbatches=1")
     assert two.step_seconds == pytest.approx(one.step_seconds / 2, rel=0.1)
     assert four.step_seconds > 0.98 * two.step_seconds
-    roomy = Machine(measured=measured(cores=4))
+    roomy = MeasuredMachine(measured=measured(cores=4))
     assert told("dp4:microbatches=1", roomy).step_seconds < 0.6 * two.step_seconds
 
 
@@ -325,8 +326,8 @@ def test_threads_are_not_foretold() -> None:
 
 def test_messages_that_nobody_measured_are_not_free() -> None:
     alone = dataclasses.replace(measured(), curves=())
-    told, _ = forecast(SHAPE, Layout.parse("dp1"), WORK, Machine(measured=alone))
+    told, _ = forecast(SHAPE, Layout.parse("dp1"), WORK, MeasuredMachine(measured=alone))
     assert told.step_seconds > 0
     for layout in ("tp2", "dp2", "pp2:microbatches=2"):
         with pytest.raises(OptionError, match="over shm was not measured"):
-            forecast(SHAPE, Layout.parse(layout), WORK, Machine(measured=alone))
+            forecast(SHAPE, Layout.parse(layout), WORK, MeasuredMachine(measured=alone))

@@ -16,20 +16,20 @@ from hocket.cost.measured_serving import (
     MeasuredServing,
 )
 from hocket.planning import machine_serving as planning
-from hocket.planning.machine_forecast import Machine
-from hocket.planning.machine_serving import MeasuredSteps, Sizes
+from hocket.planning.machine_forecast import MeasuredMachine
+from hocket.planning.machine_serving import EngineSizes, MeasuredSteps
 from hocket.spec.errors import OptionError
 from hocket.spec.layout import Layout
 from hocket.spec.measured import (
     Curve,
     Dispatch,
     Host,
-    Kernel,
-    Line,
-    Measured,
-    Product,
+    LatencyFit,
+    MachineMeasurements,
+    MeasuredKernel,
+    MeasuredMatmul,
+    MeasuredStream,
     Sharing,
-    Stream,
 )
 from hocket.spec.model_shape import (
     Attention,
@@ -50,40 +50,44 @@ H, INNER, V, LAYERS = 64, 128, 256, 4
 
 def machine(
     cores: int = 2, memory: int = 10**9, latency: float = 1e-4, call: float = 1e-6
-) -> Machine:
+) -> MeasuredMachine:
     sizes = (8, 64, 512)
-    measured = Measured(
+    measured = MachineMeasurements(
         device="cpu",
         date="2026-11-20",
         torch="2",
         hocket="0",
         host=Host(name="box", cpu="cpu", cores=cores, memory=memory),
         products=tuple(
-            Product(dtype="fp32", form=form, m=m, n=64, k=64, seconds=2 * m * 64 * 64 / FLOPS)
+            MeasuredMatmul(
+                dtype="fp32", form=form, m=m, n=64, k=64, seconds=2 * m * 64 * 64 / FLOPS
+            )
             for form in ("nt", "nn")
             for m in sizes
         ),
         streams=tuple(
-            Stream(operation="add", bytes=size, seconds=size / BYTES) for size in (1, 10**9)
+            MeasuredStream(operation="add", bytes=size, seconds=size / BYTES) for size in (1, 10**9)
         ),
         dispatch=tuple(
             Dispatch(operation=name, forward=call, recorded=2 * call, backward=call)
             for name in ("add", "view", "module", "linear")
         ),
         kernels=(
-            Kernel(name="attention", dtype="fp32", shape=(1, 4, 64, 16), forward=1e-4, backward=1),
+            MeasuredKernel(
+                name="attention", dtype="fp32", shape=(1, 4, 64, 16), forward=1e-4, backward=1
+            ),
         ),
         sharing=(Sharing(ranks=2, product=1.0, stream=1.0, dispatch=1.0),),
         curves=tuple(
             Curve(
                 backend="shm", operation=name, ranks=2, world=2, sizes=(64, 10**6),
                 seconds=(latency, latency + 10**6 / BYTES),
-                lines=(Line(bytes=10**9, latency=latency, rate=BYTES),),
+                lines=(LatencyFit(bytes=10**9, latency=latency, rate=BYTES),),
             )
             for name in ("all-reduce", "all-gather", "send")
         ),
     )  # fmt: skip
-    return Machine(measured=measured, backend="shm", name="box")
+    return MeasuredMachine(measured=measured, backend="shm", name="box")
 
 
 def shape() -> ModelShape:
@@ -134,7 +138,9 @@ def shape() -> ModelShape:
     )
 
 
-def prices(layout: str, *, where: Machine | None = None, slowdown: float = 1.0) -> MeasuredServing:
+def prices(
+    layout: str, *, where: MeasuredMachine | None = None, slowdown: float = 1.0
+) -> MeasuredServing:
     where = where or machine()
     replica = MeasuredReplica(shape=shape(), layout=Layout.parse(layout))
     return MeasuredServing(replica, Rates(where.measured), MeasuredLinks(where.measured), slowdown)
@@ -144,13 +150,13 @@ CALL = 4e-6
 """Of a kernel that serves."""
 
 
-def kernels() -> Machine:
+def kernels() -> MeasuredMachine:
     """The machine with the kernels that serve: reading a byte of a weight takes ten times as long
     as on `machine`, and so much longer for every row; a sum takes a tenth."""
     found = machine()
 
-    def kernel(name: str, *shape: int, seconds: float) -> Kernel:
-        return Kernel(name=name, dtype="fp32", shape=shape, forward=seconds, backward=0)
+    def kernel(name: str, *shape: int, seconds: float) -> MeasuredKernel:
+        return MeasuredKernel(name=name, dtype="fp32", shape=shape, forward=seconds, backward=0)
 
     rows = [
         kernel("rows", rows, 64, 64, count, seconds=CALL + 10 * rows * 4 * 64 * 64 / BYTES)
@@ -276,7 +282,7 @@ def test_layers_like_llamas_have_less_between_their_products() -> None:
     assert seconds(unlike) - seconds(alike) > LAYERS * 700 * 1e-6
 
 
-SIZES = Sizes(batch_tokens=64, rows=16, longest=128)
+SIZES = EngineSizes(batch_tokens=64, rows=16, longest=128)
 
 
 def test_bytes_are_counted_exactly() -> None:

@@ -15,9 +15,9 @@ from hocket.catalogue.shapes import shape
 from hocket.cost.constants import memory_quantiles
 from hocket.planning import layouts as planning_layouts
 from hocket.planning.explain import explain
-from hocket.planning.forecast import Forecast
+from hocket.planning.forecast import LayoutForecast
 from hocket.planning.layouts import layout_at, row
-from hocket.planning.plan import Plan, plan, plan_one, smallest_cluster
+from hocket.planning.plan import TrainingPlan, plan, plan_one, smallest_cluster
 from hocket.planning.problem import Problem
 from hocket.planning.search import price, search, simulate_all
 from hocket.planning.tools.emit import TOOLS, emit
@@ -39,26 +39,26 @@ ROOMY = dataclasses.replace(SEVENTY, cluster=cluster("16x8xH200-SXM"))
 
 
 @pytest.fixture(scope="module")
-def eight() -> Plan:
+def eight() -> TrainingPlan:
     return plan(EIGHT)
 
 
 @pytest.fixture(scope="module")
-def long() -> Plan:
+def long() -> TrainingPlan:
     """Of sequences so long that splitting them, which nothing here does yet, would be faster."""
     return plan(dataclasses.replace(EIGHT, seq_len=16384, global_batch=16))
 
 
 @pytest.fixture(scope="module")
-def seventy() -> Plan:
+def seventy() -> TrainingPlan:
     return plan(SEVENTY, everything=True)
 
 
-def one(problem: Problem, text: str) -> Forecast:
+def one(problem: Problem, text: str) -> LayoutForecast:
     return plan_one(problem, Layout.parse(text)).best
 
 
-def test_the_best_is_best_and_fits(seventy: Plan) -> None:
+def test_the_best_is_best_and_fits(seventy: TrainingPlan) -> None:
     steps = [found.step_seconds.median for found in seventy.layouts]
     assert len(steps) == 10
     # Equal to four digits is equal: then the layout that asks for less comes first.
@@ -67,7 +67,7 @@ def test_the_best_is_best_and_fits(seventy: Plan) -> None:
     assert 0 < seventy.num_fitting < seventy.num_legal
 
 
-def test_the_best_is_a_layout_that_people_use(seventy: Plan) -> None:
+def test_the_best_is_a_layout_that_people_use(seventy: TrainingPlan) -> None:
     """Llama 70B on 128 H100: published runs reach 40 to 55% of the dense rate."""
     best = seventy.best
     assert 0.35 < best.mfu.median < 0.6
@@ -87,7 +87,9 @@ def test_no_layout_of_the_whole_space_is_faster_by_closed_forms() -> None:
     assert times.min() in found.best.times.step
 
 
-def test_by_default_only_what_runs_here_is_proposed(eight: Plan, long: Plan) -> None:
+def test_by_default_only_what_runs_here_is_proposed(
+    eight: TrainingPlan, long: TrainingPlan
+) -> None:
     assert eight.best.layout.zero
     assert all(found.runs_here for found in (*eight.layouts, *long.layouts))
     best = long.layouts[0].step_seconds.median
@@ -98,7 +100,7 @@ def test_by_default_only_what_runs_here_is_proposed(eight: Plan, long: Plan) -> 
         assert all(": this release" in reason for reason in better.unsupported)
 
 
-def test_everything_is_ranked_together_and_marked(seventy: Plan) -> None:
+def test_everything_is_ranked_together_and_marked(seventy: TrainingPlan) -> None:
     marks = [found.runs_here for found in plan(SEVENTY, everything=True, top=400).layouts]
     assert True in marks
     assert False in marks
@@ -174,7 +176,7 @@ def test_a_long_schedule_is_as_long_as_if_it_were_played_whole(
     assert found == pytest.approx(expected, rel=within)
 
 
-def test_parts_add_up_to_the_step(seventy: Plan, eight: Plan) -> None:
+def test_parts_add_up_to_the_step(seventy: TrainingPlan, eight: TrainingPlan) -> None:
     for found in (*seventy.layouts, *eight.layouts, *eight.unsupported_layouts):
         assert sum(found.parts.values()) == pytest.approx(found.step_seconds.median)
         assert sum(found.memory_by_kind.values()) == pytest.approx(found.memory, rel=1e-6)
@@ -182,7 +184,7 @@ def test_parts_add_up_to_the_step(seventy: Plan, eight: Plan) -> None:
         assert 0 <= found.exposed < 1
 
 
-def test_json_keys_are_snake_case_and_still_add_up(eight: Plan) -> None:
+def test_json_keys_are_snake_case_and_still_add_up(eight: TrainingPlan) -> None:
     def keys(value: object) -> list[str]:
         if isinstance(value, dict):
             return [*value, *(key for item in value.values() for key in keys(item))]
@@ -195,7 +197,7 @@ def test_json_keys_are_snake_case_and_still_add_up(eight: Plan) -> None:
     assert sum(first["parts"].values()) == pytest.approx(first["step_seconds"]["median"])
 
 
-def test_ranges_are_ranges(eight: Plan) -> None:
+def test_ranges_are_ranges(eight: TrainingPlan) -> None:
     best = eight.best
     cost = best.dollars_per_billion_tokens
     assert cost is not None
@@ -204,7 +206,7 @@ def test_ranges_are_ranges(eight: Plan) -> None:
     assert best.memory < best.memory_high
 
 
-def test_money_and_speed_are_the_same_story(eight: Plan) -> None:
+def test_money_and_speed_are_the_same_story(eight: TrainingPlan) -> None:
     best = eight.best
     price_per_hour = EIGHT.cluster.node.gpu.price
     assert price_per_hour is not None
@@ -234,7 +236,7 @@ def test_objectives_differ_as_they_say() -> None:
     assert cheap.num_gpus < fast.num_gpus
 
 
-def test_what_differs_in_nothing_but_names_is_shown_once(seventy: Plan) -> None:
+def test_what_differs_in_nothing_but_names_is_shown_once(seventy: TrainingPlan) -> None:
     seen = set()
     for found in seventy.layouts:
         same = dataclasses.replace(found.layout, dp=found.layout.dp * found.layout.cp, cp=1)
@@ -408,7 +410,7 @@ def test_a_gpu_without_the_precision() -> None:
         dataclasses.replace(EIGHT, cluster=cluster("8xA100-80"), precision="fp8")
 
 
-def test_a_plan_is_json(long: Plan) -> None:
+def test_a_plan_is_json(long: TrainingPlan) -> None:
     data = json.loads(json.dumps(long.to_json()))
     assert Layout.parse(data["layouts"][0]["layout"]) == long.best.layout
     assert data["layouts"][0]["runs_here"] is True

@@ -13,11 +13,18 @@ from hocket.probing.devices import FoundDevices
 from hocket.reporting.measured import measured_text
 from hocket.reporting.topology import matrix_text, svg
 from hocket.spec.cluster import Cluster
-from hocket.spec.measured import Curve, Host, Line, Measured, Product, Stream
+from hocket.spec.measured import (
+    Curve,
+    Host,
+    LatencyFit,
+    MachineMeasurements,
+    MeasuredMatmul,
+    MeasuredStream,
+)
 from tests.probing import nvml
 
 
-def measured(found: FoundDevices, **more: object) -> Measured:
+def measured(found: FoundDevices, **more: object) -> MachineMeasurements:
     values = {
         "device": "cuda",
         "date": "2026-11-20T12:00:00Z",
@@ -27,11 +34,13 @@ def measured(found: FoundDevices, **more: object) -> Measured:
         "devices": found.devices,
         "pairs": found.pairs,
         "unknown": found.unknown,
-        "products": (Product(dtype="bf16", form="nt", m=8192, n=8192, k=8192, seconds=5e-3),),
-        "streams": (Stream(operation="copy", bytes=2**31, seconds=1.4e-3),),
+        "products": (
+            MeasuredMatmul(dtype="bf16", form="nt", m=8192, n=8192, k=8192, seconds=5e-3),
+        ),
+        "streams": (MeasuredStream(operation="copy", bytes=2**31, seconds=1.4e-3),),
         **more,
     }
-    return Measured(**values)  # type: ignore[arg-type]
+    return MachineMeasurements(**values)  # type: ignore[arg-type]
 
 
 def there_and_back(cluster: Cluster) -> Cluster:
@@ -201,7 +210,7 @@ def test_the_text_says_what_was_taken_and_what_is_unknown(tmp_path: Path) -> Non
         world=8,
         sizes=(1024, 2**20),
         seconds=(2e-5, 5e-5),
-        lines=(Line(bytes=2**20, latency=2e-5, rate=2e11),),
+        lines=(LatencyFit(bytes=2**20, latency=2e-5, rate=2e11),),
         error=0.03,
         worst=0.05,
     )
@@ -217,7 +226,7 @@ def test_the_text_says_what_was_taken_and_what_is_unknown(tmp_path: Path) -> Non
 
 def test_what_lies_between_products_is_told_both_ways(tmp_path: Path) -> None:
     ways = tuple(
-        Stream(operation=way, bytes=2**20, seconds=seconds)
+        MeasuredStream(operation=way, bytes=2**20, seconds=seconds)
         for way, seconds in (("forward", 4e-5), ("backward", 6e-5))
     )
     text = measured_text(measured(devices.read(nvml.dgx_a100(), tmp_path), streams=ways))

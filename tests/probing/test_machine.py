@@ -18,18 +18,25 @@ from hocket.jobs import machine, probe
 from hocket.probing import devices
 from hocket.probing.devices import FoundDevices
 from hocket.spec.errors import HocketError, OptionError
-from hocket.spec.measured import Curve, Host, Line, Measured, Product, Stream
+from hocket.spec.measured import (
+    Curve,
+    Host,
+    LatencyFit,
+    MachineMeasurements,
+    MeasuredMatmul,
+    MeasuredStream,
+)
 from tests.probing import nvml
 
 HOST = Host(name="here", cpu="EPYC", cores=2, memory=2**34)
-MEASURED = Measured(
+MEASURED = MachineMeasurements(
     device="cpu",
     date="2026-11-20T12:00:00Z",
     torch="2.13.0",
     hocket="0.1.0",
     host=HOST,
-    products=(Product(dtype="fp32", form="nt", m=64, n=64, k=64, seconds=1e-5),),
-    streams=(Stream(operation="copy", bytes=2**26, seconds=1e-2),),
+    products=(MeasuredMatmul(dtype="fp32", form="nt", m=64, n=64, k=64, seconds=1e-5),),
+    streams=(MeasuredStream(operation="copy", bytes=2**26, seconds=1e-2),),
 )
 CURVES = tuple(
     Curve(
@@ -39,7 +46,7 @@ CURVES = tuple(
         world=2,
         sizes=(64, 2**20),
         seconds=(1e-5, 1e-3),
-        lines=(Line(bytes=2**20, latency=1e-5, rate=1e9),),
+        lines=(LatencyFit(bytes=2**20, latency=1e-5, rate=1e9),),
     )
     for operation in ("all-reduce", "all-gather", "reduce-scatter", "send")
 )
@@ -52,10 +59,10 @@ class Here:
         self.kind, self.host, self.found, self.count = "cpu", HOST, FoundDevices(), 0
         self.measured = MEASURED
 
-    def present(self, device: str = "auto") -> probe.Present:
-        return probe.Present(self.kind if device != "cpu" else "cpu", self.host, self.found)
+    def present(self, device: str = "auto") -> probe.ProbeTarget:
+        return probe.ProbeTarget(self.kind if device != "cpu" else "cpu", self.host, self.found)
 
-    def measure(self, **options: Any) -> Measured:
+    def measure(self, **options: Any) -> MachineMeasurements:
         self.count += 1
         return dataclasses.replace(self.measured, quick=options["quick"])
 
@@ -106,7 +113,7 @@ def test_a_full_probe_that_was_disturbed_gives_way_to_a_quiet_quick_one(
 ) -> None:
     loads = iter((1.2, 0.5, 0.0))
 
-    def measure(*, quick: bool, **_: Any) -> Measured:
+    def measure(*, quick: bool, **_: Any) -> MachineMeasurements:
         host = dataclasses.replace(HOST, load=next(loads))
         return dataclasses.replace(MEASURED, quick=quick, host=host)
 
@@ -214,7 +221,7 @@ def test_the_verb_writes_a_file_that_others_read(
 
 def test_json_is_one_object(here: Here, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["probe", "--quick", "--json"]) == 0
-    assert Measured.from_dict(json.loads(capsys.readouterr().out)).host == HOST
+    assert MachineMeasurements.from_dict(json.loads(capsys.readouterr().out)).host == HOST
 
 
 def test_files_that_cannot_be_written_are_told_before_anything_is_measured(

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from hocket.probing.repeats import enough, interleaved, rounded, summary
-from hocket.spec.measured import PULSES, Measured
+from hocket.spec.measured import PULSES, MachineMeasurements
 from tests.ranks import RankPool
 
 ALONE = ("products", "streams", "dispatch", "kernels", "updates", "serving")
@@ -112,7 +112,7 @@ def test_four_ranks_measure_everything(ranks: RankPool) -> None:
             parts.setdefault(event["key"], []).extend(event["rows"])
     host = {"name": "here", "cpu": "x", "cores": 2}
     head = {"device": "cpu", "date": "d", "torch": "t", "hocket": "h", "host": host}
-    found = Measured.from_dict({**head, **parts})
+    found = MachineMeasurements.from_dict({**head, **parts})
 
     assert {p.form for p in found.products} == {"nt", "nn", "tn"}
     assert {(p.m, p.n, p.k) for p in found.products} == {(16, 32, 16), (16, 16, 32), (32, 16, 16)}

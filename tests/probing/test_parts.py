@@ -55,11 +55,13 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return said
 
 
-def see(monkeypatch: pytest.MonkeyPatch, found: probe.Present) -> None:
+def see(monkeypatch: pytest.MonkeyPatch, found: probe.ProbeTarget) -> None:
     monkeypatch.setattr(probe, "present", lambda device="auto": found)
 
 
-HERE = probe.Present("cpu", Host(name="here", cpu="EPYC", cores=2, memory=2**34), FoundDevices())
+HERE = probe.ProbeTarget(
+    "cpu", Host(name="here", cpu="EPYC", cores=2, memory=2**34), FoundDevices()
+)
 
 
 @pytest.mark.train
@@ -122,7 +124,7 @@ def test_what_nvml_says_and_what_was_measured_come_together(
     monkeypatch: pytest.MonkeyPatch, ranks: list[Any]
 ) -> None:
     recorded = devices.read(nvml.dgx_a100(), Path("/nowhere"))
-    see(monkeypatch, probe.Present("cuda", HERE.host, recorded))
+    see(monkeypatch, probe.ProbeTarget("cuda", HERE.host, recorded))
     rows = [[0, 1, "", False, 0, 2.5e11, 2e-5, True], [2, 7, "", False, 0, 2.4e11, 2e-5, True]]
     ranks += [PRODUCTS, {"event": "measured", "key": "pairs", "rows": rows}]
     found = probe.measure()

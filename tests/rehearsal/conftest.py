@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from hocket.jobs.rehearsal_workers import Workers
+from hocket.jobs.rehearsal_workers import RehearsalWorkers
 
 
 @pytest.fixture(scope="package")
-def workers() -> Iterator[Workers]:
-    with Workers() as found:
+def workers() -> Iterator[RehearsalWorkers]:
+    with RehearsalWorkers() as found:
         yield found
 
 
 @pytest.fixture
-def inside(workers: Workers) -> Callable[..., Any]:
+def inside(workers: RehearsalWorkers) -> Callable[..., Any]:
     """`inside("groups", ...)` calls that function of `tests.rehearsal.inside` in a worker."""
 
     def call(name: str, /, **arguments: Any) -> Any:

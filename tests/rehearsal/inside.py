@@ -13,9 +13,9 @@ from torch import nn
 from hocket.rehearsal.execution import Execution, executing
 from hocket.rehearsal.process_group import joined
 from hocket.runtime.data_parallel.buckets import on_gradient
-from hocket.spec.rehearsal import Device
+from hocket.spec.rehearsal import RehearsedDevice
 
-H100 = Device(name="H100-SXM-80", capability=(9, 0), memory=85_000_000_000)
+H100 = RehearsedDevice(name="H100-SXM-80", capability=(9, 0), memory=85_000_000_000)
 CUDA = torch.device("cuda", 0)
 
 
@@ -169,7 +169,7 @@ def memory(width: int, rows: int) -> dict[str, Any]:
 
 def answers(name: str, capability: list[int]) -> dict[str, Any]:
     """What torch.cuda says on a fake GPU, and what it said before."""
-    gpu = Device(name=name, capability=(capability[0], capability[1]), memory=1000, sms=7)
+    gpu = RehearsedDevice(name=name, capability=(capability[0], capability[1]), memory=1000, sms=7)
     before = torch.cuda.is_available()
     with executing(gpu, 0, 1) as execution, execution.fake():
         x = torch.empty(10, device=CUDA)
@@ -186,7 +186,7 @@ def answers(name: str, capability: list[int]) -> dict[str, Any]:
 
 def attention(capability: list[int]) -> list[str]:
     """The kernels of: bf16, bf16 with a mask, fp32, heads of 512, grouped heads."""
-    gpu = Device(name="GPU", capability=(capability[0], capability[1]), memory=1)
+    gpu = RehearsedDevice(name="GPU", capability=(capability[0], capability[1]), memory=1)
     names = []
     with executing(gpu, 0, 1) as execution, execution.fake():
         for dtype, size, masked, heads in (

@@ -52,10 +52,10 @@ def run(
     from hocket.runtime.parallelize import parallelize
     from hocket.schedules.registry import build as build_schedule
     from hocket.spec.layout import Layout
-    from hocket.spec.rehearsal import Device
+    from hocket.spec.rehearsal import RehearsedDevice
     from hocket.spec.run import RunSpec, TrainOptions, Workload
     from hocket.training.build import build_optimizer, dtype_of, keep_gradients, offload
-    from hocket.training.reading import Reading, Readings
+    from hocket.training.reading import LossReading, Readings
 
     placed = Layout.parse(layout)
     placed = dataclasses.replace(placed, microbatches=placed.microbatches or 1)
@@ -74,7 +74,9 @@ def run(
     skeleton = build(of_run(spec).config, dtype=dtype, dropout=spec.options.dropout)
     plan = plan_for(skeleton, sequence=placed.sequence_parallel)
     schedule = build_schedule(placed, placed.microbatches) if placed.num_stages > 1 else None
-    gpu = Device(name="NVIDIA H100", capability=(9, 0), memory=80 << 30, sms=132, l2=50 << 20)
+    gpu = RehearsedDevice(
+        name="NVIDIA H100", capability=(9, 0), memory=80 << 30, sms=132, l2=50 << 20
+    )
     rank = range(placed.world_size)[rank]
     with executing(gpu, rank, placed.world_size) as execution:
         import torch
@@ -107,7 +109,7 @@ def run(
                     execution.begin(recorder)
                 loss = parallel.forward_backward(inputs.step(index), tokens)
                 norm = parallel.clip_grad_norm(spec.options.max_grad_norm)
-                reading = Reading(index + 1, 1e-3, loss, norm, 1)
+                reading = LossReading(index + 1, 1e-3, loss, norm, 1)
                 optimizer.step(1e-3, reading.skip())
                 parallel.begin_unshard()
                 inputs.prefetch(index + 1)
@@ -162,7 +164,7 @@ def without(wait: str | None) -> Any:
     if wait is None:
         return nullcontext()
     if wait == "of collectives":
-        return patch.object(process_group.Work, "wait", lambda self, timeout=None: True)
+        return patch.object(process_group.RehearsedWork, "wait", lambda self, timeout=None: True)
     if wait == "for copies":
         return patch.object(copy_stream.Copied, "wait", lambda self: None)
     if wait == "of copies":

@@ -13,8 +13,8 @@ import pytest
 
 from hocket.cli.main import main
 from hocket.jobs.rehearsal_matrix import chosen, judged, matrix, rehearsed
-from hocket.jobs.rehearsal_workers import Workers
-from hocket.simulation.nccl import Verdict
+from hocket.jobs.rehearsal_workers import RehearsalWorkers
+from hocket.simulation.nccl import OrderVerdict
 from hocket.spec.errors import OptionError
 from hocket.spec.layout import Layout
 from hocket.spec.rehearsal_matrix import (
@@ -28,7 +28,7 @@ from hocket.spec.rehearsal_matrix import (
     OPTIONS,
     REJECTED,
     SCHEDULES,
-    Case,
+    MatrixJob,
     RehearsalCell,
     RehearsalMatrix,
 )
@@ -37,8 +37,8 @@ from tests.rotation import part
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 
 
-def _case(layout: str = "dp2", schedule: str = "", option: str = "bf16") -> Case:
-    return Case(model="tiny-llama", layout=layout, schedule=schedule, option=option)
+def _case(layout: str = "dp2", schedule: str = "", option: str = "bf16") -> MatrixJob:
+    return MatrixJob(model="tiny-llama", layout=layout, schedule=schedule, option=option)
 
 
 def test_every_schedule_and_layout_class_is_under_every_option() -> None:
@@ -90,7 +90,9 @@ def test_a_part_is_chosen_by_name() -> None:
 def _found(layout: str = "dp2", **changes: Any) -> Any:
     """A rehearsal as the judge sees it, in which all is well but for `changes`."""
     changes = dict(changes)
-    verdict = changes.pop("verdict", Verdict(rule="eager", waiting=(), mismatches=(), cycle=()))
+    verdict = changes.pop(
+        "verdict", OrderVerdict(rule="eager", waiting=(), mismatches=(), cycle=())
+    )
     report = {
         "host_reads": [], "collectives": [], "peak_bytes": [{"total": 100}],
         "predicted_peak_bytes": [104], **changes,
@@ -132,7 +134,7 @@ def test_a_difference_is_named_with_its_numbers(
 
 
 def test_what_hangs_is_no_mere_difference() -> None:
-    verdict = Verdict(rule="eager", waiting=("rank 0",), mismatches=(), cycle=(0, 1))  # type: ignore[arg-type]
+    verdict = OrderVerdict(rule="eager", waiting=("rank 0",), mismatches=(), cycle=(0, 1))  # type: ignore[arg-type]
     assert judged(_found(verdict=verdict, predicted_peak_bytes=[1]))[0] == HANGS
 
 
@@ -164,7 +166,7 @@ _RECORDED = REFERENCE / "rehearsals.jsonl"
 
 @pytest.mark.ranks
 @pytest.mark.timeout(300)
-def test_a_part_is_as_the_page_says(workers: Workers) -> None:
+def test_a_part_is_as_the_page_says(workers: RehearsalWorkers) -> None:
     """Of the jobs of up to 4 ranks that the page has, one in 24, chosen by the commit: what the
     page calls ok is."""
     known = {}
@@ -178,7 +180,7 @@ def test_a_part_is_as_the_page_says(workers: Workers) -> None:
 
 
 @pytest.mark.ranks
-def test_a_mistake_that_a_rank_finds_is_rejected(workers: Workers) -> None:
+def test_a_mistake_that_a_rank_finds_is_rejected(workers: RehearsalWorkers) -> None:
     """GPT-2 has no layer that multiplies in fp8, and the worker goes on with the next job."""
     pytest.importorskip("torchao")
     cell = rehearsed(dataclasses.replace(_case(option="fp8"), model="tiny-gpt2"), workers)

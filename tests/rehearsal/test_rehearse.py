@@ -13,8 +13,15 @@ import pytest
 from hocket.cli.main import main
 from hocket.jobs import rehearse as job
 from hocket.jobs.rehearsal_text import text
-from hocket.jobs.rehearsal_workers import Workers
-from hocket.jobs.rehearse import Job, Rehearsed, prepared, rehearse, representatives, traces_of
+from hocket.jobs.rehearsal_workers import RehearsalWorkers
+from hocket.jobs.rehearse import (
+    Rehearsed,
+    RehearsedJob,
+    prepared,
+    rehearse,
+    representatives,
+    traces_of,
+)
 from hocket.jobs.request import request
 from hocket.simulation.nccl import RULES, check
 from hocket.spec.errors import HocketError, ModelError, OptionError
@@ -32,7 +39,7 @@ LAYOUT = "dp2.pp2.tp2:microbatches=4"
 
 def of(
     layout: str, model: str = "tiny-llama", rows: int = 1, gpu: str = "H100", **more: Any
-) -> Job:
+) -> RehearsedJob:
     layers = more.pop("layers", None)
     given = {"seq_len": 64, "dtype": "bf16", "device": "cuda", **more}
     asked = request({"model": model, "layout": layout, **given})
@@ -40,7 +47,7 @@ def of(
 
 
 @pytest.fixture(scope="module")
-def found(workers: Workers) -> Rehearsed:
+def found(workers: RehearsalWorkers) -> Rehearsed:
     return rehearse(of(LAYOUT), workers=workers)
 
 
@@ -81,7 +88,7 @@ def test_the_schedule_is_executed_as_it_stands(found: Rehearsed) -> None:
         assert executed.actions == line
 
 
-def test_state_is_what_the_parameters_take(workers: Workers) -> None:
+def test_state_is_what_the_parameters_take(workers: RehearsalWorkers) -> None:
     """bf16 parameters, fp32 gradients, an fp32 master and two moments: 2, 4 and 12 bytes each."""
     hidden, inner, layers, vocab, kv = 128, 384, 4, 4096, 64
     each = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * inner + 2 * hidden
@@ -107,7 +114,7 @@ def test_state_is_what_the_parameters_take(workers: Workers) -> None:
     ],
 )
 def test_layouts_complete_and_communicate_as_in_theory(
-    workers: Workers, layout: str, more: dict[str, Any]
+    workers: RehearsalWorkers, layout: str, more: dict[str, Any]
 ) -> None:
     found = rehearse(of(layout, **more), ranks="all", workers=workers)
     assert found.report.ends
@@ -120,7 +127,7 @@ def test_layouts_complete_and_communicate_as_in_theory(
     "more", [{"dtype": "fp32"}, {"gpu": "A100-80"}, {"gpu": "A100-80", "layout": "dp2:zero=3"}]
 )
 def test_experts_read_nothing_whatever_the_dtype_and_gpu(
-    workers: Workers, more: dict[str, Any]
+    workers: RehearsalWorkers, more: dict[str, Any]
 ) -> None:
     """torch's grouped matmul has a kernel for bf16 on Hopper and Blackwell alone."""
     found = rehearse(of(**{"layout": "dp2", "model": "tiny-mixtral", **more}), workers=workers)
@@ -143,7 +150,7 @@ def test_experts_read_nothing_whatever_the_dtype_and_gpu(
     ],
 )
 def test_keys_and_values_repeated_for_query_heads_are_predicted(
-    workers: Workers, more: dict[str, Any]
+    workers: RehearsalWorkers, more: dict[str, Any]
 ) -> None:
     """In fp32 no kernel of grouped-query attention reads a key for several query heads."""
     given = {"layout": "dp1", "dtype": "fp32", "seq_len": 512, "rows": 4, **more}
@@ -153,7 +160,9 @@ def test_keys_and_values_repeated_for_query_heads_are_predicted(
 
 
 @pytest.mark.parametrize("schedule", ["zero-bubble", "zb-v,virtual_stages=2"])
-def test_adapters_between_two_halves_of_a_backward(workers: Workers, schedule: str) -> None:
+def test_adapters_between_two_halves_of_a_backward(
+    workers: RehearsalWorkers, schedule: str
+) -> None:
     """What I frees and keeps of a layer is predicted norm by norm, with its adapters in place."""
     asked = of(
         f"pp2:schedule={schedule},microbatches=4",
@@ -185,7 +194,7 @@ def test_the_shape_cache_changes_nothing(inside: Any, layout: str, more: dict[st
     assert inside("uncached", job=payload, rank=asked.spec.layout.world_size - 1) == []
 
 
-def test_a_replica_is_what_all_ranks_are(workers: Workers, found: Rehearsed) -> None:
+def test_a_replica_is_what_all_ranks_are(workers: RehearsalWorkers, found: Rehearsed) -> None:
     """Ranks that share an execution would have executed the same."""
     every = rehearse(found.job, ranks="all", workers=workers)
     assert _enqueued(found) == _enqueued(every)
@@ -236,7 +245,7 @@ def test_a_job_that_hangs_is_told_with_its_cycle(found: Rehearsed) -> None:
     assert "-->" in printed
 
 
-def test_one_rank_is_executed_without_a_verdict(workers: Workers) -> None:
+def test_one_rank_is_executed_without_a_verdict(workers: RehearsalWorkers) -> None:
     found = rehearse(of("dp2.pp2:microbatches=2"), ranks="3", workers=workers)
     assert list(found.executed) == [3]
     assert found.report.eager["ends"] is None
@@ -280,7 +289,9 @@ def test_what_cannot_be_is_rejected_before_a_worker_starts(
         of(**change)
 
 
-def test_sizes_that_contradict_each_other_are_one_line(workers: Workers, tmp_path: Path) -> None:
+def test_sizes_that_contradict_each_other_are_one_line(
+    workers: RehearsalWorkers, tmp_path: Path
+) -> None:
     """OLMoE's norms are as wide as the hidden state, so a head size of another width cannot be."""
     config = {
         "model_type": "olmoe", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 64,
@@ -314,7 +325,7 @@ def test_without_a_compiler_the_error_says_how_to_get_one(
 def test_the_command_prints_one_object(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(job, "Workers", lambda count: Workers(1))
+    monkeypatch.setattr(job, "Workers", lambda count: RehearsalWorkers(1))
     code = main(["rehearse", "tiny-llama", "--layout", "dp2", "--seq-len", "64", "--json"])
     out = capfd.readouterr().out
     assert code == 0

@@ -11,7 +11,7 @@ from hocket.schedules import build
 from hocket.simulation import simulate
 from hocket.spec.forecast import Alternative, Forecast
 from hocket.spec.layout import Layout
-from hocket.spec.measured import Device, Host, Measured, Pair
+from hocket.spec.measured import DevicePair, Host, MachineMeasurements, MeasuredDevice
 from hocket.spec.prices import Prices
 from hocket.spec.run import RunFolder, RunSpec, TrainOptions, Workload, write_text
 from hocket.spec.timeline import Event, Timeline
@@ -19,20 +19,22 @@ from hocket.spec.timeline import Event, Timeline
 MB = 1_000_000
 
 
-def gpus(name: str = "A made GPU") -> Measured:
+def gpus(name: str = "A made GPU") -> MachineMeasurements:
     """A machine of four GPUs bridged two by two: NVLink inside a pair, measured; PCIe beyond."""
     inside = ((0, 1), (2, 3))
-    return Measured(
+    return MachineMeasurements(
         device="cuda",
         date="2026-11-20T12:00:00Z",
         torch="2.13.0",
         hocket="0.1.0",
         host=Host(name="a machine", cpu="A CPU", cores=16, memory=2**36),
-        devices=tuple(Device(index=i, name=name, memory=24 * 10**9) for i in range(4)),
+        devices=tuple(MeasuredDevice(index=i, name=name, memory=24 * 10**9) for i in range(4)),
         pairs=tuple(
-            Pair(first=i, second=j, path="NV4", links=4, rate=50e9, latency=8e-6, measured=True)
+            DevicePair(
+                first=i, second=j, path="NV4", links=4, rate=50e9, latency=8e-6, measured=True
+            )
             if (i, j) in inside
-            else Pair(first=i, second=j, path="SYS", rate=31.5e9)
+            else DevicePair(first=i, second=j, path="SYS", rate=31.5e9)
             for i in range(4)
             for j in range(i + 1, 4)
         ),
@@ -81,7 +83,7 @@ def make(
     predicted: bool = True,
     reason: str = "",
     metrics: dict[str, Any] | None = None,
-    machine: Measured | None = None,
+    machine: MachineMeasurements | None = None,
 ) -> Path:
     """Write a run folder; `done` steps of `steps` are in its metrics. Returns `path`."""
     placed = Layout.parse(layout)

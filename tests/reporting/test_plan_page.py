@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hocket.cli.main import main
-from hocket.reporting.plan_page import PlanPage, Row, page
+from hocket.reporting.plan_page import PlanPage, PlanRow, page
 from tests.reporting.chromium import chromium  # noqa: F401  a fixture
 
 HOSTILE = "<script>window.owned=1</script><img src=x onerror='window.owned=1'>"
@@ -57,7 +57,7 @@ def test_a_plan_as_a_page(chromium: Any, tmp_path: Path, width: int) -> None:  #
 def test_names_of_strangers_are_text(chromium: Any, tmp_path: Path) -> None:  # noqa: F811
     found = PlanPage(
         title=HOSTILE, asked=HOSTILE, headings=(HOSTILE,), command=HOSTILE, notes=(HOSTILE,),
-        rows=(Row(name=HOSTILE, cells=((HOSTILE, None),), memory={HOSTILE: 5}, high=6),),
+        rows=(PlanRow(name=HOSTILE, cells=((HOSTILE, None),), memory={HOSTILE: 5}, high=6),),
         capacity=None, changes=(HOSTILE,), footer=HOSTILE,
     )  # fmt: skip
     (tmp_path / "page.html").write_text(page(found))

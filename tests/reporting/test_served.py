@@ -18,17 +18,17 @@ from hocket.spec.run import RunSpec
 from hocket.spec.serving import ServeOptions
 from hocket.spec.serving_forecast import (
     Decode,
-    Load,
     Need,
     Percentiles,
     Prefill,
     ReplicaMeasured,
+    ServiceLoad,
     ServingForecast,
     ServingMeasured,
     Weighed,
 )
 
-LOAD = Load(
+LOAD = ServiceLoad(
     rate=2.0, tokens_per_second=100.0, ttft_p50=0.1, ttft_p90=0.2, ttft_p99=0.3, tpot_p50=0.01,
     tpot_p90=0.02, tpot_p99=0.03, batch=4.0,
 )  # fmt: skip

@@ -15,7 +15,7 @@ from hocket.runtime.parallelize import Parallel, parallelize
 from hocket.runtime.tensor_parallel import vocab_parallel_cross_entropy
 from hocket.schedules.registry import build
 from hocket.spec.layout import Layout
-from hocket.spec.plan import ParallelPlan, Segment, Split, TensorPlan
+from hocket.spec.plan import ParallelPlan, Split, TensorPlan, WeightSegment
 from tests.runtime import models
 
 
@@ -130,7 +130,7 @@ def llama(kind: str = "llama") -> tuple[nn.Module, ParallelPlan, int]:
     plan = models.llama_plan(qk_norm=kind in ("qwen3", "gemma3_text"))
     if kind == "mixtral":
         config = transformers.MixtralConfig(**size, num_local_experts=4)
-        wide = Segment(units=models.INNER, what="expert rows")
+        wide = WeightSegment(units=models.INNER, what="expert rows")
         experts = Split(
             style="experts",
             segments=(wide, wide),
@@ -177,7 +177,7 @@ def cross_entropy(context: Any, vocabulary: int, dtype: str) -> list[float]:
     whole = logits.to(getattr(torch, dtype)).float().clone().requires_grad_()
     wanted = F.cross_entropy(whole, labels, reduction="none")
     (wanted * weights).sum().backward()
-    start, rows, _ = Segment(units=vocabulary, uneven=True).slice(axis.index, axis.size)
+    start, rows, _ = WeightSegment(units=vocabulary, uneven=True).slice(axis.index, axis.size)
     weight = torch.eye(vocabulary)[start : start + rows].to(getattr(torch, dtype))
     x = logits.to(getattr(torch, dtype)).clone().requires_grad_()
     found = vocab_parallel_cross_entropy(

@@ -7,17 +7,17 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from hocket.spec.plan import ParallelPlan, Patch, Segment, Split, StagePlan, TensorPlan
+from hocket.spec.plan import ParallelPlan, Patch, Split, StagePlan, TensorPlan, WeightSegment
 
 VOCABULARY, HIDDEN, HEADS, KV_HEADS, INNER, LAYERS = 101, 32, 8, 2, 48, 2
 HEAD_DIM = HIDDEN // HEADS
 
 
-def linear_column(*segments: Segment, **options: bool) -> Split:
+def linear_column(*segments: WeightSegment, **options: bool) -> Split:
     return Split(style="column", segments=segments, dims={"weight": 0, "bias": 0}, **options)
 
 
-def linear_row(*segments: Segment, **options: bool) -> Split:
+def linear_row(*segments: WeightSegment, **options: bool) -> Split:
     return Split(style="row", segments=segments, dims={"weight": 1}, **options)
 
 
@@ -27,10 +27,10 @@ def llama_plan(
 ) -> TensorPlan:  # fmt: skip
     """The splits of any Llama-like model of these sizes."""
     layer = f"{prefix}layers.*."
-    query = Segment(units=heads, size=size, what="attention heads")
-    key = Segment(units=kv_heads, size=size, what="key/value heads", copies=True)
-    wide = Segment(units=inner, what="MLP rows")
-    words = Segment(units=vocabulary, what="vocabulary rows", uneven=True)
+    query = WeightSegment(units=heads, size=size, what="attention heads")
+    key = WeightSegment(units=kv_heads, size=size, what="key/value heads", copies=True)
+    wide = WeightSegment(units=inner, what="MLP rows")
+    words = WeightSegment(units=vocabulary, what="vocabulary rows", uneven=True)
     splits = {
         f"{prefix}embed_tokens": Split(
             style="vocab_embedding", segments=(words,), dims={"weight": 0}

@@ -21,7 +21,7 @@ from hocket.runtime.tensor_parallel import (  # noqa: E402
 )
 from hocket.runtime.tensor_parallel.shards import Shards  # noqa: E402
 from hocket.spec.errors import LayoutError, ModelError  # noqa: E402
-from hocket.spec.plan import Segment, Split, TensorPlan  # noqa: E402
+from hocket.spec.plan import Split, TensorPlan, WeightSegment  # noqa: E402
 from tests.runtime import models  # noqa: E402
 
 
@@ -210,7 +210,9 @@ def test_half_a_tie_is_refused() -> None:
 def test_what_does_not_divide_or_is_no_linear_layer_is_refused() -> None:
     with pytest.raises(LayoutError, match="8 attention heads do not divide over tp 3"):
         apply_tensor_parallel(models.small(), models.small_plan().tensor, *alone(0, 3))
-    plan = TensorPlan(splits={"model.norm": models.linear_column(Segment(units=models.HIDDEN))})
+    plan = TensorPlan(
+        splits={"model.norm": models.linear_column(WeightSegment(units=models.HIDDEN))}
+    )
     with pytest.raises(ModelError, match="LayerNorm"):
         apply_tensor_parallel(models.small(), plan, *alone(0, 2))
 
@@ -225,7 +227,7 @@ def test_transposed_weights_are_split_along_their_own_dims() -> None:
         nn.init.normal_(parameter)
     x = torch.randn(3, 4)
     wanted = whole["down"](F.relu(whole["up"](x)))
-    wide = Segment(units=12)
+    wide = WeightSegment(units=12)
     plan = TensorPlan(
         splits={
             "up": Split(style="column", segments=(wide,), dims={"weight": 1, "bias": 0}),
@@ -245,7 +247,7 @@ def test_transposed_weights_are_split_along_their_own_dims() -> None:
 
 @pytest.mark.torch
 def test_shards_go_there_and_back() -> None:
-    segments = (Segment(units=4, size=2), Segment(units=2, size=3, copies=True))
+    segments = (WeightSegment(units=4, size=2), WeightSegment(units=2, size=3, copies=True))
     whole = torch.arange(14.0).unsqueeze(0)
     for degree in (2, 4):
         parts = [Shards(segments, i, degree) for i in range(degree)]

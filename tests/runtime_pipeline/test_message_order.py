@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hocket.schedules import build, lower
 from hocket.simulation import simulate
-from hocket.simulation.nccl import Op, Trace, check
+from hocket.simulation.nccl import EnqueuedOp, Trace, check
 from hocket.spec.layout import Layout
 from hocket.spec.schedule import RECEIVES, SENDS, Schedule
 from tests.schedules.random_schedules import random_schedule
@@ -45,7 +45,7 @@ class Toy:
 class Noted:
     """Work on NCCL: `wait` makes the compute stream wait; the host does not learn of completion."""
 
-    def __init__(self, trace: Trace, op: Op, unfinished: set[Op]) -> None:
+    def __init__(self, trace: Trace, op: EnqueuedOp, unfinished: set[EnqueuedOp]) -> None:
         self.trace, self.op, self.unfinished = trace, op, unfinished
         unfinished.add(op)
 
@@ -62,12 +62,12 @@ class Group:
 
     def __init__(self, trace: Trace, ranks: tuple[int, ...]) -> None:
         self.trace, self.ranks = trace, ranks
-        self.unfinished: set[Op] = set()
+        self.unfinished: set[EnqueuedOp] = set()
         self.most = 0
 
     def _note(self, name: str, tensors: list[Any], peer: int) -> Noted:
         numel = tensors[0].numel()
-        op = Op(name, ("pp", *self.ranks), self.trace.rank, numel, "float32", peer)
+        op = EnqueuedOp(name, ("pp", *self.ranks), self.trace.rank, numel, "float32", peer)
         work = Noted(self.trace, self.trace.enqueue(op), self.unfinished)
         self.most = max(self.most, len(self.unfinished))
         return work

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hocket.schedules import build, lower, relower, validate
 from hocket.simulation import simulate
-from hocket.simulation.nccl import Op, Trace, check
+from hocket.simulation.nccl import EnqueuedOp, Trace, check
 from hocket.spec.errors import ScheduleError
 from hocket.spec.layout import Layout
 from hocket.spec.schedule import BACKWARD, FORWARD, INPUT, RECEIVES, SENDS, Action, Schedule
@@ -25,7 +25,7 @@ def traces(schedule: Schedule) -> list[Trace]:
     found = []
     for rank, line in enumerate(schedule.ranks):
         trace = Trace(rank)
-        posted: dict[Action, Op] = {}
+        posted: dict[Action, EnqueuedOp] = {}
         for action in line:
             if action.kind in (*SENDS, *RECEIVES):
                 name = "send" if action.kind in SENDS else "recv"
@@ -34,7 +34,9 @@ def traces(schedule: Schedule) -> list[Trace]:
                 sender = action.stage if name == "send" else action.peer_stage
                 forward = action.kind.endswith("F")
                 size = 1 + (sender * 100 + (action.microbatch or 0)) * 2 + forward
-                op = trace.enqueue(Op(name, group, rank, size, "float32", peer, where=str(action)))
+                op = trace.enqueue(
+                    EnqueuedOp(name, group, rank, size, "float32", peer, where=str(action))
+                )
                 if name == "recv":
                     posted[action] = op
             for part in action.parts or (action,):

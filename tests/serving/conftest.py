@@ -34,12 +34,12 @@ def form(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def kernels(form: str) -> Any:
     """The kernels for such a processor."""
-    from hocket.runtime.native.kernels import Kernels
+    from hocket.runtime.native.kernels import CpuKernels
     from hocket.runtime.native.library import library
 
     found = library(form)
     assert found is not None, form
-    return Kernels(found)
+    return CpuKernels(found)
 
 
 @pytest.fixture
@@ -55,15 +55,15 @@ def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def called(kernels: Any, untimed: None, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rows of each layer that was computed whole."""
-    from hocket.runtime.native.kernels import Kernels
+    from hocket.runtime.native.kernels import CpuKernels
 
-    monkeypatch.setattr(Kernels, "load", staticmethod(lambda: kernels))
+    monkeypatch.setattr(CpuKernels, "load", staticmethod(lambda: kernels))
     rows: list[int] = []
-    original = Kernels.layer
+    original = CpuKernels.layer
 
-    def layer(self: Kernels, at: int, step: Any, *rest: Any) -> int:
+    def layer(self: CpuKernels, at: int, step: Any, *rest: Any) -> int:
         rows.append(step.rows)
         return original(self, at, step, *rest)
 
-    monkeypatch.setattr(Kernels, "layer", layer)
+    monkeypatch.setattr(CpuKernels, "layer", layer)
     return rows

@@ -14,7 +14,7 @@ from typing import Any
 
 from hocket.models.chat_template import ChatTemplates
 from hocket.serving.http.server import Front
-from hocket.serving.http.service import ServedModel, Service
+from hocket.serving.http.service import HttpService, ServedModel
 from hocket.serving.http.settings import HttpSettings
 from tests.serving.http_fake import FakeReplica
 
@@ -30,10 +30,10 @@ MODEL = "fake-model"
 
 
 def words() -> Any:
-    from hocket.serving.front.words import Words
+    from hocket.serving.front.words import TokenizerFace
     from hocket.training.tokenizer import byte_tokenizer
 
-    return Words(byte_tokenizer().to_json())
+    return TokenizerFace(byte_tokenizer().to_json())
 
 
 @dataclasses.dataclass
@@ -74,7 +74,7 @@ class Live(Door):
     url: str
     metrics: str
     replica: FakeReplica
-    service: Service
+    service: HttpService
     loop: asyncio.AbstractEventLoop
     front: Front
 
@@ -145,7 +145,7 @@ def live(
     end: list[asyncio.Event] = []
 
     async def main() -> None:
-        service = Service(
+        service = HttpService(
             replica,
             words(),
             ServedModel(name=MODEL, max_model_len=max_model_len, vocab_size=257, stop=(256,)),

@@ -7,7 +7,7 @@ from typing import Any
 
 from hocket.serving.request import SamplingParams
 from hocket.serving.scheduling.admission import Admission
-from hocket.serving.scheduling.step import ALL, LAST, NONE, Row, StepPlan
+from hocket.serving.scheduling.step import ALL, LAST, NONE, BatchRow, StepPlan
 
 MIXED: list[dict[str, Any]] = [
     {},
@@ -52,17 +52,17 @@ def admissions(samplings: Sequence[dict[str, Any]], first: int = 0) -> list[Admi
 
 def decode_plan(number: int, slots: Sequence[int], length: int, **told: Any) -> StepPlan:
     """One token for each slot whose sequence is of `length` with it."""
-    rows = [Row(slot, length - 1, 1, LAST) for slot in slots]
+    rows = [BatchRow(slot, length - 1, 1, LAST) for slot in slots]
     return StepPlan(number, rows, [7] * len(rows), **told)
 
 
 def prompt_plan(number: int, slot: int, beside: int) -> StepPlan:
     """A row without logits, a chunk with all of them, the last chunk of a prompt, and a token."""
     rows = [
-        Row(beside, 50, 1, LAST),
-        Row(slot, 0, 5, ALL, next_token=9),
-        Row(slot + 1, 5, 4, ALL),
-        Row(slot + 2, 0, 3, NONE),
+        BatchRow(beside, 50, 1, LAST),
+        BatchRow(slot, 0, 5, ALL, next_token=9),
+        BatchRow(slot + 1, 5, 4, ALL),
+        BatchRow(slot + 2, 0, 3, NONE),
     ]
     return StepPlan(number, rows, [8, *range(20, 25), *range(30, 34), 1, 2, 3])
 

@@ -11,7 +11,7 @@ import torch
 from hocket.launch import RankContext
 from hocket.runtime.collectives import all_reduce
 from hocket.runtime.mesh import Mesh
-from hocket.runtime.native.kernels import Kernels
+from hocket.runtime.native.kernels import CpuKernels
 from hocket.runtime.native.library import library
 from hocket.runtime.native.sums import Sums
 from hocket.runtime.shm import Mismatch, PeerLost, PeerTimeout
@@ -22,7 +22,7 @@ def made(context: RankContext, form: str | None = None) -> tuple[Mesh, Sums | No
     mesh = Mesh(Layout.parse(f"tp{context.world_size}"), context.rank)
     found = library(form)
     assert found is not None
-    return mesh, Sums.of(mesh.axis("tp"), mesh.recorder, Kernels(found))
+    return mesh, Sums.of(mesh.axis("tp"), mesh.recorder, CpuKernels(found))
 
 
 def equal(context: RankContext, form: str | None = None) -> Any:

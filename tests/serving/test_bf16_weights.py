@@ -11,13 +11,13 @@ torch = pytest.importorskip("torch")
 
 from hocket.models import skeleton  # noqa: E402
 from hocket.runtime.mesh import Mesh  # noqa: E402
-from hocket.runtime.native.kernels import Kernels  # noqa: E402
+from hocket.runtime.native.kernels import CpuKernels  # noqa: E402
 from hocket.runtime.pipeline.stage import Stage  # noqa: E402
 from hocket.serving.engine import attention  # noqa: E402
 from hocket.serving.engine.bf16_weights import can_be_half  # noqa: E402
 from hocket.serving.engine.gemm_select import (  # noqa: E402
     MOST_ROWS,
-    Product,
+    SelectedGemm,
     exactly,
 )
 from hocket.serving.engine.runner import StageRunner  # noqa: E402
@@ -44,7 +44,7 @@ def off(made: Any, expected: Any) -> float:
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 6, 7, 16, 17, 33, 64, 100])
 @pytest.mark.parametrize("width", [32, 33, 63, 64, 100, 1300])
-def test_products_of_any_size(kernels: Kernels, rows: int, width: int) -> None:
+def test_products_of_any_size(kernels: CpuKernels, rows: int, width: int) -> None:
     torch.manual_seed(rows * width)
     for depth in (1, 31, 32, 33, 64, 100, 768):
         weight, bias, more = bfloat16(width, depth), torch.randn(width), torch.randn(rows, width)
@@ -55,13 +55,13 @@ def test_products_of_any_size(kernels: Kernels, rows: int, width: int) -> None:
             torch.testing.assert_close(made.double(), expected, rtol=1e-5, atol=2e-5)
 
 
-def test_one_row_is_not_rounded(kernels: Kernels) -> None:
+def test_one_row_is_not_rounded(kernels: CpuKernels) -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(1, 768), bfloat16(256, 768)
     assert off(kernels.half_product(x, weight), exact(x, weight)) < 3e-7
 
 
-def test_rows_are_rounded_as_torch_rounds(kernels: Kernels) -> None:
+def test_rows_are_rounded_as_torch_rounds(kernels: CpuKernels) -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(24, 768), bfloat16(256, 768)
     made = kernels.half_product(x, weight)
@@ -70,7 +70,7 @@ def test_rows_are_rounded_as_torch_rounds(kernels: Kernels) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 9, 40])
-def test_rows_of_a_weight_may_lie_apart(kernels: Kernels, rows: int) -> None:
+def test_rows_of_a_weight_may_lie_apart(kernels: CpuKernels, rows: int) -> None:
     torch.manual_seed(rows)
     stored = torch.full((80, 100), float("nan"), dtype=torch.bfloat16)
     weight = stored[:70, :65]
@@ -81,7 +81,7 @@ def test_rows_of_a_weight_may_lie_apart(kernels: Kernels, rows: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [2, 9, 33])
-def test_what_is_no_number_stays_in_its_row(kernels: Kernels, rows: int) -> None:
+def test_what_is_no_number_stays_in_its_row(kernels: CpuKernels, rows: int) -> None:
     x, weight = torch.ones(rows, 64), torch.ones(64, 64, dtype=torch.bfloat16)
     x[0, 7], x[1, 2] = float("nan"), float("inf")
     made = kernels.half_product(x, weight)
@@ -94,7 +94,7 @@ def test_what_is_no_number_stays_in_its_row(kernels: Kernels, rows: int) -> None
     assert made[2:, :5].eq(64).all()
 
 
-def test_torchs_own_tiles_are_as_they_were(kernels: Kernels) -> None:
+def test_torchs_own_tiles_are_as_they_were(kernels: CpuKernels) -> None:
     """The library keeps what it told the processor of tiles; here it is told something else."""
     torch.manual_seed(0)
     x, weight = bfloat16(48, 96), bfloat16(160, 96)
@@ -105,10 +105,10 @@ def test_torchs_own_tiles_are_as_they_were(kernels: Kernels) -> None:
         assert off(F.linear(x[:rows], weight), exact(x[:rows], weight)) < 5e-3
 
 
-def test_a_product_is_the_same_by_both_ways(kernels: Kernels) -> None:
+def test_a_product_is_the_same_by_both_ways(kernels: CpuKernels) -> None:
     torch.manual_seed(0)
     weight, bias = bfloat16(96, 64), torch.randn(96)
-    mine, torchs = Product(weight, kernels, (True,) * 7), Product(weight)
+    mine, torchs = SelectedGemm(weight, kernels, (True,) * 7), SelectedGemm(weight)
     for shape in ((1, 64), (3, 64), (1, 20, 64), (2, 5, 64), (1, MOST_ROWS + 1, 64), (1, 0, 64)):
         x = bfloat16(*shape).float()
         for added in (None, bias):

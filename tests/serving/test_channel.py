@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hocket.serving.engine.channel import Channel, ChannelClosed, Listener, connect
+from hocket.serving.engine.channel import Channel, ChannelClosed, ChannelListener, connect
 from hocket.serving.front.frames import (
     FrameReader,
     FrameTooLong,
@@ -117,7 +117,7 @@ def test_a_closed_end_is_told_after_what_it_said(pair: tuple[Channel, Channel]) 
 
 
 def test_only_who_knows_the_secret_comes_in(tmp_path: Path) -> None:
-    door = Listener(tmp_path / "door", TOKEN)
+    door = ChannelListener(tmp_path / "door", TOKEN)
     assert stat.S_IMODE(os.stat(tmp_path / "door").st_mode) == 0o600
     wrong = connect(tmp_path / "door", bytes(32), 1)
     hurried = socket.socket(socket.AF_UNIX)
@@ -142,4 +142,4 @@ def test_only_who_knows_the_secret_comes_in(tmp_path: Path) -> None:
 
 def test_a_path_too_long_for_a_socket_is_told(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="100 characters"):
-        Listener(tmp_path / ("x" * 120), TOKEN)
+        ChannelListener(tmp_path / ("x" * 120), TOKEN)

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from hocket.serving.defaults import Defaults, settings
+from hocket.serving.defaults import SamplingDefaults, settings
 from hocket.serving.http.fields import CompletionFields
 from hocket.serving.request import SamplingParams
 from hocket.spec.errors import OptionError
 
 pytest.importorskip("pydantic")
 
-MODEL = Defaults(temperature=0.6, top_p=0.95, top_k=20, min_p=0.1, repetition_penalty=1.05)
+MODEL = SamplingDefaults(temperature=0.6, top_p=0.95, top_k=20, min_p=0.1, repetition_penalty=1.05)
 
 
-def asked(defaults: Defaults, **body: Any) -> SamplingParams:
+def asked(defaults: SamplingDefaults, **body: Any) -> SamplingParams:
     fields = CompletionFields.read(body)
     return fields.sampling(max_tokens=4, stop=(), vocab_size=99, defaults=defaults)
 
@@ -31,7 +31,7 @@ def chosen(found: SamplingParams) -> tuple[Any, ...]:
 
 def test_what_is_left_open_is_the_models() -> None:
     assert chosen(asked(MODEL)) == (0.6, 0.95, 20, 0.1, 1.05)
-    assert chosen(asked(Defaults())) == (1.0, None, None, None, 1.0)
+    assert chosen(asked(SamplingDefaults())) == (1.0, None, None, None, 1.0)
     assert chosen(asked(MODEL, temperature=0, top_p=None)) == (0.0, 0.95, 20, 0.1, 1.05)
 
 
@@ -46,10 +46,10 @@ def test_settings_are_read(tmp_path: Path) -> None:
     assert settings(None) == settings(tmp_path) == {}
     file = tmp_path / "generation_config.json"
     file.write_text(json.dumps({"temperature": 0.6, "top_k": 0, "eos_token_id": 2, "top_p": 1}))
-    found = Defaults.of(settings(tmp_path))
-    assert found == Defaults(temperature=0.6, top_p=1)
+    found = SamplingDefaults.of(settings(tmp_path))
+    assert found == SamplingDefaults(temperature=0.6, top_p=1)
     assert found.text() == "temperature 0.6, top_p 1"
-    assert Defaults().text() == ""
+    assert SamplingDefaults().text() == ""
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "\0", "[" * 100_000, '{"eos_token_id": 2'])
@@ -72,5 +72,5 @@ def test_a_torn_file_is_refused(tmp_path: Path, text: str) -> None:
 )  # fmt: skip
 def test_what_no_request_could_have_is_refused(value: dict[str, Any]) -> None:
     with pytest.raises(OptionError, match=f"generation_config.json: {next(iter(value))}") as caught:
-        Defaults.of(value)
+        SamplingDefaults.of(value)
     assert caught.value.hint == "--generation-config none"

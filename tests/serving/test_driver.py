@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from hocket.serving.engine import driver as driver_module
-from hocket.serving.engine.channel import Channel, Listener
+from hocket.serving.engine.channel import Channel, ChannelListener
 from hocket.serving.engine.driver import Driver
 from hocket.serving.engine.follower import follow
 from hocket.serving.front.ask import Ask
@@ -26,7 +26,7 @@ from hocket.serving.front.client import ReplicaClient, ReplicaLost, merged
 from hocket.serving.front.completion import Completer
 from hocket.serving.front.frames import MAX_COMMAND, FrameReader, decode, encode, hello
 from hocket.serving.request import Output, Request, RequestRefused, SamplingParams, TokenLogprobs
-from hocket.serving.scheduling.limits import Limits
+from hocket.serving.scheduling.limits import SchedulerLimits
 from hocket.serving.scheduling.scheduler import Scheduler
 from hocket.serving.scheduling.step import StepPlan
 from tests.serving.token_part import TokenPart, answer
@@ -34,7 +34,7 @@ from tests.serving.token_part import TokenPart, answer
 TOKEN = bytes(reversed(range(32)))
 
 
-def limits(**fields: Any) -> Limits:
+def limits(**fields: Any) -> SchedulerLimits:
     given = {
         "num_blocks": 64,
         "block_size": 4,
@@ -42,7 +42,7 @@ def limits(**fields: Any) -> Limits:
         "max_num_batched_tokens": 32,
         "max_model_len": 128,
     }
-    return Limits(**{**given, **fields})
+    return SchedulerLimits(**{**given, **fields})
 
 
 class World:
@@ -56,7 +56,7 @@ class World:
     def __init__(
         self,
         path: Path,
-        bounds: Limits,
+        bounds: SchedulerLimits,
         stages: int = 1,
         width: int = 1,
         before: Callable[[int, StepPlan], None] = lambda rank, plan: None,
@@ -64,7 +64,7 @@ class World:
         **driver: Any,
     ) -> None:
         self._options = driver
-        self.door = Listener(path, TOKEN)
+        self.door = ChannelListener(path, TOKEN)
         self.parts: list[TokenPart] = []
         hidden: list[queue.Queue[int]] = [queue.Queue() for _ in range(width * (stages - 1))]
         for rank in range(stages * width):
@@ -131,7 +131,7 @@ class World:
 
 @contextlib.asynccontextmanager
 async def replica(
-    tmp_path: Path, bounds: Limits | None = None, **fields: Any
+    tmp_path: Path, bounds: SchedulerLimits | None = None, **fields: Any
 ) -> AsyncIterator[tuple[ReplicaClient, World]]:
     """A replica that is ready; at the end it is stopped and all its threads have ended well."""
     world = World(tmp_path / "door", bounds or limits(), **fields)

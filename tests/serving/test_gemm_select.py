@@ -8,11 +8,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from hocket.runtime.native.kernels import Kernels  # noqa: E402
+from hocket.runtime.native.kernels import CpuKernels  # noqa: E402
 from hocket.serving.engine.gemm_select import (  # noqa: E402
     MOST_ROWS,
     ChosenLinear,
-    Product,
+    SelectedGemm,
     choose_products,
 )
 from hocket.serving.engine.projections import lay_inputs_first, merge_projections  # noqa: E402
@@ -30,7 +30,9 @@ def exact(x: Any, weight: Any, added: Any) -> Any:
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 6, 7, 12, 13, 33, 64, 150])
 @pytest.mark.parametrize("width", [16, 17, 63, 64, 65, 127, 200, 1300])
-def test_the_kernel_gives_the_products_of_any_size(kernels: Kernels, rows: int, width: int) -> None:
+def test_the_kernel_gives_the_products_of_any_size(
+    kernels: CpuKernels, rows: int, width: int
+) -> None:
     torch.manual_seed(rows * width)
     for depth in (1, 31, 32, 33, 100):
         weight, bias, more = torch.randn(depth, width), torch.randn(width), torch.randn(rows, width)
@@ -41,7 +43,7 @@ def test_the_kernel_gives_the_products_of_any_size(kernels: Kernels, rows: int, 
 
 
 @pytest.mark.parametrize("rows", [1, 7, 64])
-def test_the_rows_of_a_weight_may_lie_apart(kernels: Kernels, rows: int) -> None:
+def test_the_rows_of_a_weight_may_lie_apart(kernels: CpuKernels, rows: int) -> None:
     torch.manual_seed(rows)
     stored = torch.full((100, 80), float("nan"))
     weight = stored[:, :65]
@@ -49,20 +51,20 @@ def test_the_rows_of_a_weight_may_lie_apart(kernels: Kernels, rows: int) -> None
     x, added = torch.randn(rows, 100), torch.randn(rows, 65)
     made = kernels.product(x, weight, added)
     torch.testing.assert_close(made.double(), exact(x, weight, added), rtol=1e-5, atol=1e-5)
-    held = Product(weight.t(), kernels, ALWAYS)
+    held = SelectedGemm(weight.t(), kernels, ALWAYS)
     torch.testing.assert_close(
         held(x, added).double(), exact(x, weight, added), rtol=1e-5, atol=1e-5
     )
 
 
-def test_weights_whose_rows_lie_apart_are_chosen_for(kernels: Kernels) -> None:
+def test_weights_whose_rows_lie_apart_are_chosen_for(kernels: CpuKernels) -> None:
     linear = torch.nn.Linear(24, 512)
     lay_inputs_first(linear)
     assert not linear.weight.t().is_contiguous()
     assert choose_products(torch.nn.Sequential(linear), kernels, tried=False) == 1
 
 
-def test_the_kernel_sums_in_pieces(kernels: Kernels) -> None:
+def test_the_kernel_sums_in_pieces(kernels: CpuKernels) -> None:
     torch.manual_seed(0)
     for depth in (256, 2048):
         weight, x = torch.randn(depth, 512), torch.randn(16, depth)
@@ -71,7 +73,7 @@ def test_the_kernel_sums_in_pieces(kernels: Kernels) -> None:
         assert float(off / expected.pow(2).mean()) ** 0.5 < 3e-7
 
 
-def test_what_is_no_number_stays_in_its_row_or_column(kernels: Kernels) -> None:
+def test_what_is_no_number_stays_in_its_row_or_column(kernels: CpuKernels) -> None:
     x, weight = torch.ones(9, 40), torch.ones(40, 83)
     x[3, 7], x[5, 2] = float("nan"), float("inf")
     made = kernels.product(x, weight)
@@ -87,11 +89,11 @@ def test_what_is_no_number_stays_in_its_row_or_column(kernels: Kernels) -> None:
 @pytest.mark.parametrize("rows", [0, 1, 2, 3, 17, MOST_ROWS, MOST_ROWS + 1])
 @pytest.mark.parametrize("choice", [ALWAYS, NEVER])
 def test_products_are_those_of_the_weight(
-    kernels: Kernels, rows: int, choice: tuple[bool, ...]
+    kernels: CpuKernels, rows: int, choice: tuple[bool, ...]
 ) -> None:
     torch.manual_seed(rows)
     weight, bias = torch.randn(40, 24), torch.randn(40)
-    held = Product(weight.t().contiguous().t(), kernels, choice)
+    held = SelectedGemm(weight.t().contiguous().t(), kernels, choice)
     inputs = [
         torch.randn(rows, 24),
         torch.randn(1, rows, 24),
@@ -107,25 +109,25 @@ def test_products_are_those_of_the_weight(
 
 
 def test_the_choice_is_by_the_number_of_rows(
-    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+    kernels: CpuKernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called: list[int] = []
-    original = Kernels.product
+    original = CpuKernels.product
 
-    def product(self: Kernels, x: Any, *rest: Any) -> Any:
+    def product(self: CpuKernels, x: Any, *rest: Any) -> Any:
         called.append(x.shape[-2])
         return original(self, x, *rest)
 
-    monkeypatch.setattr(Kernels, "product", product)
+    monkeypatch.setattr(CpuKernels, "product", product)
     weight = torch.randn(24, 40).t()
-    held = Product(weight, kernels, (False, True, False, True, False, False, True))
+    held = SelectedGemm(weight, kernels, (False, True, False, True, False, False, True))
     for rows in range(1, MOST_ROWS + 2):
         held(torch.randn(1, rows, 24))
     assert called == [2, *range(5, 9), *range(33, 65)]
 
 
 @pytest.mark.parametrize("family", ["llama", "llama_tied", "opt", "mixtral"])
-def test_models_compute_what_they_did(form: str, kernels: Kernels, family: str) -> None:
+def test_models_compute_what_they_did(form: str, kernels: CpuKernels, family: str) -> None:
     # mixtral's logits are off by as much in fp32 as it is; products that are rounded before they
     # are added are off by more.
     off = 1e-4 if (form, family) == ("portable", "mixtral") else 1e-5
@@ -148,7 +150,7 @@ def test_models_compute_what_they_did(form: str, kernels: Kernels, family: str) 
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
-def test_weights_of_another_kind_are_left(kernels: Kernels) -> None:
+def test_weights_of_another_kind_are_left(kernels: CpuKernels) -> None:
     plain = whole_model("llama")
     assert choose_products(plain, kernels, tried=False) == 0  # not laid out for it
     lay_inputs_first(plain)
@@ -157,11 +159,11 @@ def test_weights_of_another_kind_are_left(kernels: Kernels) -> None:
 
 @pytest.mark.parametrize("faster", [True, False])
 def test_the_kernel_is_taken_where_it_was_faster(
-    kernels: Kernels, monkeypatch: pytest.MonkeyPatch, faster: bool
+    kernels: CpuKernels, monkeypatch: pytest.MonkeyPatch, faster: bool
 ) -> None:
-    now, original = 0.0, Kernels.product
+    now, original = 0.0, CpuKernels.product
 
-    def product(self: Kernels, *given: Any) -> Any:
+    def product(self: CpuKernels, *given: Any) -> Any:
         nonlocal now
         now += 0.0 if faster else 3.0
         return original(self, *given)
@@ -171,7 +173,7 @@ def test_the_kernel_is_taken_where_it_was_faster(
         now += 1.0
         return now
 
-    monkeypatch.setattr(Kernels, "product", product)
+    monkeypatch.setattr(CpuKernels, "product", product)
     monkeypatch.setattr("hocket.serving.engine.gemm_select.time.thread_time", clock)
     asked: list[int] = []
     alone = torch.get_num_threads()

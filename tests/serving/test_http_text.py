@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hocket.models.chat_template import ChatTemplates
 from hocket.serving.front.text import StopStrings, TextPieces
-from hocket.serving.front.words import Words
+from hocket.serving.front.words import TokenizerFace
 from hocket.serving.http.auth import Keys
 from hocket.serving.http.errors import ApiError
 from hocket.serving.http.settings import is_loopback
@@ -31,7 +31,7 @@ TEXTS = [
 ]
 
 
-def fallback_words() -> Words:
+def fallback_words() -> TokenizerFace:
     """A tokenizer as those of Llama 2 and Gemma: blocks for spaces, bytes for what it lacks."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
@@ -57,25 +57,27 @@ def fallback_words() -> Words:
             decoders.Strip(" ", 1, 0),
         ]
     )
-    return Words(backend.to_str())
+    return TokenizerFace(backend.to_str())
 
 
 ALL_WORDS = {
-    "bytes": lambda: Words(byte_tokenizer().to_json()),
-    "trained": lambda: Words(trained(TEXTS * 20, 300).to_json()),
+    "bytes": lambda: TokenizerFace(byte_tokenizer().to_json()),
+    "trained": lambda: TokenizerFace(trained(TEXTS * 20, 300).to_json()),
     "fallback": fallback_words,
 }
 
 
 @pytest.fixture(scope="module", params=ALL_WORDS)
-def words(request: pytest.FixtureRequest) -> Words:
+def words(request: pytest.FixtureRequest) -> TokenizerFace:
     return ALL_WORDS[request.param]()
 
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("repeated", [1, 30])
 @pytest.mark.parametrize("at_once", [1, 3])
-def test_pieces_add_up_to_the_text(words: Words, text: str, repeated: int, at_once: int) -> None:
+def test_pieces_add_up_to_the_text(
+    words: TokenizerFace, text: str, repeated: int, at_once: int
+) -> None:
     ids = words.encode(text * repeated, special=False)
     pieces = TextPieces(words.decode)
     told = [pieces.extend(ids[i : i + at_once]) for i in range(0, len(ids), at_once)]
@@ -147,7 +149,7 @@ def test_what_cannot_become_a_stop_string_is_told_at_once() -> None:
     assert stops.feed("p now") == ("", "stop")
 
 
-def test_bytes_of_tokens(words: Words) -> None:
+def test_bytes_of_tokens(words: TokenizerFace) -> None:
     for text in TEXTS:
         ids = words.encode(text, special=False)
         joined = b"".join(map(words.token_bytes, ids)).decode()
@@ -229,7 +231,7 @@ def test_a_prompt_far_too_long_is_refused_by_its_beginning() -> None:
         assert seen == [4096, 4096]
         # One that has few tokens, however many characters, is let through.
         model = models.WordLevel({"<unk>": 0}, unk_token="<unk>")
-        server.service.words = Words(Tokenizer(model).to_str())
+        server.service.words = TokenizerFace(Tokenizer(model).to_str())
         assert server.run(server.service.encode("x" * 10**6, param="prompt")) == [0]
 
 

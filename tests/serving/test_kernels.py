@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 from hocket.models import skeleton  # noqa: E402
 from hocket.runtime.native import library  # noqa: E402
-from hocket.runtime.native.kernels import Kernels, fits  # noqa: E402
+from hocket.runtime.native.kernels import CpuKernels, fits  # noqa: E402
 from hocket.serving.engine import attention, fused, fused_layer  # noqa: E402
 from hocket.serving.engine.fused import fuse  # noqa: E402
 from hocket.serving.engine.fused_layer import fuse_layers  # noqa: E402
@@ -40,7 +40,7 @@ def paged(kv: list[Any], tables: Any, block: int, blocks: int) -> Any:
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("sinks", [False, True])
 def test_attention_of_decoding_rows(
-    kernels: Kernels, size: int, window: int | None, sinks: bool
+    kernels: CpuKernels, size: int, window: int | None, sinks: bool
 ) -> None:
     torch.manual_seed(size)
     block, heads, group, lengths = 4, 2, 3, [1, 4, 5, 13, 30]
@@ -70,7 +70,13 @@ def test_attention_of_decoding_rows(
 @pytest.mark.parametrize(("start", "count"), [(0, 1), (0, 37), (5, 8), (31, 17)])
 @pytest.mark.parametrize(("window", "sinks"), [(None, False), (7, True), (20, False)])
 def test_attention_of_a_chunk(
-    form: str, kernels: Kernels, size: int, start: int, count: int, window: int | None, sinks: bool
+    form: str,
+    kernels: CpuKernels,
+    size: int,
+    start: int,
+    count: int,
+    window: int | None,
+    sinks: bool,
 ) -> None:
     torch.manual_seed(start + count)
     heads, group, total = 2, 3, start + count
@@ -98,7 +104,7 @@ def test_attention_of_a_chunk(
     torch.testing.assert_close(made, expected, rtol=1e-5, atol=off)
 
 
-def test_what_is_no_number_stays_in_its_row(kernels: Kernels) -> None:
+def test_what_is_no_number_stays_in_its_row(kernels: CpuKernels) -> None:
     tables = torch.arange(6).view(3, 2)
     keys = [torch.randn(1, 8, 32) for _ in range(3)]
     keys[0][0, 3, 0], keys[1][0, 7, 5] = float("nan"), float("inf")
@@ -116,7 +122,7 @@ def test_what_is_no_number_stays_in_its_row(kernels: Kernels) -> None:
     assert kernels.silu_product(x, torch.ones(1, 2, 16)).isnan().sum() == 1
 
 
-def test_keys_are_stored_where_they_belong(kernels: Kernels) -> None:
+def test_keys_are_stored_where_they_belong(kernels: CpuKernels) -> None:
     merged = torch.randn(1, 6, 5 * 8).view(1, 6, 5, 8).transpose(1, 2)
     new, places = merged[:, 1:4], torch.tensor([9, 0, 31, 14, 15, 8])
     pool = torch.zeros(8, 3, 4, 8)
@@ -126,7 +132,9 @@ def test_keys_are_stored_where_they_belong(kernels: Kernels) -> None:
     assert int(pool.count_nonzero()) == new.numel()
 
 
-def test_pointers_of_other_strides_types_and_devices_are_not_handed_over(kernels: Kernels) -> None:
+def test_pointers_of_other_strides_types_and_devices_are_not_handed_over(
+    kernels: CpuKernels,
+) -> None:
     """A kernel would read beyond them, or numbers that are none."""
     x, pool = torch.randn(1, 2, 3, 16), torch.zeros(2, 2, 4, 16)
     places, cos = torch.arange(3), torch.ones(1, 3, 16)
@@ -153,7 +161,7 @@ def test_pointers_of_other_strides_types_and_devices_are_not_handed_over(kernels
 
 
 @pytest.mark.parametrize("width", [7, 16, 688])
-def test_elementwise(kernels: Kernels, width: int) -> None:
+def test_elementwise(kernels: CpuKernels, width: int) -> None:
     torch.manual_seed(width)
     merged = torch.randn(1, 3, 2 * width) * 40
     gate, up = merged.split(width, -1)
@@ -169,7 +177,7 @@ def test_elementwise(kernels: Kernels, width: int) -> None:
 
 
 @pytest.mark.parametrize("width", [1, 7, 4096])
-def test_largest(kernels: Kernels, width: int) -> None:
+def test_largest(kernels: CpuKernels, width: int) -> None:
     x = torch.randint(-5, 5, (4, width)).float()
     x[1] = -torch.inf
     values, ids = kernels.largest(x)
@@ -180,7 +188,7 @@ def test_largest(kernels: Kernels, width: int) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "llama_tied", "gemma3", "qwen3", "gpt2", "mixtral"])
-def test_models_compute_what_they_did(kernels: Kernels, family: str) -> None:
+def test_models_compute_what_they_did(kernels: CpuKernels, family: str) -> None:
     plain: Any = whole_model(family)
     ids = torch.randint(3, 60, (1, 20))
     names = [name for name, _ in plain.named_parameters()]
@@ -195,7 +203,7 @@ def test_models_compute_what_they_did(kernels: Kernels, family: str) -> None:
 
 
 def test_long_prompts_are_multiplied_in_pieces(
-    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+    kernels: CpuKernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fused, "_PIECE", 8)
     plain: Any = whole_model("llama")
@@ -212,7 +220,7 @@ def test_long_prompts_are_multiplied_in_pieces(
     assert seen == [8, 8, 8, 8, 5]
 
 
-def test_positions_turn_as_before_outside_the_engine(kernels: Kernels) -> None:
+def test_positions_turn_as_before_outside_the_engine(kernels: CpuKernels) -> None:
     from transformers.models.llama import modeling_llama
 
     fuse(whole_model("llama"), kernels)
@@ -229,7 +237,7 @@ def test_positions_turn_as_before_outside_the_engine(kernels: Kernels) -> None:
         torch.testing.assert_close(one, other)
 
 
-def served_model(family: str, kernels: Kernels) -> Any:
+def served_model(family: str, kernels: CpuKernels) -> Any:
     """The whole model as the engine builds it, fused but for its layers."""
     made: Any = skeleton.build(
         FAMILIES[family], device="cpu", dropout=0.0, attention=attention.NAME
@@ -245,12 +253,12 @@ def served_model(family: str, kernels: Kernels) -> Any:
 
 
 @pytest.mark.parametrize("family", ["llama_tied", "mistral", "qwen3", "gemma3", "phi3"])
-def test_layers_are_replaced_where_they_compute_the_same(kernels: Kernels, family: str) -> None:
+def test_layers_are_replaced_where_they_compute_the_same(kernels: CpuKernels, family: str) -> None:
     replaced = fuse_layers(served_model(family, kernels), kernels)
     assert replaced == (4 if family in ("llama_tied", "mistral") else 0)
 
 
-def test_layers_whose_sums_nearly_cancel_are_replaced(kernels: Kernels) -> None:
+def test_layers_whose_sums_nearly_cancel_are_replaced(kernels: CpuKernels) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -267,7 +275,7 @@ def test_layers_whose_sums_nearly_cancel_are_replaced(kernels: Kernels) -> None:
     assert fuse_layers(made, kernels) == 2
 
 
-def test_a_layer_that_computes_something_else_is_left(kernels: Kernels) -> None:
+def test_a_layer_that_computes_something_else_is_left(kernels: CpuKernels) -> None:
     plain = served_model("llama", kernels)
     first, second, third, fourth = plain.model.layers
     forward = type(second).forward
@@ -283,7 +291,7 @@ def test_a_layer_that_computes_something_else_is_left(kernels: Kernels) -> None:
     assert isinstance(first, fused_layer._Layer)
 
 
-def test_a_module_that_gives_other_numbers_is_left(kernels: Kernels) -> None:
+def test_a_module_that_gives_other_numbers_is_left(kernels: CpuKernels) -> None:
     class Halved(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()

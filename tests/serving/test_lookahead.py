@@ -17,7 +17,7 @@ from hocket.serving.engine.part import StagePart  # noqa: E402
 from hocket.serving.engine.sampler import Sampler  # noqa: E402
 from hocket.serving.engine.vocabulary import Vocabulary  # noqa: E402
 from hocket.serving.request import Request, SamplingParams  # noqa: E402
-from hocket.serving.scheduling.limits import Limits  # noqa: E402
+from hocket.serving.scheduling.limits import SchedulerLimits  # noqa: E402
 from hocket.serving.scheduling.scheduler import Scheduler  # noqa: E402
 from tests.serving.recorded_graph import reference_operator  # noqa: E402
 from tests.serving.test_paged import on_device, runner_of  # noqa: E402
@@ -38,7 +38,7 @@ ASKED: list[dict[str, Any]] = [
 ]
 
 
-def answers(part: StagePart, limits: Limits) -> tuple[dict[str, Any], Scheduler]:
+def answers(part: StagePart, limits: SchedulerLimits) -> tuple[dict[str, Any], Scheduler]:
     """Drive a part as `Driver` does; by request tokens, reason and log-probabilities."""
     scheduler = Scheduler(limits, secret=b"x")
     for number, options in enumerate(ASKED):
@@ -85,12 +85,14 @@ def test_requests_are_answered_as_on_a_cpu(family: str) -> None:
     _, plain = runner_of(family, 4, max_num_batched_tokens=16)
     sampler: Any = Sampler(whole, 64, "cpu", mesh.recorder, 4)
     sizes: dict[str, Any] = {"hidden_size": 32, "dtype": torch.float32}
-    expected, _ = answers(StagePart(plain, sampler, mesh, depth=1, **sizes), Limits(**bounds))
+    expected, _ = answers(
+        StagePart(plain, sampler, mesh, depth=1, **sizes), SchedulerLimits(**bounds)
+    )
     _, runner, _ = on_device(family, 4, max_num_batched_tokens=16, lookahead=True)
     runner.allocate(40)
     device = DeviceSampler(whole, 64, "cpu", mesh.recorder, 4, last=runner.last_tokens)
     part = StagePart(runner, device, mesh, depth=2, **sizes)
-    found, scheduler = answers(part, Limits(**bounds, depth=2, lookahead=True))
+    found, scheduler = answers(part, SchedulerLimits(**bounds, depth=2, lookahead=True))
     for name, (tokens, finish, logprobs, prompt) in expected.items():
         mine = found[name]
         assert (mine[0], mine[1]) == (tokens, finish), name

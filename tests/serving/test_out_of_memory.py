@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from hocket.cli.flags import parse  # noqa: E402
 from hocket.cli.serve import Serve  # noqa: E402
 from hocket.jobs.serving import rank  # noqa: E402
-from hocket.runtime.memory_report import Owner, report  # noqa: E402
+from hocket.runtime.memory_report import OwnedBytes, report  # noqa: E402
 from hocket.serving.engine import out_of_memory as oom  # noqa: E402
 from hocket.spec.errors import RankMemoryError  # noqa: E402
 from hocket.spec.serving import ServeOptions  # noqa: E402
@@ -25,10 +25,10 @@ CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capaci
 OPTIONS = ServeOptions(max_num_seqs=64, max_num_batched_tokens=8192, max_model_len=4096)
 
 
-def held(weights: int, cache: int, activations: int) -> list[Owner]:
+def held(weights: int, cache: int, activations: int) -> list[OwnedBytes]:
     names = "weights", "key/value cache", "activations"
     sizes = weights, cache, activations
-    return [Owner(name=n, nbytes=s * GB) for n, s in zip(names, sizes, strict=True)]
+    return [OwnedBytes(name=n, nbytes=s * GB) for n, s in zip(names, sizes, strict=True)]
 
 
 def test_what_frees_most_comes_first_and_every_fix_parses() -> None:

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from hocket.models import skeleton  # noqa: E402
 from hocket.runtime.mesh import Mesh  # noqa: E402
-from hocket.runtime.native.kernels import Kernels  # noqa: E402
+from hocket.runtime.native.kernels import CpuKernels  # noqa: E402
 from hocket.runtime.pipeline.stage import Stage  # noqa: E402
 from hocket.serving.engine import attention, attention_cpu  # noqa: E402
 from hocket.serving.engine.attention import Options  # noqa: E402
@@ -34,7 +34,7 @@ from hocket.serving.engine.projections import (  # noqa: E402
 from hocket.serving.engine.runner import StageRunner  # noqa: E402
 from hocket.serving.request import SamplingParams  # noqa: E402
 from hocket.serving.scheduling.admission import Admission  # noqa: E402
-from hocket.serving.scheduling.step import LAST, UNKNOWN, Row, StepPlan  # noqa: E402
+from hocket.serving.scheduling.step import LAST, UNKNOWN, BatchRow, StepPlan  # noqa: E402
 from hocket.spec.errors import ModelError  # noqa: E402
 from tests.families import FAMILIES, PROMPTS, SERVED, whole_model  # noqa: E402
 from tests.serving.paged import ToyScheduler, compare  # noqa: E402
@@ -114,7 +114,7 @@ def reference(cache: PagedCache, step: Any, remembered: Any) -> CudaAttention:
 
 
 def compiled(cache: PagedCache, step: Any, remembered: Any) -> CpuAttention:
-    return CpuAttention(cache, step, remembered, Kernels.load())
+    return CpuAttention(cache, step, remembered, CpuKernels.load())
 
 
 @pytest.mark.parametrize("attend", [cpu_attention, compiled, reference])
@@ -204,10 +204,10 @@ def test_tensors_of_any_strides_are_attended_equally(
         out = []
         for begin, end in ((0, 9), (9, 20), (20, 21)):  # a prompt, its next chunk, a decode step
             blocks = list(range(-(-begin // 4), -(-end // 4)))
-            plan = StepPlan(0, [Row(0, begin, end - begin, LAST, blocks)], [0] * (end - begin))
+            plan = StepPlan(0, [BatchRow(0, begin, end - begin, LAST, blocks)], [0] * (end - begin))
             tables.apply(plan)
             step = indices(plan, tables, 4)
-            attending = CpuAttention(cache, step, {}, Kernels.load() if kernels else None)
+            attending = CpuAttention(cache, step, {}, CpuKernels.load() if kernels else None)
             part = [x[:, :, begin:end] for x in tensors]
             out.append(attending.attend(torch.nn.Module(), *part, options)[0])
         found.append(torch.cat(out))
@@ -221,7 +221,7 @@ def test_blocks_that_lie_side_by_side_are_read_in_place(monkeypatch: pytest.Monk
     cache = PagedCache([LayerShape(2, 2, 4, 4, torch.float32)], 32, 2, torch.device("cpu"))
     tables = BlockTables(3, 16)
     blocks = [[4, 6, 8, 10], [5, 7, 9, 11], [20, 30]]  # two that interleave, one by itself
-    rows = [Row(slot, 2 * len(held) - 1, 1, LAST, held) for slot, held in enumerate(blocks)]
+    rows = [BatchRow(slot, 2 * len(held) - 1, 1, LAST, held) for slot, held in enumerate(blocks)]
     plan = StepPlan(0, rows, [0, 0, 0])
     tables.apply(plan)
     attending = CpuAttention(cache, indices(plan, tables, 2))
@@ -269,7 +269,7 @@ def test_greedy_decoding_equals_generate(
     family: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not compiled:
-        monkeypatch.setattr(Kernels, "load", lambda: None)
+        monkeypatch.setattr(CpuKernels, "load", lambda: None)
     new = 10
     for block_size, chunks in ((4, (1, 5)), (16, (64,))):
         plain, runner = runner_of(family, block_size)
@@ -564,7 +564,7 @@ def test_tokens_that_only_the_device_knows() -> None:
     prompts = [[5, 9, 33, 12, 60], [11, 4, 50]]
     first = StepPlan(
         0,
-        [Row(0, 0, 5, LAST, [0, 1]), Row(1, 0, 3, LAST, [2])],
+        [BatchRow(0, 0, 5, LAST, [0, 1]), BatchRow(1, 0, 3, LAST, [2])],
         [*prompts[0], *prompts[1]],
         [a_slot(0), a_slot(1)],
     )
@@ -578,15 +578,18 @@ def test_tokens_that_only_the_device_knows() -> None:
         # in one step both are unknown, in one the first is known: a request that was preempted
         known = [prompts[0][-1] if number == 2 else UNKNOWN, UNKNOWN]
         rows = [
-            Row(0, 4 + number, 1, LAST, [3] if number == 4 else ()),
-            Row(1, 2 + number, 1, LAST, [4] if number == 2 else ()),
+            BatchRow(0, 4 + number, 1, LAST, [3] if number == 4 else ()),
+            BatchRow(1, 2 + number, 1, LAST, [4] if number == 2 else ()),
         ]
         logits = runner.run(StepPlan(number, rows, known))
         with torch.no_grad():
             wanted = torch.stack([plain(torch.tensor([p])).logits[0, -1] for p in prompts])
         assert float((logits - wanted).abs().max()) < 1e-5 * float(wanted.abs().max())
     mixed = StepPlan(
-        4, [Row(0, 8, 1, LAST, [5]), Row(2, 0, 3, LAST, [6])], [UNKNOWN, 7, 8, 9], [a_slot(2)]
+        4,
+        [BatchRow(0, 8, 1, LAST, [5]), BatchRow(2, 0, 3, LAST, [6])],
+        [UNKNOWN, 7, 8, 9],
+        [a_slot(2)],
     )
     runner.last_tokens[0] = 17
     logits = runner.run(mixed)
@@ -646,7 +649,7 @@ def test_all_ranks_give_a_size_up_together() -> None:
 def test_more_new_blocks_than_one_copy_holds_arrive() -> None:
     tables = DeviceTables(2, 4096, 8, block_size=4, spare_block=9000, device=torch.device("cpu"))
     blocks = random.Random(1).sample(range(9000), 3000)
-    plan = StepPlan(0, [Row(0, 11996, 1, LAST, blocks), Row(1, 3, 1, LAST, [8])], [5, 6])
+    plan = StepPlan(0, [BatchRow(0, 11996, 1, LAST, blocks), BatchRow(1, 3, 1, LAST, [8])], [5, 6])
     changes = tables.apply(plan)
     made = tables.send(tables.host(plan), changes)
     assert made.tables[0, :3000].tolist() == blocks

@@ -21,7 +21,7 @@ from hocket.serving.request import (
     SamplingParams,
     TokenLogprobs,
 )
-from hocket.serving.scheduling.limits import Limits
+from hocket.serving.scheduling.limits import SchedulerLimits
 from hocket.serving.scheduling.scheduler import Scheduler
 from hocket.spec.errors import HocketError, OptionError
 from tests.serving.test_scheduler import Replica, limits, request
@@ -391,7 +391,7 @@ def test_long_use_keeps_to_the_cache() -> None:
 
 
 def test_recursion_and_size_of_a_large_prompt() -> None:
-    bounds = Limits(
+    bounds = SchedulerLimits(
         num_blocks=5000,
         block_size=16,
         max_num_seqs=4,

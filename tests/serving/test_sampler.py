@@ -9,7 +9,7 @@ import pytest
 
 from hocket.serving.request import SamplingParams
 from hocket.serving.scheduling.admission import Admission
-from hocket.serving.scheduling.step import LAST, NONE, Row, StepPlan
+from hocket.serving.scheduling.step import LAST, NONE, BatchRow, StepPlan
 from tests.serving import sampler_cases as cases
 
 V = 3000
@@ -75,7 +75,7 @@ def test_processors_are_those_of_transformers() -> None:
 
 def edited(logits: Any, generated: tuple[int, ...], **options: Any) -> Any:
     """What the sampler makes of one row of logits."""
-    from hocket.serving.engine.asked import Asked
+    from hocket.serving.engine.asked import TokenRequest
     from hocket.serving.engine.sampling_step import SamplingStep
 
     sampler = a_sampler()
@@ -86,7 +86,7 @@ def edited(logits: Any, generated: tuple[int, ...], **options: Any) -> Any:
     )  # fmt: skip
     sampler.begin(StepPlan(0, [], [], [admission]))
     position = len(cases.PROMPT) + len(generated)
-    asked = Asked(0, 0, 2, sampler._slots[2], position)
+    asked = TokenRequest(0, 0, 2, sampler._slots[2], position)
     rows = logits.clone()
     if KIND == "device":
         part = sampler._sliced([asked])
@@ -277,10 +277,10 @@ def test_prompt_log_probabilities_are_told_in_slices(monkeypatch: pytest.MonkeyP
         for admission in cases.admissions(told):
             sampler.admit(admission)
         rows = [
-            Row(0, 50, 1, LAST),
-            Row(1, 0, 30, 2, next_token=9),
-            Row(2, 5, 4, 2),
-            Row(3, 0, 3, NONE),
+            BatchRow(0, 50, 1, LAST),
+            BatchRow(1, 0, 30, 2, next_token=9),
+            BatchRow(2, 5, 4, 2),
+            BatchRow(3, 0, 3, NONE),
         ]
         tokens = [8, *range(20, 50), *range(60, 64), 1, 2, 3]
         plan = StepPlan(4, rows, tokens)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hocket.serving.request import Output, Request, RequestRefused, SamplingParams
-from hocket.serving.scheduling.limits import Limits
+from hocket.serving.scheduling.limits import SchedulerLimits
 from hocket.serving.scheduling.scheduler import Scheduler
 from hocket.serving.scheduling.step import NONE, StepPlan
 from tests.serving.token_machine import (
@@ -25,12 +25,12 @@ from tests.serving.token_machine import (
 LONGEST = 40
 
 
-def limits(**given: Any) -> Limits:
+def limits(**given: Any) -> SchedulerLimits:
     fields: dict[str, Any] = {
         "num_blocks": 64, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 16,
         "max_model_len": 200, "vocab_size": VOCABULARY,
     }  # fmt: skip
-    return Limits(**{**fields, **given})
+    return SchedulerLimits(**{**fields, **given})
 
 
 def request(id: str, tokens: Any, *, new: int = 4, **given: Any) -> Request:
@@ -45,7 +45,7 @@ def request(id: str, tokens: Any, *, new: int = 4, **given: Any) -> Request:
 class Replica:
     """A scheduler and its workers; plans stay in flight until `result` or `run`."""
 
-    def __init__(self, bounds: Limits, secret: bytes | None = None) -> None:
+    def __init__(self, bounds: SchedulerLimits, secret: bytes | None = None) -> None:
         self.limits = bounds
         self.scheduler = Scheduler(bounds, secret=secret)
         self.machine = TokenMachine(bounds)
@@ -140,13 +140,15 @@ class Replica:
 
 
 @st.composite
-def loads(draw: st.DrawFn) -> tuple[Limits, list[tuple[int, Request, int | None]], list[int]]:
+def loads(
+    draw: st.DrawFn,
+) -> tuple[SchedulerLimits, list[tuple[int, Request, int | None]], list[int]]:
     """Limits; requests with the step they come at and the step they are aborted at; and how many
     results are taken after each step."""
     depth, lookahead = draw(
         st.sampled_from([(1, False), (2, False), (3, False), (4, False), (2, True), (2, True)])
     )
-    bounds = Limits(
+    bounds = SchedulerLimits(
         num_blocks=draw(st.integers(6, 30)),
         block_size=draw(st.sampled_from([1, 2, 4])),
         max_num_seqs=draw(st.integers(1, 6)),
@@ -187,7 +189,7 @@ def loads(draw: st.DrawFn) -> tuple[Limits, list[tuple[int, Request, int | None]
 
 
 def drive(
-    load: tuple[Limits, list[tuple[int, Request, int | None]], list[int]], secret: bytes
+    load: tuple[SchedulerLimits, list[tuple[int, Request, int | None]], list[int]], secret: bytes
 ) -> Replica:
     bounds, asked, taken = load
     replica = Replica(bounds, secret)

@@ -109,7 +109,7 @@ def test_every_kind_of_wrong_answer_is_found(lent: Any, tmp_path: Path) -> None:
     file, folder = tmp_path / "llama.json", tmp_path / "model"
     file.write_text(json.dumps(LLAMA))
     check.prepared(lent, resolve(file), folder, proxy=True, seed=0)
-    true = check.answers_of(lent, folder, "dp1", check.Sizes())
+    true = check.answers_of(lent, folder, "dp1", check.CheckedSizes())
     assert {answer["phase"] for answer in true} == {
         "alone", "batching", "prefix reuse", "preemption",
     }  # fmt: skip

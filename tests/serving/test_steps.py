@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hocket.serving.request import SamplingParams, TokenLogprobs
 from hocket.serving.scheduling.admission import Admission
 from hocket.serving.scheduling.frames import FrameError
-from hocket.serving.scheduling.step import ALL, LAST, NONE, Row, StepPlan, StepResult
+from hocket.serving.scheduling.step import ALL, LAST, NONE, BatchRow, StepPlan, StepResult
 
 TOKEN = st.integers(0, 2**31 - 1)
 SMALL = st.integers(0, 1000)
@@ -52,7 +52,7 @@ def plans(draw: st.DrawFn) -> StepPlan:
         logits = draw(st.sampled_from([NONE, LAST, ALL]))
         blocks = draw(st.lists(SMALL, max_size=3))
         following = draw(st.integers(-1, 100)) if logits == ALL else -1
-        rows.append(Row(slot, draw(SMALL), count, logits, blocks or (), following))
+        rows.append(BatchRow(slot, draw(SMALL), count, logits, blocks or (), following))
         tokens += draw(st.lists(TOKEN, min_size=count, max_size=count))
     admitted = [
         Admission(
@@ -140,7 +140,7 @@ def test_noise_is_refused(noise: bytes) -> None:
 
 @pytest.mark.parametrize("place", range(5))
 def test_huge_counts_are_refused_before_anything_is_made(place: int) -> None:
-    frame = bytearray(StepPlan(1, [Row(0, 0, 1, LAST)], [5]).encode())
+    frame = bytearray(StepPlan(1, [BatchRow(0, 0, 1, LAST)], [5]).encode())
     struct.pack_into("<I", frame, 16 + 4 * place, 2**32 - 1)
     with pytest.raises(FrameError, match="malformed"):
         StepPlan.decode(frame)
@@ -153,13 +153,16 @@ def test_huge_counts_are_refused_before_anything_is_made(place: int) -> None:
 @pytest.mark.parametrize(
     ("plan", "why"),
     [
-        (StepPlan(0, [Row(0, 0, 2, LAST)], [5]), "rows add 2 tokens, it holds 1"),
-        (StepPlan(0, [Row(0, 0, 1, LAST), Row(0, 1, 1, LAST)], [5, 6]), "a slot has two rows"),
-        (StepPlan(0, [Row(0, -1, 1, LAST)], [5]), "a start is negative"),
-        (StepPlan(0, [Row(-1, 0, 1, LAST)], [5]), "a slot is negative"),
-        (StepPlan(0, [Row(0, 0, 1, 3)], [5]), "logits are of no kind"),
-        (StepPlan(0, [Row(0, 0, 0, LAST)], []), "a row adds no token"),
-        (StepPlan(0, [Row(0, 0, 1, LAST, [-4])], [5]), "an id is negative"),
+        (StepPlan(0, [BatchRow(0, 0, 2, LAST)], [5]), "rows add 2 tokens, it holds 1"),
+        (
+            StepPlan(0, [BatchRow(0, 0, 1, LAST), BatchRow(0, 1, 1, LAST)], [5, 6]),
+            "a slot has two rows",
+        ),
+        (StepPlan(0, [BatchRow(0, -1, 1, LAST)], [5]), "a start is negative"),
+        (StepPlan(0, [BatchRow(-1, 0, 1, LAST)], [5]), "a slot is negative"),
+        (StepPlan(0, [BatchRow(0, 0, 1, 3)], [5]), "logits are of no kind"),
+        (StepPlan(0, [BatchRow(0, 0, 0, LAST)], []), "a row adds no token"),
+        (StepPlan(0, [BatchRow(0, 0, 1, LAST, [-4])], [5]), "an id is negative"),
     ],
 )
 def test_plans_that_cannot_be_are_refused(plan: StepPlan, why: str) -> None:
@@ -177,7 +180,12 @@ def test_an_older_version_is_refused() -> None:
 
 
 def test_what_a_row_asks_for() -> None:
-    rows = [Row(0, 0, 3, NONE), Row(1, 0, 3, LAST), Row(2, 0, 3, ALL, (), 7), Row(3, 0, 3, ALL)]
+    rows = [
+        BatchRow(0, 0, 3, NONE),
+        BatchRow(1, 0, 3, LAST),
+        BatchRow(2, 0, 3, ALL, (), 7),
+        BatchRow(3, 0, 3, ALL),
+    ]
     assert [row.samples for row in rows] == [False, True, False, True]
     assert [row.num_logits for row in rows] == [0, 1, 3, 3]
     assert StepPlan(0, rows, [1] * 12).num_logits == 7

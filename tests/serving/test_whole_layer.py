@@ -10,10 +10,10 @@ torch = pytest.importorskip("torch")
 
 from hocket.models import skeleton  # noqa: E402
 from hocket.runtime.mesh import Mesh  # noqa: E402
-from hocket.runtime.native.kernels import Kernels  # noqa: E402
+from hocket.runtime.native.kernels import CpuKernels  # noqa: E402
 from hocket.runtime.pipeline.stage import Stage  # noqa: E402
 from hocket.serving.engine import attention  # noqa: E402
-from hocket.serving.engine.gemm_select import Product  # noqa: E402
+from hocket.serving.engine.gemm_select import SelectedGemm  # noqa: E402
 from hocket.serving.engine.runner import StageRunner  # noqa: E402
 from hocket.serving.engine.whole_layer import WholeLayer  # noqa: E402
 from tests.families import FAMILIES  # noqa: E402
@@ -75,13 +75,13 @@ def test_what_is_not_all_decoding_or_has_more_parts_is_computed_in_parts(
     assert not called
 
 
-def test_it_is_left_where_its_products_take_longer(kernels: Kernels, called: list[int]) -> None:
+def test_it_is_left_where_its_products_take_longer(kernels: CpuKernels, called: list[int]) -> None:
     module: Any = made(FAMILIES["llama"]).stage.module
     whole = module.model.layers[0].parts.whole
     assert [whole.takes(rows) for rows in (0, 1, 2, 3, 64, 65)] == [False, *[True] * 4, False]
     norms, products, biases, _ = whole._held
     slow: Any = [
-        Product(one.weight, kernels, one.choice, (0.0, 1.0, *[0.0] * 5)) for one in products
+        SelectedGemm(one.weight, kernels, one.choice, (0.0, 1.0, *[0.0] * 5)) for one in products
     ]
     left = WholeLayer(
         kernels, norms, slow, biases=biases, heads=(4, 2, 8),

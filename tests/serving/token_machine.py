@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from hocket.serving.request import SamplingParams, TokenLogprobs
-from hocket.serving.scheduling.limits import Limits
+from hocket.serving.scheduling.limits import SchedulerLimits
 from hocket.serving.scheduling.step import (
     ALL,
     LAST,
@@ -71,7 +71,7 @@ class TokenMachine:
         unknown: tokens that a plan took from the plan before it.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: SchedulerLimits) -> None:
         self.limits = limits
         self.largest = {"tokens": 0, "rows": 0, "logits": 0}
         self.plans = 0

@@ -6,21 +6,23 @@ import random
 
 import pytest
 
-from hocket.simulation.nccl import Group, Op, Trace, check
+from hocket.simulation.nccl import EnqueuedOp, Group, Trace, check
 
 PAIR: Group = ("pp", 0, 1)
 
 
-def send(trace: Trace, group: Group, peer: int, numel: int = 4) -> Op:
-    return trace.enqueue(Op("send", group, trace.rank, numel, "float32", peer))
+def send(trace: Trace, group: Group, peer: int, numel: int = 4) -> EnqueuedOp:
+    return trace.enqueue(EnqueuedOp("send", group, trace.rank, numel, "float32", peer))
 
 
-def recv(trace: Trace, group: Group, peer: int, numel: int = 4) -> Op:
-    return trace.enqueue(Op("recv", group, trace.rank, numel, "float32", peer))
+def recv(trace: Trace, group: Group, peer: int, numel: int = 4) -> EnqueuedOp:
+    return trace.enqueue(EnqueuedOp("recv", group, trace.rank, numel, "float32", peer))
 
 
-def reduce(trace: Trace, group: Group, numel: int = 4, blocks: bool = True) -> Op:
-    return trace.enqueue(Op("all-reduce", group, trace.rank, numel, "float32", blocks=blocks))
+def reduce(trace: Trace, group: Group, numel: int = 4, blocks: bool = True) -> EnqueuedOp:
+    return trace.enqueue(
+        EnqueuedOp("all-reduce", group, trace.rank, numel, "float32", blocks=blocks)
+    )
 
 
 def traces(count: int) -> list[Trace]:

@@ -11,8 +11,8 @@ from hocket.simulation.processors import (
     End,
     Pause,
     Post,
+    ProcessorWork,
     Step,
-    Work,
     alone,
     play,
 )
@@ -29,19 +29,23 @@ def ends(lines: list[list[Step]], cores: int = 0) -> dict[str, tuple[float, floa
 
 
 def test_enough_cores_share_nothing() -> None:
-    lines = [span("a", Work(2.0)), span("b", Work(3.0))]
+    lines = [span("a", ProcessorWork(2.0)), span("b", ProcessorWork(3.0))]
     assert ends(lines, cores=2) == {"a": (0, 2.0), "b": (0, 3.0)}
 
 
 def test_two_on_one_core_take_turns() -> None:
     # Both at half speed until a's 2 seconds are done at 4; b has 1 left and is alone.
-    lines = [span("a", Work(2.0)), span("b", Work(3.0))]
+    lines = [span("a", ProcessorWork(2.0)), span("b", ProcessorWork(3.0))]
     assert ends(lines, cores=1) == {"a": (0, 4.0), "b": (0, 5.0)}
 
 
 def test_three_on_two_cores() -> None:
     # Each at 2/3: the first ends at 3, the others have 1 left each and a core of their own.
-    lines = [span("a", Work(2.0)), span("b", Work(3.0)), span("c", Work(3.0))]
+    lines = [
+        span("a", ProcessorWork(2.0)),
+        span("b", ProcessorWork(3.0)),
+        span("c", ProcessorWork(3.0)),
+    ]
     found = ends(lines, cores=2)
     assert found["a"] == pytest.approx((0, 3.0))
     assert found["b"] == found["c"] == pytest.approx((0, 4.0))
@@ -49,21 +53,21 @@ def test_three_on_two_cores() -> None:
 
 def test_who_waits_costs_nothing() -> None:
     lines = [
-        [*span("a", Work(2.0)), Post("a")],
-        [*span("wait", Await("a")), *span("b", Work(1.0))],
+        [*span("a", ProcessorWork(2.0)), Post("a")],
+        [*span("wait", Await("a")), *span("b", ProcessorWork(1.0))],
     ]
     assert ends(lines, cores=1) == {"a": (0, 2.0), "wait": (0, 2.0), "b": (2.0, 3.0)}
 
 
 def test_a_pause_needs_no_core() -> None:
-    lines = [span("a", Pause(1.0), Work(1.0)), span("b", Work(2.0))]
+    lines = [span("a", Pause(1.0), ProcessorWork(1.0)), span("b", ProcessorWork(2.0))]
     # b alone for 1, then both at half: a's 1 takes 2, b's last 1 takes 2.
     assert ends(lines, cores=1) == {"a": (0, 3.0), "b": (0, 3.0)}
 
 
 def test_a_collective_begins_when_the_last_has_given() -> None:
     def rank(name: str, before: float) -> list[Step]:
-        return [Work(before), *span(name, Post("g"), Await("g", 2), Work(0.5))]
+        return [ProcessorWork(before), *span(name, Post("g"), Await("g", 2), ProcessorWork(0.5))]
 
     assert ends([rank("a", 1.0), rank("b", 3.0)], cores=2) == {"a": (1.0, 3.5), "b": (3.0, 3.5)}
 
@@ -76,7 +80,7 @@ def test_measured_sharing_slows_before_the_cores_run_out() -> None:
     # Of n ranks, n / slow-down are done at once: 1, 1.6, 1.6 cores' worth.
     assert cores(3) == pytest.approx(3 / 1.6)
     assert cores(8) == pytest.approx(8 / 1.6)
-    lines = [span("a", Work(1.0)), span("b", Work(1.0))]
+    lines = [span("a", ProcessorWork(1.0)), span("b", ProcessorWork(1.0))]
     assert max(e.end for e in play(lines, cores)) == 1.25
 
 
@@ -96,7 +100,10 @@ def test_a_wait_without_end_is_an_error() -> None:
 
 
 def test_the_work_is_conserved() -> None:
-    lines = [[*span(f"{r}", Work(0.1 * (r + 1)), Pause(0.05), Work(0.3))] for r in range(5)]
+    lines = [
+        [*span(f"{r}", ProcessorWork(0.1 * (r + 1)), Pause(0.05), ProcessorWork(0.3))]
+        for r in range(5)
+    ]
     events = play(lines, Cores(2))
     work = sum(0.1 * (r + 1) + 0.3 for r in range(5))
     assert max(e.end for e in events) >= work / 2

@@ -14,20 +14,20 @@ from hocket.spec.cluster import Cluster, Gpu, Link, Node
 from hocket.spec.errors import OptionError
 from hocket.spec.measured import (
     Curve,
-    Device,
+    DevicePair,
     Dispatch,
     Host,
-    Kernel,
-    Line,
-    Measured,
-    Pair,
-    Product,
+    LatencyFit,
+    MachineMeasurements,
+    MeasuredDevice,
+    MeasuredKernel,
+    MeasuredMatmul,
+    MeasuredStream,
     Sharing,
-    Stream,
     Update,
 )
 
-MEASURED = Measured(
+MEASURED = MachineMeasurements(
     device="cpu",
     date="2026-11-20T12:00:00Z",
     torch="2.13.0",
@@ -35,16 +35,18 @@ MEASURED = Measured(
     host=Host(name='a "b"\\c\x7f', cpu="EPYC", cores=2, caches=(32768, 2**20, 2**25), load=0.1),
     quick=True,
     unknown=("no NVML",),
-    devices=(Device(index=0, name="EPYC", memory=2**34, nics=("eth0", "eth1")),),
-    pairs=(Pair(first=0, second=1, path="MEM", rate=1e9 / 3, latency=1e-6, measured=True),),
+    devices=(MeasuredDevice(index=0, name="EPYC", memory=2**34, nics=("eth0", "eth1")),),
+    pairs=(DevicePair(first=0, second=1, path="MEM", rate=1e9 / 3, latency=1e-6, measured=True),),
     products=(
-        Product(dtype="fp32", form="nt", m=512, n=256, k=64, seconds=1 / 3e4, spread=0.01),
-        Product(dtype="fp32", form="tn", m=64, n=256, k=512, seconds=2e-5),
+        MeasuredMatmul(dtype="fp32", form="nt", m=512, n=256, k=64, seconds=1 / 3e4, spread=0.01),
+        MeasuredMatmul(dtype="fp32", form="tn", m=64, n=256, k=512, seconds=2e-5),
     ),
-    streams=(Stream(operation="copy", bytes=2**20, seconds=1e-4),),
+    streams=(MeasuredStream(operation="copy", bytes=2**20, seconds=1e-4),),
     dispatch=(Dispatch(operation="add", forward=2e-6, recorded=3e-6, backward=4e-6),),
     kernels=(
-        Kernel(name="attention", dtype="fp32", shape=(2, 4, 128, 64), forward=1e-3, backward=3e-3),
+        MeasuredKernel(
+            name="attention", dtype="fp32", shape=(2, 4, 128, 64), forward=1e-3, backward=3e-3
+        ),
     ),
     updates=(Update(name="adamw", elements=10**6, tensors=10, seconds=1e-3),),
     sharing=(Sharing(ranks=4, product=2.1, stream=2.5, dispatch=2.0),),
@@ -58,8 +60,8 @@ MEASURED = Measured(
             seconds=(1e-5, 7e-4),
             spread=(0.1, 0.05),
             lines=(
-                Line(bytes=4096, latency=1e-5, rate=1e9),
-                Line(bytes=2**20, latency=0.0, rate=1.5e9),
+                LatencyFit(bytes=4096, latency=1e-5, rate=1e9),
+                LatencyFit(bytes=2**20, latency=0.0, rate=1.5e9),
             ),
             error=0.02,
             worst=0.1,
@@ -78,7 +80,7 @@ def cluster() -> Cluster:
 
 
 def test_json_reads_back_equal() -> None:
-    assert Measured.from_json(MEASURED.to_json()) == MEASURED
+    assert MachineMeasurements.from_json(MEASURED.to_json()) == MEASURED
 
 
 def test_a_file_reads_back_equal() -> None:
@@ -91,7 +93,7 @@ def test_a_file_reads_back_equal() -> None:
 def test_rows_of_an_older_hocket_are_shorter() -> None:
     data = MEASURED.to_dict()
     data["products"][0] = data["products"][0][:-1]
-    assert Measured.from_dict(data).products[0].spread == 0.0
+    assert MachineMeasurements.from_dict(data).products[0].spread == 0.0
 
 
 def test_a_curve_by_its_kind_and_its_fit() -> None:
@@ -161,7 +163,7 @@ def put(data: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[str, An
 )
 def test_what_cannot_be_is_refused(path: tuple[Any, ...], value: Any, words: str) -> None:
     with pytest.raises(OptionError, match=words.replace("(", r"\(")) as caught:
-        Measured.from_dict(put(MEASURED.to_dict(), path, value))
+        MachineMeasurements.from_dict(put(MEASURED.to_dict(), path, value))
     assert str(caught.value)
 
 
@@ -169,9 +171,9 @@ def test_text_that_is_cut_off_is_refused() -> None:
     text = MEASURED.to_json()
     for end in range(0, len(text), 97):
         with pytest.raises(OptionError):
-            Measured.from_json(text[:end])
+            MachineMeasurements.from_json(text[:end])
     with pytest.raises(OptionError, match="must be a table"):
-        Measured.from_json(json.dumps([1]))
+        MachineMeasurements.from_json(json.dumps([1]))
 
 
 def test_files_that_are_cut_off_are_refused_or_say_less() -> None:

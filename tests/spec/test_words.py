@@ -10,7 +10,7 @@ import pytest
 from hocket.spec.errors import HocketError, LayoutError, OptionError, RunFolderError, nearest
 from hocket.spec.layout import Layout
 from hocket.spec.placement import Placement
-from hocket.spec.plan import Segment, Split, matches
+from hocket.spec.plan import Split, WeightSegment, matches
 from hocket.spec.run import RunFolder, RunSpec, TrainOptions, from_dict
 from hocket.spec.timeline import Event, Timeline
 from hocket.spec.units import format_bytes, format_seconds, parse_bytes
@@ -34,7 +34,7 @@ def rows_held(
 
 
 def test_a_fused_projection_is_split_head_by_head() -> None:
-    heads = Segment(units=4, size=2, what="attention heads")
+    heads = WeightSegment(units=4, size=2, what="attention heads")
     split = Split(style="column", segments=(heads, heads, heads), dims={"weight": 1, "bias": 0})
     held = rows_held(split, "weight", (8, 24), 1, 2)
     assert held[0] == [0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19]
@@ -44,7 +44,7 @@ def test_a_fused_projection_is_split_head_by_head() -> None:
 def test_key_value_heads_fewer_than_ranks_are_held_by_several() -> None:
     split = Split(
         style="column",
-        segments=(Segment(units=2, size=3, what="key/value heads", copies=True),),
+        segments=(WeightSegment(units=2, size=3, what="key/value heads", copies=True),),
         dims={"weight": 0},
     )
     assert rows_held(split, "weight", (6, 5), 0, 4) == [[0, 1, 2], [0, 1, 2], [3, 4, 5], [3, 4, 5]]
@@ -54,7 +54,9 @@ def test_key_value_heads_fewer_than_ranks_are_held_by_several() -> None:
 
 def test_vocabulary_rows_need_not_divide() -> None:
     split = Split(
-        style="vocab_embedding", segments=(Segment(units=10, uneven=True),), dims={"weight": 0}
+        style="vocab_embedding",
+        segments=(WeightSegment(units=10, uneven=True),),
+        dims={"weight": 0},
     )
     assert [len(r) for r in rows_held(split, "weight", (10, 2), 0, 4)] == [3, 3, 3, 1]
     assert [len(r) for r in rows_held(split, "weight", (10, 2), 0, 8)] == [2, 2, 2, 2, 2, 0, 0, 0]
@@ -62,7 +64,7 @@ def test_vocabulary_rows_need_not_divide() -> None:
 
 def test_heads_that_do_not_divide_name_the_legal_degrees() -> None:
     split = Split(
-        style="column", segments=(Segment(units=6, size=4, what="attention heads"),),
+        style="column", segments=(WeightSegment(units=6, size=4, what="attention heads"),),
         dims={"weight": 0},
     )  # fmt: skip
     with pytest.raises(LayoutError) as caught:

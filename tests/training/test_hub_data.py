@@ -176,7 +176,7 @@ def test_alpaca_is_a_prompt_and_its_completion(loopback, tmp_path) -> None:
         assert kind == conversation.COMPLETION
         one, two = (conversation.read(r, kind, w) for r, w in data_sources.records(source))
     # As https://github.com/tatsu-lab/stanford_alpaca has it in train.py.
-    assert one == conversation.Pair(
+    assert one == conversation.PromptAnswer(
         prompt="Below is an instruction that describes a task, paired with an input that provides "
         "further context. Write a response that appropriately completes the request.\n\n"
         "### Instruction:\nAdd.\n\n### Input:\n1 and {instruction}\n\n### Response:",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from hocket.training.metrics import Metrics
+from hocket.training.metrics import TrainingMetrics
 
 
 def rows(path):
@@ -12,7 +12,7 @@ def rows(path):
 
 
 def test_rows_are_readable_before_the_end(tmp_path) -> None:
-    metrics = Metrics(tmp_path / "metrics.jsonl")
+    metrics = TrainingMetrics(tmp_path / "metrics.jsonl")
     metrics.write({"step": 1, "loss": 2.5})
     assert rows(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 2.5}]
     metrics.close()
@@ -21,7 +21,7 @@ def test_rows_are_readable_before_the_end(tmp_path) -> None:
 def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"ste')
-    metrics = Metrics(path, done=2)
+    metrics = TrainingMetrics(path, done=2)
     metrics.write({"step": 3, "loss": 1.0})
     metrics.close()
     assert rows(path) == [{"step": 1}, {"step": 2}, {"step": 3, "loss": 1.0}]
@@ -30,6 +30,6 @@ def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path) -> None:
 def test_a_new_run_begins_a_new_file(tmp_path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 9}\n')
-    metrics = Metrics(path)
+    metrics = TrainingMetrics(path)
     metrics.close()
     assert rows(path) == []

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from hocket.runtime.memory_report import Device, Owner, device_state, report  # noqa: E402
+from hocket.runtime.memory_report import AllocatorBytes, OwnedBytes, device_state, report  # noqa: E402
 from hocket.spec.errors import RankMemoryError  # noqa: E402
 from hocket.spec.layout import Layout  # noqa: E402
 from hocket.spec.run import RunSpec, TrainOptions, Workload  # noqa: E402
@@ -22,13 +22,15 @@ CUDA = (
 )
 
 
-def held(parameters: int, gradients: int, optimizer: int, activations: int) -> list[Owner]:
+def held(parameters: int, gradients: int, optimizer: int, activations: int) -> list[OwnedBytes]:
     return [
-        Owner(name="parameters", nbytes=parameters * GB, largest=(("wte.weight", GB),)),
-        Owner(name="gradients", nbytes=gradients * GB),
-        Owner(name="optimizer state", nbytes=optimizer * GB),
-        Owner(name="communication buffers", nbytes=0),
-        Owner(name="activations", nbytes=activations * GB, largest=(("[8, 4096] bfloat16", GB),)),
+        OwnedBytes(name="parameters", nbytes=parameters * GB, largest=(("wte.weight", GB),)),
+        OwnedBytes(name="gradients", nbytes=gradients * GB),
+        OwnedBytes(name="optimizer state", nbytes=optimizer * GB),
+        OwnedBytes(name="communication buffers", nbytes=0),
+        OwnedBytes(
+            name="activations", nbytes=activations * GB, largest=(("[8, 4096] bfloat16", GB),)
+        ),
     ]
 
 
@@ -49,11 +51,11 @@ def test_what_helps_most_comes_first() -> None:
     # Nothing is left to change but the number of ranks.
     best = Layout.parse("dp2:zero=3,recompute=full")
     assert oom.remedies(best, held(2, 2, 4, 60), num_layers=8, rows=1) == []
-    assert "larger pp or tp" in str(report(0, Device(), [], [], oom.OTHER))
+    assert "larger pp or tp" in str(report(0, AllocatorBytes(), [], [], oom.OTHER))
 
 
 def test_the_report_has_the_numbers_the_owners_and_one_fix() -> None:
-    state = Device(
+    state = AllocatorBytes(
         requested=int(2.5 * 2**30), allocated=70 * GB, reserved=76 * GB, capacity=80 * GB, free=GB
     )
     found = held(16, 16, 30, 8)
@@ -73,8 +75,8 @@ def test_the_report_has_the_numbers_the_owners_and_one_fix() -> None:
 
 def test_the_requested_bytes_are_torchs() -> None:
     state = device_state(torch.OutOfMemoryError(CUDA), torch.device("cpu"))
-    assert state == Device(requested=int(2.5 * 2**30))
-    assert device_state(torch.OutOfMemoryError("none"), torch.device("cpu")) == Device()
+    assert state == AllocatorBytes(requested=int(2.5 * 2**30))
+    assert device_state(torch.OutOfMemoryError("none"), torch.device("cpu")) == AllocatorBytes()
 
 
 def test_a_step_that_runs_out_names_its_tensors(ranks_of_one) -> None:

@@ -14,7 +14,7 @@ import pytest
 from hocket.spec.errors import OptionError
 from hocket.spec.run import RunSpec
 from hocket.training import trackers
-from hocket.training.metrics import Metrics
+from hocket.training.metrics import TrainingMetrics
 from hocket.training.trackers import Trackers
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(90)]
@@ -26,7 +26,7 @@ def tracked(name: str, folder: Path) -> None:
     """Two steps, then a third one by a start that resumes."""
     for done in (0, 2):
         found = Trackers(name, folder, {"lr": 1e-3, "layout": "dp2"}, done=done)
-        metrics = Metrics(folder / "metrics.jsonl", done=done, trackers=found)
+        metrics = TrainingMetrics(folder / "metrics.jsonl", done=done, trackers=found)
         for step in (1, 2) if done == 0 else (3,):
             metrics.write({"step": step, "loss": CURVE[step], "mfu": None, "memory_bytes": [1]})
         metrics.close()

@@ -28,7 +28,7 @@ from typing import Any
 from hocket.catalogue import measured_file
 from hocket.spec.cluster import LINKS, PRECISIONS, Cluster, Gpu, Link, Node
 from hocket.spec.errors import OptionError, unknown
-from hocket.spec.measured import Measured
+from hocket.spec.measured import MachineMeasurements
 from hocket.spec.units import parse_bandwidth, parse_bytes, parse_flops
 
 _NVLINK = {1: 80e9, 2: 150e9, 3: 300e9, 4: 450e9, 5: 900e9, 6: 1800e9}
@@ -103,7 +103,7 @@ def read(
         name=_text(table, "name", origin),
         num_nodes=num_nodes,
         node=found,
-        measured=Measured.from_dict(table["measured"]) if "measured" in table else None,
+        measured=MachineMeasurements.from_dict(table["measured"]) if "measured" in table else None,
     )
 
 

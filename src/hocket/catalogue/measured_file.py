@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from hocket.spec.measured import Measured, fields_of
+from hocket.spec.measured import MachineMeasurements, fields_of
 
 _WORDS = {
     "pairs": "what joins two devices; rates in bytes/s each way, latencies in seconds",
@@ -27,8 +27,8 @@ _WORDS = {
 _TABLES = ("devices", "curves")
 
 
-def write(measured: Measured) -> str:
-    """The `[measured]` part, of which `Measured.from_dict` makes an equal one again."""
+def write(measured: MachineMeasurements) -> str:
+    """The `[measured]` part, of which `MachineMeasurements.from_dict` makes an equal one again."""
     data = measured.to_dict()
     lines = ["[measured]"]
     lines += [f"{k} = {_value(v)}" for k, v in data.items() if _plain(k, v)]

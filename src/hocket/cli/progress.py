@@ -52,7 +52,7 @@ def note(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-class Listener(Protocol):
+class EventListener(Protocol):
     """Takes events. `heard` is False in a process that is not the one to speak for the job."""
 
     heard: bool
@@ -61,7 +61,7 @@ class Listener(Protocol):
 
 
 @contextlib.contextmanager
-def progress(*, as_json: bool = False) -> Iterator[Listener]:
+def progress(*, as_json: bool = False) -> Iterator[EventListener]:
     """The listener that suits where the output goes."""
     if as_json:
         yield JsonRows()

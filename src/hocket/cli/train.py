@@ -152,11 +152,11 @@ def _push(flags: Train, run: Path, out: TextIO) -> None:
 def _dry_run(flags: Train, said: dict[str, Any]) -> int:
     from hocket.cli.progress import progress
     from hocket.jobs.dry_run import dry_run, text
-    from hocket.jobs.record import Record
+    from hocket.jobs.record import JobRecorder
     from hocket.jobs.request import request
 
     with progress(as_json=flags.json) as on_event:
-        found = dry_run(request({"model": _run_model(said), **said}), Record(on_event))
+        found = dry_run(request({"model": _run_model(said), **said}), JobRecorder(on_event))
     print(found.to_json() if flags.json else text(found))
     return 0
 

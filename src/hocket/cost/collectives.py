@@ -23,7 +23,7 @@ from __future__ import annotations
 import numpy as np
 
 from hocket.cost.constants import Platform
-from hocket.cost.machine import Machine
+from hocket.cost.machine import ClusterNumbers
 from hocket.cost.terms import Floats
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-scatter"
@@ -42,7 +42,11 @@ RING_RANKS = 512
 
 
 def inside(
-    operation: str, size: Floats, ranks: Floats, machine: Machine, stride: Floats | float = 1.0
+    operation: str,
+    size: Floats,
+    ranks: Floats,
+    machine: ClusterNumbers,
+    stride: Floats | float = 1.0,
 ) -> Floats:
     """Seconds of one collective of `size` bytes among `ranks` GPUs of one domain, `stride` apart.
 

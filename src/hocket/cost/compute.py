@@ -36,7 +36,7 @@ from hocket.cost.context import context_times
 from hocket.cost.group_strides import expert_tp, stride
 from hocket.cost.layout_batch import Layouts
 from hocket.cost.state import local_trained
-from hocket.cost.terms import BlockTerms, Floats, Product, Terms
+from hocket.cost.terms import BlockTerms, Floats, Matmul, Terms
 
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
 
@@ -181,7 +181,7 @@ def _bound(gpu: Floats, cpu: Floats, norm: Floats | float) -> Floats:
 
 
 def _local(
-    one: Product, tokens: Floats, at: Layouts
+    one: Matmul, tokens: Floats, at: Layouts
 ) -> tuple[Floats, Floats, Floats, Floats | float]:
     split, n, k = one.split, one.n, one.k
     rows = tokens * one.count

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
-from hocket.cost.machine import Machine
+from hocket.cost.machine import ClusterNumbers
 from hocket.spec.errors import OptionError, unknown
 from hocket.spec.precision import state_bytes
 
@@ -139,7 +139,7 @@ class Constants:
 class Platform:
     """What a step runs on: the machine, and the constants of its GPU and software."""
 
-    machine: Machine
+    machine: ClusterNumbers
     constants: Constants
 
 

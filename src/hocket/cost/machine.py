@@ -44,7 +44,7 @@ class CurveSet:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Machine:
+class ClusterNumbers:
     """A cluster in numbers, [r] each (one, or one for each row of a table).
 
     Attributes:
@@ -75,7 +75,7 @@ class Machine:
 
 def machine(
     cluster: Cluster, precision: str = "bf16", curves: Iterable[MeasuredCurve] = ()
-) -> Machine:
+) -> ClusterNumbers:
     """The numbers of one cluster. Raises OptionError where the GPU lacks the precision."""
     node = cluster.node
     if precision not in node.gpu.flops:
@@ -95,7 +95,7 @@ def machine(
     def one(value: float) -> Floats:
         return np.array([float(value)])
 
-    return Machine(
+    return ClusterNumbers(
         flops=one(node.gpu.flops[precision]),
         sms=one(node.gpu.sms or 100),
         bandwidth=one(node.gpu.bandwidth),
@@ -112,7 +112,7 @@ def machine(
     )
 
 
-def stack_machines(machines: list[Machine]) -> Machine:
+def stack_machines(machines: list[ClusterNumbers]) -> ClusterNumbers:
     """One row for each machine; curve sets that are the same object are kept once."""
     sets: list[CurveSet] = []
     which = []
@@ -122,6 +122,8 @@ def stack_machines(machines: list[Machine]) -> Machine:
             sets.append(m.curves[0])
             found = len(sets) - 1
         which.append(float(found))
-    names = [f.name for f in dataclasses.fields(Machine) if f.name not in ("which", "curves")]
+    names = [
+        f.name for f in dataclasses.fields(ClusterNumbers) if f.name not in ("which", "curves")
+    ]
     values = {name: np.concatenate([getattr(m, name) for m in machines]) for name in names}
-    return Machine(**values, which=np.array(which), curves=tuple(sets))
+    return ClusterNumbers(**values, which=np.array(which), curves=tuple(sets))

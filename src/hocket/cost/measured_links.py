@@ -15,7 +15,7 @@ from hocket.spec.errors import OptionError
 from hocket.spec.layout import Layout
 from hocket.spec.links import ELEMENT
 from hocket.spec.links import Links as Wires
-from hocket.spec.measured import Curve, Measured
+from hocket.spec.measured import Curve, MachineMeasurements
 from hocket.spec.process_groups import named_groups
 from hocket.spec.step_prices import Collective
 
@@ -46,7 +46,7 @@ class MeasuredLinks:
 
     def __init__(
         self,
-        measured: Measured,
+        measured: MachineMeasurements,
         backend: str = "shm",
         *,
         wires: Wires | None = None,

@@ -6,11 +6,11 @@ everything else at the moment at which most is allocated (`cost.replayed_step`).
 
 from __future__ import annotations
 
-from hocket.cost.measured_prices import Job, resident_bytes
+from hocket.cost.measured_prices import StepProblem, resident_bytes
 from hocket.cost.replayed_step import peak_bytes
 
 
-def memory_rows(job: Job, *, cuda: bool = False) -> list[dict[str, int]]:
+def memory_rows(job: StepProblem, *, cuda: bool = False) -> list[dict[str, int]]:
     """Of each rank of the world: `parameters`, `gradients`, `optimizer`, `activations`, `total`.
 
     Args:
@@ -28,7 +28,7 @@ def memory_rows(job: Job, *, cuda: bool = False) -> list[dict[str, int]]:
     return [dict(found[job.layout.coordinate(rank)["pp"]]) for rank in range(job.layout.world_size)]
 
 
-def _offloaded(job: Job) -> tuple[str, ...]:
+def _offloaded(job: StepProblem) -> tuple[str, ...]:
     """Kinds that are in the host's memory instead of a GPU's."""
     if job.layout.offloads("params"):  # gradients are summed on the GPU and leave it at the end
         return "parameters", "optimizer"

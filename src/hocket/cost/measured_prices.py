@@ -45,7 +45,7 @@ the loop reads and reports; as many as `training.loop` runs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Job:
+class StepProblem:
     """What is priced.
 
     Attributes:
@@ -308,7 +308,7 @@ def _partial(held: Sequence[Weight], tp: int) -> dict[str, int]:
     return found
 
 
-def step_prices(job: Job, rates: Rates, links: MeasuredLinks) -> StepPrices:
+def step_prices(job: StepProblem, rates: Rates, links: MeasuredLinks) -> StepPrices:
     """The prices of everything that a step does."""
     layout, place = job.layout, job.schedule.stage_ranks
     stages = tuple(_stage(job, number, rates, links) for number in range(len(place)))
@@ -325,7 +325,7 @@ def step_prices(job: Job, rates: Rates, links: MeasuredLinks) -> StepPrices:
     )
 
 
-def _stage(job: Job, stage: int, rates: Rates, links: MeasuredLinks) -> StageStep:
+def _stage(job: StepProblem, stage: int, rates: Rates, links: MeasuredLinks) -> StageStep:
     blocks, share, tp = job.blocks(stage), job.share(stage), job.layout.tp
     seconds = stage_seconds(
         job.shape,
@@ -386,7 +386,7 @@ def _stage(job: Job, stage: int, rates: Rates, links: MeasuredLinks) -> StageSte
     )
 
 
-def _rank(job: Job, stages: Sequence[int], rates: Rates, links: MeasuredLinks) -> RankStep:
+def _rank(job: StepProblem, stages: Sequence[int], rates: Rates, links: MeasuredLinks) -> RankStep:
     layout, place = job.layout, job.schedule.stage_ranks
     held = [w for stage in stages for w in trained(weights(job.shape, job.blocks(stage)))]
     elements = sum(local(w, layout.tp) for w in held)
@@ -420,7 +420,7 @@ def _rank(job: Job, stages: Sequence[int], rates: Rates, links: MeasuredLinks) -
     )
 
 
-def resident_bytes(job: Job, index: int) -> dict[str, int]:
+def resident_bytes(job: StepProblem, index: int) -> dict[str, int]:
     """Bytes that a pipeline rank holds all the time: `parameters`, `gradients`, `optimizer`."""
     stages = [s for s, owner in enumerate(job.schedule.stage_ranks) if owner == index]
     held = [w for stage in stages for w in weights(job.shape, job.blocks(stage))]

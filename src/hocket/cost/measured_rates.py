@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from hocket.spec.errors import OptionError
-from hocket.spec.measured import Kernel, Measured, Product
+from hocket.spec.measured import MachineMeasurements, MeasuredKernel, MeasuredMatmul
 
 NEAREST = 6
 STEEPNESS = 4
@@ -37,11 +37,11 @@ class Rates:
         OptionError: not even products were measured.
     """
 
-    def __init__(self, measured: Measured, dtype: str = "fp32") -> None:
+    def __init__(self, measured: MachineMeasurements, dtype: str = "fp32") -> None:
         self.measured = measured
         self.dtype = dtype
         self.notes: list[str] = []
-        self._products: dict[str, list[Product]] = {}
+        self._products: dict[str, list[MeasuredMatmul]] = {}
         known = {p.dtype for p in measured.products}
         if not known:
             raise OptionError("no matmul was measured", hint="hocket probe")
@@ -191,7 +191,7 @@ def _within(points: Sequence[tuple[float, float]], size: float) -> float:
     return between(points, min(size, max(at for at, _ in points)))
 
 
-def _points(measured: Measured, operation: str) -> list[tuple[float, float]]:
+def _points(measured: MachineMeasurements, operation: str) -> list[tuple[float, float]]:
     return [(float(s.bytes), s.seconds) for s in measured.streams if s.operation == operation]
 
 
@@ -199,7 +199,7 @@ def _doublings(sizes: Iterable[float]) -> tuple[float, ...]:
     return tuple(math.log2(size) for size in sizes)
 
 
-def _units(kernel: Kernel) -> float:
+def _units(kernel: MeasuredKernel) -> float:
     return _work(kernel.name, kernel.shape)
 
 

@@ -14,7 +14,7 @@ import dataclasses
 import statistics
 from typing import Any, TypeVar
 
-from hocket.spec.measured import Measured
+from hocket.spec.measured import MachineMeasurements
 
 WORK = {
     "products": ("product",),
@@ -29,7 +29,7 @@ WORK = {
 Row = TypeVar("Row")
 
 
-def at_speed(measured: Measured) -> Measured:
+def at_speed(measured: MachineMeasurements) -> MachineMeasurements:
     """What was measured, all of it at the probe's mean speed.
 
     Without pulses (an older file, a GPU) nothing is changed.
@@ -53,12 +53,12 @@ def _slower(row: Row, ratio: float) -> Row:
     return dataclasses.replace(row, **{n: getattr(row, n) * ratio for n in names})  # type: ignore[type-var]
 
 
-def _of(measured: Measured, part: str, operation: str) -> float | None:
+def _of(measured: MachineMeasurements, part: str, operation: str) -> float | None:
     found = [p.seconds for p in measured.pulses if (p.part, p.operation) == (part, operation)]
     return statistics.geometric_mean(found) if found else None
 
 
-def _mean(measured: Measured, operation: str) -> float | None:
+def _mean(measured: MachineMeasurements, operation: str) -> float | None:
     """Over all parts of the probe."""
     found = [p.seconds for p in measured.pulses if p.operation == operation]
     return statistics.geometric_mean(found) if found else None

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from hocket.cost.measured_prices import Job
+from hocket.cost.measured_prices import StepProblem
 from hocket.cost.measured_stage import (
     behind_first_adapter,
     local,
@@ -59,7 +59,7 @@ class Phase:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Block:
+class BlockBytes:
     """One block of a stage and one microbatch, in bytes.
 
     Attributes:
@@ -96,19 +96,21 @@ class Block:
         return sum(each.input + each.output for each in self.deferred)
 
 
-def weights_by_block(job: Job, kinds: list[str]) -> list[list[Weight]]:
+def weights_by_block(job: StepProblem, kinds: list[str]) -> list[list[Weight]]:
     """The parameters of each block of a stage; a tied one where it comes first."""
     held = weights(job.shape, kinds)
     counts = [len(weights(job.shape, kinds[: n + 1])) for n in range(len(kinds))]
     return [held[a:b] for a, b in zip([0, *counts], counts, strict=False)]
 
 
-def blocks_of(job: Job, number: int, held: list[list[Weight]], *, cuda: bool) -> list[Block]:
+def blocks_of(
+    job: StepProblem, number: int, held: list[list[Weight]], *, cuda: bool
+) -> list[BlockBytes]:
     """The blocks of a stage."""
     kinds, tp = job.blocks(number), job.layout.tp
     again = len(job.again(number, "full"))
     offloads = job.layout.offloads("activations")
-    found: list[Block] = []
+    found: list[BlockBytes] = []
     index = 0
     for at, kind in enumerate(kinds):
         block = job.shape.blocks[kind]
@@ -136,7 +138,7 @@ def blocks_of(job: Job, number: int, held: list[list[Weight]], *, cuda: bool) ->
         narrow = narrowing(block)
         first = tuple(i for i, w in named if w.name.startswith(narrow))
         found.append(
-            Block(
+            BlockBytes(
                 kind=kind,
                 kept=kept,
                 again=made,
@@ -155,7 +157,9 @@ def blocks_of(job: Job, number: int, held: list[list[Weight]], *, cuda: bool) ->
     return found
 
 
-def _deferred(job: Job, block: BlockShape, named: list[tuple[int, Weight]]) -> dict[str, Deferred]:
+def _deferred(
+    job: StepProblem, block: BlockShape, named: list[tuple[int, Weight]]
+) -> dict[str, Deferred]:
     """What W computes of a block, by the beginning of its weights' names; `named`: its gradients'
     indices. An input that several matmuls read is kept once."""
     found: dict[str, Deferred] = {}
@@ -178,7 +182,7 @@ def _deferred(job: Job, block: BlockShape, named: list[tuple[int, Weight]]) -> d
 
 
 def _phases(
-    job: Job, block: BlockShape, rows: dict[str, int], named: list[tuple[int, Weight]]
+    job: StepProblem, block: BlockShape, rows: dict[str, int], named: list[tuple[int, Weight]]
 ) -> tuple[Phase, ...]:
     """What I frees and keeps of the saved tensors, from the last one back, up to each norm that is
     written out in fp32."""
@@ -204,7 +208,9 @@ def _phases(
     return tuple(found)
 
 
-def _with_repeated_heads(job: Job, block: BlockShape, rows: dict[str, int]) -> dict[str, int]:
+def _with_repeated_heads(
+    job: StepProblem, block: BlockShape, rows: dict[str, int]
+) -> dict[str, int]:
     """The saved tensors of a block, with what attention in fp32 saves on a GPU beyond the keys and
     values of their own heads: PyTorch repeats them for each query head, for the memory-efficient
     kernel. Flash attention takes half precision alone, and flex attention, which windows go to,
@@ -226,7 +232,7 @@ def _with_repeated_heads(job: Job, block: BlockShape, rows: dict[str, int]) -> d
     return found
 
 
-def norm_bytes(job: Job, block: BlockShape) -> int:
+def norm_bytes(job: StepProblem, block: BlockShape) -> int:
     """Five tensors in fp32 in the backward of a norm that is written out, as wide as the stream;
     0 where norms are one kernel."""
     if not any(row.name.endswith(":rsqrt") for row in block.saved):
@@ -235,14 +241,14 @@ def norm_bytes(job: Job, block: BlockShape) -> int:
     return 5 * 4 * elements
 
 
-def _output_bytes(job: Job, product: MatrixProduct) -> int:
+def _output_bytes(job: StepProblem, product: MatrixProduct) -> int:
     """Of the gradient of a matmul's output."""
     tp, outside = job.layout.tp, job.microbatch.ranks("outside")
     split = {"column": tp, "vocab": tp, "outside": outside}.get(product.split, 1)
     return round(product.n * product.count / split * job.microbatch.tokens * job.element_bytes)
 
 
-def _widest(job: Job, block: BlockShape) -> int:
+def _widest(job: StepProblem, block: BlockShape) -> int:
     """Gradients of the widest inner tensors at once: of two (gate and up), or of what an activation
     gave and of what it was given. Experts' outputs are weighted in fp32: three such tensors, and
     their gradient in the dtype of the products."""
@@ -256,7 +262,7 @@ def _widest(job: Job, block: BlockShape) -> int:
     return round(max(widest, *weighted, 0) * job.microbatch.tokens)
 
 
-def _fp8_bytes(job: Job, block: BlockShape) -> int:
+def _fp8_bytes(job: StepProblem, block: BlockShape) -> int:
     """What torchao makes to cast the widest operand of a layer's matmuls to fp8: it is scaled and
     clamped in fp32."""
     if job.workload.dtype != "fp8" or block.kind in ENDS:

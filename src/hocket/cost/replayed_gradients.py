@@ -24,7 +24,7 @@ UNDER_WAY = {1: 2, 2: 2, 3: 1}
 """ZeRO stage to the buckets whose reduction may be under way at once (`runtime.data_parallel`)."""
 
 
-class LiveBytes:
+class ReplayedBytes:
     """Bytes that are alive, and the most so far."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Gradient:
 class Gradients:
     """Gradients of one replica: each takes memory when it first comes."""
 
-    def __init__(self, live: LiveBytes, gradients: Sequence[Gradient]) -> None:
+    def __init__(self, live: ReplayedBytes, gradients: Sequence[Gradient]) -> None:
         self.live, self.gradients = live, list(gradients)
         self.opened: set[int] = set()
 
@@ -115,7 +115,7 @@ class _Buckets(Gradients):
     """What all buckets have in common. `gradients` are in the order of the module."""
 
     def __init__(
-        self, live: LiveBytes, gradients: Sequence[Gradient], buckets: list[_Bucket]
+        self, live: ReplayedBytes, gradients: Sequence[Gradient], buckets: list[_Bucket]
     ) -> None:
         super().__init__(live, gradients)
         self.buckets = buckets
@@ -144,7 +144,7 @@ class FlatBuckets(_Buckets):
     gradient: zeros take none until they are written."""
 
     def __init__(
-        self, live: LiveBytes, gradients: Sequence[Gradient], bucket_mb: float, *, cuda: bool
+        self, live: ReplayedBytes, gradients: Sequence[Gradient], bucket_mb: float, *, cuda: bool
     ) -> None:
         every = list(range(len(gradients)))
         super().__init__(live, gradients, list(_filled(gradients, every, bucket_mb)))
@@ -158,7 +158,7 @@ class ShardedGradients(_Buckets):
 
     def __init__(
         self,
-        live: LiveBytes,
+        live: ReplayedBytes,
         gradients: Sequence[Gradient],
         buckets: list[_Bucket],
         *,
@@ -172,7 +172,7 @@ class ShardedGradients(_Buckets):
 
     @classmethod
     def of_stage(
-        cls, live: LiveBytes, gradients: Sequence[Gradient], bucket_mb: float, **how: int
+        cls, live: ReplayedBytes, gradients: Sequence[Gradient], bucket_mb: float, **how: int
     ) -> ShardedGradients:
         """In the buckets of a stage; what is reduced late has its own."""
         found: list[_Bucket] = []
@@ -233,7 +233,7 @@ class BlockGradients(ShardedGradients):
 
     def __init__(
         self,
-        live: LiveBytes,
+        live: ReplayedBytes,
         gradients: Sequence[Gradient],
         *,
         ranks: int,

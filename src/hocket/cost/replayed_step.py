@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from hocket.cost.measured_prices import Job
+from hocket.cost.measured_prices import StepProblem
 from hocket.cost.measured_stage import (
     GRADIENT_BYTES,
     local,
@@ -30,7 +30,7 @@ from hocket.cost.replayed_gradients import (
     FlatBuckets,
     Gradient,
     Gradients,
-    LiveBytes,
+    ReplayedBytes,
     ShardedGradients,
 )
 from hocket.spec.schedule import (
@@ -54,7 +54,7 @@ Key = tuple[int, int | None]
 """(stage, microbatch)."""
 
 
-def peak_bytes(job: Job, index: int, *, cuda: bool) -> int:
+def peak_bytes(job: StepProblem, index: int, *, cuda: bool) -> int:
     """The most bytes at once that a pipeline rank allocates in a step: activations, gradients, what
     collectives fill, and under ZeRO-3 whole parameters."""
     replay = _Replay(job, index, cuda)
@@ -68,7 +68,7 @@ def peak_bytes(job: Job, index: int, *, cuda: bool) -> int:
 class _Stage:
     """One stage of the rank."""
 
-    def __init__(self, job: Job, number: int, live: LiveBytes, cuda: bool) -> None:
+    def __init__(self, job: StepProblem, number: int, live: ReplayedBytes, cuda: bool) -> None:
         kinds, tp = job.blocks(number), job.layout.tp
         self.first, self.last = number == 0, number == job.schedule.num_stages - 1
         self.live = live
@@ -132,8 +132,8 @@ class _Stage:
 
 
 class _Replay:
-    def __init__(self, job: Job, index: int, cuda: bool) -> None:
-        self.job, self.live = job, LiveBytes()
+    def __init__(self, job: StepProblem, index: int, cuda: bool) -> None:
+        self.job, self.live = job, ReplayedBytes()
         self.hidden, self.stream = job.hidden_bytes, job.stream_bytes
         self.stages = {
             stage: _Stage(job, stage, self.live, cuda) for stage in job.schedule.stages_of(index)
@@ -348,7 +348,7 @@ class _Replay:
 
 
 def _gradients(
-    job: Job, found: list[Gradient], kinds: list[str], live: LiveBytes, cuda: bool
+    job: StepProblem, found: list[Gradient], kinds: list[str], live: ReplayedBytes, cuda: bool
 ) -> Gradients:
     ranks, zero = job.state_ranks, job.layout.zero
     if zero == 3:
@@ -361,7 +361,7 @@ def _gradients(
     return Gradients(live, found)
 
 
-def _scratch(job: Job, cuda: bool) -> int:
+def _scratch(job: StepProblem, cuda: bool) -> int:
     """Bytes of the buffer in which the loss takes its tokens: of this rank's vocabulary rows."""
     shape, head = job.shape, job.shape.blocks["head"]
     split = any(p.split == "vocab" for p in head.products)

@@ -13,11 +13,11 @@ from collections.abc import Iterable
 import numpy as np
 
 from hocket.cost.constants import Platform, constants
-from hocket.cost.machine import Machine, MeasuredCurve, machine
+from hocket.cost.machine import ClusterNumbers, MeasuredCurve, machine
 from hocket.cost.serving_constants import default_engine, serving_constants
 from hocket.cost.serving_shape import served
 from hocket.cost.serving_step import (
-    Replica,
+    ReplicaColumns,
     StepLoad,
     StepParts,
     cache_bytes,
@@ -72,7 +72,7 @@ class ServingPrices:
     max_num_batched_tokens: int
     max_sequences: int
     shape: ModelShape
-    replica: Replica
+    replica: ReplicaColumns
 
     def step_seconds(
         self,
@@ -151,7 +151,7 @@ class ServingPrices:
 
 def serving_prices(
     shape: ModelShape,
-    cluster: Cluster | Machine,
+    cluster: Cluster | ClusterNumbers,
     *,
     tp: int = 1,
     pp: int = 1,
@@ -193,7 +193,7 @@ def serving_prices(
     if cache_precision not in CACHE_BYTES:
         message, hint = unknown("cache precision", cache_precision, CACHE_BYTES)
         raise OptionError(message, hint=hint)
-    if isinstance(cluster, Machine):
+    if isinstance(cluster, ClusterNumbers):
         numbers, name = cluster, gpu or "H100"
         flops = numbers.flops
         few = precision in ("fp8", "fp4")
@@ -206,7 +206,7 @@ def serving_prices(
         used = products_in(precision, node.gpu.flops)
         flops, few = _floats(node.gpu.flops[used]), used in ("fp8", "fp4")
     found = serving_constants(name, engine)
-    replica = Replica(
+    replica = ReplicaColumns(
         tp=_floats(tp),
         pp=_floats(pp),
         ep=_floats(ep),

@@ -52,7 +52,7 @@ ROUNDED = 16.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Replica:
+class ReplicaColumns:
     """How one copy of a model is held, in columns [r].
 
     Attributes:
@@ -105,7 +105,7 @@ def cached_elements(core: Attention, block: BlockShape) -> tuple[float, bool]:
     return float(core.kv_heads * (core.head_dim + core.value_dim)), True
 
 
-def weight_bytes(shape: ModelShape, at: Replica) -> Floats:
+def weight_bytes(shape: ModelShape, at: ReplicaColumns) -> Floats:
     """Bytes of weights on the fullest GPU."""
     share = stage_layers(shape, at) / len(shape.layers)
     total = sum(_held(shape.blocks[kind], at) for kind in shape.layers) * share
@@ -115,7 +115,7 @@ def weight_bytes(shape: ModelShape, at: Replica) -> Floats:
     return found
 
 
-def cache_bytes(shape: ModelShape, at: Replica) -> Floats:
+def cache_bytes(shape: ModelShape, at: ReplicaColumns) -> Floats:
     """Bytes that one token leaves in the cache of the fullest GPU, windows not regarded."""
     total = np.zeros(np.broadcast(at.tp, at.cache).shape)
     for kind in shape.layers:
@@ -128,13 +128,13 @@ def cache_bytes(shape: ModelShape, at: Replica) -> Floats:
     return found
 
 
-def stage_layers(shape: ModelShape, at: Replica) -> Floats:
+def stage_layers(shape: ModelShape, at: ReplicaColumns) -> Floats:
     """Layers of the fullest stage."""
     found: Floats = np.ceil(len(shape.layers) / at.pp)
     return found
 
 
-def step_parts(shape: ModelShape, at: Replica, load: StepLoad) -> StepParts:
+def step_parts(shape: ModelShape, at: ReplicaColumns, load: StepLoad) -> StepParts:
     """Seconds of one step, see the head of the file."""
     constants = at.constants
     tokens = load.prefill_tokens + load.decode_batch
@@ -157,7 +157,7 @@ def step_parts(shape: ModelShape, at: Replica, load: StepLoad) -> StepParts:
     return StepParts(step=step, stage=stage)
 
 
-def _layer(shape: ModelShape, block: BlockShape, at: Replica, load: StepLoad) -> Floats:
+def _layer(shape: ModelShape, block: BlockShape, at: ReplicaColumns, load: StepLoad) -> Floats:
     constants = at.constants
     tokens = load.prefill_tokens + load.decode_batch
     mine = tokens / at.attention_dp
@@ -174,7 +174,7 @@ def _layer(shape: ModelShape, block: BlockShape, at: Replica, load: StepLoad) ->
     return found
 
 
-def _products(shape: ModelShape, block: BlockShape, at: Replica, tokens: Floats) -> Floats:
+def _products(shape: ModelShape, block: BlockShape, at: ReplicaColumns, tokens: Floats) -> Floats:
     time = np.zeros(np.broadcast(tokens, at.tp).shape)
     for same in _merged(block.products):
         first = same[0]
@@ -200,7 +200,7 @@ def _merged(products: tuple[MatrixProduct, ...]) -> list[list[MatrixProduct]]:
 
 
 def _product(
-    rows: Floats, n: Floats | float, k: Floats | float, at: Replica, weight: Floats
+    rows: Floats, n: Floats | float, k: Floats | float, at: ReplicaColumns, weight: Floats
 ) -> Floats:
     """Seconds of [rows, k] x [k, n]."""
     constants = at.constants
@@ -215,7 +215,7 @@ def _product(
     return found
 
 
-def _expert_product(p: MatrixProduct, at: Replica, tokens: Floats) -> Floats:
+def _expert_product(p: MatrixProduct, at: ReplicaColumns, tokens: Floats) -> Floats:
     """Seconds of one grouped product: experts of this rank that any token reaches are read."""
     constants = at.constants
     ranks = at.tp * at.attention_dp
@@ -233,7 +233,7 @@ def _expert_product(p: MatrixProduct, at: Replica, tokens: Floats) -> Floats:
     return found
 
 
-def _attention(core: Attention, block: BlockShape, at: Replica, load: StepLoad) -> Floats:
+def _attention(core: Attention, block: BlockShape, at: ReplicaColumns, load: StepLoad) -> Floats:
     constants = at.constants
     machine = at.platform.machine
     window = np.inf if core.window is None else float(core.window)
@@ -251,7 +251,7 @@ def _attention(core: Attention, block: BlockShape, at: Replica, load: StepLoad) 
     return found
 
 
-def _sums(shape: ModelShape, block: BlockShape, at: Replica, tokens: Floats) -> Floats:
+def _sums(shape: ModelShape, block: BlockShape, at: ReplicaColumns, tokens: Floats) -> Floats:
     """Seconds of a layer's partial sums, and of dispatching tokens to experts."""
     constants = at.constants
     rows = [p for p in block.products if p.split == "row"]
@@ -282,7 +282,7 @@ def _sums(shape: ModelShape, block: BlockShape, at: Replica, tokens: Floats) -> 
     return found
 
 
-def _held(block: BlockShape, at: Replica) -> Floats:
+def _held(block: BlockShape, at: ReplicaColumns) -> Floats:
     """Bytes of a block's weights on one rank."""
     total = np.zeros(np.broadcast(at.tp, at.weight).shape)
     ranks = at.tp * at.attention_dp
@@ -296,5 +296,5 @@ def _held(block: BlockShape, at: Replica) -> Floats:
     return total
 
 
-def _bandwidth(at: Replica) -> Floats:
+def _bandwidth(at: ReplicaColumns) -> Floats:
     return at.platform.machine.bandwidth

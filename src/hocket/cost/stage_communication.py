@@ -14,7 +14,7 @@ from typing import Any
 
 from hocket.spec.layout import Layout
 from hocket.spec.placement import Placement
-from hocket.spec.plan import ParallelPlan, Segment, Split, TensorPlan, block_of, matches
+from hocket.spec.plan import ParallelPlan, Split, TensorPlan, WeightSegment, block_of, matches
 from hocket.spec.process_groups import copies_axis
 
 HALVES = 2
@@ -454,5 +454,5 @@ def _gathered(split: Split, tp: int) -> int:
     return tp * max(_rows(split.segments, rank, tp) for rank in range(tp))
 
 
-def _rows(segments: tuple[Segment, ...], rank: int, tp: int) -> int:
+def _rows(segments: tuple[WeightSegment, ...], rank: int, tp: int) -> int:
     return sum(segment.slice(rank, tp)[1] for segment in segments)

@@ -28,7 +28,7 @@ from hocket.cost.compute import BlockTimes, block_times
 from hocket.cost.constants import Constants, Platform
 from hocket.cost.group_strides import stride
 from hocket.cost.layout_batch import SCHEDULES, Layouts, RankLayers, equal_layers
-from hocket.cost.machine import Machine
+from hocket.cost.machine import ClusterNumbers
 from hocket.cost.state import Parameters, StateSharing, local, local_trained, sharing
 from hocket.cost.terms import BlockTerms, Floats, Terms
 
@@ -79,7 +79,7 @@ def step_times(
     model: Terms,
     layouts: Layouts,
     seq_len: Floats,
-    machine: Machine,
+    machine: ClusterNumbers,
     constants: Constants,
     *,
     ranks: RankLayers | None = None,
@@ -184,7 +184,9 @@ def step_times(
     )
 
 
-def _unique(at: Layouts, model: Terms, machine: Machine) -> tuple[np.ndarray, np.ndarray | None]:
+def _unique(
+    at: Layouts, model: Terms, machine: ClusterNumbers
+) -> tuple[np.ndarray, np.ndarray | None]:
     """Rows that differ in what a block's time depends on, and the way back to all rows."""
     if len(at) < 64 or len(model.hidden) > 1 or len(machine.flops) > 1:
         return np.arange(len(at)), None

@@ -28,7 +28,7 @@ two read and one written."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Product:
+class Matmul:
     """[tokens x count, k] x [k, n], the rows divided among `groups` matrices (experts); [r]."""
 
     split: str
@@ -84,7 +84,7 @@ class BlockTerms:
 
     layer: bool
     reductions: int
-    products: tuple[Product, ...]
+    products: tuple[Matmul, ...]
     cores: tuple[Core, ...]
     forward_inside: Floats
     forward_outside: Floats
@@ -300,7 +300,7 @@ def _block(block: BlockShape, *, layer: bool = False) -> BlockTerms:
             {p.name.split(".")[0] for p in products if p.split == "row" and not p.beside}
         ),
         products=tuple(
-            Product(
+            Matmul(
                 p.split,
                 _one(p.n),
                 _one(p.k),

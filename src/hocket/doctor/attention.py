@@ -13,7 +13,7 @@ import contextlib
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from hocket.doctor.check import CPU, FAKE, Outcome, row_of
+from hocket.doctor.check import CPU, FAKE, CheckOutcome, row_of
 from hocket.doctor.numbers import LIMITS, _attention, _compare_backward
 from hocket.doctor.place import Place
 
@@ -87,7 +87,9 @@ CHECKS = (
 # --- training --------------------------------------------------------------------------------
 
 
-def varlen(place: Place, *, window: bool = False, packed: bool = False, empty: int = 0) -> Outcome:
+def varlen(
+    place: Place, *, window: bool = False, packed: bool = False, empty: int = 0
+) -> CheckOutcome:
     """Attention by the boundaries of sequences, and by a mask made from their lengths.
 
     Args:
@@ -148,7 +150,7 @@ def _real() -> Any:
     return unset_fake_temporarily()
 
 
-def sdpa_choice(place: Place) -> Outcome:
+def sdpa_choice(place: Place) -> CheckOutcome:
     """torch's kernels and those that the rules expect."""
     import torch
 
@@ -170,7 +172,7 @@ def sdpa_choice(place: Place) -> Outcome:
     return place.outcome(cases=cases)
 
 
-def flex(place: Place, *, family: str) -> Outcome:
+def flex(place: Place, *, family: str) -> CheckOutcome:
     """Loss and gradients of a family whose attention flex attention computes."""
     import torch
 
@@ -242,16 +244,16 @@ def scores_bytes(config: dict[str, Any], length: int) -> int:
 # --- serving ---------------------------------------------------------------------------------
 
 
-def paged_graph(place: Place) -> Outcome:
+def paged_graph(place: Place) -> CheckOutcome:
     """A captured call, replayed after its inputs were overwritten."""
     import dataclasses
 
     import torch
 
     from hocket.runtime.triton.paged_attention import paged_attention
-    from hocket.runtime.triton.paged_attention_cases import Case
+    from hocket.runtime.triton.paged_attention_cases import PagedBatch
 
-    base = Case(
+    base = PagedBatch(
         name="graph", counts=(1,) * 4, lengths=(500, 40, 3, 90), heads=(8, 2), sizes=(128, 128),
         dtype=torch.bfloat16, max_blocks=64,
     )  # fmt: skip
@@ -289,7 +291,7 @@ def paged_graph(place: Place) -> Outcome:
     return place.outcome(replays=len(batches))
 
 
-def paged_decode(place: Place) -> Outcome:
+def paged_decode(place: Place) -> CheckOutcome:
     """Seconds of a decode step, in which every key and value is read once."""
     import torch
 

@@ -2,8 +2,8 @@
 
 A check is data: what it does, what it needs, when it passes, how long it may take, and how it is
 rehearsed on a machine without a GPU. Its function takes a `Place` (where it runs) and the row's
-arguments, and returns an `Outcome`, raises `Cannot` with a reason, or raises anything else, which
-is a failure.
+arguments, and returns a `CheckOutcome`, raises `Cannot` with a reason, or raises anything else,
+which is a failure.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Cannot(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class CheckOutcome:
     """What a check found.
 
     Attributes:
@@ -97,10 +97,10 @@ class GpuCheck:
         """Repeats this check alone."""
         return f"hocket doctor --gpu --only {self.id}"
 
-    def resolve(self, form: str = GPU) -> Callable[..., Outcome]:
+    def resolve(self, form: str = GPU) -> Callable[..., CheckOutcome]:
         """The function of a form, imported."""
         module, _, name = ((form == FAKE and self.fake) or self.function).partition(":")
-        found: Callable[..., Outcome] = getattr(importlib.import_module(module), name)
+        found: Callable[..., CheckOutcome] = getattr(importlib.import_module(module), name)
         return found
 
 

@@ -11,9 +11,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from hocket.doctor.check import Outcome, row_of
+from hocket.doctor.check import CheckOutcome, row_of
 from hocket.doctor.families import BASE
-from hocket.doctor.model import WIDE, Trained, spec
+from hocket.doctor.model import WIDE, TrainedModel, spec
 from hocket.doctor.place import Place
 
 RATE = 0.3e9
@@ -39,11 +39,11 @@ CHECKS = (
 )  # fmt: skip
 
 
-def _saved(place: Place, folder: Path, steps: int) -> tuple[Trained, Path]:
+def _saved(place: Place, folder: Path, steps: int) -> tuple[TrainedModel, Path]:
     from hocket.runtime.checkpoint import save_checkpoint
 
     job = spec(place.size(WIDE, BASE), seq_len=place.size(256, 16), seed=3)
-    trained = Trained(place, job)
+    trained = TrainedModel(place, job)
     for _ in range(steps):
         trained.step(trained.batches())
     path = save_checkpoint(
@@ -53,11 +53,11 @@ def _saved(place: Place, folder: Path, steps: int) -> tuple[Trained, Path]:
     return trained, path
 
 
-def _loaded(place: Place, folder: Path) -> Trained:
+def _loaded(place: Place, folder: Path) -> TrainedModel:
     from hocket.runtime.checkpoint import load_checkpoint
 
     job = spec(place.size(WIDE, BASE), seq_len=place.size(256, 16), seed=4)
-    trained = Trained(place, job)
+    trained = TrainedModel(place, job)
     load_checkpoint(
         folder, parallel=trained.parallel, layout=str(job.layout), model="doctor",
         optimizer_state=trained.optimizer.state_tensors(),
@@ -65,7 +65,7 @@ def _loaded(place: Place, folder: Path) -> Trained:
     return trained
 
 
-def rates(place: Place) -> Outcome:
+def rates(place: Place) -> CheckOutcome:
     """Bytes/s of a checkpoint, and its values."""
     import torch
 
@@ -98,7 +98,7 @@ def rates(place: Place) -> Outcome:
     return place.outcome(bytes=size)
 
 
-def resume(place: Place) -> Outcome:
+def resume(place: Place) -> CheckOutcome:
     """Losses after a checkpoint, with and without a new process's state in between."""
     with tempfile.TemporaryDirectory(prefix="hocket-doctor-") as name:
         first, _ = _saved(place, Path(name), 3)
@@ -112,7 +112,7 @@ def resume(place: Place) -> Outcome:
     return place.outcome()
 
 
-def run(place: Place) -> Outcome:
+def run(place: Place) -> CheckOutcome:
     """A run of one rank through the launcher, and the same resumed."""
     from hocket.doctor.model import catalogue
     from hocket.launch import Launcher

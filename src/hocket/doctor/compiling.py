@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hocket.doctor.check import Cannot, GpuCheck, Outcome
+from hocket.doctor.check import Cannot, CheckOutcome, GpuCheck
 from hocket.doctor.place import Place
 from hocket.doctor.steps import job_of
 from hocket.doctor.world import difference, ranks, tell, timed
@@ -36,7 +36,7 @@ CHECKS = (
 )  # fmt: skip
 
 
-def compiled(place: Place) -> Outcome:
+def compiled(place: Place) -> CheckOutcome:
     """Graph breaks and differences of a compiled step."""
     job = job_of(place, "tp2")
     found = ranks(place, _HERE + "compiled_rank", 2, {"spec": job.to_json()})
@@ -81,7 +81,7 @@ def compiled_rank(context: RankContext, payload: dict[str, Any]) -> None:
     )  # fmt: skip
 
 
-def micro_pipeline(place: Place) -> Outcome:
+def micro_pipeline(place: Place) -> CheckOutcome:
     """Seconds and gradients of a compiled step, with collectives in pieces and whole."""
     job = job_of(place, "tp2:sequence_parallel=true")
     found = ranks(place, _HERE + "micro_pipeline_rank", 2, {"spec": job.to_json()})

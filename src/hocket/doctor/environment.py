@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from hocket.doctor.check import Cannot, GpuCheck, Outcome
+from hocket.doctor.check import Cannot, CheckOutcome, GpuCheck
 from hocket.doctor.place import Place
 from hocket.spec.units import format_bytes
 
@@ -128,7 +128,7 @@ CHECKS = (
 # --- the host --------------------------------------------------------------------------------
 
 
-def packages(place: Place) -> Outcome:
+def packages(place: Place) -> CheckOutcome:
     """Versions by package."""
     for name in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -139,7 +139,7 @@ def packages(place: Place) -> Outcome:
     return place.outcome()
 
 
-def toolchain(place: Place) -> Outcome:
+def toolchain(place: Place) -> CheckOutcome:
     """A compiler, and Triton."""
     compiler = next(
         (c for c in (os.environ.get("CC"), "cc", "gcc", "clang") if c and shutil.which(c)), None
@@ -154,7 +154,7 @@ def toolchain(place: Place) -> Outcome:
     return place.outcome()
 
 
-def shared_memory(place: Place, path: str = "/dev/shm") -> Outcome:
+def shared_memory(place: Place, path: str = "/dev/shm") -> CheckOutcome:
     """Free bytes of /dev/shm."""
     if not Path(path).is_dir():
         place.failures.append(f"{path} does not exist: mount a tmpfs there")
@@ -170,7 +170,7 @@ def shared_memory(place: Place, path: str = "/dev/shm") -> Outcome:
     return place.outcome()
 
 
-def limits(place: Place) -> Outcome:
+def limits(place: Place) -> CheckOutcome:
     """Open files and locked memory."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -199,7 +199,7 @@ def built_for_cuda() -> str:
 # --- torch -----------------------------------------------------------------------------------
 
 
-def torch_cuda(place: Place) -> Outcome:
+def torch_cuda(place: Place) -> CheckOutcome:
     """One addition on each GPU."""
     import torch
 
@@ -214,7 +214,7 @@ def torch_cuda(place: Place) -> Outcome:
     return place.outcome()
 
 
-def capability(place: Place) -> Outcome:
+def capability(place: Place) -> CheckOutcome:
     """Compute capabilities, and the code of this build."""
     import torch
 
@@ -236,7 +236,7 @@ def _number(code: str) -> int:
     return int(re.sub(r"\D", "", code.partition("_")[2]) or 0)
 
 
-def nccl(place: Place) -> Outcome:
+def nccl(place: Place) -> CheckOutcome:
     """Version of NCCL."""
     import torch
     import torch.distributed as dist
@@ -251,7 +251,7 @@ def nccl(place: Place) -> Outcome:
     return place.outcome()
 
 
-def fork(place: Place) -> Outcome:
+def fork(place: Place) -> CheckOutcome:
     """CUDA in a forked child: checks are executed in one."""
     import torch
 
@@ -285,7 +285,7 @@ def opened() -> Iterator[Any]:
             pynvml.nvmlShutdown()
 
 
-class Asked:
+class NvmlReport:
     """NVML's answers about each GPU; `unknown` counts what it did not answer."""
 
     def __init__(self, nvml: Any) -> None:
@@ -303,14 +303,14 @@ class Asked:
 
 
 @contextmanager
-def _gpus(place: Place) -> Iterator[Asked]:
+def _gpus(place: Place) -> Iterator[NvmlReport]:
     with opened() as nvml:
-        asked = Asked(nvml)
+        asked = NvmlReport(nvml)
         place.values["gpus"] = len(asked.handles)
         yield asked
 
 
-def driver(place: Place) -> Outcome:
+def driver(place: Place) -> CheckOutcome:
     """The driver's version and its CUDA version."""
     with _gpus(place) as ask:
         version, cuda = ask("nvmlSystemGetDriverVersion"), ask("nvmlSystemGetCudaDriverVersion_v2")
@@ -329,7 +329,7 @@ def driver(place: Place) -> Outcome:
     return place.outcome()
 
 
-def devices(place: Place) -> Outcome:
+def devices(place: Place) -> CheckOutcome:
     """GPUs of NVML and of torch."""
     import torch
 
@@ -346,7 +346,7 @@ def devices(place: Place) -> Outcome:
     return place.outcome()
 
 
-def idle(place: Place) -> Outcome:
+def idle(place: Place) -> CheckOutcome:
     """Memory and utilization by other processes."""
     with _gpus(place) as ask:
         for index, handle in enumerate(ask.handles):
@@ -367,7 +367,7 @@ def idle(place: Place) -> Outcome:
     return place.outcome()
 
 
-def ecc(place: Place) -> Outcome:
+def ecc(place: Place) -> CheckOutcome:
     """Errors of the memory."""
     known = False
     with _gpus(place) as ask:
@@ -385,7 +385,7 @@ def ecc(place: Place) -> Outcome:
     return place.outcome()
 
 
-def mig(place: Place) -> Outcome:
+def mig(place: Place) -> CheckOutcome:
     """MIG mode."""
     with _gpus(place) as ask:
         for index, handle in enumerate(ask.handles):
@@ -396,7 +396,7 @@ def mig(place: Place) -> Outcome:
     return place.outcome()
 
 
-def clocks(place: Place) -> Outcome:
+def clocks(place: Place) -> CheckOutcome:
     """Clocks, and why they are throttled."""
     with _gpus(place) as ask:
         for index, handle in enumerate(ask.handles):
@@ -413,7 +413,7 @@ def clocks(place: Place) -> Outcome:
     return place.outcome()
 
 
-def power(place: Place) -> Outcome:
+def power(place: Place) -> CheckOutcome:
     """Power limits."""
     with _gpus(place) as ask:
         for index, handle in enumerate(ask.handles):
@@ -430,7 +430,7 @@ def power(place: Place) -> Outcome:
     return place.outcome()
 
 
-def pcie(place: Place) -> Outcome:
+def pcie(place: Place) -> CheckOutcome:
     """Generation and width of the link to the host. The generation falls while a GPU idles."""
     with _gpus(place) as ask:
         for index, handle in enumerate(ask.handles):
@@ -445,7 +445,7 @@ def pcie(place: Place) -> Outcome:
     return place.outcome()
 
 
-def nvlink(place: Place) -> Outcome:
+def nvlink(place: Place) -> CheckOutcome:
     """State and errors of NVLinks."""
     links = 0
     with _gpus(place) as ask:
@@ -468,7 +468,7 @@ def nvlink(place: Place) -> Outcome:
     return place.outcome(links=links)
 
 
-def peer_access(place: Place) -> Outcome:
+def peer_access(place: Place) -> CheckOutcome:
     """Peer access, by pair."""
     from hocket.probing import devices as probe
 
@@ -484,7 +484,7 @@ def peer_access(place: Place) -> Outcome:
     return place.outcome()
 
 
-def topology(place: Place) -> Outcome:
+def topology(place: Place) -> CheckOutcome:
     """Paths and NUMA nodes."""
     from hocket.probing import devices as probe
 

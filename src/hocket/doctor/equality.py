@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from hocket.doctor.check import CPU, FAKE, GpuCheck, Outcome
+from hocket.doctor.check import CPU, FAKE, CheckOutcome, GpuCheck
 from hocket.doctor.families import BASE, FAMILIES
 from hocket.doctor.place import Place
 
@@ -50,11 +50,11 @@ CHECKS = (
 )  # fmt: skip
 
 
-def equal(place: Place, *, family: str = "", fields: str = "", **options: Any) -> Outcome:
+def equal(place: Place, *, family: str = "", fields: str = "", **options: Any) -> CheckOutcome:
     """Three steps of one rank, compared with one CPU process."""
     import dataclasses
 
-    from hocket.doctor.model import Trained, spec
+    from hocket.doctor.model import TrainedModel, spec
     from hocket.training.check import compare_layout
     from hocket.training.reference import write_reference
 
@@ -65,7 +65,7 @@ def equal(place: Place, *, family: str = "", fields: str = "", **options: Any) -
     )  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="hocket-doctor-") as folder:
         write_reference(dataclasses.replace(job, options=job.options), Path(folder), STEPS, "cpu")
-        trained = Trained(place, job, labels_shifted=False)
+        trained = TrainedModel(place, job, labels_shifted=False)
         report = compare_layout(job, trained.parallel, trained.optimizer, Path(folder), STEPS)
     assert report is not None
     place.failures += report.failures[:3]

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hocket.doctor.check import Outcome
+from hocket.doctor.check import CheckOutcome
 from hocket.doctor.families import BASE, FAMILIES
 from hocket.doctor.place import Place
 
@@ -42,7 +42,7 @@ def fake_cuda() -> Iterator[None]:
 def step(
     place: Place, *, family: str = "", model: str = "", layers: int | None = None,
     fields: str = "", dtype: str = "", rows: int = 4, **options: Any,
-) -> Outcome:  # fmt: skip
+) -> CheckOutcome:  # fmt: skip
     """A training step of one rank; where the host reads the device is noted.
 
     Takes the arguments of equality and of training checks; models of the catalogue run with two
@@ -64,7 +64,7 @@ def step(
     return _told(place, [found])
 
 
-def layout(place: Place, *, layout: str) -> Outcome:
+def layout(place: Place, *, layout: str) -> CheckOutcome:
     """A training step of every rank of a layout (equal ranks once), and whether it ends under
     NCCL's rules."""
     from hocket.doctor.model import spec
@@ -77,7 +77,7 @@ def layout(place: Place, *, layout: str) -> Outcome:
     return _told(place, _played(place, job))
 
 
-def schedules(place: Place, *, stages: int) -> Outcome:
+def schedules(place: Place, *, stages: int) -> CheckOutcome:
     """A training step of every schedule, of every rank, and whether it ends under NCCL's rules.
 
     One layer a stage, which communicates as two do. Of eight ranks as many microbatches as ranks,
@@ -96,7 +96,7 @@ def schedules(place: Place, *, stages: int) -> Outcome:
     return _told(place, executed)
 
 
-def microbatches(place: Place) -> Outcome:
+def microbatches(place: Place) -> CheckOutcome:
     """Peaks of activations of a step of few and of many microbatches."""
     from hocket.doctor.model import spec
     from hocket.doctor.pipelines import FEW, GROWTH, MANY
@@ -120,13 +120,15 @@ def microbatches(place: Place) -> Outcome:
 def _played(place: Place, job: Any, prefix: str = "") -> list[Any]:
     """A step of each rank of a job, equal ones once, checked by NCCL's rules."""
     from hocket.jobs.prepare import scheduled
-    from hocket.jobs.rehearse import REPLICA, Job, device_of, representatives, traces_of
+    from hocket.jobs.rehearse import REPLICA, RehearsedJob, device_of, representatives, traces_of
     from hocket.rehearsal.training import Rehearsal
     from hocket.simulation.nccl import RULES, check
 
     schedule = scheduled(job.layout)
     rehearsal = Rehearsal(job, schedule if schedule.num_stages > 1 else None, device_of(GPU))
-    stands_for = representatives(Job(spec=job, schedule=schedule, device=device_of(GPU)), REPLICA)
+    stands_for = representatives(
+        RehearsedJob(spec=job, schedule=schedule, device=device_of(GPU)), REPLICA
+    )
     executed = {rank: rehearsal.rank(rank) for rank in sorted(set(stands_for.values()))}
     if not any(found.error for found in executed.values()):
         traces = traces_of(executed, stands_for)
@@ -144,7 +146,7 @@ def _played(place: Place, job: Any, prefix: str = "") -> list[Any]:
 def served(
     place: Place, *, model: str = "llama-3.2-1b", layout: str = "tp1", dtype: str = "bf16",
     rows: int = 1, **options: Any,
-) -> Outcome:  # fmt: skip
+) -> CheckOutcome:  # fmt: skip
     """Prefill, mixed and decode steps of every stage of a replica, its kernels, and what its CUDA
     graphs would hold.
 
@@ -185,7 +187,7 @@ def served(
     return _told(place, executed)
 
 
-def host_waits(place: Place) -> Outcome:
+def host_waits(place: Place) -> CheckOutcome:
     """Places where the host reads the device in the second of two training steps: none."""
     from hocket.doctor.model import spec
     from hocket.jobs.rehearse import device_of
@@ -197,7 +199,7 @@ def host_waits(place: Place) -> Outcome:
     return _told(place, [found])
 
 
-def flex(place: Place, *, family: str) -> Outcome:
+def flex(place: Place, *, family: str) -> CheckOutcome:
     """A training step of a family with soft caps, sinks or unequal head sizes: all of its attention
     is flex attention, nothing of S x S is allocated, and the host reads nothing."""
     from hocket.doctor.attention import FLEX_LENGTH, scores_bytes
@@ -219,7 +221,7 @@ def flex(place: Place, *, family: str) -> Outcome:
     return _told(place, [found])
 
 
-def stream_order(place: Place) -> Outcome:
+def stream_order(place: Place) -> CheckOutcome:
     """A ZeRO-3 step whose streams are checked for accesses without an order (happens-before)."""
     from hocket.doctor.model import spec
     from hocket.jobs.rehearse import device_of
@@ -248,7 +250,7 @@ def stream_order(place: Place) -> Outcome:
     return _told(place, [found])
 
 
-def _told(place: Place, ranks: list[Any]) -> Outcome:
+def _told(place: Place, ranks: list[Any]) -> CheckOutcome:
     for found in ranks:
         if found.error:
             lines = found.error.strip().splitlines()

@@ -13,7 +13,7 @@ import signal
 import time
 from typing import TYPE_CHECKING, Any
 
-from hocket.doctor.check import GpuCheck, Outcome
+from hocket.doctor.check import CheckOutcome, GpuCheck
 from hocket.doctor.families import BASE
 from hocket.doctor.place import Place
 
@@ -93,7 +93,7 @@ CHECKS = (
 )  # fmt: skip
 
 
-def fault(place: Place, *, kind: str, ranks: int) -> Outcome:
+def fault(place: Place, *, kind: str, ranks: int) -> CheckOutcome:
     """Seconds from the fault to the report, and whether it names the rank."""
     from hocket.launch import Launcher
     from hocket.spec.errors import HocketError
@@ -190,24 +190,24 @@ def inject(kind: str, device: Any) -> None:
 # --- out of memory ---------------------------------------------------------------------------
 
 
-def memory_report(place: Place) -> Outcome:
+def memory_report(place: Place) -> CheckOutcome:
     """The report of a step whose activations do not fit. In a rehearsal a layer raises torch's
     error, and the CPU's allocator keeps no account: parameters alone are summed."""
     import torch
 
-    from hocket.doctor.model import WIDE, Trained, spec
+    from hocket.doctor.model import WIDE, TrainedModel, spec
     from hocket.runtime.memory_report import device_state
-    from hocket.training.build import Job
+    from hocket.training.build import RankJob
     from hocket.training.out_of_memory import explain, owners
 
     job = spec(
         WIDE if place.on_gpu else BASE, seq_len=place.size(512, 16), rows=place.size(64, 4),
         device=place.kind,
     )  # fmt: skip
-    trained = Trained(place, job)
+    trained = TrainedModel(place, job)
     trained.optimizer.state_tensors()
     parallel: Any = trained.parallel
-    made = Job(
+    made = RankJob(
         spec=job, mesh=parallel.mesh, source=None, skeleton=trained.skeleton,  # type: ignore[arg-type]
         plan=parallel.plan, parallel=parallel, optimizer=trained.optimizer,
     )  # fmt: skip

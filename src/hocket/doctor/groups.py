@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from hocket.doctor.check import Outcome, row_of
+from hocket.doctor.check import CheckOutcome, row_of
 from hocket.doctor.place import Place
 from hocket.doctor.world import join, ranks, tell
 
@@ -52,7 +52,7 @@ CHECKS = (
 # --- communicators ---------------------------------------------------------------------------
 
 
-def split(place: Place, *, layout: str) -> Outcome:
+def split(place: Place, *, layout: str) -> CheckOutcome:
     """The groups of a layout, as each rank made them."""
     from hocket.spec.layout import Layout
     from hocket.spec.process_groups import axis_groups, groups_of_rank
@@ -112,7 +112,7 @@ def split_rank(context: RankContext, payload: dict[str, Any]) -> None:
 # --- collectives -----------------------------------------------------------------------------
 
 
-def collectives(place: Place) -> Outcome:
+def collectives(place: Place) -> CheckOutcome:
     """Results of every function on two ranks."""
     found = ranks(place, _HERE + "collectives_rank", COUNT, {"backend": place.size("nccl", "gloo")})
     for dtype, limit in LIMITS.items():

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from hocket.doctor.check import Cannot, GpuCheck, Outcome
+from hocket.doctor.check import Cannot, CheckOutcome, GpuCheck
 from hocket.doctor.place import Place
 from hocket.doctor.world import join, ranks, tell
 
@@ -62,7 +62,7 @@ CHECKS = (
 # --- claiming a GPU --------------------------------------------------------------------------
 
 
-def claim(place: Place) -> Outcome:
+def claim(place: Place) -> CheckOutcome:
     """Notes and refusals of a busy and of a hidden GPU, each found in a process of its own."""
     hidden = _in_child(_hidden)
     place.values["hidden"] = str(hidden)
@@ -146,7 +146,7 @@ def _hold(says: int, asked: int, holds: int) -> None:
 # --- settings --------------------------------------------------------------------------------
 
 
-def settings(place: Place) -> Outcome:
+def settings(place: Place) -> CheckOutcome:
     """Variables and allocator of a rank that starts as on a GPU."""
     from hocket.launch import Launcher
     from hocket.launch.gpus import rank_settings
@@ -203,7 +203,7 @@ def _used() -> list[int]:
         return [int(each.total - each.free) for each in memories]
 
 
-def clean_end(place: Place) -> Outcome:
+def clean_end(place: Place) -> CheckOutcome:
     """What two runs leave behind."""
     before = _used() if place.on_gpu else []
     pids = []
@@ -251,7 +251,7 @@ def short_rank(context: RankContext, payload: dict[str, Any]) -> None:
     tell(context, pid=os.getpid())
 
 
-def joined_failure(place: Place) -> Outcome:
+def joined_failure(place: Place) -> CheckOutcome:
     """What rank 0 prints and when it ends, after rank 1 raised."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

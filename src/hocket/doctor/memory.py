@@ -8,9 +8,9 @@ from __future__ import annotations
 import gc
 from typing import Any
 
-from hocket.doctor.check import Outcome, row_of
+from hocket.doctor.check import CheckOutcome, row_of
 from hocket.doctor.families import BASE
-from hocket.doctor.model import WIDE, Trained, catalogue, spec
+from hocket.doctor.model import WIDE, TrainedModel, catalogue, spec
 from hocket.doctor.place import Place
 
 GB = 1e9
@@ -61,7 +61,7 @@ def steps(place: Place, count: int, fields: str = "", dtype: str = "bf16") -> di
         place.size(WIDE, BASE), layout=f"dp1:{fields}" if fields else "dp1", dtype=dtype,
         seq_len=place.size(128, 16), rows=place.size(32, 4), seed=3,
     )  # fmt: skip
-    trained = Trained(place, job)
+    trained = TrainedModel(place, job)
     batches = trained.batches()
     found: dict[str, Any] = {"losses": [], "activations": 0, "in_use": []}
     for _ in range(count):
@@ -92,7 +92,7 @@ def _less(place: Place, name: str, found: int, whole: int, share: float) -> None
         place.failures.append(f"{name}: {found} bytes, not less than {share:g} of {whole}")
 
 
-def offload(place: Place) -> Outcome:
+def offload(place: Place) -> CheckOutcome:
     """Activations on the GPU, and in host memory."""
     if not place.on_gpu:  # a CPU rank's activations are in host memory already
         plain, moved = steps(place, 3), steps(place, 3)
@@ -103,7 +103,7 @@ def offload(place: Place) -> Outcome:
     return place.outcome()
 
 
-def optimizer(place: Place) -> Outcome:
+def optimizer(place: Place) -> CheckOutcome:
     """Optimizer state on the GPU, and in host memory."""
     count = place.size(5, 2)
     plain, moved = steps(place, count), steps(place, count, "offload=optimizer")
@@ -113,7 +113,7 @@ def optimizer(place: Place) -> Outcome:
     return place.outcome()
 
 
-def recompute(place: Place) -> Outcome:
+def recompute(place: Place) -> CheckOutcome:
     """The peak with and without recomputation."""
     count = place.size(3, 2)
     plain, less = steps(place, count), steps(place, count, "recompute=full")
@@ -122,7 +122,7 @@ def recompute(place: Place) -> Outcome:
     return place.outcome()
 
 
-def steady(place: Place) -> Outcome:
+def steady(place: Place) -> CheckOutcome:
     """Bytes in use while training goes on."""
     found = steps(place, 10)["in_use"]
     place.values |= {"bytes_after_3": found[2], "bytes_after_10": found[-1]}
@@ -130,7 +130,7 @@ def steady(place: Place) -> Outcome:
     return place.outcome()
 
 
-def fragments(place: Place) -> Outcome:
+def fragments(place: Place) -> CheckOutcome:
     """What the allocator reserves beyond what is in use."""
     import torch
 
@@ -138,7 +138,7 @@ def fragments(place: Place) -> Outcome:
         catalogue("llama-3.2-1b") if place.on_gpu else BASE, seq_len=place.size(4096, 16),
         rows=place.size(4, 2),
     )  # fmt: skip
-    trained = Trained(place, job)
+    trained = TrainedModel(place, job)
     batches = trained.batches()
     for _ in range(3):
         trained.step(batches)
@@ -151,7 +151,7 @@ def fragments(place: Place) -> Outcome:
     return place.outcome()
 
 
-def fp8(place: Place) -> Outcome:
+def fp8(place: Place) -> CheckOutcome:
     """Losses in fp8 and in bf16."""
     wide, narrow = steps(place, 10), steps(place, 10, dtype="fp8")
     place.equal("losses in fp8 equal those in bf16", narrow["losses"] == wide["losses"], False)

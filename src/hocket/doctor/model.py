@@ -73,7 +73,7 @@ def batches(job: RunSpec, device: Any, seed: int = 0) -> list[dict[str, Tensor]]
     return [{key: value[m] for key, value in parts.items()} for m in range(count)]
 
 
-class Trained:
+class TrainedModel:
     """One model with its optimizer on the device of a place.
 
     Args:
@@ -123,6 +123,6 @@ def gradients_of(
         config, layout=f"dp1:{fields}" if fields else "dp1", dtype="fp32",
         seq_len=place.size(256, 16), **options,
     )  # fmt: skip
-    trained = Trained(place, job)
+    trained = TrainedModel(place, job)
     loss = trained.parallel.forward_backward(trained.batches())
     return loss.detach(), {n: g.clone() for n, g in trained.parallel.gradients().items()}

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hocket.doctor.check import CPU, FAKE, Cannot, Outcome, row_of
+from hocket.doctor.check import CPU, FAKE, Cannot, CheckOutcome, row_of
 from hocket.doctor.families import BASE
 from hocket.doctor.model import WIDE, spec
 from hocket.doctor.place import Place, catalogue_name
@@ -116,7 +116,7 @@ CHECKS = (
 )  # fmt: skip
 
 
-def layout(place: Place, *, layout: str) -> Outcome:
+def layout(place: Place, *, layout: str) -> CheckOutcome:
     """Ranks of a layout, compared with one process."""
     import tempfile
     from pathlib import Path
@@ -146,7 +146,7 @@ def asked(model: str, layout: str, device: str) -> dict[str, Any]:
 # --- collectives -----------------------------------------------------------------------------
 
 
-def collective(place: Place, *, operation: str) -> Outcome:
+def collective(place: Place, *, operation: str) -> CheckOutcome:
     """Seconds by size, compared with published ones."""
     from hocket.catalogue import curves, hardware
     from hocket.spec.errors import OptionError
@@ -242,7 +242,7 @@ def collective_rank(context: RankContext, payload: dict[str, Any]) -> None:
 # --- overlap ---------------------------------------------------------------------------------
 
 
-def overlap(place: Place, *, layout: str) -> Outcome:
+def overlap(place: Place, *, layout: str) -> CheckOutcome:
     """Seconds of a step on two ranks, of its computation and of its communication alone.
 
     hidden = (computation + communication - step) / communication
@@ -271,7 +271,7 @@ def overlap_rank(context: RankContext, payload: dict[str, Any]) -> None:
     import torch
     import torch.distributed as dist
 
-    from hocket.doctor.model import Trained
+    from hocket.doctor.model import TrainedModel
     from hocket.spec.layout import Layout
     from hocket.spec.run import RunSpec, Workload
     from hocket.training.build import build
@@ -287,7 +287,7 @@ def overlap_rank(context: RankContext, payload: dict[str, Any]) -> None:
             dtype=job.workload.dtype,
         ),
     )  # fmt: skip
-    single = Trained(Place("gpu" if cuda else "cpu", context.local_rank), alone)
+    single = TrainedModel(Place("gpu" if cuda else "cpu", context.local_rank), alone)
     batches = single.batches()
     tokens = job.workload.global_batch * job.workload.seq_len
     repeats = 8 if cuda else 2
@@ -323,7 +323,7 @@ def overlap_rank(context: RankContext, payload: dict[str, Any]) -> None:
 # --- serving, and one GPU --------------------------------------------------------------------
 
 
-def generate(place: Place, *, layout: str) -> Outcome:
+def generate(place: Place, *, layout: str) -> CheckOutcome:
     """Greedy answers of a split model and of a whole one."""
     import tempfile
     from pathlib import Path
@@ -350,7 +350,7 @@ def generate(place: Place, *, layout: str) -> Outcome:
     return place.outcome(graphs=str(graphs[0]["sizes"]))
 
 
-def one_gpu(place: Place, *, backend: str) -> Outcome:
+def one_gpu(place: Place, *, backend: str) -> CheckOutcome:
     """Two ranks whose device is GPU 0."""
     from hocket.spec.errors import HocketError
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from hocket.doctor.check import CPU, FAKE, Cannot, GpuCheck, Outcome, row_of
+from hocket.doctor.check import CPU, FAKE, Cannot, CheckOutcome, GpuCheck, row_of
 from hocket.doctor.place import Place
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ def _causal(place: Place, size: int) -> Tensor:
     return torch.ones(size, size, dtype=torch.bool, device=place.device).tril()
 
 
-def sdpa(place: Place, *, backend: str, dtype: str) -> Outcome:
+def sdpa(place: Place, *, backend: str, dtype: str) -> CheckOutcome:
     """Causal attention by one of torch's kernels. On a CPU by those that it has."""
     import torch.nn.functional as F
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -207,7 +207,7 @@ def sdpa(place: Place, *, backend: str, dtype: str) -> Outcome:
     return place.outcome()
 
 
-def sdpa_mask(place: Place, *, dtype: str) -> Outcome:
+def sdpa_mask(place: Place, *, dtype: str) -> CheckOutcome:
     """Attention in which some keys of each row are padding."""
     import torch
     import torch.nn.functional as F
@@ -225,7 +225,7 @@ def sdpa_mask(place: Place, *, dtype: str) -> Outcome:
     return place.outcome()
 
 
-def varlen(place: Place, *, dtype: str) -> Outcome:
+def varlen(place: Place, *, dtype: str) -> CheckOutcome:
     """Packed documents in one call, and one after the other."""
     import torch
     import torch.nn.functional as F
@@ -266,7 +266,7 @@ def varlen(place: Place, *, dtype: str) -> Outcome:
     return place.outcome()
 
 
-def cross_entropy(place: Place, *, dtype: str) -> Outcome:
+def cross_entropy(place: Place, *, dtype: str) -> CheckOutcome:
     """Ours, which overwrites its logits, and torch's in fp64."""
     import torch
     import torch.nn.functional as F
@@ -290,7 +290,7 @@ def cross_entropy(place: Place, *, dtype: str) -> Outcome:
     return place.outcome()
 
 
-def adamw(place: Place, *, dtype: str) -> Outcome:
+def adamw(place: Place, *, dtype: str) -> CheckOutcome:
     """The optimizer of training, and torch's single-tensor AdamW on the CPU."""
     import torch
 
@@ -322,7 +322,7 @@ def adamw(place: Place, *, dtype: str) -> Outcome:
     return place.outcome()
 
 
-def matmul(place: Place, *, dtype: str) -> Outcome:
+def matmul(place: Place, *, dtype: str) -> CheckOutcome:
     """x W' in one dtype and in fp64."""
     _exact(place, dtype)
     rows, inner, outer = place.size((1024, 4096, 1024), (8, 32, 16))
@@ -334,7 +334,7 @@ def matmul(place: Place, *, dtype: str) -> Outcome:
     return place.outcome()
 
 
-def grouped(place: Place, *, dtype: str, triton: bool = False) -> Outcome:
+def grouped(place: Place, *, dtype: str, triton: bool = False) -> CheckOutcome:
     """torch's grouped matmul or the one in Triton, and one matmul for each group."""
     import torch
     import torch.nn.functional as F
@@ -353,7 +353,7 @@ def grouped(place: Place, *, dtype: str, triton: bool = False) -> Outcome:
     return place.outcome()
 
 
-def experts(place: Place, *, dtype: str) -> Outcome:
+def experts(place: Place, *, dtype: str) -> CheckOutcome:
     """Mixtral's experts as transformers computes them grouped, and one expert after the other."""
     import torch
 
@@ -383,7 +383,7 @@ def experts(place: Place, *, dtype: str) -> Outcome:
     return place.outcome()
 
 
-def rms_norm(place: Place, *, dtype: str) -> Outcome:
+def rms_norm(place: Place, *, dtype: str) -> CheckOutcome:
     """torch's fused RMSNorm and its formula in fp64 (Zhang and Sennrich 2019)."""
     import torch.nn.functional as F
 
@@ -397,7 +397,7 @@ def rms_norm(place: Place, *, dtype: str) -> Outcome:
     return place.outcome()
 
 
-def fp8(place: Place) -> Outcome:
+def fp8(place: Place) -> CheckOutcome:
     """A linear layer through torchao's float8, and in bf16. In a rehearsal emulated."""
     import torch
 
@@ -414,7 +414,7 @@ def fp8(place: Place) -> Outcome:
     return place.outcome()
 
 
-def deferred(place: Place, *, dtype: str) -> Outcome:
+def deferred(place: Place, *, dtype: str) -> CheckOutcome:
     """The input's gradient first, the weight's when it is asked for."""
     import torch
 
@@ -438,7 +438,7 @@ def deferred(place: Place, *, dtype: str) -> Outcome:
     return place.outcome()
 
 
-def dropout(place: Place) -> Outcome:
+def dropout(place: Place) -> CheckOutcome:
     """Masks of equal and of different keys."""
     import torch
 
@@ -461,7 +461,7 @@ def dropout(place: Place) -> Outcome:
     return place.outcome(kept_share=kept)
 
 
-def recompute(place: Place) -> Outcome:
+def recompute(place: Place) -> CheckOutcome:
     """Losses and gradients of one step, with and without activation checkpointing."""
     from hocket.doctor.model import gradients_of
 
@@ -470,7 +470,7 @@ def recompute(place: Place) -> Outcome:
     return _same_step(place, (loss, found), (plain_loss, plain), 1e-5)
 
 
-def compiled(place: Place) -> Outcome:
+def compiled(place: Place) -> CheckOutcome:
     """Losses and gradients of one step, compiled and eager."""
     import torch._dynamo
 
@@ -484,7 +484,7 @@ def compiled(place: Place) -> Outcome:
     return _same_step(place, found, expected, 1e-4)
 
 
-def _same_step(place: Place, found: Any, expected: Any, limit: float) -> Outcome:
+def _same_step(place: Place, found: Any, expected: Any, limit: float) -> CheckOutcome:
     place.compare("loss", found[0].reshape(1), expected[0].reshape(1), limit)
     place.equal("names of gradients", sorted(found[1]), sorted(expected[1]))
     for i, name in enumerate(sorted(expected[1])):

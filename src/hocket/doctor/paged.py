@@ -7,7 +7,7 @@ from typing import Any
 
 from hocket.serving.request import SamplingParams
 from hocket.serving.scheduling.admission import Admission
-from hocket.serving.scheduling.step import ALL, LAST, NONE, Row, StepPlan
+from hocket.serving.scheduling.step import ALL, LAST, NONE, BatchRow, StepPlan
 
 
 class ToyScheduler:
@@ -59,7 +59,7 @@ class ToyScheduler:
         }
         if not counts:
             return None
-        rows: list[Row] = []
+        rows: list[BatchRow] = []
         tokens: list[int] = []
         for slot in sorted(counts, key=lambda s: (counts[s] != 1, s)):
             count, done = counts[slot], self.done[slot]
@@ -68,7 +68,7 @@ class ToyScheduler:
             self.blocks[slot] += new
             end = done + count == len(self.sequences[slot])
             logits = self.logits if end or self.logits == ALL else NONE
-            rows.append(Row(slot, done, count, logits, self._news.pop(slot, []) + new))
+            rows.append(BatchRow(slot, done, count, logits, self._news.pop(slot, []) + new))
             tokens += self.sequences[slot][done : done + count]
             self.done[slot] += count
         admitted = [self._admission(s) for s in sorted(self._admitted & set(counts))]

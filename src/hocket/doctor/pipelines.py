@@ -13,7 +13,7 @@ import math
 import time
 from typing import TYPE_CHECKING, Any
 
-from hocket.doctor.check import CPU, FAKE, Outcome, row_of
+from hocket.doctor.check import CPU, FAKE, CheckOutcome, row_of
 from hocket.doctor.families import BASE
 from hocket.doctor.model import WIDE, catalogue, spec
 from hocket.doctor.place import Place
@@ -91,7 +91,7 @@ def job_of(
     )  # fmt: skip
 
 
-def schedules(place: Place, *, stages: int) -> Outcome:
+def schedules(place: Place, *, stages: int) -> CheckOutcome:
     """Differences of each schedule from one rank."""
     found = ranks(place, _HERE + "schedules_rank", stages, {"stages": stages})
     for schedule in SCHEDULES:
@@ -109,7 +109,7 @@ def schedules_rank(context: RankContext, payload: dict[str, Any]) -> None:
     """One rank: executes every schedule, and the whole model by itself."""
     import torch.distributed as dist
 
-    from hocket.doctor.model import Trained, batches
+    from hocket.doctor.model import TrainedModel, batches
     from hocket.runtime.mesh import Mesh
     from hocket.schedules.registry import build as build_schedule
     from hocket.spec.layout import Layout
@@ -119,7 +119,7 @@ def schedules_rank(context: RankContext, payload: dict[str, Any]) -> None:
     first = job_of("gpipe", stages, place.kind)
     joined = join_world(first, context)
     alone = dataclasses.replace(first, layout=Layout(microbatches=2 * stages))
-    expected = _losses(Trained(place, alone), batches(alone, joined.device))
+    expected = _losses(TrainedModel(place, alone), batches(alone, joined.device))
     differences = {}
     for name in SCHEDULES:
         context.beat()
@@ -135,7 +135,7 @@ def schedules_rank(context: RankContext, payload: dict[str, Any]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Steps:
-    """What is stepped: `parallel` and its `optimizer`, as `Trained` has them."""
+    """What is stepped: `parallel` and its `optimizer`, as `TrainedModel` has them."""
 
     parallel: Any
     optimizer: Any
@@ -174,7 +174,7 @@ def _timed_job(place: Place, microbatches: int) -> RunSpec:
     )  # fmt: skip
 
 
-def seconds(place: Place) -> Outcome:
+def seconds(place: Place) -> CheckOutcome:
     """The span of a measured step's compute, and of the step that is simulated from it."""
     from hocket.schedules.registry import build as build_schedule
     from hocket.simulation.measured import measured_prices
@@ -214,7 +214,7 @@ def seconds_rank(context: RankContext, payload: dict[str, Any]) -> None:
     tell(context, events=[e for e in events if e["stage"] is not None])
 
 
-def memory(place: Place) -> Outcome:
+def memory(place: Place) -> CheckOutcome:
     """Peaks of a step above what was in use before it."""
     jobs = [_timed_job(place, count).to_json() for count in (FEW, MANY)]
     found = ranks(place, _HERE + "memory_rank", 2, {"specs": jobs})
@@ -264,7 +264,7 @@ def memory_rank(context: RankContext, payload: dict[str, Any]) -> None:
 # --- serving ---------------------------------------------------------------------------------
 
 
-def serve(place: Place, *, layout: str) -> Outcome:
+def serve(place: Place, *, layout: str) -> CheckOutcome:
     """Tokens and seconds of one answer, of one GPU and of a pipeline."""
     import tempfile
     from pathlib import Path

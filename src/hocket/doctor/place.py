@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hocket.doctor.check import CPU, FAKE, FORMS, GPU, Cannot, Outcome
+from hocket.doctor.check import CPU, FAKE, FORMS, GPU, Cannot, CheckOutcome
 from hocket.spec.doctor import Value
 
 if TYPE_CHECKING:
@@ -126,10 +126,10 @@ class Place:
                 f"more than {share:.0%}"
             )
 
-    def outcome(self, **values: Value) -> Outcome:
+    def outcome(self, **values: Value) -> CheckOutcome:
         """What was found."""
         self.values |= values
-        return Outcome(
+        return CheckOutcome(
             not self.failures, dict(self.values), "; ".join(self.failures), dict(self.predicted)
         )
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from hocket.doctor.check import Cannot, Outcome, row_of
+from hocket.doctor.check import Cannot, CheckOutcome, row_of
 from hocket.doctor.families import BASE
-from hocket.doctor.model import Trained, catalogue, spec
+from hocket.doctor.model import TrainedModel, catalogue, spec
 from hocket.doctor.place import Place
 
 if TYPE_CHECKING:
@@ -53,12 +53,12 @@ def _job(place: Place, *, compile: bool) -> RunSpec:
     )  # fmt: skip
 
 
-def _trained(place: Place, *, compile: bool) -> tuple[Trained, list[Any]]:
-    trained = Trained(place, _job(place, compile=compile))
+def _trained(place: Place, *, compile: bool) -> tuple[TrainedModel, list[Any]]:
+    trained = TrainedModel(place, _job(place, compile=compile))
     return trained, trained.batches()
 
 
-def step(place: Place) -> Outcome:
+def step(place: Place) -> CheckOutcome:
     """Seconds of a step."""
     from hocket.doctor.speed import predict_step
 
@@ -73,7 +73,7 @@ def step(place: Place) -> Outcome:
     return place.outcome()
 
 
-def memory(place: Place) -> Outcome:
+def memory(place: Place) -> CheckOutcome:
     """Bytes of a step."""
     import torch
 
@@ -104,7 +104,7 @@ def memory(place: Place) -> Outcome:
     return place.outcome()
 
 
-def decode(place: Place) -> Outcome:
+def decode(place: Place) -> CheckOutcome:
     """Seconds of a decode step."""
     from hocket.doctor.speed import Decoding, predict_decode
 
@@ -121,7 +121,7 @@ def decode(place: Place) -> Outcome:
     return place.outcome()
 
 
-def matmul(place: Place) -> Outcome:
+def matmul(place: Place) -> CheckOutcome:
     """Seconds of a layer's matrix multiplications, forward, as the cost model counts them."""
     import torch
 

@@ -19,7 +19,7 @@ NO_GPU = "no NVIDIA GPU is visible"
 
 
 @dataclasses.dataclass(frozen=True)
-class Present:
+class PresentGpus:
     """What is here.
 
     Attributes:
@@ -36,7 +36,7 @@ class Present:
     versions: dict[str, str]
 
 
-def present() -> Present:
+def present() -> PresentGpus:
     """Look at this machine; milliseconds."""
     found = devices.find()
     here = host.host()
@@ -61,4 +61,4 @@ def present() -> Present:
             why = f"{len(names)} GPUs are here, and torch is built without CUDA"
         elif built_for_cuda():
             why = f"torch is built for CUDA {built_for_cuda()}, and {NO_GPU}"
-    return Present(() if why else names or ("GPU",), why, torch, machine, versions)
+    return PresentGpus(() if why else names or ("GPU",), why, torch, machine, versions)

@@ -18,9 +18,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from hocket.doctor.check import CPU, Cannot, Outcome, row_of
+from hocket.doctor.check import CPU, Cannot, CheckOutcome, row_of
 from hocket.doctor.families import BASE
-from hocket.doctor.model import WIDE, Trained, batches, spec
+from hocket.doctor.model import WIDE, TrainedModel, batches, spec
 from hocket.doctor.place import Place, catalogue_name
 from hocket.doctor.world import ranks, tell
 
@@ -80,7 +80,7 @@ def rehearsing(place: Place, job: RunSpec, which: str) -> Iterator[Future[Rehear
     import dataclasses
 
     from hocket.jobs.prepare import scheduled
-    from hocket.jobs.rehearse import GPU, Job, device_of, rehearse
+    from hocket.jobs.rehearse import GPU, RehearsedJob, device_of, rehearse
     from hocket.spec.errors import OptionError
 
     try:
@@ -88,7 +88,7 @@ def rehearsing(place: Place, job: RunSpec, which: str) -> Iterator[Future[Rehear
     except OptionError as error:
         raise Cannot(f"{place.name or GPU} cannot be rehearsed: {error.message}") from None
     on_cuda = dataclasses.replace(job, options=dataclasses.replace(job.options, device="cuda"))
-    asked = Job(spec=on_cuda, schedule=scheduled(job.layout), device=device)
+    asked = RehearsedJob(spec=on_cuda, schedule=scheduled(job.layout), device=device)
     with ThreadPoolExecutor(1) as thread:
         yield thread.submit(rehearse, asked, ranks=which)
 
@@ -106,7 +106,7 @@ def result(found: Future[Rehearsed]) -> Rehearsed:
 # --- one GPU ---------------------------------------------------------------------------------
 
 
-def step(place: Place, *, family: str) -> Outcome:
+def step(place: Place, *, family: str) -> CheckOutcome:
     """Waits and kernels of a step, and those of its rehearsal."""
     import torch
     from torch.profiler import ProfilerActivity, profile
@@ -119,7 +119,7 @@ def step(place: Place, *, family: str) -> Outcome:
         seq_len=place.size(256, 16), rows=8, device=place.kind,
     )  # fmt: skip
     with rehearsing(place, job, "0") as future:
-        trained = Trained(place, job)
+        trained = TrainedModel(place, job)
         microbatches = trained.batches()
         for each in microbatches:
             note_documents(each["position_ids"], None)
@@ -173,7 +173,7 @@ def _where(error: BaseException) -> str:
 # --- several GPUs ----------------------------------------------------------------------------
 
 
-def order(place: Place, *, layout: str) -> Outcome:
+def order(place: Place, *, layout: str) -> CheckOutcome:
     """Collectives of each rank, and those that its rehearsal enqueues."""
     job = spec(
         BASE, layout=layout, dtype=place.size("bf16", "fp32"), seq_len=16, rows=8, seed=3,
@@ -218,7 +218,7 @@ def order_rank(context: RankContext, payload: dict[str, Any]) -> None:
     from hocket.schedules.registry import build as build_schedule
     from hocket.spec.run import RunSpec
     from hocket.training.build import build
-    from hocket.training.reading import Reading
+    from hocket.training.reading import LossReading
 
     job = RunSpec.from_json(payload["spec"])
     layout, options = job.layout, job.options
@@ -247,7 +247,7 @@ def order_rank(context: RankContext, payload: dict[str, Any]) -> None:
             noted.clear()
             loss = made.parallel.forward_backward(own, tokens)
             norm = made.parallel.clip_grad_norm(options.max_grad_norm)
-            reading = Reading(number + 1, options.lr, loss, norm, 1)
+            reading = LossReading(number + 1, options.lr, loss, norm, 1)
             made.optimizer.step(options.lr, reading.skip())
             made.parallel.begin_unshard()
             if number == 0:

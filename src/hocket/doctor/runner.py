@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 from hocket.doctor.check import CPU, FAKE, GPU, GpuCheck
-from hocket.doctor.present import NO_GPU, Present, present
+from hocket.doctor.present import NO_GPU, PresentGpus, present
 from hocket.spec.doctor import CANNOT, FAIL, PASS, CardLine, ReportCard, Value
 
 Result = dict[str, Any]
@@ -132,7 +132,7 @@ class Worker:
         self.close()
 
 
-class Runner:
+class CheckRunner:
     """Executes checks and makes their lines.
 
     Args:
@@ -140,7 +140,7 @@ class Runner:
         limit: seconds for all checks on a GPU together; None: none.
     """
 
-    def __init__(self, here: Present, limit: float | None) -> None:
+    def __init__(self, here: PresentGpus, limit: float | None) -> None:
         self.here = here
         self.limit = limit
         self._begun = time.monotonic()
@@ -239,7 +239,7 @@ def report_card(
     *,
     limit: float | None = None,
     on_line: Listener | None = None,
-    here: Present | None = None,
+    here: PresentGpus | None = None,
 ) -> ReportCard:
     """Execute or rehearse checks.
 
@@ -252,7 +252,7 @@ def report_card(
     here = present() if here is None else here
     begun = time.monotonic()
     lines = []
-    for line in Runner(here, limit).lines(checks):
+    for line in CheckRunner(here, limit).lines(checks):
         lines.append(line)
         if on_line is not None:
             on_line(line)

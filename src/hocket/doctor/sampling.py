@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hocket.doctor.check import Outcome, row_of
+from hocket.doctor.check import CheckOutcome, row_of
 from hocket.doctor.place import Place
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def _logits(place: Place) -> tuple[Tensor, Tensor]:
     return logits, logits.to(place.device)
 
 
-def sample(place: Place, *, options: dict[str, Any]) -> Outcome:
+def sample(place: Place, *, options: dict[str, Any]) -> CheckOutcome:
     """Tokens of the device's sampler and of the CPU's, for equal logits and seeds."""
     from hocket.runtime.mesh import Axis
     from hocket.runtime.record import Recorder
@@ -69,7 +69,7 @@ def sample(place: Place, *, options: dict[str, Any]) -> Outcome:
     from hocket.serving.engine.vocabulary import Vocabulary
     from hocket.serving.request import SamplingParams
     from hocket.serving.scheduling.admission import Admission
-    from hocket.serving.scheduling.step import LAST, Row, StepPlan
+    from hocket.serving.scheduling.step import LAST, BatchRow, StepPlan
 
     here, there = _logits(place)
     rows, vocabulary = here.shape
@@ -85,7 +85,7 @@ def sample(place: Place, *, options: dict[str, Any]) -> Outcome:
         for slot in range(rows)
     ]  # fmt: skip
     for number in range(4):
-        work = [Row(slot, len(prompt) - 1 + number, 1, LAST) for slot in range(rows)]
+        work = [BatchRow(slot, len(prompt) - 1 + number, 1, LAST) for slot in range(rows)]
         plan = StepPlan(number, work, [7] * rows, admitted if number == 0 else [])
         tokens = []
         for sampler, logits in ((host, here), (device, there)):
@@ -106,7 +106,7 @@ def sample(place: Place, *, options: dict[str, Any]) -> Outcome:
     return place.outcome(rows=rows)
 
 
-def logprobs(place: Place) -> Outcome:
+def logprobs(place: Place) -> CheckOutcome:
     """Log-probabilities from a summary of each row, and torch's log_softmax in fp64."""
     from hocket.serving.engine.logprobs import combine, entries, summary
 
@@ -156,7 +156,7 @@ def kept_by_sort(logits: Tensor, cut: dict[str, float]) -> Tensor:
     return torch.zeros_like(kept).scatter_(0, order.indices, kept / kept.sum())
 
 
-def by_sort(place: Place) -> Outcome:
+def by_sort(place: Place) -> CheckOutcome:
     """How often each token is drawn, against its probability."""
     import torch
 

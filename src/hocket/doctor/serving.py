@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hocket.doctor.check import FAKE, Cannot, Outcome, row_of
+from hocket.doctor.check import FAKE, Cannot, CheckOutcome, row_of
 from hocket.doctor.families import FAMILIES, whole_model
 from hocket.doctor.place import Place
 
@@ -125,7 +125,7 @@ def _torch_dtype(name: str) -> Any:
     return torch.bfloat16 if name == "bf16" else torch.float32
 
 
-def paged(place: Place, *, family: str, dtype: str, block_size: int) -> Outcome:
+def paged(place: Place, *, family: str, dtype: str, block_size: int) -> CheckOutcome:
     """Sequences in chunks, some of them one after the other, against a plain forward."""
     import torch
 
@@ -175,7 +175,7 @@ def kernels_of(runner: Any) -> str:
 
 def choice(
     place: Place, *, block_size: int | None = None, kernels: list[str] | None = None
-) -> Outcome:
+) -> CheckOutcome:
     """The paged kernel and the graphs of a Llama in bf16."""
     import torch
 
@@ -193,7 +193,7 @@ def choice(
     return place.outcome()
 
 
-def graphs(place: Place) -> Outcome:
+def graphs(place: Place) -> CheckOutcome:
     """The same decode steps, replayed and eager."""
     import torch
 
@@ -220,7 +220,7 @@ def graphs(place: Place) -> Outcome:
     return place.outcome()
 
 
-def largest_step(place: Place) -> Outcome:
+def largest_step(place: Place) -> CheckOutcome:
     """Bytes of the largest step, and the cache that is left."""
     import torch
 
@@ -236,7 +236,7 @@ def largest_step(place: Place) -> Outcome:
     return place.outcome(step_bytes=taken, cache_bytes=cache)
 
 
-def triton_paged(place: Place) -> Outcome:
+def triton_paged(place: Place) -> CheckOutcome:
     """The kernel's own cases, each compared with explicit softmax in fp64."""
     import dataclasses
 
@@ -271,7 +271,7 @@ _ASKED: tuple[dict[str, Any], ...] = (
 """What the requests of the check of lookahead ask for."""
 
 
-def lookahead(place: Place) -> Outcome:
+def lookahead(place: Place) -> CheckOutcome:
     """Answers of two replicas of one rank, of which one launches a step ahead of the tokens. On a
     CPU, which has no lookahead, one has two steps in flight."""
     plain, _ = _answers(place, ahead=False)
@@ -292,7 +292,7 @@ def _answers(place: Place, *, ahead: bool) -> tuple[dict[str, list[int]], int]:
     from hocket.serving.engine.sampler import Sampler
     from hocket.serving.engine.vocabulary import Vocabulary
     from hocket.serving.request import Request, SamplingParams
-    from hocket.serving.scheduling.limits import Limits
+    from hocket.serving.scheduling.limits import SchedulerLimits
     from hocket.serving.scheduling.scheduler import Scheduler
 
     torch.set_float32_matmul_precision("highest")
@@ -312,7 +312,7 @@ def _answers(place: Place, *, ahead: bool) -> tuple[dict[str, list[int]], int]:
         sampler = Sampler(whole, 64, "cpu", mesh.recorder, 4)
     depth = 2 if ahead else 1
     part = StagePart(runner, sampler, mesh, hidden_size=32, dtype=torch.float32, depth=depth)
-    scheduler = Scheduler(Limits(
+    scheduler = Scheduler(SchedulerLimits(
         num_blocks=64, block_size=runner.block_size, max_num_seqs=4, max_num_batched_tokens=32,
         max_model_len=64, vocab_size=64, depth=depth, lookahead=runner.lookahead,
     ))  # fmt: skip

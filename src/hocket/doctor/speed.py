@@ -16,9 +16,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from hocket.doctor.check import CPU, FAKE, Cannot, GpuCheck, Outcome, row_of
+from hocket.doctor.check import CPU, FAKE, Cannot, CheckOutcome, GpuCheck, row_of
 from hocket.doctor.families import BASE
-from hocket.doctor.model import Trained, catalogue, spec
+from hocket.doctor.model import TrainedModel, catalogue, spec
 from hocket.doctor.place import Place, catalogue_name
 
 MFU_GOAL = 0.55
@@ -108,7 +108,7 @@ CHECKS = (
 # --- the device ------------------------------------------------------------------------------
 
 
-def matmul(place: Place) -> Outcome:
+def matmul(place: Place) -> CheckOutcome:
     """Operations/s of a large matrix multiplication."""
     import torch
 
@@ -122,7 +122,7 @@ def matmul(place: Place) -> Outcome:
     return place.outcome()
 
 
-def memory(place: Place) -> Outcome:
+def memory(place: Place) -> CheckOutcome:
     """Bytes/s read and written by a copy."""
     import torch
 
@@ -136,7 +136,7 @@ def memory(place: Place) -> Outcome:
     return place.outcome()
 
 
-def host_copy(place: Place) -> Outcome:
+def host_copy(place: Place) -> CheckOutcome:
     """Bytes/s between host and device, through pinned memory."""
     import torch
 
@@ -160,7 +160,7 @@ def host_copy(place: Place) -> Outcome:
     return place.outcome()
 
 
-def launch(place: Place) -> Outcome:
+def launch(place: Place) -> CheckOutcome:
     """Seconds of the host for one small operation."""
     x = place.draw(1)
 
@@ -178,7 +178,7 @@ def launch(place: Place) -> Outcome:
 def train(
     place: Place, *, model: str, rows: int, least: float, layers: int | None = None,
     fields: str = "", dtype: str = "bf16", compile: bool = False,
-) -> Outcome:  # fmt: skip
+) -> CheckOutcome:  # fmt: skip
     """Tokens/s and model flops utilization of whole optimizer steps."""
     from hocket.training.utilization import flops_per_token
 
@@ -189,7 +189,7 @@ def train(
         rows=place.size(rows, 2), compile=compile and place.on_gpu,
     )  # fmt: skip
     begun = time.perf_counter()
-    trained = Trained(place, job)
+    trained = TrainedModel(place, job)
     batches = trained.batches()
     first = float(trained.step(batches))
     place.values["start_seconds"] = time.perf_counter() - begun
@@ -291,7 +291,7 @@ class Decoding:
     def plan(self, count: int) -> Any:
         """A step of `count` tokens of every row."""
         from hocket.doctor.paged import ToyScheduler
-        from hocket.serving.scheduling.step import LAST, Row, StepPlan
+        from hocket.serving.scheduling.step import LAST, BatchRow, StepPlan
 
         toy = ToyScheduler([[0]] * self.rows, block_size=self.block_size, num_blocks=1)
         rows = []
@@ -300,7 +300,7 @@ class Decoding:
             self.done[slot] += count
             last = -(-self.done[slot] // self.block_size)
             new = list(range(slot * self.blocks + first, slot * self.blocks + last))
-            rows.append(Row(slot, self.done[slot] - count, count, LAST, new))
+            rows.append(BatchRow(slot, self.done[slot] - count, count, LAST, new))
         admitted = [toy._admission(s) for s in range(self.rows)] if self.number == 0 else []
         self.number += 1
         tokens = [7] * (self.rows * count)
@@ -312,7 +312,7 @@ class Decoding:
         return int(each * sum(self.done))
 
 
-def decode(place: Place, *, model: str, rows: int, least: float) -> Outcome:
+def decode(place: Place, *, model: str, rows: int, least: float) -> CheckOutcome:
     """Seconds of a decode step without sampling, as a share of the memory bandwidth."""
     context, steps = place.size((1024, 100), (32, 4))
     decoding = Decoding(place, model, rows, tokens=rows * context)
@@ -349,7 +349,7 @@ def predict_decode(place: Place, model: str, rows: int, context: int) -> float |
     return float(seconds)
 
 
-def graphs(place: Place) -> Outcome:
+def graphs(place: Place) -> CheckOutcome:
     """Seconds of a decode step replayed from a graph, and launched kernel by kernel."""
     decoding = Decoding(place, "llama-3.2-1b", 1, tokens=1024, slots=64)
     captured = decoding.runner.graphs_json()
@@ -397,7 +397,7 @@ def _graph_memory(decoding: Decoding) -> tuple[int, int]:
     return set_aside, max(0, before - free() - cache)
 
 
-def prefill(place: Place, *, model: str, least: float) -> Outcome:
+def prefill(place: Place, *, model: str, least: float) -> CheckOutcome:
     """Tokens/s of a prompt, and model flops utilization: a third of what training counts."""
     from hocket.training.utilization import flops_per_token
 
@@ -412,7 +412,7 @@ def prefill(place: Place, *, model: str, least: float) -> Outcome:
     return place.outcome()
 
 
-def serve(place: Place) -> Outcome:
+def serve(place: Place) -> CheckOutcome:
     """Tokens/s of a whole replica: scheduler, sampling, ranks of their own."""
     import tempfile
     from pathlib import Path

@@ -13,9 +13,9 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from hocket.doctor.check import CPU, FAKE, Outcome, row_of
+from hocket.doctor.check import CPU, FAKE, CheckOutcome, row_of
 from hocket.doctor.families import BASE
-from hocket.doctor.model import WIDE, Trained, spec
+from hocket.doctor.model import WIDE, TrainedModel, spec
 from hocket.doctor.place import Place
 from hocket.doctor.world import difference, place_of, ranks, tell, timed
 
@@ -90,30 +90,30 @@ CHECKS = (
 # --- the host --------------------------------------------------------------------------------
 
 
-def host_waits(place: Place) -> Outcome:
+def host_waits(place: Place) -> CheckOutcome:
     """Runtime calls of some steps that end before the host reads what they gave."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
     from hocket.models.rows import one_sequence_each
-    from hocket.training.reading import Reading, Readings
+    from hocket.training.reading import LossReading, Readings
 
     rows, count = 8, place.size(STEPS, 3)
     job = spec(
         place.size(WIDE, BASE), seq_len=place.size(256, 16), rows=rows, layout="dp1:microbatches=2",
         device=place.kind, dtype=place.size("bf16", "fp32"),
     )  # fmt: skip
-    trained = Trained(place, job)
+    trained = TrainedModel(place, job)
     tokens = rows * job.workload.seq_len
     activities = [ProfilerActivity.CPU]
     if place.on_gpu:
         activities.append(ProfilerActivity.CUDA)
     with _inputs(trained, 4 + STEPS) as inputs, one_sequence_each():
 
-        def step(index: int) -> Reading:
+        def step(index: int) -> LossReading:
             loss = trained.parallel.forward_backward(inputs.step(index), tokens)
             norm = trained.parallel.clip_grad_norm(1.0)
-            reading = Reading(index + 1, 1e-3, loss, norm, tokens)
+            reading = LossReading(index + 1, 1e-3, loss, norm, tokens)
             trained.optimizer.step(1e-3, reading.skip() if place.on_gpu else None)
             trained.parallel.begin_unshard()
             inputs.prefetch(index + 1)
@@ -137,7 +137,7 @@ def host_waits(place: Place) -> Outcome:
 
 
 @contextlib.contextmanager
-def _inputs(trained: Trained, steps: int, *, packed: bool = False) -> Iterator[Inputs]:
+def _inputs(trained: TrainedModel, steps: int, *, packed: bool = False) -> Iterator[Inputs]:
     """The loop's inputs over random tokens: whole rows, or packed ones of several documents."""
     import tempfile
     from pathlib import Path
@@ -165,7 +165,7 @@ def _inputs(trained: Trained, steps: int, *, packed: bool = False) -> Iterator[I
         yield Inputs(dataset, order, 0, trained.place.device)
 
 
-def packed_inputs(place: Place) -> Outcome:
+def packed_inputs(place: Place) -> CheckOutcome:
     """Losses of two equal models, of which one has its next batch brought while it steps."""
     import torch
 
@@ -177,7 +177,7 @@ def packed_inputs(place: Place) -> Outcome:
     )  # fmt: skip
     results = []
     for ahead in (True, False):
-        trained = Trained(place, job)
+        trained = TrainedModel(place, job)
         found = []
         known = packed_rows() if place.on_gpu else contextlib.nullcontext()
         with _inputs(trained, PACKED, packed=True) as inputs, known:
@@ -196,14 +196,14 @@ def packed_inputs(place: Place) -> Outcome:
     return place.outcome(first_loss=float(results[0][0]), last_loss=float(results[0][-1]))
 
 
-def not_finite(place: Place) -> Outcome:
+def not_finite(place: Place) -> CheckOutcome:
     """Five steps, of which the third has a gradient that is not a number."""
     import torch
 
-    from hocket.training.reading import Reading
+    from hocket.training.reading import LossReading
 
     job = spec(place.size(WIDE, BASE), seq_len=16, rows=4, device=place.kind)
-    trained = Trained(place, job)
+    trained = TrainedModel(place, job)
     batches, readings = trained.batches(), []
     for step in range(1, 6):
         loss = trained.parallel.forward_backward(batches)
@@ -211,7 +211,7 @@ def not_finite(place: Place) -> Outcome:
             gradient = next(iter(trained.parallel.gradients().values()))
             gradient.view(-1)[0] = math.nan
         norm = trained.parallel.clip_grad_norm(1.0)
-        reading = Reading(step, 1e-3, loss, norm, 1)
+        reading = LossReading(step, 1e-3, loss, norm, 1)
         before = _state(trained)
         trained.optimizer.step(1e-3, reading.skip())
         after = _state(trained)
@@ -226,7 +226,7 @@ def not_finite(place: Place) -> Outcome:
     return place.outcome(error=message)
 
 
-def _state(trained: Trained) -> dict[str, Tensor]:
+def _state(trained: TrainedModel) -> dict[str, Tensor]:
     """Copies of parameters and of the optimizer's state."""
     found = {name: p.detach().clone() for name, p in trained.parallel.named_parameters()}
     for name, state in trained.optimizer.state_tensors().items():
@@ -234,7 +234,7 @@ def _state(trained: Trained) -> dict[str, Tensor]:
     return found
 
 
-def pinned(place: Place) -> Outcome:
+def pinned(place: Place) -> CheckOutcome:
     """Losses and page-locked bytes of steps whose layers' activations go to the host."""
     from hocket.training.build import offload
 
@@ -242,7 +242,7 @@ def pinned(place: Place) -> Outcome:
         place.size(WIDE, BASE), seq_len=place.size(256, 32), rows=8, device=place.kind,
         dtype=place.size("bf16", "fp32"), layout="dp1:microbatches=2",
     )  # fmt: skip
-    plain, moved = Trained(place, job), Trained(place, job)
+    plain, moved = TrainedModel(place, job), TrainedModel(place, job)
     # The CPU's tensors are in host memory already: there they are copied all the same.
     saved = offload(moved.parallel, **({} if place.on_gpu else {"host": True, "least": 256}))
     held = []
@@ -270,7 +270,7 @@ def job_of(place: Place, layout: str, **options: Any) -> RunSpec:
     )  # fmt: skip
 
 
-def bucket_sizes(place: Place) -> Outcome:
+def bucket_sizes(place: Place) -> CheckOutcome:
     """Seconds of a step by the size of buckets."""
     jobs = {f"{size:g}": job_of(place, "dp2", bucket_mb=size).to_json() for size in BUCKETS}
     jobs["default"] = job_of(place, "dp2").to_json()
@@ -316,7 +316,7 @@ def buckets_rank(context: RankContext, payload: dict[str, Any]) -> None:
     tell(context, seconds=seconds, difference=worst)
 
 
-def overlap_tensor(place: Place) -> Outcome:
+def overlap_tensor(place: Place) -> CheckOutcome:
     """Share of the collectives' seconds that overlap with matmuls, and gradients of both orders."""
     job = job_of(place, "tp2:sequence_parallel=true")
     found = ranks(place, _HERE + "overlap_rank", 2, {"spec": job.to_json()})
@@ -383,7 +383,7 @@ def overlapped(
     return total, shared
 
 
-def sanitizer(place: Place) -> Outcome:
+def sanitizer(place: Place) -> CheckOutcome:
     """Steps of two ranks that torch's stream sanitizer watches."""
     job = job_of(place, "dp2:zero=3")
     found = ranks(

@@ -17,11 +17,11 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from hocket.doctor.check import FAKE, Cannot, Outcome, row_of
+from hocket.doctor.check import FAKE, Cannot, CheckOutcome, row_of
 from hocket.doctor.place import Place
 
 if TYPE_CHECKING:
-    from hocket.serving.engine.attention_kernels import Accelerator, Kernel, LayerKind
+    from hocket.serving.engine.attention_kernels import Accelerator, KernelRow, LayerKind
 
 HEADS = ((8, 8), (8, 2), (6, 1))
 """Query heads and key/value heads."""
@@ -91,13 +91,13 @@ def kinds(dtypes: Sequence[str] = DTYPES) -> Iterator[LayerKind]:
                     yield LayerKind(shape, **variant)
 
 
-def _kernel(name: str) -> Kernel:
+def _kernel(name: str) -> KernelRow:
     from hocket.serving.engine.attention_kernels import KERNELS
 
     return next(kernel for kernel in KERNELS if kernel.name == name)
 
 
-def _accelerator(place: Place, kernel: Kernel) -> Accelerator:
+def _accelerator(place: Place, kernel: KernelRow) -> Accelerator:
     """This GPU; in a rehearsal one that the kernel runs on, with what it needs."""
     from hocket.serving.engine.attention_kernels import Accelerator
 
@@ -106,7 +106,7 @@ def _accelerator(place: Place, kernel: Kernel) -> Accelerator:
     return Accelerator(kernel.least, frozenset(filter(None, [kernel.module])))
 
 
-def trial(place: Place, *, kernel: str, dtypes: Sequence[str] = DTYPES) -> Outcome:
+def trial(place: Place, *, kernel: str, dtypes: Sequence[str] = DTYPES) -> CheckOutcome:
     """Trials of one kernel."""
     from hocket.serving.engine.attention_cuda import Trial
 
@@ -138,7 +138,7 @@ def trial(place: Place, *, kernel: str, dtypes: Sequence[str] = DTYPES) -> Outco
     return place.outcome(tried=len(allowed), failed=len(wrong), cannot=text or "none")
 
 
-def _shape(kernel: Kernel, kind: LayerKind, block_size: int) -> str | None:
+def _shape(kernel: KernelRow, kind: LayerKind, block_size: int) -> str | None:
     """What is wrong with the shape of a kernel's result on fake tensors; None: nothing."""
     import torch
 
@@ -162,7 +162,7 @@ def _shape(kernel: Kernel, kind: LayerKind, block_size: int) -> str | None:
 # --- speed -----------------------------------------------------------------------------------
 
 
-def speed(place: Place) -> Outcome:
+def speed(place: Place) -> CheckOutcome:
     """Seconds of each kernel for the same batches; the preferred one, compared with the fastest."""
     import torch
 

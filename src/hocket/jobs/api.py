@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from hocket.jobs.record import Summary
     from hocket.jobs.serving.llm import Completion
-    from hocket.jobs.serving.server import Served
-    from hocket.planning.plan import Plan
+    from hocket.jobs.serving.server import ServerResult
+    from hocket.planning.plan import TrainingPlan
     from hocket.planning.service.plan import ServicePlan
     from hocket.spec.check import CheckReport
     from hocket.spec.layout import Layout
@@ -108,7 +108,7 @@ def serve(
     layout: str | Layout | None = None,
     on_event: Listener | None = None,
     **options: Any,
-) -> Served | None:
+) -> ServerResult | None:
     """Serve a model to OpenAI's clients until a signal asks for the end; the same as
     `hocket serve`, whose flags are the keywords. To be called in the main thread.
 
@@ -139,7 +139,7 @@ def plan(
     seq_len: int = 4096,
     serve: Literal[False] = False,
     **options: Any,
-) -> Plan: ...
+) -> TrainingPlan: ...
 
 
 @overload
@@ -158,7 +158,7 @@ def plan(
     serve: bool = False,
     cluster: str | None = None,
     **options: Any,
-) -> Plan | tuple[ServicePlan, ...]:
+) -> TrainingPlan | tuple[ServicePlan, ...]:
     """The best layouts of a model on a cluster, or GPUs for a service; the same as `hocket plan`.
 
     Args:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hocket.jobs.prepare import spec_of
-from hocket.jobs.request import Request
+from hocket.jobs.request import JobRequest
 from hocket.jobs.validate import validate
 from hocket.spec.capabilities import CHECKED
 from hocket.spec.check import CheckReport
@@ -18,7 +18,7 @@ from hocket.spec.errors import OptionError
 Event = dict[str, Any]
 
 
-def check(request: Request, *, on_event: Callable[[Event], None] | None = None) -> CheckReport:
+def check(request: JobRequest, *, on_event: Callable[[Event], None] | None = None) -> CheckReport:
     """Compare a layout with one process on seeded tokens; see `training.check` for how.
 
     Dropout is off, and `request.data` is not looked at. In fp64 both sides compute in it, with the

@@ -17,10 +17,18 @@ from typing import TYPE_CHECKING, Any, Self
 
 from hocket.jobs import forecast_policy, links, memory
 from hocket.jobs.prepare import spec_of
-from hocket.jobs.request import Request
+from hocket.jobs.request import JobRequest
 from hocket.jobs.validate import validate
 from hocket.spec.collectives import total
-from hocket.spec.comparison import SWEEPS, Comparison, Outcome, Point, Strategy, chosen, strategies
+from hocket.spec.comparison import (
+    SWEEPS,
+    Comparison,
+    Point,
+    Strategy,
+    StrategyResult,
+    chosen,
+    strategies,
+)
 from hocket.spec.errors import LayoutError, ModelError, OptionError, RankMemoryError, unknown
 from hocket.spec.layout import Layout, divisors
 from hocket.spec.timeline import Event, Timeline
@@ -28,7 +36,7 @@ from hocket.spec.timeline import Event, Timeline
 if TYPE_CHECKING:
     from hocket.launch import Launcher
     from hocket.models.source import ModelSource
-    from hocket.spec.measured import Measured
+    from hocket.spec.measured import MachineMeasurements
     from hocket.spec.run import RunSpec
     from hocket.spec.schedule import Schedule
 
@@ -42,7 +50,7 @@ _PER_LAYER = ("layer_types", "mlp_layer_types")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Asked:
+class CompareRequest:
     """What to compare besides the job itself.
 
     Attributes:
@@ -57,9 +65,9 @@ class Asked:
     input_work: float = 5.0
 
 
-def asked(**values: Any) -> Asked:
-    """`Asked`, with values that can be. Raises OptionError."""
-    found = Asked(**values)
+def asked(**values: Any) -> CompareRequest:
+    """`CompareRequest`, with values that can be. Raises OptionError."""
+    found = CompareRequest(**values)
     if not 2 <= found.devices <= 64:
         raise OptionError(f"devices is {found.devices}; it must be in 2 .. 64", hint="--devices 2")
     if found.microbatches is not None and found.microbatches < 1:
@@ -73,7 +81,7 @@ def asked(**values: Any) -> Asked:
     return found
 
 
-def microbatches(asked: Asked, batch: int) -> int:
+def microbatches(asked: CompareRequest, batch: int) -> int:
     """Of the pipelines, for a batch of so many sequences.
 
     Raises:
@@ -101,7 +109,7 @@ def text(found: Comparison) -> str:
     return comparison_text(found)
 
 
-def sweep_text(request: Request, axis: str, points: list[Point], width: int) -> str:
+def sweep_text(request: JobRequest, axis: str, points: list[Point], width: int) -> str:
     """A sweep as curves."""
     from hocket.reporting import comparison
 
@@ -110,7 +118,7 @@ def sweep_text(request: Request, axis: str, points: list[Point], width: int) -> 
 
 
 def compare(
-    request: Request, asked: Asked, *, on_strategy: Callable[[str], None] | None = None
+    request: JobRequest, asked: CompareRequest, *, on_strategy: Callable[[str], None] | None = None
 ) -> Comparison:
     """Run every strategy.
 
@@ -142,7 +150,11 @@ def compare(
 
 
 def sweep(
-    request: Request, asked: Asked, axis: str, *, on_strategy: Callable[[str], None] | None = None
+    request: JobRequest,
+    asked: CompareRequest,
+    axis: str,
+    *,
+    on_strategy: Callable[[str], None] | None = None,
 ) -> list[Point]:
     """Run the pipelines (or, over devices, each kind of parallelism) along one number.
 
@@ -166,7 +178,7 @@ def sweep(
 
 
 def _points(
-    request: Request, asked: Asked, axis: str, source: ModelSource
+    request: JobRequest, asked: CompareRequest, axis: str, source: ModelSource
 ) -> Iterator[tuple[int, Strategy, int | None]]:
     batch, n = request.workload.global_batch, asked.devices
     if axis == "devices":
@@ -197,12 +209,15 @@ class Bench:
     A context: strategies run inside it, one after the other.
 
     Args:
-        request: what every strategy runs. asked: see `Asked`.
+        request: what every strategy runs. asked: see `CompareRequest`.
         on_strategy: called with what is being done.
     """
 
     def __init__(
-        self, request: Request, asked: Asked, on_strategy: Callable[[str], None] | None = None
+        self,
+        request: JobRequest,
+        asked: CompareRequest,
+        on_strategy: Callable[[str], None] | None = None,
     ) -> None:
         from hocket.launch import joined
         from hocket.models.source import resolve
@@ -224,7 +239,7 @@ class Bench:
         self.loops = _loops(asked.input_work) if asked.input_work > 0 else 0
         self.say: Callable[[str], None] = on_strategy or (lambda text: None)
         self._reference: str | None = None
-        self._measured: Measured | None = None
+        self._measured: MachineMeasurements | None = None
         forecast_policy.checked(request.cluster)
         links.checked(options, Layout(tp=asked.devices))
         memory.checked(options)
@@ -248,7 +263,7 @@ class Bench:
             raise
         return self
 
-    def _machine(self) -> Measured | None:
+    def _machine(self) -> MachineMeasurements | None:
         """What was measured of this machine, now if need be; None where nothing is foretold."""
         from hocket.jobs import machine
 
@@ -296,8 +311,8 @@ class Bench:
         strategy: Strategy,
         *,
         source: ModelSource | None = None,
-        request: Request | None = None,
-    ) -> Outcome:
+        request: JobRequest | None = None,
+    ) -> StrategyResult:
         """One strategy; of another model or with other sizes than the bench's, if asked, which are
         then not held against one process.
         """
@@ -316,7 +331,7 @@ class Bench:
                 spec = spec_of(source, request, layout, source.config, "compare")
                 held = memory.require(self.launcher, spec, str(schedule))
         except (LayoutError, ModelError) as error:
-            return Outcome(strategy=strategy, reason=error.message)
+            return StrategyResult(strategy=strategy, reason=error.message)
         strategy = dataclasses.replace(strategy, layout=layout)
         if layout.world_size == 1:  # threads and one process have no links
             options = dataclasses.replace(request.options, emulate_links=None)
@@ -336,7 +351,7 @@ class Bench:
         try:
             found = self._launch("hocket.training.compare:main", layout.world_size, payload)
         except RankMemoryError as error:  # of replicas in threads it cannot be foretold
-            return Outcome(strategy=strategy, reason=error.message)
+            return StrategyResult(strategy=strategy, reason=error.message)
         (event,) = (e for e in found if e["event"] == "way")
         return dataclasses.replace(outcome(strategy, event), predicted=predicted)
 
@@ -371,7 +386,7 @@ class Bench:
         return events
 
 
-def outcome(strategy: Strategy, event: dict[str, Any]) -> Outcome:
+def outcome(strategy: Strategy, event: dict[str, Any]) -> StrategyResult:
     """What the ranks of a strategy said, put together."""
     from hocket.spec.check import CheckReport
 
@@ -382,7 +397,7 @@ def outcome(strategy: Strategy, event: dict[str, Any]) -> Outcome:
     if event["report"] is not None:
         report = CheckReport.from_json(json.dumps(event["report"]))
         equal, worst = report.ok, report.worst_ratio
-    return Outcome(
+    return StrategyResult(
         strategy=strategy,
         step_seconds=max(rank["step_seconds"] for rank in ranks),
         processor_seconds=sum(rank["processor_seconds"] for rank in ranks),

@@ -20,7 +20,7 @@ from hocket.jobs.precision import on_cuda
 from hocket.spec.layout import TERMS
 
 if TYPE_CHECKING:
-    from hocket.jobs.request import Request
+    from hocket.jobs.request import JobRequest
     from hocket.models.dimensions import Dimensions
     from hocket.models.source import ModelSource
 
@@ -36,14 +36,14 @@ HIGHEST = 1e-3
 """Peak learning rate of smaller models than those of the table."""
 
 
-def task(request: Request, source: ModelSource) -> str:
+def task(request: JobRequest, source: ModelSource) -> str:
     """What a job does with its weights."""
     if request.options.lora_rank is not None:
         return LORA
     return PRETRAINING if source.weights is None else FINE_TUNING
 
 
-def with_dtype(request: Request) -> Request:
+def with_dtype(request: JobRequest) -> JobRequest:
     """The request with the compute precision of its device: bf16 on GPUs that have it (compute
     capability 8.0 or newer), elsewhere fp32."""
     if "dtype" in request.given or not on_cuda(request.options):
@@ -57,7 +57,7 @@ def with_dtype(request: Request) -> Request:
     return dataclasses.replace(request, workload=workload)
 
 
-def with_layout(request: Request) -> Request:
+def with_layout(request: JobRequest) -> JobRequest:
     """The request with a layout that hocket chooses, where none is given and this process may use
     several GPUs."""
     from hocket.probing import devices
@@ -69,7 +69,7 @@ def with_layout(request: Request) -> Request:
     return dataclasses.replace(request, auto=True)
 
 
-def with_rates(request: Request, source: ModelSource) -> Request:
+def with_rates(request: JobRequest, source: ModelSource) -> JobRequest:
     """The request with learning rate, its decay and weight decay of its task, where not given."""
     pretraining = task(request, source) == PRETRAINING
     options = request.options
@@ -114,7 +114,7 @@ def parameters(sizes: Dimensions) -> float:
     return sizes.num_layers * layer + sizes.vocab_size * width * (1 if sizes.tied else 2)
 
 
-def note(request: Request, source: ModelSource) -> str:
+def note(request: JobRequest, source: ModelSource) -> str:
     """What a job does, and the options chosen for it, in a line."""
     from hocket.training.learning_rate import warmup_steps
 

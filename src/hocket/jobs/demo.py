@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from hocket.jobs import lock, prepare
 from hocket.jobs.corpus import write
-from hocket.jobs.record import Listener, Record, Summary
-from hocket.jobs.request import Request, request
+from hocket.jobs.record import JobRecorder, Listener, Summary
+from hocket.jobs.request import JobRequest, request
 from hocket.jobs.train import PRELOAD, launch, prepared, unstarted_is_no_run
 from hocket.spec.run import RunFolder
 
@@ -45,7 +45,7 @@ PROMPT = "def __init__(self, "
 
 
 @dataclasses.dataclass(kw_only=True)
-class Outcome:
+class DemoOutcome:
     """What the demo found.
 
     Attributes:
@@ -65,20 +65,20 @@ class Outcome:
     sample: str
 
 
-def options(changes: dict[str, Any]) -> Request:
+def options(changes: dict[str, Any]) -> JobRequest:
     """The demo's options with some changed; see `jobs.request`."""
     layout = {} if "layout" not in changes else {"schedule": None, "microbatches": None}
     return request({**DEFAULTS, **layout, **changes})
 
 
 def demo(
-    wanted: Request,
+    wanted: JobRequest,
     *,
     on_event: Listener | None = None,
     show: Callable[[str], None] = print,
     width: int = 100,
     color: bool = False,
-) -> Outcome:
+) -> DemoOutcome:
     """Run all of it.
 
     Args:
@@ -91,7 +91,7 @@ def demo(
 
     folder = prepare.run_folder(dataclasses.replace(wanted, model="demo"))
     corpus = folder.path / "corpus.jsonl"
-    record = Record(on_event)
+    record = JobRecorder(on_event)
     with (
         lock.locked(folder.path, "demo"),
         Launcher(wanted.options.device, wanted.options.threads, preload=PRELOAD) as launcher,
@@ -112,7 +112,7 @@ def demo(
         sample = _sample(launcher, folder.model)
         show(f"{folder.model} is an ordinary Hugging Face directory; from it, after {PROMPT!r}:\n")
         show("\n".join("    " + line for line in sample.splitlines()))
-    return Outcome(
+    return DemoOutcome(
         summary=summary,
         pictures=pictures,
         alone=alone,
@@ -168,7 +168,7 @@ def report(
     return pictures, all(row["equal"] for row in rows)
 
 
-def _alone(launcher: Launcher, folder: RunFolder, wanted: Request) -> Summary:
+def _alone(launcher: Launcher, folder: RunFolder, wanted: JobRequest) -> Summary:
     """A few steps of the same batch in one process, in a folder of their own."""
     values = dataclasses.replace(
         wanted,
@@ -186,7 +186,7 @@ def _alone(launcher: Launcher, folder: RunFolder, wanted: Request) -> Summary:
     shutil.copytree(folder.data, alone.data)
     job = prepare.plan(values)
     spec = prepare.write(job, alone, folder.load().config, "demo")
-    return launch(launcher, alone, spec, Record())
+    return launch(launcher, alone, spec, JobRecorder())
 
 
 def comparison(summary: Summary, alone: Summary, layout: str) -> list[str]:

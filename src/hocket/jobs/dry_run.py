@@ -18,9 +18,9 @@ from hocket.spec.run import RunFolder
 from hocket.spec.units import format_seconds
 
 if TYPE_CHECKING:
-    from hocket.jobs.record import Record
+    from hocket.jobs.record import JobRecorder
     from hocket.jobs.rehearse import Rehearsed
-    from hocket.jobs.request import Request
+    from hocket.jobs.request import JobRequest
 
 SHOWN = 240
 """Tokens of the first sequence that are decoded."""
@@ -29,7 +29,7 @@ NODE = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sequence:
+class FirstSequence:
     """The beginning of the first sequence of the first batch.
 
     Attributes:
@@ -77,7 +77,7 @@ class DryRun:
     task: str
     options: dict[str, Any]
     data: str = ""
-    sequence: Sequence | None = None
+    sequence: FirstSequence | None = None
     duration: Duration | None = None
     reason: str = ""
 
@@ -94,7 +94,7 @@ class DryRun:
         return json.dumps({**report, **own}, indent=1)
 
 
-def dry_run(request: Request, record: Record) -> DryRun:
+def dry_run(request: JobRequest, record: JobRecorder) -> DryRun:
     """Decide a job and rehearse it, without ranks.
 
     Raises:
@@ -140,7 +140,7 @@ def dry_run(request: Request, record: Record) -> DryRun:
     )
 
 
-def _first_sequence(job: prepare.Plan, record: Record) -> tuple[str, Sequence]:
+def _first_sequence(job: prepare.PreparedJob, record: JobRecorder) -> tuple[str, FirstSequence]:
     """Tokenize the data aside, and decode the beginning of what rank 0 reads first."""
     from hocket.training.dataset import IGNORED, open_dataset
     from hocket.training.token_manifest import TRAIN
@@ -164,7 +164,7 @@ def _first_sequence(job: prepare.Plan, record: Record) -> tuple[str, Sequence]:
                 start = at
         counted = int((labels != IGNORED).sum())
         text = f"{tokens.said(workload.seq_len)}; {words.kind} tokenizer of {words.vocab_size} ids"
-    return text, Sequence(pieces=tuple(pieces), tokens=len(ids), learned=counted)
+    return text, FirstSequence(pieces=tuple(pieces), tokens=len(ids), learned=counted)
 
 
 def _duration(found: Rehearsed, gpu: str) -> Duration:
@@ -226,7 +226,7 @@ def _saves(every: int | str) -> str:
     return f"every {every}{' steps' * isinstance(every, int)}, and at the end"
 
 
-def _sequence_text(sequence: Sequence) -> str:
+def _sequence_text(sequence: FirstSequence) -> str:
     head = (
         f"first sequence: loss on {sequence.learned} of {sequence.tokens} tokens "
         "(+: with loss, -: without)"

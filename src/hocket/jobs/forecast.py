@@ -23,7 +23,7 @@ from hocket.spec.errors import HocketError, OptionError
 from hocket.spec.forecast import Forecast
 from hocket.spec.layout import Layout
 from hocket.spec.links import Links
-from hocket.spec.measured import Measured
+from hocket.spec.measured import MachineMeasurements
 from hocket.spec.model_shape import ModelShape
 from hocket.spec.run import RunFolder, RunSpec, write_text
 from hocket.spec.run import bucket_mb as bucket_mb_of
@@ -33,7 +33,7 @@ from hocket.spec.units import parse_bytes
 
 if TYPE_CHECKING:
     from hocket.launch import Launcher, RankContext
-    from hocket.planning.machine_forecast import Machine
+    from hocket.planning.machine_forecast import MeasuredMachine
 
 Told = tuple[Forecast, Timeline | None]
 
@@ -54,7 +54,7 @@ def forecast(spec: RunSpec, cluster: str = "auto", *, launcher: Launcher | None 
 
 def told(
     spec: RunSpec,
-    measured: Measured | None,
+    measured: MachineMeasurements | None,
     *,
     launcher: Launcher | None = None,
     schedule: Schedule | None = None,
@@ -124,7 +124,7 @@ def read(folder: RunFolder) -> Told | None:
 # --- the machine ---------------------------------------------------------------------------------
 
 
-def measurements(cluster: str = "auto", device: str = "auto") -> Measured | None:
+def measurements(cluster: str = "auto", device: str = "auto") -> MachineMeasurements | None:
     """What was measured of this machine; None where nothing is kept.
 
     Raises:
@@ -136,7 +136,7 @@ def measurements(cluster: str = "auto", device: str = "auto") -> Measured | None
     return None if found is None else found.measured
 
 
-def machine_of(spec: RunSpec, measured: Measured) -> Machine:
+def machine_of(spec: RunSpec, measured: MachineMeasurements) -> MeasuredMachine:
     """The machine as a run uses it.
 
     Raises:
@@ -144,14 +144,14 @@ def machine_of(spec: RunSpec, measured: Measured) -> Machine:
     """
     from hocket.cost.measured_speed import at_speed
     from hocket.launch.launcher import cuda_shows
-    from hocket.planning.machine_forecast import Machine
+    from hocket.planning.machine_forecast import MeasuredMachine
 
     options = spec.options
     device = options.device if options.device != "auto" else ("cuda" if cuda_shows() else "cpu")
     if measured.device != device:
         raise OptionError(f"the machine was measured on {measured.device}, the run is on {device}")
     capacity = 0 if options.memory_per_rank is None else int(parse_bytes(options.memory_per_rank))
-    return Machine(
+    return MeasuredMachine(
         measured=at_speed(measured),
         backend=backend_of(options.backend, measured),
         name=measured.host.name,
@@ -160,7 +160,7 @@ def machine_of(spec: RunSpec, measured: Measured) -> Machine:
     )
 
 
-def backend_of(asked: str, measured: Measured) -> str:
+def backend_of(asked: str, measured: MachineMeasurements) -> str:
     """The backend that `auto` comes to: NCCL on CUDA, shared memory where it was measured."""
     if asked != "auto":
         return asked
@@ -310,7 +310,7 @@ def _write(file: Path, shape: ModelShape) -> None:
 def weighed(
     spec: RunSpec,
     shape: ModelShape,
-    machine: Machine,
+    machine: MeasuredMachine,
     *,
     legal: Callable[[list[Layout]], list[Layout]],
     shown: int = 12,
@@ -347,7 +347,7 @@ def weighed(
 
 def chosen(
     spec: RunSpec,
-    measured: Measured,
+    measured: MachineMeasurements,
     given: Iterable[str],
     *,
     legal: Callable[[Layout], Layout | None],

@@ -24,7 +24,7 @@ from hocket.spec.run import RunFolder, RunSpec
 from hocket.spec.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from hocket.jobs.record import Record
+    from hocket.jobs.record import JobRecorder
     from hocket.launch import Launcher
 
 NONE, AUTO = "none", "auto"
@@ -64,12 +64,12 @@ def checked(cluster: str) -> None:
 
 
 def choose(
-    job: prepare.Plan,
+    job: prepare.PreparedJob,
     config: dict[str, Any],
-    record: Record,
+    record: JobRecorder,
     *,
     launcher: Launcher | None = None,
-) -> tuple[forecast.Told, prepare.Plan]:
+) -> tuple[forecast.Told, prepare.PreparedJob]:
     """The layout for `--layout auto`: its forecast, and the job in it. Says what and why.
 
     Raises:
@@ -119,7 +119,7 @@ def choose(
 
 
 def by_catalogue(
-    job: prepare.Plan, num_gpus: int, legal: Callable[[Layout], Layout | None]
+    job: prepare.PreparedJob, num_gpus: int, legal: Callable[[Layout], Layout | None]
 ) -> Layout:
     """The best layout of all GPUs of this machine by the planner's constants, which needs no
     measurement; data parallel under ZeRO-1 where the catalogue does not have the GPU.
@@ -159,7 +159,7 @@ def by_catalogue(
 def before(
     folder: RunFolder,
     spec: RunSpec,
-    record: Record,
+    record: JobRecorder,
     *,
     cluster: str = AUTO,
     launcher: Launcher | None = None,
@@ -225,6 +225,6 @@ def _untold(folder: RunFolder, spec: RunSpec, why: str) -> None:
     forecast.write(folder, (Forecast.none(str(spec.layout), why), None))
 
 
-def _phase(record: Record, event: dict[str, Any]) -> None:
+def _phase(record: JobRecorder, event: dict[str, Any]) -> None:
     if event["event"] == "phase":
         record.phase(event["name"])

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hocket.jobs import precision
-from hocket.jobs.request import NAMES, Request, request
+from hocket.jobs.request import NAMES, JobRequest, request
 from hocket.jobs.serving.llm import LLM, Completion, OnText
 from hocket.jobs.validate import validate
 from hocket.spec import renamed
@@ -17,7 +17,7 @@ from hocket.spec.layout import Layout
 from hocket.spec.run import RunSpec, Workload
 
 if TYPE_CHECKING:
-    from hocket.jobs.serving.request import Server
+    from hocket.jobs.serving.request import PreparedServer
     from hocket.launch import Launcher, RankContext
     from hocket.serving.request import SamplingParams
 
@@ -88,7 +88,7 @@ def generate(
     ]
 
 
-def _sized(server: Server, ids: Sequence[Sequence[int]], new: int) -> Server:
+def _sized(server: PreparedServer, ids: Sequence[Sequence[int]], new: int) -> PreparedServer:
     """With rows and a cache for these prompts, and no larger."""
     options = server.options
     longest = max(map(len, ids)) + new
@@ -107,8 +107,8 @@ def _sized(server: Server, ids: Sequence[Sequence[int]], new: int) -> Server:
 
 
 def _padded(
-    wanted: Request,
-    server: Server,
+    wanted: JobRequest,
+    server: PreparedServer,
     prompts: Sequence[str],
     sampling: SamplingParams,
     *,
@@ -173,7 +173,7 @@ def _padded(
 
 
 @contextlib.contextmanager
-def _warm(launcher: Launcher | None, wanted: Request) -> Iterator[Launcher]:
+def _warm(launcher: Launcher | None, wanted: JobRequest) -> Iterator[Launcher]:
     """The launcher given, or one of our own."""
     if launcher is not None:
         yield launcher

@@ -19,11 +19,11 @@ from typing import Any
 from hocket.jobs.ledger_entries import of_run, of_server
 from hocket.spec.errors import HocketError, OptionError, unknown
 from hocket.spec.files import parse_json
-from hocket.spec.ledger import FIGURES, Entry, Line, ServedEntry
+from hocket.spec.ledger import FIGURES, LedgerEntry, LedgerLine, ServedEntry
 
 VARIABLE = "HOCKET_LEDGER"
 
-GROUPS: dict[str, Callable[[Line], tuple[str, ...]]] = {
+GROUPS: dict[str, Callable[[LedgerLine], tuple[str, ...]]] = {
     "axis": lambda entry: entry.axes,
     "machine": lambda entry: (f"{entry.machine} ({entry.fingerprint})",),
     "model": lambda entry: (entry.model,),
@@ -40,7 +40,7 @@ def ledger_file() -> Path | None:
     return Path(home).expanduser() / "hocket" / "ledger.jsonl"
 
 
-def append(run: str | os.PathLike[str], others: float = 0.0) -> Line | None:
+def append(run: str | os.PathLike[str], others: float = 0.0) -> LedgerLine | None:
     """Add what a run's or a server's folder holds; None where no ledger is kept, or nothing was
     measured.
 
@@ -57,7 +57,7 @@ def append(run: str | os.PathLike[str], others: float = 0.0) -> Line | None:
     if path is None:
         return None
     folder = Path(run)
-    entry: Line | None
+    entry: LedgerLine | None
     entry = of_server(folder) if is_served(folder) else of_run(read(folder))
     if entry is None:
         return None
@@ -94,7 +94,7 @@ def _append_whole(path: Path, line: bytes) -> None:
 # --- reading -------------------------------------------------------------------------------
 
 
-def read_ledger() -> tuple[list[Entry], int]:
+def read_ledger() -> tuple[list[LedgerEntry], int]:
     """The training runs, the oldest first, and how many lines could not be read.
 
     Raises:
@@ -104,7 +104,7 @@ def read_ledger() -> tuple[list[Entry], int]:
     return entries, torn
 
 
-def read_all() -> tuple[list[Entry], list[ServedEntry], int]:
+def read_all() -> tuple[list[LedgerEntry], list[ServedEntry], int]:
     """Training runs and servers, the oldest first, and how many lines could not be read.
 
     Raises:
@@ -119,7 +119,7 @@ def read_all() -> tuple[list[Entry], list[ServedEntry], int]:
         raise OptionError(
             f"the ledger {path} cannot be read: {error.strerror}", hint=f"{VARIABLE}=FILE"
         ) from None
-    found: list[Entry] = []
+    found: list[LedgerEntry] = []
     served: list[ServedEntry] = []
     torn = 0
     for line in filter(str.strip, lines):
@@ -127,14 +127,14 @@ def read_all() -> tuple[list[Entry], list[ServedEntry], int]:
             if parse_json(line)["command"] == "serve":
                 served.append(ServedEntry.from_json(line))
             else:
-                found.append(Entry.from_json(line))
+                found.append(LedgerEntry.from_json(line))
         except (ValueError, TypeError, KeyError, AttributeError, HocketError):
             torn += 1
     return found, served, torn
 
 
 def errors(
-    entries: Iterable[Line], by: str, figures: Sequence[str] = FIGURES
+    entries: Iterable[LedgerLine], by: str, figures: Sequence[str] = FIGURES
 ) -> list[dict[str, Any]]:
     """How far predictions were off, a row a group and one over all.
 
@@ -147,7 +147,7 @@ def errors(
     if by not in GROUPS:
         message, hint = unknown("group", by, GROUPS)
         raise OptionError(message, hint=hint)
-    groups: dict[str, list[Line]] = defaultdict(list)
+    groups: dict[str, list[LedgerLine]] = defaultdict(list)
     everything = list(entries)
     for entry in everything:
         for name in GROUPS[by](entry):
@@ -156,7 +156,7 @@ def errors(
     return [*rows, _row("all", everything, figures)] if everything else []
 
 
-def _row(name: str, entries: list[Line], figures: Sequence[str]) -> dict[str, Any]:
+def _row(name: str, entries: list[LedgerLine], figures: Sequence[str]) -> dict[str, Any]:
     row: dict[str, Any] = {
         "group": name,
         "runs": len(entries),

@@ -13,15 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hocket.spec.ledger import Entry, Figures, ServedEntry, ServedFigures
+from hocket.spec.ledger import Figures, LedgerEntry, ServedEntry, ServedFigures
 
 if TYPE_CHECKING:
-    from hocket.reporting.record import Record
-    from hocket.reporting.served import Row
+    from hocket.reporting.record import RunRecord
+    from hocket.reporting.served import ServedFigure
     from hocket.spec.run import RunSpec
 
 
-def of_run(record: Record) -> Entry | None:
+def of_run(record: RunRecord) -> LedgerEntry | None:
     """The line of one run; None where it took no step or its spec is gone."""
     spec = record.spec
     if spec is None or record.step_seconds is None:
@@ -42,7 +42,7 @@ def of_run(record: Record) -> Entry | None:
             memory=max(record.forecast.peak_bytes, default=None),
             bubble=record.forecast.bubble if pipelined else None,
         )
-    return Entry(
+    return LedgerEntry(
         **_told_by(spec, record.path),
         steps=_steps(record),
         seq_len=spec.workload.seq_len,
@@ -52,7 +52,7 @@ def of_run(record: Record) -> Entry | None:
     )
 
 
-def _steps(record: Record) -> int:
+def _steps(record: RunRecord) -> int:
     """Steps in the layout that the run has now, which its figures are of."""
     _, first, last = record.stretches[-1]
     return last - first + 1
@@ -84,7 +84,7 @@ def of_server(folder: Path) -> ServedEntry | None:
     )
 
 
-def _figure(rows: Sequence[Row], unit: str) -> tuple[float | None, float | None]:
+def _figure(rows: Sequence[ServedFigure], unit: str) -> tuple[float | None, float | None]:
     """Predicted and measured of the one row of a unit that was measured."""
     for row in rows:
         if row.unit == unit and row.measured is not None:
@@ -92,7 +92,7 @@ def _figure(rows: Sequence[Row], unit: str) -> tuple[float | None, float | None]
     return None, None
 
 
-def _mean(rows: Sequence[Row]) -> tuple[float | None, float | None]:
+def _mean(rows: Sequence[ServedFigure]) -> tuple[float | None, float | None]:
     """Predicted and measured seconds, each row as often as it was measured."""
     counted = [row for row in rows if row.measured is not None and row.count]
     total = sum(row.count for row in counted)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hocket.jobs.ledger import VARIABLE, errors, ledger_file
-from hocket.spec.ledger import FIGURES, SERVED_FIGURES, Entry, Line, ServedEntry
+from hocket.spec.ledger import FIGURES, SERVED_FIGURES, LedgerEntry, LedgerLine, ServedEntry
 
 _HEADERS = ("round", "prompts", "tokens/s", "cache")
 """Words for SERVED_FIGURES."""
@@ -20,7 +20,7 @@ def _short(model: str) -> str:
 
 
 def text(
-    entries: list[Entry], torn: int, by: str, last: int, served: Sequence[ServedEntry] = ()
+    entries: list[LedgerEntry], torn: int, by: str, last: int, served: Sequence[ServedEntry] = ()
 ) -> str:
     """The ledger as tables: the errors by group, then the last runs; then the same of servers."""
     from hocket.reporting import table_text
@@ -127,7 +127,7 @@ def _off_by(found: dict[str, Any], *, points: bool = False) -> list[str]:
     return [f"{100 * found['error']:.1f}{unit}", f"{100 * found['bias']:+.1f}{unit}"]
 
 
-def _both(entry: Line, figure: str, form: Callable[[float], str]) -> list[str]:
+def _both(entry: LedgerLine, figure: str, form: Callable[[float], str]) -> list[str]:
     """A figure measured and predicted, in words."""
     now = getattr(entry.measured, figure)
     then = getattr(entry.predicted, figure) if entry.predicted is not None else None

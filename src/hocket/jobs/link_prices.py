@@ -120,9 +120,9 @@ def links(
     )
 
 
-def _on_cores(asked: machine_plan.Asked, where: Cluster) -> LinkPrices:
+def _on_cores(asked: machine_plan.MachinePlanRequest, where: Cluster) -> LinkPrices:
     """The same on CPU cores that were measured."""
-    from hocket.cost.measured_prices import Job
+    from hocket.cost.measured_prices import StepProblem
     from hocket.planning import machine_links
     from hocket.planning.machine_forecast import forecast, rates_of
     from hocket.schedules.registry import build
@@ -130,7 +130,7 @@ def _on_cores(asked: machine_plan.Asked, where: Cluster) -> LinkPrices:
     shape, one, workload = asked.shape, asked.layout, asked.spec.workload
     told, _ = forecast(shape, one, workload, asked.machine)
     schedule = build(one, one.microbatches or 1)
-    job = Job(shape=shape, layout=one, workload=workload, schedule=schedule)
+    job = StepProblem(shape=shape, layout=one, workload=workload, schedule=schedule)
     _, ways = rates_of(job, asked.machine)
     return LinkPrices(
         model=shape.name,

@@ -33,7 +33,7 @@ _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Owner:
+class LockOwner:
     """The process that writes a folder.
 
     Attributes:
@@ -53,7 +53,7 @@ class Owner:
     token: str
 
     @classmethod
-    def me(cls, job: str) -> Owner:
+    def me(cls, job: str) -> LockOwner:
         """This process."""
         return cls(
             host=socket.gethostname(),
@@ -67,7 +67,7 @@ class Owner:
         )
 
     @classmethod
-    def read(cls, file: Path) -> Owner | None:
+    def read(cls, file: Path) -> LockOwner | None:
         """The owner that a lock names; None where there is no lock.
 
         Raises:
@@ -108,7 +108,7 @@ def check(folder: Path) -> None:
         RunFolderError: it is locked; host and pid of the owner.
     """
     file = folder / NAME
-    owner = Owner.read(file)
+    owner = LockOwner.read(file)
     if owner is not None and not owner.dead and owner.token not in _mine:
         raise _locked(folder, file, owner)
 
@@ -127,11 +127,11 @@ def locked(folder: Path, job: str) -> Iterator[None]:
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / NAME
-    owner = Owner.read(file)
+    owner = LockOwner.read(file)
     if owner is not None and owner.token in _mine:
         yield
         return
-    me = Owner.me(job)
+    me = LockOwner.me(job)
     _take(folder, file, me)
     _mine.add(me.token)
     try:
@@ -166,12 +166,12 @@ _mine: set[str] = set()
 """Tokens of the locks that this process has."""
 
 
-def _take(folder: Path, file: Path, me: Owner) -> None:
+def _take(folder: Path, file: Path, me: LockOwner) -> None:
     """Create the lock, or follow an owner that is dead."""
     while True:
         if _create(file, me):
             return
-        owner, chain = Owner.read(file), []
+        owner, chain = LockOwner.read(file), []
         while owner is not None and owner.dead:
             after = file.with_name(f"{NAME}.{owner.token}.next")
             chain.append(after)
@@ -183,7 +183,7 @@ def _take(folder: Path, file: Path, me: Owner) -> None:
                     return
                 after.unlink(missing_ok=True)  # someone was faster, and has tidied up
                 break
-            owner = Owner.read(after)
+            owner = LockOwner.read(after)
         else:
             if owner is not None:
                 raise _locked(folder, file, owner)
@@ -191,11 +191,11 @@ def _take(folder: Path, file: Path, me: Owner) -> None:
 
 def _still(file: Path, chain: list[Path]) -> bool:
     """Whether the lock is of the first dead owner of a chain, as when it was read."""
-    owner = Owner.read(file)
+    owner = LockOwner.read(file)
     return owner is not None and chain[0].name == f"{NAME}.{owner.token}.next"
 
 
-def _create(file: Path, owner: Owner) -> bool:
+def _create(file: Path, owner: LockOwner) -> bool:
     """Give a file that names `owner` the name `file`, unless it exists: whether it did."""
     aside = _aside(file, owner)
     try:
@@ -218,24 +218,24 @@ def _create(file: Path, owner: Owner) -> bool:
         aside.unlink(missing_ok=True)
 
 
-def _replace(file: Path, owner: Owner) -> None:
+def _replace(file: Path, owner: LockOwner) -> None:
     os.replace(_aside(file, owner), file)
 
 
-def _aside(file: Path, owner: Owner) -> Path:
+def _aside(file: Path, owner: LockOwner) -> Path:
     aside = file.with_name(f"{NAME}.{owner.token}.new")
     aside.write_text(json.dumps(dataclasses.asdict(owner)))
     return aside
 
 
-def _release(file: Path, me: Owner) -> None:
+def _release(file: Path, me: LockOwner) -> None:
     with contextlib.suppress(OSError, RunFolderError):
-        owner = Owner.read(file)
+        owner = LockOwner.read(file)
         if owner is not None and owner.token == me.token:
             file.unlink()
 
 
-def _locked(folder: Path, file: Path, owner: Owner) -> RunFolderError:
+def _locked(folder: Path, file: Path, owner: LockOwner) -> RunFolderError:
     message = (
         f"{folder} is being written by process {owner.pid} on host {owner.host} "
         f"({owner.job}, since {owner.since})"

@@ -22,10 +22,10 @@ from pathlib import Path
 
 import hocket
 from hocket.jobs.measured_cluster import cluster_of
-from hocket.jobs.probe import BUSY, Listener, Present, measure, present
+from hocket.jobs.probe import BUSY, Listener, ProbeTarget, measure, present
 from hocket.spec.cluster import Cluster
 from hocket.spec.errors import HocketError, OptionError
-from hocket.spec.measured import Measured
+from hocket.spec.measured import MachineMeasurements
 from hocket.spec.run import write_text
 
 AUTO = "auto"
@@ -175,7 +175,7 @@ def folder() -> Path:
     return Path(home).expanduser() / "hocket" / "probes"
 
 
-def kept_file(here: Present) -> Path:
+def kept_file(here: ProbeTarget) -> Path:
     """Where `auto` keeps this machine: another one, or other versions, have another file."""
     host = dataclasses.replace(here.host, load=0.0)
     devices = [dataclasses.astuple(one) for one in here.found.devices]
@@ -184,7 +184,7 @@ def kept_file(here: Present) -> Path:
     return folder() / f"{digest}.toml"
 
 
-def _kept(here: Present) -> Cluster | None:
+def _kept(here: ProbeTarget) -> Cluster | None:
     from hocket.catalogue.hardware import cluster as named
 
     try:
@@ -194,7 +194,7 @@ def _kept(here: Present) -> Cluster | None:
     return found if found.measured is not None else None
 
 
-def _keep(here: Present, found: Cluster) -> None:
+def _keep(here: ProbeTarget, found: Cluster) -> None:
     from hocket.catalogue.hardware import to_toml
 
     file = kept_file(here)
@@ -256,7 +256,7 @@ def _version(package: str) -> str:
 # --- what the verb shows and writes ---------------------------------------------------------------
 
 
-def told(measured: Measured) -> str:
+def told(measured: MachineMeasurements) -> str:
     """What was measured, for the terminal."""
     from hocket.reporting.measured import measured_text
 
@@ -291,7 +291,7 @@ def save(found: Cluster, file: str | os.PathLike[str]) -> None:
     write_text(Path(file), to_toml(found))
 
 
-def draw(measured: Measured, file: str | os.PathLike[str]) -> None:
+def draw(measured: MachineMeasurements, file: str | os.PathLike[str]) -> None:
     """Write the topology as SVG."""
     from hocket.reporting.topology import svg
 

@@ -19,11 +19,11 @@ from hocket.spec.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from hocket.models.source import ModelSource
-    from hocket.planning.machine_forecast import Machine
-    from hocket.planning.plan import Plan
+    from hocket.planning.machine_forecast import MeasuredMachine
+    from hocket.planning.plan import TrainingPlan
     from hocket.spec.cluster import Cluster
     from hocket.spec.forecast import Forecast
-    from hocket.spec.measured import Measured
+    from hocket.spec.measured import MachineMeasurements
     from hocket.spec.model_shape import ModelShape
     from hocket.spec.run import RunSpec, Workload
 
@@ -52,7 +52,7 @@ def plan(
     explain: bool = False,
     lora_rank: int | None = None,
     lora_targets: str | None = None,
-) -> Plan:
+) -> TrainingPlan:
     """The best layouts of a model on a measured machine, or one layout foretold.
 
     Args: as `jobs.plan.plan`; `precision` None is fp32.
@@ -65,7 +65,7 @@ def plan(
     from hocket.jobs import forecast, forecast_policy
     from hocket.jobs.adapters import words as of_adapters
     from hocket.planning.machine_choice import beside, weigh
-    from hocket.planning.plan import Plan
+    from hocket.planning.plan import TrainingPlan
 
     if objective not in OBJECTIVES:
         message, hint = unknown("objective", objective, OBJECTIVES)
@@ -102,7 +102,7 @@ def plan(
             f"{format_bytes(least.capacity)}",
             hint="a smaller --global-batch or --seq-len",
         )
-    return Plan(
+    return TrainingPlan(
         model=model,
         cluster=cluster.name,
         objective=objective,
@@ -123,7 +123,7 @@ def plan(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Asked:
+class MachinePlanRequest:
     """A model and a batch on a machine that was measured.
 
     Attributes:
@@ -134,7 +134,7 @@ class Asked:
     source: ModelSource
     spec: RunSpec
     shape: ModelShape
-    machine: Machine
+    machine: MeasuredMachine
     layout: Layout
 
 
@@ -148,7 +148,7 @@ def problem(
     layout: Layout | None = None,
     lora_rank: int | None = None,
     lora_targets: str | None = None,
-) -> Asked:
+) -> MachinePlanRequest:
     """What is asked of a machine of CPU cores, and its model traced.
 
     Raises:
@@ -188,7 +188,7 @@ def problem(
         raise OptionError(f"{unpriced} was not measured here", hint="another --layout")
     shape = forecast.shape_of(spec)
     machine = forecast.machine_of(spec, measured)
-    return Asked(source=source, spec=spec, shape=shape, machine=machine, layout=one)
+    return MachinePlanRequest(source=source, spec=spec, shape=shape, machine=machine, layout=one)
 
 
 def legal(
@@ -230,15 +230,15 @@ def legal(
     return list(found.values())
 
 
-def holds(shape: ModelShape, layout: Layout, workload: Workload, machine: Machine) -> bool:
+def holds(shape: ModelShape, layout: Layout, workload: Workload, machine: MeasuredMachine) -> bool:
     """Whether each rank of a layout has room for its part, with the margin of a choice."""
     from hocket.cost.measured_memory import memory_rows
-    from hocket.cost.measured_prices import Job
+    from hocket.cost.measured_prices import StepProblem
     from hocket.planning.machine_choice import MARGIN
     from hocket.schedules.registry import build
 
     schedule = build(layout, layout.microbatches or 1)
-    job = Job(shape=shape, layout=layout, workload=workload, schedule=schedule)
+    job = StepProblem(shape=shape, layout=layout, workload=workload, schedule=schedule)
     room = machine.room(layout.world_size)
     return not room or MARGIN * max(row["total"] for row in memory_rows(job)) <= room
 
@@ -250,7 +250,7 @@ def fits(one: Forecast) -> bool:
     return not one.capacity or MARGIN * max(one.peak_bytes) <= one.capacity
 
 
-def _measured(cluster: Cluster) -> Measured:
+def _measured(cluster: Cluster) -> MachineMeasurements:
     if cluster.measured is None:
         raise OptionError(
             f"{cluster.name} is CPU cores without measurements: a file that was written by hand "
@@ -260,9 +260,9 @@ def _measured(cluster: Cluster) -> Measured:
     return cluster.measured
 
 
-def _row(one: Forecast, spec: RunSpec, shape: ModelShape, measured: Measured) -> Any:
+def _row(one: Forecast, spec: RunSpec, shape: ModelShape, measured: MachineMeasurements) -> Any:
     """As the planner tells a layout; what was foretold has no range, so its ends are equal."""
-    from hocket.planning.forecast import Forecast as Told
+    from hocket.planning.forecast import LayoutForecast as Told
     from hocket.planning.forecast import Range
     from hocket.planning.machine_choice import MARGIN
 
@@ -295,7 +295,7 @@ def _row(one: Forecast, spec: RunSpec, shape: ModelShape, measured: Measured) ->
     )
 
 
-def _words(measured: Measured) -> str:
+def _words(measured: MachineMeasurements) -> str:
     cores = measured.host.cores
     form = "quick form" if measured.quick else "full form"
     return (
@@ -340,7 +340,7 @@ def _trust(spec: RunSpec) -> tuple[str, ...]:
 HEADERS = ("layout", "ranks", "step", "tokens/s", "memory a rank", "bubble", "exposed")
 
 
-def table(found: Plan) -> str:
+def table(found: TrainingPlan) -> str:
     """The answer as text."""
     from hocket.reporting.table import table_text
 

@@ -11,10 +11,10 @@ import dataclasses
 
 from hocket.spec.cluster import Cluster, Gpu, Link, Node
 from hocket.spec.errors import OptionError
-from hocket.spec.measured import Device, Measured, Pair
+from hocket.spec.measured import DevicePair, MachineMeasurements, MeasuredDevice
 
 
-def cluster_of(measured: Measured) -> Cluster:
+def cluster_of(measured: MachineMeasurements) -> Cluster:
     """The machine as a cluster.
 
     Raises:
@@ -49,7 +49,7 @@ def cluster_of(measured: Measured) -> Cluster:
     return Cluster(name=host.name, num_nodes=1, node=node, measured=measured)
 
 
-def _cuda(measured: Measured) -> Cluster:
+def _cuda(measured: MachineMeasurements) -> Cluster:
     from hocket.catalogue import hardware
 
     first = measured.devices[0]
@@ -97,7 +97,7 @@ _LINK_RATE = {1: 20e9, 2: 25e9, 3: 25e9, 4: 25e9, 5: 50e9, 6: 100e9}
 """Bytes/s each way of one NVLink by generation, of GPUs that the catalogue does not know."""
 
 
-def _link_rate(device: Device) -> float:
+def _link_rate(device: MeasuredDevice) -> float:
     """Bytes/s each way of one of its links: those of gaming cards are narrower."""
     from hocket.catalogue import hardware
 
@@ -106,7 +106,7 @@ def _link_rate(device: Device) -> float:
     return _LINK_RATE.get(device.nvlink, 0.0)
 
 
-def _expected(pair: Pair, measured: Measured) -> Pair:
+def _expected(pair: DevicePair, measured: MachineMeasurements) -> DevicePair:
     """The pair with the rate of its links as they are sold, where none was measured."""
     if pair.measured or pair.rate:
         return pair
@@ -115,7 +115,7 @@ def _expected(pair: Pair, measured: Measured) -> Pair:
     return dataclasses.replace(pair, rate=rate)
 
 
-def link_of(measured: Measured) -> Link:
+def link_of(measured: MachineMeasurements) -> Link:
     """The kind of link that NVML's facts amount to, with the rate of all links of a GPU."""
     devices, pairs = measured.devices, measured.pairs
     first, count = devices[0], len(devices)
@@ -138,7 +138,7 @@ def link_of(measured: Measured) -> Link:
     return Link(kind="pcie-switch" if switched else "pcie", bandwidth=pcie, domain=count)
 
 
-def _rates(measured: Measured) -> dict[str, float]:
+def _rates(measured: MachineMeasurements) -> dict[str, float]:
     """The best rate of a product by precision."""
     found: dict[str, float] = {}
     for one in measured.products:
@@ -151,7 +151,7 @@ def _rates(measured: Measured) -> dict[str, float]:
     return found
 
 
-def _memory_rate(measured: Measured) -> float:
+def _memory_rate(measured: MachineMeasurements) -> float:
     """Bytes/s of the largest stream, in no cache."""
     if not measured.streams:
         raise OptionError("no memory rate was measured", hint="hocket probe")

@@ -16,9 +16,9 @@ from hocket.spec.precision import default_grad_dtype
 from hocket.spec.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
-    from hocket.planning.forecast import Forecast, Range
+    from hocket.planning.forecast import LayoutForecast, Range
     from hocket.planning.goodput import Goodput
-    from hocket.planning.plan import Plan
+    from hocket.planning.plan import TrainingPlan
     from hocket.planning.problem import Problem
     from hocket.spec.cluster import Gpu
     from hocket.spec.model_shape import ModelShape
@@ -47,7 +47,7 @@ def plan(
     restart_seconds: float | None = None,
     failures: float | None = None,
     repair_hours: float | None = None,
-) -> Plan:
+) -> TrainingPlan:
     """The best layouts of a model on a cluster, or one layout priced.
 
     Args:
@@ -180,7 +180,7 @@ def plan(
 
 def _goodput(  # noqa: PLR0917
     problem: Problem,
-    found: Plan,
+    found: TrainingPlan,
     save_seconds: float | None,
     restart_seconds: float | None,
     failures: float | None,
@@ -300,7 +300,7 @@ def _positions(model: str) -> int | None:
 HEADERS = ("step", "tokens/s/GPU", "MFU", "memory", "bubble", "exposed", "$/B tokens")
 
 
-def table(found: Plan) -> str:
+def table(found: TrainingPlan) -> str:
     """The answer as text: what was asked, the best layouts, and how to run the first."""
     from hocket.catalogue.hardware import price_text
 
@@ -373,18 +373,18 @@ def _failures(one: Goodput) -> str:
     )
 
 
-def runs(found: Plan) -> bool:
+def runs(found: TrainingPlan) -> bool:
     """Whether hocket can train in the best layout."""
     return found.best.fits and found.best.runs_here
 
 
-def rehearsal(found: Plan) -> list[str]:
+def rehearsal(found: TrainingPlan) -> list[str]:
     """The words of the command that executes the best layout on fake GPUs."""
     words = ["rehearse", found.model, "--layout", str(found.best.layout)]
     return [*words, "--seq-len", str(found.seq_len), "--global-batch", str(found.global_batch)]
 
 
-def command(found: Plan) -> list[str]:
+def command(found: TrainingPlan) -> list[str]:
     """The words of the command that trains in the best layout."""
     words = ["train", found.model, "--data", "DATA", "--layout", str(found.best.layout)]
     words += ["--seq-len", str(found.seq_len), "--global-batch", str(found.global_batch)]
@@ -396,7 +396,7 @@ def command(found: Plan) -> list[str]:
     return words
 
 
-def emitted(found: Plan, tool: str) -> str:
+def emitted(found: TrainingPlan, tool: str) -> str:
     """The best layout as another tool's flags.
 
     Raises:
@@ -410,7 +410,7 @@ def emitted(found: Plan, tool: str) -> str:
     return emit(tool, found.problem, found.best)
 
 
-def _rows(layouts: Sequence[Forecast]) -> list[str]:
+def _rows(layouts: Sequence[LayoutForecast]) -> list[str]:
     """Two lines for each: the layout, as --layout reads it, and below it what it gives."""
     from hocket.reporting.table import table_text
 
@@ -426,7 +426,7 @@ def _rows(layouts: Sequence[Forecast]) -> list[str]:
 INDENT = "    "
 
 
-def cells(one: Forecast) -> tuple[str, ...]:
+def cells(one: LayoutForecast) -> tuple[str, ...]:
     """What a layout gives, a text for each of HEADERS."""
     cost = one.dollars_per_billion_tokens
     return (
@@ -446,7 +446,7 @@ def _range(values: Range, text: Any) -> str:
     return f"{text(values.median)} ({text(values.low)}-{text(values.high)})"
 
 
-def _run_by(layouts: Sequence[Forecast]) -> list[str]:
+def _run_by(layouts: Sequence[LayoutForecast]) -> list[str]:
     """The software that can run what this hocket cannot, best layout first."""
     found: dict[str, list[str]] = {}
     for one in layouts:
@@ -458,7 +458,7 @@ def _run_by(layouts: Sequence[Forecast]) -> list[str]:
     return lines
 
 
-def _reasons(layouts: Sequence[Forecast]) -> list[str]:
+def _reasons(layouts: Sequence[LayoutForecast]) -> list[str]:
     """Why they do not run here, each once by what the runtime does instead."""
     found: dict[str, str] = {}
     for one in layouts:

@@ -12,14 +12,14 @@ from hocket.spec.errors import OptionError
 from hocket.spec.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from hocket.planning.forecast import Forecast
-    from hocket.planning.plan import Plan
+    from hocket.planning.forecast import LayoutForecast
+    from hocket.planning.plan import TrainingPlan
     from hocket.planning.problem import Problem
-    from hocket.planning.reading.configuration import Configuration
+    from hocket.planning.reading.configuration import ToolConfiguration
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Reading:
+class ReadPlan:
     """What a configuration gives, and a better one of the same tool.
 
     Attributes:
@@ -32,9 +32,9 @@ class Reading:
     """
 
     file: str
-    configuration: Configuration
-    predicted: Plan
-    better: Forecast | None = None
+    configuration: ToolConfiguration
+    predicted: TrainingPlan
+    better: LayoutForecast | None = None
     diff: str = ""
     environment: str = ""
     searched: Problem | None = None
@@ -62,7 +62,7 @@ def plan_from(
     global_batch: int | None = None,
     precision: str | None = None,
     stack: str | None = None,
-) -> Reading:
+) -> ReadPlan:
     """Predict a configuration of another tool, and find a better one that the tool can run.
 
     Args:
@@ -103,18 +103,18 @@ def plan_from(
     best = searched.best
     here = predicted.best
     if here.fits and best.step_seconds.median >= here.step_seconds.median * 0.999:
-        return Reading(file=file, configuration=found, predicted=predicted)
+        return ReadPlan(file=file, configuration=found, predicted=predicted)
     assert searched.problem is not None
     chosen = job(searched.problem, best)
     new = changed(text, found, chosen)
-    return Reading(
+    return ReadPlan(
         file=file, configuration=found, predicted=predicted, better=best,
         diff=difference(os.path.basename(file), text, new), searched=searched.problem,
         environment=(environment(chosen) or "") if tool == "megatron" else "",
     )  # fmt: skip
 
 
-def reading_text(reading: Reading) -> str:
+def reading_text(reading: ReadPlan) -> str:
     """For a person: what was read, the prediction, and the diff."""
     found = reading.configuration
     lines = [
@@ -179,7 +179,7 @@ def serve_from(file: str, *, model: str = "", cluster: str | None = None, **aske
     return "\n".join([*lines, difference(os.path.basename(file), text, new).rstrip("\n")])
 
 
-def _said(found: Configuration) -> list[str]:
+def _said(found: ToolConfiguration) -> list[str]:
     """Notes, and the keys that were not read."""
     lines = [f"Note: {note}." for note in found.notes]
     if found.unread:
@@ -209,7 +209,7 @@ def _gpus(cluster: str) -> int:
     return find_cluster(cluster).num_gpus
 
 
-def _batch(found: Configuration, gpus: int, given: int | None) -> int:
+def _batch(found: ToolConfiguration, gpus: int, given: int | None) -> int:
     """Sequences of a step: of the file, of its microbatches, or as given."""
     written = found.global_batch
     if written is None and found.microbatch is not None:

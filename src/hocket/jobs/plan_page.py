@@ -10,11 +10,11 @@ from hocket.spec.errors import OptionError
 from hocket.spec.run import write_text
 
 if TYPE_CHECKING:
-    from hocket.planning.forecast import Forecast
-    from hocket.planning.plan import Plan
+    from hocket.planning.forecast import LayoutForecast
+    from hocket.planning.plan import TrainingPlan
 
 
-def write(found: Plan, path: str) -> Path:
+def write(found: TrainingPlan, path: str) -> Path:
     """Write the page; its path.
 
     Raises:
@@ -23,7 +23,7 @@ def write(found: Plan, path: str) -> Path:
     from hocket.catalogue.hardware import price_text
     from hocket.jobs.plan import HEADERS, cells, command
     from hocket.planning.plan import timeline_of
-    from hocket.reporting.plan_page import PlanPage, Row, page
+    from hocket.reporting.plan_page import PlanPage, PlanRow, page
 
     problem = found.problem
     if problem is None:
@@ -32,13 +32,13 @@ def write(found: Plan, path: str) -> Path:
             hint="--cluster 8xH100-SXM, or leave --html out",
         )
 
-    def row(one: Forecast) -> Row:
+    def row(one: LayoutForecast) -> PlanRow:
         cost = one.dollars_per_billion_tokens
         numbers = (
             one.step_seconds.median, one.tokens_per_second_per_gpu.median, one.mfu.median,
             float(one.memory_high), one.bubble, one.exposed, None if cost is None else cost.median,
         )  # fmt: skip
-        return Row(
+        return PlanRow(
             name=str(one.layout),
             cells=tuple(zip(cells(one), numbers, strict=True)),
             memory=one.memory_by_kind,

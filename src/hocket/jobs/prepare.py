@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hocket.jobs import defaults, links, lock, memory, precision
-from hocket.jobs.request import Request
+from hocket.jobs.request import JobRequest
 from hocket.jobs.validate import validate
 from hocket.spec.errors import (
     DataError,
@@ -38,16 +38,16 @@ Progress = Callable[[int, int], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
+class PreparedJob:
     """A job whose model, layout and schedule fit each other. Nothing is written yet."""
 
-    request: Request
+    request: JobRequest
     source: ModelSource
     layout: Layout
     schedule: Schedule
 
 
-def plan(request: Request, *, world_size: int | None = None) -> Plan:
+def plan(request: JobRequest, *, world_size: int | None = None) -> PreparedJob:
     """Check a request as far as that goes without reading through its data.
 
     Args:
@@ -100,7 +100,7 @@ def plan(request: Request, *, world_size: int | None = None) -> Plan:
             model_dir=source.tokenizer,
             trust_remote_code=request.options.trust_remote_code,
         )
-    return Plan(request=request, source=source, layout=layout, schedule=schedule)
+    return PreparedJob(request=request, source=source, layout=layout, schedule=schedule)
 
 
 def device_checked(options: TrainOptions) -> None:
@@ -113,7 +113,7 @@ def device_checked(options: TrainOptions) -> None:
         )
 
 
-def choice_checked(request: Request, world_size: int | None) -> None:
+def choice_checked(request: JobRequest, world_size: int | None) -> None:
     """Refuse to choose a layout for ranks that are there already. Raises OptionError."""
     if request.auto and world_size is not None:
         raise OptionError(
@@ -136,7 +136,7 @@ def scheduled(layout: Layout) -> Schedule:
     return build(layout, layout.microbatches)
 
 
-def run_folder(request: Request) -> RunFolder:
+def run_folder(request: JobRequest) -> RunFolder:
     """The run folder asked for, or a new name under `runs/`.
 
     Raises:
@@ -206,7 +206,7 @@ def trained_config(source: ModelSource, vocab_size: int, eos_id: int | None) -> 
 
 
 def data(
-    job: Plan, folder: RunFolder, progress: Progress | None = None
+    job: PreparedJob, folder: RunFolder, progress: Progress | None = None
 ) -> tuple[Tokenizer, Tokens, dict[str, Any]]:
     """Tokenize the data into the run folder; the model's configuration with its vocabulary.
 
@@ -277,19 +277,19 @@ def with_vocabulary(config: dict[str, Any], vocab_size: int, eos: int | None) ->
     return changed
 
 
-def packed(job: Plan, packing: str) -> Plan:
+def packed(job: PreparedJob, packing: str) -> PreparedJob:
     """The job with the packing that its data asks for."""
     options = dataclasses.replace(job.request.options, packing=packing)
     return dataclasses.replace(job, request=dataclasses.replace(job.request, options=options))
 
 
 def placed(
-    job: Plan,
+    job: PreparedJob,
     layout: Layout,
     *,
     world_size: int | None = None,
     schedule: Schedule | None = None,
-) -> Plan:
+) -> PreparedJob:
     """The job in another layout, with its schedule.
 
     Args:
@@ -308,7 +308,7 @@ def placed(
     return dataclasses.replace(job, layout=layout, schedule=schedule)
 
 
-def write(job: Plan, folder: RunFolder, config: dict[str, Any], command: str) -> RunSpec:
+def write(job: PreparedJob, folder: RunFolder, config: dict[str, Any], command: str) -> RunSpec:
     """Write run.json and schedule.txt: from here on the folder holds a run."""
     spec = spec_of(job.source, job.request, job.layout, config, command)
     folder.path.mkdir(parents=True, exist_ok=True)
@@ -318,7 +318,7 @@ def write(job: Plan, folder: RunFolder, config: dict[str, Any], command: str) ->
 
 
 def spec_of(
-    source: ModelSource, request: Request, layout: Layout, config: dict[str, Any], command: str
+    source: ModelSource, request: JobRequest, layout: Layout, config: dict[str, Any], command: str
 ) -> RunSpec:
     """The RunSpec of a job; its paths hold from any working folder."""
     from hocket.training import data_paths

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import hocket
 from hocket.spec.errors import OptionError, RankFailure
-from hocket.spec.measured import Device, Host, Measured, Pair, to_rows
+from hocket.spec.measured import DevicePair, Host, MachineMeasurements, MeasuredDevice, to_rows
 from hocket.spec.rows import to_table
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ BUSY = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
-class Present:
+class ProbeTarget:
     """What is there, before anything is measured; kind is `cpu` or `cuda`."""
 
     kind: str
@@ -37,7 +37,7 @@ class Present:
     found: FoundDevices
 
 
-def present(device: str = "auto") -> Present:
+def present(device: str = "auto") -> ProbeTarget:
     """Look at this machine; milliseconds.
 
     Raises:
@@ -59,12 +59,12 @@ def present(device: str = "auto") -> Present:
         raise OptionError(f"device cuda cannot be measured: {seen}", hint="--device cpu")
     kind = "cuda" if device != "cpu" and cuda_shows() else "cpu"
     rate = sum(card.rate for card in network.cards())
-    return Present(kind, dataclasses.replace(host.host(), network=rate), found)
+    return ProbeTarget(kind, dataclasses.replace(host.host(), network=rate), found)
 
 
 def measure(
     *, device: str = "auto", quick: bool = False, on_event: Listener | None = None
-) -> Measured:
+) -> MachineMeasurements:
     """Measure this machine.
 
     Args:
@@ -121,7 +121,7 @@ def measure(
             f"the idle machine: other programs took {host.load:.2g} of its {host.cores} cores "
             "meanwhile, so communication and shared cores are slower than they would be"
         )
-    found = Measured.from_dict(
+    found = MachineMeasurements.from_dict(
         {
             "device": here.kind,
             "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -137,13 +137,13 @@ def measure(
     return dataclasses.replace(found, pairs=_joined(here, found.pairs)) if cuda else found
 
 
-def _devices(here: Present) -> tuple[Device, ...]:
+def _devices(here: ProbeTarget) -> tuple[MeasuredDevice, ...]:
     if here.kind == "cuda":
         return here.found.devices
-    return (Device(index=0, name=here.host.cpu, memory=here.host.memory),)
+    return (MeasuredDevice(index=0, name=here.host.cpu, memory=here.host.memory),)
 
 
-def _joined(here: Present, measured: tuple[Pair, ...]) -> tuple[Pair, ...]:
+def _joined(here: ProbeTarget, measured: tuple[DevicePair, ...]) -> tuple[DevicePair, ...]:
     """Rates and latencies that were measured, upon what NVML says of the same pairs."""
     by_ends = {(one.first, one.second): one for one in measured}
     found = []
@@ -155,7 +155,7 @@ def _joined(here: Present, measured: tuple[Pair, ...]) -> tuple[Pair, ...]:
     return tuple(found) or measured
 
 
-def _lacking(here: Present, parts: dict[str, list[Any]]) -> list[str]:
+def _lacking(here: ProbeTarget, parts: dict[str, list[Any]]) -> list[str]:
     """In words, what a machine of this kind cannot tell."""
     found = []
     if here.kind == "cuda":

@@ -59,7 +59,7 @@ class Summary:
     report: Path | None = None
 
 
-class Record:
+class JobRecorder:
     """Hands events on to a listener and keeps what the summary needs.
 
     Attributes:

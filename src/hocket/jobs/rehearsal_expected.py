@@ -125,9 +125,9 @@ def _memory(spec: RunSpec, schedule: Schedule, ranks: list[int]) -> list[dict[st
 def gpu_memory(shape: ModelShape, spec: RunSpec, schedule: Schedule) -> list[dict[str, int]]:
     """Bytes by kind that the tensors of a training job take, a row for each rank, on GPUs."""
     from hocket.cost.measured_memory import memory_rows
-    from hocket.cost.measured_prices import Job
+    from hocket.cost.measured_prices import StepProblem
 
-    job = Job(
+    job = StepProblem(
         shape=shape,
         layout=spec.layout,
         workload=spec.workload,

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from hocket.jobs.rehearsal_workers import Workers
+from hocket.jobs.rehearsal_workers import RehearsalWorkers
 from hocket.spec.errors import HocketError, LayoutError, OptionError, ScheduleError
 from hocket.spec.layout import Layout
 from hocket.spec.run import RunSpec
@@ -86,7 +86,7 @@ def nearest(found: Rehearsed) -> Layout | None:
             "allowed": (1 - MARGIN) * found.job.device.memory * predicted / rehearsed,
         },
     }
-    with Workers(1) as workers:
+    with RehearsalWorkers(1) as workers:
         (event,) = workers.run([task])
     return None if event["value"] is None else Layout.parse(event["value"])
 

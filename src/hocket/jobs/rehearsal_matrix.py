@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from hocket.jobs.rehearsal_workers import MOST, Workers
+from hocket.jobs.rehearsal_workers import MOST, RehearsalWorkers
 from hocket.spec.errors import HocketError, LayoutError, ModelError, OptionError, unknown
 from hocket.spec.rehearsal_matrix import (
     CASES,
@@ -28,7 +28,7 @@ from hocket.spec.rehearsal_matrix import (
     REJECTED,
     ROWS,
     SCHEDULES,
-    Case,
+    MatrixJob,
     RehearsalCell,
     RehearsalMatrix,
 )
@@ -41,7 +41,7 @@ Listener = Callable[[RehearsalCell], None]
 
 def chosen(
     models: Sequence[str] = (), schedules: Sequence[str] = (), options: Sequence[str] = ()
-) -> tuple[Case, ...]:
+) -> tuple[MatrixJob, ...]:
     """The cases of some models, schedules and options; an empty choice takes all.
 
     Raises:
@@ -66,7 +66,7 @@ def chosen(
 
 
 def matrix(
-    cases: Sequence[Case] = CASES, *, workers: int = MOST, on_cell: Listener | None = None
+    cases: Sequence[MatrixJob] = CASES, *, workers: int = MOST, on_cell: Listener | None = None
 ) -> RehearsalMatrix:
     """Rehearse cases.
 
@@ -82,7 +82,7 @@ def matrix(
     from hocket.jobs.matrix import versions
 
     begin = time.perf_counter()
-    left: queue.SimpleQueue[tuple[int, Case]] = queue.SimpleQueue()
+    left: queue.SimpleQueue[tuple[int, MatrixJob]] = queue.SimpleQueue()
     for item in enumerate(cases):
         left.put(item)
     events: queue.SimpleQueue[tuple[int, RehearsalCell] | BaseException | None]
@@ -124,13 +124,13 @@ def matrix(
 
 
 def _rehearse_all(
-    left: queue.SimpleQueue[tuple[int, Case]],
+    left: queue.SimpleQueue[tuple[int, MatrixJob]],
     put: Callable[[tuple[int, RehearsalCell]], None],
     stop: threading.Event,
 ) -> None:
     """Rehearse cases until none is left, with one worker process at a time."""
     while not stop.is_set() and not left.empty():
-        with Workers(1) as workers:
+        with RehearsalWorkers(1) as workers:
             while not stop.is_set():
                 try:
                     index, case = left.get_nowait()
@@ -142,7 +142,7 @@ def _rehearse_all(
                     break  # what the worker still does belongs to that job
 
 
-def rehearsed(case: Case, workers: Workers) -> RehearsalCell:
+def rehearsed(case: MatrixJob, workers: RehearsalWorkers) -> RehearsalCell:
     """Rehearse one case with workers that are there already.
 
     Raises:

@@ -24,7 +24,7 @@ MOST = 2
 COMMAND = (sys.executable, "-m", "hocket.rehearsal.worker")
 
 
-class Workers:
+class RehearsalWorkers:
     """A few worker processes, as a context manager that ends them; for any number of jobs.
 
     Args:

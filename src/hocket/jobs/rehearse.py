@@ -15,15 +15,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from hocket.jobs.rehearsal_workers import Workers
-from hocket.jobs.request import Request
+from hocket.jobs.rehearsal_workers import RehearsalWorkers
+from hocket.jobs.request import JobRequest
 from hocket.spec.errors import LayoutError, ModelError, OptionError
 from hocket.spec.layout import Layout
-from hocket.spec.rehearsal import Device, RankRehearsal, RehearsalReport
+from hocket.spec.rehearsal import RankRehearsal, RehearsalReport, RehearsedDevice
 from hocket.spec.run import RunSpec
 
 if TYPE_CHECKING:
-    from hocket.simulation.nccl import Trace, Verdict
+    from hocket.simulation.nccl import OrderVerdict, Trace
     from hocket.spec.schedule import Schedule
 
 ALL, REPLICA = "all", "replica"
@@ -36,7 +36,7 @@ Listener = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Job:
+class RehearsedJob:
     """A job to rehearse: model, layout and schedule fit each other.
 
     Attributes:
@@ -46,7 +46,7 @@ class Job:
 
     spec: RunSpec
     schedule: Schedule
-    device: Device
+    device: RehearsedDevice
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -59,21 +59,21 @@ class Rehearsed:
         reasons: why a prediction is missing, by its kind.
     """
 
-    job: Job
+    job: RehearsedJob
     report: RehearsalReport
     executed: dict[int, RankRehearsal]
     stands_for: dict[int, int]
-    verdicts: dict[str, Verdict]
+    verdicts: dict[str, OrderVerdict]
     reasons: dict[str, str]
 
 
 def prepared(
-    request: Request,
+    request: JobRequest,
     *,
     layers: int | None = None,
     rows: int | None = None,
     gpu: str = GPU,
-) -> Job:
+) -> RehearsedJob:
     """Check a request and complete it.
 
     Args:
@@ -123,7 +123,7 @@ def prepared(
         options=dataclasses.replace(request.options, device="cuda"),
         command="rehearse",
     )
-    return Job(spec=spec, schedule=schedule, device=device)
+    return RehearsedJob(spec=spec, schedule=schedule, device=device)
 
 
 def default_seq_len(model: str, *, trust: bool = False) -> int:
@@ -135,7 +135,7 @@ def default_seq_len(model: str, *, trust: bool = False) -> int:
     return min(SEQ_LEN, positions or SEQ_LEN)
 
 
-def device_of(name: str) -> Device:
+def device_of(name: str) -> RehearsedDevice:
     """A GPU of the catalogue, as torch would report it. Raises OptionError: unknown, no CUDA."""
     from hocket.catalogue import hardware
 
@@ -145,7 +145,9 @@ def device_of(name: str) -> Device:
         raise OptionError(
             f"{gpu.name} has no CUDA, and a rehearsal executes the CUDA paths", hint="--gpu H100"
         )
-    return Device(name=gpu.name, capability=capability, memory=gpu.usable, sms=gpu.sms, l2=gpu.l2)
+    return RehearsedDevice(
+        name=gpu.name, capability=capability, memory=gpu.usable, sms=gpu.sms, l2=gpu.l2
+    )
 
 
 def with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
@@ -162,7 +164,9 @@ def with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
     return changed
 
 
-def _require_device(dtype: str, layout: Layout, schedule: Schedule, device: Device) -> None:
+def _require_device(
+    dtype: str, layout: Layout, schedule: Schedule, device: RehearsedDevice
+) -> None:
     """Refuse what the GPU or the library cannot do. Raises OptionError."""
     from hocket.spec.capabilities import refused_offload, refused_precision
     from hocket.spec.schedule import INPUT, WEIGHT
@@ -190,11 +194,11 @@ def _require_device(dtype: str, layout: Layout, schedule: Schedule, device: Devi
 
 
 def rehearse(
-    job: Job,
+    job: RehearsedJob,
     *,
     ranks: str = REPLICA,
     on_phase: Listener | None = None,
-    workers: Workers | None = None,
+    workers: RehearsalWorkers | None = None,
 ) -> Rehearsed:
     """Execute a job's ranks and judge what they enqueue.
 
@@ -234,7 +238,7 @@ def rehearse(
     expected: dict[str, Any] = {"collectives": None, "memory": None, "reasons": {}}
     with ExitStack() as stack:
         if workers is None:
-            workers = stack.enter_context(Workers(len(tasks)))
+            workers = stack.enter_context(RehearsalWorkers(len(tasks)))
         for event in workers.run([*tasks, expectation]):
             if "value" in event:
                 expected = event["value"]
@@ -245,7 +249,7 @@ def rehearse(
     for _, found in sorted(executed.items()):  # all ranks are done, and the workers free again
         if found.error:
             raise step_failed(job.spec.model, found)
-    verdicts: dict[str, Verdict] = {}
+    verdicts: dict[str, OrderVerdict] = {}
     if len(stands_for) == layout.world_size:
         from hocket.simulation.nccl import RULES, check
 
@@ -266,7 +270,7 @@ def rehearse(
 # --- which ranks are executed ---------------------------------------------------------------------
 
 
-def representatives(job: Job, ranks: str) -> dict[int, int]:
+def representatives(job: RehearsedJob, ranks: str) -> dict[int, int]:
     """Every rank to the rank that is executed for it. Raises OptionError: no such rank.
 
     Ranks that differ in dp alone run the same program on the same shapes (with ZeRO, shards of
@@ -297,7 +301,7 @@ def representatives(job: Job, ranks: str) -> dict[int, int]:
     return found
 
 
-def _heaviest_first(job: Job, ranks: Sequence[int]) -> list[int]:
+def _heaviest_first(job: RehearsedJob, ranks: Sequence[int]) -> list[int]:
     """The last stage has the head and the loss: executed first, so no worker ends late."""
     layout = job.spec.layout
     return sorted(ranks, key=lambda rank: -layout.coordinate(rank)["pp"])
@@ -305,13 +309,13 @@ def _heaviest_first(job: Job, ranks: Sequence[int]) -> list[int]:
 
 def traces_of(executed: Mapping[int, RankRehearsal], stands_for: Mapping[int, int]) -> list[Trace]:
     """What all ranks enqueue, by rank: each over groups of its own."""
-    from hocket.simulation.nccl import Op, Trace
+    from hocket.simulation.nccl import EnqueuedOp, Trace
 
     originals: dict[int, Trace] = {}
     for rank, found in executed.items():
         trace = originals[rank] = Trace(rank)
         for name, label, numel, dtype, peer, root, blocks in found.ops:
-            op = Op(
+            op = EnqueuedOp(
                 name, (label, *_row(found, label, rank)), rank, numel, dtype,
                 peer=None if peer < 0 else peer, root=None if root < 0 else root, blocks=blocks,
                 where="/".join(found.axes.get(label, ())),
@@ -365,10 +369,10 @@ def step_failed(model: str, found: RankRehearsal) -> StepFailed:
 
 
 def _report(
-    job: Job,
+    job: RehearsedJob,
     executed: Mapping[int, RankRehearsal],
     stands_for: Mapping[int, int],
-    verdicts: Mapping[str, Verdict],
+    verdicts: Mapping[str, OrderVerdict],
     expected: Mapping[str, Any],
 ) -> RehearsalReport:
     unknown: dict[str, Any] = {"ends": None, "waiting": [], "mismatches": [], "cycle": []}

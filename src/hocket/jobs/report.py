@@ -13,8 +13,8 @@ from hocket.spec.errors import HocketError, OptionError, RunFolderError
 from hocket.spec.run import write_text
 
 if TYPE_CHECKING:
-    from hocket.reporting.record import Record
-    from hocket.reporting.served import Served
+    from hocket.reporting.record import RunRecord
+    from hocket.reporting.served import ServerRecord
 
 MOST_RUNS = 2
 
@@ -22,7 +22,7 @@ FILES = {"html": "report.html", "png": "report.png", "trace": "trace.json"}
 """Form to the name of its file in the run folder."""
 
 
-def records(runs: Sequence[str | os.PathLike[str]]) -> list[Record] | list[Served]:
+def records(runs: Sequence[str | os.PathLike[str]]) -> list[RunRecord] | list[ServerRecord]:
     """Read the run folders: of training jobs, or of servers.
 
     Raises:
@@ -53,7 +53,7 @@ def records(runs: Sequence[str | os.PathLike[str]]) -> list[Record] | list[Serve
 
 
 def text(
-    found: Sequence[Record] | Sequence[Served],
+    found: Sequence[RunRecord] | Sequence[ServerRecord],
     *,
     width: int = 100,
     color: bool = False,
@@ -76,17 +76,17 @@ def text(
 
 
 def _apart(
-    found: Sequence[Record] | Sequence[Served],
-) -> tuple[Sequence[Record], Sequence[Served]]:
+    found: Sequence[RunRecord] | Sequence[ServerRecord],
+) -> tuple[Sequence[RunRecord], Sequence[ServerRecord]]:
     """Training jobs, or servers."""
-    from hocket.reporting.served import Served
+    from hocket.reporting.served import ServerRecord
 
-    servers = [one for one in found if isinstance(one, Served)]
-    return [one for one in found if not isinstance(one, Served)], servers
+    servers = [one for one in found if isinstance(one, ServerRecord)]
+    return [one for one in found if not isinstance(one, ServerRecord)], servers
 
 
 def write(
-    found: Sequence[Record] | Sequence[Served], form: str = "html", out: str | None = None
+    found: Sequence[RunRecord] | Sequence[ServerRecord], form: str = "html", out: str | None = None
 ) -> Path:
     """Write the report into a file, and say where.
 
@@ -144,7 +144,7 @@ def save_text(words: str, out: str) -> Path:
     return path
 
 
-def html(found: Sequence[Record]) -> str:
+def html(found: Sequence[RunRecord]) -> str:
     """The page."""
     from hocket import __version__
     from hocket.reporting.page import page
@@ -159,7 +159,7 @@ def html(found: Sequence[Record]) -> str:
     )
 
 
-def own_bubble(record: Record) -> float | None:
+def own_bubble(record: RunRecord) -> float | None:
     """The idle share that the run's schedule has by its own; None where it is not known."""
     from hocket.schedules import relower
     from hocket.simulation import theoretical_bubble
@@ -173,7 +173,7 @@ def own_bubble(record: Record) -> float | None:
         return None
 
 
-def _default(found: Sequence[Record] | Sequence[Served], form: str) -> Path:
+def _default(found: Sequence[RunRecord] | Sequence[ServerRecord], form: str) -> Path:
     name = FILES[form]
     if len(found) > 1:
         stem, _, ending = name.partition(".")

@@ -54,7 +54,7 @@ AUTO = "auto"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Request:
+class JobRequest:
     """A job's options, each with a value that can be.
 
     Attributes:
@@ -83,7 +83,7 @@ class Request:
     """Names that were given a value, even if it is the default: what a resumed run must match."""
 
 
-def request(values: Mapping[str, Any]) -> Request:
+def request(values: Mapping[str, Any]) -> JobRequest:
     """Read options by name; a value of None is absent.
 
     Raises:
@@ -106,7 +106,7 @@ def request(values: Mapping[str, Any]) -> Request:
             "--layout auto chooses among processes; replicas in threads are asked for by hand",
             hint="--layout dp2 --data-parallel threads",
         )
-    return Request(
+    return JobRequest(
         model=given["model"],
         data=given.get("data", ()),
         run=Path(given["run"]) if "run" in given else None,

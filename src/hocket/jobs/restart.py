@@ -22,7 +22,7 @@ from hocket.spec.run import RunFolder, RunSpec
 from hocket.spec.schedule import Schedule
 
 if TYPE_CHECKING:
-    from hocket.jobs.record import Record
+    from hocket.jobs.record import JobRecorder
     from hocket.launch import Launcher
 
 
@@ -46,7 +46,7 @@ def run(
     entry: str,
     folder: RunFolder,
     spec: RunSpec,
-    record: Record,
+    record: JobRecorder,
     *,
     payload: dict[str, Any],
     **limits: Any,
@@ -134,7 +134,7 @@ def schedule_lines(spec: RunSpec, folder: RunFolder, beats: Mapping[int, Any]) -
     return "\n\nwhere each rank was in the schedule:" + "".join(rows) if rows else ""
 
 
-def _keep(folder: RunFolder, record: Record, error: HocketError) -> None:
+def _keep(folder: RunFolder, record: JobRecorder, error: HocketError) -> None:
     """Append a failure in full to failures.txt of the run folder."""
     when = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
     with contextlib.suppress(OSError), folder.failures_file.open("a") as file:

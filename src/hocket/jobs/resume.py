@@ -25,7 +25,7 @@ from hocket.jobs.request import (
     LAYOUT_FIELDS,
     OPTION_FIELDS,
     WORKLOAD_FIELDS,
-    Request,
+    JobRequest,
     check_options,
     check_workload,
 )
@@ -37,7 +37,7 @@ from hocket.spec.run import RunFolder, RunSpec, write_text
 from hocket.spec.schedule import Schedule
 
 if TYPE_CHECKING:
-    from hocket.jobs.record import Record
+    from hocket.jobs.record import JobRecorder
 
 CHANGEABLE = frozenset(
     {"steps", "resume", "eval_every", "eval_batches", "save_every", "keep_checkpoints",
@@ -61,11 +61,11 @@ class Resumed:
 
     folder: RunFolder
     spec: RunSpec
-    job: prepare.Plan
+    job: prepare.PreparedJob
     step: int
 
 
-def continued(request: Request) -> Request:
+def continued(request: JobRequest) -> JobRequest:
     """The job as one that continues its run, where the run folder holds that run already: so the
     same command starts a run, continues it, and reports that it is finished.
 
@@ -101,7 +101,7 @@ def continued(request: Request) -> Request:
     return dataclasses.replace(request, options=options, again=True, auto=False, given=given)
 
 
-def _unchanged(request: Request, folder: RunFolder, spec: RunSpec) -> None:
+def _unchanged(request: JobRequest, folder: RunFolder, spec: RunSpec) -> None:
     """Raise CheckpointError for an option that would change what the run computes."""
     asked, held = _fields(request), _fields(spec)
     for name in sorted(request.given & asked.keys() - CHANGEABLE):
@@ -113,7 +113,7 @@ def _unchanged(request: Request, folder: RunFolder, spec: RunSpec) -> None:
             )
 
 
-def _model(request: Request, folder: RunFolder) -> str:
+def _model(request: JobRequest, folder: RunFolder) -> str:
     """The model as run.json names it; empty where it is that of the run folder."""
     path = Path(request.model).expanduser()
     if path.exists() and path.resolve() == folder.path.resolve():
@@ -127,7 +127,7 @@ def _pinned(given: str) -> str:
     return data_paths.pinned(given) if Path(given).expanduser().exists() else given
 
 
-def finished(request: Request) -> list[dict[str, Any]]:
+def finished(request: JobRequest) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl of a run that has taken all its steps and exported its model after
     them; empty where there is something left to do."""
     if request.run is None:
@@ -144,7 +144,7 @@ def finished(request: Request) -> list[dict[str, Any]]:
         return []
 
 
-def plan(request: Request, *, world_size: int | None = None) -> Resumed:
+def plan(request: JobRequest, *, world_size: int | None = None) -> Resumed:
     """Check a resume as `prepare.plan` checks a new run.
 
     Args:
@@ -194,7 +194,7 @@ def plan(request: Request, *, world_size: int | None = None) -> Resumed:
     )
     fetch_again(spec)
     unsplit = Layout(microbatches=1)
-    job = prepare.Plan(
+    job = prepare.PreparedJob(
         request=own, source=of_run(spec), layout=unsplit, schedule=prepare.scheduled(unsplit)
     )
     layout = spec.layout if request.auto else _layout(request, spec.layout)
@@ -210,7 +210,7 @@ def plan(request: Request, *, world_size: int | None = None) -> Resumed:
     return Resumed(folder=folder, spec=spec, job=job, step=step)
 
 
-def _layout(request: Request, own: Layout) -> Layout:
+def _layout(request: JobRequest, own: Layout) -> Layout:
     """The layout that is asked for; the run's own where nothing is."""
     given = request.given & {"layout", *LAYOUT_FIELDS}
     asked = own
@@ -249,7 +249,7 @@ def _schedule(folder: RunFolder, layout: Layout) -> Schedule:
     return found
 
 
-def _fields(job: Request | RunSpec) -> dict[str, Any]:
+def _fields(job: JobRequest | RunSpec) -> dict[str, Any]:
     """What a resumed run is held against: all but the layout."""
     return {
         **{name: getattr(job.workload, name) for name in WORKLOAD_FIELDS},
@@ -257,7 +257,7 @@ def _fields(job: Request | RunSpec) -> dict[str, Any]:
     }
 
 
-def write(found: Resumed, record: Record) -> RunSpec:
+def write(found: Resumed, record: JobRecorder) -> RunSpec:
     """Write run.json and schedule.txt: from here on the run is one of its new layout."""
     folder, before, job = found.folder, found.spec, found.job
     options = job.request.options
@@ -321,7 +321,7 @@ def _set_aside(folder: RunFolder) -> Path | None:
 
 
 @contextlib.contextmanager
-def folder_locked(request: Request) -> Iterator[None]:
+def folder_locked(request: JobRequest) -> Iterator[None]:
     """Within, no other process writes the run that is resumed. Raises RunFolderError."""
     if request.run is None or not request.run.is_dir():  # which `plan` refuses
         yield
@@ -331,7 +331,7 @@ def folder_locked(request: Request) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def unresumed_is_as_it_was(request: Request, record: Record) -> Iterator[None]:
+def unresumed_is_as_it_was(request: JobRequest, record: JobRecorder) -> Iterator[None]:
     """Within, a run that is resumed and ends before its next step stays the run that it was: one
     that was refused must not be refused the next time."""
     if request.run is None:

@@ -10,11 +10,11 @@ import dataclasses
 
 from hocket.jobs.probe import BUSY
 from hocket.spec.errors import HocketError
-from hocket.spec.measured import Measured
+from hocket.spec.measured import MachineMeasurements
 from hocket.spec.run import RunFolder, write_text
 
 
-def topology_of(measured: Measured) -> Measured:
+def topology_of(measured: MachineMeasurements) -> MachineMeasurements:
     """The host, its devices and pairs alone: a few kilobytes of what can be a hundred."""
     return dataclasses.replace(
         measured,

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from hocket.jobs import links
-from hocket.jobs.compare import Asked, Bench, with_layers
+from hocket.jobs.compare import Bench, CompareRequest, with_layers
 from hocket.jobs.prepare import spec_of
-from hocket.jobs.request import Request, request
-from hocket.spec.comparison import Outcome, Strategy
+from hocket.jobs.request import JobRequest, request
+from hocket.spec.comparison import Strategy, StrategyResult
 from hocket.spec.layout import Layout
 from hocket.spec.links import Links
 
@@ -36,12 +36,12 @@ WIDE_SIZES = {"seq_len": 64, "global_batch": 4, "steps": 4}
 class Guide(Bench):
     """A bench that remembers what it ran: stops share runs."""
 
-    def __init__(self, job: Request, say: Callable[[str], None] | None = None) -> None:
-        super().__init__(job, Asked(input_work=5.0), say)
-        self._ran: dict[tuple[str, int | None], Outcome] = {}
+    def __init__(self, job: JobRequest, say: Callable[[str], None] | None = None) -> None:
+        super().__init__(job, CompareRequest(input_work=5.0), say)
+        self._ran: dict[tuple[str, int | None], StrategyResult] = {}
         self._scale: float | None = None
 
-    def way(self, layout: str, layers: int | None = None) -> Outcome:
+    def way(self, layout: str, layers: int | None = None) -> StrategyResult:
         """What a layout came to, of the model with another number of layers if asked."""
         key = (layout, layers)
         if key not in self._ran:
@@ -54,7 +54,7 @@ class Guide(Bench):
             self._ran[key] = found
         return self._ran[key]
 
-    def wide(self, layout: str, link: str) -> Outcome:
+    def wide(self, layout: str, link: str) -> StrategyResult:
         """What a layout came to on links of a kind, of a model whose products are worth splitting.
 
         tiny-llama's 128 features are too few: its messages cost more than its computing on any

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 from hocket.jobs.tour_runner import MODEL, Guide
 from hocket.spec.capabilities import runs
-from hocket.spec.comparison import Outcome
+from hocket.spec.comparison import StrategyResult
 from hocket.spec.layout import Layout
 from hocket.spec.link_kinds import kind
 from hocket.spec.tour import Stop
@@ -89,17 +89,17 @@ def processes(guide: Guide) -> Stop:
     )
 
 
-def _longest(*outcomes: Outcome) -> float:
+def _longest(*outcomes: StrategyResult) -> float:
     return max(o.loaded_seconds or o.step_seconds for o in outcomes)
 
 
-def _more(found: Outcome) -> str:
+def _more(found: StrategyResult) -> str:
     """How much longer a step takes with a busy input pipeline."""
     more = (found.loaded_seconds or found.step_seconds) - found.step_seconds
     return f"{'-' if more < 0 else '+'}{format_seconds(abs(more))}"
 
 
-def _step(found: Outcome) -> str:
+def _step(found: StrategyResult) -> str:
     return f"{format_seconds(found.step_seconds)} -> {format_seconds(found.loaded_seconds or 0.0)}"
 
 
@@ -143,7 +143,7 @@ def zero(guide: Guide) -> Stop:
     )
 
 
-def _kinds(found: Outcome) -> str:
+def _kinds(found: StrategyResult) -> str:
     """The fullest rank's bytes in all, and of what stands from step to step."""
     kinds = ("parameters", "gradients", "optimizer")
     each = " + ".join(format_bytes(found.fullest[kind]) for kind in kinds)

@@ -35,8 +35,8 @@ from hocket.jobs import (
     weights,
 )
 from hocket.jobs.background_load import BackgroundLoad
-from hocket.jobs.record import Listener, Record, Summary
-from hocket.jobs.request import Request
+from hocket.jobs.record import JobRecorder, Listener, Summary
+from hocket.jobs.request import JobRequest
 from hocket.spec.errors import HocketError, RunFolderError
 from hocket.spec.layout import TERMS
 from hocket.spec.ledger import DISTURBED
@@ -51,7 +51,7 @@ STARTUP = 300.0
 
 
 def train(
-    request: Request,
+    request: JobRequest,
     *,
     on_event: Listener | None = None,
     faults: Sequence[Mapping[str, Any]] = (),
@@ -71,7 +71,7 @@ def train(
     from hocket.launch import Launcher, joined
 
     context = joined()
-    record = Record(on_event)
+    record = JobRecorder(on_event)
     if context is not None:
         return _join(request, context, record)
     request = resume.continued(request)
@@ -115,7 +115,7 @@ def train(
     return _told(summary, request, record)
 
 
-def _finished(request: Request, rows: list[dict[str, Any]], record: Record) -> Summary:
+def _finished(request: JobRequest, rows: list[dict[str, Any]], record: JobRecorder) -> Summary:
     """What a run came to that has nothing left to do."""
     assert request.run is not None
     record.note(f"{request.run} is finished: {len(rows)} steps are done and the model is exported")
@@ -123,7 +123,7 @@ def _finished(request: Request, rows: list[dict[str, Any]], record: Record) -> S
     return record.summary(RunFolder(request.run))
 
 
-def _told(summary: Summary, request: Request, record: Record) -> Summary:
+def _told(summary: Summary, request: JobRequest, record: JobRecorder) -> Summary:
     """With the page of a run whose layout hocket chose."""
     if request.auto:
         summary.report = report.of_ended(summary.run, record.note)
@@ -134,9 +134,9 @@ PRELOAD = ("hocket.training.rank", "hocket.runtime.shm")
 
 
 def prepared(
-    job: prepare.Plan,
+    job: prepare.PreparedJob,
     folder: RunFolder,
-    record: Record,
+    record: JobRecorder,
     command: str = "train",
     *,
     launcher: Launcher | None = None,
@@ -164,7 +164,7 @@ def prepared(
     return spec
 
 
-def resumed(found: resume.Resumed, record: Record, *, launcher: Launcher) -> RunSpec:
+def resumed(found: resume.Resumed, record: JobRecorder, *, launcher: Launcher) -> RunSpec:
     """Verify a run that goes on, choose its layout if that was asked for, and write it down."""
     from hocket.training.token_manifest import verify as verify_data
 
@@ -194,7 +194,7 @@ def launch(
     launcher: Launcher,
     folder: RunFolder,
     spec: RunSpec,
-    record: Record,
+    record: JobRecorder,
     *,
     cluster: str = "auto",
     accumulate: bool = False,
@@ -246,7 +246,7 @@ def launch(
     return record.summary(folder)
 
 
-def _require(launcher: Launcher, folder: RunFolder, spec: RunSpec, record: Record) -> None:
+def _require(launcher: Launcher, folder: RunFolder, spec: RunSpec, record: JobRecorder) -> None:
     """Refuse what only a look at the model itself can find."""
     verify(launcher, spec, record)
     weights.require(launcher, folder, spec)
@@ -254,7 +254,7 @@ def _require(launcher: Launcher, folder: RunFolder, spec: RunSpec, record: Recor
 
 
 def _fitted(
-    launcher: Launcher, folder: RunFolder, spec: RunSpec, record: Record, *, accumulate: bool
+    launcher: Launcher, folder: RunFolder, spec: RunSpec, record: JobRecorder, *, accumulate: bool
 ) -> tuple[RunSpec, list[dict[str, int]] | None]:
     """The run as it fits, and what each rank will hold, where that is limited."""
     if memory.allowed(spec) is None:
@@ -270,12 +270,12 @@ def _fitted(
     return spec, rows
 
 
-def _may_accumulate(request: Request) -> bool:
+def _may_accumulate(request: JobRequest) -> bool:
     """Whether the number of microbatches is hocket's to choose."""
     return not request.auto and "microbatches" not in request.given
 
 
-def verify(launcher: Launcher, spec: RunSpec, record: Record) -> None:
+def verify(launcher: Launcher, spec: RunSpec, record: JobRecorder) -> None:
     """Refuse an architecture that would compute something else when it is split."""
     from hocket.jobs.proxy.check import require_equal
     from hocket.models.source import of_run
@@ -293,14 +293,14 @@ def verify(launcher: Launcher, spec: RunSpec, record: Record) -> None:
         record.note(f"replicated on every rank of tp: {verdict.note}")
 
 
-def _adapt(launcher: Launcher, spec: RunSpec, record: Record) -> None:
+def _adapt(launcher: Launcher, spec: RunSpec, record: JobRecorder) -> None:
     """Refuse adapters of layers that are not there; say how many there are."""
     layers = adapters.require(launcher, spec)
     if layers:
         record.note(f"LoRA of rank {spec.options.lora_rank} on {layers} frozen layers")
 
 
-def _join(request: Request, context: RankContext, record: Record) -> Summary:
+def _join(request: JobRequest, context: RankContext, record: JobRecorder) -> Summary:
     """Be one rank of a foreign launcher's world. The lock of the run folder is rank 0's."""
     request = of_world(request, context.world_size)
     if context.rank > 0:
@@ -326,7 +326,7 @@ def _join(request: Request, context: RankContext, record: Record) -> Summary:
         return _run_joined(request, context, record, folder)
 
 
-def of_world(request: Request, world_size: int) -> Request:
+def of_world(request: JobRequest, world_size: int) -> JobRequest:
     """Without a layout, data parallelism over the ranks that the launcher started, as torchrun's
     users expect; a resumed run has a layout."""
     if request.auto or request.options.resume or request.given & {"layout", *TERMS}:
@@ -335,7 +335,7 @@ def of_world(request: Request, world_size: int) -> Request:
 
 
 def _run_joined(
-    request: Request, context: RankContext, record: Record, folder: RunFolder | None
+    request: JobRequest, context: RankContext, record: JobRecorder, folder: RunFolder | None
 ) -> Summary:
     """Train as one rank of a foreign launcher's world; `folder` is prepared, or None: rank 0 of
     another process prepares it."""
@@ -389,7 +389,7 @@ def _run_joined(
 
 
 def _prepare_joined(
-    request: Request, world_size: int, record: Record, stack: contextlib.ExitStack
+    request: JobRequest, world_size: int, record: JobRecorder, stack: contextlib.ExitStack
 ) -> RunFolder:
     """On rank 0 of a foreign launcher's world: the run folder, ready for its ranks, and locked
     until `stack` is closed."""

@@ -51,7 +51,7 @@ LATE = (
 )
 
 
-class Server:
+class ForkServer:
     """The loop, and the ranks that live."""
 
     def __init__(self, control: socket.socket) -> None:
@@ -247,7 +247,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = socket.socket(fileno=args.control)
     control.set_inheritable(False)
-    server = Server(control)
+    server = ForkServer(control)
     begin = time.perf_counter()
     seconds: dict[str, float] = {}
     if not args.cold:

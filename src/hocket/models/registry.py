@@ -21,7 +21,7 @@ _PAIR = re.compile(r'\(\s*"([^"]+)",\s*"([^"]+)",?\s*\)')
 
 
 @dataclasses.dataclass(frozen=True)
-class Defaults:
+class ModelDefaults:
     """Class defaults of one configuration class, and its aliases (canonical name to own name)."""
 
     values: dict[str, Any]
@@ -58,11 +58,11 @@ def config_classes() -> dict[str, str]:
 
 
 @functools.cache
-def defaults(model_type: str) -> Defaults:
+def defaults(model_type: str) -> ModelDefaults:
     """The class defaults of a model type's configuration; empty where they cannot be found."""
     name = config_classes().get(model_type)
     if name is None:
-        return Defaults({}, {})
+        return ModelDefaults({}, {})
     head = f"class {name}("
     folder = model_type.replace("-", "_")
     likely = [
@@ -72,10 +72,10 @@ def defaults(model_type: str) -> Defaults:
     for file in (*likely, *sorted((package() / "models").glob("*/configuration_*.py"))):
         if file.exists() and head in (text := file.read_text()):
             return _read(text, name)
-    return Defaults({}, {})
+    return ModelDefaults({}, {})
 
 
-def _read(text: str, name: str) -> Defaults:
+def _read(text: str, name: str) -> ModelDefaults:
     values: dict[str, Any] = {}
     aliases: dict[str, str] = {}
     for node in ast.parse(text).body:
@@ -98,7 +98,7 @@ def _read(text: str, name: str) -> Defaults:
                 aliases = literal
             else:
                 values[key] = literal
-    return Defaults(values, aliases)
+    return ModelDefaults(values, aliases)
 
 
 def modeling_module(model_type: str) -> str | None:

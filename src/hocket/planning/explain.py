@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hocket.planning.forecast import Forecast, forecast
+from hocket.planning.forecast import LayoutForecast, forecast
 from hocket.planning.layouts import Pins, tensor_degrees
 from hocket.planning.problem import Problem
 from hocket.planning.search import SearchResult, search
@@ -42,7 +42,7 @@ AGAIN = ("none", "selective", "modules", "full")
 
 def explain(
     problem: Problem,
-    best: Forecast,
+    best: LayoutForecast,
     *,
     objective: str = "time",
     pins: Pins | None = None,
@@ -64,7 +64,7 @@ def explain(
 # --- the winner ----------------------------------------------------------------------------------
 
 
-def _winner(problem: Problem, best: Forecast) -> Iterator[str]:
+def _winner(problem: Problem, best: LayoutForecast) -> Iterator[str]:
     step = best.step_seconds.median
     shares = sorted(best.parts.items(), key=lambda item: -item[1])
     told = ", ".join(f"{value / step:.0%} {name}" for name, value in shares if value > 0.005 * step)
@@ -84,7 +84,7 @@ def _winner(problem: Problem, best: Forecast) -> Iterator[str]:
 
 
 def _losers(
-    problem: Problem, best: Forecast, objective: str, pins: dict[str, Any], here: bool
+    problem: Problem, best: LayoutForecast, objective: str, pins: dict[str, Any], here: bool
 ) -> Iterator[str]:
     names: dict[Layout, list[str]] = {}  # several changes may lead to one layout
     told: dict[Layout, tuple[float, str]] = {}
@@ -114,7 +114,7 @@ def _either(names: list[str]) -> str:
     return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " or " + names[-1]
 
 
-def _neighbours(problem: Problem, best: Forecast, here: bool) -> Iterator[Neighbour]:
+def _neighbours(problem: Problem, best: LayoutForecast, here: bool) -> Iterator[Neighbour]:
     """One axis changed: the next degree on either side, and every other option."""
     layout = best.layout
     frozen = {row.field: row.runs for row in TABLE} if here else {}
@@ -142,7 +142,7 @@ def _neighbours(problem: Problem, best: Forecast, here: bool) -> Iterator[Neighb
                 yield f"{field}={text}", {field: value}
 
 
-def _loses(problem: Problem, best: Forecast, other: Forecast, objective: str) -> str:
+def _loses(problem: Problem, best: LayoutForecast, other: LayoutForecast, objective: str) -> str:
     ratio = _value(other, objective) / _value(best, objective)
     what = {"time": "step time", "memory": "memory", "tokens-per-dollar": "cost"}[objective]
     if abs(ratio - 1) < 0.0005:
@@ -152,7 +152,7 @@ def _loses(problem: Problem, best: Forecast, other: Forecast, objective: str) ->
     return f"{_reason(problem, best, other)}: {ratio - 1:+.1%} {what}"
 
 
-def _reason(problem: Problem, best: Forecast, other: Forecast) -> str:
+def _reason(problem: Problem, best: LayoutForecast, other: LayoutForecast) -> str:
     """What costs the other layout most of its time, next to the best one."""
     step, against = other.step_seconds.median, best.step_seconds.median
     more = {name: other.parts[name] / step - best.parts[name] / against for name in other.parts}
@@ -180,7 +180,7 @@ def _reason(problem: Problem, best: Forecast, other: Forecast) -> str:
 
 
 def _changes(
-    problem: Problem, best: Forecast, objective: str, pins: dict[str, Any], here: bool
+    problem: Problem, best: LayoutForecast, objective: str, pins: dict[str, Any], here: bool
 ) -> Iterator[str]:
     unmoved = []
     for name, changed in _counterfactuals(problem):
@@ -262,7 +262,7 @@ def _search(problem: Problem, objective: str, pins: Pins, here: bool) -> SearchR
     return found
 
 
-def _value(found: Forecast, objective: str) -> float:
+def _value(found: LayoutForecast, objective: str) -> float:
     if objective == "memory":
         return float(found.memory_high)
     if objective == "tokens-per-dollar":

@@ -43,7 +43,7 @@ class Range:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Forecast:
+class LayoutForecast:
     """What one layout would give.
 
     Attributes:
@@ -91,7 +91,7 @@ class Forecast:
     tools: tuple[str, ...] = ()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self, renamed.attribute("Forecast", name, renamed.FORECAST))
+        return getattr(self, renamed.attribute("LayoutForecast", name, renamed.FORECAST))
 
     @property
     def runs_here(self) -> bool:
@@ -106,8 +106,10 @@ class Forecast:
         return {**data, "layout": str(self.layout), "runs_here": self.runs_here}
 
 
-def forecast(problem: Problem, priced: Priced, index: int, *, num_similar: int = 0) -> Forecast:
-    """The forecast of one priced row. `num_similar`: as in `Forecast`."""
+def forecast(
+    problem: Problem, priced: Priced, index: int, *, num_similar: int = 0
+) -> LayoutForecast:
+    """The forecast of one priced row. `num_similar`: as in `LayoutForecast`."""
     row = priced.take(np.array([index]))
     at, times = row.layouts, row.times
     layout = layout_at(at, 0)
@@ -153,7 +155,7 @@ def forecast(problem: Problem, priced: Priced, index: int, *, num_similar: int =
     if problem.precision not in PRECISIONS:
         names = " or ".join(PRECISIONS)
         unsupported.append(f"precision is {problem.precision}: this release predicts {names} alone")
-    return Forecast(
+    return LayoutForecast(
         layout=layout,
         microbatch=int(at.microbatch[0]),
         num_gpus=gpus,

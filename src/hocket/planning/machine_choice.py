@@ -10,8 +10,8 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable
 
-from hocket.cost.measured_prices import Job, step_prices
-from hocket.planning.machine_forecast import Machine, forecast, rates_of
+from hocket.cost.measured_prices import StepProblem, step_prices
+from hocket.planning.machine_forecast import MeasuredMachine, forecast, rates_of
 from hocket.schedules.registry import build
 from hocket.spec import legality
 from hocket.spec.errors import LayoutError, OptionError, ScheduleError
@@ -84,7 +84,7 @@ def leaner(layouts: Iterable[Layout]) -> list[Layout]:
 def choose(
     shape: ModelShape,
     workload: Workload,
-    machine: Machine,
+    machine: MeasuredMachine,
     layouts: Iterable[Layout],
     *,
     otherwise: Callable[[], Iterable[Layout]] | None = None,
@@ -157,7 +157,7 @@ def beside(best: Forecast, weighed: Iterable[Forecast], shown: int = 12) -> Fore
 def weigh(
     shape: ModelShape,
     workload: Workload,
-    machine: Machine,
+    machine: MeasuredMachine,
     layouts: Iterable[Layout],
     *,
     otherwise: Callable[[], Iterable[Layout]] | None = None,
@@ -207,18 +207,18 @@ def _fits(one: Forecast) -> bool:
 def _bounded(
     shape: ModelShape,
     workload: Workload,
-    machine: Machine,
+    machine: MeasuredMachine,
     layouts: Iterable[Layout],
     *,
     bucket_mb: float,
     clip: bool,
-) -> list[tuple[float, Job]]:
+) -> list[tuple[float, StepProblem]]:
     """The layouts with the least that each can take, the least first."""
     found = []
     for layout in layouts:
         try:
             schedule = build(layout, layout.microbatches or 1)
-            job = Job(
+            job = StepProblem(
                 shape=shape,
                 layout=layout,
                 workload=workload,
@@ -234,7 +234,7 @@ def _bounded(
 
 
 def least_seconds(
-    prices: StepPrices, schedule: Schedule, layout: Layout, machine: Machine
+    prices: StepPrices, schedule: Schedule, layout: Layout, machine: MeasuredMachine
 ) -> float:
     """What a step cannot be faster than: its slowest rank's work, and all work over the cores."""
     each = []

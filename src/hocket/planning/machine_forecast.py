@@ -10,7 +10,7 @@ import dataclasses
 
 from hocket.cost.measured_links import MeasuredLinks
 from hocket.cost.measured_memory import memory_rows
-from hocket.cost.measured_prices import Job, step_prices
+from hocket.cost.measured_prices import StepProblem, step_prices
 from hocket.cost.measured_rates import Rates
 from hocket.schedules.registry import build
 from hocket.simulation.processors import Cores, Slowdown, alone
@@ -20,7 +20,7 @@ from hocket.spec.errors import LayoutError
 from hocket.spec.forecast import Forecast
 from hocket.spec.layout import Layout
 from hocket.spec.links import Links as Wires
-from hocket.spec.measured import Measured
+from hocket.spec.measured import MachineMeasurements
 from hocket.spec.model_shape import ModelShape
 from hocket.spec.run import Workload
 from hocket.spec.schedule import Schedule
@@ -28,7 +28,7 @@ from hocket.spec.timeline import LANES, Timeline
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Machine:
+class MeasuredMachine:
     """A measured machine, as a job uses it.
 
     Attributes:
@@ -37,7 +37,7 @@ class Machine:
         wires: links that are to be felt, with their scale.
     """
 
-    measured: Measured
+    measured: MachineMeasurements
     backend: str = "shm"
     name: str = ""
     capacity: int = 0
@@ -76,7 +76,7 @@ def forecast(
     shape: ModelShape,
     layout: Layout,
     workload: Workload,
-    machine: Machine,
+    machine: MeasuredMachine,
     *,
     schedule: Schedule | None = None,
     bucket_mb: float = 25.0,
@@ -96,7 +96,7 @@ def forecast(
     if layout.data_parallel == "threads":
         raise LayoutError("replicas in threads share one interpreter: no prediction")
     schedule = schedule or build(layout, layout.microbatches or 1)
-    job = Job(
+    job = StepProblem(
         shape=shape,
         layout=layout,
         workload=workload,
@@ -135,7 +135,7 @@ def forecast(
     return found, timeline
 
 
-def rates_of(job: Job, machine: Machine) -> tuple[Rates, MeasuredLinks]:
+def rates_of(job: StepProblem, machine: MeasuredMachine) -> tuple[Rates, MeasuredLinks]:
     """What a job's operations and its messages take."""
     return Rates(machine.measured, job.workload.dtype), MeasuredLinks(
         machine.measured,
@@ -146,7 +146,7 @@ def rates_of(job: Job, machine: Machine) -> tuple[Rates, MeasuredLinks]:
     )
 
 
-def _link(machine: Machine) -> str:
+def _link(machine: MeasuredMachine) -> str:
     if machine.wires is not None:
         return "+".join(link.name for link, _ in machine.wires.tiers)
     return {"shm": "shared memory", "gloo": "sockets"}.get(machine.backend, machine.backend)
@@ -156,7 +156,7 @@ BUSY = 0.1
 """Cores' worth of other programs from which a probe was disturbed."""
 
 
-def _conditions(measured: Measured) -> list[str]:
+def _conditions(measured: MachineMeasurements) -> list[str]:
     """Under what the machine was measured, where that is not how a run finds it."""
     found = []
     if measured.threads != 1:

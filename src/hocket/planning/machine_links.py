@@ -1,13 +1,13 @@
 """Links of a layout on CPU cores that were measured: the same bytes on what the ranks talk by here.
 
-The bytes are those that the runtime moves (`cost.measured_prices.Job.communication`), the seconds
-those of the curves that the probe took; on other links they are priced as everywhere.
+The bytes are those that the runtime moves (`cost.measured_prices.StepProblem.communication`), the
+seconds those of the curves that the probe took; on other links they are predicted as everywhere.
 """
 
 from __future__ import annotations
 
 from hocket.cost.measured_links import MeasuredLinks
-from hocket.cost.measured_prices import Job
+from hocket.cost.measured_prices import StepProblem
 from hocket.planning.links import OTHERS, AxisLinks, Call, alternative, members, seconds_on
 from hocket.spec.layout import Layout
 from hocket.spec.links import ring_share
@@ -16,7 +16,7 @@ WAYS = {"shm": "shared memory", "gloo": "sockets"}
 """Backend to what its messages cross."""
 
 
-def axis_links(job: Job, links: MeasuredLinks, rate: float) -> list[AxisLinks]:
+def axis_links(job: StepProblem, links: MeasuredLinks, rate: float) -> list[AxisLinks]:
     """Every axis of a layout that talks, the one that costs most first.
 
     Args:
@@ -26,7 +26,7 @@ def axis_links(job: Job, links: MeasuredLinks, rate: float) -> list[AxisLinks]:
     return sorted(found, key=lambda each: -each.seconds)
 
 
-def _calls(job: Job) -> dict[str, list[Call]]:
+def _calls(job: StepProblem) -> dict[str, list[Call]]:
     """Axis to its collectives on the rank that hands over most."""
     found: dict[str, list[Call]] = {}
     for rows in job.communication():

@@ -19,7 +19,7 @@ import numpy as np
 from hocket.cost.measured_links import MeasuredLinks
 from hocket.cost.measured_rates import Rates
 from hocket.cost.measured_serving import MeasuredReplica, MeasuredServing
-from hocket.planning.machine_forecast import Machine
+from hocket.planning.machine_forecast import MeasuredMachine
 from hocket.simulation.traffic import EngineStepCosts, RoundTable, poisson, simulate_requests
 from hocket.spec import legality
 from hocket.spec.errors import OptionError
@@ -28,9 +28,9 @@ from hocket.spec.model_shape import ModelShape
 from hocket.spec.service import Service
 from hocket.spec.serving_forecast import (
     Decode,
-    Load,
     Need,
     Prefill,
+    ServiceLoad,
     ServingForecast,
     Weighed,
 )
@@ -54,7 +54,7 @@ FULLEST = 0.95
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sizes:
+class EngineSizes:
     """What a replica's engine is given.
 
     Attributes:
@@ -83,8 +83,8 @@ def usual(longest: int) -> Service:
 def forecast(
     shape: ModelShape,
     layout: Layout,
-    machine: Machine,
-    sizes: Sizes,
+    machine: MeasuredMachine,
+    sizes: EngineSizes,
     service: Service | None = None,
 ) -> ServingForecast:
     """What a server gives.
@@ -137,7 +137,9 @@ def forecast(
     )
 
 
-def _replica(shape: ModelShape, layout: Layout, sizes: Sizes, machine: Machine) -> MeasuredReplica:
+def _replica(
+    shape: ModelShape, layout: Layout, sizes: EngineSizes, machine: MeasuredMachine
+) -> MeasuredReplica:
     return MeasuredReplica(
         shape=shape,
         layout=dataclasses.replace(layout, dp=1),
@@ -148,7 +150,7 @@ def _replica(shape: ModelShape, layout: Layout, sizes: Sizes, machine: Machine) 
 
 
 def _prices(
-    replica: MeasuredReplica, machine: Machine, busy: int
+    replica: MeasuredReplica, machine: MeasuredMachine, busy: int
 ) -> tuple[MeasuredServing, Rates, MeasuredLinks]:
     """Prices of a replica while `busy` ranks of the machine compute."""
     rates = Rates(machine.measured, replica.dtype)
@@ -162,7 +164,7 @@ def _prices(
     return MeasuredServing(replica, rates, links, machine.slowdown(busy)), rates, links
 
 
-def _notes(machine: Machine) -> list[str]:
+def _notes(machine: MeasuredMachine) -> list[str]:
     found = ["the server's own process (HTTP, text) is not included"]
     measured = machine.measured
     if measured.device == "cpu" and not any(one.name == "rows" for one in measured.kernels):
@@ -179,7 +181,7 @@ def _notes(machine: Machine) -> list[str]:
 
 
 def capacity(
-    replica: MeasuredReplica, machine: Machine, sizes: Sizes, ranks: int
+    replica: MeasuredReplica, machine: MeasuredMachine, sizes: EngineSizes, ranks: int
 ) -> tuple[list[dict[str, int]], int]:
     """Of each rank of a replica the bytes of `weights`, `step`, `cache` and their `total`; and the
     tokens that the replica's cache holds (0: not even the weights fit)."""
@@ -213,8 +215,8 @@ def capacity(
 
 
 def under_load(
-    prices: EngineStepCosts, sizes: Sizes, service: Service, tokens: int, stages: int = 1
-) -> tuple[tuple[Load, ...], tuple[Need, ...], float]:
+    prices: EngineStepCosts, sizes: EngineSizes, service: Service, tokens: int, stages: int = 1
+) -> tuple[tuple[ServiceLoad, ...], tuple[Need, ...], float]:
     """One replica under several loads, replicas for several loads, and its rate at most.
 
     Args:
@@ -228,7 +230,7 @@ def under_load(
     if most <= 0:
         return (), (), 0.0
 
-    def play(rate: float) -> Load:
+    def play(rate: float) -> ServiceLoad:
         residence = _alone(table, service)
         full = min(500, math.ceil(2 * rate * residence)) + 10
         found = simulate_requests(
@@ -242,7 +244,7 @@ def under_load(
             tail=full,
         )
         assert found is not None
-        return Load(
+        return ServiceLoad(
             rate=rate,
             tokens_per_second=rate * service.output_len,
             ttft_p50=found.ttft.p50,
@@ -267,7 +269,7 @@ def under_load(
     return tuple(loads), needs, most
 
 
-def meets(load: Load, service: Service) -> bool:
+def meets(load: ServiceLoad, service: Service) -> bool:
     """Whether a load's latencies are within the goals."""
     at = f"p{service.percentile}"
     ttft, tpot = getattr(load, f"ttft_{at}"), getattr(load, f"tpot_{at}")
@@ -276,7 +278,7 @@ def meets(load: Load, service: Service) -> bool:
     )
 
 
-def _good_rate(loads: Sequence[Load], play: Any, service: Service) -> float:
+def _good_rate(loads: Sequence[ServiceLoad], play: Any, service: Service) -> float:
     """The rate of one replica up to which goals are met; 0 if the lightest load misses one."""
     low, high = 0.0, None
     for load in loads:
@@ -391,8 +393,8 @@ def candidates(shape: ModelShape, most_ranks: int) -> list[Layout]:
 
 def weigh(
     shape: ModelShape,
-    machine: Machine,
-    sizes: Sizes,
+    machine: MeasuredMachine,
+    sizes: EngineSizes,
     layouts: Iterable[Layout],
     service: Service | None = None,
 ) -> list[tuple[float, Weighed]]:
@@ -432,8 +434,8 @@ def weigh(
 
 def choose(
     shape: ModelShape,
-    machine: Machine,
-    sizes: Sizes,
+    machine: MeasuredMachine,
+    sizes: EngineSizes,
     layouts: Iterable[Layout],
     service: Service | None = None,
 ) -> ServingForecast:

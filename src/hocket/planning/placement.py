@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
-from hocket.planning.forecast import Forecast
+from hocket.planning.forecast import LayoutForecast
 from hocket.planning.links import calls_of, card_of, cluster_links, seconds_on
 from hocket.planning.problem import Problem
 from hocket.spec.layout import AXES, Layout
@@ -72,7 +72,7 @@ def place(problem: Problem, layout: Layout) -> Layout:
     return dataclasses.replace(layout, order=priced(problem, layout)[0][1])
 
 
-def placed(problem: Problem, found: Forecast) -> Forecast:
+def placed(problem: Problem, found: LayoutForecast) -> LayoutForecast:
     """A forecast in the order whose messages take least time, where that shortens the step."""
     layout = found.layout
     several = problem.cluster.domain < layout.world_size <= LARGEST
@@ -82,7 +82,7 @@ def placed(problem: Problem, found: Forecast) -> Forecast:
     return other if other.step_seconds.median < found.step_seconds.median * (1 - EQUAL) else found
 
 
-def moved(problem: Problem, found: Forecast, order: tuple[str, ...]) -> Forecast:
+def moved(problem: Problem, found: LayoutForecast, order: tuple[str, ...]) -> LayoutForecast:
     """The forecast of a layout whose ranks are in another order.
 
     What an axis's messages take on the links they cross then is, relative to now, what the step

@@ -11,7 +11,7 @@ from hocket.catalogue.hardware import cluster as find_cluster
 from hocket.catalogue.hardware import node as catalogued
 from hocket.catalogue.hardware import node_names
 from hocket.planning.fit import HEADROOM
-from hocket.planning.forecast import Forecast, forecast
+from hocket.planning.forecast import LayoutForecast, forecast
 from hocket.planning.goodput import Goodput
 from hocket.planning.layouts import Pins, layout_at, pins_text, row
 from hocket.planning.placement import moved, placed
@@ -38,7 +38,7 @@ SHORTEST = 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
+class TrainingPlan:
     """The best layouts of one model on one cluster.
 
     Attributes:
@@ -64,8 +64,8 @@ class Plan:
     seq_len: int
     global_batch: int
     precision: str
-    layouts: tuple[Forecast, ...]
-    unsupported_layouts: tuple[Forecast, ...] = ()
+    layouts: tuple[LayoutForecast, ...]
+    unsupported_layouts: tuple[LayoutForecast, ...] = ()
     num_legal: int = 0
     num_fitting: int = 0
     explanation: tuple[str, ...] = ()
@@ -79,10 +79,10 @@ class Plan:
     problem: Problem | None = dataclasses.field(default=None, repr=False, compare=False)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self, renamed.attribute("Plan", name, renamed.PLAN))
+        return getattr(self, renamed.attribute("TrainingPlan", name, renamed.PLAN))
 
     @property
-    def best(self) -> Forecast:
+    def best(self) -> LayoutForecast:
         """The first of `layouts`; of `unsupported_layouts` where nothing that runs here fits."""
         return (*self.layouts, *self.unsupported_layouts)[0]
 
@@ -103,7 +103,7 @@ def plan(
     top: int = 10,
     pins: Pins | None = None,
     everything: bool = False,
-) -> Plan:
+) -> TrainingPlan:
     """The best layouts of a problem.
 
     Args:
@@ -143,7 +143,7 @@ def plan(
     if objective == "tokens-per-dollar" and problem.cluster.node.gpu.price is None:
         name = problem.cluster.node.gpu.name
         notes.append(f"No price was read for {name}: layouts are ranked by tokens per GPU hour.")
-    return Plan(
+    return TrainingPlan(
         **_asked(problem, objective),
         layouts=tuple(_told(problem, found.best, i, num_similar=n) for i, n in chosen),
         unsupported_layouts=tuple(_told(problem, found.best, i, num_similar=n) for i, n in beyond),
@@ -153,7 +153,7 @@ def plan(
     )
 
 
-def _told(problem: Problem, priced: Priced, index: int, num_similar: int) -> Forecast:
+def _told(problem: Problem, priced: Priced, index: int, num_similar: int) -> LayoutForecast:
     """The forecast of one row, its axes placed on the links."""
     return _with_tools(
         problem, placed(problem, forecast(problem, priced, index, num_similar=num_similar))
@@ -169,7 +169,7 @@ def _runnable(problem: Problem, best: Priced, rows: np.ndarray) -> np.ndarray:
     return rows[able] if able.any() else rows
 
 
-def _with_tools(problem: Problem, found: Forecast) -> Forecast:
+def _with_tools(problem: Problem, found: LayoutForecast) -> LayoutForecast:
     """With the software that runs it, where this hocket does not."""
     if found.runs_here:
         return found
@@ -185,7 +185,7 @@ def timeline_of(problem: Problem, layout: Layout) -> Timeline | None:
     return problem.timeline(layout, price(problem, only).times)
 
 
-def plan_one(problem: Problem, layout: Layout) -> Plan:
+def plan_one(problem: Problem, layout: Layout) -> TrainingPlan:
     """One given layout, priced, whether it fits or not.
 
     Raises:
@@ -223,7 +223,7 @@ def plan_one(problem: Problem, layout: Layout) -> Plan:
             f"Tight: {format_bytes(found.memory)} expected and {format_bytes(found.memory_high)} "
             f"at the 95th percentile; proposals leave {HEADROOM:.0%} of {usable} free."
         )
-    return Plan(
+    return TrainingPlan(
         **_asked(problem, "time"),
         layouts=(found,),
         num_legal=1,

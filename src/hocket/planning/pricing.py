@@ -10,10 +10,10 @@ import numpy as np
 
 from hocket.cost.constants import Constants
 from hocket.cost.layout_batch import Layouts
-from hocket.cost.machine import Machine, stack_machines
+from hocket.cost.machine import ClusterNumbers, stack_machines
 from hocket.cost.step import StepTimes, step_times
 from hocket.cost.terms import Floats, Terms, stack, structure, terms
-from hocket.planning.table import Row
+from hocket.planning.table import PublishedRow
 from hocket.spec.model_shape import ModelShape
 
 
@@ -24,7 +24,7 @@ class RowBatch:
     model: Terms
     layouts: Layouts
     seq_len: Floats
-    machine: Machine
+    machine: ClusterNumbers
     constants: Constants
 
     def times(self, constants: Constants | None = None) -> StepTimes:
@@ -38,7 +38,7 @@ class RowBatch:
         )
 
 
-def by_structure(rows: Sequence[Row]) -> list[list[int]]:
+def by_structure(rows: Sequence[PublishedRow]) -> list[list[int]]:
     """Places of rows whose models have one structure: each list makes a batch."""
     keys: dict[int, Any] = {}
     found: dict[Any, list[int]] = {}
@@ -49,7 +49,7 @@ def by_structure(rows: Sequence[Row]) -> list[list[int]]:
     return list(found.values())
 
 
-def batch(rows: Sequence[Row]) -> RowBatch:
+def batch(rows: Sequence[PublishedRow]) -> RowBatch:
     """Rows of one structure of model as one batch."""
     known: dict[int, Terms] = {}
     models: dict[int, ModelShape] = {}

@@ -25,13 +25,13 @@ from hocket.cost.constants import (
     quantiles,
 )
 from hocket.cost.layout_batch import SCHEDULES, Layouts, RankLayers
-from hocket.cost.machine import Machine, machine
+from hocket.cost.machine import ClusterNumbers, machine
 from hocket.cost.memory import MemoryEstimate, peak_memory
 from hocket.cost.step import StepTimes, step_times
 from hocket.cost.terms import Floats, Terms, terms
 from hocket.planning.fit import proposable
 from hocket.planning.layouts import Pins, legal
-from hocket.planning.tools.limits import Facts, Limits
+from hocket.planning.tools.limits import Facts, ToolLimits
 from hocket.schedules.registry import build, stage_ranks
 from hocket.simulation import durations, simulate
 from hocket.spec.cluster import Cluster
@@ -88,7 +88,7 @@ class Problem:
     grad_dtype: str | None = None
     stack: str = STACK
     division: str | tuple[int, ...] = "balanced"
-    limits: tuple[Limits, ...] = ()
+    limits: tuple[ToolLimits, ...] = ()
     model_type: str = ""
 
     def __post_init__(self) -> None:
@@ -132,7 +132,7 @@ class Problem:
         return None if family == name.partition("-")[0] else family
 
     @functools.cached_property
-    def machine(self) -> Machine:
+    def machine(self) -> ClusterNumbers:
         return machine(self.cluster, self.precision, curves_of(self.cluster.node))
 
     @property

@@ -8,7 +8,7 @@ import re
 
 from hocket.catalogue import hardware
 from hocket.catalogue.curves import curves_of
-from hocket.cost.machine import CurveSet, Machine, machine
+from hocket.cost.machine import ClusterNumbers, CurveSet, machine
 from hocket.spec.cluster import Cluster
 from hocket.spec.errors import OptionError
 
@@ -76,7 +76,7 @@ def _curves(gpu: str, kind: str, precision: str) -> CurveSet:
     return machine(cluster, precision, curves_of(node)).curves[0]
 
 
-def machine_of(cluster: Cluster, precision: str) -> Machine:
+def machine_of(cluster: Cluster, precision: str) -> ClusterNumbers:
     """Numbers of a row's cluster, with the collectives that were measured on its GPUs."""
     numbers, node = machine(cluster, precision), cluster.node
     return dataclasses.replace(numbers, curves=(_curves(node.gpu.name, node.name, precision),))

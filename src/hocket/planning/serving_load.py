@@ -30,7 +30,7 @@ import numpy as np
 from hocket.cost.constants import Platform
 from hocket.cost.machine import stack_machines
 from hocket.cost.serving_constants import ServingConstants
-from hocket.cost.serving_step import Replica, StepLoad, cache_bytes, step_parts, weight_bytes
+from hocket.cost.serving_step import ReplicaColumns, StepLoad, cache_bytes, step_parts, weight_bytes
 from hocket.cost.terms import Floats
 from hocket.planning.serving_table import MLPERF_GOALS, DisaggregatedWorkers, ServingTableRow
 from hocket.spec.model_shape import ModelShape
@@ -65,7 +65,7 @@ class LoadColumns:
     """Rows of one model as columns [r]. `others`: bytes held besides weights and overhead."""
 
     shape: ModelShape
-    replica: Replica
+    replica: ReplicaColumns
     memory: Floats
     others: Floats
     load: Floats
@@ -167,7 +167,7 @@ def columns(rows: Sequence[ServingTableRow], which: str = "") -> LoadColumns:
         n: np.array([float(getattr(p.platform.constants, n)) for p in parts])
         for n in ("network", "hop")
     }
-    replica = Replica(
+    replica = ReplicaColumns(
         **values,
         platform=Platform(
             stack_machines([p.platform.machine for p in parts]),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from hocket.planning.tools.deepspeed import LIMITS as DEEPSPEED
-from hocket.planning.tools.limits import Limits
+from hocket.planning.tools.limits import ToolLimits
 from hocket.planning.tools.megatron import BRIDGE, MEGATRON_RULES
 from hocket.planning.tools.megatron import LIMITS as MEGATRON
 from hocket.planning.tools.torchtitan import OLD_LIMITS as TORCHTITAN
@@ -30,7 +30,7 @@ class Stack:
     name: str
     software: str
     years: str
-    limits: Limits
+    limits: ToolLimits
     tool: str = ""
 
     @property
@@ -41,7 +41,7 @@ class Stack:
 
 _DENSE = ("dp", "pp", "tp")
 
-_MEGATRON_2021 = Limits(
+_MEGATRON_2021 = ToolLimits(
     software="Megatron-LM of 2021",
     axes=_DENSE,
     schedules=("1f1b", "interleaved"),
@@ -61,7 +61,7 @@ _MEGATRON_2022 = dataclasses.replace(
 )
 _DEEPSPEED = dataclasses.replace(DEEPSPEED, software="DeepSpeed of 2022", axes=_DENSE, shard=False)
 _FSDP = dataclasses.replace(TORCHTITAN, axes=("dp", "pp", "cp", "tp"))
-_FSDP_ALONE = Limits(
+_FSDP_ALONE = ToolLimits(
     software="llm-foundry",
     axes=("dp",),
     zero=(0, 2, 3),
@@ -70,14 +70,14 @@ _FSDP_ALONE = Limits(
     precisions=("bf16", "fp32"),
     shard=False,
 )
-_MAXTEXT = Limits(
+_MAXTEXT = ToolLimits(
     software="MaxText",
     axes=("dp", "cp", "tp", "ep"),
     zero=(0, 3),
     recompute=("none", "full"),
     precisions=("bf16", "fp32"),
 )
-_INTERNEVO = Limits(
+_INTERNEVO = ToolLimits(
     software="InternEvo",
     axes=_DENSE,
     schedules=("1f1b", "interleaved"),

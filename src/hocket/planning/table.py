@@ -25,7 +25,7 @@ from pathlib import Path
 from hocket.catalogue import shapes
 from hocket.cost.constants import FEW_BITS, Constants, constants, few_bits
 from hocket.cost.layout_batch import SCHEDULES
-from hocket.cost.machine import Machine
+from hocket.cost.machine import ClusterNumbers
 from hocket.cost.memory import FULL, MODULES, SELECTIVE
 from hocket.planning import csv_rows
 from hocket.planning.csv_rows import LeftOut, number
@@ -107,7 +107,7 @@ KINDS = ((FULL, "full"), (MODULES, "modules"), (SELECTIVE, "selective"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Row:
+class PublishedRow:
     """One run that can be priced.
 
     Attributes:
@@ -128,7 +128,7 @@ class Row:
     stack: str
     shape: ModelShape
     cluster: Cluster
-    machine: Machine
+    machine: ClusterNumbers
     constants: Constants
     layout: dict[str, float]
     seq_len: float
@@ -144,7 +144,7 @@ def read(path: str | Path) -> list[dict[str, str]]:
     return csv_rows.read(path, REQUIRED, OPTIONAL)
 
 
-def parse(row: Mapping[str, str]) -> Row | str:
+def parse(row: Mapping[str, str]) -> PublishedRow | str:
     """What a row describes, or why it cannot be priced."""
     try:
         return _parse(row)
@@ -154,7 +154,7 @@ def parse(row: Mapping[str, str]) -> Row | str:
         return error.message
 
 
-def _parse(row: Mapping[str, str]) -> Row:
+def _parse(row: Mapping[str, str]) -> PublishedRow:
     said = f"{row['source']} {row.get('notes', '')} {row['gpu']}".lower()
     model = row["model"]
     if re.search(r"\blora\b", model, re.I):
@@ -189,7 +189,7 @@ def _parse(row: Mapping[str, str]) -> Row:
         if value is not None and value <= 0:
             raise LeftOut(f"{name} is {value:g}")
     names = [name for name in row if name not in NOT_COMPARED]
-    found = Row(
+    found = PublishedRow(
         id=row["id"],
         source=row["source"],
         kind=_kind(cluster, precision, experts=_has_experts(row)),
@@ -217,7 +217,7 @@ def _parse(row: Mapping[str, str]) -> Row:
     return _resolved(found, unstated, grad_dtype, precision) if unstated else found
 
 
-def _unstated(row: Mapping[str, str], found: Row) -> list[str]:
+def _unstated(row: Mapping[str, str], found: PublishedRow) -> list[str]:
     """Knobs that a row leaves empty and that its degrees leave a choice of."""
     at = found.layout
     choice = {"sp": at["tp"] > 1, "zero_stage": at["dp"] > 1}
@@ -237,7 +237,9 @@ def _recipe(row: Mapping[str, str], stack: str) -> str | None:
     return next((kind for pattern, kind in RECOMPUTE_OF if re.search(pattern, text, re.I)), None)
 
 
-def _resolved(found: Row, unstated: Sequence[str], grad_dtype: str | None, precision: str) -> Row:
+def _resolved(
+    found: PublishedRow, unstated: Sequence[str], grad_dtype: str | None, precision: str
+) -> PublishedRow:
     """The row with unstated knobs as a plan has them."""
     at = found.layout
     problem = Problem(
@@ -416,7 +418,7 @@ def _layout(row: Mapping[str, str], stack: str, said: str) -> dict[str, float]:
     }
 
 
-def rows(table: Iterable[Mapping[str, str]]) -> tuple[list[Row], dict[str, str]]:
+def rows(table: Iterable[Mapping[str, str]]) -> tuple[list[PublishedRow], dict[str, str]]:
     """Those that can be priced, and of the others why not, by id."""
     found, left_out = [], {}
     for line in table:

@@ -20,7 +20,7 @@ from hocket.planning.fit import fits
 from hocket.planning.problem import Problem
 from hocket.planning.search import order, price
 from hocket.planning.stacks import STACKS
-from hocket.planning.tools.limits import Limits
+from hocket.planning.tools.limits import ToolLimits
 from hocket.spec import legality
 from hocket.spec.errors import OptionError
 from hocket.spec.layout import RECOMPUTE, divisors
@@ -84,7 +84,7 @@ def _candidates(problem: Problem, stated: Mapping[str, float], unknown: set[str]
         rows.append(row)
     kept = [row for row in rows if _sound(problem, row, unknown)] or rows
     found = Layouts(**{f.name: np.array([row[f.name] for row in kept]) for f in _fields()})
-    rules = Limits(software=has.software, rules=has.rules)
+    rules = ToolLimits(software=has.software, rules=has.rules)
     allowed = np.flatnonzero(rules.allowed(found, problem.facts))
     return found.take(allowed) if len(allowed) else found
 

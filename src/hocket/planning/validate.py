@@ -32,7 +32,7 @@ from hocket.cost.constants import Constants
 from hocket.cost.memory import peak_memory
 from hocket.planning.fit import fits
 from hocket.planning.pricing import RowBatch, batch, by_structure
-from hocket.planning.table import MAINSTREAM, Row, read, rows
+from hocket.planning.table import MAINSTREAM, PublishedRow, read, rows
 
 FIELDS = (
     "rows_used",
@@ -53,7 +53,7 @@ ROW_COLUMNS = ("id", "predicted_iter_s", "predicted_mem_gb", "fits", "resolved",
 class ValidatedRow:
     """One row with its prediction: seconds, bytes as its source counts them, whether it fits."""
 
-    row: Row
+    row: PublishedRow
     step: float
     memory: float
     fits: bool
@@ -158,13 +158,13 @@ def _told_apart(ids: Sequence[str]) -> tuple[str, ...]:
     return tuple(keys)
 
 
-def group_of(row: Row) -> str:
+def group_of(row: PublishedRow) -> str:
     """The group that a row is reported under."""
     return row.source if row.kind == MAINSTREAM else f"other: {row.kind}"
 
 
 def price(
-    found: Sequence[Row],
+    found: Sequence[PublishedRow],
     change: Callable[[RowBatch], Constants] | None = None,
 ) -> list[ValidatedRow]:
     """Predictions of rows; `change` gives other constants than the rows' own (fitting)."""
@@ -177,7 +177,7 @@ def price(
 
 
 def _price(
-    found: Sequence[Row],
+    found: Sequence[PublishedRow],
     medians: Mapping[tuple[str, ...], float],
     change: Callable[[RowBatch], Constants] | None,
 ) -> list[ValidatedRow]:
@@ -278,7 +278,7 @@ def write_rows(report: ValidationReport, path: str | Path) -> None:
             writer.writerow((name, f"{one.step:.6g}", held, str(one.fits).lower(), chosen, ""))
 
 
-def _medians(found: Iterable[Row]) -> dict[tuple[str, ...], float]:
+def _medians(found: Iterable[PublishedRow]) -> dict[tuple[str, ...], float]:
     runs: dict[tuple[str, ...], list[float]] = {}
     for row in found:
         if row.measured is not None:

@@ -35,7 +35,7 @@ def works(device: torch.device, stream: int) -> dict[str, Callable[[], object]]:
     }
 
 
-class Beat:
+class Calibrator:
     """Takes samples until they are asked for.
 
     Args:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from hocket.probing.repeats import enough, rounded, summary
 from hocket.runtime import collectives
 from hocket.runtime.mesh import Axis, make_groups
-from hocket.runtime.native.kernels import Kernels
+from hocket.runtime.native.kernels import CpuKernels
 from hocket.runtime.native.sums import Sums
 from hocket.runtime.record import Recorder
 
@@ -62,7 +62,7 @@ class Room:
         self.rank, self.size, self.device = rank, size, device
         self.recorder = Recorder(rank, device)
         self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup | None] = {}
-        self._kernels = Kernels.load() if device.type == "cpu" else None
+        self._kernels = CpuKernels.load() if device.type == "cpu" else None
 
     @property
     def summed(self) -> int:

@@ -23,13 +23,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hocket.probing import serving
-from hocket.probing.calibration import Beat
-from hocket.probing.kernels import Case, kernels
+from hocket.probing.calibration import Calibrator
+from hocket.probing.kernels import ProbedOperation, kernels
 from hocket.probing.layer import Layer
 from hocket.probing.repeats import Reads, Taken, enough, interleaved, rounded, summary
 from hocket.probing.sizes import ProbeSizes
-from hocket.runtime.native.kernels import Kernels
-from hocket.spec.measured import FORMS, Dispatch, Kernel, Product, Pulse, Stream, Update
+from hocket.runtime.native.kernels import CpuKernels
+from hocket.spec.measured import (
+    FORMS,
+    Dispatch,
+    MeasuredKernel,
+    MeasuredMatmul,
+    MeasuredStream,
+    Pulse,
+    Update,
+)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CHAIN = 64
@@ -70,7 +78,7 @@ class Compute:
         alone = device.type == "cpu" and torch.get_num_threads() == 1
         self.reads: Reads = time.thread_time if alone else time.perf_counter
         self.pulses: list[Pulse] = []
-        self._beat = Beat(device, self.sizes.streams[-1], self.settle, self.reads)
+        self._beat = Calibrator(device, self.sizes.streams[-1], self.settle, self.reads)
         self._kept: collections.deque[tuple[list[Tensor], int]] = collections.deque()
         self._kept_bytes = 0
         self._saved: Tensor | None = None
@@ -104,7 +112,7 @@ class Compute:
         self.pulses += self._beat.told(key)
         return found
 
-    def products(self) -> list[Product]:
+    def products(self) -> list[MeasuredMatmul]:
         """Every product of a training step of each layer and number of tokens."""
         cases: dict[tuple[str, str, int, int, int], Callable[[], object]] = {}
         written: dict[tuple[str, str, int, int, int], Callable[[], object]] = {}
@@ -122,7 +130,9 @@ class Compute:
                     cases[key], written[key] = self.product(*key)
         found = self._interleaved("products", cases, written)
         return [
-            Product(dtype=dtype, form=form, m=m, n=n, k=k, seconds=t.seconds, spread=t.spread)
+            MeasuredMatmul(
+                dtype=dtype, form=form, m=m, n=n, k=k, seconds=t.seconds, spread=t.spread
+            )
             for (dtype, form, m, n, k), t in found.items()
         ]
 
@@ -187,7 +197,7 @@ class Compute:
             self._at = 0
         return known
 
-    def streams(self) -> list[Stream]:
+    def streams(self) -> list[MeasuredStream]:
         """Memory traffic by size: a copy, a sum, a scaling in place; and what a decoder layer calls
         between its products, by the bytes of one call."""
         cases: dict[tuple[str, int], Callable[[], object]] = {}
@@ -198,11 +208,11 @@ class Compute:
             cases["scale", 2 * size] = functools.partial(c.mul_, 1.0)
         found = self._interleaved("streams", cases)
         return [
-            Stream(operation=operation, bytes=size, seconds=t.seconds, spread=t.spread)
+            MeasuredStream(operation=operation, bytes=size, seconds=t.seconds, spread=t.spread)
             for (operation, size), t in found.items()
         ] + self._layers()
 
-    def _layers(self) -> list[Stream]:
+    def _layers(self) -> list[MeasuredStream]:
         make, dtype = self._tensor, self.sizes.dtypes[0]
         layers = {
             shape: Layer(shape, make, dtype, self.reads, self.settle) for shape in self.sizes.layers
@@ -234,7 +244,7 @@ class Compute:
             ):
                 whole = summary(taken)
                 found.append(
-                    Stream(
+                    MeasuredStream(
                         operation=way,
                         bytes=round(counted.bytes / counted.calls),
                         seconds=rounded(whole.seconds / counted.calls),
@@ -292,12 +302,12 @@ class Compute:
         self.settle()
         return y, (self.reads() - start) / CHAIN
 
-    def kernels(self) -> list[Kernel]:
+    def kernels(self) -> list[MeasuredKernel]:
         """Attention, norms, activations, the loss and the embedding, forward and backward."""
         cases = kernels(self.sizes, self._tensor)
         taken = self._both_ways("kernels", self.sizes.seconds["kernels"], cases)
         return [
-            Kernel(
+            MeasuredKernel(
                 name=name,
                 dtype="fp32" if name == "cross-entropy" else self.sizes.dtypes[0],
                 shape=shape,
@@ -308,16 +318,16 @@ class Compute:
             for (name, shape), (forward, backward) in taken.items()
         ]
 
-    def serving(self) -> list[Kernel]:
+    def serving(self) -> list[MeasuredKernel]:
         """The kernels of ranks that serve; none on CUDA, nor where they cannot be compiled."""
-        native = Kernels.load() if self.device.type == "cpu" else None
+        native = CpuKernels.load() if self.device.type == "cpu" else None
         if native is None:
             return []
         known = serving.cases(self.sizes, native)
         with torch.inference_mode():
             found = self._interleaved("serving", {key: call for key, (call, _) in known.items()})
         return [
-            Kernel(
+            MeasuredKernel(
                 name=name,
                 dtype="bf16" if name == "half" else "fp32",
                 shape=shape,
@@ -329,7 +339,7 @@ class Compute:
         ]
 
     def _both_ways(
-        self, part: str, seconds: float, cases: dict[Key, Case]
+        self, part: str, seconds: float, cases: dict[Key, ProbedOperation]
     ) -> dict[Key, tuple[Taken, Taken]]:
         """Forward and backward seconds: interleaved rounds of a few calls each."""
         samples: dict[Key, tuple[list[float], list[float]]] = {key: ([], []) for key in cases}
@@ -348,7 +358,7 @@ class Compute:
         self.pulses += self._beat.told(part)
         return {key: (summary(f), summary(b)) for key, (f, b) in samples.items()}
 
-    def _there_and_back(self, case: Case, calls: int) -> tuple[float, float]:
+    def _there_and_back(self, case: ProbedOperation, calls: int) -> tuple[float, float]:
         """Seconds of one forward and one backward, of so many forwards and then, the last first,
         their backwards."""
         forward = backward = 0.0

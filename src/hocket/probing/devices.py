@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hocket.probing import network
-from hocket.spec.measured import Device, Pair
+from hocket.spec.measured import DevicePair, MeasuredDevice
 
 _MOST_LINKS = 36
 _GENERATION = {1: 1, 2: 2, 3: 2, 4: 3, 5: 3, 6: 4, 7: 5, 8: 6}
@@ -38,8 +38,8 @@ _LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 class FoundDevices:
     """Devices, what joins each two, and in words what NVML did not say."""
 
-    devices: tuple[Device, ...] = ()
-    pairs: tuple[Pair, ...] = ()
+    devices: tuple[MeasuredDevice, ...] = ()
+    pairs: tuple[DevicePair, ...] = ()
     unknown: tuple[str, ...] = ()
 
 
@@ -211,7 +211,9 @@ class _Reader:
             found.append((int(state), peer, kind))
         return found
 
-    def _device(self, index: int, bus: str, links: Sequence[tuple[int, str, int]]) -> Device:
+    def _device(
+        self, index: int, bus: str, links: Sequence[tuple[int, str, int]]
+    ) -> MeasuredDevice:
         handle = self.handles[index]
         name = self._ask("the name", "nvmlDeviceGetName", handle) or "GPU"
         memory = self._ask("the memory", "nvmlDeviceGetMemoryInfo", handle)
@@ -225,7 +227,7 @@ class _Reader:
         # falls while a GPU idles, so that is asked for at its most.
         width = self._ask("the PCIe width", "nvmlDeviceGetCurrPcieLinkWidth", handle) or 0
         numa = network.numa_node(self.root, bus)
-        return Device(
+        return MeasuredDevice(
             index=index,
             name=name.decode() if isinstance(name, bytes) else str(name),
             memory=int(memory.total) if memory is not None else 0,
@@ -244,11 +246,11 @@ class _Reader:
 
     def _pair(
         self,
-        devices: Sequence[Device],
+        devices: Sequence[MeasuredDevice],
         links: Sequence[Sequence[tuple[int, str, int]]],
         a: int,
         b: int,
-    ) -> Pair:
+    ) -> DevicePair:
         one, other = self.handles[a], self.handles[b]
         direct = sum(peer == devices[b].bus for state, peer, _ in links[a] if state == _ACTIVE)
         if not direct and devices[a].switch and devices[b].switch:
@@ -256,7 +258,7 @@ class _Reader:
         level = self._ask(None, "nvmlDeviceGetTopologyCommonAncestor", one, other)
         path = f"NV{direct}" if direct else "SYS" if level is None else _path(int(level))
         peer = self._ask("peer access", "nvmlDeviceGetP2PStatus", one, other, _READ)
-        return Pair(first=a, second=b, path=path, peer=peer == 0, links=direct)
+        return DevicePair(first=a, second=b, path=path, peer=peer == 0, links=direct)
 
 
 def _path(level: int) -> str:

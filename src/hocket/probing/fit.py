@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Sequence
 
 from hocket.probing.repeats import rounded
-from hocket.spec.measured import Line
+from hocket.spec.measured import LatencyFit
 
 MOST = 3
 _POINTS = (1, 4, 7)
@@ -24,7 +24,7 @@ _PAYS = 0.6
 """A third line is taken if it brings the root mean square error below this share of before."""
 
 
-def lines(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[Line, ...]:
+def lines(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[LatencyFit, ...]:
     """The fit of ascending sizes (bytes) and their seconds; at least two lines from four points."""
     assert len(sizes) == len(seconds) >= 1
     best = _with(sizes, seconds, 1)
@@ -51,18 +51,18 @@ def errors(sizes: Sequence[int], seconds: Sequence[float]) -> list[float]:
     return found
 
 
-def _off(sizes: Sequence[int], seconds: Sequence[float], fit: Sequence[Line]) -> list[float]:
+def _off(sizes: Sequence[int], seconds: Sequence[float], fit: Sequence[LatencyFit]) -> list[float]:
     return [abs(_at(fit, s) - t) / t for s, t in zip(sizes, seconds, strict=True)]
 
 
-def _at(fit: Sequence[Line], size: float) -> float:
+def _at(fit: Sequence[LatencyFit], size: float) -> float:
     line = next((one for one in fit if size <= one.bytes), fit[-1])
     return line.latency + size / line.rate
 
 
 def _with(
     sizes: Sequence[int], seconds: Sequence[float], count: int
-) -> tuple[float, tuple[Line, ...]]:
+) -> tuple[float, tuple[LatencyFit, ...]]:
     """The best fit of so many lines, with its root mean square error."""
     n, best = len(sizes), None
     for cuts in itertools.combinations(range(2, n - 1), count - 1):
@@ -78,7 +78,7 @@ def _with(
     return best
 
 
-def _line(sizes: Sequence[int], seconds: Sequence[float]) -> Line:
+def _line(sizes: Sequence[int], seconds: Sequence[float]) -> LatencyFit:
     """Latency >= 0 and rate > 0 of least relative squares: the sum of
     ((latency + slope size) / seconds - 1)^2 over the points."""
     a, b = [1 / t for t in seconds], [s / t for s, t in zip(sizes, seconds, strict=True)]
@@ -96,7 +96,7 @@ def _line(sizes: Sequence[int], seconds: Sequence[float]) -> Line:
         # Flat within the noise: all latency, and the rate is only a bound.
         latency = sum(a) / aa
         slope = latency / (_HARDLY * last)
-    return Line(bytes=last, latency=rounded(latency), rate=rounded(min(1 / slope, _FASTEST)))
+    return LatencyFit(bytes=last, latency=rounded(latency), rate=rounded(min(1 / slope, _FASTEST)))
 
 
 _HARDLY = 1e3

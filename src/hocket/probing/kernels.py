@@ -23,7 +23,7 @@ ALONE = Axis("tp")
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class ProbedOperation:
     """An operation forward and backward: `prepare` gives what it is called with, and what its
     backward finds the gradients of; `prepared` bytes of that are new every time."""
 
@@ -32,7 +32,7 @@ class Case:
     prepared: int = 0
 
     @classmethod
-    def of(cls, call: Callable[..., Tensor], *inputs: Tensor) -> Case:
+    def of(cls, call: Callable[..., Tensor], *inputs: Tensor) -> ProbedOperation:
         """One that is called with the same tensors every time."""
         return cls(call, lambda: inputs)
 
@@ -41,10 +41,10 @@ Make = Callable[[tuple[int, ...], str], Tensor]
 """A random tensor of a shape and a dtype."""
 
 
-def kernels(sizes: ProbeSizes, make: Make) -> dict[tuple[str, tuple[int, ...]], Case]:
-    """By name and shape; see `spec.measured.Kernel` for the shapes."""
+def kernels(sizes: ProbeSizes, make: Make) -> dict[tuple[str, tuple[int, ...]], ProbedOperation]:
+    """By name and shape; see `spec.measured.MeasuredKernel` for the shapes."""
     dtype = sizes.dtypes[0]
-    found: dict[tuple[str, tuple[int, ...]], Case] = {}
+    found: dict[tuple[str, tuple[int, ...]], ProbedOperation] = {}
 
     def leaf(*shape: int) -> Tensor:
         return make(shape, dtype).requires_grad_()
@@ -53,27 +53,29 @@ def kernels(sizes: ProbeSizes, make: Make) -> dict[tuple[str, tuple[int, ...]], 
         # Heads of a token lie side by side, as the products before have written them.
         qkv = [leaf(batch, sequence, heads, width).transpose(1, 2) for _ in range(3)]
         attend = functools.partial(F.scaled_dot_product_attention, is_causal=True)
-        found["attention", (batch, heads, sequence, width)] = Case.of(attend, *qkv)
+        found["attention", (batch, heads, sequence, width)] = ProbedOperation.of(attend, *qkv)
     for tokens, width in sizes.widths:
         x, w = leaf(tokens, width), leaf(width)
         shape = tokens, width
-        found["gelu", shape] = Case.of(F.gelu, x)
-        found["silu", shape] = Case.of(F.silu, x)
-        found["softmax", shape] = Case.of(functools.partial(torch.softmax, dim=-1), x)
-        found["rms-norm", shape] = Case.of(functools.partial(_rms_norm, width), x, w)
-        found["layer-norm", shape] = Case.of(
+        found["gelu", shape] = ProbedOperation.of(F.gelu, x)
+        found["silu", shape] = ProbedOperation.of(F.silu, x)
+        found["softmax", shape] = ProbedOperation.of(functools.partial(torch.softmax, dim=-1), x)
+        found["rms-norm", shape] = ProbedOperation.of(functools.partial(_rms_norm, width), x, w)
+        found["layer-norm", shape] = ProbedOperation.of(
             functools.partial(_layer_norm, width), x, w, leaf(width)
         )
     for tokens, vocabulary, hidden in sizes.vocabularies:
         logits = make((tokens, vocabulary), "fp32").requires_grad_()
         ids = torch.randint(vocabulary, (tokens,), device=logits.device)
-        found["cross-entropy", (tokens, vocabulary)] = Case(
+        found["cross-entropy", (tokens, vocabulary)] = ProbedOperation(
             functools.partial(vocab_parallel_cross_entropy, labels=ids, axis=ALONE),
             functools.partial(_written, logits),
             logits.nbytes,
         )
         look = functools.partial(F.embedding, ids)
-        found["embedding", (tokens, vocabulary, hidden)] = Case.of(look, leaf(vocabulary, hidden))
+        found["embedding", (tokens, vocabulary, hidden)] = ProbedOperation.of(
+            look, leaf(vocabulary, hidden)
+        )
     return found
 
 

@@ -21,7 +21,7 @@ from hocket.probing.sharing import sharing
 from hocket.probing.sizes import ProbeSizes, groups, sizes
 from hocket.runtime.allocator import keep_freed_memory
 from hocket.runtime.device import claim, pick_backend, pick_device
-from hocket.spec.measured import Curve, Pair, to_rows
+from hocket.spec.measured import Curve, DevicePair, to_rows
 
 if TYPE_CHECKING:
     from hocket.launch import RankContext
@@ -150,7 +150,9 @@ class Probe:
             rate = (messages[1] - messages[0]) / max(large - small, large / 2)
             path = "MEM" if self.device.type == "cpu" else ""
             found.append(
-                Pair(first=a, second=b, path=path, rate=rounded(rate), latency=small, measured=True)
+                DevicePair(
+                    first=a, second=b, path=path, rate=rounded(rate), latency=small, measured=True
+                )
             )
         if before:
             os.sched_setaffinity(0, before)

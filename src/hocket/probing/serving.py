@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hocket.probing.sizes import ProbeSizes
 from hocket.runtime.hugepages import in_large_pages
-from hocket.runtime.native.kernels import Kernels
+from hocket.runtime.native.kernels import CpuKernels
 
 BLOCK = 16
 """Tokens of a block of the cache."""
@@ -29,10 +29,10 @@ LITTLE = 16
 
 Case = Callable[[], object]
 Known = dict[tuple[str, tuple[int, ...]], tuple[Case, int]]
-"""By name and shape (`spec.measured.Kernel`), what to call and how many kernels that runs."""
+"""By name and shape (`spec.measured.MeasuredKernel`): what to call, how many kernels it runs."""
 
 
-def cases(sizes: ProbeSizes, kernels: Kernels) -> Known:
+def cases(sizes: ProbeSizes, kernels: CpuKernels) -> Known:
     """Everything that is measured, in fp32; `half` by weights in bf16."""
     weights = [count * inputs * (outputs + APART) for outputs, inputs, count in sizes.matrices]
     weights += [-(-count * inputs * outputs // 2) for outputs, inputs, count in sizes.halves]
@@ -72,7 +72,7 @@ def _weights(pool: Tensor, outputs: int, inputs: int, count: int) -> list[Tensor
     ]
 
 
-def _products(kernels: Kernels, x: Tensor, weights: list[Tensor]) -> Case:
+def _products(kernels: CpuKernels, x: Tensor, weights: list[Tensor]) -> Case:
     def call() -> None:
         for weight in weights:
             kernels.product(x, weight)
@@ -80,7 +80,7 @@ def _products(kernels: Kernels, x: Tensor, weights: list[Tensor]) -> Case:
     return call
 
 
-def _halves(kernels: Kernels, x: Tensor, weights: list[Tensor]) -> Case:
+def _halves(kernels: CpuKernels, x: Tensor, weights: list[Tensor]) -> Case:
     def call() -> None:
         for weight in weights:
             kernels.half_product(x, weight)
@@ -94,7 +94,7 @@ def _entries(shape: Sequence[int]) -> int:
     return rows * -(-tokens // BLOCK) * BLOCK * kv_heads * size
 
 
-def _decode(kernels: Kernels, pool: Tensor, shape: Sequence[int], layers: int) -> Case:
+def _decode(kernels: CpuKernels, pool: Tensor, shape: Sequence[int], layers: int) -> Case:
     rows, heads, kv_heads, tokens, size = shape
     each = _entries(shape)
     pools = [
@@ -117,7 +117,7 @@ def _decode(kernels: Kernels, pool: Tensor, shape: Sequence[int], layers: int) -
     return call
 
 
-def _chunk(kernels: Kernels, pool: Tensor, shape: tuple[int, int, int, int]) -> Case:
+def _chunk(kernels: CpuKernels, pool: Tensor, shape: tuple[int, int, int, int]) -> Case:
     heads, kv_heads, tokens, size = shape
     each = _entries((1, *shape))
     keys, values = (pool[at : at + each].view(-1, kv_heads, BLOCK, size) for at in (0, each))

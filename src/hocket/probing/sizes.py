@@ -23,7 +23,7 @@ class ProbeSizes:
         widths, layers: (tokens, width), of kernels and of what lies between a layer's products.
         rows, matrices: of products that serve: rows, and (out, in) of so many weights in turn.
         half_rows, halves: the same, by weights in bf16.
-        decoding, chunks: shapes of paged attention, as in `spec.measured.Kernel`.
+        decoding, chunks: shapes of paged attention, as in `spec.measured.MeasuredKernel`.
         updates: (elements, tensors). messages: bytes of collectives.
         rounds: of repeats, at least (half of them of products, and of what serving calls). others:
             of messages over a backend that the runtime would not choose by itself. seconds: that

@@ -25,7 +25,7 @@ _ops: Any = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)
 
 
-class Attention:
+class AttentionCounter:
     """Counts the kernels that are chosen.
 
     Args:

@@ -27,7 +27,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from hocket.spec.errors import OptionError
-from hocket.spec.rehearsal import Device
+from hocket.spec.rehearsal import RehearsedDevice
 
 SOURCE = Path(__file__).with_name("fake_cuda.cpp")
 NUM_DEVICES = 8
@@ -185,7 +185,7 @@ class FakeGpu:
 
     def __init__(
         self,
-        device: Device,
+        device: RehearsedDevice,
         on_wait: Callable[[str], None] = lambda name: None,
         allocated: Callable[[], tuple[int, int]] = lambda: (0, 0),
     ) -> None:

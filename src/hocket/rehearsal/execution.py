@@ -23,15 +23,15 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hocket.rehearsal.attention import Attention
+from hocket.rehearsal.attention import AttentionCounter
 from hocket.rehearsal.device import FakeGpu
 from hocket.rehearsal.launches import Launches, StepObserver
 from hocket.rehearsal.memory import LiveMemory
-from hocket.rehearsal.process_group import Group, World, joined
+from hocket.rehearsal.process_group import Group, RehearsedWorld, joined
 from hocket.rehearsal.shape_cache import ShapeCache
 from hocket.runtime.mesh import Mesh
 from hocket.runtime.record import Recorder
-from hocket.spec.rehearsal import Device, RankRehearsal
+from hocket.spec.rehearsal import RankRehearsal, RehearsedDevice
 
 
 class Actions(Recorder):
@@ -55,9 +55,11 @@ class Execution:
         attention: kernels that attention chose. gpu: the fake GPU.
     """
 
-    def __init__(self, world: World, memory: LiveMemory, launches: Launches, gpu: FakeGpu) -> None:
+    def __init__(
+        self, world: RehearsedWorld, memory: LiveMemory, launches: Launches, gpu: FakeGpu
+    ) -> None:
         self.world, self.memory, self.launches, self.gpu = world, memory, launches, gpu
-        self.attention = Attention(gpu.device.capability)
+        self.attention = AttentionCounter(gpu.device.capability)
 
     @contextmanager
     def fake(self) -> Iterator[None]:
@@ -108,7 +110,7 @@ class Execution:
 
 
 @contextmanager
-def executing(device: Device, rank: int, world_size: int) -> Iterator[Execution]:
+def executing(device: RehearsedDevice, rank: int, world_size: int) -> Iterator[Execution]:
     """Within, this process is one rank on a machine of such GPUs, in a world that only records."""
     memory, launches = LiveMemory(), Launches()
     gpu = FakeGpu(device, launches.wait, memory.now)
@@ -158,7 +160,7 @@ def _real_branches() -> Iterator[None]:
         module.is_fake_tensor = before
 
 
-def _ops(world: World) -> list[list[Any]]:
+def _ops(world: RehearsedWorld) -> list[list[Any]]:
     return [
         [
             op.name,

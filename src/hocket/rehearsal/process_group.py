@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hocket.rehearsal.device import NUM_DEVICES
-from hocket.simulation.nccl import Op, Trace
+from hocket.simulation.nccl import EnqueuedOp, Trace
 
 _ProcessGroup: Any = dist.ProcessGroup
 _Work: Any = dist._Work  # type: ignore[attr-defined]
@@ -37,7 +37,7 @@ returns is called when the work is waited for (`streams.StreamOrder.collective`)
 
 
 @dataclasses.dataclass
-class Family:
+class GroupFamily:
     """Groups that were created together, which no two share a rank: one axis of a mesh.
 
     Attributes:
@@ -53,7 +53,7 @@ class Family:
         return next((row for row in self.rows if rank in row), None)
 
 
-class World:
+class RehearsedWorld:
     """What one rank of a world enqueues and the groups that it creates.
 
     Attributes:
@@ -66,7 +66,7 @@ class World:
     def __init__(self, rank: int, size: int, watch: Watch | None = None) -> None:
         self.rank, self.size = rank, size
         self.trace = Trace(rank)
-        self.families = [Family([tuple(range(size))], split=True)]
+        self.families = [GroupFamily([tuple(range(size))], split=True)]
         self.num_calls = 0
         self.members: dict[str, Row] = {}
         self.recording = True
@@ -79,14 +79,14 @@ class World:
         last = self.families[-1]
         taken = {rank for row in last.rows for rank in row}
         if split or last.split or any(rank in taken for row in rows for rank in row):
-            self.families.append(Family(list(rows), split=split))
+            self.families.append(GroupFamily(list(rows), split=split))
         else:
             last.rows += rows
         return str(len(self.families) - 1)
 
     def enqueue(
         self, name: str, label: str, row: Row, tensors: Sequence[Tensor], late: bool, **more: Any
-    ) -> Work | None:
+    ) -> RehearsedWork | None:
         """Note an operation. Returns its work if it is asynchronous."""
         for tensor in tensors:
             if tensor.device.type != "cuda":
@@ -96,7 +96,7 @@ class World:
             if not tensor.is_contiguous():
                 raise ValueError(f"Tensors must be contiguous ({name} of {tuple(tensor.shape)})")
         first = tensors[0]
-        op = Op(
+        op = EnqueuedOp(
             name, (label, *row), self.rank, first.numel(), str(first.dtype).removeprefix("torch."),
             blocks=not late, **more,
         )  # fmt: skip
@@ -104,14 +104,18 @@ class World:
         if self.recording:
             self.trace.enqueue(op)
         done = self.enqueued(name, label, tensors, late)
-        return Work(self, op, tensors, done) if late else None
+        return RehearsedWork(self, op, tensors, done) if late else None
 
 
-class Work(_Work):  # type: ignore[misc]
+class RehearsedWork(_Work):  # type: ignore[misc]
     """An operation under way: `wait` makes the compute stream wait, and the host goes on."""
 
     def __init__(
-        self, world: World, op: Op, tensors: Sequence[Tensor], done: Callable[[], None] | None
+        self,
+        world: RehearsedWorld,
+        op: EnqueuedOp,
+        tensors: Sequence[Tensor],
+        done: Callable[[], None] | None,
     ) -> None:
         super().__init__()
         self._world, self._op, self._done = world, op, done
@@ -132,7 +136,7 @@ class Work(_Work):  # type: ignore[misc]
 class Group(_ProcessGroup):  # type: ignore[misc]
     """A process group whose operations are noted."""
 
-    def __init__(self, world: World, label: str, row: Row, index: int, name: str) -> None:
+    def __init__(self, world: RehearsedWorld, label: str, row: Row, index: int, name: str) -> None:
         super().__init__(index, len(row))
         self._world, self._label, self._row = world, label, row
         self._name, self._desc = name, ""
@@ -157,7 +161,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
 
     def _note(
         self, name: str, tensors: Sequence[Tensor], opts: Any = None, **more: Any
-    ) -> Work | None:
+    ) -> RehearsedWork | None:
         late = True if opts is None else bool(getattr(opts, "asyncOp", True))
         return self._world.enqueue(name, self._label, self._row, tensors, late, **more)
 
@@ -224,13 +228,13 @@ class Group(_ProcessGroup):  # type: ignore[misc]
 
 
 @contextmanager
-def joined(rank: int, size: int, watch: Watch | None = None) -> Iterator[World]:
+def joined(rank: int, size: int, watch: Watch | None = None) -> Iterator[RehearsedWorld]:
     """Within, this process is `rank` of a world of `size`, whose backend is taken for NCCL.
 
     Args:
         watch: called with the name and the tensors of each operation.
     """
-    world = World(rank, size, watch)
+    world = RehearsedWorld(rank, size, watch)
     torch_dist: Any = dist
     making: list[str] = ["0"]
 

@@ -28,7 +28,7 @@ from hocket.models.source import of_run
 from hocket.rehearsal.device import NUM_DEVICES
 from hocket.rehearsal.execution import Actions, Execution, allocate, executing
 from hocket.rehearsal.launches import Launches
-from hocket.rehearsal.process_group import World
+from hocket.rehearsal.process_group import RehearsedWorld
 from hocket.runtime.mesh import Mesh
 from hocket.runtime.parallelize import parallelize
 from hocket.schedules.registry import build as build_schedule
@@ -42,9 +42,9 @@ from hocket.serving.engine.vocabulary import Vocabulary
 from hocket.serving.engine.warm_up import warm_up
 from hocket.serving.request import SamplingParams
 from hocket.serving.scheduling.admission import Admission
-from hocket.serving.scheduling.step import LAST, UNKNOWN, Row, StepPlan
+from hocket.serving.scheduling.step import LAST, UNKNOWN, BatchRow, StepPlan
 from hocket.spec.errors import HocketError
-from hocket.spec.rehearsal import Device, RankRehearsal
+from hocket.spec.rehearsal import RankRehearsal, RehearsedDevice
 from hocket.spec.run import RunSpec
 from hocket.training.build import dtype_of, group_experts
 
@@ -77,7 +77,7 @@ class ServingRehearsal:
         HocketError: the model cannot be built.
     """
 
-    def __init__(self, spec: RunSpec, device: Device, modules: frozenset[str]) -> None:
+    def __init__(self, spec: RunSpec, device: RehearsedDevice, modules: frozenset[str]) -> None:
         self.spec, self.device = spec, device
         self.accelerator = Accelerator(device.capability, modules | {"triton"})
         source = of_run(spec)
@@ -231,8 +231,8 @@ class ServingRehearsal:
                 slot=slot, sampling=SamplingParams(**given), prompt_length=length, prompt=(3, 4, 5)
             )
 
-        def decode(slots: range, start: int) -> list[Row]:
-            return [Row(slot, start, 1, LAST, new(slot, start + 1)) for slot in slots]
+        def decode(slots: range, start: int) -> list[BatchRow]:
+            return [BatchRow(slot, start, 1, LAST, new(slot, start + 1)) for slot in slots]
 
         unknown = UNKNOWN if lookahead else 5
         first = range(count - 1) if count > 1 else range(1)
@@ -240,7 +240,7 @@ class ServingRehearsal:
             "prefill",
             StepPlan(
                 0,
-                [Row(slot, 0, length, LAST, new(slot, length)) for slot in first],
+                [BatchRow(slot, 0, length, LAST, new(slot, length)) for slot in first],
                 [5] * (length * len(first)),
                 [admitted(slot) for slot in first],
             ),
@@ -249,7 +249,7 @@ class ServingRehearsal:
         tokens, late = [unknown] * len(first), []
         if count > 1 and runner.max_num_batched_tokens > len(rows):
             chunk = min(length, runner.max_num_batched_tokens - len(rows))
-            rows.append(Row(count - 1, 0, chunk, LAST, new(count - 1, chunk)))
+            rows.append(BatchRow(count - 1, 0, chunk, LAST, new(count - 1, chunk)))
             tokens += [5] * chunk
             late = [admitted(count - 1)]
         yield "mixed", StepPlan(1, rows, tokens, late)
@@ -280,7 +280,7 @@ class _Capture:
         reason: what reads the device.
     """
 
-    def __init__(self, launches: Launches, world: World) -> None:
+    def __init__(self, launches: Launches, world: RehearsedWorld) -> None:
         self.launches, self.world = launches, world
         self.captured = self.kernels = self.collectives = 0
         self.reason = ""
@@ -325,6 +325,6 @@ def rehearse(spec: str, device: dict[str, Any], rank: int, modules: list[str]) -
     if key not in _kept:
         _kept.clear()
         _kept[key] = ServingRehearsal(
-            RunSpec.from_json(spec), Device.from_json(device), frozenset(modules)
+            RunSpec.from_json(spec), RehearsedDevice.from_json(device), frozenset(modules)
         )
     return _kept[key].rank(rank)

@@ -32,7 +32,7 @@ from hocket.runtime.lora import adapt
 from hocket.runtime.mesh import Mesh
 from hocket.runtime.parallelize import Parallel, parallelize
 from hocket.spec.errors import HocketError
-from hocket.spec.rehearsal import Device, RankRehearsal
+from hocket.spec.rehearsal import RankRehearsal, RehearsedDevice
 from hocket.spec.run import RunSpec
 from hocket.spec.schedule import Schedule
 from hocket.training.build import (
@@ -45,7 +45,7 @@ from hocket.training.build import (
     over_context_ranks,
 )
 from hocket.training.optimizer import Optimizer
-from hocket.training.reading import Reading
+from hocket.training.reading import LossReading
 
 _DOCUMENTS = 16
 """Boundaries of documents in a microbatch, the smallest number that `rows.documents_in` gives."""
@@ -63,7 +63,7 @@ class Rehearsal:
         HocketError: the model cannot be built.
     """
 
-    def __init__(self, spec: RunSpec, schedule: Schedule | None, device: Device) -> None:
+    def __init__(self, spec: RunSpec, schedule: Schedule | None, device: RehearsedDevice) -> None:
         self.spec, self.schedule, self.device = spec, schedule, device
         options, layout = spec.options, spec.layout
         source = of_run(spec)
@@ -89,7 +89,7 @@ class Rehearsal:
         return cls(
             RunSpec.from_json(payload["spec"]),
             Schedule.parse(payload["schedule"]) if payload.get("schedule") else None,
-            Device.from_json(payload["device"]),
+            RehearsedDevice.from_json(payload["device"]),
         )
 
     def rank(self, rank: int, *, steps: int = 1) -> RankRehearsal:
@@ -144,7 +144,7 @@ class Rehearsal:
                 )
                 del microbatches
                 norm = parallel.clip_grad_norm(options.max_grad_norm)
-                reading = Reading(step + 1, options.lr, loss, norm, 1)
+                reading = LossReading(step + 1, options.lr, loss, norm, 1)
                 optimizer.step(options.lr, reading.skip())
                 parallel.begin_unshard()
                 upcoming = self._inputs(memory, device, packed=packed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from hocket.reporting.table import table_text
-from hocket.spec.comparison import Comparison, Outcome, Point
+from hocket.spec.comparison import Comparison, Point, StrategyResult
 from hocket.spec.units import format_bytes, format_seconds
 
 KINDS = ("parameters", "gradients", "optimizer", "activations")
@@ -126,7 +126,7 @@ def _signed(seconds: float) -> str:
     return f"{'-' if seconds < 0 else '+'}{format_seconds(abs(seconds))}"
 
 
-def _ran(outcomes: Iterable[Outcome]) -> Iterable[Outcome]:
+def _ran(outcomes: Iterable[StrategyResult]) -> Iterable[StrategyResult]:
     return (o for o in outcomes if o.ran)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hocket.reporting.decomposition import PARTS
 from hocket.reporting.payload import parts_of, verdict
-from hocket.reporting.record import Record
+from hocket.reporting.record import RunRecord
 from hocket.spec.errors import OptionError
 from hocket.spec.forecast import KINDS
 from hocket.spec.schedule import RECEIVES, SENDS
@@ -44,7 +44,7 @@ def category(kind: str) -> str:
     return "receive" if kind in (*RECEIVES, "receive") else "collective"
 
 
-def save(records: Sequence[Record], own_bubbles: Sequence[float | None], path: Path) -> None:
+def save(records: Sequence[RunRecord], own_bubbles: Sequence[float | None], path: Path) -> None:
     """Draw one or two runs into a picture; its form follows the name's ending.
 
     Raises:
@@ -113,7 +113,7 @@ def _timeline(ax: Axes, timeline: Timeline, longest: float, name: str, *, last: 
         )  # fmt: skip
 
 
-def _parts(ax: Axes, records: Sequence[Record], own_bubbles: Sequence[float | None]) -> None:
+def _parts(ax: Axes, records: Sequence[RunRecord], own_bubbles: Sequence[float | None]) -> None:
     rows = []
     said = ""
     for record, own in zip(records, own_bubbles, strict=True):
@@ -126,7 +126,7 @@ def _parts(ax: Axes, records: Sequence[Record], own_bubbles: Sequence[float | No
     ax.set_title("where that step's time goes (ms)", loc="left", fontsize=11)
 
 
-def _memory(ax: Axes, records: Sequence[Record]) -> None:
+def _memory(ax: Axes, records: Sequence[RunRecord]) -> None:
     rows = []
     for record in records:
         prefix = "" if len(records) == 1 else f"{record.name} "
@@ -165,7 +165,7 @@ def _stack(
         ax.text(0.5, 0.5, "not known", ha="center", transform=ax.transAxes, fontsize=9)
 
 
-def _loss(ax: Axes, records: Sequence[Record]) -> None:
+def _loss(ax: Axes, records: Sequence[RunRecord]) -> None:
     for record, colour in zip(records, ("#0072b2", "#d55e00"), strict=False):
         points = [(row["step"], row["loss"]) for row in record.metrics if "loss" in row]
         ax.plot(

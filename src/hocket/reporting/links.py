@@ -6,14 +6,16 @@ from typing import Any
 
 from hocket.reporting.topology import LEGEND, labels, pair_of
 from hocket.spec.layout import Layout
-from hocket.spec.measured import Measured
+from hocket.spec.measured import MachineMeasurements
 from hocket.spec.units import format_bytes
 
 MOST = 16
 """Devices of a matrix on a page."""
 
 
-def links_payload(measured: Measured | None, layout: Layout | None) -> dict[str, Any] | None:
+def links_payload(
+    measured: MachineMeasurements | None, layout: Layout | None
+) -> dict[str, Any] | None:
     """The matrix of a machine as plain values; None where it is not known.
 
     Ranks are on GPUs in their order, as many on each machine as it has GPUs. On a CPU they are on
@@ -55,7 +57,7 @@ def links_payload(measured: Measured | None, layout: Layout | None) -> dict[str,
     }
 
 
-def _cell(measured: Measured, one: int, other: int) -> dict[str, Any] | None:
+def _cell(measured: MachineMeasurements, one: int, other: int) -> dict[str, Any] | None:
     pair = None if one == other else pair_of(measured, one, other)
     if pair is None:
         return None

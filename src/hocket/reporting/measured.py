@@ -6,18 +6,18 @@ from collections.abc import Sequence
 
 from hocket.reporting.table import table_text
 from hocket.reporting.topology import matrix_text
-from hocket.spec.measured import Curve, Measured, Product, Stream
+from hocket.spec.measured import Curve, MachineMeasurements, MeasuredMatmul, MeasuredStream
 from hocket.spec.units import format_bytes, format_count, format_seconds
 
 
-def measured_text(measured: Measured) -> str:
+def measured_text(measured: MachineMeasurements) -> str:
     """All of it, a screen or two."""
     parts = [_machine(measured), matrix_text(measured), _compute(measured), _shared(measured)]
     parts += [_links(measured), _notes(measured)]
     return "\n\n".join(part for part in parts if part)
 
 
-def _machine(measured: Measured) -> str:
+def _machine(measured: MachineMeasurements) -> str:
     host = measured.host
     words = [
         f"{host.cores} core{'s' if host.cores > 1 else ''} of {host.cpu}",
@@ -47,7 +47,7 @@ def _machine(measured: Measured) -> str:
     return "\n".join(lines)
 
 
-def _compute(measured: Measured) -> str:
+def _compute(measured: MachineMeasurements) -> str:
     """The best and the least rate of products, memory by size, overheads."""
     rows: list[tuple[str, str, str]] = []
     for dtype in dict.fromkeys(one.dtype for one in measured.products):
@@ -80,7 +80,7 @@ def _compute(measured: Measured) -> str:
     return table_text(("one rank alone", "size", "measured"), rows) if rows else ""
 
 
-def _shared(measured: Measured) -> str:
+def _shared(measured: MachineMeasurements) -> str:
     if not measured.sharing:
         return ""
     rows = [
@@ -91,7 +91,7 @@ def _shared(measured: Measured) -> str:
     return table_text(head, rows)
 
 
-def _links(measured: Measured) -> str:
+def _links(measured: MachineMeasurements) -> str:
     """Each curve by its fit: latency of small messages, bandwidth of large ones, the error."""
     if not measured.curves:
         return ""
@@ -120,7 +120,7 @@ def _regimes(curve: Curve) -> str:
     return "; ".join(texts)
 
 
-def _notes(measured: Measured) -> str:
+def _notes(measured: MachineMeasurements) -> str:
     lines = [*_listed("Taken from the catalogue:", measured.catalogue)]
     lines += _listed("Not measured:", measured.unknown)
     return "\n".join(lines)
@@ -130,13 +130,13 @@ def _listed(title: str, sentences: Sequence[str]) -> list[str]:
     return [title, *(f"  {one}" for one in sentences)] if sentences else []
 
 
-def _rate(one: Product) -> float:
+def _rate(one: MeasuredMatmul) -> float:
     return one.rate
 
 
-def _flops(one: Product) -> str:
+def _flops(one: MeasuredMatmul) -> str:
     return f"{format_count(one.rate)}FLOP/s".replace("BFLOP", " GFLOP").replace("TFLOP", " TFLOP")
 
 
-def _bytes(one: Stream) -> str:
+def _bytes(one: MeasuredStream) -> str:
     return f"{format_bytes(one.rate)}/s"

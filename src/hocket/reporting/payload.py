@@ -14,7 +14,7 @@ from typing import Any
 
 from hocket.reporting.decomposition import PARTS, Decomposition, decompose, groups
 from hocket.reporting.links import links_payload
-from hocket.reporting.record import Record
+from hocket.reporting.record import RunRecord
 from hocket.spec.errors import HocketError
 from hocket.spec.forecast import KINDS
 from hocket.spec.layout import AXES, Layout
@@ -48,7 +48,7 @@ class Parts:
     predicted: Decomposition | None
 
 
-def parts_of(record: Record, own_bubble: float | None) -> Parts:
+def parts_of(record: RunRecord, own_bubble: float | None) -> Parts:
     """Decompose both timelines of a run by the same rules."""
     layout = record.layout
     return Parts(
@@ -61,7 +61,7 @@ def parts_of(record: Record, own_bubble: float | None) -> Parts:
     )
 
 
-def payload(record: Record, own_bubble: float | None = None) -> dict[str, Any]:
+def payload(record: RunRecord, own_bubble: float | None = None) -> dict[str, Any]:
     """One run as plain JSON values.
 
     Args:
@@ -168,7 +168,7 @@ def verdict(parts: Parts) -> str:
     )
 
 
-def _state(record: Record) -> dict[str, Any]:
+def _state(record: RunRecord) -> dict[str, Any]:
     steps = record.spec.options.steps if record.spec else None
     text = f"{record.steps_done} of {steps} steps" if steps else f"{record.steps_done} steps"
     return {"finished": record.finished, "text": text}
@@ -177,7 +177,7 @@ def _state(record: Record) -> dict[str, Any]:
 # --- numbers -------------------------------------------------------------------------------
 
 
-def figures(record: Record) -> list[dict[str, Any]]:
+def figures(record: RunRecord) -> list[dict[str, Any]]:
     """The figures that a run is judged by: title, unit, measured and predicted (None: unknown)."""
     forecast = record.forecast
     losses, held = record.column("loss"), record.column("held_out_loss")
@@ -253,7 +253,7 @@ def figures(record: Record) -> list[dict[str, Any]]:
     ]
 
 
-def traffic(record: Record, parts: Parts) -> list[dict[str, Any]]:
+def traffic(record: RunRecord, parts: Parts) -> list[dict[str, Any]]:
     """By mesh axis: what it does, the link it crosses, messages, bytes, seconds of all ranks."""
     rows: dict[str, dict[str, Any]] = defaultdict(lambda: {"count": 0, "bytes": 0, "names": []})
     for row in record.traffic:
@@ -280,7 +280,7 @@ def traffic(record: Record, parts: Parts) -> list[dict[str, Any]]:
     ]
 
 
-def links_of(record: Record) -> dict[str, str]:
+def links_of(record: RunRecord) -> dict[str, str]:
     """Axis to the name of the link that it crosses, as far as that is known."""
     felt, layout = _felt(record), record.layout
     known = dict(record.forecast.links) if record.forecast else {}
@@ -294,7 +294,7 @@ def links_of(record: Record) -> dict[str, str]:
     return known
 
 
-def _felt(record: Record) -> Links | None:
+def _felt(record: RunRecord) -> Links | None:
     """The links that the run was made to feel (`--emulate-links`)."""
     text = record.spec.options.emulate_links if record.spec else None
     try:
@@ -342,7 +342,7 @@ def _timeline(timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def _memory(record: Record) -> dict[str, Any]:
+def _memory(record: RunRecord) -> dict[str, Any]:
     forecast = record.forecast
     measured: Sequence[Mapping[str, int]] = record.memory
     if not measured and record.measured is not None:
@@ -359,7 +359,7 @@ def _memory(record: Record) -> dict[str, Any]:
     }
 
 
-def _curves(record: Record) -> dict[str, Any]:
+def _curves(record: RunRecord) -> dict[str, Any]:
     rows = record.metrics
     every = max(1, -(-len(rows) // MOST_POINTS))
     kept = [row for at, row in enumerate(rows) if at % every == 0 or at == len(rows) - 1]
@@ -379,7 +379,7 @@ def _curves(record: Record) -> dict[str, Any]:
     }
 
 
-def _mesh(record: Record) -> dict[str, Any] | None:
+def _mesh(record: RunRecord) -> dict[str, Any] | None:
     layout = record.layout
     if layout is None:
         return None
@@ -412,7 +412,7 @@ def _mesh(record: Record) -> dict[str, Any] | None:
     }
 
 
-def _facts(record: Record) -> list[list[str]]:
+def _facts(record: RunRecord) -> list[list[str]]:
     spec = record.spec
     if spec is None:
         return [["Folder", str(record.path)]]

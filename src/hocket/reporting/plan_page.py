@@ -24,7 +24,7 @@ WIDTH = 1000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Row:
+class PlanRow:
     """One layout.
 
     Attributes:
@@ -59,7 +59,7 @@ class PlanPage:
     title: str
     asked: str
     headings: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[PlanRow, ...]
     command: str
     notes: tuple[str, ...] = ()
     capacity: int | None = None
@@ -123,7 +123,7 @@ def _section(name: str, title: str, lines: Sequence[str]) -> str:
     return f'<section id="{name}"><h2>{_text(title)}</h2>{_list("", lines)}</section>'
 
 
-def _row(row: Row) -> str:
+def _row(row: PlanRow) -> str:
     cells = "".join(
         f'<td data-value="{"" if value is None else repr(float(value))}">{_text(text)}</td>'
         for text, value in row.cells
@@ -136,7 +136,7 @@ def _row(row: Row) -> str:
     )
 
 
-def _memory(rows: Sequence[Row], capacity: int | None) -> str:
+def _memory(rows: Sequence[PlanRow], capacity: int | None) -> str:
     """A bar for each layout, stacked by kind."""
     kinds = list(dict.fromkeys(kind for row in rows for kind in row.memory))
     most = max(

@@ -18,7 +18,7 @@ from hocket.spec.files import MALFORMED, parse_json
 from hocket.spec.forecast import KINDS, Forecast
 from hocket.spec.layout import Layout
 from hocket.spec.ledger import DISTURBED as DISTURBED_RUN
-from hocket.spec.measured import Measured
+from hocket.spec.measured import MachineMeasurements
 from hocket.spec.renamed import layout_text
 from hocket.spec.rows import LARGEST
 from hocket.spec.run import RunFolder, RunSpec
@@ -35,7 +35,7 @@ Read = TypeVar("Read")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Record:
+class RunRecord:
     """One run.
 
     Attributes:
@@ -69,7 +69,7 @@ class Record:
     recorded_step: int = 0
     attention: tuple[Mapping[str, Any], ...] = ()
     memory: tuple[Mapping[str, int], ...] = ()
-    machine: Measured | None = None
+    machine: MachineMeasurements | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -131,7 +131,7 @@ class Record:
         return values[middle] if len(values) % 2 else (values[middle - 1] + values[middle]) / 2
 
 
-def read(path: str | Path) -> Record:
+def read(path: str | Path) -> RunRecord:
     """Read a run folder, complete or not.
 
     Raises:
@@ -181,7 +181,7 @@ def read(path: str | Path) -> Record:
         notes.append("nothing was predicted: the folder holds no forecast.json")
     elif forecast is not None and predicted is None:
         notes.append(f"the predicted timeline is missing ({PREDICTED})")
-    machine = take(folder.topology_file, Measured.from_json, "")
+    machine = take(folder.topology_file, MachineMeasurements.from_json, "")
     if machine is not None and predicted is not None and machine.host.load > DISTURBED:
         notes.append(
             f"other programs took {machine.host.load:.2g} of the {machine.host.cores} cores while "
@@ -204,7 +204,7 @@ def read(path: str | Path) -> Record:
                 f"the run has taken {metrics[-1]['step']} of {spec.options.steps} steps: "
                 "it was ended, or is still going",
             )
-    found = Record(
+    found = RunRecord(
         path=Path(path),
         spec=spec,
         metrics=metrics or (),
@@ -223,7 +223,7 @@ def read(path: str | Path) -> Record:
     return dataclasses.replace(found, notes=(*_laid_anew(found), *notes))
 
 
-def _laid_anew(record: Record) -> list[str]:
+def _laid_anew(record: RunRecord) -> list[str]:
     """Which steps were taken in which layout, where that was more than one."""
     found = record.stretches
     now = "" if record.layout is None else str(record.layout)

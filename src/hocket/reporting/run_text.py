@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hocket.reporting.curve import curve_text
 from hocket.reporting.decomposition import PARTS
 from hocket.reporting.payload import figures, in_words, parts_of, traffic, verdict
-from hocket.reporting.record import Record
+from hocket.reporting.record import RunRecord
 from hocket.reporting.table import table_text
 from hocket.reporting.timeline import timeline_text
 from hocket.reporting.topology import matrix_text
@@ -20,7 +20,7 @@ _ATTENTION = ("layer", "layers", "kernel", "reason")
 
 
 def report_text(
-    record: Record,
+    record: RunRecord,
     own_bubble: float | None = None,
     *,
     width: int = 100,
@@ -93,7 +93,7 @@ def report_text(
     return "\n".join(blocks) + "\n"
 
 
-def both_text(records: Sequence[Record]) -> str:
+def both_text(records: Sequence[RunRecord]) -> str:
     """The figures of several runs beside each other."""
     titles: dict[str, str] = {}
     columns = []
@@ -122,7 +122,7 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
-def _head(record: Record) -> str:
+def _head(record: RunRecord) -> str:
     words = [printable(record.name)]
     if record.spec is not None:
         words.append(printable(record.spec.model))
@@ -171,7 +171,7 @@ def _parts(predicted: dict[str, float] | None, measured: dict[str, float]) -> st
     return table_text(headers, rows)
 
 
-def _memory(record: Record) -> str:
+def _memory(record: RunRecord) -> str:
     predicted = record.forecast.memory if record.forecast else ()
     rows = []
     for rank, row in enumerate(record.memory[:TEN]):
@@ -185,7 +185,7 @@ def _memory(record: Record) -> str:
     return text + (f"\n... and {rest} ranks more" if rest > 0 else "")
 
 
-def _experts(record: Record, *, width: int, unicode: bool) -> str:
+def _experts(record: RunRecord, *, width: int, unicode: bool) -> str:
     """Rows that experts were given, by layer, and how uneven that was over the steps."""
     ep = 1 if record.layout is None else record.layout.ep
     rows = []
@@ -210,7 +210,7 @@ def _experts(record: Record, *, width: int, unicode: bool) -> str:
     return text
 
 
-def _links(record: Record) -> str:
+def _links(record: RunRecord) -> str:
     """What joins the machine's devices, or that nobody knows."""
     measured = record.machine
     if measured is None:
@@ -220,7 +220,7 @@ def _links(record: Record) -> str:
     return printable(f"{title}\n" + (matrix_text(measured) or "one device: none"))
 
 
-def _alternatives(record: Record) -> str:
+def _alternatives(record: RunRecord) -> str:
     assert record.forecast is not None
     return table_text(
         ["layout (predicted)", "step", "memory", "bubble", ""],

@@ -20,9 +20,9 @@ from hocket.spec.ledger import DISTURBED
 from hocket.spec.run import RunFolder, RunSpec
 from hocket.spec.serving_forecast import (
     Decode,
-    Load,
     Need,
     Prefill,
+    ServiceLoad,
     ServingForecast,
     ServingMeasured,
 )
@@ -35,7 +35,7 @@ Read = TypeVar("Read")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Served:
+class ServerRecord:
     """One server.
 
     Attributes:
@@ -50,7 +50,7 @@ class Served:
     spec: RunSpec | None = None
     forecast: ServingForecast | None = None
     measured: ServingMeasured | None = None
-    loads: tuple[Load, ...] = ()
+    loads: tuple[ServiceLoad, ...] = ()
     needs: tuple[Need, ...] = ()
     timeline: Timeline | None = None
     notes: tuple[str, ...] = ()
@@ -67,7 +67,7 @@ class Served:
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class ServedFigure:
     """A figure, predicted and measured; `unit` is `seconds`, `bytes`, `tokens`, `rate` or ``."""
 
     title: str
@@ -92,7 +92,7 @@ def is_served(path: Path) -> bool:
         return (path / MEASURED).exists()
 
 
-def read(path: Path) -> Served:
+def read(path: Path) -> ServerRecord:
     """Read a server's folder, complete or not."""
     folder = RunFolder(path)
     notes: list[str] = []
@@ -129,7 +129,7 @@ def read(path: Path) -> Served:
     if others is not None and others > DISTURBED:
         notes.append(disturbed(others))
     timeline = take(folder.timeline_file, Timeline.from_json, "")
-    return Served(
+    return ServerRecord(
         path=path,
         spec=spec,
         forecast=forecast,
@@ -142,14 +142,14 @@ def read(path: Path) -> Served:
 # --- predicted and measured --------------------------------------------------------------------
 
 
-def figures(served: Served) -> list[Row]:
+def figures(served: ServerRecord) -> list[ServedFigure]:
     """The figures that say most."""
     told, found = served.forecast, served.measured
     rows = []
     tokens = min((r.cache_tokens for r in found.replicas), default=0) if found else 0
     held = [row for r in found.replicas for row in r.memory] if found else []
     rows.append(
-        Row(
+        ServedFigure(
             "cache of a replica",
             "tokens",
             float(told.cache_tokens) if told else None,
@@ -158,7 +158,7 @@ def figures(served: Served) -> list[Row]:
     )
     for kind, title in (("weights", "weights of the peak rank"), ("cache", "its cache")):
         rows.append(
-            Row(
+            ServedFigure(
                 title,
                 "bytes",
                 max((float(m[kind]) for m in told.memory if kind in m), default=None)
@@ -169,14 +169,14 @@ def figures(served: Served) -> list[Row]:
         )
     most = max((r.seconds and r.batch / r.seconds for r in decode(found)), default=None)
     rows.append(
-        Row(
+        ServedFigure(
             "tokens/s of a replica, at most", "rate", told.tokens_per_second if told else None, None
         )
     )
     if most:
         at = max(decode(found), key=lambda r: r.batch / r.seconds)
         rows.append(
-            Row(
+            ServedFigure(
                 f"tokens/s of decode steps alone, {at.batch:.0f} at once",
                 "rate",
                 _rate(told, at),
@@ -214,13 +214,13 @@ def decode(found: ServingMeasured | None) -> list[Decode]:
     return merged
 
 
-def rounds(served: Served) -> list[Row]:
+def rounds(served: ServerRecord) -> list[ServedFigure]:
     """Seconds of a round by the requests in it."""
     told = served.forecast
     measured = decode(served.measured)
     if measured:
         return [
-            Row(
+            ServedFigure(
                 _of(row),
                 "seconds",
                 _foretold(told.decode, row.batch, row.context) if told else None,
@@ -229,7 +229,10 @@ def rounds(served: Served) -> list[Row]:
             )
             for row in measured
         ]
-    return [Row(_of(row), "seconds", row.seconds, None) for row in (told.decode if told else ())]
+    return [
+        ServedFigure(_of(row), "seconds", row.seconds, None)
+        for row in (told.decode if told else ())
+    ]
 
 
 def _of(row: Decode) -> str:
@@ -246,7 +249,7 @@ def _counted(number: float, noun: str, form: str = ".3g") -> str:
     return f"{told} {noun}{'' if told == '1' else 's'}"
 
 
-def prompts(served: Served) -> list[Row]:
+def prompts(served: ServerRecord) -> list[ServedFigure]:
     """Seconds in which prompts are read, by their tokens in one step: four rows to a doubling."""
     told = served.forecast
     points = [(row.tokens, row.seconds) for row in told.prefill] if told else []
@@ -255,18 +258,18 @@ def prompts(served: Served) -> list[Row]:
         for row in replica.prefill:
             alike.setdefault(round(4 * math.log2(max(row.tokens, 1.0))), []).append(row)
     if not alike:
-        return [Row(f"{tokens:.0f} tokens", "seconds", s, None) for tokens, s in points]
+        return [ServedFigure(f"{tokens:.0f} tokens", "seconds", s, None) for tokens, s in points]
     found = []
     for _, same in sorted(alike.items()):
         count = sum(max(row.count, 1) for row in same)
         tokens = sum(row.tokens * max(row.count, 1) for row in same) / count
         seconds = sum(row.seconds * max(row.count, 1) for row in same) / count
         title = f"{tokens:.0f} tokens"
-        found.append(Row(title, "seconds", _between(points, tokens), seconds, count))
+        found.append(ServedFigure(title, "seconds", _between(points, tokens), seconds, count))
     return found
 
 
-def latencies(served: Served) -> list[tuple[str, float, float, float]]:
+def latencies(served: ServerRecord) -> list[tuple[str, float, float, float]]:
     """What requests met with: name, and seconds as p50, p90, p99."""
     found = served.measured
     if found is None or not found.requests:
@@ -281,7 +284,7 @@ def latencies(served: Served) -> list[tuple[str, float, float, float]]:
     ]
 
 
-def counts(served: Served) -> list[tuple[str, str]]:
+def counts(served: ServerRecord) -> list[tuple[str, str]]:
     """What was counted, in words."""
     found = served.measured
     if found is None:
@@ -315,7 +318,7 @@ def counts(served: Served) -> list[tuple[str, str]]:
     return rows
 
 
-def verdict(served: Served) -> str:
+def verdict(served: ServerRecord) -> str:
     """One sentence: how far the predictions of rounds were off."""
     rows = [row for row in rounds(served) if row.off is not None and row.count]
     if not rows:
@@ -368,7 +371,7 @@ def shown(unit: str, value: float | None) -> str:
     return f"{value:,.0f} tokens/s" if unit == "rate" else f"{value:.4g}"
 
 
-def off(row: Row) -> str:
+def off(row: ServedFigure) -> str:
     """How far a prediction was off, for people."""
     found = row.off
     if found is None:
@@ -376,7 +379,7 @@ def off(row: Row) -> str:
     return f"{found + 1:.3g} times" if found >= 2 else f"{found:+.1%}"
 
 
-def curves(served: Served) -> list[tuple[str, tuple[Load, ...]]]:
+def curves(served: ServerRecord) -> list[tuple[str, tuple[ServiceLoad, ...]]]:
     """Throughput and latency of one replica over load, by where they are from."""
     told, found = served.forecast, served.measured
     several = [
@@ -399,7 +402,7 @@ LOAD_COLUMNS = (
 """Of `load_rows`: `first` is the time to the first token, `next` the time for each further one."""
 
 
-def load_rows(loads: Sequence[Load]) -> list[list[str]]:
+def load_rows(loads: Sequence[ServiceLoad]) -> list[list[str]]:
     """One replica over load, a row a load."""
     return [
         [
@@ -415,14 +418,14 @@ def load_rows(loads: Sequence[Load]) -> list[list[str]]:
     ]
 
 
-def needs(served: Served) -> tuple[str, tuple[Need, ...]]:
+def needs(served: ServerRecord) -> tuple[str, tuple[Need, ...]]:
     """Replicas for a load, and what they are counted from."""
     if served.needs:
         return "from measured steps", served.needs
     return "predicted", served.forecast.needs if served.forecast else ()
 
 
-def asked(served: Served) -> str:
+def asked(served: ServerRecord) -> str:
     """The requests that curves and needs are made of, in words."""
     told = served.forecast
     if told is None:
@@ -450,7 +453,7 @@ def attention_line(row: Mapping[str, Any]) -> str:
     )
 
 
-def facts(served: Served) -> list[tuple[str, str]]:
+def facts(served: ServerRecord) -> list[tuple[str, str]]:
     """What was asked for and assumed."""
     spec, told = served.spec, served.forecast
     found: list[tuple[str, Any]] = [("folder", served.path)]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from hocket.reporting.served import Served, asked, curves, rounds
+from hocket.reporting.served import ServerRecord, asked, curves, rounds
 from hocket.spec.errors import OptionError
 
 COLOURS = {"predicted": "#0072b2", "from measured steps": "#d55e00", "measured": "#009e73"}
 
 
-def save(several: Sequence[Served], path: Path) -> None:
+def save(several: Sequence[ServerRecord], path: Path) -> None:
     """Draw one or two servers into a picture; its form follows the name's ending.
 
     Raises:

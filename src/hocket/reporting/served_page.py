@@ -16,8 +16,8 @@ from importlib import resources
 
 from hocket.reporting.served import (
     LOAD_COLUMNS,
-    Row,
-    Served,
+    ServedFigure,
+    ServerRecord,
     asked,
     counts,
     curves,
@@ -33,7 +33,7 @@ from hocket.reporting.served import (
     verdict,
 )
 from hocket.reporting.timeline import timeline_text
-from hocket.spec.serving_forecast import Load
+from hocket.spec.serving_forecast import ServiceLoad
 from hocket.spec.units import format_seconds
 
 WIDE, HIGH = 560, 300
@@ -62,7 +62,7 @@ pre { overflow-x: auto; font-size: 12px; line-height: 1.2; }
 NAMES = ("predicted", "from measured steps", "measured")
 
 
-def served_page(several: Sequence[Served], *, version: str, made: str) -> str:
+def served_page(several: Sequence[ServerRecord], *, version: str, made: str) -> str:
     """The whole page."""
     style = (resources.files("hocket.reporting") / "assets" / "page.css").read_text("utf-8") + STYLE
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode("ascii")
@@ -82,7 +82,7 @@ def served_page(several: Sequence[Served], *, version: str, made: str) -> str:
     )
 
 
-def _server(served: Served) -> str:
+def _server(served: ServerRecord) -> str:
     spec = served.spec
     words = f"{spec.model} in {spec.layout}" if spec else ""
     said = [
@@ -127,11 +127,11 @@ def _server(served: Served) -> str:
     return "\n".join(said)
 
 
-def _load(served: Served) -> str:
+def _load(served: ServerRecord) -> str:
     several = curves(served)
     if not several:
         return ""
-    charts: list[tuple[str, Callable[[Load], float], str]] = [
+    charts: list[tuple[str, Callable[[ServiceLoad], float], str]] = [
         ("tokens/s that one replica answers with", lambda load: load.tokens_per_second, ""),
         ("milliseconds to the first token, p90", lambda load: 1e3 * load.ttft_p90, ""),
         ("milliseconds for each further token, p90", lambda load: 1e3 * load.tpot_p90, ""),
@@ -170,7 +170,7 @@ def _load(served: Served) -> str:
     return _section("Load", lead, body + (table if found else ""))
 
 
-def _alternatives(served: Served) -> str:
+def _alternatives(served: ServerRecord) -> str:
     if served.forecast is None or not served.forecast.alternatives:
         return ""
     rows = [
@@ -208,7 +208,7 @@ def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f"<table>{f'<tr>{head}</tr>' if headers else ''}{body}</table>"
 
 
-def _compared(title: str, rows: Sequence[Row]) -> str:
+def _compared(title: str, rows: Sequence[ServedFigure]) -> str:
     return _table(
         [title, "predicted", "measured", "off by", "times"],
         [
@@ -224,7 +224,7 @@ def _compared(title: str, rows: Sequence[Row]) -> str:
     )
 
 
-def _bars(rows: Sequence[Row]) -> str:
+def _bars(rows: Sequence[ServedFigure]) -> str:
     """Predicted above measured, a pair of bars a row."""
     most = max((max(r.predicted or 0.0, r.measured or 0.0) for r in rows), default=0.0)
     if most <= 0:

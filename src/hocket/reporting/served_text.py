@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from hocket.reporting.run_text import printable
 from hocket.reporting.served import (
     LOAD_COLUMNS,
-    Row,
-    Served,
+    ServedFigure,
+    ServerRecord,
     asked,
     counts,
     curves,
@@ -28,7 +28,7 @@ from hocket.spec.units import format_seconds
 
 
 def served_text(
-    served: Served, *, width: int = 100, color: bool = False, unicode: bool = True
+    served: ServerRecord, *, width: int = 100, color: bool = False, unicode: bool = True
 ) -> str:
     """One server in words and tables."""
     blocks = [_head(served), *(f"note: {printable(note)}" for note in served.notes)]
@@ -68,7 +68,7 @@ def served_text(
     return "\n".join(blocks) + "\n"
 
 
-def both_served_text(several: Sequence[Served]) -> str:
+def both_served_text(several: Sequence[ServerRecord]) -> str:
     """Two servers beside each other."""
     titles: dict[str, None] = {}
     columns = []
@@ -90,14 +90,14 @@ def both_served_text(several: Sequence[Served]) -> str:
     return table_text(["measured", *(printable(s.name) for s in several)], table) + "\n"
 
 
-def _head(served: Served) -> str:
+def _head(served: ServerRecord) -> str:
     words = [printable(served.name)]
     if served.spec is not None:
         words += [printable(served.spec.model), str(served.spec.layout)]
     return ": ".join(words) + "\na server"
 
 
-def _rows(title: str, rows: Sequence[Row]) -> str:
+def _rows(title: str, rows: Sequence[ServedFigure]) -> str:
     table = [
         [
             row.title,
@@ -115,7 +115,7 @@ def _count(value: int | None) -> str:
     return "not with any number" if value is None else f"{value:,}"
 
 
-def _alternatives(served: Served) -> str:
+def _alternatives(served: ServerRecord) -> str:
     assert served.forecast is not None
     return table_text(
         ["layout (predicted)", "tokens/s", "first token alone", "next", "cache", ""],

@@ -14,7 +14,7 @@ import html
 import math
 from collections.abc import Sequence
 
-from hocket.spec.measured import Measured, Pair
+from hocket.spec.measured import DevicePair, MachineMeasurements
 from hocket.spec.units import format_bytes, format_seconds
 
 LEGEND = {
@@ -31,7 +31,7 @@ COLORS = {"NV": "#2a9d5c", "PIX": "#3b78c4", "PXB": "#3b78c4", "MEM": "#3b78c4"}
 _PLAIN = "#8a8f98"
 
 
-def matrix_text(measured: Measured) -> str:
+def matrix_text(measured: MachineMeasurements) -> str:
     """The matrix, and below it what its words mean. Empty with fewer than two devices."""
     names = labels(measured)
     if len(names) < 2:
@@ -56,7 +56,7 @@ def matrix_text(measured: Measured) -> str:
     return "\n".join(lines)
 
 
-def labels(measured: Measured) -> list[str]:
+def labels(measured: MachineMeasurements) -> list[str]:
     """GPU0, GPU1 ... or core0, core1 ...: whatever was tried two by two."""
     if measured.device == "cuda":
         return [f"GPU{device.index}" for device in measured.devices]
@@ -64,13 +64,13 @@ def labels(measured: Measured) -> list[str]:
     return [f"core{i}" for i in range(count)]
 
 
-def pair_of(measured: Measured, one: int, other: int) -> Pair | None:
+def pair_of(measured: MachineMeasurements, one: int, other: int) -> DevicePair | None:
     """What joins two of them."""
     ends = (min(one, other), max(one, other))
     return next((pair for pair in measured.pairs if (pair.first, pair.second) == ends), None)
 
 
-def rate_text(pair: Pair) -> str:
+def rate_text(pair: DevicePair) -> str:
     """`249 GB/s`, in brackets where it was not measured, or nothing."""
     if not pair.rate:
         return ""
@@ -78,11 +78,11 @@ def rate_text(pair: Pair) -> str:
     return text if pair.measured else f"({text})"
 
 
-def _cell(pair: Pair | None) -> str:
+def _cell(pair: DevicePair | None) -> str:
     return "-" if pair is None else f"{pair.path} {rate_text(pair)}".rstrip()
 
 
-def svg(measured: Measured, width: int = 720) -> str:
+def svg(measured: MachineMeasurements, width: int = 720) -> str:
     """The devices on a circle, a line between each two: thick where it is fast, dashed where it
     was not measured, each with its figures as a tooltip. Up to sixteen devices are told apart.
     """
@@ -157,7 +157,7 @@ def _circle(count: int, width: int, circle: int) -> list[tuple[float, float]]:
     ]
 
 
-def _kinds(measured: Measured) -> list[str]:
+def _kinds(measured: MachineMeasurements) -> list[str]:
     """A line for each kind of path: how many pairs, and their rates."""
     found = []
     for path in dict.fromkeys(pair.path for pair in measured.pairs):
@@ -176,19 +176,19 @@ def _color(path: str) -> str:
     return next((color for key, color in COLORS.items() if path.startswith(key)), _PLAIN)
 
 
-def _what(measured: Measured) -> str:
+def _what(measured: MachineMeasurements) -> str:
     if measured.device == "cuda":
         return f"{len(measured.devices)} x {measured.devices[0].name}" if measured.devices else ""
     cores = measured.host.cores
     return f"{cores} core{'s' if cores > 1 else ''} of {measured.host.cpu}"
 
 
-def _when(measured: Measured) -> str:
+def _when(measured: MachineMeasurements) -> str:
     form = "quick form" if measured.quick else "full form"
     return f"measured {measured.date}, {form}; rates each way"
 
 
-def _told(names: Sequence[str], pair: Pair) -> str:
+def _told(names: Sequence[str], pair: DevicePair) -> str:
     words = [f"{names[pair.first]} - {names[pair.second]}: {pair.path}"]
     if pair.rate:
         words.append(rate_text(pair))
@@ -197,11 +197,11 @@ def _told(names: Sequence[str], pair: Pair) -> str:
     return ", ".join(words)
 
 
-def _numa(measured: Measured, index: int) -> bool:
+def _numa(measured: MachineMeasurements, index: int) -> bool:
     return measured.device == "cuda" and measured.devices[index].numa_known
 
 
-def _device(measured: Measured, index: int) -> str:
+def _device(measured: MachineMeasurements, index: int) -> str:
     if measured.device != "cuda":
         return measured.host.cpu
     device = measured.devices[index]

@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from hocket.reporting.record import Record
+from hocket.reporting.record import RunRecord
 from hocket.spec.layout import Layout
 from hocket.spec.schedule import RECV_F, SEND_F, SENDS
 from hocket.spec.timeline import Event, Timeline
@@ -29,7 +29,7 @@ _COMMUNICATION = 10
 """Thread id of the first communication lane; compute has those below."""
 
 
-def trace_json(records: Sequence[Record]) -> str:
+def trace_json(records: Sequence[RunRecord]) -> str:
     """The timelines of some runs, merged into one trace."""
     events: list[TraceEvent] = []
     first = 0
@@ -48,7 +48,7 @@ def trace_json(records: Sequence[Record]) -> str:
     )
 
 
-def _later(record: Record, name: str, first: int) -> list[TraceEvent]:
+def _later(record: RunRecord, name: str, first: int) -> list[TraceEvent]:
     """The further steps that were recorded, on the same processes, one behind the other.
 
     Each began at a barrier, with files written between: no gap is drawn that nobody measured.

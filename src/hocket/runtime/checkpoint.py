@@ -33,7 +33,7 @@ from hocket.spec.errors import CheckpointError
 from hocket.spec.files import named
 from hocket.spec.placement import Placement
 from hocket.spec.run import write_text
-from hocket.spec.tensor_file import Entry, TensorFile, write_tensors
+from hocket.spec.tensor_file import TensorEntry, TensorFile, write_tensors
 
 DTYPES = {
     torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64",
@@ -47,7 +47,7 @@ OptimizerState = Mapping[str, Mapping[str, Tensor]]
 """Global name of a parameter, to name of a state (`exp_avg`), to its tensor on this rank."""
 
 
-class Parallel(Protocol):
+class CheckpointedParallel(Protocol):
     """What is saved: a rank's parameters by global name, and where each lies in the whole."""
 
     @property
@@ -66,7 +66,7 @@ class Parallel(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class World:
+class CheckpointWorld:
     """The ranks that save together. The default is one rank alone.
 
     Attributes:
@@ -81,7 +81,7 @@ class World:
     all_agree: Callable[[bool], bool] = lambda mine: mine
 
     @classmethod
-    def of(cls, mesh: Any) -> World:
+    def of(cls, mesh: Any) -> CheckpointWorld:
         """The world of a mesh."""
         if mesh.world_size == 1:
             return cls()
@@ -129,13 +129,13 @@ def save_checkpoint(
     folder: str | os.PathLike[str],
     *,
     step: int,
-    parallel: Parallel,
+    parallel: CheckpointedParallel,
     optimizer_state: OptimizerState,
     layout: str,
     model: str,
     cursor: Mapping[str, Any] | None = None,
     extra: Mapping[str, Any] | None = None,
-    world: World | None = None,
+    world: CheckpointWorld | None = None,
     keep: int = 2,
 ) -> Path:
     """Save one step of all ranks into a new folder; every rank calls it.
@@ -193,11 +193,11 @@ def save_checkpoint(
 def load_checkpoint(
     folder: str | os.PathLike[str],
     *,
-    parallel: Parallel,
+    parallel: CheckpointedParallel,
     layout: str,
     model: str,
     optimizer_state: OptimizerState | None = None,
-    world: World | None = None,
+    world: CheckpointWorld | None = None,
 ) -> Restored:
     """Fill this rank's parameters and random states from the newest whole checkpoint.
 
@@ -251,11 +251,11 @@ def load_checkpoint(
     raise CheckpointError(f"{folder} holds no checkpoint", hint="--save-every N saves them")
 
 
-def _world(parallel: Parallel, world: World | None) -> World:
+def _world(parallel: CheckpointedParallel, world: CheckpointWorld | None) -> CheckpointWorld:
     if world is not None:
         return world
     mesh = getattr(parallel, "mesh", None)
-    return World() if mesh is None else World.of(mesh)
+    return CheckpointWorld() if mesh is None else CheckpointWorld.of(mesh)
 
 
 # --- writing ---------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ def _random_states() -> dict[str, Tensor]:
 
 
 def _write_shard(
-    aside: Path, rank: int, parallel: Parallel, optimizer_state: OptimizerState
+    aside: Path, rank: int, parallel: CheckpointedParallel, optimizer_state: OptimizerState
 ) -> Shard:
     parameters = dict(parallel.named_parameters())
     placements = {name: parallel.placements[name] for name in parameters}
@@ -289,7 +289,7 @@ def _write_shard(
     tensors += [("random", name, None, tensor) for name, tensor in _random_states().items()]
 
     entries = [
-        Entry(
+        TensorEntry(
             name="/".join(filter(None, (kind, state, name))),
             dtype=DTYPES[tensor.dtype],
             shape=tuple(tensor.shape),
@@ -374,7 +374,9 @@ def _commit(folder: Path, aside: Path, final: Path, manifest: Manifest, keep: in
 # --- reading ---------------------------------------------------------------------------------
 
 
-def _opened(path: Path, manifest: Manifest, world: World, resharded: bool) -> list[TensorFile]:
+def _opened(
+    path: Path, manifest: Manifest, world: CheckpointWorld, resharded: bool
+) -> list[TensorFile]:
     """This rank's own file; of another layout all, each of them verified by one rank."""
     if resharded:
         return [
@@ -388,7 +390,7 @@ def _opened(path: Path, manifest: Manifest, world: World, resharded: bool) -> li
 def _relay(
     manifest: Manifest,
     files: list[TensorFile],
-    parallel: Parallel,
+    parallel: CheckpointedParallel,
     live: OptimizerState,
     rank: int,
 ) -> dict[str, dict[str, Tensor]]:
@@ -401,7 +403,7 @@ def _relay(
     return {name: dict(states) for name, states in live.items()}
 
 
-def _same_layout(path: Path, manifest: Manifest, layout: str, world: World) -> None:
+def _same_layout(path: Path, manifest: Manifest, layout: str, world: CheckpointWorld) -> None:
     if manifest.layout != layout or len(manifest.shards) != world.size:
         raise CheckpointError(
             f"{path} was written by the layout {manifest.layout} on {len(manifest.shards)} ranks; "
@@ -410,7 +412,7 @@ def _same_layout(path: Path, manifest: Manifest, layout: str, world: World) -> N
         )
 
 
-def _differences(shard: Shard, parallel: Parallel) -> Iterator[str]:
+def _differences(shard: Shard, parallel: CheckpointedParallel) -> Iterator[str]:
     mine = {name: parallel.placements[name] for name, _ in parallel.named_parameters()}
     for name in sorted(mine.keys() | shard.placements.keys()):
         ours, theirs = mine.get(name), shard.placements.get(name)
@@ -423,7 +425,7 @@ def _differences(shard: Shard, parallel: Parallel) -> Iterator[str]:
 
 
 def _restore(
-    file: TensorFile, shard: Shard, parallel: Parallel, live: OptimizerState | None
+    file: TensorFile, shard: Shard, parallel: CheckpointedParallel, live: OptimizerState | None
 ) -> dict[str, dict[str, Tensor]]:
     odd = list(_differences(shard, parallel))
     if live is not None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hocket.runtime.collectives import all_reduce
-from hocket.runtime.data_parallel.flat import Piece
+from hocket.runtime.data_parallel.flat import FlatShard
 from hocket.runtime.mesh import Mesh
 from hocket.spec.placement import Placement
 
@@ -36,7 +36,7 @@ class GradientNorm:
         named_parameters: Iterable[tuple[str, nn.Parameter]],
         placements: Mapping[str, Placement],
         mesh: Mesh,
-        pieces: Sequence[Piece] | None = None,
+        pieces: Sequence[FlatShard] | None = None,
     ) -> None:
         self.mesh = mesh
         apart = mesh.layout.splits_experts  # experts lie on ranks of several replicas
@@ -79,7 +79,7 @@ class GradientNorm:
                 self._slices += [(parameter, block.in_local) for block in blocks]
 
     def _add_pieces(
-        self, pieces: Sequence[Piece], placement: Placement, parameter: nn.Parameter, index: int
+        self, pieces: Sequence[FlatShard], placement: Placement, parameter: nn.Parameter, index: int
     ) -> None:
         """Count pieces of a parameter by the same rules; of a block that another rank counts, a
         mask leaves the elements out, since a piece may begin and end anywhere in it."""

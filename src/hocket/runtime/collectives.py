@@ -31,7 +31,7 @@ _OPS: dict[str, Any] = {
 _HALF = (torch.bfloat16, torch.float16)
 
 
-class Work(Protocol):
+class CollectiveWork(Protocol):
     """An asynchronous collective: hold its tensors until `wait` has returned."""
 
     def wait(self) -> Any: ...
@@ -44,7 +44,7 @@ class _Rounded:
     """
 
     def __init__(
-        self, work: Work, wide: Tensor, target: Tensor, given: Tensor | None = None
+        self, work: CollectiveWork, wide: Tensor, target: Tensor, given: Tensor | None = None
     ) -> None:
         self.work, self.wide, self.target, self.given = work, wide, target, given
 
@@ -66,7 +66,7 @@ _ALL_REDUCE = {(op, late): _options(op, late) for op in _OPS for late in (False,
 
 def all_reduce(
     tensor: Tensor, axis: Axis, recorder: Recorder, op: str = "sum", async_op: bool = False
-) -> Work | None:
+) -> CollectiveWork | None:
     """Reduce `tensor` in place over the axis; returns the work if asynchronous.
 
     `op` is `sum`, `max` or `min`. The tensor must be contiguous.
@@ -81,7 +81,7 @@ def all_reduce(
     wide = tensor
     if tensor.dtype in _HALF and not tensor.is_cuda:
         wide = tensor.float()
-    work: Work | None = axis.group.allreduce([wide], _ALL_REDUCE[op, async_op])
+    work: CollectiveWork | None = axis.group.allreduce([wide], _ALL_REDUCE[op, async_op])
     if async_op:
         assert work is not None
         return work if wide is tensor else _Rounded(work, wide, tensor)
@@ -98,7 +98,7 @@ def all_reduce(
 
 def broadcast(
     tensor: Tensor, axis: Axis, recorder: Recorder, source: int = 0, async_op: bool = False
-) -> Work | None:
+) -> CollectiveWork | None:
     """Overwrite `tensor` (contiguous) with that of index `source` on the axis."""
     if axis.group is None:
         return None
@@ -194,7 +194,7 @@ def traced_reduce_scatter(tensor: Tensor, axis: Axis) -> Tensor:
 
 def reduce_scatter_flat(
     piece: Tensor, whole: Tensor, axis: Axis, recorder: Recorder
-) -> Work | None:
+) -> CollectiveWork | None:
     """Begin to sum `whole` (1-D, the axis's size times `piece`) over the axis; this rank's shard
     of the sum goes to `piece`. Hold both until `wait` has returned. None on an axis of one rank,
     where `whole` is copied.
@@ -212,7 +212,9 @@ def reduce_scatter_flat(
     return dist.reduce_scatter_single(piece, whole, group=axis.group, async_op=True)
 
 
-def all_gather_flat(whole: Tensor, piece: Tensor, axis: Axis, recorder: Recorder) -> Work | None:
+def all_gather_flat(
+    whole: Tensor, piece: Tensor, axis: Axis, recorder: Recorder
+) -> CollectiveWork | None:
     """Begin to gather the axis's `piece`s (1-D) into `whole`, which may hold this rank's own
     already, in its place. Hold both until `wait` has returned. None on an axis of one rank.
     """
@@ -303,7 +305,9 @@ def reduce(tensor: Tensor, axis: Axis, recorder: Recorder, target: int = 0) -> N
         tensor.detach().copy_(wide)
 
 
-def isend(tensor: Tensor, axis: Axis, peer: int, recorder: Recorder, tag: int = 0) -> Work:
+def isend(
+    tensor: Tensor, axis: Axis, peer: int, recorder: Recorder, tag: int = 0
+) -> CollectiveWork:
     """Begin to send to index `peer`. The tensor must stay unchanged until `wait` has returned."""
     assert axis.group is not None, axis.name
     tensor = tensor.detach()
@@ -312,7 +316,9 @@ def isend(tensor: Tensor, axis: Axis, peer: int, recorder: Recorder, tag: int = 
     return axis.group.send([tensor], peer, tag)
 
 
-def irecv(tensor: Tensor, axis: Axis, peer: int, recorder: Recorder, tag: int = 0) -> Work:
+def irecv(
+    tensor: Tensor, axis: Axis, peer: int, recorder: Recorder, tag: int = 0
+) -> CollectiveWork:
     """Begin to receive from index `peer` into `tensor`."""
     assert axis.group is not None, axis.name
     tensor = tensor.detach()

@@ -28,7 +28,7 @@ from hocket.runtime.pipeline.stage import Stage
 from hocket.runtime.tensor_parallel.layers import RowParallelLinear, _ParallelLinear
 from hocket.runtime.tensor_parallel.shards import take
 from hocket.spec.errors import LayoutError, ModelError
-from hocket.spec.placement import Block, Placement
+from hocket.spec.placement import Placement, TensorBlock
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -185,7 +185,7 @@ def placed(
             found.append(dataclasses.replace(whole, replicated=there))
             continue
         blocks = tuple(
-            Block(
+            TensorBlock(
                 start=corner(block.start[dim]),
                 local=corner(block.local[dim]),
                 size=shape(block.size[dim]),
@@ -223,7 +223,7 @@ def initial(place: Placement, seed: int) -> Tensor:
     return whole
 
 
-class Trained:
+class TrainedParameters:
     """What a rank's checkpoint holds, in the form that checkpoints are written from: the products
     where there are some, else all parameters. What is frozen lies in the base's files."""
 

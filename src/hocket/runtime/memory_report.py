@@ -27,7 +27,7 @@ _REQUESTED = re.compile(r"[Tt]ried to allocate ([0-9.]+) ([KMGT]?i?B)")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Device:
+class AllocatorBytes:
     """What the allocator knows, in bytes; 0 where it does not.
 
     Attributes:
@@ -45,7 +45,7 @@ class Device:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Owner:
+class OwnedBytes:
     """Bytes of one owner, and its largest tensors: (name or shape, bytes)."""
 
     name: str
@@ -53,15 +53,15 @@ class Owner:
     largest: tuple[tuple[str, int], ...] = ()
 
 
-def device_state(error: BaseException, device: torch.device) -> Device:
+def device_state(error: BaseException, device: torch.device) -> AllocatorBytes:
     """The allocator's state at an out-of-memory error."""
     found = _REQUESTED.search(str(error))
     requested = int(float(found[1]) * _UNITS[found[2]]) if found else 0
     if device.type != "cuda":
-        return Device(requested=requested)
+        return AllocatorBytes(requested=requested)
     stats = torch.cuda.memory_stats(device)
     free, total = torch.cuda.mem_get_info(device)
-    return Device(
+    return AllocatorBytes(
         requested=requested,
         allocated=int(stats.get("allocated_bytes.all.current", 0)),
         reserved=int(stats.get("reserved_bytes.all.current", 0)),
@@ -80,7 +80,7 @@ def owner_of(
     tensors: Iterable[tuple[str, Tensor | None]],
     device: torch.device,
     seen: set[int],
-) -> Owner:
+) -> OwnedBytes:
     """Storages of tensors on the device, each counted for the first owner that has it."""
     sizes: list[tuple[str, int]] = []
     for label, tensor in tensors:
@@ -91,7 +91,7 @@ def owner_of(
             seen.add(storage._cdata)
             sizes.append((label, storage.nbytes()))
     sizes.sort(key=lambda each: -each[1])
-    return Owner(name=name, nbytes=sum(n for _, n in sizes), largest=tuple(sizes[:LARGEST]))
+    return OwnedBytes(name=name, nbytes=sum(n for _, n in sizes), largest=tuple(sizes[:LARGEST]))
 
 
 def living() -> Iterator[Tensor]:
@@ -103,8 +103,8 @@ def living() -> Iterator[Tensor]:
 
 
 def activations(
-    found: Sequence[Owner], allocated: int, seen: set[int], device: torch.device
-) -> Owner:
+    found: Sequence[OwnedBytes], allocated: int, seen: set[int], device: torch.device
+) -> OwnedBytes:
     """The rest: living tensors that `found` does not have.
 
     Args:
@@ -119,7 +119,11 @@ def activations(
 
 
 def report(
-    rank: int, state: Device, found: Sequence[Owner], fixes: Sequence[tuple[str, int]], other: str
+    rank: int,
+    state: AllocatorBytes,
+    found: Sequence[OwnedBytes],
+    fixes: Sequence[tuple[str, int]],
+    other: str,
 ) -> RankMemoryError:
     """The error of a rank that ran out of memory: numbers, owners, and the fix to paste.
 

@@ -19,7 +19,7 @@ from hocket.runtime.context_parallel import parts_of
 from hocket.runtime.data_parallel import (
     Buckets,
     Fill,
-    Piece,
+    FlatShard,
     ShardedBlocks,
     ShardedBuckets,
     Shares,
@@ -212,7 +212,7 @@ class Parallel:
 
     # --- what an optimizer steps -------------------------------------------------------------
 
-    def _pieces(self) -> Iterator[Piece]:
+    def _pieces(self) -> Iterator[FlatShard]:
         for sharded in self._sharded.values():
             yield from sharded.pieces
 

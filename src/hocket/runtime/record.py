@@ -33,7 +33,7 @@ COLLECTIVES = (
 )
 
 
-class Beat(Protocol):
+class ProgressListener(Protocol):
     """What is told of a rank's progress (`launch.heartbeat.Heart`)."""
 
     def collective(self, name: str, axis: str) -> None: ...
@@ -58,7 +58,7 @@ class Recorder:
         self.phase = "other"
         self.recording = False
         self.origin = 0.0
-        self.beat: Beat | None = None
+        self.beat: ProgressListener | None = None
         self._cuda = torch.device(device).type == "cuda"
         self._counts: dict[tuple[str, str, str], list[int]] = {}
         self._spans: list[tuple[Any, Any, dict[str, Any]]] = []

@@ -24,7 +24,7 @@ _AGAIN = "copy it again from where the model is from; a model needs none"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Defaults:
+class SamplingDefaults:
     """Sampling where a request names none; None: OpenAI's (temperature 1, nothing cut off)."""
 
     temperature: float | None = None
@@ -34,7 +34,7 @@ class Defaults:
     repetition_penalty: float | None = None
 
     @classmethod
-    def of(cls, settings: dict[str, Any]) -> Defaults:
+    def of(cls, settings: dict[str, Any]) -> SamplingDefaults:
         """From the fields of a generation_config.json.
 
         Raises:

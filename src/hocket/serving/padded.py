@@ -27,7 +27,7 @@ from hocket.runtime.pipeline.stage import Stage
 from hocket.runtime.tensor_parallel.layers import VocabParallelHead
 from hocket.serving.cache import StageCache, held_layers
 from hocket.serving.request import SamplingParams, check_prompts, refuse_replicas
-from hocket.serving.sampling import Vocabulary, next_tokens
+from hocket.serving.sampling import VocabularyRange, next_tokens
 
 OnTokens = Callable[[int, "list[int | None]"], None]
 """Called with the number of the round and, per row, its token; None for a row that has ended."""
@@ -66,7 +66,7 @@ class Engine:
         num_stages = stages[0].num_stages
         self.stage_ranks = tuple(range(num_stages)) if stage_ranks is None else tuple(stage_ranks)
         self.positions = positions
-        self.vocabulary = Vocabulary(axis=mesh.axis("tp"))
+        self.vocabulary = VocabularyRange(axis=mesh.axis("tp"))
         for stage in stages:
             stage.module.eval()
             if stage.is_last:
@@ -170,10 +170,12 @@ def _last_only(stage: Stage) -> dict[str, Any]:
     return {"logits_to_keep": 1} if "logits_to_keep" in known else {}
 
 
-def _vocabulary(stage: Stage, mesh: Mesh) -> Vocabulary:
+def _vocabulary(stage: Stage, mesh: Mesh) -> VocabularyRange:
     """The part of the vocabulary that the last stage's logits cover."""
     for module in stage.module.modules():
         if isinstance(module, VocabParallelHead):
-            return Vocabulary(axis=mesh.axis("tp"), start=module.start, sizes=tuple(module.sizes))
+            return VocabularyRange(
+                axis=mesh.axis("tp"), start=module.start, sizes=tuple(module.sizes)
+            )
     alone = mesh.axis("tp")
-    return Vocabulary(axis=type(alone)("tp"))
+    return VocabularyRange(axis=type(alone)("tp"))

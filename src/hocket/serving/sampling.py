@@ -22,7 +22,7 @@ from hocket.serving.request import SamplingParams
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Vocabulary:
+class VocabularyRange:
     """Which part of the vocabulary this rank's logits cover.
 
     Attributes:
@@ -40,7 +40,7 @@ def next_tokens(
     logits: Tensor,
     options: SamplingParams,
     position: int,
-    vocabulary: Vocabulary,
+    vocabulary: VocabularyRange,
     recorder: Recorder,
 ) -> Tensor:
     """The next token of each row: [B], equal on every rank of the axis.
@@ -59,7 +59,7 @@ def next_tokens(
     return draw(whole, options, position)
 
 
-def _most_probable(logits: Tensor, vocabulary: Vocabulary, recorder: Recorder) -> Tensor:
+def _most_probable(logits: Tensor, vocabulary: VocabularyRange, recorder: Recorder) -> Tensor:
     """The largest logit's token; of equals the first, as argmax over the whole row would."""
     axis = vocabulary.axis
     if axis.size == 1:

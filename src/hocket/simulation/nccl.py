@@ -37,7 +37,7 @@ _UNEVEN = ("all-to-all",)
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class Op:
+class EnqueuedOp:
     """One operation as one rank enqueues it.
 
     Attributes:
@@ -94,32 +94,32 @@ class Trace:
         ranks: Mapping[int, int] | None = None,
     ) -> None:
         self.rank = rank
-        self.ops: list[Op] = [] if like is None else like.ops
+        self.ops: list[EnqueuedOp] = [] if like is None else like.ops
         self.events: list[int] = [] if like is None else like.events
         self._groups = groups
         self._ranks = ranks
 
-    def enqueue(self, op: Op) -> Op:
+    def enqueue(self, op: EnqueuedOp) -> EnqueuedOp:
         """Note an operation; returns it, to be waited for."""
         op.index = len(self.ops)
         self.ops.append(op)
         self.events.append(op.index)
         return op
 
-    def wait(self, op: Op) -> None:
+    def wait(self, op: EnqueuedOp) -> None:
         """Note that the compute stream waits for an operation."""
         self.events.append(~op.index)
 
-    def group(self, op: Op) -> Group:
+    def group(self, op: EnqueuedOp) -> Group:
         """The communicator of an operation, as this rank's."""
         return op.group if self._groups is None else self._groups[op.group]
 
-    def peer(self, op: Op) -> int:
+    def peer(self, op: EnqueuedOp) -> int:
         """The other end of a send or receive, as this rank's."""
         assert op.peer is not None, op
         return op.peer if self._ranks is None else self._ranks[op.peer]
 
-    def root(self, op: Op) -> int | None:
+    def root(self, op: EnqueuedOp) -> int | None:
         """The root of a collective, as this rank's."""
         if op.root is None or self._ranks is None:
             return op.root
@@ -127,7 +127,7 @@ class Trace:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Waiting:
+class WaitingRank:
     """A rank that never ends.
 
     Attributes:
@@ -152,7 +152,7 @@ class Waiting:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Verdict:
+class OrderVerdict:
     """Whether a job completes.
 
     Attributes:
@@ -163,7 +163,7 @@ class Verdict:
     """
 
     rule: str
-    waiting: tuple[Waiting, ...]
+    waiting: tuple[WaitingRank, ...]
     mismatches: tuple[str, ...]
     cycle: tuple[int, ...]
 
@@ -198,7 +198,7 @@ class Verdict:
         )
 
 
-def check(traces: Sequence[Trace], rule: str = "eager") -> Verdict:
+def check(traces: Sequence[Trace], rule: str = "eager") -> OrderVerdict:
     """Simulate the traces of all ranks, in order of rank, by NCCL's rules.
 
     Args:
@@ -228,7 +228,7 @@ class _Player:
         self.runnable = deque(range(len(traces)))
         self.mismatches: list[str] = []
 
-    def play(self) -> Verdict:
+    def play(self) -> OrderVerdict:
         while self.runnable:
             self.advance(self.runnable.popleft())
             while self.heads:
@@ -238,14 +238,14 @@ class _Player:
             for rank, trace in enumerate(self.traces)
             if self.position[rank] < len(trace.events) or any(self.queues[rank].values())
         )
-        return Verdict(
+        return OrderVerdict(
             rule=self.rule,
             waiting=waiting,
             mismatches=tuple(self.mismatches),
             cycle=_cycle({w.rank: w.ranks for w in waiting}),
         )
 
-    def key(self, rank: int, op: Op) -> Any:
+    def key(self, rank: int, op: EnqueuedOp) -> Any:
         """The queue of an operation."""
         group = self.traces[rank].group(op)
         if op.peer is not None and self.rule == "lazy":
@@ -275,7 +275,7 @@ class _Player:
                     return
             self.position[rank] += 1
 
-    def create(self, rank: int, op: Op, key: Any) -> bool:
+    def create(self, rank: int, op: EnqueuedOp, key: Any) -> bool:
         """Whether the communicator exists; else the host waits here for its other members."""
         if key in self.created:
             return True
@@ -288,7 +288,7 @@ class _Player:
         self.runnable.extend(other for other in members if other != rank)
         return True
 
-    def parties(self, rank: int, op: Op) -> tuple[int, ...]:
+    def parties(self, rank: int, op: EnqueuedOp) -> tuple[int, ...]:
         """The global ranks that an operation involves."""
         trace = self.traces[rank]
         return (rank, trace.peer(op)) if op.peer is not None else trace.group(op)[1:]
@@ -319,7 +319,7 @@ class _Player:
         self.finish(peer, met)
 
     def compare(self, members: Iterable[tuple[int, int]]) -> None:
-        calls: dict[tuple[Any, ...], tuple[int, Op]] = {}
+        calls: dict[tuple[Any, ...], tuple[int, EnqueuedOp]] = {}
         for rank, index in members:
             trace, op = self.traces[rank], self.traces[rank].ops[index]
             calls.setdefault((*op.signature()[:3], trace.root(op)), (rank, op))
@@ -338,7 +338,7 @@ class _Player:
 
     # --- why a rank never ends -----------------------------------------------------------------
 
-    def reason(self, rank: int) -> Waiting:
+    def reason(self, rank: int) -> WaitingRank:
         trace, position = self.traces[rank], self.position[rank]
         queues = {key: queue for key, queue in self.queues[rank].items() if queue}
         if position < len(trace.events):
@@ -348,7 +348,7 @@ class _Player:
             if not self.entered[rank][index]:  # its communicator is not there yet
                 arrived = self.arrived[self.key(rank, op)]
                 missing = tuple(r for r in self.parties(rank, op) if r not in arrived)
-                return Waiting(
+                return WaitingRank(
                     rank=rank, operation=f"creating the communicator of {op}", behind=0,
                     ranks=missing,
                 )  # fmt: skip
@@ -361,7 +361,7 @@ class _Player:
         else:
             ready = {r for r, _ in self.members[trace.group(head)]}
             missing = tuple(r for r in trace.group(head)[1:] if r not in ready)
-        return Waiting(rank=rank, operation=str(head), behind=len(queue) - 1, ranks=missing)
+        return WaitingRank(rank=rank, operation=str(head), behind=len(queue) - 1, ranks=missing)
 
 
 def _cycle(waits: Mapping[int, tuple[int, ...]]) -> tuple[int, ...]:

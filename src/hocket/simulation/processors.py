@@ -28,7 +28,7 @@ from hocket.spec.timeline import Event
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Work:
+class ProcessorWork:
     """A processor's time, in seconds of a rank that is alone."""
 
     seconds: float
@@ -71,7 +71,7 @@ class End:
     fields: dict[str, Any]
 
 
-Step = Work | Pause | Post | Await | Begin | End
+Step = ProcessorWork | Pause | Post | Await | Begin | End
 Slowdown = Callable[[int], float]
 
 
@@ -187,7 +187,7 @@ class _Play:
             if index == len(line):
                 return
             step = line[index]
-            if isinstance(step, Work):
+            if isinstance(step, ProcessorWork):
                 if step.seconds > 0:
                     heapq.heappush(self.working, (self.work + step.seconds, rank))
                     self.at[rank] = index + 1

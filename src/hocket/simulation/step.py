@@ -22,9 +22,9 @@ from hocket.simulation.processors import (
     End,
     Pause,
     Post,
+    ProcessorWork,
     Slowdown,
     Step,
-    Work,
     alone,
     play,
 )
@@ -140,7 +140,7 @@ class _Writer:
         dp = self.layout.coordinate(rank)["dp"]
         pace = self.pace[(dp + number) % len(self.pace)]
         for one in self._step(rank, number):
-            yield Work(one.seconds * pace) if isinstance(one, Work) else one
+            yield ProcessorWork(one.seconds * pace) if isinstance(one, ProcessorWork) else one
 
     def _step(self, rank: int, number: int) -> Iterator[Step]:
         where = self.layout.coordinate(rank)
@@ -148,7 +148,7 @@ class _Writer:
         mine = self.prices.ranks[index]
         stages = self.schedule.stages_of(index)
         yield Begin("step")
-        yield Work(mine.before)
+        yield ProcessorWork(mine.before)
         counts = itertools.count()
         first = set(stages)
         for action in self.schedule.ranks[index]:
@@ -170,11 +170,11 @@ class _Writer:
             yield from _collective(one, ("sum", number, at), self._ranks(rank, one.axis))
         if self.prices.loss is not None:
             yield from _collective(self.prices.loss, ("loss", number), self._ranks(rank, "world"))
-        yield Work(mine.norm)
+        yield ProcessorWork(mine.norm)
         if self.prices.norm is not None:
             yield from _collective(self.prices.norm, ("norm", number), self._ranks(rank, "model"))
-        yield from _span(Work(mine.optimizer), kind="optimizer", name="optimizer")
-        yield Work(mine.after)
+        yield from _span(ProcessorWork(mine.optimizer), kind="optimizer", name="optimizer")
+        yield ProcessorWork(mine.after)
         yield End("step", {"lane": "compute", "kind": "step", "name": str(number)})
 
     def _ranks(self, rank: int, axis: str) -> tuple[int, ...]:
@@ -202,10 +202,10 @@ class _Writer:
             name = str(action)
             yield Begin(name)
             for one in inside:
-                yield Work(seconds / (len(inside) + 1))
+                yield ProcessorWork(seconds / (len(inside) + 1))
                 key = (one.axis, number, next(counts))
                 yield from _collective(one, key, self._ranks(rank, one.axis))
-            yield Work(seconds / (len(inside) + 1))
+            yield ProcessorWork(seconds / (len(inside) + 1))
             yield End(name, {"lane": "compute", "kind": action.kind, "name": name, **fields})
         elif action.kind in SENDS:
             yield from self._message(action, rank, number, fields)
@@ -236,12 +236,12 @@ class _Writer:
         name = str(action)
         yield Begin(name)
         if sends:
-            yield Work(one.give)
+            yield ProcessorWork(one.give)
             yield Post(key)
         else:
             yield Await(key)
             yield Pause(one.wait)
-            yield Work(one.take)
+            yield ProcessorWork(one.take)
         yield End(
             name,
             {"lane": "communication", "kind": action.kind, "name": name, "axis": "pp", **fields},
@@ -256,7 +256,7 @@ def _compute(stage: StageStep, kind: str) -> tuple[float, tuple[Collective, ...]
     return (stage.backward if kind == BACKWARD else stage.input), stage.backward_collectives
 
 
-def _span(work: Work, *, kind: str, name: str) -> Iterator[Step]:
+def _span(work: ProcessorWork, *, kind: str, name: str) -> Iterator[Step]:
     yield Begin(name)
     yield work
     yield End(name, {"lane": "compute", "kind": kind, "name": name})
@@ -274,14 +274,14 @@ def _fields(one: Collective) -> dict[str, str | int]:
 
 def _give(one: Collective, key: tuple[object, tuple[int, ...]]) -> Iterator[Step]:
     yield Begin(key)
-    yield Work(one.give)
+    yield ProcessorWork(one.give)
     yield Post(key)
 
 
 def _take(one: Collective, key: tuple[object, tuple[int, ...]], ranks: int) -> Iterator[Step]:
     yield Await(key, ranks)
     yield Pause(one.wait)
-    yield Work(one.take)
+    yield ProcessorWork(one.take)
 
 
 def _collective(one: Collective, name: object, ranks: tuple[int, ...]) -> Iterator[Step]:

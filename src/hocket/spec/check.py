@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hocket.spec.files import parse_json
-from hocket.spec.placement import Block
+from hocket.spec.placement import TensorBlock
 
 LOSS = 1e-5
 OWN_GRADIENT = 1e-4
@@ -191,7 +191,7 @@ def value_limit(learning_rate: float) -> float:
     return VALUE * learning_rate
 
 
-def covers(shape: Sequence[int], blocks: Iterable[Block]) -> bool:
+def covers(shape: Sequence[int], blocks: Iterable[TensorBlock]) -> bool:
     """Whether boxes together hold every entry of a tensor; they may overlap.
 
     The boxes' edges cut the tensor into a coarse grid whose cells are each held or not, so the
@@ -291,9 +291,9 @@ def merge(
     )
 
 
-def _blocks(ranks: Sequence[Mapping[str, Any]], parts: list[tuple[int, str]]) -> list[Block]:
+def _blocks(ranks: Sequence[Mapping[str, Any]], parts: list[tuple[int, str]]) -> list[TensorBlock]:
     return [
-        Block(
+        TensorBlock(
             start=tuple(block["start"]),
             local=tuple(block["local"]),
             size=tuple(block["size"]),

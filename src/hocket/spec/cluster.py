@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from hocket.spec.measured import Measured
+from hocket.spec.measured import MachineMeasurements
 
 LINKS = (
     "nvswitch",
@@ -122,7 +122,7 @@ class Cluster:
     name: str
     num_nodes: int
     node: Node
-    measured: Measured | None = None
+    measured: MachineMeasurements | None = None
 
     @property
     def num_gpus(self) -> int:

@@ -28,7 +28,7 @@ class Strategy:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Outcome:
+class StrategyResult:
     """The result of one strategy.
 
     Attributes:
@@ -90,7 +90,7 @@ class Comparison:
     tokens: int
     cores: int
     input_work: float
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[StrategyResult, ...]
 
     @property
     def equal(self) -> bool:
@@ -119,7 +119,7 @@ class Point:
     """One point of a sweep: the number that is swept, and the result of one strategy there."""
 
     at: int
-    outcome: Outcome
+    outcome: StrategyResult
 
 
 SWEEPS = ("microbatches", "layers", "devices")

@@ -57,7 +57,7 @@ class ServedFigures:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Line:
+class LedgerLine:
     """What all lines tell.
 
     Attributes:
@@ -142,7 +142,7 @@ class Line:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Entry(Line):
+class LedgerEntry(LedgerLine):
     """One training run: also steps taken, and `seq_len` and `global_batch` of the workload."""
 
     kind: ClassVar[type] = Figures
@@ -155,7 +155,7 @@ class Entry(Line):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ServedEntry(Line):
+class ServedEntry(LedgerLine):
     """One server: also the requests and tokens it answered, and the seconds it was ready for."""
 
     kind: ClassVar[type] = ServedFigures

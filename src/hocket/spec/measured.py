@@ -76,7 +76,7 @@ class Host:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Device:
+class MeasuredDevice:
     """One device: a GPU, or the CPU as a whole.
 
     Attributes:
@@ -104,7 +104,7 @@ class Device:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Pair:
+class DevicePair:
     """What joins two devices (or two CPU cores).
 
     Attributes:
@@ -127,7 +127,7 @@ class Pair:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Product:
+class MeasuredMatmul:
     """One matrix product: the result is [m, n], k is summed over; form as in `FORMS`."""
 
     dtype: str
@@ -145,7 +145,7 @@ class Product:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Stream:
+class MeasuredStream:
     """Memory: `bytes` read and written together in one call of `operation`.
 
     `copy` reads and writes one tensor each, `add` reads two and writes one, `scale` rewrites one
@@ -180,7 +180,7 @@ class Dispatch:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Kernel:
+class MeasuredKernel:
     """An operation that is neither product nor stream, by shape.
 
     `attention` [batch, heads, sequence, head size] causal, `cross-entropy` [tokens, vocabulary],
@@ -260,7 +260,7 @@ class Pulse:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Line:
+class LatencyFit:
     """seconds = latency + bytes / rate, for messages of up to `bytes` (the last: for all above)."""
 
     bytes: Count
@@ -291,7 +291,7 @@ class Curve:
     sizes: tuple[Count, ...]
     seconds: tuple[Seconds, ...]
     spread: tuple[Share, ...] = ()
-    lines: tuple[Line, ...] = ()
+    lines: tuple[LatencyFit, ...] = ()
     error: Share = 0.0
     worst: Share = 0.0
     busy: tuple[Share, ...] = ()
@@ -304,7 +304,7 @@ class Curve:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Measured:
+class MachineMeasurements:
     """All of it.
 
     Attributes:
@@ -324,12 +324,12 @@ class Measured:
     threads: Count = 1
     unknown: tuple[str, ...] = ()
     catalogue: tuple[str, ...] = ()
-    devices: tuple[Device, ...] = ()
-    pairs: tuple[Pair, ...] = ()
-    products: tuple[Product, ...] = ()
-    streams: tuple[Stream, ...] = ()
+    devices: tuple[MeasuredDevice, ...] = ()
+    pairs: tuple[DevicePair, ...] = ()
+    products: tuple[MeasuredMatmul, ...] = ()
+    streams: tuple[MeasuredStream, ...] = ()
     dispatch: tuple[Dispatch, ...] = ()
-    kernels: tuple[Kernel, ...] = ()
+    kernels: tuple[MeasuredKernel, ...] = ()
     updates: tuple[Update, ...] = ()
     sharing: tuple[Sharing, ...] = ()
     curves: tuple[Curve, ...] = ()
@@ -356,7 +356,7 @@ class Measured:
         return found
 
     @classmethod
-    def from_dict(cls, table: Any) -> Measured:
+    def from_dict(cls, table: Any) -> MachineMeasurements:
         """The inverse of `to_dict`.
 
         Raises:
@@ -397,7 +397,7 @@ class Measured:
         return json.dumps(self.to_dict(), sort_keys=True)
 
     @classmethod
-    def from_json(cls, text: str) -> Measured:
+    def from_json(cls, text: str) -> MachineMeasurements:
         """The inverse of `to_json`. Raises OptionError as `from_dict`."""
         try:
             return cls.from_dict(parse_json(text))
@@ -406,12 +406,12 @@ class Measured:
 
 
 _ROWS: dict[str, type] = {
-    "devices": Device,
-    "pairs": Pair,
-    "products": Product,
-    "streams": Stream,
+    "devices": MeasuredDevice,
+    "pairs": DevicePair,
+    "products": MeasuredMatmul,
+    "streams": MeasuredStream,
     "dispatch": Dispatch,
-    "kernels": Kernel,
+    "kernels": MeasuredKernel,
     "updates": Update,
     "sharing": Sharing,
     "curves": Curve,
@@ -421,7 +421,7 @@ _TABLES = ("devices", "curves")
 
 
 def to_rows(name: str, values: Iterable[Any]) -> list[Any]:
-    """Some `products`, `streams` ... as plain values, as they stand in `Measured.to_dict`."""
+    """Some `products`, `streams` ... as plain values, as in `MachineMeasurements.to_dict`."""
     if name not in _TABLES:
         return [to_row(value) for value in values]
     found = [to_table(value) for value in values]
@@ -448,7 +448,7 @@ def _rows(name: str, value: Any) -> tuple[Any, ...]:
         read(_ROWS[name], row, what) for what, row in _list(value, f"measured.{name}")
     )
     for one in found:
-        if isinstance(one, Product) and one.form not in FORMS:
+        if isinstance(one, MeasuredMatmul) and one.form not in FORMS:
             message, hint = unknown("form of a matmul", one.form, FORMS)
             raise OptionError(message, hint=hint)
         if isinstance(one, Pulse) and one.operation not in PULSES:
@@ -466,7 +466,7 @@ def _curves(value: Any) -> tuple[Curve, ...]:
         plain = {key: one for key, one in table.items() if key != "lines"}
         curve = dataclasses.replace(
             from_table(Curve, plain, what),
-            lines=tuple(from_row(Line, row, where) for where, row in lines),
+            lines=tuple(from_row(LatencyFit, row, where) for where, row in lines),
         )
         if curve.operation not in OPERATIONS:
             message, hint = unknown("operation of a curve", curve.operation, OPERATIONS)

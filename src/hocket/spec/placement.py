@@ -16,7 +16,7 @@ _LARGEST = 2**62
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Block:
+class TensorBlock:
     """A box of the global tensor and where it lies in the local one.
 
     Attributes:
@@ -63,7 +63,7 @@ class Placement:
     name: str
     shape: tuple[int, ...]
     local_shape: tuple[int, ...]
-    blocks: tuple[Block, ...]
+    blocks: tuple[TensorBlock, ...]
     sharded: tuple[str, ...] = ()
     replicated: tuple[str, ...] = ()
     grad_sum: tuple[str, ...] = ()
@@ -103,7 +103,7 @@ class Placement:
             name=name,
             shape=shape,
             local_shape=shape,
-            blocks=(Block(start=zeros, local=zeros, size=shape),),
+            blocks=(TensorBlock(start=zeros, local=zeros, size=shape),),
             grad_sum=grad_sum,
             tie=tie,
         )
@@ -126,7 +126,7 @@ class Placement:
             return tuple(str(v) for v in values)  # type: ignore[attr-defined]
 
         blocks = tuple(
-            Block(
+            TensorBlock(
                 start=ints(b["start"]),
                 local=ints(b["local"]),
                 size=ints(b["size"]),

@@ -22,13 +22,13 @@ from hocket.spec import legality
 from hocket.spec.errors import LayoutError
 from hocket.spec.files import parse_json
 from hocket.spec.layout import Layout
-from hocket.spec.placement import Block, Placement
+from hocket.spec.placement import Placement, TensorBlock
 
 STYLES = ("column", "row", "vocab_embedding", "vocab_head", "sum_grad", "experts")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Segment:
+class WeightSegment:
     """A run of `units` indivisible units of `size` rows each, along the split dim.
 
     `what` names the unit in errors ("attention heads"). `copies` allows fewer units than ranks:
@@ -94,9 +94,11 @@ class Split:
     """
 
     style: str
-    segments: tuple[Segment, ...] = ()
+    segments: tuple[WeightSegment, ...] = ()
     dims: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    parameter_segments: Mapping[str, tuple[Segment, ...]] = dataclasses.field(default_factory=dict)
+    parameter_segments: Mapping[str, tuple[WeightSegment, ...]] = dataclasses.field(
+        default_factory=dict
+    )
     gather_output: bool = False
     scatter_input: bool = False
 
@@ -125,7 +127,9 @@ class Split:
             to = [0] * len(shape)
             size = list(shape)
             at[dim], to[dim], size[dim] = first + start, local, rows
-            blocks.append(Block(start=tuple(at), local=tuple(to), size=tuple(size), copies=copies))
+            blocks.append(
+                TensorBlock(start=tuple(at), local=tuple(to), size=tuple(size), copies=copies)
+            )
             local += rows
             first += segment.rows
         local_shape = (*shape[:dim], local, *shape[dim + 1 :])
@@ -179,7 +183,7 @@ class TensorPlan:
     patches: Mapping[str, tuple[Patch, ...]] = dataclasses.field(default_factory=dict)
     inputs: Mapping[str, tuple[InputSlice, ...]] = dataclasses.field(default_factory=dict)
 
-    def segments(self) -> list[Segment]:
+    def segments(self) -> list[WeightSegment]:
         """Every segment of the plan, for checking a degree before any rank starts."""
         found = []
         for split in self.splits.values():
@@ -391,8 +395,8 @@ class ParallelPlan:
 
 
 def _tensor_plan(data: Mapping[str, Any]) -> TensorPlan:
-    def segments(rows: list[dict[str, Any]]) -> tuple[Segment, ...]:
-        return tuple(Segment(**row) for row in rows)
+    def segments(rows: list[dict[str, Any]]) -> tuple[WeightSegment, ...]:
+        return tuple(WeightSegment(**row) for row in rows)
 
     def split(row: dict[str, Any]) -> Split:
         own = {name: segments(rows) for name, rows in row["parameter_segments"].items()}

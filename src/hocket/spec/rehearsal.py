@@ -26,7 +26,7 @@ NOT_SEEN = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Device:
+class RehearsedDevice:
     """The GPU that is rehearsed on.
 
     Attributes:
@@ -41,7 +41,7 @@ class Device:
     l2: int = 0
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Device:
+    def from_json(cls, data: dict[str, Any]) -> RehearsedDevice:
         return cls(**{**data, "capability": tuple(data["capability"])})
 
 

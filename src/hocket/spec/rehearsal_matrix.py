@@ -78,7 +78,7 @@ MORE = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
+class MatrixJob:
     """One job of the matrix.
 
     Attributes:
@@ -121,7 +121,7 @@ class Case:
         return f"hocket rehearse {model} {' '.join(words)}"
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[MatrixJob]:
     """The whole matrix.
 
     Each layout without a pipeline is under every option; each with a pipeline is under every
@@ -133,12 +133,12 @@ def cases() -> Iterator[Case]:
         for layout in FLAT:
             for option in OPTIONS:
                 if option in options or "zero=3" in layout:
-                    yield Case(model=model, layout=layout, schedule="", option=option)
+                    yield MatrixJob(model=model, layout=layout, schedule="", option=option)
         more = MORE if index == 0 else ()
         for row, layout in enumerate((*PIPELINED, *more)):
             for column, schedule in enumerate(SCHEDULES):
                 option = options[(row + column + index) % len(options)]
-                yield Case(model=model, layout=layout, schedule=schedule, option=option)
+                yield MatrixJob(model=model, layout=layout, schedule=schedule, option=option)
 
 
 CASES = tuple(cases())
@@ -159,7 +159,7 @@ class RehearsalCell:
         seconds: that the rehearsal took.
     """
 
-    case: Case
+    case: MatrixJob
     outcome: str
     reason: str = ""
     memory: float | None = None
@@ -178,7 +178,7 @@ class RehearsalCell:
     def from_json(cls, text: str) -> RehearsalCell:
         """The inverse of `to_json`."""
         data = parse_json(text)
-        return cls(**{**data, "case": Case(**data["case"])})
+        return cls(**{**data, "case": MatrixJob(**data["case"])})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

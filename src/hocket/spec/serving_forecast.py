@@ -42,7 +42,7 @@ class Prefill:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Load:
+class ServiceLoad:
     """One replica under requests that arrive at random, `rate` a second.
 
     Seconds to the first token and for each further one, as percentiles; `tokens_per_second`: that
@@ -119,7 +119,7 @@ class ServingForecast:
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     percentile: int = 90
-    loads: tuple[Load, ...] = ()
+    loads: tuple[ServiceLoad, ...] = ()
     needs: tuple[Need, ...] = ()
     memory: tuple[dict[str, int], ...] = ()
     cache_bytes: int = 0
@@ -147,7 +147,7 @@ class ServingForecast:
     @classmethod
     def from_json(cls, text: str) -> Self:
         """The inverse of `to_json`. Raises RunFolderError for what is no such forecast."""
-        rows = {"decode": Decode, "prefill": Prefill, "loads": Load, "needs": Need}
+        rows = {"decode": Decode, "prefill": Prefill, "loads": ServiceLoad, "needs": Need}
         return _read(cls, text, {**rows, "alternatives": Weighed}, ("memory", "notes"))
 
 
@@ -218,7 +218,7 @@ class ServingMeasured:
     ttft: Percentiles = Percentiles()
     tpot: Percentiles = Percentiles()
     end_to_end: Percentiles = Percentiles()
-    loads: tuple[Load, ...] = ()
+    loads: tuple[ServiceLoad, ...] = ()
     replicas: tuple[ReplicaMeasured, ...] = ()
 
     @property
@@ -233,7 +233,9 @@ class ServingMeasured:
     @classmethod
     def from_json(cls, text: str) -> Self:
         """The inverse of `to_json`. Raises RunFolderError for what is nothing of the kind."""
-        found = _read(cls, text, {"loads": Load}, ("replicas",), ("ttft", "tpot", "end_to_end"))
+        found = _read(
+            cls, text, {"loads": ServiceLoad}, ("replicas",), ("ttft", "tpot", "end_to_end")
+        )
         try:
             replicas = tuple(
                 _row(

@@ -40,7 +40,7 @@ _AT_ONCE = 4 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Entry:
+class TensorEntry:
     """One tensor of a file: its name, dtype (an `ITEM_BYTES` name) and shape."""
 
     name: str
@@ -54,7 +54,7 @@ class Entry:
 
 def write_tensors(
     path: Path,
-    entries: Sequence[Entry],
+    entries: Sequence[TensorEntry],
     buffers: Iterable[Any],
     metadata: Mapping[str, str] | None = None,
 ) -> list[int]:
@@ -102,7 +102,7 @@ class TensorFile:
 
     def __init__(self, path: str | os.PathLike[str], *, most_tensors: int = MOST_TENSORS) -> None:
         self.path = Path(path)
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, TensorEntry] = {}
         self.metadata: dict[str, str] = {}
         self.bytes_read = 0
         self._offsets: dict[str, int] = {}
@@ -152,7 +152,7 @@ class TensorFile:
                     raise ValueError(f"{name!r} has a size that is not an integer")
                 if row["dtype"] not in ITEM_BYTES:
                     raise ValueError(f"{name!r} has the unknown dtype {row['dtype']!r}")
-                entry = Entry(name=name, dtype=row["dtype"], shape=tuple(row["shape"]))
+                entry = TensorEntry(name=name, dtype=row["dtype"], shape=tuple(row["shape"]))
                 if first != at or end - first != entry.num_bytes:
                     raise ValueError(f"{name!r} is at {first}..{end}")
                 self.entries[name] = entry

@@ -13,7 +13,7 @@ from hocket.models.lora import peft_config, saved_name
 from hocket.models.skeleton import build as build_skeleton
 from hocket.models.source import of_run
 from hocket.spec.run import RunSpec
-from hocket.spec.tensor_file import Entry, write_tensors
+from hocket.spec.tensor_file import TensorEntry, write_tensors
 from hocket.training.export import appearing, of_ranks, opened, refuse_other
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def adapter_of_checkpoint(checkpoint: Path, to: Path, spec: RunSpec) -> Path:
         with opened(checkpoint) as whole:
             names = sorted(whole.names())
             entries = [
-                Entry(
+                TensorEntry(
                     name=saved_name(name),
                     dtype=whole.dtypes[name],
                     shape=whole.placements[name].shape,
@@ -55,10 +55,10 @@ def adapter_of_checkpoint(checkpoint: Path, to: Path, spec: RunSpec) -> Path:
 
 def adapter_of_ranks(parallel: Parallel, to: Path, spec: RunSpec) -> Path:
     """Write the adapter of live ranks; every rank calls it."""
-    from hocket.runtime.lora import Trained
+    from hocket.runtime.lora import TrainedParameters
 
     return of_ranks(
-        Trained(parallel),
+        TrainedParameters(parallel),
         parallel.mesh,
         to,
         refuse=lambda: refuse_occupied(to),

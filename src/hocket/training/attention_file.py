@@ -7,10 +7,10 @@ import warnings
 
 from hocket.models.attention_layers import kernel_rows
 from hocket.spec.run import RunFolder, write_text
-from hocket.training.build import Job, dtype_of
+from hocket.training.build import RankJob, dtype_of
 
 
-def write(folder: RunFolder, job: Job, *, packed: bool) -> None:
+def write(folder: RunFolder, job: RankJob, *, packed: bool) -> None:
     """Name the kernels; a warning where a configuration lacks what that takes: a report does not
     end a run.
 

@@ -61,7 +61,7 @@ DTYPES = {
 
 
 @dataclasses.dataclass(kw_only=True)
-class Job:
+class RankJob:
     """What one rank trains with.
 
     Attributes:
@@ -233,7 +233,7 @@ def build(
     schedule: Schedule | None = None,
     *,
     labels_shifted: bool = True,
-) -> Job:
+) -> RankJob:
     """All of it, from the process group to the optimizer. Every rank calls it.
 
     Args:
@@ -247,7 +247,7 @@ def build(
         spec, mesh, schedule, labels_shifted=labels_shifted
     )
     optimizer = build_optimizer(parallel, spec.options)
-    return Job(
+    return RankJob(
         spec=spec,
         mesh=mesh,
         source=source,

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from hocket.models.disk_tensor import DiskTensor
-from hocket.runtime.checkpoint import World
+from hocket.runtime.checkpoint import CheckpointWorld
 from hocket.runtime.device import pick_device
 from hocket.spec.check import CheckReport, merge, value_limit
 from hocket.spec.placement import Placement
@@ -145,7 +145,7 @@ def compare_layout(
         _realign(rank, after, step)
         parallel.reshard()
         optimizer.refresh_masters()
-    world = World.of(mesh)
+    world = CheckpointWorld.of(mesh)
     write_text(folder / f"rank-{mesh.rank}.json", json.dumps(found))
     world.barrier()
     if mesh.rank:

@@ -25,7 +25,7 @@ from hocket.spec.run import RunSpec
 from hocket.spec.schedule import Schedule
 from hocket.spec.units import parse_bytes
 from hocket.training import timeline
-from hocket.training.build import Job, build
+from hocket.training.build import RankJob, build
 from hocket.training.check import compare_layout
 from hocket.training.memory import MemoryCount, of_replicas
 from hocket.training.reference import global_batch, microbatches, num_tokens
@@ -122,7 +122,7 @@ class _Feed:
 class _Way:
     """One rank of a way."""
 
-    def __init__(self, job: Job, context: RankContext) -> None:
+    def __init__(self, job: RankJob, context: RankContext) -> None:
         self.job = job
         self.context = context
         self.spec = job.spec

@@ -53,7 +53,7 @@ class Conversation:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Pair:
+class PromptAnswer:
     """A prompt and what follows it, as plain texts; the second is learned."""
 
     prompt: str
@@ -68,7 +68,7 @@ def format_of(fields: Collection[str]) -> str:
     return COMPLETION if any(pair <= set(fields) for pair in pairs) else TEXT
 
 
-def read(record: Mapping[str, Any], kind: str, where: str) -> Conversation | Pair:
+def read(record: Mapping[str, Any], kind: str, where: str) -> Conversation | PromptAnswer:
     """A record as a conversation or a pair.
 
     Args:
@@ -105,7 +105,7 @@ def read(record: Mapping[str, Any], kind: str, where: str) -> Conversation | Pai
                 f"{where}: {name} is {_kind(text)}; prompt and completion are two texts, or two "
                 "lists of messages"
             )
-    return Pair(prompt=_clean(prompt), completion=_clean(completion))
+    return PromptAnswer(prompt=_clean(prompt), completion=_clean(completion))
 
 
 _ALPACA = (
@@ -118,7 +118,7 @@ _ALPACA = (
 """Prompts without and with an input, of https://github.com/tatsu-lab/stanford_alpaca, train.py."""
 
 
-def _alpaca(record: Mapping[str, Any], where: str) -> Pair:
+def _alpaca(record: Mapping[str, Any], where: str) -> PromptAnswer:
     words = {}
     for name in ("instruction", "input", "output"):
         text = record.get(name)
@@ -129,7 +129,7 @@ def _alpaca(record: Mapping[str, Any], where: str) -> Pair:
         words[name] = _clean(text)
     prompt = _ALPACA[bool(words["input"].strip())]
     prompt = prompt.replace("{input}", words["input"], 1) if words["input"].strip() else prompt
-    return Pair(
+    return PromptAnswer(
         prompt=prompt.replace("{instruction}", words["instruction"], 1),
         completion=words["output"],
     )

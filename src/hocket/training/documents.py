@@ -21,7 +21,7 @@ import numpy.typing as npt
 from hocket.models.chat_template import ChatTemplates
 from hocket.spec.errors import DataError, OptionError
 from hocket.training import conversation, data_sources
-from hocket.training.conversation import CHAT, TEXT, Conversation, Pair
+from hocket.training.conversation import CHAT, TEXT, Conversation, PromptAnswer
 from hocket.training.data_paths import Source
 from hocket.training.rendering import Spans, render
 from hocket.training.tokenizer import Ids, Tokenizer
@@ -133,14 +133,14 @@ def _rendered(source: Source, kind: str, templates: ChatTemplates | None) -> Ite
     """(text, learned spans, whether begin and end tokens are still to be added) of each record."""
     for record, place in data_sources.records(source):
         where = f"data {source.path}, {place}"
-        found: Conversation | Pair = conversation.read(record, kind, where)
+        found: Conversation | PromptAnswer = conversation.read(record, kind, where)
         if isinstance(found, Conversation) and templates is None:
             raise OptionError(
                 f"data {source.path} holds {'chats' if kind == CHAT else 'messages'}, and the "
                 "model directory has no chat template to render them with",
                 hint="--chat-template-file FILE, or a model directory that brings one",
             )
-        yield *render(found, templates, where), isinstance(found, Pair)
+        yield *render(found, templates, where), isinstance(found, PromptAnswer)
 
 
 def _encoded(tokenizer: Tokenizer, together: Sequence[Rendered]) -> Iterator[tuple[Ids, Learned]]:

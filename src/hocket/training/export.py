@@ -23,13 +23,13 @@ from hocket.spec import checkpoint as words
 from hocket.spec.checkpoint import Manifest, TensorRecord
 from hocket.spec.errors import CheckpointError, OptionError
 from hocket.spec.placement import Placement
-from hocket.spec.tensor_file import ITEM_BYTES, Entry, TensorFile, write_tensors
+from hocket.spec.tensor_file import ITEM_BYTES, TensorEntry, TensorFile, write_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from hocket.models.saved_names import SavedNames
-    from hocket.runtime.checkpoint import Parallel
+    from hocket.runtime.checkpoint import CheckpointedParallel
     from hocket.runtime.mesh import Mesh
 
 SHARD_BYTES = 5_000_000_000
@@ -86,7 +86,7 @@ def export_checkpoint(
     return to
 
 
-def export_ranks(parallel: Parallel, to: Path, files: ModelFiles) -> Path:
+def export_ranks(parallel: CheckpointedParallel, to: Path, files: ModelFiles) -> Path:
     """Write a Hugging Face directory from live ranks; every rank calls it.
 
     The ranks of the first replica write their parameters aside; rank 0 assembles them.
@@ -163,9 +163,9 @@ def of_ranks(
         refuse: called by rank 0 before anything is written.
         assemble: called by rank 0 with the checkpoint's folder.
     """
-    from hocket.runtime.checkpoint import World, save_checkpoint
+    from hocket.runtime.checkpoint import CheckpointWorld, save_checkpoint
 
-    world = World() if mesh is None else World.of(mesh)
+    world = CheckpointWorld() if mesh is None else CheckpointWorld.of(mesh)
     folder = to.with_name(f".{to.name}.ranks")
     if world.rank == 0:
         refuse()
@@ -270,12 +270,12 @@ def _covers(placement: Placement, blocks: list[Any]) -> bool:
 
 def _write_weights(to: Path, whole: Whole, names: SavedNames, shard_bytes: int) -> str:
     """Write the weight files and, if there are several, their index; returns the dtype."""
-    plan: list[tuple[str, list[Entry]]] = []
+    plan: list[tuple[str, list[TensorEntry]]] = []
     for name in whole.names():
         shapes = names.entries(name, whole.placements[name].shape)
         dtype = whole.dtypes[name]
-        plan.append((name, [Entry(name=k, dtype=dtype, shape=s) for k, s in shapes.items()]))
-    groups: list[list[tuple[str, list[Entry]]]] = [[]]
+        plan.append((name, [TensorEntry(name=k, dtype=dtype, shape=s) for k, s in shapes.items()]))
+    groups: list[list[tuple[str, list[TensorEntry]]]] = [[]]
     size = 0
     for name, entries in plan:
         more = sum(e.num_bytes for e in entries)

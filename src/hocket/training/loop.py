@@ -29,14 +29,14 @@ import torch
 
 from hocket.models.rows import one_sequence_each, packed_rows
 from hocket.runtime.checkpoint import load_checkpoint, save_checkpoint
-from hocket.runtime.lora import Trained
+from hocket.runtime.lora import TrainedParameters
 from hocket.spec.checkpoint import config_hash
 from hocket.spec.errors import TrainingError
 from hocket.spec.run import RunFolder, write_text
 from hocket.spec.units import parse_bytes, parse_duration
 from hocket.training import attention_file, stop_bound, timeline
 from hocket.training.adapter import adapter_of_ranks
-from hocket.training.build import Job
+from hocket.training.build import RankJob
 from hocket.training.dataset import BatchOrder, open_dataset
 from hocket.training.evaluate import held_out_loss, num_batches, perplexity
 from hocket.training.expert_load import ExpertLoad
@@ -45,10 +45,10 @@ from hocket.training.faults import Faults, flip, spoil
 from hocket.training.inputs import Inputs
 from hocket.training.learning_rate import learning_rate
 from hocket.training.memory import MemoryCount, of_replicas
-from hocket.training.metrics import Metrics
+from hocket.training.metrics import TrainingMetrics
 from hocket.training.nonfinite import Skips
 from hocket.training.pauses import STOP, Pauses
-from hocket.training.reading import Reading, Readings, elapsed, interval, mark
+from hocket.training.reading import LossReading, Readings, elapsed, interval, mark
 from hocket.training.replicas import ReplicaCheck
 from hocket.training.token_manifest import TRAIN, VALID, Tokens
 from hocket.training.trackers import Trackers
@@ -78,7 +78,7 @@ class Loop:
     """
 
     def __init__(
-        self, job: Job, folder: RunFolder, context: RankContext, faults: Faults | None = None
+        self, job: RankJob, folder: RunFolder, context: RankContext, faults: Faults | None = None
     ) -> None:
         self.job = job
         self.folder = folder
@@ -150,7 +150,7 @@ class Loop:
         steps = self.options.steps
         metrics = None
         if self.leads:
-            metrics = Metrics(
+            metrics = TrainingMetrics(
                 self.folder.metrics_file,
                 done=self.done,
                 trackers=self._trackers(),
@@ -171,9 +171,9 @@ class Loop:
         self._export()
         self._say(event="done", steps=steps)
 
-    def _steps(self, first: int, steps: int, metrics: Metrics | None) -> None:
+    def _steps(self, first: int, steps: int, metrics: TrainingMetrics | None) -> None:
         recorded = self._timeline_steps(first)
-        unread: list[Reading] = []
+        unread: list[LossReading] = []
         underway: Readings | None = None
         self._clock = mark(self.job.mesh.device)
         pauses = Pauses(self.context, first, self._save_seconds, cuda=self.cuda)
@@ -215,7 +215,7 @@ class Loop:
                     stop_bound.of_run(
                         self.context,
                         self.folder.path,
-                        Trained(self.parallel),
+                        TrainedParameters(self.parallel),
                         self.job.optimizer,
                         step_seconds=statistics.median(self._seconds or [time.monotonic() - began]),
                         grace=self.options.grace_seconds,
@@ -259,7 +259,7 @@ class Loop:
             allowed = min(allowed, timeout)
         self.context.heart.allow(allowed)
 
-    def _step(self, index: int) -> Reading:
+    def _step(self, index: int) -> LossReading:
         """One optimizer step; `index` counts from 0."""
         parallel, options = self.parallel, self.options
         microbatches = self.inputs.step(index)  # 1
@@ -269,7 +269,7 @@ class Loop:
         loss = parallel.forward_backward(microbatches, learned)  # 2
         norm = parallel.clip_grad_norm(options.max_grad_norm)  # 3
         lr = learning_rate(index, options)
-        reading = Reading(index + 1, lr, loss, norm, learned)
+        reading = LossReading(index + 1, lr, loss, norm, learned)
         if not self.cuda:
             reading.skipped = self.skips.skipped(reading, *reading.values.tolist(), search=True)
         with parallel.recorder.span("compute", "optimizer", "optimizer"):
@@ -290,7 +290,9 @@ class Loop:
         with packed if self.inputs.packed else one_sequence_each():
             yield
 
-    def _report(self, readings: Readings, metrics: Metrics | None, held_out: bool = False) -> None:
+    def _report(
+        self, readings: Readings, metrics: TrainingMetrics | None, held_out: bool = False
+    ) -> None:
         """Report what some steps gave, the last of them after evaluating if `held_out`."""
         rows = list(readings.rows())
         imbalance = None
@@ -307,10 +309,10 @@ class Loop:
 
     def _report_step(
         self,
-        reading: Reading,
+        reading: LossReading,
         loss: float,
         norm: float,
-        metrics: Metrics | None,
+        metrics: TrainingMetrics | None,
         *,
         held_out: bool,
         imbalance: float | None,
@@ -420,7 +422,7 @@ class Loop:
             path = save_checkpoint(
                 self.folder.checkpoints,
                 step=step,
-                parallel=Trained(self.parallel),
+                parallel=TrainedParameters(self.parallel),
                 optimizer_state=self.job.optimizer.state_tensors(),
                 layout=str(self.spec.layout),
                 model=config_hash(self.spec.config),
@@ -433,7 +435,7 @@ class Loop:
         with self._long():
             restored = load_checkpoint(
                 self.folder.checkpoints,
-                parallel=Trained(self.parallel),
+                parallel=TrainedParameters(self.parallel),
                 layout=str(self.spec.layout),
                 model=config_hash(self.spec.config),
                 optimizer_state=self.job.optimizer.state_tensors(),

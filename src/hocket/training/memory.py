@@ -30,7 +30,7 @@ _RESIZE: Any = torch.ops.inductor.resize_storage_bytes_.default
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Memory:
+class MemoryBytes:
     """Counted bytes of one rank, on its device; `host`: what is offloaded from a GPU. On a CPU the
     host's memory is the device's, and what is offloaded counts by what it is for."""
 
@@ -62,14 +62,14 @@ def storage_bytes(tensors: Iterable[Tensor | None]) -> int:
     return sum(found.values())
 
 
-def of_replicas(rows: Iterable[Mapping[str, int]], optimizer: int) -> list[Memory]:
+def of_replicas(rows: Iterable[Mapping[str, int]], optimizer: int) -> list[MemoryBytes]:
     """The counts of replicas in threads (`ThreadedReplicas.replica_bytes`), the master first.
 
     A dispatch mode sees one thread only, so replicas count for themselves. The optimizer's state
     is the master's.
     """
     return [
-        Memory(
+        MemoryBytes(
             parameters=row["parameters"],
             gradients=row["gradients"],
             optimizer=optimizer if index == 0 else 0,
@@ -238,10 +238,10 @@ class MemoryCount:
         self._parameters = list(parameters)
         self._optimizer_tensors = optimizer_tensors
         self._device = device
-        self._found: Memory | None = None
+        self._found: MemoryBytes | None = None
 
     @property
-    def memory(self) -> Memory:
+    def memory(self) -> MemoryBytes:
         """What was counted; what is known without counting before that."""
         return self._found or self._standing(0)
 
@@ -289,11 +289,11 @@ class MemoryCount:
             hint="more ranks: a layout with a larger pp or tp",
         )
 
-    def _standing(self, activations: int) -> Memory:
+    def _standing(self, activations: int) -> MemoryBytes:
         gradients = [p.grad for p in self._parameters]
         optimizer = list(self._optimizer_tensors())
         everything = (*self._parameters, *gradients, *optimizer)
-        return Memory(
+        return MemoryBytes(
             parameters=storage_bytes(self._here(self._parameters)),
             gradients=storage_bytes(self._here(gradients)),
             optimizer=storage_bytes(self._here(optimizer)),

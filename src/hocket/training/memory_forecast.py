@@ -33,7 +33,7 @@ from hocket.spec.layout import Layout
 from hocket.spec.run import RunSpec
 from hocket.spec.schedule import Schedule
 from hocket.training.build import build_optimizer, dtype_of, keep_gradients, lora_of
-from hocket.training.memory import Memory, MemoryCount
+from hocket.training.memory import MemoryBytes, MemoryCount
 
 _Work: Any = dist._Work  # type: ignore[attr-defined]
 _ProcessGroup: Any = dist.ProcessGroup
@@ -112,7 +112,7 @@ class _Silent(_ProcessGroup):
         return _Received(self)
 
 
-def forecast(spec: RunSpec, schedule: Schedule | None) -> list[Memory]:
+def forecast(spec: RunSpec, schedule: Schedule | None) -> list[MemoryBytes]:
     """What each rank will hold at the worst moment of its first step, by rank.
 
     Args:
@@ -124,7 +124,7 @@ def forecast(spec: RunSpec, schedule: Schedule | None) -> list[Memory]:
     """
     layout = spec.layout
     assert layout.data_parallel != "threads", layout
-    found: dict[tuple[int, int], Memory] = {}
+    found: dict[tuple[int, int], MemoryBytes] = {}
     ranks = []
     for rank in range(layout.world_size):
         where = layout.coordinate(rank)
@@ -140,7 +140,7 @@ def _uneven(spec: RunSpec, layout: Layout) -> bool:
     return bool(int(spec.config.get("vocab_size") or 0) % layout.tp)
 
 
-def _one(spec: RunSpec, schedule: Schedule | None, rank: int) -> Memory:
+def _one(spec: RunSpec, schedule: Schedule | None, rank: int) -> MemoryBytes:
     layout, options, workload = spec.layout, spec.options, spec.workload
     source = of_run(spec)
     skeleton = build_skeleton(

@@ -12,7 +12,7 @@ from hocket.spec.run import write_text
 from hocket.training.trackers import Trackers
 
 
-class Metrics:
+class TrainingMetrics:
     """Writes rows as they come. Only rank 0 has one.
 
     Args:

@@ -17,7 +17,7 @@ from hocket.training import timeline
 
 if TYPE_CHECKING:
     from hocket.launch import RankContext
-    from hocket.training.reading import Reading
+    from hocket.training.reading import LossReading
 
 
 class Skips:
@@ -37,7 +37,7 @@ class Skips:
         self._in_a_row = 0
         self.total = 0
 
-    def skipped(self, reading: Reading, loss: float, norm: float, *, search: bool) -> bool:
+    def skipped(self, reading: LossReading, loss: float, norm: float, *, search: bool) -> bool:
         """Whether the step that was read is one to skip. Every rank calls it for every step.
 
         `search`: its gradients are still there.

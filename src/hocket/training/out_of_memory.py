@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hocket.runtime.memory_report import (
-    Owner,
+    OwnedBytes,
     activations,
     device_state,
     owner_of,
@@ -29,13 +29,13 @@ from hocket.spec.errors import RankMemoryError
 from hocket.spec.layout import Layout
 
 if TYPE_CHECKING:
-    from hocket.training.build import Job
+    from hocket.training.build import RankJob
 
 OTHER = "more ranks: a layout with a larger pp or tp"
 """The hint where no change of the layout frees anything."""
 
 
-def owners(job: Job, allocated: int) -> list[Owner]:
+def owners(job: RankJob, allocated: int) -> list[OwnedBytes]:
     """Who holds the memory of the job's device; `allocated` in all, 0 if that is not known."""
     device = job.mesh.device
     seen: set[int] = set()
@@ -59,7 +59,7 @@ def owners(job: Job, allocated: int) -> list[Owner]:
 
 
 def remedies(
-    layout: Layout, found: Iterable[Owner], num_layers: int, rows: int
+    layout: Layout, found: Iterable[OwnedBytes], num_layers: int, rows: int
 ) -> list[tuple[Layout, int]]:
     """Changes of a layout and about how many bytes each frees on this rank, the most first.
 
@@ -95,7 +95,7 @@ def remedies(
     return [(changed, int(saved)) for changed, saved in options if saved >= 1]
 
 
-def explain(error: BaseException, job: Job, folder: Path | None = None) -> RankMemoryError:
+def explain(error: BaseException, job: RankJob, folder: Path | None = None) -> RankMemoryError:
     """A job's out-of-memory error as one that says what to do. Called where `error` is handled:
     its frames still hold what was alive.
 

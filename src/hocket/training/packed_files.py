@@ -38,7 +38,7 @@ def flags_file(tokens: Path) -> Path:
 
 
 @dataclasses.dataclass(kw_only=True)
-class Counts:
+class DocumentCounts:
     """What became of the documents.
 
     Attributes:
@@ -56,7 +56,7 @@ class Counts:
 
 def write_aside(
     ids: Path, flags: Path, documents: Iterable[Document], *, dtype: Dtype, row: int | None
-) -> tuple[npt.NDArray[np.int64], Counts]:
+) -> tuple[npt.NDArray[np.int64], DocumentCounts]:
     """Write documents one after the other; their lengths, and what became of them.
 
     Args:
@@ -64,7 +64,7 @@ def write_aside(
             plain text goes on as further documents. None: no bound.
     """
     lengths: list[int] = []
-    counts = Counts()
+    counts = DocumentCounts()
     with named(ids), ids.open("wb") as tokens, flags.open("wb") as marks:
         for document in documents:
             counts.largest = max(counts.largest, int(document.ids.max(initial=0)))
@@ -81,7 +81,7 @@ def write_aside(
 
 
 def _fitted(
-    document: Document, row: int | None, counts: Counts
+    document: Document, row: int | None, counts: DocumentCounts
 ) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]]:
     size = document.ids.size
     if document.learned is None:

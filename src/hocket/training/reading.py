@@ -5,8 +5,8 @@
     step n + k  one copy of k rows to pinned memory, begun behind the step's work
                 read when the next step's work is queued: the device never waits for the host
 
-A step whose loss or norm is not finite is skipped by the optimizer on the device (`Reading.skip`),
-so a late read reports it before anything was spoiled.
+A step whose loss or norm is not finite is skipped by the optimizer on the device
+(`LossReading.skip`), so a late read reports it before anything was spoiled.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def elapsed(start: Any, end: Any) -> float:
     return float(start.elapsed_time(end)) / 1e3
 
 
-class Reading:
+class LossReading:
     """Loss and gradient norm of one step.
 
     Attributes:
@@ -86,7 +86,7 @@ class Readings:
         load: [L, E] rows of each expert in these steps, as it was given; None: there are none.
     """
 
-    def __init__(self, readings: Sequence[Reading], load: Tensor | None = None) -> None:
+    def __init__(self, readings: Sequence[LossReading], load: Tensor | None = None) -> None:
         self.load = load
         self._readings = list(readings)
         self._event: Any = None
@@ -102,7 +102,7 @@ class Readings:
         else:
             self._values = values
 
-    def rows(self) -> Iterator[tuple[Reading, float, float]]:
+    def rows(self) -> Iterator[tuple[LossReading, float, float]]:
         """(reading, loss, norm) of each step, once the device is there: one wait for all."""
         if self._event is not None:
             self._event.synchronize()

@@ -38,7 +38,7 @@ from hocket.runtime.lora import initial
 from hocket.spec.errors import OptionError
 from hocket.spec.placement import Placement
 from hocket.spec.run import RunSpec, write_text
-from hocket.spec.tensor_file import Entry, write_tensors
+from hocket.spec.tensor_file import TensorEntry, write_tensors
 from hocket.training.build import dtype_of
 from hocket.training.optimizer import STATE, decays
 from hocket.training.packing import DOCUMENTS
@@ -287,7 +287,7 @@ def _largest(tensor: Tensor) -> float:
 def write(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write whole tensors by name into one safetensors file."""
     entries = [
-        Entry(name=n, dtype=DTYPES[t.dtype], shape=tuple(t.shape)) for n, t in tensors.items()
+        TensorEntry(name=n, dtype=DTYPES[t.dtype], shape=tuple(t.shape)) for n, t in tensors.items()
     ]
     buffers: Iterator[Any] = (
         t.cpu().contiguous().reshape(-1).view(torch.uint8).numpy() for t in tensors.values()

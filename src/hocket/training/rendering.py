@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from hocket.models.chat_template import BEGIN, END, ChatTemplates, TemplateRefusal
 from hocket.spec.errors import DataError
-from hocket.training.conversation import Conversation, Pair
+from hocket.training.conversation import Conversation, PromptAnswer
 
 Spans = list[tuple[int, int]]
 
@@ -24,18 +24,18 @@ MOST = 1 << 26
 
 
 def render(
-    found: Conversation | Pair, templates: ChatTemplates | None, where: str
+    found: Conversation | PromptAnswer, templates: ChatTemplates | None, where: str
 ) -> tuple[str, Spans]:
     """The whole text and its learned spans, in order; an empty list where nothing is learned.
 
     Args:
-        templates: made with `marked`; may be None for a `Pair`.
+        templates: made with `marked`; may be None for a `PromptAnswer`.
         where: file and line, for what is said of a mistake.
 
     Raises:
         DataError: the template refuses the messages, or renders no exact turns.
     """
-    if isinstance(found, Pair):
+    if isinstance(found, PromptAnswer):
         start, text = len(found.prompt), found.prompt + found.completion
         return text, [(start, len(text))] if found.completion else []
     assert templates is not None

@@ -27,7 +27,7 @@ from hocket.jobs.proxy.numbers import (
 )
 from hocket.jobs.proxy.served import require_answers
 from hocket.jobs.proxy.verdict import (
-    Verdict,
+    ProxyVerdict,
     cache_file,
     parts_of,
     read,
@@ -57,7 +57,7 @@ def require_equal(
     loss: bool = True,
     pages: bool = False,
     packed: bool = False,
-) -> Verdict:
+) -> ProxyVerdict:
     """Reject a layout that would change what this model computes, before its ranks start; with
     `loss`, also a model whose own loss is another than the one that is trained; with `pages`, one
     that would compute something else when it is served at this layout; with `packed`, one whose
@@ -71,7 +71,7 @@ def require_equal(
     """
     wanted = parts_of(layout, loss=loss and source.code is None, pages=pages, packed=packed)
     if not wanted:
-        return Verdict()
+        return ProxyVerdict()
     file = cache_file(source.config, attention) if source.code is None else None
     known = read(file)
     missing = known.missing(wanted)
@@ -110,7 +110,7 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
 
     code = payload.get("code")
     config = config_of(payload["config"], dropout=0.0, code=Path(code) if code else None)
-    found = Verdict()
+    found = ProxyVerdict()
     if "stages" in payload["parts"] and context.rank == 0:
         found = dataclasses.replace(found, stages=try_stages(config, payload["attention"]))
     if "loss" in payload["parts"] and context.rank == 0:
@@ -148,11 +148,11 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
         )
 
 
-def verdict(config: dict[str, Any], *, attention: str = "sdpa") -> Verdict:
+def verdict(config: dict[str, Any], *, attention: str = "sdpa") -> ProxyVerdict:
     """Cut a configuration's proxy model into stages, in this process; nothing is cached."""
     from hocket.models.skeleton import config_of
 
-    return Verdict(stages=try_stages(config_of(config, dropout=0.0), attention))
+    return ProxyVerdict(stages=try_stages(config_of(config, dropout=0.0), attention))
 
 
 # --- the two trials ----------------------------------------------------------------------------

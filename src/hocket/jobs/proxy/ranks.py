@@ -15,7 +15,7 @@ from hocket.jobs.proxy.check import try_stages, try_tensors
 from hocket.jobs.proxy.context import try_context
 from hocket.jobs.proxy.loss import try_loss
 from hocket.jobs.proxy.verdict import (
-    Verdict,
+    ProxyVerdict,
     cache_file,
     parts_of,
     read,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hocket.spec.layout import Layout
 
 
-def require_equal(module: nn.Module, layout: Layout, *, loss: bool) -> Verdict:
+def require_equal(module: nn.Module, layout: Layout, *, loss: bool) -> ProxyVerdict:
     """Reject a layout that would change what a Hugging Face model computes. Every rank calls it.
 
     Args:
@@ -48,14 +48,14 @@ def require_equal(module: nn.Module, layout: Layout, *, loss: bool) -> Verdict:
     values = own.to_dict()
     wanted = parts_of(layout, loss=loss)
     if not wanted:
-        return Verdict()
+        return ProxyVerdict()
     attention = "eager" if getattr(own, "_attn_implementation", "") == "eager" else "sdpa"
     several = dist.is_initialized() and dist.get_world_size() > 1
     group = dist.new_group(backend="gloo") if several else None
     pair = dist.new_group([0, 1], backend="gloo") if several else None
     leads = group is None or dist.get_rank() == 0
     file = cache_file(values, attention)
-    known = _agreed(read(file) if leads else Verdict(), group)
+    known = _agreed(read(file) if leads else ProxyVerdict(), group)
     missing = known.missing(wanted)
     if missing:
         if leads or dist.get_rank() == 1:
@@ -96,7 +96,7 @@ def _tried(
     return found
 
 
-def _agreed(mine: Verdict, group: Any) -> Verdict:
+def _agreed(mine: ProxyVerdict, group: Any) -> ProxyVerdict:
     """Rank 0's verdict, on all ranks."""
     if group is None:
         return mine
@@ -110,4 +110,4 @@ def _agreed(mine: Verdict, group: Any) -> Verdict:
     if dist.get_rank() == 0:
         row = torch.tensor([*text], dtype=torch.uint8)
     dist.broadcast(row, 0, group=group)
-    return Verdict(**json.loads(bytes(row.tolist())))
+    return ProxyVerdict(**json.loads(bytes(row.tolist())))

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hocket.jobs.proxy.verdict import Verdict, write
+from hocket.jobs.proxy.verdict import ProxyVerdict, write
 from hocket.spec.errors import ModelError
 from hocket.spec.layout import Layout
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 def require_answers(
-    launcher: Launcher, source: ModelSource, layout: Layout, known: Verdict, file: Path | None
-) -> Verdict:
+    launcher: Launcher, source: ModelSource, layout: Layout, known: ProxyVerdict, file: Path | None
+) -> ProxyVerdict:
     """Serve the proxy model at a layout that splits, unless the verdict is known. Raises
     ModelError: its answers are not those of plain transformers."""
     from hocket.jobs.serving import check

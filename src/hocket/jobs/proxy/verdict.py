@@ -26,7 +26,7 @@ _IRRELEVANT = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
+class ProxyVerdict:
     """What the proxy model showed. Empty text: equal. None: not tried.
 
     Attributes:
@@ -86,7 +86,9 @@ def parts_of(
     return [part for part, want in wanted.items() if want]
 
 
-def reject(known: Verdict, wanted: Collection[str], layout: Layout, name: str, kind: str) -> None:
+def reject(
+    known: ProxyVerdict, wanted: Collection[str], layout: Layout, name: str, kind: str
+) -> None:
     """Raise ModelError for the first part of `wanted` that came out different."""
     if "stages" in wanted and known.stages:
         raise ModelError(
@@ -142,17 +144,17 @@ def _version(package: str) -> str:
         return ""
 
 
-def read(file: Path | None) -> Verdict:
+def read(file: Path | None) -> ProxyVerdict:
     """The verdict in a file; an empty one where there is none."""
     if file is None:
-        return Verdict()
+        return ProxyVerdict()
     try:
-        return Verdict(**json.loads(file.read_text()))
+        return ProxyVerdict(**json.loads(file.read_text()))
     except (OSError, ValueError, TypeError):  # none yet, or of another version: try again
-        return Verdict()
+        return ProxyVerdict()
 
 
-def write(file: Path | None, found: Verdict) -> None:
+def write(file: Path | None, found: ProxyVerdict) -> None:
     """Keep a verdict; a folder that cannot be written to is passed over."""
     if file is None:
         return

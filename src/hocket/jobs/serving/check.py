@@ -53,7 +53,7 @@ log-probabilities are compared."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sizes:
+class CheckedSizes:
     """What the checked server is started with.
 
     Attributes:
@@ -156,7 +156,7 @@ def proxy_check(launcher: Launcher, source: ModelSource, layout: Layout) -> str:
         directory = Path(folder) / "model"
         try:
             made = prepared(launcher, source, directory, proxy=True, seed=0)
-            size = Sizes(longest=min(LONGEST, made["longest"] or LONGEST))
+            size = CheckedSizes(longest=min(LONGEST, made["longest"] or LONGEST))
             fitting = _fitting(made["config"], layout)
             trust = source.trust_remote_code
             options: Any = {"device": "cpu", "trust_remote_code": trust}
@@ -204,7 +204,7 @@ def launcher_of(device: str, threads: int) -> Launcher:
     )  # fmt: skip
 
 
-def sizes(source: ModelSource, longest: int, device: str) -> Sizes:
+def sizes(source: ModelSource, longest: int, device: str) -> CheckedSizes:
     """The sizes of a checked server.
 
     Raises:
@@ -215,7 +215,7 @@ def sizes(source: ModelSource, longest: int, device: str) -> Sizes:
         raise OptionError(
             f"{source.name} has {positions} positions; the check asks for {2 * NEW + 2} tokens"
         )
-    return Sizes(longest=min(longest, positions), block_size=BLOCK[device])
+    return CheckedSizes(longest=min(longest, positions), block_size=BLOCK[device])
 
 
 def prepared(
@@ -257,7 +257,7 @@ def answers_of(
     launcher: Launcher,
     directory: Path,
     layout: Layout | str,
-    size: Sizes,
+    size: CheckedSizes,
     *,
     restart: bool = False,
     **options: Any,
@@ -323,7 +323,7 @@ def compared(
 # --- what is asked of the server ------------------------------------------------------------------
 
 
-def _prompts(vocab_size: int, size: Sizes) -> dict[str, list[list[int]]]:
+def _prompts(vocab_size: int, size: CheckedSizes) -> dict[str, list[list[int]]]:
     """Random prompts of each phase."""
     drawn = random.Random(5)
     budget, most = size.budget, size.longest - NEW
@@ -343,7 +343,7 @@ def _prompts(vocab_size: int, size: Sizes) -> dict[str, list[list[int]]]:
     }
 
 
-def _answers(llm: LLM, size: Sizes) -> list[Answer]:
+def _answers(llm: LLM, size: CheckedSizes) -> list[Answer]:
     asked = _prompts(llm.vocab_size, size)
     found = [
         answer
@@ -373,7 +373,7 @@ def _asked(
     llm: LLM,
     phase: str,
     prompts: Sequence[Sequence[int]],
-    size: Sizes,
+    size: CheckedSizes,
     *,
     prompt_logprobs: bool = False,
     new: int = NEW,
@@ -390,7 +390,7 @@ def _asked(
 
 
 def _answer(
-    phase: str, made: Completion, size: Sizes, wanted: int, prompt_logprobs: bool
+    phase: str, made: Completion, size: CheckedSizes, wanted: int, prompt_logprobs: bool
 ) -> Answer:
     return {
         "phase": phase,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-    from hocket.serving.engine.channel import Channel, Listener
+    from hocket.serving.engine.channel import Channel, ChannelListener
 
 
 class Doors:
@@ -25,18 +25,18 @@ class Doors:
         parent, ranks: the driver's listeners, once it has called `listen`.
     """
 
-    parent: Listener
-    ranks: Listener
+    parent: ChannelListener
+    ranks: ChannelListener
 
     def __init__(self, path: str, token: bytes) -> None:
         self.path, self.token = path, token
 
     def listen(self) -> None:
         """On the driver: bind both."""
-        from hocket.serving.engine.channel import Listener
+        from hocket.serving.engine.channel import ChannelListener
 
-        self.parent = Listener(self.path, self.token)
-        self.ranks = Listener(f"{self.path}.ranks", self.token)
+        self.parent = ChannelListener(self.path, self.token)
+        self.ranks = ChannelListener(f"{self.path}.ranks", self.token)
 
     def connect(self, rank: int) -> Channel:
         """On a follower, once the driver listens: the channel to it."""
@@ -61,11 +61,11 @@ class HostDoors(Doors):
         self.store, self.number, self.reached = store, number, reached
 
     def listen(self) -> None:
-        from hocket.serving.engine.channel import Listener, TcpListener
+        from hocket.serving.engine.channel import ChannelListener, TcpListener
 
         host = own_address(self.reached)
         if self.path:
-            self.parent = Listener(self.path, self.token)
+            self.parent = ChannelListener(self.path, self.token)
         else:
             parent = TcpListener(host, self.token)
             self.parent = parent

@@ -13,25 +13,27 @@ from typing import TYPE_CHECKING, Any
 
 from hocket.jobs import forecast, forecast_policy, links
 from hocket.jobs.serving import request as serve_request
-from hocket.jobs.serving.request import Server
+from hocket.jobs.serving.request import PreparedServer
 from hocket.spec.errors import HocketError, LayoutError, OptionError
 from hocket.spec.layout import Layout
 from hocket.spec.serving import BLOCK_SIZE
-from hocket.spec.serving_forecast import Load, Need, ServingForecast, ServingMeasured
+from hocket.spec.serving_forecast import Need, ServiceLoad, ServingForecast, ServingMeasured
 from hocket.spec.units import format_bytes, format_count, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
-    from hocket.jobs.record import Record
+    from hocket.jobs.record import JobRecorder
     from hocket.launch import Launcher
-    from hocket.planning.machine_forecast import Machine
-    from hocket.planning.machine_serving import Sizes
+    from hocket.planning.machine_forecast import MeasuredMachine
+    from hocket.planning.machine_serving import EngineSizes
     from hocket.spec.cluster import Cluster
 
 TOP = 8
 """Layouts that are set beside the one that runs."""
 
 
-def settle(server: Server, launcher: Launcher, record: Record) -> tuple[Server, ServingForecast]:
+def settle(
+    server: PreparedServer, launcher: Launcher, record: JobRecorder
+) -> tuple[PreparedServer, ServingForecast]:
     """The server with its layout, and what it is expected to do.
 
     Raises:
@@ -60,7 +62,7 @@ def settle(server: Server, launcher: Launcher, record: Record) -> tuple[Server, 
     return server, told
 
 
-def _require_room(server: Server, told: ServingForecast) -> None:
+def _require_room(server: PreparedServer, told: ServingForecast) -> None:
     """Refuse what is larger than this machine.
 
     Raises:
@@ -89,7 +91,7 @@ def _require_room(server: Server, told: ServingForecast) -> None:
     )
 
 
-def bill(server: Server, told: ServingForecast) -> list[str]:
+def bill(server: PreparedServer, told: ServingForecast) -> list[str]:
     """What the server takes and is expected to give, in sentences."""
     layout, options = server.layout, server.options
     replicas = f"{layout.dp} replicas of " if layout.dp > 1 else ""
@@ -129,7 +131,7 @@ def bill(server: Server, told: ServingForecast) -> list[str]:
 # --- a layout that was given ----------------------------------------------------------------------
 
 
-def _told(server: Server, launcher: Launcher) -> ServingForecast:
+def _told(server: PreparedServer, launcher: Launcher) -> ServingForecast:
     from hocket.planning import machine_serving as planning
 
     layout = str(server.layout)
@@ -163,15 +165,15 @@ _GPUS = (
 )
 
 
-def sizes_of(server: Server) -> Sizes:
+def sizes_of(server: PreparedServer) -> EngineSizes:
     """The engine's sizes, as a forecast takes them."""
-    from hocket.planning.machine_serving import Sizes
+    from hocket.planning.machine_serving import EngineSizes
 
     options = server.options
     assert options.max_num_batched_tokens is not None
     assert options.max_num_seqs is not None
     assert options.max_model_len is not None
-    return Sizes(
+    return EngineSizes(
         batch_tokens=options.max_num_batched_tokens,
         rows=options.max_num_seqs,
         longest=options.max_model_len,
@@ -182,7 +184,7 @@ def sizes_of(server: Server) -> Sizes:
     )
 
 
-def _most(machine: Machine) -> int:
+def _most(machine: MeasuredMachine) -> int:
     """Ranks that are worth weighing: as many as there are cores, or GPUs."""
     measured = machine.measured
     if measured.device == "cuda":
@@ -190,7 +192,7 @@ def _most(machine: Machine) -> int:
     return max(1, measured.host.cores)
 
 
-def _legal(server: Server, layouts: list[Layout]) -> list[Layout]:
+def _legal(server: PreparedServer, layouts: list[Layout]) -> list[Layout]:
     found = []
     for layout in layouts:
         try:
@@ -203,7 +205,9 @@ def _legal(server: Server, layouts: list[Layout]) -> list[Layout]:
 # --- a layout to choose ---------------------------------------------------------------------------
 
 
-def _chosen(server: Server, launcher: Launcher, record: Record) -> tuple[Server, ServingForecast]:
+def _chosen(
+    server: PreparedServer, launcher: Launcher, record: JobRecorder
+) -> tuple[PreparedServer, ServingForecast]:
     from hocket.jobs import machine as machines
     from hocket.planning import machine_serving as planning
 
@@ -262,8 +266,8 @@ def reasons(told: ServingForecast) -> list[str]:
 
 
 def _planned(
-    server: Server, cluster: str, found: Cluster, record: Record
-) -> tuple[Server, ServingForecast]:
+    server: PreparedServer, cluster: str, found: Cluster, record: JobRecorder
+) -> tuple[PreparedServer, ServingForecast]:
     """On GPUs: the service planner's answer for those that are there."""
     from hocket.jobs.serving.plan import serve_plan
     from hocket.planning.machine_serving import usual
@@ -291,7 +295,7 @@ def _planned(
     return dataclasses.replace(server, layout=layout), ServingForecast.none(str(layout), _GPUS)
 
 
-def _felt(server: Server, launcher: Launcher) -> Server:
+def _felt(server: PreparedServer, launcher: Launcher) -> PreparedServer:
     """The server with its links as slow as this machine's ranks make them feel."""
     links.checked(server.request.options, server.layout)
     spec = links.settled(launcher, server.spec(replica=True))
@@ -304,7 +308,7 @@ def _felt(server: Server, launcher: Launcher) -> Server:
 
 def curve(
     told: ServingForecast | None, measured: ServingMeasured, sizes: dict[str, Any]
-) -> tuple[tuple[Load, ...], tuple[Need, ...]]:
+) -> tuple[tuple[ServiceLoad, ...], tuple[Need, ...]]:
     """One replica under load and the replicas for a load, from the steps that were measured.
 
     Empty where too few were.
@@ -312,7 +316,7 @@ def curve(
     Args:
         sizes: `max_num_batched_tokens` and `max_num_seqs` of the engine.
     """
-    from hocket.planning.machine_serving import MeasuredSteps, Sizes, under_load, usual
+    from hocket.planning.machine_serving import EngineSizes, MeasuredSteps, under_load, usual
     from hocket.spec.service import Service
 
     decode = [row for one in measured.replicas for row in one.decode]
@@ -330,7 +334,7 @@ def curve(
             tpot_ms=told.tpot_ms,
             percentile=told.percentile,
         )
-    engine = Sizes(
+    engine = EngineSizes(
         batch_tokens=int(sizes["max_num_batched_tokens"]),
         rows=int(sizes["max_num_seqs"]),
         longest=longest,

@@ -29,7 +29,7 @@ from hocket.spec.errors import HocketError, LayoutError, OptionError, RankFailur
 from hocket.spec.layout import TERMS, Layout
 
 if TYPE_CHECKING:
-    from hocket.jobs.serving.request import Server
+    from hocket.jobs.serving.request import PreparedServer
     from hocket.launch import RankContext
 
 ENTRY = "hocket.jobs.serving.joined:rank"
@@ -91,7 +91,7 @@ class Ranks:
         server: what is served; gives the number of replicas, threads and device.
     """
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: PreparedServer) -> None:
         self.replicas = server.layout.dp
         self._payloads: dict[int, dict[str, Any]] = {}
         self._changed = threading.Condition()

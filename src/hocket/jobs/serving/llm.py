@@ -26,8 +26,8 @@ from hocket.spec.errors import OptionError
 from hocket.spec.serving import BLOCK_SIZE
 
 if TYPE_CHECKING:
-    from hocket.jobs.serving.replicas import Replicas
-    from hocket.jobs.serving.request import Server
+    from hocket.jobs.serving.replicas import ReplicaSet
+    from hocket.jobs.serving.request import PreparedServer
     from hocket.launch import Launcher
     from hocket.reporting.answers import AnswersBar
     from hocket.serving.front.completion import Completer
@@ -100,7 +100,7 @@ class LLM:
 
     @classmethod
     def of(
-        cls, server: Server, launcher: Launcher | None = None, *, proxy_check: bool = True
+        cls, server: PreparedServer, launcher: Launcher | None = None, *, proxy_check: bool = True
     ) -> Self:
         """One whose options have been checked.
 
@@ -111,7 +111,7 @@ class LLM:
         return found
 
     def _start(
-        self, server: Server, launcher: Launcher | None, *, proxy_check: bool = True
+        self, server: PreparedServer, launcher: Launcher | None, *, proxy_check: bool = True
     ) -> None:
         from hocket.jobs.serving.rank import PRELOAD
         from hocket.jobs.serving.start import Launchers, kernels_remark, require_split
@@ -138,7 +138,7 @@ class LLM:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="hocket-llm")
         self._thread.daemon = True
-        self._replicas: Replicas | None = None
+        self._replicas: ReplicaSet | None = None
         self._thread.start()
         try:
             makers = Launchers(server, self._stack)
@@ -256,16 +256,16 @@ class LLM:
     # --- on the loop -------------------------------------------------------------------------
 
     async def _open(self, launchers: list[Any], relaunch: Callable[[int], Launcher]) -> None:
-        from hocket.jobs.serving.replicas import Replicas, World
+        from hocket.jobs.serving.replicas import ReplicaOptions, ReplicaSet
         from hocket.jobs.serving.server import ENTRY, STARTUP, _connect
         from hocket.serving.front.completion import Completer
         from hocket.serving.front.router import Router
 
         server = self._server
         self._router: Router = Router(server.options.block_size or BLOCK_SIZE)
-        self._replicas = Replicas(
+        self._replicas = ReplicaSet(
             launchers,
-            World(
+            ReplicaOptions(
                 entry=ENTRY,
                 size=server.replica.world_size,
                 payload={

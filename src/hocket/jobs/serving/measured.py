@@ -21,15 +21,15 @@ from hocket.spec.errors import HocketError
 from hocket.spec.run import write_text
 from hocket.spec.serving_forecast import (
     Decode,
-    Load,
     Percentiles,
     Prefill,
     ReplicaMeasured,
+    ServiceLoad,
     ServingMeasured,
 )
 
 if TYPE_CHECKING:
-    from hocket.jobs.serving.replicas import Replicas
+    from hocket.jobs.serving.replicas import ReplicaSet
     from hocket.serving.front.router import Router, Timing
 
 PERIOD = 10.0
@@ -55,7 +55,7 @@ class Keeper:
         layout: text form. router, replicas: whose. file: measured.json.
     """
 
-    def __init__(self, layout: str, router: Router, replicas: Replicas, file: Path) -> None:
+    def __init__(self, layout: str, router: Router, replicas: ReplicaSet, file: Path) -> None:
         self.layout = layout
         self.router = router
         self.replicas = replicas
@@ -230,7 +230,7 @@ def percentiles(values: Iterable[float]) -> Percentiles:
     return Percentiles(p50=at(0.5), p90=at(0.9), p99=at(0.99))
 
 
-def loads(times: Sequence[Timing], replicas: int) -> tuple[Load, ...]:
+def loads(times: Sequence[Timing], replicas: int) -> tuple[ServiceLoad, ...]:
     """What requests met with, by how many came a second to each replica, lightest load first.
 
     Time is cut into windows; those in which about as many came (within a factor of two) are put
@@ -260,7 +260,7 @@ def loads(times: Sequence[Timing], replicas: int) -> tuple[Load, ...]:
         span = max(seconds, (max(ends) - min(one.came for one in inside)) if len(same) == 1 else 0)
         decoding = sum(one.ended - one.first for one in inside if one.ended and one.first)
         found.append(
-            Load(
+            ServiceLoad(
                 rate=len(inside) / seconds / replicas,
                 tokens_per_second=sum(one.tokens for one in inside) / span / replicas,
                 ttft_p50=ttft.p50,

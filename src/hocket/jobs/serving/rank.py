@@ -27,11 +27,11 @@ from hocket.spec.units import format_bytes, parse_bytes
 if TYPE_CHECKING:
     from hocket.launch import RankContext
     from hocket.runtime.mesh import Mesh
-    from hocket.serving.engine.channel import Channel, Listener
+    from hocket.serving.engine.channel import Channel, ChannelListener
     from hocket.serving.engine.part import StagePart
     from hocket.serving.engine.runner import StageRunner
     from hocket.serving.engine.structure import Structures
-    from hocket.serving.scheduling.limits import Limits
+    from hocket.serving.scheduling.limits import SchedulerLimits
     from hocket.spec.serving import ServeOptions
     from hocket.training.tokenizer import Tokenizer
 
@@ -150,7 +150,7 @@ def depth_of(wanted: int | None, stages: int, device: str) -> tuple[int, bool]:
 
 def build_part(
     spec: RunSpec, mesh: Mesh, depth: int | None = None, words: dict[str, Any] | None = None
-) -> tuple[StagePart, Limits, dict[str, Any]]:
+) -> tuple[StagePart, SchedulerLimits, dict[str, Any]]:
     """This rank's part of every step, its cache allocated; the scheduler's limits; and what it
     says of itself: `memory` in bytes, `attention` kernels, `graphs`.
 
@@ -165,7 +165,7 @@ def build_part(
     from hocket.serving.engine.runner import StageRunner
     from hocket.serving.engine.sampler import Sampler
     from hocket.serving.engine.vocabulary import Vocabulary
-    from hocket.serving.scheduling.limits import Limits
+    from hocket.serving.scheduling.limits import SchedulerLimits
     from hocket.training.build import build_model
 
     options = spec.serving
@@ -227,7 +227,7 @@ def build_part(
     part = StagePart(
         runner, sampler, mesh, hidden_size=stage.hidden_size or 0, dtype=runner.dtype, depth=plans
     )
-    limits = Limits(
+    limits = SchedulerLimits(
         num_blocks=num_blocks,
         block_size=block_size,
         max_num_seqs=rows,
@@ -314,7 +314,7 @@ def keep_timeline(
     return found
 
 
-def _followers(door: Listener, world_size: int) -> dict[int, Channel]:
+def _followers(door: ChannelListener, world_size: int) -> dict[int, Channel]:
     """The channels of all other ranks, by rank. They have met this one: they are on their way."""
     found: dict[int, Channel] = {}
     while len(found) < world_size - 1:

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from hocket.spec.errors import OptionError
 from hocket.spec.layout import Layout
-from hocket.spec.rehearsal import NOT_SEEN, Device, RankRehearsal
+from hocket.spec.rehearsal import NOT_SEEN, RankRehearsal, RehearsedDevice
 from hocket.spec.run import RunSpec, TrainOptions, Workload
 from hocket.spec.serving import ServeOptions
 from hocket.spec.units import format_bytes
 
 if TYPE_CHECKING:
-    from hocket.jobs.serving.request import Server
+    from hocket.jobs.serving.request import PreparedServer
 
 Listener = Callable[[str], None]
 
@@ -195,7 +195,7 @@ def replica_spec(
     )
 
 
-def replica_of(server: Server) -> RunSpec:
+def replica_of(server: PreparedServer) -> RunSpec:
     """One replica of a server that would be started, as on a GPU."""
     spec = server.spec(replica=True)
     return dataclasses.replace(spec, options=dataclasses.replace(spec.options, device="cuda"))
@@ -215,7 +215,7 @@ def rehearse(
         OptionError: an unknown GPU, or no C++ compiler.
         ModelError: a rank cannot execute its steps.
     """
-    from hocket.jobs.rehearsal_workers import Workers
+    from hocket.jobs.rehearsal_workers import RehearsalWorkers
     from hocket.jobs.rehearse import device_of, step_failed, traces_of
     from hocket.simulation.nccl import RULES, check
 
@@ -237,7 +237,7 @@ def rehearse(
     say(f"executing {len(wanted)} of {spec.layout.world_size} ranks")
     executed: dict[int, RankRehearsal] = {}
     said: dict[int, dict[str, Any]] = {}
-    with Workers(len(tasks)) as workers:
+    with RehearsalWorkers(len(tasks)) as workers:
         for event in workers.run([*tasks, expectation]):
             if "stages" in event["value"]:
                 predicted = event["value"]["stages"]
@@ -280,7 +280,9 @@ def _representatives(layout: Layout) -> dict[int, int]:
     return found
 
 
-def _task(spec: RunSpec, device: Device, rank: int, modules: Sequence[str]) -> dict[str, Any]:
+def _task(
+    spec: RunSpec, device: RehearsedDevice, rank: int, modules: Sequence[str]
+) -> dict[str, Any]:
     return {
         "task": "call",
         "entry": "hocket.rehearsal.serving:rehearse",

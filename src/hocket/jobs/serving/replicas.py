@@ -52,7 +52,7 @@ POLL = 0.02
 """Seconds between looks whether a driver's socket is there."""
 
 
-class Client(Protocol):
+class DriverConnection(Protocol):
     """A connection to a replica's driver."""
 
     def submit(self, request: Any) -> Any: ...
@@ -69,12 +69,12 @@ class Client(Protocol):
     async def close(self) -> None: ...
 
 
-Connect = Callable[[Path, str], Awaitable[tuple[Client, dict[str, Any]]]]
+Connect = Callable[[Path, str], Awaitable[tuple[DriverConnection, dict[str, Any]]]]
 """(socket, token) to a client whose replica is ready, and what it said of its capacity."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class World:
+class ReplicaOptions:
     """What one replica is started with.
 
     Attributes:
@@ -93,7 +93,7 @@ class World:
 
 
 @dataclasses.dataclass
-class Replica:
+class ReplicaProcess:
     """One of them, as it is now.
 
     Attributes:
@@ -110,12 +110,12 @@ class Replica:
     starts: int = 0
     failures: int = 0
     since: float | None = None
-    client: Client | None = None
+    client: DriverConnection | None = None
     capacity: dict[str, Any] = dataclasses.field(default_factory=dict)
     error: HocketError | None = None
 
 
-class Replicas:
+class ReplicaSet:
     """Starts, watches, restarts and ends the replicas of one server.
 
     Args:
@@ -131,7 +131,7 @@ class Replicas:
     def __init__(
         self,
         launchers: list[Launcher],
-        world: World,
+        world: ReplicaOptions,
         router: Router,
         connect: Connect,
         *,
@@ -145,7 +145,7 @@ class Replicas:
         self.relaunch = relaunch
         self.say = say
         self.max_restarts = max_restarts
-        self.replicas = [Replica(number, one) for number, one in enumerate(launchers)]
+        self.replicas = [ReplicaProcess(number, one) for number, one in enumerate(launchers)]
         self.ending = False
         self.restarts = 0
         self._wake = asyncio.Event()
@@ -229,7 +229,7 @@ class Replicas:
 
     # --- one replica -------------------------------------------------------------------------
 
-    async def _care(self, one: Replica) -> None:
+    async def _care(self, one: ReplicaProcess) -> None:
         try:
             while not self.ending:
                 error = await self._live(one)
@@ -247,7 +247,7 @@ class Replicas:
                 one.state = "ended"
             self._notify()
 
-    async def _live(self, one: Replica) -> HocketError:
+    async def _live(self, one: ReplicaProcess) -> HocketError:
         """One life, from the start of its ranks to their end. What ended it."""
         one.state, one.since = "starting", None
         one.starts += 1
@@ -298,7 +298,7 @@ class Replicas:
             return _as_error(error)
         return RankFailure(f"the ranks of replica {one.number} left without being asked to")
 
-    async def _join(self, one: Replica, socket: Path, token: str) -> None:
+    async def _join(self, one: ReplicaProcess, socket: Path, token: str) -> None:
         while not os.path.exists(socket):
             await asyncio.sleep(POLL)
         end = time.monotonic() + LAST_WORDS
@@ -319,7 +319,7 @@ class Replicas:
         self.router.add(one.number, client, int(capacity.get("num_blocks", 0)))
         self._notify()
 
-    async def _lost(self, one: Replica) -> None:
+    async def _lost(self, one: ReplicaProcess) -> None:
         """Its ranks are gone: no request may go there, and those that it had have ended."""
         self.router.remove(one.number)
         client, one.client = one.client, None
@@ -330,7 +330,7 @@ class Replicas:
             with contextlib.suppress(OSError, HocketError):
                 await client.close()
 
-    async def _goes_on(self, one: Replica) -> bool:
+    async def _goes_on(self, one: ReplicaProcess) -> bool:
         """Whether a replica that died is started again; waits before it is."""
         assert one.error is not None
         answered = None if one.since is None else time.monotonic() - one.since
@@ -362,7 +362,7 @@ class Replicas:
     def _never_ready(self) -> bool:
         return not any(one.capacity for one in self.replicas)
 
-    def _give_up(self, one: Replica, error: HocketError) -> bool:
+    def _give_up(self, one: ReplicaProcess, error: HocketError) -> bool:
         one.state = "failed"
         first = self._never_ready()
         others = [other for other in self.replicas if other.state not in ("failed", "ended")]

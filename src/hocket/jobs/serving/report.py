@@ -12,10 +12,10 @@ from hocket.spec.errors import HocketError, RunFolderError
 from hocket.spec.run import write_text
 
 if TYPE_CHECKING:
-    from hocket.reporting.served import Served
+    from hocket.reporting.served import ServerRecord
 
 
-def read(path: Path) -> Served:
+def read(path: Path) -> ServerRecord:
     """A server's folder, with what its measured steps come to under load."""
     from hocket.jobs.serving.forecast import curve
     from hocket.reporting import served
@@ -39,7 +39,7 @@ def read(path: Path) -> Served:
 
 
 def text(
-    found: Sequence[Served], *, width: int = 100, color: bool = False, unicode: bool = True
+    found: Sequence[ServerRecord], *, width: int = 100, color: bool = False, unicode: bool = True
 ) -> str:
     """The report in words."""
     from hocket.reporting.served_text import both_served_text, served_text
@@ -50,7 +50,7 @@ def text(
     return ("\n" + "=" * min(width, 80) + "\n\n").join(parts)
 
 
-def write(found: Sequence[Served], form: str, path: Path) -> None:
+def write(found: Sequence[ServerRecord], form: str, path: Path) -> None:
     """Write the report into a file, as `html`, `png` or `trace`.
 
     Raises:
@@ -58,14 +58,14 @@ def write(found: Sequence[Served], form: str, path: Path) -> None:
         OptionError: a package that `form` needs is not installed.
     """
     if form == "trace":
-        from hocket.reporting.record import Record
+        from hocket.reporting.record import RunRecord
         from hocket.reporting.trace import trace_json
 
         if all(one.timeline is None for one in found):
             raise RunFolderError(
                 f"{found[0].path} holds no timeline: no window of steps was recorded"
             )
-        as_records = [Record(path=o.path, spec=o.spec, measured=o.timeline) for o in found]
+        as_records = [RunRecord(path=o.path, spec=o.spec, measured=o.timeline) for o in found]
         write_text(path, trace_json(as_records))
     elif form == "png":
         from hocket.reporting.served_figures import save

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hocket.jobs import precision
-from hocket.jobs.request import Request, request
+from hocket.jobs.request import JobRequest, request
 from hocket.jobs.serving.joined import world
 from hocket.spec import renamed
 from hocket.spec.capabilities import absent
@@ -31,7 +31,7 @@ from hocket.spec.units import parse_bytes
 
 if TYPE_CHECKING:
     from hocket.models.source import ModelSource
-    from hocket.serving.defaults import Defaults
+    from hocket.serving.defaults import SamplingDefaults
     from hocket.serving.http.auth import Keys
     from hocket.training.tokenizer import Tokenizer
 
@@ -58,7 +58,7 @@ ROWS = {"cpu": 64, "cuda": 256}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Server:
+class PreparedServer:
     """A server whose parts fit each other. Nothing is started yet.
 
     Attributes:
@@ -72,7 +72,7 @@ class Server:
         warnings: what is allowed, and should be known.
     """
 
-    request: Request
+    request: JobRequest
     source: ModelSource
     words: Tokenizer
     stop: tuple[int, ...]
@@ -80,7 +80,7 @@ class Server:
     options: ServeOptions
     device: str
     name: str
-    sampling: Defaults
+    sampling: SamplingDefaults
     keys: Keys | None = None
     warnings: tuple[str, ...] = ()
 
@@ -118,7 +118,7 @@ class Server:
         return {"directory": directory, "ends": list(self.stop)}
 
 
-def server(values: Mapping[str, Any]) -> Server:
+def server(values: Mapping[str, Any]) -> PreparedServer:
     """Read options by name, as flags and keywords have them; a value of None is absent.
 
     Raises:
@@ -126,7 +126,7 @@ def server(values: Mapping[str, Any]) -> Server:
     """
     from hocket.models.source import resolve
     from hocket.models.weight_headers import headers
-    from hocket.serving.defaults import AUTO, Defaults, settings
+    from hocket.serving.defaults import AUTO, SamplingDefaults, settings
 
     given = renamed.options({k: v for k, v in values.items() if v is not None}, NAMES)
     for name in given:
@@ -154,10 +154,10 @@ def server(values: Mapping[str, Any]) -> Server:
     words = tokenizer_of(source, wanted.options.tokenizer, wanted.options.trust_remote_code)
     keys, warnings = _keys(options)
     _template(options)
-    sampling = Defaults()
+    sampling = SamplingDefaults()
     if options.generation_config == AUTO:
-        sampling = Defaults.of(settings(source.directory))
-    return Server(
+        sampling = SamplingDefaults.of(settings(source.directory))
+    return PreparedServer(
         request=wanted,
         source=source,
         words=words,
@@ -317,7 +317,7 @@ def _options(given: Mapping[str, Any]) -> ServeOptions:
     return options
 
 
-def _device(wanted: Request) -> str:
+def _device(wanted: JobRequest) -> str:
     from hocket.launch.launcher import cuda_shows
 
     device = wanted.options.device
@@ -336,7 +336,7 @@ def _device(wanted: Request) -> str:
     return found
 
 
-def _threads(wanted: Request, device: str) -> None:
+def _threads(wanted: JobRequest, device: str) -> None:
     """Refuse more threads of a CPU rank than there are cores. Raises OptionError."""
     from hocket.jobs.compare import cores
 

@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING, Any
 
 from hocket.jobs import ledger, lock
 from hocket.jobs.background_load import BackgroundLoad
-from hocket.jobs.record import Record
+from hocket.jobs.record import JobRecorder
 from hocket.jobs.serving import forecast as serve_forecast
 from hocket.jobs.serving import joined
 from hocket.jobs.serving import request as serve_request
 from hocket.jobs.serving.measured import Keeper
-from hocket.jobs.serving.replicas import Client, Replicas, World
-from hocket.jobs.serving.request import Server
+from hocket.jobs.serving.replicas import DriverConnection, ReplicaOptions, ReplicaSet
+from hocket.jobs.serving.request import PreparedServer
 from hocket.jobs.serving.start import (
     Launchers,
     chat_templates,
@@ -62,7 +62,7 @@ STARTUP = 1800.0
 
 
 @dataclasses.dataclass(kw_only=True)
-class Served:
+class ServerResult:
     """What a server came to.
 
     Attributes:
@@ -83,7 +83,7 @@ def serve(
     layout: Any = None,
     on_event: Listener | None = None,
     **options: Any,
-) -> Served | None:
+) -> ServerResult | None:
     """Serve a model until a signal asks for the end.
 
     Under torchrun, srun or a Kubernetes Job every rank calls it (`jobs.serving.joined`).
@@ -104,7 +104,7 @@ def serve(
             has ended the last replica.
     """
     began = time.monotonic()
-    record = Record(on_event)
+    record = JobRecorder(on_event)
     context = joined.world()
     asked = {"layout": layout, **options}
     if context is not None:
@@ -222,23 +222,23 @@ class Ends:
 
 
 async def _serve(
-    server: Server,
+    server: PreparedServer,
     *,
     folder: RunFolder,
     launchers: list[Launcher],
     relaunch: Callable[[int], Launcher],
     templates: Renderer | None,
     doors: tuple[socket.socket, socket.socket],
-    record: Record,
+    record: JobRecorder,
     began: float,
     max_restarts: int,
-) -> Served:
+) -> ServerResult:
     from hocket.serving.front.router import Router
 
     router = Router(server.options.block_size or BLOCK_SIZE)
-    replicas = Replicas(
+    replicas = ReplicaSet(
         launchers,
-        World(
+        ReplicaOptions(
             entry=ENTRY,
             size=server.replica.world_size,
             payload={
@@ -311,20 +311,20 @@ async def _serve(
     else:
         record.note("ended before it was ready; no run was recorded")
     record({"event": "ended", "drained": drained, "run": str(folder.path)})
-    return Served(
+    return ServerResult(
         run=folder.path, address=address, metrics=metrics, measured=found, drained=drained
     )
 
 
 async def _end(
-    server: Server,
+    server: PreparedServer,
     *,
     router: Router,
-    replicas: Replicas,
+    replicas: ReplicaSet,
     front: Front,
     keeper: Keeper,
     ends: Ends,
-    record: Record,
+    record: JobRecorder,
 ) -> bool:
     """Let what runs end, within the time it has. Whether all of it did."""
     seconds = server.options.drain_seconds
@@ -379,7 +379,7 @@ async def _until(stop: asyncio.Event, *others: Any) -> int:
     return 0
 
 
-async def _connect(path: Path, token: str) -> tuple[Client, dict[str, Any]]:
+async def _connect(path: Path, token: str) -> tuple[DriverConnection, dict[str, Any]]:
     from hocket.serving.front.client import ReplicaClient
 
     client = await ReplicaClient.connect(path, token)
@@ -392,25 +392,25 @@ def _address(door: socket.socket) -> str:
 
 
 async def _open(
-    server: Server,
+    server: PreparedServer,
     router: Router,
-    replicas: Replicas,
+    replicas: ReplicaSet,
     templates: Renderer | None,
     doors: tuple[socket.socket, socket.socket],
 ) -> Front:
     """Begin to answer on the sockets: that it is not ready, as long as no replica is."""
-    from hocket.serving.front.words import Words
+    from hocket.serving.front.words import TokenizerFace
     from hocket.serving.http.server import Front
-    from hocket.serving.http.service import ServedModel, Service
+    from hocket.serving.http.service import HttpService, ServedModel
     from hocket.serving.http.settings import HttpSettings
 
     options = server.options
     assert options.max_model_len is not None
     assert options.max_num_seqs is not None
     places = options.max_num_seqs + options.max_queue
-    service = Service(
+    service = HttpService(
         router,
-        Words(server.words.to_json()),
+        TokenizerFace(server.words.to_json()),
         ServedModel(
             name=server.name,
             max_model_len=options.max_model_len,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from hocket.jobs import lock, prepare
 from hocket.jobs.serving import request as serve_request
-from hocket.jobs.serving.request import Server
+from hocket.jobs.serving.request import PreparedServer
 from hocket.spec.errors import RunFolderError
 from hocket.spec.run import RunFolder
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hocket.serving.front.renderer import Renderer
 
 
-def run_folder(server: Server) -> RunFolder:
+def run_folder(server: PreparedServer) -> RunFolder:
     """The run folder asked for, or a new name under `runs/`.
 
     Raises:
@@ -47,7 +47,9 @@ def run_folder(server: Server) -> RunFolder:
     return folder
 
 
-def listeners(server: Server, stack: contextlib.ExitStack) -> tuple[socket.socket, socket.socket]:
+def listeners(
+    server: PreparedServer, stack: contextlib.ExitStack
+) -> tuple[socket.socket, socket.socket]:
     """The sockets of requests and of metrics. Raises OptionError where one is taken."""
     options = server.options
     assert options.metrics_port is not None
@@ -58,7 +60,7 @@ def listeners(server: Server, stack: contextlib.ExitStack) -> tuple[socket.socke
     return front, metrics
 
 
-def chat_templates(server: Server, stack: contextlib.ExitStack) -> Renderer | None:
+def chat_templates(server: PreparedServer, stack: contextlib.ExitStack) -> Renderer | None:
     """What renders the model's chats; closed with the stack. Raises HocketError: it cannot."""
     from hocket.models.chat_template import written
     from hocket.serving.front.renderer import Renderer
@@ -74,7 +76,7 @@ def chat_templates(server: Server, stack: contextlib.ExitStack) -> Renderer | No
 class Launchers:
     """Makes the launcher of each replica; closed with the stack."""
 
-    def __init__(self, server: Server, stack: contextlib.ExitStack) -> None:
+    def __init__(self, server: PreparedServer, stack: contextlib.ExitStack) -> None:
         self.server = server
         self.stack = stack
 
@@ -112,7 +114,7 @@ class Launchers:
         )
 
 
-def require_split(launcher: Launcher, server: Server) -> None:
+def require_split(launcher: Launcher, server: PreparedServer) -> None:
     """Refuse an architecture that would compute something else when it is split, or served."""
     from hocket.jobs.proxy.check import require_equal
 
@@ -122,7 +124,7 @@ def require_split(launcher: Launcher, server: Server) -> None:
     )
 
 
-def kernels_remark(server: Server) -> str | None:
+def kernels_remark(server: PreparedServer) -> str | None:
     """Why CPU ranks compute without kernels in C, and the fix; None where they have them."""
     from hocket.runtime.native.library import remark
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from hocket.models.failure import place
-from hocket.models.plans.pairs import Pair, heads_of, pairs
+from hocket.models.plans.pairs import BlockNames, heads_of, pairs
 from hocket.models.plans.segments import (
     GROUPS,
     KEY_VALUE_COUNTS,
@@ -25,7 +25,7 @@ from hocket.models.plans.segments import (
     pattern_of,
 )
 from hocket.models.proxy import ProxyModel
-from hocket.spec.plan import Patch, Segment, Split, TensorPlan
+from hocket.spec.plan import Patch, Split, TensorPlan, WeightSegment
 
 _WIDTHS = ("all_head_size", "embed_dim", "split_size", "hidden_size", "inner_dim", "embed_size")
 """Attributes of attention modules that may hold heads x head size."""
@@ -92,7 +92,7 @@ def _whole(layers: nn.Module, prefix: str, splits: Mapping[str, Split]) -> str:
 
 
 def _applied(
-    pair: Pair, held: dict[str, nn.Module], config: Any
+    pair: BlockNames, held: dict[str, nn.Module], config: Any
 ) -> tuple[dict[str, Split], dict[str, tuple[Patch, ...]]]:
     """One block of one layer of the real model: (splits, patches), by names below the layer."""
     column = next(name for name, rule in pair.rules.items() if rule.style == "column")
@@ -105,7 +105,7 @@ def _applied(
     }
     splits |= {name: Split(style="sum_grad") for name in pair.summed}
     if pair.bare:
-        whole = Segment(units=heads, what="attention heads")
+        whole = WeightSegment(units=heads, what="attention heads")
         dims = dict.fromkeys(pair.bare, 0)
         splits[around] = Split(style="column", segments=(whole,), dims=dims)
     if not pair.attention:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hocket.models.plans.families import Rule
+from hocket.models.plans.families import ModuleRule
 from hocket.models.plans.segments import QUERY_COUNTS, Unsplittable, is_linear
 from hocket.models.proxy import ProxyModel
 
@@ -32,7 +32,7 @@ KINDS = ("heads", "kv", "qkv", "head_triple", "group", "units", "pair", "pair_ro
 
 
 @dataclasses.dataclass(frozen=True)
-class Pair:
+class BlockNames:
     """One block: names below a layer.
 
     Attributes:
@@ -42,7 +42,7 @@ class Pair:
         attention: whether its inner features are heads.
     """
 
-    rules: dict[str, Rule]
+    rules: dict[str, ModuleRule]
     summed: tuple[str, ...] = ()
     bare: tuple[str, ...] = ()
     attention: bool = False
@@ -68,7 +68,7 @@ def heads_of(module: nn.Module, config: Any) -> int:
     return int(getattr(config, "num_attention_heads", None) or 0)
 
 
-def pairs(proxy: ProxyModel, layers: str) -> tuple[list[Pair], list[str]]:
+def pairs(proxy: ProxyModel, layers: str) -> tuple[list[BlockNames], list[str]]:
     """The blocks of the proxy model's layers, each once, and what was found that cannot be split.
 
     Args:
@@ -76,7 +76,7 @@ def pairs(proxy: ProxyModel, layers: str) -> tuple[list[Pair], list[str]]:
         layers: name of the list of layers.
     """
     model: Any = proxy.build()
-    found: dict[tuple[str, ...], Pair | None] = {}
+    found: dict[tuple[str, ...], BlockNames | None] = {}
     notes: dict[str, None] = {}
     for layer, calls in _watched(model, layers):
         names = {id(p): n for n, p in layer.named_parameters()}
@@ -147,7 +147,7 @@ def _pair(
     names: dict[int, str],
     held: dict[str, nn.Module],
     config: Any,
-) -> Pair | None:
+) -> BlockNames | None:
     """The block that ends with `row`; None where no block does.
 
     Raises:
@@ -170,9 +170,9 @@ def _pair(
     used = {names[id(leaf)]: leaf for leaf in others}
     around = columns[0].name.rpartition(".")[0]
     summed, bare = _between(used, around, size, heads)
-    rules = {c.name: Rule("column", _kind(c, row, size, attention)) for c in columns}
-    rules[row.name] = Rule("row", "heads" if attention else "units")
-    return Pair(rules, summed, bare, attention)
+    rules = {c.name: ModuleRule("column", _kind(c, row, size, attention)) for c in columns}
+    rules[row.name] = ModuleRule("row", "heads" if attention else "units")
+    return BlockNames(rules, summed, bare, attention)
 
 
 def _between(

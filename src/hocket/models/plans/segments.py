@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hocket.models.plans.families import Rule
-from hocket.spec.plan import Segment, Split
+from hocket.models.plans.families import ModuleRule
+from hocket.spec.plan import Split, WeightSegment
 
 QUERY_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 KEY_VALUE_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
@@ -31,7 +31,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def linear_split(
-    module: nn.Module, rule: Rule, parent: nn.Module, config: Any, heads: int | None = None
+    module: nn.Module, rule: ModuleRule, parent: nn.Module, config: Any, heads: int | None = None
 ) -> Split:
     """How a linear layer is split by a rule.
 
@@ -73,7 +73,7 @@ def linear_split(
     )
 
 
-def segments_of(kind: str, rows: int, size: int, heads: int) -> tuple[Segment, ...]:
+def segments_of(kind: str, rows: int, size: int, heads: int) -> tuple[WeightSegment, ...]:
     """The segments of `rows` rows of one kind (`plans.families`), for heads of `size`.
 
     Raises:
@@ -84,7 +84,7 @@ def segments_of(kind: str, rows: int, size: int, heads: int) -> tuple[Segment, .
     if kind in ("heads", "head_triple"):
         if rows % heads:
             raise Unsplittable(f"{rows} rows are not a multiple of {heads} heads")
-        return (Segment(units=heads, size=rows // heads, what="attention heads"),)
+        return (WeightSegment(units=heads, size=rows // heads, what="attention heads"),)
     if kind == "kv":
         if rows % size:
             raise Unsplittable(f"{rows} rows are not a multiple of the head size {size}")
@@ -93,25 +93,25 @@ def segments_of(kind: str, rows: int, size: int, heads: int) -> tuple[Segment, .
         rest = rows - heads * size
         if rest <= 0 or rest % (2 * size):
             raise Unsplittable(f"{rows} rows are not query, key and value heads of {size}")
-        query = Segment(units=heads, size=size, what="attention heads")
+        query = WeightSegment(units=heads, size=size, what="attention heads")
         return (query, *([key_value(rest // 2 // size, size, heads)] * 2))
     if kind == "group":
         groups = (rows - heads * size) // (2 * size)
         if groups <= 0 or rows % groups or heads % groups:
             raise Unsplittable(f"{rows} rows are not groups of query heads, a key and a value")
-        return (Segment(units=groups, size=rows // groups, what="groups of attention heads"),)
+        return (WeightSegment(units=groups, size=rows // groups, what="groups of attention heads"),)
     if kind in ("pair", "pair_rows"):
         if rows % 2:
             raise Unsplittable(f"{rows} rows are not two halves")
         if kind == "pair_rows":  # gate and up alternate row by row
-            return (Segment(units=rows // 2, size=2, what="feed-forward units"),)
-        return (Segment(units=rows // 2, what="feed-forward units"),) * 2
-    return (Segment(units=rows, what="feed-forward units"),)
+            return (WeightSegment(units=rows // 2, size=2, what="feed-forward units"),)
+        return (WeightSegment(units=rows // 2, what="feed-forward units"),) * 2
+    return (WeightSegment(units=rows, what="feed-forward units"),)
 
 
-def key_value(units: int, size: int, heads: int) -> Segment:
+def key_value(units: int, size: int, heads: int) -> WeightSegment:
     """Key/value heads, which several ranks may hold where they are fewer than the queries."""
-    return Segment(units=units, size=size, what="key/value heads", copies=units < heads)
+    return WeightSegment(units=units, size=size, what="key/value heads", copies=units < heads)
 
 
 def head_size(module: nn.Module, config: Any) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from hocket.models.plans.families import FAMILIES, KINDS_BY_NAME, Family, Rule
+from hocket.models.plans.families import FAMILIES, KINDS_BY_NAME, ModuleRule, PlanFamily
 from hocket.models.plans.inferred import inferred_plan
 from hocket.models.plans.segments import (
     GROUPS,
@@ -30,14 +30,14 @@ from hocket.models.plans.segments import (
     query_heads,
 )
 from hocket.models.proxy import ProxyModel
-from hocket.spec.plan import InputSlice, Patch, Segment, Split, TensorPlan, matches
+from hocket.spec.plan import InputSlice, Patch, Split, TensorPlan, WeightSegment, matches
 
 _UPSTREAM = {
-    "colwise": Rule("column"),
-    "rowwise": Rule("row"),
-    "colwise_gather_output": Rule("column", gather_output=True),
-    "rowwise_split_input": Rule("row", scatter_input=True),
-    "replicated_with_grad_allreduce": Rule("sum_grad"),
+    "colwise": ModuleRule("column"),
+    "rowwise": ModuleRule("row"),
+    "colwise_gather_output": ModuleRule("column", gather_output=True),
+    "rowwise_split_input": ModuleRule("row", scatter_input=True),
+    "replicated_with_grad_allreduce": ModuleRule("sum_grad"),
 }
 _EXPERT_PARAMETERS = {"colwise": -2, "packed_colwise": -2, "rowwise": -1, "packed_rowwise": -1}
 
@@ -48,7 +48,7 @@ class _Block:
 
     name: str
     module: nn.Module
-    rules: dict[str, Rule] = dataclasses.field(default_factory=dict)
+    rules: dict[str, ModuleRule] = dataclasses.field(default_factory=dict)
     experts: dict[str, str] = dataclasses.field(default_factory=dict)
     unknown: list[str] = dataclasses.field(default_factory=list)
 
@@ -115,7 +115,7 @@ def tensor_plan(
 # --- which modules belong together -------------------------------------------------------------
 
 
-def _blocks_of_family(model: nn.Module, decoder: str, family: Family) -> list[_Block]:
+def _blocks_of_family(model: nn.Module, decoder: str, family: PlanFamily) -> list[_Block]:
     blocks: dict[str, _Block] = {}
     for name, _ in model.named_modules():
         for pattern, rule in family.rules.items():
@@ -203,16 +203,16 @@ def _experts(block: _Block) -> Split:
         missing = ", ".join(sorted(set(parameters) - set(block.experts)))
         raise Unsplittable(f"no style is given for {missing or 'its experts'}")
     dims: dict[str, int] = {}
-    segments: dict[str, tuple[Segment, ...]] = {}
+    segments: dict[str, tuple[WeightSegment, ...]] = {}
     for name, style in block.experts.items():
         if style not in _EXPERT_PARAMETERS or parameters[name].ndim != 3:
             raise Unsplittable(f"its plan uses {style} for {name}")
         dims[name] = 3 + _EXPERT_PARAMETERS[style]
         rows = int(parameters[name].shape[dims[name]])
         if style.startswith("packed") or "gate_up" in name:  # Inkling's plan does not say so
-            segments[name] = (Segment(units=rows // 2, what="expert units"),) * 2
+            segments[name] = (WeightSegment(units=rows // 2, what="expert units"),) * 2
         else:
-            segments[name] = (Segment(units=rows, what="expert units"),)
+            segments[name] = (WeightSegment(units=rows, what="expert units"),)
     return Split(style="experts", dims=dims, parameter_segments=segments)
 
 
@@ -236,7 +236,7 @@ def _leftovers(block: _Block, splits: Mapping[str, Split], config: Any) -> dict[
     return found
 
 
-def _patches(block: _Block, config: Any, family: Family | None) -> tuple[Patch, ...]:
+def _patches(block: _Block, config: Any, family: PlanFamily | None) -> tuple[Patch, ...]:
     """Head counts that the attention module keeps as attributes."""
     query = [r for r in block.rules.values() if r.units in ("heads", "head_triple", "qkv")]
     if not any(r.style == "column" and not r.gather_output for r in query):
@@ -285,12 +285,12 @@ def _vocabulary(model: nn.Module) -> dict[str, Split]:
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
     splits: dict[str, Split] = {}
     if isinstance(embedding, nn.Embedding) and id(embedding) in names:
-        rows = Segment(units=embedding.num_embeddings, what="vocabulary rows", uneven=True)
+        rows = WeightSegment(units=embedding.num_embeddings, what="vocabulary rows", uneven=True)
         splits[names[id(embedding)]] = Split(
             style="vocab_embedding", segments=(rows,), dims={"weight": 0}
         )
     if type(head) is nn.Linear and id(head) in names:
-        rows = Segment(units=head.out_features, what="vocabulary rows", uneven=True)
+        rows = WeightSegment(units=head.out_features, what="vocabulary rows", uneven=True)
         dims = {"weight": 0} if head.bias is None else {"weight": 0, "bias": 0}
         splits[names[id(head)]] = Split(style="vocab_head", segments=(rows,), dims=dims)
     tied = head is not None and embedding is not None and head.weight is embedding.weight

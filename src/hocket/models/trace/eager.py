@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 
 from hocket.models.trace.graph import INSIDE, OUTSIDE, WHOLE, Graph
-from hocket.models.trace.record import SEQUENCE, Op
+from hocket.models.trace.record import SEQUENCE, TracedOp
 from hocket.spec.model_shape import MemoryBound, Saved
 
 
@@ -81,7 +81,7 @@ def kernels(graph: Graph) -> list[MemoryBound]:
     ]
 
 
-def _follow_backward(graph: Graph, op: Op) -> None:
+def _follow_backward(graph: Graph, op: TracedOp) -> None:
     if op.kind == "product":
         ahead = graph.splits.product(op.weight)
         label = {"row": INSIDE}.get(ahead, OUTSIDE)
@@ -91,5 +91,5 @@ def _follow_backward(graph: Graph, op: Op) -> None:
         graph.labels.setdefault(ref.value, label)
 
 
-def _carries(graph: Graph, op: Op) -> bool:
+def _carries(graph: Graph, op: TracedOp) -> bool:
     return any(ref.value in graph.carrying for ref in (*op.ins, *op.outs))

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from hocket.models.trace import eager
 from hocket.models.trace.graph import INSIDE, OUTSIDE, VOCAB, Graph, short
-from hocket.models.trace.record import TOKENS, Op, Ref
+from hocket.models.trace.record import TOKENS, Ref, TracedOp
 from hocket.spec.model_shape import Attention, MatrixProduct, MemoryBound, Saved
 
 
@@ -88,7 +88,7 @@ class Costs(Graph):
         found = [self._kernel(unit) for unit in self.units if unit[0].kind == "pointwise"]
         return tuple(_merged([kernel for kernel in found if kernel] + self._gradients()))
 
-    def _kernel(self, unit: list[Op]) -> MemoryBound | None:
+    def _kernel(self, unit: list[TracedOp]) -> MemoryBound | None:
         """One kernel's elements; None where it only makes what nobody reads."""
         reads, writes = self.edges(unit)
         read, written = sum(reads.values()), sum(writes.values())
@@ -224,7 +224,7 @@ class Costs(Graph):
         ]
         return (*found, *self._core_saved(), *eager.saved(self))
 
-    def _added(self, unit: list[Op], writes: Mapping[int, float]) -> set[int]:
+    def _added(self, unit: list[TracedOp], writes: Mapping[int, float]) -> set[int]:
         """Inputs of a region that are only added to its output: their gradient is the output's."""
         return {
             self.source(ref.value)
@@ -233,7 +233,7 @@ class Costs(Graph):
             for ref in op.ins
         }
 
-    def _held(self, unit: list[Op]) -> list[int]:
+    def _held(self, unit: list[TracedOp]) -> list[int]:
         """Values a region's backward needs: what its saved tensors can be computed from again."""
         made = {ref.value for op in unit for ref in op.outs}
         touched = {ref.value for op in unit for ref in (*op.ins, *op.outs)}
@@ -266,7 +266,7 @@ class Costs(Graph):
                     ahead.append(source)
         return found
 
-    def _masks(self, unit: list[Op]) -> float:
+    def _masks(self, unit: list[TracedOp]) -> float:
         """Elements (of two bytes) of dropout masks."""
         return sum(
             self.values[ref.value].per_token / 2

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 
-from hocket.models.trace.record import COPIES, NORMS, TOKENS, Op, Part, Value
+from hocket.models.trace.record import COPIES, NORMS, TOKENS, TracedOp, TracedPart, Value
 
 INSIDE, OUTSIDE, VOCAB, WHOLE = "inside", "outside", "vocab", "whole"
 
@@ -63,7 +63,7 @@ class Graph:
 
     def __init__(
         self,
-        part: Part,
+        part: TracedPart,
         values: Mapping[int, Value],
         splits: Splits,
         *,
@@ -80,7 +80,7 @@ class Graph:
         self.carrying = set(self.given)
         self.labels: dict[int, str] = {}
         self.alias: dict[int, int] = {}
-        self.maker: dict[int, Op] = {}
+        self.maker: dict[int, TracedOp] = {}
         self.named: dict[int, str] = {}
         self._follow(part.forward)
         self.units = self._units()
@@ -93,7 +93,7 @@ class Graph:
             if (source := self.source(ref.value)) in self.values
         }
 
-    def _follow(self, ops: Iterable[Op]) -> None:
+    def _follow(self, ops: Iterable[TracedOp]) -> None:
         """Where each value lies, what it is a copy of, and whether it carries a gradient."""
         for op in ops:
             sources = [ref.value for ref in op.ins]
@@ -110,7 +110,7 @@ class Graph:
                 if copied:
                     self.alias[op.outs[0].value] = copied[-1]
 
-    def _label(self, op: Op, sources: list[int]) -> str:
+    def _label(self, op: TracedOp, sources: list[int]) -> str:
         if op.kind == "product":
             return self.splits.label(op.weight)
         found = {self.labels.get(v, OUTSIDE) for v in sources if v in self.carrying}
@@ -132,10 +132,10 @@ class Graph:
             and (self.values[value].by_token and not self.values[value].square)
         )
 
-    def _units(self) -> list[list[Op]]:
+    def _units(self) -> list[list[TracedOp]]:
         """Operations grouped into the kernels of the fused view, in order."""
-        groups: dict[object, list[Op]] = {}
-        regions: list[Op] = []
+        groups: dict[object, list[TracedOp]] = {}
+        regions: list[TracedOp] = []
         read: set[int] = set(self.returned)
         for op in self.part.forward:
             if op.path == "loss":
@@ -170,14 +170,14 @@ class Graph:
             groups.setdefault(("region", find(index)), []).append(op)
         return list(groups.values())
 
-    def _priced(self, op: Op) -> bool:
+    def _priced(self, op: TracedOp) -> bool:
         """Whether an operation works on every token's activations, not on scores or tables."""
         touched = [self.values[r.value] for r in (*op.ins, *op.outs) if r.value in self.values]
         if any(value.square for value in touched):
             return False
         return any(self.activation(ref.value) for ref in op.outs)
 
-    def edges(self, unit: list[Op]) -> tuple[dict[int, float], dict[int, float]]:
+    def edges(self, unit: list[TracedOp]) -> tuple[dict[int, float], dict[int, float]]:
         """Activations that a kernel reads from memory and writes to it: value to elements.
 
         Of a value of which it reads views only, the views count.
@@ -222,7 +222,7 @@ class Graph:
         # Where a kernel has both sides it is the split one's: it works on what a rank has.
         return INSIDE if INSIDE in found else OUTSIDE
 
-    def unit_name(self, unit: list[Op]) -> str:
+    def unit_name(self, unit: list[TracedOp]) -> str:
         if unit[0].path == "loss":
             return "loss"
         paths = [op.path for op in unit]

@@ -74,7 +74,7 @@ class Value:
 
 
 @dataclasses.dataclass
-class Op:
+class TracedOp:
     """One operation: what it reads and writes.
 
     `kind`: `product` (with a weight), `core` (a product of two activations), `attention`,
@@ -95,11 +95,11 @@ class Op:
 
 
 @dataclasses.dataclass
-class Part:
+class TracedPart:
     """What ran in one part of the model: the embedding, one block, the head."""
 
-    forward: list[Op] = dataclasses.field(default_factory=list)
-    backward: list[Op] = dataclasses.field(default_factory=list)
+    forward: list[TracedOp] = dataclasses.field(default_factory=list)
+    backward: list[TracedOp] = dataclasses.field(default_factory=list)
     saved: dict[int, int] = dataclasses.field(default_factory=dict)
     """Value to its bytes, of what autograd held."""
     inputs: list[Ref] = dataclasses.field(default_factory=list)
@@ -109,7 +109,7 @@ class Part:
     grads: list[Ref] = dataclasses.field(default_factory=list)
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes operations into the part that is running.
 
     Args:
@@ -120,7 +120,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.parameters = {_key(p): name for name, p in parameters.items()}
         self.values: dict[int, Value] = {}
-        self.part = Part()
+        self.part = TracedPart()
         self.path: list[str] = [""]
         self.in_backward = False
         self.paused = False
@@ -149,7 +149,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.part.saved[key] = tensor.untyped_storage().nbytes()
         return tensor
 
-    def add(self, op: Op) -> None:
+    def add(self, op: TracedOp) -> None:
         """Append to the running part. Raises ModelError where a recurrence goes on and on."""
         ops = self.part.backward if self.in_backward else self.part.forward
         ops.append(op)
@@ -176,7 +176,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not func._schema.is_mutable and all(_key(t) in keys for t in outs):
             return  # a view: the same value
         name = func._schema.name.split("::")[1]
-        op = Op(
+        op = TracedOp(
             name=name,
             kind="pointwise",
             path=self.path[-1],
@@ -192,7 +192,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.add(op)
 
 
-def _product(op: Op, name: str, given: list[torch.Tensor], parameters: Mapping[int, str]) -> None:
+def _product(
+    op: TracedOp, name: str, given: list[torch.Tensor], parameters: Mapping[int, str]
+) -> None:
     left, right = given[:2] if name not in ("addmm", "baddbmm") else given[1:3]
     used = [t for t in (right, left) if _key(t) in parameters]
     op.kind = "product" if used else "core"
@@ -214,10 +216,10 @@ def _product(op: Op, name: str, given: list[torch.Tensor], parameters: Mapping[i
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
-class Kernels(TorchFunctionMode):
+class TracedKernels(TorchFunctionMode):
     """Sends attention and dropout to what an accelerator would run."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: OpRecorder) -> None:
         super().__init__()
         self.recorder = recorder
 
@@ -254,7 +256,7 @@ class Flash(torch.autograd.Function):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        context: tuple[Recorder, float],
+        context: tuple[OpRecorder, float],
     ) -> torch.Tensor:
         recorder, dropout = context
         recorder.paused = True
@@ -266,7 +268,7 @@ class Flash(torch.autograd.Function):
         ctx.save_for_backward(query, key, value, output, sums)
         ctx.recorder = recorder
         recorder.add(
-            Op(
+            TracedOp(
                 name="attention",
                 kind="attention",
                 path=recorder.path[-1],
@@ -291,7 +293,7 @@ class Flash(torch.autograd.Function):
         found = tuple(torch.empty_like(t) for t in (query, key, value))
         recorder.paused = False
         recorder.add(
-            Op(
+            TracedOp(
                 name="attention",
                 kind="attention",
                 path="",

@@ -16,7 +16,7 @@ from hocket.models import skeleton
 from hocket.models.lora import is_linear
 from hocket.models.rows import one_sequence_each
 from hocket.models.trace.grouped import GroupedProducts
-from hocket.models.trace.record import BATCH, SEQUENCE, Kernels, Part, Recorder
+from hocket.models.trace.record import BATCH, SEQUENCE, OpRecorder, TracedKernels, TracedPart
 from hocket.spec.errors import ModelError
 
 _OWN = ("idx", "layer_i", "layer_n", "training")
@@ -34,8 +34,8 @@ class Run:
     model: nn.Module
     layers: str
     kinds: tuple[int, ...]
-    parts: dict[str, Part]
-    recorder: Recorder
+    parts: dict[str, TracedPart]
+    recorder: OpRecorder
     leaves: frozenset[str]
     linear: frozenset[str]
 
@@ -58,9 +58,9 @@ def run(config: Any, dtype: torch.dtype = torch.bfloat16, *, frozen: bool = Fals
     kinds = _kinds(layers)
     picked = sorted(set(kinds))
     parameters = dict(model.named_parameters())
-    recorder = Recorder(parameters)
-    parts = {"embedding": recorder.part, "head": Part()}
-    parts |= {str(index): Part() for index in picked}
+    recorder = OpRecorder(parameters)
+    parts = {"embedding": recorder.part, "head": TracedPart()}
+    parts |= {str(index): TracedPart() for index in picked}
     following = _Layers(recorder, parts, layers, kinds)
     watched = {f"{name}.{index}" for index in picked}
     try:
@@ -68,7 +68,7 @@ def run(config: Any, dtype: torch.dtype = torch.bfloat16, *, frozen: bool = Fals
         products = GroupedProducts()  # type: ignore[no-untyped-call]
         with fake, products, one_sequence_each(), watch, following, recorder:
             with (
-                Kernels(recorder),
+                TracedKernels(recorder),
                 torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor),
             ):
                 ids = torch.zeros(BATCH, SEQUENCE, dtype=torch.long)
@@ -104,8 +104,8 @@ class _Layers:
 
     def __init__(
         self,
-        recorder: Recorder,
-        parts: dict[str, Part],
+        recorder: OpRecorder,
+        parts: dict[str, TracedPart],
         layers: nn.ModuleList,
         kinds: tuple[int, ...],
     ) -> None:
@@ -278,7 +278,9 @@ def _signature(layer: nn.Module) -> Any:
 
 
 @contextlib.contextmanager
-def _watched(model: nn.Module, layers: str, picked: set[str], recorder: Recorder) -> Iterator[None]:
+def _watched(
+    model: nn.Module, layers: str, picked: set[str], recorder: OpRecorder
+) -> Iterator[None]:
     """Keep the name of the running module, of all modules but the layers that are passed."""
     hooks = []
     for name, module in model.named_modules():

@@ -16,7 +16,7 @@ MOST_DEGREE = 2**20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Configuration:
+class ToolConfiguration:
     """What a file says; None or an absent field: it says nothing.
 
     Attributes:

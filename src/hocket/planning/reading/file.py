@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from hocket.planning.reading import python, sections, words
-from hocket.planning.reading.configuration import LARGEST_FILE, Configuration
+from hocket.planning.reading.configuration import LARGEST_FILE, ToolConfiguration
 from hocket.planning.reading.tools import READERS
 from hocket.planning.tools import megatron, torchtitan
 from hocket.planning.tools.emit import TOOLS
-from hocket.planning.tools.job import Job
+from hocket.planning.tools.job import ToolJob
 from hocket.spec.errors import OptionError
 
 _ENDINGS = {
@@ -28,7 +28,7 @@ _SIGNS = (
 )
 
 
-def read(file: str) -> tuple[str, Configuration]:
+def read(file: str) -> tuple[str, ToolConfiguration]:
     """The text of a file and what it says. Nothing of it is executed.
 
     Raises:
@@ -66,12 +66,12 @@ def kind(file: str, text: str) -> str:
     )
 
 
-def target(configuration: Configuration) -> str:
+def target(configuration: ToolConfiguration) -> str:
     """The name of the tool, as `--emit` takes it, that runs a configuration."""
     return "torchtitan" if configuration.tool == "torchtitan-python" else configuration.tool
 
 
-def changed(text: str, configuration: Configuration, job: Job) -> str:
+def changed(text: str, configuration: ToolConfiguration, job: ToolJob) -> str:
     """The text of the file for another layout of the same tool."""
     tool = configuration.tool
     if tool == "megatron":
@@ -134,7 +134,7 @@ def _without_defaults(text: str, flags: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _titan(job: Job, *, tokens: bool) -> dict[str, Any]:
+def _titan(job: ToolJob, *, tokens: bool) -> dict[str, Any]:
     """Values of torchtitan's configuration objects; `tokens`: batches in tokens."""
     found = {f"parallelism.{k}": v for k, v in torchtitan.parallelism(job).items()}
     if job.layout.pp > 1:

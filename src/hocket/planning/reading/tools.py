@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from hocket.planning.reading import sections, words
-from hocket.planning.reading.configuration import Configuration, degree, whole
+from hocket.planning.reading.configuration import ToolConfiguration, degree, whole
 from hocket.planning.reading.python import assignments
 from hocket.planning.tools.torchtitan import SCHEDULES
 from hocket.spec.errors import OptionError
@@ -39,7 +39,7 @@ def _reject(why: str) -> OptionError:
 _STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 
 
-def megatron(text: str) -> Configuration:
+def megatron(text: str) -> ToolConfiguration:
     """Megatron-LM's arguments, alone or in a launch script."""
     _, found = words.flags(text)
     used: set[str] = set()
@@ -142,7 +142,7 @@ def megatron(text: str) -> Configuration:
         "--no-gradient-accumulation-fusion", "--num-layers",
     }  # fmt: skip
     gpus = world or None
-    return Configuration(
+    return ToolConfiguration(
         tool="megatron", fields=fields, instances=instances, world=gpus, microbatch=micro,
         global_batch=batch, seq_len=seq, precision=precision, unread=_unread(found, used),
         notes=tuple(notes),
@@ -171,12 +171,12 @@ def megatron_layers(text: str) -> tuple[int, ...]:
 # --- torchtitan ----------------------------------------------------------------------------------
 
 
-def torchtitan_toml(text: str) -> Configuration:
+def torchtitan_toml(text: str) -> ToolConfiguration:
     """A TOML, of release 0.2.2 or earlier."""
     return _titan("torchtitan-0.2.2", sections.load(text, "toml"))
 
 
-def torchtitan(text: str) -> Configuration:
+def torchtitan(text: str) -> ToolConfiguration:
     """A line of flags of release 0.3.0."""
     _, flags = words.flags(text)
     found: dict[str, Any] = {}
@@ -197,7 +197,7 @@ def torchtitan(text: str) -> Configuration:
     return _titan("torchtitan", found)
 
 
-def torchtitan_python(text: str) -> Configuration:
+def torchtitan_python(text: str) -> ToolConfiguration:
     """A configuration in Python, of 0.3.0 or later: its literal assignments."""
     found = assignments(text)
     for name in list(found):
@@ -212,7 +212,7 @@ def torchtitan_python(text: str) -> Configuration:
     return _titan("torchtitan-python", found)
 
 
-def _titan(tool: str, found: dict[str, Any]) -> Configuration:
+def _titan(tool: str, found: dict[str, Any]) -> ToolConfiguration:
     used: set[str] = set()
 
     def get(key: str, default: Any = None) -> Any:
@@ -286,7 +286,7 @@ def _titan(tool: str, found: dict[str, Any]) -> Configuration:
     if "training.num_tokens_per_microbatch_per_dp_rank" in found:
         return _titan_tokens(found, fields, data, used, notes)
     seq = number(f"{t}seq_len", 2048)
-    return Configuration(
+    return ToolConfiguration(
         tool=tool, fields=fields, data_ranks=data, microbatch=micro, accumulation=count,
         global_batch=batch, seq_len=seq, precision=precision,
         model=f"{family} {model}" if model else None,
@@ -297,7 +297,7 @@ def _titan(tool: str, found: dict[str, Any]) -> Configuration:
 def _titan_tokens(
     found: dict[str, Any], fields: dict[str, Any], data: int | None, used: set[str],
     notes: list[str],
-) -> Configuration:  # fmt: skip
+) -> ToolConfiguration:  # fmt: skip
     """Batches in tokens, as torchtitan's main branch has them since August 2026."""
     keys = {
         name: f"training.{name}"
@@ -311,7 +311,7 @@ def _titan_tokens(
     step = found.get(keys["num_tokens_per_train_step"])
     if each % seq:
         raise OptionError(f"{each} tokens of a microbatch are not a multiple of {seq}")
-    return Configuration(
+    return ToolConfiguration(
         tool="torchtitan-python", fields=fields, data_ranks=data, microbatch=each // seq,
         global_batch=None if step in (None, -1) else whole(step, "tokens of a step") // seq,
         seq_len=seq, precision="bf16", notes=tuple(notes),
@@ -322,12 +322,12 @@ def _titan_tokens(
 # --- DeepSpeed -----------------------------------------------------------------------------------
 
 
-def deepspeed(text: str) -> Configuration:
+def deepspeed(text: str) -> ToolConfiguration:
     """A JSON configuration."""
     return _deepspeed(sections.load(text, "json"), "")
 
 
-def _deepspeed(found: dict[str, Any], prefix: str) -> Configuration:
+def _deepspeed(found: dict[str, Any], prefix: str) -> ToolConfiguration:
     used: set[str] = {"comment"}
     automatic: list[str] = []
 
@@ -376,7 +376,7 @@ def _deepspeed(found: dict[str, Any], prefix: str) -> Configuration:
     used |= {prefix + f"zero_optimization.{name}" for name in (
         "overlap_comm", "contiguous_gradients")}  # fmt: skip
     get("tensor_parallel.preset_model")
-    return Configuration(
+    return ToolConfiguration(
         tool="deepspeed", fields=fields, data_ranks=data if cp > 1 else None, microbatch=micro,
         accumulation=count, global_batch=batch, precision=precision,
         unread=_unread(found, used), notes=tuple(notes),
@@ -386,7 +386,7 @@ def _deepspeed(found: dict[str, Any], prefix: str) -> Configuration:
 # --- accelerate ----------------------------------------------------------------------------------
 
 
-def accelerate(text: str) -> Configuration:
+def accelerate(text: str) -> ToolConfiguration:
     """A YAML of `accelerate config`."""
     found = sections.load(text, "yaml")
     used: set[str] = set()
@@ -439,7 +439,7 @@ def accelerate(text: str) -> Configuration:
         raise _reject(f"distributed_type {kind}")
     used |= {"compute_environment", "num_machines", "fsdp_config.fsdp_auto_wrap_policy",
              "fsdp_config.fsdp_state_dict_type"}  # fmt: skip
-    return Configuration(
+    return ToolConfiguration(
         tool="accelerate", fields=fields, world=world, precision=precision,
         unread=_unread(found, used), notes=tuple(notes),
     )  # fmt: skip
@@ -451,7 +451,7 @@ SHORT = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size",
           "-dp": "--data-parallel-size"}  # fmt: skip
 
 
-def vllm(text: str) -> Configuration:
+def vllm(text: str) -> ToolConfiguration:
     """A `vllm serve` line."""
     others, given = words.flags(text)
     found = {SHORT.get(name, name): value for name, value in given.items()}
@@ -471,7 +471,7 @@ def vllm(text: str) -> Configuration:
     length = found.get("--max-model-len")
     tokens = found.get("--max-num-batched-tokens")
     weights = found.get("--quantization")
-    return Configuration(
+    return ToolConfiguration(
         tool="vllm",
         fields={k: v for k, v in fields.items() if k != "dp"},
         data_ranks=fields["dp"],
@@ -485,7 +485,7 @@ def vllm(text: str) -> Configuration:
     )  # fmt: skip
 
 
-READERS: dict[str, Callable[[str], Configuration]] = {
+READERS: dict[str, Callable[[str], ToolConfiguration]] = {
     "megatron": megatron,
     "torchtitan": torchtitan,
     "torchtitan-0.2.2": torchtitan_toml,

@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from hocket.planning.tools.job import Job, Tool
-from hocket.planning.tools.limits import Limits, Rule
+from hocket.planning.tools.job import Tool, ToolJob
+from hocket.planning.tools.limits import ToolLimits, ToolRule
 
 EXPERT_PRESETS = {
     "mixtral": "mixtral",
@@ -31,7 +31,7 @@ TENSOR_PRESETS = {
     "phi3": "phi3",
 }
 
-LIMITS = Limits(
+LIMITS = ToolLimits(
     software="DeepSpeed 0.19.8",
     schedules=("1f1b",),
     recompute=("none", "full"),
@@ -40,45 +40,45 @@ LIMITS = Limits(
     context=("ulysses",),
     any_split=False,
     rules=(
-        Rule(
+        ToolRule(
             "{virtual_stages} virtual stages: its pipeline has one stage a rank",
             lambda at, _: at.virtual > 1,
         ),
-        Rule(
+        ToolRule(
             "tp {tp} with pp {pp}: its tensor parallelism builds no pipeline",
             lambda at, _: (at.tp > 1) & (at.pp > 1),
         ),
-        Rule(
+        ToolRule(
             "zero {zero} with pp {pp}: its pipeline takes ZeRO-0 and 1",
             lambda at, _: (at.zero > 1) & (at.pp > 1),
         ),
-        Rule(
+        ToolRule(
             "cp {cp} with tp {tp} and pp {pp}: its sequence parallelism takes data parallelism "
             "alone",
             lambda at, _: (at.cp > 1) & ((at.tp > 1) | (at.pp > 1)),
         ),
-        Rule(
+        ToolRule(
             "cp {cp}: its sequence parallelism divides {heads} heads and {seq_len} tokens",
             lambda at, facts: (facts.heads % at.cp != 0) | (facts.seq_len % at.cp != 0),
         ),
-        Rule(
+        ToolRule(
             "shard {shard} of dp {dp}: MiCS shards ZeRO-3 over consecutive ranks of data "
             "parallelism alone",
             lambda at, _: (
                 (at.zero > 0) & (at.shard != at.dp) & ((at.zero != 3) | (at.tp * at.pp * at.cp > 1))
             ),
         ),
-        Rule(
+        ToolRule(
             "ep {ep} of a model of type {model_type!r}: its expert parallelism has presets for "
             + ", ".join(EXPERT_PRESETS),
             lambda at, facts: (at.ep > 1) & (facts.model_type not in EXPERT_PRESETS),
         ),
-        Rule(
+        ToolRule(
             "ep {ep} with tp {tp}, pp {pp} and cp {cp}: experts are whole, and it takes data "
             "parallelism alone",
             lambda at, _: (at.ep > 1) & (at.tp * at.pp * at.cp > 1),
         ),
-        Rule(
+        ToolRule(
             "ep {ep} with shard {shard} of dp {dp}: not with MiCS",
             lambda at, _: (at.ep > 1) & (at.zero > 0) & (at.shard != at.dp),
         ),
@@ -86,7 +86,7 @@ LIMITS = Limits(
 )
 
 
-def _write(job: Job) -> str:
+def _write(job: ToolJob) -> str:
     layout, precision = job.layout, job.facts.precision
     state: dict[str, Any] = {"stage": layout.zero}
     if layout.zero:

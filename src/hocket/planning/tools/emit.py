@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from hocket.planning.forecast import Forecast
+from hocket.planning.forecast import LayoutForecast
 from hocket.planning.layouts import row
 from hocket.planning.problem import Problem
 from hocket.planning.tools.deepspeed import DEEPSPEED
 from hocket.planning.tools.huggingface import ACCELERATE, AUTOMODEL
-from hocket.planning.tools.job import Job, Tool
-from hocket.planning.tools.limits import Limits
+from hocket.planning.tools.job import Tool, ToolJob
+from hocket.planning.tools.limits import ToolLimits
 from hocket.planning.tools.megatron import MEGATRON, MEGATRON_BRIDGE
 from hocket.planning.tools.torchtitan import TORCHTITAN, TORCHTITAN_OLD
 from hocket.spec.errors import LayoutError, OptionError, unknown
@@ -45,23 +45,23 @@ SERVERS = ("vllm", "sglang")
 """Servers, whose flags `hocket plan --serve` prints."""
 
 
-def job(problem: Problem, found: Forecast) -> Job:
+def job(problem: Problem, found: LayoutForecast) -> ToolJob:
     """A forecast as tools' flags are written from it, its pipeline split resolved."""
     divided = dataclasses.replace(problem, division=found.layout.pipeline_split)
     layout = dataclasses.replace(found.layout, pipeline_split=divided.cut(found.layout))
-    return Job(
+    return ToolJob(
         facts=problem.facts, layout=layout, microbatch=found.microbatch, context=found.context
     )
 
 
-def reasons(limits: Limits, problem: Problem, found: Forecast) -> list[str]:
+def reasons(limits: ToolLimits, problem: Problem, found: LayoutForecast) -> list[str]:
     """Why software cannot run a layout; empty where it can."""
     asked = job(problem, found)
     only = row(asked.layout, problem.shape, problem.seq_len, problem.global_batch)
     return list(limits.reasons(asked.layout, only, problem.facts, found.context))
 
 
-def check(limits: Limits, problem: Problem, found: Forecast) -> None:
+def check(limits: ToolLimits, problem: Problem, found: LayoutForecast) -> None:
     """Raises LayoutError where software cannot run a layout, with every reason."""
     why = reasons(limits, problem, found)
     if why:
@@ -71,7 +71,7 @@ def check(limits: Limits, problem: Problem, found: Forecast) -> None:
         )
 
 
-def emit(name: str, problem: Problem, found: Forecast) -> str:
+def emit(name: str, problem: Problem, found: LayoutForecast) -> str:
     """A layout as the flags or configuration of the tool `name`, one of `TOOLS`.
 
     Raises:

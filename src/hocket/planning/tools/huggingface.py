@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from hocket.planning.tools.job import Job, Tool
-from hocket.planning.tools.limits import Limits, Rule
+from hocket.planning.tools.job import Tool, ToolJob
+from hocket.planning.tools.limits import ToolLimits, ToolRule
 
-ACCELERATE_LIMITS = Limits(
+ACCELERATE_LIMITS = ToolLimits(
     software="accelerate 1.15.0",
     axes=("dp", "cp", "tp"),
     zero=(0, 2, 3),
@@ -21,19 +21,19 @@ ACCELERATE_LIMITS = Limits(
     offload=("none", "params"),
     context=("ring",),
     rules=(
-        Rule(
+        ToolRule(
             "zero {zero} with tp {tp} and cp {cp}: it replicates a model over data ranks alone",
             lambda at, _: (at.zero == 0) & (at.tp * at.cp > 1) & (at.dp * at.cp > 1),
         ),
-        Rule(
+        ToolRule(
             "shard {shard} of dp {dp}: fewer than 2 data ranks share a state",
             lambda at, _: (at.zero > 0) & (at.shard < 2) & (at.dp > 1),
         ),
-        Rule(
+        ToolRule(
             "tp {tp} of {experts} experts: Hugging Face models split no experts over tp",
             lambda at, facts: (at.tp > 1) & (facts.experts > 0),
         ),
-        Rule(
+        ToolRule(
             "zero {zero} with dp {dp} and cp {cp}: FSDP needs several ranks that share a state",
             lambda at, _: (at.tp > 1) & (at.dp * at.cp == 1),
         ),
@@ -52,7 +52,7 @@ def _yaml(values: dict[str, Any], indent: str = "") -> list[str]:
     return lines
 
 
-def _write_accelerate(job: Job) -> str:
+def _write_accelerate(job: ToolJob) -> str:
     layout, facts = job.layout, job.facts
     nodes = -(-layout.world_size // facts.gpus_per_node)
     sharded = layout.zero > 0 and layout.dp * layout.cp > 1
@@ -93,7 +93,7 @@ def _write_accelerate(job: Job) -> str:
     return "\n".join([*(f"# {note}" for note in notes), *_yaml(values)]) + "\n"
 
 
-AUTOMODEL_LIMITS = Limits(
+AUTOMODEL_LIMITS = ToolLimits(
     software="NeMo Automodel at 36044ad3 (2026-08-22)",
     axes=("dp", "cp", "tp", "pp"),
     schedules=("1f1b", "gpipe", "interleaved"),
@@ -103,15 +103,15 @@ AUTOMODEL_LIMITS = Limits(
     context=("ring",),
     any_split=False,
     rules=(
-        Rule(
+        ToolRule(
             "zero {zero} with tp {tp}, pp {pp} and cp {cp}: its FSDP shards over data ranks",
             lambda at, _: (at.dp * at.cp == 1) & (at.tp * at.pp > 1) & (at.zero != 3),
         ),
-        Rule(
+        ToolRule(
             "1f1b with {microbatches} microbatches: PyTorch's needs one for each of pp {pp} stages",
             lambda at, _: (at.pp > 1) & (at.virtual == 1) & (at.microbatches < at.pp),
         ),
-        Rule(
+        ToolRule(
             "tp {tp} of {experts} experts: Hugging Face models split no experts over tp",
             lambda at, facts: (at.tp > 1) & (facts.experts > 0),
         ),
@@ -120,7 +120,7 @@ AUTOMODEL_LIMITS = Limits(
 _PIPELINES = {"1f1b": "1f1b", "gpipe": "gpipe", "interleaved": "interleaved1f1b"}
 
 
-def _write_automodel(job: Job) -> str:
+def _write_automodel(job: ToolJob) -> str:
     layout = job.layout
     shard = layout.shard or layout.dp
     distributed: dict[str, Any] = {

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hocket.planning.tools.limits import Facts, Limits
+from hocket.planning.tools.limits import Facts, ToolLimits
 from hocket.spec.layout import Layout
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Job:
+class ToolJob:
     """What a tool's flags are written from.
 
     Attributes:
@@ -54,8 +54,8 @@ class Tool:
     """
 
     name: str
-    limits: Limits
-    write: Callable[[Job], str]
+    limits: ToolLimits
+    write: Callable[[ToolJob], str]
 
 
 def flags_text(flags: dict[str, Any], notes: Sequence[str]) -> str:

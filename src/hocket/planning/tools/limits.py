@@ -62,7 +62,7 @@ Broken = Callable[[Layouts, Facts], np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
+class ToolRule:
     """Layouts that the software rejects or silently changes.
 
     Attributes:
@@ -76,14 +76,14 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class LayoutRule:
-    """As `Rule`, of fields that are no columns (rank order, offload): one layout at a time."""
+    """As `ToolRule`, of fields that are no columns (rank order, offload): one layout at a time."""
 
     why: str
     broken: Callable[[Layout, Facts], bool]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Limits:
+class ToolLimits:
     """What one version of one piece of software can run.
 
     Attributes:
@@ -109,7 +109,7 @@ class Limits:
     context: tuple[str, ...] = ("ring", "ulysses")
     shard: bool = True
     any_split: bool = True
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[ToolRule, ...] = ()
     layout_rules: tuple[LayoutRule, ...] = ()
 
     def allowed(self, rows: Layouts, facts: Facts) -> np.ndarray:
@@ -164,26 +164,26 @@ class Limits:
                 "splits evenly"
             )
 
-    def _all_rules(self) -> Iterator[Rule]:
+    def _all_rules(self) -> Iterator[ToolRule]:
         numbers = {SCHEDULES.index(NAMES[name]) for name in self.schedules}
         for axis in (*AXES, "ep"):
             if axis not in self.axes:
-                yield Rule(f"{axis} {{{axis}}}: it has no {_NAMES[axis]}", _above_one(axis))
+                yield ToolRule(f"{axis} {{{axis}}}: it has no {_NAMES[axis]}", _above_one(axis))
         known = ", ".join(self.schedules)
-        yield Rule(
+        yield ToolRule(
             f"schedule {{schedule}}: it has {known}",
             lambda at, _: (at.pp > 1) & ~np.isin(at.schedule, list(numbers)),
         )
-        yield Rule(
+        yield ToolRule(
             f"zero {{zero}}: it has ZeRO stages {', '.join(map(str, self.zero))}",
             lambda at, _: (at.dp * at.cp > 1) & ~np.isin(at.zero, self.zero),
         )
         places = [RECOMPUTE.index(name) for name in self.recompute]
-        yield Rule(
+        yield ToolRule(
             f"recompute {{recompute}}: it has {', '.join(self.recompute)}",
             lambda at, _: ~np.isin(at.recompute, places),
         )
-        yield Rule(
+        yield ToolRule(
             "sequence_parallel {sequence_parallel} with tp {tp}: it is always "
             + ("on" if True in self.sequence_parallel else "off"),
             lambda at, _: (
@@ -192,12 +192,12 @@ class Limits:
             ),
         )
         if not self.shard:
-            yield Rule(
+            yield ToolRule(
                 "shard {shard} of dp {dp}: its state is shared by all data ranks",
                 lambda at, _: (at.zero > 0) & (at.shard != at.dp),
             )
         if not self.any_split:
-            yield Rule(
+            yield ToolRule(
                 "{layers} layers over pp {pp} x {virtual_stages} stages: it splits evenly",
                 lambda at, facts: (
                     (at.pp > 1) & ((facts.layers % (at.pp * at.virtual) != 0) | (at.lighter > 0))
@@ -225,6 +225,6 @@ def is_schedule(at: Layouts, name: str) -> np.ndarray:
     return found
 
 
-def division(limits: Sequence[Limits]) -> str:
+def division(limits: Sequence[ToolLimits]) -> str:
     """How layers are split over stages where all of this software must be able to."""
     return "balanced" if all(limit.any_split for limit in limits) else "even"

@@ -9,46 +9,46 @@ from __future__ import annotations
 
 from typing import Any
 
-from hocket.planning.tools.job import Job, Tool, flags_text
-from hocket.planning.tools.limits import LayoutRule, Limits, Rule, is_schedule
+from hocket.planning.tools.job import Tool, ToolJob, flags_text
+from hocket.planning.tools.limits import LayoutRule, ToolLimits, ToolRule, is_schedule
 from hocket.spec.layout import RECOMPUTE, Layout
 
 MODULES = RECOMPUTE.index("modules")
 
 MEGATRON_RULES = (
-    Rule(
+    ToolRule(
         "interleaved with {microbatches} microbatches: they must be a multiple of pp {pp}",
         lambda at, _: (
             is_schedule(at, "interleaved")
             & ((at.microbatches < at.pp) | (at.microbatches % at.pp != 0))
         ),
     ),
-    Rule(
+    ToolRule(
         "{virtual_stages} virtual stages with schedule {schedule}: its virtual stages are "
         "interleaved 1F1B",
         lambda at, _: (at.virtual > 1) & ~is_schedule(at, "interleaved"),
     ),
-    Rule(
+    ToolRule(
         "tp {tp} without sequence parallelism: it rejects that for models with experts",
         lambda at, facts: (at.tp > 1) & (at.sequence_parallel == 0) & (facts.experts > 0),
     ),
-    Rule(
+    ToolRule(
         "shard {shard} with ep {ep}: dp / shard must divide the data ranks of an expert",
         lambda at, _: (at.zero > 0) & ((at.dp * at.cp / at.ep) % (at.dp / at.shard) != 0),
     ),
-    Rule(
+    ToolRule(
         "seq_len {seq_len} with tp {tp} and cp {cp}: it must divide by tp x cp",
         lambda at, facts: (at.sequence_parallel > 0) & (facts.seq_len % (at.tp * at.cp) != 0),
     ),
-    Rule(
+    ToolRule(
         "seq_len {seq_len} with cp {cp}: it must divide by 2 x cp",
         lambda at, facts: (at.cp > 1) & (facts.seq_len % (2 * at.cp) != 0),
     ),
-    Rule(
+    ToolRule(
         "recompute modules of a dense model: it recomputes activation functions of experts alone",
         lambda at, facts: (at.recompute == MODULES) & (facts.experts == 0),
     ),
-    Rule(
+    ToolRule(
         "recompute modules with precision {precision}: its delayed scaling keeps norms",
         lambda at, facts: (at.recompute == MODULES) & (facts.precision in ("fp8", "fp4")),
     ),
@@ -72,7 +72,7 @@ _LAYOUT_RULES = (
     ),
 )
 
-LIMITS = Limits(
+LIMITS = ToolLimits(
     software="Megatron-LM at d98e8a64 (2026-08-22, megatron-core 0.20.0)",
     schedules=("1f1b", "interleaved"),
     recompute=RECOMPUTE,
@@ -89,7 +89,7 @@ LIMITS = Limits(
     ),
 )
 
-BRIDGE = Limits(
+BRIDGE = ToolLimits(
     software="Megatron-Bridge 0.7.0 at 067f987d (2026-08-22)",
     schedules=LIMITS.schedules,
     recompute=RECOMPUTE,
@@ -108,13 +108,13 @@ BRIDGE = Limits(
 _STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
 
 
-def layout_text(job: Job) -> str:
+def layout_text(job: ToolJob) -> str:
     """Layers per stage in Megatron's notation: `Et*9|t*9|t*8|t*6L`."""
     parts = [f"t*{count}" if count else "" for count in job.cut]
     return "E" + "|".join(parts) + "L"
 
 
-def _pipeline(job: Job) -> tuple[int | None, str | None]:
+def _pipeline(job: ToolJob) -> tuple[int | None, str | None]:
     """Virtual stages and the layout of layers, of which Megatron takes one at most."""
     if job.layout.pp == 1:
         return None, None
@@ -123,7 +123,7 @@ def _pipeline(job: Job) -> tuple[int | None, str | None]:
     return (job.layout.virtual_stages if job.layout.virtual_stages > 1 else None), None
 
 
-def environment(job: Job) -> str | None:
+def environment(job: ToolJob) -> str | None:
     """The line that sets CUDA_DEVICE_MAX_CONNECTIONS, where Megatron checks it."""
     layout = job.layout
     if layout.zero >= 2:
@@ -134,7 +134,7 @@ def environment(job: Job) -> str | None:
     return None
 
 
-def _recompute(job: Job) -> tuple[str | None, list[str] | None]:
+def _recompute(job: ToolJob) -> tuple[str | None, list[str] | None]:
     """The granularity, and the modules where it is theirs.
 
     A mixture's dense layers keep their activation functions' results: Megatron has no module for
@@ -147,7 +147,7 @@ def _recompute(job: Job) -> tuple[str | None, list[str] | None]:
     return "selective", ["layernorm", "moe_act", *latent]
 
 
-def flags(job: Job) -> dict[str, Any]:
+def flags(job: ToolJob) -> dict[str, Any]:
     """Megatron-LM's flags of a layout."""
     layout, precision = job.layout, job.facts.precision
     virtual, stages = _pipeline(job)
@@ -194,7 +194,7 @@ def flags(job: Job) -> dict[str, Any]:
     }
 
 
-def _write(job: Job) -> str:
+def _write(job: ToolJob) -> str:
     notes = [
         f"{LIMITS.software}, {job.layout.world_size} GPUs",
         "append to pretrain_gpt.py and the model's own flags (--num-layers, ...)",
@@ -204,7 +204,7 @@ def _write(job: Job) -> str:
     return head + (f"{line}\n" if line else "") + flags_text(flags(job), ())
 
 
-def _bridge(job: Job) -> str:
+def _bridge(job: ToolJob) -> str:
     layout = job.layout
     virtual, stages = _pipeline(job)
     strategy = _STRATEGIES.get(layout.zero)

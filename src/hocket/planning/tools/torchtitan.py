@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from hocket.planning.tools.job import Job, Tool, flags_text
-from hocket.planning.tools.limits import Limits, Rule, is_schedule
+from hocket.planning.tools.job import Tool, ToolJob, flags_text
+from hocket.planning.tools.limits import ToolLimits, ToolRule, is_schedule
 
 SCHEDULES = {
     "1f1b": "1F1B",
@@ -46,18 +46,18 @@ CONFIGS = {
 """Model and flavour, or module and configuration, in lower case, to names of the catalogue."""
 
 _RULES = (
-    Rule(
+    ToolRule(
         "1f1b with {microbatches} microbatches: PyTorch's needs one for each of pp {pp} stages",
         lambda at, _: is_schedule(at, "1f1b") & (at.microbatches < at.pp),
     ),
-    Rule(
+    ToolRule(
         "interleaved with {microbatches} microbatches over pp {pp}: it must be a multiple of pp",
         lambda at, _: (
             is_schedule(at, "interleaved")
             & (at.microbatches % np.maximum(1, at.microbatches // at.pp) != 0)
         ),
     ),
-    Rule(
+    ToolRule(
         "{virtual_stages} virtual stages with schedule {schedule}: interleaved has 2 or more, "
         "zb-v 2, every other schedule 1",
         lambda at, _: (
@@ -66,15 +66,15 @@ _RULES = (
             | (~is_schedule(at, "interleaved") & ~is_schedule(at, "zb-v") & (at.virtual > 1))
         ),
     ),
-    Rule(
+    ToolRule(
         "zero {zero} with cp {cp}: its FSDP shards over data and context ranks",
         lambda at, _: (at.cp > 1) & (at.zero == 0),
     ),
-    Rule(
+    ToolRule(
         "shard {shard} with cp {cp}: fewer than 2 data ranks share a state",
         lambda at, _: (at.cp > 1) & (at.zero > 0) & (at.shard < 2) & (at.dp > 1),
     ),
-    Rule(
+    ToolRule(
         "seq_len {seq_len} with tp {tp} and cp {cp}: it must divide by tp x 2 cp",
         lambda at, facts: (
             facts.seq_len
@@ -84,7 +84,7 @@ _RULES = (
     ),
 )
 
-LIMITS = Limits(
+LIMITS = ToolLimits(
     software="torchtitan 0.3.0",
     schedules=tuple(SCHEDULES),
     zero=(0, 2, 3),
@@ -94,18 +94,18 @@ LIMITS = Limits(
     context=("ring",),
     rules=(
         *_RULES,
-        Rule(
+        ToolRule(
             "tp {tp} with ep {ep}: it keeps experts whole, and the plan splits each over tp",
             lambda at, _: (at.tp > 1) & (at.ep > 1),
         ),
-        Rule(
+        ToolRule(
             "ep {ep} with shard {shard}: expert ranks are taken from the ranks of one shard",
             lambda at, _: (at.ep > 1) & (np.where(at.zero > 0, at.shard, 1) * at.cp % at.ep != 0),
         ),
     ),
 )
 
-OLD_LIMITS = Limits(
+OLD_LIMITS = ToolLimits(
     software="torchtitan 0.2.2",
     schedules=tuple(SCHEDULES),
     zero=(0, 2, 3),
@@ -115,15 +115,15 @@ OLD_LIMITS = Limits(
     context=("ring",),
     rules=(
         *_RULES,
-        Rule(
+        ToolRule(
             "zero {zero} with tp {tp} and pp {pp}: its DDP takes no other axis",
             lambda at, _: (at.zero == 0) & (at.dp > 1) & ((at.tp > 1) | (at.pp > 1)),
         ),
-        Rule(
+        ToolRule(
             "ep {ep} with shard {shard}: expert ranks are taken from the ranks of one shard",
             lambda at, _: (at.ep > 1) & (np.where(at.zero > 0, at.shard, 1) * at.cp % at.ep != 0),
         ),
-        Rule(
+        ToolRule(
             "recompute selective: it recomputes every second layer, the plan attention cores",
             lambda at, facts: (at.recompute == 1) & (not facts.half_of_layers),
         ),
@@ -131,7 +131,7 @@ OLD_LIMITS = Limits(
 )
 
 
-def parts(job: Job, head: str) -> list[list[str]]:
+def parts(job: ToolJob, head: str) -> list[list[str]]:
     """Modules of each stage; `head`: the name of the output projection."""
     found, first = [], 0
     for count in job.cut:
@@ -142,7 +142,7 @@ def parts(job: Job, head: str) -> list[list[str]]:
     return found
 
 
-def parallelism(job: Job) -> dict[str, Any]:
+def parallelism(job: ToolJob) -> dict[str, Any]:
     """Values of the section `parallelism` that both releases have; None is left out."""
     layout = job.layout
     shard = (layout.shard or layout.dp) if layout.zero else 1
@@ -160,7 +160,7 @@ def parallelism(job: Job) -> dict[str, Any]:
     }
 
 
-def training(job: Job) -> dict[str, Any]:
+def training(job: ToolJob) -> dict[str, Any]:
     """Values of the section `training`, likewise."""
     batch = job.microbatch * (job.microbatches if job.layout.pp > 1 else 1)
     return {
@@ -172,7 +172,7 @@ def training(job: Job) -> dict[str, Any]:
     }
 
 
-def flags(job: Job) -> dict[str, Any]:
+def flags(job: ToolJob) -> dict[str, Any]:
     """Flags of release 0.3.0, without the model and without recompute, which is the last word."""
     layout = job.layout
     flags = {f"--parallelism.{key}": value for key, value in parallelism(job).items()}
@@ -188,12 +188,12 @@ def flags(job: Job) -> dict[str, Any]:
     return flags
 
 
-def recompute_word(job: Job) -> str:
+def recompute_word(job: ToolJob) -> str:
     """The last word of a line of flags."""
     return f"activation-checkpoint:{job.layout.recompute}"
 
 
-def _write(job: Job) -> str:
+def _write(job: ToolJob) -> str:
     layout = job.layout
     name, flavour = _MODELS.get(job.facts.model, ("MODULE", ""))
     model = {"--module": name, "--config": _config(name, flavour) if flavour else "CONFIG"}
@@ -203,7 +203,7 @@ def _write(job: Job) -> str:
     return flags_text({**model, **flags(job), recompute_word(job): True}, notes)
 
 
-def _write_toml(job: Job) -> str:
+def _write_toml(job: ToolJob) -> str:
     layout = job.layout
     name, flavour = _MODELS.get(job.facts.model, ("MODEL", "FLAVOR"))
     split = parallelism(job)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hocket.runtime.collectives import Work, irecv, isend
+from hocket.runtime.collectives import CollectiveWork, irecv, isend
 from hocket.runtime.context_parallel.attend import (
     Places,
     Scores,
@@ -45,7 +45,7 @@ class _Message:
 
     sent: Tensor
     received: Tensor
-    works: list[Work]
+    works: list[CollectiveWork]
 
     def wait(self) -> Tensor:
         """What has come."""
@@ -60,10 +60,10 @@ def _pass_on(tensor: Tensor, axis: Axis, recorder: Recorder) -> _Message:
     coming = torch.empty_like(tensor)
     after, before = (axis.index + 1) % axis.size, (axis.index - 1) % axis.size
 
-    def send() -> Work:
+    def send() -> CollectiveWork:
         return isend(tensor, axis, after, recorder)
 
-    def receive() -> Work:
+    def receive() -> CollectiveWork:
         return irecv(coming, axis, before, recorder)
 
     order = (send, receive) if axis.index % 2 == 0 else (receive, send)

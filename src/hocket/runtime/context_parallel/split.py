@@ -56,7 +56,7 @@ def token_indices(
     return torch.cat([torch.arange(p.start, p.stop, device=device) for p in parts])
 
 
-class Part(dict[str, Tensor]):
+class SequencePart(dict[str, Tensor]):
     """One rank's part of a microbatch.
 
     Attributes:
@@ -66,7 +66,7 @@ class Part(dict[str, Tensor]):
     whole: Mapping[str, Tensor]
 
 
-def part_of(microbatch: Microbatch, axis: Axis, *, labels_shifted: bool) -> Part:
+def part_of(microbatch: Microbatch, axis: Axis, *, labels_shifted: bool) -> SequencePart:
     """This rank's tokens of a microbatch; its labels are shifted.
 
     Args:
@@ -82,7 +82,7 @@ def part_of(microbatch: Microbatch, axis: Axis, *, labels_shifted: bool) -> Part
         given["position_ids"] = torch.arange(length, device=ids.device).expand(rows, -1)
     if "labels" in given:
         given["labels"] = targets(given["labels"], labels_shifted)
-    found = Part()
+    found = SequencePart()
     for name, value in given.items():
         if value.ndim < 2 or value.shape[1] != length:
             raise OptionError(
@@ -106,7 +106,7 @@ def parts_of(
 @contextmanager
 def running(microbatch: Microbatch) -> Iterator[None]:
     """Within, `whole_rows` are those that a microbatch is a part of."""
-    if not isinstance(microbatch, Part):
+    if not isinstance(microbatch, SequencePart):
         yield
         return
     _WHOLE.append(microbatch.whole)

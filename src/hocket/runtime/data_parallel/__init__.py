@@ -2,7 +2,7 @@
 
 from hocket.runtime.data_parallel.blocks import Fill, ShardedBlocks
 from hocket.runtime.data_parallel.buckets import Buckets, bucket_sizes
-from hocket.runtime.data_parallel.flat import Piece
+from hocket.runtime.data_parallel.flat import FlatShard
 from hocket.runtime.data_parallel.sharded import ShardedBuckets
 from hocket.runtime.data_parallel.shares import Shares
 from hocket.runtime.data_parallel.threads import ThreadedReplicas
@@ -10,7 +10,7 @@ from hocket.runtime.data_parallel.threads import ThreadedReplicas
 __all__ = [
     "Buckets",
     "Fill",
-    "Piece",
+    "FlatShard",
     "ShardedBlocks",
     "ShardedBuckets",
     "Shares",

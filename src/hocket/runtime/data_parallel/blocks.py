@@ -71,7 +71,7 @@ IN_FLIGHT = 1
 
 
 @dataclasses.dataclass(eq=False)
-class Block:
+class GatheredBlock:
     """What is gathered and freed together.
 
     Attributes:
@@ -137,9 +137,9 @@ class ShardedBlocks(Shares):
             )  # fmt: skip
             setattr(p, NAME, name)
             members.setdefault(block, {}).setdefault(kind, []).append((name, p))
-        self._blocks: dict[str, Block] = {}
+        self._blocks: dict[str, GatheredBlock] = {}
         for name, kinds in members.items():
-            self._blocks[name] = Block(name, [])
+            self._blocks[name] = GatheredBlock(name, [])
             flats = [side_by_side([p for _, p in found], k[-2]) for k, found in kinds.items()]
             if fill is not None:
                 fill([member for found in kinds.values() for member, _ in found])
@@ -158,7 +158,7 @@ class ShardedBlocks(Shares):
         self._frozen = [bucket for bucket in everything if bucket not in stepped]
         self._kind = ""
         self._learns = False
-        self._entered: list[Block] = []
+        self._entered: list[GatheredBlock] = []
         self._among_layers = False
         self._due: set[int] = set()
         self._hook(module, "" if plan is None else plan.decoder)
@@ -291,7 +291,9 @@ class ShardedBlocks(Shares):
 
     # --- forward -------------------------------------------------------------------------------
 
-    def _layer_begins(self, number: int, uses: list[Block], module: nn.Module, args: Any) -> None:
+    def _layer_begins(
+        self, number: int, uses: list[GatheredBlock], module: nn.Module, args: Any
+    ) -> None:
         if self._learns:
             for block in uses:
                 block.followed = bool(block.followed) or torch.is_grad_enabled()
@@ -307,26 +309,28 @@ class ShardedBlocks(Shares):
             self._gather(self._blocks[AFTER])
 
     def _layer_ended(
-        self, number: int, uses: list[Block], module: nn.Module, args: Any, output: Any
+        self, number: int, uses: list[GatheredBlock], module: nn.Module, args: Any, output: Any
     ) -> None:
         for block in uses:
             if block.is_layer:
                 self._let_go(block)
         _before_backward(output, partial(self._layer_backward, number, uses))
 
-    def _other_begins(self, uses: list[Block], module: nn.Module, args: Any) -> None:
+    def _other_begins(self, uses: list[GatheredBlock], module: nn.Module, args: Any) -> None:
         for block in uses:
             self._use(block)
             # A head that is tied to the embedding lies in its block, and runs when layers are over.
             if block.name == BEFORE and self._layers and not self._among_layers:
                 self._gather(self._layers[0])
 
-    def _other_ended(self, uses: list[Block], module: nn.Module, args: Any, output: Any) -> None:
+    def _other_ended(
+        self, uses: list[GatheredBlock], module: nn.Module, args: Any, output: Any
+    ) -> None:
         _before_backward(output, partial(self._other_backward, uses))
 
     # --- backward ------------------------------------------------------------------------------
 
-    def _layer_backward(self, number: int, uses: list[Block], gradient: Tensor) -> None:
+    def _layer_backward(self, number: int, uses: list[GatheredBlock], gradient: Tensor) -> None:
         """The gradient of a layer's output is there: it begins, the one after it is over."""
         if self._entered is not uses:
             over, self._entered = self._entered, uses
@@ -341,13 +345,13 @@ class ShardedBlocks(Shares):
         if number:
             self._gather(self._layers[number - 1])
 
-    def _other_backward(self, uses: list[Block], gradient: Tensor) -> None:
+    def _other_backward(self, uses: list[GatheredBlock], gradient: Tensor) -> None:
         for block in uses:
             self._use(block)
             if block.name == AFTER and self._layers and not self._entered:
                 self._gather(self._layers[-1])
 
-    def _reduce_due(self, block: Block) -> None:
+    def _reduce_due(self, block: GatheredBlock) -> None:
         """Reduce a block's gradients, once a backward; more often only if more have come."""
         if self._kind not in (BACKWARD, WEIGHT):
             return  # of half a backward: the weights' own half is still to come
@@ -359,7 +363,7 @@ class ShardedBlocks(Shares):
 
     # --- values --------------------------------------------------------------------------------
 
-    def _gather(self, block: Block) -> None:
+    def _gather(self, block: GatheredBlock) -> None:
         """Begin to gather a block, if it is not whole."""
         for bucket in block.buckets:
             if bucket.whole:
@@ -385,7 +389,7 @@ class ShardedBlocks(Shares):
                 gathering = all_gather_flat(bucket.flat, piece, bucket.axis, self.recorder)
             bucket.gathering = gathering or self._copies.copied()
 
-    def _use(self, block: Block) -> None:
+    def _use(self, block: GatheredBlock) -> None:
         """A block is about to run: its values must be there."""
         self._gather(block)
         for start, bucket in block.started:
@@ -405,7 +409,7 @@ class ShardedBlocks(Shares):
             )
         block.started.clear()
 
-    def _let_go(self, block: Block, *, keep: bool = True) -> None:
+    def _let_go(self, block: GatheredBlock, *, keep: bool = True) -> None:
         """Free a block's values; `keep`: of what was opened, this rank's share as it is now."""
         if any(bucket.gathering is not None for bucket in block.buckets):
             self._use(block)  # gathered and never used
@@ -429,7 +433,7 @@ class ShardedBlocks(Shares):
         bucket.whole = bucket.opened = False
 
 
-def _unique(blocks: Iterable[Block]) -> list[Block]:
+def _unique(blocks: Iterable[GatheredBlock]) -> list[GatheredBlock]:
     return list({id(block): block for block in blocks}.values())
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hocket.runtime.collectives import Work, all_reduce
+from hocket.runtime.collectives import CollectiveWork, all_reduce
 from hocket.runtime.mesh import Axis
 from hocket.runtime.record import Recorder
 
@@ -69,7 +69,7 @@ class _Bucket:
         ]
         self.missing = len(parameters)
         self.launched = False
-        self.work: Work | None = None
+        self.work: CollectiveWork | None = None
         self.start: Any = None
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hocket.runtime.collectives import Work
+from hocket.runtime.collectives import CollectiveWork
 from hocket.runtime.mesh import Axis
 
 ALONE = Axis("replicas")
@@ -45,7 +45,7 @@ class Owners(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Piece:
+class FlatShard:
     """The part of one parameter that this rank steps.
 
     Attributes:
@@ -94,13 +94,13 @@ class Bucket:
     late: bool
     offsets: list[int]
     resident: bool
-    pieces: list[tuple[Piece, int]] = dataclasses.field(default_factory=list)
+    pieces: list[tuple[FlatShard, int]] = dataclasses.field(default_factory=list)
     gradient: Tensor | None = None
     views: list[Tensor] = dataclasses.field(default_factory=list)
     missing: set[int] = dataclasses.field(default_factory=set)
     share: Tensor | None = None
     landing: Tensor | None = None
-    gathering: Work | None = None
+    gathering: CollectiveWork | None = None
     whole: bool = True
     opened: bool = False
 
@@ -182,7 +182,7 @@ def bucket_of(
         if parameter.requires_grad and low < high:
             piece = nn.Parameter(mine[low - begin : high - begin])
             piece.grad_dtype = dtype
-            bucket.pieces.append((Piece(name, piece, low - start, high - start), low - begin))
+            bucket.pieces.append((FlatShard(name, piece, low - start, high - start), low - begin))
     bucket.all_missing()
     return bucket
 

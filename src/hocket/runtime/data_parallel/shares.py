@@ -16,20 +16,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hocket.runtime.collectives import Work, all_gather_flat, all_reduce, reduce_scatter_flat
+from hocket.runtime.collectives import (
+    CollectiveWork,
+    all_gather_flat,
+    all_reduce,
+    reduce_scatter_flat,
+)
 from hocket.runtime.data_parallel.buckets import on_gradient
-from hocket.runtime.data_parallel.flat import Bucket, Piece
+from hocket.runtime.data_parallel.flat import Bucket, FlatShard
 from hocket.runtime.record import Recorder
 
 
 @dataclasses.dataclass(eq=False)
-class Reduction:
+class BucketReduction:
     """One bucket's reduce-scatter under way."""
 
     bucket: Bucket
     whole: Tensor
     part: Tensor
-    work: Work | None
+    work: CollectiveWork | None
     start: Any
 
 
@@ -58,7 +63,7 @@ class Shares(abc.ABC):
         self._in_flight = in_flight
         self._last = False
         self._buckets = list(buckets)
-        self._reducing: deque[Reduction] = deque()
+        self._reducing: deque[BucketReduction] = deque()
         for bucket in self._buckets:
             for index, parameter in enumerate(bucket.parameters):
                 on_gradient(parameter, partial(self._arrived, bucket, index))
@@ -66,7 +71,7 @@ class Shares(abc.ABC):
     # --- what the step sees ------------------------------------------------------------------
 
     @property
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[FlatShard]:
         """What this rank's optimizer steps."""
         return (piece for bucket in self._buckets for piece, _ in bucket.pieces)
 
@@ -212,9 +217,9 @@ class Shares(abc.ABC):
         start = self.recorder.mark()
         with self.recorder.in_phase("step"):
             work = reduce_scatter_flat(part, whole, bucket.axis, self.recorder)
-        self._reducing.append(Reduction(bucket, whole, part, work, start))
+        self._reducing.append(BucketReduction(bucket, whole, part, work, start))
 
-    def _finish(self, reduction: Reduction) -> None:
+    def _finish(self, reduction: BucketReduction) -> None:
         """Wait for one reduction and add what came; its whole gradient is let go."""
         axis = reduction.bucket.axis
         if reduction.work is not None:

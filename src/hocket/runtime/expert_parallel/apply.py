@@ -11,7 +11,7 @@ from hocket.runtime.expert_parallel.experts import expert_parallel_class
 from hocket.runtime.mesh import Axis
 from hocket.runtime.record import Recorder
 from hocket.spec.errors import LayoutError
-from hocket.spec.placement import Block, Placement
+from hocket.spec.placement import Placement, TensorBlock
 from hocket.spec.plan import ExpertPlan, matches
 
 
@@ -72,7 +72,7 @@ def _placed(placement: Placement, first: int, count: int) -> Placement:
         assert block.start[0] == 0, placement
         assert block.size[0] == placement.shape[0], placement
         blocks.append(
-            Block(
+            TensorBlock(
                 start=(first, *block.start[1:]),
                 local=block.local,
                 size=(count, *block.size[1:]),

@@ -1,6 +1,6 @@
 """Kernels: `kernels.c` and its neighbours called with tensors in fp32 on the CPU.
 
-`Kernels.load` gives them, or None where there are none: callers then compute the same with torch.
+`CpuKernels.load` gives them, or None where there are none: callers then use torch.
 
 Legend: T tokens, R decoding rows, N rows, V vocabulary, A query heads, K key/value heads, D head
 size of queries and keys, E of values, B block size.
@@ -49,7 +49,7 @@ def whole_at(x: Tensor, dtype: torch.dtype = torch.float32) -> int:
     return x.data_ptr()
 
 
-class Kernels:
+class CpuKernels:
     """The compiled functions; none of them uses more than one thread."""
 
     def __init__(self, found: Any) -> None:
@@ -71,10 +71,10 @@ class Kernels:
 
     @staticmethod
     @functools.cache
-    def load() -> Kernels | None:
+    def load() -> CpuKernels | None:
         """The kernels of this process, compiled now if they never were; None without."""
         found = library()
-        return None if found is None else Kernels(found)
+        return None if found is None else CpuKernels(found)
 
     def rms_norm(self, x: Tensor, weight: Tensor, offset: float, eps: float) -> Tensor:
         """`x` [1, T, H] or [1, T, A, D] over the root of its last dim's mean square, times

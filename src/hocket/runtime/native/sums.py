@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from hocket.runtime.collectives import all_reduce
 from hocket.runtime.mesh import Axis
-from hocket.runtime.native.kernels import Kernels, fits
+from hocket.runtime.native.kernels import CpuKernels, fits
 from hocket.runtime.record import Recorder
 from hocket.runtime.tensor_parallel.embedding import VocabParallelEmbedding
 from hocket.runtime.tensor_parallel.layers import RowParallelLinear
@@ -65,7 +65,7 @@ class Sums:
     """
 
     def __init__(
-        self, axis: Axis, recorder: Recorder, kernels: Kernels, group: ShmProcessGroup
+        self, axis: Axis, recorder: Recorder, kernels: CpuKernels, group: ShmProcessGroup
     ) -> None:
         from hocket.runtime.shm import waiting
         from hocket.runtime.shm.segment import PART
@@ -92,7 +92,7 @@ class Sums:
         self.address = ctypes.addressof(self._known)
 
     @staticmethod
-    def of(axis: Axis, recorder: Recorder, kernels: Kernels) -> Sums | None:
+    def of(axis: Axis, recorder: Recorder, kernels: CpuKernels) -> Sums | None:
         """None where the axis's ranks share no memory, or where there is one rank."""
         if axis.group is None or axis.group.name() != "shm":
             return None

@@ -32,7 +32,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hocket.runtime.collectives import Work, irecv, isend
+from hocket.runtime.collectives import CollectiveWork, irecv, isend
 from hocket.runtime.linear import WeightGradients, defer_weight_gradients
 from hocket.runtime.mesh import Axis
 from hocket.runtime.pipeline.stage import Microbatch, Stage
@@ -187,9 +187,9 @@ class Executor:
         self._outputs: dict[Key, Tensor] = {}  # roots that backward begins from
         self._input_grads: dict[Key, Tensor] = {}
         self._output_grads: dict[Key, Tensor] = {}
-        self._sends: deque[tuple[Work, Tensor]] = deque()
+        self._sends: deque[tuple[CollectiveWork, Tensor]] = deque()
         self._released = 0  # sends that were complete, or followed by one that was
-        self._posted: dict[Action, tuple[Work, Tensor, int]] = {}  # and sends before it
+        self._posted: dict[Action, tuple[CollectiveWork, Tensor, int]] = {}  # and sends before it
         self._final: dict[int, Action] = {}
         self._pending: dict[Key, Any] = {}
         self._losses: list[Tensor] = []

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from hocket.runtime.shm import futex, waiting
 from hocket.runtime.shm.peers import Mismatch, PeerLost, PeerTimeout
-from hocket.runtime.shm.segment import LINE, NUM_CELLS, Segment
+from hocket.runtime.shm.segment import LINE, NUM_CELLS, ShmSegment
 
 if TYPE_CHECKING:
     from hocket.runtime.shm.operations import Operation
@@ -33,7 +33,7 @@ _CODE_BITS = 6
 class Cells:
     """The collectives of one group, finished in the order in which they were called."""
 
-    def __init__(self, segment: Segment, ranks: list[int], timeout: float) -> None:
+    def __init__(self, segment: ShmSegment, ranks: list[int], timeout: float) -> None:
         self.segment = segment
         self.ranks = ranks  # global ranks, for messages
         self.timeout = timeout

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hocket.runtime.shm import futex, waiting
 from hocket.runtime.shm.peers import Mismatch, PeerLost, PeerTimeout
-from hocket.runtime.shm.segment import LINE, Segment
+from hocket.runtime.shm.segment import LINE, ShmSegment
 
 _HEADER = struct.Struct("<Qq")  # bytes of payload, tag
 _PIECE = 1 << 19  # bytes written before the reader is told: it copies while more is written
@@ -69,7 +69,7 @@ class _Inbox:
 class Channels:
     """All sends and receives of one rank in one group."""
 
-    def __init__(self, segment: Segment, ranks: list[int], timeout: float) -> None:
+    def __init__(self, segment: ShmSegment, ranks: list[int], timeout: float) -> None:
         self.segment, self.ranks, self.timeout = segment, ranks, timeout
         self.rank = segment.rank
         self.outgoing: dict[int, collections.deque[Send]] = {}

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hocket.runtime.shm.segment import Segment
+from hocket.runtime.shm.segment import ShmSegment
 
 _move = ctypes.memmove
 _Reducer = Callable[..., Any]
@@ -69,7 +69,7 @@ NUMPY_TYPES: dict[torch.dtype, Any] = {
 TWO_PHASE_BYTES = 1 << 20
 
 
-class Reduction:
+class ShmReduction:
     """Reads one chunk of several slots and leaves their reduction in private or shared memory."""
 
     def __init__(self, dtype: torch.dtype, op: str, num_ranks: int) -> None:
@@ -85,7 +85,7 @@ class Reduction:
         if not known:
             raise ValueError(f"shm cannot reduce {dtype} by {op}")
 
-    def __call__(self, segment: Segment, offsets: Sequence[int], out: Any) -> None:
+    def __call__(self, segment: ShmSegment, offsets: Sequence[int], out: Any) -> None:
         """Reduce what lies at each of `offsets` (bytes in the segment) into the bytes `out`.
 
         `out` (uint8) says how many bytes there are; it may be one of the parts itself.
@@ -115,7 +115,7 @@ class Reduction:
         if late:
             target[:] = total
 
-    def _half(self, segment: Segment, offsets: Sequence[int], out: Any) -> None:
+    def _half(self, segment: ShmSegment, offsets: Sequence[int], out: Any) -> None:
         nbytes = len(out)
         parts = [torch.from_numpy(segment.bytes[o : o + nbytes]).view(self.dtype) for o in offsets]
         total = parts[0].float()
@@ -162,13 +162,13 @@ class Operation:
             kinds += kind.__subclasses__()
         return {kind.code: kind.name for kind in kinds}
 
-    def post(self, segment: Segment, cell: int, chunk: int) -> None:
+    def post(self, segment: ShmSegment, cell: int, chunk: int) -> None:
         """Put this rank's part of a chunk into its slot."""
 
-    def middle(self, segment: Segment, cell: int, chunk: int) -> None:
+    def middle(self, segment: ShmSegment, cell: int, chunk: int) -> None:
         """Between the two phases: all slots are filled."""
 
-    def finish(self, segment: Segment, cell: int, chunk: int) -> None:
+    def finish(self, segment: ShmSegment, cell: int, chunk: int) -> None:
         """All slots are filled (and reduced): take what is this rank's."""
 
     def close(self) -> None:
@@ -188,12 +188,12 @@ class AllReduce(Operation):
     code = 1
     name = "all-reduce"
 
-    def __init__(self, segment: Segment, tensor: Tensor, op: str) -> None:
+    def __init__(self, segment: ShmSegment, tensor: Tensor, op: str) -> None:
         self.bytes = as_bytes(tensor)
         self.address = tensor.data_ptr()
         self.nbytes = len(self.bytes)
         n = segment.num_ranks
-        self.reduction = Reduction(tensor.dtype, op, n)
+        self.reduction = ShmReduction(tensor.dtype, op, n)
         self.length = segment.slot_size // 16 * 16
         super().__init__(_chunks(self.nbytes, self.length), self.nbytes)
         self.two_phases = n > 2 and min(self.nbytes, self.length) * n * n > TWO_PHASE_BYTES
@@ -203,7 +203,7 @@ class AllReduce(Operation):
         start = chunk * self.length
         return start, min(self.length, self.nbytes - start)
 
-    def post(self, segment: Segment, cell: int, chunk: int) -> None:
+    def post(self, segment: ShmSegment, cell: int, chunk: int) -> None:
         start, nbytes = self._span(chunk)
         _move(segment.base + segment.slot(cell, segment.rank), self.address + start, nbytes)
 
@@ -213,7 +213,7 @@ class AllReduce(Operation):
         share = -(-share // 16) * 16
         return min(rank * share, nbytes), min((rank + 1) * share, nbytes)
 
-    def middle(self, segment: Segment, cell: int, chunk: int) -> None:
+    def middle(self, segment: ShmSegment, cell: int, chunk: int) -> None:
         _, nbytes = self._span(chunk)
         begin, end = self._part(nbytes, segment.rank, segment.num_ranks)
         if begin == end:
@@ -222,7 +222,7 @@ class AllReduce(Operation):
         mine = offsets[segment.rank]
         self.reduction(segment, offsets, segment.bytes[mine : mine + end - begin])
 
-    def finish(self, segment: Segment, cell: int, chunk: int) -> None:
+    def finish(self, segment: ShmSegment, cell: int, chunk: int) -> None:
         start, nbytes = self._span(chunk)
         if not nbytes:
             return
@@ -243,7 +243,7 @@ class Broadcast(Operation):
     code = 2
     name = "broadcast"
 
-    def __init__(self, segment: Segment, tensor: Tensor, root: int) -> None:
+    def __init__(self, segment: ShmSegment, tensor: Tensor, root: int) -> None:
         self.address = tensor.data_ptr()
         self.nbytes = tensor.numel() * tensor.element_size()
         self.root = root
@@ -252,13 +252,13 @@ class Broadcast(Operation):
         self.waits = segment.rank != root
         self.keep = tensor
 
-    def post(self, segment: Segment, cell: int, chunk: int) -> None:
+    def post(self, segment: ShmSegment, cell: int, chunk: int) -> None:
         if segment.rank == self.root:
             start = chunk * self.length
             nbytes = min(self.length, self.nbytes - start)
             _move(segment.base + segment.slot(cell, self.root), self.address + start, nbytes)
 
-    def finish(self, segment: Segment, cell: int, chunk: int) -> None:
+    def finish(self, segment: ShmSegment, cell: int, chunk: int) -> None:
         if segment.rank != self.root:
             start = chunk * self.length
             nbytes = min(self.length, self.nbytes - start)
@@ -271,22 +271,22 @@ class Reduce(Operation):
     code = 3
     name = "reduce"
 
-    def __init__(self, segment: Segment, tensor: Tensor, op: str, root: int) -> None:
+    def __init__(self, segment: ShmSegment, tensor: Tensor, op: str, root: int) -> None:
         self.bytes = as_bytes(tensor)
         self.address = tensor.data_ptr()
         self.nbytes = len(self.bytes)
-        self.reduction = Reduction(tensor.dtype, op, segment.num_ranks)
+        self.reduction = ShmReduction(tensor.dtype, op, segment.num_ranks)
         self.length = segment.slot_size
         super().__init__(_chunks(self.nbytes, self.length), self.nbytes)
         self.waits = segment.rank == root
         self.keep = tensor
 
-    def post(self, segment: Segment, cell: int, chunk: int) -> None:
+    def post(self, segment: ShmSegment, cell: int, chunk: int) -> None:
         start = chunk * self.length
         nbytes = min(self.length, self.nbytes - start)
         _move(segment.base + segment.slot(cell, segment.rank), self.address + start, nbytes)
 
-    def finish(self, segment: Segment, cell: int, chunk: int) -> None:
+    def finish(self, segment: ShmSegment, cell: int, chunk: int) -> None:
         start = chunk * self.length
         nbytes = min(self.length, self.nbytes - start)
         if self.waits and nbytes:
@@ -304,7 +304,7 @@ class AllGather(Operation):
     code = 4
     name = "all-gather"
 
-    def __init__(self, segment: Segment, outputs: Sequence[Tensor], piece: Tensor) -> None:
+    def __init__(self, segment: ShmSegment, outputs: Sequence[Tensor], piece: Tensor) -> None:
         nbytes = piece.numel() * piece.element_size()
         self.piece = piece.data_ptr(), nbytes
         self.outputs = [(t.data_ptr(), t.numel() * t.element_size()) for t in outputs]
@@ -313,14 +313,14 @@ class AllGather(Operation):
         super().__init__(_chunks(largest, self.length), largest)
         self.keep = (outputs, piece)
 
-    def post(self, segment: Segment, cell: int, chunk: int) -> None:
+    def post(self, segment: ShmSegment, cell: int, chunk: int) -> None:
         address, nbytes = self.piece
         start = chunk * self.length
         nbytes = min(self.length, nbytes - start)
         if nbytes > 0:
             _move(segment.base + segment.slot(cell, segment.rank), address + start, nbytes)
 
-    def finish(self, segment: Segment, cell: int, chunk: int) -> None:
+    def finish(self, segment: ShmSegment, cell: int, chunk: int) -> None:
         start = chunk * self.length
         for rank, (address, nbytes) in enumerate(self.outputs):
             nbytes = min(self.length, nbytes - start)
@@ -335,7 +335,7 @@ class Gather(AllGather):
     name = "gather"
 
     def __init__(
-        self, segment: Segment, outputs: Sequence[Tensor], piece: Tensor, root: int
+        self, segment: ShmSegment, outputs: Sequence[Tensor], piece: Tensor, root: int
     ) -> None:
         super().__init__(segment, outputs, piece)
         self.waits = segment.rank == root
@@ -349,7 +349,7 @@ class AllToAll(Operation):
 
     def __init__(
         self,
-        segment: Segment,
+        segment: ShmSegment,
         outputs: Sequence[Tensor],
         pieces: Sequence[Tensor] | None,
         *,
@@ -361,14 +361,14 @@ class AllToAll(Operation):
         self.nbytes = first.numel() * first.element_size()
         self.pieces = [t.data_ptr() for t in pieces or ()]
         self.outputs = [t.data_ptr() for t in outputs]
-        self.reduction = Reduction(first.dtype, op, n) if op is not None else None
+        self.reduction = ShmReduction(first.dtype, op, n) if op is not None else None
         self.bytes: Any = as_bytes(first) if op is not None else None
         self.root = root
         self.length = segment.slot_size // n // 16 * 16
         super().__init__(_chunks(self.nbytes, self.length), self.nbytes)
         self.keep = (outputs, pieces)
 
-    def post(self, segment: Segment, cell: int, chunk: int) -> None:
+    def post(self, segment: ShmSegment, cell: int, chunk: int) -> None:
         if self.root not in (-1, segment.rank):
             return
         start = chunk * self.length
@@ -377,7 +377,7 @@ class AllToAll(Operation):
         for rank, address in enumerate(self.pieces):
             _move(slot + rank * self.length, address + start, nbytes)
 
-    def finish(self, segment: Segment, cell: int, chunk: int) -> None:
+    def finish(self, segment: ShmSegment, cell: int, chunk: int) -> None:
         start = chunk * self.length
         nbytes = min(self.length, self.nbytes - start)
         mine = segment.rank * self.length

@@ -19,7 +19,7 @@ from hocket.runtime.shm import operations, waiting
 from hocket.runtime.shm.cells import Cells
 from hocket.runtime.shm.channels import Channels, Receive, Send
 from hocket.runtime.shm.operations import Operation
-from hocket.runtime.shm.segment import Segment
+from hocket.runtime.shm.segment import ShmSegment
 
 _OPS: list[tuple[Any, str]] = [
     (dist.ReduceOp.SUM, "sum"),
@@ -132,7 +132,7 @@ class ShmProcessGroup(_ProcessGroup):
         self._name, self._desc = "", ""
         waiting.expect_ranks(size)
         names = list(ranks) or list(range(size))
-        self._segment = Segment(store, rank, size)
+        self._segment = ShmSegment(store, rank, size)
         self._cells = Cells(self._segment, names, timeout)
         self._channels = Channels(self._segment, names, timeout)
         self._run(Operation(1, 0)).wait()
@@ -177,7 +177,7 @@ class ShmProcessGroup(_ProcessGroup):
         return [torch.device("cpu")]
 
     @property
-    def segment(self) -> Segment:
+    def segment(self) -> ShmSegment:
         """The memory that the ranks share, and their processes."""
         return self._segment
 

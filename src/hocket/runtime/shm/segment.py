@@ -36,7 +36,7 @@ def sizes(num_ranks: int) -> tuple[int, int]:
     return 1 << 18, 1 << 20
 
 
-class Segment:
+class ShmSegment:
     """Mapped shared memory of `num_ranks` processes.
 
     Attributes:

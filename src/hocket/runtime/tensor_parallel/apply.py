@@ -16,8 +16,8 @@ from hocket.runtime.tensor_parallel.embedding import vocab_parallel_class
 from hocket.runtime.tensor_parallel.experts import expert_parallel_class
 from hocket.runtime.tensor_parallel.layers import (
     ColumnParallelLinear,
-    Entry,
     RowParallelLinear,
+    SharedInput,
     VocabParallelHead,
 )
 from hocket.runtime.tensor_parallel.sequence import (
@@ -32,7 +32,15 @@ from hocket.runtime.tensor_parallel.sequence import (
 from hocket.runtime.tensor_parallel.shards import Shards, take
 from hocket.spec.errors import ModelError
 from hocket.spec.placement import Placement
-from hocket.spec.plan import InputSlice, Patch, Segment, SequencePlan, Split, TensorPlan, matches
+from hocket.spec.plan import (
+    InputSlice,
+    Patch,
+    SequencePlan,
+    Split,
+    TensorPlan,
+    WeightSegment,
+    matches,
+)
 
 # Linear layers under another name: GPT-2's, with its weight stored [in, out], and Falcon's.
 _TRANSPOSED = ("Conv1D",)
@@ -128,7 +136,7 @@ class _Splitting:
         self.sequence = sequence
         self.placements: dict[str, Placement] = {}
         self.local: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-        self.entries: dict[str, Entry | SequenceEntry] = {}
+        self.entries: dict[str, SharedInput | SequenceEntry] = {}
         self.styles: dict[str, Callable[[nn.Module, str, Split], None]] = {
             "column": self._column,
             "row": self._row,
@@ -252,12 +260,12 @@ class _Splitting:
         child.slices = self.sequence is not None
 
     def _enter(self, child: Any, parent: str) -> None:
-        kind = Entry if self.sequence is None else SequenceEntry
+        kind = SharedInput if self.sequence is None else SequenceEntry
         entry = self.entries.setdefault(parent, kind(self.axis, self.recorder))
         entry.layers.append(child)
         child.entry = entry
 
-    def _shards(self, segments: tuple[Segment, ...]) -> Shards:
+    def _shards(self, segments: tuple[WeightSegment, ...]) -> Shards:
         return Shards(segments, self.axis.index, self.axis.size)
 
 
@@ -274,7 +282,7 @@ def _slice_input(module: nn.Module, cut: InputSlice, axis: Axis) -> None:
     """Let the module see only this rank's share of an argument that carries all heads."""
     names = list(inspect.signature(module.forward).parameters)
     position = names.index(cut.argument) if cut.argument in names else None
-    first, count, _ = Segment(units=cut.units, what="heads", copies=True).slice(
+    first, count, _ = WeightSegment(units=cut.units, what="heads", copies=True).slice(
         axis.index, axis.size
     )
 

@@ -30,7 +30,7 @@ from hocket.runtime.tensor_parallel.sequence import SequenceEntry, scatter_sum
 from hocket.runtime.tensor_parallel.shards import Shards
 
 
-class Entry:
+class SharedInput:
     """The way of one tensor into the split layers that share it.
 
     Query, key and value (or gate and up) are fed the same tensor: all of them use one autograd
@@ -127,7 +127,7 @@ class ColumnParallelLinear(_ParallelLinear):
     [..., out of this rank], or [..., out] if the plan says `gather_output`.
     """
 
-    entry: Entry | SequenceEntry
+    entry: SharedInput | SequenceEntry
     gather: Shards | None
 
     def _entered(self, input: Tensor) -> Tensor:

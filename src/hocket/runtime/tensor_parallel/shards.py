@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hocket.spec.placement import Placement
-from hocket.spec.plan import Segment
+from hocket.spec.plan import WeightSegment
 
 
 class Shards:
@@ -20,7 +20,7 @@ class Shards:
         has_copies: whether some row is held by several ranks.
     """
 
-    def __init__(self, segments: Sequence[Segment], index: int, degree: int) -> None:
+    def __init__(self, segments: Sequence[WeightSegment], index: int, degree: int) -> None:
         self.index = index
         self.rows: list[list[int]] = []
         for rank in range(degree):

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from hocket.runtime.triton import grouped_gemm
-from hocket.runtime.triton.paged_attention import Tile, launch_of, padded
+from hocket.runtime.triton.paged_attention import AttentionTile, launch_of, padded
 
 SHARED_LIMIT = {80: 166912, 90: 232448, 100: 232448, 120: 101376}
 """Compute capability to the shared memory a program may use, in bytes (CUDA C++ Programming Guide,
@@ -43,7 +43,7 @@ _POINTER = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Configuration:
+class KernelSpecialization:
     """One specialisation of one kernel that hocket launches.
 
     Attributes:
@@ -60,7 +60,7 @@ class Configuration:
     kernel: str
     dtype: torch.dtype
     sizes: tuple[int, ...]
-    tile: Tile | grouped_gemm.Tile
+    tile: AttentionTile | grouped_gemm.GemmTile
     variant: str
     constants: dict[str, object] = dataclasses.field(hash=False)
     matmul: bool = True
@@ -79,7 +79,7 @@ class Compiled:
         instruction: of the tensor core: mma, wgmma, tcgen05 or "".
     """
 
-    configuration: Configuration
+    configuration: KernelSpecialization
     arch: int
     registers: int
     stack: int
@@ -99,13 +99,13 @@ class Compiled:
         return found
 
 
-def configurations() -> tuple[Configuration, ...]:
+def configurations() -> tuple[KernelSpecialization, ...]:
     """Every tile of every kernel: of attention plain and with window, softcap and sinks together,
     of grouped matmuls with weights stored [E, K, N] and [E, N, K]."""
     return tuple(_attention()) + tuple(_merging()) + tuple(_grouped())
 
 
-def _attention() -> Iterator[Configuration]:
+def _attention() -> Iterator[KernelSpecialization]:
     seen = set()
     heads = [(64, 64), (128, 128), (192, 128), (256, 256)]
     whole = [(torch.bfloat16, sizes) for sizes in heads] + [(torch.float32, s) for s in heads]
@@ -120,7 +120,7 @@ def _attention() -> Iterator[Configuration]:
                     multiprocessors=132,
                 )  # fmt: skip
                 half = dtype != torch.float32
-                found = Configuration(
+                found = KernelSpecialization(
                     "attend_kernel", dtype, (key_size, value_size), launch.tile, variant,
                     launch.constants, matmul=half or launch.constants["PRECISION"] == "tf32x3",
                 )  # fmt: skip
@@ -129,16 +129,16 @@ def _attention() -> Iterator[Configuration]:
                     yield found
 
 
-def _merging() -> Iterator[Configuration]:
+def _merging() -> Iterator[KernelSpecialization]:
     for size in (64, 128, 256):
         constants: dict[str, object] = {"DV": size, "DV_PAD": padded(size), "SPLITS_PAD": 64}
-        tile = Tile(64, 1, 4, 1)
-        yield Configuration(
+        tile = AttentionTile(64, 1, 4, 1)
+        yield KernelSpecialization(
             "merge_kernel", torch.bfloat16, (size, size), tile, "plain", constants, matmul=False
         )
 
 
-def _grouped() -> Iterator[Configuration]:
+def _grouped() -> Iterator[KernelSpecialization]:
     kinds = {"weight [E, K, N]": "weight_stride_n", "weight [E, N, K]": "weight_stride_k"}
     dense = {"x_stride_k": 1, "gradient_stride_n": 1, "out_stride_n": 1}
     for dtype in grouped_gemm.DTYPES:
@@ -146,17 +146,17 @@ def _grouped() -> Iterator[Configuration]:
         for tile in tiles:
             for variant, one in kinds.items():
                 constants = {**tile.constants(dtype), "x_stride_k": 1, one: 1}
-                yield Configuration(
+                yield KernelSpecialization(
                     "grouped_mm_kernel", dtype, (), tile, variant, constants,
                     module="grouped_gemm_kernels",
                 )  # fmt: skip
-        yield Configuration(
+        yield KernelSpecialization(
             "grouped_weight_gradient_kernel", dtype, (), tiles[-1], "plain",
             {**tiles[-1].constants(dtype), **dense}, module="grouped_gemm_kernels",
         )  # fmt: skip
 
 
-def compile_for(configuration: Configuration, arch: int) -> Compiled:
+def compile_for(configuration: KernelSpecialization, arch: int) -> Compiled:
     """Compile one configuration for one architecture; a second or so."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -191,7 +191,7 @@ def compile_for(configuration: Configuration, arch: int) -> Compiled:
     return Compiled(configuration, arch, registers, stack, shared, " ".join(chosen))
 
 
-def _signature(configuration: Configuration) -> dict[str, str]:
+def _signature(configuration: KernelSpecialization) -> dict[str, str]:
     pointer = _POINTER[configuration.dtype]
     if configuration.module == "grouped_gemm_kernels":
         matrices = dict.fromkeys(("x", "weight", "gradient", "out"), pointer)

@@ -30,7 +30,7 @@ LOWEST_CAPABILITY = (8, 0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Tile:
+class GemmTile:
     """What one program computes.
 
     Attributes:
@@ -56,19 +56,19 @@ class Tile:
         }  # fmt: skip
 
 
-_HALF = (Tile(16, 128, 64, 4, 3), Tile(64, 128, 32, 4, 3), Tile(128, 128, 32, 8, 3))
-_SINGLE = (Tile(16, 64, 32, 4, 3), Tile(64, 64, 32, 8, 2))
+_HALF = (GemmTile(16, 128, 64, 4, 3), GemmTile(64, 128, 32, 4, 3), GemmTile(128, 128, 32, 8, 3))
+_SINGLE = (GemmTile(16, 64, 32, 4, 3), GemmTile(64, 64, 32, 8, 2))
 """Tiles that none of the architectures of `compile` spills, and that fit the smallest shared
 memory among them."""
 
 
-def tiles_of(dtype: torch.dtype) -> tuple[Tile, ...]:
+def tiles_of(dtype: torch.dtype) -> tuple[GemmTile, ...]:
     """The tiles of rows of a dtype, from the fewest rows to the most; the last is that of a
     weight's gradient."""
     return _SINGLE if dtype == torch.float32 else _HALF
 
 
-def tile_of(dtype: torch.dtype, num_rows: int, num_groups: int) -> Tile:
+def tile_of(dtype: torch.dtype, num_rows: int, num_groups: int) -> GemmTile:
     """The smallest tile that holds an average group, or the largest."""
     tiles = tiles_of(dtype)
     return next((t for t in tiles if t.rows * num_groups >= num_rows), tiles[-1])

@@ -35,7 +35,7 @@ _INTERPRETED_MULTIPROCESSORS = 132
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Tile:
+class AttentionTile:
     """What one program holds at once.
 
     Attributes:
@@ -59,20 +59,30 @@ def padded(size: int) -> int:
 
 
 _HALF = {
-    64: (Tile(16, 64, 4, 3), Tile(32, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 32, 8, 3)),
-    128: (Tile(16, 64, 4, 3), Tile(32, 64, 4, 3), Tile(64, 64, 8, 3), Tile(128, 32, 8, 3)),
-    256: (Tile(16, 32, 4, 3), Tile(32, 32, 4, 3), Tile(64, 16, 8, 3)),
+    64: (
+        AttentionTile(16, 64, 4, 3),
+        AttentionTile(32, 64, 4, 3),
+        AttentionTile(64, 64, 4, 3),
+        AttentionTile(128, 32, 8, 3),
+    ),
+    128: (
+        AttentionTile(16, 64, 4, 3),
+        AttentionTile(32, 64, 4, 3),
+        AttentionTile(64, 64, 8, 3),
+        AttentionTile(128, 32, 8, 3),
+    ),
+    256: (AttentionTile(16, 32, 4, 3), AttentionTile(32, 32, 4, 3), AttentionTile(64, 16, 8, 3)),
 }
 _SINGLE = {
-    64: (Tile(16, 32, 4, 3), Tile(32, 32, 8, 3)),
-    128: (Tile(16, 32, 4, 3), Tile(32, 16, 8, 2)),
-    256: (Tile(16, 16, 4, 2),),
+    64: (AttentionTile(16, 32, 4, 3), AttentionTile(32, 32, 8, 3)),
+    128: (AttentionTile(16, 32, 4, 3), AttentionTile(32, 16, 8, 2)),
+    256: (AttentionTile(16, 16, 4, 2),),
 }
 """Padded head size to the tiles that none of the architectures of `compile` spills: one table for
 all, which fits the smallest shared memory among them (99 KiB of sm_120)."""
 
 
-def tile_of(dtype: torch.dtype, key_size: int, value_size: int, most_rows: int) -> Tile:
+def tile_of(dtype: torch.dtype, key_size: int, value_size: int, most_rows: int) -> AttentionTile:
     """The tile for heads of these sizes in a batch whose longest sequence has `most_rows` rows.
 
     The smallest that holds them, or the largest: a decode step gets tiles of 16 rows.
@@ -92,7 +102,7 @@ def precision_of(dtype: torch.dtype, key_size: int, value_size: int) -> str:
     return "tf32x3" if dtype == torch.float32 and not wide else "ieee"
 
 
-def num_splits(tiles: int, max_context: int, tile: Tile, multiprocessors: int) -> int:
+def num_splits(tiles: int, max_context: int, tile: AttentionTile, multiprocessors: int) -> int:
     """Into how many parts the keys of each sequence are split, from sizes known on the host.
 
     As many as give each multiprocessor two programs, none of fewer than two iterations. Tiles that
@@ -221,7 +231,7 @@ class Launch:
     """
 
     grid: tuple[int, int, int]
-    tile: Tile
+    tile: AttentionTile
     splits: int
     constants: dict[str, object]
 

@@ -64,7 +64,7 @@ def paged_attention_reference(  # noqa: PLR0917  as `paged_attention` is called
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
+class PagedBatch:
     """One batch.
 
     Attributes:
@@ -131,7 +131,7 @@ class Case:
         }
 
 
-def error_of(case: Case, device: torch.device | str = "cpu") -> float:
+def error_of(case: PagedBatch, device: torch.device | str = "cpu") -> float:
     """The largest difference from the reference, relative to the reference's largest entry.
 
     Infinite where the kernel gives what is not a number.
@@ -148,11 +148,11 @@ def error_of(case: Case, device: torch.device | str = "cpu") -> float:
     return float((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-3))
 
 
-def _cases() -> tuple[Case, ...]:
+def _cases() -> tuple[PagedBatch, ...]:
     half, bf16 = torch.float16, torch.bfloat16
-    decode = Case(name="decode", counts=(1, 1, 1), lengths=(33, 1, 70))
-    mixed = Case(name="mixed", counts=(1, 1, 9, 30), lengths=(40, 17, 9, 51))
-    chunk = Case(name="chunk", counts=(40,), lengths=(90,))
+    decode = PagedBatch(name="decode", counts=(1, 1, 1), lengths=(33, 1, 70))
+    mixed = PagedBatch(name="mixed", counts=(1, 1, 9, 30), lengths=(40, 17, 9, 51))
+    chunk = PagedBatch(name="chunk", counts=(40,), lengths=(90,))
     more = dataclasses.replace
     whole = [decode, mixed, chunk]
     for base in (decode, mixed):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hocket.serving.request import SamplingParams
 from hocket.serving.scheduling.admission import Admission
-from hocket.serving.scheduling.step import ALL, Row, StepPlan
+from hocket.serving.scheduling.step import ALL, BatchRow, StepPlan
 
 if TYPE_CHECKING:
     from hocket.serving.engine.penalties import TokenBiases
@@ -70,7 +70,7 @@ class Slot:
         )
 
 
-class Asked:
+class TokenRequest:
     """One token that a plan asks for.
 
     Attributes:
@@ -106,14 +106,14 @@ class PromptRow:
     """
 
     number: int
-    row: Row
+    row: BatchRow
     at: int
     following: list[int]
 
 
-def asked_of(plan: StepPlan, slots: dict[int, Slot]) -> tuple[list[Asked], list[PromptRow]]:
+def asked_of(plan: StepPlan, slots: dict[int, Slot]) -> tuple[list[TokenRequest], list[PromptRow]]:
     """The tokens and the prompts' log-probabilities that a plan asks for, in row order."""
-    asked: list[Asked] = []
+    asked: list[TokenRequest] = []
     prompts: list[PromptRow] = []
     at = token = 0
     for number, row in enumerate(plan.rows):
@@ -126,5 +126,5 @@ def asked_of(plan: StepPlan, slots: dict[int, Slot]) -> tuple[list[Asked], list[
         token += row.count
         if row.samples:
             slot = slots[row.slot]
-            asked.append(Asked(len(asked), at - 1, row.slot, slot, row.start + row.count))
+            asked.append(TokenRequest(len(asked), at - 1, row.slot, slot, row.start + row.count))
     return asked, prompts

@@ -27,7 +27,7 @@ import itertools
 import torch
 from torch import Tensor, nn
 
-from hocket.runtime.native.kernels import Kernels, fits
+from hocket.runtime.native.kernels import CpuKernels, fits
 from hocket.serving.engine.attention import Options
 from hocket.serving.engine.attention_chunks import (
     attend,
@@ -110,7 +110,7 @@ class CpuAttention:
         cache: PagedCache,
         step: StepIndices,
         remembered: Remembered | None = None,
-        kernels: Kernels | None = None,
+        kernels: CpuKernels | None = None,
     ) -> None:
         self.cache = cache
         self.step = step
@@ -251,7 +251,7 @@ class CpuAttention:
         pool.view(-1, width).index_copy_(0, rows, flat)
 
     def _by_kernel(
-        self, kernels: Kernels, q: Tensor, keys: Tensor, values: Tensor, options: Options
+        self, kernels: CpuKernels, q: Tensor, keys: Tensor, values: Tensor, options: Options
     ) -> Tensor:
         """Query [R, A, D] to [R, A, D of the value], without a copy of what is attended to."""
         step = self.step

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hocket.serving.engine.attention import Options
-from hocket.serving.engine.attention_kernels import Kernel, LayerKind
+from hocket.serving.engine.attention_kernels import KernelRow, LayerKind
 from hocket.serving.engine.cache import PagedCache
 from hocket.serving.engine.device_step import DeviceStep
 
@@ -114,7 +114,7 @@ class Trial:
         self.device = device
 
     @torch.inference_mode()
-    def __call__(self, kernel: Kernel, kind: LayerKind, block_size: int) -> str | None:
+    def __call__(self, kernel: KernelRow, kind: LayerKind, block_size: int) -> str | None:
         """Why a kernel does not work for a kind of layer; None if it does.
 
         A kernel that torch activates is active afterwards.
@@ -131,7 +131,7 @@ class Trial:
             return f"gave results off by {off:.2g} in a trial"
         return None
 
-    def _difference(self, kernel: Kernel, kind: LayerKind, block_size: int) -> float:
+    def _difference(self, kernel: KernelRow, kind: LayerKind, block_size: int) -> float:
         layer, device = kind.shape, self.device
         generator = torch.Generator(device).manual_seed(1)
         cache = PagedCache([layer], 8, block_size, device, heads_first=False)

@@ -96,7 +96,7 @@ def _importable(module: str) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Kernel:
+class KernelRow:
     """One row of the table.
 
     Attributes:
@@ -167,23 +167,23 @@ def _or(numbers: Iterable[int]) -> str:
 
 
 KERNELS = (
-    Kernel(
+    KernelRow(
         name="fa3", least=(9, 0), majors=(9,), module="flash_attn_interface", impl="FA3",
         block=16, preferred=16,
     ),
     # torch's registration takes a block table on compute capability 10 alone (nn/attention/_fa4.py)
-    Kernel(
+    KernelRow(
         name="fa4", least=(10, 0), majors=(10,), module="flash_attn.cute.interface", impl="FA4",
         block=128, preferred=128, largest_head=128,
     ),
-    Kernel(name="fa2", least=(8, 0), block=256, preferred=256),
-    Kernel(
+    KernelRow(name="fa2", least=(8, 0), block=256, preferred=256),
+    KernelRow(
         name="triton", least=(8, 0), module="triton", dtypes=(*_HALF, torch.float32),
         block=16, preferred=16, head=1, softcap=True, sinks=True, unequal=True,
     ),
 )  # fmt: skip
 
-Works = Callable[[Kernel, LayerKind, int], "str | None"]
+Works = Callable[[KernelRow, LayerKind, int], "str | None"]
 """Tries a kernel for a kind of layer and a block size; why it does not work, or None."""
 
 
@@ -258,7 +258,7 @@ def choose(
         counts[kind] = counts.get(kind, 0) + 1
     failed: dict[tuple[str, LayerKind], str] = {}
     while True:
-        picked: list[tuple[Kernel, Chosen]] = []
+        picked: list[tuple[KernelRow, Chosen]] = []
         for kind, count in counts.items():
             rejected: dict[str, str] = {}
             for kernel in KERNELS:

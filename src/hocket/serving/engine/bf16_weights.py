@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hocket.runtime.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from hocket.serving.engine.fused import swap
-from hocket.serving.engine.gemm_select import ChosenLinear, Product, Turned
+from hocket.serving.engine.gemm_select import ChosenLinear, SelectedGemm, Turned
 from hocket.serving.engine.projections import MergedLinear
 
 _SPLIT = (ColumnParallelLinear, RowParallelLinear)
@@ -77,14 +77,14 @@ def multiply_by_halves(module: nn.Module) -> None:
     for child in module.modules():
         one: Any = child
         if isinstance(child, MergedLinear):
-            if not isinstance(one.merged.product, Product):
-                one.merged.product = Product(one.merged.weight)
+            if not isinstance(one.merged.product, SelectedGemm):
+                one.merged.product = SelectedGemm(one.merged.weight)
         elif isinstance(child, _SPLIT):
             if child.product is None:
-                child.product = Turned(Product(child.weight.data))
+                child.product = Turned(SelectedGemm(child.weight.data))
         elif type(child) is nn.Linear:
             child.__class__ = ChosenLinear
-            one.held = Product(child.weight.data)
+            one.held = SelectedGemm(child.weight.data)
 
 
 def _matrix(child: Any) -> bool:

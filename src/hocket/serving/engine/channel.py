@@ -152,7 +152,7 @@ class Channel:
         self._connection.close()
 
 
-class Listener:
+class ChannelListener:
     """Where a driver waits for those who know the secret.
 
     Args:
@@ -229,7 +229,7 @@ class Listener:
                 self.path.unlink()
 
 
-class TcpListener(Listener):
+class TcpListener(ChannelListener):
     """A driver's listener for ranks and a front on other hosts.
 
     Args:

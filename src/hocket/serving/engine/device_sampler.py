@@ -32,9 +32,9 @@ from hocket.serving.engine.asked import (
     LARGEST,
     NUCLEUS,
     RANKED,
-    Asked,
     PromptRow,
     Slot,
+    TokenRequest,
     asked_of,
 )
 from hocket.serving.engine.device_draw import DeviceChoices, draw_on_device
@@ -67,7 +67,7 @@ class Sampled:
     """
 
     number: int
-    asked: list[Asked]
+    asked: list[TokenRequest]
     slices: list[SampledSlice]
     prompts: list[PromptRow]
     counts: list[int]
@@ -263,7 +263,7 @@ class DeviceSampler:
         values = self.readback.start(torch.cat(made)) if made else None
         return Sampled(plan.number, ordered, slices, prompts, counts, values)
 
-    def _sliced(self, asked: list[Asked]) -> SampledSlice:
+    def _sliced(self, asked: list[TokenRequest]) -> SampledSlice:
         part = SampledSlice(asked)
         for i, one in enumerate(asked):
             slot = one.slot
@@ -357,7 +357,9 @@ class DeviceSampler:
         assert found is not None
         return chosen, good, [found.flatten()]
 
-    def _choices(self, asked: list[Asked], step: SamplingStep, these: slice) -> DeviceChoices:
+    def _choices(
+        self, asked: list[TokenRequest], step: SamplingStep, these: slice
+    ) -> DeviceChoices:
         slots, tables = step.slots[these], self._tables
         options = [one.slot for one in asked]
         ks = [one.top_k for one in options if one.top_k is not None]

@@ -12,7 +12,7 @@ step n is waited for, as far as `depth` goes. Otherwise nothing is waited for bu
 
 With several stages, step n + 1 is planned and run here while later stages run step n: the last
 stage's result comes back over its channel. In (6) every descriptor is listened to, so that no two
-ranks can wait for each other; before it, `Part.settle` has brought hidden states on their way.
+ranks can wait for each other; before it, `FollowerPart.settle` has sent hidden states off.
 
 A parent that does not read is not planned for: beyond `HIGH` bytes of outputs no new step begins
 until it reads again, while its commands are still heard. A parent that hangs up ends the replica.
@@ -28,8 +28,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hocket.serving.engine.channel import Channel, ChannelClosed
-from hocket.serving.engine.follower import EVENTS, PLAN, RECORD, RESULT, STOP, TELL, Part
-from hocket.serving.engine.measured import Measured
+from hocket.serving.engine.follower import EVENTS, PLAN, RECORD, RESULT, STOP, TELL, FollowerPart
+from hocket.serving.engine.measured import ReplicaTotals
 from hocket.serving.front.frames import Message, decode, encode
 from hocket.serving.request import Output, Request, RequestRefused
 from hocket.serving.scheduling.scheduler import Scheduler
@@ -67,7 +67,7 @@ class Driver:
     def __init__(
         self,
         scheduler: Scheduler,
-        part: Part,
+        part: FollowerPart,
         parent: Channel,
         followers: Mapping[int, Channel] | None = None,
         *,
@@ -82,7 +82,7 @@ class Driver:
         self.parent = parent
         self.followers = dict(followers or {})
         self.depth = depth
-        self.measured = Measured(overlapped=scheduler.limits.lookahead)
+        self.measured = ReplicaTotals(overlapped=scheduler.limits.lookahead)
         self._beat, self._clock, self._on_timeline = beat, clock, on_timeline
         self._poll = select.poll()
         self._poll.register(parent, select.POLLIN)

@@ -25,7 +25,7 @@ from hocket.serving.engine.refusal import no_attention, refuse
 from hocket.serving.engine.runner import StageRunner
 from hocket.serving.request import SamplingParams
 from hocket.serving.scheduling.admission import Admission
-from hocket.serving.scheduling.step import ALL, Row, StepPlan
+from hocket.serving.scheduling.step import ALL, BatchRow, StepPlan
 from hocket.spec.errors import HocketError, ModelError
 
 __all__ = ["no_attention", "refuse", "self_check"]
@@ -160,7 +160,7 @@ class _Served:
                 if all(d == len(s) for d, s in zip(self.done, self.sequences, strict=True)):
                     break
                 continue
-            rows: list[Row] = []
+            rows: list[BatchRow] = []
             tokens: list[int] = []
             for slot in sorted(counts, key=lambda slot: counts[slot] != 1):
                 count, done = counts[slot], self.done[slot]
@@ -169,7 +169,7 @@ class _Served:
                 self.blocks[slot] += new
                 if slot == lent and shared:
                     new = shared + new
-                rows.append(Row(slot, done, count, ALL, new))
+                rows.append(BatchRow(slot, done, count, ALL, new))
                 tokens += self.sequences[slot][done : done + count]
                 self.done[slot] += count
             logits = self.runner.run(StepPlan(number, rows, tokens, admissions, released))

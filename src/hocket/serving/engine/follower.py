@@ -25,7 +25,7 @@ PLAN, RECORD, TELL, STOP = b"P", b"O", b"T", b"S"
 RESULT, EVENTS = b"R", b"E"
 
 
-class Part(Protocol):
+class FollowerPart(Protocol):
     """One rank's part of every step (`engine.part.StagePart`)."""
 
     def expect(self, plan: StepPlan) -> None:
@@ -51,7 +51,7 @@ class Part(Protocol):
         """Stop noting; the `events` and `collectives` since `record`, as plain data."""
 
 
-def follow(channel: Channel, part: Part) -> None:
+def follow(channel: Channel, part: FollowerPart) -> None:
     """Serve the driver until it says stop.
 
     Raises:
@@ -89,7 +89,9 @@ def follow(channel: Channel, part: Part) -> None:
             return
 
 
-def _note(payload: bytes, waiting: deque[tuple[bytes, StepPlan | None]], part: Part) -> None:
+def _note(
+    payload: bytes, waiting: deque[tuple[bytes, StepPlan | None]], part: FollowerPart
+) -> None:
     kind = payload[:1]
     plan = StepPlan.decode(memoryview(payload)[1:]) if kind == PLAN else None
     if plan is not None:

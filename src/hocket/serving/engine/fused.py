@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hocket.runtime.native.kernels import Kernels, fits
+from hocket.runtime.native.kernels import CpuKernels, fits
 from hocket.runtime.tensor_parallel.layers import RowParallelLinear
 from hocket.serving.engine import attention
 from hocket.serving.engine.projections import MergedLinear
@@ -38,7 +38,7 @@ class Norm(nn.Module):
     """A norm of root mean squares (by class swap)."""
 
     weight: Tensor
-    kernels: Kernels
+    kernels: CpuKernels
     offset: float
     eps: float
 
@@ -55,7 +55,7 @@ class Gated(nn.Module):
     gate_proj: nn.Module
     up_proj: nn.Module
     down_proj: nn.Module
-    kernels: Kernels
+    kernels: CpuKernels
     in_pieces: bool
 
     def forward(self, x: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ class Gated(nn.Module):
 class _Rotation:
     """Stands for a family's `apply_rotary_pos_emb`, for as long as the engine runs its model."""
 
-    def __init__(self, original: Callable[..., tuple[Tensor, Tensor]], kernels: Kernels) -> None:
+    def __init__(self, original: Callable[..., tuple[Tensor, Tensor]], kernels: CpuKernels) -> None:
         self.original, self.kernels = original, kernels
 
     def __call__(
@@ -94,7 +94,7 @@ class _Rotation:
 
 
 @torch.inference_mode()
-def fuse(module: nn.Module, kernels: Kernels) -> int:
+def fuse(module: nn.Module, kernels: CpuKernels) -> int:
     """Have kernels compute what they can of a module that holds its values, in place.
 
     Call after its projections have been merged.
@@ -109,7 +109,7 @@ def fuse(module: nn.Module, kernels: Kernels) -> int:
     return found + sum(_fuse_rotation(sys.modules.get(home), kernels) for home in homes)
 
 
-def _fuse_norm(child: Any, kernels: Kernels) -> bool:
+def _fuse_norm(child: Any, kernels: CpuKernels) -> bool:
     """A module that divides by the root mean square, with a weight or one more than it."""
     weight: Any = getattr(child, "weight", None)
     eps: Any = getattr(child, "variance_epsilon", getattr(child, "eps", None))
@@ -136,7 +136,7 @@ def _fuse_norm(child: Any, kernels: Kernels) -> bool:
     return False
 
 
-def _fuse_gated(child: Any, kernels: Kernels) -> bool:
+def _fuse_gated(child: Any, kernels: CpuKernels) -> bool:
     """A module whose forward is the product of a gate and its other half, and no more."""
     if isinstance(child, Gated) or not hasattr(child, "gate_proj") or hooked(child):
         return False
@@ -159,7 +159,7 @@ def _fuse_gated(child: Any, kernels: Kernels) -> bool:
     return True
 
 
-def _fuse_rotation(home: Any, kernels: Kernels) -> bool:
+def _fuse_rotation(home: Any, kernels: CpuKernels) -> bool:
     """The function of a family's code that turns queries and keys by halves."""
     function = getattr(home, _ROTATION, None)
     if function is None or isinstance(function, _Rotation):

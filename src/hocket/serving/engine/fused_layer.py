@@ -24,14 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hocket.runtime.native.kernels import Kernels, fits
+from hocket.runtime.native.kernels import CpuKernels, fits
 from hocket.runtime.native.sums import Sums
 from hocket.runtime.tensor_parallel.layers import RowParallelLinear
 from hocket.serving.engine import attention
 from hocket.serving.engine.attention import Options
 from hocket.serving.engine.attention_cpu import CpuAttention
 from hocket.serving.engine.fused import Gated, Norm, hooked, swap
-from hocket.serving.engine.gemm_select import ChosenLinear, Product, exactly
+from hocket.serving.engine.gemm_select import ChosenLinear, SelectedGemm, exactly
 from hocket.serving.engine.projections import Merged, MergedLinear
 from hocket.serving.engine.whole_layer import WholeLayer
 
@@ -57,13 +57,13 @@ class _Parts:
         whole: all of it for rows that decode; None: a product of it is torch's.
     """
 
-    kernels: Kernels
+    kernels: CpuKernels
     qkv: Merged
     gate_up: Merged
     heads: tuple[int, int, int]
     options: Options
-    out: Product | Tensor | None
-    down: Product | Tensor | None
+    out: SelectedGemm | Tensor | None
+    down: SelectedGemm | Tensor | None
     whole: WholeLayer | None = None
 
 
@@ -108,9 +108,9 @@ class _Layer(nn.Module):
         return _added(x, between, parts.down, self.mlp.down_proj).view(h.shape)
 
 
-def _added(x: Tensor, y: Tensor, end: Product | Tensor | None, module: nn.Module) -> Tensor:
+def _added(x: Tensor, y: Tensor, end: SelectedGemm | Tensor | None, module: nn.Module) -> Tensor:
     """`x` [T, H] and what a product makes of `y`."""
-    if isinstance(end, Product):
+    if isinstance(end, SelectedGemm):
         return end(y, x)
     if end is not None:
         return torch.addmm(x, y, end)
@@ -118,7 +118,7 @@ def _added(x: Tensor, y: Tensor, end: Product | Tensor | None, module: nn.Module
 
 
 @torch.inference_mode()
-def fuse_layers(module: nn.Module, kernels: Kernels) -> int:
+def fuse_layers(module: nn.Module, kernels: CpuKernels) -> int:
     """Replace the decoder layers of a module that can be, in place; how many were.
 
     Call after `fused.fuse`; collective over the tensor ranks, all of which must have kernels.
@@ -127,7 +127,7 @@ def fuse_layers(module: nn.Module, kernels: Kernels) -> int:
         return sum(_fuse_layer(child, kernels) for child in list(module.modules()))
 
 
-def _fuse_layer(child: Any, kernels: Kernels) -> bool:
+def _fuse_layer(child: Any, kernels: CpuKernels) -> bool:
     self_attn, mlp = getattr(child, "self_attn", None), getattr(child, "mlp", None)
     norms: list[Any] = [
         getattr(child, f"{name}_layernorm", None) for name in ("input", "post_attention")
@@ -216,7 +216,7 @@ def _whole(parts: _Parts, norms: list[Any], ends: list[Any]) -> WholeLayer | Non
     out, down = (getattr(one, "held", None) for one in ends)
     products: Any = (merged.product, out, gate_up.product, down)
     halves = gate_up.sizes[0] == gate_up.sizes[1]
-    if not halves or not all(isinstance(one, Product) and one.kernels for one in products):
+    if not halves or not all(isinstance(one, SelectedGemm) and one.kernels for one in products):
         return None
     return WholeLayer(
         parts.kernels,
@@ -229,7 +229,7 @@ def _whole(parts: _Parts, norms: list[Any], ends: list[Any]) -> WholeLayer | Non
     )
 
 
-def _end(linear: Any) -> Product | Tensor | None:
+def _end(linear: Any) -> SelectedGemm | Tensor | None:
     if linear.bias is not None:
         return None
     if isinstance(linear, ChosenLinear):

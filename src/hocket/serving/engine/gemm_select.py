@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hocket.runtime.native.kernels import Kernels
+from hocket.runtime.native.kernels import CpuKernels
 from hocket.runtime.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from hocket.serving.engine.projections import Merged, MergedLinear
 
@@ -71,7 +71,7 @@ def is_exact() -> bool:
     return bool(_EXACTLY)
 
 
-class Product:
+class SelectedGemm:
     """What multiplies by one weight [out, in], in fp32.
 
     Args:
@@ -86,7 +86,7 @@ class Product:
     def __init__(
         self,
         weight: Tensor,
-        kernels: Kernels | None = None,
+        kernels: CpuKernels | None = None,
         choice: Choice = (),
         lost: Lost | None = None,
     ) -> None:
@@ -132,7 +132,7 @@ class Product:
 class Turned:
     """A Product as layers that are split over ranks call it: with the weight, which it knows."""
 
-    def __init__(self, held: Product) -> None:
+    def __init__(self, held: SelectedGemm) -> None:
         self.held = held
 
     def __call__(self, x: Tensor, _: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ class Turned:
 class ChosenLinear(nn.Linear):
     """A linear layer (by class swap) that multiplies by the faster way."""
 
-    held: Product
+    held: SelectedGemm
 
     def forward(self, input: Tensor) -> Tensor:
         return self.held(input, self.bias)
@@ -150,7 +150,7 @@ class ChosenLinear(nn.Linear):
 
 def choose_products(
     module: nn.Module,
-    kernels: Kernels,
+    kernels: CpuKernels,
     *,
     threads: Callable[[int], int] = lambda rows: 1,
     tried: bool = True,
@@ -191,7 +191,7 @@ def choose_products(
         if not any(choice):
             continue
         count += 1
-        held = Product(weight, kernels, choice, lost)
+        held = SelectedGemm(weight, kernels, choice, lost)
         if isinstance(one, Merged):
             one.product = held  # type: ignore[method-assign, assignment]
         elif isinstance(one, _SPLIT):
@@ -210,7 +210,7 @@ def _fits(one: Any, weight: Tensor) -> bool:
         return False
     if weight.dtype == torch.float32:
         stored = weight.t()
-    elif isinstance(getattr(one, "product", one), Product | Turned | ChosenLinear):
+    elif isinstance(getattr(one, "product", one), SelectedGemm | Turned | ChosenLinear):
         stored = weight
     else:  # the module computes in bfloat16, and not from it
         return False
@@ -219,7 +219,7 @@ def _fits(one: Any, weight: Tensor) -> bool:
 
 @torch.inference_mode()
 def _choices(
-    weights: list[Tensor], kernels: Kernels, threads: Callable[[int], int]
+    weights: list[Tensor], kernels: CpuKernels, threads: Callable[[int], int]
 ) -> dict[torch.Size, tuple[Choice, Lost]]:
     """For each shape, for which numbers of rows the kernel takes no more time than torch, and how
     much more it takes.
@@ -229,7 +229,7 @@ def _choices(
     its ranks, its front and whatever else runs take turns on the cores, and a product that was put
     aside for some milliseconds is not a slow one. Of several threads it is the time that passed.
     """
-    trial: list[tuple[torch.Size, Product]] = []
+    trial: list[tuple[torch.Size, SelectedGemm]] = []
     seen: set[torch.Size] = set()
     whole: dict[torch.Size, float] = {}  # weights as long as one, in those that are tried
     total = 0
@@ -240,7 +240,7 @@ def _choices(
             cut = weight[: max(_LEAST_OUTPUTS[weight.dtype], _MOST_OF_ONE // weight.shape[1])]
         else:
             cut = weight[:, : max(1, _MOST_OF_ONE // weight.shape[0])]
-        trial.append((weight.shape, Product(cut, kernels, (True,) * len(_ROWS))))
+        trial.append((weight.shape, SelectedGemm(cut, kernels, (True,) * len(_ROWS))))
         seen.add(weight.shape)
         whole[weight.shape] = whole.get(weight.shape, 0.0) + cut.numel() / weight.numel()
         total += cut.numel()

@@ -50,7 +50,7 @@ def sizes(max_num_seqs: int) -> list[int]:
     return [*(n for n in found if n < last), last]
 
 
-class Device(Protocol):
+class GraphDevice(Protocol):
     """Streams and graphs of a device: CUDA's, or what a test or a rehearsal puts in their place."""
 
     def begin(self) -> Any:
@@ -131,7 +131,7 @@ class DecodeGraphs:
         max_num_seqs: int,
         hidden: Tensor | None,
         unknown: bool,
-        device: Device,
+        device: GraphDevice,
         agree: Callable[[bool], bool] = lambda captured: captured,
     ) -> None:
         self.forward, self.tables = forward, tables

@@ -33,7 +33,7 @@ class Tally:
         self.seconds += seconds
 
 
-class Measured:
+class ReplicaTotals:
     """Sums over all steps of a replica's life.
 
     Args:

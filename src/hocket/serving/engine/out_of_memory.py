@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from hocket.runtime.memory_report import (
-    Owner,
+    OwnedBytes,
     activations,
     device_state,
     living,
@@ -35,7 +35,7 @@ SMALLER_CACHE = 0.1
 """Share of the cache that is given back beyond what was requested."""
 
 
-def owners(device: torch.device, allocated: int) -> list[Owner]:
+def owners(device: torch.device, allocated: int) -> list[OwnedBytes]:
     """Who holds the memory of a rank's device; `allocated` in all, 0 if that is not known."""
     seen: set[int] = set()
     # (A proxy of something that is gone has a type, and nothing else.)
@@ -50,7 +50,7 @@ def owners(device: torch.device, allocated: int) -> list[Owner]:
 
 
 def remedies(
-    options: ServeOptions, found: Sequence[Owner], requested: int
+    options: ServeOptions, found: Sequence[OwnedBytes], requested: int
 ) -> list[tuple[str, int]]:
     """Flags of `hocket serve` and about how many bytes each frees on this rank, the most first.
 

@@ -29,20 +29,20 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hocket.runtime.collectives import Work, irecv, isend
+from hocket.runtime.collectives import CollectiveWork, irecv, isend
 from hocket.runtime.mesh import Mesh
 from hocket.serving.engine.device_sampler import DeviceSampler, Sampled
 from hocket.serving.scheduling.step import StepPlan, StepResult
 from hocket.spec.schedule import FORWARD, RECV_F, SEND_F, Action
 
 
-class Runner(Protocol):
+class RunnerProtocol(Protocol):
     """A stage's layers over a step's tokens (`engine.runner.StageRunner`)."""
 
     def run(self, plan: StepPlan, hidden: Tensor | None) -> Tensor: ...
 
 
-class Sampler(Protocol):
+class SamplerProtocol(Protocol):
     """Tokens from logits (`engine.sampler.Sampler`)."""
 
     def begin(self, plan: StepPlan) -> None: ...
@@ -63,8 +63,8 @@ class StagePart:
 
     def __init__(
         self,
-        runner: Runner,
-        sampler: Sampler | DeviceSampler | None,
+        runner: RunnerProtocol,
+        sampler: SamplerProtocol | DeviceSampler | None,
         mesh: Mesh,
         *,
         hidden_size: int,
@@ -82,8 +82,8 @@ class StagePart:
         # the receive of a later plan, the send of this one would wait for the stage before.
         self._early = mesh.device.type == "cpu"
         self._launched: deque[Sampled | StepResult] = deque()
-        self._posted: deque[tuple[int, Work, Tensor]] = deque()
-        self._sends: deque[tuple[Work, Tensor]] = deque()
+        self._posted: deque[tuple[int, CollectiveWork, Tensor]] = deque()
+        self._sends: deque[tuple[CollectiveWork, Tensor]] = deque()
         # What shared memory has no room for goes on only while this process waits for it; other
         # backends send by themselves, and Gloo's wait lasts until the receive is posted.
         self._pushes = self.axis.group is not None and self.axis.group.name() in ("shm", "links")

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from hocket.runtime.collectives import all_reduce
 from hocket.runtime.hugepages import in_large_pages
 from hocket.runtime.mesh import Mesh
-from hocket.runtime.native.kernels import Kernels
+from hocket.runtime.native.kernels import CpuKernels
 from hocket.runtime.native.sums import Sums, use_sums
 from hocket.runtime.pipeline.stage import Stage
 from hocket.serving.engine.attention import Options, attending
@@ -44,7 +44,7 @@ from hocket.serving.engine.device_step import DeviceStep, DeviceTables
 from hocket.serving.engine.fused import fuse
 from hocket.serving.engine.fused_layer import fuse_layers
 from hocket.serving.engine.gemm_select import choose_products
-from hocket.serving.engine.graphs import CudaDevice, DecodeGraphs, Device, sizes
+from hocket.serving.engine.graphs import CudaDevice, DecodeGraphs, GraphDevice, sizes
 from hocket.serving.engine.projections import (
     lay_inputs_first,
     merge_projections,
@@ -106,7 +106,7 @@ class StageRunner:
         threads: int = 1,
         lookahead: bool = False,
         chooser: Chooser | None = None,
-        graphs: Device | None = None,
+        graphs: GraphDevice | None = None,
     ) -> None:
         self.stage = stage
         self.mesh = mesh
@@ -126,7 +126,7 @@ class StageRunner:
         self.choice: Choice | None = None
         self.graphs: DecodeGraphs | None = None
         self._graph_device = graphs
-        self._kernels: Kernels | None = None
+        self._kernels: CpuKernels | None = None
         self.threads = threads
         self._wide = _wide_step(stage.module)
         self.half = self._halved()
@@ -149,7 +149,7 @@ class StageRunner:
         if self.choice is None:
             lay_inputs_first(stage.module)
             in_large_pages(stage.module.parameters())
-            self._kernels = Kernels.load()
+            self._kernels = CpuKernels.load()
             if self._kernels is not None:
                 choose_products(stage.module, self._kernels, threads=self._threads_of)
                 fuse(stage.module, self._kernels)

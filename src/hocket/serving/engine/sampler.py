@@ -33,9 +33,9 @@ from hocket.serving.engine.asked import (
     LARGEST,
     NUCLEUS,
     RANKED,
-    Asked,
     PromptRow,
     Slot,
+    TokenRequest,
     asked_of,
 )
 from hocket.serving.engine.draw import Choices, draw, uniform
@@ -164,7 +164,7 @@ class Sampler:
 
     # --- rows that want their largest logit ---------------------------------------------------
 
-    def _take_largest(self, logits: Tensor, asked: list[Asked], result: StepResult) -> None:
+    def _take_largest(self, logits: Tensor, asked: list[TokenRequest], result: StepResult) -> None:
         logits = _rows(logits, [one.at for one in asked])
         if logits.shape[1] == 0:
             values = logits.new_full((len(asked),), -torch.inf, dtype=torch.float)
@@ -194,7 +194,7 @@ class Sampler:
 
     # --- all other rows -----------------------------------------------------------------------
 
-    def _take_slice(self, logits: Tensor, asked: list[Asked], result: StepResult) -> None:
+    def _take_slice(self, logits: Tensor, asked: list[TokenRequest], result: StepResult) -> None:
         rows = self._gathered(_rows(logits, [one.at for one in asked]))
         if rows is None:
             return
@@ -246,7 +246,7 @@ class Sampler:
             return None
         return torch.cat([part[:, :size] for part, size in zip(every, sizes, strict=True)], 1)
 
-    def _edit(self, rows: Tensor, asked: list[Asked], edited: list[int]) -> None:
+    def _edit(self, rows: Tensor, asked: list[TokenRequest], edited: list[int]) -> None:
         """Biases, penalties, barred stop tokens and structure, in place. A structure bars stop
         tokens by itself, because it knows whether anything else can come."""
         biased = [(i, one.biases) for i in edited if (one := asked[i].slot).biases is not None]
@@ -275,7 +275,7 @@ class Sampler:
         if barred:
             forbid(rows, list(barred), list(barred.values()))
 
-    def _restrict(self, row: Tensor, one: Asked, state: StructureState) -> None:
+    def _restrict(self, row: Tensor, one: TokenRequest, state: StructureState) -> None:
         """Leave only the tokens that a row's structure lets come."""
         mask = state.mask(one.barred)
         if isinstance(mask, str):
@@ -286,13 +286,13 @@ class Sampler:
         allowed = (words.unsqueeze(1) >> bits & 1).flatten()[: self.vocab_size].bool()
         row.masked_fill_(~allowed.to(row.device), -torch.inf)
 
-    def _settle(self, one: Asked, token: int, fine: bool, result: StepResult) -> None:
+    def _settle(self, one: TokenRequest, token: int, fine: bool, result: StepResult) -> None:
         if fine:
             result.tokens[one.place] = token
         elif one.slot.broken is None:
             one.slot.broken = f"the logits of position {one.position} are not finite numbers"
 
-    def _remember(self, asked: list[Asked], result: StepResult) -> None:
+    def _remember(self, asked: list[TokenRequest], result: StepResult) -> None:
         """Keep the tokens where later ones depend on them."""
         noted = [one for one in asked if one.slot.sampling.penalizes and one.slot.broken is None]
         self._history.note(
@@ -333,7 +333,7 @@ class Sampler:
             first = last
 
 
-def _draw(rows: Tensor, asked: Sequence[Asked], scratch: Scratch) -> tuple[Tensor, Tensor]:
+def _draw(rows: Tensor, asked: Sequence[TokenRequest], scratch: Scratch) -> tuple[Tensor, Tensor]:
     options = [one.slot.sampling for one in asked]
     choices = Choices(
         at=[uniform(one.slot.seed, one.slot.index, one.position) for one in asked],

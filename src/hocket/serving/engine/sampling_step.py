@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from hocket.serving.engine.asked import LARGEST, Asked, PromptRow
+from hocket.serving.engine.asked import LARGEST, PromptRow, TokenRequest
 from hocket.serving.engine.draw import uniform
 from hocket.serving.engine.staging import Column, Staging
 
@@ -17,7 +17,7 @@ class SampledSlice:
     """Rows that are taken at once, and their places among them: with a bias, penalties, barred
     stop tokens, a structure, log-probabilities."""
 
-    asked: list[Asked]
+    asked: list[TokenRequest]
     biased: list[int] = dataclasses.field(default_factory=list)
     punished: list[int] = dataclasses.field(default_factory=list)
     barred: list[int] = dataclasses.field(default_factory=list)
@@ -47,7 +47,7 @@ class SamplingStep:
 
     def __init__(
         self,
-        asked: list[Asked],
+        asked: list[TokenRequest],
         slices: list[SampledSlice],
         prompts: list[PromptRow],
         staging: Staging,

@@ -184,7 +184,7 @@ def _bytes_alone() -> Any:
     return library.LLTokenizer(library.TokenizerWrapper(_Bytes()))
 
 
-class Words(Protocol):
+class TokenizerProtocol(Protocol):
     """A tokenizer (`hocket.training.tokenizer.Tokenizer`)."""
 
     vocab_size: int
@@ -207,7 +207,7 @@ class Structures:
     """
 
     def __init__(
-        self, load: Callable[[], Words], vocab_size: int, ends: Sequence[int] = ()
+        self, load: Callable[[], TokenizerProtocol], vocab_size: int, ends: Sequence[int] = ()
     ) -> None:
         self._library = _library()
         self._limits = _limits(self._library)
@@ -232,7 +232,7 @@ class Structures:
         """End the thread."""
         self._worker.shutdown(wait=False, cancel_futures=True)
 
-    def _read(self, load: Callable[[], Words]) -> tuple[Any, int | None]:
+    def _read(self, load: Callable[[], TokenizerProtocol]) -> tuple[Any, int | None]:
         words = load()
         text, size, phantom = words.to_json(), words.vocab_size, None
         ends = [token for token in self._ends if token < size]

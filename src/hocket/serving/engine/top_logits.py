@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hocket.runtime.native.kernels import Kernels, fits
+from hocket.runtime.native.kernels import CpuKernels, fits
 
 BLOCK = 64
 """Entries of a block."""
@@ -50,7 +50,7 @@ def top_token(x: Tensor) -> tuple[Tensor, Tensor]:
 
     The value is NaN if the row holds one; then the id means nothing.
     """
-    kernels = Kernels.load() if x.device.type == "cpu" else None
+    kernels = CpuKernels.load() if x.device.type == "cpu" else None
     if kernels is not None and x.numel() and fits(x):
         return kernels.largest(x)
     if x.shape[1] <= 8 * BLOCK:

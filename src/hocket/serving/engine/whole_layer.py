@@ -14,12 +14,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hocket.runtime.native.kernels import Kernels, rows_at, whole_at
+from hocket.runtime.native.kernels import CpuKernels, rows_at, whole_at
 from hocket.runtime.native.sums import Sums
 from hocket.serving.engine.attention import Options
 from hocket.serving.engine.attention_step import StepIndices
 from hocket.serving.engine.fused import Norm
-from hocket.serving.engine.gemm_select import MOST_ROWS, Product, is_exact
+from hocket.serving.engine.gemm_select import MOST_ROWS, SelectedGemm, is_exact
 
 _SAVED = 100e-6
 """Seconds that one call takes less than eight."""
@@ -40,7 +40,7 @@ class _Matrix(ctypes.Structure):
     ]
 
     @classmethod
-    def of(cls, product: Product, bias: Tensor | None) -> _Matrix:
+    def of(cls, product: SelectedGemm, bias: Tensor | None) -> _Matrix:
         width, depth = product.weight.shape
         stored = product.weight if product.half else product.turned
         at = None if bias is None else whole_at(bias)
@@ -124,9 +124,9 @@ class WholeLayer:
 
     def __init__(
         self,
-        kernels: Kernels,
+        kernels: CpuKernels,
         norms: tuple[Norm, Norm],
-        products: tuple[Product, Product, Product, Product],
+        products: tuple[SelectedGemm, SelectedGemm, SelectedGemm, SelectedGemm],
         *,
         biases: tuple[Tensor | None, Tensor | None],
         heads: tuple[int, int, int],

@@ -46,7 +46,7 @@ class Ask:
 
 
 @dataclasses.dataclass(slots=True)
-class Piece:
+class AnswerDelta:
     """What was added to one answer.
 
     Attributes:

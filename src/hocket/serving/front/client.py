@@ -42,7 +42,7 @@ class ReplicaLost(HocketError):
     """The replica died, or hung up, before the request had ended."""
 
 
-class Stream:
+class ClientStream:
     """Outputs of one request, in order; an async iterator for one reader.
 
     Raises, while iterated:
@@ -126,7 +126,7 @@ class ReplicaClient:
         self._loop = asyncio.get_running_loop()
         self._reader, self._writer = reader, writer
         self._frames = FrameReader(MAX_EVENT)
-        self._streams: dict[str, weakref.ref[Stream]] = {}
+        self._streams: dict[str, weakref.ref[ClientStream]] = {}
         self._answers: dict[str, list[asyncio.Future[Message]]] = {}
         self._task: asyncio.Task[None] | None = None
 
@@ -165,7 +165,7 @@ class ReplicaClient:
 
     # --- requests ----------------------------------------------------------------------------
 
-    def submit(self, request: Request) -> Stream:
+    def submit(self, request: Request) -> ClientStream:
         """Send a request.
 
         Raises:
@@ -182,7 +182,7 @@ class ReplicaClient:
         if self.lost is None and self._writer.transport.get_write_buffer_size() > MAX_UNSENT:
             raise RequestRefused("the replica does not read", kind="full", retry_after=1.0)
         self._write(frame)
-        stream = Stream(self, request)
+        stream = ClientStream(self, request)
         self._streams[request.id] = weakref.ref(stream)
         return stream
 
@@ -299,7 +299,7 @@ class ReplicaClient:
         if output.finish_reason is not None:
             self._streams.pop(output.id, None)
 
-    def _take(self, name: str) -> Stream | None:
+    def _take(self, name: str) -> ClientStream | None:
         weak = self._streams.pop(name, None)
         return None if weak is None else weak()
 

@@ -19,8 +19,8 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from hocket.serving.front.ask import Answer, Ask, Piece, Usage
-from hocket.serving.front.one_answer import AnswerAborted, OneAnswer, Replicas
+from hocket.serving.front.ask import Answer, AnswerDelta, Ask, Usage
+from hocket.serving.front.one_answer import AnswerAborted, OneAnswer, RequestTarget
 from hocket.serving.request import Output, Request
 
 SHARED = 32
@@ -28,7 +28,7 @@ SHARED = 32
 
 
 @dataclasses.dataclass
-class Counts:
+class RequestCounts:
     """Of all calls since the start, for metrics."""
 
     prompt_tokens: int = 0
@@ -49,25 +49,25 @@ class Completer:
 
     def __init__(
         self,
-        replicas: Replicas,
+        replicas: RequestTarget,
         decode: Callable[[Sequence[int]], str],
         decode_all: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         self.replicas = replicas
         self.decode = decode
         self.decode_all = decode_all or decode
-        self.counts = Counts()
+        self.counts = RequestCounts()
 
-    def start(self, ask: Ask) -> Completion:
+    def start(self, ask: Ask) -> CompletionCall:
         """A call; nothing is sent before it is iterated.
 
         Raises:
             OptionError: a Request that cannot be.
         """
-        return Completion(self, ask)
+        return CompletionCall(self, ask)
 
 
-class Completion:
+class CompletionCall:
     """A call while it runs. Iterate it once, or `collect` it.
 
     Raises, while iterated:
@@ -113,7 +113,7 @@ class Completion:
         for answer in self._answers:
             answer.cancel()
 
-    async def __aiter__(self) -> AsyncIterator[list[Piece]]:
+    async def __aiter__(self) -> AsyncIterator[list[AnswerDelta]]:
         try:
             if len(self._answers) == 1:
                 answer = self._answers[0]
@@ -147,7 +147,7 @@ class Completion:
             answer.text = "".join(parts)
         return found
 
-    def _take(self, answer: OneAnswer, output: Output) -> Piece | None:
+    def _take(self, answer: OneAnswer, output: Output) -> AnswerDelta | None:
         """Count an output and make its piece."""
         usage, counts = self.usage, self._completer.counts
         prompt = answer.index // self.ask.n
@@ -175,7 +175,7 @@ class Completion:
         if answer.finish_reason is None and not self._over:
             raise AnswerAborted("the request was ended before its answer was whole")
 
-    async def _several(self) -> AsyncIterator[list[Piece]]:
+    async def _several(self) -> AsyncIterator[list[AnswerDelta]]:
         """Pieces of several answers as they come."""
         queue: asyncio.Queue[tuple[OneAnswer, Output | BaseException | None]] = asyncio.Queue()
         replicas = self._completer.replicas

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol
 
-from hocket.serving.front.ask import Ask, Piece
+from hocket.serving.front.ask import AnswerDelta, Ask
 from hocket.serving.front.text import StopStrings, TextPieces
 from hocket.serving.request import Output, Request
 from hocket.spec.errors import HocketError
@@ -28,7 +28,7 @@ class AnswerAborted(HocketError):
     """The server ended the request, as it does when it is stopped."""
 
 
-class Stream(Protocol):
+class OutputStream(Protocol):
     """Outputs of one request, the last with its `finish`."""
 
     def __aiter__(self) -> AsyncIterator[Output]: ...
@@ -37,10 +37,10 @@ class Stream(Protocol):
         """End the request; its memory is free at once."""
 
 
-class Replicas(Protocol):
+class RequestTarget(Protocol):
     """Who answers: `front.router.Router`, or one `front.client.ReplicaClient`."""
 
-    def submit(self, request: Request) -> Stream: ...
+    def submit(self, request: Request) -> OutputStream: ...
 
 
 class OneAnswer:
@@ -55,16 +55,16 @@ class OneAnswer:
         self.finish_reason: str | None = None
         self.cached = 0
         self.taken = 0
-        self._stream: Stream | None = None
+        self._stream: OutputStream | None = None
         self._cancelled = False
-        self._untold: Piece | None = None
+        self._untold: AnswerDelta | None = None
         self._pieces = TextPieces(decode)
         self._stops = StopStrings(ask.stop) if ask.stop else None
         # Log-probabilities with offsets are told token by token, and stop strings count only
         # after the least number of tokens.
         self._singly = ask.per_token or self._stops is not None
 
-    def begin(self, replicas: Replicas) -> Stream | _Nothing:
+    def begin(self, replicas: RequestTarget) -> OutputStream | _Nothing:
         """Send the request. Its outputs."""
         if self._cancelled:
             return _Nothing()
@@ -86,11 +86,11 @@ class OneAnswer:
         if self._stream is not None and self.finish_reason is None:
             self._stream.cancel()
 
-    def take(self, output: Output) -> Piece | None:
+    def take(self, output: Output) -> AnswerDelta | None:
         """The piece that an output makes; None where there is nothing to tell yet."""
         if output.finish_reason in ("abort", "deadline", "error"):
             self._fail(output)
-        piece = Piece(
+        piece = AnswerDelta(
             self.index,
             "",
             output.tokens,
@@ -120,7 +120,7 @@ class OneAnswer:
         self._untold = piece  # tokens whose text is not whole yet come with the next piece
         return None
 
-    def _by_token(self, piece: Piece) -> None:
+    def _by_token(self, piece: AnswerDelta) -> None:
         """Tokens one by one, up to one that completes a stop string."""
         least = self.request.sampling.min_new_tokens
         told: list[str] = []
@@ -138,7 +138,7 @@ class OneAnswer:
             told.append(text)
         piece.text = "".join(told)
 
-    def _stop(self, piece: Piece, count: int, found: str) -> None:
+    def _stop(self, piece: AnswerDelta, count: int, found: str) -> None:
         """A stop string ends the answer, and the request with it."""
         piece.finish_reason, piece.stop = "stop", found
         piece.tokens = piece.tokens[:count]
@@ -147,7 +147,7 @@ class OneAnswer:
         if self._stream is not None:
             self._stream.cancel()
 
-    def _end(self, piece: Piece) -> None:
+    def _end(self, piece: AnswerDelta) -> None:
         """What was held back belongs to the last piece; it may complete a stop string."""
         last = self._pieces.end()
         if self._stops is not None:

@@ -40,7 +40,7 @@ class NoReplica(HocketError):
     """No replica answers at the moment: they start, have died, or the server is ending."""
 
 
-class Stream(Protocol):
+class RoutedStream(Protocol):
     """Outputs of one request, the last with its `finish`."""
 
     def __aiter__(self) -> AsyncIterator[Output]: ...
@@ -49,10 +49,10 @@ class Stream(Protocol):
         """End the request; its memory is free at once."""
 
 
-class Client(Protocol):
+class ReplicaProtocol(Protocol):
     """One replica, as `front.client.ReplicaClient` speaks to it."""
 
-    def submit(self, request: Request) -> Stream: ...
+    def submit(self, request: Request) -> RoutedStream: ...
 
 
 def chain(tokens: Sequence[int], block_size: int, salt: str = "") -> list[bytes]:
@@ -97,7 +97,7 @@ class Prefixes:
 
 
 @dataclasses.dataclass
-class Load:
+class ReplicaLoad:
     """What one request still asks of its replica, in tokens."""
 
     prompt: float
@@ -144,7 +144,7 @@ class Timing:
         self.ended, self.replica = time.monotonic(), replica
 
 
-class Replica:
+class RoutedReplica:
     """What the router knows of one replica.
 
     Attributes:
@@ -152,11 +152,11 @@ class Replica:
         prefixes: what its cache may hold.
     """
 
-    def __init__(self, number: int, client: Client, blocks: int) -> None:
+    def __init__(self, number: int, client: ReplicaProtocol, blocks: int) -> None:
         self.number = number
         self.client = client
         self.prefixes = Prefixes(blocks)
-        self.loads: dict[int, Load] = {}
+        self.loads: dict[int, ReplicaLoad] = {}
 
     @property
     def outstanding(self) -> float:
@@ -165,7 +165,7 @@ class Replica:
 
 
 class Router:
-    """Sends each request to one of the replicas that live; itself a `Client`.
+    """Sends each request to one of the replicas that live; itself a `ReplicaProtocol`.
 
     Args:
         block_size: tokens of one block of the replicas' caches.
@@ -173,7 +173,7 @@ class Router:
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
-        self.replicas: dict[int, Replica] = {}
+        self.replicas: dict[int, RoutedReplica] = {}
         self.expected = EXPECTED
         self.routed: dict[int, int] = {}
         self.closed = ""
@@ -185,9 +185,9 @@ class Router:
 
     # --- which replicas there are ------------------------------------------------------------
 
-    def add(self, number: int, client: Client, blocks: int) -> None:
+    def add(self, number: int, client: ReplicaProtocol, blocks: int) -> None:
         """A replica is ready; it begins with an empty cache."""
-        self.replicas[number] = Replica(number, client, blocks)
+        self.replicas[number] = RoutedReplica(number, client, blocks)
         self.routed.setdefault(number, 0)
 
     def remove(self, number: int) -> None:
@@ -207,7 +207,7 @@ class Router:
 
     # --- requests ----------------------------------------------------------------------------
 
-    def order(self, request: Request) -> list[tuple[Replica, int]]:
+    def order(self, request: Request) -> list[tuple[RoutedReplica, int]]:
         """The replicas, the best one first, each with the tokens of the prompt that it holds."""
         keys = chain(request.tokens, self.block_size, request.salt)
         size = len(request.tokens)
@@ -239,19 +239,19 @@ class Router:
             raise NoReplica("no replica of the model is ready")
         return Routed(self, request, [replica.number for replica, _ in order])
 
-    def begin(self, replica: Replica, request: Request) -> tuple[int, Stream]:
+    def begin(self, replica: RoutedReplica, request: Request) -> tuple[int, RoutedStream]:
         """Hand a request to one replica, and count it."""
         keys = chain(request.tokens, self.block_size, request.salt)
         held = min(replica.prefixes.hit(keys) * self.block_size, max(len(request.tokens) - 1, 0))
         stream = replica.client.submit(request)
         self._numbers += 1
         answer = min(self.expected, float(request.sampling.max_new_tokens))
-        replica.loads[self._numbers] = Load(len(request.tokens) - held, answer)
+        replica.loads[self._numbers] = ReplicaLoad(len(request.tokens) - held, answer)
         replica.prefixes.add(keys)
         self.routed[replica.number] += 1
         return self._numbers, stream
 
-    def told(self, replica: Replica, number: int, request: Request, output: Output) -> None:
+    def told(self, replica: RoutedReplica, number: int, request: Request, output: Output) -> None:
         """Tokens came back: so much less is left."""
         load = replica.loads.get(number)
         if load is None:
@@ -262,7 +262,7 @@ class Router:
         # A long answer is expected to go on for as long again as an average one.
         load.answer = max(0.0, min(left, max(self.expected - load.told, self.expected / 2)))
 
-    def end(self, replica: Replica, number: int, *, finished: bool) -> None:
+    def end(self, replica: RoutedReplica, number: int, *, finished: bool) -> None:
         """A request is over, however it ended."""
         load = replica.loads.pop(number, None)
         if load is not None and finished:
@@ -303,7 +303,7 @@ class Routed:
         self.router = router
         self.request = request
         self.timing = Timing(prompt=len(request.tokens))
-        self.replica: Replica | None = None
+        self.replica: RoutedReplica | None = None
         self.untried = list(order)
         self._number = 0
         self._over = False
@@ -336,7 +336,7 @@ class Routed:
             self.timing.end(replica.number)
             self.router.ended(self.timing)
 
-    def _leave(self, *, finished: bool = False) -> Replica | None:
+    def _leave(self, *, finished: bool = False) -> RoutedReplica | None:
         """The replica that had it has it no more."""
         replica, self.replica = self.replica, None
         if replica is not None:
@@ -344,7 +344,7 @@ class Routed:
         return replica
 
     async def __aiter__(self) -> AsyncIterator[Output]:
-        """The outputs. Raises RequestRefused where no replica takes it, and what `Client` does."""
+        """The outputs. Raises RequestRefused where none takes it; else as `ReplicaProtocol`."""
         finished = False
         try:
             while True:
@@ -382,7 +382,7 @@ class Routed:
         self._end()  # dropped before anybody listened
 
 
-def stats_of(client: Client) -> dict[str, Any]:
+def stats_of(client: ReplicaProtocol) -> dict[str, Any]:
     """A replica's newest figures as plain values; empty before its first."""
     found = getattr(client, "stats", None)
     if found is None:

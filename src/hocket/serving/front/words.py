@@ -13,7 +13,7 @@ from typing import Any
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 
 
-class Words:
+class TokenizerFace:
     """A face over the `tokenizers` library.
 
     Args:

@@ -17,7 +17,7 @@ from hocket.serving.http.gate import Gate
 from hocket.serving.http.metrics import CONTENT_TYPE
 from hocket.serving.http.plain import Plain, detokenize, tokenize
 from hocket.serving.http.responses import responses
-from hocket.serving.http.service import Service
+from hocket.serving.http.service import HttpService
 
 POST = {
     "/v1/chat/completions": chat,
@@ -31,7 +31,7 @@ POST = {
 """Routes with a JSON body."""
 
 
-def build_app(service: Service) -> ASGIApp:
+def build_app(service: HttpService) -> ASGIApp:
     """What answers requests."""
     plain = Plain(service)
     routes = [
@@ -47,7 +47,7 @@ def build_app(service: Service) -> ASGIApp:
     return Gate(_starlette(routes), service.settings, service.metrics)
 
 
-def build_metrics_app(service: Service) -> ASGIApp:
+def build_metrics_app(service: HttpService) -> ASGIApp:
     """What answers on the metrics' port."""
 
     async def metrics(request: Request) -> Response:

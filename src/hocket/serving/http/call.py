@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from hocket.serving.front.completion import Completion
+from hocket.serving.front.completion import CompletionCall
 from hocket.serving.http.body import parsed
 from hocket.serving.http.errors import (
     ApiError,
@@ -31,7 +31,7 @@ from hocket.serving.http.errors import (
     refuse_unread,
 )
 from hocket.serving.http.gate import log_fault
-from hocket.serving.http.service import Caller, Service
+from hocket.serving.http.service import Caller, HttpService
 
 DONE = b"data: [DONE]\n\n"
 DEADLINE = "x-deadline-seconds"
@@ -56,7 +56,7 @@ class Call:
         sending: since when a part of a stream waits for the client to read; None: none does.
     """
 
-    def __init__(self, service: Service, body: dict[str, Any], who: Caller, send: Send) -> None:
+    def __init__(self, service: HttpService, body: dict[str, Any], who: Caller, send: Send) -> None:
         self.service = service
         self.body = body
         self.who = who
@@ -65,7 +65,7 @@ class Call:
         self._send = send
 
     @contextlib.contextmanager
-    def told(self, completion: Completion) -> Any:
+    def told(self, completion: CompletionCall) -> Any:
         """Within, a completion is run; at the end its requests are over and it is counted."""
         try:
             yield completion
@@ -112,7 +112,7 @@ class Call:
 class Endpoint:
     """An ASGI application for one route with a JSON body."""
 
-    def __init__(self, service: Service, handler: Handler) -> None:
+    def __init__(self, service: HttpService, handler: Handler) -> None:
         self.service = service
         self.handler = handler
 

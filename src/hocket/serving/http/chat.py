@@ -8,14 +8,14 @@ from typing import Any
 from starlette.responses import Response
 
 from hocket.serving.front.ask import Answer, Usage
-from hocket.serving.front.completion import Completion
+from hocket.serving.front.completion import CompletionCall
 from hocket.serving.http.call import DONE, Call, json_response, quoted
 from hocket.serving.http.completions import usage_form
 from hocket.serving.http.errors import bad
 from hocket.serving.http.fields import ChatFields
 from hocket.serving.http.logprobs import chat_logprobs, dumps
 from hocket.serving.http.messages import read_messages, read_switches, refuse_template
-from hocket.serving.http.service import Service
+from hocket.serving.http.service import HttpService
 from hocket.serving.http.tools import Tools, ToolText
 
 
@@ -60,7 +60,7 @@ async def chat(call: Call) -> Response | None:
     return json_response(form.whole(answers, completion.usage))
 
 
-def max_tokens(service: Service, prompt: int, *asked: int | None) -> int:
+def max_tokens(service: HttpService, prompt: int, *asked: int | None) -> int:
     """Tokens that may follow: the first that is asked for, else as many as there is room for."""
     for one in asked:
         if one is not None:
@@ -73,7 +73,7 @@ def max_tokens(service: Service, prompt: int, *asked: int | None) -> int:
     return left
 
 
-def _logprobs(fields: ChatFields, service: Service) -> int | None:
+def _logprobs(fields: ChatFields, service: HttpService) -> int | None:
     most = service.settings.max_alternatives
     if fields.top_logprobs > most:
         raise bad(f"top_logprobs is {fields.top_logprobs}; at most {most}", "top_logprobs")
@@ -126,7 +126,7 @@ class _Form:
             "stop_reason": answer.stop,
         }
 
-    async def events(self, completion: Completion) -> AsyncIterator[bytes]:
+    async def events(self, completion: CompletionCall) -> AsyncIterator[bytes]:
         """The stream."""
         fields, usage = self.fields, completion.usage
         options = fields.stream_options

@@ -8,13 +8,13 @@ from typing import Any
 
 from starlette.responses import Response
 
-from hocket.serving.front.ask import Answer, Piece, Usage
-from hocket.serving.front.completion import Completion
+from hocket.serving.front.ask import Answer, AnswerDelta, Usage
+from hocket.serving.front.completion import CompletionCall
 from hocket.serving.http.call import DONE, Call, json_response, quoted
 from hocket.serving.http.errors import bad
 from hocket.serving.http.fields import CompletionFields
 from hocket.serving.http.logprobs import CompletionLogprobs, dumps
-from hocket.serving.http.service import Service
+from hocket.serving.http.service import HttpService
 
 Prompt = tuple[tuple[int, ...], str | None]
 """Token ids, and the text they come from, where they come from one."""
@@ -80,7 +80,7 @@ def _best(answers: list[Answer], made: int, n: int) -> list[Answer]:
     return found
 
 
-def _bounded(name: str, asked: int | None, service: Service) -> int | None:
+def _bounded(name: str, asked: int | None, service: HttpService) -> int | None:
     most = service.settings.max_alternatives
     if asked is not None and asked > most:
         raise bad(f"{name} is {asked}; at most {most}", name)
@@ -97,7 +97,7 @@ def _max_tokens(call: Call, fields: CompletionFields, prompts: list[Prompt]) -> 
     return max(1, min(fields.max_tokens, left))
 
 
-async def read_prompts(service: Service, given: Any) -> list[Prompt]:
+async def read_prompts(service: HttpService, given: Any) -> list[Prompt]:
     """`prompt`: a text, texts, token ids, or lists of them. Raises ApiError."""
     if given is None:
         raise bad("prompt is missing", "prompt")
@@ -183,13 +183,13 @@ class _Form:
         tokens, text = self.prompts[index // self.fields.n]
         return self.words.decode_all(tokens) if text is None else text
 
-    def _prompt_columns(self, columns: CompletionLogprobs, answer: Answer | Piece) -> None:
+    def _prompt_columns(self, columns: CompletionLogprobs, answer: Answer | AnswerDelta) -> None:
         tokens = self.prompts[answer.index // self.fields.n][0]
         columns.begin(tokens[0])
         for one in answer.prompt_logprobs or ():
             columns.add_prompt(one)
 
-    async def events(self, completion: Completion) -> AsyncIterator[bytes]:
+    async def events(self, completion: CompletionCall) -> AsyncIterator[bytes]:
         """The stream."""
         fields, usage = self.fields, completion.usage
         options = fields.stream_options
@@ -225,7 +225,7 @@ class _Form:
         else:
             yield DONE
 
-    def _columns(self, known: dict[int, CompletionLogprobs], piece: Piece) -> str:
+    def _columns(self, known: dict[int, CompletionLogprobs], piece: AnswerDelta) -> str:
         """The log-probabilities of one piece."""
         columns = known.get(piece.index)
         if columns is None:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from hocket.serving.defaults import Defaults
+from hocket.serving.defaults import SamplingDefaults
 from hocket.serving.front.text import check_stop
 from hocket.serving.http.errors import bad
 from hocket.serving.http.settings import HttpSettings
@@ -122,7 +122,7 @@ class Fields(BaseModel):
         max_tokens: int,
         stop: tuple[int, ...],
         vocab_size: int,
-        defaults: Defaults,
+        defaults: SamplingDefaults,
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
         structure: str | None = None,

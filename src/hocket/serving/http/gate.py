@@ -19,7 +19,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hocket.serving.http.errors import ApiError, error_response, refuse_unread
-from hocket.serving.http.metrics import Metrics
+from hocket.serving.http.metrics import ServerMetrics
 from hocket.serving.http.settings import HttpSettings, is_loopback
 
 log = logging.getLogger("hocket.http")
@@ -62,7 +62,7 @@ class Gate:
     """
 
     def __init__(
-        self, app: ASGIApp, settings: HttpSettings, metrics: Metrics | None = None
+        self, app: ASGIApp, settings: HttpSettings, metrics: ServerMetrics | None = None
     ) -> None:
         self.app = app
         self.settings = settings

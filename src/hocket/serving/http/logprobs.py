@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from hocket.serving.front.words import Words
+from hocket.serving.front.words import TokenizerFace
 from hocket.serving.request import TokenLogprobs
 
 LEAST = -9999.0
@@ -20,7 +20,7 @@ def finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else LEAST
 
 
-def label(words: Words, token: int, as_ids: bool = False) -> str:
+def label(words: TokenizerFace, token: int, as_ids: bool = False) -> str:
     """A token as completions name it: its text, or its bytes where they are no text."""
     if as_ids:
         return f"token_id:{token}"
@@ -39,7 +39,7 @@ class CompletionLogprobs:
         as_ids: tokens are named by their ids. offset: characters before the first.
     """
 
-    def __init__(self, words: Words, *, as_ids: bool = False, offset: int = 0) -> None:
+    def __init__(self, words: TokenizerFace, *, as_ids: bool = False, offset: int = 0) -> None:
         self.words = words
         self.as_ids = as_ids
         self.offset = offset
@@ -92,7 +92,9 @@ class CompletionLogprobs:
         }
 
 
-def chat_logprobs(words: Words, found: Iterable[TokenLogprobs], most: int) -> list[dict[str, Any]]:
+def chat_logprobs(
+    words: TokenizerFace, found: Iterable[TokenLogprobs], most: int
+) -> list[dict[str, Any]]:
     """The `content` of a chat's log-probabilities, with at most so many alternatives."""
     return [
         {
@@ -103,7 +105,7 @@ def chat_logprobs(words: Words, found: Iterable[TokenLogprobs], most: int) -> li
     ]
 
 
-def chat_entry(words: Words, token: int, logprob: float) -> dict[str, Any]:
+def chat_entry(words: TokenizerFace, token: int, logprob: float) -> dict[str, Any]:
     data = words.token_bytes(token)
     return {
         "token": data.decode(errors="replace"),

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from hocket.serving.front.completion import Completion, Counts
+from hocket.serving.front.completion import CompletionCall, RequestCounts
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -40,14 +40,14 @@ COUNTERS = {
 """Figures of a replica, where it tells them."""
 
 
-class Metrics:
+class ServerMetrics:
     """What one server does.
 
     Args:
         counts: tokens since the start. stats: the replicas' newest figures.
     """
 
-    def __init__(self, counts: Counts, stats: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(self, counts: RequestCounts, stats: Callable[[], Mapping[str, Any]]) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(_Read(counts, stats))
         self.responses = Counter(
@@ -81,7 +81,7 @@ class Metrics:
             "hocket_cancelled", "Calls whose client went away", registry=self.registry
         )
 
-    def tell(self, completion: Completion, now: float) -> None:
+    def tell(self, completion: CompletionCall, now: float) -> None:
         """A call has ended."""
         if completion.first is None:
             return
@@ -100,7 +100,7 @@ class Metrics:
 class _Read(Collector):
     """Figures that others keep."""
 
-    def __init__(self, counts: Counts, stats: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(self, counts: RequestCounts, stats: Callable[[], Mapping[str, Any]]) -> None:
         self.counts = counts
         self.stats = stats
 

@@ -17,14 +17,14 @@ from hocket.serving.http.completions import is_id
 from hocket.serving.http.errors import bad
 from hocket.serving.http.fields import TokenizeFields
 from hocket.serving.http.messages import read_messages, read_switches
-from hocket.serving.http.service import Service
+from hocket.serving.http.service import HttpService
 from hocket.serving.http.tools import Tools
 
 
 class Plain:
     """Handlers of GET routes."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: HttpService) -> None:
         self.service = service
         self.page, policy = _page()
         self.page_headers = {"Content-Security-Policy": policy}

@@ -12,7 +12,7 @@ from typing import Any
 from starlette.responses import Response
 
 from hocket.serving.front.ask import Answer, Usage
-from hocket.serving.front.completion import Completion
+from hocket.serving.front.completion import CompletionCall
 from hocket.serving.http.call import DONE, Call, json_response, quoted
 from hocket.serving.http.chat import max_tokens
 from hocket.serving.http.errors import bad
@@ -192,7 +192,7 @@ class _Form:
         self.number += 1
         return f"event: {kind}\ndata: {told}\n\n"
 
-    async def events(self, completion: Completion) -> AsyncIterator[bytes]:
+    async def events(self, completion: CompletionCall) -> AsyncIterator[bytes]:
         """The stream: created, in_progress, the message's or calls' own events, completed."""
         text, parts, finish = ToolText(self.tools), [""], None
         logprobs: list[Any] = []

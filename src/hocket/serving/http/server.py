@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 
 from hocket.serving.http.app import build_app, build_metrics_app
 from hocket.serving.http.connection import Connection
-from hocket.serving.http.service import Service
+from hocket.serving.http.service import HttpService
 
 
 class _Server(uvicorn.Server):
@@ -36,7 +36,7 @@ class Front:
         failed: gets an exception when a listener ends by itself.
     """
 
-    def __init__(self, service: Service, servers: list[_Server]) -> None:
+    def __init__(self, service: HttpService, servers: list[_Server]) -> None:
         self.service = service
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._servers = servers
@@ -46,7 +46,7 @@ class Front:
     @classmethod
     async def open(
         cls,
-        service: Service,
+        service: HttpService,
         door: socket.socket,
         metrics_door: socket.socket | None = None,
         *,

@@ -8,18 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from hocket.models.chat_template import TemplateRefusal
-from hocket.serving.defaults import Defaults
+from hocket.serving.defaults import SamplingDefaults
 from hocket.serving.front.ask import Ask
-from hocket.serving.front.completion import Completer, Completion
-from hocket.serving.front.one_answer import Stream
+from hocket.serving.front.completion import Completer, CompletionCall
+from hocket.serving.front.one_answer import OutputStream
 from hocket.serving.front.renderer import Templates
-from hocket.serving.front.words import Words
+from hocket.serving.front.words import TokenizerFace
 from hocket.serving.http.body import Bodies
 from hocket.serving.http.errors import ApiError, bad
 from hocket.serving.http.fields import Fields
-from hocket.serving.http.metrics import Metrics
+from hocket.serving.http.metrics import ServerMetrics
 from hocket.serving.http.settings import HttpSettings
-from hocket.serving.http.workers import Workers
+from hocket.serving.http.workers import WorkerThreads
 from hocket.serving.request import MAX_STRUCTURE, Request, SamplingParams
 from hocket.spec.errors import OptionError
 
@@ -27,7 +27,7 @@ INLINE = 2000
 """Characters that are tokenized at once: about a tenth of a millisecond, less than a thread."""
 
 
-class Replicas(Protocol):
+class ServingReplicas(Protocol):
     """Who answers: `front.router.Router`."""
 
     @property
@@ -38,7 +38,7 @@ class Replicas(Protocol):
     def stats(self) -> Mapping[str, Any]:
         """Figures of all replicas, and each one's under `replicas`."""
 
-    def submit(self, request: Request) -> Stream: ...
+    def submit(self, request: Request) -> OutputStream: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,10 +58,10 @@ class ServedModel:
     vocab_size: int
     stop: tuple[int, ...] = ()
     created: int = 0
-    sampling: Defaults = dataclasses.field(default_factory=Defaults)
+    sampling: SamplingDefaults = dataclasses.field(default_factory=SamplingDefaults)
 
 
-class Service:
+class HttpService:
     """A served model.
 
     Args:
@@ -73,8 +73,8 @@ class Service:
 
     def __init__(
         self,
-        replicas: Replicas,
-        words: Words,
+        replicas: ServingReplicas,
+        words: TokenizerFace,
         model: ServedModel,
         templates: Templates | None = None,
         settings: HttpSettings | None = None,
@@ -90,9 +90,9 @@ class Service:
         self.room = room
         self.check_structure = check_structure or _engines_check()
         self.completer = Completer(replicas, words.decode, words.decode_all)
-        self.workers = Workers(self.settings.workers, self.settings.max_jobs)
+        self.workers = WorkerThreads(self.settings.workers, self.settings.max_jobs)
         self.bodies = Bodies(self.settings)
-        self.metrics = Metrics(self.completer.counts, lambda: replicas.stats)
+        self.metrics = ServerMetrics(self.completer.counts, lambda: replicas.stats)
         self.closing = False
 
     # --- text to tokens ------------------------------------------------------------------------
@@ -238,7 +238,7 @@ class Service:
         n: int | None = None,
         per_token: bool = False,
         special: bool = False,
-    ) -> Completion:
+    ) -> CompletionCall:
         """A call that fits. Raises ApiError."""
         n = fields.n if n is None else n
         answers = len(prompts) * n

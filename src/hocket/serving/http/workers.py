@@ -30,7 +30,7 @@ class Overran(BaseException):
     """Raised inside a thread whose time is over."""
 
 
-class Workers:
+class WorkerThreads:
     """Runs jobs in threads.
 
     Args:

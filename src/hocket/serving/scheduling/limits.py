@@ -11,7 +11,7 @@ LOOKAHEAD_DEPTH = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Limits:
+class SchedulerLimits:
     """Bounds of one scheduler, and so of everything it keeps in memory.
 
     Attributes:

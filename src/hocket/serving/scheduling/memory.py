@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from hocket.serving.scheduling.blocks import BlockPool
-from hocket.serving.scheduling.limits import Limits
+from hocket.serving.scheduling.limits import SchedulerLimits
 from hocket.serving.scheduling.prefix import Digests
 from hocket.serving.scheduling.sequence import PREFILL, WAITING, Sequence
 
@@ -17,7 +17,7 @@ SPARE: Final = 10
 """One block in this many stays free when a request is started, for those that run to grow."""
 
 
-class Memory:
+class CacheAllocator:
     """Slots and blocks of one scheduler.
 
     Attributes:
@@ -30,7 +30,7 @@ class Memory:
         preempted: how often blocks were taken from a sequence.
     """
 
-    def __init__(self, limits: Limits, digests: Digests) -> None:
+    def __init__(self, limits: SchedulerLimits, digests: Digests) -> None:
         self.limits = limits
         self.digests = digests
         self.pool = BlockPool(limits.num_blocks)

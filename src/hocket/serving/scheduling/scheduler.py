@@ -9,9 +9,9 @@ A plan is filled in this order:
     3  prefill    chunks of prompts fill the rest of the tokens (`chunks`); chunks of one prompt
                   may be in several plans in flight
 
-With `Limits.lookahead` a sequence is decoded again while the plan that samples its token is still
-in flight: the token is UNKNOWN to the plan, and the device knows it. What a result says of the end
-of a sequence then comes one plan late, and the token that was computed meanwhile is dropped.
+With `SchedulerLimits.lookahead` a sequence is decoded again while the plan that samples its token
+is still in flight: the token is UNKNOWN to the plan, and the device knows it. What a result says of
+the end of a sequence then comes one plan late; the token computed meanwhile is dropped.
 Sequences with a structure are not looked ahead of: the next mask follows from this token.
 
 A quarter of the tokens is kept from 1 while prompts wait, and decoding sequences take turns if
@@ -30,13 +30,13 @@ from typing import Final
 from hocket.serving.request import Finish, Output, RefusalKind, Request, RequestRefused
 from hocket.serving.scheduling.admission import Admission
 from hocket.serving.scheduling.chunks import Share, needs_logits, shares
-from hocket.serving.scheduling.limits import Limits
-from hocket.serving.scheduling.memory import Memory
+from hocket.serving.scheduling.limits import SchedulerLimits
+from hocket.serving.scheduling.memory import CacheAllocator
 from hocket.serving.scheduling.prefix import Digests
 from hocket.serving.scheduling.sequence import DECODE, WAITING, Sequence
 from hocket.serving.scheduling.stats import Pace, Stats
-from hocket.serving.scheduling.step import ALL, LAST, NONE, UNKNOWN, Row, StepPlan, StepResult
-from hocket.serving.scheduling.waiting import ANSWER_WEIGHT, PROMPT_WEIGHT, Waiting
+from hocket.serving.scheduling.step import ALL, LAST, NONE, UNKNOWN, BatchRow, StepPlan, StepResult
+from hocket.serving.scheduling.waiting import ANSWER_WEIGHT, PROMPT_WEIGHT, WaitingRequests
 
 LOOK: Final = 32
 """Requests that one plan may pass over because they would not get tokens yet, or because another
@@ -56,7 +56,7 @@ class _Flight:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.rows: list[Row] = []
+        self.rows: list[BatchRow] = []
         self.tokens: list[int] = []
         self.admitted: list[Admission] = []
         self.samplers: list[Sequence] = []
@@ -76,10 +76,10 @@ class Scheduler:
         secret: of the prefix cache's digests. None: drawn.
     """
 
-    def __init__(self, limits: Limits, *, secret: bytes | None = None) -> None:
+    def __init__(self, limits: SchedulerLimits, *, secret: bytes | None = None) -> None:
         self.limits = limits
-        self._memory = Memory(limits, Digests(limits.block_size, secret))
-        self._waiting = Waiting()
+        self._memory = CacheAllocator(limits, Digests(limits.block_size, secret))
+        self._waiting = WaitingRequests()
         self._by_id: dict[str, Sequence] = {}
         self._deadlines: list[tuple[float, int, Sequence]] = []
         self._flights: deque[_Flight] = deque()
@@ -226,10 +226,10 @@ class Scheduler:
             if start == len(sequence.blocks) * size:
                 if not memory.grow(sequence):
                     continue
-                rows.append(Row(sequence.slot, start, 1, LAST, sequence.blocks[-1:]))
+                rows.append(BatchRow(sequence.slot, start, 1, LAST, sequence.blocks[-1:]))
                 sequence.sent += 1
             else:
-                rows.append(Row(sequence.slot, start, 1, LAST))
+                rows.append(BatchRow(sequence.slot, start, 1, LAST))
             del ready[sequence.serial]
             known = start < len(sequence.tokens)
             flight.tokens.append(sequence.tokens[start] if known else UNKNOWN)
@@ -334,7 +334,7 @@ class Scheduler:
                 sequence.sent = 0
             blocks = sequence.blocks[sequence.sent :] or ()
             sequence.sent += len(blocks)
-            flight.rows.append(Row(sequence.slot, start, count, logits, blocks, following))
+            flight.rows.append(BatchRow(sequence.slot, start, count, logits, blocks, following))
             flight.tokens += sequence.tokens[start:end]
             sequence.in_flight += 1
             sequence.computed = end

@@ -6,9 +6,9 @@ stand one row after the other in `StepPlan.tokens`:
     rows      [slot 3, start 70, count 1]  [slot 0, start 12, count 1]  [slot 5, start 64, count 4]
     tokens     a                            b                            c  d  e  f
 
-`Row.logits` says which positions need logits, and so what the last stage's N rows of logits are,
-in row order: none, the last one, or all of them. Workers keep, for each slot, a block table (rows
-append to it) and what was given of the request when it was admitted. `released` comes before
+`BatchRow.logits` says which positions need logits, and so what the last stage's N rows of logits
+are, in row order: none, the last one, or all of them. Workers keep, for each slot, a block table
+(rows append to it) and what was given of the request when it was admitted. `released` comes before
 `admitted`: a slot may be given to another request within one plan. A row of an admitted slot
 begins with an empty block table; its `new_blocks` then also hold what the prefix cache lent.
 
@@ -45,7 +45,7 @@ _RESULT_MAGIC = b"hkSR"
 
 
 @dataclasses.dataclass(slots=True)
-class Row:
+class BatchRow:
     """One sequence's part of a plan.
 
     Attributes:
@@ -90,7 +90,7 @@ class StepPlan:
     """
 
     number: int
-    rows: list[Row]
+    rows: list[BatchRow]
     tokens: list[int]
     admitted: list[Admission] = dataclasses.field(default_factory=list)
     released: list[int] = dataclasses.field(default_factory=list)
@@ -162,7 +162,7 @@ class StepPlan:
         freed = ints[at + tokens :]
         admissions = [decode_admission(reader) for _ in range(admitted)]
         reader.end()
-        made = list(map(Row, slots, starts, counts, logits, given, nexts))
+        made = list(map(BatchRow, slots, starts, counts, logits, given, nexts))
         return cls(number, made, token_ids, admissions, freed)
 
 

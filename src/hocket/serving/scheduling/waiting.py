@@ -25,7 +25,7 @@ PROMPT_WEIGHT: Final = 1
 ANSWER_WEIGHT: Final = 2
 
 
-class Waiting:
+class WaitingRequests:
     """All requests that wait and have never run."""
 
     def __init__(self) -> None:
