@@ -57,17 +57,23 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def commands(page: Path) -> list[list[str]]:
-    """The `hocket ...` lines of a page's code, in their order; a line with `...` is no command."""
+    """The `hocket ...` lines of a page's code, in their order; a line with `...` is no command, nor
+    is one that continues another program's (torchrun, srun)."""
     if page == GENERATED:
         return []
     lines = page.read_text().splitlines()
     found = []
     fenced = False
-    for line in lines:
+    for before, line in zip(["", *lines], lines, strict=False):
         if line.startswith("```"):
             fenced = not fenced
         text = line.strip().removeprefix(".venv/bin/")
-        if (fenced or line.startswith("    ")) and re.match(r"hocket [a-z]", text):
+        continued = before.endswith("\\")
+        if (
+            (fenced or line.startswith("    "))
+            and not continued
+            and re.match(r"hocket [a-z]", text)
+        ):
             found.append(shlex.split(text)[1:])
     return [words for words in found if "..." not in words]
 

@@ -86,12 +86,15 @@ def test_planner_and_runtime_allow_the_same(sizes: tuple[int, ...]) -> None:
     told = []
     degrees = (1, 2, 3, 5, 6, 8, 12)
     for dp, pp, tp in itertools.product(degrees, degrees[:6], degrees):
-        options = itertools.product((None, 2, 5), (False, True), ("balanced", "light-ends"))
-        for microbatches, slices, cut in options:
+        options = itertools.product(
+            (None, 2, 5), (False, True), ("balanced", "light-ends"), (1, 2, 4)
+        )
+        for microbatches, slices, cut, cp in options:
             layout = Layout(
                 dp=dp,
                 pp=pp,
                 tp=tp,
+                cp=cp,
                 microbatches=microbatches,
                 sequence_parallel=slices,
                 pipeline_split=cut,
@@ -112,12 +115,14 @@ def test_no_proposal_is_refused(sizes: tuple[int, ...], num_gpus: int) -> None:
     for one in proposed:
         assert runs(one)
         assert validate(dimensions(sizes), one, WORKLOAD) == one
-    meshes = {(one.dp, one.pp, one.tp) for one in proposed if one.cp == 1}
+    meshes = {(one.dp, one.pp, one.cp, one.tp) for one in proposed}
     expected = {
-        (dp, pp, tp)
-        for dp, pp, tp in itertools.product(range(1, num_gpus + 1), repeat=3)
-        if dp * pp * tp == num_gpus
-        if any(allowed(sizes, Layout(dp=dp, pp=pp, tp=tp, pipeline_split=cut)) for cut in CUTS)
+        (dp, pp, cp, tp)
+        for dp, pp, cp, tp in itertools.product(range(1, num_gpus + 1), repeat=4)
+        if dp * pp * cp * tp == num_gpus
+        if any(
+            allowed(sizes, Layout(dp=dp, pp=pp, cp=cp, tp=tp, pipeline_split=cut)) for cut in CUTS
+        )
     }
     assert meshes == expected
 

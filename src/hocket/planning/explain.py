@@ -69,15 +69,15 @@ def _winner(problem: Problem, best: LayoutForecast) -> Iterator[str]:
     shares = sorted(best.parts.items(), key=lambda item: -item[1])
     told = ", ".join(f"{value / step:.0%} {name}" for name, value in shares if value > 0.005 * step)
     yield f"{best.layout} takes {format_seconds(step)} a step: {told}."
-    if best.context:
-        way = "in a ring" if best.context == "ring" else "by all-to-alls over heads (Ulysses)"
-        yield f"Over cp {best.layout.cp} keys and values travel {way}, the faster of the two."
     largest = sorted(best.memory_by_kind.items(), key=lambda item: -item[1])[:2]
     kinds = " and ".join(f"{format_bytes(size)} {name}" for name, size in largest)
     yield (
         f"Peak memory per GPU is {format_bytes(best.memory_high)} at the 95th percentile, of "
         f"{format_bytes(problem.usable)} that are usable; most of it {kinds}."
     )
+    if best.context:
+        way = "in a ring" if best.context == "ring" else "by all-to-alls over heads (Ulysses)"
+        yield f"Over cp {best.layout.cp} keys and values travel {way}, the faster of the two."
 
 
 # --- its neighbours ------------------------------------------------------------------------------
