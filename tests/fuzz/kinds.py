@@ -95,7 +95,7 @@ def run_folder(folder: Path) -> None:
     job = prepare.plan(wanted)
     run = prepare.run_folder(wanted)
     _, tokens, config = prepare.data(job, run)
-    prepare.write(prepare.packed(job, tokens.packing), run, config, "train")
+    prepare.write(prepare.fitted_to(job, tokens), run, config, "train")
     (folder / "run" / "mine.txt").write_text(run.schedule_file.read_text())
     checkpoint = run.checkpoints / "step-000002"
     checkpoint.mkdir(parents=True)

@@ -25,8 +25,9 @@ LAYOUT = {
 }  # fmt: skip
 WORKLOAD = {"seq_len", "global_batch", "dtype"}
 TRAINING = {
-    "steps", "seed", "lr", "min_lr", "warmup", "lr_schedule", "weight_decay", "beta1", "beta2",
-    "eps", "max_grad_norm", "dropout", "tokenizer", "vocab_size", "text_field", "eval_fraction",
+    "epochs", "steps", "seed", "lr", "min_lr", "warmup", "lr_schedule", "weight_decay", "beta1",
+    "beta2", "eps", "max_grad_norm", "dropout", "tokenizer", "vocab_size", "text_field", 
+    "eval_fraction",
     "eval_every",
     "eval_batches", "save_every", "keep_checkpoints", "log_interval", "resume", "timeline_step",
     "timeline_steps", "device", "backend", "threads", "bucket_mb", "compile", "attention",
@@ -45,7 +46,7 @@ SERVICE = {
 FLAGS = {
     "train": {
         "model", "data", "run", "config", "cluster", "json", "dry_run", "micro_batch_size",
-        "push_to_hub",
+        "push_to_hub", "eval_data",
         "gradient_accumulation_steps", *LAYOUT, *WORKLOAD, *TRAINING,
     },
     "rehearse": {

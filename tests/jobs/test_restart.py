@@ -195,3 +195,14 @@ def test_a_flipped_bit_in_a_replica_is_found(tmp_path: Path, layout: str, rank: 
     assert weights(tmp_path, "run") == weights(tmp_path, "whole")
     assert repaired.restarts == (1 if rank is None else 0)
     assert any("differ" in note for note in notes)
+
+
+@pytest.mark.parametrize("layout", ["dp2.ep2", "dp4.ep2", "dp2.ep2:zero=1"])
+def test_experts_on_other_ranks_are_not_taken_for_differing_replicas(
+    tmp_path: Path, layout: str
+) -> None:
+    job(
+        tmp_path, "run", layout, model="tiny-mixtral", steps=2, timeline_step=1, save_every=0,
+        replica_check_every=1,
+    )  # fmt: skip
+    assert len(losses(tmp_path, "run")) == 2

@@ -94,7 +94,7 @@ def test_sizes_are_settled(where: Path) -> None:
         ({"host": ""}, OptionError, "no key is asked for"),
         ({"host": "no.such.host.invalid"}, OptionError, "not an address"),
         ({"api_key_file": "/no/such/file"}, OptionError, "cannot be read"),
-        ({"chat_template_file": "/no/such/file"}, OptionError, "cannot be read"),
+        ({"chat_template_file": "/no/such/file"}, OptionError, "no such file"),
         ({"tokenizer": "train"}, OptionError, "for training"),
         ({"device": "cuda"}, OptionError, "no CUDA device"),
     ],
@@ -122,7 +122,7 @@ def test_what_cannot_be_is_refused(
         ({"served_model_name": ""}, "served_model_name is ''", "--served-model-name"),
         ({"served_model_name": " "}, "served_model_name is ' '", "--served-model-name"),
         ({"api_key_file": "/no/such/file"}, "cannot be read", "rand -hex 24 > /no/such/file"),
-        ({"chat_template_file": "/no/such/file"}, "cannot be read", "--chat-template-file"),
+        ({"chat_template_file": "/no/such/file"}, "no such file", "--chat-template-file"),
     ],
 )
 def test_what_is_refused_comes_with_what_would_do(

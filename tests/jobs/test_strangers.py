@@ -49,7 +49,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = prepare.run_folder(wanted)
     _, tokens, config = prepare.data(job, folder)
     assert tokens.flags
-    prepare.write(prepare.packed(job, tokens.packing), folder, config, "train")
+    prepare.write(prepare.fitted_to(job, tokens), folder, config, "train")
     checkpoint = folder.checkpoints / "step-000002"
     checkpoint.mkdir(parents=True)
     (checkpoint / "manifest.json").write_text("{}")

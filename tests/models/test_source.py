@@ -154,9 +154,8 @@ def test_what_is_refused(tmp_path, config, words):
 
 
 def test_hints_that_can_be_pasted(tmp_path):
-    with pytest.raises(ModelError) as caught:
+    with pytest.raises(ModelError, match="text-only"):
         resolve(write(tmp_path, model_type="gemma3"))
-    assert "AutoModelForCausalLM.from_config" in str(caught.value.hint)
     with pytest.raises(ModelError) as caught:
         resolve("meta-llama/Llama-3.1-8B")
     assert "hf download meta-llama/Llama-3.1-8B" in str(caught.value.hint)

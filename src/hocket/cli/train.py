@@ -38,9 +38,11 @@ class Train:
         model: Hugging Face directory (safetensors weights, or only a config.json for random
             weights), run folder, PEFT adapter, a name that `hocket models` lists, or
             ORG/NAME[@REVISION] on the Hugging Face Hub.
-        data: text files, JSON lines, parquet files, `datasets` directories, folders of text, or
-            data sets of the Hugging Face Hub: ORG/NAME[/SUBSET][:SPLIT][[:N]][@REVISION]. `:SPLIT`
-            and `[:N]` (the first N records) also apply to directories.
+        data: text files, JSON lines, parquet files, `datasets` directories, folders of text,
+            patterns such as 'logs/*.jsonl', or data sets of the Hugging Face Hub:
+            ORG/NAME[/SUBSET][:SPLIT][[:N]][@REVISION]. `:SPLIT` and `[:N]` (the first
+            N records) also apply to directories.
+        eval_data: as --data; evaluated on in place of a fraction of --data.
         run: run folder (default: a new folder under runs/).
         config: TOML or YAML file of options by flag name; flags override it.
         cluster: machine to predict the run for, and to choose --layout auto for: auto (this
@@ -62,6 +64,7 @@ class Train:
 
     model: Model = ""
     data: Paths = ()
+    eval_data: Paths = ()
     run: Run = None
     config: File = None
     cluster: str = "auto"
@@ -84,6 +87,7 @@ def read(arguments: Sequence[str]) -> tuple[Train, dict[str, Any]]:
     default = Train(
         model=given.get("model", ""),
         data=given.get("data", ()),
+        eval_data=given.get("eval_data", ()),
         run=given.get("run"),
         cluster=given.get("cluster", "auto"),
         workload=with_defaults(Workload, given),

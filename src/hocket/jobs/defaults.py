@@ -116,6 +116,7 @@ def parameters(sizes: Dimensions) -> float:
 
 def note(request: JobRequest, source: ModelSource) -> str:
     """What a job does, and the options chosen for it, in a line."""
+    from hocket.models import text_part
     from hocket.training.learning_rate import warmup_steps
 
     options = request.options
@@ -123,7 +124,9 @@ def note(request: JobRequest, source: ModelSource) -> str:
     if options.lr_schedule != "constant":
         rate += f", {options.lr_schedule} to {options.min_lr:g}"
     warmup = warmup_steps(options)
-    return (
+    text = (
         f"{task(request, source)} in {request.workload.dtype}: {rate}, {warmup} warm-up "
         f"step{'s' * (warmup != 1)}, weight decay {options.weight_decay:g}"
     )
+    left_out = text_part.left_out(source.weights)
+    return f"{text}; of the multimodal model not loaded: {left_out}" if left_out else text

@@ -108,8 +108,8 @@ def dry_run(request: JobRequest, record: JobRecorder) -> DryRun:
     gpu = rehearsal_fit.gpu_here() or GPU
     if request.data:
         job = prepare.plan(request)
+        job, data, sequence = _first_sequence(job, record)
         request, source = job.request, job.source
-        data, sequence = _first_sequence(job, record)
     else:
         source = resolve(
             request.model, trust_remote_code=request.options.trust_remote_code, weights=False
@@ -140,8 +140,11 @@ def dry_run(request: JobRequest, record: JobRecorder) -> DryRun:
     )
 
 
-def _first_sequence(job: prepare.PreparedJob, record: JobRecorder) -> tuple[str, FirstSequence]:
-    """Tokenize the data aside, and decode the beginning of what rank 0 reads first."""
+def _first_sequence(
+    job: prepare.PreparedJob, record: JobRecorder
+) -> tuple[prepare.PreparedJob, str, FirstSequence]:
+    """Tokenize the data aside, and decode the beginning of what rank 0 reads first; the job as it
+    fits its data."""
     from hocket.training.dataset import IGNORED, open_dataset
     from hocket.training.token_manifest import TRAIN
 
@@ -164,7 +167,8 @@ def _first_sequence(job: prepare.PreparedJob, record: JobRecorder) -> tuple[str,
                 start = at
         counted = int((labels != IGNORED).sum())
         text = f"{tokens.said(workload.seq_len)}; {words.kind} tokenizer of {words.vocab_size} ids"
-    return text, FirstSequence(pieces=tuple(pieces), tokens=len(ids), learned=counted)
+    job = prepare.fitted_to(job, tokens)
+    return job, text, FirstSequence(pieces=tuple(pieces), tokens=len(ids), learned=counted)
 
 
 def _duration(found: Rehearsed, gpu: str) -> Duration:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hocket.jobs import defaults, links, lock, memory, precision
-from hocket.jobs.request import JobRequest
+from hocket.jobs.request import JobRequest, check_options
 from hocket.jobs.validate import validate
 from hocket.spec.errors import (
     DataError,
@@ -78,8 +78,20 @@ def plan(request: JobRequest, *, world_size: int | None = None) -> PreparedJob:
             hint="--data FILE_OR_FOLDER..., or a data set of the Hub: --data ORG/NAME",
         )
     # One commit for all of the job, whatever is pushed to a branch meanwhile.
-    request = dataclasses.replace(request, data=tuple(map(data_paths.fixed, request.data)))
-    data_paths.find(request.data)
+    data, eval_data = (
+        tuple(map(data_paths.fixed, data_paths.expanded(paths)))
+        for paths in (request.data, request.eval_data)
+    )
+    request = dataclasses.replace(request, data=data, eval_data=eval_data)
+    overlap = set(data) & set(eval_data)
+    if overlap:
+        raise DataError(
+            f"{min(overlap)} is both in --data and in --eval-data: what is trained on is not held "
+            "out",
+            hint="--eval-fraction 0.02 instead of --eval-data",
+        )
+    for paths in filter(None, (data, eval_data)):
+        data_paths.find(paths)
     # All of a model of the Hub is downloaded once nothing else is known to be wrong.
     source = resolve(source.repo or request.model, trust_remote_code=trusted)
     if request.options.lora_rank is not None and source.weights is None:
@@ -247,6 +259,7 @@ def data(
         folder.data,
         words,
         request.data,
+        eval_paths=request.eval_data,
         seq_len=workload.seq_len,
         global_batch=workload.global_batch,
         text_field=options.text_field,
@@ -277,9 +290,18 @@ def with_vocabulary(config: dict[str, Any], vocab_size: int, eos: int | None) ->
     return changed
 
 
-def packed(job: PreparedJob, packing: str) -> PreparedJob:
-    """The job with the packing that its data asks for."""
-    options = dataclasses.replace(job.request.options, packing=packing)
+def fitted_to(job: PreparedJob, tokens: Tokens) -> PreparedJob:
+    """The job with the packing that its data asks for, and the steps of its epochs."""
+    from hocket.training.data import steps_of
+
+    options = dataclasses.replace(job.request.options, packing=tokens.packing)
+    if options.epochs is not None:
+        workload = job.request.workload
+        steps = steps_of(
+            tokens, options.epochs, seq_len=workload.seq_len, global_batch=workload.global_batch
+        )
+        options = dataclasses.replace(options, steps=steps)
+        check_options(options)
     return dataclasses.replace(job, request=dataclasses.replace(job.request, options=options))
 
 
@@ -332,6 +354,7 @@ def spec_of(
         options=request.options,
         weights=str(source.weights.resolve()) if source.weights is not None else None,
         data=tuple(data_paths.pinned(path) for path in request.data),
+        eval_data=tuple(data_paths.pinned(path) for path in request.eval_data),
         command=command,
     )
 

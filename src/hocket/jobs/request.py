@@ -39,8 +39,8 @@ OPTION_FIELDS = tuple(field.name for field in dataclasses.fields(TrainOptions))
 BATCH_FIELDS = ("micro_batch_size", "gradient_accumulation_steps")
 """Other words for `microbatches`: sequences of one, and their count."""
 NAMES = (
-    "model", "data", "run", "layout", "cluster", *BATCH_FIELDS, *LAYOUT_FIELDS, *WORKLOAD_FIELDS,
-    *OPTION_FIELDS,
+    "model", "data", "eval_data", "run", "layout", "cluster", *BATCH_FIELDS, *LAYOUT_FIELDS,
+    *WORKLOAD_FIELDS, *OPTION_FIELDS,
 )  # fmt: skip
 """Every name a training job knows."""
 
@@ -48,6 +48,8 @@ MOST_RECORDED = 20
 """Steps whose timelines are recorded: a trace of more is too long to look at."""
 
 _LARGEST = 2**62
+_USUAL = {"lr": 5e-5, "seq_len": 256, "eps": 1e-8}
+"""Values to offer where the least one that is allowed trains nothing."""
 
 AUTO = "auto"
 """A layout that hocket chooses; a cluster that is this machine."""
@@ -59,7 +61,7 @@ class JobRequest:
 
     Attributes:
         model: a Hugging Face directory, a run folder, or a name of the catalogue.
-        data: files or directories of text.
+        data: files or directories of text. eval_data: those that are held out.
         run: the run folder. None: a new one under `runs/`.
         layout, workload, options: as flags said, or their defaults.
         auto: hocket chooses the layout; `layout` holds the fields that it must keep.
@@ -71,6 +73,7 @@ class JobRequest:
 
     model: str
     data: tuple[str, ...] = ()
+    eval_data: tuple[str, ...] = ()
     run: Path | None = None
     layout: Layout = dataclasses.field(default_factory=Layout)
     workload: Workload = dataclasses.field(default_factory=Workload)
@@ -98,6 +101,19 @@ def request(values: Mapping[str, Any]) -> JobRequest:
     if "min_lr" not in given:
         # The default suits the default peak; a smaller peak still decays to a tenth.
         options = dataclasses.replace(options, min_lr=min(options.min_lr, options.lr / 10))
+    if "epochs" in given and "steps" in given:
+        raise OptionError(
+            f"steps is {options.steps} and epochs {options.epochs:g}; one of them sets the length",
+            hint=f"--epochs {options.epochs:g} alone",
+        )
+    if "eval_data" in given and "eval_fraction" in given and options.eval_fraction:
+        raise OptionError(
+            f"eval_fraction is {options.eval_fraction:g} and there is eval_data, which is all that "
+            "is held out",
+            hint="--eval-data alone",
+        )
+    if given.get("eval_data") and "eval_batches" not in given:
+        options = dataclasses.replace(options, eval_batches=0)
     check_workload(workload)
     check_options(options)
     auto = given.get("layout") == AUTO
@@ -109,6 +125,7 @@ def request(values: Mapping[str, Any]) -> JobRequest:
     return JobRequest(
         model=given["model"],
         data=given.get("data", ()),
+        eval_data=given.get("eval_data", ()),
         run=Path(given["run"]) if "run" in given else None,
         layout=layout_of(given),
         workload=workload,
@@ -147,8 +164,9 @@ def typed(values: Mapping[str, Any]) -> dict[str, Any]:
             if not isinstance(given[name], str | Path):
                 raise OptionError(f"{name} is {given[name]!r}; a text is needed")
             given[name] = str(given[name])
-    if "data" in given:
-        given["data"] = _paths(given["data"])
+    for name in ("data", "eval_data"):
+        if name in given:
+            given[name] = _paths(name, given[name])
     return given
 
 
@@ -197,12 +215,12 @@ def batched(given: dict[str, Any]) -> dict[str, Any]:
     return {**given, "microbatches": many}
 
 
-def _paths(value: Any) -> tuple[str, ...]:
+def _paths(name: str, value: Any) -> tuple[str, ...]:
     if isinstance(value, str | Path):
         return (str(value),)
     if isinstance(value, Iterable):
         return tuple(str(path) for path in value)
-    raise OptionError(f"data is {value!r}; it is one path or a list of paths")
+    raise OptionError(f"{name} is {value!r}; it is one path or a list of paths")
 
 
 def layout_of(given: Mapping[str, Any]) -> Layout:
@@ -269,9 +287,10 @@ def _say(wanted: tuple[Any, ...]) -> str:
 
 def _at_least(name: str, value: float, least: float) -> None:
     if not value >= least or not math.isfinite(value):
+        good = _USUAL.get(name, least)
         raise OptionError(
             f"{name} is {value}; it must be at least {least}",
-            hint=f"--{name.replace('_', '-')} {least}",
+            hint=f"--{name.replace('_', '-')} {good}",
         )
 
 
@@ -292,11 +311,13 @@ def check_options(options: TrainOptions) -> None:
     """Refuse values that cannot be. Raises OptionError."""
     for name, least in (
         ("steps", 1), ("seed", 0), ("lr", 0), ("min_lr", 0), ("weight_decay", 0), ("eps", 0),
-        ("max_grad_norm", 0), ("vocab_size", 257), ("eval_every", 0), ("eval_batches", 1),
+        ("max_grad_norm", 0), ("vocab_size", 257), ("eval_every", 0), ("eval_batches", 0),
         ("timeline_steps", 1), ("threads", 1), ("timeout", 1), ("keep_checkpoints", 1),
         ("max_restarts", 0), ("max_skipped_steps", 0), ("replica_check_every", 0),
     ):  # fmt: skip
         _at_least(name, getattr(options, name), least)
+    if options.epochs is not None and not 0 < options.epochs < math.inf:
+        raise OptionError(f"epochs is {options.epochs}; it must be above 0", hint="--epochs 1")
     if isinstance(options.save_every, str):
         parse_duration(options.save_every)
     else:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from hocket.jobs.record import JobRecorder
 
 CHANGEABLE = frozenset(
-    {"steps", "resume", "eval_every", "eval_batches", "save_every", "keep_checkpoints",
+    {"steps", "epochs", "resume", "eval_every", "eval_batches", "save_every", "keep_checkpoints",
      "log_interval", "timeline_step", "timeline_steps", "device", "backend", "threads",
      "bucket_mb", "compile", "tracker", "trust_remote_code", "timeout", "emulate_links",
      "memory_per_rank", "max_restarts", "grace_seconds", "replica_check_every", "on_divergence",
@@ -84,7 +84,8 @@ def continued(request: JobRequest) -> JobRequest:
         return request
     for name, asked, stored in (
         ("model", (_model(request, folder),), (spec.model,)),
-        ("data", tuple(_pinned(path) for path in request.data), spec.data),
+        ("data", _pinned(request.data), spec.data),
+        ("eval_data", _pinned(request.eval_data), spec.eval_data),
     ):
         texts = [tuple(text.partition("@")[0] for text in each) for each in (asked, stored)]
         if asked and asked[0] and texts[0] != texts[1]:
@@ -121,10 +122,29 @@ def _model(request: JobRequest, folder: RunFolder) -> str:
     return str(path.resolve()) if path.exists() else request.model
 
 
-def _pinned(given: str) -> str:
+def _pinned(given: tuple[str, ...]) -> tuple[str, ...]:
     from hocket.training import data_paths
 
-    return data_paths.pinned(given) if Path(given).expanduser().exists() else given
+    return tuple(
+        data_paths.pinned(path) if Path(path).expanduser().exists() else path
+        for path in data_paths.expanded(given)
+    )
+
+
+def _steps(request: JobRequest, folder: RunFolder, spec: RunSpec) -> int:
+    """The steps of a run that goes on: as asked for, else its own."""
+    if "epochs" in request.given and request.options.epochs is not None:
+        from hocket.training.data import steps_of
+        from hocket.training.token_manifest import Tokens
+
+        workload = spec.workload
+        return steps_of(
+            Tokens.load(folder.data),
+            request.options.epochs,
+            seq_len=workload.seq_len,
+            global_batch=workload.global_batch,
+        )
+    return request.options.steps if "steps" in request.given else spec.options.steps
 
 
 def finished(request: JobRequest) -> list[dict[str, Any]]:
@@ -134,7 +154,7 @@ def finished(request: JobRequest) -> list[dict[str, Any]]:
         return []
     folder = RunFolder(request.run)
     spec = folder.load(trust_remote_code=request.options.trust_remote_code)
-    steps = request.options.steps if "steps" in request.given else spec.options.steps
+    steps = _steps(request, folder, spec)
     exported = folder.model if spec.options.lora_rank is None else folder.adapter
     try:
         rows = [parse_json(row) for row in folder.metrics_file.read_text().splitlines()]
@@ -176,21 +196,26 @@ def plan(request: JobRequest, *, world_size: int | None = None) -> Resumed:
         )
     _unchanged(request, folder, spec)
     step = next((int(p.name.split("-")[1]) for p in candidates(folder.checkpoints)), 0)
-    steps = request.options.steps if "steps" in request.given else spec.options.steps
+    steps = _steps(request, folder, spec)
     if steps < step:
         raise CheckpointError(
             f"steps is {steps}; the run in {folder.path} holds a checkpoint of step {step}",
             hint=f"--steps {max(step, spec.options.steps)}",
         )
     changed = {name: getattr(request.options, name) for name in request.given & CHANGEABLE}
-    options = dataclasses.replace(spec.options, **{**changed, "resume": has})
+    options = dataclasses.replace(spec.options, **{**changed, "steps": steps, "resume": has})
     check_workload(spec.workload)
     check_options(options)
     prepare.device_checked(options)
     prepare.choice_checked(request, world_size)
     memory.checked(options)
     own = dataclasses.replace(
-        request, model=spec.model, data=spec.data, workload=spec.workload, options=options
+        request,
+        model=spec.model,
+        data=spec.data,
+        eval_data=spec.eval_data,
+        workload=spec.workload,
+        options=options,
     )
     fetch_again(spec)
     unsplit = Layout(microbatches=1)

@@ -148,13 +148,16 @@ def prepared(
     from hocket.training import data_paths
 
     request = job.request
-    for notice in data_paths.find(request.data, streaming=request.options.streaming).notices:
-        record.note(notice)
+    for paths in filter(None, (request.data, request.eval_data)):
+        for notice in data_paths.find(paths, streaming=request.options.streaming).notices:
+            record.note(notice)
     record.phase("tokenizing")
-    record.note(defaults.note(request, job.source))
     words, tokens, config = prepare.data(job, folder, record.tokenized)
-    job = prepare.packed(job, tokens.packing)
+    job = prepare.fitted_to(job, tokens)
+    record.note(defaults.note(job.request, job.source))
     said = tokens.said(job.request.workload.seq_len)
+    if request.options.epochs is not None:
+        said += f"; {request.options.epochs:g} epochs are {job.request.options.steps} steps"
     record.note(f"{said}; {words.kind} tokenizer of {words.vocab_size} ids")
     if not job.request.auto:
         return prepare.write(job, folder, config, command)

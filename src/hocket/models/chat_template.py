@@ -23,7 +23,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from hocket.spec.errors import ModelError, OptionError
+from hocket.spec.errors import ModelError, OptionError, nearest
 from hocket.spec.files import parse_json
 
 MOST_TEMPLATE = 1 << 20
@@ -40,6 +40,40 @@ SWITCHES = frozenset(("enable_thinking", "thinking", "reasoning_effort", "date_s
 BEGIN, END = "\ufdd0", "\ufdd1"
 """What stands around the model's own words where `marked` is asked for: code points that Unicode
 keeps out of text."""
+
+
+SHIPPED = Path(__file__).with_name("chat_templates")
+"""Templates that come with hocket, by name: those of ChatML, Llama 3 and Zephyr."""
+
+
+def shipped() -> list[str]:
+    """Names of the templates that come with hocket."""
+    return sorted(file.stem for file in SHIPPED.glob("*.jinja"))
+
+
+def file_of(text: str) -> Path:
+    """The file of a template that is named by its path, or by the name of one of `shipped`.
+
+    Raises:
+        OptionError: there is neither, or it cannot be read.
+    """
+    path = Path(text).expanduser()
+    if path.exists():
+        try:
+            path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise OptionError(
+                f"chat_template_file {path} cannot be read: {error}",
+                hint="--chat-template-file chatml, or none: the tokenizer's own template",
+            ) from None
+        return path
+    if text in shipped():
+        return SHIPPED / f"{text}.jinja"
+    raise OptionError(
+        f"chat_template_file {text}: there is no such file, and no template of that name",
+        hint=f"--chat-template-file {nearest(text, shipped()) or 'chatml'}; known: "
+        f"{', '.join(shipped())}",
+    )
 
 
 class TemplateRefusal(ModelError):

@@ -9,6 +9,8 @@ a folder of checkpoints (checkpoint-10 ...)   the last one's         the last on
 a name of the catalogue                       the catalogue          random, by seed
 org/name[@revision] of the Hub, or its page   its config.json        its files, in the cache
 an adapter of PEFT, folder or Hub name        its base model's       its base model's, merged
+
+Of a multimodal model all of these give the language model inside (`models.text_part`).
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from hocket.models import fetched, hub, merged, quantization, registry, repo_id
+from hocket.models import fetched, hub, merged, quantization, registry, repo_id, text_part
 from hocket.models.dimensions import Dimensions, dimensions
-from hocket.models.weight_headers import INDEX, SINGLE
+from hocket.models.weight_headers import INDEX, SINGLE, headers
 from hocket.spec import checkpoint
 from hocket.spec.errors import ModelError, nearest, unknown
 from hocket.spec.files import parse_json
@@ -235,6 +237,7 @@ def _directory(
         _read_config(path / "config.json"),
         trust_remote_code,
         lambda: fetched.base_in(path / "README.md") if repo is None else fetched.base_of(repo),
+        path if weights else None,
     )
     return ModelSource(
         name=name,
@@ -354,10 +357,13 @@ def _check(
     config: dict[str, Any],
     trust_remote_code: bool,
     base: Callable[[], str | None] = lambda: None,
+    folder: Path | None = None,
 ) -> dict[str, Any]:
-    """A configuration without keys that name code to run.
+    """A configuration without keys that name code to run; of a multimodal model that of the
+    language model inside.
 
-    `base` gives the model that this one was made from, for what is said of a quantized one.
+    `base` gives the model that this one was made from, for what is said of a quantized one;
+    `folder` holds its weights.
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
@@ -371,14 +377,17 @@ def _check(
         message, hint = unknown("model type", model_type, registry.causal_classes())
         raise ModelError(f"{name}: {message.split(';')[0]} (transformers knows others)", hint=hint)
     architecture = registry.causal_classes().get(model_type)
-    if architecture is None or architecture.endswith("ForConditionalGeneration"):
-        inner = config.get("text_config")
-        text = inner.get("model_type") if isinstance(inner, dict) else None
-        if not isinstance(text, str):
-            text = f"{model_type}_text"
+    alone = architecture is not None and not architecture.endswith("ForConditionalGeneration")
+    if not alone or isinstance(config.get("text_config"), dict):
+        stored = folder is not None and any((folder / file).exists() for file in (INDEX, SINGLE))
+        inside = text_part.config(config, headers(folder) if folder and stored else ())
+        if inside is not None:
+            return _check(name, inside, trust_remote_code)
+    if not alone:
         raise ModelError(
-            f"{name} is of type {model_type!r}, which is not a text-only causal language model",
-            hint=_text_part(name) if text in registry.causal_classes() else None,
+            f"{name} is of type {model_type!r}, which is not a text-only causal language model, "
+            "and transformers has none of the language model inside",
+            hint="a text-only model of the family",
         )
     architectures = config.get("architectures") or []
     if not isinstance(architectures, list):
@@ -393,19 +402,6 @@ def _check(
             hint='"is_decoder": true in its config.json makes it a causal language model',
         )
     return _without_foreign(config)
-
-
-def _text_part(name: str) -> str:
-    """The command that saves the language model inside a multimodal one as a model of its own."""
-    made = f"{Path(name).name.split('@')[0]}-text"
-    script = (
-        "import transformers as t; "
-        f"m = t.AutoModelForImageTextToText.from_pretrained({name!r}, dtype='auto'); "
-        "c = t.AutoModelForCausalLM.from_config(m.config.get_text_config()); "
-        "c.model, c.lm_head = m.model.language_model, m.lm_head; "
-        f"c.save_pretrained({made!r})"
-    )
-    return f"python -c {shlex.quote(script)}"
 
 
 def _is_encoder(model_type: str, config: dict[str, Any]) -> bool:

@@ -2,8 +2,9 @@
 
 Only the blocks that a rank holds are read from the files. Names in a file may differ from the
 module's: transformers' own renaming rules are applied (a missing or extra `model.` or
-`transformer.` prefix, tensors renamed since, experts stored one by one). Quantized weights are read
-to floats on the way (`models.dequantized`).
+`transformer.` prefix, tensors renamed since, experts stored one by one). Of a multimodal model
+only the language model inside is read (`models.text_part`). Quantized weights are read to floats on
+the way (`models.dequantized`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from hocket.models import quantization, quantized_files
+from hocket.models import quantization, quantized_files, text_part
 from hocket.models.dequantized import Dequantized
 from hocket.models.disk_tensor import DTYPES, DiskTensor
 from hocket.models.weight_headers import headers, shown
@@ -168,10 +169,14 @@ class WeightFiles:
         prefix, meta = model.base_model_prefix, model.state_dict()
         self._stored: dict[str, _Stored] = {}
         unexpected: list[str] = []
+        inside = text_part.is_multimodal(self.directory)
         for key in sorted([*self._where, *self._quantized], key=dot_natural_key):
-            name, pattern = rename_source_key(key, renamings, converters, prefix, meta)
-            if name not in meta and key in meta:
-                name, pattern = rename_source_key(key, [], [], prefix, meta)
+            plain = text_part.stored_as(key) if inside else key
+            if plain is None:
+                continue
+            name, pattern = rename_source_key(plain, renamings, converters, prefix, meta)
+            if name not in meta and plain in meta:
+                name, pattern = rename_source_key(plain, [], [], prefix, meta)
             if name not in meta:
                 unexpected.append(key)
             elif pattern is None:

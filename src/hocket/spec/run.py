@@ -60,7 +60,8 @@ class TrainOptions:
     """Every option of a training job besides model, data and layout. Names are the flags'.
 
     Attributes:
-        steps: optimizer steps.
+        steps: optimizer steps (default: 100, or as --epochs).
+        epochs: passes over the training data, instead of --steps; fractions are allowed.
         seed: seed of weights, data order and dropout.
         lr: peak learning rate (default: 5e-5 for existing weights, 2e-4 with LoRA, for random
             weights by the model's size and at most 1e-3).
@@ -85,14 +86,15 @@ class TrainOptions:
         data_format: record format: text, chat (messages or conversations; loss on the assistant's
             turns), completion (prompt and completion; loss on the completion), or auto (from each
             file's first record). One of: auto, text, chat, completion.
-        chat_template_file: Jinja chat template that replaces the tokenizer's own.
+        chat_template_file: chat template that replaces the tokenizer's own: a Jinja file, or one of
+            chatml, llama-3, zephyr.
         streaming: tokenize data sets of the Hub while they are read, without storing their files.
         packing: how documents fill rows: across (concatenated, attention crosses documents),
             documents (several per row, attention within each) or none (one per row) (default:
             across for text, documents for chats and completions). One of: across, documents, none.
-        eval_fraction: fraction of the documents kept for evaluation.
+        eval_fraction: fraction of the documents kept for evaluation; none with --eval-data.
         eval_every: steps between evaluations on held-out text; 0: only at the end.
-        eval_batches: global batches per evaluation.
+        eval_batches: global batches per evaluation; 0: all (default: 2, or all of --eval-data).
         lora_rank: LoRA rank: train adapters of frozen linear layers, through peft (default: full
             fine-tuning).
         lora_alpha: LoRA alpha; adapters are scaled by alpha / rank (default: twice the rank).
@@ -136,6 +138,7 @@ class TrainOptions:
     """
 
     steps: int = 100
+    epochs: float | None = None
     seed: int = 0
     lr: float = 1e-3
     lr_schedule: str = "cosine"
@@ -198,6 +201,7 @@ class RunSpec:
         weights: directory that holds safetensors weights; None: random from the seed.
         layout, workload, options: what the flags said, resolved.
         data: the data paths, and data sets of the Hub at their commits.
+        eval_data: those of the held-out text; empty: a fraction of `data`.
         command: `train`, `check`, `generate`, `demo` or `serve`.
         serving: of a server, resolved; None of any other job.
     """
@@ -209,6 +213,7 @@ class RunSpec:
     options: TrainOptions = dataclasses.field(default_factory=TrainOptions)
     weights: str | None = None
     data: tuple[str, ...] = ()
+    eval_data: tuple[str, ...] = ()
     command: str = "train"
     serving: ServeOptions | None = None
     version: int = VERSION
@@ -234,11 +239,12 @@ class RunSpec:
             options["tracker"] = "tensorboard"  # the only one of version 0.1
         data["workload"] = from_dict(Workload, data.get("workload", {}))
         data["options"] = from_dict(TrainOptions, data.get("options", {}))
-        data["data"] = tuple(data.get("data", ()))
+        for name in ("data", "eval_data"):
+            data[name] = tuple(data.get(name, ()))
+            if not all(isinstance(path, str) for path in data[name]):
+                raise OptionError(f"{name} is {data[name]!r:.60}; it must be a list of paths")
         if not isinstance(data["config"], dict):
             raise OptionError(f"config is {data['config']!r:.60}; it must be a table")
-        if not all(isinstance(path, str) for path in data["data"]):
-            raise OptionError(f"data is {data['data']!r:.60}; it must be a list of paths")
         if data.get("version", VERSION) != VERSION:
             raise OptionError(f"version is {data['version']!r:.60}; this hocket reads {VERSION}")
         if data.get("serving") is not None:
@@ -426,7 +432,13 @@ def options_text(spec: RunSpec) -> str:
     for name in ("resume", "trust_remote_code"):
         del options[name]
     if spec.serving is None:
-        job = {"data": spec.data, **dataclasses.asdict(spec.workload), **options}
+        if spec.options.epochs is not None:
+            del options["steps"]
+        data = {"data": spec.data}
+        if spec.eval_data:
+            del options["eval_fraction"]
+            data["eval_data"] = spec.eval_data
+        job = {**data, **dataclasses.asdict(spec.workload), **options}
     else:
         shared = {name: options[name] for name in SERVED}
         job = {"dtype": spec.workload.dtype, **shared, **dataclasses.asdict(spec.serving)}

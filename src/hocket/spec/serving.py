@@ -43,7 +43,8 @@ class ServeOptions:
         drain_seconds: seconds that running requests may take to finish at shutdown.
         generation_config: sampling defaults: auto (the model's generation_config.json) or none
             (OpenAI's). One of: auto, none.
-        chat_template_file: Jinja chat template that replaces the tokenizer's own.
+        chat_template_file: chat template that replaces the tokenizer's own: a Jinja file, or one of
+            chatml, llama-3, zephyr.
         max_restarts: consecutive restarts of a replica whose ranks died.
     """
 

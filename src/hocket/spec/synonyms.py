@@ -20,6 +20,11 @@ SYNONYMS = {
     "warmup_steps": "warmup",
     "lr_warmup_steps": "warmup",
     "max_steps": "steps",
+    "num_train_epochs": "epochs",
+    "num_epochs": "epochs",
+    "eval_file": "eval_data",
+    "validation_file": "eval_data",
+    "eval_dataset": "eval_data",
     "train_iters": "steps",
     "max_seq_length": "seq_len",
     "max_seq_len": "seq_len",
@@ -93,9 +98,6 @@ DTYPES = {
 EXPLAINED = {
     "batch_size": "use --global-batch (sequences per step over all ranks) or --micro-batch-size "
     "(sequences per microbatch and rank)",
-    "epochs": "use --steps: the number of optimizer steps",
-    "num_train_epochs": "use --steps: the number of optimizer steps",
-    "num_epochs": "use --steps: the number of optimizer steps",
     "fp16": "use --dtype bf16: there is no loss scaling for fp16",
     "optimizer": "leave it out: the optimizer is AdamW",
     "optim": "leave it out: the optimizer is AdamW",

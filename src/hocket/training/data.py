@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,11 +22,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from hocket.models.chat_template import file_of
 from hocket.spec.errors import DataError
 from hocket.training import data_paths, data_sources
 from hocket.training.conversation import TEXT
 from hocket.training.documents import Document, documents, kinds
-from hocket.training.packed_files import arrange, write_aside
+from hocket.training.packed_files import DocumentCounts, arrange, write_aside
 from hocket.training.packed_files import held_out as held_out_documents
 from hocket.training.packing import ACROSS, DOCUMENTS
 from hocket.training.token_files import BATCH_CHARACTERS, Dtype, choose, split, write
@@ -41,6 +43,7 @@ def prepare(
     tokenizer: Tokenizer,
     paths: Sequence[str | os.PathLike[str]],
     *,
+    eval_paths: Sequence[str | os.PathLike[str]] = (),
     seq_len: int,
     global_batch: int,
     text_field: str = "text",
@@ -61,6 +64,7 @@ def prepare(
     held out instead.
 
     Args:
+        eval_paths: held out in place of a fraction of `paths`.
         seq_len, global_batch: what one step takes; the data must hold at least one.
         model_vocab_size: rows of the model's embedding, which every id must fit.
         data_format: `text`, `chat`, `completion`, or `auto`: as each file's first record says.
@@ -78,13 +82,17 @@ def prepare(
     sources = data_paths.find(paths, streaming=streaming).sources
     listed = tuple((source.shown, source.kind, source.bytes) for source in sources)
     stamps = [(*row, source.stamp) for row, source in zip(listed, sources, strict=True)]
-    held = kinds(sources, data_format)
+    held_out = data_paths.find(eval_paths, streaming=streaming).sources if eval_paths else ()
+    held = [*kinds(sources, data_format), *kinds(held_out, data_format)]
+    listed_out = tuple((source.shown, source.kind, source.bytes) for source in held_out)
+    stamps += [(*row, s.stamp) for row, s in zip(listed_out, held_out, strict=True)]
     plain = set(held) <= {TEXT}
     packing = packing or (ACROSS if plain else DOCUMENTS)
     written = [] if templates is None else sorted(templates.texts.items())
     key = _hash(
         VERSION,
         stamps,
+        *([len(held_out)] if held_out else ()),
         text_field,
         eval_fraction,
         seed,
@@ -99,16 +107,22 @@ def prepare(
         folder.mkdir(parents=True, exist_ok=True)
         dtype: Dtype = np.dtype("uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32")
         making = _Making(
-            folder=folder, sources=sources, tokenizer=tokenizer, dtype=dtype,
+            folder=folder, sources=sources, held_out=held_out, tokenizer=tokenizer, dtype=dtype,
             seq_len=seq_len, share=eval_fraction, seed=seed, progress=progress,
         )  # fmt: skip
         if plain and packing == ACROSS:
             counts = making.stream(text_field)
         else:
-            found = documents(
-                sources, held, tokenizer, templates, text_field=text_field, passed=making.passed
+            of_train, of_valid = (
+                documents(
+                    some, what, tokenizer, templates, text_field=text_field, passed=making.passed
+                )
+                for some, what in (
+                    (sources, held[: len(sources)]),
+                    (held_out, held[len(sources) :]),
+                )
             )
-            counts = making.flagged(found, packing)
+            counts = making.flagged(of_train, of_valid, packing)
         tokens = Tokens(
             **counts,
             held=tuple(held),
@@ -119,10 +133,11 @@ def prepare(
             eos_id=tokenizer.eos_id,
             key=key,
             sources=listed,
+            eval_sources=listed_out,
         )
         tokenizer.save(folder)
         if chat_template is not None:  # the exported model brings what it was trained on
-            shutil.copyfile(chat_template, folder / "chat_template.jinja")
+            shutil.copyfile(file_of(str(chat_template)), folder / "chat_template.jinja")
         tokens = tokens.save(folder)
     check(tokens, seq_len=seq_len, global_batch=global_batch, model_vocab_size=model_vocab_size)
     return tokens
@@ -153,9 +168,10 @@ def check(
         raise DataError(
             f"the training data holds {tokens.train_tokens} tokens; one step takes "
             f"{global_batch} sequences of {seq_len} and needs {global_batch * seq_len + 1}",
-            hint=f"--seq-len {fits}, or more data"
-            if fits >= 2
-            else f"--global-batch {max(1, samples)}, or more data",
+            hint=f"--global-batch {samples}, or more data"
+            if samples
+            else f"--seq-len {max(2, fits or tokens.train_tokens - 1)} --global-batch "
+            f"{global_batch if fits >= 2 else 1}, or more data",
         )
 
 
@@ -170,6 +186,7 @@ class _Making:
 
     folder: Path
     sources: Sequence[data_paths.Source]
+    held_out: Sequence[data_paths.Source]
     tokenizer: Tokenizer
     dtype: Dtype
     seq_len: int
@@ -178,7 +195,7 @@ class _Making:
     progress: Callable[[int, int], None] | None
 
     def __post_init__(self) -> None:
-        self._total, self._done = sum(s.bytes for s in self.sources), 0
+        self._total, self._done = sum(s.bytes for s in (*self.sources, *self.held_out)), 0
         self._aside = self.folder / f".{TRAIN}.{os.getpid()}"
         self._beside = self.folder / f".{VALID}.{os.getpid()}"
 
@@ -193,12 +210,24 @@ class _Making:
         try:
             texts = _counted(self.sources, text_field, self.progress)
             lengths, largest = write(self._aside, texts, self.tokenizer, self.dtype)
-            self._require(lengths)
-            chosen = choose(lengths, self.share, self.seed, self.seq_len)
-            counts = split(
-                self._aside, self._beside, lengths, chosen,
-                dtype=self.dtype, share=self.share, seq_len=self.seq_len,
-            )  # fmt: skip
+            self._require(self.sources, lengths)
+            if self.held_out:
+                texts = _counted(self.held_out, text_field, None)
+                apart, other = write(self._beside, texts, self.tokenizer, self.dtype)
+                self._require(self.held_out, apart, self.seq_len + 1)
+                largest = max(largest, other)
+                counts = {
+                    "train_tokens": int(lengths.sum()),
+                    "valid_tokens": int(apart.sum()),
+                    "train_documents": len(lengths),
+                    "valid_documents": len(apart),
+                }
+            else:
+                chosen = choose(lengths, self.share, self.seed, self.seq_len)
+                counts = split(
+                    self._aside, self._beside, lengths, chosen,
+                    dtype=self.dtype, share=self.share, seq_len=self.seq_len,
+                )  # fmt: skip
             os.replace(self._beside, self.folder / VALID)
             os.replace(self._aside, self.folder / TRAIN)
         finally:
@@ -206,8 +235,39 @@ class _Making:
             self._beside.unlink(missing_ok=True)
         return {**counts, "largest": largest}
 
-    def flagged(self, found: Iterable[Document], packing: str) -> dict[str, Any]:
+    def flagged(
+        self, found: Iterable[Document], held_out: Iterable[Document], packing: str
+    ) -> dict[str, Any]:
         """Documents with flags, in rows or one after the other; counts for the manifest."""
+        share = 0.0 if self.held_out else self.share
+        train, counts = self._arranged(self.sources, found, packing, {TRAIN: 0.0, VALID: share})
+        if self.held_out:
+            apart, other = self._arranged(self.held_out, held_out, packing, {VALID: 0.0})
+            train |= apart
+            counts.largest = max(counts.largest, other.largest)
+        return {
+            "flags": True,
+            "largest": max(counts.largest, self.tokenizer.eos_id or 0),
+            **{
+                f"{part}_{name}": train[file][name]
+                for part, file in (("train", TRAIN), ("valid", VALID))
+                for name in ("tokens", "rows", "documents")
+            },
+            "learned_tokens": train[TRAIN]["learned"],
+            "truncated_documents": counts.truncated_documents,
+            "truncated_tokens": counts.truncated_tokens,
+            "unlearned_documents": counts.unlearned_documents,
+        }
+
+    def _arranged(
+        self,
+        sources: Sequence[data_paths.Source],
+        found: Iterable[Document],
+        packing: str,
+        files: dict[str, float],
+    ) -> tuple[dict[str, dict[str, int]], DocumentCounts]:
+        """The documents of some sources in token files, the last with a share of them, the first
+        with the rest; what each holds, and what became of the documents."""
         row = None if packing == ACROSS else self.seq_len
         try:
             lengths, counts = write_aside(
@@ -215,47 +275,46 @@ class _Making:
             )
             if not lengths.size and counts.unlearned_documents:
                 raise DataError(
-                    f"data {self._paths()}: none of the {counts.unlearned_documents} documents "
+                    f"data {_paths(sources)}: none of the {counts.unlearned_documents} documents "
                     f"has a token in its first {self.seq_len} that loss falls on",
                     hint="conversations with an assistant's turn, or a longer --seq-len",
                 )
-            self._require(lengths)
-            chosen = held_out_documents(len(lengths), self.share, self.seed)
-            parts = {
-                name: arrange(
+            self._require(sources, lengths)
+            chosen = held_out_documents(len(lengths), max(files.values()), self.seed)
+            parts = {}
+            for file, which in zip(files, (~chosen, chosen), strict=False):
+                parts[file] = arrange(
                     self.folder / file, self._aside, self._beside, lengths, which,
                     dtype=self.dtype, packing=packing, row=self.seq_len,
                     filler=self.tokenizer.eos_id or 0,
-                )
-                for name, file, which in (("train", TRAIN, ~chosen), ("valid", VALID, chosen))
-            }  # fmt: skip
+                )  # fmt: skip
+                parts[file]["documents"] = int(which.sum())
         finally:
             self._aside.unlink(missing_ok=True)
             self._beside.unlink(missing_ok=True)
-        return {
-            "flags": True,
-            "largest": max(counts.largest, self.tokenizer.eos_id or 0),
-            "train_documents": int((~chosen).sum()),
-            "valid_documents": int(chosen.sum()),
-            **{
-                f"{part}_{name}": n[name]
-                for part, n in parts.items()
-                for name in ("tokens", "rows")
-            },
-            "learned_tokens": parts["train"]["learned"],
-            "truncated_documents": counts.truncated_documents,
-            "truncated_tokens": counts.truncated_tokens,
-            "unlearned_documents": counts.unlearned_documents,
-        }
+        return parts, counts
 
-    def _paths(self) -> str:
-        return ", ".join(str(source.path) for source in self.sources[:3])
-
-    def _require(self, lengths: npt.NDArray[np.int64]) -> None:
+    def _require(
+        self,
+        sources: Sequence[data_paths.Source],
+        lengths: npt.NDArray[np.int64],
+        least: int = 1,
+    ) -> None:
+        """Refuse sources without text, or with fewer tokens than `least`. Raises DataError."""
         if lengths.size == 0:
             raise DataError(
-                f"data {self._paths()}: there is no text in it", hint="give files that hold text"
+                f"data {_paths(sources)}: there is no text in it", hint="give files that hold text"
             )
+        if lengths.sum() < least:
+            raise DataError(
+                f"data {_paths(sources)}: it holds {lengths.sum()} tokens, and one sequence of "
+                f"--seq-len {self.seq_len} takes {least}",
+                hint=f"--seq-len {max(2, int(lengths.sum()) - 1)}, or more text",
+            )
+
+
+def _paths(sources: Sequence[data_paths.Source]) -> str:
+    return ", ".join(str(source.path) for source in sources[:3])
 
 
 # --- parts of preparing ---------------------------------------------------------------------
@@ -294,3 +353,9 @@ def _counted(
 
 def _hash(*parts: object) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def steps_of(tokens: Tokens, epochs: float, *, seq_len: int, global_batch: int) -> int:
+    """Optimizer steps that pass over the training data `epochs` times, the last one in part."""
+    samples = tokens.train_rows or num_samples(tokens.train_tokens, seq_len)
+    return max(1, math.ceil(round(epochs * samples / global_batch, 9)))

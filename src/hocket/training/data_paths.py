@@ -12,6 +12,7 @@ is read. Never imports torch; `datasets` is imported for directories of records 
 from __future__ import annotations
 
 import dataclasses
+import glob
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -153,6 +154,12 @@ def find(paths: Sequence[str | os.PathLike[str]], *, streaming: bool = False) ->
                 continue
             there = path.parent.iterdir() if path.parent.is_dir() else iter(())
             near = nearest(path.name, (p.name for p in there))
+            if "://" in os.fspath(given):
+                raise DataError(
+                    f"data {given}: addresses are not read, but for data sets of the Hub "
+                    "(hf://datasets/ORG/NAME, https://huggingface.co/datasets/ORG/NAME)",
+                    hint=f"curl -LO {given}, and --data {path.name}",
+                )
             raise DataError(
                 f"data {given}: there is no such file or directory",
                 hint=f"did you mean {path.parent / near}?"
@@ -179,6 +186,28 @@ def find(paths: Sequence[str | os.PathLike[str]], *, streaming: bool = False) ->
             found = [Source(path, "files", True, limit=limit, parts=tuple(found))]
         sources += found
     return Selection(tuple(sources), tuple(notices))
+
+
+def expanded(paths: Sequence[str | os.PathLike[str]]) -> tuple[str, ...]:
+    """The paths, with the files that a pattern (`*`, `?`, `**`) matches in its place, by name.
+
+    Raises:
+        DataError: a pattern that matches no file.
+    """
+    found: list[str] = []
+    for path in paths:
+        given = os.fspath(path)
+        if not any(sign in given for sign in "*?") or Path(given).exists() or "://" in given:
+            found.append(given)
+            continue
+        matches = sorted(glob.glob(str(Path(given).expanduser()), recursive=True))
+        files = [match for match in matches if Path(match).is_file()]
+        if not files:
+            raise DataError(
+                f"data {given}: the pattern matches no file", hint=f"ls {Path(given).parent}"
+            )
+        found += files
+    return tuple(found)
 
 
 def pinned(given: str | os.PathLike[str]) -> str:

@@ -18,7 +18,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from hocket.models.chat_template import ChatTemplates
+from hocket.models.chat_template import ChatTemplates, file_of
 from hocket.spec.errors import DataError, OptionError
 from hocket.training import conversation, data_sources
 from hocket.training.conversation import CHAT, TEXT, Conversation, PromptAnswer
@@ -72,12 +72,12 @@ def templates_of(
     Args:
         tokenizer: gives the texts of special tokens.
         directory: of the tokenizer or the model.
-        file: a template that the user names instead.
+        file: a template that the user names instead: a path, or a name of those shipped.
 
     Raises:
         OptionError: the file cannot be read. ModelError: a template cannot be.
     """
-    found = ChatTemplates.read(directory, None if file is None else Path(file), marked=True)
+    found = ChatTemplates.read(directory, None if file is None else file_of(file), marked=True)
     if found is not None and tokenizer.eos is not None:
         found.words.setdefault("eos_token", tokenizer.eos)
     return found
@@ -138,7 +138,7 @@ def _rendered(source: Source, kind: str, templates: ChatTemplates | None) -> Ite
             raise OptionError(
                 f"data {source.path} holds {'chats' if kind == CHAT else 'messages'}, and the "
                 "model directory has no chat template to render them with",
-                hint="--chat-template-file FILE, or a model directory that brings one",
+                hint="--chat-template-file chatml, or one of your own: --chat-template-file FILE",
             )
         yield *render(found, templates, where), isinstance(found, PromptAnswer)
 

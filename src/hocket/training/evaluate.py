@@ -9,8 +9,10 @@ from hocket.training.inputs import Inputs
 
 
 def num_batches(inputs: Inputs, most: int) -> int:
-    """Global batches that the held-out text fills (the last one in part), at most `most`."""
-    return min(most, -(-len(inputs.dataset) // inputs.order.global_batch))
+    """Global batches that the held-out text fills (the last one in part), at most `most`; 0:
+    all."""
+    filled = -(-len(inputs.dataset) // inputs.order.global_batch)
+    return min(most, filled) if most else filled
 
 
 def perplexity(loss: float) -> float | None:

@@ -67,6 +67,7 @@ def parse(text: str) -> DataId | None:
     Raises:
         DataError: as `selected`.
     """
+    text = text.removeprefix("hf://datasets/")
     if "://" in text:
         repo = repo_id.parse(text, repo_id.DATASET)
         return None if repo is None else DataId(repo)

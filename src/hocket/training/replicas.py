@@ -3,6 +3,7 @@
     what                         axis over which it is replicated
     weights                      dp;        with ZeRO-3: replicas
     optimizer state, masters     dp;        with ZeRO: replicas
+    of experts over ranks (ep)   expert_data; with ZeRO sharded over it, and not compared
 
 Each rank hashes its tensors, 8 bytes each, and the axis gathers them. A flipped bit, or a device
 that computes wrongly, then shows as a tensor whose checksum differs on one rank. Of three or more
@@ -43,6 +44,9 @@ class ReplicaCheck:
         self._mesh = mesh
         self._weights: Axis = mesh.axis("replicas" if zero == 3 else "dp")
         self._state: Axis = mesh.axis("replicas" if zero else "dp")
+        self._experts: Axis | None = None
+        if parallel.layout.ep > 1:
+            self._experts = mesh.axis("expert_data")
         threads = parallel.replicas is not None
         self.needed = not threads and max(self._weights.size, self._state.size) > 1
         layout = parallel.layout  # equal on all ranks
@@ -60,7 +64,24 @@ class ReplicaCheck:
             for name, states in self._optimizer.state_tensors().items()
             for key, tensor in states.items()
         ]
-        return [(self._weights, weights), (self._state, state)]
+        if self._experts is None:
+            return [(self._weights, weights), (self._state, state)]
+        placements, zero = self._parallel.placements, self._parallel.layout.zero
+        held = []
+        for axis, named_tensors, sharded in (
+            (self._weights, weights, zero == 3),
+            (self._state, state, bool(zero)),
+        ):
+            apart = [
+                (name, tensor)
+                for name, tensor in named_tensors
+                if placements[name.rpartition(" of ")[2]].is_expert
+            ]
+            names = {name for name, _ in apart}
+            held.append((axis, [one for one in named_tensors if one[0] not in names]))
+            if not sharded:
+                held.append((self._experts, apart))
+        return held
 
     @torch.no_grad()
     def compare(self, step: int) -> str | None:

@@ -43,7 +43,8 @@ class Tokens:
         eos_id: the token after each document, or None.
         key: hash of everything that the tokens depend on; equal keys, equal files.
         sources: path, kind and bytes of each file read.
-        held: what each of them holds: `text`, `chat` or `completion`.
+        eval_sources: as `sources`, of the files that are held out; empty: a fraction of them is.
+        held: what each of all of them holds: `text`, `chat` or `completion`.
         packing: `across`, `documents` or `none`.
         flags: whether flags lie beside the tokens.
         train_rows, valid_rows: rows of the files; 0 where documents follow each other.
@@ -65,6 +66,7 @@ class Tokens:
     eos_id: int | None
     key: str
     sources: tuple[tuple[str, str, int], ...]
+    eval_sources: tuple[tuple[str, str, int], ...] = ()
     held: tuple[str, ...] = ()
     packing: str = ACROSS
     flags: bool = False
@@ -109,7 +111,9 @@ class Tokens:
             crc32 = data.pop(CHECKSUM, None)
             if crc32 is not None and crc32 != json_crc32(data):
                 raise _changed(file, "its checksum differs")
-            data["sources"] = tuple((str(a), str(b), int(c)) for a, b, c in data["sources"])
+            for name in ("sources", "eval_sources"):
+                rows = data["sources"] if name == "sources" else data.get(name, ())
+                data[name] = tuple((str(a), str(b), int(c)) for a, b, c in rows)
             data["held"] = tuple(map(str, data.get("held", ())))
             if data.get("files") is not None:
                 data["files"] = {name: _record(name, row) for name, row in data["files"].items()}

@@ -124,6 +124,7 @@ def server(values: Mapping[str, Any]) -> PreparedServer:
     Raises:
         HocketError: the first thing that cannot be, with the numbers and what would do.
     """
+    from hocket.models.chat_template import file_of
     from hocket.models.source import resolve
     from hocket.models.weight_headers import headers
     from hocket.serving.defaults import AUTO, SamplingDefaults, settings
@@ -153,7 +154,8 @@ def server(values: Mapping[str, Any]) -> PreparedServer:
     sizes = _sizes(options, source, device)
     words = tokenizer_of(source, wanted.options.tokenizer, wanted.options.trust_remote_code)
     keys, warnings = _keys(options)
-    _template(options)
+    if options.chat_template_file is not None:
+        file_of(options.chat_template_file)
     sampling = SamplingDefaults()
     if options.generation_config == AUTO:
         sampling = SamplingDefaults.of(settings(source.directory))
@@ -485,16 +487,3 @@ def listener(host: str, port: int, flag: str = "--port") -> socket.socket:
         ) from None
     found.setblocking(False)
     return found
-
-
-def _template(options: ServeOptions) -> None:
-    if options.chat_template_file is None:
-        return
-    path = Path(options.chat_template_file).expanduser()
-    try:
-        path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(
-            f"chat_template_file {path} cannot be read: {error}",
-            hint="--chat-template-file FILE.jinja, or none: the tokenizer's own template",
-        ) from None

@@ -103,6 +103,8 @@ def serve(
         HocketError: what the caller can mend, before any rank starts wherever possible; or what
             has ended the last replica.
     """
+    from hocket.models.text_part import left_out
+
     began = time.monotonic()
     record = JobRecorder(on_event)
     context = joined.world()
@@ -133,6 +135,8 @@ def serve(
         templates = chat_templates(server, stack)
         for warning in filter(None, (*server.warnings, kernels_remark(server))):
             record.note(f"warning: {warning}")
+        if parts := left_out(server.source.weights):
+            record.note(f"of the multimodal model not loaded: {parts}")
         if told_by_model := server.sampling.text():
             record.note(
                 f"the model's generation_config.json: {told_by_model}, where a request omits "

@@ -62,12 +62,12 @@ def listeners(
 
 def chat_templates(server: PreparedServer, stack: contextlib.ExitStack) -> Renderer | None:
     """What renders the model's chats; closed with the stack. Raises HocketError: it cannot."""
-    from hocket.models.chat_template import written
+    from hocket.models.chat_template import file_of, written
     from hocket.serving.front.renderer import Renderer
     from hocket.serving.http.settings import HttpSettings
 
     file = server.options.chat_template_file
-    texts, words = written(server.source.tokenizer, Path(file).expanduser() if file else None)
+    texts, words = written(server.source.tokenizer, file_of(file) if file else None)
     if not texts:
         return None
     return stack.enter_context(Renderer(texts, words, seconds=HttpSettings.render_seconds))
