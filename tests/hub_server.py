@@ -32,9 +32,13 @@ def lfs(path: str) -> bool:
 
 @dataclasses.dataclass
 class Repo:
-    """A repository. `gated`: "" (open), "licence" (403 even with the token) or "token" (401 without
-    one). `cuts`: byte counts after which the next connections for an LFS file are broken off.
-    `damaged`: LFS files that arrive with one byte changed, once for each mention."""
+    """A repository.
+
+    `gated`: "" (open), "licence" (403 even with the token) or "token" (401 without one). `cuts`:
+    byte counts after which the next connections for an LFS file are broken off. `busy`: statuses
+    that the next requests to the API are answered with. `damaged`: LFS files that arrive with one
+    byte changed, once for each mention.
+    """
 
     id: str
     files: dict[str, bytes]
@@ -43,6 +47,7 @@ class Repo:
     branches: tuple[str, ...] = ("main",)
     cuts: list[int] = dataclasses.field(default_factory=list)
     damaged: list[str] = dataclasses.field(default_factory=list)
+    busy: list[int] = dataclasses.field(default_factory=list)
     private: bool | None = None
 
     @property
@@ -233,6 +238,8 @@ class Handler(BaseHTTPRequestHandler):
         repo = self.repo(kind, name, revision)
         if repo is None:
             return None
+        if repo.busy:
+            return self.error(repo.busy.pop(0), "ServiceUnavailable")
         if what in (None, "revision"):
             return self.json(
                 {

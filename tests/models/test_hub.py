@@ -154,6 +154,40 @@ def test_a_download_that_never_ends_says_what_is_kept(loopback, monkeypatch) -> 
         assert bodies(server) == {"model.safetensors"}
 
 
+def test_another_process_continues_where_the_first_was_killed(loopback) -> None:
+    import huggingface_hub
+
+    code = (
+        "from huggingface_hub import constants; constants.DOWNLOAD_CHUNK_SIZE = 65536\n"
+        "from hocket.models.source import resolve\n"
+        "try: resolve('org/name')\n"
+        "except Exception as error: print(error)\n"
+    )
+    with loopback(repo(cuts=[200_000] + [0] * 100)) as server:
+        broken = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=50
+        )
+        assert "broke off" in broken.stdout
+        server.repos["model", "org/name"].cuts.clear()
+        server.requests.clear()
+        folder = resolve("org/name").weights
+        assert folder is not None
+        assert (folder / "model.safetensors").read_bytes() == BIG
+        (ranged,) = server.fetched("model.safetensors")
+        assert ranged is not None
+        assert int(ranged.removeprefix("bytes=").rstrip("-")) >= 131_072
+        blobs = Path(huggingface_hub.constants.HF_HUB_CACHE) / "models--org--name" / "blobs"
+        assert not list(blobs.glob("*.partial"))
+
+
+def test_a_busy_hub_is_asked_again(loopback, monkeypatch) -> None:
+    monkeypatch.setattr(hub.time, "sleep", lambda _: None)
+    with loopback(repo(busy=[503] * 90)), pytest.raises(ModelError, match="answers 503"):
+        resolve("org/name")
+    with loopback(repo(busy=[503, 502])):
+        assert resolve("org/name").weights is not None
+
+
 def test_a_file_with_another_sha256_is_found_and_removed(loopback) -> None:
     with loopback(repo(damaged=["model.safetensors"])) as server:
         with pytest.raises(ModelError, match=r"model\.safetensors of org/name arrived damaged"):

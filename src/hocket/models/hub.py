@@ -20,7 +20,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from hocket.models.hub_errors import ATTEMPTS, broke_off, explained, kind_of, lacking
+from hocket.models import hub_partial
+from hocket.models.hub_errors import ATTEMPTS, broke_off, busy, explained, kind_of, lacking
 from hocket.models.repo_id import RepoId, storage
 from hocket.spec import downloads
 from hocket.spec.errors import HocketError
@@ -44,7 +45,7 @@ def snapshot(repo: RepoId, patterns: Sequence[str], *, required: Sequence[str] =
     """
     with explained(repo), _one_at_a_time(repo):
         with _verified(repo) as verify:
-            folder = _downloaded(repo, patterns)
+            folder = _downloaded(repo, patterns, required)
             verify(folder)
         missing = [name for name in required if not (folder / name).exists()]
         if missing:
@@ -124,13 +125,14 @@ def _one_at_a_time(repo: RepoId) -> Iterator[None]:
         yield
 
 
-def _downloaded(repo: RepoId, patterns: Sequence[str]) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
+def _downloaded(repo: RepoId, patterns: Sequence[str], required: Sequence[str]) -> Path:
+    from huggingface_hub import constants, snapshot_download
 
     for attempt in range(ATTEMPTS):
         try:
             with without_warnings(), downloads.following(repo.id) as follow:
+                if repo.commit and not constants.is_offline_mode():
+                    hub_partial.complete(repo, required, _bars(follow, every=True))
                 folder = snapshot_download(
                     repo.id,
                     revision=repo.revision,
@@ -139,12 +141,10 @@ def _downloaded(repo: RepoId, patterns: Sequence[str]) -> Path:
                     tqdm_class=_bars(follow),
                 )
             return Path(folder)
-        except HfHubHTTPError:
-            raise
         except Exception as error:
-            if not broke_off(error) or attempt + 1 == ATTEMPTS:
+            if not (busy(error) or broke_off(error)) or attempt + 1 == ATTEMPTS:
                 raise
-            time.sleep(1.0)
+            time.sleep(2.0**attempt)
     raise AssertionError
 
 
@@ -160,16 +160,16 @@ def without_warnings() -> Iterator[None]:
         logger.setLevel(before)
 
 
-def _bars(follow: downloads.Follow) -> Any:
+def _bars(follow: downloads.Follow, *, every: bool = False) -> Any:
     """A class like tqdm that tells bytes instead of drawing: snapshot_download makes three bars,
-    of bytes received, of bytes written, and of files."""
+    of bytes received, of bytes written, and of files. `every`: all bars count."""
     from tqdm.auto import tqdm
 
     class Bar(tqdm):  # type: ignore[type-arg,misc]
         monitor_interval = 0  # no thread that redraws: nothing is drawn, and forks inherit locks
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            self._counts = str(kwargs.get("desc", "")).startswith("Reconstructing")
+            self._counts = every or str(kwargs.get("desc", "")).startswith("Reconstructing")
             super().__init__(*args, **{**kwargs, "file": _Nowhere(), "mininterval": 0.2})
 
         def update(self, n: float | None = 1) -> bool | None:

@@ -14,7 +14,10 @@ from hocket.models.repo_id import DATASET, RepoId, storage
 from hocket.spec.errors import DataError, HocketError, ModelError, nearest
 
 ATTEMPTS = 3
-"""Downloads of one call. huggingface_hub itself resumes a file whose connection ends early."""
+"""Tries of one call. huggingface_hub itself resumes a file whose connection ends early."""
+
+_BUSY = (408, 429, 500, 502, 503, 504)
+"""Answers of the Hub after which a request is sent again."""
 
 
 def kind_of(repo: RepoId) -> type[HocketError]:
@@ -105,7 +108,7 @@ def explanation(repo: RepoId, error: BaseException) -> HocketError:
     if broken is not None:
         return kind(
             f"the download of {repo} broke off {ATTEMPTS} times: {broken}",
-            hint="run the command again: files that are complete are kept",
+            hint="run the command again: it continues where this one ended",
         )
     disk = next((one for one in causes if isinstance(one, OSError) and one.errno), None)
     network = next((one for one in causes if _of_network(one)), None)
@@ -193,3 +196,9 @@ def broke_off(error: BaseException) -> bool:
     """Whether a connection that was there ended: by the names that httpx gives such errors."""
     names = {kind.__name__ for kind in type(error).__mro__}
     return bool(names & {"NetworkError", "ProtocolError"}) and "ConnectError" not in names
+
+
+def busy(error: BaseException) -> bool:
+    """Whether the Hub answered that it cannot answer now."""
+    responses = (getattr(one, "response", None) for one in _chain(error))
+    return any(getattr(one, "status_code", None) in _BUSY for one in responses)
