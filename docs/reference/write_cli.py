@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 PAGE = Path(__file__).with_name("cli.md")
+JSON_PAGE = PAGE.with_name("json.md")
 
 HEAD = """\
 # The command line
@@ -22,8 +23,8 @@ Written by `docs/reference/write_cli.py` from the commands' own help; do not edi
 A flag, a key of a `--config` file and a keyword of the library's functions are the same word:
 `--global-batch 16`, `global_batch = 16` and `hocket.train(..., global_batch=16)`.
 
-With `--json`, stdout has JSON alone: one object, or one a line for long work. An error is
-`{"error": {"message", "hint", "exit_code"}}`, and is printed as text on stderr too.
+With `--json`, stdout has JSON alone: one object, or for long work [events](json.md), one a line. An
+error is `{"error": {"message", "hint", "exit_code"}}`, and is printed as text on stderr too.
 
 ## Exit codes
 
@@ -54,6 +55,39 @@ def page() -> str:
     return "\n".join(parts)
 
 
+JSON_HEAD = """\
+# JSON output
+
+Written by `docs/reference/write_cli.py` from `hocket.cli.events`; do not edit.
+
+`train`, `serve`, `check` and `probe` print events with `--json`: one object a line, each with
+`schema` (1) and `event`. `--quiet` leaves out `phase`, `progress` and `note`. A reader ignores
+events and keys that it does not know; `schema` is raised where one is removed or changes its
+meaning. Other verbs print one object, and `check --matrix`, `rehearse --matrix`, `ledger`,
+`generate` and `models` one a row.
+
+```
+hocket train tiny-llama --data CHANGELOG.md --seq-len 64 --global-batch 8 --steps 5 --json --quiet
+```
+
+```text
+{"schema": 1, "event": "step", "step": 1, "steps": 5, "loss": 5.6, "lr": 0.001, ...}
+{"schema": 1, "event": "result", "run": "runs/tiny-llama-1", "steps": 5, "loss": 5.2, ...}
+```
+
+| event | what it is, and its keys |
+|---|---|
+"""
+
+
+def json_page() -> str:
+    """The page of events."""
+    from hocket.cli.events import EVENTS
+
+    return JSON_HEAD + "".join(f"| `{name}` | {text} |\n" for name, text in EVENTS.items())
+
+
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
-    print(f"wrote {PAGE}")
+    JSON_PAGE.write_text(json_page(), encoding="utf-8")
+    print(f"wrote {PAGE} and {JSON_PAGE}")

@@ -126,7 +126,9 @@ def test_a_hint_of_flags_is_a_whole_command(
 
 def test_errors_are_json_where_json_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "train", "tiny-llama", "--data", "README.md", "--lr=-1", "--json")
-    error = json.loads(out)["error"]
+    (line,) = map(json.loads, out.splitlines())
+    assert (line["schema"], line["event"]) == (1, "error")
+    error = line["error"]
     assert error["exit_code"] == code == 2
     assert error["message"] in err
     assert error["hint"] in err

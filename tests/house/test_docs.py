@@ -265,7 +265,8 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_the_reference_is_what_the_commands_say() -> None:
     sys.path.insert(0, str(GENERATED.parent))
     try:
-        from write_cli import page
+        from write_cli import json_page, page
     finally:
         sys.path.pop(0)
     assert GENERATED.read_text() == page(), "run: .venv/bin/python docs/reference/write_cli.py"
+    assert GENERATED.with_name("json.md").read_text() == json_page()

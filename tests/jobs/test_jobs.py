@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import hocket
+from hocket.cli.events import EVENTS
 from hocket.cli.main import main
 from hocket.spec.errors import OptionError, WeightsError
 from hocket.spec.run import RunFolder
@@ -37,7 +38,7 @@ def rows(file: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_train_prints_one_json_object_a_step_and_nothing_else(
+def test_train_prints_events_as_json_and_nothing_else(
     folder: Path, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = main(
@@ -45,8 +46,15 @@ def test_train_prints_one_json_object_a_step_and_nothing_else(
          "--steps", "6", "--save-every", "3", "--lr", "3e-3", "--run", str(run), "--json"]
     )  # fmt: skip
     assert code == 0
-    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert all(line["schema"] == 1 and line["event"] in EVENTS for line in lines)
+    kinds = {line["event"] for line in lines}
+    assert {"phase", "progress", "step", "eval", "saved", "done"} < kinds
+    printed = [line for line in lines if line["event"] == "step"]
     assert [row["step"] for row in printed] == [1, 2, 3, 4, 5, 6]
+    result = lines[-1]
+    assert (result["event"], result["steps"], result["run"]) == ("result", 6, str(run))
+    assert result["loss"] == printed[-1]["loss"]
     assert printed[-1]["loss"] < printed[0]["loss"] - 0.3, "the loss falls"
     kept = rows(RunFolder(run).metrics_file)
     assert [row["loss"] for row in kept] == [row["loss"] for row in printed]
@@ -94,8 +102,10 @@ def test_resume_gives_the_same_losses(
     shutil.copytree(run, half)
     shutil.rmtree(half / "checkpoints" / "step-000006")
     (half / "checkpoints" / "latest").write_text("step-000003\n")
-    assert main(["train", "--run", str(half), "--resume", "--json"]) == 0
-    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert main(["train", "--run", str(half), "--resume", "--json", "--quiet"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert not {"phase", "progress", "note"} & {line["event"] for line in lines}
+    printed = [line for line in lines if line["event"] == "step"]
     assert [row["step"] for row in printed] == [4, 5, 6]
     whole = rows(RunFolder(run).metrics_file)
     assert [row["loss"] for row in printed] == [row["loss"] for row in whole[3:]], "bit for bit"
@@ -254,7 +264,8 @@ def test_a_configuration_file_and_flags_that_win(
     )
     flags = ["--steps", "1", "--schedule", "sequential", "--run", "from-file", "--json"]
     assert main(["train", "--config", "run.toml", *flags]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 1
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["event"] for line in lines].count("step") == 1
     spec = RunFolder("from-file").load()
     assert spec.model == "tiny-gpt2"
     assert (spec.layout.pp, spec.layout.schedule) == (2, "sequential")

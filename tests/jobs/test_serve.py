@@ -170,13 +170,13 @@ def test_the_command(
     import hocket.cli.serve as verb
 
     visitor = Visitor(lambda event: None)
-    plain = verb._lines
+    plain = verb._line
 
     def both(event: dict[str, Any]) -> None:
         plain(event)
         visitor(event)
 
-    monkeypatch.setattr(verb, "_lines", both)
+    monkeypatch.setattr(verb, "_line", both)
     monkeypatch.setenv("PATH", "/nonexistent")
     monkeypatch.delenv("CC", raising=False)
     words = ["serve", str(where), "--run", str(tmp_path / "run"), "--port", "0"]

@@ -219,9 +219,12 @@ def test_the_verb_writes_a_file_that_others_read(
     assert "tiny-llama on here" in capsys.readouterr().out
 
 
-def test_json_is_one_object(here: Here, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_ends_with_the_measurement(here: Here, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["probe", "--quick", "--json"]) == 0
-    assert MachineMeasurements.from_dict(json.loads(capsys.readouterr().out)).host == HOST
+    *events, last = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert all(event["event"] in ("phase", "progress", "note") for event in events)
+    assert (last.pop("event"), last.pop("schema")) == ("result", 1)
+    assert MachineMeasurements.from_dict(last).host == HOST
 
 
 def test_files_that_cannot_be_written_are_told_before_anything_is_measured(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from hocket.cli.events import progress_of_phases, result
 from hocket.cli.flags import LayoutFlags, Model, explicit, parse, values
 from hocket.cli.next import show
-from hocket.cli.progress import note
 from hocket.spec.errors import OptionError
 from hocket.spec.layout import TERMS
 
@@ -57,7 +58,8 @@ class Check:
         backend: communication backend; shm is shared memory. One of: auto, shm, gloo, nccl.
         threads: CPU threads per rank.
         trust_remote_code: run Python code that the model directory contains.
-        json: print the whole report as one JSON object; with --matrix one per model type.
+        json: print events as JSON on stdout, one object a line; the last is the report. With
+            --matrix: one object per model type.
         serve: check serving: whole and chunked prefill, decode, batching, prefix reuse, preemption
             and a restart, compared with plain transformers.
         matrix: check a tiny model of every type that transformers has, at every kind of layout.
@@ -118,13 +120,10 @@ def main(arguments: Sequence[str]) -> int:
 
     sizes = {"steps": flags.steps, "seq_len": flags.seq_len, "global_batch": flags.global_batch}
 
-    def tell(event: dict[str, object]) -> None:
-        if event["event"] == "phase" and not flags.json:
-            note(f"{event['name']} ...")
-
-    report = check(request({**said, **sizes}), on_event=tell)
+    with progress_of_phases(as_json=flags.json) as on_event:
+        report = check(request({**said, **sizes}), on_event=on_event)
     if flags.json:
-        print(report.to_json())
+        result(json.loads(report.to_json()))
     else:
         print("\n".join(lines(report)))
         if report.ok:
@@ -162,12 +161,12 @@ def _serve(flags: Check, said: dict[str, object]) -> int:
             hint=f"hocket check {flags.model} --serve --layout tp2",
         )
 
-    def tell(event: dict[str, object]) -> None:
-        if not flags.json:
-            note(f"{event['name']} ...")
-
-    report = served_check(said, on_event=tell)
-    print(report.to_json() if flags.json else "\n".join(served_lines(report)))
+    with progress_of_phases(as_json=flags.json) as on_event:
+        report = served_check(said, on_event=on_event)
+    if flags.json:
+        result(json.loads(report.to_json()))
+    else:
+        print("\n".join(served_lines(report)))
     return 0 if report.ok else 1
 
 

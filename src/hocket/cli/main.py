@@ -156,10 +156,10 @@ def _failed(error: HocketError, arguments: list[str]) -> int:
         hint = spelling.mended(arguments, hint) or hint
     text = str(type(error)(error.message, hint=hint))
     if "--json" in arguments:
-        import json
+        from hocket.cli.events import emit
 
         found = {"message": error.message, "hint": hint, "exit_code": error.exit_code}
-        print(json.dumps({"error": found}), flush=True)
+        emit({"event": "error", "error": found})
     print(f"hocket: {_printable(text)}", file=sys.stderr)
     return error.exit_code
 

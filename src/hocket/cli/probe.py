@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 
+from hocket.cli.events import progress_of_phases, result
 from hocket.cli.flags import File, parse
 from hocket.cli.next import show
-from hocket.cli.progress import note
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,7 +21,7 @@ class ProbeFlags:
             --cluster auto).
         device: device to measure; auto: cuda if available. One of: auto, cpu, cuda.
         svg: write a drawing of the topology to this file.
-        json: print one JSON object.
+        json: print events as JSON on stdout, one object a line; the last is the measurement.
     """
 
     quick: bool = False
@@ -35,19 +36,16 @@ def main(arguments: Sequence[str]) -> int:
     flags = parse(ProbeFlags, "probe", arguments, ProbeFlags())
     from hocket.jobs import machine
 
-    def tell(event: dict[str, object]) -> None:
-        if event["event"] == "phase":
-            note(f"{event['name']} ...")
-
     machine.writable([name for name in (flags.out, flags.svg) if name is not None])
-    found = machine.probe(device=flags.device, quick=flags.quick, on_event=tell)
+    with progress_of_phases(as_json=flags.json) as on_event:
+        found = machine.probe(device=flags.device, quick=flags.quick, on_event=on_event)
     if flags.out is not None:
         machine.save(found, flags.out)
     assert found.measured is not None
     if flags.svg is not None:
         machine.draw(found.measured, flags.svg)
     if flags.json:
-        print(found.measured.to_json())
+        result(json.loads(found.measured.to_json()))
         return 0
     print(machine.told(found.measured))
     if flags.out is not None:

@@ -1,4 +1,4 @@
-"""Progress: a job's events as a bar on a terminal, as plain lines elsewhere, or as JSON rows.
+"""Progress: a job's events as a bar on a terminal, as plain lines elsewhere, or as JSON.
 
 The live display exists in this process only: ranks are started from a server that has none.
 """
@@ -9,7 +9,6 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -64,7 +63,10 @@ class EventListener(Protocol):
 def progress(*, as_json: bool = False) -> Iterator[EventListener]:
     """The listener that suits where the output goes."""
     if as_json:
-        yield JsonRows()
+        from hocket.cli.events import json_events
+
+        with json_events() as events:
+            yield events
     elif silent():
         yield Silent()
     elif sys.stdout.isatty():
@@ -113,26 +115,18 @@ def download_lines() -> DownloadLines:
     return DownloadLines()
 
 
+def progress_of(event: Event) -> downloads.Download:
+    """An event of progress as a download is told: brief, as it is worth a line only where it takes
+    long."""
+    done, total = event["done"], event["total"]
+    return downloads.Download(event["what"], done, total, ended=done >= total, brief=True)
+
+
 def download_line(download: downloads.Download, seconds: float) -> str:
     """How far a download is, in one line."""
     if download.ended and download.done >= download.total:
         return f"{download.name}: {format_bytes(download.total)} in {format_seconds(seconds)}"
     return f"{download.name}: {format_bytes(download.done)} of {format_bytes(download.total)}"
-
-
-class JsonRows:
-    """One JSON object a step on stdout; notes go to stderr."""
-
-    def __init__(self) -> None:
-        self.heard = False
-
-    def __call__(self, event: Event) -> None:
-        self.heard = True
-        if event["event"] == "step":
-            row = {key: value for key, value in event.items() if key not in ("event", "rank")}
-            print(json.dumps(row), flush=True)
-        elif event["event"] == "note":
-            note(event["text"])
 
 
 class Silent:
@@ -150,9 +144,13 @@ class PlainLines:
 
     def __init__(self) -> None:
         self.heard = False
+        self._progress = DownloadLines()
 
     def __call__(self, event: Event) -> None:
         self.heard = True
+        if event["event"] == "progress":
+            self._progress(progress_of(event))
+            return
         line = self.line(event)
         if line is not None:
             print(line, flush=True)
@@ -212,10 +210,8 @@ class Bar:
         kind = event["event"]
         if kind == "step":
             self._step(event)
-        elif kind == "tokenizing":
-            self._tell(
-                f"tokenizing {format_bytes(event['bytes'])} of {format_bytes(event['total'])}"
-            )
+        elif kind == "progress":
+            self._tell(download_line(dataclasses.replace(progress_of(event), ended=False), 0.0))
         elif kind == "phase" and self._task is None:
             self._tell(event["name"])
         else:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import shlex
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 import tyro
 
+from hocket.cli.events import json_events
 from hocket.cli.flags import Folder, Model, Run, Text, explicit, parse, values
-from hocket.cli.progress import note, silent
+from hocket.cli.progress import DownloadLines, progress_of, silent
 from hocket.spec.errors import OptionError
 from hocket.spec.serving import ServeOptions
 from hocket.spec.units import format_bytes
@@ -48,7 +48,7 @@ class Serve:
         trust_remote_code: run Python code that the model directory contains.
         dry_run: check all options and rehearse the steps of one replica on fake H100s; start
             nothing.
-        json: print one JSON object per event on stdout, and nothing else.
+        json: print events as JSON on stdout, one object a line, and nothing else there.
     """
 
     model: Model = ""
@@ -87,7 +87,8 @@ def main(arguments: Sequence[str]) -> int:
         return print_serving(replica_of(server), gpu="H100", json=flags.json)
     from hocket.jobs.serving.server import serve
 
-    served = serve(flags.model, on_event=_rows if flags.json else _lines, **said)
+    with json_events() if flags.json else contextlib.nullcontext(Lines()) as on_event:
+        served = serve(flags.model, on_event=on_event, **said)
     if served is None:  # a rank of another launcher, whose rank 0 has the summary
         return 0
     if not flags.json:
@@ -95,23 +96,29 @@ def main(arguments: Sequence[str]) -> int:
     return 0 if served.drained else 1
 
 
-def _rows(event: dict[str, Any]) -> None:
-    if event["event"] in ("ready", "ended"):
-        print(json.dumps(event), flush=True)
-    elif event["event"] == "note":
-        note(event["text"])
+class Lines:
+    """Events as lines for a person."""
+
+    def __init__(self) -> None:
+        self._progress = DownloadLines()
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        # Whoever reads may be gone: a server goes on without.
+        with contextlib.suppress(BrokenPipeError):
+            if event["event"] == "progress":
+                self._progress(progress_of(event))
+            else:
+                _line(event)
 
 
-def _lines(event: dict[str, Any]) -> None:
-    # Whoever reads may be gone: a server goes on without.
-    with contextlib.suppress(BrokenPipeError):
-        match event["event"]:
-            case "phase" if not silent():
-                print(f"{event['name']} ...", flush=True)
-            case "note" if not silent():
-                print(event["text"], flush=True)
-            case "ready":
-                print(_ready(event), flush=True)
+def _line(event: dict[str, Any]) -> None:
+    match event["event"]:
+        case "phase" if not silent():
+            print(f"{event['name']} ...", flush=True)
+        case "note" if not silent():
+            print(event["text"], flush=True)
+        case "ready":
+            print(_ready(event), flush=True)
 
 
 def _ready(event: dict[str, Any]) -> str:

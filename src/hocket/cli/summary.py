@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TextIO
+import dataclasses
+from typing import TYPE_CHECKING, Any, TextIO
 
 from hocket.cli.next import lines
 from hocket.cli.progress import silent
@@ -11,6 +12,23 @@ from hocket.spec.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from hocket.jobs.record import Summary
+
+
+def values(summary: Summary) -> dict[str, Any]:
+    """The result as plain data: what a run came to, and what was predicted of it."""
+    predicted = summary.forecast
+    known = predicted is not None and predicted.known
+    return {
+        **{
+            name: value
+            for name, value in dataclasses.asdict(
+                dataclasses.replace(summary, forecast=None, memory=())
+            ).items()
+            if name not in ("forecast", "memory")
+        },
+        "predicted_step_seconds": predicted.step_seconds if known and predicted else None,
+        "predicted_peak_bytes": list(predicted.peak_bytes) if known and predicted else None,
+    }
 
 
 def print_summary(summary: Summary, *, to: TextIO) -> None:

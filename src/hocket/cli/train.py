@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import sys
@@ -52,7 +53,7 @@ class Train:
         gradient_accumulation_steps: microbatches whose gradients are accumulated in a step; with
             --micro-batch-size and without --global-batch, it sets the global batch (default: as
             --microbatches).
-        json: print one JSON object per step on stdout, and nothing else.
+        json: print events as JSON on stdout, one object a line, and nothing else there.
         dry_run: decide everything, decode the first batch, rehearse the job on fake GPUs (whether
             its ranks complete, and fit), predict time and price, and stop before ranks start.
         push_to_hub: upload the trained model to ORG/NAME on the Hugging Face Hub after the last
@@ -133,13 +134,18 @@ def main(arguments: Sequence[str]) -> int:
 
     with progress(as_json=flags.json) as on_event:
         summary = train(request({"model": _run_model(said), **said}), on_event=on_event)
-    from hocket.cli.summary import print_summary
-
     if on_event.heard:
-        out = sys.stderr if flags.json else sys.stdout
-        print_summary(summary, to=out)
+        if flags.json:
+            from hocket.cli.events import result
+            from hocket.cli.summary import values as values_of
+
+            result(values_of(summary))
+        else:
+            from hocket.cli.summary import print_summary
+
+            print_summary(summary, to=sys.stdout)
         if flags.push_to_hub is not None and not summary.stopped:
-            _push(flags, summary.run, out)
+            _push(flags, summary.run, sys.stderr if flags.json else sys.stdout)
     return STOPPED if summary.stopped else 0
 
 
@@ -159,7 +165,10 @@ def _dry_run(flags: Train, said: dict[str, Any]) -> int:
     from hocket.jobs.record import JobRecorder
     from hocket.jobs.request import request
 
-    with progress(as_json=flags.json) as on_event:
+    with (
+        contextlib.redirect_stdout(sys.stderr if flags.json else sys.stdout),
+        progress() as on_event,
+    ):
         found = dry_run(request({"model": _run_model(said), **said}), JobRecorder(on_event))
     print(found.to_json() if flags.json else text(found))
     return 0

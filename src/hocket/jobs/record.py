@@ -114,7 +114,8 @@ class JobRecorder:
         self({"event": "note", "text": text})
 
     def tokenized(self, done: int, total: int) -> None:
-        self({"event": "tokenizing", "bytes": done, "total": total})
+        self({"event": "progress", "what": "tokenizing", "done": done, "total": total,
+              "unit": "bytes"})  # fmt: skip
 
     def summary(self, folder: RunFolder) -> Summary:
         import statistics

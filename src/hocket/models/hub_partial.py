@@ -44,7 +44,7 @@ def _complete(repo: RepoId, name: str, blobs: Path, bars: Any) -> None:
 
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
     from huggingface_hub.file_download import http_get
-    from huggingface_hub.utils import build_hf_headers
+    from huggingface_hub.utils._headers import build_hf_headers
     from huggingface_hub.utils._runtime import is_xet_available
 
     url = hf_hub_url(repo.id, name, repo_type=repo.kind, revision=repo.commit)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from hocket.models.initial import buffer_values, random_values
 from hocket.models.source import ModelSource
 from hocket.models.weight_files import WeightFiles
+from hocket.spec import downloads
 from hocket.spec.placement import Placement
 
 
@@ -57,6 +58,7 @@ class Weights:
             self._files = WeightFiles(source.weights, skeleton)
         self._ties: dict[str, str] = dict(getattr(skeleton, "all_tied_weights_keys", None) or {})
         self._left = _replace(module, torch.device(device), dtype)
+        self._done, self._total = 0, sum(p.numel() * p.itemsize for p in self._left.values())
         with torch.no_grad():
             _fill_buffers(module, skeleton, self._files, torch.device(device))
 
@@ -81,6 +83,9 @@ class Weights:
         if self._files is not None:
             for name, local in locals_.items():
                 self._files.read_into(local, self._placements[name])
+                self._done += local.nbytes
+                done, total = min(self._done, self._total), self._total
+                downloads.tell(downloads.Download("weights of a rank", done, total, brief=True))
             return
         owners = {name: _owner(name, self._placements[name], self._ties) for name in locals_}
         for owner, whole in random_values(

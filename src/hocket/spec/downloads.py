@@ -1,6 +1,7 @@
-"""Downloads: how far one is, from whoever downloads to whoever shows it.
+"""Downloads: how far one is, or the reading of weights, from whoever does it to whoever shows it.
 
-The command line sets a listener; without one nothing is shown.
+The command line sets a listener, and rank 0 one that sends events to it; without one nothing is
+shown.
 """
 
 from __future__ import annotations
@@ -51,12 +52,16 @@ def following(name: str, *, brief: bool = False) -> Iterator[Follow]:
     def follow(done: int, total: int) -> None:
         nonlocal last
         last = Download(name, done, total, brief=brief)
-        for listener in _listeners[-1:]:
-            listener(last)
+        tell(last)
 
     try:
         yield follow
     finally:
         if last.total:
-            for listener in _listeners[-1:]:
-                listener(dataclasses.replace(last, ended=True))
+            tell(dataclasses.replace(last, ended=True))
+
+
+def tell(download: Download) -> None:
+    """Report one moment to whoever listens."""
+    for listener in _listeners[-1:]:
+        listener(download)

@@ -180,7 +180,8 @@ class Loop:
         for index in range(first, steps):
             began = time.monotonic()
             step = index + 1
-            counted = index == first
+            if (counted := index == first) and self.options.compile:
+                self._say(event="phase", name="compiling, in the first two steps")
             self._allow(index, first)
             self.faults.begin_step(index)
             with ExitStack() as stack:

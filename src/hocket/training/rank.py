@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hocket.spec import downloads
 from hocket.spec.run import RunFolder
 from hocket.training.build import build, read_schedule
 from hocket.training.faults import Faults
@@ -15,6 +19,28 @@ from hocket.training.out_of_memory import explain
 
 if TYPE_CHECKING:
     from hocket.launch import RankContext
+
+
+@contextlib.contextmanager
+def reading_shown(context: RankContext) -> Iterator[None]:
+    """Within, rank 0 emits `progress` of the weights that it reads, twice a second at most."""
+    due = 0.0
+
+    def tell(download: downloads.Download) -> None:
+        nonlocal due
+        now = time.monotonic()
+        if now < due:
+            return
+        due = now + 0.5
+        context.emit(
+            {
+                "event": "progress", "what": "reading weights", "done": download.done,
+                "total": download.total, "unit": "bytes",
+            }
+        )  # fmt: skip
+
+    with downloads.shown(tell) if context.rank == 0 else contextlib.nullcontext():
+        yield
 
 
 def main(context: RankContext, payload: dict[str, Any]) -> None:
@@ -39,7 +65,8 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
     context.heart.allow(max(LONG, spec.options.timeout))
     faults = Faults(payload.get("faults", ()), context, folder.checkpoints)
     faults.at("build")
-    job = build(spec, context, read_schedule(folder.schedule_file))
+    with reading_shown(context):
+        job = build(spec, context, read_schedule(folder.schedule_file))
     try:
         Loop(job, folder, context, faults).run()
     except torch.OutOfMemoryError as error:

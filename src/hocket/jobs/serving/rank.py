@@ -75,6 +75,7 @@ def main(context: RankContext, payload: dict[str, Any], doors: Doors | None = No
     from hocket.serving.front.frames import MAX_COMMAND, encode
     from hocket.serving.scheduling.scheduler import Scheduler
     from hocket.training.build import join_world
+    from hocket.training.rank import reading_shown
 
     began = time.perf_counter()
     spec = RunSpec.from_json(payload["spec"])
@@ -90,7 +91,8 @@ def main(context: RankContext, payload: dict[str, Any], doors: Doors | None = No
     followers = {} if context.rank else _followers(doors.ranks, context.world_size)
     context.beat()
     with explaining(context.rank, mesh.device, options):
-        part, limits, said = build_part(spec, mesh, payload.get("depth"), payload.get("words"))
+        with reading_shown(context):
+            part, limits, said = build_part(spec, mesh, payload.get("depth"), payload.get("words"))
         depth = limits.depth
         every = _gather(context, said)
         if channel is not None:
