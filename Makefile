@@ -39,7 +39,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@pwd > $(STAMP)
 
 demo: $(STAMP) ## train a small Llama on eight ranks, end to end, in under four minutes
-	$(BIN)/python -m hocket demo $(DEMO)
+	$(BIN)/python -m hocket demo --full $(DEMO)
 
 test: $(STAMP) ## run all tests
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(TESTS)

@@ -16,6 +16,7 @@ what this would write.
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from collections import defaultdict
 from importlib.metadata import PackageNotFoundError, version
@@ -27,6 +28,8 @@ PAGE = Path(__file__).with_name("families.md")
 ROWS = PAGE.with_suffix(".jsonl")
 SERVED_PAGE = Path(__file__).with_name("served-families.md")
 SERVED_ROWS = SERVED_PAGE.with_suffix(".jsonl")
+SUMMARY = PAGE.parents[2] / "src/hocket/catalogue/data/families.json"
+"""Of both, for `hocket models`."""
 SERVED_RUN = "2026-11-23"
 """Day of the run whose rows are kept."""
 MARKS = {"equal": "=", "refused": "-", "different": "X", "crashed": "!"}
@@ -221,6 +224,28 @@ def read(files: list[Path]) -> tuple[TypeRow, ...]:
     )
 
 
+def summary(trained: tuple[TypeRow, ...], served: tuple[TypeRow, ...]) -> str:
+    """What `hocket models` prints of each type: axes under which it is equal, as JSON; of what is
+    rejected the reason."""
+    found: dict[str, dict[str, object]] = {}
+    for row in trained:
+        if row.kind.endswith(SWITCHED):
+            continue
+        axes = ("dp", "pp", "tp", "zero", "sequence")
+        with_ = {"zero": "dp", "sequence": "tp"}
+        every = [a for a in axes if row.trains_under(*filter(None, (with_.get(a), a)))]
+        why = next((c.reason for c in row.cells if c.outcome != "equal"), "")
+        found[row.kind] = {"trains": every, "why": why if len(every) < len(axes) else ""}
+    for row in served:
+        if row.kind.endswith(SWITCHED):
+            continue
+        one = found.setdefault(row.kind, {"trains": [], "why": ""})
+        one["serves"] = [c.layout.rstrip("12") for c in row.cells if c.outcome == "equal"]
+        one["why_served"] = next((c.reason for c in row.cells if c.outcome != "equal"), "")
+    lines = [f"{json.dumps(kind)}: {json.dumps(found[kind])}" for kind in sorted(found)]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
 if __name__ == "__main__":
     served = "--serve" in sys.argv[1:]
     target, kept = (SERVED_PAGE, SERVED_ROWS) if served else (PAGE, ROWS)
@@ -228,4 +253,5 @@ if __name__ == "__main__":
     found = read(files or [kept])
     kept.write_text("".join(f"{row.to_json()}\n" for row in found), encoding="utf-8")
     target.write_text((served_page if served else page)(found), encoding="utf-8")
-    print(f"wrote {target} and {kept}")
+    SUMMARY.write_text(summary(read([ROWS]), read([SERVED_ROWS])), encoding="utf-8")
+    print(f"wrote {target}, {kept} and {SUMMARY}")

@@ -60,6 +60,7 @@ def test_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_library_answers_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     data = json.loads(plan(capsys, "--json"))
     found = hocket.plan("llama-3-8b", cluster="2x8xH100-SXM", seq_len=2048, global_batch=32)
+    assert data.pop("schema") == 1
     assert json.loads(json.dumps(renamed.with_old_keys(found.to_json()))) == data
 
 
@@ -224,3 +225,19 @@ def test_a_directorys_model_reads_itself(
     long = ["--prompt-len", "65536", "--cluster", "H100"]
     assert main(["plan", str(folder), "--serve", *long]) == 2
     assert "is made for" in capsys.readouterr().err
+
+
+def test_a_quantized_checkpoint_is_planned_as_it_is_run_and_that_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    config = {
+        "model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "intermediate_size": 64, "vocab_size": 96, "max_position_embeddings": 64,
+        "quantization_config": {"quant_method": "gptq", "bits": 4},
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes(bytes(2_000_000))
+    asked = ["plan", str(tmp_path), "--cluster", "8xH100", "--top", "1"]
+    assert main([*asked, "--seq-len", "64", "--global-batch", "8"]) == 0
+    assert "stored by gptq in 4 bits, 2 MB" in capsys.readouterr().out

@@ -33,3 +33,18 @@ def test_the_page_is_what_its_rows_say(served: bool) -> None:
         assert all(cell.outcome in ("equal", "refused") for cell in row.cells), row.kind
         # A reason is ours: no other library's exception text.
         assert not any(re.search(r"[A-Z]\w+Error: ", cell.reason) for cell in row.cells), row.kind
+
+
+def test_what_hocket_models_prints_is_of_the_same_rows() -> None:
+    from hocket.catalogue.families import families
+
+    spec = importlib.util.spec_from_file_location("write", REFERENCE / "write_families.py")
+    assert spec is not None
+    assert spec.loader is not None
+    writer = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(writer)
+    rows = writer.read([writer.ROWS]), writer.read([writer.SERVED_ROWS])
+    assert writer.SUMMARY.read_text() == writer.summary(*rows)
+    assert families()["llama"].trains == ("dp", "pp", "tp", "zero", "sequence")
+    assert families()["mamba"].serves == ()
+    assert "recurrent" in families()["mamba"].why_served

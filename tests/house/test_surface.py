@@ -57,8 +57,8 @@ FLAGS = {
     },
     "doctor": {"gpu", "only", "group", "out", "minutes", "list", "json"},
     "demo": {
-        "steps", "seq_len", "global_batch", "vocab_size", "run", "seed", "device", "backend",
-        "threads", *LAYOUT,
+        "full", "steps", "seq_len", "global_batch", "vocab_size", "run", "seed", "device",
+        "backend", "threads", *LAYOUT,
     },
     "check": {
         "model", "steps", "seq_len", "global_batch", "dtype", "seed", "lr", "packing", "lora_rank",
@@ -107,7 +107,7 @@ FLAGS = {
         "kind", "model", "layout", "data", "serve", "name", "run", "gpus_per_node",
         "ranks_per_node", "gpu", "time", "image", "storage", "interface", "port", "launch",
     },
-    "models": {"gpus", "json"},
+    "models": {"words", "gpus", "json"},
     "config": {"words"},
     "completion": {"shell"},
 }  # fmt: skip

@@ -8,7 +8,7 @@ import pytest
 
 from hocket.cli.main import main
 from hocket.jobs.corpus import standard_library, write
-from hocket.jobs.demo import DEFAULTS, options
+from hocket.jobs.demo import QUICK, options
 from hocket.spec.run import RunFolder
 from tests.jobs.warm import warm  # noqa: F401  a fixture
 
@@ -22,14 +22,15 @@ def test_the_corpus_is_this_pythons_own(tmp_path: Path) -> None:
 
 
 def test_defaults_and_changes() -> None:
-    asked = options({})
+    assert options({}).layout.world_size == 2
+    asked = options({}, full=True)
     assert asked.layout.axes_text() == "dp2.pp2.tp2"
     assert asked.layout.world_size == 8
     changed = options({"layout": "pp2", "steps": 2})
     assert (changed.layout.pp, changed.layout.dp) == (2, 1)
     assert changed.layout.microbatches is None
     assert changed.options.steps == 2
-    assert changed.workload.seq_len == DEFAULTS["seq_len"]
+    assert changed.workload.seq_len == QUICK["seq_len"]
 
 
 @pytest.mark.ranks

@@ -10,22 +10,23 @@ from typing import Annotated
 
 import tyro
 
-from hocket.cli.flags import LayoutFlags, Run, explicit, parse, values
+from hocket.cli.flags import Count, LayoutFlags, Run, explicit, parse, values
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Demo:
-    """Train a small Llama on the text of this machine's own Python, on eight ranks.
+    """Train a small Llama on the text of this machine's own Python, on two ranks.
 
     Then draw one step rank by time, compare its collectives with theory, compare
     memory with one process, export the model and generate text with it.
 
     Attributes:
-        parallel: Degrees of parallelism and schedule (default: dp2.pp2.tp2, 1f1b, 4 microbatches)
-        steps: optimizer steps.
-        seq_len: tokens per sequence.
-        global_batch: sequences per step.
-        vocab_size: vocabulary size of the tokenizer that is trained first.
+        full: eight ranks (dp2.pp2.tp2), 300 steps and more text: minutes instead of seconds.
+        parallel: Degrees of parallelism and schedule (default: pp2, 1f1b, 4 microbatches)
+        steps: optimizer steps (default: 60).
+        seq_len: tokens per sequence (default: 64).
+        global_batch: sequences per step (default: 16).
+        vocab_size: vocabulary size of the tokenizer that is trained first (default: 512).
         run: run folder (default: a new folder under runs/).
         seed: seed of weights, data order and sampling.
         device: device of the ranks. One of: auto, cpu, cuda.
@@ -33,13 +34,14 @@ class Demo:
         threads: CPU threads per rank.
     """
 
+    full: bool = False
     parallel: Annotated[LayoutFlags, tyro.conf.arg(name="layout")] = dataclasses.field(
         default_factory=LayoutFlags
     )
-    steps: int = 300
-    seq_len: int = 128
-    global_batch: int = 16
-    vocab_size: int = 2048
+    steps: Count = None
+    seq_len: Count = None
+    global_batch: Count = None
+    vocab_size: Count = None
     run: Run = None
     seed: int = 0
     device: str = "auto"
@@ -57,7 +59,8 @@ def main(arguments: Sequence[str]) -> int:
     from hocket.cli.terminal import terminal
     from hocket.jobs.demo import demo, options
 
-    wanted = options(said)
+    full = bool(said.pop("full", False))
+    wanted = options(said, full=full)
     color, width = terminal()
     print(
         f"hocket demo: {wanted.layout.axes_text()}, {wanted.layout.world_size} ranks\n"
@@ -72,7 +75,7 @@ def main(arguments: Sequence[str]) -> int:
             stack.close()  # the bar is done: what follows is printed below it
             print(f"\n{text}", flush=True)
 
-        outcome = demo(wanted, on_event=on_event, show=show, width=width, color=color)
+        outcome = demo(wanted, full=full, on_event=on_event, show=show, width=width, color=color)
     print("\n" + "\n".join(next_steps(outcome.summary)))
     print(f"\n{time.monotonic() - began:.0f} s in all")
     return 0 if outcome.equal else 1

@@ -47,7 +47,7 @@ GROUPS = {
         "completion": "print a completion script for bash, zsh or fish",
     },
     "Learn": {
-        "demo": "train a small Llama on this machine's own text, on eight ranks, end to end",
+        "demo": "train a small Llama on this machine's own text, on two ranks, end to end",
         "tour": "walk through the kinds of parallelism, each claim tested on this machine",
     },
 }

@@ -1,25 +1,54 @@
-"""`hocket models`: the models that come with hocket, and the GPUs that plans know."""
+"""`hocket models`: the models that come with hocket, the GPUs that plans know, and what works."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Annotated
+
+import tyro
 
 from hocket.cli.flags import parse
 from hocket.cli.next import show
+from hocket.spec.errors import OptionError
+
+Words = Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="check MODEL")]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Models:
     """List the models that come with hocket, or the GPUs that --cluster takes.
 
+    `hocket models check MODEL` prints how a model of any kind of name can be trained and served.
+
     Attributes:
+        words: `check` and a model.
         gpus: list GPUs instead, for --cluster 8xNAME.
         json: print one JSON object per model or GPU.
     """
 
+    words: Words = ()
     gpus: bool = False
     json: bool = False
+
+
+def _check(flags: Models) -> int:
+    import json
+
+    from hocket.jobs import models
+
+    match flags.words:
+        case ("check", name):
+            found = models.checked(name)
+        case _:
+            raise OptionError(
+                f"unexpected argument {flags.words[0]!r} of hocket models",
+                hint=f"hocket models check {flags.words[-1]}",
+            )
+    print(json.dumps(found) if flags.json else models.checked_text(found))
+    if not flags.json and found["checked"] and found["trains"]:
+        show(["check", name, "--layout", "tp2" if "tp" in found["trains"] else "dp2"])
+    return 0
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -29,6 +58,8 @@ def main(arguments: Sequence[str]) -> int:
 
     from hocket.jobs import models
 
+    if flags.words:
+        return _check(flags)
     found = models.gpus() if flags.gpus else models.known()
     if flags.json:
         for row in found:

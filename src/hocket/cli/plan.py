@@ -200,7 +200,7 @@ def main(arguments: Sequence[str]) -> int:
         import json
 
         also = {} if flags.emit is None else {"emitted": job.emitted(found, flags.emit)}
-        print(json.dumps(renamed.with_old_keys({**found.to_json(), **also})))
+        print(json.dumps({"schema": 1, **renamed.with_old_keys({**found.to_json(), **also})}))
     elif flags.emit is not None:
         print(job.emitted(found, flags.emit), end="")
     elif flags.html is not None:
@@ -209,6 +209,8 @@ def main(arguments: Sequence[str]) -> int:
         print(write(found, flags.html))
     else:
         print(job.table(found))
+        if stored := job.stored(flags.model):
+            print(stored)
         if job.runs(found):
             show(job.command(found), job.rehearsal(found))
     return 0
@@ -268,6 +270,7 @@ def _serve(flags: PlanFlags, written: frozenset[str]) -> int:
         return _from(flags, written)
     if not flags.model and flags.weights is None:
         raise OptionError("which model?", hint="hocket plan llama-3-70b --serve --cluster H100")
+    from hocket.jobs.plan import stored as stored_of
     from hocket.jobs.serving import plan as job
     from hocket.jobs.serving import table as serve_table
 
@@ -289,11 +292,14 @@ def _serve(flags: PlanFlags, written: frozenset[str]) -> int:
         import json
 
         also = {} if flags.emit is None else {"emitted": serve_table.emitted(found[0], flags.emit)}
-        print(json.dumps(renamed.with_old_keys({**serve_table.to_json(found), **also})))
+        whole = renamed.with_old_keys({**serve_table.to_json(found), **also})
+        print(json.dumps({"schema": 1, **whole}))
     elif flags.emit is not None:
         print(serve_table.emitted(found[0], flags.emit), end="")
     else:
         print(serve_table.text(found))
+        if flags.weights is None and (stored := stored_of(flags.model, serve=True)):
+            print(stored)
         if (words := serve_table.command(found)) is not None:
             show(words)
     return 0

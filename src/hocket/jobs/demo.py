@@ -1,6 +1,6 @@
 """The demo: the main job end to end, on the text that every machine with Python has.
 
-standard library's text -> tokenizer -> eight ranks train -> timeline, collectives, memory
+standard library's text -> tokenizer -> two ranks (or eight) train -> timeline, collectives, memory
     beside one process -> Hugging Face directory -> a sample
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hocket.jobs import lock, prepare
-from hocket.jobs.corpus import write
+from hocket.jobs.corpus import LARGEST, write
 from hocket.jobs.record import JobRecorder, Listener, Summary
 from hocket.jobs.request import JobRequest, request
 from hocket.jobs.train import PRELOAD, launch, prepared, unstarted_is_no_run
@@ -24,10 +24,9 @@ from hocket.spec.run import RunFolder
 if TYPE_CHECKING:
     from hocket.launch import Launcher
 
-LAYOUT = "dp2.pp2.tp2"
-DEFAULTS: dict[str, Any] = {
+FULL: dict[str, Any] = {
     "model": "tiny-llama",
-    "layout": LAYOUT,
+    "layout": "dp2.pp2.tp2",
     "schedule": "1f1b",
     "microbatches": 4,
     "seq_len": 128,
@@ -38,6 +37,12 @@ DEFAULTS: dict[str, Any] = {
     "tokenizer": "train",
     "vocab_size": 2048,
 }
+QUICK: dict[str, Any] = {
+    **FULL, "layout": "pp2", "steps": 60, "seq_len": 64, "vocab_size": 512, "save_every": 0,
+}  # fmt: skip
+"""Two ranks: a first result within half a minute on two cores."""
+QUICK_TEXT = 600_000
+"""Characters that the quick one learns from."""
 ALONE_STEPS = 4
 """Steps that one process takes for comparison; the first warms up."""
 
@@ -65,15 +70,16 @@ class DemoOutcome:
     sample: str
 
 
-def options(changes: dict[str, Any]) -> JobRequest:
-    """The demo's options with some changed; see `jobs.request`."""
+def options(changes: dict[str, Any], *, full: bool = False) -> JobRequest:
+    """The demo's options with some changed; see `jobs.request`. `full`: on eight ranks."""
     layout = {} if "layout" not in changes else {"schedule": None, "microbatches": None}
-    return request({**DEFAULTS, **layout, **changes})
+    return request({**(FULL if full else QUICK), **layout, **changes})
 
 
 def demo(
     wanted: JobRequest,
     *,
+    full: bool = False,
     on_event: Listener | None = None,
     show: Callable[[str], None] = print,
     width: int = 100,
@@ -82,7 +88,7 @@ def demo(
     """Run all of it.
 
     Args:
-        wanted: see `options`; its data is the standard library's text.
+        wanted, full: see `options`; the data is the standard library's text.
         on_event: called with each event of the training run.
         show: called with each part of what there is to tell afterwards, as soon as it is known.
         width, color: of the terminal.
@@ -96,7 +102,7 @@ def demo(
         lock.locked(folder.path, "demo"),
         Launcher(wanted.options.device, wanted.options.threads, preload=PRELOAD) as launcher,
     ):
-        write(corpus)
+        write(corpus, LARGEST if full else QUICK_TEXT)
         wanted = dataclasses.replace(wanted, data=(str(corpus),), run=folder.path)
         job = prepare.plan(wanted)
         spec = prepared(job, folder, record, "demo")

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 
 def known() -> list[dict[str, Any]]:
-    """Every model of the catalogue: its name, a note with the source, type, parameters, layers and
-    positions (None where the configuration sets no limit)."""
+    """Every model of the catalogue: its name, a note with the source, type, parameters, layers,
+    positions (None where the configuration sets no limit), and the axes under which its type trains
+    and serves."""
     from hocket.catalogue import models, shapes
+    from hocket.catalogue.families import families
 
     found = []
     for name in models.names():
         entry, shape = models.entry(name), shapes.shape(name)
+        support = families().get(entry.config["model_type"])
         found.append(
             {
                 "name": name,
@@ -28,6 +32,8 @@ def known() -> list[dict[str, Any]]:
                     ),
                     None,
                 ),
+                "trains": [] if support is None else list(support.trains),
+                "serves": [] if support is None else list(support.serves),
                 "hub_id": entry.hub_id,
                 "note": models.note(name),
             }
@@ -62,7 +68,7 @@ def table(found: Sequence[dict[str, Any]]) -> str:
     from hocket.spec.units import format_count
 
     return table_text(
-        ("model", "type", "parameters", "layers", "context", "source"),
+        ("model", "type", "parameters", "layers", "context", "trains", "serves", "source"),
         [
             (
                 row["name"],
@@ -70,11 +76,62 @@ def table(found: Sequence[dict[str, Any]]) -> str:
                 format_count(row["parameters"]),
                 row["layers"],
                 row["positions"] or "any",
+                _axes(row["trains"]),
+                _axes(row["serves"]),
                 row["hub_id"] or row["note"].partition(":")[0],
             )
             for row in found
         ],
     )
+
+
+def _axes(axes: Sequence[str]) -> str:
+    """Axes in a column: those of the mesh."""
+    return " ".join(axis for axis in ("dp", "pp", "tp") if axis in axes) or "no"
+
+
+_NAMES = {"zero": "ZeRO", "sequence": "sequence parallelism"}
+
+
+def checked(name: str) -> dict[str, Any]:
+    """What works for one model: its type, and the axes under which that trains and serves.
+
+    Args:
+        name: of the catalogue, a directory, a run folder or of the Hub; only the configuration is
+            read.
+
+    Raises:
+        ModelError: it is not there, or not a causal language model.
+    """
+    from hocket.catalogue import models
+    from hocket.catalogue.families import families
+
+    if name in models.names():
+        kind = str(models.entry(name).config["model_type"])
+    else:
+        from hocket.models.source import resolve
+
+        kind = str(resolve(name, weights=False).config["model_type"])
+    support = families().get(kind)
+    return {
+        "name": name,
+        "type": kind,
+        "checked": support is not None,
+        **({} if support is None else dataclasses.asdict(support)),
+    }
+
+
+def checked_text(found: dict[str, Any]) -> str:
+    """The answer of `checked` in lines."""
+    head = f"{found['name']} is of type {found['type']}"
+    if not found["checked"]:
+        return f"{head}, which was not checked"
+    lines = [f"{head}: a tiny model of it was compared with one process"]
+    for verb, why in (("trains", "why"), ("serves", "why_served")):
+        axes = ", ".join(_NAMES.get(axis, axis) for axis in found[verb]) or "no"
+        reason = f"{'; not otherwise' if found[verb] else ''}: {found[why]}" if found[why] else ""
+        lines.append(f"{verb}: {axes}{reason}")
+    return "\n".join(lines)
 
 
 def gpu_table(found: Sequence[dict[str, Any]]) -> str:

@@ -250,6 +250,21 @@ def shape_of(model: str) -> ModelShape:
     return trace(found.config, name=model)
 
 
+def stored(model: str, *, serve: bool = False) -> str:
+    """Of a quantized checkpoint how its weights are stored, and what the plan has computed with;
+    empty of any other model."""
+    from hocket.catalogue import models
+    from hocket.models import quantization
+
+    if model in models.names() or not (os.path.exists(model) or "/" in model):
+        return ""
+    text = quantization.stored(model)
+    if not text:
+        return ""
+    text += "; hocket reads them into its own dtype, and the plan is of that"
+    return f"{text} (of a server that keeps them as they are: --weights BYTES)" if serve else text
+
+
 def _shipped(model: str) -> str | None:
     """The name in the catalogue of the shape that a model has, None where it has none of them."""
     from hocket.catalogue import models, shapes

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hocket.jobs import forecast
-from hocket.spec.files import parse_json
+from hocket.spec.files import MALFORMED, parse_json
 from hocket.spec.forecast import Forecast
 from hocket.spec.run import RunFolder
 
@@ -28,7 +28,7 @@ class Summary:
         first_loss, loss: of the first and the last step this job did (nats per token).
         held_out_loss, held_out_perplexity: of the last evaluation, None without one.
         tokens_per_second, step_seconds: medians over the steps this job did; the first one, which
-            warms up, counts only where there is no other.
+            warms up (with torch.compile the first two), counts only where there is no other.
         memory_bytes: peak tensor bytes counted on each rank.
         memory: the same by what they are for, a dictionary a rank: `parameters`, `gradients`,
             `optimizer`, `activations`, `total`.
@@ -141,8 +141,17 @@ class JobRecorder:
         found.steps = int(self.steps[-1]["step"])
         found.first_loss = float(self.steps[0]["loss"])
         found.loss = float(self.steps[-1]["loss"])
-        warm = self.steps[1:] or self.steps
+        warm = self.steps[warm_up_steps(folder) :] or self.steps[-1:]
         found.tokens_per_second = statistics.median(s["tokens_per_second"] for s in warm)
         found.step_seconds = statistics.median(s["step_seconds"] for s in warm)
         found.memory_bytes = tuple(self.steps[-1].get("memory_bytes") or ())
         return found
+
+
+def warm_up_steps(folder: RunFolder) -> int:
+    """Steps at the beginning that warm up: one, and with torch.compile two, which compile."""
+    try:
+        compiled = parse_json(folder.spec_file.read_text())["options"]["compile"]
+    except (OSError, *MALFORMED, KeyError, TypeError):
+        return 1
+    return 2 if compiled else 1

@@ -142,3 +142,31 @@ def _compressed(found: dict[str, Any], rejected: Callable[[str], ModelError]) ->
     if own not in (4, 8):
         raise rejected(f"compressed-tensors, pack-quantized with {own!r:.20} bits")
     return Quantization(method="compressed-tensors", bits=own, offset=1 << (own - 1))
+
+
+def stored(name: str) -> str:
+    """How the weights of a quantized checkpoint are stored, in a line; empty of any other.
+
+    Of a model of the Hub the listing is asked, not the weights.
+
+    Raises:
+        ModelError: as `models.source.resolve`.
+    """
+    from hocket.models import hub, repo_id
+    from hocket.models.source import resolve
+    from hocket.spec.units import format_bytes
+
+    found = resolve(name, weights=False)
+    how = None if found.directory is None else of_directory(found.directory)
+    if how is None or found.directory is None:
+        return ""
+    sizes = [file.stat().st_size for file in found.directory.glob("*.safetensors")]
+    repo = None if found.repo is None else repo_id.parse(found.repo)
+    if not sizes and repo is not None:
+        listed = hub.listed(repo)
+        sizes = [size for file, size in listed.items() if file.endswith(".safetensors")]
+    bits = "" if how.bits is None else f" in {how.bits} bits"
+    text = f"the weights are stored by {how.method}{bits}"
+    if sizes:
+        text += f", {format_bytes(sum(sizes))}"
+    return text

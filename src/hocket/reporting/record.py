@@ -121,10 +121,11 @@ class RunRecord:
 
     @property
     def step_seconds(self) -> float | None:
-        """Median over the steps in the layout that the run has now; the first one, which warms up,
+        """Median over the steps in the layout that the run has now; those that warm up or compile
         only where there is no other."""
         values = self.column("step_seconds", own=True)
-        values = sorted(values[1:] or values)
+        first = 2 if self.spec is not None and self.spec.options.compile else 1  # which compile
+        values = sorted(values[first:] or values[-1:])
         if not values:
             return None
         middle = len(values) // 2
