@@ -1,0 +1,132 @@
+"""Printed job files pass their own tools: shellcheck, hadolint, Kubernetes' schemas; boards read
+metrics that a server has."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hocket.cli.main import main
+from hocket.jobs import monitoring
+from hocket.jobs.template import KINDS
+from hocket.spec.errors import HocketError
+
+BIN = Path(sys.executable).parent
+CASES = [
+    (kind, verb, gpus)
+    for kind in ("slurm", "kubernetes", "skypilot")
+    for verb in ("train", "serve")
+    for gpus in (8, 0)
+]
+
+
+def printed(capsys: pytest.CaptureFixture[str], kind: str, verb: str, gpus: int) -> str:
+    layout = "dp2.tp8" if gpus else "tp2"
+    what = ["--serve"] if verb == "serve" else ["--data", "text.txt"]
+    arguments = ["template", kind, "llama-3-8b", "--layout", layout, *what]
+    assert main([*arguments, "--gpus-per-node", str(gpus)]) == 0
+    return capsys.readouterr().out
+
+
+def tool(name: str) -> str:
+    found = BIN / name
+    if not found.exists():
+        pytest.skip(f"{name} is not installed (pip install 'hocket[dev]')")
+    return str(found)
+
+
+def passes(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("kind", "verb", "gpus"), CASES)
+def test_a_job_file_passes_its_tool(
+    kind: str, verb: str, gpus: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "job"
+    text = printed(capsys, kind, verb, gpus)
+    assert "{{" not in text
+    file.write_text(text)
+    if kind == "kubernetes":
+        passes(tool("kubernetes-validate"), "--strict", str(file))
+        for document in yaml.safe_load_all(text):
+            for script in scripts(document):
+                file.write_text(f"#!/bin/sh\n{script}")
+                # A container's environment has HOSTNAME, the pod's name.
+                passes(tool("shellcheck"), "--exclude", "SC3028", str(file))
+        return
+    if kind == "skypilot":
+        task = yaml.safe_load(text)
+        text = f"#!/bin/bash\n{task['setup']}\n{task['run']}"
+        file.write_text(text)
+    passes(tool("shellcheck"), str(file))
+
+
+def scripts(value: Any) -> list[str]:
+    """The shell scripts of a manifest: of `sh -c`, what follows."""
+    if isinstance(value, list):
+        if value[:2] == ["/bin/sh", "-c"] and len(value) > 2:
+            return [value[2]]
+        return [script for one in value for script in scripts(one)]
+    if not isinstance(value, dict):
+        return []
+    own = value["args"][:1] if value.get("command") == ["/bin/sh", "-c"] else []
+    return [*own, *(script for one in value.values() for script in scripts(one))]
+
+
+@pytest.mark.parametrize("gpus", [8, 0])
+def test_a_dockerfile_passes_hadolint(
+    gpus: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "Dockerfile"
+    assert main(["template", "docker", "--gpus-per-node", str(gpus)]) == 0
+    file.write_text(capsys.readouterr().out)
+    passes(tool("hadolint"), str(file))
+
+
+def test_nodes_and_tasks_follow_from_the_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "slurm", "train", 8)
+    assert "#SBATCH --nodes=2" in text
+    assert "--layout dp2.tp8" in text
+    manifests = list(yaml.safe_load_all(printed(capsys, "kubernetes", "train", 8)))
+    (job,) = (one for one in manifests if one["kind"] == "Job")
+    assert job["spec"]["completions"] == job["spec"]["parallelism"] == 2
+
+
+def test_what_cannot_be_printed_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["template", "nomad", "llama-3-8b"]) == HocketError.exit_code
+    assert f"known: {', '.join(sorted(KINDS))}" in capsys.readouterr().err
+    assert main(["template", "slurm", "llama-3-8b", "--serve", "--layout", "tp3.pp5"]) == 2
+    assert "do not fill" in capsys.readouterr().err
+
+
+def test_the_board_and_the_alerts_read_metrics_that_a_server_has(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("prometheus_client")
+    from hocket.serving.http.metrics import COUNTERS, GAUGES, ServerMetrics
+
+    class Counts:
+        prompt_tokens = completion_tokens = cached_tokens = 0
+
+    figures = dict.fromkeys((*GAUGES, *COUNTERS), 1)
+    text = ServerMetrics(Counts(), lambda: {"replicas": {"0": figures}}).text().decode()  # type: ignore[arg-type]
+    known = set(re.findall(r"^# TYPE (\w+) ", text, re.MULTILINE))
+    known |= {f"{name}_bucket" for name in known}
+    assert main(["template", "grafana"]) == 0
+    board = json.loads(capsys.readouterr().out)
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+    assert main(["template", "prometheus"]) == 0
+    alerts = yaml.safe_load(capsys.readouterr().out)["groups"][0]["rules"]
+    used = re.findall(r"\bhocket_\w+", json.dumps(board) + json.dumps(alerts))
+    assert len(set(used)) > 12
+    assert set(used) <= known, set(used) - known
+    assert len(alerts) == len(monitoring.RULES)
