@@ -32,8 +32,8 @@ def reasons(context: Any, types: list[str]) -> list[str]:
     """Why sequences of the smallest model of each type cannot be split; empty: they can."""
     from transformers import AutoConfig
 
-    from hocket.jobs.proxy.context import try_context
     from hocket.models.skeleton import config_of
+    from hocket.ranks.proxy.context import try_context
 
     found = []
     for kind in types:

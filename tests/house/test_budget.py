@@ -60,4 +60,4 @@ def test_ranks_become_groups_in_one_module() -> None:
             for word in ("layout.groups(", "replica_groups(", "expert_groups(")
         )
     ]
-    assert set(found) <= {"jobs/expected_communication.py", "runtime/reshard.py"}
+    assert set(found) <= {"ranks/expected_communication.py", "runtime/reshard.py"}

@@ -21,8 +21,8 @@ OTHERS = {
 
 @pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
 def test_a_row_of_documents_is_its_documents_or_is_refused(family: str) -> None:
-    from hocket.jobs.proxy.packed import try_packed
     from hocket.models.skeleton import config_of
+    from hocket.ranks.proxy.packed import try_packed
 
     config = config_of({**FAMILIES, **OTHERS}[family], dropout=0.0)
     reason = try_packed(config, "sdpa")
@@ -31,8 +31,8 @@ def test_a_row_of_documents_is_its_documents_or_is_refused(family: str) -> None:
 
 
 def test_an_eager_attention_keeps_them_apart_too() -> None:
-    from hocket.jobs.proxy.packed import try_packed
     from hocket.models.skeleton import config_of
+    from hocket.ranks.proxy.packed import try_packed
 
     assert try_packed(config_of(FAMILIES["gemma3"], dropout=0.0), "eager") == ""
 
@@ -40,8 +40,8 @@ def test_an_eager_attention_keeps_them_apart_too() -> None:
 def test_attention_across_documents_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import masking_utils
 
-    from hocket.jobs.proxy.packed import try_packed
     from hocket.models.skeleton import config_of
+    from hocket.ranks.proxy.packed import try_packed
 
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda positions: None)
     reason = try_packed(config_of(FAMILIES["llama"], dropout=0.0), "sdpa")

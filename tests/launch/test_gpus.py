@@ -44,7 +44,7 @@ def test_warming_asks_nothing_of_cuda(tmp_path: Path) -> None:
     modules = [
         "asks_for_triton",
         "hocket.training.rank",
-        "hocket.jobs.serving.rank",
+        "hocket.ranks.serving",
         "hocket.serving.engine.graphs",
     ]
     found = subprocess.run(

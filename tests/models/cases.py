@@ -9,8 +9,8 @@ def tensors(
     context: Any, configs: dict[str, dict[str, Any]], slices: bool = False
 ) -> dict[str, tuple[str, str]]:
     """The proxy model's verdict on splitting tensors (with `slices`, sequences too), by model."""
-    from hocket.jobs.proxy.check import try_tensors
     from hocket.models.skeleton import config_of
+    from hocket.ranks.proxy.trial import try_tensors
 
     return {
         name: try_tensors(
@@ -28,7 +28,7 @@ def said(context: Any, texts: list[str]) -> list[str]:
     """What every rank hears when each says its own text."""
     import torch.distributed as dist
 
-    from hocket.jobs.proxy.check import said_by_all
+    from hocket.ranks.proxy.trial import said_by_all
     from hocket.runtime.mesh import Axis
     from hocket.runtime.record import Recorder
 

@@ -147,6 +147,6 @@ def test_models_that_add_positions_in_their_own_way_run_on_slices(ranks: Any) ->
 
 @pytest.mark.parametrize("kind", ["reformer", "hy_v4", "gemma4_text"])
 def test_what_layers_hand_on_beside_the_hidden_state_is_named(kind: str) -> None:
-    from hocket.jobs.proxy.check import verdict
+    from hocket.ranks.proxy.trial import verdict
 
     assert "its layers hand on more than the hidden state (" in verdict(sample(kind)).reason

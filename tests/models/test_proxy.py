@@ -1,10 +1,11 @@
 import pytest
 
-from hocket.jobs.proxy import check as proxy
-from hocket.jobs.proxy import numbers
 from hocket.jobs.proxy.check import require_equal
+from hocket.ranks.proxy import numbers
+from hocket.ranks.proxy import trial as proxy
 from hocket.spec.errors import ModelError
 from hocket.spec.layout import Layout
+from hocket.spec.proxy_verdict import ProxyVerdict, cache_file
 from tests.families import LLAMA
 from tests.models.variants import VARIANTS
 
@@ -28,7 +29,7 @@ def cache(tmp_path, monkeypatch):
 @pytest.mark.torch
 @pytest.mark.parametrize("family", VARIANTS)
 def test_families_that_must_pass_when_cut(family):
-    assert proxy.verdict(VARIANTS[family]) == proxy.ProxyVerdict(stages="")
+    assert proxy.verdict(VARIANTS[family]) == ProxyVerdict(stages="")
 
 
 @pytest.mark.torch
@@ -89,7 +90,7 @@ def test_streams_that_lie_side_by_side_are_handed_on():
     from hocket.models.skeleton import build
 
     config = sample("qwen4_exp_text")
-    assert proxy.verdict(config) == proxy.ProxyVerdict(stages="")
+    assert proxy.verdict(config) == ProxyVerdict(stages="")
     stages = plan_for(build(config)).stages
     assert (stages.streams, stages.beside) == (4, True)
 
@@ -196,17 +197,17 @@ def test_a_head_that_gathers_what_is_whole_is_named(ranks):
 @pytest.mark.ranks
 def test_a_verdict_is_kept_and_refuses_by_name(ranks, cache):
     source = Source(**LLAMA)
-    assert require_equal(ranks.launcher, source, Layout(dp=4), loss=False) == proxy.ProxyVerdict()
+    assert require_equal(ranks.launcher, source, Layout(dp=4), loss=False) == ProxyVerdict()
     assert not cache.exists()
     found = require_equal(ranks.launcher, source, Layout(pp=2, tp=2))
-    assert found == proxy.ProxyVerdict(stages="", tensors="", loss="", shifts=True)
+    assert found == ProxyVerdict(stages="", tensors="", loss="", shifts=True)
     assert len(list(cache.iterdir())) == 1
     assert require_equal(None, source, Layout(pp=2, tp=2)) == found
     # Another vocabulary is the same architecture.
     assert require_equal(None, Source(**{**LLAMA, "vocab_size": 99}), Layout(tp=2)).ok
     sliced = Layout(tp=2, sequence_parallel=True)
     found = require_equal(ranks.launcher, source, sliced)
-    assert found == proxy.ProxyVerdict(stages="", tensors="", slices="", loss="", shifts=True)
+    assert found == ProxyVerdict(stages="", tensors="", slices="", loss="", shifts=True)
     broken = Source(model_type="zamba")
     with pytest.raises(ModelError, match=r"mine \(zamba\) cannot be cut") as caught:
         require_equal(ranks.launcher, broken, Layout(dp=2, pp=2))
@@ -215,16 +216,16 @@ def test_a_verdict_is_kept_and_refuses_by_name(ranks, cache):
 
 def test_a_broken_cache_is_tried_again(cache):
     cache.mkdir(parents=True)
-    proxy.cache_file(dict(LLAMA), "sdpa").write_text("{")
+    cache_file(dict(LLAMA), "sdpa").write_text("{")
     with pytest.raises(AttributeError):  # no launcher: it would have started one
         require_equal(None, Source(**LLAMA), Layout(pp=2))
 
 
 def test_a_loss_without_a_backward_is_rejected():
-    from hocket.jobs.proxy.loss import try_loss
     from hocket.models.proxy import proxy_of
     from hocket.models.samples import sample
     from hocket.models.skeleton import config_of
+    from hocket.ranks.proxy.loss import try_loss
 
     kind = "doge"  # a mixture's router scores are changed in place after they were used
     config = proxy_of(config_of(sample(kind) | {"is_moe": True, "norm_topk_prob": True})).config

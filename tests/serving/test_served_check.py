@@ -54,7 +54,7 @@ def lent(ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         def __exit__(self, *_: object) -> None:
             return None
 
-    found = Kept(ranks.launcher, [check.REFERENCE, "hocket.jobs.serving.rank"])
+    found = Kept(ranks.launcher, [check.REFERENCE, "hocket.ranks.serving"])
     monkeypatch.setattr(check, "launcher_of", lambda *_: found)
     return found
 

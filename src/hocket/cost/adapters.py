@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 
+from hocket.cost.measured_rates import BYTES
 from hocket.spec.errors import OptionError, nearest
 from hocket.spec.model_shape import (
     BlockShape,
@@ -25,8 +26,22 @@ from hocket.spec.model_shape import (
     Saved,
     Weight,
 )
+from hocket.spec.run import RunSpec, target_words
 
 VIEWS = {"memory_bound": "fused", "unfused": "eager"}
+
+
+def of_run(shape: ModelShape, spec: RunSpec) -> ModelShape:
+    """The shape as a run trains it: with its adapters, or as it is. Raises OptionError."""
+    options = spec.options
+    if options.lora_rank is None:
+        return shape
+    return adapted(
+        shape,
+        options.lora_rank,
+        target_words(options.lora_targets),
+        element_bytes=BYTES[spec.workload.dtype],
+    )
 
 
 def adapted(

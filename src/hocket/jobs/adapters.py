@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hocket.spec.units import format_count
 
 if TYPE_CHECKING:
-    from hocket.launch import Launcher, RankContext
+    from hocket.launch import Launcher
     from hocket.spec.model_shape import ModelShape
     from hocket.spec.run import RunSpec
 
@@ -30,22 +30,8 @@ def require(launcher: Launcher, spec: RunSpec) -> int:
         if event["event"] == "adapters":
             found.append(int(event["layers"]))
 
-    launcher.run("hocket.jobs.adapters:main", 1, {"spec": spec.to_json()}, hear)
+    launcher.run("hocket.ranks.adapters:main", 1, {"spec": spec.to_json()}, hear)
     return found[-1]
-
-
-def main(context: RankContext, payload: dict[str, Any]) -> None:
-    """The process's side of `require`."""
-    from hocket.models.lora import targets_of
-    from hocket.models.skeleton import build
-    from hocket.models.source import of_run
-    from hocket.spec.run import RunSpec
-
-    spec = RunSpec.from_json(payload["spec"])
-    source = of_run(spec)
-    skeleton = build(source.config, attention="sdpa", code=source.code)
-    layers = targets_of(skeleton, spec.options.lora_targets)
-    context.emit({"event": "adapters", "layers": len(layers)})
 
 
 def words(shape: ModelShape) -> tuple[str, ...]:

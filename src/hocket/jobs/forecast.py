@@ -10,14 +10,10 @@ run starts without one. No failure to predict fails a run: forecast.json gives t
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import hocket
 from hocket.spec.capabilities import PRECISIONS
 from hocket.spec.errors import HocketError, OptionError
 from hocket.spec.forecast import Forecast
@@ -32,13 +28,10 @@ from hocket.spec.timeline import Timeline
 from hocket.spec.units import parse_bytes
 
 if TYPE_CHECKING:
-    from hocket.launch import Launcher, RankContext
+    from hocket.launch import Launcher
     from hocket.planning.machine_forecast import MeasuredMachine
 
 Told = tuple[Forecast, Timeline | None]
-
-FORMAT = 4
-"""Of the shapes that are cached: one more whenever a trace finds something else."""
 
 
 def forecast(spec: RunSpec, cluster: str = "auto", *, launcher: Launcher | None = None) -> Forecast:
@@ -179,29 +172,17 @@ def shape_of(spec: RunSpec, launcher: Launcher | None = None) -> ModelShape:
     Raises:
         ModelError: it cannot be traced.
     """
-    return _adapted(_plain_shape(spec, launcher), spec)
+    from hocket.cost.adapters import of_run
 
-
-def _adapted(found: ModelShape, spec: RunSpec) -> ModelShape:
-    from hocket.cost.adapters import adapted
-    from hocket.cost.measured_rates import BYTES
-    from hocket.models.lora import words_of
-
-    options = spec.options
-    if options.lora_rank is None:
-        return found
-    return adapted(
-        found,
-        options.lora_rank,
-        words_of(options.lora_targets),
-        element_bytes=BYTES[spec.workload.dtype],
-    )
+    return of_run(_plain_shape(spec, launcher), spec)
 
 
 def _plain_shape(spec: RunSpec, launcher: Launcher | None) -> ModelShape:
     """Traced by a rank, and kept for the next time."""
-    file = _cache_file(spec)
-    known = _read(file)
+    from hocket.models.shape_cache import cache_file, read, write
+
+    file = cache_file(spec)
+    known = read(file)
     if known is not None:
         return known
     if launcher is None:
@@ -211,34 +192,14 @@ def _plain_shape(spec: RunSpec, launcher: Launcher | None) -> ModelShape:
             found = _traced(started, spec)
     else:
         found = _traced(launcher, spec)
-    _write(file, found)
+    write(file, found)
     return found
-
-
-def shape_here(spec: RunSpec) -> ModelShape:
-    """As `shape_of`, traced in this process, which may import torch. Raises ModelError."""
-    from hocket.models.trace import trace
-
-    dtype = "bf16" if spec.workload.dtype == "fp8" else spec.workload.dtype
-    file = _cache_file(spec)
-    known = _read(file)
-    if known is None:
-        name = os.path.basename(spec.model)
-        known = trace(
-            spec.config,
-            name=name,
-            dropout=spec.options.dropout,
-            dtype=dtype,
-            frozen=spec.options.lora_rank is not None,
-        )
-        _write(file, known)
-    return _adapted(known, spec)
 
 
 def _traced(launcher: Launcher, spec: RunSpec) -> ModelShape:
     heard: list[dict[str, Any]] = []
     launcher.run(
-        "hocket.jobs.forecast:main",
+        "hocket.ranks.trace:main",
         1,
         {
             "config": spec.config,
@@ -254,54 +215,6 @@ def _traced(launcher: Launcher, spec: RunSpec) -> ModelShape:
     if "error" in event:
         raise OptionError(event["error"])
     return ModelShape.from_json(event["shape"])
-
-
-def main(context: RankContext, payload: dict[str, Any]) -> None:
-    """In one rank: trace the model and emit its shape, or why that cannot be done."""
-    from hocket.models.trace import trace
-
-    try:
-        name = os.path.basename(payload["model"])
-        found = trace(
-            payload["config"],
-            name=name,
-            dropout=payload["dropout"],
-            dtype=payload["dtype"],
-            frozen=payload["frozen"],
-        )
-        context.emit({"event": "shape", "shape": found.to_json()})
-    except HocketError as error:
-        context.emit({"event": "shape", "error": error.message})
-
-
-def _cache_file(spec: RunSpec) -> Path:
-    from importlib.metadata import version
-
-    versions = [hocket.__version__, *(version(name) for name in ("transformers", "torch"))]
-    frozen = spec.options.lora_rank is not None
-    key = json.dumps(
-        [FORMAT, spec.config, spec.workload.dtype, spec.options.dropout, frozen, versions],
-        sort_keys=True,
-        default=str,
-    )
-    name = f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(home).expanduser() / "hocket" / "shapes" / name
-
-
-def _read(file: Path) -> ModelShape | None:
-    try:
-        return ModelShape.from_json(json.loads(file.read_text()))
-    except (OSError, ValueError, TypeError, KeyError):  # none yet, or of another version
-        return None
-
-
-def _write(file: Path, shape: ModelShape) -> None:
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_text(file, json.dumps(shape.to_json()))
-    except OSError:
-        return  # a cache that cannot be written only costs the next run its second
 
 
 # --- choosing ------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from hocket.spec.run import RunSpec, Workload
 
 if TYPE_CHECKING:
     from hocket.jobs.serving.request import PreparedServer
-    from hocket.launch import Launcher, RankContext
+    from hocket.launch import Launcher
     from hocket.serving.request import SamplingParams
 
 
@@ -151,7 +151,7 @@ def _padded(
     with _warm(launcher, wanted) as ranks:
         require_equal(ranks, source, where, attention=wanted.options.attention, loss=False)
         ranks.run(
-            "hocket.jobs.generate:main",
+            "hocket.ranks.generate:main",
             where.world_size,
             {"spec": spec.to_json(), "prompts": ids, "sampling": sampling.to_json()},
             listen,
@@ -183,34 +183,3 @@ def _warm(launcher: Launcher | None, wanted: JobRequest) -> Iterator[Launcher]:
     preload = ("hocket.training.build", "hocket.serving.padded")
     with Launcher(wanted.options.device, wanted.options.threads, preload=preload) as own:
         yield own
-
-
-def main(context: RankContext, payload: dict[str, Any]) -> None:
-    """In each rank: build its part of the model and generate; rank 0 emits the tokens.
-
-    Payload: `spec` (a RunSpec's JSON), `prompts` (token ids), `sampling` (a SamplingParams's
-    fields).
-    """
-    from hocket.schedules.registry import build
-    from hocket.serving.padded import Engine
-    from hocket.serving.request import SamplingParams
-    from hocket.training.build import build_model, join_world
-
-    spec = RunSpec.from_json(payload["spec"])
-    sampling = SamplingParams.from_json(payload["sampling"])
-    schedule = build(spec.layout, 1) if spec.layout.num_stages > 1 else None
-    mesh = join_world(spec, context)
-    source, skeleton, _, parallel = build_model(spec, mesh, schedule)
-    engine = Engine(
-        parallel.stages,
-        mesh,
-        skeleton.config,
-        stage_ranks=None if schedule is None else schedule.stage_ranks,
-        positions=source.dimensions.max_positions,
-    )
-
-    def tell(number: int, tokens: list[int | None]) -> None:
-        if context.rank == 0:
-            context.emit({"event": "tokens", "number": number, "tokens": tokens})
-
-    engine.generate(payload["prompts"], sampling, tell)

@@ -19,7 +19,7 @@ from hocket.spec.links import Links
 from hocket.spec.run import RunFolder, RunSpec, TrainOptions
 
 if TYPE_CHECKING:
-    from hocket.launch import Launcher, RankContext
+    from hocket.launch import Launcher
 
 ACHIEVED = 0.77
 """Of a GPU's dense bf16 rate that large products reach: A100 83%, H100 77%, B200 66% (published
@@ -106,7 +106,7 @@ def scale(launcher: Launcher, spec: RunSpec, links: Links) -> float:
     rows = workload.global_batch // layout.dp // (layout.microbatches or 1)
     hidden = spec.config.get("hidden_size") or spec.config.get("n_embd") or 256
     launcher.run(
-        "hocket.jobs.links:measure",
+        "hocket.ranks.links:measure",
         layout.world_size,
         {
             "tokens": min(rows * workload.seq_len, 4096),
@@ -129,27 +129,3 @@ def half_rate(gpu: Gpu) -> float:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0))
-
-
-def measure(context: RankContext, payload: dict[str, Any]) -> None:
-    """In each rank: emit the rate of products like a layer's, operations/s.
-
-    The ninth decile of single products, so that what else runs on the machine does not count.
-    """
-    import time
-
-    import torch
-
-    dtype = torch.bfloat16 if payload["dtype"] == "bf16" else torch.float32
-    tokens, hidden = payload["tokens"], payload["hidden"]
-    width = max(1, 4 * hidden // payload["tp"])
-    rows = torch.randn(tokens, hidden, dtype=dtype)
-    weight = torch.randn(hidden, width, dtype=dtype)
-    rows @ weight
-    rates: list[float] = []
-    end = time.perf_counter() + payload["seconds"]
-    while (begin := time.perf_counter()) < end or not rates:
-        rows @ weight
-        rates.append(2.0 * tokens * hidden * width / (time.perf_counter() - begin))
-    quiet = statistics.quantiles(rates, n=10)[-1] if len(rates) > 1 else rates[0]
-    context.emit({"event": "rate", "rate": quiet})

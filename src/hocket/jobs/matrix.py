@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 Event = dict[str, Any]
 
-RANKS = "hocket.jobs.matrix_rank"
+RANKS = "hocket.ranks.matrix"
 """The module that the ranks run."""
 
 BATCH = 8
@@ -100,7 +100,7 @@ def matrix(
     every = sorted([*known, *(f"{kind}{SWITCHED}" for kind in known if switches(kind))])
     chosen = list(dict.fromkeys(kinds)) or every
     texts = tuple(dict.fromkeys(str(Layout.parse(text)) for text in layouts or LAYOUTS))
-    preload = ("hocket.jobs.matrix_rank", "hocket.training.check", "hocket.training.build")
+    preload = ("hocket.ranks.matrix", "hocket.training.check", "hocket.training.build")
     rows: list[TypeRow] = []
     with (
         Launcher("cpu", 1, preload=preload) as launcher,
@@ -145,8 +145,8 @@ class _Batch:
 
     def run(self, kinds: list[str], done: int, total: int) -> Iterator[TypeRow]:
         """The rows of `kinds`; `done` of `total` types came before them."""
-        from hocket.jobs.matrix_rank import tidy
         from hocket.models import registry
+        from hocket.ranks.matrix import tidy
 
         def say(name: str) -> None:
             if self.on_event is not None:
@@ -324,9 +324,9 @@ class _Batch:
 
     def _refused(self, one: _Type, text: str, layout: Layout) -> bool:
         """Whether a layout is refused before ranks start; its cell is then written."""
-        from hocket.jobs.matrix_rank import WORKLOAD
         from hocket.jobs.validate import validate
         from hocket.models.dimensions import dimensions
+        from hocket.ranks.matrix import WORKLOAD
 
         try:
             model: Dimensions = dimensions(one.config)

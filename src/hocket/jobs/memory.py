@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from hocket.jobs import defaults
 from hocket.jobs.precision import on_cuda
+from hocket.spec.allowed_memory import MOST_RANKS, Allowed
 from hocket.spec.capabilities import runs
 from hocket.spec.errors import HocketError, LayoutError, OptionError
 from hocket.spec.layout import Layout, divisors
@@ -23,19 +23,13 @@ from hocket.spec.run import RunFolder, RunSpec, TrainOptions, write_text
 from hocket.spec.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from hocket.launch import Launcher, RankContext
-
-SEARCH = 20.0
-"""Seconds after which no larger worlds are looked at."""
+    from hocket.launch import Launcher
 
 SURE = 0.25
 """Share of the machine's free memory below which a job's sizes leave no doubt that it fits."""
 
 PROPOSED = 3
 """Layouts that fit the GPUs, at most, among those that are named."""
-
-MOST_RANKS = 16
-"""Ranks up to which layouts that fit are looked for."""
 
 
 def limit(options: TrainOptions) -> int | None:
@@ -57,19 +51,6 @@ def checked(options: TrainOptions) -> None:
             "--memory-per-rank counts the tensors of CPU ranks; a GPU has the memory it has",
             hint="--device cpu",
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class Allowed:
-    """Bytes that a job may hold: each rank, or all of them together; `gpu`: a rank's GPU."""
-
-    bytes: int
-    together: bool = False
-    gpu: bool = False
-
-    def need(self, ranks: list[int]) -> int:
-        """What counts of the ranks' peaks."""
-        return sum(ranks) if self.together else max(ranks)
 
 
 def allowed(spec: RunSpec) -> Allowed | None:
@@ -193,8 +174,8 @@ def predicted(launcher: Launcher, spec: RunSpec, schedule: str) -> Fit | None:
 def _on_gpus(launcher: Launcher, spec: RunSpec, schedule: str, may: Allowed) -> Fit | None:
     """By the planner's model of memory: nothing is executed."""
     from hocket.jobs.forecast import shape_of
-    from hocket.jobs.rehearsal_expected import gpu_memory
     from hocket.jobs.rehearsal_fit import alternatives
+    from hocket.ranks.rehearsal_expected import gpu_memory
     from hocket.schedules.registry import build
     from hocket.spec.schedule import Schedule
 
@@ -220,8 +201,8 @@ def accumulated(spec: RunSpec, capacity: int) -> Layout:
     """The layout with as few microbatches, but at least its own, as are predicted to fit a GPU of
     `capacity` bytes; as it is where none of them does, or the model cannot be traced."""
     from hocket.jobs.forecast import shape_of
-    from hocket.jobs.rehearsal_expected import gpu_memory
     from hocket.planning.fit import HEADROOM
+    from hocket.ranks.rehearsal_expected import gpu_memory
     from hocket.schedules.registry import build
 
     with contextlib.suppress(HocketError):
@@ -311,66 +292,19 @@ def _forecast(
             found.append(event)
 
     launcher.run(
-        "hocket.jobs.memory:main",
+        "hocket.ranks.memory:main",
         1,
-        {"spec": spec.to_json(), "schedule": schedule, "allowed": dataclasses.asdict(may)},
+        {
+            "spec": spec.to_json(),
+            "schedule": schedule,
+            "allowed": dataclasses.asdict(may),
+            "others": [str(layout) for layout in (*microbatched(spec), *candidates(spec))],
+        },
         hear,
         startup_timeout=300.0,
         silence_timeout=600.0,
     )
     return found
-
-
-def main(context: RankContext, payload: dict[str, Any]) -> None:
-    """The process's side: the run's own layout, and others if it does not fit."""
-    from hocket.spec.schedule import Schedule
-    from hocket.training.memory_forecast import forecast
-
-    spec, schedule = RunSpec.from_json(payload["spec"]), Schedule.parse(payload["schedule"])
-    may = Allowed(**payload["allowed"])
-    say = "memory forecast"
-    try:
-        rows = [m.to_json() for m in forecast(spec, schedule)]
-    except HocketError:
-        raise
-    except Exception as error:  # fake tensors do not know every operation of every family
-        context.emit({"event": say, "error": f"{type(error).__name__}: {error}"})
-        return
-    context.emit({"event": say, "layout": str(spec.layout), "ranks": rows})
-    if may.need([row["total"] for row in rows]) <= may.bytes:
-        return
-    standing = sum(row["total"] - row["activations"] for row in rows) / spec.layout.dp
-    most = may.bytes if may.together else MOST_RANKS * may.bytes
-    if standing > most:
-        return
-    ranks, fits = 0, False
-    end = time.monotonic() + SEARCH
-    fit: set[str] = set()
-    for layout in [*microbatched(spec), *candidates(spec)]:
-        size = layout.world_size
-        if size > ranks and (fits or time.monotonic() > end):
-            return
-        # With ZeRO data ranks share a state; what they share of it is at most all.
-        least = standing * (1 if layout.zero else layout.dp)
-        if (least if may.together else least / size) > may.bytes:
-            continue
-        if layout.axes_text() in fit:
-            continue  # a lower stage, or fewer microbatches, is enough
-        ranks = size
-        need = may.need(_totals(spec, layout))
-        context.emit({"event": say, "layout": str(layout), "need": need})
-        if need <= may.bytes:
-            fits = True
-            fit.add(layout.axes_text())
-
-
-def _totals(spec: RunSpec, layout: Layout) -> list[int]:
-    from hocket.schedules.registry import build
-    from hocket.training.memory_forecast import forecast
-
-    schedule = build(layout, layout.microbatches or 1)
-    other = dataclasses.replace(spec, layout=layout)
-    return [memory.total for memory in forecast(other, schedule)]
 
 
 def microbatched(spec: RunSpec) -> Iterator[Layout]:

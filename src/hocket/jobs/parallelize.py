@@ -84,9 +84,9 @@ def parallelize(
         raise _no_context(layout, hugging_face)
     shifts = True
     if hugging_face and plan is None:
-        from hocket.jobs.proxy.ranks import require_equal
         from hocket.models.plans import plan_for
         from hocket.models.plans.router import router_loss
+        from hocket.ranks.proxy.inside import require_equal
 
         verdict = require_equal(module, layout, loss=loss_fn is None)
         shifts = verdict.shifts is not False

@@ -218,7 +218,7 @@ def trained_shape(shape: ModelShape, rank: int | None, targets: str | None) -> M
         OptionError: targets without a rank, a rank below 1, or a layer that is not there.
     """
     from hocket.cost.adapters import adapted
-    from hocket.models.lora import words_of
+    from hocket.spec.run import target_words
 
     if rank is None:
         if targets is not None:
@@ -226,7 +226,7 @@ def trained_shape(shape: ModelShape, rank: int | None, targets: str | None) -> M
                 "--lora-targets names layers, and no rank is given", hint="--lora-rank 8"
             )
         return shape
-    return adapted(shape, rank, words_of(targets))
+    return adapted(shape, rank, target_words(targets))
 
 
 def shape_of(model: str) -> ModelShape:

@@ -79,7 +79,7 @@ def nearest(found: Rehearsed) -> Layout | None:
     layouts = list(dict.fromkeys(map(str, alternatives(spec))))
     task = {
         "task": "call",
-        "entry": "hocket.jobs.rehearsal_expected:first_fit",
+        "entry": "hocket.ranks.rehearsal_expected:first_fit",
         "arguments": {
             "spec": spec.to_json(),
             "layouts": layouts,

@@ -226,7 +226,7 @@ def rehearse(
     ]
     expectation = {
         "task": "call",
-        "entry": "hocket.jobs.rehearsal_expected:expected",
+        "entry": "hocket.ranks.rehearsal_expected:expected",
         "arguments": {
             "spec": job.spec.to_json(),
             "schedule": str(job.schedule),

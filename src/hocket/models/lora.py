@@ -7,31 +7,22 @@ and how adapters are merged is peft's own.
 from __future__ import annotations
 
 import math
-import re
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hocket.spec.errors import HocketError, ModelError, OptionError, nearest
-from hocket.spec.run import TrainOptions
+from hocket.spec.run import ALL_LINEAR, TrainOptions, target_words
 
 if TYPE_CHECKING:
     from torch import nn
 
     from hocket.models.source import ModelSource
 
-ALL_LINEAR = "all-linear"
 PREFIX = "base_model.model."
 """What peft puts before a module's name."""
 
 _CONV1D = "Conv1D"
-
-
-def words_of(targets: str | None) -> tuple[str, ...]:
-    """The words of `--lora-targets`; none: every linear layer."""
-    if targets is None or targets == ALL_LINEAR:
-        return ()
-    return tuple(word for word in re.split(r"[,\s-]+", targets) if word)
 
 
 def linear_layers(model: nn.Module) -> list[str]:
@@ -61,7 +52,7 @@ def targets_of(model: nn.Module, targets: str | None) -> tuple[str, ...]:
         ModelError: a model without linear layers, or an adapted head that shares its weight.
     """
     layers = linear_layers(model)
-    words = words_of(targets)
+    words = target_words(targets)
     if not words:
         if not layers:
             raise ModelError(f"{type(model).__name__} has no linear layers that LoRA could adapt")

@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import typing
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,10 @@ from hocket.spec.serving import ServeOptions
 VERSION = 1
 CHECKSUM = "crc32"
 """The key of run.json that holds the checksum of its others."""
+
+
+ALL_LINEAR = "all-linear"
+"""The word of `--lora-targets` that means every linear layer but the head."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -456,3 +461,10 @@ def write_text(path: Path, text: str) -> None:
     with named(path):
         aside.write_text(text)
     os.replace(aside, path)
+
+
+def target_words(targets: str | None) -> tuple[str, ...]:
+    """The words of `--lora-targets`; none: every linear layer."""
+    if targets is None or targets == ALL_LINEAR:
+        return ()
+    return tuple(word for word in re.split(r"[,\s-]+", targets) if word)

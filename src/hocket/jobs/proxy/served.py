@@ -6,9 +6,9 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hocket.jobs.proxy.verdict import ProxyVerdict, write
 from hocket.spec.errors import ModelError
 from hocket.spec.layout import Layout
+from hocket.spec.proxy_verdict import ProxyVerdict, write
 
 if TYPE_CHECKING:
     from hocket.launch import Launcher

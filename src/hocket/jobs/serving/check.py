@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 Answer = dict[str, Any]
 Event = dict[str, Any]
 
-REFERENCE = "hocket.jobs.serving.check_rank"
+REFERENCE = "hocket.ranks.serving_check"
 """The module that the reference process runs."""
 
 LONGEST, NEW = 48, 6
@@ -193,10 +193,10 @@ def _fitting(config: Mapping[str, Any], layout: Layout) -> Layout:
 
 def launcher_of(device: str, threads: int) -> Launcher:
     """A launcher whose ranks serve, and whose one process is the reference."""
-    from hocket.jobs.serving.rank import PRELOAD
     from hocket.launch import Launcher
+    from hocket.ranks.serving import PRELOAD
 
-    preload = (*PRELOAD, "hocket.jobs.serving.rank", REFERENCE, "hocket.models.proxy")
+    preload = (*PRELOAD, "hocket.ranks.serving", REFERENCE, "hocket.models.proxy")
     passive = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")  # as of `hocket serve`
     return Launcher(
         device, threads, preload=(*preload, "hocket.runtime.shm"),

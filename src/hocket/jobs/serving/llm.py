@@ -113,10 +113,10 @@ class LLM:
     def _start(
         self, server: PreparedServer, launcher: Launcher | None, *, proxy_check: bool = True
     ) -> None:
-        from hocket.jobs.serving.rank import PRELOAD
         from hocket.jobs.serving.start import Launchers, kernels_remark, require_split
         from hocket.jobs.train import modeling_modules
         from hocket.launch import joined
+        from hocket.ranks.serving import PRELOAD
 
         if launcher is None and joined() is not None:
             raise OptionError(

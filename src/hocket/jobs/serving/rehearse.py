@@ -230,7 +230,7 @@ def rehearse(
     tasks = [_task(spec, device, rank, modules) for rank in reversed(wanted)]
     expectation = {
         "task": "call",
-        "entry": "hocket.jobs.rehearsal_expected:expected_serving",
+        "entry": "hocket.ranks.rehearsal_expected:expected_serving",
         "arguments": {"spec": spec.to_json()},
     }
     predicted: list[dict[str, int]] | None = None

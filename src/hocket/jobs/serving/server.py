@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
 
-ENTRY = "hocket.jobs.serving.rank:main"
+ENTRY = "hocket.ranks.serving:main"
 ENDED, LAST = 15.0, 2.0
 """Seconds in which ranks are surely gone, and in which the last answers are written."""
 

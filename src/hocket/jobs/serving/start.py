@@ -90,9 +90,9 @@ class Launchers:
     def make(self, number: int) -> Launcher:
         """A warm one for the replica of that number, with GPUs of its own."""
         from hocket.jobs.serving.gpus import visible
-        from hocket.jobs.serving.rank import PRELOAD
         from hocket.jobs.train import modeling_modules
         from hocket.launch import Launcher
+        from hocket.ranks.serving import PRELOAD
 
         size = self.server.replica.world_size
         # A rank's threads sleep while they wait for each other: spinning ones hold a core that the
@@ -103,7 +103,7 @@ class Launchers:
         if self.server.device == "cuda":
             devices = visible(number, size)
             environment = {"CUDA_VISIBLE_DEVICES": ",".join(devices)}
-        preload = (*PRELOAD, "hocket.jobs.serving.rank", "hocket.runtime.shm")
+        preload = (*PRELOAD, "hocket.ranks.serving", "hocket.runtime.shm")
         return self.stack.enter_context(
             Launcher(
                 self.server.device,

@@ -12,10 +12,10 @@ def try_packed(config: Any, attention: str) -> str:
     three documents the logits and gradients that it gives each of them by itself."""
     import torch
 
-    from hocket.jobs.proxy.numbers import compare, forward, microbatch, taken_gradients
     from hocket.models.failure import place
     from hocket.models.plans import plan_for
     from hocket.models.proxy import proxy_of
+    from hocket.ranks.proxy.numbers import compare, forward, microbatch, taken_gradients
 
     try:
         proxy = proxy_of(config)

@@ -49,7 +49,7 @@ def expected(spec: str, schedule: str, ranks: list[int]) -> dict[str, Any]:
 
 
 def _collectives(spec: RunSpec, schedule: Schedule, ranks: list[int]) -> list[Any]:
-    from hocket.jobs.expected_communication import rows
+    from hocket.ranks.expected_communication import rows
 
     return rows(spec, schedule.stage_ranks, ranks)
 
@@ -76,7 +76,7 @@ def expected_serving(spec: str) -> dict[str, Any]:
 
 def _serving(spec: RunSpec) -> list[dict[str, int]]:
     from hocket.cost.measured_serving import MeasuredReplica
-    from hocket.jobs.forecast import shape_here
+    from hocket.ranks.trace import shape_here
 
     sizes = spec.serving
     assert sizes is not None
@@ -117,7 +117,7 @@ def first_fit(spec: str, layouts: list[str], allowed: float) -> str | None:
 
 
 def _memory(spec: RunSpec, schedule: Schedule, ranks: list[int]) -> list[dict[str, int]]:
-    from hocket.jobs.forecast import shape_here
+    from hocket.ranks.trace import shape_here
 
     return gpu_memory(shape_here(spec), spec, schedule)
 

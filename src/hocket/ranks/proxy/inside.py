@@ -11,10 +11,10 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
 
-from hocket.jobs.proxy.check import try_stages, try_tensors
-from hocket.jobs.proxy.context import try_context
-from hocket.jobs.proxy.loss import try_loss
-from hocket.jobs.proxy.verdict import (
+from hocket.ranks.proxy.context import try_context
+from hocket.ranks.proxy.loss import try_loss
+from hocket.ranks.proxy.trial import try_stages, try_tensors
+from hocket.spec.proxy_verdict import (
     ProxyVerdict,
     cache_file,
     parts_of,

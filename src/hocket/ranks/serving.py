@@ -19,7 +19,7 @@ import json
 import time
 from typing import TYPE_CHECKING, Any
 
-from hocket.jobs.serving.doors import Doors
+from hocket.ranks.doors import Doors
 from hocket.spec.errors import ModelError, OptionError
 from hocket.spec.run import RunFolder, RunSpec, write_text
 from hocket.spec.units import format_bytes, parse_bytes

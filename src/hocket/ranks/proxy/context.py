@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
-from hocket.jobs.proxy.numbers import DRAWS, GRADIENT, compare, microbatch
+from hocket.ranks.proxy.numbers import DRAWS, GRADIENT, compare, microbatch
 from hocket.spec.errors import ModelError
 
 if TYPE_CHECKING:
@@ -42,11 +42,11 @@ def _try(
     import torch
     import torch.distributed as dist
 
-    from hocket.jobs.proxy.check import reference, said_by_all
     from hocket.models.context import own_attention
     from hocket.models.cores import watched
     from hocket.models.failure import place
     from hocket.models.plans import plan_for
+    from hocket.ranks.proxy.trial import reference, said_by_all
     from hocket.runtime.collectives import all_reduce
     from hocket.runtime.context_parallel import ContextParallel, apply_context_parallel, part_of
     from hocket.runtime.context_parallel.split import token_indices

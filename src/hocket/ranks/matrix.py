@@ -98,11 +98,11 @@ def prepare(context: RankContext, payload: dict[str, Any]) -> None:
 def _prepare(
     kind: str, values: dict[str, Any], switches: dict[str, Any], folder: Path
 ) -> dict[str, Any]:
-    from hocket.jobs.proxy.check import try_stages
-    from hocket.jobs.proxy.loss import try_loss
     from hocket.models.plans import plan_for
     from hocket.models.proxy import switched_proxy
     from hocket.models.skeleton import build
+    from hocket.ranks.proxy.loss import try_loss
+    from hocket.ranks.proxy.trial import try_stages
 
     try:
         proxy, taken = switched_proxy(values, switches)
@@ -185,8 +185,8 @@ def compare(context: RankContext, payload: dict[str, Any]) -> None:
     "slices", "reason"}`; a rank that raises emits `{"event": "raised", "case", "refused",
     "reason"}` first.
     """
-    from hocket.jobs.proxy.check import try_tensors
     from hocket.models.skeleton import config_of
+    from hocket.ranks.proxy.trial import try_tensors
     from hocket.training.build import join_world
 
     meshes: dict[str, Mesh] = {}

@@ -12,10 +12,10 @@ def try_loss(config: Any, attention: str) -> tuple[str, bool]:
 
     The reason is empty where the loss is computed, and where no proxy model can be made.
     """
-    from hocket.jobs.proxy.numbers import microbatch
     from hocket.models.failure import place
     from hocket.models.own_loss import shifts_labels, takes_labels
     from hocket.models.proxy import proxy_of
+    from hocket.ranks.proxy.numbers import microbatch
 
     try:
         proxy = proxy_of(config)

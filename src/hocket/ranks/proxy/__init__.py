@@ -1,0 +1,1 @@
+"""The proxy check's side in ranks."""

@@ -1,0 +1,53 @@
+"""Shapes of models: traced in a process that has torch, and kept in the user's cache."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from hocket.spec.errors import HocketError
+from hocket.spec.model_shape import ModelShape
+from hocket.spec.run import RunSpec
+
+if TYPE_CHECKING:
+    from hocket.launch import RankContext
+
+
+def shape_here(spec: RunSpec) -> ModelShape:
+    """The model's shape as it is trained, traced in this process. Raises ModelError."""
+    from hocket.cost.adapters import of_run
+    from hocket.models.shape_cache import cache_file, read, write
+    from hocket.models.trace import trace
+
+    dtype = "bf16" if spec.workload.dtype == "fp8" else spec.workload.dtype
+    file = cache_file(spec)
+    known = read(file)
+    if known is None:
+        name = os.path.basename(spec.model)
+        known = trace(
+            spec.config,
+            name=name,
+            dropout=spec.options.dropout,
+            dtype=dtype,
+            frozen=spec.options.lora_rank is not None,
+        )
+        write(file, known)
+    return of_run(known, spec)
+
+
+def main(context: RankContext, payload: dict[str, Any]) -> None:
+    """In one rank: trace the model and emit its shape, or why that cannot be done."""
+    from hocket.models.trace import trace
+
+    try:
+        name = os.path.basename(payload["model"])
+        found = trace(
+            payload["config"],
+            name=name,
+            dropout=payload["dropout"],
+            dtype=payload["dtype"],
+            frozen=payload["frozen"],
+        )
+        context.emit({"event": "shape", "shape": found.to_json()})
+    except HocketError as error:
+        context.emit({"event": "shape", "error": error.message})
