@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hocket.jobs import matrix_rank
+from hocket.ranks import matrix as matrix_rank
 from hocket.ranks.matrix import widen  # noqa: F401  the entry of references in fp64
 from hocket.training import check
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hocket.jobs.serving import rank
+from hocket.ranks import serving as rank
 
 
 def main(context: Any, payload: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from hocket.cli.flags import parse  # noqa: E402
 from hocket.cli.serve import Serve  # noqa: E402
-from hocket.jobs.serving import rank  # noqa: E402
+from hocket.ranks import serving as rank  # noqa: E402
 from hocket.runtime.memory_report import OwnedBytes, report  # noqa: E402
 from hocket.serving.engine import out_of_memory as oom  # noqa: E402
 from hocket.spec.errors import RankMemoryError  # noqa: E402
