@@ -1,13 +1,13 @@
 """The check of a server: the answers of a layout's own ranks compared with plain transformers.
 
-    weights (given, or random)     check_rank.prepare, one process
+    weights (given, or random)     ranks.serving_check.prepare, one process
       -> LLM: replicas, router, driver, scheduler, ranks, as `hocket serve` starts them
            each prompt alone       prefill in one piece, in chunks; decode from the paged cache
            all at once             batching
            a known prefix again    prefix reuse
            more than the cache     preemption, and prefill of what was preempted
       -> LLM, started again        restart
-      -> plain transformers        check_rank.compare, one process
+      -> plain transformers        ranks.serving_check.compare, one process
 
 Whatever layout the server has, the answers are compared with the same reference, so tp, pp and dp
 have one comparison, and an axis that serving gains has it too.
