@@ -325,7 +325,7 @@ def test_without_a_compiler_the_error_says_how_to_get_one(
 def test_the_command_prints_one_object(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(job, "Workers", lambda count: RehearsalWorkers(1))
+    monkeypatch.setattr(job, "RehearsalWorkers", lambda count: RehearsalWorkers(1))
     code = main(["rehearse", "tiny-llama", "--layout", "dp2", "--seq-len", "64", "--json"])
     out = capfd.readouterr().out
     assert code == 0

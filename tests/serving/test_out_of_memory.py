@@ -94,7 +94,7 @@ def test_the_ranks_entry_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*given: Any) -> Any:
         raise torch.OutOfMemoryError(CUDA)
 
-    monkeypatch.setattr(channel, "Listener", lambda *given: None)
+    monkeypatch.setattr(channel, "ChannelListener", lambda *given: None)
     monkeypatch.setattr(build, "join_world", lambda *given: SimpleNamespace(device=CPU))
     monkeypatch.setattr(rank, "_followers", lambda *given: {})
     monkeypatch.setattr(rank, "build_part", fail)
