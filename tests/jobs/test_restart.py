@@ -59,7 +59,7 @@ def losses(folder: Path, name: str) -> list[tuple[int, float]]:
 
 @pytest.fixture(autouse=True)
 def _warm(monkeypatch: pytest.MonkeyPatch, ranks: RankPool) -> None:
-    monkeypatch.setenv("HOCKET_LEDGER", "0")
+    monkeypatch.setenv("HOCKET_LEDGER", "")
     monkeypatch.setattr(Warm, "pool", ranks)
     monkeypatch.setattr(hocket.launch, "Launcher", Warm)
 
@@ -130,8 +130,7 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path, kind: str, backend: str) -> 
     assert "rank 0: step 7, " in told
     assert "rank 1: step 7, " in told
     assert "[1RECV_F0]" in told  # the cell of the schedule that rank 1 was in
-    if not fault["kind"].startswith("stop"):  # one that is stopped may not answer in time
-        assert 'training/faults.py"' in told  # its stack
+    assert 'training/faults.py"' in told  # its stack
     assert weights(tmp_path, "cut") == weights(tmp_path, "whole")
     assert RunFolder(tmp_path / "cut").load().options.resume is False
 

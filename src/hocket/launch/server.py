@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import gc
 import importlib
 import os
@@ -49,6 +50,20 @@ LATE = (
     "transformers.models.auto.modeling_auto",
     "transformers.processing_utils",
 )
+
+
+_LIBC = ctypes.CDLL(None)
+
+
+def send_signal(pid: int, number: int) -> None:
+    """Signal a process; SIGUSR2, which asks for a stack, goes to its main thread.
+
+    Any thread of a process that was stopped takes a signal of the process, while the main thread
+    goes on: its stack would be of a later place. Raises ProcessLookupError.
+    """
+    to_thread = getattr(_LIBC, "tgkill", None)  # glibc from 2.30 on
+    if number != signal.SIGUSR2 or to_thread is None or to_thread(pid, pid, number) != 0:
+        os.kill(pid, number)
 
 
 class ForkServer:
@@ -94,7 +109,7 @@ class ForkServer:
                     # Only what has not been waited for: its number cannot have been reused.
                     if rank in self.ranks:
                         with contextlib.suppress(ProcessLookupError):
-                            os.kill(self.ranks[rank][0], message["signal"])
+                            send_signal(self.ranks[rank][0], message["signal"])
 
     def begin(self, rank: int, events: int, output: int, stacks: int) -> None:
         assert self.start is not None

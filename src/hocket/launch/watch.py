@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import IO, Any
 
@@ -258,10 +258,7 @@ class Watch:
         stopped = stopped or [
             e.rank for e in self.ranks if not e.ended and state(e.pid) == STATES["T"]
         ]
-        if stopped:  # a stopped process shows where it is only when it goes on
-            self._signal(signal.SIGUSR2, [self.ranks[rank] for rank in stopped])
-            self._signal(signal.SIGCONT, [self.ranks[rank] for rank in stopped])
-        stacks = self.stacks()
+        stacks = self.stacks(stopped=stopped)
         for rank in stopped:
             stacks[rank] = (
                 f"  the process is stopped (SIGSTOP); its stack when it went on:\n{stacks[rank]}"
@@ -306,12 +303,19 @@ class Watch:
             self._turn(left)
         return {entry.rank: entry.position for entry in asked}
 
-    def stacks(self, ranks: list[int] | None = None) -> dict[int, str]:
-        """Where each living rank is, asked by SIGUSR2; a rank that cannot answer is described."""
+    def stacks(
+        self, ranks: list[int] | None = None, stopped: Collection[int] = ()
+    ) -> dict[int, str]:
+        """Where each living rank is, asked by SIGUSR2; a rank that cannot answer is described.
+
+        A process that is `stopped` answers when it goes on, before it does anything else.
+        """
         alive = [e for e in self.ranks if not (e.ended or e.finished or e.failure)]
         asked = [e for e in alive if ranks is None or e.rank in ranks]
         before = {e.rank: os.fstat(e.stacks).st_size for e in asked}
         self._signal(signal.SIGUSR2, asked)
+        if stopped:
+            self._signal(signal.SIGCONT, [e for e in asked if e.rank in stopped])
         end = time.monotonic() + 2.0
         sizes = dict(before)
         while time.monotonic() < end:

@@ -81,7 +81,8 @@ class Faults:
         elif kind == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         elif kind == "stuck":
-            ctypes.PyDLL(None).sleep(100_000)
+            while True:  # a signal's handler ends a sleep
+                ctypes.PyDLL(None).sleep(100_000)
         elif kind == "full":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         elif kind == "term":
