@@ -10,7 +10,7 @@ import pytest
 from hocket.cli.compare import Compare
 from hocket.cli.flags import _lists, parse
 from hocket.cli.help import attributes, flag
-from hocket.cli.main import VERBS
+from hocket.cli.main import VERBS, main
 from hocket.cli.plan import PlanFlags
 from hocket.cli.train import Train
 from hocket.jobs.request import ATTENTION, BACKENDS, DATA_FORMATS, DEVICES, PACKINGS
@@ -76,7 +76,7 @@ def test_choices_in_help_are_those_that_are_accepted() -> None:
     texts = attributes(TrainOptions)
     for name, choices in known.items():
         assert set(flag(texts[name], None)[1]) == set(choices), name
-    assert set(flag(attributes(Workload)["dtype"], None)[1]) == set(TRAINED)
+    assert set(flag(attributes(Workload)["dtype"], None)[1]) == {"auto", *TRAINED}
 
 
 def test_the_help_of_a_flag() -> None:
@@ -86,3 +86,18 @@ def test_the_help_of_a_flag() -> None:
     assert flag("tp2 for latency.", None) == ("tp2 for latency", ())
     assert flag("device. One of: cpu, cuda.", "cpu") == ("Device (default: cpu)", ("cpu", "cuda"))
     assert flag("print JSON.", False) == ("Print JSON", ())
+
+
+def test_an_axis_of_a_verb_that_takes_a_layout_names_the_layout(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["serve", "m", "--tensor-parallel-size", "4"]) == 2
+    assert "use --layout tp4" in capsys.readouterr().err
+
+
+def test_numbers_of_yaml_in_tables_too(tmp_path: Path) -> None:
+    from hocket.cli import config
+
+    file = tmp_path / "run.yaml"
+    file.write_text("training:\n  lr: 1e-4\nmin_lr: 1e-5\n")
+    assert config.read(str(file)) == {"lr": 1e-4, "min_lr": 1e-5}

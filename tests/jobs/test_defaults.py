@@ -213,3 +213,26 @@ def test_a_layout_for_unmeasured_gpus_takes_all_of_them(
     assert runs(layout)
     assert layout == legal(layout)
     assert gpu is not None or layout.axes_text() == "dp8"
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "cuda", "length"),
+    [("tiny-llama", {}, True, 1024), ("llama-3-8b", {}, True, 4096), ("tiny-llama", {}, False, 256),
+     ("llama-3-8b", {"seq_len": 77}, True, 77)],
+)  # fmt: skip
+def test_sequences_are_as_long_as_model_and_device_take(
+    monkeypatch: pytest.MonkeyPatch, model: str, given: dict[str, Any], cuda: bool, length: int
+) -> None:
+    from hocket.models.source import resolve
+
+    monkeypatch.setattr(defaults, "on_cuda", lambda _: cuda)
+    asked = request({"model": model, **given})
+    assert defaults.with_length(asked, resolve(model)).workload.seq_len == length
+
+
+def test_auto_is_the_dtype_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = request({"model": "tiny-llama", "dtype": "auto"})
+    assert defaults.with_dtype(asked).workload.dtype == "fp32"
+    monkeypatch.setattr(defaults, "on_cuda", lambda _: True)
+    monkeypatch.setattr(devices, "compute_capability", lambda: (9, 0))
+    assert defaults.with_dtype(asked).workload.dtype == "bf16"

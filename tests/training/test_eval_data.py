@@ -98,6 +98,8 @@ def test_patterns_and_what_matches_nothing(tmp_path: Path) -> None:
         texts(tmp_path / name, SEEN)
     found = data_paths.expanded([tmp_path / "*.jsonl", tmp_path / "c.txt"])
     assert [Path(path).name for path in found] == ["a.jsonl", "b.jsonl", "c.txt"]
+    assert len(data_paths.expanded([str(tmp_path / "[ac].*")])) == 2
+    assert data_paths.expanded(["org/name[:20]"]) == ("org/name[:20]",)
     with pytest.raises(DataError, match="matches no file"):
         data_paths.expanded([tmp_path / "*.parquet"])
 

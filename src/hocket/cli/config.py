@@ -241,8 +241,11 @@ def _yaml(text: str, path: str) -> dict[str, Any]:
             f"{path} is a {type(data).__name__}; options are names with values",
             hint="options by name: lr: 1.0e-4",
         )
-    # YAML 1.1 reads 1e-4 as a text: a number needs its point there.
-    return {
-        name: float(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
-        for name, value in data.items()
-    }
+    return {name: _number(value) for name, value in data.items()}
+
+
+def _number(value: Any) -> Any:
+    """YAML 1.1 reads 1e-4 as a text: a number needs its point there."""
+    if isinstance(value, dict):
+        return {name: _number(one) for name, one in value.items()}
+    return float(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value

@@ -31,7 +31,8 @@ class Generate:
         top_p: sample among the most likely tokens whose probabilities reach this sum (default:
             all).
         seed: sampling seed.
-        dtype: compute precision. One of: fp32, bf16.
+        dtype: compute precision; auto is bf16 on GPUs that have it, else fp32. One of: auto, fp32,
+            bf16.
         tokenizer: a directory, or `bytes` (default: the model's own).
         attention: attention implementation. One of: sdpa, eager.
         device: device of the ranks. One of: auto, cpu, cuda.
@@ -50,7 +51,7 @@ class Generate:
     top_k: int | None = None
     top_p: float | None = None
     seed: int = 0
-    dtype: str = "fp32"
+    dtype: str = "auto"
     tokenizer: Folder = None
     attention: str = "sdpa"
     device: str = "auto"

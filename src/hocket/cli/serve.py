@@ -35,7 +35,8 @@ class Serve:
         cluster: machine to predict the server for, and to choose --layout auto for: auto (this
             machine), a file written by `hocket probe`, or none.
         serving: Requests, cache and limits
-        dtype: compute precision. One of: fp32, bf16.
+        dtype: compute precision; auto is bf16 on GPUs that have it, else fp32. One of: auto, fp32,
+            bf16.
         tokenizer: a directory, or `bytes` (default: the model's own).
         attention: attention implementation of the proxy check before ranks start; requests use
             paged attention. One of: sdpa, eager.
@@ -57,7 +58,7 @@ class Serve:
     run: Run = None
     cluster: str = "auto"
     serving: ServeOptions = dataclasses.field(default_factory=ServeOptions)
-    dtype: str = "fp32"
+    dtype: str = "auto"
     tokenizer: Folder = None
     attention: str = "sdpa"
     device: str = "auto"

@@ -193,6 +193,13 @@ def unknown_flag(
     """The error of an unknown flag: the nearest name in the whole command, or what to use."""
     written = arguments[index].partition("=")[0]
     name = written[2:].replace("-", "_")
+    axis = SYNONYMS.get(name, name)
+    if axis in TERMS and "layout" in known:
+        value = arguments[index].partition("=")[2] or (*arguments[index + 1 : index + 2], "2")[0]
+        return OptionError(
+            f"unknown option {written} of hocket {verb}",
+            hint=f"use --layout {axis}{value if value.isdecimal() else 2}",
+        )
     if name in EXPLAINED:
         return OptionError(f"unknown option {written} of hocket {verb}", hint=EXPLAINED[name])
     names = {n: n for n, flag in known.items() if not flag.positional}

@@ -32,6 +32,9 @@ RATES = (
 )  # fmt: skip
 """Parameters of a model, and its peak learning rate (Brown et al. 2020, table 2.1)."""
 
+LONGEST = 4096
+"""Tokens of a sequence on GPUs, where none are given."""
+
 HIGHEST = 1e-3
 """Peak learning rate of smaller models than those of the table."""
 
@@ -54,6 +57,16 @@ def with_dtype(request: JobRequest) -> JobRequest:
     if capability is None or capability < (8, 0):
         return request
     workload = dataclasses.replace(request.workload, dtype="bf16")
+    return dataclasses.replace(request, workload=workload)
+
+
+def with_length(request: JobRequest, source: ModelSource) -> JobRequest:
+    """The request with the sequence length of its device, where none is given: on GPUs the model's
+    positions, at most `LONGEST`."""
+    if "seq_len" in request.given or not on_cuda(request.options):
+        return request
+    longest = min(source.dimensions.max_positions or LONGEST, LONGEST)
+    workload = dataclasses.replace(request.workload, seq_len=longest)
     return dataclasses.replace(request, workload=workload)
 
 

@@ -114,7 +114,8 @@ def dry_run(request: JobRequest, record: JobRecorder) -> DryRun:
         source = resolve(
             request.model, trust_remote_code=request.options.trust_remote_code, weights=False
         )
-        request = defaults.with_rates(defaults.with_dtype(request), source)
+        request = defaults.with_length(defaults.with_dtype(request), source)
+        request = defaults.with_rates(request, source)
     record.phase(f"rehearsing on fake {gpu} GPUs")
     planned = prepared(request, gpu=gpu)
     if "microbatches" not in request.given:

@@ -64,6 +64,7 @@ def plan(request: JobRequest, *, world_size: int | None = None) -> PreparedJob:
     request = defaults.with_dtype(request)
     trusted = request.options.trust_remote_code
     source = resolve(request.model, trust_remote_code=trusted, weights=False)
+    request = defaults.with_length(request, source)
     choice_checked(request, world_size)
     asked = Layout() if request.auto else request.layout  # chosen once the vocabulary is known
     layout = validate(source.dimensions, asked, request.workload, world_size=world_size)

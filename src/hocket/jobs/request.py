@@ -154,6 +154,8 @@ def typed(values: Mapping[str, Any]) -> dict[str, Any]:
         given.update(
             {name: _value(name, given[name], hints[name]) for name in given if name in names}
         )
+    if given.get("dtype") == AUTO:  # as the device has it (`jobs.defaults.with_dtype`)
+        del given["dtype"]
     for name in ("dtype", "grad_dtype"):
         if name in given:
             given[name] = DTYPES.get(given[name], given[name])

@@ -33,6 +33,8 @@ BEYOND = 3
 LARGEST = 1 << 14
 """Nodes looked at for the smallest cluster that fits."""
 
+LORA_RANK = 16
+"""Rank of the adapters that a hint offers."""
 SHORTEST = 128
 """Tokens of the shortest sequence that is proposed instead."""
 
@@ -363,6 +365,17 @@ def _shorter(problem: Problem, pins: Pins | None) -> int | None:
     return None
 
 
+def _fits_adapters(problem: Problem, pins: Pins | None) -> bool:
+    """Whether the training of adapters of a frozen model fits, where all of it does not."""
+    from hocket.cost.adapters import adapted
+
+    if problem.shape.num_trained != problem.shape.num_parameters:
+        return False
+    smaller = dataclasses.replace(problem, shape=adapted(problem.shape, LORA_RANK))
+    found = smaller.legal(problem.cluster.num_gpus, pins=pins or {}, here=True)
+    return bool((smaller.high_memory(found) <= smaller.usable).any())
+
+
 def _impossible(problem: Problem, found: SearchResult, pins: Pins | None) -> LayoutError:
     assert found.least is not None
     layout, high = found.least
@@ -384,6 +397,8 @@ def _impossible(problem: Problem, found: SearchResult, pins: Pins | None) -> Lay
     text = f"--cluster {smallest.name} is the smallest that fits"
     if runnable is not None and runnable != smallest:
         text += f"; {runnable.name} with what this version runs"
+    if _fits_adapters(problem, pins):
+        text += f"; {problem.cluster.name} holds LoRA adapters: --lora-rank {LORA_RANK}"
     return LayoutError(message, hint=text)
 
 

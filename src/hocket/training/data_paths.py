@@ -189,7 +189,8 @@ def find(paths: Sequence[str | os.PathLike[str]], *, streaming: bool = False) ->
 
 
 def expanded(paths: Sequence[str | os.PathLike[str]]) -> tuple[str, ...]:
-    """The paths, with the files that a pattern (`*`, `?`, `**`) matches in its place, by name.
+    """The paths, with the files that a pattern (`*`, `?`, `[ab]`, `**`) matches in its place, by
+    name.
 
     Raises:
         DataError: a pattern that matches no file.
@@ -197,7 +198,8 @@ def expanded(paths: Sequence[str | os.PathLike[str]]) -> tuple[str, ...]:
     found: list[str] = []
     for path in paths:
         given = os.fspath(path)
-        if not any(sign in given for sign in "*?") or Path(given).exists() or "://" in given:
+        base, *_ = hub_data.selected(given)
+        if not any(sign in base for sign in "*?[") or Path(given).exists() or "://" in given:
             found.append(given)
             continue
         matches = sorted(glob.glob(str(Path(given).expanduser()), recursive=True))

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hocket.jobs import precision
+from hocket.jobs import defaults, precision
 from hocket.jobs.request import JobRequest, request
 from hocket.jobs.serving.joined import world
 from hocket.spec import renamed
@@ -137,7 +137,7 @@ def server(values: Mapping[str, Any]) -> PreparedServer:
     if not given.get("model"):
         raise OptionError("no model was named", hint="hocket serve RUN_OR_DIR --port 8000")
     options = _options({name: given.pop(name) for name in SERVE_FIELDS if name in given})
-    wanted = request(given)
+    wanted = defaults.with_dtype(request(given))
     precision.served(wanted.workload)
     device = _device(wanted)
     _threads(wanted, device)
