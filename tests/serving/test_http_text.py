@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import hocket
 from hocket.models.chat_template import ChatTemplates
 from hocket.serving.front.text import StopStrings, TextPieces
 from hocket.serving.front.words import TokenizerFace
@@ -346,12 +347,14 @@ def test_every_route_but_health_needs_the_key() -> None:
             assert server.post(path, {"prompt": "x"})[0] == 401, path
             assert server.post(path, {}, {"Authorization": "Bearer nope-nope"})[0] == 401, path
         assert server.get("/health")[0] == 200
+        assert server.get("/version")[0] == 401
         assert server.get("/ready")[0] == 200
         status, headers, body = server.get("/")
         assert (status, headers["www-authenticate"]) == (401, "Bearer")
         assert b"<title>" in body
         own = {"Authorization": "Bearer a-key-of-mine"}
         assert server.get("/v1/models", **own)[0] == 200
+        assert hocket.__version__.encode() in server.get("/version", **own)[2]
         assert server.get("/", **own)[0] == 200
         assert not server.replica.seen
         for path in ("/metrics", "/nowhere"):

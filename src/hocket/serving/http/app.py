@@ -43,6 +43,7 @@ def build_app(service: HttpService) -> ASGIApp:
         Route("/v1/models/{name:path}", plain.model),
         Route("/health", plain.health),
         Route("/ready", plain.ready),
+        Route("/version", plain.version),
     ]
     return Gate(_starlette(routes), service.settings, service.metrics)
 

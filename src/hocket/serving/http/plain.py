@@ -50,6 +50,12 @@ class Plain:
         """The process answers."""
         return json_response({"status": "ok"})
 
+    async def version(self, request: Request) -> Response:
+        """The version of hocket, as vLLM's route has its own."""
+        from hocket import __version__
+
+        return json_response({"version": __version__})
+
     async def ready(self, request: Request) -> Response:
         """Whether a request would be answered."""
         if self.service.closing or bool(getattr(self.service.replicas, "closed", None)):
