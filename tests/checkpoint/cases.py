@@ -69,3 +69,51 @@ def train(
 
 def _sum(tensor: Any) -> int:
     return zlib.crc32(tensor.detach().contiguous().reshape(-1).numpy().tobytes())
+
+
+def refused(context: Any, layout: str, folder: str) -> tuple[str, bool, bool, list[str]]:
+    """A save in which rank 1's disk is full after the first tensor, and one after it: what the
+    first raised, whether this rank is at fault, whether the second is there, what is left aside."""
+    import errno
+    import os
+
+    from hocket.runtime import checkpoint
+    from hocket.runtime.mesh import Mesh
+    from hocket.schedules.registry import build
+    from hocket.spec.errors import SaveError
+    from hocket.spec.layout import Layout
+    from hocket.spec.run import RunSpec, TrainOptions, Workload
+    from hocket.training.build import build_model, build_optimizer
+
+    spec = RunSpec(
+        model="llama",
+        config=FAMILIES["llama"],
+        layout=Layout.parse(layout),
+        workload=Workload(seq_len=16, global_batch=8),
+        options=TrainOptions(seed=1),
+    )
+    schedule = build(spec.layout, spec.layout.microbatches or 1)
+    *_, parallel = build_model(spec, Mesh(spec.layout, context.rank), schedule)
+    state = build_optimizer(parallel, spec.options).state_tensors()
+
+    def save(step: int) -> Path:
+        return checkpoint.save_checkpoint(
+            folder, step=step, parallel=parallel, optimizer_state=state, layout=layout, model="m"
+        )
+
+    whole = checkpoint.write_tensors
+
+    def full(path: Path, entries: Any, buffers: Any) -> list[int]:
+        next(buffers)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    checkpoint.write_tensors = full if context.rank == 1 else whole  # type: ignore[assignment]
+    try:
+        save(1)
+        raise AssertionError("the first save did not fail")
+    except SaveError as error:
+        message, mine = error.message, error.mine
+    finally:
+        checkpoint.write_tensors = whole
+    left = [path.name for path in Path(folder).iterdir()]
+    return message, mine, save(2).is_dir(), left

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hocket.spec import checkpoint as words
-from hocket.spec.errors import CheckpointError
+from hocket.spec.errors import CheckpointError, SaveError
 from hocket.spec.files import json_crc32
 from hocket.spec.placement import Placement, TensorBlock
 from hocket.spec.tensor_file import TensorEntry, TensorFile, write_tensors
@@ -175,7 +175,7 @@ def test_a_save_that_dies_leaves_the_one_before(tmp_path: Path, monkeypatch) -> 
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("hocket.runtime.checkpoint.os.rename", die)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(SaveError, match="No space"):
         save(tmp_path, Held(2), 2)
     monkeypatch.undo()
     assert load(tmp_path, Held(9)).step == 1

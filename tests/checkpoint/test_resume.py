@@ -178,3 +178,17 @@ def test_exports_of_ranks_and_of_their_checkpoint_are_what_the_ranks_hold(
             seen.add(name)
     assert seen == set(whole)
     assert json.loads((tmp_path / "live" / "config.json").read_text())["dtype"] == "float32"
+
+
+@pytest.mark.parametrize("layout", ["dp2:zero=3", "dp2.pp2:microbatches=2,zero=3", "tp2"])
+def test_a_disk_that_is_full_on_one_rank_fails_the_save_on_all(
+    ranks: RankPool, tmp_path: Path, layout: str
+) -> None:
+    """Ranks gather parameters while they write: a rank that cannot write still takes part."""
+    size = Layout.parse(layout).world_size
+    found = ranks.run("tests.checkpoint.cases:refused", size, layout=layout, folder=str(tmp_path))
+    assert [mine for _, mine, _, _ in found] == [rank == 1 for rank in range(size)]
+    assert "rank-00001.safetensors: No space left on device" in found[1][0]
+    assert "another rank could not write" in found[0][0]
+    assert all(saved for _, _, saved, _ in found)
+    assert found[0][3] == []

@@ -82,6 +82,23 @@ def test_a_rank_that_is_killed_anywhere_changes_no_bit(tmp_path: Path, layout: s
         assert losses(tmp_path, name) == losses(tmp_path, "whole"), (phase, step)
 
 
+@pytest.mark.parametrize("layout", ["dp2:zero=3", "pp2:microbatches=2"])
+def test_a_full_disk_costs_one_checkpoint(tmp_path: Path, layout: str) -> None:
+    job(tmp_path, "whole", layout)
+    notes: list[str] = []
+    fault = {"kind": "full", "rank": 1, "phase": "save", "step": 8}
+    summary = job(tmp_path, "full", layout, [fault], notes)
+    assert summary.restarts == 0
+    (note,) = [text for text in notes if "was not saved" in text]
+    assert "step 8 was not saved" in note
+    assert "No space left on device" in note
+    assert weights(tmp_path, "full") == weights(tmp_path, "whole")
+    kept = sorted(path.name for path in (tmp_path / "full" / "checkpoints").glob("[!.]*"))
+    assert kept == ["latest", "step-000004", "step-000012"]
+    with pytest.raises(TrainingError, match="step 12 was not saved"):
+        job(tmp_path, "last", layout, [{**fault, "step": 12}], max_restarts=0)
+
+
 def test_a_failure_that_comes_back_ends_the_run(tmp_path: Path) -> None:
     fault = {"kind": "raise", "rank": 1, "phase": "step", "step": 6, "attempts": 9}
     with pytest.raises(RankFailure, match="the same failure came back after step 5") as caught:

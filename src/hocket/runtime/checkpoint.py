@@ -15,10 +15,9 @@ import ctypes
 import dataclasses
 import json
 import os
-import random
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,10 +25,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hocket.runtime.generators import random_states, set_random_state
 from hocket.runtime.reshard import Resharded, read_into
 from hocket.spec import checkpoint as words
 from hocket.spec.checkpoint import Manifest, Shard, TensorRecord
-from hocket.spec.errors import CheckpointError
+from hocket.spec.errors import CheckpointError, SaveError
 from hocket.spec.files import named
 from hocket.spec.placement import Placement
 from hocket.spec.run import write_text
@@ -71,14 +71,16 @@ class CheckpointWorld:
 
     Attributes:
         rank, size: this rank among all.
-        barrier: returns when every rank has called it.
         all_agree: whether every rank said True.
     """
 
     rank: int = 0
     size: int = 1
-    barrier: Callable[[], None] = lambda: None
     all_agree: Callable[[bool], bool] = lambda mine: mine
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+        self.all_agree(True)  # waiting for a value also waits for the device that carries it
 
     @classmethod
     def of(cls, mesh: Any) -> CheckpointWorld:
@@ -94,10 +96,7 @@ class CheckpointWorld:
             collectives.all_reduce(vote, axis, mesh.recorder, op="min")
             return bool(vote.item() > 0)
 
-        def barrier() -> None:
-            all_agree(True)  # waiting for a value also waits for the device that carries it
-
-        return cls(rank=mesh.rank, size=mesh.world_size, barrier=barrier, all_agree=all_agree)
+        return cls(rank=mesh.rank, size=mesh.world_size, all_agree=all_agree)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,8 +136,11 @@ def save_checkpoint(
     extra: Mapping[str, Any] | None = None,
     world: CheckpointWorld | None = None,
     keep: int = 2,
+    begin: Callable[[], None] = lambda: None,
 ) -> Path:
     """Save one step of all ranks into a new folder; every rank calls it.
+
+    Where one rank cannot write, all of them raise, and the older checkpoints stay.
 
     Args:
         folder: where the checkpoints lie.
@@ -151,42 +153,40 @@ def save_checkpoint(
         cursor, extra: JSON values that loading gives back.
         world: the ranks that save together; None: those of `parallel.mesh`, or this one alone.
         keep: checkpoints that stay. Older ones are deleted once this one is verified.
+        begin: called first; an OSError of it counts as one of writing.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        CheckpointError: what was written does not read back.
-        OSError: the disk is full, or not writable.
+        SaveError: the disk is full or not writable, or what was written does not read back.
     """
     world = _world(parallel, world)
     folder = Path(folder)
     final = words.step_folder(folder, step)
     aside = folder / f".{final.name}.partial"
-    if world.rank == 0:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-    world.barrier()
-    shard = _write_shard(aside, world.rank, parallel, optimizer_state)
-    write_text(aside / f"rank-{world.rank:05d}.json", json.dumps(shard.to_json()))
-    world.barrier()  # (1)
-    if world.rank == 0:
-        shards = []
-        for rank in range(world.size):
-            part = aside / f"rank-{rank:05d}.json"
-            shards.append(Shard.from_json(json.loads(part.read_text())))
-            part.unlink()
-        manifest = Manifest(
-            step=step,
-            layout=layout,
-            model=model,
-            cursor=dict(cursor or {}),
-            extra=dict(extra or {}),
-            versions={"torch": str(torch.__version__)},
-            shards=tuple(shards),
-        )
-        _commit(folder, aside, final, manifest, keep)
-    world.barrier()  # (3)
+    with _together(world, step, aside):
+        begin()
+        if world.rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+    with _together(world, step, aside):
+        shard = _write_shard(aside, world.rank, parallel, optimizer_state)
+        write_text(aside / f"rank-{world.rank:05d}.json", json.dumps(shard.to_json()))
+    # (1)
+    with _together(world, step, aside):
+        if world.rank == 0:
+            manifest = Manifest(
+                step=step,
+                layout=layout,
+                model=model,
+                cursor=dict(cursor or {}),
+                extra=dict(extra or {}),
+                versions={"torch": str(torch.__version__)},
+                shards=tuple(_shards(aside, world.size)),
+            )
+            _commit(folder, aside, final, manifest, keep)
+    # (3)
     return final
 
 
@@ -261,14 +261,30 @@ def _world(parallel: CheckpointedParallel, world: CheckpointWorld | None) -> Che
 # --- writing ---------------------------------------------------------------------------------
 
 
-def _random_states() -> dict[str, Tensor]:
-    """The states of the generators that code outside the keyed streams may draw from."""
-    states = {"torch": torch.get_rng_state()}
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states["cuda"] = torch.cuda.get_rng_state()
-    version, internal, _ = random.getstate()
-    states["python"] = torch.tensor([version, *internal], dtype=torch.int64)
-    return states
+@contextmanager
+def _together(world: CheckpointWorld, step: int, aside: Path) -> Iterator[None]:
+    """A part of a save, at whose end all ranks wait for each other. Raises SaveError on all where
+    it failed on one; what was written is removed."""
+    reason = ""
+    try:
+        yield
+    except CheckpointError as error:
+        reason = error.message
+    except OSError as error:
+        reason = f"{error.filename or aside.parent}: {error.strerror or error}"
+    if not world.all_agree(not reason):
+        if world.rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+        why = reason or "another rank could not write"
+        raise SaveError(f"step {step} was not saved: {why}", mine=bool(reason))
+
+
+def _shards(aside: Path, size: int) -> Iterator[Shard]:
+    """What each rank wrote, from its own file, which goes."""
+    for rank in range(size):
+        part = aside / f"rank-{rank:05d}.json"
+        yield Shard.from_json(json.loads(part.read_text()))
+        part.unlink()
 
 
 def _write_shard(
@@ -286,7 +302,7 @@ def _write_shard(
     for name, states in optimizer_state.items():
         assert name in parameters, name
         tensors += [("optimizer", name, key, tensor) for key, tensor in states.items()]
-    tensors += [("random", name, None, tensor) for name, tensor in _random_states().items()]
+    tensors += [("random", name, None, tensor) for name, tensor in random_states().items()]
 
     entries = [
         TensorEntry(
@@ -307,7 +323,11 @@ def _write_shard(
             yield _bytes(tensor)
 
     path = aside / words.shard_file(rank)
-    sums = write_tensors(path, entries, buffers())
+    remaining = buffers()
+    try:
+        sums = write_tensors(path, entries, remaining)
+    finally:
+        list(remaining)  # other ranks gather with this one, whatever its disk does
     records = [
         TensorRecord(
             key=entry.name,
@@ -399,7 +419,7 @@ def _relay(
     like = manifest.shards[rank % len(manifest.shards)]
     for record in like.tensors:
         if record.kind == "random":
-            _set_random_state(record.name, _tensor(files[like.rank], record))
+            set_random_state(record.name, _tensor(files[like.rank], record))
     return {name: dict(states) for name, states in live.items()}
 
 
@@ -450,7 +470,7 @@ def _restore(
                 tensor = tensor.to(device)
             state.setdefault(record.name, {})[str(record.state)] = tensor
         elif record.kind == "random":
-            _set_random_state(record.name, _tensor(file, record))
+            set_random_state(record.name, _tensor(file, record))
     return state
 
 
@@ -477,13 +497,3 @@ def _tensor(file: TensorFile, record: TensorRecord) -> Tensor:
     if not len(buffer):
         return torch.empty(record.shape, dtype=dtype)
     return torch.frombuffer(buffer, dtype=dtype).reshape(record.shape)
-
-
-def _set_random_state(name: str, state: Tensor) -> None:
-    if name == "torch":
-        torch.set_rng_state(state)
-    elif name == "python":
-        version, *internal = state.tolist()
-        random.setstate((version, tuple(internal), None))
-    elif name == "cuda" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.set_rng_state(state)

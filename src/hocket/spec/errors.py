@@ -9,6 +9,7 @@ HocketError                 message with the numbers, and one hint that can be p
  +- DataError               data that is unreadable, empty or too short
  +- RunFolderError          a run folder that already holds a run, or holds none
  +- CheckpointError         a checkpoint that is incomplete or of another layout
+ |   +- SaveError           one that could not be written; the one before stays
  +- TrainingError           training that cannot go on: a loss that is not finite
  |   +- ReplicaError        data-parallel replicas whose values differ
  +- RankFailure             a rank died; carries its traceback
@@ -74,6 +75,20 @@ class RunFolderError(HocketError):
 
 class CheckpointError(HocketError):
     """A checkpoint that is incomplete, damaged, or of another layout."""
+
+
+class SaveError(CheckpointError):
+    """A checkpoint that could not be written, on any rank; those before stay.
+
+    Attributes:
+        mine: whether this rank could not write.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, mine: bool = True, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.mine = mine
 
 
 class TrainingError(HocketError):

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hocket.models.rows import one_sequence_each, packed_rows
-from hocket.runtime.checkpoint import load_checkpoint, save_checkpoint
+from hocket.runtime.checkpoint import load_checkpoint
 from hocket.runtime.lora import TrainedParameters
 from hocket.spec.checkpoint import config_hash
 from hocket.spec.errors import TrainingError
@@ -50,6 +50,7 @@ from hocket.training.nonfinite import Skips
 from hocket.training.pauses import STOP, Pauses
 from hocket.training.reading import LossReading, Readings, elapsed, interval, mark
 from hocket.training.replicas import ReplicaCheck
+from hocket.training.saving import save_step
 from hocket.training.token_manifest import TRAIN, VALID, Tokens
 from hocket.training.trackers import Trackers
 from hocket.training.utilization import flops_per_token, peak_flops
@@ -235,7 +236,7 @@ class Loop:
                 if unread:
                     self._report(Readings(unread, self._load.take()), metrics)
                 underway, unread = None, []
-                self._save(step)
+                self._save(step, last=step == steps or ask == STOP)
                 pauses.saved()
             if ask == STOP:
                 return
@@ -417,20 +418,14 @@ class Loop:
 
     # --- checkpoints -----------------------------------------------------------------------
 
-    def _save(self, step: int) -> None:
-        with self._long(), self._disk(self.folder.checkpoints, ".*.partial"):
-            self.faults.at("save")
-            path = save_checkpoint(
-                self.folder.checkpoints,
-                step=step,
-                parallel=TrainedParameters(self.parallel),
-                optimizer_state=self.job.optimizer.state_tensors(),
-                layout=str(self.spec.layout),
-                model=config_hash(self.spec.config),
-                cursor={"samples": step * self.spec.workload.global_batch},
-                keep=self.options.keep_checkpoints,
-            )
-        self._say(event="saved", step=step, path=str(path))
+    def _save(self, step: int, *, last: bool) -> None:
+        with self._long():
+            path = save_step(
+                self.context, self.folder, self.spec, self.job, step,
+                last=last, begin=lambda: self.faults.at("save"),
+            )  # fmt: skip
+        if path is not None:
+            self._say(event="saved", step=step, path=str(path))
 
     def _resume(self) -> None:
         with self._long():
