@@ -136,7 +136,11 @@ def page(rows: tuple[TypeRow, ...]) -> str:
         f"- {len(split)} also under tensor parallelism, {len(inferred & set(split))} of them by a "
         f"plan that was inferred from what their tiny model computes. {whole} of the {len(split)} "
         "replicate some blocks on every rank, for the reason given below;",
-        f"- {len(sliced)} also with sequence parallelism.",
+        f"- {len(sliced)} also with sequence parallelism;",
+        f"- {len(found.train_under('cp'))} under context parallelism, "
+        f"{len(found.train_under('cp', 'pp', 'tp'))} together with pipeline and tensor "
+        "parallelism;",
+        f"- {len(found.train_under('dp', 'ep'))} under expert parallelism.",
         "",
         "| | layout |",
         "|---|---|",
@@ -231,11 +235,18 @@ def summary(trained: tuple[TypeRow, ...], served: tuple[TypeRow, ...]) -> str:
     for row in trained:
         if row.kind.endswith(SWITCHED):
             continue
-        axes = ("dp", "pp", "tp", "zero", "sequence")
-        with_ = {"zero": "dp", "sequence": "tp"}
+        axes = ("dp", "pp", "tp", "cp", "ep", "zero", "sequence")
+        with_ = {"zero": "dp", "sequence": "tp", "ep": "dp"}
         every = [a for a in axes if row.trains_under(*filter(None, (with_.get(a), a)))]
-        why = next((c.reason for c in row.cells if c.outcome != "equal"), "")
-        found[row.kind] = {"trains": every, "why": why if len(every) < len(axes) else ""}
+        why = next(
+            (
+                cell.reason
+                for cell in row.cells
+                if cell.outcome != "equal" and "has no experts" not in cell.reason
+            ),
+            "",
+        )
+        found[row.kind] = {"trains": every, "why": why}
     for row in served:
         if row.kind.endswith(SWITCHED):
             continue

@@ -45,6 +45,6 @@ def test_what_hocket_models_prints_is_of_the_same_rows() -> None:
     spec.loader.exec_module(writer)
     rows = writer.read([writer.ROWS]), writer.read([writer.SERVED_ROWS])
     assert writer.SUMMARY.read_text() == writer.summary(*rows)
-    assert families()["llama"].trains == ("dp", "pp", "tp", "zero", "sequence")
+    assert families()["llama"].trains == ("dp", "pp", "tp", "cp", "zero", "sequence")
     assert families()["mamba"].serves == ()
     assert "recurrent" in families()["mamba"].why_served

@@ -87,7 +87,7 @@ def table(found: Sequence[dict[str, Any]]) -> str:
 
 def _axes(axes: Sequence[str]) -> str:
     """Axes in a column: those of the mesh."""
-    return " ".join(axis for axis in ("dp", "pp", "tp") if axis in axes) or "no"
+    return " ".join(axis for axis in ("dp", "pp", "tp", "cp", "ep") if axis in axes) or "no"
 
 
 _NAMES = {"zero": "ZeRO", "sequence": "sequence parallelism"}

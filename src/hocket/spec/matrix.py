@@ -34,8 +34,14 @@ LAYOUTS = (
     "dp2:zero=3",
     "tp2:sequence_parallel=true",
     "dp2.pp2.tp2:microbatches=2,zero=3,sequence_parallel=true",
+    "cp2",
+    "cp4",
+    "pp2.cp2.tp2:microbatches=2",
+    "dp2.ep2",
+    "dp2.tp2.ep4.etp1",
+    "dp2.pp2.ep2:microbatches=2",
 )
-"""Each axis alone, each pair and all together, with and without ZeRO and slices of sequences."""
+"""Each axis alone and together with others, with and without ZeRO and slices of sequences."""
 
 QUICK = ("tp2", "dp2.pp2:microbatches=2,zero=2")
 """Every axis once, in two small worlds."""
@@ -109,7 +115,7 @@ class TypeRow:
 
     def trains_under(self, *axes: str) -> bool:
         """Whether every layout tried that splits along no other axes is equal, and each of
-        `axes` (`dp`, `pp`, `tp`, `zero`, `sequence`) is among them.
+        `axes` (`dp`, `pp`, `tp`, `cp`, `ep`, `zero`, `sequence`) is among them.
         """
         seen: set[str] = set()
         for cell in self.cells:
@@ -156,7 +162,7 @@ class Matrix:
 
 def axes_of(layout: Layout) -> set[str]:
     """What a layout splits along: axes of its mesh, `zero`, and `sequence` for its slices."""
-    found = {axis for axis in ("dp", "pp", "tp") if layout.degree(axis) > 1}
+    found = {axis for axis in ("dp", "pp", "tp", "cp", "ep") if getattr(layout, axis) > 1}
     found |= {"zero"} if layout.zero else set()
     return found | ({"sequence"} if layout.sequence_parallel else set())
 
