@@ -40,6 +40,7 @@ from hocket.spec.model_shape import (
     Weight,
 )
 from hocket.spec.service import Service
+from hocket.spec.serving import num_replicas, replica_layout
 from hocket.spec.serving_forecast import Decode, Prefill, ServingForecast
 
 FLOPS, BYTES = 1e10, 1e10
@@ -298,6 +299,58 @@ def test_bytes_are_counted_exactly() -> None:
     stages = MeasuredReplica(shape=shape(), layout=Layout(pp=2))
     assert sum(stages.weight_bytes(s) for s in range(2)) == one.weight_bytes(0)
     assert sum(stages.cache_bytes(s) for s in range(2)) == one.cache_bytes(0)
+
+
+def test_experts_are_counted_on_the_ranks_that_hold_them() -> None:
+    """8 stacked experts in place of the feed-forward block, of which a token takes 2."""
+    one = shape()
+    experts = tuple(
+        MatrixProduct(name=f"mlp.experts.{name}", n=n, k=k, split=split, input=source, groups=8,
+                      count=2)
+        for name, n, k, split, source in (
+            ("gate_up", 2 * INNER, H, "column", "c"), ("down", H, INNER, "row", "d"),
+        )
+    )  # fmt: skip
+    stacked = tuple(
+        Weight(name=p.name, elements=8 * p.n * p.k, split=p.split, units=INNER) for p in experts
+    )
+    block = one.blocks["block"]
+    mixed = dataclasses.replace(
+        block, products=block.products[:4] + experts, weights=block.weights[:4] + stacked
+    )
+    given = dataclasses.replace(one, blocks={**one.blocks, "block": mixed}, experts=8)
+    attention, expert = 3 * H * H, 3 * H * INNER
+    held = {
+        "dp1": (LAYERS * (attention + 8 * expert), 2 * V * H, 1),
+        "dp2.ep2": (LAYERS * (attention + 4 * expert), 2 * V * H, 2),
+        "tp2.ep2.etp1": (LAYERS * (attention // 2 + 4 * expert), V * H, 2),
+        "dp2.tp2.ep2": (LAYERS * (attention // 2 + 2 * expert), V * H, 4),
+        "dp2.tp2.ep4.etp1": (LAYERS * (attention // 2 + 2 * expert), V * H, 4),
+    }
+    for text, (layers, ends, ranks) in held.items():
+        layout = replica_layout(Layout.parse(text))
+        assert layout.world_size == ranks
+        replica = MeasuredReplica(shape=given, layout=layout)
+        assert replica.weight_bytes(0) == 4 * (layers + ends), text
+        rows, _ = planning.capacity(replica, machine(), SIZES, ranks)
+        assert [row["weights"] for row in rows] == [replica.weight_bytes(0)] * ranks
+    # Counts, tokens there and tokens back in each layer; with even routing as many rows as before.
+    slow, quick = (machine(latency=latency).measured for latency in (0.01, 1e-4))
+    replica = MeasuredReplica(shape=given, layout=Layout.parse("dp2.ep2"))
+    seconds = [
+        float(MeasuredServing(replica, Rates(one), MeasuredLinks(one)).step_seconds(0, 0, 16, 64))
+        for one in (slow, quick)
+    ]
+    assert seconds[0] - seconds[1] == pytest.approx(LAYERS * 3 * 0.01, rel=0.1)
+
+
+def test_replicas_hold_all_experts_and_no_more() -> None:
+    for text, dp, count in (
+        ("dp4", 1, 4), ("dp4.ep2", 2, 2), ("dp4.ep4", 4, 1), ("dp2.tp2.ep2.etp1", 1, 2),
+        ("dp4.tp2.ep4.etp1", 2, 2), ("dp2.tp2.etp1", 1, 2), ("dp2.tp2.pp2.ep2", 2, 1),
+    ):  # fmt: skip
+        layout = Layout.parse(text)
+        assert (replica_layout(layout).dp, num_replicas(layout)) == (dp, count), text
 
 
 def test_a_step_costs_at_least_its_products_and_no_less_than_reading_them() -> None:

@@ -26,6 +26,7 @@ from hocket.serving.front.client import ReplicaClient, ReplicaLost, merged
 from hocket.serving.front.completion import Completer
 from hocket.serving.front.frames import MAX_COMMAND, FrameReader, decode, encode, hello
 from hocket.serving.request import Output, Request, RequestRefused, SamplingParams, TokenLogprobs
+from hocket.serving.scheduling.group import SchedulerGroup
 from hocket.serving.scheduling.limits import SchedulerLimits
 from hocket.serving.scheduling.scheduler import Scheduler
 from hocket.serving.scheduling.step import StepPlan
@@ -61,9 +62,11 @@ class World:
         width: int = 1,
         before: Callable[[int, StepPlan], None] = lambda rank, plan: None,
         later: bool = False,
+        data: int = 1,
         **driver: Any,
     ) -> None:
         self._options = driver
+        width *= data
         self.door = ChannelListener(path, TOKEN)
         self.parts: list[TokenPart] = []
         hidden: list[queue.Queue[int]] = [queue.Queue() for _ in range(width * (stages - 1))]
@@ -72,7 +75,7 @@ class World:
             self.parts.append(
                 TokenPart(
                     bounds.block_size,
-                    samples=stage == stages - 1 and index == 0,
+                    samples=stage == stages - 1 and index % (width // data) == 0,
                     taken=hidden[rank - width] if stage else None,
                     given=hidden[rank] if stage < stages - 1 else None,
                     before=lambda plan, rank=rank: before(rank, plan),
@@ -81,7 +84,9 @@ class World:
             )
         self.ends = {rank: socket.socketpair() for rank in range(1, stages * width)}
         self.bounds = bounds
-        self.scheduler = Scheduler(bounds)
+        self.schedulers = [Scheduler(bounds) for _ in range(data)]
+        self.scheduler = self.schedulers[0]
+        self._data_ranks = {r: r % width // (width // data) for r in range(1, stages * width)}
         self.driver: Driver | None = None
         self.beats = 0
         self.errors: dict[int, BaseException] = {}
@@ -103,10 +108,11 @@ class World:
             parent, _ = entered
             self.door.close()
             self.driver = Driver(
-                self.scheduler,
+                SchedulerGroup(self.schedulers),
                 self.parts[0],
                 parent,
                 {r: Channel(ours) for r, (ours, _) in self.ends.items()},
+                data_ranks=self._data_ranks,
                 depth=self.bounds.depth,
                 beat=self._beat,
                 **self._options,
@@ -206,6 +212,47 @@ def test_many_mixed_requests_are_answered_rightly(
     for one, output in zip(asked, found, strict=True):
         assert output.tokens == answer(one.tokens, one.sampling.max_new_tokens)
         assert output.finish_reason == "length"
+
+
+@pytest.mark.parametrize(("stages", "width", "depth"), [(1, 1, 1), (1, 2, 1), (2, 1, 2)])
+def test_data_ranks_of_one_replica_run_every_step_together(
+    tmp_path: Path, stages: int, width: int, depth: int
+) -> None:
+    """Each has rows of its own, or an idle plan of the same step; no token is another."""
+    draw = random.Random(3)
+    shared = prompt(7, 24)
+    asked = [request("first", prompt(1, 9), 6)]
+    for number in range(60):
+        own = prompt(number, draw.choice([1, 3, 9, 40]))
+        asked.append(request(number, (shared if number % 3 else []) + own, draw.randint(1, 24)))
+
+    computed: dict[int, list[int]] = {}
+
+    async def main() -> list[Output]:
+        bounds = limits(depth=depth, num_blocks=40)
+        async with replica(
+            tmp_path, bounds, stages=stages, width=width, data=2,
+            before=lambda rank, plan: computed.setdefault(rank, []).append(len(plan.rows)),
+        ) as (client, world):  # fmt: skip
+            found = [await all_of(client.submit(asked[0]))]
+            found += await asyncio.gather(*(all_of(client.submit(one)) for one in asked[1:]))
+            stats = (await client.measured())["stats"]
+            assert stats["finished"] == len(asked)
+            assert stats["blocks_total"] == 2 * bounds.num_blocks
+            assert stats["preempted"] > 0
+            assert stats["prefix_hits"] > 0
+        assert all(one.stats().finished > 10 for one in world.schedulers)
+        assert all(part.plans == world.parts[0].plans for part in world.parts)
+        idle = [not rows for busy, rows in zip(computed[0], computed[width], strict=True) if busy]
+        assert all(idle[:6])  # while one data rank answers the only request
+        assert not all(idle)
+        for rank, rows in computed.items():
+            assert rows == computed[rank % (2 * width) // width * width]
+        return found
+
+    found = asyncio.run(main())
+    for one, output in zip(asked, found, strict=True):
+        assert output.tokens == answer(one.tokens, one.sampling.max_new_tokens)
 
 
 def test_several_plans_are_in_flight_through_the_stages(tmp_path: Path) -> None:

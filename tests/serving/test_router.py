@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hocket.serving.front.client import ReplicaLost
-from hocket.serving.front.router import NoReplica, Prefixes, Router, chain
+from hocket.serving.front.router import NoReplica, Router
 from hocket.serving.request import Output, Request, RequestRefused, SamplingParams
+from hocket.serving.scheduling.known_prefixes import KnownPrefixes, chain
 
 BLOCK = 4
 names = itertools.count()
@@ -84,7 +85,7 @@ def test_blocks_are_equal_exactly_as_far_as_the_prompts_are(a: list[int], b: lis
 def test_what_is_remembered_is_bounded_and_never_more_than_was_sent(
     sent: list[list[int]], most: int
 ) -> None:
-    prefixes = Prefixes(most)
+    prefixes = KnownPrefixes(most)
     for prompt in sent:
         keys = chain(prompt, BLOCK)
         prefixes.add(keys)

@@ -90,6 +90,21 @@ def test_a_server_is_compared_by_the_command(
     assert "largest difference (limit)" in "\n".join(cli.served_lines(report))
 
 
+@pytest.mark.parametrize("layout", ["dp2.ep2", "tp2.ep2.etp1"])
+def test_experts_over_ranks_answer_as_plain_transformers(
+    lent: Any, tmp_path: Path, layout: str
+) -> None:
+    """With one request at a time a data rank is idle, and a step has fewer tokens than ranks."""
+    file, folder = tmp_path / "mixtral.json", tmp_path / "model"
+    file.write_text(json.dumps({**LLAMA, "model_type": "mixtral", "num_local_experts": 4,
+                                "num_experts_per_tok": 2}))  # fmt: skip
+    check.prepared(lent, resolve(file), folder, proxy=False, seed=0)
+    answers = check.answers_of(lent, folder, layout, check.CheckedSizes())
+    (report,) = check.compared(lent, folder, {layout: answers}, tmp_path).values()
+    assert report.ok, report.failures
+    assert {one.name for one in report.comparisons} >= {"batching", "prefix reuse", "preemption"}
+
+
 def test_a_faulty_split_is_rejected_before_ranks_start_and_remembered(
     lent: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

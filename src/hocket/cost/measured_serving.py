@@ -76,7 +76,8 @@ class MeasuredReplica:
     """What one replica is.
 
     Attributes:
-        shape: of the model, traced in `dtype`. layout: with dp 1. dtype: `fp32` or `bf16`.
+        shape: of the model, traced in `dtype`. layout: as `spec.serving.replica_layout` has it.
+        dtype: `fp32` or `bf16`.
         block_size: tokens of a block of the cache. cpu: whether its ranks compute on a CPU.
     """
 
@@ -129,8 +130,15 @@ class MeasuredReplica:
 
     def weight_bytes(self, stage: int) -> int:
         """Of the weights on the fullest tensor rank of a stage."""
-        held = weights(self.shape, self.stages[stage])
-        return sum(local(one, self.layout.tp) for one in held) * self.element_bytes
+        layout, blocks = self.layout, map(self.shape.blocks.__getitem__, self.stages[stage])
+        experts = tuple(p.name for block in blocks for p in block.products if p.groups > 1)
+        total = 0
+        for one in weights(self.shape, self.stages[stage]):
+            if one.split == "expert" or (experts and one.name.startswith(experts)):
+                total += local(one, layout.expert_tp) // layout.ep
+            else:
+                total += local(one, layout.tp)
+        return total * self.element_bytes
 
     def cache_bytes(self, stage: int) -> int:
         """Of one cached token on a rank of a stage."""
@@ -332,8 +340,17 @@ class MeasuredServing:
         work += sum(self._attention(core, step, held) for core in replica.cores_of(kind))
         sums: list[Collective | None] = []
         hidden = round(tokens * replica.shape.hidden * replica.state_bytes)
+        layout = replica.layout
+        experts = [p for p in block.products if p.groups > 1]
+        whole = bool(experts) and layout.etp is not None and tp > 1
+        if experts and layout.ep > 1:  # there and back, of the tokens that this rank brings
+            size = hidden * max(1, round(experts[0].count)) // (tp if whole else 1)
+            sums += [self.links.collective("all-to-all", "expert", size, layout.ep)] * 2
+            sums.append(self.links.collective("all-to-all", "expert", SMALL, layout.ep))
+        if whole:  # each expert is: tensor ranks divide the tokens
+            sums.append(self.links.collective("all-gather", "tp", hidden, tp))
         if tp > 1:
-            count = sum(p.split == "row" for p in block.products)
+            count = sum(p.split == "row" and not (whole and p.groups > 1) for p in block.products)
             if kind == "embedding":
                 count = int(any(w.split == "vocab" for w in block.weights))
             summed = self.links.sum if self._kernels else self.links.all_reduce
@@ -378,10 +395,14 @@ class MeasuredServing:
         """Products that read one tensor, as one, among `held` bytes of weights."""
         rates, tp = self.rates, self.replica.layout.tp
         first = merged[0]
+        rows, groups = tokens * first.count, float(first.groups)
+        if first.groups > 1:  # of all data ranks of the replica, with even routing
+            layout = self.replica.layout
+            tp, groups = layout.expert_tp, groups / layout.ep
+            rows *= layout.dp / (layout.ep * layout.expert_copies)
         columns = sum(p.n / (tp if p.split in ("column", "vocab") else 1) for p in merged)
         inner = first.k / (tp if first.split == "row" else 1)
-        rows = tokens * first.count
-        reached = min(float(first.groups), rows)  # experts that any token goes to, at most
+        reached = min(groups, max(rows, 1.0))  # experts that any token goes to, at most
         m, wide, deep = max(1, round(rows / reached)), max(1, round(columns)), max(1, round(inner))
         nbytes = float(wide * deep * self.replica.element_bytes)
         few = rates.rows(m, nbytes, held, self._few) if self._kernels and m <= FEW else None

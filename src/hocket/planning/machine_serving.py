@@ -26,6 +26,7 @@ from hocket.spec.errors import OptionError
 from hocket.spec.layout import Layout, divisors
 from hocket.spec.model_shape import ModelShape
 from hocket.spec.service import Service
+from hocket.spec.serving import replica_layout
 from hocket.spec.serving_forecast import (
     Decode,
     Need,
@@ -142,7 +143,7 @@ def _replica(
 ) -> MeasuredReplica:
     return MeasuredReplica(
         shape=shape,
-        layout=dataclasses.replace(layout, dp=1),
+        layout=replica_layout(layout),
         dtype=sizes.dtype,
         block_size=sizes.block_size,
         cpu=machine.measured.device == "cpu",
@@ -207,7 +208,7 @@ def capacity(
     for stage, row in enumerate(rows):
         row["cache"] = tokens * replica.cache_bytes(stage)
         row["total"] = sum(row.values())
-        found += [dict(row)] * replica.layout.tp
+        found += [dict(row)] * (replica.layout.world_size // replica.layout.pp)
     return found, tokens
 
 

@@ -73,6 +73,7 @@ def main(context: RankContext, payload: dict[str, Any], doors: Doors | None = No
     from hocket.serving.engine.follower import follow
     from hocket.serving.engine.out_of_memory import explaining
     from hocket.serving.front.frames import MAX_COMMAND, encode
+    from hocket.serving.scheduling.group import SchedulerGroup
     from hocket.serving.scheduling.scheduler import Scheduler
     from hocket.training.build import join_world
     from hocket.training.rank import reading_shown
@@ -107,10 +108,11 @@ def main(context: RankContext, payload: dict[str, Any], doors: Doors | None = No
         parent, _ = found
         folder = RunFolder(payload["run"]) if payload.get("run") else None
         driver = Driver(
-            Scheduler(limits),
+            SchedulerGroup([Scheduler(limits) for _ in range(spec.layout.dp)]),
             part,
             parent,
             followers,
+            data_ranks={rank: spec.layout.coordinate(rank)["dp"] for rank in followers},
             depth=depth,
             beat=context.beat,
             on_timeline=lambda rows: keep_timeline(folder, spec, rows),
@@ -122,6 +124,7 @@ def main(context: RankContext, payload: dict[str, Any], doors: Doors | None = No
             "layout": spec.layout.axes_text(),
             "cache_tokens": limits.capacity,
             **dataclasses.asdict(limits),
+            "num_blocks": limits.num_blocks * spec.layout.dp,
             "memory": [one["memory"] for one in every],
             "attention": _by_stage(every, "attention", mesh),
             "graphs": [one["graphs"] for one in every],
@@ -134,9 +137,11 @@ def main(context: RankContext, payload: dict[str, Any], doors: Doors | None = No
 
 
 def _by_stage(every: list[dict[str, Any]], key: str, mesh: Mesh) -> list[dict[str, Any]]:
-    """What the first rank of each stage said: its tensor ranks say the same."""
-    tp = mesh.axis("tp").size
-    return [{"stage": stage, **row} for stage, said in enumerate(every[::tp]) for row in said[key]]
+    """What the first rank of each stage said: its other ranks say the same."""
+    ranks = mesh.layout.world_size // mesh.layout.pp
+    return [
+        {"stage": stage, **row} for stage, said in enumerate(every[::ranks]) for row in said[key]
+    ]
 
 
 def depth_of(wanted: int | None, stages: int, device: str) -> tuple[int, bool]:

@@ -18,6 +18,7 @@ from hocket.spec.errors import HocketError
 from hocket.spec.files import parse_json
 from hocket.spec.ledger import DISTURBED
 from hocket.spec.run import RunFolder, RunSpec
+from hocket.spec.serving import num_replicas
 from hocket.spec.serving_forecast import (
     Decode,
     Need,
@@ -63,7 +64,7 @@ class ServerRecord:
     @property
     def replicas(self) -> int:
         """Of the model."""
-        return 1 if self.spec is None else self.spec.layout.dp
+        return 1 if self.spec is None else num_replicas(self.spec.layout)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -84,7 +84,7 @@ class Parallel:
         self.labels_shifted: bool | None = None
         self._seed = seed
         self._count = 1
-        self._finished = False
+        self._finished = self.forward_only = False
         self._stale = False
         self.own_loss: Tensor | None = None
         self.replicas: ThreadedReplicas | None = None
@@ -125,7 +125,7 @@ class Parallel:
         # One rank alone has nobody to share with, and may still keep its parameters on the host.
         experts = self._experts_axes()
         alone = all(axis.size == 1 for axis in (mesh.data, *experts.values()))
-        shared = not alone or self.layout.offloads("params")
+        shared = not (alone or self.forward_only) or self.layout.offloads("params")
         given: Sequence[Fill | None] = fills or [None] * len(self.stages)
         for stage, fill in zip(self.stages, given, strict=True):
             if fill is not None and not (shared and self.layout.zero == 3):

@@ -54,8 +54,7 @@ TABLE = (
 
 SERVING = (
     Capability(field="cp", runs=(1,), instead="keeps each sequence whole on a stage"),
-    Capability(field="ep", runs=(1,), instead="splits experts over tp, not over ep"),
-    Capability(field="etp", runs=(None,), instead="shards experts over tp"),
+    TABLE[0],
     Capability(field="zero", runs=(0,), instead="has no optimizer in a server"),
     Capability(field="shard", runs=(None,), instead="has no optimizer in a server"),
     Capability(field="offload", runs=("none",), instead="keeps weights of a server on its devices"),

@@ -1,11 +1,15 @@
 """ServeOptions: every option of a server besides model and layout. Names are the flags'.
 
-The engine's sizes are those of one replica: data-parallel replicas are worlds of their own.
+The engine's sizes are those of one replica: data-parallel replicas are worlds of their own. Where
+experts are placed over several data ranks, those are one replica, and sizes are of each of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+
+from hocket.spec.layout import Layout
 
 BLOCK_SIZE = 16
 """Tokens of a block on CPU, and in estimates that are made before a GPU's kernels are chosen."""
@@ -67,3 +71,17 @@ class ServeOptions:
     generation_config: str = "auto"
     chat_template_file: str | None = None
     max_restarts: int = 8
+
+
+def replica_layout(layout: Layout) -> Layout:
+    """One replica of a server: the fewest data ranks that together hold the model. Without expert
+    parallelism that is one; `dp4.ep2` has two replicas of two data ranks each, which exchange
+    tokens in every layer of experts."""
+    ranks = layout.ep * layout.expert_tp
+    dp = ranks // math.gcd(ranks, layout.cp * layout.tp)
+    return dataclasses.replace(layout, dp=dp, microbatches=1)
+
+
+def num_replicas(layout: Layout) -> int:
+    """Replicas of a server of this layout."""
+    return layout.dp // replica_layout(layout).dp

@@ -187,6 +187,7 @@ def build_model(
         labels_shifted=labels_shifted,
         context_parallel=options.context_parallel,
     )
+    parallel.forward_only = spec.command == "serve"
     weights = [
         Weights(
             stage.module,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from hocket.spec.errors import ModelError
 from hocket.spec.layout import Layout
 from hocket.spec.proxy_verdict import ProxyVerdict, write
+from hocket.spec.serving import replica_layout
 
 if TYPE_CHECKING:
     from hocket.launch import Launcher
@@ -22,7 +23,9 @@ def require_answers(
     ModelError: its answers are not those of plain transformers."""
     from hocket.jobs.serving import check
 
-    replica = Layout(tp=layout.tp, pp=layout.pp)
+    replica = replica_layout(
+        Layout(dp=layout.dp, pp=layout.pp, tp=layout.tp, ep=layout.ep, etp=layout.etp)
+    )
     if replica.world_size == 1:
         return known
     if (text := str(replica)) not in known.served:

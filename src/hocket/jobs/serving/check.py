@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import random
@@ -29,6 +30,7 @@ from hocket.spec.errors import HocketError, LayoutError, ModelError, OptionError
 from hocket.spec.layout import Layout
 from hocket.spec.run import Workload
 from hocket.spec.served_check import ServedCheck
+from hocket.spec.serving import replica_layout
 
 if TYPE_CHECKING:
     from hocket.jobs.serving.llm import LLM, Completion
@@ -118,7 +120,7 @@ def served_check(
         tempfile.TemporaryDirectory(prefix="hocket-check-") as folder,
     ):
         say("checking that the architecture can be split")
-        replica = dataclasses.replace(layout, dp=1, microbatches=1)
+        replica = replica_layout(layout)
         require_equal(launcher, source, replica, attention=options.attention)
         directory, longest = source.directory, LONGEST
         if source.weights is None or directory is None:
@@ -172,20 +174,30 @@ def proxy_check(launcher: Launcher, source: ModelSource, layout: Layout) -> str:
 
 
 def _fitting(config: Mapping[str, Any], layout: Layout) -> Layout:
-    """The layout, with smaller degrees where the proxy model has too few layers or heads."""
+    """The layout, with smaller degrees where the proxy model has too few layers, heads or
+    experts."""
     from hocket.jobs.validate import validate
     from hocket.models.dimensions import dimensions
 
     model = dimensions(config)
     pp = min(layout.pp, model.num_layers)
-    for tp in sorted({layout.tp, *(t for t in (8, 4, 2) if t < layout.tp)}, reverse=True):
-        found = Layout(tp=tp, pp=pp)
+    for tp, ep in itertools.product(_up_to(layout.tp), _up_to(layout.ep)):
         try:
+            found = replica_layout(
+                Layout(
+                    dp=ep if layout.etp is None else layout.dp, pp=pp, tp=tp, ep=ep, etp=layout.etp
+                )
+            )
             validate(model, found, Workload(seq_len=2, global_batch=1))
         except LayoutError:
             continue
         return found
     return Layout(pp=pp)
+
+
+def _up_to(degree: int) -> list[int]:
+    """A degree and the usual ones below it, descending."""
+    return sorted({degree, *(d for d in (8, 4, 2) if d < degree)}, reverse=True)
 
 
 # --- the parts, which the matrix has in common ----------------------------------------------------
@@ -357,8 +369,9 @@ def _answers(llm: LLM, size: CheckedSizes) -> list[Answer]:
         again[0]["failure"] = "no token of a known prompt came from the prefix cache"
     found += again
     new = size.longest // 4
-    # Of several replicas each gets as many requests as one would.
-    crowd = asked["preemption"] * len(llm.statistics())
+    # Of several replicas, and data ranks of one, each gets as many requests as one would.
+    caches = sum(one["blocks_total"] for one in llm.statistics()) // size.num_blocks
+    crowd = asked["preemption"] * caches
     squeezed = _asked(llm, "preemption", crowd, size, new=new)
     counts = llm.statistics()
     if not any(one["preempted"] for one in counts):

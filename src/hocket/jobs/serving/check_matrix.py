@@ -10,7 +10,6 @@ that layout; a case whose ranks die or hang is crashed, and the next one goes on
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 import tempfile
@@ -32,6 +31,7 @@ from hocket.spec.matrix import (
     TypeRow,
 )
 from hocket.spec.matrix import Matrix as Table
+from hocket.spec.serving import replica_layout
 
 if TYPE_CHECKING:
     from hocket.launch import Launcher
@@ -187,7 +187,7 @@ class _Row:
         reason = check.reason_of(error)
         launcher, source = self.warm.launcher, resolve(directory)
         try:  # all that is checked before ranks start, but for the server's check at this layout
-            require_equal(launcher, source, dataclasses.replace(Layout.parse(text), dp=1))
+            require_equal(launcher, source, replica_layout(Layout.parse(text)))
             require_equal(launcher, source, Layout(), pages=True)
         except RankFailure:
             pass

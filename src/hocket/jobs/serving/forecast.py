@@ -16,7 +16,7 @@ from hocket.jobs.serving import request as serve_request
 from hocket.jobs.serving.request import PreparedServer
 from hocket.spec.errors import HocketError, LayoutError, OptionError
 from hocket.spec.layout import Layout
-from hocket.spec.serving import BLOCK_SIZE
+from hocket.spec.serving import BLOCK_SIZE, num_replicas
 from hocket.spec.serving_forecast import Need, ServiceLoad, ServingForecast, ServingMeasured
 from hocket.spec.units import format_bytes, format_count, format_seconds, parse_bytes
 
@@ -94,7 +94,8 @@ def _require_room(server: PreparedServer, told: ServingForecast) -> None:
 def bill(server: PreparedServer, told: ServingForecast) -> list[str]:
     """What the server takes and is expected to give, in sentences."""
     layout, options = server.layout, server.options
-    replicas = f"{layout.dp} replicas of " if layout.dp > 1 else ""
+    count = num_replicas(layout)
+    replicas = f"{count} replicas of " if count > 1 else ""
     ranks = server.replica.world_size
     lines = [
         f"{server.name} in {layout.axes_text()}: {replicas}{ranks} "

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from hocket.spec.errors import HocketError, LayoutError, OptionError, RankFailure
 from hocket.spec.layout import TERMS, Layout
+from hocket.spec.serving import num_replicas
 
 if TYPE_CHECKING:
     from hocket.jobs.serving.request import PreparedServer
@@ -87,7 +88,7 @@ class Ranks:
     """
 
     def __init__(self, server: PreparedServer) -> None:
-        self.replicas = server.layout.dp
+        self.replicas = num_replicas(server.layout)
         self._payloads: dict[int, dict[str, Any]] = {}
         self._changed = threading.Condition()
         self._code: int | None = None

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from hocket.spec import renamed
 from hocket.spec.errors import OptionError
-from hocket.spec.serving import BLOCK_SIZE
+from hocket.spec.serving import BLOCK_SIZE, num_replicas
 
 if TYPE_CHECKING:
     from hocket.jobs.serving.replicas import ReplicaSet
@@ -149,7 +149,7 @@ class LLM:
                 first = Lent(launcher, (*PRELOAD, *modeling_modules(server.source.config)))
             if proxy_check:
                 require_split(first, server)
-            ready = [first, *(makers.make(n) for n in range(1, server.layout.dp))]
+            ready = [first, *(makers.make(n) for n in range(1, num_replicas(server.layout)))]
             self._wait(self._open(ready, makers.make))
         except BaseException:
             self.close()

@@ -19,7 +19,7 @@ from hocket.spec.errors import OptionError
 from hocket.spec.layout import Layout
 from hocket.spec.rehearsal import NOT_SEEN, RankRehearsal, RehearsedDevice
 from hocket.spec.run import RunSpec, TrainOptions, Workload
-from hocket.spec.serving import ServeOptions
+from hocket.spec.serving import ServeOptions, replica_layout
 from hocket.spec.units import format_bytes
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ def replica_spec(
     source = resolve(model, trust_remote_code=trust_remote_code, weights=False)
     if layers is not None:
         source = dataclasses.replace(source, config=with_layers(source.config, layers))
-    found = legal(source, dataclasses.replace(layout, dp=1), "cpu")
+    found = legal(source, replica_layout(layout), "cpu")
     options = _sizes(ServeOptions(**sizes), source, "cuda")
     return RunSpec(
         model=source.repo or model,

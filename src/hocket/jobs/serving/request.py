@@ -26,7 +26,7 @@ from hocket.spec.capabilities import absent
 from hocket.spec.errors import LayoutError, ModelError, OptionError, unknown
 from hocket.spec.layout import Layout
 from hocket.spec.run import RunSpec, Workload
-from hocket.spec.serving import BLOCK_SIZE, ServeOptions
+from hocket.spec.serving import BLOCK_SIZE, ServeOptions, replica_layout
 from hocket.spec.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -86,14 +86,14 @@ class PreparedServer:
 
     @property
     def replica(self) -> Layout:
-        """One replica's layout: dp is none of its business."""
-        return dataclasses.replace(self.layout, dp=1, microbatches=1)
+        """One replica's layout: of dp the data ranks that hold the experts together."""
+        return replica_layout(self.layout)
 
     def spec(self, *, replica: bool = False) -> RunSpec:
         """All of it as the run folder keeps it; or as the ranks of one replica are told."""
         workload = Workload(
             seq_len=min(2, self.options.max_model_len or 2),
-            global_batch=1 if replica else self.layout.dp,
+            global_batch=self.replica.dp if replica else self.layout.dp,
             dtype=self.request.workload.dtype,
         )
         weights = self.source.weights

@@ -41,7 +41,7 @@ from hocket.jobs.serving.start import (
     run_folder,
 )
 from hocket.spec.run import RunFolder, write_text
-from hocket.spec.serving import BLOCK_SIZE
+from hocket.spec.serving import BLOCK_SIZE, num_replicas
 from hocket.spec.serving_forecast import ServingMeasured
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def serve(
             )
         server, told = serve_forecast.settle(server, first, record)
         require_split(first, server)
-        others = range(1, server.layout.dp if ranks is None else 1)
+        others = range(1, num_replicas(server.layout) if ranks is None else 1)
         ready: list[Any] = [first, *(launchers.make(n) for n in others)]
         if ranks is not None:
             first.close()

@@ -82,7 +82,7 @@ class ExpertParallelExperts(nn.Module):
         else:
             rows = _NoTokens.apply(rows, *self.parameters(recurse=False))  # type: ignore[no-untyped-call]
         each = combine(rows, routes) * weights.reshape(-1, 1)
-        return each.view(*index.shape, -1).sum(1).to(hidden.dtype)
+        return each.view(*index.shape, hidden.shape[-1]).sum(1).to(hidden.dtype)
 
     @torch.no_grad()
     def _count(self, load: Tensor) -> None:

@@ -24,7 +24,7 @@ import dataclasses
 import json
 import select
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hocket.serving.engine.channel import Channel, ChannelClosed
@@ -32,7 +32,7 @@ from hocket.serving.engine.follower import EVENTS, PLAN, RECORD, RESULT, STOP, T
 from hocket.serving.engine.measured import ReplicaTotals
 from hocket.serving.front.frames import Message, decode, encode
 from hocket.serving.request import Output, Request, RequestRefused
-from hocket.serving.scheduling.scheduler import Scheduler
+from hocket.serving.scheduling.group import SchedulerGroup
 from hocket.serving.scheduling.step import StepPlan, StepResult
 from hocket.spec.errors import HocketError
 
@@ -52,10 +52,11 @@ class Driver:
     """Runs one replica until it is stopped.
 
     Args:
-        scheduler: of this replica.
-        part: this rank's part of every step.
+        scheduler: of this replica, for each of its data ranks.
+        part: this rank's part of every step; it is of data rank 0.
         parent: the channel to the parent.
         followers: channel by rank.
+        data_ranks: data rank of each follower by its rank. None: 0 of all.
         depth: plans in flight; at least the number of stages.
         beat: called now and then, as a sign of life.
         on_timeline: what becomes of a recorded window.
@@ -66,11 +67,12 @@ class Driver:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: SchedulerGroup,
         part: FollowerPart,
         parent: Channel,
         followers: Mapping[int, Channel] | None = None,
         *,
+        data_ranks: Mapping[int, int] | None = None,
         depth: int = 1,
         beat: Callable[[], None] = lambda: None,
         on_timeline: OnTimeline = lambda rows: {"ranks": rows},
@@ -81,6 +83,7 @@ class Driver:
         self.part = part
         self.parent = parent
         self.followers = dict(followers or {})
+        self._data_ranks = dict.fromkeys(self.followers, 0) if data_ranks is None else data_ranks
         self.depth = depth
         self.measured = ReplicaTotals(overlapped=scheduler.limits.lookahead)
         self._beat, self._clock, self._on_timeline = beat, clock, on_timeline
@@ -89,8 +92,8 @@ class Driver:
         self._by_fd = {channel.fileno(): rank for rank, channel in self.followers.items()}
         for channel in self.followers.values():
             self._poll.register(channel, select.POLLIN)
-        self._begun: dict[int, tuple[StepPlan, int, float]] = {}
-        self._rows_in_flight = 0
+        self._begun: dict[int, _Begun] = {}
+        self._rows_in_flight = [0] * len(scheduler.schedulers)
         self._outputs: list[Output] = []
         self._draining = self._drained = self._stopped = False
         self._untold = False  # the figures have changed since the parent was told them
@@ -131,19 +134,21 @@ class Driver:
                 self._beat()
         if len(self._begun) >= self.depth or self.parent.unsent_bytes > HIGH:
             return self._collect()
-        plan = self.scheduler.plan(now)
-        if plan is None:
+        plans = self.scheduler.plan(now)
+        if plans is None:
             return self._collect()
         self._begin_window()
         if self.followers:
-            self._send(PLAN + plan.encode())
-        self._rows_in_flight += len(plan.rows)
-        self._begun[plan.number] = (plan, self._rows_in_flight, now)
-        self.part.expect(plan)
-        result = self.part.run(plan)
+            self._send(PLAN, [plan.encode() for plan in plans])
+        for rank, plan in enumerate(plans):
+            self._rows_in_flight[rank] += len(plan.rows)
+        own = plans[0]
+        self._begun[own.number] = _Begun(plans, list(self._rows_in_flight), now, len(plans))
+        self.part.expect(own)
+        result = self.part.run(own)
         self._end_window()
         if result is not None:
-            self._apply(result)
+            self._apply(0, result)
         elif len(self._begun) >= self.depth:
             self._collect()
         return True
@@ -153,16 +158,23 @@ class Driver:
         result = self.part.collect()
         if result is None:
             return False
-        self._apply(result)
+        self._apply(0, result)
         return True
 
-    def _apply(self, result: StepResult) -> None:
+    def _apply(self, rank: int, result: StepResult) -> None:
+        """The result of a data rank's plan."""
         now = self._clock()
-        plan, batch, begun = self._begun.pop(result.number)
-        self._rows_in_flight -= len(plan.rows)
-        self._outputs += self.scheduler.apply(result, now)
+        begun = self._begun[result.number]
+        begun.left -= 1
+        if not begun.left:
+            del self._begun[result.number]
+        plan = begun.plans[rank]
+        if not plan.rows:
+            return
+        self._rows_in_flight[rank] -= len(plan.rows)
+        self._outputs += self.scheduler.apply(rank, result, now)
         self._untold = True
-        self.measured.add(plan, batch, begun, self._clock())
+        self.measured.add(plan, begun.batches[rank], begun.at, self._clock())
 
     def _patience(self) -> float:
         """Seconds to sleep at most."""
@@ -192,7 +204,8 @@ class Driver:
     def _answered(self, rank: int, payload: bytes) -> None:
         kind = payload[:1]
         if kind == RESULT:
-            self._apply(StepResult.decode(memoryview(payload)[1:]))
+            result = StepResult.decode(memoryview(payload)[1:])
+            self._apply(self._data_ranks[rank], result)
         else:
             assert kind == EVENTS, kind
             assert self._rows is not None
@@ -246,9 +259,14 @@ class Driver:
 
     # --- whom it speaks to -------------------------------------------------------------------
 
-    def _send(self, payload: bytes) -> None:
-        """To all followers. One whose socket is full reads again once it has what was sent."""
-        full = [channel for channel in self.followers.values() if not channel.send(payload)]
+    def _send(self, kind: bytes, bodies: Sequence[bytes] = ()) -> None:
+        """To all followers, each with the body of its data rank. One whose socket is full reads
+        again once it has what was sent."""
+        full = [
+            channel
+            for rank, channel in self.followers.items()
+            if not channel.send(kind + bodies[self._data_ranks[rank]] if bodies else kind)
+        ]
         if full:
             self.part.settle()
             for channel in full:
@@ -329,6 +347,17 @@ class Driver:
             except ChannelClosed:
                 channel.close()
         self.parent.close()
+
+
+@dataclasses.dataclass
+class _Begun:
+    """A step in flight: its plan by data rank, the rows in flight with each, when it began, and how
+    many data ranks have not answered."""
+
+    plans: list[StepPlan]
+    batches: list[int]
+    at: float
+    left: int
 
 
 class _ParentGone(Exception):

@@ -18,15 +18,13 @@ what none of them takes is refused.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import time
-from array import array
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from hocket.serving.front.client import ReplicaLost
 from hocket.serving.request import Output, Request, RequestRefused
+from hocket.serving.scheduling.known_prefixes import KnownPrefixes, chain
 from hocket.spec.errors import HocketError
 
 EXPECTED = 128.0
@@ -53,47 +51,6 @@ class ReplicaProtocol(Protocol):
     """One replica, as `front.client.ReplicaClient` speaks to it."""
 
     def submit(self, request: Request) -> RoutedStream: ...
-
-
-def chain(tokens: Sequence[int], block_size: int, salt: str = "") -> list[bytes]:
-    """A key for each full block of a prompt, which also names all blocks before it."""
-    key = hashlib.blake2b(salt.encode(), digest_size=16).digest()
-    found = []
-    for start in range(0, len(tokens) - block_size + 1, block_size):
-        words = array("q", tokens[start : start + block_size]).tobytes()
-        key = hashlib.blake2b(key + words, digest_size=16).digest()
-        found.append(key)
-    return found
-
-
-class Prefixes:
-    """The blocks that a replica's cache may hold, the least recently used first.
-
-    Args:
-        most: blocks of that cache.
-    """
-
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self._kept: OrderedDict[bytes, None] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def hit(self, keys: Sequence[bytes]) -> int:
-        """Leading blocks of a prompt that are remembered."""
-        for count, key in enumerate(keys):
-            if key not in self._kept:
-                return count
-        return len(keys)
-
-    def add(self, keys: Sequence[bytes]) -> None:
-        """A prompt was sent there. Its later blocks are forgotten before its earlier ones."""
-        for key in reversed(keys):
-            self._kept[key] = None
-            self._kept.move_to_end(key)
-        while len(self._kept) > self.most:
-            self._kept.popitem(last=False)
 
 
 @dataclasses.dataclass
@@ -155,7 +112,7 @@ class RoutedReplica:
     def __init__(self, number: int, client: ReplicaProtocol, blocks: int) -> None:
         self.number = number
         self.client = client
-        self.prefixes = Prefixes(blocks)
+        self.prefixes = KnownPrefixes(blocks)
         self.loads: dict[int, ReplicaLoad] = {}
 
     @property

@@ -194,6 +194,11 @@ class Scheduler:
         self._counts.rows += len(plan.rows)
         return plan
 
+    def skip(self) -> StepPlan:
+        """An idle plan of the next number, for a step that only other data ranks have rows in."""
+        self._number += 1
+        return StepPlan(self._number - 1, [], [0])
+
     def _part(self) -> int:
         """The prompt tokens of one plan, where plans pass through several stages.
 

@@ -82,7 +82,8 @@ class StepPlan:
 
     Attributes:
         number: of the plan; consecutive, from 0.
-        rows: those with one token first, then chunks of prompts; one row per slot at most.
+        rows: those with one token first, then chunks of prompts; one row per slot at most. None:
+            an idle plan, whose one token stands for what other data ranks compute.
         tokens: the rows' new token ids, one row after the other; -1 in a row of one token: the
             one that the plan before it samples for its slot, which only the device knows yet.
         admitted: requests that got a slot, given before their first row.
@@ -144,7 +145,10 @@ class StepPlan:
             reader.check(min(counts) >= 1, "a row adds no token")
             reader.check(min(lengths) >= 0, "a row takes a negative number of blocks")
             reader.check(min(logits) >= 0 and max(logits) <= ALL, "a row's logits are of no kind")
-        reader.check(sum(counts) == tokens, f"its rows add {sum(counts)} tokens, it holds {tokens}")
+        idle = rows == 0 and tokens == 1
+        reader.check(
+            idle or sum(counts) == tokens, f"its rows add {sum(counts)} tokens, it holds {tokens}"
+        )
         reader.check(
             sum(lengths) == blocks, f"its rows take {sum(lengths)} blocks, it holds {blocks}"
         )
