@@ -173,8 +173,6 @@ def test_files_of_strangers(tmp_path: Path, name: str, data: bytes, why: str) ->
 
 def test_what_no_layout_has_is_rejected_by_name() -> None:
     for tool, text, why in (
-        ("megatron", "--tensor-model-parallel-size 2 --expert-model-parallel-size 4 "
-         "--expert-tensor-parallel-size 1", "expert-tensor-parallel-size 1"),
         ("megatron", "--context-parallel-size 2 --cp-comm-type allgather", "allgather"),
         ("torchtitan-0.2.2", "[parallelism]\npipeline_parallel_degree = 2\n"
          "pipeline_parallel_schedule = 'DualPipeV'", "dualpipev"),
@@ -233,3 +231,10 @@ def test_an_improvement_is_a_diff_of_the_file(tmp_path: Path) -> None:
     assert again.better is None
     with pytest.raises(OptionError, match="is for 32 GPUs"):
         plan_from(str(script), model="llama-3-8b", cluster="8xH100-SXM")
+
+
+def test_whole_experts_of_megatron_are_read() -> None:
+    text = "--tensor-model-parallel-size 2 --expert-model-parallel-size 4 "
+    folded = READERS["megatron"](text + "--expert-tensor-parallel-size 1")
+    assert folded.layout(8, None).expert_tp == 1
+    assert READERS["megatron"](text).layout(8, None).expert_tp == 2

@@ -261,7 +261,15 @@ def _communication(
         pieces = group(ALL_GATHER, size, at.tp, one, platform)
         pieces = pieces + group(REDUCE_SCATTER, size, at.tp, one, platform)
         whole = np.where(at.sequence_parallel > 0, pieces, whole)
-    forward = block.reductions * whole * constants.contention * constants.tensor_exposed
+    count = np.full(tokens.shape, float(block.reductions))
+    if np.any(block.weights_expert > 0):
+        # Tensor ranks that divide an expert gather all rows it gets, and reduce-scatter them.
+        sliced = np.where(at.sequence_parallel > 0, model.experts_per_token, 1.0)
+        sliced = np.where(expert_tp(at) > 1, sliced, 0.0)
+        routed = np.maximum(block.reductions_dense + sliced, 0.0)
+        routed = np.where((expert_tp(at) > 1) & (at.sequence_parallel == 0), count, routed)
+        count = np.where(block.weights_expert > 0, routed, count)
+    forward = count * whole * constants.contention * constants.tensor_exposed
     backward = forward
     ulysses = np.zeros(tokens.shape)
     if np.any(at.cp > 1) and block.cores:

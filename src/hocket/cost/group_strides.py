@@ -10,7 +10,7 @@ degrees:
     dp           tp cp              dp
     pp           tp cp dp           pp
     embedding    tp cp dp (pp - 1)  2
-    expert       tp, or 1           ep; 1 where expert ranks reach over the tensor ranks
+    expert       etp                ep
     expert_data  etp ep             those that store the same experts
 
 A test compares each with the groups of random layouts. Other orders: `planning.placement`.
@@ -33,7 +33,7 @@ def stride(axis: str, at: Layouts) -> Floats:
     if axis == "tp":
         return np.ones_like(at.tp)
     if axis == "expert":
-        return np.where(expert_tp(at) < at.tp, 1.0, at.tp)
+        return expert_tp(at)
     if axis == "expert_data":
         return expert_tp(at) * at.ep
     stage = at.tp * at.cp * at.dp
@@ -44,5 +44,5 @@ def stride(axis: str, at: Layouts) -> Floats:
 
 
 def expert_tp(at: Layouts) -> Floats:
-    """Tensor ranks that divide one expert; 1 where expert ranks reach over the tensor ranks."""
-    return np.where(at.ep > at.dp * at.cp, 1.0, at.tp)
+    """Tensor ranks that divide one expert."""
+    return at.etp

@@ -30,6 +30,7 @@ class Layouts:
     """Fields of spec.layout.Layout, each [r] floats (degrees are whole numbers).
 
     Attributes:
+        etp: tensor ranks that divide one expert.
         microbatch: samples in a microbatch. microbatches: of one data rank and step.
         recompute: place in RECOMPUTE (0 none, 1 selective, 2 full, 3 modules).
         shard: data ranks that share one ZeRO state; dp where not said.
@@ -42,6 +43,7 @@ class Layouts:
     pp: Floats
     cp: Floats
     ep: Floats
+    etp: Floats
     virtual: Floats
     microbatch: Floats
     microbatches: Floats
@@ -92,6 +94,7 @@ def columns(layouts: Sequence[Layout], global_batch: int) -> Layouts:
                 layout.pp,
                 layout.cp,
                 layout.ep,
+                layout.expert_tp,
                 layout.virtual_stages,
                 global_batch / (layout.dp * count),
                 count,

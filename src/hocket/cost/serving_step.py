@@ -46,6 +46,9 @@ SOCKET_GPUS, SOCKET_SHARE = 4, 0.6
 both take part and nothing was measured. Measured from four to eight GPUs: 0.28 on an L40S host
 without peer access, 0.96 behind switches."""
 
+POPULARITY = 0.5
+"""Variance of how often the experts of one layer are chosen, relative to the mean's square."""
+
 TILE = 128.0
 ROUNDED = 16.0
 """Rows of the smallest tensor-core tile."""
@@ -215,13 +218,25 @@ def _product(
     return found
 
 
+def touched_share(chosen: Floats | float, tokens: Floats) -> Floats:
+    """Share of the experts that `tokens` tokens reach, each of which chooses a share `chosen`.
+
+    Popularity differs between experts by a gamma distribution of variance `POPULARITY` (mean 1),
+    so that an expert is reached by none with (1 + v x)^(-1/v) where evenly chosen ones are by
+    exp(-x), x = -tokens log(1 - chosen).
+    """
+    drawn = -tokens * np.log1p(-np.minimum(chosen, 1 - 1e-9))
+    found: Floats = 1 - (1 + POPULARITY * drawn) ** (-1 / POPULARITY)
+    return np.maximum(found, np.minimum(chosen, tokens))
+
+
 def _expert_product(p: MatrixProduct, at: ReplicaColumns, tokens: Floats) -> Floats:
     """Seconds of one grouped product: experts of this rank that any token reaches are read."""
     constants = at.constants
     ranks = at.tp * at.attention_dp
     held = np.maximum(p.groups / at.ep, 1.0)
     inside = np.maximum(ranks / at.ep, 1.0)
-    touched = held * (1 - (1 - np.minimum(p.count / p.groups, 1.0)) ** tokens)
+    touched = held * touched_share(np.minimum(p.count / p.groups, 1.0), tokens)
     touched = np.maximum(touched, np.minimum(tokens * p.count / at.ep, 1.0))
     rows = tokens * p.count / at.ep
     rate = np.where(at.few_bits > 0, constants.matrix_rate_8, constants.matrix_rate) * at.flops

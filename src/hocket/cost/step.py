@@ -191,12 +191,11 @@ def _unique(
     if len(at) < 64 or len(model.hidden) > 1 or len(machine.flops) > 1:
         return np.arange(len(at)), None
     key = np.zeros(len(at))
-    for name in ("tp", "cp", "ep", "microbatch", "recompute", "sequence_parallel"):
+    for name in ("tp", "cp", "ep", "etp", "microbatch", "recompute", "sequence_parallel"):
         column = getattr(at, name)
         values, place = np.unique(column, return_inverse=True)
         key = key * len(values) + place
     key = key * 2 + (at.microbatches > 1)
-    key = key * 2 + (at.ep > at.dp * at.cp)
     _, first, back = np.unique(key, return_index=True, return_inverse=True)
     return first, back
 

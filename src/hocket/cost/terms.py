@@ -69,6 +69,7 @@ class BlockTerms:
     Attributes:
         layer: False for the embedding and the head, which are not recomputed.
         reductions: partial sums of one forward under tensor parallelism: one for each half-layer.
+        reductions_dense: those of them that are not of routed experts alone.
         forward, backward: elements read and written by memory-bound operations.
         kernels: kernels started by one forward, the attention core counted as one.
         kernels_backward: by one backward.
@@ -84,6 +85,7 @@ class BlockTerms:
 
     layer: bool
     reductions: int
+    reductions_dense: int
     products: tuple[Matmul, ...]
     cores: tuple[Core, ...]
     forward_inside: Floats
@@ -173,7 +175,12 @@ def structure(model: Terms) -> tuple[Any, ...]:
     """What must be equal for `stack`."""
     blocks = [block for _, block in model.kinds] + [model.embedding, model.head]
     return tuple(
-        (b.reductions, tuple(p.split for p in b.products), tuple(c.split for c in b.cores))
+        (
+            b.reductions,
+            b.reductions_dense,
+            tuple(p.split for p in b.products),
+            tuple(c.split for c in b.cores),
+        )
         for b in blocks
     )
 
@@ -298,6 +305,13 @@ def _block(block: BlockShape, *, layer: bool = False) -> BlockTerms:
         layer=layer,
         reductions=len(
             {p.name.split(".")[0] for p in products if p.split == "row" and not p.beside}
+        ),
+        reductions_dense=len(
+            {
+                p.name.split(".")[0]
+                for p in products
+                if p.split == "row" and not p.beside and p.groups == 1
+            }
         ),
         products=tuple(
             Matmul(

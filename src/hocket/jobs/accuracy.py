@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,6 +54,7 @@ def serving_text(report: ServingReport) -> str:
     lines += ["", _serving_line(f"overall ({of})", report.overall, width)]
     lines += [_serving_line("  averaged over the groups above", report.averaged, width)]
     lines += [_serving_line("  dense models alone", report.dense, width)]
+    lines += _listed("assumed", (one.row.assumed for one in report.priced))
     lines += _reasons(report.left_out)
     lines += ["", "mean, median: absolute error in %; unfit: measured, called not fitting"]
     return "\n".join(lines) + "\n"
@@ -76,7 +78,7 @@ def text(report: ValidationReport) -> str:
     lines = [head]
     lines += [_line(name, scores, width) for name, scores in report.groups.items()]
     lines += ["", _line("overall (averaged over sources)", report.overall, width)]
-    lines += _resolved(report)
+    lines += _listed("resolved", (one.row.resolved for one in report.priced))
     lines += _reasons(report.left_out)
     lines += [
         "",
@@ -88,18 +90,18 @@ def text(report: ValidationReport) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _resolved(report: ValidationReport) -> list[str]:
-    """What rows do not state, as a plan chooses it, with how many rows that is."""
+def _listed(word: str, values: Iterable[Mapping[str, str]]) -> list[str]:
+    """What rows do not state, with the value that it has here and how many rows that is."""
     counts: dict[str, int] = {}
-    for one in report.priced:
-        for knob, value in one.row.resolved.items():
+    for one in values:
+        for knob, value in one.items():
             text = f"{knob}={value}"
             counts[text] = counts.get(text, 0) + 1
     if not counts:
         return []
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     chosen = ", ".join(f"{text} ({count})" for text, count in ordered)
-    return ["", f"resolved, since rows do not state it: {chosen}"]
+    return ["", f"{word}, since rows do not state it: {chosen}"]
 
 
 def _reasons(left_out: dict[str, str]) -> list[str]:

@@ -2,7 +2,8 @@
 
     mesh        dp x pp x cp x tp = GPUs ; tp divides heads, feed-forward and, or is divided by,
                 key/value heads ; pp x virtual stages <= layers ; 2 cp divides the sequence
-                (causal work is dealt in two halves) ; ep divides experts and dp x cp
+                (causal work is dealt in two halves) ; ep divides experts, and ep x etp
+                dp x cp x tp, where etp is tp, or 1 (each expert whole: folding)
     batch       dp x microbatch x microbatches = global batch
     options     schedule, ZeRO stage, recompute, sequence parallel
 
@@ -37,12 +38,23 @@ from hocket.spec.layout import AXES, RECOMPUTE, Layout, divisors
 from hocket.spec.model_shape import ModelShape
 
 PINS = (
-    "dp", "pp", "cp", "tp", "ep", "virtual_stages", "microbatch", "microbatches", "schedule",
-    "zero", "shard", "recompute", "sequence_parallel",
+    "dp", "pp", "cp", "tp", "ep", "etp", "virtual_stages", "microbatch", "microbatches",
+    "schedule", "zero", "shard", "recompute", "sequence_parallel",
 )  # fmt: skip
 """What can be pinned. `microbatch` is the sequences of one; the others are fields of a layout."""
 
-COUNTS = ("dp", "pp", "cp", "tp", "ep", "virtual_stages", "microbatch", "microbatches", "shard")
+COUNTS = (
+    "dp",
+    "pp",
+    "cp",
+    "tp",
+    "ep",
+    "etp",
+    "virtual_stages",
+    "microbatch",
+    "microbatches",
+    "shard",
+)
 
 SEARCHED = ("1f1b", "interleaved", "zero-bubble", "zb-v")
 LATE = ("zero-bubble", "zb-v")
@@ -73,7 +85,7 @@ def parse_pins(texts: Sequence[str]) -> dict[str, Any]:
             raise OptionError(
                 f"--pin {text!r} is not a whole number of at least 1", hint=f"--pin {key}=1"
             )
-        if key == "microbatch":
+        if key in ("microbatch", "etp"):
             found[key] = int(value)
             continue
         # Read, and judged, as a layout's field, beside what it needs.
@@ -167,6 +179,7 @@ def layout_at(layouts: Layouts, index: int) -> Layout:
         cp=row["cp"],
         tp=row["tp"],
         ep=row["ep"],
+        etp=None if row["etp"] == row["tp"] or row["ep"] == 1 else row["etp"],
         schedule=_NAMED[SCHEDULES[row["schedule"]]],
         microbatches=row["microbatches"],
         pipeline_split="light-ends" if row["lighter"] else "balanced",
@@ -197,6 +210,7 @@ def row(layout: Layout, shape: ModelShape, seq_len: int, global_batch: int) -> L
     compute(layout, count if layout.virtual_stages > 1 else 1)  # refuses what cannot be
     values = {
         **{axis: getattr(layout, axis) for axis in ("dp", "pp", "cp", "tp", "ep", "zero")},
+        "etp": layout.expert_tp,
         "virtual": layout.virtual_stages,
         "microbatch": batch // count,
         "microbatches": count,
@@ -263,7 +277,7 @@ def runs_here(layouts: Layouts) -> np.ndarray:
         "sequence_parallel": layouts.sequence_parallel,
     }
     found = np.ones(len(layouts), dtype=bool)
-    for row in (row for row in TABLE if row.field in columns):  # none proposes an etp
+    for row in (row for row in TABLE if row.field in columns):  # an etp is tp or 1
         values = [RECOMPUTE.index(v) if row.field == "recompute" else v for v in row.runs]
         found &= np.isin(columns[row.field], [float(v) for v in values])
     return found
@@ -336,8 +350,8 @@ def _degrees(field: str, choices: Sequence[int], pins: Pins, here: bool) -> list
 
 def _meshes(
     shape: ModelShape, num_gpus: int, seq_len: int, global_batch: int, *, pins: Pins, here: bool
-) -> list[tuple[int, int, int, int, int]]:
-    """(dp, pp, cp, tp, ep), each a way to use all GPUs."""
+) -> list[tuple[int, int, int, int, int, int]]:
+    """(dp, pp, cp, tp, ep, etp), each a way to use all GPUs."""
     sizes = divisors(num_gpus)
     tensor = _degrees("tp", [n for n in tensor_degrees(shape) if num_gpus % n == 0], pins, here)
     stages = _degrees("pp", _stage_counts(len(shape.layers), sizes), pins, here)
@@ -349,8 +363,20 @@ def _meshes(
         dp, rest = divmod(num_gpus, tp * pp * cp)
         if rest or not dp or dp != pins.get("dp", dp) or not legality.batch(global_batch, dp):
             continue
-        found += [(dp, pp, cp, tp, ep) for ep in expert if legality.expert_ranks(dp, cp, ep)]
+        found += [
+            (dp, pp, cp, tp, ep, etp)
+            for ep in expert
+            for etp in _expert_tensor(tp, ep, pins)
+            if legality.expert_ranks(dp, cp, ep, tp, etp)
+        ]
     return found
+
+
+def _expert_tensor(tp: int, ep: int, pins: Pins) -> list[int]:
+    """Ranks that divide one expert: tensor ranks (etp absent), or each expert whole (folding)."""
+    if "etp" in pins:
+        return [pins["etp"]]
+    return [tp] if tp == 1 or ep == 1 else [tp, 1]
 
 
 def _stage_counts(layers: int, sizes: Sequence[int]) -> list[int]:
@@ -358,12 +384,15 @@ def _stage_counts(layers: int, sizes: Sequence[int]) -> list[int]:
 
 
 def _with_batches(
-    meshes: list[tuple[int, int, int, int, int]], shape: ModelShape, global_batch: int, pins: Pins
+    meshes: list[tuple[int, int, int, int, int, int]],
+    shape: ModelShape,
+    global_batch: int,
+    pins: Pins,
 ) -> dict[str, Floats]:
     """Each mesh with every number of virtual stages and every size of a microbatch."""
     rows = []
     layers = len(shape.layers)
-    for dp, pp, cp, tp, ep in meshes:
+    for dp, pp, cp, tp, ep, etp in meshes:
         counts = _virtual_stages(layers, pp)
         if "virtual_stages" in pins:
             counts = [pins["virtual_stages"]]
@@ -378,9 +407,12 @@ def _with_batches(
             if b == pins.get("microbatch", b) and batch // b == pins.get("microbatches", batch // b)
         ]
         rows += [
-            (dp, pp, cp, tp, ep, *cut, b, batch // b) for cut, b in itertools.product(cuts, sizes)
+            (dp, pp, cp, tp, ep, etp, *cut, b, batch // b)
+            for cut, b in itertools.product(cuts, sizes)
         ]
-    names = ("dp", "pp", "cp", "tp", "ep", "virtual", "lighter", "microbatch", "microbatches")
+    names = (
+        "dp", "pp", "cp", "tp", "ep", "etp", "virtual", "lighter", "microbatch", "microbatches",
+    )  # fmt: skip
     table = np.array(rows, dtype=np.float64).reshape(-1, len(names))
     return {name: np.ascontiguousarray(table[:, i]) for i, name in enumerate(names)}
 

@@ -344,7 +344,7 @@ class Problem:
     @functools.cached_property
     def time_range(self) -> tuple[float, float]:
         """Measured over predicted step time, 10th and 90th percentile of the validation."""
-        return quantiles()
+        return quantiles(experts=self.shape.experts > 0)
 
     @functools.cached_property
     def memory_range(self) -> float:

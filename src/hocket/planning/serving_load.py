@@ -73,6 +73,7 @@ class LoadColumns:
     output: Floats
     varied: Floats
     goal: Floats
+    median: Floats
 
     @property
     def capacity(self) -> Floats:
@@ -186,6 +187,7 @@ def columns(rows: Sequence[ServingTableRow], which: str = "") -> LoadColumns:
         output=np.array([r.output for r in rows]),
         varied=np.array([float(r.varied) for r in rows]),
         goal=np.array([r.goal for r in rows]),
+        median=np.array([float(r.median) for r in rows]),
     )
 
 
@@ -198,7 +200,9 @@ def stack_constants(parts: Sequence[ServingConstants]) -> ServingConstants:
 def continuous(at: LoadColumns) -> LoadSolution:
     """Continuous batching: prompts and decoding share the engine."""
     c = at.replica.constants
-    most = np.minimum(at.capacity / (at.prompt + c.reserved * at.output), c.max_sequences)
+    # A measured mean of running sequences was not bound by a default.
+    limit = np.where(at.median > 0, np.inf, c.max_sequences)
+    most = np.minimum(at.capacity / (at.prompt + c.reserved * at.output), limit)
     closed = np.isfinite(at.load) & np.isinf(at.goal)
     running = np.maximum(np.minimum(at.load, most), 1.0)
     context = at.prompt + at.output / 2
@@ -228,6 +232,8 @@ def continuous(at: LoadColumns) -> LoadSolution:
     start = np.where(waves, before + alone, start)
     cycle = start + tpot * at.output
     queue = np.where(closed, np.maximum(at.load - running, 0.0) / running * cycle, 0.0)
+    usual = np.where(share < 0.5, without, mixed)  # most steps are of one kind
+    tpot = np.where(at.median > 0, usual, tpot)
     throughput = np.where(closed & waves, running * at.output / cycle, decoding / each)
     return LoadSolution(
         tpot=tpot,
@@ -323,4 +329,8 @@ def _workers(row: ServingTableRow, which: str) -> DisaggregatedWorkers:
 def _kind(mode: str) -> str:
     if mode == "disagg":
         return "separated"
-    return "continuous" if mode in ("agg", "inflight_max_load", *MLPERF_GOALS) else "static"
+    return (
+        "continuous"
+        if mode in ("agg", "inflight_max_load", "steady_closed_loop", *MLPERF_GOALS)
+        else "static"
+    )

@@ -8,7 +8,8 @@ reason for which it is left out. Assumed, with the reason beside the rule:
     attention_dp absent    what the experts' ranks leave: moe_tp x ep / tp
     cache precision        8 bits with fp8 and fp4 weights under TensorRT-LLM, whose quantised
                            checkpoints say so; 16 bits elsewhere
-    prompts under MLPerf   `MLPERF_PROMPT` tokens: its logs do not hold their lengths
+    prompt length absent   the mean of the data set that the source names (`catalogue.prompts`)
+    tp absent              fewest GPUs whose memory the weights fill to `WEIGHTS_SHARE` at most
     tp x ep > GPUs         tables of InferenceX name the same GPUs as tp and as ep; where tp is the
                            product of both, it is taken as moe_tp
 """
@@ -24,6 +25,7 @@ from typing import Any
 
 from hocket.catalogue import hardware, shapes
 from hocket.catalogue.curves import curves_of
+from hocket.catalogue.prompts import prompt_length
 from hocket.cost.machine import MeasuredCurve
 from hocket.cost.serving import ServingPrices, serving_prices
 from hocket.planning import csv_rows
@@ -35,7 +37,8 @@ from hocket.spec.model_shape import ModelShape
 REQUIRED = ("id", "source", "model", "gpu", "engine", "mode", "isl")
 OPTIONAL = (
     "n_gpus", "precision", "tp", "pp", "ep", "moe_tp", "attn_dp", "concurrency_or_batch", "osl",
-    "ttft_ms", "tpot_ms", "out_tok_s_total", "prefill_bs", "prefill_workers", "prefill_tp",
+    "ttft_ms", "tpot_ms", "e2e_latency_ms", "out_tok_s_total", "prefill_bs", "prefill_workers",
+    "prefill_tp",
     "prefill_dp", "prefill_moe_tp", "prefill_moe_ep", "decode_bs", "decode_workers", "decode_tp",
     "decode_dp", "decode_moe_tp", "decode_moe_ep", "engine_version", "notes",
 )  # fmt: skip
@@ -92,6 +95,8 @@ GPUS = {
     "GB300": "GB300-288",
     "GH200-96": "GH200-96",
     "RTXPRO6000": "RTXPRO6000-96",
+    "MI300X": "MI300X-192",
+    "MI325X": "MI325X-256",
 }
 
 ENGINES = (
@@ -114,8 +119,8 @@ Mixtral 8x7B). A submission's rate is the highest that keeps it, so it is measur
 MEAN_OF_P99 = 0.85
 """Mean time per token over its 99th percentile, of requests that reach a server at random."""
 
-MLPERF_PROMPT = 294.0
-"""Tokens of a prompt: OpenOrca's mean answer, since those of its prompts are not in the logs."""
+WEIGHTS_SHARE = 0.6
+"""Of a GPU's memory that weights fill at most where a row does not state tp: the rest is cache."""
 
 MODES = (
     "agg",
@@ -123,6 +128,7 @@ MODES = (
     "static_batch_offline",
     "static_batch_latency",
     "batch1_decode",
+    "steady_closed_loop",
     "disagg",
     "dynamic_batching",
     *MLPERF_GOALS,
@@ -159,6 +165,8 @@ class ServingTableRow:
         prices: of one replica; `prefill` and `decode` where they are separated.
         replicas: of the model on the GPUs named.
         tpot, ttft: seconds; throughput: output tokens/s; None where it was not measured.
+        median: `tpot` is the median time between tokens, not its mean.
+        assumed: columns that the row leaves empty, each with the value it is predicted with.
     """
 
     id: str
@@ -182,6 +190,8 @@ class ServingTableRow:
     ttft: float | None
     throughput: float | None
     goal: float = float("inf")
+    median: bool = False
+    assumed: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def read(path: str | Path) -> list[dict[str, str]]:
@@ -216,17 +226,17 @@ def _parse(row: Mapping[str, str]) -> ServingTableRow:
     if mode not in MODES:
         raise LeftOut(f"unknown mode {mode or '(none)'}")
     model = _model(row["model"])
-    if row["gpu"] not in GPUS:
-        raise LeftOut(f"GPU {row['gpu']} has no constants or is not in the catalogue")
-    gpu = GPUS[row["gpu"]]
+    gpu = _gpu(row["gpu"])
     engine = _first(ENGINES, f"{row['engine']} {row.get('engine_version', '')}".strip())
     if engine is None:
         raise LeftOut(f"engine {row['engine']} has no constants")
     prompt, output = number(row, "isl"), number(row, "osl")
-    if not prompt and mode in MLPERF_GOALS:
-        prompt = MLPERF_PROMPT
+    assumed: dict[str, str] = {}
     if not prompt:
-        raise LeftOut("no length of the prompts")
+        where = f"{row['source']} {mode} {row.get('notes', '')}"
+        length = prompt_length(where, row["model"])
+        prompt = length.prompt
+        assumed["isl"] = f"{prompt:g} ({length.name})"
     if not output:
         if mode not in ("batch1_decode", "static_batch_latency"):
             raise LeftOut("no length of the outputs")
@@ -236,10 +246,18 @@ def _parse(row: Mapping[str, str]) -> ServingTableRow:
         load = float("inf")
     if mode in ("batch1_decode", "static_batch_latency"):
         load = 1.0 if load is None else load
-    if mode in MLPERF_GOALS and not number(row, "tp"):
-        raise LeftOut("replicas of unknown degrees: no tp")
-    precision = _precision(row.get("precision", ""))
+    stated, rates = row.get("precision", ""), hardware.gpu(gpu).flops
+    precision = _precision(stated)
+    if not stated and mode in MLPERF_GOALS:  # submissions quantize as far as the GPU multiplies
+        precision = next((p for p in ("fp4", "fp8") if p in rates), precision)
+        assumed["precision"] = precision
     asked = _Asked(model=model, gpu=gpu, engine=engine, precision=precision)
+    if mode in MLPERF_GOALS and not number(row, "tp"):
+        tp = _fewest(asked, _whole(row, "n_gpus"))
+        row = {**row, "tp": str(tp)}
+        assumed["tp"] = str(tp)
+    if mode in MLPERF_GOALS and load is None:
+        load = float("inf")
     prefill = decode = None
     if mode == "disagg":
         prefill, decode = _workers(row, "prefill", asked), _workers(row, "decode", asked)
@@ -252,11 +270,15 @@ def _parse(row: Mapping[str, str]) -> ServingTableRow:
         raise LeftOut("no number of requests at once")
     varied = re.search(VARIED, row.get("notes", "")) is not None
     throughput = _throughput(row, number(row, "out_tok_s_total"))
+    whole = number(row, "e2e_latency_ms")
+    if throughput is None and mode == "static_batch_latency" and whole:
+        throughput = 1e3 * load * output / whole
     if mode in MLPERF_GOALS:
         replicas = _whole(row, "n_gpus") / prices.gpus
         throughput = None if throughput is None else throughput / replicas
     if varied:
-        prompt, output = MEAN_SHARE * prompt, MEAN_SHARE * output
+        prompt = prompt if "isl" in assumed else MEAN_SHARE * prompt
+        output = MEAN_SHARE * output
     measured = {name: number(row, name) for name in MEASURED}
     measured = {name: value if value and value > 1e-6 else None for name, value in measured.items()}
     tpot, ttft = measured["tpot_ms"], measured["ttft_ms"]
@@ -274,11 +296,13 @@ def _parse(row: Mapping[str, str]) -> ServingTableRow:
         load=load,
         prompt=prompt,
         output=output,
-        varied=varied or mode in MLPERF_GOALS,
+        varied=varied or mode in MLPERF_GOALS or mode == "steady_closed_loop",
         goal=MEAN_OF_P99 * MLPERF_GOALS.get(mode, float("inf")),
         prices=prices,
         prefill=prefill,
         decode=decode,
+        median=mode == "steady_closed_loop",
+        assumed=assumed,
         tpot=None if tpot is None else tpot / 1e3,
         ttft=None if ttft is None else ttft / 1e3,
         throughput=throughput,
@@ -303,13 +327,21 @@ def _model(name: str) -> str:
     return found
 
 
+def _gpu(name: str) -> str:
+    """The catalogue's name of a row's GPU."""
+    try:
+        return GPUS.get(name) or hardware.gpu(name).name
+    except HocketError:
+        raise LeftOut(f"GPU {name} is not in the catalogue") from None
+
+
 def _first(table: tuple[tuple[str, str], ...], text: str) -> str | None:
     return next((found for pattern, found in table if re.search(pattern, text, re.I)), None)
 
 
-def _precision(text: str) -> str:
+def _precision(text: str, narrow: str = "bf16") -> str:
     if not text:
-        return "bf16"
+        return narrow
     for known in ("bf16", "fp16", "fp8", "fp4", "int8", "int4"):
         if text.startswith(known):
             return known
@@ -347,6 +379,17 @@ def _degrees(row: Mapping[str, str]) -> dict[str, Any]:
     if gpus and dp > 1 and tp * pp * dp > gpus and gpus % (pp * dp) == 0:
         tp = gpus // (pp * dp)  # `DEPn` names n ranks of attention's data parallelism alone
     return {"tp": tp, "pp": pp, "ep": ep, "dp": dp}
+
+
+def _fewest(asked: _Asked, gpus: int) -> int:
+    """Tensor ranks of a replica of which a row only says the GPUs of all of them."""
+    tp = 1
+    while 2 * tp <= gpus:
+        prices = _prices(dataclasses.replace(asked, tp=tp))
+        if prices.weight_bytes <= WEIGHTS_SHARE * prices.memory:
+            break
+        tp *= 2
+    return tp
 
 
 def _whole(row: Mapping[str, str], name: str, absent: int = 1) -> int:

@@ -11,7 +11,9 @@ reason for which it is left out. Assumed, with the reason beside the rule:
     or sequence parallel absent  with the row; recompute by `RECOMPUTE_OF` where that is known
     network absent               the cards that the catalogue's node for this GPU is sold with
     dimensions absent            those that the model's name stands for (`SIZES`)
-    mixture of experts           the catalogue's model of that name, where the row's numbers agree
+    mixture of experts           the catalogue's model of that name, where the row's numbers agree,
+                                 else one made of the row's columns (`expert_rows`)
+    etp absent                   tp, Megatron-Core's default
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from hocket.cost.constants import FEW_BITS, Constants, constants, few_bits
 from hocket.cost.layout_batch import SCHEDULES
 from hocket.cost.machine import ClusterNumbers
 from hocket.cost.memory import FULL, MODULES, SELECTIVE
-from hocket.planning import csv_rows
+from hocket.planning import csv_rows, expert_rows
 from hocket.planning.csv_rows import LeftOut, number
 from hocket.planning.decoder import decoder
 from hocket.planning.problem import Problem
@@ -41,7 +43,8 @@ REQUIRED = ("id", "source", "model", "gpu", "layers", "hidden", "heads", "seq", 
 OPTIONAL = (
     "n_gpus", "gpus_per_node", "inter_link", "tp", "pp", "vp", "cp", "ep", "dp", "sp",
     "zero_stage", "recompute", "precision", "schedule", "kv_heads", "ffn", "vocab", "micro_batch",
-    "measured_iter_s", "measured_mem_gb", "mem_kind", "notes", "recompute_modules", "experts",
+    "measured_iter_s", "measured_mem_gb", "mem_kind", "notes", "recompute_modules",
+    *expert_rows.COLUMNS,
 )  # fmt: skip
 
 NOT_COMPARED = (
@@ -184,6 +187,8 @@ def _parse(row: Mapping[str, str]) -> PublishedRow:
     values = constants(cluster.node.gpu.name, stack, precision=precision, grad_dtype=grad_dtype)
     if precision in FEW_BITS:
         values = few_bits(values, cluster.node.gpu.flops, precision)
+    if _has_experts(row):
+        values = expert_rows.with_dispatch(values, row)
     memory, seconds = number(row, "measured_mem_gb"), number(row, "measured_iter_s")
     for name, value in (("measured_mem_gb", memory), ("measured_iter_s", seconds)):
         if value is not None and value <= 0:
@@ -347,13 +352,27 @@ def _named(row: Mapping[str, str]) -> ModelShape:
     name = row["model"]
     found = next((entry for pattern, entry in CATALOGUED if re.search(pattern, name, re.I)), None)
     if found is None:
-        raise LeftOut("mixture of experts: the number of experts is not among the columns")
+        return _made(row)
     shape = shapes.shape(found)
     for field, value in (("layers", len(shape.layers)), ("hidden", shape.hidden)):
         said = number(row, field)
         if said is not None and said != value:
+            if number(row, "experts"):
+                return _made(row)
             raise LeftOut(f"mixture of experts: {field} {said:g} is not {found}'s {value}")
     return shape
+
+
+_SHAPES: dict[tuple[str, ...], ModelShape] = {}
+
+
+def _made(row: Mapping[str, str]) -> ModelShape:
+    """The shape of a row's columns; rows of the same model share one."""
+    names = ("model", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "attention")
+    key = tuple(row.get(name, "") for name in (*names, *expert_rows.COLUMNS[:4]))
+    if key not in _SHAPES:
+        _SHAPES[key] = expert_rows.made(row)
+    return _SHAPES[key]
 
 
 def _shape(row: Mapping[str, str], stack: str) -> ModelShape:
@@ -395,6 +414,7 @@ def _layout(row: Mapping[str, str], stack: str, said: str) -> dict[str, float]:
         shard = min(dp, float(stated[1]))
     elif re.search(r"\bhsdp\b", said):
         shard = min(dp, number(row, "gpus_per_node") or 8.0)
+    etp = number(row, "etp") or (1.0 if ep > dp * cp else tp)
     recompute = row.get("recompute", "").lower()
     if row.get("recompute_modules", "").strip():
         recompute = "modules"
@@ -406,6 +426,7 @@ def _layout(row: Mapping[str, str], stack: str, said: str) -> dict[str, float]:
         "pp": pp,
         "cp": cp,
         "ep": ep,
+        "etp": etp,
         "virtual": virtual if pp > 1 else 1.0,
         "microbatch": micro,
         "microbatches": max(1.0, round(batch / (micro * dp))),

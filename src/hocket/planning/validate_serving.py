@@ -209,20 +209,21 @@ def average(groups: Sequence[ServingValidationScores], left_out: int) -> Serving
 
 
 def write_rows(report: ServingValidationReport, path: str | Path) -> None:
-    """`id`, `predicted_tpot_ms`, `predicted_ttft_ms`, `predicted_out_tok_s_total` and `left_out` of
-    every row, in the table's order."""
+    """`id`, `predicted_tpot_ms`, `predicted_ttft_ms`, `predicted_out_tok_s_total`, `assumed`
+    (`isl=220 (openorca), tp=2`) and `left_out` of every row, in the table's order."""
     known = {p.row.id: p for p in report.priced}
     with Path(path).open("w", newline="") as file:
         writer = csv.writer(file)
         names = ("predicted_tpot_ms", "predicted_ttft_ms", "predicted_out_tok_s_total")
-        writer.writerow(("id", *names, "left_out"))
+        writer.writerow(("id", *names, "assumed", "left_out"))
         for name in report.ids:
             one = known.get(name)
             if one is None:
-                writer.writerow((name, "", "", "", report.left_out.get(name, "")))
+                writer.writerow((name, "", "", "", "", report.left_out.get(name, "")))
                 continue
             figures = (1e3 * one.tpot, 1e3 * one.ttft, one.throughput)
-            writer.writerow((name, *(f"{value:.6g}" for value in figures), ""))
+            assumed = ", ".join(f"{k}={value}" for k, value in one.row.assumed.items())
+            writer.writerow((name, *(f"{value:.6g}" for value in figures), assumed, ""))
 
 
 def _medians(found: Sequence[ServingTableRow], field: str) -> dict[tuple[str, ...], float]:

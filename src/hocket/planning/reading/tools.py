@@ -56,11 +56,11 @@ def megatron(text: str) -> ToolConfiguration:
     cp = number("--context-parallel-size", 1) or 1
     ep = number("--expert-model-parallel-size", 1) or 1
     expert_tp = number("--expert-tensor-parallel-size", tp)
-    if ep > 1 and expert_tp != tp:
-        raise _reject(f"--expert-tensor-parallel-size {expert_tp} with tp {tp}")
     if has("--cp-comm-type") and found["--cp-comm-type"] not in ("p2p", "a2a"):
         raise _reject(f"--cp-comm-type {found['--cp-comm-type']}")
     fields: dict[str, Any] = {"tp": tp, "pp": pp, "cp": cp, "ep": ep}
+    if ep > 1 and expert_tp != tp:
+        fields["etp"] = expert_tp
     virtual = number("--num-virtual-stages-per-pipeline-rank", 1) or 1
     fields["pipeline_split"] = "even" if pp > 1 else "balanced"
     if has("--pipeline-model-parallel-layout"):

@@ -303,6 +303,12 @@ def _too_few(problem: ServiceProblem, pins: Pins) -> str:
     return f"needs {enough[0].gpus} {problem.gpu.name}, and there are {there}{carries}"
 
 
+def _two_digits(value: float) -> float:
+    """Rounded down, so that what `value` allows is not exceeded."""
+    unit = 10.0 ** (math.floor(math.log10(value)) - 1)
+    return float(f"{math.floor(value / unit) * unit:.2g}")
+
+
 def most_rate(problem: ServiceProblem, pins: Pins | None = None) -> float:
     """Most requests per second that the GPUs there are carry within the goals, to two digits."""
     best = 0.0
@@ -314,7 +320,7 @@ def most_rate(problem: ServiceProblem, pins: Pins | None = None) -> float:
         if high <= best:
             continue
         for step in range(14):
-            rate = float(f"{high * 0.9**step:.2g}")
+            rate = _two_digits(high * 0.9**step)
             if rate <= best:
                 break
             service = dataclasses.replace(problem.service, requests_per_second=rate)

@@ -34,7 +34,9 @@ MEGATRON_RULES = (
     ),
     ToolRule(
         "shard {shard} with ep {ep}: dp / shard must divide the data ranks of an expert",
-        lambda at, _: (at.zero > 0) & ((at.dp * at.cp / at.ep) % (at.dp / at.shard) != 0),
+        lambda at, _: (
+            (at.zero > 0) & ((at.dp * at.cp * at.tp / (at.ep * at.etp)) % (at.dp / at.shard) != 0)
+        ),
     ),
     ToolRule(
         "seq_len {seq_len} with tp {tp} and cp {cp}: it must divide by tp x cp",
@@ -163,6 +165,7 @@ def flags(job: ToolJob) -> dict[str, Any]:
         "--context-parallel-size": layout.cp,
         "--cp-comm-type": {"ring": "p2p", "ulysses": "a2a"}.get(job.context),
         "--expert-model-parallel-size": layout.ep if layout.ep > 1 else None,
+        "--expert-tensor-parallel-size": layout.etp if layout.ep > 1 else None,
         "--moe-grouped-gemm": job.facts.experts > 0,
         "--moe-token-dispatcher-type": "alltoall" if layout.ep > 1 else None,
         "--sequence-parallel": layout.sequence_parallel and layout.tp > 1,
@@ -218,6 +221,7 @@ def _bridge(job: ToolJob) -> str:
         "model.pipeline_model_parallel_layout": stages,
         "model.context_parallel_size": layout.cp,
         "model.expert_model_parallel_size": layout.ep,
+        "model.expert_tensor_parallel_size": layout.etp if layout.ep > 1 else None,
         "model.sequence_parallel": layout.sequence_parallel and layout.tp > 1,
         "model.recompute_granularity": granularity,
         "model.recompute_method": "uniform" if full else None,

@@ -96,7 +96,7 @@ LIMITS = ToolLimits(
         *_RULES,
         ToolRule(
             "tp {tp} with ep {ep}: it keeps experts whole, and the plan splits each over tp",
-            lambda at, _: (at.tp > 1) & (at.ep > 1),
+            lambda at, _: (at.tp > 1) & (at.ep > 1) & (at.etp > 1),
         ),
         ToolRule(
             "ep {ep} with shard {shard}: expert ranks are taken from the ranks of one shard",
@@ -210,7 +210,7 @@ def _write_toml(job: ToolJob) -> str:
     if layout.pp > 1:
         split["module_fqns_per_model_part"] = parts(job, "output")
     if layout.ep > 1:
-        split["expert_tensor_parallel_degree"] = layout.tp
+        split["expert_tensor_parallel_degree"] = layout.expert_tp
     recompute = {"mode": layout.recompute}
     if layout.recompute == "selective":
         recompute["selective_ac_option"] = "2"
