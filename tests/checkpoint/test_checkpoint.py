@@ -127,6 +127,12 @@ def test_last_two_stay(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["latest", "step-000006", "step-000008"]
 
 
+def test_multiples_are_kept_for_good(tmp_path: Path) -> None:
+    for step in range(1, 9):
+        save(tmp_path, Held(step), step, keep=1, keep_every=3)
+    assert [p.name[-1] for p in words.checkpoints(tmp_path)] == ["8", "6", "3"]
+
+
 def test_a_step_saved_again_replaces_itself(tmp_path: Path) -> None:
     save(tmp_path, Held(1), 4)
     held = Held(2)

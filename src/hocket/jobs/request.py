@@ -315,6 +315,7 @@ def check_options(options: TrainOptions) -> None:
         ("steps", 1), ("seed", 0), ("lr", 0), ("min_lr", 0), ("weight_decay", 0), ("eps", 0),
         ("max_grad_norm", 0), ("vocab_size", 257), ("eval_every", 0), ("eval_batches", 0),
         ("timeline_steps", 1), ("threads", 1), ("timeout", 1), ("keep_checkpoints", 1),
+        ("keep_every", 0),
         ("max_restarts", 0), ("max_skipped_steps", 0), ("replica_check_every", 0),
     ):  # fmt: skip
         _at_least(name, getattr(options, name), least)

@@ -136,6 +136,7 @@ def save_checkpoint(
     extra: Mapping[str, Any] | None = None,
     world: CheckpointWorld | None = None,
     keep: int = 2,
+    keep_every: int = 0,
     begin: Callable[[], None] = lambda: None,
 ) -> Path:
     """Save one step of all ranks into a new folder; every rank calls it.
@@ -152,7 +153,8 @@ def save_checkpoint(
         model: `spec.checkpoint.config_hash` of the model's configuration.
         cursor, extra: JSON values that loading gives back.
         world: the ranks that save together; None: those of `parallel.mesh`, or this one alone.
-        keep: checkpoints that stay. Older ones are deleted once this one is verified.
+        keep: checkpoints that stay, beside those of multiples of `keep_every` steps (0: none).
+            Older ones are deleted once this one is verified.
         begin: called first; an OSError of it counts as one of writing.
 
     Returns:
@@ -185,7 +187,8 @@ def save_checkpoint(
                 versions={"torch": str(torch.__version__)},
                 shards=tuple(_shards(aside, world.size)),
             )
-            _commit(folder, aside, final, manifest, keep)
+            _commit(folder, aside, final, manifest)
+            words.delete_old(folder, step, keep, keep_every)
     # (3)
     return final
 
@@ -364,8 +367,8 @@ def _forget_cached(path: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _commit(folder: Path, aside: Path, final: Path, manifest: Manifest, keep: int) -> None:
-    """Give the finished folder its name, move `latest` there, delete what is too old."""
+def _commit(folder: Path, aside: Path, final: Path, manifest: Manifest) -> None:
+    """Give the finished folder its name, move `latest` there."""
     target = aside / words.MANIFEST
     with named(target), target.open("w") as file:
         file.write(manifest.to_json())
@@ -384,11 +387,6 @@ def _commit(folder: Path, aside: Path, final: Path, manifest: Manifest, keep: in
     write_text(folder / words.LATEST, final.name + "\n")
     words.sync_folder(folder)
     shutil.rmtree(replaced, ignore_errors=True)
-    found = words.checkpoints(folder)
-    for path in found[found.index(final) + max(keep, 1) :]:
-        # The manifest goes first: a folder half deleted must not look like a checkpoint.
-        (path / words.MANIFEST).unlink(missing_ok=True)
-        shutil.rmtree(path, ignore_errors=True)
 
 
 # --- reading ---------------------------------------------------------------------------------

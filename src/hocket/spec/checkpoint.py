@@ -19,6 +19,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,18 @@ def checkpoints(folder: Path) -> list[Path]:
         return []
     found = [(int(m[1]), p) for p in folder.iterdir() if (m := _FOLDER.fullmatch(p.name))]
     return [path for _, path in sorted(found, reverse=True) if path.is_dir()]
+
+
+def delete_old(folder: Path, step: int, keep: int, keep_every: int = 0) -> None:
+    """Delete checkpoints older than that of `step` and the `keep` - 1 before it, but for those of
+    multiples of `keep_every` steps."""
+    found = checkpoints(folder)
+    for path in found[found.index(step_folder(folder, step)) + max(keep, 1) :]:
+        if keep_every and int(path.name.removeprefix("step-")) % keep_every == 0:
+            continue
+        # The manifest goes first: a folder half deleted must not look like a checkpoint.
+        (path / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def candidates(folder: Path) -> Iterator[Path]:

@@ -109,6 +109,7 @@ class TrainOptions:
         save_every: steps or time between checkpoints, as in 500, 30m or 2h; one more is written at
             the end; 0: none.
         keep_checkpoints: newest checkpoints that are kept.
+        keep_every: steps; checkpoints of their multiples are kept for good; 0: none.
         log_interval: steps between reports of loss and gradient norm; a CUDA rank synchronizes with
             its device once per interval (default: 1 on CPU, 10 on CUDA).
         replica_check_every: steps between comparisons of data-parallel replicas by checksums of
@@ -172,6 +173,7 @@ class TrainOptions:
     lora_targets: str | None = None
     save_every: int | str = "30m"
     keep_checkpoints: int = 2
+    keep_every: int = 0
     log_interval: int | None = None
     replica_check_every: int = 100
     on_divergence: str = "stop"

@@ -51,6 +51,7 @@ def save_step(
             model=config_hash(spec.config),
             cursor={"samples": step * spec.workload.global_batch},
             keep=spec.options.keep_checkpoints,
+            keep_every=spec.options.keep_every,
             begin=begin,
         )
     except SaveError as error:
