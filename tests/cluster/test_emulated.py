@@ -34,6 +34,7 @@ class Cluster:
 
     def __init__(self, made: list[Host], folder: Path) -> None:
         self.hosts, self.folder = made, folder
+        self.more: list[str] = []
         programs = folder / "bin"
         programs.mkdir()
         python = sys.executable
@@ -221,10 +222,108 @@ def slurm_serves(cluster: Cluster) -> None:
     assert json.loads(measured.read_text())["requests"] == 1
 
 
-CASES = [slurm_serves, slurm_stops_and_is_queued_again, kubernetes_pods_train]
+def _torchrun(cluster: Cluster, stack: contextlib.ExitStack, run: Path, *words: str) -> list[Any]:
+    """An agent of torchrun on each host, that starts again what fails."""
+    one = cluster.hosts[0]
+    arguments = [
+        *("torchrun", "--nnodes", "2", "--nproc-per-node", "1", *words),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{one.address}:29411"),
+        *("--rdzv-id", "7", "-m", "--", "hocket", "train", "tiny-llama", "--data", "text.txt"),
+        *("--seq-len", "16", "--global-batch", "2", "--device", "cpu", "--cluster", "none"),
+        *("--layout", "dp2", "--run", str(run), "--save-every", "20"),
+    ]
+    agents = []
+    for index, host in enumerate(cluster.hosts):
+        own = ["--rdzv-conf", f"is_host={int(not index)}", "--local-addr", host.address]
+        agents.append(
+            stack.enter_context(
+                cluster.started(
+                    *host.command(arguments[0], *own, *arguments[1:], *cluster.more),
+                    GLOO_SOCKET_IFNAME=host.interface,
+                )
+            )
+        )
+    return agents
 
 
-@pytest.mark.parametrize("case", part(CASES, 3), ids=lambda case: case.__name__)
+def ranks_of(host: Host) -> list[int]:
+    """Processes of hocket ranks in a host's namespace."""
+    found = subprocess.run(
+        ["ip", "netns", "pids", host.namespace], capture_output=True, text=True, check=True
+    ).stdout.split()
+    return [
+        int(pid)
+        for pid in found
+        if b"torch.distributed.run" not in (words := Path(f"/proc/{pid}/cmdline").read_bytes())
+        and b"hocket\x00train" in words
+    ]
+
+
+def torchrun_restarts_and_ends_as_undisturbed(cluster: Cluster) -> None:
+    for name in ("whole", "cut"):
+        run = cluster.folder / name
+        with contextlib.ExitStack() as stack:
+            cluster.more = ["--steps", "60"]
+            agents = _torchrun(cluster, stack, run, "--max-restarts", "3")
+            if name == "cut":
+                saved = run / "checkpoints"
+                cluster.until(lambda saved=saved: any(saved.glob("step-*")), agents[0])
+                (pid,) = ranks_of(cluster.hosts[1])
+                os.kill(pid, signal.SIGKILL)
+            assert [agent.wait(100) for agent in agents] == [0, 0], cluster.output
+    wanted, found = (
+        (cluster.folder / name / "model" / "model.safetensors").read_bytes()
+        for name in ("whole", "cut")
+    )
+    assert wanted == found
+    assert len(losses(cluster.folder / "cut")) == 60
+
+
+def _found_within(cluster: Cluster, disturb: Callable[[], None], texts: list[str]) -> None:
+    run = cluster.folder / "run"
+    with contextlib.ExitStack() as stack:
+        cluster.more = ["--steps", "100000"]
+        agents = _torchrun(cluster, stack, run)
+        metrics = run / "metrics.jsonl"
+        cluster.until(lambda: metrics.exists() and metrics.read_text().count("\n") > 3, agents[0])
+        disturb()
+        began = time.monotonic()
+        while not all(text in cluster.output for text in texts):
+            assert time.monotonic() - began < 30, cluster.output
+            time.sleep(0.1)
+        print(f"found after {time.monotonic() - began:.1f} s")
+        assert time.monotonic() - began < 15, cluster.output
+
+
+def a_frozen_rank_is_found(cluster: Cluster) -> None:
+    def freeze() -> None:
+        for pid in ranks_of(cluster.hosts[1]):
+            os.kill(pid, signal.SIGSTOP)
+
+    _found_within(cluster, freeze, ["rank 0 ends: rank 1 has given no sign of life"])
+
+
+def a_cut_link_is_found_on_both_sides(cluster: Cluster) -> None:
+    def cut() -> None:
+        one = cluster.hosts[0]
+        words = ["ip", "-n", one.namespace, "link", "set", one.interface, "down"]
+        subprocess.run(words, check=True)
+
+    lost = "rank 0 ends: rank 1 has given no sign of life"
+    _found_within(cluster, cut, [lost, "rank 1 ends: the store on rank 0's host"])
+
+
+CASES = [
+    slurm_serves,
+    slurm_stops_and_is_queued_again,
+    kubernetes_pods_train,
+    torchrun_restarts_and_ends_as_undisturbed,
+    a_frozen_rank_is_found,
+    a_cut_link_is_found_on_both_sides,
+]
+
+
+@pytest.mark.parametrize("case", part(CASES, 6), ids=lambda case: case.__name__)
 def test_a_printed_job_runs_on_two_hosts(case: Callable[[Cluster], None], cluster: Cluster) -> None:
     case(cluster)
 

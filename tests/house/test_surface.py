@@ -36,7 +36,9 @@ TRAINING = {
     "trust_remote_code", "timeout", "max_restarts",
     "grace_seconds", "replica_check_every", "on_divergence", "max_skipped_steps",
     "emulate_links", "memory_per_rank", "grad_dtype", "data_format", "chat_template_file",
-    "packing", "streaming", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets",
+    "packing", "streaming", "max_corrupt_records", "verify_every",
+    "slow_rank_factor",
+    "lora_rank", "lora_alpha", "lora_dropout", "lora_targets",
 }  # fmt: skip
 
 SERVICE = {
@@ -87,7 +89,7 @@ FLAGS = {
         "host", "port", "metrics_port", "api_key_file", "insecure", "served_model_name",
         "max_num_batched_tokens", "max_model_len", "max_num_seqs", "block_size", "cache_memory",
         "num_blocks", "max_queue", "no_prefix_cache", "deadline", "drain_seconds",
-        "chat_template_file", "generation_config", "max_restarts", "dry_run",
+        "chat_template_file", "generation_config", "max_restarts", "reload_dir", "dry_run",
     },
     "export": {
         "run", "to", "merge", "overwrite", "push_to_hub", "private", "trust_remote_code",

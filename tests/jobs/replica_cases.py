@@ -28,6 +28,8 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
     folder = _folder(payload)
     name = f"{payload['replica']}-{payload['attempt']}-{context.rank}"
     (folder / name).write_text(str(os.getpid()))
+    if "bad-weights" in payload.get("spec", ""):
+        raise ModelError("these weights cannot be served")
     if payload.get("fail"):
         raise ModelError("the model cannot be served", hint="another one")
     if payload.get("dies") and payload["attempt"]:

@@ -42,7 +42,8 @@ class Train:
         data: text files, JSON lines, parquet files, `datasets` directories, folders of text,
             patterns such as 'logs/*.jsonl', or data sets of the Hugging Face Hub:
             ORG/NAME[/SUBSET][:SPLIT][[:N]][@REVISION]. `:SPLIT` and `[:N]` (the first
-            N records) also apply to directories.
+            N records) also apply to directories. A number at the end is a weight: a mixture, as in
+            a.jsonl:0.7 b.jsonl:0.3; all sources have one, or none.
         eval_data: as --data; evaluated on in place of a fraction of --data.
         run: run folder (default: a new folder under runs/).
         config: TOML or YAML file of options by flag name; flags override it.

@@ -146,7 +146,7 @@ def _first_sequence(
 ) -> tuple[prepare.PreparedJob, str, FirstSequence]:
     """Tokenize the data aside, and decode the beginning of what rank 0 reads first; the job as it
     fits its data."""
-    from hocket.training.dataset import IGNORED, open_dataset
+    from hocket.training.dataset import IGNORED, drawn_text, open_dataset
     from hocket.training.token_manifest import TRAIN
 
     record.phase("tokenizing")
@@ -169,6 +169,9 @@ def _first_sequence(
         counted = int((labels != IGNORED).sum())
         text = f"{tokens.said(workload.seq_len)}; {words.kind} tokenizer of {words.vocab_size} ids"
     job = prepare.fitted_to(job, tokens)
+    samples = job.request.options.steps * workload.global_batch
+    drawn = drawn_text(tokens, workload.seq_len, samples)
+    text = "\n".join(filter(None, [text, *(f"skipped: {n}" for n in tokens.corrupt), drawn]))
     return job, text, FirstSequence(pieces=tuple(pieces), tokens=len(ids), learned=counted)
 
 

@@ -20,10 +20,11 @@ def card(folder: RunFolder, spec: RunSpec, name: str, *, adapter: bool) -> str:
         name: of the repository. adapter: it holds an adapter of PEFT alone.
     """
     from hocket.models import repo_id
-    from hocket.training import hub_data
+    from hocket.training import hub_data, mixture
 
+    given = [mixture.unweighted(path) for path in spec.data]
     base = None if Path(spec.model).exists() else repo_id.parse(spec.model)
-    sets = [None if Path(path).exists() else hub_data.parse(path) for path in spec.data]
+    sets = [None if Path(path).exists() else hub_data.parse(path) for path, _ in given]
     header: dict[str, Any] = {
         "library_name": "peft" if adapter else "transformers",
         "pipeline_tag": "text-generation",
@@ -35,8 +36,9 @@ def card(folder: RunFolder, spec: RunSpec, name: str, *, adapter: bool) -> str:
     if named:
         header["datasets"] = named
     data = [
-        f"`{one}`" if one is not None else f"`{Path(path).name}` (a local file)"
-        for one, path in zip(sets, spec.data, strict=True)
+        (f"`{one}`" if one is not None else f"`{Path(path).name}` (a local file)")
+        + (f" with weight {weight}" if weight else "")
+        for one, (path, weight) in zip(sets, given, strict=True)
     ]
     lines = [
         "---",

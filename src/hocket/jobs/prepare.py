@@ -58,7 +58,7 @@ def plan(request: JobRequest, *, world_size: int | None = None) -> PreparedJob:
             not there.
     """
     from hocket.models.source import resolve
-    from hocket.training import data_paths, tokenizer
+    from hocket.training import data_paths, mixture, tokenizer
 
     device_checked(request.options)
     request = defaults.with_dtype(request)
@@ -78,19 +78,23 @@ def plan(request: JobRequest, *, world_size: int | None = None) -> PreparedJob:
             "no data was named",
             hint="--data FILE_OR_FOLDER..., or a data set of the Hub: --data ORG/NAME",
         )
+    weights = mixture.weights_of(request.data)
+    if weights:
+        mixture.slots_of(weights)
     # One commit for all of the job, whatever is pushed to a branch meanwhile.
     data, eval_data = (
         tuple(map(data_paths.fixed, data_paths.expanded(paths)))
         for paths in (request.data, request.eval_data)
     )
     request = dataclasses.replace(request, data=data, eval_data=eval_data)
-    overlap = set(data) & set(eval_data)
+    overlap = {mixture.unweighted(path)[0] for path in data} & set(eval_data)
     if overlap:
         raise DataError(
             f"{min(overlap)} is both in --data and in --eval-data: what is trained on is not held "
             "out",
             hint="--eval-fraction 0.02 instead of --eval-data",
         )
+    mixture.reject_weights(eval_data)
     for paths in filter(None, (data, eval_data)):
         data_paths.find(paths)
     # All of a model of the Hub is downloaded once nothing else is known to be wrong.
@@ -232,6 +236,7 @@ def data(
     """
     from hocket.training import conversation, data_paths, data_sources, documents, tokenizer
     from hocket.training import data as tokens_of
+    from hocket.training.corrupt import CorruptRecords
 
     request, source = job.request, job.source
     options, workload = request.options, request.workload
@@ -245,7 +250,9 @@ def data(
     words = tokenizer.resolve(
         options.tokenizer,
         model_dir=source.tokenizer,
-        texts=lambda: data_sources.documents(found, options.text_field),
+        texts=lambda: data_sources.documents(
+            found, options.text_field, CorruptRecords(options.max_corrupt_records)
+        ),
         vocab_size=options.vocab_size,
         trust_remote_code=options.trust_remote_code,
     )
@@ -272,6 +279,7 @@ def data(
         templates=templates,
         chat_template=options.chat_template_file,
         streaming=options.streaming,
+        max_corrupt_records=options.max_corrupt_records,
         progress=progress,
     )
     return words, tokens, config

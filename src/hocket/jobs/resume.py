@@ -45,7 +45,8 @@ CHANGEABLE = frozenset(
      "log_interval", "timeline_step", "timeline_steps", "device", "backend", "threads",
      "bucket_mb", "compile", "tracker", "trust_remote_code", "timeout", "emulate_links",
      "memory_per_rank", "max_restarts", "grace_seconds", "replica_check_every", "on_divergence",
-     "max_skipped_steps"}
+     "max_skipped_steps", "max_corrupt_records", "verify_every",
+     "slow_rank_factor"}
 )  # fmt: skip
 """Options that a run may go on with otherwise: none changes what its steps compute."""
 
@@ -83,12 +84,17 @@ def continued(request: JobRequest) -> JobRequest:
         return request
     if spec.command != "train":
         return request
+    from hocket.training.mixture import unweighted
+
     for name, asked, stored in (
         ("model", (_model(request, folder),), (spec.model,)),
         ("data", _pinned(request.data), spec.data),
         ("eval_data", _pinned(request.eval_data), spec.eval_data),
     ):
-        texts = [tuple(text.partition("@")[0] for text in each) for each in (asked, stored)]
+        texts = [
+            tuple((text.partition("@")[0], weight) for text, weight in map(unweighted, each))
+            for each in (asked, stored)
+        ]
         if asked and asked[0] and texts[0] != texts[1]:
             raise RunFolderError(
                 f"{folder.path} already holds a run of the {name} {', '.join(stored)}, not of "
@@ -126,10 +132,7 @@ def _model(request: JobRequest, folder: RunFolder) -> str:
 def _pinned(given: tuple[str, ...]) -> tuple[str, ...]:
     from hocket.training import data_paths
 
-    return tuple(
-        data_paths.pinned(path) if Path(path).expanduser().exists() else path
-        for path in data_paths.expanded(given)
-    )
+    return tuple(data_paths.local(path) for path in data_paths.expanded(given))
 
 
 def _steps(request: JobRequest, folder: RunFolder, spec: RunSpec) -> int:

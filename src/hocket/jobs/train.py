@@ -146,6 +146,7 @@ def prepared(
     `launcher` may be asked to trace the model.
     """
     from hocket.training import data_paths
+    from hocket.training.dataset import drawn_text
 
     request = job.request
     for paths in filter(None, (request.data, request.eval_data)):
@@ -159,6 +160,15 @@ def prepared(
     if request.options.epochs is not None:
         said += f"; {request.options.epochs:g} epochs are {job.request.options.steps} steps"
     record.note(f"{said}; {words.kind} tokenizer of {words.vocab_size} ids")
+    for note in tokens.corrupt:
+        record.note(f"skipped: {note}")
+    drawn = drawn_text(
+        tokens,
+        request.workload.seq_len,
+        request.options.steps * request.workload.global_batch,
+    )
+    if drawn is not None:
+        record.note(drawn)
     if not job.request.auto:
         return prepare.write(job, folder, config, command)
     told, job = forecast_policy.choose(job, config, record, launcher=launcher)
@@ -319,9 +329,10 @@ def _join(request: JobRequest, context: RankContext, record: JobRecorder) -> Sum
                 stack.enter_context(resume.folder_locked(request))
                 stack.enter_context(resume.unresumed_is_as_it_was(request, record))
             folder = _prepare_joined(request, context.world_size, record, stack)
-        except HocketError as error:
+        except BaseException as error:  # whatever it is, the other ranks must not wait for it
             if context.world_size > 1:
-                context.store().set("hocket/prepared", json.dumps({"error": str(error)}))
+                text = str(error) if isinstance(error, HocketError) else repr(error)
+                context.store().set("hocket/prepared", json.dumps({"error": text}))
             raise
         if context.world_size > 1:
             ready = {"run": str(folder.path.resolve())}

@@ -188,7 +188,7 @@ def run_joined(
             notice.send(error)
             context.abort()  # or the end of this process would wait for collectives under way
             raise
-        notice.done.set()
+        notice.leave()
         _leave_together(context)
 
     call()
@@ -199,28 +199,79 @@ class _Notice(threading.Thread):
 
     No launcher of ours watches these ranks, and one that waits in a collective of NCCL learns of
     a dead peer only when its watchdog does, minutes later. It ends itself here, and reports whose
-    failure it was.
+    failure it was. Each rank counts up a key of its own once a second; rank 0 reads those of all
+    ranks, the others that of rank 0. One that does not change for `SILENT` seconds is that of a
+    rank that is stopped, or of a host that is frozen or cut off; where the host is that of the
+    store, no answer comes, which a second thread finds.
     """
 
     def __init__(self, context: RankContext) -> None:
         super().__init__(daemon=True, name="notice")
         self.context = context
         self.done = threading.Event()
+        self._seen: dict[int, tuple[int, float]] = {}
+        self._asked = 0.0
 
     def run(self) -> None:
+        threading.Thread(target=self._watch_store, daemon=True, name="store watch").start()
         while not self.done.wait(_POLL):
             store = self.context._store
+            if store is None:
+                continue
             try:
-                if store is None or not store.check(["failed"]):
-                    continue
-                text = store.get("failed").decode(errors="replace")
+                self._asked = time.monotonic()
+                failed = store.check(["failed"])
+                text = store.get("failed").decode(errors="replace") if failed else None
+                text = text or self._silent(store)
+                self._asked = 0.0
             except Exception as error:
                 first = str(error).split("\n", maxsplit=1)[0]
                 text = f"the store that the ranks share is gone, and who served it ({first})"
-            if not self.done.is_set():
-                print(f"rank {self.context.rank} ends: {text}", file=sys.stderr, flush=True)
-                self.context.abort()
-                os._exit(1)
+            if text is not None:
+                self._end(text)
+
+    def _silent(self, store: Store) -> str | None:
+        """Count up this rank's key, and read the others': who has not for too long."""
+        context = self.context
+        store.add(f"alive/{context.rank}", 1)
+        now = time.monotonic()
+        for rank in range(1, context.world_size) if context.rank == 0 else (0,):
+            count = store.add(f"alive/{rank}", 0)
+            if not count or count >= _LEFT or count != self._seen.get(rank, (0, 0.0))[0]:
+                self._seen[rank] = count, now
+            elif now - self._seen[rank][1] > SILENT:
+                text = (
+                    f"rank {rank} has given no sign of life for {SILENT:g} s: its process is "
+                    "stopped, or its host is frozen or cut off"
+                )
+                store.set("failed", text)
+                return text
+        return None
+
+    def _watch_store(self) -> None:
+        while not self.done.wait(_POLL):
+            asked = self._asked
+            if asked and time.monotonic() - asked > SILENT:
+                self._end(
+                    f"the store on rank 0's host has not answered for {SILENT:g} s: that host is "
+                    "frozen, or this one is cut off from it"
+                )
+
+    def _end(self, text: str) -> None:
+        if not self.done.is_set():
+            print(f"rank {self.context.rank} ends: {text}", file=sys.stderr, flush=True)
+            if self.context.rank == 0 and not self._asked:
+                time.sleep(2 * _POLL)  # it may serve the store that the others read
+            self.context.abort()
+            os._exit(1)
+
+    def leave(self) -> None:
+        """This rank is done: its key is not waited for."""
+        self.done.set()
+        store = self.context._store
+        if store is not None and self.context.world_size > 1:
+            with contextlib.suppress(Exception):
+                store.add(f"alive/{self.context.rank}", _LEFT)
 
     def send(self, error: BaseException) -> None:
         """Say that this rank failed, unless it is only another one's victim."""
@@ -236,6 +287,11 @@ class _Notice(threading.Thread):
 
 _POLL = 1.0
 """Seconds between two looks at the store."""
+SILENT = 10.0
+"""Seconds without a sign of life after which a rank counts as lost. Its thread counts unless a call
+in C keeps the interpreter's lock for as long."""
+_LEFT = 1 << 40
+"""Added to the key of a rank that is done."""
 
 
 def _leave_together(context: RankContext, seconds: float = 60.0) -> None:

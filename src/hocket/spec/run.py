@@ -94,6 +94,8 @@ class TrainOptions:
         chat_template_file: chat template that replaces the tokenizer's own: a Jinja file, or one of
             chatml, llama-3, zephyr.
         streaming: tokenize data sets of the Hub while they are read, without storing their files.
+        max_corrupt_records: records that cannot be read (not JSON, no such field) and are skipped,
+            each reported with file and line; one more ends the run.
         packing: how documents fill rows: across (concatenated, attention crosses documents),
             documents (several per row, attention within each) or none (one per row) (default:
             across for text, documents for chats and completions). One of: across, documents, none.
@@ -118,6 +120,10 @@ class TrainOptions:
             replicas, those of the last checkpoint). One of: stop, repair.
         max_skipped_steps: steps in a row that are skipped because loss or gradient are not finite;
             one more ends the run.
+        verify_every: steps between two of which every data rank computes its batch and another's,
+            and compares bit by bit: finds a device that computes wrongly; 0: never.
+        slow_rank_factor: a rank that takes so many times the median of its peers is reported, with
+            its cause (compute, input, link) and the fraction of time it costs.
         grace_seconds: seconds between SIGTERM and SIGKILL on this system; a run that needs longer
             to save is rejected (default: not checked).
         max_restarts: restarts in a row, after a rank died or hung, without a new checkpoint between
@@ -163,6 +169,7 @@ class TrainOptions:
     data_format: str = "auto"
     chat_template_file: str | None = None
     streaming: bool = False
+    max_corrupt_records: int = 0
     packing: str | None = None
     eval_fraction: float = 0.02
     eval_every: int = 50
@@ -178,6 +185,8 @@ class TrainOptions:
     replica_check_every: int = 100
     on_divergence: str = "stop"
     max_skipped_steps: int = 3
+    verify_every: int = 0
+    slow_rank_factor: float = 1.3
     grace_seconds: float | None = None
     max_restarts: int = 3
     resume: bool = False

@@ -50,6 +50,8 @@ class ServeOptions:
         chat_template_file: chat template that replaces the tokenizer's own: a Jinja file, or one of
             chatml, llama-3, zephyr.
         max_restarts: consecutive restarts of a replica whose ranks died.
+        reload_dir: allow POST /v1/models/reload to load weights of models below this folder, and
+            SIGHUP to read the served ones again, one replica after the other (default: neither).
     """
 
     host: str = "127.0.0.1"
@@ -71,6 +73,7 @@ class ServeOptions:
     generation_config: str = "auto"
     chat_template_file: str | None = None
     max_restarts: int = 8
+    reload_dir: str | None = None
 
 
 def replica_layout(layout: Layout) -> Layout:

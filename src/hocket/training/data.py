@@ -24,10 +24,11 @@ import numpy.typing as npt
 
 from hocket.models.chat_template import file_of
 from hocket.spec.errors import DataError
-from hocket.training import data_paths, data_sources
+from hocket.training import data_paths, data_sources, mixture
 from hocket.training.conversation import TEXT
+from hocket.training.corrupt import CorruptRecords
 from hocket.training.documents import Document, documents, kinds
-from hocket.training.packed_files import DocumentCounts, arrange, write_aside
+from hocket.training.packed_files import DocumentCounts, arrange, flags_file, write_aside
 from hocket.training.packed_files import held_out as held_out_documents
 from hocket.training.packing import ACROSS, DOCUMENTS
 from hocket.training.token_files import BATCH_CHARACTERS, Dtype, choose, split, write
@@ -55,13 +56,14 @@ def prepare(
     templates: ChatTemplates | None = None,
     chat_template: Path | str | None = None,
     streaming: bool = False,
+    max_corrupt_records: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Tokens:
     """Tokenize the data into `folder`, with the tokenizer beside it; do nothing if it is there.
 
     The held-out documents are the first of a seeded shuffle that together hold the share
     `eval_fraction` of the tokens; where the documents are too few for that, the end of the text is
-    held out instead.
+    held out instead. Of a mixture (`mixture`) that holds for each source by itself.
 
     Args:
         eval_paths: held out in place of a fraction of `paths`.
@@ -72,6 +74,7 @@ def prepare(
         templates: of chats. chat_template: the file that they are from, where it is not the
             tokenizer's own; it is copied beside the tokens.
         streaming: as `data_paths.find`.
+        max_corrupt_records: records that cannot be read and are skipped, in all sources together.
         progress: called with (bytes read, bytes in all) as the work goes on.
 
     Raises:
@@ -79,7 +82,11 @@ def prepare(
         OptionError: chats, and no template.
     """
     folder = Path(folder)
-    sources = data_paths.find(paths, streaming=streaming).sources
+    weights = mixture.weights_of(paths)
+    mixture.reject_weights(eval_paths)
+    slots = mixture.slots_of(weights) if weights else ()
+    each = [data_paths.find([path], streaming=streaming).sources for path in paths]
+    sources = [source for some in each for source in some]
     listed = tuple((source.shown, source.kind, source.bytes) for source in sources)
     stamps = [(*row, source.stamp) for row, source in zip(listed, sources, strict=True)]
     held_out = data_paths.find(eval_paths, streaming=streaming).sources if eval_paths else ()
@@ -101,30 +108,61 @@ def prepare(
         held,
         packing,
         written,
+        *([slots, [len(some) for some in each]] if slots else []),
+        *([max_corrupt_records] if max_corrupt_records else []),
     )
     tokens = _existing(folder, key, seq_len)
     if tokens is None:
         folder.mkdir(parents=True, exist_ok=True)
         dtype: Dtype = np.dtype("uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32")
-        making = _Making(
-            folder=folder, sources=sources, held_out=held_out, tokenizer=tokenizer, dtype=dtype,
-            seq_len=seq_len, share=eval_fraction, seed=seed, progress=progress,
-        )  # fmt: skip
-        if plain and packing == ACROSS:
-            counts = making.stream(text_field)
-        else:
+        corrupt = CorruptRecords(max_corrupt_records)
+        kind_of = dict(zip(map(id, (*sources, *held_out)), held, strict=True))
+
+        def made(
+            to: Path,
+            some: Sequence[data_paths.Source],
+            out: Sequence[data_paths.Source],
+            share: float,
+        ) -> dict[str, Any]:
+            making = _Making(
+                folder=to, sources=some, held_out=out, tokenizer=tokenizer, dtype=dtype,
+                seq_len=seq_len, share=share, seed=seed, corrupt=corrupt, progress=progress,
+            )  # fmt: skip
+            if plain and packing == ACROSS:
+                return making.stream(text_field)
             of_train, of_valid = (
                 documents(
-                    some, what, tokenizer, templates, text_field=text_field, passed=making.passed
+                    these, [kind_of[id(one)] for one in these], tokenizer, templates,
+                    text_field=text_field, passed=making.passed, corrupt=corrupt,
                 )
-                for some, what in (
-                    (sources, held[: len(sources)]),
-                    (held_out, held[len(sources) :]),
+                for these in (some, out)
+            )  # fmt: skip
+            return making.flagged(of_train, of_valid, packing)
+
+        mixed: list[mixture.MixedSource] = []
+        if not slots:
+            counts = made(folder, sources, held_out, eval_fraction)
+        else:
+            parts = []
+            for number, some in enumerate(each):
+                aside = folder / f".source-{number}.{os.getpid()}"
+                aside.mkdir()
+                out = held_out if not number else ()
+                share = 0.0 if held_out else eval_fraction
+                parts.append((aside, made(aside, some, out, share)))
+            counts = _joined(folder, parts)
+            mixed = [
+                mixture.MixedSource(
+                    mixture.unweighted(path)[0], count, part["train_tokens"],
+                    part.get("train_rows", 0),
                 )
-            )
-            counts = making.flagged(of_train, of_valid, packing)
+                for path, count, (_, part) in zip(paths, slots, parts, strict=True)
+            ]  # fmt: skip
         tokens = Tokens(
             **counts,
+            corrupt_records=corrupt.count,
+            corrupt=tuple(corrupt.notes),
+            mixture=tuple(mixed),
             held=tuple(held),
             packing=packing,
             dtype=dtype.name,
@@ -162,6 +200,13 @@ def check(
                 hint=f"--global-batch {tokens.train_rows}, or more data",
             )
         return
+    for one in tokens.mixture:
+        if not (one.rows or num_samples(one.tokens, seq_len)):
+            raise DataError(
+                f"data {one.data}: this source of the mixture holds {one.tokens} tokens to train "
+                f"on; one sample takes {seq_len + 1}",
+                hint="more of this source, a shorter --seq-len, or leave it out",
+            )
     samples = num_samples(tokens.train_tokens, seq_len)
     if samples < global_batch:
         fits = max(0, (tokens.train_tokens - 1) // global_batch)
@@ -192,6 +237,7 @@ class _Making:
     seq_len: int
     share: float
     seed: int
+    corrupt: CorruptRecords
     progress: Callable[[int, int], None] | None
 
     def __post_init__(self) -> None:
@@ -208,11 +254,11 @@ class _Making:
     def stream(self, text_field: str) -> dict[str, Any]:
         """Documents one after the other, without flags; counts for the manifest."""
         try:
-            texts = _counted(self.sources, text_field, self.progress)
+            texts = _counted(self.sources, text_field, self.progress, self.corrupt)
             lengths, largest = write(self._aside, texts, self.tokenizer, self.dtype)
             self._require(self.sources, lengths)
             if self.held_out:
-                texts = _counted(self.held_out, text_field, None)
+                texts = _counted(self.held_out, text_field, None, self.corrupt)
                 apart, other = write(self._beside, texts, self.tokenizer, self.dtype)
                 self._require(self.held_out, apart, self.seq_len + 1)
                 largest = max(largest, other)
@@ -332,15 +378,40 @@ def _existing(folder: Path, key: str, seq_len: int) -> Tokens | None:
     return tokens
 
 
+def _joined(folder: Path, parts: Sequence[tuple[Path, dict[str, Any]]]) -> dict[str, Any]:
+    """Put the token files of the sources of a mixture one after the other; counts of all."""
+    for name in (TRAIN, VALID):
+        for file in (name, flags_file(Path(name)).name):
+            pieces = [part / file for part, _ in parts if (part / file).exists()]
+            if not pieces:
+                continue
+            with (folder / file).open("wb") as whole:
+                for piece in pieces:
+                    with piece.open("rb") as one:
+                        shutil.copyfileobj(one, whole)
+                    piece.unlink()
+    for part, _ in parts:
+        part.rmdir()
+    counts = dict(parts[0][1])
+    for _, more in parts[1:]:
+        for name, value in more.items():
+            if name == "largest":
+                counts[name] = max(counts[name], value)
+            elif name != "flags":
+                counts[name] += value
+    return counts
+
+
 def _counted(
     sources: Sequence[data_paths.Source],
     text_field: str,
     progress: Callable[[int, int], None] | None,
+    corrupt: CorruptRecords,
 ) -> Iterator[str]:
     total, done = sum(s.bytes for s in sources), 0
     for source in sources:
         read = said = 0
-        for text in data_sources.documents([source], text_field):
+        for text in data_sources.documents([source], text_field, corrupt):
             yield text
             read += len(text)
             if progress is not None and read - said >= BATCH_CHARACTERS:

@@ -2,6 +2,7 @@
 
     path[:split][[:N]] -> file, `datasets` directory, or directory -> sources, and what was left out
     org/name[/subset][:split][[:N]][@revision] -> the files of a split of a data set of the Hub
+    either, and :weight -> a source of a mixture (`mixture`), which is found as without it
 
 A directory of records (JSON lines, CSV, TSV, parquet, Arrow) is read as `datasets.load_dataset`
 reads it: by the card's `data_files`, or by the names of files and folders, one split of it, `train`
@@ -24,6 +25,7 @@ from hocket.spec.errors import DataError, nearest
 from hocket.spec.units import format_bytes
 from hocket.training import hub_data
 from hocket.training.hub_data import TRAIN
+from hocket.training.mixture import unweighted
 
 KINDS = {
     ".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv",
@@ -143,7 +145,8 @@ def find(paths: Sequence[str | os.PathLike[str]], *, streaming: bool = False) ->
         raise DataError("no data is given", hint="--data FILE_OR_DIRECTORY...")
     sources: list[Source] = []
     notices: list[str] = []
-    for given in paths:
+    for weighted in paths:
+        given = unweighted(weighted)[0]
         path, split, limit = _selected(given)
         if not os.fspath(given) or not path.exists():
             data = hub_data.parse(os.fspath(given)) if not _looks_like_a_file(path) else None
@@ -202,6 +205,12 @@ def expanded(paths: Sequence[str | os.PathLike[str]]) -> tuple[str, ...]:
         if not any(sign in base for sign in "*?[") or Path(given).exists() or "://" in given:
             found.append(given)
             continue
+        if unweighted(given)[1]:
+            raise DataError(
+                f"data {given}: a pattern has no weight; the sources of a mixture are files, "
+                "directories and data sets",
+                hint=f"--data {Path(given).parent}:{unweighted(given)[1]}",
+            )
         matches = sorted(glob.glob(str(Path(given).expanduser()), recursive=True))
         files = [match for match in matches if Path(match).is_file()]
         if not files:
@@ -218,10 +227,11 @@ def pinned(given: str | os.PathLike[str]) -> str:
     Raises:
         DataError: the Hub cannot be reached.
     """
-    path, _, _ = _selected(given)
-    if not path.exists() and not _looks_like_a_file(path) and hub_data.parse(os.fspath(given)):
+    plain, weight = unweighted(given)
+    path, _, _ = _selected(plain)
+    if not path.exists() and not _looks_like_a_file(path) and hub_data.parse(plain):
         return fixed(given)
-    return os.fspath(path.resolve()) + os.fspath(given).removeprefix(os.fspath(path))
+    return os.fspath(path.resolve()) + plain.removeprefix(os.fspath(path)) + _colon(weight)
 
 
 def fixed(given: str | os.PathLike[str]) -> str:
@@ -230,11 +240,22 @@ def fixed(given: str | os.PathLike[str]) -> str:
     Raises:
         DataError: the Hub cannot be reached.
     """
-    path, _, _ = _selected(given)
+    plain, weight = unweighted(given)
+    path, _, _ = _selected(plain)
     if path.exists() or _looks_like_a_file(path):
         return os.fspath(given)
-    data = hub_data.parse(os.fspath(given))
-    return os.fspath(given) if data is None else str(hub_data.pinned(data))
+    data = hub_data.parse(plain)
+    return os.fspath(given) if data is None else str(hub_data.pinned(data)) + _colon(weight)
+
+
+def local(given: str) -> str:
+    """As `pinned`, without asking the Hub: a name there stays as it is given."""
+    plain, _ = unweighted(given)
+    return pinned(given) if _selected(plain)[0].exists() else given
+
+
+def _colon(weight: str) -> str:
+    return f":{weight}" if weight else ""
 
 
 def _selected(given: str | os.PathLike[str]) -> tuple[Path, str | None, int | None]:

@@ -12,33 +12,42 @@ import gzip
 import io
 import itertools
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from hocket.spec.errors import DataError, nearest
+from hocket.training.corrupt import CorruptRecords
 from hocket.training.data_paths import Source, compression, suffix_of
 from hocket.training.hub_data import TRAIN
 
 
-def documents(sources: Iterable[Source], text_field: str = "text") -> Iterator[str]:
+def documents(
+    sources: Iterable[Source], text_field: str = "text", corrupt: CorruptRecords | None = None
+) -> Iterator[str]:
     """Every document with some text in it, source by source.
+
+    Args:
+        corrupt: skips records that cannot be read; None: the first raises.
 
     Raises:
         DataError: a file that cannot be read or decoded, or records without the text field.
     """
+    corrupt = corrupt or CorruptRecords()
     for source in sources:
         try:
             if source.limit is not None:
                 field = "text" if source.parts[0].kind == "text" else text_field
-                for record, where in records(source):
-                    yield from _field(source, field, record, where)
+                for record, where in records(source, corrupt):
+                    yield from _field(source, field, record, where, corrupt)
             elif source.kind == "files":
-                yield from documents(source.parts, text_field)
+                yield from documents(source.parts, text_field, corrupt)
             elif source.kind == "text":
                 yield from _text(source)
             elif source.kind == "json":
-                yield from _json(source, text_field)
+                for record, where in _json_records(source, corrupt):
+                    yield from _field(source, text_field, record, where, corrupt)
             else:
                 yield from _columns(source, text_field)
         except OSError as error:
@@ -55,34 +64,41 @@ def fields(source: Source) -> frozenset[str]:
         return frozenset()
     try:
         if source.kind == "json":
-            first: Any = next(_json_records(source), ({}, ""))[0]
+            first: Any = next(_json_records(source, CorruptRecords(math.inf)), ({}, ""))[0]
             return frozenset(first) if isinstance(first, dict) else frozenset()
         return frozenset(next(_tables(source)).schema.names)
     except (OSError, DataError, StopIteration):
         return frozenset()
 
 
-def records(source: Source) -> Iterator[tuple[dict[str, Any], str]]:
+def records(
+    source: Source, corrupt: CorruptRecords | None = None
+) -> Iterator[tuple[dict[str, Any], str]]:
     """Every record of a source, and where it is there; of a text file its text, as a record.
+
+    Args:
+        corrupt: as `documents`.
 
     Raises:
         DataError: a file that cannot be read, or a record that is no object.
     """
+    corrupt = corrupt or CorruptRecords()
     if source.kind == "files":
         yield from itertools.islice(
-            (one for part in source.parts for one in records(part)), source.limit
+            (one for part in source.parts for one in records(part, corrupt)), source.limit
         )
         return
     try:
         if source.kind == "text":
             yield from (({"text": text}, "its text") for text in _text(source))
             return
-        for record, where in _json_records(source) if source.kind == "json" else _rows(source):
-            if not isinstance(record, dict):
-                raise DataError(
-                    f"data {source.path}, {where}: a {type(record).__name__}, not an object"
-                )
-            yield record, where
+        json_lines = source.kind == "json"
+        for record, where in _json_records(source, corrupt) if json_lines else _rows(source):
+            if isinstance(record, dict):
+                yield record, where
+                continue
+            kind = type(record).__name__
+            corrupt.skip(DataError(f"data {source.path}, {where}: a {kind}, not an object"))
     except OSError as error:
         reason = error.strerror or str(error) or type(error).__name__
         raise DataError(f"data {source.path} cannot be read: {reason}") from error
@@ -130,12 +146,7 @@ def _text(source: Source) -> Iterator[str]:
         yield text
 
 
-def _json(source: Source, field: str) -> Iterator[str]:
-    for record, where in _json_records(source):
-        yield from _field(source, field, record, where)
-
-
-def _json_records(source: Source) -> Iterator[tuple[Any, str]]:
+def _json_records(source: Source, corrupt: CorruptRecords) -> Iterator[tuple[Any, str]]:
     """JSON lines, or one JSON array of objects; each with the line or number it has."""
     with _open(source) as raw:
         file = io.TextIOWrapper(raw, encoding="utf-8-sig", errors="replace")
@@ -156,17 +167,21 @@ def _json_records(source: Source) -> Iterator[tuple[Any, str]]:
         while line:
             if line.strip():
                 try:
-                    record = json.loads(line)
-                except ValueError as error:
-                    raise DataError(
-                        f"data {source.path}, line {number} is not JSON: {error}",
-                        hint="one JSON object a line; rename the file to .txt if it is plain text",
-                    ) from None
-                yield record, f"line {number}"
+                    yield json.loads(line), f"line {number}"
+                except (ValueError, RecursionError) as error:
+                    corrupt.skip(
+                        DataError(
+                            f"data {source.path}, line {number} is not JSON: {error}",
+                            hint="one JSON object a line; rename the file to .txt if it is plain "
+                            "text; --max-corrupt-records 10 skips such lines",
+                        )
+                    )
             line, number = file.readline(), number + 1
 
 
-def _field(source: Source, field: str, record: Any, where: str) -> Iterator[str]:
+def _field(
+    source: Source, field: str, record: Any, where: str, corrupt: CorruptRecords
+) -> Iterator[str]:
     text = record.get(field) if isinstance(record, dict) else None
     if isinstance(text, str):
         if text.strip():
@@ -175,7 +190,7 @@ def _field(source: Source, field: str, record: Any, where: str) -> Iterator[str]
     if isinstance(record, dict) and field in record and text is None:
         return  # an explicit null is an empty document
     fields = sorted(record) if isinstance(record, dict) else []
-    raise _wrong_field(source, field, fields, where)
+    corrupt.skip(_wrong_field(source, field, fields, where))
 
 
 def _columns(source: Source, field: str) -> Iterator[str]:

@@ -6,16 +6,20 @@ Letters: B batch, S sequence. Never imports torch.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hocket.training.data import num_samples
+from hocket.training.data import check, num_samples
+from hocket.training.mixture import MixedSource, Mixture
+from hocket.training.mixture import text as mixture_text
 from hocket.training.order import permuted
 from hocket.training.packed_files import BEGINS, LEARNED, flags_file
 from hocket.training.packing import ACROSS
-from hocket.training.token_manifest import Tokens
+from hocket.training.token_manifest import TRAIN, Tokens
 
 IGNORED = -100
 """The label of a token that no loss falls on."""
@@ -46,6 +50,8 @@ class TokenDataset:
         seq_len: S.
         seed: of the order. None: in the order of the file.
         flags: whether flags lie beside the file.
+        mixed: the sources whose tokens or rows follow each other in the file, drawn from by weight;
+            empty: it is one.
     """
 
     def __init__(
@@ -56,6 +62,7 @@ class TokenDataset:
         seed: int | None = None,
         *,
         flags: bool = False,
+        mixed: Sequence[MixedSource] = (),
     ) -> None:
         self.seq_len = seq_len
         self.seed = seed
@@ -65,11 +72,22 @@ class TokenDataset:
             np.memmap(self.path, dtype=dtype, mode="r") if size else np.zeros(0, dtype)
         )
         self._flags = np.memmap(flags_file(self.path), np.uint8, "r") if flags and size else None
-        self.num_samples = self._count()
+        self.mixture: Mixture | None = None
+        if mixed:
+            assert seed is not None, path
+            lengths = [one.tokens if self._across else one.rows * seq_len for one in mixed]
+            sizes = [self._count(length) for length in lengths]
+            self.mixture = Mixture([one.slots for one in mixed], sizes, seed)
+            self._names = [one.data for one in mixed]
+            self._starts = np.cumsum([0, *lengths[:-1]])
+        total = self._count(len(self._tokens))
+        self.num_samples = total if self.mixture is None else sum(self.mixture.sizes)
         self._within = np.arange(seq_len + 1)
 
-    def _count(self) -> int:
-        return num_samples(len(self._tokens), self.seq_len)
+    _across = True
+
+    def _count(self, tokens: int) -> int:
+        return num_samples(tokens, self.seq_len)
 
     def __len__(self) -> int:
         return self.num_samples
@@ -87,9 +105,24 @@ class TokenDataset:
             found[here] = permuted(position[here], self.num_samples, (self.seed, int(one)))
         return found
 
+    def starts(self, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        """Where in the file the samples at some global indices begin, in tokens."""
+        if self.mixture is None:
+            return self.order(indices) * self.seq_len
+        source, sample = self.mixture.samples(indices)
+        return self._starts[source] + sample * self.seq_len
+
+    def cursor(self, samples: int) -> dict[str, Any]:
+        """The position after the first `samples` global indices, as checkpoints store it: samples,
+        and of a mixture those of each source, by its name."""
+        if self.mixture is None:
+            return {"samples": samples}
+        taken = self.mixture.taken(samples)
+        return {"samples": samples, "sources": dict(zip(self._names, taken, strict=True))}
+
     def rows(self, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
         """Tokens [B, S + 1] of the samples at some global indices."""
-        starts = self.order(indices) * self.seq_len
+        starts = self.starts(indices)
         return self._tokens[starts[:, None] + self._within].astype(np.int64)
 
     def batch(self, indices: npt.ArrayLike) -> Batch:
@@ -97,7 +130,7 @@ class TokenDataset:
         rows = self.rows(indices)
         ids, labels = rows[:, :-1], rows[:, 1:].copy()  # whoever ignores a label keeps the ids
         if self._flags is not None:
-            starts = self.order(indices) * self.seq_len
+            starts = self.starts(indices)
             flags = self._flags[starts[:, None] + self._within[1:]]
             labels = np.where(flags & LEARNED, labels, IGNORED)
         return Batch(ids, labels)
@@ -112,13 +145,15 @@ class TokenDataset:
 class RowDataset(TokenDataset):
     """Samples of a file of rows, each of whole documents that do not see each other."""
 
-    def _count(self) -> int:
-        return len(self._tokens) // self.seq_len
+    _across = False
+
+    def _count(self, tokens: int) -> int:
+        return tokens // self.seq_len
 
     def batch(self, indices: npt.ArrayLike) -> Batch:
         """The rows at some global indices; a row's last token has no label."""
         assert self._flags is not None, self.path
-        where = self.order(indices)[:, None] * self.seq_len + self._within[:-1]
+        where = self.starts(indices)[:, None] + self._within[:-1]
         ids, flags = self._tokens[where].astype(np.int64), self._flags[where]
         labels = np.full_like(ids, IGNORED)
         labels[:, :-1] = np.where(flags[:, 1:] & LEARNED, ids[:, 1:], IGNORED)
@@ -134,7 +169,17 @@ def open_dataset(
     file has another size."""
     tokens.require_sizes(folder, seq_len)
     kind = TokenDataset if tokens.packing == ACROSS else RowDataset
-    return kind(folder / name, tokens.dtype, seq_len, seed, flags=tokens.flags)
+    mixed = tokens.mixture if name == TRAIN else ()
+    check(tokens, seq_len=seq_len, global_batch=1)
+    return kind(folder / name, tokens.dtype, seq_len, seed, flags=tokens.flags, mixed=mixed)
+
+
+def drawn_text(tokens: Tokens, seq_len: int, samples: int) -> str | None:
+    """What a run of so many samples draws from each source of a mixture; None without one."""
+    if not tokens.mixture:
+        return None
+    sizes = [one.rows or num_samples(one.tokens, seq_len) for one in tokens.mixture]
+    return mixture_text(tokens.mixture, sizes, samples)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,6 +22,7 @@ from hocket.models.chat_template import ChatTemplates, file_of
 from hocket.spec.errors import DataError, OptionError
 from hocket.training import conversation, data_sources
 from hocket.training.conversation import CHAT, TEXT, Conversation, PromptAnswer
+from hocket.training.corrupt import CorruptRecords
 from hocket.training.data_paths import Source
 from hocket.training.rendering import Spans, render
 from hocket.training.tokenizer import Ids, Tokenizer
@@ -91,6 +92,7 @@ def documents(
     *,
     text_field: str,
     passed: Callable[[int], None],
+    corrupt: CorruptRecords | None = None,
 ) -> Iterator[Document]:
     """Every document of some sources, in their order.
 
@@ -98,15 +100,17 @@ def documents(
         held: what each source holds (`kinds`).
         text_field: of sources that hold text.
         passed: called with the number of characters read, as the work goes on.
+        corrupt: skips records that cannot be read or rendered; None: the first raises.
 
     Raises:
         DataError: what cannot be read or rendered, with its file and line.
         OptionError: chat data, and no template.
     """
     end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+    corrupt = corrupt or CorruptRecords()
     for source, kind in zip(sources, held, strict=True):
         if kind == TEXT:
-            for texts in _batches(data_sources.documents([source], text_field), len):
+            for texts in _batches(data_sources.documents([source], text_field, corrupt), len):
                 for ids in tokenizer.encode_batch(texts):
                     if ids.size:
                         yield Document(np.concatenate([ids, np.array(end, np.uint32)]))
@@ -114,7 +118,9 @@ def documents(
             continue
         begin = np.array(tokenizer.begin_ids(), np.uint32)
         stop = np.array(end, np.uint32)
-        for together in _batches(_rendered(source, kind, templates), lambda one: len(one[0])):
+        for together in _batches(
+            _rendered(source, kind, templates, corrupt), lambda one: len(one[0])
+        ):
             for (text, spans, plain), (ids, learned) in zip(
                 together, _encoded(tokenizer, together), strict=True
             ):
@@ -129,18 +135,29 @@ def documents(
 Rendered = tuple[str, Spans, bool]
 
 
-def _rendered(source: Source, kind: str, templates: ChatTemplates | None) -> Iterator[Rendered]:
+def _rendered(
+    source: Source, kind: str, templates: ChatTemplates | None, corrupt: CorruptRecords
+) -> Iterator[Rendered]:
     """(text, learned spans, whether begin and end tokens are still to be added) of each record."""
-    for record, place in data_sources.records(source):
+    for record, place in data_sources.records(source, corrupt):
         where = f"data {source.path}, {place}"
-        found: Conversation | PromptAnswer = conversation.read(record, kind, where)
+        try:
+            found: Conversation | PromptAnswer = conversation.read(record, kind, where)
+        except DataError as error:
+            corrupt.skip(error)
+            continue
         if isinstance(found, Conversation) and templates is None:
             raise OptionError(
                 f"data {source.path} holds {'chats' if kind == CHAT else 'messages'}, and the "
                 "model directory has no chat template to render them with",
                 hint="--chat-template-file chatml, or one of your own: --chat-template-file FILE",
             )
-        yield *render(found, templates, where), isinstance(found, PromptAnswer)
+        try:
+            rendered = render(found, templates, where)
+        except DataError as error:
+            corrupt.skip(error)
+            continue
+        yield *rendered, isinstance(found, PromptAnswer)
 
 
 def _encoded(tokenizer: Tokenizer, together: Sequence[Rendered]) -> Iterator[tuple[Ids, Learned]]:

@@ -10,6 +10,7 @@ import ctypes
 import errno
 import os
 import signal
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,11 +22,12 @@ if TYPE_CHECKING:
     from hocket.launch import RankContext
     from hocket.launch.heartbeat import Heart
 
-KINDS = ("kill", "stop", "stuck", "raise", "full", "nan", "flip", "damage", "term")
+KINDS = ("kill", "stop", "stuck", "raise", "full", "nan", "flip", "damage", "term", "wrong", "slow")
 """SIGKILL; SIGSTOP; a call in C that does not return and keeps the interpreter's lock; an
 exception; ENOSPC while a checkpoint is written; a gradient that is not finite; one bit of one
-rank's weights; one bit of the newest checkpoint, then SIGKILL; a request to stop."""
-PHASES = ("build", "step", "forward", "collective", "save", "evaluate", "export")
+rank's weights; one bit of the newest checkpoint, then SIGKILL; a request to stop; a matmul that is
+wrong in one value from then on; `seconds` of sleep in each such phase from then on."""
+PHASES = ("build", "step", "input", "forward", "collective", "save", "evaluate", "export")
 
 
 class Faults:
@@ -70,7 +72,11 @@ class Faults:
 
     def at(self, phase: str) -> None:
         """A phase begins, or goes on: what is to happen there happens."""
-        row = self._take(lambda row: row["phase"] == phase and row["kind"] not in ("nan", "flip"))
+        for slow in self._rows:
+            if slow["kind"] == "slow" and slow["phase"] == phase and slow["step"] <= self._step:
+                time.sleep(slow["seconds"])
+        spoils = ("nan", "flip", "wrong", "slow")
+        row = self._take(lambda row: row["phase"] == phase and row["kind"] not in spoils)
         if row is None:
             return
         kind = row["kind"]
@@ -109,6 +115,24 @@ def flip(parallel: Any) -> None:
             sharded.unshard()
     tensor = next(parallel.parameters())
     tensor.detach().view(-1).view(torch.uint8)[1] ^= 4
+
+
+def miscompute(parallel: Any) -> None:
+    """Let the first matmul give one value, of the last token, that is off by 1 in 16."""
+
+    def hook(module: Any, inputs: Any, output: Tensor) -> Tensor:
+        wrong = torch.ones_like(output)
+        wrong.view(-1)[-1] += 1 / 16
+        return output * wrong
+
+    modules = (m for stage in parallel.stages for m in stage.module.modules())
+    first = next(
+        m for m in modules
+        if isinstance(getattr(m, "weight", None), Tensor)
+        and m.weight.dim() == 2
+        and "mbedding" not in type(m).__name__
+    )  # fmt: skip
+    first.register_forward_hook(hook)
 
 
 def spoil(parallel: Any) -> None:

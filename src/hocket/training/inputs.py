@@ -108,6 +108,10 @@ class Inputs:
         """Labels of the global batch of `step` that loss falls on; every rank finds the same."""
         return self.dataset.learned(self.order.step_indices(step))
 
+    def of(self, step: int, data_rank: int) -> list[Microbatch]:
+        """As `step`, of any data rank; what was prefetched stays."""
+        return self._split(self.dataset.batch(self.order.rank_indices(step, data_rank)))
+
     def _batch(self, step: int) -> Batch:
         return self.dataset.batch(self.order.rank_indices(step, self.data_rank))
 

@@ -13,7 +13,6 @@ waits for the device: a step that is not finite is skipped there, and loss and n
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import json
 import shutil
@@ -34,14 +33,14 @@ from hocket.spec.checkpoint import config_hash
 from hocket.spec.errors import TrainingError
 from hocket.spec.run import RunFolder, write_text
 from hocket.spec.units import parse_bytes, parse_duration
-from hocket.training import attention_file, stop_bound, timeline
+from hocket.training import attention_file, stop_bound, timeline, trackers
 from hocket.training.adapter import adapter_of_ranks
 from hocket.training.build import RankJob
 from hocket.training.dataset import BatchOrder, open_dataset
 from hocket.training.evaluate import held_out_loss, num_batches, perplexity
 from hocket.training.expert_load import ExpertLoad
 from hocket.training.export import ModelFiles, export_ranks
-from hocket.training.faults import Faults, flip, spoil
+from hocket.training.faults import Faults, flip, miscompute, spoil
 from hocket.training.inputs import Inputs
 from hocket.training.learning_rate import learning_rate
 from hocket.training.memory import MemoryCount, of_replicas
@@ -51,9 +50,10 @@ from hocket.training.pauses import STOP, Pauses
 from hocket.training.reading import LossReading, Readings, elapsed, interval, mark
 from hocket.training.replicas import ReplicaCheck
 from hocket.training.saving import save_step
+from hocket.training.slow_ranks import SlowRanks
 from hocket.training.token_manifest import TRAIN, VALID, Tokens
-from hocket.training.trackers import Trackers
 from hocket.training.utilization import flops_per_token, peak_flops
+from hocket.training.verify import StepVerification
 
 if TYPE_CHECKING:
     from hocket.launch import RankContext
@@ -112,6 +112,10 @@ class Loop:
             return Inputs(dataset, order, rank, job.mesh.device)
 
         self.inputs = inputs(TRAIN, self.options.seed)
+        self._input_seconds = 0.0
+        self.slow = SlowRanks(context, job.mesh, self.options.slow_rank_factor)
+        verified = self.options.verify_every
+        self.verification = StepVerification(context, self.parallel, self.inputs, verified)
         self.held_out = inputs(VALID, None)
         self.cuda = job.mesh.device.type == "cuda"
         self.memory_bytes: list[int] = []
@@ -154,7 +158,7 @@ class Loop:
             metrics = TrainingMetrics(
                 self.folder.metrics_file,
                 done=self.done,
-                trackers=self._trackers(),
+                trackers=trackers.of_run(self.spec, self.folder.path, done=self.done),
             )
         try:
             self._say(event="phase", name="training")
@@ -173,7 +177,7 @@ class Loop:
         self._say(event="done", steps=steps)
 
     def _steps(self, first: int, steps: int, metrics: TrainingMetrics | None) -> None:
-        recorded = self._timeline_steps(first)
+        recorded = timeline.recorded_steps(self.options, first)
         unread: list[LossReading] = []
         underway: Readings | None = None
         self._clock = mark(self.job.mesh.device)
@@ -194,7 +198,12 @@ class Loop:
                 if step in recorded:
                     one_machine = self.context.one_machine
                     stack.enter_context(timeline.recorded(self.job.mesh, one_machine))
+                sampled = step not in recorded and not counted and self.slow.due(step)
+                if sampled:
+                    self.slow.begin(stack)
                 reading = self._step(index)
+            if sampled:
+                self._say_note(self.slow.after(step, self._input_seconds))
             if counted:
                 self._gather_memory()
                 if self.leads and self.cuda:
@@ -264,7 +273,13 @@ class Loop:
     def _step(self, index: int) -> LossReading:
         """One optimizer step; `index` counts from 0."""
         parallel, options = self.parallel, self.options
+        if self.faults.spoils("wrong"):
+            miscompute(parallel)
+        self.verification.before(index)
+        began = time.perf_counter()
+        self.faults.at("input")
         microbatches = self.inputs.step(index)  # 1
+        self._input_seconds = time.perf_counter() - began
         learned = self.inputs.num_tokens(index)
         if self.faults.spoils("nan"):
             spoil(parallel)
@@ -349,14 +364,6 @@ class Loop:
         if metrics is not None:
             metrics.write(row)
 
-    def _trackers(self) -> Trackers | None:
-        if self.options.tracker is None:
-            return None
-        spec = self.spec
-        flat = {**dataclasses.asdict(spec.workload), **dataclasses.asdict(self.options)}
-        flat |= {"model": spec.model, "layout": str(spec.layout)}
-        return Trackers(self.options.tracker, self.folder.path, flat, done=self.done)
-
     # --- what happens now and then ---------------------------------------------------------
 
     def _evaluates(self, step: int) -> bool:
@@ -370,16 +377,6 @@ class Loop:
             return False
         every = self._save_steps
         return step == self.options.steps or (every > 0 and step % every == 0)
-
-    def _timeline_steps(self, first: int) -> range:
-        """The steps to record (counted from 1): as asked, else from the middle, but not the first
-        unless so many are asked for that there is no other way."""
-        steps, count = self.options.steps, self.options.timeline_steps
-        start = self.options.timeline_step
-        if start is None:
-            start = max(first + 2, (first + steps) // 2 + 1)
-            start = max(first + 1, min(start, steps - count + 1))
-        return range(start, min(start + count, steps + 1))
 
     def _evaluate(self, step: int) -> float | None:
         with self._long():
@@ -422,7 +419,7 @@ class Loop:
         with self._long():
             path = save_step(
                 self.context, self.folder, self.spec, self.job, step,
-                last=last, begin=lambda: self.faults.at("save"),
+                last=last, begin=lambda: self.faults.at("save"), dataset=self.inputs.dataset,
             )  # fmt: skip
         if path is not None:
             self._say(event="saved", step=step, path=str(path))
@@ -436,7 +433,8 @@ class Loop:
                 model=config_hash(self.spec.config),
                 optimizer_state=self.job.optimizer.state_tensors(),
             )
-        assert restored.cursor["samples"] == restored.step * self.spec.workload.global_batch
+        cursor = self.inputs.dataset.cursor(restored.step * self.spec.workload.global_batch)
+        assert {**cursor, **restored.cursor} == cursor, (restored.cursor, cursor)
         self.done = self.parallel.step = restored.step
         for text in restored.notes:
             self._say(event="note", text=text)

@@ -15,6 +15,7 @@ from hocket.spec.checkpoint import config_hash
 from hocket.spec.errors import SaveError, TrainingError
 from hocket.spec.run import RunFolder, RunSpec
 from hocket.training.build import RankJob
+from hocket.training.dataset import TokenDataset
 
 if TYPE_CHECKING:
     from hocket.launch import RankContext
@@ -29,11 +30,13 @@ def save_step(
     *,
     last: bool,
     begin: Callable[[], None],
+    dataset: TokenDataset,
 ) -> Path | None:
     """Save what all ranks hold after `step`; all of them call it.
 
     Args:
         last: no step follows, so that a failure is the run's. begin: as of `save_checkpoint`.
+        dataset: gives the position in the data.
 
     Returns:
         The checkpoint's folder; None where it could not be written, which one rank then says.
@@ -49,7 +52,7 @@ def save_step(
             optimizer_state=job.optimizer.state_tensors(),
             layout=str(spec.layout),
             model=config_hash(spec.config),
-            cursor={"samples": step * spec.workload.global_batch},
+            cursor=dataset.cursor(step * spec.workload.global_batch),
             keep=spec.options.keep_checkpoints,
             keep_every=spec.options.keep_every,
             begin=begin,

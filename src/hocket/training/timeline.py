@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from hocket.runtime.collectives import barrier
 from hocket.runtime.mesh import Mesh
 from hocket.spec.collectives import total
-from hocket.spec.run import RunFolder, write_text
+from hocket.spec.run import RunFolder, TrainOptions, write_text
 from hocket.spec.timeline import Event, Timeline
 
 if TYPE_CHECKING:
@@ -35,6 +35,16 @@ def recorded(mesh: Mesh, one_machine: bool) -> Iterator[None]:
         yield
     finally:
         recorder.recording = False
+
+
+def recorded_steps(options: TrainOptions, first: int) -> range:
+    """The steps to record (counted from 1): as asked, else from the middle, but not the first
+    unless so many are asked for that there is no other way."""
+    steps, count, start = options.steps, options.timeline_steps, options.timeline_step
+    if start is None:
+        start = max(first + 2, (first + steps) // 2 + 1)
+        start = max(first + 1, min(start, steps - count + 1))
+    return range(start, min(start + count, steps + 1))
 
 
 def gather(context: RankContext, name: str, value: Any) -> list[Any] | None:

@@ -19,6 +19,7 @@ from hocket.spec.errors import DataError, HocketError
 from hocket.spec.files import MALFORMED, file_crc32, json_crc32, parse_json, read_text
 from hocket.spec.rows import typed
 from hocket.spec.run import CHECKSUM, write_text
+from hocket.training.mixture import LONGEST, MixedSource
 from hocket.training.packed_files import flags_file
 from hocket.training.packing import ACROSS, DOCUMENTS, PACKINGS
 
@@ -51,6 +52,10 @@ class Tokens:
         learned_tokens: training tokens that loss falls on; None: all.
         truncated_documents, truncated_tokens: cut at the length of a row, and what was cut off.
         unlearned_documents: left out, since nothing of them is learned.
+        corrupt_records: skipped, since they cannot be read. corrupt: of the first of them, file,
+            line and reason.
+        mixture: the sources that are drawn from by weight, in the order of the training file; empty
+            where it is one.
         files: of every other file of the folder, its bytes and their crc32. None: written by a
             version that did not list them.
     """
@@ -76,6 +81,9 @@ class Tokens:
     truncated_documents: int = 0
     truncated_tokens: int = 0
     unlearned_documents: int = 0
+    corrupt_records: int = 0
+    corrupt: tuple[str, ...] = ()
+    mixture: tuple[MixedSource, ...] = ()
     version: int = VERSION
     files: Mapping[str, tuple[int, int]] | None = None
 
@@ -96,6 +104,8 @@ class Tokens:
             )
         if self.unlearned_documents:
             text += f"; {self.unlearned_documents:,} left out: nothing of them is learned"
+        if self.corrupt_records:
+            text += f"; {self.corrupt_records:,} corrupt records skipped"
         return text
 
     @classmethod
@@ -115,6 +125,8 @@ class Tokens:
                 rows = data["sources"] if name == "sources" else data.get(name, ())
                 data[name] = tuple((str(a), str(b), int(c)) for a, b, c in rows)
             data["held"] = tuple(map(str, data.get("held", ())))
+            data["corrupt"] = tuple(map(str, data.get("corrupt", ())))
+            data["mixture"] = tuple(_mixed(row) for row in data.get("mixture", ()))
             if data.get("files") is not None:
                 data["files"] = {name: _record(name, row) for name, row in data["files"].items()}
             typed(cls, data)
@@ -141,7 +153,7 @@ class Tokens:
         for name in (
             "train_tokens", "valid_tokens", "train_documents", "valid_documents", "train_rows",
             "valid_rows", "learned_tokens", "truncated_documents", "truncated_tokens",
-            "unlearned_documents",
+            "unlearned_documents", "corrupt_records",
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and not 0 <= value <= _LARGEST:
@@ -155,6 +167,11 @@ class Tokens:
             raise ValueError(f"vocab_size is {self.vocab_size}; it is at least 1")
         if (self.packing == ACROSS) == bool(self.train_rows):
             raise ValueError(f"train_rows is {self.train_rows} with packing {self.packing!r}")
+        if self.mixture:
+            for name, total in (("tokens", self.train_tokens), ("rows", self.train_rows)):
+                parts = sum(getattr(one, name) for one in self.mixture)
+                if parts != total:
+                    raise ValueError(f"the sources of the mixture have {parts} {name}, not {total}")
         if self.packing != ACROSS and not self.flags:
             raise ValueError(f"packing is {self.packing!r}, and there are no flags")
 
@@ -240,6 +257,15 @@ def _changed(path: Path, why: str) -> DataError:
         f"{path} is not as hocket wrote it: {why}",
         hint=f"a copy of {path.parent} as it was, or a new run from the data: another --run",
     )
+
+
+def _mixed(row: dict[str, object]) -> MixedSource:
+    """One source of a mixture. Raises TypeError, ValueError."""
+    found = MixedSource(**row)  # type: ignore[arg-type]
+    typed(MixedSource, dataclasses.asdict(found))
+    if not 1 <= found.slots <= LONGEST or min(found.tokens, found.rows) < 0:
+        raise ValueError(f"mixture holds {row!r:.80}, which cannot be")
+    return found
 
 
 def _record(name: str, row: object) -> tuple[int, int]:

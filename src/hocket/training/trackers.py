@@ -11,6 +11,7 @@ Where data goes is the library's own setting: `WANDB_PROJECT`, `WANDB_MODE=offli
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -21,7 +22,7 @@ from typing import Any
 
 from hocket.spec.errors import OptionError, unknown
 from hocket.spec.files import parse_json
-from hocket.spec.run import write_text
+from hocket.spec.run import RunSpec, write_text
 
 SCALARS = (
     "loss", "held_out_loss", "held_out_perplexity", "lr", "grad_norm", "tokens_per_second",
@@ -162,3 +163,12 @@ def _ids(folder: Path) -> dict[str, str]:
 
 def _warn(name: str, what: str, error: Exception) -> None:
     warnings.warn(f"tracker {name} {what}: {type(error).__name__}: {error}", stacklevel=3)
+
+
+def of_run(spec: RunSpec, folder: Path, *, done: int) -> Trackers | None:
+    """The trackers that a run asks for; None: none. `done`: steps taken before this start."""
+    if spec.options.tracker is None:
+        return None
+    flat = {**dataclasses.asdict(spec.workload), **dataclasses.asdict(spec.options)}
+    flat |= {"model": spec.model, "layout": str(spec.layout)}
+    return Trackers(spec.options.tracker, folder, flat, done=done)

@@ -102,6 +102,8 @@ class ReplicaProcess:
         since: when it became ready, by the monotonic clock; None while it is not.
         capacity: what its driver said when it was ready.
         error: the last one that ended it.
+        reload: done once it is ready with other weights, or has not become so; None: no reload.
+        draining: its ranks are about to leave for that.
     """
 
     number: int
@@ -113,6 +115,8 @@ class ReplicaProcess:
     client: DriverConnection | None = None
     capacity: dict[str, Any] = dataclasses.field(default_factory=dict)
     error: HocketError | None = None
+    reload: asyncio.Future[None] | None = None
+    draining: bool = False
 
 
 class ReplicaSet:
@@ -148,6 +152,7 @@ class ReplicaSet:
         self.replicas = [ReplicaProcess(number, one) for number, one in enumerate(launchers)]
         self.ending = False
         self.restarts = 0
+        self._before: ReplicaOptions | None = None
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._fatal: asyncio.Future[None] | None = None
@@ -221,6 +226,59 @@ class ReplicaSet:
             stop.cancel()
         await asyncio.gather(*stops, return_exceptions=True)
 
+    async def reload(self, payload: dict[str, Any]) -> int:
+        """Start the ranks of every replica again with another payload, one replica after the
+        other, each when its requests have ended; how many have it.
+
+        Raises:
+            HocketError: the first did not become ready, and starts with the old payload.
+        """
+        self._before = self.world
+        self.world = dataclasses.replace(self.world, payload=payload)
+        count = 0
+        self.router.swapping += 1
+        try:
+            for one in self.replicas:
+                if one.state in ("failed", "ended") or self.ending:
+                    continue
+                one.reload = asyncio.get_running_loop().create_future()
+                client = one.client
+                if client is not None:
+                    one.draining = True
+                    self.router.remove(one.number)
+                    with contextlib.suppress(HocketError):  # it died: it starts again all the same
+                        await client.drain()
+                        await client.stop()
+                ended = asyncio.ensure_future(self._ended())
+                await asyncio.wait({one.reload, ended}, return_when=asyncio.FIRST_COMPLETED)
+                ended.cancel()
+                if one.reload.done():
+                    one.reload.result()
+                    count += 1
+                    self._before = None
+        finally:
+            self._before = None
+            self.router.swapping -= 1
+        return count
+
+    async def _ended(self) -> None:
+        while not self.ending:
+            await self._changed()
+
+    def _reloads(self, one: ReplicaProcess, error: HocketError) -> bool:
+        """Whether a life that ended is followed by the next of a reload, at once."""
+        if one.reload is None or one.reload.done():
+            return False
+        if one.draining:
+            one.draining = False
+            return True
+        if self._before is None:  # others have the new weights: it is a death like any other
+            return False
+        self.world, self._before = self._before, None
+        self.say(f"replica {one.number} starts with the weights it had: {error.message}")
+        one.reload.set_exception(error)
+        return True
+
     def kill(self) -> None:
         """End all ranks at once."""
         self.ending = True
@@ -235,6 +293,8 @@ class ReplicaSet:
                 error = await self._live(one)
                 if self.ending:
                     break
+                if self._reloads(one, error):
+                    continue
                 one.error = error
                 if not await self._goes_on(one):
                     return
@@ -316,6 +376,8 @@ class ReplicaSet:
             await client.stop()
             return
         one.state, one.since = "ready", time.monotonic()
+        if one.reload is not None and not one.reload.done() and not one.draining:
+            one.reload.set_result(None)
         self.router.add(one.number, client, int(capacity.get("num_blocks", 0)))
         self._notify()
 

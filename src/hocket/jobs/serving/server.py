@@ -27,7 +27,7 @@ from hocket.jobs import ledger, lock
 from hocket.jobs.background_load import BackgroundLoad
 from hocket.jobs.record import JobRecorder
 from hocket.jobs.serving import forecast as serve_forecast
-from hocket.jobs.serving import joined
+from hocket.jobs.serving import joined, reload
 from hocket.jobs.serving import request as serve_request
 from hocket.jobs.serving.measured import Keeper
 from hocket.jobs.serving.replicas import DriverConnection, ReplicaOptions, ReplicaSet
@@ -40,6 +40,7 @@ from hocket.jobs.serving.start import (
     require_split,
     run_folder,
 )
+from hocket.spec.errors import OptionError
 from hocket.spec.run import RunFolder, write_text
 from hocket.spec.serving import BLOCK_SIZE, num_replicas
 from hocket.spec.serving_forecast import ServingMeasured
@@ -121,6 +122,11 @@ def serve(
     server = serve_request.server({"model": os.fspath(model), **asked})
     if context is not None:
         joined.require_world(server.layout, context)
+    if reload.folder_of(server) is not None and context is not None:
+        raise OptionError(
+            "reload_dir: ranks of another launcher cannot be started again one replica at a time",
+            hint="without torchrun or srun",
+        )
     fresh = server.request.run is None or not server.request.run.exists()
     folder = run_folder(server)
     with contextlib.ExitStack() as stack:
@@ -267,6 +273,10 @@ async def _serve(
     record.phase("starting ranks")
     with ends.heard():
         front = await _open(server, router, replicas, templates, doors)
+        reloads = reload.folder_of(server)
+        if reloads is not None:
+            front.service.reload = load = reload.Reload(server, replicas, reloads, record.note)
+            reload.on_hangup(load.signalled)
         replicas.start()
         try:
             if await _until(ends.gently, replicas.ready(), front.failed):

@@ -17,6 +17,8 @@ what none of them takes is refused.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
@@ -136,6 +138,8 @@ class Router:
         self.closed = ""
         self.listeners: list[Callable[[Timing], None]] = []
         self.running = 0
+        self.swapping = 0
+        self._arrived = asyncio.Event()
         self._busy = 0.0
         self._since = 0.0
         self._numbers = 0
@@ -146,6 +150,7 @@ class Router:
         """A replica is ready; it begins with an empty cache."""
         self.replicas[number] = RoutedReplica(number, client, blocks)
         self.routed.setdefault(number, 0)
+        self._arrived.set()
 
     def remove(self, number: int) -> None:
         """A replica takes no request any more. Those it has go on, or end with its death."""
@@ -160,7 +165,7 @@ class Router:
         """Whether a request would find a replica."""
         # A client knows that its replica died before the supervisor has removed it.
         living = (getattr(one.client, "lost", None) is None for one in self.replicas.values())
-        return any(living) and not self.closed
+        return (any(living) or self.swapping > 0) and not self.closed
 
     # --- requests ----------------------------------------------------------------------------
 
@@ -183,8 +188,9 @@ class Router:
             ),
         )
 
-    def submit(self, request: Request) -> Routed:
-        """Send a request to a replica.
+    def submit(self, request: Request) -> Routed | Waiting:
+        """Send a request to a replica; while replicas are `swapping` weights and none is there, to
+        the next that is.
 
         Raises:
             NoReplica: none lives, or the server is ending.
@@ -192,6 +198,8 @@ class Router:
         if self.closed:
             raise NoReplica(self.closed)
         order = self.order(request)
+        if not order and self.swapping:
+            return Waiting(self, request)
         if not order:
             raise NoReplica("no replica of the model is ready")
         return Routed(self, request, [replica.number for replica, _ in order])
@@ -337,6 +345,35 @@ class Routed:
 
     def __del__(self) -> None:
         self._end()  # dropped before anybody listened
+
+
+class Waiting:
+    """A request that waits for the next replica; its outputs from there."""
+
+    def __init__(self, router: Router, request: Request) -> None:
+        self.router, self.request = router, request
+        self._stream: Routed | None = None
+        self._over = False
+
+    async def __aiter__(self) -> AsyncIterator[Output]:
+        """As `Routed`. Raises NoReplica where the swap ends without one."""
+        while not self._over:
+            self.router._arrived.clear()
+            found = self.router.submit(self.request)
+            if isinstance(found, Waiting):
+                with contextlib.suppress(TimeoutError):  # the swap may end without one
+                    await asyncio.wait_for(self.router._arrived.wait(), 0.5)
+                continue
+            self._stream = found
+            async for output in found:
+                yield output
+            return
+
+    def cancel(self) -> None:
+        """End the request."""
+        self._over = True
+        if self._stream is not None:
+            self._stream.cancel()
 
 
 def stats_of(client: ReplicaProtocol) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from hocket.serving.http.completions import completions
 from hocket.serving.http.errors import ApiError, error_of, error_response
 from hocket.serving.http.gate import Gate
 from hocket.serving.http.metrics import CONTENT_TYPE
-from hocket.serving.http.plain import Plain, detokenize, tokenize
+from hocket.serving.http.plain import Plain, detokenize, reload, tokenize
 from hocket.serving.http.responses import responses
 from hocket.serving.http.service import HttpService
 
@@ -23,6 +23,7 @@ POST = {
     "/v1/chat/completions": chat,
     "/v1/completions": completions,
     "/v1/responses": responses,
+    "/v1/models/reload": reload,
     "/tokenize": tokenize,
     "/detokenize": detokenize,
     "/v1/tokenize": tokenize,

@@ -14,11 +14,12 @@ from starlette.responses import Response
 
 from hocket.serving.http.call import Call, json_response
 from hocket.serving.http.completions import is_id
-from hocket.serving.http.errors import bad
+from hocket.serving.http.errors import ApiError, bad
 from hocket.serving.http.fields import TokenizeFields
 from hocket.serving.http.messages import read_messages, read_switches
 from hocket.serving.http.service import HttpService
 from hocket.serving.http.tools import Tools
+from hocket.spec.errors import ModelError
 
 
 class Plain:
@@ -100,6 +101,23 @@ async def tokenize(call: Call) -> Response | None:
     if fields.return_token_strs:
         found["token_strs"] = [service.words.token_text(token) for token in ids]
     return json_response(found)
+
+
+async def reload(call: Call) -> Response | None:
+    """Other weights for the model: those at `path`, or the served ones, read again."""
+    load = call.service.reload
+    if load is None:
+        raise ApiError(
+            403, "this server loads no other weights: it was started without --reload-dir"
+        )
+    unknown = sorted(call.body.keys() - {"path"})
+    path = call.body.get("path")
+    if unknown or not isinstance(path, str | None):
+        raise bad('the body is {} or {"path": TEXT}', unknown[0] if unknown else "path")
+    try:
+        return json_response(await load(path))
+    except ModelError as error:
+        raise bad(error.message, "path") from None
 
 
 async def detokenize(call: Call) -> Response | None:

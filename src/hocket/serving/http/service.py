@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from hocket.models.chat_template import TemplateRefusal
@@ -93,6 +93,7 @@ class HttpService:
         self.workers = WorkerThreads(self.settings.workers, self.settings.max_jobs)
         self.bodies = Bodies(self.settings)
         self.metrics = ServerMetrics(self.completer.counts, lambda: replicas.stats)
+        self.reload: Callable[[str | None], Awaitable[dict[str, Any]]] | None = None
         self.closing = False
 
     # --- text to tokens ------------------------------------------------------------------------

@@ -1,0 +1,199 @@
+"""Slow ranks: a rank that takes longer than its peers, the share of time it costs, and the cause.
+
+    every 50 steps one is recorded on all ranks -> seconds of compute, of input, of each collective
+    -> the median of the last 3 such steps -> compared with the ranks that do the same work
+
+Ranks that wait look busy, so that a step's length tells nothing of a rank. Compute is what is left
+of the step without the input and without waiting in collectives; of a collective all ranks but the
+last to come wait, so that the shortest of its times is that of the link. Nothing is read from a
+device but between steps. A `RankSeconds` is plain data; `diagnose` never sees a device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from hocket.spec.layout import Layout
+from hocket.spec.process_groups import named_groups
+from hocket.training import timeline
+
+if TYPE_CHECKING:
+    from hocket.launch import RankContext
+    from hocket.runtime.mesh import Mesh
+
+BLOCKING = ("tp", "cp")
+"""Axes whose collectives stand between two operations of one action."""
+EVERY = 50
+"""Steps between two that are recorded."""
+SETTLED = 3
+"""Recorded steps whose median counts."""
+LEAST = 0.02
+"""Share of a step that a slow rank costs at least, to be named."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RankSeconds:
+    """One rank's seconds in one step.
+
+    Attributes:
+        step: the whole step. compute: without collectives. input: making the batch.
+        links: of each collective in their order, by axis.
+    """
+
+    step: float
+    compute: float
+    input: float
+    links: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class SlowRank:
+    """A finding.
+
+    Attributes:
+        ranks: one, or those that share a slow link. cause: `compute`, `input` or `link`.
+        factor: times the median of the peers. share: of the step's time that it costs everyone.
+    """
+
+    ranks: tuple[int, ...]
+    cause: str
+    factor: float
+    share: float
+
+    def __str__(self) -> str:
+        who = f"rank {self.ranks[0]} is" if len(self.ranks) == 1 else f"ranks {self.ranks} are"
+        what = {
+            "compute": "its compute takes",
+            "input": "its input (making the batch) takes",
+            "link": "the link between them takes",
+        }[self.cause]
+        return (
+            f"{who} slow: {what} {self.factor:.1f} times the median of its peers, which costs all "
+            f"ranks {self.share:.0%} of the time"
+        )
+
+
+def sample(events: Sequence[Any], step: float, input_seconds: float) -> RankSeconds:
+    """A rank's RankSeconds of the events of one step (`spec.timeline.Event`)."""
+    links: dict[str, list[float]] = {}
+    for one in events:
+        if one.lane == "communication" and one.axis is not None:
+            links.setdefault(one.axis, []).append(one.end - one.start)
+    return RankSeconds(step, _busy(events), input_seconds, links)
+
+
+def _busy(events: Sequence[Any]) -> float:
+    """Seconds from the first event to the last in which the rank did not wait: for a collective
+    that stands inside an action, or for one that nothing is computed beside."""
+    edges: list[tuple[float, int, int]] = []
+    for one in events:
+        lane = 0 if one.lane == "compute" else 1 if one.axis in BLOCKING else 2
+        edges += [(one.start, lane, 1), (one.end, lane, -1)]
+    edges.sort()
+    depth, busy, last = [0, 0, 0], 0.0, edges[0][0] if edges else 0.0
+    for moment, lane, change in edges:
+        if not depth[1] and not (depth[2] and not depth[0]):
+            busy += moment - last
+        depth[lane] += change
+        last = moment
+    return busy
+
+
+def diagnose(samples: Sequence[RankSeconds], layout: Layout, factor: float) -> list[SlowRank]:
+    """Who is slow, by one RankSeconds of each rank; the costliest first."""
+    found: list[SlowRank] = []
+    step = max(one.step for one in samples)
+    stages = [layout.coordinate(rank)["pp"] for rank in range(len(samples))]
+    for cause in ("compute", "input"):
+        seconds = [getattr(one, cause) for one in samples]
+        for rank, own in enumerate(seconds):
+            peers = [s for r, s in enumerate(seconds) if stages[r] == stages[rank] and r != rank]
+            if not peers:
+                continue
+            usual = statistics.median(peers)
+            share = (own - usual) / step
+            if own > factor * usual and share > LEAST:
+                found.append(SlowRank((rank,), cause, own / max(usual, 1e-9), share))
+    for axis in ("dp", "tp", "cp"):
+        groups = [tuple(group) for group in named_groups(layout, axis)]
+        seconds = [_transfer([samples[rank].links.get(axis, []) for rank in g]) for g in groups]
+        for number, own in enumerate(seconds):
+            peers = [s for n, s in enumerate(seconds) if n != number]
+            if not peers:
+                continue
+            usual = statistics.median(peers)
+            share = (own - usual) / step
+            if own > factor * usual and share > LEAST:
+                found.append(SlowRank(groups[number], "link", own / max(usual, 1e-9), share))
+    return sorted(found, key=lambda one: -one.share)
+
+
+def _transfer(rows: Sequence[Sequence[float]]) -> float:
+    """Seconds of the collectives of one group without waiting: the shortest of each."""
+    if not rows or len({len(row) for row in rows}) != 1:
+        return 0.0
+    return sum(map(min, zip(*rows, strict=True)))
+
+
+class SlowRanks:
+    """Records a step now and then, and reports who is slow. All ranks call it together.
+
+    Args:
+        context: of this rank.
+        mesh: its recorder records.
+        factor: times the median of the peers.
+    """
+
+    def __init__(self, context: RankContext, mesh: Mesh, factor: float) -> None:
+        self._context, self._mesh, self._factor = context, mesh, factor
+        self._kept: list[deque[RankSeconds]] = [
+            deque(maxlen=SETTLED) for _ in range(context.world_size)
+        ]
+        self._named: tuple[tuple[int, ...], str] | None = None
+        self._began = 0.0
+
+    def due(self, step: int) -> bool:
+        """Whether `step` (1 is the first) is one to record."""
+        return self._context.world_size > 1 and step % EVERY == 0
+
+    def begin(self, stack: ExitStack) -> None:
+        """Record until `stack` ends."""
+        stack.enter_context(timeline.recorded(self._mesh, self._context.one_machine))
+        self._began = time.perf_counter()
+
+    def after(self, step: int, input_seconds: float) -> str | None:
+        """On rank 0, who is slow by the steps recorded so far, once; None: none, or the same."""
+        events = self._mesh.recorder.timeline_events()
+        mine = sample(events, time.perf_counter() - self._began, input_seconds)
+        rows = timeline.gather(self._context, f"slow/{step}", dataclasses.asdict(mine))
+        if rows is None:
+            return None
+        for kept, row in zip(self._kept, rows, strict=True):
+            kept.append(RankSeconds(**row))
+        if len(self._kept[0]) < SETTLED:
+            return None
+        found = diagnose([_median(kept) for kept in self._kept], self._mesh.layout, self._factor)
+        named = (found[0].ranks, found[0].cause) if found else None
+        before, self._named = self._named, named
+        return f"step {step}: {found[0]}" if found and named != before else None
+
+
+def _median(samples: Sequence[RankSeconds]) -> RankSeconds:
+    axes = set.intersection(*(set(one.links) for one in samples))
+    links = {}
+    for axis in axes:
+        rows = [one.links[axis] for one in samples]
+        if len({len(row) for row in rows}) == 1:
+            links[axis] = [statistics.median(each) for each in zip(*rows, strict=True)]
+    return RankSeconds(
+        statistics.median(one.step for one in samples),
+        statistics.median(one.compute for one in samples),
+        statistics.median(one.input for one in samples),
+        links,
+    )

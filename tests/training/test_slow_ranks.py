@@ -1,0 +1,69 @@
+"""A slow rank is named with its cause, by the seconds of all ranks, and no other is."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+
+from hocket.spec.layout import Layout
+from hocket.training.slow_ranks import RankSeconds, diagnose, sample
+
+USUAL = RankSeconds(step=1.0, compute=0.5, input=0.01, links={"dp": [0.05, 0.05], "tp": [0.01] * 4})
+
+
+def world(layout: str, changed: dict[int, RankSeconds]) -> tuple[list[RankSeconds], Layout]:
+    found = Layout.parse(layout)
+    return [changed.get(rank, USUAL) for rank in range(found.world_size)], found
+
+
+@pytest.mark.parametrize("layout", ["dp2", "dp4", "dp2.tp2", "dp2.pp2:microbatches=2"])
+@pytest.mark.parametrize("cause", ["compute", "input"])
+def test_the_rank_is_named_with_its_share(layout: str, cause: str) -> None:
+    slow = dataclasses.replace(USUAL, **{cause: getattr(USUAL, cause) + 0.25})
+    for rank in range(Layout.parse(layout).world_size):
+        (found,) = diagnose(*world(layout, {rank: slow}), 1.3)
+        assert (found.ranks, found.cause) == ((rank,), cause)
+        assert found.share == pytest.approx(0.25)
+        assert f"rank {rank} is slow: its {cause}" in str(found)
+
+
+def test_equal_ranks_and_small_differences_are_not_named() -> None:
+    assert diagnose(*world("dp4", {}), 1.3) == []
+    assert diagnose(*world("dp4", {1: dataclasses.replace(USUAL, compute=0.6)}), 1.3) == []
+    # Five times as long, and a hundredth of the step: nobody would feel it.
+    assert diagnose(*world("dp4", {1: dataclasses.replace(USUAL, input=0.02)}), 1.3) == []
+
+
+def test_stages_of_a_pipeline_are_not_compared_with_each_other() -> None:
+    heavy = dataclasses.replace(USUAL, compute=0.9)
+    ranks, layout = world("dp2.pp2:microbatches=2", {})
+    ranks = [heavy if layout.coordinate(r)["pp"] else USUAL for r in range(4)]
+    assert diagnose(ranks, layout, 1.3) == []
+
+
+def test_a_slow_link_is_told_from_a_rank_that_comes_late() -> None:
+    """Of dp2.tp2 the groups of dp are (0, 2) and (1, 3). A link is slow for all of its group; where
+    one rank is late, the others wait and it does not."""
+    slow = dataclasses.replace(USUAL, links={**USUAL.links, "dp": [0.2, 0.2]})
+    (found,) = diagnose(*world("dp2.tp2", {1: slow, 3: slow}), 1.3)
+    assert (found.ranks, found.cause) == ((1, 3), "link")
+    assert found.share == pytest.approx(0.3)
+    assert diagnose(*world("dp2.tp2", {1: slow}), 1.3) == []  # it waits for rank 3
+
+
+def test_compute_is_what_is_not_inside_a_collective() -> None:
+    def event(lane: str, start: float, end: float, axis: str | None = None) -> SimpleNamespace:
+        return SimpleNamespace(lane=lane, start=start, end=end, axis=axis)
+
+    found = sample(
+        [
+            event("compute", 0.0, 1.0), event("communication", 0.2, 0.5, "tp"),
+            event("communication", 0.9, 1.4, "dp"), event("compute", 1.6, 1.7),
+        ],
+        2.0, 0.1,
+    )  # fmt: skip
+    # 0.7 of the first span, a gap of 0.2 in which nothing was waited for, and the last span.
+    assert found.compute == pytest.approx(1.0)
+    assert found.links == {"tp": [pytest.approx(0.3)], "dp": [pytest.approx(0.5)]}
