@@ -251,8 +251,17 @@ def summary(trained: tuple[TypeRow, ...], served: tuple[TypeRow, ...]) -> str:
         if row.kind.endswith(SWITCHED):
             continue
         one = found.setdefault(row.kind, {"trains": [], "why": ""})
-        one["serves"] = [c.layout.rstrip("12") for c in row.cells if c.outcome == "equal"]
-        one["why_served"] = next((c.reason for c in row.cells if c.outcome != "equal"), "")
+        axes = {"dp1": "dp", "tp2": "tp", "pp2": "pp", "dp2.ep2": "ep"}
+        equal = {c.layout for c in row.cells if c.outcome == "equal"}
+        one["serves"] = [axis for layout, axis in axes.items() if layout in equal]
+        one["why_served"] = next(
+            (
+                c.reason
+                for c in row.cells
+                if c.outcome != "equal" and "has no experts" not in c.reason
+            ),
+            "",
+        )
     lines = [f"{json.dumps(kind)}: {json.dumps(found[kind])}" for kind in sorted(found)]
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
