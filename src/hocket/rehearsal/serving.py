@@ -197,7 +197,8 @@ class ServingRehearsal:
             "steps": steps,
             "attention": runner.attention_json(),
             "graphs": {
-                "sizes": graphs.sizes if graphs.captured else [], "reason": capture.reason,
+                "sizes": graphs.sizes if graphs.captured else [],
+                "reason": capture.reason or graphs.reason,
                 "launches": capture.kernels,
                 "collectives": capture.collectives,
             },
