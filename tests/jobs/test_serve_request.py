@@ -62,6 +62,14 @@ def test_sizes_are_settled(where: Path) -> None:
     assert server(where, device="cpu", num_blocks=2).options.max_model_len == 32
 
 
+def test_a_layout_far_above_what_works_names_the_nearest_that_does(where: Path) -> None:
+    with pytest.raises(LayoutError, match="do not divide over tp 64") as caught:
+        server(where, device="cpu", layout="tp64")
+    assert caught.value.hint
+    layout = caught.value.hint.split(" or ")[0].removeprefix("--layout ")
+    assert server(where, device="cpu", layout=layout).layout.world_size > 1
+
+
 @pytest.mark.parametrize(
     ("options", "kind", "words"),
     [

@@ -187,7 +187,8 @@ def nearest(
     """The legal layouts most like `layout`, the nearest first.
 
     If only options such as the cut must change, the one layout with the same axes. Otherwise
-    those whose degrees differ least, of half to twice as many ranks.
+    those whose degrees differ least, of half to twice as many ranks; where none of them is legal,
+    those of the most ranks below.
     """
     world = min(layout.world_size, LARGEST_WORLD)
     if layout.data_parallel == "threads":
@@ -196,12 +197,18 @@ def nearest(
         sizes = range(world_size, world_size + 1)
     else:
         sizes = range(max(1, world // 2), min(2 * world, LARGEST_WORLD) + 1)
-    found = [
-        candidate
-        for size in sizes
-        for candidate in _candidates(model, layout, workload, size)
-        if next(_problems(model, candidate, workload, world_size), None) is None
-    ]
+
+    def legal(size: int) -> list[Layout]:
+        return [
+            candidate
+            for candidate in _candidates(model, layout, workload, size)
+            if next(_problems(model, candidate, workload, world_size), None) is None
+        ]
+
+    found = [candidate for size in sizes for candidate in legal(size)]
+    if world_size is None:
+        fewer = (legal(size) for size in range(sizes[0] - 1, 0, -1))
+        found = found or next(filter(None, fewer), [])
     found.sort(key=lambda other: _distance(layout, other))
     if found and found[0].axes_text() == layout.axes_text():
         return found[:1]
