@@ -124,6 +124,42 @@ def test_layouts_complete_and_communicate_as_in_theory(
 
 
 @pytest.mark.parametrize(
+    ("layout", "more"),
+    [
+        ("cp2", {"context_parallel": "ring"}),
+        ("cp2", {"context_parallel": "ulysses"}),
+        ("cp3", {"context_parallel": "ring", "seq_len": 96}),
+        ("cp4", {}),
+        ("pp2.cp2.tp2:microbatches=2", {}),
+    ],
+)
+def test_context_parallel_layouts_complete_and_read_nothing(
+    workers: RehearsalWorkers, layout: str, more: dict[str, Any]
+) -> None:
+    """Of an odd ring two neighbours send first; it completes all the same."""
+    found = rehearse(of(layout, **more), workers=workers)
+    assert found.report.ends
+    assert all(row["equal"] for row in found.report.collectives), found.report.collectives
+    assert found.report.host_reads == []
+
+
+@pytest.mark.parametrize("layout", ["dp2.ep2", "dp2.tp2.ep4.etp1", "dp2.pp2.ep2:microbatches=2"])
+def test_expert_parallel_layouts_complete_and_read_once_a_layer(
+    workers: RehearsalWorkers, layout: str
+) -> None:
+    """All-to-alls of uneven sizes take them from the host: one read for each forward of a layer."""
+    found = rehearse(of(layout, model="tiny-mixtral"), workers=workers)
+    assert found.report.ends
+    assert all(row["equal"] for row in found.report.collectives), found.report.collectives
+    job = found.job.spec
+    reads = [read for executed in found.executed.values() for read in executed.host_reads]
+    assert all("expert_parallel/dispatch.py" in read["where"] for read in reads), reads
+    # One rank of each stage is executed, and stages need not have equally many layers.
+    forwards = job.config["num_hidden_layers"] * (job.layout.microbatches or 1)
+    assert sum(read["count"] for read in reads) == forwards
+
+
+@pytest.mark.parametrize(
     "more", [{"dtype": "fp32"}, {"gpu": "A100-80"}, {"gpu": "A100-80", "layout": "dp2:zero=3"}]
 )
 def test_experts_read_nothing_whatever_the_dtype_and_gpu(
