@@ -357,7 +357,7 @@ def main() -> None:
         left = transfer(
             found,
             fitted,
-            "each publisher and engine priced by the others' fit",
+            "each publisher and engine predicted by the others' fit",
             publisher,
         )
     if options.halves:
