@@ -1,7 +1,8 @@
-"""Rotation: of many similar cases a part, chosen by the hash of the commit.
+"""Rotation: of many similar cases a part, chosen by the commit and the module of the tests.
 
-One commit always runs the same part, and successive commits run different ones. The part is printed
-at the end of a run; `HOCKET_TESTS=N` replays part N, `HOCKET_TESTS=all` runs every case.
+One commit always runs the same part, and successive commits run different ones, in each module its
+own. The commit's number is printed at the end of a run; `HOCKET_TESTS=N` replays that of N, and
+`HOCKET_TESTS=all` runs every case.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import functools
 import os
 import subprocess
+import sys
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -33,7 +36,8 @@ def seed() -> int:
 
 
 def part(cases: Sequence[Case], share: int) -> list[Case]:
-    """Every `share`-th case, from a first one that `seed` chooses."""
+    """Every `share`-th case, from a first one that `seed` and the calling module choose."""
     if os.environ.get("HOCKET_TESTS") == "all":
         return list(cases)
-    return list(cases[seed() % share :: share])
+    caller = sys._getframe(1).f_globals["__name__"].rpartition(".")[2]
+    return list(cases[zlib.crc32(f"{seed()} {caller}".encode()) % share :: share])
