@@ -296,11 +296,19 @@ def _found_within(cluster: Cluster, disturb: Callable[[], None], texts: list[str
 
 
 def a_frozen_rank_is_found(cluster: Cluster) -> None:
+    frozen: list[int] = []
+
     def freeze() -> None:
-        for pid in ranks_of(cluster.hosts[1]):
+        frozen.extend(ranks_of(cluster.hosts[1]))
+        for pid in frozen:
             os.kill(pid, signal.SIGSTOP)
 
-    _found_within(cluster, freeze, ["rank 0 ends: rank 1 has given no sign of life"])
+    try:
+        _found_within(cluster, freeze, ["rank 0 ends: rank 1 has given no sign of life"])
+    finally:
+        for pid in frozen:  # nothing but SIGKILL ends what is stopped
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def a_cut_link_is_found_on_both_sides(cluster: Cluster) -> None:
