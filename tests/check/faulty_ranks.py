@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hocket.ranks import matrix as matrix_rank
-from hocket.ranks.matrix import widen  # noqa: F401  the entry of references in fp64
+from hocket.ranks.matrix import try_parts, widen  # noqa: F401  entries without faults
 from hocket.training import check
 
 

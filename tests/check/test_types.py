@@ -76,6 +76,17 @@ def test_whole_sequences_are_masked_and_what_no_module_reads_is_gathered() -> No
 
 
 @pytest.mark.usefixtures("warm")
+def test_a_layout_of_any_size_is_tried_on_two_ranks_first() -> None:
+    """As `hocket train` does: with a router's loss, sequence shards of four ranks are rejected for
+    the reason that two give, not started; without it they are equal."""
+    layout = "dp2.tp2.ep2:sequence_parallel=true"
+    found = {row.kind: row.cells[0] for row in matrix(["mixtral", "mixtral+"], [layout]).rows}
+    assert found["mixtral"].outcome == "equal"
+    assert found["mixtral+"].outcome == "refused"
+    assert "auxiliary loss" in found["mixtral+"].reason
+
+
+@pytest.mark.usefixtures("warm")
 def test_layers_that_run_without_gradients_are_whole_when_backward_reads_them() -> None:
     """HRM runs its early cycles so, and the same layers with gradients later; Reformer runs all of
     its layers so, and computes their backward itself."""

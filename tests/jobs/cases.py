@@ -289,3 +289,41 @@ def rejected(context: Any) -> dict[str, str]:
         except hocket.HocketError as error:
             found[name] = f"{error.message} | {error.hint}"
     return found
+
+
+def padded(context: Any, cases: list[tuple[str, str]]) -> list[Any]:
+    """Loss and norm of the gradient of left-padded rows, compared with plain transformers; the
+    message where a layout is rejected."""
+    import torch
+
+    import hocket
+    from hocket.models.proxy import proxy_of
+    from hocket.models.samples import sample
+    from hocket.models.skeleton import config_of
+    from hocket.spec.errors import HocketError
+
+    found: list[Any] = []
+    for kind, text in cases:
+        plain = proxy_of(config_of(sample(kind), dropout=0.0)).build(attention="sdpa").train()
+        ids = torch.randint(3, 60, (4, 16), generator=torch.Generator().manual_seed(1))
+        mask = torch.ones_like(ids)
+        for row, padding in enumerate((5, 0, 3, 0)):
+            mask[row, :padding] = 0
+            ids[row, :padding] = plain.config.pad_token_id or 0
+        batch = {
+            "input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100),
+        }  # fmt: skip
+        loss = plain(**batch).loss
+        loss.backward()
+        grads = [p.grad for p in plain.parameters() if p.grad is not None]
+        norm = float(torch.nn.utils.get_total_norm(grads))
+        plain.zero_grad()
+        try:
+            parallel = hocket.parallelize(plain, text, schedule="gpipe", microbatches=1)
+        except HocketError as error:
+            found.append(str(error))
+            continue
+        total = float(parallel.forward_backward([batch])) / loss.item()
+        length = float(parallel.clip_grad_norm(0)) / norm
+        found.append([abs(total - 1), abs(length - 1)])
+    return found

@@ -110,3 +110,35 @@ def test_a_loss_of_the_callers_sees_whole_logits_and_counts_its_own_tokens(ranks
             assert row["norm"] < 1e-5, (layout, row)
             assert row["gradient"] < 1e-5, (layout, row)
             assert row["tokens"], (layout, row)
+
+
+PADDED = [
+    (kind, layout)
+    for kind in ("opt", "gpt2", "llama", "bloom", "roberta")
+    for layout in ("tp2", "tp2:sequence_parallel=true", "pp2", "cp2")
+]
+REJECTED = {
+    ("bloom", "cp2"): "computes attention in code of its own",
+    ("roberta", "tp2:sequence_parallel=true"): "counts positions from token ids",
+    ("roberta", "cp2"): "counts positions from token ids",
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(300)
+def test_left_padded_rows_are_numbered_as_their_model_numbers_them(ranks) -> None:
+    """OPT counts positions from the attention mask, RoBERTa from token ids, others by column."""
+    found = ranks.run("tests.jobs.cases:padded", world_size=2, cases=PADDED)[0]
+    for case, row in zip(PADDED, found, strict=True):
+        if case in REJECTED:
+            assert isinstance(row, str), case
+            assert REJECTED[case] in row, (case, row)
+        else:
+            assert not isinstance(row, str), (case, row)
+            assert max(row) < 1e-5, (case, row)
+
+
+@pytest.mark.ranks
+def test_experts_are_placed_without_any_other_split(ranks) -> None:
+    found = ranks.run("tests.jobs.cases:padded", world_size=2, cases=[("mixtral", "dp2.ep2")])[0]
+    assert max(found[0]) < 1e-5, found

@@ -1,6 +1,7 @@
 """The matrix: a tiny model of every type of the installed transformers, at every layout.
 
-    batch of types   small, tried, and run by one process      two ranks, each by itself
+    batch of types   small, and run by one process             two ranks, each by itself
+                     its proxy models, as `hocket train` does  one world of two ranks
                      its cases, by size of their world         one world a size, one mesh a shape
 
 A case that kills or hangs its world is said to have crashed, and the cases after it go on in the
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from hocket.spec.errors import HocketError, OptionError, RankFailure, unknown
 from hocket.spec.layout import Layout
 from hocket.spec.matrix import CRASHED, EQUAL, LAYOUTS, REFUSED, SWITCHED, Cell, Matrix, TypeRow
+from hocket.spec.proxy_verdict import parts_of
 
 if TYPE_CHECKING:
     from hocket.launch import Launcher
@@ -56,9 +58,8 @@ class _Type:
     note: str = ""
     inferred: bool = False
     parameters: int = 0
-    stages: str = ""
-    tensor: str | None = None
-    slices: str | None = None
+    verdict: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Part of a `ProxyVerdict` to why layouts that need it are rejected; empty: they are not."""
     failure: Cell | None = None
     cells: dict[str, Cell] = dataclasses.field(default_factory=dict)
 
@@ -158,6 +159,7 @@ class _Batch:
         modules = [registry.modeling_module(kind.removesuffix(SWITCHED)) for kind in kinds]
         self.launcher.preload([name for name in modules if name is not None])
         self._prepare()
+        self._try()
         for size in sorted({layout.world_size for layout in self.layouts.values()}):
             say(f"{where}: {size} ranks")
             self._compare(size, self._cases(size))
@@ -236,8 +238,32 @@ class _Batch:
                 one.failure = _cell(outcome, event[outcome])
                 return
         one.config, one.parameters = event["config"], event["parameters"]
-        one.stages, one.tensor, one.slices = event["stages"], event["tensor"], event["slices"]
+        one.verdict = event["verdict"]
         one.switches, one.note, one.inferred = event["switches"], event["note"], event["inferred"]
+
+    def _try(self) -> None:
+        """Every part of a verdict that these layouts need: what `hocket train` tries first."""
+        waiting = [
+            (one.kind, part)
+            for one in self.types.values()
+            if one.failure is None
+            for part in sorted({p for layout in self.layouts.values() for p in parts_of(layout)})
+            if part not in one.verdict
+        ]
+
+        def listen(event: Event) -> None:
+            if event["event"] == "tried":
+                kind, part = waiting.pop(0)
+                self.types[kind].verdict[part] = event["reason"]
+
+        while waiting:
+            rows = [[k, self.types[k].config, part] for k, part in waiting]
+            error = self._world("try_parts", 2, {"trials": rows}, listen)
+            if error is None:
+                assert not waiting, waiting
+                break
+            kind, part = waiting.pop(0)
+            self.types[kind].verdict[part] = f"its proxy model ends its ranks: {_short(error)}"
 
     # --- layouts -------------------------------------------------------------------------------
 
@@ -274,8 +300,6 @@ class _Batch:
         def listen(event: Event) -> None:
             if event["event"] == "begin":
                 begun[event["rank"]] = event["what"]
-            elif event["event"] == "tensors":
-                self._cannot_split(event, waiting)
             elif event["event"] == "raised":
                 raised.append(event)
             elif event["event"] == "case":
@@ -295,7 +319,6 @@ class _Batch:
                     [number, kind, self.types[kind].config, text]
                     for number, (kind, text) in waiting.items()
                 ],
-                "trials": list(self.types) if size == 2 and dtype == "fp32" else [],
             }
             error = self._world("compare", size, payload, listen)
             if error is None:
@@ -334,28 +357,10 @@ class _Batch:
         except HocketError as error:
             one.cells[text] = _cell(REFUSED, error.message, text)
             return True
-        if layout.num_stages > 1 and one.stages:
-            one.cells[text] = _cell(REFUSED, one.stages, text)
-        elif layout.tp > 1 and one.tensor:
-            one.cells[text] = _cell(REFUSED, one.tensor, text)
-        elif layout.tp > 1 and layout.sequence_parallel and one.slices:
-            one.cells[text] = _cell(REFUSED, one.slices, text)
+        for part in parts_of(layout):
+            if text not in one.cells and one.verdict[part]:
+                one.cells[text] = _cell(REFUSED, one.verdict[part], text)
         return text in one.cells
-
-    def _cannot_split(self, event: Event, waiting: dict[int, tuple[str, str]]) -> None:
-        """Refuse what a trial showed to be impossible, and whatever is like it."""
-        one, reason, slices = self.types[event["kind"]], event["reason"] or None, event["slices"]
-        if slices:
-            one.slices = reason
-        else:
-            one.tensor = reason
-        if reason is None:
-            return
-        for number, (other, text) in list(waiting.items()):
-            layout = self.layouts[text]
-            if other == one.kind and layout.tp > 1 and layout.sequence_parallel >= slices:
-                del waiting[number]
-                one.cells[text] = _cell(REFUSED, reason, text)
 
     def _world(
         self, entry: str, size: int, payload: Event, listen: Callable[[Event], None]

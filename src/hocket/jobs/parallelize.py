@@ -90,7 +90,8 @@ def parallelize(
 
         verdict = require_equal(module, layout, loss=loss_fn is None)
         shifts = verdict.shifts is not False
-        if layout.tp * layout.num_stages > 1 or layout.zero == 3 or layout.recompute != "none":
+        degrees = layout.tp * layout.cp * layout.num_stages * layout.ep
+        if degrees > 1 or layout.zero == 3 or layout.recompute != "none":
             plan = plan_for(module, sequence=layout.sequence_parallel)
         else:
             plan = ParallelPlan(router=router_loss(module))

@@ -193,7 +193,7 @@ def split_sequences(model: nn.Module) -> None:
     """
     _install()
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
-    why = why_not(model) or _numbers_tokens(model)
+    why = why_not(model) or _numbers_tokens(model) or _counts_tokens(model)
     if why:
         raise ModelError(f"{type(model).__name__} cannot be split over cp: {why}", hint="cp1")
     model.config._attn_implementation = CONTEXT  # type: ignore[union-attr]
@@ -233,3 +233,11 @@ def _numbers_tokens(model: nn.Module) -> str:
     if any("position_ids" in inspect.signature(call).parameters for call in calls):
         return ""
     return "it takes no position_ids, and would number the tokens of each rank from 0"
+
+
+def _counts_tokens(model: nn.Module) -> str:
+    """Why positions of a model cannot be those of columns; empty: they are."""
+    for name, module in model.named_modules():
+        if hasattr(module, "create_position_ids_from_input_ids"):
+            return f"{name} counts positions from token ids, of which padding has none"
+    return ""

@@ -2,6 +2,7 @@
 
     prepare   each rank by itself: its share of the types made small, tried in stages, and run by
               one process for reference
+    try_parts the proxy check of `hocket train`, on two ranks: tensors, slices, context
     widen     the same reference in fp64
     compare   the world of one size: case by case, a layout's steps beside the reference
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
     from hocket.launch import RankContext
     from hocket.runtime.mesh import Mesh
+    from hocket.spec.plan import ParallelPlan
 
 WORKLOAD = Workload(seq_len=16, global_batch=8)
 STEPS = 3
@@ -84,9 +86,9 @@ def prepare(context: RankContext, payload: dict[str, Any]) -> None:
     Payload: `folder`, and `types`: for each [name, configuration as its source gave it, switches].
     Of the switches as many are set as the class can be built with together. Rank r takes every
     world-size-th type. Emits `{"event": "type", "kind", ...}` for each, with `refused` or `crashed`
-    (why there is no model to compare with), else its `config`, `parameters`, `switches`, and why it
-    cannot be cut (`stages`), split (`tensor`; None: it can) or run with sequence parallelism
-    (`slices`; the same).
+    (why there is no model to compare with), else its `config`, `parameters`, `switches`, and as
+    `verdict` the parts of a `ProxyVerdict` that are known: whether it can be cut, and what its plan
+    rejects.
     """
     for kind, config, switches in payload["types"][context.rank :: context.world_size]:
         context.emit({"event": "begin", "what": kind})
@@ -126,13 +128,42 @@ def _prepare(
     return {
         "config": config,
         "parameters": sum(p.numel() for p in model.parameters()),
-        "stages": reason,
-        "tensor": None if plan.tensor is not None else plan.reasons["tensor"],
-        "slices": None if plan.sequence is not None else plan.reasons["sequence"],
+        "verdict": {"stages": reason, **_rejected(plan)},
         "inferred": plan.inferred,
         "switches": ", ".join(f"{name}={value}" for name, value in taken.items()),
         "note": plan.reasons.get("tensor", "") if plan.tensor is not None else "",
     }
+
+
+def _rejected(plan: ParallelPlan) -> dict[str, str]:
+    """Parts that a plan rejects, which no ranks need to try."""
+    if plan.tensor is None:
+        return dict.fromkeys(("tensors", "slices"), plan.reasons["tensor"])
+    return {} if plan.sequence is not None else {"slices": plan.reasons["sequence"]}
+
+
+def try_parts(context: RankContext, payload: dict[str, Any]) -> None:
+    """Try proxy models on two ranks.
+
+    Payload: `trials`: for each [type, configuration, part]. Rank 0 emits
+    `{"event": "tried", "reason"}` for each, in their order.
+    """
+    from hocket.models.skeleton import config_of
+    from hocket.ranks.proxy.context import try_context
+    from hocket.ranks.proxy.trial import try_tensors
+
+    context.init_process_group("gloo")
+    ranks = {"index": context.rank, "degree": context.world_size}
+    for kind, values, part in payload["trials"]:
+        context.emit({"event": "begin", "what": kind})
+        config = config_of(values, dropout=0.0)
+        if part == "context":
+            reason = try_context(config, "sdpa", **ranks)
+        else:
+            reason, _ = try_tensors(config, "sdpa", slices=part == "slices", **ranks)
+        if context.rank == 0:
+            context.emit({"event": "tried", "reason": reason})
+        gc.collect()
 
 
 def widen(context: RankContext, payload: dict[str, Any]) -> None:
@@ -178,19 +209,14 @@ def tidy(folder: Path, kinds: list[str]) -> None:
 def compare(context: RankContext, payload: dict[str, Any]) -> None:
     """Run cases one after the other in this world.
 
-    Payload: `folder`, `dtype`, `cases`: for each [number, type, configuration,
-    layout], and `trials`: types whose tensors are to be tried first, in a world of two. Rank 0
+    Payload: `folder`, `dtype`, and `cases`: for each [number, type, configuration, layout]. Rank 0
     emits `{"event": "case", "case", "outcome", "reason", "ratio", "seconds", "tipped"}` for each
-    (tipped: it is different, and may be equal in fp64), and `{"event": "tensors", "kind",
-    "slices", "reason"}`; a rank that raises emits `{"event": "raised", "case", "refused",
-    "reason"}` first.
+    (tipped: it is different, and may be equal in fp64); a rank that raises emits
+    `{"event": "raised", "case", "refused", "reason"}` first.
     """
-    from hocket.models.skeleton import config_of
-    from hocket.ranks.proxy.trial import try_tensors
     from hocket.training.build import join_world
 
     meshes: dict[str, Mesh] = {}
-    tried: dict[tuple[str, bool], str] = {}
     for number, kind, config, text in payload["cases"]:
         context.emit({"event": "begin", "what": number})
         begun = time.perf_counter()
@@ -198,17 +224,6 @@ def compare(context: RankContext, payload: dict[str, Any]) -> None:
         spec = spec_of(kind, config, layout, Path(payload["folder"]) / kind, payload["dtype"])
         if not meshes:
             meshes[_shape(layout)] = join_world(spec, context)
-        trial = kind, layout.sequence_parallel
-        if layout.tp > 1 and kind in payload["trials"] and trial not in tried:
-            tried[trial], _ = try_tensors(
-                config_of(config, dropout=0.0), "sdpa",
-                index=context.rank, degree=layout.tp, slices=layout.sequence_parallel,
-            )  # fmt: skip
-            if context.rank == 0:
-                told = {"kind": kind, "slices": trial[1], "reason": tried[trial]}
-                context.emit({"event": "tensors", **told})
-        if layout.tp > 1 and (tried.get((kind, False)) or tried.get(trial)):
-            continue
         try:
             found = _compare(context, spec, meshes, Path(payload["folder"]) / kind)
         except Exception as error:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hocket.runtime.clip import GradientNorm
 from hocket.runtime.collectives import all_reduce
-from hocket.runtime.context_parallel import parts_of
+from hocket.runtime.context_parallel import parts_of, with_positions
 from hocket.runtime.data_parallel import (
     Buckets,
     Fill,
@@ -399,7 +399,8 @@ class Parallel:
     def _parts(self, microbatches: Sequence[Microbatch]) -> Sequence[Microbatch]:
         """What of the microbatches this rank computes: its tokens of every sequence (cp)."""
         shifted = self.labels_shifted is not False
-        return parts_of(microbatches, self.mesh.axis("cp"), labels_shifted=shifted)
+        given = with_positions(microbatches) if self.plan.mask_positions else microbatches
+        return parts_of(given, self.mesh.axis("cp"), labels_shifted=shifted)
 
     def _num_labels(self, microbatches: Sequence[Microbatch]) -> Tensor:
         if any("labels" not in microbatch for microbatch in microbatches):

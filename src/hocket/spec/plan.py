@@ -342,6 +342,8 @@ class ParallelPlan:
     stages: StagePlan | None = None
     sequence: SequencePlan | None = None
     """Not looked for unless it is asked for: then None says that it is not possible."""
+    mask_positions: bool = False
+    """Whether the model numbers the tokens of padded rows from its attention mask (OPT)."""
     hidden_size: int | None = None
     ties: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Tied parameter to the parameter that owns the values: `lm_head.weight` to the embedding."""

@@ -9,6 +9,7 @@ from torch import nn
 from hocket.models.failure import place
 from hocket.models.plans.experts import expert_plan
 from hocket.models.plans.families import FAMILIES
+from hocket.models.plans.positions import counts_from_mask
 from hocket.models.plans.router import router_loss
 from hocket.models.plans.sequence import sequence_plan
 from hocket.models.plans.stages import stage_plan
@@ -49,6 +50,11 @@ def plan_for(model: nn.Module, *, sequence: bool = False) -> ParallelPlan:
     experts, why = expert_plan(model, tensor)
     if why:
         reasons["experts"] = why
+    from_mask = False
+    try:
+        from_mask = proxy is not None and counts_from_mask(proxy)
+    except Exception:  # a proxy model that does not run has reasons of its own
+        from_mask = False
     slices = None
     if sequence:
         try:
@@ -63,6 +69,7 @@ def plan_for(model: nn.Module, *, sequence: bool = False) -> ParallelPlan:
         inferred=tensor is not None and not known,
         stages=stages,
         sequence=slices,
+        mask_positions=from_mask,
         hidden_size=int(config.get_text_config().hidden_size),
         ties=dict(ties),
         router=router_loss(model),

@@ -1,7 +1,13 @@
 """Context parallelism: sequences split over ranks, and attention that sees all of them."""
 
 from hocket.runtime.context_parallel.apply import ContextParallel, apply_context_parallel
-from hocket.runtime.context_parallel.split import part_of, parts_of, running, whole_rows
+from hocket.runtime.context_parallel.split import (
+    part_of,
+    parts_of,
+    running,
+    whole_rows,
+    with_positions,
+)
 
 __all__ = [
     "ContextParallel",
@@ -10,4 +16,5 @@ __all__ = [
     "parts_of",
     "running",
     "whole_rows",
+    "with_positions",
 ]

@@ -94,6 +94,20 @@ def part_of(microbatch: Microbatch, axis: Axis, *, labels_shifted: bool) -> Sequ
     return found
 
 
+def with_positions(microbatches: Sequence[Microbatch]) -> Sequence[Microbatch]:
+    """Microbatches of a model that numbers tokens from its attention mask: with the `position_ids`
+    that it would find in whole rows, -1 for padding, where there is a mask and none are given."""
+    found: list[Microbatch] = []
+    for given in microbatches:
+        mask = given.get("attention_mask")
+        if mask is None or mask.ndim != 2 or "position_ids" in given:
+            found.append(given)
+        else:
+            counted = mask.long()
+            found.append({**given, "position_ids": counted.cumsum(1) * counted - 1})
+    return found
+
+
 def parts_of(
     microbatches: Sequence[Microbatch], axis: Axis, *, labels_shifted: bool
 ) -> Sequence[Microbatch]:
