@@ -162,6 +162,7 @@ def test_formats() -> None:
     assert format_bytes(999_600) == "1e+03 KB" or format_bytes(999_600) == "1000 KB"
     assert format_seconds(0.0123) == "12.3 ms"
     assert format_seconds(75) == "1m15s"
+    assert format_seconds(float("inf")) == "inf s"
     assert format_seconds(0.9996e-3) == "1 ms"
     assert format_seconds(0.9991e-3) == "999 us"
     assert format_seconds(0.9998) == "1 s"

@@ -228,11 +228,11 @@ def under_load(
         return (), (), 0.0
     table = RoundTable(prices, chunk=sizes.batch_tokens, longest=service.tokens, most=slots)
     most = max((rate for _, rate in steady(table, service, slots)), default=0.0)
-    if most <= 0:
+    residence = _alone(table, service)
+    if not (most > 0 and math.isfinite(most * residence)):
         return (), (), 0.0
 
     def play(rate: float) -> ServiceLoad:
-        residence = _alone(table, service)
         full = min(500, math.ceil(2 * rate * residence)) + 10
         found = simulate_requests(
             table,

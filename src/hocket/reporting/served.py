@@ -355,6 +355,8 @@ def _between(points: Sequence[tuple[float, float]], x: float) -> float | None:
         return ordered[0][1]
     at = min(max(bisect.bisect([p for p, _ in ordered], x) - 1, 0), len(ordered) - 2)
     (low, a), (high, b) = ordered[at], ordered[at + 1]
+    if not high > low:  # two points of one place, in a file that somebody changed
+        return a
     found = a + (b - a) * (x - low) / (high - low)
     return found if found > 0 and math.isfinite(found) else a
 

@@ -168,6 +168,10 @@ class Percentiles:
         return Percentiles(self.p50 + seconds, self.p90 + seconds, self.p99 + seconds)
 
 
+_ATTENTION = ("kernel", "layers", "num_heads", "num_kv_heads", "key_size", "dtype", "block_size")
+"""What each row of `ReplicaMeasured.attention` holds."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReplicaMeasured:
     """One replica. `starts`: of its ranks; `requests`: that were sent to it.
@@ -252,6 +256,9 @@ class ServingMeasured:
                 )
                 for one in found.replicas
             )
+            for row in (row for one in replicas for row in one.attention):
+                for name in _ATTENTION:
+                    row[name]
         except (*MALFORMED, OptionError) as error:
             raise RunFolderError(f"measured.json cannot be read: {error}") from None
         return dataclasses.replace(found, replicas=replicas)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from hocket.spec.errors import OptionError
@@ -59,7 +60,9 @@ def _rate(text: str, units: dict[str, float], what: str, example: str) -> float:
 
 
 def format_seconds(seconds: float) -> str:
-    """0.0123 -> `12.3 ms`; 75 -> `1m15s`."""
+    """0.0123 -> `12.3 ms`; 75 -> `1m15s`; infinity and no number as they are called."""
+    if not math.isfinite(seconds):
+        return f"{seconds:g} s"
     if seconds < 999.5e-6:  # what rounds to 1000 is one of the next unit
         return f"{seconds * 1e6:.3g} us"
     if seconds < 0.9995:
