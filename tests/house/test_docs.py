@@ -127,7 +127,7 @@ def served(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
             threading.Thread(target=visit, args=(event["address"],)).start()
 
     with monkeypatch.context() as patch:
-        patch.setattr(serve, "_lines", hear)
+        patch.setattr(serve, "Lines", lambda: hear)
         assert main(words) == 0, shlex.join(words)
     assert codes == [200]
 
@@ -176,7 +176,8 @@ def test_commands_run_in_their_order(
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         request.getfixturevalue("stack").enter_context(hub(*repos_of_the_page(tmp_path)))
     monkeypatch.chdir(tmp_path)
-    shutil.copy(ROOT / "CHANGELOG.md", tmp_path)
+    for name in ("CHANGELOG.md", "README.md"):
+        shutil.copy(ROOT / name, tmp_path)
     for number, code in enumerate(blocks(page, "toml")):
         (tmp_path / f"{'run' if number == 0 else number}.toml").write_text(code)
     for code in blocks(page, "jinja"):

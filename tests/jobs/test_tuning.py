@@ -179,7 +179,7 @@ def test_an_adapter_is_what_pefts_own_training_makes(
         ({"packing": "document"}, OptionError, "unknown packing", "documents"),
         ({"data_format": "completion"}, HocketError, "no field 'prompt'", "text"),
         ({"model": "tiny-llama"}, OptionError, "no chat template", "--chat-template-file"),
-        ({"chat_template_file": "none.jinja"}, OptionError, "cannot be read", ""),
+        ({"chat_template_file": "none.jinja"}, OptionError, "there is no such file", "chatml"),
     ],
 )
 def test_what_cannot_be_is_refused_and_leaves_no_run(

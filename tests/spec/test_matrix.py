@@ -31,7 +31,9 @@ def test_every_axis_alone_in_pairs_and_together_with_and_without_zero() -> None:
     sharded = {frozenset(axes_of(Layout.parse(t)) - more) for t in LAYOUTS if "zero" in t}
     sliced = {frozenset(axes_of(Layout.parse(t)) - more) for t in LAYOUTS if "sequence" in t}
     sets = [{"dp"}, {"pp"}, {"tp"}, {"dp", "pp"}, {"dp", "tp"}, {"pp", "tp"}, {"dp", "pp", "tp"}]
-    assert plain == {frozenset(axes) for axes in sets}
+    contexts = [{"cp"}, {"pp", "cp", "tp"}]
+    experts = [{"dp", "ep"}, {"dp", "tp", "ep"}, {"dp", "pp", "ep"}]
+    assert plain == {frozenset(axes) for axes in (*sets, *contexts, *experts)}
     assert sharded == {frozenset(axes) for axes in sets if "dp" in axes}
     assert sliced == {frozenset({"tp"}), frozenset({"dp", "pp", "tp"})}
     assert {Layout.parse(t).zero for t in LAYOUTS} == {0, 1, 2, 3}

@@ -258,6 +258,8 @@ def stored(model: str, *, serve: bool = False) -> str:
 
     if model in models.names() or not (os.path.exists(model) or "/" in model):
         return ""
+    if _shipped(model) is not None and "quantization_config" not in _hub_config(model):
+        return ""  # the catalogue's own, which needs no torch to be known
     text = quantization.stored(model)
     if not text:
         return ""
@@ -268,8 +270,7 @@ def stored(model: str, *, serve: bool = False) -> str:
 def _shipped(model: str) -> str | None:
     """The name in the catalogue of the shape that a model has, None where it has none of them."""
     from hocket.catalogue import models, shapes
-    from hocket.models import fetched, repo_id
-    from hocket.spec.files import parse_json
+    from hocket.models import repo_id
 
     if model in shapes.names():
         return model
@@ -278,9 +279,23 @@ def _shipped(model: str) -> str | None:
     name = next(named, None)
     if repo is None or name is None:
         return None
-    config = parse_json((fetched.directory(repo, weights=False) / "config.json").read_text())
+    config = _hub_config(model)
     same = all(config.get(key, value) == value for key, value in models.config(name).items())
     return name if same else None
+
+
+def _hub_config(model: str) -> Mapping[str, Any]:
+    """The configuration of a model of the Hub, as it is there; of any other nothing."""
+    from hocket.models import fetched, repo_id
+    from hocket.spec.files import parse_json
+
+    repo = None if os.path.exists(model) else repo_id.parse(model)
+    if repo is None:
+        return {}
+    found: Mapping[str, Any] = parse_json(
+        (fetched.directory(repo, weights=False) / "config.json").read_text()
+    )
+    return found
 
 
 def _config(model: str) -> Mapping[str, Any]:
