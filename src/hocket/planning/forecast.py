@@ -154,7 +154,7 @@ def forecast(
     unsupported = [one.reason(layout) for one in absent(layout)]
     if problem.precision not in PRECISIONS:
         names = " or ".join(PRECISIONS)
-        unsupported.append(f"precision is {problem.precision}: this release predicts {names} alone")
+        unsupported.append(f"{problem.precision}: this version trains in {names}")
     return LayoutForecast(
         layout=layout,
         microbatch=int(at.microbatch[0]),

@@ -331,7 +331,7 @@ def _nothing_here(problem: Problem, pins: Pins | None, objective: str) -> list[s
     """What to do where layouts fit, but none that this hocket can run today."""
     if problem.precision not in PRECISIONS:
         names = " or ".join(PRECISIONS)
-        return [f"This version predicts {names}, not {problem.precision}; other software runs it:"]
+        return [f"This version trains in {names}, not {problem.precision}; other software runs it:"]
     asked = pins_text(pins)
     notes = ["No layout that this version runs fits" + (f" with {asked}." if asked else ".")]
     if pins:
