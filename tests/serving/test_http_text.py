@@ -16,6 +16,7 @@ import hocket
 from hocket.models.chat_template import ChatTemplates
 from hocket.serving.front.text import StopStrings, TextPieces
 from hocket.serving.front.words import TokenizerFace
+from hocket.serving.http.app import POST
 from hocket.serving.http.auth import Keys
 from hocket.serving.http.errors import ApiError
 from hocket.serving.http.settings import is_loopback
@@ -412,3 +413,35 @@ def test_metrics_are_on_their_own_port() -> None:
 def test_addresses_of_this_machine() -> None:
     assert all(map(is_loopback, ("localhost", "127.0.0.1", "127.8.8.8", "::1", "[::1]")))
     assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "example.org", "")))
+
+
+def test_the_openapi_document_describes_every_route() -> None:
+    with live() as server:
+        document = json.loads(server.get("/openapi.json")[2])
+        posts = {path for path, ways in document["paths"].items() if "post" in ways}
+        assert posts == set(POST)
+        names: list[str] = []
+
+        def walk(part: object) -> None:
+            """Every reference leads somewhere; every operation has a name of its own."""
+            if isinstance(part, dict):
+                if "$ref" in part:
+                    place: object = document
+                    for key in part["$ref"].removeprefix("#/").split("/"):
+                        assert isinstance(place, dict)
+                        place = place[key]
+                names.extend([part["operationId"]] if "operationId" in part else [])
+                for one in part.values():
+                    walk(one)
+            elif isinstance(part, list):
+                for one in part:
+                    walk(one)
+
+        walk(document)
+        assert len(names) == len(set(names)) == len(document["paths"])
+        for path, ways in document["paths"].items():
+            if "get" in ways:
+                assert server.get(path.replace("{name}", "fake"))[0] in (200, 404), path
+        chat = document["components"]["schemas"]["ChatFields"]["properties"]
+        assert {"messages", "temperature", "stream", "tools"} <= set(chat)
+        assert "security" not in document

@@ -45,6 +45,7 @@ def build_app(service: HttpService) -> ASGIApp:
         Route("/health", plain.health),
         Route("/ready", plain.ready),
         Route("/version", plain.version),
+        Route("/openapi.json", plain.openapi),
     ]
     return Gate(_starlette(routes), service.settings, service.metrics)
 

@@ -17,6 +17,7 @@ from hocket.serving.http.completions import is_id
 from hocket.serving.http.errors import ApiError, bad
 from hocket.serving.http.fields import TokenizeFields
 from hocket.serving.http.messages import read_messages, read_switches
+from hocket.serving.http.openapi import document
 from hocket.serving.http.service import HttpService
 from hocket.serving.http.tools import Tools
 from hocket.spec.errors import ModelError
@@ -56,6 +57,12 @@ class Plain:
         from hocket import __version__
 
         return json_response({"version": __version__})
+
+    async def openapi(self, request: Request) -> Response:
+        """The routes and their fields as an OpenAPI document."""
+        from hocket import __version__
+
+        return json_response(document(__version__, keys=self.service.settings.keys is not None))
 
     async def ready(self, request: Request) -> Response:
         """Whether a request would be answered."""
