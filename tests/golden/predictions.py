@@ -1,6 +1,7 @@
 """Golden predictions: a fixed grid of models, clusters and layouts, and what is predicted for each.
 
-    python -m tests.golden.predictions      writes training.json, serving.json, probed.json again
+    python -m tests.golden.predictions      writes training.json, serving.json, probed.json and
+                                            chosen.json again
 
 Every figure is kept with twelve significant digits: a refactoring changes none of them. The last
 bits, in which the vector instructions of two CPUs differ, do not count.
@@ -8,7 +9,9 @@ bits, in which the vector instructions of two CPUs differ, do not count.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 import json
 import random
 import tomllib
@@ -17,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from hocket.catalogue import hardware, shapes
-from hocket.planning import machine_forecast, machine_serving
-from hocket.planning.plan import plan_one
+from hocket.planning import machine_choice, machine_forecast, machine_serving
+from hocket.planning.links import axis_links
+from hocket.planning.plan import plan, plan_one
 from hocket.planning.problem import Problem
 from hocket.planning.service.forecast import ServiceForecast
-from hocket.planning.service.plan import answer_one
+from hocket.planning.service.plan import answer, answer_one
 from hocket.planning.service.problem import ServiceProblem
 from hocket.spec.errors import HocketError
 from hocket.spec.layout import Layout
@@ -43,6 +47,10 @@ PROBED = (
     "dp2:recompute=full", "dp4:zero=3,shard=2", "pp4", "tp4",
 )  # fmt: skip
 SERVED = ("dp1", "dp2", "tp2", "pp2", "tp4", "dp2.tp2", "pp2.tp2")
+SEARCHED = (
+    ("gpt2", "1x8xA100-40-SXM"), ("gpt2", "2x8xH100-SXM"), ("llama-3-8b", "1x8xA100-80-SXM"),
+    ("mixtral-8x7b", "1x8xH200-SXM"),
+)  # fmt: skip
 TINY = ("tiny-gemma3", "tiny-gpt2", "tiny-llama", "tiny-mixtral", "tiny-qwen3")
 
 
@@ -127,9 +135,7 @@ def _served(best: ServiceForecast) -> dict[str, Any]:
 
 def probed() -> dict[str, Any]:
     """Training and serving on one probed CPU machine, replayed from probe.toml."""
-    table = tomllib.loads((FOLDER / "probe.toml").read_text())
-    measured = MachineMeasurements.from_dict(table["measured"])
-    machine = machine_forecast.MeasuredMachine(measured=measured)
+    machine = _probed_machine()
     work = Workload(seq_len=64, global_batch=16)
     sizes = machine_serving.EngineSizes(batch_tokens=256, rows=8, longest=128)
     found = {}
@@ -150,8 +156,80 @@ def probed() -> dict[str, Any]:
     return found
 
 
+def chosen() -> dict[str, Any]:
+    """What is chosen, and what a layout's links take: on catalogue GPUs and on the probed CPU."""
+    found: dict[str, Any] = {}
+    for model, name in SEARCHED:
+        problem = Problem(
+            shape=shapes.shape(model), cluster=hardware.cluster(name), seq_len=2048,
+            global_batch=64,
+        )  # fmt: skip
+        for objective in ("time", "memory"):
+            key = f"train {model} {name} {objective}"
+            found[key] = _answer(
+                lambda problem=problem, objective=objective: {
+                    f"{place} {one.layout}": [one.step_seconds.median, one.memory_high]
+                    for place, one in enumerate(plan(problem, objective=objective, top=5).layouts)
+                }
+            )
+        service = Service(requests_per_second=8.0, ttft_ms=2000.0, tpot_ms=50.0)
+        asked = ServiceProblem(shape=problem.shape, cluster=problem.cluster, service=service)
+        found[f"serve {model} {name}"] = _answer(
+            lambda asked=asked: {
+                f"{place} {one.layout}": [one.num_gpus, one.most_requests_per_second]
+                for place, one in enumerate(answer(asked, top=3).deployments)
+            }
+        )
+        for text in ("dp4.tp2", "dp2.pp2.tp2:microbatches=4", "dp8:zero=3", "cp2.tp4"):
+            found[f"links {model} {name} {text}"] = _answer(
+                lambda problem=problem, text=text: {
+                    one.axis: one.to_json() for one in axis_links(problem, Layout.parse(text))
+                }
+            )
+    return found | _chosen_here()
+
+
+def _chosen_here() -> dict[str, Any]:
+    """The same on the probed CPU."""
+    machine, found = _probed_machine(), {}
+    work = Workload(seq_len=64, global_batch=16)
+    sizes = machine_serving.EngineSizes(batch_tokens=256, rows=8, longest=128)
+    for model, capacity in itertools.product(("tiny-llama", "tiny-mixtral"), (0, 31_000_000)):
+        shape = shapes.shape(model)
+        small = dataclasses.replace(machine, capacity=capacity)
+        layouts = machine_choice.candidates(shape, work, 4)
+
+        def weighed(shape: Any = shape, small: Any = small, layouts: Any = layouts) -> Any:
+            best, _ = machine_choice.choose(
+                shape, work, small, layouts, otherwise=lambda: machine_choice.leaner(layouts)
+            )
+            return {
+                f"{place} {one.layout}": [one.step_seconds, one.memory, one.chosen]
+                for place, one in enumerate(best.alternatives)
+            }
+
+        found[f"train {model} {capacity}"] = _answer(weighed)
+        found[f"serve {model} {capacity}"] = _answer(
+            lambda shape=shape, small=small: {
+                f"{place} {one.layout}": [one.tokens_per_second, one.ttft, one.tpot]
+                for place, one in enumerate(
+                    machine_serving.choose(
+                        shape, small, sizes, machine_serving.candidates(shape, 4)
+                    ).alternatives
+                )
+            }
+        )
+    return found
+
+
+def _probed_machine() -> machine_forecast.MeasuredMachine:
+    table = tomllib.loads((FOLDER / "probe.toml").read_text())
+    measured = MachineMeasurements.from_dict(table["measured"])
+    return machine_forecast.MeasuredMachine(measured=measured)
+
+
 GRIDS: dict[str, Callable[[], dict[str, Any]]] = {
-    "training": training, "serving": serving, "probed": probed,
+    "training": training, "serving": serving, "probed": probed, "chosen": chosen,
 }  # fmt: skip
 
 
