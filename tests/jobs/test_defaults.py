@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,22 +10,22 @@ from typing import Any
 import pytest
 
 from hocket.cli.main import main
-from hocket.jobs import defaults, forecast_policy, precision, prepare, rehearsal_fit
+from hocket.jobs import defaults, dry_run, forecast_policy, precision, prepare, rehearsal_fit
 from hocket.jobs.request import request
 from hocket.jobs.validate import MICROBATCH_TOKENS, microbatches, validate
 from hocket.models.source import ModelSource, resolve
 from hocket.probing import devices
 from hocket.spec.capabilities import runs
 from hocket.spec.errors import OptionError
+from hocket.spec.forecast import Forecast
 from hocket.spec.layout import Layout
-from hocket.spec.run import Workload
+from hocket.spec.run import RunSpec, Workload
 from hocket.training.learning_rate import learning_rate
 
 pytestmark = pytest.mark.train
 
 
 def source(*, weights: bool) -> ModelSource:
-    import dataclasses
 
     return dataclasses.replace(resolve("tiny-llama"), weights=Path("model") if weights else None)
 
@@ -174,6 +175,32 @@ def test_a_dry_run_decodes_the_first_batch_and_starts_nothing(
     assert found["first_sequence"]["learned"] < found["first_sequence"]["tokens"] == 48
     assert found["eager"]["ends"] is True
     assert found["duration"]["seconds"] == pytest.approx(100 * found["duration"]["step_seconds"])
+
+
+def test_a_dry_run_is_of_the_model_that_the_data_make(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random weights have as many rows as the tokenizer has ids; a forecast of this machine is of
+    the same job, in fp32 too."""
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("some words to read\n" * 60)
+    asked: list[RunSpec] = []
+
+    def forecast(spec: RunSpec) -> Forecast:
+        asked.append(spec)
+        return dataclasses.replace(
+            Forecast.none(str(spec.layout), ""), step_seconds=0.5, memory=({"total": 1 << 20},)
+        )
+
+    monkeypatch.setattr(dry_run.forecast, "forecast", forecast)
+    flags = ["train", "tiny-llama", "--data", "a.txt", "--seq-len", "32", "--global-batch", "4",
+             "--layout", "dp2", "--dtype", "fp32", "--steps", "8", "--dry-run"]  # fmt: skip
+    assert main(flags) == 0
+    assert [(spec.config["vocab_size"], spec.options.device) for spec in asked] == [(257, "cpu")]
+    out = capsys.readouterr().out
+    assert "on this machine: 500 ms a step" in out
+    assert "4 s for 8 steps" in out
+    assert "price: $" in out
 
 
 def test_several_gpus_and_no_layout_ask_for_one(monkeypatch: pytest.MonkeyPatch) -> None:

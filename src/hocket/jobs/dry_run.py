@@ -12,15 +12,16 @@ import json
 import tempfile
 from typing import TYPE_CHECKING, Any
 
-from hocket.jobs import defaults, memory, prepare, rehearsal_fit
+from hocket.jobs import defaults, forecast, forecast_policy, memory, prepare, rehearsal_fit
 from hocket.spec.errors import HocketError
-from hocket.spec.run import RunFolder
+from hocket.spec.run import RunFolder, RunSpec
 from hocket.spec.units import format_seconds
 
 if TYPE_CHECKING:
     from hocket.jobs.record import JobRecorder
     from hocket.jobs.rehearse import Rehearsed
     from hocket.jobs.request import JobRequest
+    from hocket.spec.forecast import Forecast
 
 SHOWN = 240
 """Tokens of the first sequence that are decoded."""
@@ -70,7 +71,8 @@ class DryRun:
         options: every option by its flag's name, resolved.
         data: tokens and documents; empty where no data was named.
         sequence: None where no data was named.
-        duration: None where `reason` gives why it is not predicted.
+        duration: on the rehearsed GPUs; None where `reason` gives why it is not predicted.
+        here: on this machine, as probed; None where it has GPUs or was not probed.
     """
 
     rehearsed: Rehearsed
@@ -80,6 +82,7 @@ class DryRun:
     sequence: FirstSequence | None = None
     duration: Duration | None = None
     reason: str = ""
+    here: Forecast | None = None
 
     def to_json(self) -> str:
         """The keys of a rehearsal's report, and these."""
@@ -90,6 +93,7 @@ class DryRun:
             "data": self.data,
             "first_sequence": None if self.sequence is None else dataclasses.asdict(self.sequence),
             "duration": None if self.duration is None else dataclasses.asdict(self.duration),
+            "here": None if self.here is None else json.loads(self.here.to_json()),
         }
         return json.dumps({**report, **own}, indent=1)
 
@@ -104,11 +108,11 @@ def dry_run(request: JobRequest, record: JobRecorder) -> DryRun:
     from hocket.jobs.rehearse import GPU, prepared, rehearse
     from hocket.models.source import resolve
 
-    data, sequence = "", None
+    data, sequence, config = "", None, None
     gpu = rehearsal_fit.gpu_here() or GPU
     if request.data:
         job = prepare.plan(request)
-        job, data, sequence = _first_sequence(job, record)
+        job, data, sequence, config = _first_sequence(job, record)
         request, source = job.request, job.source
     else:
         source = resolve(
@@ -117,10 +121,10 @@ def dry_run(request: JobRequest, record: JobRecorder) -> DryRun:
         request = defaults.with_length(defaults.with_dtype(request), source)
         request = defaults.with_rates(request, source)
     record.phase(f"rehearsing on fake {gpu} GPUs")
-    planned = prepared(request, gpu=gpu)
+    planned = prepared(request, gpu=gpu, config=config)
     if "microbatches" not in request.given:
         layout = memory.accumulated(planned.spec, planned.device.memory)
-        planned = prepared(dataclasses.replace(request, layout=layout), gpu=gpu)
+        planned = prepared(dataclasses.replace(request, layout=layout), gpu=gpu, config=config)
     found = rehearse(planned)
     rehearsal_fit.require(found)
     spec = found.job.spec
@@ -138,14 +142,24 @@ def dry_run(request: JobRequest, record: JobRecorder) -> DryRun:
         sequence=sequence,
         duration=duration,
         reason=reason,
+        here=_here(spec),
     )
+
+
+def _here(spec: RunSpec) -> Forecast | None:
+    """What the ranks would take on this machine's cores, if those would run them."""
+    if rehearsal_fit.gpu_here() is not None:
+        return None
+    options = dataclasses.replace(spec.options, device="cpu", backend="auto")
+    found = forecast.forecast(dataclasses.replace(spec, options=options))
+    return found if found.known else None
 
 
 def _first_sequence(
     job: prepare.PreparedJob, record: JobRecorder
-) -> tuple[prepare.PreparedJob, str, FirstSequence]:
-    """Tokenize the data aside, and decode the beginning of what rank 0 reads first; the job as it
-    fits its data."""
+) -> tuple[prepare.PreparedJob, str, FirstSequence, dict[str, Any]]:
+    """Tokenize the data aside, and decode the beginning of what rank 0 reads first; the job and
+    the model's configuration as they fit the data."""
     from hocket.training.dataset import IGNORED, drawn_text, open_dataset
     from hocket.training.token_manifest import TRAIN
 
@@ -153,7 +167,7 @@ def _first_sequence(
     workload = job.request.workload
     with tempfile.TemporaryDirectory(prefix="hocket-dry-run-") as folder:
         aside = RunFolder(folder)
-        words, tokens, _ = prepare.data(job, aside, record.tokenized)
+        words, tokens, config = prepare.data(job, aside, record.tokenized)
         seed = job.request.options.seed
         batch = open_dataset(aside.data, TRAIN, tokens, workload.seq_len, seed).batch([0])
         ids, labels = batch.ids[0], batch.labels[0]
@@ -172,7 +186,8 @@ def _first_sequence(
     samples = job.request.options.steps * workload.global_batch
     drawn = drawn_text(tokens, workload.seq_len, samples)
     text = "\n".join(filter(None, [text, *(f"skipped: {n}" for n in tokens.corrupt), drawn]))
-    return job, text, FirstSequence(pieces=tuple(pieces), tokens=len(ids), learned=counted)
+    sequence = FirstSequence(pieces=tuple(pieces), tokens=len(ids), learned=counted)
+    return job, text, sequence, config
 
 
 def _duration(found: Rehearsed, gpu: str) -> Duration:
@@ -188,12 +203,10 @@ def _duration(found: Rehearsed, gpu: str) -> Duration:
         seq_len=workload.seq_len,
         global_batch=workload.global_batch,
         layout=spec.layout,
-        precision=workload.dtype if workload.dtype != "fp32" else None,
+        precision=workload.dtype,
         lora_rank=spec.options.lora_rank,
         lora_targets=spec.options.lora_targets,
     )
-    if workload.dtype == "fp32":
-        raise HocketError("the planner predicts matmuls in bf16, fp16 and fp8, and dtype is fp32")
     step, steps = planned.best.step_seconds, spec.options.steps
     assert planned.problem is not None
     device = planned.problem.cluster.node.gpu
@@ -225,6 +238,12 @@ def text(found: DryRun) -> str:
         parts.append(f"data: {found.data}\n{_sequence_text(found.sequence)}")
     parts.append(rehearsed(found.rehearsed))
     parts.append(_duration_text(found))
+    if found.here is not None:
+        steps = spec.options.steps
+        seconds = format_seconds(found.here.step_seconds * steps)
+        parts[-1] += (
+            f"\non this machine: {forecast_policy.summary(found.here)}; {seconds} for {steps} steps"
+        )
     return "\n\n".join(parts)
 
 

@@ -182,12 +182,12 @@ def before(
     told = forecast.told(spec, measured, launcher=launcher, weighed=WEIGHED)
     forecast.write(folder, told)
     if told[0].known:
-        record.note("predicted: " + _said(told[0]))
+        record.note("predicted: " + summary(told[0]))
 
 
 def reasons(found: Forecast) -> list[str]:
     """What was chosen among what, and why, in sentences."""
-    lines = [f"layout {found.layout}: {_said(found)}"]
+    lines = [f"layout {found.layout}: {summary(found)}"]
     others = [one for one in found.alternatives if not one.chosen]
     close = next((one for one in others if one.fits), None)
     if close is not None:
@@ -215,7 +215,8 @@ def reasons(found: Forecast) -> list[str]:
     return lines
 
 
-def _said(found: Forecast) -> str:
+def summary(found: Forecast) -> str:
+    """Step time, rate, peak memory and idle share as one line."""
     text = f"{format_seconds(found.step_seconds)} a step, {found.tokens_per_second:,.0f} tokens/s, "
     text += f"{format_bytes(max(found.peak_bytes))} on the peak rank"
     return text + (f", idle {found.bubble:.0%} of the pipeline" if found.bubble > 0.005 else "")

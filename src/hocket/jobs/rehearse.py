@@ -73,6 +73,7 @@ def prepared(
     layers: int | None = None,
     rows: int | None = None,
     gpu: str = GPU,
+    config: Mapping[str, Any] | None = None,
 ) -> RehearsedJob:
     """Check a request and complete it.
 
@@ -81,6 +82,7 @@ def prepared(
         layers: of the model instead of its own number.
         rows: sequences of one microbatch on one data rank; sets the global batch.
         gpu: a GPU of the catalogue.
+        config: of the model as its data change it (prepare.trained_config); None: its own.
 
     Raises:
         HocketError: an unknown model or GPU, a layout that does not fit the model or the batch, or
@@ -101,7 +103,7 @@ def prepared(
     source = resolve(
         request.model, trust_remote_code=request.options.trust_remote_code, weights=False
     )
-    config = dict(source.config)
+    config = dict(config or source.config)
     if layers is not None:
         config = with_layers(config, layers)
     dimensions = dataclasses.replace(source, config=config).dimensions
