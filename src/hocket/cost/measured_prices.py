@@ -23,7 +23,6 @@ from hocket.cost.measured_stage import (
     GRADIENT_BYTES,
     Microbatch,
     local,
-    saved_bytes,
     stage_blocks,
     stage_seconds,
     trained,
@@ -104,17 +103,6 @@ class StepProblem:
             return []
         layers = [kind for kind in self.blocks(stage) if kind not in ("embedding", "head")]
         return layers[: self.layout.recompute_layers]
-
-    def held_bytes(self, stage: int) -> int:
-        """What a stage holds of one microbatch from forward to backward. Of a layer that is run
-        again that is its input; what cores alone give up is not told apart and not taken off."""
-        kinds, last = self.blocks(stage), stage == self.schedule.num_stages - 1
-        for kind in self.again(stage, "full"):
-            kinds.remove(kind)
-        inputs = len(self.again(stage, "full")) * self.stream_bytes
-        saved = saved_bytes(self.shape, kinds, self.microbatch, self.element_bytes)
-        saved += sum(self.adapter_bytes(kind) for kind in kinds)
-        return saved + inputs + (0 if last else self.stream_bytes)
 
     def adapter_bytes(self, kind: str) -> int:
         """What adapters of one block keep of whole sequences, where the rest keeps slices: the
@@ -382,7 +370,6 @@ def _stage(job: StepProblem, stage: int, rates: Rates, links: MeasuredLinks) -> 
         backward_collectives=tuple(backward),
         message=None if last else links.message(job.stream_bytes),
         reductions=tuple(one for one in reductions if one is not None),
-        activation_bytes=job.held_bytes(stage),
     )
 
 

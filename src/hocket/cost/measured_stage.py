@@ -280,21 +280,10 @@ def _gradients(held: list[Weight], microbatch: Microbatch, rates: Rates) -> Seco
     return Seconds(weight=added + calls, first_weight=copied - added)
 
 
-def saved_bytes(
-    shape: ModelShape, blocks: Iterable[str], microbatch: Microbatch, element_bytes: int
-) -> int:
-    """What a stage holds of one microbatch from forward to backward."""
-    return sum(
-        nbytes
-        for kind in blocks
-        for _, nbytes in saved_rows(shape, kind, microbatch, element_bytes)
-    )
-
-
 def saved_rows(
     shape: ModelShape, kind: str, microbatch: Microbatch, element_bytes: int
 ) -> list[tuple[str, int]]:
-    """The same of one block, tensor by tensor: names and bytes."""
+    """What a block holds of one microbatch from forward to backward: tensors' names and bytes."""
     block = shape.blocks[kind]
     found = [
         (row.name, round(_bytes(row, microbatch)))

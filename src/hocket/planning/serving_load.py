@@ -131,11 +131,6 @@ def groups(rows: Sequence[ServingTableRow]) -> list[LoadGroup]:
     return result
 
 
-def solve(rows: Sequence[ServingTableRow]) -> LoadSolution:
-    """Answers of rows of any models and modes, in their order."""
-    return answers(groups(rows), len(rows))
-
-
 def answers(
     parts: Sequence[LoadGroup], number: int, change: Constants | None = None
 ) -> LoadSolution:

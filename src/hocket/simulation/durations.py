@@ -1,12 +1,20 @@
-"""Play one schedule for many prices at once: the same rules as `simulate`, without its events.
+"""Play one schedule for many prices at once, on a compute and a communication lane per rank.
 
-What waits for what depends on the schedule alone, so the schedule is walked once and every time is
-an array over the prices.
+    compute         F, B, I, W in the order of the rank's line; one that consumes a message begins
+                    once it has arrived
+    communication   a rank's messages, sent and received, one at a time in the order of its line,
+                    as a communicator of NCCL runs them: one begins once both ends have come to it,
+                    the action before its send and the one before its receive having ended.
+                    REDUCE_GRAD queues with what the rank sends and holds up no compute
+
+A message that costs nothing is not modelled: it arrives as its producer ends. What waits for what
+depends on the schedule alone, so the schedule is walked once and every time is an array over the
+prices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,12 +34,18 @@ from hocket.spec.schedule import (
     WEIGHT,
     Action,
     Schedule,
+    board,
 )
 
 Floats = NDArray[np.float64]
 
+Note = Callable[[int, Action, str, Floats, Floats], None]
+"""Is told rank, action, lane, start and end of every span."""
 
-def durations(schedule: Schedule, seconds: Mapping[str, Floats]) -> Floats:
+
+def durations(
+    schedule: Schedule, seconds: Mapping[str, Floats], note: Note | None = None
+) -> Floats:
     """Seconds of the whole schedule under each price.
 
     Args:
@@ -41,10 +55,10 @@ def durations(schedule: Schedule, seconds: Mapping[str, Floats]) -> Floats:
             together, and I and W are half of B each.
 
     Returns:
-        [K], equal to `simulate(schedule, prices).duration` of each.
+        [K].
 
     Raises:
-        ScheduleError: the schedule never ends.
+        ScheduleError: the schedule never ends; `schedules.validate` gives the reason.
     """
     count = next(iter(seconds.values())).shape[0]
     prices = {kind: list(np.ascontiguousarray(value.T)) for kind, value in _all(seconds).items()}
@@ -64,6 +78,7 @@ def durations(schedule: Schedule, seconds: Mapping[str, Floats]) -> Floats:
     }
 
     def send(rank: int, action: Action) -> bool:
+        """Whether the other end has come to a message, which then is over."""
         forward = action.kind == SEND_F
         stage, kind = (action.stage + 1, RECV_F) if forward else (action.stage - 1, RECV_B)
         peer = place[stage]
@@ -76,10 +91,13 @@ def durations(schedule: Schedule, seconds: Mapping[str, Floats]) -> Floats:
         time = now[rank]
         if (action.kind, action.stage) in costs:
             cost, always, paid = costs[action.kind, action.stage]
-            time = np.maximum(np.maximum(time, now[peer]), np.maximum(queue[rank], queue[peer]))
+            start = np.maximum(np.maximum(time, now[peer]), np.maximum(queue[rank], queue[peer]))
             if rank in reduced:
-                time = np.maximum(time, reduced[rank])
-            time = time + cost
+                start = np.maximum(start, reduced[rank])
+            time = start + cost
+            if note is not None:
+                note(rank, action, "communication", start, time)
+                note(peer, end, "communication", start, time)
             if always:
                 sent[rank] = queue[rank] = queue[peer] = time
             else:
@@ -103,16 +121,25 @@ def durations(schedule: Schedule, seconds: Mapping[str, Floats]) -> Floats:
                         key = (part.stage, kind == FORWARD, part.microbatch)
                         if kind != WEIGHT and key in arrival:
                             now[rank] = np.maximum(now[rank], arrival.pop(key))
+                        start = now[rank]
                         if kind in prices:
-                            now[rank] = now[rank] + prices[kind][part.stage]
+                            now[rank] = start + prices[kind][part.stage]
+                        if note is not None:
+                            note(rank, part, "compute", start, now[rank])
                     elif kind == REDUCE_GRAD and kind in prices:
                         start = np.maximum(now[rank], sent[rank])
                         start = np.maximum(start, reduced.get(rank, free))
                         reduced[rank] = start + prices[kind][part.stage]
+                        if note is not None:
+                            note(rank, part, "communication", start, reduced[rank])
                 steps[rank] += 1
                 moved = True
-    if any(steps[rank] < len(line) for rank, line in enumerate(schedule.ranks)):
-        raise ScheduleError(f"schedule {schedule.name!r} never ends")
+    for rank, line in enumerate(lines):
+        if steps[rank] < len(line):
+            raise ScheduleError(
+                f"schedule {schedule.name!r} never ends: {line[steps[rank]]} waits\n"
+                + board(lines, mark=[(rank, steps[rank])])
+            )
     for end in (*now, *sent, *reduced.values()):
         last = np.maximum(last, end)
     return last

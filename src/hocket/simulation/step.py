@@ -54,12 +54,10 @@ class PlayedStep:
     Attributes:
         timeline: of one step that all ranks begin together, as a recorded step does.
         seconds: of a step among others: ranks that end early begin the next one.
-        activation_bytes: by rank, the most that microbatches hold at once.
     """
 
     timeline: Timeline
     seconds: float
-    activation_bytes: tuple[int, ...]
 
 
 def play_step(
@@ -92,24 +90,7 @@ def play_step(
     return PlayedStep(
         timeline=timeline,
         seconds=(ends[-1] - ends[0]) / (several - 1),
-        activation_bytes=tuple(held(schedule, prices, layout.coordinate(r)["pp"])
-                               for r in range(world)),
-    )  # fmt: skip
-
-
-def held(schedule: Schedule, prices: StepPrices, rank: int) -> int:
-    """The most bytes that microbatches hold at once on one pipeline rank."""
-    now = most = 0
-    for action in schedule.ranks[rank]:
-        for part in action.parts or (action,):
-            stage = prices.stages[part.stage]
-            if part.kind == FORWARD:
-                now += stage.activation_bytes
-            if part.kind in (FORWARD, BACKWARD, INPUT):
-                most = max(most, now + stage.peak_bytes)
-            if part.kind in (BACKWARD, WEIGHT):
-                now -= stage.activation_bytes
-    return most
+    )
 
 
 def paces(ranks: int, unlike: float) -> tuple[float, ...]:

@@ -46,8 +46,6 @@ class StageStep:
         forward_collectives, backward_collectives: over tp, in the order they come.
         message: what one F sends to the next stage, and one B back; None on the last stage.
         reductions: sums of gradients over dp once a step, in the order they begin.
-        activation_bytes: held from F to B.
-        peak_bytes: of a forward or backward beyond that, at its worst moment.
     """
 
     forward: float
@@ -58,8 +56,6 @@ class StageStep:
     backward_collectives: tuple[Collective, ...] = ()
     message: Collective | None = None
     reductions: tuple[Collective, ...] = ()
-    activation_bytes: int = 0
-    peak_bytes: int = 0
 
     @property
     def backward(self) -> float:
