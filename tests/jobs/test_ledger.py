@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hocket.cli.main import main
-from hocket.jobs import ledger, ledger_tables
+from hocket.jobs import ledger
 from hocket.spec.errors import OptionError, RunFolderError
 from hocket.spec.ledger import Figures, LedgerEntry
 from tests.reporting.run_folders import make
@@ -135,7 +135,7 @@ def test_a_run_that_others_disturbed_is_marked(tmp_path: Path) -> None:
     assert (quiet.disturbed, loud.disturbed) == (False, True)
     entries, torn = ledger.read_ledger()
     assert torn == 0
-    told = ledger_tables.text(entries, torn, "axis", 5)
+    told = ledger.text(entries, torn, "axis", 5)
     assert told.count("0.8 cores") == 1
     assert "0.1 cores" not in told
     with pytest.raises(TypeError):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hocket.cli.main import main
-from hocket.jobs import ledger, ledger_tables
+from hocket.jobs import ledger
 from hocket.reporting.table import columns
 from hocket.spec.ledger import SERVED_FIGURES, LedgerEntry, ServedEntry
 from tests.jobs.test_ledger import entry
@@ -109,7 +109,7 @@ def test_the_command_shows_both(
 
 def test_columns_stay_under_each_other_whatever_names_are_written_in() -> None:
     names = ["한글모델", "plain", unicodedata.normalize("NFD", "모델"), "модель"]
-    said = ledger_tables.text([entry(model=name) for name in names], 0, "model", 9).splitlines()
+    said = ledger.text([entry(model=name) for name in names], 0, "model", 9).splitlines()
     for mark, count in (("10.0%", 5), ("dp2", 4)):
         places = [columns(line[: line.index(mark)]) for line in said if mark in line]
         assert len(places) == count
@@ -117,6 +117,6 @@ def test_columns_stay_under_each_other_whatever_names_are_written_in() -> None:
 
 
 def test_a_model_of_a_run_folder_is_called_as_the_run(tmp_path: Path) -> None:
-    told = ledger_tables.text([entry(model="/runs/mine/model")], 0, "axis", 9)
+    told = ledger.text([entry(model="/runs/mine/model")], 0, "axis", 9)
     (line,) = (line for line in told.splitlines() if line.startswith("20"))
     assert " mine " in line

@@ -188,7 +188,7 @@ def test_a_disturbed_probe_is_told(tmp_path: Path, load: float) -> None:
 
 
 def test_times_are_of_the_layout_that_the_run_has_now(tmp_path: Path) -> None:
-    from hocket.jobs.ledger_entries import of_run
+    from hocket.jobs.ledger import of_run
 
     run = make(tmp_path / "run", metrics={"mfu": 0.5})
     folder = RunFolder(run)

@@ -27,7 +27,7 @@ class LedgerFlags:
 def main(arguments: Sequence[str]) -> int:
     """Print. Returns 0."""
     flags = parse(LedgerFlags, "ledger", arguments, LedgerFlags())
-    from hocket.jobs import ledger, ledger_tables
+    from hocket.jobs import ledger
     from hocket.spec.errors import OptionError
     from hocket.spec.ledger import SERVED_FIGURES
 
@@ -49,5 +49,5 @@ def main(arguments: Sequence[str]) -> int:
         }
         print(json.dumps(found))
     else:
-        print(ledger_tables.text(entries, torn, flags.by, flags.last, served), end="")
+        print(ledger.text(entries, torn, flags.by, flags.last, served), end="")
     return 0

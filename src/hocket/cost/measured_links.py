@@ -30,6 +30,10 @@ ASLEEP = 1 / 2
 """Of the smallest message's time, what is the sleepers' waking; the rest is the ranks' own work."""
 
 
+CROSSED = {"shm": "shared memory", "gloo": "sockets"}
+"""Backend to what its messages cross."""
+
+
 class MeasuredLinks:
     """Seconds of communication on one machine.
 

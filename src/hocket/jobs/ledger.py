@@ -4,22 +4,40 @@
 
 An empty HOCKET_LEDGER keeps no ledger. Lines are appended whole, under a lock, so that runs that
 end together do not mix theirs; a line that a crash has torn is ended first and passed over later.
+
+Of a server is compared what was measured with the same in a step: of rounds of tokens and of steps
+of prompts those sizes that occurred, as its report does. Throughput is that of rounds, at the
+number of requests at which it was highest: how much was asked for is not a server's doing.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import hashlib
 import os
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hocket.jobs.ledger_entries import of_run, of_server
 from hocket.spec.errors import HocketError, OptionError, unknown
 from hocket.spec.files import parse_json
-from hocket.spec.ledger import FIGURES, LedgerEntry, LedgerLine, ServedEntry
+from hocket.spec.ledger import (
+    FIGURES,
+    SERVED_FIGURES,
+    Figures,
+    LedgerEntry,
+    LedgerLine,
+    ServedEntry,
+    ServedFigures,
+)
+
+if TYPE_CHECKING:
+    from hocket.reporting.record import RunRecord
+    from hocket.reporting.served import ServedFigure
+    from hocket.spec.run import RunSpec
 
 VARIABLE = "HOCKET_LEDGER"
 
@@ -170,3 +188,248 @@ def _row(name: str, entries: list[LedgerLine], figures: Sequence[str]) -> dict[s
             "bias": statistics.median(off) if off else None,
         }
     return row
+
+
+# --- a folder as a line -----------------------------------------------------------------------
+
+
+def of_run(record: RunRecord) -> LedgerEntry | None:
+    """The line of one run; None where it took no step or its spec is gone."""
+    spec = record.spec
+    if spec is None or record.step_seconds is None:
+        return None
+    fullest = max((row["total"] for row in record.memory), default=None)
+    if fullest is None and record.measured is not None:
+        fullest = max(record.measured.peak_bytes, default=None)
+    pipelined = spec.layout.pp > 1
+    measured = Figures(
+        step_seconds=record.step_seconds,
+        memory=fullest,
+        bubble=record.measured.bubble if record.measured is not None and pipelined else None,
+    )
+    predicted = None
+    if record.forecast is not None:
+        predicted = Figures(
+            step_seconds=record.forecast.step_seconds,
+            memory=max(record.forecast.peak_bytes, default=None),
+            bubble=record.forecast.bubble if pipelined else None,
+        )
+    return LedgerEntry(
+        **_told_by(spec, record.path),
+        steps=_steps(record),
+        seq_len=spec.workload.seq_len,
+        global_batch=spec.workload.global_batch,
+        measured=measured,
+        predicted=predicted,
+    )
+
+
+def _steps(record: RunRecord) -> int:
+    """Steps in the layout that the run has now, which its figures are of."""
+    _, first, last = record.stretches[-1]
+    return last - first + 1
+
+
+def of_server(folder: Path) -> ServedEntry | None:
+    """The line of one server; None where it was never ready or its spec is gone."""
+    from hocket.reporting import served
+
+    found = served.read(folder)
+    spec, counted = found.spec, found.measured
+    cache = _figure(served.figures(found), "tokens")
+    if spec is None or counted is None or not counted.seconds or cache[1] is None:
+        return None
+    pairs = {
+        "decode_seconds": _mean(served.rounds(found)),
+        "prefill_seconds": _mean(served.prompts(found)),
+        "tokens_per_second": _figure(served.figures(found), "rate"),
+        "cache_tokens": cache,
+    }
+    then = {name: pair[0] for name, pair in pairs.items() if pair[0]}
+    return ServedEntry(
+        **_told_by(spec, folder),
+        measured=ServedFigures(**{name: pair[1] for name, pair in pairs.items() if pair[1]}),
+        predicted=ServedFigures(**then) if found.forecast is not None else None,
+        requests=counted.requests,
+        output_tokens=counted.output_tokens,
+        seconds=counted.seconds,
+    )
+
+
+def _figure(rows: Sequence[ServedFigure], unit: str) -> tuple[float | None, float | None]:
+    """Predicted and measured of the one row of a unit that was measured."""
+    for row in rows:
+        if row.unit == unit and row.measured is not None:
+            return row.predicted, row.measured
+    return None, None
+
+
+def _mean(rows: Sequence[ServedFigure]) -> tuple[float | None, float | None]:
+    """Predicted and measured seconds, each row as often as it was measured."""
+    counted = [row for row in rows if row.measured is not None and row.count]
+    total = sum(row.count for row in counted)
+    if not total:
+        return None, None
+    now = sum((row.measured or 0.0) * row.count for row in counted) / total
+    if any(row.predicted is None for row in counted):
+        return None, now
+    return sum((row.predicted or 0.0) * row.count for row in counted) / total, now
+
+
+def _told_by(spec: RunSpec, folder: Path) -> dict[str, Any]:
+    """What every line holds besides figures, of a run that ends now."""
+    from hocket import __version__
+
+    words = machine_words(spec.options.device)
+    if spec.options.emulate_links is not None:
+        words += f", links as {spec.options.emulate_links}"
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "version": __version__,
+        "run": str(folder.resolve()),
+        "command": spec.command,
+        "model": spec.model,
+        "layout": str(spec.layout),
+        "machine": words,
+        "fingerprint": hashlib.sha256(words.encode()).hexdigest()[:8],
+        "ranks": spec.layout.world_size,
+        "dtype": spec.workload.dtype,
+    }
+
+
+def machine_words(device: str = "auto") -> str:
+    """This machine in words: its GPUs where runs use them, else its cores."""
+    from hocket.jobs.probe import present
+
+    here = present(device)
+    cpu = f"{here.host.cores} cores of {here.host.cpu}"
+    names = [found.name for found in here.found.devices] if here.kind == "cuda" else []
+    gpus = [f"{names.count(name)} x {name}" for name in dict.fromkeys(names)]
+    return ", ".join([*gpus, cpu])
+
+
+# --- as tables --------------------------------------------------------------------------------
+
+_HEADERS = ("round", "prompts", "tokens/s", "cache")
+"""Words for SERVED_FIGURES."""
+
+
+def _short(model: str) -> str:
+    """The name of a model's folder; of the one in a run folder, the run's."""
+    path = Path(model)
+    return path.parent.name if path.name == "model" and path.parent.name else path.name
+
+
+def text(
+    entries: list[LedgerEntry], torn: int, by: str, last: int, served: Sequence[ServedEntry] = ()
+) -> str:
+    """The ledger as tables: the errors by group, then the last runs; then the same of servers."""
+    from hocket.reporting import table_text
+    from hocket.reporting.run_text import printable
+    from hocket.spec.units import format_bytes, format_seconds
+
+    path = ledger_file()
+    beside = _served(served, by, last)
+    if not entries:
+        where = f"{path} holds no runs yet" if path else f"{VARIABLE} is empty: none is kept"
+        if served:
+            where = f"{path} holds no training runs yet"
+        return f"{where}\n" + beside + _torn(torn)
+    rows = []
+    for row in errors(entries, by):
+        line = [printable(row["group"]), row["runs"], row["predicted"]]
+        for figure in FIGURES:
+            line += _off_by(row[figure], points=figure == "bubble")
+        rows.append(line)
+    headers = [by, "runs", "predicted", "step off by", "bias", "memory off by", "bias",
+               "bubble off by", "bias"]  # fmt: skip
+    table = table_text(headers, rows)
+    recent = []
+    for entry in entries[-last:] if last else []:
+        recent.append(
+            [
+                entry.date[:16].replace("T", " "),
+                printable(_short(entry.model)),
+                entry.layout,
+                *_both(entry, "step_seconds", format_seconds),
+                *_both(entry, "memory", format_bytes),
+                f"{entry.others:.1f} cores" if entry.disturbed else "",
+            ]
+        )
+    told = table_text(
+        [
+            "ended (UTC)",
+            "model",
+            "layout",
+            "step",
+            "predicted",
+            "memory",
+            "predicted",
+            "disturbed by",
+        ],
+        recent,
+    )
+    return (
+        f"how far predictions were off, medians; runs on record: {len(entries)}, in {path}\n\n"
+        f"{table}\n" + (f"\nthe last of them\n\n{told}\n" if recent else "") + beside + _torn(torn)
+    )
+
+
+def _served(entries: Sequence[ServedEntry], by: str, last: int) -> str:
+    """How far the predictions of servers were off by group, and the last servers; empty of none."""
+    from hocket.reporting import table_text
+    from hocket.reporting.run_text import printable
+    from hocket.spec.units import format_count, format_seconds
+
+    if not entries:
+        return ""
+    rows: list[list[Any]] = []
+    for row in errors(entries, by, SERVED_FIGURES):
+        line = [printable(row["group"]), row["runs"], row["predicted"]]
+        for figure in SERVED_FIGURES:
+            line += _off_by(row[figure])
+        rows.append(line)
+    headers = [by, "servers", "predicted"]
+    headers += [word for name in _HEADERS for word in (f"{name} off by", "bias")]
+    told = (
+        f"\nservers, medians likewise; on record: {len(entries)}\n\n{table_text(headers, rows)}\n"
+    )
+    recent = [
+        [
+            entry.date[:16].replace("T", " "),
+            printable(_short(entry.model)),
+            entry.layout,
+            entry.requests,
+            *_both(entry, "decode_seconds", format_seconds),
+            *_both(entry, "prefill_seconds", format_seconds),
+            *_both(entry, "tokens_per_second", lambda rate: f"{rate:,.0f}"),
+            *_both(entry, "cache_tokens", format_count),
+            f"{entry.others:.1f} cores" if entry.disturbed else "",
+        ]
+        for entry in (entries[-last:] if last else [])
+    ]
+    if not recent:
+        return told
+    headers = ["ended (UTC)", "model", "layout", "requests"]
+    headers += [word for name in _HEADERS for word in (name, "predicted")]
+    table = table_text([*headers, "disturbed by"], recent)
+    return f"{told}\nthe last servers\n\n{table}\n"
+
+
+def _torn(torn: int) -> str:
+    return f"\n{torn} lines could not be read and are passed over\n" if torn else ""
+
+
+def _off_by(found: dict[str, Any], *, points: bool = False) -> list[str]:
+    """The median error and the bias of a group's figure, in words."""
+    if found["error"] is None:
+        return ["", ""]
+    unit = " points" if points else "%"
+    return [f"{100 * found['error']:.1f}{unit}", f"{100 * found['bias']:+.1f}{unit}"]
+
+
+def _both(entry: LedgerLine, figure: str, form: Callable[[float], str]) -> list[str]:
+    """A figure measured and predicted, in words."""
+    now = getattr(entry.measured, figure)
+    then = getattr(entry.predicted, figure) if entry.predicted is not None else None
+    return ["" if value is None else form(value) for value in (now, then)]

@@ -122,8 +122,9 @@ def links(
 
 def _on_cores(asked: machine_plan.MachinePlanRequest, where: Cluster) -> LinkPrices:
     """The same on CPU cores that were measured."""
+    from hocket.cost.measured_links import CROSSED
     from hocket.cost.measured_prices import StepProblem
-    from hocket.planning import machine_links
+    from hocket.planning.links import probed_axis_links
     from hocket.planning.machine_forecast import forecast, rates_of
     from hocket.schedules.registry import build
 
@@ -137,9 +138,9 @@ def _on_cores(asked: machine_plan.MachinePlanRequest, where: Cluster) -> LinkPri
         cluster=where.name,
         layout=str(one),
         step_seconds=told.step_seconds,
-        axes=tuple(machine_links.axis_links(job, ways, where.node.link.bandwidth)),
+        axes=tuple(probed_axis_links(job, ways, where.node.link.bandwidth)),
         pool=None,
-        link=machine_links.WAYS.get(ways.backend, ways.backend),
+        link=CROSSED.get(ways.backend, ways.backend),
         memory=where.node.host_memory,
     )
 

@@ -317,11 +317,10 @@ def _vocabulary(spec: RunSpec, source: ModelSource) -> tuple[str, ...]:
 def _trust(spec: RunSpec) -> tuple[str, ...]:
     """How far such forecasts were off here so far, by the ledger."""
     from hocket.jobs import ledger
-    from hocket.jobs.ledger_entries import machine_words
 
     try:
         entries, _ = ledger.read_ledger()
-        words = machine_words(spec.options.device)
+        words = ledger.machine_words(spec.options.device)
     except HocketError:
         return ()
     off = [

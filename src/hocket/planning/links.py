@@ -2,17 +2,20 @@
 
 Bytes are counted as the runtime's collectives are (`cost.communication`); seconds are those of
 rings that have their links for themselves, at the share of the rate that rings reach
-(`spec.link_kinds`). Overlap is not taken off: this is the cost, not what a step waits.
+(`spec.link_kinds`), and on a probed machine those of the curves that the probe took. Overlap is not
+taken off: this is the cost, not what a step waits.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from hocket.cost.communication import Step, communication
+from hocket.cost.measured_links import CROSSED, MeasuredLinks
+from hocket.cost.measured_prices import StepProblem
 from hocket.cost.stage_communication import StageShare
 from hocket.planning.problem import Problem
 from hocket.spec.cluster import Cluster
@@ -116,9 +119,35 @@ def axis_links(problem: Problem, layout: Layout) -> list[AxisLinks]:
         layout: with its microbatches; of no more ranks than the cluster has.
     """
     links, card = cluster_links(problem.cluster), card_of(problem.cluster)
-    calls = calls_of(problem, layout)
-    found = [_priced(layout, axis, each, links, card) for axis, each in calls.items()]
-    return sorted(found, key=lambda each: -each.seconds)
+    return _axes(
+        layout,
+        calls_of(problem, layout),
+        lambda axis, calls: seconds_on(links, layout, axis, calls, card=card),
+    )
+
+
+def probed_axis_links(job: StepProblem, links: MeasuredLinks, rate: float) -> list[AxisLinks]:
+    """The same on a probed machine: the bytes that the runtime moves, on its own links.
+
+    Args:
+        job: the step. links: of the machine. rate: bytes/s between two ranks there.
+    """
+    layout = job.layout
+
+    def crossing(axis: str, calls: list[Call]) -> tuple[float, float, str]:
+        ranks = len(members(layout, axis)[0])
+        seconds = 0.0
+        for _, name, count, nbytes in calls:
+            each = round(nbytes / count)
+            one = links.message(each) if axis == "pp" else links.collective(name, axis, each, ranks)
+            seconds += count * (one.give + one.wait + one.take) if one else 0.0
+        return seconds, rate, CROSSED.get(links.backend, links.backend)
+
+    calls = (
+        [(row["axis"], row["name"], row["count"], float(row["bytes"])) for row in rows]
+        for rows in job.communication()
+    )
+    return _axes(layout, _heaviest(calls), crossing)
 
 
 def members(layout: Layout, axis: str) -> list[tuple[int, ...]]:
@@ -174,22 +203,31 @@ def alternative(name: str, ranks: int) -> Links:
     return Links(tiers=((link, None),), scale=1.0)
 
 
-def _priced(
-    layout: Layout, axis: str, calls: list[Call], links: Links, card: float | None
-) -> AxisLinks:
-    ranks = len(members(layout, axis)[0])
-    seconds, rate, link = seconds_on(links, layout, axis, calls, card=card)
-    return AxisLinks(
-        axis=axis,
-        ranks=ranks,
-        messages=sum(count for _, _, count, _ in calls),
-        bytes=sum(nbytes for *_, nbytes in calls),
-        sent=sum(ring_share(op, ranks) * nbytes for _, op, _, nbytes in calls),
-        link=link,
-        rate=rate,
-        seconds=seconds,
-        on={name: seconds_on(alternative(name, ranks), layout, axis, calls)[0] for name in OTHERS},
-    )
+def _axes(
+    layout: Layout,
+    by_axis: dict[str, list[Call]],
+    crossing: Callable[[str, list[Call]], tuple[float, float, str]],
+) -> list[AxisLinks]:
+    """Each axis by its seconds. `crossing`: as `seconds_on`, of an axis and its collectives."""
+    found = []
+    for axis, calls in by_axis.items():
+        ranks = len(members(layout, axis)[0])
+        seconds, rate, link = crossing(axis, calls)
+        others = ((name, alternative(name, ranks)) for name in OTHERS)
+        found.append(
+            AxisLinks(
+                axis=axis,
+                ranks=ranks,
+                messages=sum(count for _, _, count, _ in calls),
+                bytes=sum(nbytes for *_, nbytes in calls),
+                sent=sum(ring_share(op, ranks) * nbytes for _, op, _, nbytes in calls),
+                link=link,
+                rate=rate,
+                seconds=seconds,
+                on={name: seconds_on(one, layout, axis, calls)[0] for name, one in others},
+            )
+        )
+    return sorted(found, key=lambda each: -each.seconds)
 
 
 def _ways(layout: Layout, split: str) -> int:
@@ -201,10 +239,16 @@ def _ways(layout: Layout, split: str) -> int:
 
 def calls_of(problem: Problem, layout: Layout) -> dict[str, list[Call]]:
     """Axis to its collectives on the rank that has most of them; the order changes none."""
+    ranks = (layout.rank({"pp": stage}) for stage in range(layout.pp))
+    return _heaviest(_of_rank(problem, layout, rank) for rank in ranks)
+
+
+def _heaviest(ranks: Iterable[Iterable[Call]]) -> dict[str, list[Call]]:
+    """Axis to its collectives on the rank that hands over most bytes."""
     found: dict[str, list[Call]] = {}
-    for rank in (layout.rank({"pp": stage}) for stage in range(layout.pp)):
+    for each in ranks:
         mine: dict[str, list[Call]] = {}
-        for call in _of_rank(problem, layout, rank):
+        for call in each:
             if call[1] != "receive":
                 mine.setdefault(call[0], []).append(call)
         for axis, calls in mine.items():

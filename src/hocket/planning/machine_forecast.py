@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from hocket.cost.measured_links import MeasuredLinks
+from hocket.cost.measured_links import CROSSED, MeasuredLinks
 from hocket.cost.measured_memory import memory_rows
 from hocket.cost.measured_prices import StepProblem, step_prices
 from hocket.cost.measured_rates import Rates
@@ -149,7 +149,7 @@ def rates_of(job: StepProblem, machine: MeasuredMachine) -> tuple[Rates, Measure
 def _link(machine: MeasuredMachine) -> str:
     if machine.wires is not None:
         return "+".join(link.name for link, _ in machine.wires.tiers)
-    return {"shm": "shared memory", "gloo": "sockets"}.get(machine.backend, machine.backend)
+    return CROSSED.get(machine.backend, machine.backend)
 
 
 BUSY = 0.1
