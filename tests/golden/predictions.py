@@ -214,7 +214,7 @@ def _chosen_here() -> dict[str, Any]:
                 f"{place} {one.layout}": [one.tokens_per_second, one.ttft, one.tpot]
                 for place, one in enumerate(
                     machine_serving.choose(
-                        shape, small, sizes, machine_serving.candidates(shape, 4)
+                        shape, small, sizes, machine_choice.meshes(shape, 4)
                     ).alternatives
                 )
             }

@@ -270,7 +270,7 @@ def test_what_cannot_be_the_fastest_need_not_be_played() -> None:
 
 def test_what_fits_nowhere_is_refused_with_the_least() -> None:
     tiny = dataclasses.replace(MACHINE, capacity=10**6)
-    with pytest.raises(OptionError, match=r"the least is .* MB a rank in"):
+    with pytest.raises(LayoutError, match=r"the least is .* MB a rank in"):
         choose(SHAPE, WORK, tiny, candidates(SHAPE, WORK, 4))
 
 

@@ -10,7 +10,7 @@ run starts without one. No failure to predict fails a run: forecast.json gives t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -282,26 +282,37 @@ def chosen(
     shape = shape_of(spec, launcher)
     names = set(given) & {f.name for f in dataclasses.fields(Layout)}
 
-    def keeping(among: Iterable[Layout]) -> list[Layout]:
-        """Those that are legal, with what was given."""
-        found: dict[str, Layout] = {}
-        for layout in among:
-            if any(getattr(layout, n) != getattr(spec.layout, n) for n in names & _WEIGHED):
-                continue
-            # The rest is not weighed: it is as it was given.
-            rest = {name: getattr(spec.layout, name) for name in names - _WEIGHED}
-            if layout.num_stages == 1 and names & {"virtual_stages", "pipeline_split"}:
-                continue  # what was given asks for a pipeline
-            try:
-                one = legal(dataclasses.replace(layout, **rest))
-            except HocketError:
-                continue
-            if one is not None:
-                found.setdefault(str(one), one)
-        return list(found.values())
-
-    _, rows = weighed(spec, shape, machine, legal=keeping)
+    given_fields = {name: getattr(spec.layout, name) for name in names}
+    _, rows = weighed(
+        spec, shape, machine, legal=lambda among: keeping(among, given_fields, legal)[0]
+    )
     return best_of(rows, shape, spec.workload)
 
 
-_WEIGHED = frozenset({"dp", "pp", "tp", "microbatches", "schedule"})
+SEARCHED = frozenset({"dp", "pp", "tp", "microbatches", "schedule"})
+"""Fields of a layout that are searched; any other is as it was given, or its default."""
+
+
+def keeping(
+    among: Iterable[Layout],
+    given: Mapping[str, Any],
+    legal: Callable[[Layout], Layout | None],
+) -> tuple[list[Layout], HocketError | None]:
+    """Those of some layouts that are legal with the fields that were given; and the first reason
+    for which one is not."""
+    found: dict[str, Layout] = {}
+    why: HocketError | None = None
+    rest = {name: value for name, value in given.items() if name not in SEARCHED}
+    for layout in among:
+        if any(getattr(layout, name) != given[name] for name in SEARCHED & given.keys()):
+            continue
+        if layout.num_stages == 1 and given.keys() & {"virtual_stages", "pipeline_split"}:
+            continue  # what was given asks for a pipeline
+        try:
+            one = legal(dataclasses.replace(layout, **rest))
+        except HocketError as error:
+            why = why or error
+            continue
+        if one is not None:
+            found.setdefault(str(one), one)
+    return list(found.values()), why

@@ -123,15 +123,12 @@ def links(
 def _on_cores(asked: machine_plan.MachinePlanRequest, where: Cluster) -> LinkPrices:
     """The same on CPU cores that were measured."""
     from hocket.cost.measured_links import CROSSED
-    from hocket.cost.measured_prices import StepProblem
     from hocket.planning.links import probed_axis_links
-    from hocket.planning.machine_forecast import forecast, rates_of
-    from hocket.schedules.registry import build
+    from hocket.planning.machine_forecast import forecast_of, rates_of, step_problem
 
     shape, one, workload = asked.shape, asked.layout, asked.spec.workload
-    told, _ = forecast(shape, one, workload, asked.machine)
-    schedule = build(one, one.microbatches or 1)
-    job = StepProblem(shape=shape, layout=one, workload=workload, schedule=schedule)
+    job = step_problem(shape, one, workload)
+    told, _ = forecast_of(job, asked.machine)
     _, ways = rates_of(job, asked.machine)
     return LinkPrices(
         model=shape.name,

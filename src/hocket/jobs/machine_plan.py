@@ -32,9 +32,6 @@ PRECISION = "fp32"
 
 OBJECTIVES = ("time", "memory")
 
-WEIGHED = frozenset({"dp", "pp", "tp", "microbatches", "schedule"})
-"""Fields that are searched; any other is as it is pinned, or its default."""
-
 ALL = 1 << 30
 
 
@@ -64,7 +61,8 @@ def plan(
     """
     from hocket.jobs import forecast, forecast_policy
     from hocket.jobs.adapters import words as of_adapters
-    from hocket.planning.machine_choice import beside, weigh
+    from hocket.planning.machine_choice import beside, fits, holds, require_fit, weigh
+    from hocket.planning.machine_forecast import step_problem
     from hocket.planning.plan import TrainingPlan
 
     if objective not in OBJECTIVES:
@@ -94,14 +92,8 @@ def plan(
     if objective == "memory":
         rows.sort(key=lambda one: (not fits(one), max(one.peak_bytes), one.step_seconds))
     best = rows[0]
-    if layout is None and not fits(best):
-        least = min(rows, key=lambda one: max(one.peak_bytes))
-        raise LayoutError(
-            f"{shape.name} fits in no layout of this machine: the least is "
-            f"{format_bytes(max(least.peak_bytes))} a rank in {least.layout}, a rank may hold "
-            f"{format_bytes(least.capacity)}",
-            hint="a smaller --global-batch or --seq-len",
-        )
+    if layout is None:
+        require_fit(rows, shape)
     return TrainingPlan(
         model=model,
         cluster=cluster.name,
@@ -111,7 +103,7 @@ def plan(
         precision=workload.dtype,
         layouts=tuple(_row(one, spec, shape, measured) for one in rows[:top]),
         num_legal=len(layouts),
-        num_fitting=sum(holds(shape, one, workload, machine) for one in layouts),
+        num_fitting=sum(holds(step_problem(shape, one, workload), machine) for one in layouts),
         explanation=tuple(forecast_policy.reasons(beside(best, rows[: top + 1])))
         if explain
         else (),
@@ -199,25 +191,20 @@ def legal(
     Raises:
         LayoutError: none does; with the first reason that is not a pin's.
     """
+    from hocket.jobs.forecast import keeping
     from hocket.jobs.validate import validate
     from hocket.schedules.registry import build
 
-    rest = {k: v for k, v in pins.items() if k not in WEIGHED and k != "microbatch"}
-    found: dict[str, Layout] = {}
-    why: HocketError | None = None
-    for layout in among:
-        if any(getattr(layout, name) != pins[name] for name in WEIGHED & pins.keys()):
-            continue
+    def complete(layout: Layout) -> Layout | None:
         size = workload.global_batch // layout.dp // (layout.microbatches or 1)
         if size != pins.get("microbatch", size):
-            continue
-        try:
-            one = validate(source.dimensions, dataclasses.replace(layout, **rest), workload)
-            build(one, one.microbatches or 1)
-        except HocketError as error:
-            why = why or error
-            continue
-        found.setdefault(str(one), one)
+            return None
+        one = validate(source.dimensions, layout, workload)
+        build(one, one.microbatches or 1)
+        return one
+
+    given = {name: value for name, value in pins.items() if name != "microbatch"}
+    found, why = keeping(among, given, complete)
     if not found:
         from hocket.planning.layouts import pins_text
 
@@ -227,27 +214,7 @@ def legal(
             + (f": {why.message}" if why else ""),
             hint=why.hint if why and why.hint else "fewer --pin, or another --global-batch",
         )
-    return list(found.values())
-
-
-def holds(shape: ModelShape, layout: Layout, workload: Workload, machine: MeasuredMachine) -> bool:
-    """Whether each rank of a layout has room for its part, with the margin of a choice."""
-    from hocket.cost.measured_memory import memory_rows
-    from hocket.cost.measured_prices import StepProblem
-    from hocket.planning.machine_choice import MARGIN
-    from hocket.schedules.registry import build
-
-    schedule = build(layout, layout.microbatches or 1)
-    job = StepProblem(shape=shape, layout=layout, workload=workload, schedule=schedule)
-    room = machine.room(layout.world_size)
-    return not room or MARGIN * max(row["total"] for row in memory_rows(job)) <= room
-
-
-def fits(one: Forecast) -> bool:
-    """Whether its fullest rank, with the margin that a choice leaves, is what a rank may hold."""
-    from hocket.planning.machine_choice import MARGIN
-
-    return not one.capacity or MARGIN * max(one.peak_bytes) <= one.capacity
+    return found
 
 
 def _measured(cluster: Cluster) -> MachineMeasurements:
@@ -264,7 +231,7 @@ def _row(one: Forecast, spec: RunSpec, shape: ModelShape, measured: MachineMeasu
     """As the planner tells a layout; what was foretold has no range, so its ends are equal."""
     from hocket.planning.forecast import LayoutForecast as Told
     from hocket.planning.forecast import Range
-    from hocket.planning.machine_choice import MARGIN
+    from hocket.planning.machine_choice import MARGIN, fits
 
     layout, workload = Layout.parse(one.layout), spec.workload
     seconds, tokens = one.step_seconds, workload.global_batch * workload.seq_len

@@ -10,9 +10,14 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable
 
+from hocket.cost.measured_memory import memory_rows
 from hocket.cost.measured_prices import StepProblem, step_prices
-from hocket.planning.machine_forecast import MeasuredMachine, forecast, rates_of
-from hocket.schedules.registry import build
+from hocket.planning.machine_forecast import (
+    MeasuredMachine,
+    forecast_of,
+    rates_of,
+    step_problem,
+)
 from hocket.spec import legality
 from hocket.spec.errors import LayoutError, OptionError, ScheduleError
 from hocket.spec.forecast import Alternative, Forecast
@@ -34,34 +39,30 @@ MARGIN = 1.05
 """What a chosen layout must leave free: peaks were foretold within 5%."""
 
 
+def meshes(shape: ModelShape, most_ranks: int) -> list[Layout]:
+    """Every dp x pp x tp of up to `most_ranks` ranks that a model allows, simplest first."""
+    return [
+        Layout(dp=world // tp // pp, tp=tp, pp=pp)
+        for world in range(1, most_ranks + 1)
+        for tp in divisors(world)
+        if legality.attention(shape.heads, shape.kv_heads, tp)
+        for pp in divisors(world // tp)
+        if legality.stages(len(shape.layers), pp)
+    ]
+
+
 def candidates(shape: ModelShape, workload: Workload, most_ranks: int) -> list[Layout]:
-    """Layouts of up to `most_ranks` ranks that a model and a batch allow, simplest first."""
+    """`meshes` that a batch allows, with each number of microbatches and schedule."""
     found = []
-    for world in range(1, most_ranks + 1):
-        for tp in divisors(world):
-            if not legality.attention(shape.heads, shape.kv_heads, tp):
-                continue
-            for pp in divisors(world // tp):
-                dp = world // tp // pp
-                if not legality.stages(len(shape.layers), pp):
-                    continue
-                if not legality.batch(workload.global_batch, dp):
-                    continue
-                batch = workload.global_batch // dp
-                if pp == 1:
-                    found.append(Layout(dp=dp, tp=tp, microbatches=1))
-                    found += [
-                        Layout(dp=dp, tp=tp, microbatches=n)
-                        for n in divisors(batch)
-                        if 1 < n <= MOST_MICROBATCHES
-                    ]
-                    continue
-                for count in divisors(batch):
-                    if pp <= count <= MOST_MICROBATCHES * pp:
-                        found += [
-                            Layout(dp=dp, tp=tp, pp=pp, microbatches=count, schedule=name)
-                            for name in SCHEDULES
-                        ]
+    for mesh in meshes(shape, most_ranks):
+        if not legality.batch(workload.global_batch, mesh.dp):
+            continue
+        for count in divisors(workload.global_batch // mesh.dp):
+            if mesh.pp <= count <= MOST_MICROBATCHES * mesh.pp:
+                found += [
+                    dataclasses.replace(mesh, microbatches=count, schedule=name)
+                    for name in (SCHEDULES if mesh.pp > 1 else SCHEDULES[:1])
+                ]
     return found
 
 
@@ -97,7 +98,7 @@ def choose(
     Args: as `weigh`.
 
     Raises:
-        OptionError: none of the layouts fits into what a rank may hold.
+        LayoutError: none of the layouts fits into what a rank may hold.
     """
     weighed = weigh(
         shape, workload, machine, layouts,
@@ -112,7 +113,8 @@ def best_of(
     """The first of what `weigh` returned, with the others beside it.
 
     Raises:
-        OptionError: there is none, or none fits into what a rank may hold.
+        OptionError: there is none.
+        LayoutError: none fits into what a rank may hold.
     """
     if not weighed:
         raise OptionError(
@@ -121,15 +123,20 @@ def best_of(
             hint="--layout dp1",
         )
     best, timeline = weighed[0]
-    if not _fits(best):
-        least = min(weighed, key=lambda pair: max(pair[0].peak_bytes))[0]
-        raise OptionError(
+    require_fit([one for one, _ in weighed], shape)
+    return beside(best, (one for one, _ in weighed), shown), timeline
+
+
+def require_fit(rows: Iterable[Forecast], shape: ModelShape) -> None:
+    """Reject layouts of which none fits into what a rank may hold. Raises LayoutError."""
+    least = min(rows, key=lambda one: (not fits(one), max(one.peak_bytes)))
+    if not fits(least):
+        raise LayoutError(
             f"{shape.name} fits in no layout of this machine: the least is "
             f"{format_bytes(max(least.peak_bytes))} a rank in {least.layout}, a rank may hold "
             f"{format_bytes(least.capacity)}",
             hint="a smaller --global-batch or --seq-len, or more --microbatches",
         )
-    return beside(best, (one for one, _ in weighed), shown), timeline
 
 
 def beside(best: Forecast, weighed: Iterable[Forecast], shown: int = 12) -> Forecast:
@@ -146,7 +153,7 @@ def beside(best: Forecast, weighed: Iterable[Forecast], shown: int = 12) -> Fore
                 step_seconds=one.step_seconds,
                 memory=max(one.peak_bytes),
                 bubble=one.bubble,
-                fits=_fits(one),
+                fits=fits(one),
                 chosen=one is best,
             )
             for one in rows
@@ -177,17 +184,9 @@ def weigh(
     for bound, job in _bounded(shape, workload, machine, layouts, bucket_mb=bucket_mb, clip=clip):
         if bound > best_yet and len(weighed) >= shown:
             continue  # it cannot be the fastest, and enough is shown
-        one, timeline = forecast(
-            shape,
-            job.layout,
-            workload,
-            machine,
-            schedule=job.schedule,
-            bucket_mb=bucket_mb,
-            clip=clip,
-        )
+        one, timeline = forecast_of(job, machine)
         weighed.append((one, timeline))
-        if _fits(one):
+        if fits(one):
             best_yet = min(best_yet, one.step_seconds)
     if otherwise is not None and best_yet == math.inf:
         weighed += weigh(
@@ -197,11 +196,18 @@ def weigh(
 
 
 def _order(one: Forecast) -> tuple[bool, float]:
-    return not _fits(one), one.step_seconds
+    return not fits(one), one.step_seconds
 
 
-def _fits(one: Forecast) -> bool:
+def fits(one: Forecast) -> bool:
+    """Whether its peak rank, with the margin that a choice leaves, is what a rank may hold."""
     return not one.capacity or MARGIN * max(one.peak_bytes) <= one.capacity
+
+
+def holds(job: StepProblem, machine: MeasuredMachine) -> bool:
+    """As `fits`, of a layout whose step is not predicted."""
+    room = machine.room(job.layout.world_size)
+    return not room or MARGIN * max(row["total"] for row in memory_rows(job)) <= room
 
 
 def _bounded(
@@ -217,19 +223,11 @@ def _bounded(
     found = []
     for layout in layouts:
         try:
-            schedule = build(layout, layout.microbatches or 1)
-            job = StepProblem(
-                shape=shape,
-                layout=layout,
-                workload=workload,
-                schedule=schedule,
-                bucket_mb=bucket_mb,
-                clip=clip,
-            )
+            job = step_problem(shape, layout, workload, bucket_mb=bucket_mb, clip=clip)
             prices = step_prices(job, *rates_of(job, machine))
         except (LayoutError, ScheduleError):
             continue
-        found.append((least_seconds(prices, schedule, layout, machine), job))
+        found.append((least_seconds(prices, job.schedule, layout, machine), job))
     return sorted(found, key=lambda pair: pair[0])
 
 

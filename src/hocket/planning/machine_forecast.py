@@ -95,15 +95,37 @@ def forecast(
     """
     if layout.data_parallel == "threads":
         raise LayoutError("replicas in threads share one interpreter: no prediction")
-    schedule = schedule or build(layout, layout.microbatches or 1)
-    job = StepProblem(
+    job = step_problem(shape, layout, workload, schedule=schedule, bucket_mb=bucket_mb, clip=clip)
+    return forecast_of(job, machine)
+
+
+def step_problem(
+    shape: ModelShape,
+    layout: Layout,
+    workload: Workload,
+    *,
+    schedule: Schedule | None = None,
+    bucket_mb: float = 25.0,
+    clip: bool = True,
+) -> StepProblem:
+    """One layout's step; `schedule` None: the layout's.
+
+    Raises:
+        LayoutError, ScheduleError: the schedule cannot be built.
+    """
+    return StepProblem(
         shape=shape,
         layout=layout,
         workload=workload,
-        schedule=schedule,
+        schedule=schedule or build(layout, layout.microbatches or 1),
         bucket_mb=bucket_mb,
         clip=clip,
     )
+
+
+def forecast_of(job: StepProblem, machine: MeasuredMachine) -> tuple[Forecast, Timeline]:
+    """As `forecast`, of a problem that is made."""
+    layout, workload, schedule = job.layout, job.workload, job.schedule
     rates, links = rates_of(job, machine)
     prices = step_prices(job, rates, links)
     unlike = machine.unlike(layout.world_size)

@@ -21,9 +21,8 @@ from hocket.cost.measured_rates import Rates
 from hocket.cost.measured_serving import MeasuredReplica, MeasuredServing
 from hocket.planning.machine_forecast import MeasuredMachine
 from hocket.simulation.traffic import EngineStepCosts, RoundTable, poisson, simulate_requests
-from hocket.spec import legality
 from hocket.spec.errors import OptionError
-from hocket.spec.layout import Layout, divisors
+from hocket.spec.layout import Layout
 from hocket.spec.model_shape import ModelShape
 from hocket.spec.service import Service
 from hocket.spec.serving import replica_layout
@@ -375,21 +374,6 @@ def _line(points: Sequence[tuple[float, float, int]]) -> tuple[float, float]:
 
 
 # --- which layout ---------------------------------------------------------------------------------
-
-
-def candidates(shape: ModelShape, most_ranks: int) -> list[Layout]:
-    """Layouts of up to `most_ranks` ranks that a model allows, simplest first."""
-    found = []
-    for world in range(1, most_ranks + 1):
-        for tp in divisors(world):
-            if not legality.attention(shape.heads, shape.kv_heads, tp):
-                continue
-            found += [
-                Layout(dp=world // tp // pp, tp=tp, pp=pp)
-                for pp in divisors(world // tp)
-                if legality.stages(len(shape.layers), pp)
-            ]
-    return found
 
 
 def weigh(

@@ -134,6 +134,7 @@ def bill(server: PreparedServer, told: ServingForecast) -> list[str]:
 
 def _told(server: PreparedServer, launcher: Launcher) -> ServingForecast:
     from hocket.planning import machine_serving as planning
+    from hocket.planning.machine_choice import meshes
 
     layout = str(server.layout)
     cluster = server.request.cluster
@@ -151,7 +152,7 @@ def _told(server: PreparedServer, launcher: Launcher) -> ServingForecast:
         shape = forecast.shape_of(spec, launcher)
         sizes = sizes_of(server)
         found = planning.forecast(shape, server.layout, machine, sizes)
-        layouts = [server.layout, *_legal(server, planning.candidates(shape, _most(machine)))]
+        layouts = [server.layout, *_legal(server, meshes(shape, _most(machine)))]
         weighed = planning.weigh(shape, machine, sizes, {str(one): one for one in layouts}.values())
         rows = [one for _, one in weighed]
         return planning.beside(
@@ -211,6 +212,7 @@ def _chosen(
 ) -> tuple[PreparedServer, ServingForecast]:
     from hocket.jobs import machine as machines
     from hocket.planning import machine_serving as planning
+    from hocket.planning.machine_choice import meshes
 
     request = server.request
     asked = forecast_policy.AUTO
@@ -228,7 +230,7 @@ def _chosen(
     shape = forecast.shape_of(spec, launcher)
     layouts = [
         layout
-        for layout in planning.candidates(shape, _most(machine))
+        for layout in meshes(shape, _most(machine))
         if all(
             layout.degree(axis) == request.layout.degree(axis)
             for axis in ("dp", "tp", "pp")
