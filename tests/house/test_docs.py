@@ -161,6 +161,7 @@ def repos_of_the_page(tmp_path: Path) -> list[Repo]:
     ]
 
 
+@pytest.mark.timeout(400)  # a page holds up to a dozen commands, the tour among them
 @pytest.mark.ranks
 @pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(
