@@ -1,13 +1,19 @@
-"""Rows of a CSV file of published runs: text by column, and its numbers."""
+"""Rows of a CSV file of published runs: text by column, and its numbers; errors of predictions."""
 
 from __future__ import annotations
 
 import csv
+import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
-from hocket.spec.errors import OptionError
+from hocket.spec.errors import HocketError, OptionError
+
+Row = TypeVar("Row")
+Scores = TypeVar("Scores")
 
 LARGEST = 1e12
 """Of a column: more than any model, cluster or time has."""
@@ -66,3 +72,63 @@ def number(row: Mapping[str, str], name: str) -> float | None:
     if not 0 <= value <= LARGEST:
         raise LeftOut(f"{name} is {value:g}, not between 0 and {LARGEST:g}")
     return value
+
+
+def or_reason(parse: Callable[[Mapping[str, str]], Row], row: Mapping[str, str]) -> Row | str:
+    """What a row describes, or why it cannot be predicted."""
+    try:
+        return parse(row)
+    except LeftOut as reason:
+        return str(reason)
+    except HocketError as error:
+        return error.message
+
+
+def parsed(
+    table: Iterable[Mapping[str, str]], parse: Callable[[Mapping[str, str]], Row | str]
+) -> tuple[list[Row], dict[str, str]]:
+    """The rows that can be predicted, and of the others why not, by id."""
+    found: list[Row] = []
+    left_out: dict[str, str] = {}
+    for line in table:
+        row = parse(line)
+        if isinstance(row, str):
+            left_out[line["id"]] = row
+        else:
+            found.append(row)
+    return found, left_out
+
+
+def medians(runs: Iterable[tuple[Hashable, float | None]]) -> dict[Any, float]:
+    """Of the figures of equal runs, by their key; what was not measured is left out."""
+    figures: dict[Hashable, list[float]] = {}
+    for key, value in runs:
+        if value is not None:
+            figures.setdefault(key, []).append(value)
+    return {key: statistics.median(values) for key, values in figures.items()}
+
+
+def percent(how: Callable[[list[float]], float], values: list[float]) -> float | None:
+    """A statistic of relative errors in percent; None of no errors."""
+    return round(100 * how(values), 4) if values else None
+
+
+def mean_scores(kind: type[Scores], groups: Sequence[Scores], left_out: int) -> Scores:
+    """Scores whose figures are averaged over groups and whose counts are summed."""
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+        known = [v for one in groups if (v := getattr(one, field.name)) is not None]
+        if field.type == "int":
+            values[field.name] = sum(known)
+        else:
+            values[field.name] = round(statistics.fmean(known), 4) if known else None
+    return kind(**(values | {"rows_left_out": left_out}))
+
+
+def write(path: str | Path, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """A CSV file; a row that is short is filled up in front of its last column."""
+    with Path(path).open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(columns)
+        for first, *rest in rows:
+            writer.writerow((first, *[""] * (len(columns) - 1 - len(rest)), *rest))

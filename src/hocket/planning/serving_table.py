@@ -200,25 +200,13 @@ def read(path: str | Path) -> list[dict[str, str]]:
 
 
 def rows(table: Iterable[Mapping[str, str]]) -> tuple[list[ServingTableRow], dict[str, str]]:
-    """The rows that can be priced, and id to reason of those that cannot."""
-    found, left_out = [], {}
-    for line in table:
-        one = parse(line)
-        if isinstance(one, ServingTableRow):
-            found.append(one)
-        else:
-            left_out[line["id"]] = one
-    return found, left_out
+    """The rows that can be predicted, and of the others why not, by id."""
+    return csv_rows.parsed(table, parse)
 
 
 def parse(row: Mapping[str, str]) -> ServingTableRow | str:
-    """What a row describes, or why it cannot be priced."""
-    try:
-        return _parse(row)
-    except LeftOut as reason:
-        return str(reason)
-    except HocketError as error:
-        return error.message
+    """What a row describes, or why it cannot be predicted."""
+    return csv_rows.or_reason(_parse, row)
 
 
 def _parse(row: Mapping[str, str]) -> ServingTableRow:

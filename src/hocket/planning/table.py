@@ -36,7 +36,6 @@ from hocket.planning.problem import Problem
 from hocket.planning.row_machine import cluster_of, machine_of
 from hocket.planning.unstated import KNOBS, resolve
 from hocket.spec.cluster import Cluster
-from hocket.spec.errors import HocketError
 from hocket.spec.model_shape import ModelShape
 
 REQUIRED = ("id", "source", "model", "gpu", "layers", "hidden", "heads", "seq", "global_batch")
@@ -148,13 +147,8 @@ def read(path: str | Path) -> list[dict[str, str]]:
 
 
 def parse(row: Mapping[str, str]) -> PublishedRow | str:
-    """What a row describes, or why it cannot be priced."""
-    try:
-        return _parse(row)
-    except LeftOut as reason:
-        return str(reason)
-    except HocketError as error:
-        return error.message
+    """What a row describes, or why it cannot be predicted."""
+    return csv_rows.or_reason(_parse, row)
 
 
 def _parse(row: Mapping[str, str]) -> PublishedRow:
@@ -440,12 +434,5 @@ def _layout(row: Mapping[str, str], stack: str, said: str) -> dict[str, float]:
 
 
 def rows(table: Iterable[Mapping[str, str]]) -> tuple[list[PublishedRow], dict[str, str]]:
-    """Those that can be priced, and of the others why not, by id."""
-    found, left_out = [], {}
-    for line in table:
-        row = parse(line)
-        if isinstance(row, str):
-            left_out[line["id"]] = row
-        else:
-            found.append(row)
-    return found, left_out
+    """The rows that can be predicted, and of the others why not, by id."""
+    return csv_rows.parsed(table, parse)

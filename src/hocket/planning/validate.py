@@ -18,11 +18,10 @@ so that no single large one decides; everything else is reported in groups of it
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import itertools
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ import numpy as np
 
 from hocket.cost.constants import Constants
 from hocket.cost.memory import peak_memory
+from hocket.planning import csv_rows
 from hocket.planning.fit import fits
 from hocket.planning.pricing import RowBatch, batch, by_structure
 from hocket.planning.table import MAINSTREAM, PublishedRow, read, rows
@@ -168,7 +168,7 @@ def price(
     change: Callable[[RowBatch], Constants] | None = None,
 ) -> list[ValidatedRow]:
     """Predictions of rows; `change` gives other constants than the rows' own (fitting)."""
-    medians = _medians(found)
+    medians = csv_rows.medians((row.key, row.measured) for row in found)
     priced: dict[int, ValidatedRow] = {}
     for places in by_structure(found):
         alike = [found[place] for place in places]
@@ -209,32 +209,18 @@ def scores(members: Sequence[ValidatedRow], left_out: int = 0) -> ValidationScor
     return ValidationScores(
         rows_used=len(members),
         rows_left_out=left_out,
-        step_time_mape=_percent(statistics.fmean, errors),
-        step_time_median_ape=_percent(statistics.median, errors),
-        memory_median_ape=_percent(statistics.median, held),
+        step_time_mape=csv_rows.percent(statistics.fmean, errors),
+        step_time_median_ape=csv_rows.percent(statistics.median, errors),
+        memory_median_ape=csv_rows.percent(statistics.median, held),
         false_fits=sum(1 for p in members if not p.fits),
         kendall_tau=round(statistics.fmean(taus), 4) if taus else None,
-        mean_regret=_percent(statistics.fmean, regrets),
+        mean_regret=csv_rows.percent(statistics.fmean, regrets),
     )
 
 
 def average(groups: Sequence[ValidationScores], left_out: int) -> ValidationScores:
     """Figures averaged over groups; counts are summed."""
-
-    def mean(name: str) -> float | None:
-        values = [getattr(s, name) for s in groups if getattr(s, name) is not None]
-        return round(statistics.fmean(values), 4) if values else None
-
-    return ValidationScores(
-        rows_used=sum(s.rows_used for s in groups),
-        rows_left_out=left_out,
-        step_time_mape=mean("step_time_mape"),
-        step_time_median_ape=mean("step_time_median_ape"),
-        memory_median_ape=mean("memory_median_ape"),
-        false_fits=sum(s.false_fits for s in groups),
-        kendall_tau=mean("kendall_tau"),
-        mean_regret=mean("mean_regret"),
-    )
+    return csv_rows.mean_scores(ValidationScores, groups, left_out)
 
 
 def ranking(members: Sequence[ValidatedRow]) -> tuple[list[float], list[float]]:
@@ -265,26 +251,13 @@ def write_rows(report: ValidationReport, path: str | Path) -> None:
     row's source), `fits`, `resolved` (`micro_batch=2, sp=1`) and `left_out` of every row, in the
     table's order."""
     known = {p.row.id: p for p in report.priced}
-    with Path(path).open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(ROW_COLUMNS)
-        for name, key in zip(report.ids, report.keys, strict=True):
-            one = known.get(key)
-            if one is None:
-                writer.writerow((name, "", "", "", "", report.left_out.get(key, "")))
-                continue
-            held = f"{one.memory / one.row.memory_unit:.3f}"
-            chosen = ", ".join(f"{knob}={value}" for knob, value in one.row.resolved.items())
-            writer.writerow((name, f"{one.step:.6g}", held, str(one.fits).lower(), chosen, ""))
 
+    def line(name: str, key: str) -> tuple[str, ...]:
+        one = known.get(key)
+        if one is None:
+            return name, report.left_out.get(key, "")
+        held = f"{one.memory / one.row.memory_unit:.3f}"
+        chosen = ", ".join(f"{knob}={value}" for knob, value in one.row.resolved.items())
+        return name, f"{one.step:.6g}", held, str(one.fits).lower(), chosen, ""
 
-def _medians(found: Iterable[PublishedRow]) -> dict[tuple[str, ...], float]:
-    runs: dict[tuple[str, ...], list[float]] = {}
-    for row in found:
-        if row.measured is not None:
-            runs.setdefault(row.key, []).append(row.measured)
-    return {key: statistics.median(values) for key, values in runs.items()}
-
-
-def _percent(how: Callable[[list[float]], float], values: list[float]) -> float | None:
-    return round(100 * how(values), 4) if values else None
+    csv_rows.write(path, ROW_COLUMNS, map(line, report.ids, report.keys))

@@ -14,13 +14,13 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hocket.planning import csv_rows
 from hocket.planning.serving_load import Constants, answers, groups
 from hocket.planning.serving_table import ServingTableRow, read, rows
 
@@ -162,7 +162,9 @@ def price(
     if not found:
         return []
     answer = answers(groups(found), len(found), change)
-    medians = {field: _medians(found, field) for field in FIELDS}
+    medians = {
+        field: csv_rows.medians((row.key, getattr(row, field)) for row in found) for field in FIELDS
+    }
     return [
         ValidatedServingRow(
             row=row,
@@ -186,8 +188,8 @@ def scores(members: Sequence[ValidatedServingRow], left_out: int = 0) -> Serving
     for field in FIELDS:
         errors = [abs(e) for p in members if (e := p.error(field)) is not None]
         values[f"{field}_rows"] = len(errors)
-        values[f"{field}_mape"] = _percent(statistics.fmean, errors)
-        values[f"{field}_median_ape"] = _percent(statistics.median, errors)
+        values[f"{field}_mape"] = csv_rows.percent(statistics.fmean, errors)
+        values[f"{field}_median_ape"] = csv_rows.percent(statistics.median, errors)
     return ServingValidationScores(
         rows_used=len(members),
         rows_left_out=left_out,
@@ -198,42 +200,21 @@ def scores(members: Sequence[ValidatedServingRow], left_out: int = 0) -> Serving
 
 def average(groups: Sequence[ServingValidationScores], left_out: int) -> ServingValidationScores:
     """Errors averaged over groups; counts are summed."""
-    values: dict[str, Any] = {}
-    for field in dataclasses.fields(ServingValidationScores):
-        numbers = [v for s in groups if (v := getattr(s, field.name)) is not None]
-        if field.name.endswith("ape"):
-            values[field.name] = round(statistics.fmean(numbers), 4) if numbers else None
-        else:
-            values[field.name] = sum(numbers)
-    return ServingValidationScores(**(values | {"rows_left_out": left_out}))
+    return csv_rows.mean_scores(ServingValidationScores, groups, left_out)
 
 
 def write_rows(report: ServingValidationReport, path: str | Path) -> None:
     """`id`, `predicted_tpot_ms`, `predicted_ttft_ms`, `predicted_out_tok_s_total`, `assumed`
     (`isl=220 (openorca), tp=2`) and `left_out` of every row, in the table's order."""
     known = {p.row.id: p for p in report.priced}
-    with Path(path).open("w", newline="") as file:
-        writer = csv.writer(file)
-        names = ("predicted_tpot_ms", "predicted_ttft_ms", "predicted_out_tok_s_total")
-        writer.writerow(("id", *names, "assumed", "left_out"))
-        for name in report.ids:
-            one = known.get(name)
-            if one is None:
-                writer.writerow((name, "", "", "", "", report.left_out.get(name, "")))
-                continue
-            figures = (1e3 * one.tpot, 1e3 * one.ttft, one.throughput)
-            assumed = ", ".join(f"{k}={value}" for k, value in one.row.assumed.items())
-            writer.writerow((name, *(f"{value:.6g}" for value in figures), assumed, ""))
 
+    def line(name: str) -> tuple[str, ...]:
+        one = known.get(name)
+        if one is None:
+            return name, report.left_out.get(name, "")
+        figures = (1e3 * one.tpot, 1e3 * one.ttft, one.throughput)
+        assumed = ", ".join(f"{k}={value}" for k, value in one.row.assumed.items())
+        return (name, *(f"{value:.6g}" for value in figures), assumed, "")
 
-def _medians(found: Sequence[ServingTableRow], field: str) -> dict[tuple[str, ...], float]:
-    runs: dict[tuple[str, ...], list[float]] = {}
-    for row in found:
-        value = getattr(row, field)
-        if value is not None:
-            runs.setdefault(row.key, []).append(value)
-    return {key: statistics.median(values) for key, values in runs.items()}
-
-
-def _percent(how: Callable[[list[float]], float], values: list[float]) -> float | None:
-    return round(100 * how(values), 4) if values else None
+    names = ("predicted_tpot_ms", "predicted_ttft_ms", "predicted_out_tok_s_total")
+    csv_rows.write(path, ("id", *names, "assumed", "left_out"), map(line, report.ids))
