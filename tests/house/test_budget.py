@@ -17,6 +17,9 @@ BUDGET = tomllib.loads((Path(__file__).parent / "budget.toml").read_text())
 ONE_DEFINITION = {
     "axis_groups": "spec.process_groups",
     "named_groups": "spec.process_groups",
+    "divided": "cost.local",
+    "together": "cost.local",
+    "tensor_elements": "cost.local",
     "step_times": "cost.step",
     "step_prices": "cost.measured_prices",
     "memory_rows": "cost.measured_memory",

@@ -35,6 +35,7 @@ from hocket.cost.constants import Platform
 from hocket.cost.context import context_times
 from hocket.cost.group_strides import expert_tp, stride
 from hocket.cost.layout_batch import Layouts
+from hocket.cost.local import divided
 from hocket.cost.state import local_trained
 from hocket.cost.terms import BlockTerms, Floats, Matmul, Terms
 
@@ -189,19 +190,10 @@ def _local(
         each = expert_tp(at)
         held = np.maximum(one.groups / at.ep, 1.0)
         rows = rows / np.where(each < at.tp, at.tp, 1.0) / held
-        return rows, *_divided(split, n, k, each), held
+        return rows, *divided(split, n, k, each), held
     if split == "outside" and not one.beside:
         return rows / np.where(at.sequence_parallel > 0, at.tp, 1.0), n, k, 1.0
-    return rows, *_divided(split, n, k, at.tp), 1.0
-
-
-def _divided(split: str, n: Floats, k: Floats, ranks: Floats) -> tuple[Floats, Floats]:
-    if split in ("column", "vocab"):
-        return n / ranks, k
-    if split == "row":
-        return n, k / ranks
-    assert split == "outside", split
-    return n, k
+    return rows, *divided(split, n, k, at.tp), 1.0
 
 
 def _attention(

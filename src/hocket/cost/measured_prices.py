@@ -17,12 +17,12 @@ from hocket.cost.communication import (
     frozen_buckets,
     shared_buckets,
 )
+from hocket.cost.local import tensor_elements
 from hocket.cost.measured_links import MeasuredLinks
 from hocket.cost.measured_rates import BYTES, Rates
 from hocket.cost.measured_stage import (
     GRADIENT_BYTES,
     Microbatch,
-    local,
     stage_blocks,
     stage_seconds,
     trained,
@@ -175,11 +175,11 @@ class StepProblem:
         return StageShare(
             stage=stage,
             split_loss=split_loss,
-            gradient_bytes=tuple(local(w, tp) * GRADIENT_BYTES for w in trained(held)),
+            gradient_bytes=tuple(tensor_elements(w, tp) * GRADIENT_BYTES for w in trained(held)),
             late=tuple(self._is_late(w) for w in trained(held)),
             blocks=tuple(block for block, weight in of_blocks if not weight.frozen),
             frozen=tuple(
-                (block, local(w, tp) * GRADIENT_BYTES, self._sees_a_slice(w))
+                (block, tensor_elements(w, tp) * GRADIENT_BYTES, self._sees_a_slice(w))
                 for block, w in of_blocks
                 if w.frozen
             ),
@@ -258,7 +258,9 @@ class StepProblem:
             if not w.frozen
             if w.name in {e.name for e in self.shape.blocks["embedding"].weights} & other
         ]
-        return tuple(local(w, self.layout.tp) * GRADIENT_BYTES for w in both) if ends else ()
+        return (
+            tuple(tensor_elements(w, self.layout.tp) * GRADIENT_BYTES for w in both) if ends else ()
+        )
 
     @property
     def step(self) -> Step:
@@ -292,7 +294,7 @@ def _partial(held: Sequence[Weight], tp: int) -> dict[str, int]:
         units = max(1, weight.units)
         if weight.split == "column" and 1 < units < tp:
             axis = copies_axis(tp // units, tp)
-            found[axis] = found.get(axis, 0) + local(weight, tp) * GRADIENT_BYTES
+            found[axis] = found.get(axis, 0) + tensor_elements(weight, tp) * GRADIENT_BYTES
     return found
 
 
@@ -376,7 +378,7 @@ def _stage(job: StepProblem, stage: int, rates: Rates, links: MeasuredLinks) -> 
 def _rank(job: StepProblem, stages: Sequence[int], rates: Rates, links: MeasuredLinks) -> RankStep:
     layout, place = job.layout, job.schedule.stage_ranks
     held = [w for stage in stages for w in trained(weights(job.shape, job.blocks(stage)))]
-    elements = sum(local(w, layout.tp) for w in held)
+    elements = sum(tensor_elements(w, layout.tp) for w in held)
     gradients = float(elements * GRADIENT_BYTES)
     sums: list[Collective | None] = []
     ends = [stage for stage in stages if stage in (0, len(place) - 1)]
@@ -411,9 +413,9 @@ def resident_bytes(job: StepProblem, index: int) -> dict[str, int]:
     """Bytes that a pipeline rank holds all the time: `parameters`, `gradients`, `optimizer`."""
     stages = [s for s, owner in enumerate(job.schedule.stage_ranks) if owner == index]
     held = [w for stage in stages for w in weights(job.shape, job.blocks(stage))]
-    whole = sum(local(w, job.layout.tp) for w in held)
+    whole = sum(tensor_elements(w, job.layout.tp) for w in held)
     held = trained(held)
-    elements = sum(local(w, job.layout.tp) for w in held)
+    elements = sum(tensor_elements(w, job.layout.tp) for w in held)
     mine = elements // job.state_ranks
     exact = job.element_bytes == GRADIENT_BYTES and not job.layout.offloads("optimizer")
     masters = 0 if exact else 4 * mine

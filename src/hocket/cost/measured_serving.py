@@ -25,9 +25,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hocket.cost.local import divided, held_elements, together
 from hocket.cost.measured_links import MeasuredLinks
 from hocket.cost.measured_rates import BYTES, Rates
-from hocket.cost.measured_stage import SHARED, local, stage_blocks, weights
+from hocket.cost.measured_stage import SHARED, stage_blocks, weights
 from hocket.cost.serving_shape import latent_width, served
 from hocket.cost.terms import Floats
 from hocket.spec.cut import choose_cut, stage_layers
@@ -134,10 +135,7 @@ class MeasuredReplica:
         experts = tuple(p.name for block in blocks for p in block.products if p.groups > 1)
         total = 0
         for one in weights(self.shape, self.stages[stage]):
-            if one.split == "expert" or (experts and one.name.startswith(experts)):
-                total += local(one, layout.expert_tp) // layout.ep
-            else:
-                total += local(one, layout.tp)
+            total += held_elements(one, layout, experts)
         return total * self.element_bytes
 
     def cache_bytes(self, stage: int) -> int:
@@ -176,9 +174,8 @@ class MeasuredReplica:
         hidden, products = self.shape.hidden, block.products
         inner = max(
             (
-                sum(other.n * other.count for other in _together(block, p.input or p.name))
-                / self._split(p)
-                for p in products
+                sum(divided(p.split, p.n * p.count, 0, self.layout.tp)[0] for p in same)
+                for same in together(products)
             ),
             default=0,
         )
@@ -205,9 +202,6 @@ class MeasuredReplica:
             found = max(found, standing + max(rotated if tables else 0, multiplied))
         return found
 
-    def _split(self, product: MatrixProduct) -> int:
-        return self.layout.tp if product.split in ("column", "vocab") else 1
-
 
 class _Step(NamedTuple):
     """What a step computes: `prompt` tokens that attend to `attended` on average, `rows` that
@@ -221,11 +215,6 @@ class _Step(NamedTuple):
     @property
     def tokens(self) -> float:
         return self.prompt + self.rows
-
-
-def _together(block: BlockShape, source: str) -> list[MatrixProduct]:
-    """The products that read one tensor."""
-    return [p for p in block.products if (p.input or p.name) == source]
 
 
 class MeasuredServing:
@@ -332,10 +321,7 @@ class MeasuredServing:
         # A prompt's last chunk asks for one row; which it is in, the mean does not know.
         tokens = step.tokens if kind != "head" else max(step.rows, 1.0)
         held = float(replica.weight_bytes(stage))
-        work = sum(
-            self._product(block, _together(block, source), tokens, held)
-            for source in dict.fromkeys(p.input or p.name for p in block.products)
-        )
+        work = sum(self._product(same, tokens, held) for same in together(block.products))
         work += self._between(kind, tokens, whole=not step.prompt and step.rows <= FEW)
         work += sum(self._attention(core, step, held) for core in replica.cores_of(kind))
         sums: list[Collective | None] = []
@@ -389,9 +375,7 @@ class MeasuredServing:
                 work += row.kernels * max(rates.stream(each), self._called("add"))
         return work + len(self.replica.cores_of(kind)) * OWN_VIEWS * self._called("view")
 
-    def _product(
-        self, block: BlockShape, merged: list[MatrixProduct], tokens: float, held: float
-    ) -> float:
+    def _product(self, merged: list[MatrixProduct], tokens: float, held: float) -> float:
         """Products that read one tensor, as one, among `held` bytes of weights."""
         rates, tp = self.rates, self.replica.layout.tp
         first = merged[0]
@@ -400,8 +384,7 @@ class MeasuredServing:
             layout = self.replica.layout
             tp, groups = layout.expert_tp, groups / layout.ep
             rows *= layout.dp / (layout.ep * layout.expert_copies)
-        columns = sum(p.n / (tp if p.split in ("column", "vocab") else 1) for p in merged)
-        inner = first.k / (tp if first.split == "row" else 1)
+        columns, inner = divided(first.split, sum(p.n for p in merged), first.k, tp)
         reached = min(groups, max(rows, 1.0))  # experts that any token goes to, at most
         m, wide, deep = max(1, round(rows / reached)), max(1, round(columns)), max(1, round(inner))
         nbytes = float(wide * deep * self.replica.element_bytes)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
+from hocket.cost.local import divided, tensor_elements
 from hocket.cost.measured_rates import BYTES, Rates
 from hocket.spec.model_shape import (
     Attention,
@@ -86,14 +87,6 @@ class Microbatch:
         if split == "whole":
             return 1
         return self.tp if self.slices or split in ("inside", "vocab", "column", "row") else 1
-
-
-def local(weight: Weight, tp: int) -> int:
-    """Elements of a weight that the fullest tensor rank holds."""
-    if weight.split == "outside" or tp == 1:
-        return weight.elements
-    units = max(1, weight.units)
-    return weight.elements // units * max(1, -(-units // tp))
 
 
 def stage_blocks(shape: ModelShape, layers: Iterable[int], first: bool, last: bool) -> list[str]:
@@ -184,10 +177,8 @@ def block_seconds(block: BlockShape, microbatch: Microbatch, rates: Rates) -> Se
 def _product(
     product: MatrixProduct, block: BlockShape, microbatch: Microbatch, rates: Rates
 ) -> Seconds:
-    tp = microbatch.tp
-    share = _share(product, block, tp)
-    n = max(1, round(product.n * (share if product.split in ("column", "vocab") else 1)))
-    k = max(1, round(product.k * (share if product.split == "row" else 1)))
+    ranks = _ranks(product, block, microbatch.tp)
+    n, k = (max(1, round(x)) for x in divided(product.split, product.n, product.k, ranks))
     sliced = product.split == "outside" and not product.beside
     tokens = microbatch.tokens / (microbatch.ranks("outside") if sliced else 1)
     rows = max(1, round(tokens * product.count / product.groups))
@@ -201,14 +192,14 @@ def _product(
     return one + Seconds(forward=overhead[0], input=half, weight=0.0 if product.frozen else half)
 
 
-def _share(product: MatrixProduct, block: BlockShape, tp: int) -> float:
-    """The part of a product's split side that a tensor rank has."""
+def _ranks(product: MatrixProduct, block: BlockShape, tp: int) -> float:
+    """Over how many tensor ranks a matmul is divided, key/value heads held by several counted."""
     if tp == 1 or product.split == "outside":
         return 1.0
     own = next((w for w in block.weights if w.name.startswith(f"{product.name}.")), None)
     if own is None or own.split == "outside":
-        return 1.0 / tp
-    return local(own, tp) / own.elements
+        return float(tp)
+    return own.elements / tensor_elements(own, tp)
 
 
 def _attention(core: Attention, microbatch: Microbatch, rates: Rates) -> Seconds:
@@ -245,7 +236,7 @@ def _memory_bound(row: MemoryBound, microbatch: Microbatch, rates: Rates) -> Sec
 def _loss(block: BlockShape, microbatch: Microbatch, rates: Rates) -> Seconds:
     """The runtime's own cross-entropy, over this rank's part of the vocabulary."""
     head = max(block.products, key=lambda p: p.n)
-    rows = max(1, round(head.n * _share(head, block, microbatch.tp)))
+    rows = max(1, round(head.n / _ranks(head, block, microbatch.tp)))
     known = rates.kernel("cross-entropy", (microbatch.tokens, rows))
     if known is None:
         nbytes = float(microbatch.tokens * rows * BYTES[rates.dtype])
@@ -260,7 +251,7 @@ def _embedding(block: BlockShape, microbatch: Microbatch, rates: Rates) -> Secon
             continue
         rows = max(1, weight.units)
         width = max(1, weight.elements // rows)
-        held = max(1, local(weight, microbatch.tp) // width)
+        held = max(1, tensor_elements(weight, microbatch.tp) // width)
         known = rates.kernel("embedding", (microbatch.tokens, held, width))
         if known is None:
             read = 2.0 * microbatch.tokens * width * BYTES[rates.dtype]
@@ -273,7 +264,7 @@ def _embedding(block: BlockShape, microbatch: Microbatch, rates: Rates) -> Secon
 def _gradients(held: list[Weight], microbatch: Microbatch, rates: Rates) -> Seconds:
     """Adding to the gradients of the microbatches before; the first are taken as they come, or
     copied into the bucket that is summed over the replicas."""
-    sizes = [local(w, microbatch.tp) * GRADIENT_BYTES for w in trained(held)]
+    sizes = [tensor_elements(w, microbatch.tp) * GRADIENT_BYTES for w in trained(held)]
     added = sum(rates.stream(3.0 * size) for size in sizes)
     copied = sum(rates.stream(2.0 * size) for size in sizes) if microbatch.dp > 1 else 0.0
     calls = len(sizes) * rates.backward("add")
@@ -292,7 +283,7 @@ def saved_rows(
     ]
     if kind == "head":  # the logits, which the loss overwrites by their gradient
         head = max(block.products, key=lambda p: p.n)
-        rows = head.n * _share(head, block, microbatch.tp)
+        rows = head.n / _ranks(head, block, microbatch.tp)
         found.append(("logits", round(rows * element_bytes * microbatch.tokens)))
     return found
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from hocket.cost.local import tensor_elements
 from hocket.cost.measured_prices import StepProblem
 from hocket.cost.measured_stage import (
     behind_first_adapter,
-    local,
     narrowing,
     saved_rows,
     trained,
@@ -151,7 +151,7 @@ def blocks_of(
                 + _fp8_bytes(job, block),
                 first=first,
                 then=tuple(i for i in own if i not in first),
-                values=sum(local(w, tp) for w in held[at]) * job.element_bytes,
+                values=sum(tensor_elements(w, tp) for w in held[at]) * job.element_bytes,
             )
         )
     return found
@@ -269,6 +269,8 @@ def _fp8_bytes(job: StepProblem, block: BlockShape) -> int:
         return 0
     tp, tokens = job.layout.tp, job.microbatch.tokens
     found = [p for p in block.products if not p.bare]
-    operands = [local(w, tp) for w in block.weights for p in found if w.name.startswith(p.name)]
+    operands = [
+        tensor_elements(w, tp) for w in block.weights for p in found if w.name.startswith(p.name)
+    ]
     operands += [round(tokens * p.k * p.count / (tp if p.split == "row" else 1)) for p in found]
     return (4 + 4 + 1) * max(operands, default=0)

@@ -17,10 +17,10 @@ from __future__ import annotations
 
 from collections import deque
 
+from hocket.cost.local import tensor_elements
 from hocket.cost.measured_prices import StepProblem
 from hocket.cost.measured_stage import (
     GRADIENT_BYTES,
-    local,
     table_bytes,
     trained,
 )
@@ -78,8 +78,8 @@ class _Stage:
         gradients = [
             Gradient(
                 block=at,
-                nbytes=local(w, tp) * GRADIENT_BYTES,
-                made=local(w, tp) * width,
+                nbytes=tensor_elements(w, tp) * GRADIENT_BYTES,
+                made=tensor_elements(w, tp) * width,
                 late=late,
             )
             for (at, w), late in zip(held, job.share(number).late, strict=True)

@@ -23,6 +23,7 @@ import numpy as np
 
 from hocket.cost.collectives import ALL_REDUCE, ALL_TO_ALL, group, point_to_point
 from hocket.cost.constants import Platform
+from hocket.cost.local import divided, together
 from hocket.cost.serving_constants import ServingConstants
 from hocket.cost.serving_shape import latent_width
 from hocket.cost.terms import Floats
@@ -179,27 +180,14 @@ def _layer(shape: ModelShape, block: BlockShape, at: ReplicaColumns, load: StepL
 
 def _products(shape: ModelShape, block: BlockShape, at: ReplicaColumns, tokens: Floats) -> Floats:
     time = np.zeros(np.broadcast(tokens, at.tp).shape)
-    for same in _merged(block.products):
+    for same in together(block.products):
         first = same[0]
-        n, k = float(sum(p.n for p in same)), float(first.k)
         if first.groups > 1:
             time = time + _expert_product(first, at, tokens)
-        elif first.split in ("column", "vocab"):
-            time = time + _product(tokens / at.attention_dp, n / at.tp, k, at, at.weight)
-        elif first.split == "row":
-            time = time + _product(tokens / at.attention_dp, n, k / at.tp, at, at.weight)
-        else:
-            time = time + _product(tokens / at.attention_dp, n, k, at, at.weight)
+            continue
+        n, k = divided(first.split, float(sum(p.n for p in same)), float(first.k), at.tp)
+        time = time + _product(tokens / at.attention_dp, n, k, at, at.weight)
     return time
-
-
-def _merged(products: tuple[MatrixProduct, ...]) -> list[list[MatrixProduct]]:
-    """Products of one input and split run as one."""
-    found: dict[tuple[object, ...], list[MatrixProduct]] = {}
-    for i, p in enumerate(products):
-        key = (p.input, p.split, p.k, p.groups, p.count) if p.input else i
-        found.setdefault((key,), []).append(p)
-    return list(found.values())
 
 
 def _product(

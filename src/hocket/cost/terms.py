@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hocket.cost.local import together
 from hocket.spec.model_shape import BlockShape, MatrixProduct, ModelShape
 
 Floats = NDArray[np.float64]
@@ -185,18 +186,6 @@ def structure(model: Terms) -> tuple[Any, ...]:
     )
 
 
-def _products(block: BlockShape) -> list[MatrixProduct]:
-    """Products, those that read one tensor and are split alike as one."""
-    found: dict[tuple[Any, ...], MatrixProduct] = {}
-    for place, p in enumerate(block.products):
-        # What runs beside another product does so as often as there are others.
-        key = (place if p.beside else p.input or place, p.split, p.k, p.count, p.groups)
-        if key in found:
-            p = dataclasses.replace(found[key], n=found[key].n + p.n)
-        found[key] = p
-    return list(found.values())
-
-
 def _latent(p: MatrixProduct) -> bool:
     """Whether a product reads what a norm inside its own module made: MLA's latent vectors."""
     norm = p.input.partition(":")[0]
@@ -263,7 +252,9 @@ def _inputs(block: BlockShape, *, outside: bool) -> float:
 
 
 def _block(block: BlockShape, *, layer: bool = False) -> BlockTerms:
-    products = _products(block)
+    products = [
+        dataclasses.replace(same[0], n=sum(p.n for p in same)) for same in together(block.products)
+    ]
     joined = len(block.products) - len(products)
     summed = sum(p.k for p in block.products) - sum(p.k for p in products)
     sums = sum(m.backward for m in block.memory_bound if m.name == GRADIENT_SUMS)

@@ -84,7 +84,7 @@ def or_reason(parse: Callable[[Mapping[str, str]], Row], row: Mapping[str, str])
         return error.message
 
 
-def parsed(
+def parsed_rows(
     table: Iterable[Mapping[str, str]], parse: Callable[[Mapping[str, str]], Row | str]
 ) -> tuple[list[Row], dict[str, str]]:
     """The rows that can be predicted, and of the others why not, by id."""
@@ -125,7 +125,7 @@ def mean_scores(kind: type[Scores], groups: Sequence[Scores], left_out: int) -> 
     return kind(**(values | {"rows_left_out": left_out}))
 
 
-def write(path: str | Path, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+def write_table(path: str | Path, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     """A CSV file; a row that is short is filled up in front of its last column."""
     with Path(path).open("w", newline="") as file:
         writer = csv.writer(file)

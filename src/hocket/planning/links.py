@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from hocket.cost.communication import Step, communication
+from hocket.cost.local import held_elements
 from hocket.cost.measured_links import CROSSED, MeasuredLinks
 from hocket.cost.measured_prices import StepProblem
 from hocket.cost.stage_communication import StageShare
@@ -230,13 +231,6 @@ def _axes(
     return sorted(found, key=lambda each: -each.seconds)
 
 
-def _ways(layout: Layout, split: str) -> int:
-    """How many ranks of a replica share a weight."""
-    if split == "outside":
-        return 1
-    return layout.tp * (layout.ep if split == "expert" else 1)
-
-
 def calls_of(problem: Problem, layout: Layout) -> dict[str, list[Call]]:
     """Axis to its collectives on the rank that has most of them; the order changes none."""
     ranks = (layout.rank({"pp": stage}) for stage in range(layout.pp))
@@ -282,7 +276,7 @@ def _of_rank(problem: Problem, layout: Layout, rank: int) -> Iterator[Call]:
             continue
         ends = [n for n, at in (("embedding", 0), ("head", len(cut) - 1)) if at == stage]
         held = [
-            (block, round(w.elements / _ways(layout, w.split) * width.gradient))
+            (block, round(held_elements(w, layout) * width.gradient))
             for block, name in enumerate((*kinds, *ends))
             for w in problem.shape.blocks[name].weights
         ]

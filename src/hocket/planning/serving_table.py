@@ -201,7 +201,7 @@ def read(path: str | Path) -> list[dict[str, str]]:
 
 def rows(table: Iterable[Mapping[str, str]]) -> tuple[list[ServingTableRow], dict[str, str]]:
     """The rows that can be predicted, and of the others why not, by id."""
-    return csv_rows.parsed(table, parse)
+    return csv_rows.parsed_rows(table, parse)
 
 
 def parse(row: Mapping[str, str]) -> ServingTableRow | str:

@@ -435,4 +435,4 @@ def _layout(row: Mapping[str, str], stack: str, said: str) -> dict[str, float]:
 
 def rows(table: Iterable[Mapping[str, str]]) -> tuple[list[PublishedRow], dict[str, str]]:
     """The rows that can be predicted, and of the others why not, by id."""
-    return csv_rows.parsed(table, parse)
+    return csv_rows.parsed_rows(table, parse)

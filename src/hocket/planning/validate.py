@@ -260,4 +260,4 @@ def write_rows(report: ValidationReport, path: str | Path) -> None:
         chosen = ", ".join(f"{knob}={value}" for knob, value in one.row.resolved.items())
         return name, f"{one.step:.6g}", held, str(one.fits).lower(), chosen, ""
 
-    csv_rows.write(path, ROW_COLUMNS, map(line, report.ids, report.keys))
+    csv_rows.write_table(path, ROW_COLUMNS, map(line, report.ids, report.keys))

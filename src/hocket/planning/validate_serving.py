@@ -217,4 +217,4 @@ def write_rows(report: ServingValidationReport, path: str | Path) -> None:
         return (name, *(f"{value:.6g}" for value in figures), assumed, "")
 
     names = ("predicted_tpot_ms", "predicted_ttft_ms", "predicted_out_tok_s_total")
-    csv_rows.write(path, ("id", *names, "assumed", "left_out"), map(line, report.ids))
+    csv_rows.write_table(path, ("id", *names, "assumed", "left_out"), map(line, report.ids))
