@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -229,3 +230,13 @@ def uncached(job: dict[str, Any], rank: int) -> list[str]:
 def crash() -> None:
     """An error of ours."""
     raise ZeroDivisionError("on purpose")
+
+
+def tiny_config(kind: str) -> dict[str, Any]:
+    """The configuration of a type's tiny model, as config.json holds it."""
+    from hocket.models.proxy import switched_proxy
+    from hocket.models.samples import sample
+
+    proxy, _ = switched_proxy(sample(kind), {})
+    found: dict[str, Any] = json.loads(json.dumps(proxy.config.to_dict(), default=str))
+    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -136,8 +137,15 @@ def test_layouts_complete_and_communicate_as_in_theory(
 def test_context_parallel_layouts_complete_and_read_nothing(
     workers: RehearsalWorkers, layout: str, more: dict[str, Any]
 ) -> None:
-    """Of an odd ring two neighbours send first; it completes all the same."""
+    """A ring sends and receives in one batch: no order of the two among neighbours matters."""
     found = rehearse(of(layout, **more), workers=workers)
+    for executed in found.executed.values():
+        ring = [op for op in executed.ops if op[0] in ("send", "recv")]
+        ring = [op for op in ring if "cp" in executed.axes[op[1]]]
+        batches = Counter(op[7] for op in ring)
+        assert bool(ring) == (more.get("context_parallel") != "ulysses")
+        assert -1 not in batches
+        assert set(batches.values()) <= {2}
     assert found.report.ends
     assert all(row["equal"] for row in found.report.collectives), found.report.collectives
     assert found.report.host_reads == []

@@ -54,6 +54,88 @@ def test_two_sends_that_come_first_never_end(rule: str) -> None:
     )
 
 
+def exchanged(trace: Trace, group: Group, to: int, source: int) -> list[EnqueuedOp]:
+    ops = [
+        EnqueuedOp("send", group, trace.rank, 4, "float32", to),
+        EnqueuedOp("recv", group, trace.rank, 4, "float32", source),
+    ]
+    trace.enqueue_batch(ops)
+    return ops
+
+
+@pytest.mark.parametrize("rule", ["eager", "lazy"])
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+@pytest.mark.parametrize("batched", [True, False])
+def test_a_ring_of_batches_ends_where_sends_alone_do_not(
+    rule: str, size: int, batched: bool
+) -> None:
+    ring: Group = ("cp", *range(size))
+    ranks = traces(size)
+    for trace in ranks:
+        after, before = (trace.rank + 1) % size, (trace.rank - 1) % size
+        for _ in range(3):
+            if batched:
+                works = exchanged(trace, ring, after, before)
+            else:
+                works = [send(trace, ring, after), recv(trace, ring, before)]
+            for work in works:
+                trace.wait(work)
+    verdict = check(ranks, rule)
+    assert verdict.ends == batched
+    assert bool(verdict.cycle) != batched
+
+
+@pytest.mark.parametrize("rule", ["eager", "lazy"])
+@pytest.mark.parametrize("seed", range(20))
+def test_rings_among_collectives_end_whenever_ranks_wait(rule: str, seed: int) -> None:
+    """Random programs of batches and collectives, each rank waiting at its own times; two of the
+    operations in another order on one rank, and the ranks never end."""
+    draw = random.Random(seed)
+    size = draw.randint(2, 6)
+    ring: Group = ("cp", *range(size))
+    program = [draw.choice(["ring", "ring back", "reduce"]) for _ in range(12)]
+
+    def run(swapped: bool) -> bool:
+        ranks = traces(size)
+        for trace in ranks:
+            mine, pending = list(program), []
+            if swapped and trace.rank == size - 1:
+                first = mine.index("reduce")
+                other = next(i for i in range(first + 1, 12) if mine[i] != "reduce")
+                mine[first], mine[other] = mine[other], mine[first]
+            for kind in mine:
+                step = 1 if kind == "ring" else -1
+                if kind == "reduce":
+                    pending.append(reduce(trace, ring, blocks=draw.random() < 0.5))
+                else:
+                    ends = [(trace.rank + way * step) % size for way in (1, -1)]
+                    pending += exchanged(trace, ring, *ends)
+                while pending and draw.random() < 0.4:
+                    trace.wait(pending.pop(0))
+            for op in pending:
+                trace.wait(op)
+        return check(ranks, rule).ends
+
+    assert run(swapped=False)
+    tail = program[program.index("reduce") :] if "reduce" in program else []
+    if any(kind != "reduce" for kind in tail):
+        assert not run(swapped=True)
+
+
+@pytest.mark.parametrize("rule", ["eager", "lazy"])
+def test_a_batch_waits_for_all_its_parts(rule: str) -> None:
+    """The batch of rank 1 receives from rank 0 alone; what rank 1 enqueues later stays behind."""
+    ring: Group = ("cp", 0, 1, 2)
+    a, b, c = traces(3)
+    exchanged(a, ring, 1, 2)
+    exchanged(b, ring, 2, 0)
+    reduce(b, ring)
+    verdict = check([a, b, c], rule)
+    assert not verdict.ends
+    b_waits = {row.rank: row for row in verdict.waiting}[1]
+    assert b_waits.ranks == (2,)
+
+
 def test_two_groups_let_opposite_sends_pass() -> None:
     a, b = traces(2)
     forward, backward = ("forward", 0, 1), ("backward", 0, 1)

@@ -316,10 +316,11 @@ def traces_of(executed: Mapping[int, RankRehearsal], stands_for: Mapping[int, in
     originals: dict[int, Trace] = {}
     for rank, found in executed.items():
         trace = originals[rank] = Trace(rank)
-        for name, label, numel, dtype, peer, root, blocks in found.ops:
+        for name, label, numel, dtype, peer, root, blocks, batch in found.ops:
             op = EnqueuedOp(
                 name, (label, *_row(found, label, rank)), rank, numel, dtype,
                 peer=None if peer < 0 else peer, root=None if root < 0 else root, blocks=blocks,
+                batch=batch,
                 where="/".join(found.axes.get(label, ())),
             )  # fmt: skip
             op.index = len(trace.ops)
@@ -362,12 +363,14 @@ def step_failed(model: str, found: RankRehearsal) -> StepFailed:
     frames = [line for line in lines if line.startswith("File ")]
     own = [line for line in frames if "modeling_" in line]
     place = (own or frames or [""])[-1].rpartition("/")[2].replace('"', "")
-    return StepFailed(
+    failed = StepFailed(
         f"rank {found.rank} cannot execute a step of {model}: "
         f"{lines[-1] if lines else 'no message'} (raised below {place})",
         hint="make the sizes in config.json fit each other: head_dim, num_attention_heads, "
         "hidden_size, num_experts and num_experts_per_tok",
     )
+    failed.add_note(found.error)
+    return failed
 
 
 def _report(

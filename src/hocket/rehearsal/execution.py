@@ -170,6 +170,7 @@ def _ops(world: RehearsedWorld) -> list[list[Any]]:
             -1 if op.peer is None else op.peer,
             -1 if op.root is None else op.root,
             op.blocks,
+            op.batch,
         ]
         for op in world.trace.ops
     ]

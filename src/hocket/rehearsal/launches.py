@@ -152,8 +152,10 @@ def _nonzero(launches: Launches, func: Any, args: Any, kwargs: Any) -> tuple[boo
     if not tensor.is_cuda:
         return False, None
     name = func._schema.name.partition("::")[2]
-    if name == "repeat_interleave" and kwargs.get("output_size") is not None:
-        return False, None
+    if name == "repeat_interleave":
+        counted = kwargs.get("output_size") is not None
+        if counted or "self_int" in func._overloadname:  # by one number for all: nothing is read
+            return False, None
     launches.wait(name)
     if name == "nonzero":
         return True, tensor.new_empty((tensor.numel(), max(tensor.dim(), 1)), dtype=torch.int64)

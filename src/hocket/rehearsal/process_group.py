@@ -70,6 +70,7 @@ class RehearsedWorld:
         self.num_calls = 0
         self.members: dict[str, Row] = {}
         self.recording = True
+        self._batch: list[RehearsedWork] | None = None
         self.enqueued: Enqueued = lambda name, label, tensors, late: None
         self._watch = watch or (lambda name, tensors: None)
 
@@ -83,6 +84,25 @@ class RehearsedWorld:
         else:
             last.rows += rows
         return str(len(self.families) - 1)
+
+    def begin_batch(self) -> None:
+        """Sends and receives from here to `end_batch` are one operation of NCCL."""
+        assert self._batch is None, "a batch within a batch"
+        self._batch = []
+
+    def end_batch(self) -> RehearsedWork | None:
+        """Enqueue what the batch holds. Returns its work; None: it is empty."""
+        batch, self._batch = self._batch, None
+        assert batch is not None, "no batch was begun"
+        if not batch:
+            return None
+        if self.recording:
+            self.trace.enqueue_batch([work.ops[0] for work in batch])
+        return RehearsedWork(
+            self, [op for work in batch for op in work.ops],
+            [tensor for work in batch for tensor in work.tensors],
+            [done for work in batch for done in work.done],
+        )  # fmt: skip
 
     def enqueue(
         self, name: str, label: str, row: Row, tensors: Sequence[Tensor], late: bool, **more: Any
@@ -101,10 +121,15 @@ class RehearsedWorld:
             blocks=not late, **more,
         )  # fmt: skip
         self._watch(name, tensors)
-        if self.recording:
+        batched = self._batch is not None and op.peer is not None
+        if self.recording and not batched:
             self.trace.enqueue(op)
         done = self.enqueued(name, label, tensors, late)
-        return RehearsedWork(self, op, tensors, done) if late else None
+        work = RehearsedWork(self, [op], tensors, [] if done is None else [done])
+        if batched:
+            assert self._batch is not None
+            self._batch.append(work)
+        return work if late else None
 
 
 class RehearsedWork(_Work):  # type: ignore[misc]
@@ -113,20 +138,21 @@ class RehearsedWork(_Work):  # type: ignore[misc]
     def __init__(
         self,
         world: RehearsedWorld,
-        op: EnqueuedOp,
+        ops: Sequence[EnqueuedOp],
         tensors: Sequence[Tensor],
-        done: Callable[[], None] | None,
+        done: Sequence[Callable[[], None]],
     ) -> None:
         super().__init__()
-        self._world, self._op, self._done = world, op, done
-        self._tensors: Sequence[Tensor] = tensors
+        self._world, self.ops, self.done = world, ops, done
+        self.tensors: Sequence[Tensor] = tensors
 
     def wait(self, timeout: Any = None) -> bool:
-        if self._done is not None:
-            self._done()
-        self._tensors = ()
-        if self._world.recording and self._op.index >= 0:
-            self._world.trace.wait(self._op)
+        for done in self.done:
+            done()
+        self.tensors = ()
+        for op in self.ops:
+            if self._world.recording and op.index >= 0:
+                self._world.trace.wait(op)
         return True
 
     def is_completed(self) -> bool:
@@ -222,6 +248,12 @@ class Group(_ProcessGroup):  # type: ignore[misc]
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> Any:
         return self._note("recv", tensors, peer=self._row[source])
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._world.begin_batch()
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        return self._world.end_batch()
 
     def barrier(self, opts: Any = None) -> Any:
         return self._note("barrier", [torch.empty(1, device="cuda:0")], opts)

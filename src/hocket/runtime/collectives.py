@@ -327,6 +327,39 @@ def irecv(
     return axis.group.recv([tensor], peer, tag)
 
 
+def exchange(
+    sent: Tensor, received: Tensor, axis: Axis, recorder: Recorder, *, target: int, source: int
+) -> CollectiveWork:
+    """Begin to send to index `target` and to receive from index `source`, in one batch.
+
+    NCCL runs the two together (`ncclGroupStart`), on the communicator of the whole group, so no
+    order of them among ranks can deadlock, and a ring moves in both directions at once. Every rank
+    of the axis takes part. Hold both tensors until `wait` has returned.
+    """
+    if not sent.is_cuda:
+        return _Both(isend(sent, axis, target, recorder), irecv(received, axis, source, recorder))
+    group: Any = axis.group
+    group._start_coalescing(sent.device)
+    try:
+        isend(sent, axis, target, recorder)
+        irecv(received, axis, source, recorder)
+    finally:
+        work: CollectiveWork = group._end_coalescing(sent.device)
+    return work
+
+
+class _Both:
+    """Two works as one."""
+
+    def __init__(self, first: CollectiveWork, second: CollectiveWork) -> None:
+        self.works = (first, second)
+
+    def wait(self) -> bool:
+        for work in self.works:
+            work.wait()
+        return True
+
+
 def barrier(axis: Axis, recorder: Recorder) -> None:
     """Wait until every rank of the axis is here. Under NCCL the host waits too, for the device
     that the group is bound to (`Mesh` makes every group so)."""

@@ -8,13 +8,16 @@ do, so whether a job completes follows from the lists of all ranks, without a de
     collective       runs once it is the head of the queue of every member
     send, recv       run once they are the heads of the queues of both ends (NCCL promises no
                      buffering)
+    batch            sends and receives between `ncclGroupStart` and `ncclGroupEnd` are one place in
+                     the queue: all of them are at its head together
 
 torch decides the queue of a send or a receive (`ProcessGroupNCCL::pointToPoint`):
 
     eager   the process group is bound to a device (`init_process_group(device_id=...)`): all
             operations of a group share one queue, and its communicator exists from the start
     lazy    it is not: each pair of ranks has a queue of its own, for both directions. A
-            communicator is created at its first operation, while the host waits for all its members
+            communicator is created at its first operation, while the host waits for all its
+            members. A batch takes the communicator of the group, under this rule too
 
 An operation is enqueued behind the waits of the compute stream before it, because torch makes
 NCCL's stream wait for the current stream. A job that issues operations from other streams can
@@ -50,6 +53,7 @@ class EnqueuedOp:
         blocks: the compute stream waits for it (a synchronous collective).
         where: what it belongs to, for messages: an action of the schedule, a line of code.
         index: its place among the operations of its trace; set by `Trace.enqueue`.
+        batch: index of the first operation of the batch that it is part of; -1: of none.
     """
 
     name: str
@@ -62,6 +66,7 @@ class EnqueuedOp:
     blocks: bool = False
     where: str = ""
     index: int = -1
+    batch: int = -1
 
     def signature(self) -> tuple[Any, ...]:
         """What all members of a collective must agree on."""
@@ -105,6 +110,15 @@ class Trace:
         self.ops.append(op)
         self.events.append(op.index)
         return op
+
+    def enqueue_batch(self, ops: Sequence[EnqueuedOp]) -> None:
+        """Note sends and receives that NCCL runs as one operation, all on one group."""
+        assert ops
+        assert all(op.peer is not None and op.group == ops[0].group for op in ops), ops
+        first = len(self.ops)
+        for op in ops:
+            self.enqueue(op)
+            op.batch = first
 
     def wait(self, op: EnqueuedOp) -> None:
         """Note that the compute stream waits for an operation."""
@@ -221,6 +235,11 @@ class _Player:
         self.entered = [bytearray(len(trace.ops)) for trace in traces]
         self.queues: list[dict[Any, deque[int]]] = [defaultdict(deque) for _ in traces]
         self.heads: list[tuple[int, int]] = []  # (rank, op) that became heads, not looked at yet
+        batches = {id(trace.ops): _parts(trace) for trace in traces}
+        self.parts = [  # of each batch, those not done yet
+            {first: set(parts) for first, parts in batches[id(trace.ops)].items()}
+            for trace in traces
+        ]
         self.messages: dict[tuple[Any, str, int, int], int] = {}  # heads that wait for their end
         self.members: dict[Group, list[tuple[int, int]]] = defaultdict(list)
         self.created: set[Any] = set()
@@ -248,7 +267,7 @@ class _Player:
     def key(self, rank: int, op: EnqueuedOp) -> Any:
         """The queue of an operation."""
         group = self.traces[rank].group(op)
-        if op.peer is not None and self.rule == "lazy":
+        if op.peer is not None and op.batch < 0 and self.rule == "lazy":
             return group, frozenset((rank, self.traces[rank].peer(op)))
         return group
 
@@ -268,8 +287,10 @@ class _Player:
                         return
                     entered[event] = 1
                     queue = self.queues[rank][key]
-                    queue.append(event)
-                    if len(queue) == 1:
+                    place = event if op.batch < 0 else op.batch
+                    if place == event:
+                        queue.append(event)
+                    if queue[0] == place:
                         self.heads.append((rank, event))
                 if op.blocks and not done[event]:
                     return
@@ -291,7 +312,8 @@ class _Player:
     def parties(self, rank: int, op: EnqueuedOp) -> tuple[int, ...]:
         """The global ranks that an operation involves."""
         trace = self.traces[rank]
-        return (rank, trace.peer(op)) if op.peer is not None else trace.group(op)[1:]
+        alone = op.peer is not None and op.batch < 0
+        return (rank, trace.peer(op)) if alone else trace.group(op)[1:]
 
     def match(self, rank: int, index: int) -> None:
         """Run an operation that became the head of its queue, if the others are heads as well."""
@@ -310,6 +332,7 @@ class _Player:
         other = "recv" if op.name == "send" else "send"
         met = self.messages.pop((group, other, peer, rank), None)
         if met is None:
+            assert (group, op.name, rank, peer) not in self.messages, "one of a kind in a batch"
             self.messages[group, op.name, rank, peer] = index
             return
         end = self.traces[peer].ops[met]
@@ -329,12 +352,20 @@ class _Player:
 
     def finish(self, rank: int, index: int) -> None:
         self.done[rank][index] = 1
-        queue = self.queues[rank][self.key(rank, self.traces[rank].ops[index])]
-        assert queue[0] == index
+        op = self.traces[rank].ops[index]
+        queue = self.queues[rank][self.key(rank, op)]
+        assert queue[0] == (index if op.batch < 0 else op.batch)
+        self.runnable.append(rank)
+        parts = self.parts[rank].get(op.batch)
+        if parts is not None:
+            parts.remove(index)
+            if parts:
+                return
         queue.popleft()
         if queue:
-            self.heads.append((rank, queue[0]))
-        self.runnable.append(rank)
+            entered = self.entered[rank]
+            others = self.parts[rank].get(queue[0], {queue[0]})
+            self.heads += [(rank, other) for other in sorted(others) if entered[other]]
 
     # --- why a rank never ends -----------------------------------------------------------------
 
@@ -355,13 +386,22 @@ class _Player:
             queue = queues[self.key(rank, op)]
         else:
             queue = next(iter(queues.values()))
-        head = trace.ops[queue[0]]
+        head = trace.ops[min(self.parts[rank].get(queue[0], {queue[0]}))]
         if head.peer is not None:
             missing = (trace.peer(head),)
         else:
             ready = {r for r, _ in self.members[trace.group(head)]}
             missing = tuple(r for r in trace.group(head)[1:] if r not in ready)
         return WaitingRank(rank=rank, operation=str(head), behind=len(queue) - 1, ranks=missing)
+
+
+def _parts(trace: Trace) -> dict[int, set[int]]:
+    """The operations of each batch of a trace, by the first of them."""
+    found: dict[int, set[int]] = {}
+    for op in trace.ops:
+        if op.batch >= 0:
+            found.setdefault(op.batch, set()).add(op.index)
+    return found
 
 
 def _cycle(waits: Mapping[int, tuple[int, ...]]) -> tuple[int, ...]:

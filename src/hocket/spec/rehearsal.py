@@ -55,7 +55,8 @@ class RankRehearsal:
         standing: owner to bytes that are there between steps.
         host_peak: the most bytes of pinned host memory at once.
         ops: what was enqueued: (name, label of the group, index in the rows of its family,
-            elements, dtype, peer or -1, root or -1, whether the compute stream waits).
+            elements, dtype, peer or -1, root or -1, whether the compute stream waits, the first
+            operation of its batch or -1).
         events: `i` enqueues operation i, `~i` waits for it.
         families: label to the groups that were created together; each a list of rows of ranks.
         axes: label of a group to the names of the mesh axes that use it.

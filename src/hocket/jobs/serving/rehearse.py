@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from hocket.spec.errors import OptionError
@@ -23,6 +24,7 @@ from hocket.spec.serving import ServeOptions, replica_layout
 from hocket.spec.units import format_bytes
 
 if TYPE_CHECKING:
+    from hocket.jobs.rehearsal_workers import RehearsalWorkers
     from hocket.jobs.serving.request import PreparedServer
 
 Listener = Callable[[str], None]
@@ -203,19 +205,20 @@ def replica_of(server: PreparedServer) -> RunSpec:
 
 def rehearse(
     spec: RunSpec, *, gpu: str = "H100", modules: Sequence[str] = (),
-    on_phase: Listener | None = None,
+    on_phase: Listener | None = None, workers: RehearsalWorkers | None = None,
 ) -> ServingReport:  # fmt: skip
     """Execute the ranks of one replica and judge what they enqueue.
 
     Args:
         spec: of a replica. gpu: of the catalogue.
         modules: attention libraries that are installed there (`serving.engine.attention_kernels`).
+        workers: processes that are there already; None: started and ended here.
 
     Raises:
         OptionError: an unknown GPU, or no C++ compiler.
         ModelError: a rank cannot execute its steps.
     """
-    from hocket.jobs.rehearsal_workers import RehearsalWorkers
+    from hocket.jobs.rehearsal_workers import RehearsalWorkers as Workers
     from hocket.jobs.rehearse import device_of, step_failed, traces_of
     from hocket.simulation.nccl import RULES, check
 
@@ -237,15 +240,18 @@ def rehearse(
     say(f"executing {len(wanted)} of {spec.layout.world_size} ranks")
     executed: dict[int, RankRehearsal] = {}
     said: dict[int, dict[str, Any]] = {}
-    with RehearsalWorkers(len(tasks)) as workers:
+    with ExitStack() as stack:
+        if workers is None:
+            workers = stack.enter_context(Workers(len(tasks)))
         for event in workers.run([*tasks, expectation]):
             if "stages" in event["value"]:
                 predicted = event["value"]["stages"]
                 continue
             found = RankRehearsal.from_json(event["value"]["rank"])
-            if found.error:
-                raise step_failed(spec.model, found)
             executed[found.rank], said[found.rank] = found, event["value"]["serving"]
+    for _, found in sorted(executed.items()):  # all ranks are done, and the workers free again
+        if found.error:
+            raise step_failed(spec.model, found)
     traces = traces_of(executed, stands_for)
     return ServingReport(
         model=spec.model,

@@ -11,8 +11,8 @@ So every step but the first is half a block, on every rank (`split` says which c
 c - 1 messages of keys and values each way, and c - 1 of gradients (Liu et al. 2023, Ring Attention
 with Blockwise Transformers, section 3).
 
-Order of messages, for NCCL: ranks with an even index send before they receive, odd ones receive
-first. In a ring of any length some neighbours differ in that, so no circle of ranks waits.
+Each message is one batch with the one that comes (`collectives.exchange`), so no order of sends and
+receives among ranks can deadlock.
 
 Legend: as in `attend`; c context ranks.
 """
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hocket.runtime.collectives import CollectiveWork, irecv, isend
+from hocket.runtime.collectives import CollectiveWork, exchange
 from hocket.runtime.context_parallel.attend import (
     Places,
     Scores,
@@ -45,12 +45,11 @@ class _Message:
 
     sent: Tensor
     received: Tensor
-    works: list[CollectiveWork]
+    work: CollectiveWork
 
     def wait(self) -> Tensor:
         """What has come."""
-        for work in self.works:
-            work.wait()
+        self.work.wait()
         return self.received
 
 
@@ -59,15 +58,8 @@ def _pass_on(tensor: Tensor, axis: Axis, recorder: Recorder) -> _Message:
     tensor = tensor.contiguous()
     coming = torch.empty_like(tensor)
     after, before = (axis.index + 1) % axis.size, (axis.index - 1) % axis.size
-
-    def send() -> CollectiveWork:
-        return isend(tensor, axis, after, recorder)
-
-    def receive() -> CollectiveWork:
-        return irecv(coming, axis, before, recorder)
-
-    order = (send, receive) if axis.index % 2 == 0 else (receive, send)
-    return _Message(tensor, coming, [each() for each in order])
+    work = exchange(tensor, coming, axis, recorder, target=after, source=before)
+    return _Message(tensor, coming, work)
 
 
 @dataclasses.dataclass(frozen=True)

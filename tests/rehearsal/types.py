@@ -1,0 +1,97 @@
+"""Rehearsals of a tiny model of every type of the installed transformers, in training and serving.
+
+python -m tests.rehearsal.types [TYPE ...]      one JSON line a type, layout and kind of step
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hocket.jobs.rehearsal_workers import RehearsalWorkers
+from hocket.jobs.rehearse import prepared, rehearse
+from hocket.jobs.request import request
+from hocket.jobs.serving import rehearse as serving
+from hocket.spec.errors import HocketError
+from hocket.spec.layout import Layout
+
+TRAIN = ("dp2", "tp2", "dp2.ep2", "cp2")
+SERVE = ("tp2",)
+OK, REJECTED, CRASHED = "ok", "rejected", "crashed"
+
+
+def cases(kind: str, workers: RehearsalWorkers, folder: Path) -> Iterator[dict[str, Any]]:
+    """Rehearse a type's tiny model at every layout: `kind`, `step`, `layout`, `outcome`, `why`,
+    `error` (of the predicted peak memory), `host_reads`, `different` (collectives)."""
+    task = {"task": "call", "entry": "tests.rehearsal.inside:tiny_config"}
+    try:
+        (event,) = workers.run([{**task, "arguments": {"kind": kind}}])
+    except HocketError as error:
+        yield {"kind": kind, "step": "", "layout": "", **_failed(error)}
+        return
+    where = folder / kind
+    where.mkdir()
+    (where / "config.json").write_text(json.dumps(event["value"]))
+    for step, layouts, function in (("train", TRAIN, _train), ("serve", SERVE, _serve)):
+        for layout in layouts:
+            row = {"kind": kind, "step": step, "layout": layout}
+            try:
+                yield {**row, **function(str(where), layout, workers)}
+            except HocketError as error:
+                yield {**row, **_failed(error)}
+
+
+def _failed(error: HocketError) -> dict[str, Any]:
+    crashed = "cannot execute a step" in error.message or "Traceback" in error.message
+    notes = getattr(error, "__notes__", [])
+    return {"outcome": CRASHED if crashed else REJECTED, "why": error.message, "trace": notes}
+
+
+def _train(model: str, layout: str, workers: RehearsalWorkers) -> dict[str, Any]:
+    given = {"seq_len": 64, "dtype": "bf16", "device": "cuda", "model": model, "layout": layout}
+    found = rehearse(prepared(request(given), rows=1), workers=workers)
+    report = found.report
+    pairs = zip(report.peak_bytes, report.predicted_peak_bytes, strict=True)
+    errors = [p / row["total"] - 1 for row, p in pairs if p is not None]
+    return {
+        "outcome": OK if report.eager["ends"] and report.lazy["ends"] else "hangs",
+        "why": "; ".join(f"{k}: {v}" for k, v in found.reasons.items()),
+        "error": max(errors, key=abs, default=None),
+        "host_reads": [f"{row['what']} {row['where']}" for row in report.host_reads],
+        "different": [row for row in report.collectives if row["equal"] is False],
+    }
+
+
+def _serve(model: str, layout: str, workers: RehearsalWorkers) -> dict[str, Any]:
+    found = serving.rehearse(serving.replica_spec(model, Layout.parse(layout)), workers=workers)
+    errors = []
+    for rank in found.ranks:
+        predicted = found.predicted_peak(rank)
+        if predicted is not None:
+            errors.append(predicted / found._held(found.ranks[rank]) - 1)
+    return {
+        "outcome": OK if found.ends else "hangs",
+        "why": "",
+        "error": max(errors, key=abs, default=None),
+        "memory": {rank: one["memory"] for rank, one in found.ranks.items()},
+        "predicted": found.predicted,
+        "host_reads": sorted({f"{r['what']} {r['where']}" for r in found.host_reads()}),
+        "different": [],
+    }
+
+
+def main(kinds: Sequence[str]) -> None:
+    from hocket.models import registry
+
+    with RehearsalWorkers() as workers, tempfile.TemporaryDirectory() as folder:
+        for kind in kinds or sorted(registry.causal_classes()):
+            for row in cases(kind, workers, Path(folder)):
+                print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
