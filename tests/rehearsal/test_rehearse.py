@@ -149,6 +149,13 @@ def test_context_parallel_layouts_complete_and_read_nothing(
     assert found.report.ends
     assert all(row["equal"] for row in found.report.collectives), found.report.collectives
     assert found.report.host_reads == []
+    _memory_is_predicted(found)
+
+
+def _memory_is_predicted(found: Rehearsed) -> None:
+    pairs = zip(found.report.predicted_peak_bytes, found.report.peak_bytes, strict=True)
+    for predicted, row in pairs:
+        assert predicted == pytest.approx(row["total"], rel=0.05)
 
 
 @pytest.mark.parametrize("layout", ["dp2.ep2", "dp2.tp2.ep4.etp1", "dp2.pp2.ep2:microbatches=2"])
@@ -165,6 +172,7 @@ def test_expert_parallel_layouts_complete_and_read_once_a_layer(
     # One rank of each stage is executed, and stages need not have equally many layers.
     forwards = job.config["num_hidden_layers"] * (job.layout.microbatches or 1)
     assert sum(read["count"] for read in reads) == forwards
+    _memory_is_predicted(found)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ cast to fp32 and back in bf16 is no work at all in fp32.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from hocket.cost.communication import (
     frozen_buckets,
     shared_buckets,
 )
-from hocket.cost.local import tensor_elements
+from hocket.cost.local import held_elements, tensor_elements
 from hocket.cost.measured_links import MeasuredLinks
 from hocket.cost.measured_rates import BYTES, Rates
 from hocket.cost.measured_stage import (
@@ -73,6 +74,7 @@ class StepProblem:
             sequence=self.workload.seq_len,
             tp=self.layout.tp,
             dp=self.layout.dp,
+            cp=self.layout.cp,
             slices=self.layout.sequence_parallel,
         )
 
@@ -244,8 +246,24 @@ class StepProblem:
 
     @property
     def state_ranks(self) -> int:
-        """Data ranks that share one optimizer state."""
-        return (self.layout.shard or self.layout.dp) if self.layout.zero else 1
+        """Ranks that share one optimizer state of what is no expert."""
+        return (self.layout.shard or self.layout.dp) * self.layout.cp if self.layout.zero else 1
+
+    def elements(self, weight: Weight) -> int:
+        """Of a weight, on the rank with the most: of an expert's, of those over ep and etp."""
+        return held_elements(weight, self.layout, self._experts)
+
+    def states(self, weight: Weight) -> int:
+        """Ranks that share the optimizer state of a weight."""
+        if self.layout.zero and self.layout.ep > 1 and weight.name.startswith(self._experts):
+            return self.layout.expert_copies
+        return self.state_ranks
+
+    @functools.cached_property
+    def _experts(self) -> tuple[str, ...]:
+        """Beginnings of the names of stacked experts' weights."""
+        blocks = self.shape.blocks.values()
+        return tuple({p.name for block in blocks for p in block.products if p.groups > 1})
 
     def _tied(self, blocks: Sequence[str]) -> tuple[int, ...]:
         if not self.shape.tied or self.schedule.num_stages == 1:
@@ -413,14 +431,16 @@ def resident_bytes(job: StepProblem, index: int) -> dict[str, int]:
     """Bytes that a pipeline rank holds all the time: `parameters`, `gradients`, `optimizer`."""
     stages = [s for s, owner in enumerate(job.schedule.stage_ranks) if owner == index]
     held = [w for stage in stages for w in weights(job.shape, job.blocks(stage))]
-    whole = sum(tensor_elements(w, job.layout.tp) for w in held)
+    whole = sum(map(job.elements, held))
+    values = whole
+    if job.layout.zero == 3:
+        values = sum(job.elements(w) // job.states(w) for w in held)
     held = trained(held)
-    elements = sum(tensor_elements(w, job.layout.tp) for w in held)
-    mine = elements // job.state_ranks
+    elements = sum(map(job.elements, held))
+    mine = sum(job.elements(w) // job.states(w) for w in held)
     exact = job.element_bytes == GRADIENT_BYTES and not job.layout.offloads("optimizer")
     masters = 0 if exact else 4 * mine
     gradients = mine if job.layout.zero else elements
-    values = whole // job.state_ranks if job.layout.zero == 3 else whole
     return {
         "parameters": values * job.element_bytes,
         "gradients": gradients * GRADIENT_BYTES,

@@ -68,19 +68,20 @@ class Seconds:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Microbatch:
-    """What one forward is given: B rows of S tokens, on t tensor ranks of d replicas; with `slices`
-    what is not split lies on slices of the sequence."""
+    """What one forward is given: B rows of S tokens, over c context ranks, on t tensor ranks of d
+    replicas; with `slices` what is not split lies on slices of the sequence."""
 
     batch: int
     sequence: int
     tp: int = 1
     dp: int = 1
+    cp: int = 1
     slices: bool = False
 
     @property
     def tokens(self) -> int:
-        """T."""
-        return self.batch * self.sequence
+        """T, of one rank."""
+        return self.batch * self.sequence // self.cp
 
     def ranks(self, split: str) -> int:
         """Over how many tensor ranks activations of this kind are divided."""
@@ -208,10 +209,10 @@ def _attention(core: Attention, microbatch: Microbatch, rates: Rates) -> Seconds
     known = rates.kernel("attention", shape)
     if known is None:  # as its four products, forward two
         b, s = microbatch.batch * heads, microbatch.sequence
-        forward = b * 2 * rates.product("nn", s, s, core.head_dim)
+        forward = b * 2 * rates.product("nn", s, s, core.head_dim) / microbatch.cp
         return Seconds(forward=forward, input=2.5 * forward)
     forward, backward = known
-    seen = _seen(core, microbatch.sequence)
+    seen = _seen(core, microbatch.sequence) / microbatch.cp
     return Seconds(forward=forward * seen, input=backward * seen)
 
 

@@ -107,7 +107,7 @@ def blocks_of(
     job: StepProblem, number: int, held: list[list[Weight]], *, cuda: bool
 ) -> list[BlockBytes]:
     """The blocks of a stage."""
-    kinds, tp = job.blocks(number), job.layout.tp
+    kinds = job.blocks(number)
     again = len(job.again(number, "full"))
     offloads = job.layout.offloads("activations")
     found: list[BlockBytes] = []
@@ -151,7 +151,7 @@ def blocks_of(
                 + _fp8_bytes(job, block),
                 first=first,
                 then=tuple(i for i in own if i not in first),
-                values=sum(tensor_elements(w, tp) for w in held[at]) * job.element_bytes,
+                values=sum(map(job.elements, held[at])) * job.element_bytes,
             )
         )
     return found

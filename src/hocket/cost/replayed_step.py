@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections import deque
 
-from hocket.cost.local import tensor_elements
 from hocket.cost.measured_prices import StepProblem
 from hocket.cost.measured_stage import (
     GRADIENT_BYTES,
@@ -69,7 +68,7 @@ class _Stage:
     """One stage of the rank."""
 
     def __init__(self, job: StepProblem, number: int, live: ReplayedBytes, cuda: bool) -> None:
-        kinds, tp = job.blocks(number), job.layout.tp
+        kinds = job.blocks(number)
         self.first, self.last = number == 0, number == job.schedule.num_stages - 1
         self.live = live
         by_block = weights_by_block(job, kinds)
@@ -78,8 +77,8 @@ class _Stage:
         gradients = [
             Gradient(
                 block=at,
-                nbytes=tensor_elements(w, tp) * GRADIENT_BYTES,
-                made=tensor_elements(w, tp) * width,
+                nbytes=job.elements(w) * GRADIENT_BYTES,
+                made=job.elements(w) * width,
                 late=late,
             )
             for (at, w), late in zip(held, job.share(number).late, strict=True)
@@ -356,7 +355,7 @@ def _gradients(
         return BlockGradients(live, found, ranks=ranks, after=after)
     if zero:
         return ShardedGradients.of_stage(live, found, job.bucket_mb, zero=zero, ranks=ranks)
-    if job.layout.dp > 1:
+    if job.layout.data_degree > 1:
         return FlatBuckets(live, found, job.bucket_mb, cuda=cuda)
     return Gradients(live, found)
 
