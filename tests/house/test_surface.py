@@ -69,6 +69,7 @@ FLAGS = {
         "threads", "trust_remote_code", "json", "serve", "matrix", "quick", "types", "layouts",
         *LAYOUT,
     },
+    "chaos": {"model", "layout", "seed", "faults", "kinds", "json"},
     "compare": {
         "model", "devices", "strategies", "microbatches", "sweep", "input_work", "cluster",
         "emulate_links",

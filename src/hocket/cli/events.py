@@ -33,6 +33,8 @@ EVENTS = {
     "saved": "a checkpoint: `step`, `path`",
     "memory": "peak tensor bytes by kind: `ranks`, one object per rank",
     "timeline": "a recorded step: `step`, `path`, `seconds`, `bubble`",
+    "restart": "ranks failed and are started again: `rank`, `cause`, `step` (done before), "
+    "`restarts` (in a row), `time` of the detection (seconds since the epoch)",
     "stopped": "a signal ended the run after `step`",
     "done": "all `steps` are taken and the model is exported",
     "ready": "a server answers: `address`, `metrics`, `model`, `layout`, `replicas`, `seconds`, "

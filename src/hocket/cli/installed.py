@@ -20,7 +20,18 @@ EXTRAS = {
 
 NEEDS = {
     **dict.fromkeys(
-        ("train", "demo", "check", "compare", "tour", "generate", "export", "rehearse", "probe"),
+        (
+            "train",
+            "demo",
+            "check",
+            "chaos",
+            "compare",
+            "tour",
+            "generate",
+            "export",
+            "rehearse",
+            "probe",
+        ),
         "train",
     ),
     "serve": "serve",

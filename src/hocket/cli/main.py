@@ -35,6 +35,7 @@ GROUPS = {
     },
     "Verify": {
         "check": "compare what a layout computes with what one process computes",
+        "chaos": "inject faults into training jobs, and compare the end with an undisturbed run",
         "compare": "run one model under every parallel strategy, side by side",
         "validate": "predict the runs of a table of published measurements, and print the errors",
         "doctor": "check this machine's environment, or write its GPU report card",

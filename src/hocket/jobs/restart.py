@@ -112,6 +112,13 @@ def run(
                 f"{_first_line(error)}, after step {fault.step}; restart {used} of {most}, "
                 f"from {origin}"
             )
+            record(
+                {
+                    "event": "restart", "rank": error.rank, "cause": _first_line(error),
+                    "step": fault.step, "restarts": used,
+                    "time": getattr(error, "time", time.time()),
+                }
+            )  # fmt: skip
             record.failures.append(str(error))
         attempt += 1
         record.restarting(failed)

@@ -40,7 +40,7 @@ from hocket.jobs.request import JobRequest
 from hocket.spec.errors import HocketError, RunFolderError
 from hocket.spec.layout import TERMS
 from hocket.spec.ledger import DISTURBED
-from hocket.spec.run import RunFolder, RunSpec, write_text
+from hocket.spec.run import RunFolder, RunSpec, TrainOptions, write_text
 
 if TYPE_CHECKING:
     from hocket.launch import Launcher, RankContext
@@ -55,6 +55,7 @@ def train(
     *,
     on_event: Listener | None = None,
     faults: Sequence[Mapping[str, Any]] = (),
+    launcher: Launcher | None = None,
 ) -> Summary:
     """Run one training job to its end.
 
@@ -62,13 +63,14 @@ def train(
         request: what was asked for; see `jobs.request`.
         on_event: called with each event: `phase`, `step`, `eval`, `saved`, `timeline`, `done`.
         faults: that ranks bring on themselves (`training.faults`), for tests and `hocket chaos`.
+        launcher: a warm one, which stays open; None: one of this job's own.
 
     Raises:
         HocketError: what the user can mend, before any rank starts wherever it can be found there;
             RankFailure with the first failing rank's own traceback.
         KeyboardInterrupt: Ctrl-C; all ranks have been ended.
     """
-    from hocket.launch import Launcher, joined
+    from hocket.launch import joined
 
     context = joined()
     record = JobRecorder(on_event)
@@ -82,10 +84,10 @@ def train(
         with resume.folder_locked(request), resume.unresumed_is_as_it_was(request, record):
             found = resume.plan(request)
             options = found.job.request.options
-            with Launcher(options.device, options.threads, preload=PRELOAD) as launcher:
-                spec = resumed(found, record, launcher=launcher)
+            with _warm(launcher, options) as warm:
+                spec = resumed(found, record, launcher=warm)
                 summary = launch(
-                    launcher,
+                    warm,
                     found.folder,
                     spec,
                     record,
@@ -101,18 +103,28 @@ def train(
     with (
         lock.locked(folder.path, "train"),
         unstarted_is_no_run(folder, fresh=request.run is None),
-        Launcher(request.options.device, request.options.threads, preload=PRELOAD) as launcher,
+        _warm(launcher, request.options) as warm,
     ):
         summary = launch(
-            launcher,
+            warm,
             folder,
-            prepared(job, folder, record, launcher=launcher),
+            prepared(job, folder, record, launcher=warm),
             record,
             cluster=request.cluster,
             accumulate=_may_accumulate(request),
             faults=faults,
         )
     return _told(summary, request, record)
+
+
+def _warm(
+    launcher: Launcher | None, options: TrainOptions
+) -> contextlib.AbstractContextManager[Launcher]:
+    from hocket.launch import Launcher as New
+
+    if launcher is not None:
+        return contextlib.nullcontext(launcher)
+    return New(options.device, options.threads, preload=PRELOAD)
 
 
 def _finished(request: JobRequest, rows: list[dict[str, Any]], record: JobRecorder) -> Summary:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import signal
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,9 @@ _WAITING = (
     "hocket/runtime/collectives.py",
 )
 
+
+_COMMUNICATING = ("/torch/", "hocket/runtime/")
+"""Code that a rank which waits for others is in, innermost."""
 
 SHOWN = 6
 """Innermost calls that are shown of a rank that waits."""
@@ -92,6 +96,7 @@ def to_error(failures: Sequence[Failure], world_size: int, stacks: str = "") -> 
         text = f"{who} failed: {report['type']}: {report['message']}\n\n{report['traceback']}"
         error = errors.RankFailure(text + after + stacks)
     error.rank = cause.rank  # type: ignore[attr-defined]
+    error.time = time.time()  # type: ignore[attr-defined]
     error.cause = _cause(cause)  # type: ignore[attr-defined]
     return error
 
@@ -156,6 +161,7 @@ def silence(
         hint="if a step may take this long, a larger --timeout",
     )
     error.rank = found[0] if found else None  # type: ignore[attr-defined]
+    error.time = time.time()  # type: ignore[attr-defined]
     error.cause = "silence"  # type: ignore[attr-defined]
     error.beats = dict(beats or {})  # type: ignore[attr-defined]
     return error
@@ -229,6 +235,8 @@ def _role(rank: int, suspects: list[int], late: dict[int, str]) -> str:
 def waits(stack: str) -> bool:
     """Whether the main thread of this stack waits for other ranks."""
     frames = _main_thread(stack)
+    if not frames or not any(place in frames[0] for place in _COMMUNICATING):
+        return False  # other code runs, inside a collective perhaps
     return any(place in frame for frame in frames[:5] for place in _WAITING)
 
 

@@ -30,7 +30,9 @@ TAIL = 20  # lines of a dead rank's output that its failure shows
 GRACE = 0.1  # seconds for peers' failures to arrive, so that they can be counted
 SYMPTOM_GRACE = 3.0  # seconds for the cause to arrive where only symptoms have
 LAST_CHUNKS = 4096  # of a dead rank's descriptors: all that is left, within reason
-STOPPED = 5.0  # seconds after which a rank that is stopped counts as failed
+STOPPED = 3.5  # seconds after which a rank that is stopped counts as failed
+TURN = 0.2  # seconds between two looks at the heartbeats
+ANSWER = 0.3  # seconds after the last answer of a rank in which the next one comes, or none
 BUSY = 3.0  # times as long, where a rank computes or waits for a disk
 STATES = {"R": "running", "S": "asleep", "D": "waiting for a device", "T": "stopped"}
 LEAVE = 2.0  # seconds between asking ranks to end and killing them
@@ -217,7 +219,7 @@ class Watch:
         while not all(entry.finished for entry in self.ranks):
             if any(entry.failure for entry in self.ranks):
                 raise self._conclude()
-            if not self._turn(0.5) and time.monotonic() - self.heard > self.allowed:
+            if not self._turn(TURN) and time.monotonic() - self.heard > self.allowed:
                 raise self._silence(self.allowed)
             self._require_progress()
         for entry in self.ranks:
@@ -298,9 +300,12 @@ class Watch:
             entry.position = None
             with contextlib.suppress(OSError):
                 entry.connection.send(b"?")
-        end = time.monotonic() + 2.0
-        while any(e.position is None for e in asked) and (left := end - time.monotonic()) > 0:
+        end, missing = time.monotonic() + 2.0, len(asked)
+        while missing and (left := end - time.monotonic()) > 0:
             self._turn(left)
+            before, missing = missing, sum(e.position is None for e in asked)
+            if missing < before:
+                end = time.monotonic() + ANSWER
         return {entry.rank: entry.position for entry in asked}
 
     def stacks(

@@ -6,10 +6,13 @@ job has none unless its caller gives them to `jobs.train.train`.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
+import json
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -22,11 +25,16 @@ if TYPE_CHECKING:
     from hocket.launch import RankContext
     from hocket.launch.heartbeat import Heart
 
-KINDS = ("kill", "stop", "stuck", "raise", "full", "nan", "flip", "damage", "term", "wrong", "slow")
+KINDS = (
+    "kill", "stop", "stuck", "raise", "full", "fill", "nan", "flip", "damage", "torn", "cut",
+    "term", "wrong", "slow",
+)  # fmt: skip
 """SIGKILL; SIGSTOP; a call in C that does not return and keeps the interpreter's lock; an
-exception; ENOSPC while a checkpoint is written; a gradient that is not finite; one bit of one
-rank's weights; one bit of the newest checkpoint, then SIGKILL; a request to stop; a matmul that is
-wrong in one value from then on; `seconds` of sleep in each such phase from then on."""
+exception; ENOSPC while a checkpoint is written; a file `filler` that fills its disk; a gradient
+that is not finite; one bit of one rank's weights; one bit of the newest checkpoint, then SIGKILL;
+the newest checkpoint cut short, then SIGKILL; every TCP connection of the rank shut down; a request
+to stop; a matmul that is wrong in one value from then on; `seconds` of sleep in each such phase
+from then on."""
 PHASES = ("build", "step", "input", "forward", "collective", "save", "evaluate", "export")
 
 
@@ -34,7 +42,9 @@ class Faults:
     """The faults of one rank, and its heartbeat, through which it learns where it is.
 
     Args:
-        rows: of the job: `kind`, `rank`, `step` (1 is the first), `phase`, `attempts` (1).
+        rows: of the job: `kind`, `rank`, `step` (1 is the first), `phase`, `attempts` (1). A row
+            with `id` and `log` happens once in all attempts (with `again`, in each), and is written
+            to the file `log` as it happens. `place` (0 to 1): where a file or tensor is damaged.
         context: of this rank.
         checkpoints: the folder of the run's checkpoints.
     """
@@ -48,7 +58,9 @@ class Faults:
         self._rows = [
             dict(row)
             for row in rows
-            if row["rank"] == context.rank and context.attempt < row.get("attempts", 1)
+            if row["rank"] == context.rank
+            and ("id" in row or context.attempt < row.get("attempts", 1))
+            and (row.get("again") or "id" not in row or row["id"] not in happened(row["log"]))
         ]
         self._step = 1
 
@@ -74,6 +86,9 @@ class Faults:
         """A phase begins, or goes on: what is to happen there happens."""
         for slow in self._rows:
             if slow["kind"] == "slow" and slow["phase"] == phase and slow["step"] <= self._step:
+                if "since" not in slow:
+                    slow["since"] = self._step
+                    self._write(slow)
                 time.sleep(slow["seconds"])
         spoils = ("nan", "flip", "wrong", "slow")
         row = self._take(lambda row: row["phase"] == phase and row["kind"] not in spoils)
@@ -81,8 +96,10 @@ class Faults:
             return
         kind = row["kind"]
         if kind == "damage":
-            _flip_newest(self._checkpoints)
-        if kind in ("kill", "damage"):
+            flip_newest(self._checkpoints, row.get("place"))
+        elif kind == "torn":
+            _cut_newest(self._checkpoints, row["place"])
+        if kind in ("kill", "damage", "torn"):
             os.kill(os.getpid(), signal.SIGKILL)
         elif kind == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -91,30 +108,66 @@ class Faults:
                 ctypes.PyDLL(None).sleep(100_000)
         elif kind == "full":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        elif kind == "fill":
+            _fill(Path(row["filler"]))
+        elif kind == "cut":
+            _shut_down_connections()
         elif kind == "term":
             self._context.stop_asked.set()
         else:
             raise RuntimeError(f"injected in {phase}")
 
-    def spoils(self, kind: str) -> bool:
-        """Whether a fault of the kind `nan` or `flip` happens in this step."""
-        return self._take(lambda row: row["kind"] == kind) is not None
+    def spoils(self, kind: str) -> dict[str, Any] | None:
+        """The fault of the kind `nan`, `flip` or `wrong` that happens in this step, if any."""
+        found: dict[str, Any] | None = self._take(lambda row: row["kind"] == kind)
+        return found
 
     def _take(self, matches: Any) -> dict[str, Any] | None:
         for row in self._rows:
-            if row["step"] <= self._step and matches(row):
+            due = row["step"] == self._step if row.get("again") else row["step"] <= self._step
+            if due and matches(row):
                 self._rows.remove(row)
+                self._write(row)
                 return row
         return None
 
+    def _write(self, row: Mapping[str, Any]) -> None:
+        if "id" in row:
+            line = {"id": row["id"], "time": time.time(), "step": self._step}
+            with open(row["log"], "a") as file:
+                file.write(json.dumps(line) + "\n")
 
-def flip(parallel: Any) -> None:
-    """Flip one bit of the first parameter, as a failing memory would."""
+
+def happened(log: str) -> dict[int, dict[str, Any]]:
+    """The faults that have happened, by id: `time` (seconds since the epoch) and `step`, of the
+    first time."""
+    try:
+        lines = Path(log).read_text().splitlines()
+    except OSError:
+        return {}
+    found: dict[int, dict[str, Any]] = {}
+    for row in map(json.loads, lines):
+        found.setdefault(row["id"], row)
+    return found
+
+
+def flip(parallel: Any, place: float | None = None) -> None:
+    """Flip one bit of a replicated parameter, as a failing memory would: of the first one, or at
+    `place` (0 to 1) of all their bytes."""
     with parallel.recorder.in_phase("other"):
         for sharded in parallel._sharded.values():
             sharded.unshard()
-    tensor = next(parallel.parameters())
-    tensor.detach().view(-1).view(torch.uint8)[1] ^= 4
+    tensors = [
+        parameter.detach().view(-1).view(torch.uint8)
+        for name, parameter in parallel.named_parameters()
+        if not parallel.placements[name].is_expert
+    ]
+    at = 1 if place is None else int(place * sum(t.numel() for t in tensors))
+    for tensor in tensors:
+        if at < tensor.numel():
+            tensor[at] ^= 4
+            return
+        at -= tensor.numel()
 
 
 def miscompute(parallel: Any) -> None:
@@ -145,15 +198,66 @@ def spoil(parallel: Any) -> None:
     handle = next(parallel.parameters()).register_hook(hook)  # type: ignore[no-untyped-call]
 
 
-def _flip_newest(checkpoints: Path) -> None:
+def flip_newest(checkpoints: Path, place: float | None = None) -> None:
+    """Flip one bit of the newest checkpoint: in the middle of a rank's file, or at `place` (0 to 1)
+    of the bytes of all its files."""
+    path, at = _within_newest(checkpoints, place)
+    if path is None:
+        return
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 16]))
+
+
+def _cut_newest(checkpoints: Path, place: float) -> None:
+    """Cut the file of the newest checkpoint that holds the byte at `place` of all before it."""
+    path, at = _within_newest(checkpoints, place)
+    if path is not None:
+        os.truncate(path, at)
+
+
+def _within_newest(checkpoints: Path, place: float | None) -> tuple[Path | None, int]:
     from hocket.spec.checkpoint import candidates
 
     newest = next(candidates(checkpoints), None)
     if newest is None:
-        return
-    shard = sorted(newest.glob("rank-*.safetensors"))[-1]
-    with shard.open("r+b") as file:
-        file.seek(shard.stat().st_size // 2)
-        byte = file.read(1)[0]
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte ^ 16]))
+        return None, 0
+    files = sorted(newest.glob("rank-*.safetensors"))
+    if place is None:
+        return files[-1], files[-1].stat().st_size // 2
+    files = sorted(path for path in newest.rglob("*") if path.is_file())
+    at = int(place * sum(path.stat().st_size for path in files))
+    for path in files:
+        if at < (size := path.stat().st_size):
+            return path, at
+        at -= size
+    return None, 0
+
+
+def _fill(filler: Path) -> None:
+    """Fill the file system of `filler` to its last byte."""
+    with filler.open("wb", buffering=0) as file:
+        chunk = 1 << 16
+        while chunk:
+            try:
+                file.write(bytes(chunk))
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+                chunk //= 2
+
+
+def _shut_down_connections() -> None:
+    """Shut down every TCP connection of this process, as a link that is cut."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            connection = socket.socket(fileno=os.dup(int(name)))
+        except OSError:  # it is not a socket, or is closed by now
+            continue
+        with connection:
+            if connection.family in (socket.AF_INET, socket.AF_INET6):
+                with contextlib.suppress(OSError):
+                    connection.getpeername()  # raises for one that listens
+                    connection.shutdown(socket.SHUT_RDWR)

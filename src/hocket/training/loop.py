@@ -62,7 +62,7 @@ LONG = 900.0
 """Seconds of silence allowed where compilation, a disk or held-out text may take their time."""
 FIRST_STEP = 60.0
 """Seconds without progress allowed in the first steps, unless torch.compile is at work."""
-LEAST = 5.0
+LEAST = 4.0
 """Seconds without progress that are always allowed between steps."""
 SETTLED = 21
 """Steps whose median is a step's time."""
@@ -293,8 +293,8 @@ class Loop:
             if not reading.skipped:
                 self.job.optimizer.step(lr, reading.skip() if self.cuda else None)  # 4
         parallel.begin_unshard()
-        if self.faults.spoils("flip"):
-            flip(parallel)
+        if row := self.faults.spoils("flip"):
+            flip(parallel, row.get("place"))
         self.inputs.prefetch(index + 1)
         reading.end = mark(self.job.mesh.device)
         return reading

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import random
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -65,6 +66,7 @@ def main(context: RankContext, payload: dict[str, Any]) -> None:
     context.heart.allow(max(LONG, spec.options.timeout))
     faults = Faults(payload.get("faults", ()), context, folder.checkpoints)
     faults.at("build")
+    random.seed(spec.options.seed)  # which a model's own code may draw from
     with reading_shown(context):
         job = build(spec, context, read_schedule(folder.schedule_file))
     try:

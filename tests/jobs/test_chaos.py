@@ -1,0 +1,126 @@
+"""Chaos: faults drawn from a seed are found, named, survived, and change no bit of the end."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hocket.cli.main import main
+from hocket.jobs.chaos.draw import FIRST, STRETCH, chosen, draw
+from hocket.jobs.chaos.kinds import ALL
+from hocket.jobs.chaos.result import ChaosResult, FaultResult, table
+from hocket.jobs.chaos.run import chaos
+from hocket.spec.errors import LayoutError, ModelError, OptionError
+from hocket.spec.layout import Layout
+from tests import rotation
+from tests.ranks import RankPool
+
+pytestmark = [pytest.mark.train, pytest.mark.ranks, pytest.mark.timeout(240)]
+
+LAYOUTS = ("dp2", "dp2:zero=1", "dp2:zero=2", "dp2:zero=3", "tp2", "pp2", "cp2")
+QUICK = ("kill", "exception", "cut", "full", "torn", "checkpoint", "tokens", "nan", "term")
+CASES = [
+    *((layout, kind, 2) for layout in LAYOUTS for kind in QUICK),
+    *((layout, "weights", 2) for layout in LAYOUTS[:3]),
+    *((layout, kind, 1) for layout in LAYOUTS for kind in ("stop", "stuck", "slow")),
+]
+
+
+@pytest.mark.parametrize(("layout", "kind", "count"), rotation.part(CASES, 14))
+def test_faults_of_a_kind_are_survived(ranks: RankPool, layout: str, kind: str, count: int) -> None:
+    seed = rotation.seed() % 1000
+    found = chaos(
+        "tiny-llama", layout=layout, seed=seed, faults=count, kinds=[kind], launcher=ranks.launcher
+    )
+    rows = "\n".join(map(str, found.faults))
+    assert [fault.kind for fault in found.faults] == [kind] * count
+    assert found.survived == count, rows
+    assert found.equal, rows
+    assert all(fault.named is not False for fault in found.faults), rows
+    assert all((fault.detected_seconds or 0.0) >= 0.0 for fault in found.faults), rows
+
+
+def test_a_fault_that_nothing_finds_is_not_survived(
+    ranks: RankPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import hocket.jobs.chaos.run as module
+
+    asked = module._request
+
+    def without_comparison(*given: object, **options: object) -> object:
+        import dataclasses
+
+        job = asked(*given, **options)  # type: ignore[arg-type]
+        blind = dataclasses.replace(job.options, replica_check_every=0)
+        return dataclasses.replace(job, options=blind)
+
+    monkeypatch.setattr(module, "_request", without_comparison)
+    found = chaos(
+        "tiny-llama", layout="dp2", seed=1, faults=1, kinds=["weights"], launcher=ranks.launcher
+    )
+    assert (found.survived, found.equal, found.ok) == (0, False, False)
+    assert "NOT FOUND" in str(found.faults[0])
+
+
+def test_faults_follow_from_the_seed_and_have_a_stretch_each() -> None:
+    layout = Layout.parse("dp2.tp2")
+    kinds = chosen((), layout)
+    assert kinds == list(ALL)
+    jobs = draw(3, 200, kinds, layout)
+    assert jobs == draw(3, 200, kinds, layout)
+    assert jobs != draw(4, 200, kinds, layout)
+    faults = [fault for job in jobs for fault in job.faults]
+    assert sorted(fault.number for fault in faults) == list(range(200))
+    assert {fault.kind for fault in faults} == set(ALL)
+    assert {fault.rank for fault in faults} == {0, 1, 2, 3}
+    for job in jobs:
+        phases = [fault.phase for fault in job.faults]
+        assert phases.count("build") <= 1
+        assert phases.count("export") <= 1
+        within = [f for f in job.faults if f.phase not in ("build", "export")]
+        stretches = [(fault.step - 1) // STRETCH for fault in within]
+        assert len(set(stretches)) == len(stretches)
+        if len(job.faults) > 1:
+            assert min(stretches) >= FIRST
+        assert all(fault.step <= job.steps for fault in job.faults)
+
+
+def test_kinds_follow_from_the_layout() -> None:
+    names = {kind.name for kind in chosen((), Layout.parse("dp1"))}
+    assert names == {kind.name for kind in ALL} - {"cut", "weights", "slow"}
+    assert "weights" not in {kind.name for kind in chosen((), Layout.parse("pp2"))}
+    with pytest.raises(LayoutError, match=r"slow needs 2 ranks; the layout .* has 1"):
+        chosen(("slow",), Layout.parse("dp1"))
+    with pytest.raises(LayoutError, match="weights needs two data-parallel replicas"):
+        chosen(("weights",), Layout.parse("dp2:zero=3"))
+    with pytest.raises(OptionError, match="unknown kind of fault 'kil'") as caught:
+        chosen(("kil",), Layout.parse("dp2"))
+    assert caught.value.hint == "--kinds kill"
+
+
+def test_what_cannot_be_run_is_rejected() -> None:
+    with pytest.raises(OptionError, match="--faults is 0; it is at least 1"):
+        chaos("tiny-llama", layout="dp2", faults=0)
+    with pytest.raises(ModelError, match="million parameters; chaos starts a model again"):
+        chaos("llama-3-8b", layout="dp2")
+    with pytest.raises(LayoutError):
+        chaos("tiny-llama", layout="dp3x")
+    assert main(["chaos", "tiny-llama", "--kinds", "kills"]) == 2
+
+
+def test_the_table_counts_by_kind(capsys: pytest.CaptureFixture[str]) -> None:
+    moment = {"job": 0, "step": 3, "phase": "step"}
+    good = FaultResult(
+        kind="kill", injected_at=moment, rank=1, detected_by="end of the process",
+        detected_seconds=0.5, named=True, recovered_seconds=1.0, steps_lost=2, survived=True,
+    )  # fmt: skip
+    bad = FaultResult(kind="kill", injected_at=moment, rank=0, remark="nothing has found it")
+    found = ChaosResult(model="m", layout="dp2", seed=0, faults=[good, bad], jobs_equal=[True])
+    assert not found.ok
+    assert found.to_json()["survived"] == 1
+    assert set(json.loads(json.dumps(found.to_json()))["faults"][0]) == {
+        "kind", "injected_at", "rank", "detected_by", "detected_seconds", "named",
+        "recovered_seconds", "steps_lost", "survived", "remark",
+    }  # fmt: skip
+    assert table(found.faults)[1].split()[:4] == ["kill", "2", "1", "1/1"]
