@@ -19,7 +19,7 @@ from tests.ranks import RankPool
 pytestmark = [pytest.mark.train, pytest.mark.ranks, pytest.mark.timeout(240)]
 
 LAYOUTS = ("dp2", "dp2:zero=1", "dp2:zero=2", "dp2:zero=3", "tp2", "pp2", "cp2")
-QUICK = ("kill", "exception", "cut", "full", "torn", "checkpoint", "tokens", "nan", "term")
+QUICK = ("kill", "exception", "cut", "full", "torn", "checkpoint", "tokens", "file", "nan", "term")
 CASES = [
     *((layout, kind, 2) for layout in LAYOUTS for kind in QUICK),
     *((layout, "weights", 2) for layout in LAYOUTS[:3]),

@@ -28,7 +28,7 @@ class Chaos:
         seed: seed of the faults and their moments.
         faults: number of faults.
         kinds: only these kinds: kill, stop, stuck, exception, cut, full, torn, checkpoint, weights,
-            tokens, nan, slow, term (default: all that the layout allows).
+            tokens, file, nan, slow, term (default: all that the layout allows).
         json: print one JSON object.
     """
 

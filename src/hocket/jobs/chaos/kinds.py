@@ -51,6 +51,8 @@ ALL = (
          "comparison of replicas", ranks=2, replicas=True),
     FaultKind("tokens", "a bit of the tokens on disk flipped while the job is down", "", ("step",),
          "checksum of the tokens"),
+    FaultKind("file", "a bit of any file of the run flipped while the job is down", "", ("step",),
+         "rejection"),
     FaultKind("nan", "a gradient that is not a number", "nan", ("step",), "gradient norm",
          equal="the run that skips this step"),
     FaultKind("slow", "a rank that sleeps in every forward action", "slow", ("forward",),

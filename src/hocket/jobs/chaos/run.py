@@ -31,7 +31,7 @@ from hocket.jobs.chaos.result import ChaosResult, FaultResult
 from hocket.jobs.request import JobRequest, request
 from hocket.jobs.train import PRELOAD, train
 from hocket.spec.checkpoint import checkpoints, verify
-from hocket.spec.errors import HocketError, ModelError, OptionError, TrainingError
+from hocket.spec.errors import HocketError, ModelError, OptionError
 from hocket.spec.run import RunFolder
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class _Runs:
                 self._through(folder, job, watch)
             except HocketError as failure:
                 error = str(failure)
-            equal = not error and digest(folder) == expected
+            equal = not error and digest(folder, losses=_losses_count(job)) == expected
             rows = watch.results(error)
         shutil.rmtree(folder, ignore_errors=True)
         return rows, equal
@@ -138,36 +138,25 @@ class _Runs:
             watch.submitted()
             try:
                 summary = train(asked, on_event=watch, faults=watch.rows, launcher=self._launcher)
-            except TrainingError as error:
+            except Terminated:
+                watch.damage()
+                continue
+            except HocketError as error:
+                # A damaged file is put back, and the disk has space now: submitted again.
+                if watch.rejected(error, time.time()):
+                    continue
                 if not watch.disk_was_full(error.message, time.time()):
                     raise
-                continue  # in the last save: there is space now, and it is submitted again
-            except Terminated:
-                self._damaged_tokens(asked, watch.ended(), watch)
                 continue
             if not summary.stopped:
                 return
             watch.stopped(time.time())
 
-    def _damaged_tokens(self, asked: JobRequest, fault: ChaosFault, watch: _Watched) -> None:
-        """Flip a bit of the tokens, submit the job, which has to reject them, and put it back."""
-        from hocket.training.token_manifest import TRAIN
-
-        path = RunFolder(watch.folder).data / TRAIN
-        at = int(fault.place * path.stat().st_size)
-        _flip(path, at)
-        watch.injected(fault)
-        try:
-            train(asked, on_event=watch, faults=watch.rows, launcher=self._launcher)
-        except HocketError as error:
-            watch.detected(fault, time.time(), path.name in error.message, watch.done)
-        finally:
-            _flip(path, at)
-
     def _expected(self, job: ChaosJob) -> str:
         """The digest of a job's undisturbed run; of one that skips the same steps."""
         skipped = tuple(f for f in job.faults if f.kind.name == "nan")
-        key = job.steps, job.backend, skipped
+        losses = _losses_count(job)
+        key = job.steps, job.backend, skipped, losses
         if key not in self._undisturbed:
             folder = self._folder / "undisturbed"
             only = dataclasses.replace(job, faults=skipped)
@@ -176,7 +165,7 @@ class _Runs:
                 self._asked(folder, only), on_event=watch, faults=watch.rows,
                 launcher=self._launcher,
             )  # fmt: skip
-            self._undisturbed[key] = digest(folder)
+            self._undisturbed[key] = digest(folder, losses=losses)
             shutil.rmtree(folder)
         return self._undisturbed[key]
 
@@ -203,12 +192,14 @@ class _Watched:
         self._found: dict[int, dict[str, Any]] = {}
         self._signals = [f for f in job.faults if not f.kind.brought]
         self._sent: ChaosFault | None = None
+        self._damaged: tuple[ChaosFault, Path, int, int] | None = None
+        self._passed = ""  # notes of this start
         self.done = 0  # the last step before that signal
         self._open: list[int] = []  # detected, and not recovered yet
 
     def submitted(self) -> None:
         """The job is submitted, once more."""
-        self._sent = None
+        self._sent, self._passed = None, ""
 
     def injected(self, fault: ChaosFault) -> None:
         """A fault that this process injects happens now."""
@@ -245,16 +236,50 @@ class _Watched:
             self.detected(self._sent, now, None)
         return self._sent
 
-    def ended(self) -> ChaosFault:
-        """The fault whose two signals ended the job at once."""
+    def damage(self) -> None:
+        """Two signals ended the job at once: flip a bit of its tokens, or of any file."""
+        from hocket.training.token_manifest import TRAIN
+
         if self._sent is None:
             raise KeyboardInterrupt  # the signal came from outside
-        return self._sent
+        fault, run = self._sent, RunFolder(self.folder)
+        path, rng = run.data / TRAIN, random.Random(fault.place)
+        if fault.kind.name == "file":
+            found = [p for p in sorted(self.folder.rglob("*")) if p.is_file() and p.stat().st_size]
+            path = rng.choice(found)
+        at, bit = rng.randrange(path.stat().st_size), 1 << rng.randrange(8)
+        _flip(path, at, bit)
+        self.injected(fault)
+        self._damaged = fault, path, at, bit
+
+    def rejected(self, error: HocketError, when: float) -> bool:
+        """Whether an error rejects the file that was damaged; its bit is put back."""
+        if self._damaged is None:
+            return False
+        (fault, path, at, bit), self._damaged = self._damaged, None
+        if path.is_file() and at < path.stat().st_size:
+            _flip(path, at, bit)
+        text = str(error)
+        named = path.name in text or path.parent.name in text
+        self.detected(fault, when, named, self.done)
+        return True
+
+    def _accepted(self, when: float) -> None:
+        """The job has taken a step with the damaged file."""
+        assert self._damaged is not None
+        (fault, path, _, _), self._damaged = self._damaged, None
+        if fault.kind.name == "file":
+            over = "step-" in path.parent.name and path.parent.name in self._passed
+            by = "checksum: an older checkpoint" if over else "no effect on the end"
+            self.detected(fault, when, None, self.done)
+            self._found[fault.number]["by"] = f"{by} ({path.relative_to(self.folder)})"
 
     def __call__(self, event: dict[str, Any]) -> None:
         kind, now = event["event"], time.time()
         if kind == "done" and self._sent and self._sent.kind.name == "term":
             self.stopped(now)
+        if kind in ("step", "done") and self._damaged is not None:
+            self._accepted(now)
         if kind in ("step", "done"):
             self._recovered(event, now)
         if kind == "step" and self._signals and self._signals[0].step <= event["step"]:
@@ -292,6 +317,7 @@ class _Watched:
         return happened(str(self._log))
 
     def _noted(self, text: str, now: float) -> None:
+        self._passed += "" if text.startswith("resumed from") else f"{text}\n"
         if "was not saved" in text:
             self.disk_was_full(text, now)
         elif "; the run was asked to stop: " in text:
@@ -316,7 +342,7 @@ class _Watched:
             if found is None:
                 result.remark = error or "nothing has found it"
                 continue
-            result.detected_by = fault.kind.detected_by
+            result.detected_by = found.get("by", fault.kind.detected_by)
             result.detected_seconds = max(0.0, found["time"] - happened["time"])
             result.named = found["named"]
             result.steps_lost = found["lost"]
@@ -339,12 +365,18 @@ def _names(fault: ChaosFault, event: dict[str, Any]) -> bool:
     return bool(event["rank"] == fault.rank)
 
 
-def digest(folder: Path) -> str:
+def _losses_count(job: ChaosJob) -> bool:
+    """Whether the losses in metrics.jsonl are compared; a flipped bit may be one of theirs."""
+    return all(fault.kind.name != "file" for fault in job.faults)
+
+
+def digest(folder: Path, *, losses: bool = True) -> str:
     """Of what a run has come to: losses of all steps, last checkpoint and exported model."""
     found = hashlib.sha256()
     run = RunFolder(folder)
-    rows = map(json.loads, run.metrics_file.read_text().splitlines())
-    found.update(json.dumps([(row["step"], row["loss"]) for row in rows]).encode())
+    if losses:
+        rows = map(json.loads, run.metrics_file.read_text().splitlines())
+        found.update(json.dumps([(row["step"], row["loss"]) for row in rows]).encode())
     last = checkpoints(run.checkpoints)[0]
     for shard in verify(last).shards:
         for tensor in shard.tensors:
@@ -374,12 +406,12 @@ def _text(seed: int) -> str:
     return "".join(" ".join(rng.choices(words, k=9)) + "\n" for _ in range(200))
 
 
-def _flip(path: Path, at: int) -> None:
+def _flip(path: Path, at: int, bit: int) -> None:
     with path.open("r+b") as file:
         file.seek(at)
         byte = file.read(1)[0]
         file.seek(at)
-        file.write(bytes([byte ^ 1]))
+        file.write(bytes([byte ^ bit]))
 
 
 @contextlib.contextmanager
