@@ -23,8 +23,9 @@ QUICK = ("kill", "exception", "cut", "full", "torn", "checkpoint", "tokens", "fi
 CASES = [
     *((layout, kind, 2) for layout in LAYOUTS for kind in QUICK),
     *((layout, "weights", 2) for layout in LAYOUTS[:3]),
-    *((layout, kind, 1) for layout in LAYOUTS for kind in ("stop", "stuck", "slow")),
+    *((layout, kind, 1) for layout in LAYOUTS for kind in ("stop", "stuck")),
 ]
+"""Without `slow`, which compares times: a busy machine hides it."""
 
 
 @pytest.mark.parametrize(("layout", "kind", "count"), rotation.part(CASES, 14))
