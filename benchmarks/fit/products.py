@@ -19,8 +19,8 @@ import numpy as np
 from scipy.optimize import minimize
 
 from hocket.catalogue import hardware
-from hocket.cost.compute import product
 from hocket.cost.constants import Platform, constants
+from hocket.cost.device import product
 from hocket.cost.machine import machine
 
 NAMES = {

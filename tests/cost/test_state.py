@@ -12,7 +12,7 @@ import pytest
 
 from hocket.catalogue import hardware
 from hocket.catalogue.shapes import shape
-from hocket.cost import collectives, step
+from hocket.cost import collectives, device, step
 from hocket.cost.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from hocket.cost.constants import Constants, constants
 from hocket.cost.layout_batch import columns
@@ -177,7 +177,7 @@ def test_reduced_bytes_and_updates_are_conserved(
             assert sum(size for size, _ in gathered) * world == pytest.approx(wanted / 2, rel=1e-6)
         copies = [1, 1] if layout.zero == 0 else [int(g.ranks[0]) for g in sharing(at)]
         updated = everywhere * holders / copies[0] + expert * same / copies[1]
-        seconds = step.OPTIMIZER_BYTES * updated / rate
+        seconds = device.OPTIMIZER_BYTES * updated / rate
         assert found.optimizer[0] * world == pytest.approx(seconds, rel=1e-6), str(layout)
 
 

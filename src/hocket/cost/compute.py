@@ -1,8 +1,6 @@
 """Compute: seconds that one block takes on one microbatch, forward and backward.
 
-    matrix product   the best tile shape:  waves = ceil(tiles / SMs),
-                     T = waves x 2 tile (K + K0) / (rate of an SM x relative rate of the tile),
-                     not below its bytes over the memory bandwidth
+    matmul           `cost.device`, on its local sizes (`cost.local`)
     attention        fused: 4 b s^2 q visible / (rate x share), backward 2.5 times; else two
                      products and the passes over b a s^2 scores of softmax and dropout
     memory-bound     bytes / bandwidth
@@ -33,13 +31,12 @@ from hocket.cost.collectives import (
 )
 from hocket.cost.constants import Platform
 from hocket.cost.context import context_times
+from hocket.cost.device import FittedDevice, fuses_gradients, linear_seconds, product
 from hocket.cost.group_strides import expert_tp, stride
 from hocket.cost.layout_batch import Layouts
 from hocket.cost.local import divided
 from hocket.cost.state import local_trained
 from hocket.cost.terms import BlockTerms, Floats, Matmul, Terms
-
-TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
 
 UNFUSED_SOFTMAX_PASSES, UNFUSED_SOFTMAX_KERNELS = 4.0, 6.0
 """More where Megatron's fused softmax refuses: (samples x heads of a rank) % 4 != 0."""
@@ -74,34 +71,6 @@ class BlockTimes:
     ulysses: Floats
 
 
-def product(
-    rows: Floats,
-    columns: Floats,
-    inner: Floats,
-    platform: Platform,
-    batch: Floats | float = 1.0,
-    *,
-    result: Floats | float | None = None,
-) -> Floats:
-    """Seconds of `batch` products [rows, inner] x [inner, columns]; `result`: bytes moved for each
-    element of theirs, None: written once."""
-    machine, constants = platform.machine, platform.constants
-    element = constants.element_bytes
-    result = element if result is None else result
-    unit = machine.sms / (machine.flops * constants.matrix_rate)
-    best: Floats | None = None
-    for height, width in TILES:
-        relative = constants.small_tile ** np.log2(32768 / (height * width))
-        tiles = np.ceil(rows / height) * np.ceil(columns / width) * batch
-        waves = np.ceil(tiles / machine.sms)
-        time = waves * (2.0 * height * width) * unit / relative
-        best = time if best is None else np.minimum(best, time)
-    assert best is not None
-    moved = batch * (element * inner * (rows + columns) + result * rows * columns)
-    by_memory = moved / (machine.bandwidth * constants.memory_rate)
-    return np.maximum(best * (inner + constants.inner_overhead), by_memory)
-
-
 def block_times(
     block: BlockTerms,
     model: Terms,
@@ -117,17 +86,14 @@ def block_times(
     forward = inputs = weights = np.zeros_like(tokens)
     grad = np.asarray(constants.gradient_bytes)
     element = np.asarray(constants.element_bytes)
-    fused = np.asarray(constants.fused_gradients) > np.where(grad > 2, 0, 1)
-    result = np.where(fused, 2 * grad, element)  # read and written where gradients add up
+    fused = fuses_gradients(constants)
+    device = FittedDevice(platform)
     latent = np.zeros_like(tokens)
     for p in block.products:
         m, n, k, batch = _local(p, tokens, at)
-        once = product(m, n, k, platform, batch)
-        forward = forward + once
+        once, of_input, of_weight = linear_seconds(device, m, n, k, batch, frozen=p.frozen)
+        forward, inputs, weights = forward + once, inputs + of_input, weights + of_weight
         latent = latent + once if p.latent else latent
-        inputs = inputs + product(m, k, n, platform, batch)
-        if not p.frozen:
-            weights = weights + product(k, n, m, platform, batch, result=result)
     adding = local_trained(block, at).total * (element + 2 * grad) / memory
     apart = (at.microbatches > 1) & block.layer & ~fused
     weights = weights + np.where(apart, adding, 0.0)

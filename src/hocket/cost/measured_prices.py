@@ -422,7 +422,7 @@ def _rank(job: StepProblem, stages: Sequence[int], rates: Rates, links: Measured
         before=loop / 2,
         sums=tuple(one for one in sums if one is not None),
         norm=norm if job.clip else 0.0,
-        optimizer=rates.update(mine, len(held)),
+        optimizer=rates.optimizer(mine, len(held)),
         after=loop / 2,
     )
 

@@ -78,6 +78,11 @@ class Rates:
         rate = math.exp(sum(w * math.log(r) for w, r in weights) / total)
         return 2.0 * m * n * k / rate
 
+    def matmul(self, form: str, m: int, n: int, k: int, batch: int) -> float:
+        """As `cost.device.Device.matmul`, with what calling a linear layer costs, once."""
+        called = self.call("linear") if form == "nt" else self.backward("linear") / 2
+        return batch * self.product(form, m, n, k) + called
+
     # --- memory ----------------------------------------------------------------------------
 
     def stream(self, nbytes: float) -> float:
@@ -161,8 +166,8 @@ class Rates:
         """Seconds of calling a kernel that serves; 0 where it was not measured."""
         return next((k.forward for k in self.measured.kernels if k.name == "call"), 0.0)
 
-    def update(self, elements: int, tensors: int) -> float:
-        """Seconds of one AdamW step."""
+    def optimizer(self, elements: int, tensors: int) -> float:
+        """As `cost.device.Device.optimizer`: one AdamW step."""
         points = sorted((u.elements, u.seconds) for u in self.measured.updates if u.name == "adamw")
         if not points or not elements:
             return self.streams(28.0 * elements, max(1, tensors))

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
+from hocket.cost.device import linear_seconds
 from hocket.cost.local import divided, tensor_elements
 from hocket.cost.measured_rates import BYTES, Rates
 from hocket.spec.model_shape import (
@@ -183,14 +184,10 @@ def _product(
     sliced = product.split == "outside" and not product.beside
     tokens = microbatch.tokens / (microbatch.ranks("outside") if sliced else 1)
     rows = max(1, round(tokens * product.count / product.groups))
-    overhead = rates.call("linear"), rates.backward("linear")
-    one = Seconds(
-        forward=rates.product("nt", rows, n, k),
-        input=rates.product("nn", rows, k, n),
-        weight=0.0 if product.frozen else rates.product("tn", n, k, rows),
-    ).times(product.groups)
-    half = overhead[1] / 2
-    return one + Seconds(forward=overhead[0], input=half, weight=0.0 if product.frozen else half)
+    forward, of_input, of_weight = linear_seconds(
+        rates, rows, n, k, product.groups, frozen=product.frozen
+    )
+    return Seconds(forward=forward, input=of_input, weight=of_weight)
 
 
 def _ranks(product: MatrixProduct, block: BlockShape, tp: int) -> float:

@@ -26,6 +26,7 @@ import numpy as np
 from hocket.cost.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, group, point_to_point
 from hocket.cost.compute import BlockTimes, block_times
 from hocket.cost.constants import Constants, Platform
+from hocket.cost.device import FittedDevice
 from hocket.cost.group_strides import stride
 from hocket.cost.layout_batch import SCHEDULES, Layouts, RankLayers, equal_layers
 from hocket.cost.machine import ClusterNumbers
@@ -36,13 +37,6 @@ EXCHANGE_LAUNCHES = 2.0
 """Kernels whose start by the CPU nothing hides when stages exchange: the message's own and, since
 the CPU then waits until the message is there (Megatron-LM synchronizes after it, against a race
 between the batched sends and receives), the first of the next stage's."""
-
-OPTIMIZER_BYTES = 45.0
-"""Moved per parameter by an Adam step in mixed precision: gradient read twice (norm, update), a
-32-bit copy, master and two moments read and written, weight written."""
-
-FULL_WIDTH_BYTES = 32.0
-"""The same without a master copy: gradient read twice, weight and two moments read and written."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,15 +204,10 @@ def _beside(compute: Floats, talk: Floats, share: Floats) -> Floats:
 
 def _optimizer(held: Parameters, at: Layouts, platform: Platform) -> Floats:
     """Seconds of the update of parameters whose state this rank has."""
-    constants = platform.constants
-    rate = platform.machine.bandwidth * constants.memory_rate
-    mixed = np.asarray(constants.optimizer_bytes) > np.asarray(constants.weight_bytes) * 2
-    moved = np.where(mixed, OPTIMIZER_BYTES, FULL_WIDTH_BYTES)
     updated = np.zeros_like(at.dp)
     for count, group_of in _kinds(held, at):
         updated = updated + count / np.where(at.zero > 0, group_of.ranks, 1.0)
-    found: Floats = moved * updated / rate
-    return found
+    return FittedDevice(platform).optimizer(updated)
 
 
 def _kinds(held: Parameters, at: Layouts) -> list[tuple[Floats, StateSharing]]:

@@ -153,8 +153,8 @@ def predicted_matmuls(place: Place, tokens: int, shapes: list[tuple[int, int]]) 
     import numpy as np
 
     from hocket.catalogue import hardware
-    from hocket.cost.compute import product
     from hocket.cost.constants import Platform
+    from hocket.cost.device import product
     from hocket.doctor.place import catalogue_name
     from hocket.jobs.plan import shape_of
     from hocket.planning.problem import Problem
