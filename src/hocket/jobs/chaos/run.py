@@ -294,8 +294,10 @@ class _Watched:
         elif kind == "stopped":
             self.stopped(now)
         elif kind == "restart":
-            for fault in self._of(*ENDING)[:1]:
-                self.detected(fault, event["time"], _names(fault, event), event["step"])
+            # A stopped rank continues to show its stack, and may reach the next fault meanwhile.
+            for number, fault in enumerate(self._of(*ENDING)):
+                named = None if number else _names(fault, event)
+                self.detected(fault, event["time"], named, event["step"])
         elif kind == "skipped":
             for fault in self._of("nan"):
                 if fault.step == event["step"] and fault.number not in self._found:
