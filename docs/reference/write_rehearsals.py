@@ -18,19 +18,18 @@ from typing import Any
 
 from hocket.spec.rehearsal_matrix import (
     CASES,
-    FLAT,
     LAYERS,
     MEMORY,
     MODELS,
-    MORE,
     OPTIONS,
-    PIPELINED,
     ROWS,
     SCHEDULES,
     SEQ_LEN,
     MatrixJob,
     RehearsalCell,
     RehearsalMatrix,
+    flat_layouts,
+    pipelined_layouts,
 )
 
 PAGE = Path(__file__).with_name("rehearsals.md")
@@ -51,7 +50,8 @@ H100 by the code that trains. No GPU has executed any of them yet. A job is *ok*
   queue for a pair) and no rank calls a collective differently;
 - its collectives are those that theory expects, in count and bytes, on every executed rank;
 - the host never waits for the device within the step. With `offload=optimizer` it waits once, for
-  the gradients that the optimizer steps on the host; with `offload=params` four times;
+  the gradients that the optimizer steps on the host; with `offload=params` four times; with experts
+  over ranks once a forward of a layer, for the sizes of uneven all-to-alls;
 - predicted peak memory is within {MEMORY:.0%} of the rehearsed peak, on every rank.
 
 All options are in bf16 unless they name another dtype. Ranks that are equal share one execution.
@@ -80,7 +80,7 @@ def page(found: RehearsalMatrix) -> str:
         "|---" * (len(OPTIONS) + 2) + "|",
     ]
     for model in MODELS:
-        for layout in FLAT:
+        for layout in flat_layouts(model):
             row = [
                 _mark(cells.get(MatrixJob(model=model, layout=layout, schedule="", option=option)))
                 for option in OPTIONS
@@ -97,8 +97,8 @@ def page(found: RehearsalMatrix) -> str:
         "|---" * (len(SCHEDULES) + 2) + "|",
     ]
     piped = {(c.case.model, c.case.layout, c.case.schedule): c for c in found.cells}
-    for index, model in enumerate(MODELS):
-        for layout in (*PIPELINED, *(MORE if index == 0 else ())):
+    for model in MODELS:
+        for layout in pipelined_layouts(model):
             row = []
             for schedule in SCHEDULES:
                 cell = piped.get((model, layout, schedule))

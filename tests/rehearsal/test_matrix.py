@@ -50,6 +50,11 @@ def test_every_schedule_and_layout_class_is_under_every_option() -> None:
             assert len(covered) > 4
             assert model != MODELS[0] or covered == {"", *SCHEDULES}
             assert {c.layout for c in mine if c.option == option} >= set(FLAT)
+        degrees = [Layout.parse(case.layout) for case in mine]
+        assert {(each.cp > 1, each.pp > 1) for each in degrees} == {
+            (cp, pp) for cp in (False, True) for pp in (False, True)
+        }
+        assert any(each.ep > 1 and each.pp > 1 for each in degrees) == (model == "tiny-mixtral")
         for schedule in SCHEDULES:
             layouts = [Layout.parse(c.layout) for c in mine if c.schedule == schedule]
             assert {each.zero for each in layouts if each.dp > 1} >= {1, 2, 3}

@@ -124,8 +124,16 @@ class MeasuredReplica:
         )
 
     def cores_of(self, kind: str) -> tuple[Attention, ...]:
-        """The attention of a block, with the key/value heads that are cached."""
-        return served(self.shape).blocks[kind].attention
+        """The attention of a block, with the key/value heads that are cached: on every tensor rank
+        all of them where the plan leaves heads whole, and of latent attention keys and values."""
+        block = self.shape.blocks[kind]
+        cached = served(self.shape).blocks[kind].attention
+        if all(p.split == "outside" for p in block.products):  # traced without a plan
+            return cached
+        return tuple(
+            own if latent_width(own, block) else dataclasses.replace(own, kv_heads=core.kv_heads)
+            for own, core in zip(block.attention, cached, strict=True)
+        )
 
     # --- memory ------------------------------------------------------------------------------
 
@@ -142,13 +150,8 @@ class MeasuredReplica:
         """Of one cached token on a rank of a stage."""
         total = 0
         for kind in self.stages[stage]:
-            block = served(self.shape).blocks[kind]
-            for core in block.attention:
-                width = latent_width(core, block)
-                if width:
-                    total += width
-                else:
-                    total += self._held(core) * (core.head_dim + core.value_dim)
+            for core in self.cores_of(kind):
+                total += self._held(core) * (core.head_dim + core.value_dim)
         return total * self.state_bytes
 
     def _held(self, core: Attention) -> int:

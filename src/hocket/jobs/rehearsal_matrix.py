@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from hocket.jobs.rehearsal_workers import MOST, RehearsalWorkers
+from hocket.jobs.rehearsal_workers import MOST, RehearsalWorkers, StepFailed
 from hocket.spec.errors import HocketError, LayoutError, ModelError, OptionError, unknown
 from hocket.spec.rehearsal_matrix import (
     CASES,
@@ -148,7 +148,7 @@ def rehearsed(case: MatrixJob, workers: RehearsalWorkers) -> RehearsalCell:
     Raises:
         OptionError: there is no C++ compiler.
     """
-    from hocket.jobs.rehearse import StepFailed, prepared, rehearse
+    from hocket.jobs.rehearse import prepared, rehearse
     from hocket.jobs.request import request
 
     begin = time.perf_counter()
@@ -197,6 +197,9 @@ def judged(found: Rehearsed) -> tuple[str, str]:
     report = found.report
     layout = found.job.spec.layout
     allowed = max((count for kind, count in HOST_STEPS.items() if layout.offloads(kind)), default=0)
+    if layout.ep > 1:  # of every forward of a layer, on the stage with all of them
+        forwards = (layout.microbatches or 1) * (2 if layout.recompute == "full" else 1)
+        allowed += found.job.spec.config["num_hidden_layers"] * forwards
     if sum(row["count"] for row in report.host_reads) > allowed:
         reasons += [
             f"host reads: {row['count']} x {row['what']} at {row['where']}"

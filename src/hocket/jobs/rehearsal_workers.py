@@ -17,7 +17,8 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 from hocket.spec import errors
-from hocket.spec.errors import HocketError
+from hocket.spec.errors import HocketError, ModelError
+from hocket.spec.rehearsal import RankRehearsal
 
 MOST = 2
 """Processes at once: each holds about 1 GB."""
@@ -135,3 +136,33 @@ def _listen(index: int, stdout: IO[str], events: Any) -> None:
 def _error(event: dict[str, Any]) -> HocketError:
     kind = getattr(errors, event.get("kind") or "", HocketError)
     return kind(event["error"], hint=event.get("hint"))  # type: ignore[no-any-return]
+
+
+class StepFailed(ModelError):
+    """A rank's step raised what is not an error of ours."""
+
+
+def step_failed(model: str, found: RankRehearsal) -> StepFailed:
+    """The error of a rank whose step raised: the exception's own line, and where in the model's
+    code; sizes that contradict each other in a configuration are found there."""
+    lines = [line.strip() for line in found.error.splitlines() if line.strip()]
+    frames = [line for line in lines if line.startswith("File ")]
+    own = [line for line in frames if "modeling_" in line]
+    place = (own or frames or [""])[-1].rpartition("/")[2].replace('"', "")
+    message = lines[-1] if lines else "no message"
+    hint = (
+        "make the sizes in config.json fit each other: head_dim, num_attention_heads, "
+        "hidden_size, num_experts and num_experts_per_tok"
+    )
+    if "expected scalar type" in message or "same dtype" in message:
+        hint = "--dtype fp32, which the model's own code needs"
+    elif found.host_reads:
+        where = found.host_reads[0]["where"]
+        message += f"; its code reads values of the GPU at {where}, which a rehearsal does not have"
+        hint = "a model whose shapes do not depend on values; training waits for the GPU there, too"
+    failed = StepFailed(
+        f"rank {found.rank} cannot execute a step of {model}: {message} (raised below {place})",
+        hint=hint,
+    )
+    failed.add_note(found.error)
+    return failed

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from hocket.jobs.rehearsal_workers import RehearsalWorkers
+from hocket.jobs.rehearsal_workers import RehearsalWorkers, step_failed
 from hocket.jobs.request import JobRequest
-from hocket.spec.errors import LayoutError, ModelError, OptionError
+from hocket.spec.errors import LayoutError, OptionError
 from hocket.spec.layout import Layout
 from hocket.spec.rehearsal import RankRehearsal, RehearsalReport, RehearsedDevice
 from hocket.spec.run import RunSpec
@@ -350,27 +350,6 @@ def _row(found: RankRehearsal, label: str, rank: int) -> tuple[int, ...]:
 
 
 # --- the report -----------------------------------------------------------------------------------
-
-
-class StepFailed(ModelError):
-    """A rank's step raised what is not an error of ours."""
-
-
-def step_failed(model: str, found: RankRehearsal) -> StepFailed:
-    """The error of a rank whose step raised: the exception's own line, and where in the model's
-    code; sizes that contradict each other in a configuration are found there."""
-    lines = [line.strip() for line in found.error.splitlines() if line.strip()]
-    frames = [line for line in lines if line.startswith("File ")]
-    own = [line for line in frames if "modeling_" in line]
-    place = (own or frames or [""])[-1].rpartition("/")[2].replace('"', "")
-    failed = StepFailed(
-        f"rank {found.rank} cannot execute a step of {model}: "
-        f"{lines[-1] if lines else 'no message'} (raised below {place})",
-        hint="make the sizes in config.json fit each other: head_dim, num_attention_heads, "
-        "hidden_size, num_experts and num_experts_per_tok",
-    )
-    failed.add_note(found.error)
-    return failed
 
 
 def _report(

@@ -100,10 +100,7 @@ class Execution:
         found.axes = _axes(mesh)
         found.calls = world.num_calls
         found.collectives = recorder.collectives()
-        found.host_reads = [
-            {"what": what, "where": place, "count": count}
-            for (what, place), count in launches.host_reads.items()
-        ]
+        found.host_reads = launches.reads()
         found.launches = dict(launches.kernels)
         found.attention = dict(self.attention.chosen)
         found.actions = list(recorder.actions)

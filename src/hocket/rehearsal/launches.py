@@ -34,7 +34,7 @@ _NO_KERNEL = (
     "sym_", "_version",
 )  # fmt: skip
 _NONZERO = (
-    "nonzero", "nonzero_numpy", "masked_select", "_unique", "_unique2", "unique_dim",
+    "where", "nonzero", "nonzero_numpy", "masked_select", "_unique", "_unique2", "unique_dim",
     "unique_consecutive", "repeat_interleave", "bincount",
 )  # fmt: skip
 _PACKAGES = ("torch",)
@@ -60,6 +60,13 @@ class Launches:
         """The host waits for the device here."""
         if self.counting:
             self.host_reads[what, where()] += 1
+
+    def reads(self) -> list[dict[str, Any]]:
+        """Rows of `what`, `where` and `count`."""
+        return [
+            {"what": what, "where": place, "count": count}
+            for (what, place), count in self.host_reads.items()
+        ]
 
     def launched(self, func: Any) -> None:
         """An operation ran on the device."""
@@ -152,13 +159,16 @@ def _nonzero(launches: Launches, func: Any, args: Any, kwargs: Any) -> tuple[boo
     if not tensor.is_cuda:
         return False, None
     name = func._schema.name.partition("::")[2]
+    if name == "where" and len(args) > 1:  # a choice, not the places of what is true
+        return False, None
     if name == "repeat_interleave":
         counted = kwargs.get("output_size") is not None
         if counted or "self_int" in func._overloadname:  # by one number for all: nothing is read
             return False, None
     launches.wait(name)
-    if name == "nonzero":
-        return True, tensor.new_empty((tensor.numel(), max(tensor.dim(), 1)), dtype=torch.int64)
+    if name in ("nonzero", "nonzero_numpy", "where"):
+        found = tensor.new_empty((tensor.numel(), max(tensor.dim(), 1)), dtype=torch.int64)
+        return True, found if name == "nonzero" else list(found.unbind(1))
     if name == "masked_select":
         return True, tensor.new_empty(max(tensor.numel(), args[1].numel()))
     return False, None

@@ -110,6 +110,7 @@ class Rehearsal:
                 raise
             except Exception:
                 found.error = traceback.format_exc()
+                found.host_reads = execution.launches.reads()
         found.seconds = time.perf_counter() - begin
         return found
 

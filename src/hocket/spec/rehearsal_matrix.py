@@ -36,7 +36,8 @@ MEMORY = 0.05
 
 HOST_STEPS = {"optimizer": 1, "params": 4}
 """Offloaded kind to the waits of a step that it needs: an optimizer on the host waits for the
-gradients, and of offloaded parameters the host computes the norm, too. Any other job has none."""
+gradients, and of offloaded parameters the host computes the norm, too. Experts over ranks take one
+a forward of a layer: the sizes of uneven all-to-alls. Any other job has none."""
 
 SCHEDULES = ("sequential", "gpipe", "1f1b", "interleaved", "zero-bubble", "zb-v")
 TWO_STAGES = ("interleaved", "zb-v")
@@ -75,6 +76,27 @@ MORE = (
     "pp8.tp2", "dp2.pp8:zero=3",
 )  # fmt: skip
 """More of them, deeper ones too, for the first model."""
+
+
+CONTEXT, CONTEXT_PIPELINED = ("cp2", "cp2:zero=1"), ("pp2.cp2",)
+"""Layouts that split sequences, without a pipeline and with one, for every model."""
+
+EXPERTS, EXPERTS_PIPELINED = ("dp2.ep2", "dp2.tp2.ep4.etp1"), ("dp2.pp2.ep2",)
+"""Layouts that place experts over ranks, for `WITH_EXPERTS`."""
+
+WITH_EXPERTS = "tiny-mixtral"
+
+
+def flat_layouts(model: str) -> tuple[str, ...]:
+    """The layouts without a pipeline that a model is under."""
+    return (*FLAT, *CONTEXT, *(EXPERTS if model == WITH_EXPERTS else ()))
+
+
+def pipelined_layouts(model: str) -> tuple[str, ...]:
+    """The layouts with a pipeline that a model is under."""
+    more = MORE if model == MODELS[0] else ()
+    experts = EXPERTS_PIPELINED if model == WITH_EXPERTS else ()
+    return (*PIPELINED, *more, *CONTEXT_PIPELINED, *experts)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,12 +152,11 @@ def cases() -> Iterator[MatrixJob]:
     """
     options = [name for name in OPTIONS if name != "offload=params"]
     for index, model in enumerate(MODELS):
-        for layout in FLAT:
+        for layout in flat_layouts(model):
             for option in OPTIONS:
                 if option in options or "zero=3" in layout:
                     yield MatrixJob(model=model, layout=layout, schedule="", option=option)
-        more = MORE if index == 0 else ()
-        for row, layout in enumerate((*PIPELINED, *more)):
+        for row, layout in enumerate(pipelined_layouts(model)):
             for column, schedule in enumerate(SCHEDULES):
                 option = options[(row + column + index) % len(options)]
                 yield MatrixJob(model=model, layout=layout, schedule=schedule, option=option)

@@ -219,7 +219,8 @@ def rehearse(
         ModelError: a rank cannot execute its steps.
     """
     from hocket.jobs.rehearsal_workers import RehearsalWorkers as Workers
-    from hocket.jobs.rehearse import device_of, step_failed, traces_of
+    from hocket.jobs.rehearsal_workers import step_failed
+    from hocket.jobs.rehearse import device_of, traces_of
     from hocket.simulation.nccl import RULES, check
 
     say = on_phase or (lambda text: None)
