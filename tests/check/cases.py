@@ -221,8 +221,12 @@ def break_something(parallel: Any, optimizer: Any, fault: str) -> None:
     elif fault == "keys of a rank alone":
         from hocket.runtime.context_parallel import ring
 
+        class Nothing:
+            def wait(self) -> bool:
+                return True
+
         ring._pass_on = lambda tensor, axis, recorder: ring._Message(
-            tensor, torch.zeros_like(tensor), []
+            tensor, torch.zeros_like(tensor), Nothing()
         )
     elif fault == "tie forgotten":
         parallel._ties = None
