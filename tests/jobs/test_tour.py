@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from hocket.cli.main import main
-from hocket.jobs.tour import told
-from hocket.jobs.tour_stops import STOPS, columns
+from hocket.jobs.tour import ATTEMPTS, judge_stop, told
+from hocket.jobs.tour_stops import STOPS, TIMED, columns
 from hocket.reporting.tour import page_markdown, stop_text, words
 from hocket.spec.errors import OptionError
 from hocket.spec.tour import LANGUAGES, VERDICTS, Stop
@@ -79,6 +79,44 @@ def test_a_condition_that_was_not_seen_stays_one() -> None:
     missed = dataclasses.replace(three_bars(), verdict="false")
     assert "true, if: the stages take equally long" in stop_text(three_bars(), 1, "en", 200)
     assert "not seen here; true, if: the stages take" in stop_text(missed, 1, "en", 200)
+
+
+class Noted:
+    """A guide that counts how often it is asked to measure again."""
+
+    forgotten = 0
+
+    def forget(self) -> None:
+        self.forgotten += 1
+
+
+@pytest.mark.parametrize(
+    ("key", "seen", "cores", "verdict", "again"),
+    [
+        ("microbatches", ["true_if"], 1.0, "true_if", 0),
+        ("microbatches", ["false", "true_if"], 1.0, "true_if", 1),
+        ("crossover", ["false"] * ATTEMPTS, 1.0, "busy", ATTEMPTS - 1),
+        ("crossover", ["false"] * ATTEMPTS, 0.0, "false", ATTEMPTS - 1),
+        ("threads", ["false"], 1.0, "false", 0),
+    ],
+)
+def test_a_claim_about_times_is_measured_again_and_not_judged_on_a_busy_machine(
+    key: str,
+    seen: list[str],
+    cores: float,
+    verdict: str,
+    again: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("hocket.jobs.tour.BackgroundLoad.cores", lambda _: cores)
+    guide, left = Noted(), list(seen)
+
+    def stop(_: object) -> Stop:
+        return dataclasses.replace(three_bars(), key=key, verdict=left.pop(0))
+
+    done = judge_stop(key, stop, guide)  # type: ignore[arg-type]  all that it is asked for
+    assert (done.verdict, guide.forgotten, left) == (verdict, again, [])
+    assert set(STOPS) > TIMED
 
 
 def test_the_page_holds_every_stop() -> None:

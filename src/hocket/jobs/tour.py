@@ -6,11 +6,16 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 
+from hocket.jobs.background_load import BackgroundLoad
 from hocket.jobs.request import request
 from hocket.jobs.tour_runner import MODEL, SIZES, Guide
-from hocket.jobs.tour_stops import STOPS
+from hocket.jobs.tour_stops import STOPS, TIMED
 from hocket.spec.errors import OptionError, unknown
+from hocket.spec.ledger import DISTURBED
 from hocket.spec.tour import Stop
+
+ATTEMPTS = 3
+"""How often a claim about times is measured before it counts as not seen."""
 
 
 def tour(
@@ -39,12 +44,28 @@ def tour(
         for key, stop in STOPS.items():
             if only and key not in only:
                 continue
-            began = time.monotonic()
-            done = dataclasses.replace(stop(guide), seconds=time.monotonic() - began)
+            done = judge_stop(key, stop, guide)
             found.append(done)
             if on_stop is not None:
                 on_stop(done)
     return found
+
+
+def judge_stop(key: str, stop: Callable[[Guide], Stop], guide: Guide) -> Stop:
+    """Run a stop. One that judges times and does not see its claim is measured again, up to
+    `ATTEMPTS` times in all; if other programs took cores meanwhile, its verdict is `busy`.
+    """
+    began = time.monotonic()
+    load = BackgroundLoad()
+    done = stop(guide)
+    for _ in range(ATTEMPTS - 1):
+        if done.verdict != "false" or key not in TIMED:
+            break
+        guide.forget()
+        done = stop(guide)
+    if done.verdict == "false" and key in TIMED and load.cores() > DISTURBED:
+        done = dataclasses.replace(done, verdict="busy")
+    return dataclasses.replace(done, seconds=time.monotonic() - began)
 
 
 def told(stop: Stop | None, number: int, language: str, width: int = 100) -> str:

@@ -54,6 +54,10 @@ class Guide(Bench):
             self._ran[key] = found
         return self._ran[key]
 
+    def forget(self) -> None:
+        """Measure again what is asked for from here on."""
+        self._ran.clear()
+
     def wide(self, layout: str, link: str) -> StrategyResult:
         """What a layout came to on links of a kind, of a model whose products are worth splitting.
 

@@ -447,3 +447,6 @@ STOPS: dict[str, Callable[[Guide], Stop]] = {
     "serving": serving,
 }
 """Every stop by its key, in the order they are walked."""
+
+TIMED = frozenset({"layers", "microbatches", "links", "crossover"})
+"""Stops whose verdict depends on measured times, which other programs on the machine change."""

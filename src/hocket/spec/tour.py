@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-VERDICTS = ("true", "true_if", "units", "false")
-"""True; true under a condition that the text names; true once the units agree; not seen here."""
+VERDICTS = ("true", "true_if", "units", "false", "busy")
+"""True; true under a condition that the text names; true once the units agree; not seen here; not
+to be judged from times taken while other programs used the machine."""
 
 LANGUAGES = ("en", "ko")
 
