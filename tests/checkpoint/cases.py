@@ -77,7 +77,7 @@ def refused(context: Any, layout: str, folder: str) -> tuple[str, bool, bool, li
     import errno
     import os
 
-    from hocket.runtime import checkpoint
+    from hocket.runtime import checkpoint, rank_state
     from hocket.runtime.mesh import Mesh
     from hocket.schedules.registry import build
     from hocket.spec.errors import SaveError
@@ -101,19 +101,19 @@ def refused(context: Any, layout: str, folder: str) -> tuple[str, bool, bool, li
             folder, step=step, parallel=parallel, optimizer_state=state, layout=layout, model="m"
         )
 
-    whole = checkpoint.write_tensors
+    whole = rank_state.write_tensors
 
     def full(path: Path, entries: Any, buffers: Any) -> list[int]:
         next(buffers)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-    checkpoint.write_tensors = full if context.rank == 1 else whole  # type: ignore[assignment]
+    rank_state.write_tensors = full if context.rank == 1 else whole  # type: ignore[assignment]
     try:
         save(1)
         raise AssertionError("the first save did not fail")
     except SaveError as error:
         message, mine = error.message, error.mine
     finally:
-        checkpoint.write_tensors = whole
+        rank_state.write_tensors = whole
     left = [path.name for path in Path(folder).iterdir()]
     return message, mine, save(2).is_dir(), left

@@ -31,6 +31,7 @@ CONTEXT_PARALLEL = ("auto", "ring", "ulysses")
 DATA_FORMATS = ("auto", "text", "chat", "completion")
 LR_SCHEDULES = ("cosine", "linear", "constant")
 DIVERGENCE = ("stop", "repair")
+SAVE_MODES = ("auto", "background", "blocking")
 PACKINGS = ("across", "documents", "none")
 
 LAYOUT_FIELDS = tuple(field.name for field in dataclasses.fields(Layout))
@@ -362,6 +363,7 @@ def check_options(options: TrainOptions) -> None:
     if options.grace_seconds is not None:
         _at_least("grace_seconds", options.grace_seconds, 1)
     _one_of("on_divergence", options.on_divergence, DIVERGENCE)
+    _one_of("save_mode", options.save_mode, SAVE_MODES)
     _one_of("grad_dtype", options.grad_dtype, GRADIENTS)
     _one_of("device", options.device, DEVICES)
     _one_of("backend", options.backend, BACKENDS)

@@ -11,58 +11,26 @@ Nothing is ever unpickled: files are safetensors and JSON, and each tensor carri
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
-import json
 import os
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from hocket.runtime.generators import random_states, set_random_state
+from hocket.runtime.generators import set_random_state
+from hocket.runtime.rank_state import DTYPES, CheckpointedParallel, OptimizerState, RankState
 from hocket.runtime.reshard import Resharded, read_into
+from hocket.runtime.save_job import SaveJob
 from hocket.spec import checkpoint as words
 from hocket.spec.checkpoint import Manifest, Shard, TensorRecord
 from hocket.spec.errors import CheckpointError, SaveError
-from hocket.spec.files import named
-from hocket.spec.placement import Placement
-from hocket.spec.run import write_text
-from hocket.spec.tensor_file import TensorEntry, TensorFile, write_tensors
+from hocket.spec.tensor_file import TensorFile
 
-DTYPES = {
-    torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
-    torch.uint8: "U8", torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
 _OF_NAME = {name: dtype for dtype, name in DTYPES.items()}
-
-OptimizerState = Mapping[str, Mapping[str, Tensor]]
-"""Global name of a parameter, to name of a state (`exp_avg`), to its tensor on this rank."""
-
-
-class CheckpointedParallel(Protocol):
-    """What is saved: a rank's parameters by global name, and where each lies in the whole."""
-
-    @property
-    def placements(self) -> Mapping[str, Placement]: ...
-
-    def named_parameters(self) -> Iterable[tuple[str, Tensor]]: ...
-
-    def groups(self) -> Iterable[Sequence[str]]:
-        """The names, by what is made whole at once; also those that other ranks alone write."""
-
-    def reading(self, group: Sequence[str]) -> AbstractContextManager[None]:
-        """Within the block those of a group have their values. Every rank enters it."""
-
-    def writing(self, group: Sequence[str]) -> AbstractContextManager[None]:
-        """Within the block those of a group may be written, and all are."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,33 +132,23 @@ def save_checkpoint(
         SaveError: the disk is full or not writable, or what was written does not read back.
     """
     world = _world(parallel, world)
-    folder = Path(folder)
-    final = words.step_folder(folder, step)
-    aside = folder / f".{final.name}.partial"
-    with _together(world, step, aside):
+    job = SaveJob(
+        folder=Path(folder), step=step, layout=layout, model=model, cursor=cursor, extra=extra,
+        keep=keep, keep_every=keep_every,
+    )  # fmt: skip
+    with _together(world, job):
         begin()
         if world.rank == 0:
-            shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir(parents=True)
-    with _together(world, step, aside):
-        shard = _write_shard(aside, world.rank, parallel, optimizer_state)
-        write_text(aside / f"rank-{world.rank:05d}.json", json.dumps(shard.to_json()))
+            job.make()
+    with _together(world, job):
+        state = RankState(parallel, optimizer_state)
+        job.write(world.rank, state, state.live())
     # (1)
-    with _together(world, step, aside):
+    with _together(world, job):
         if world.rank == 0:
-            manifest = Manifest(
-                step=step,
-                layout=layout,
-                model=model,
-                cursor=dict(cursor or {}),
-                extra=dict(extra or {}),
-                versions={"torch": str(torch.__version__)},
-                shards=tuple(_shards(aside, world.size)),
-            )
-            _commit(folder, aside, final, manifest)
-            words.delete_old(folder, step, keep, keep_every)
+            job.complete(world.size)
     # (3)
-    return final
+    return job.final
 
 
 def load_checkpoint(
@@ -265,128 +223,19 @@ def _world(parallel: CheckpointedParallel, world: CheckpointWorld | None) -> Che
 
 
 @contextmanager
-def _together(world: CheckpointWorld, step: int, aside: Path) -> Iterator[None]:
+def _together(world: CheckpointWorld, job: SaveJob) -> Iterator[None]:
     """A part of a save, at whose end all ranks wait for each other. Raises SaveError on all where
     it failed on one; what was written is removed."""
     reason = ""
     try:
         yield
-    except CheckpointError as error:
-        reason = error.message
-    except OSError as error:
-        reason = f"{error.filename or aside.parent}: {error.strerror or error}"
+    except (CheckpointError, OSError) as error:
+        reason = job.reason(error)
     if not world.all_agree(not reason):
         if world.rank == 0:
-            shutil.rmtree(aside, ignore_errors=True)
+            job.discard()
         why = reason or "another rank could not write"
-        raise SaveError(f"step {step} was not saved: {why}", mine=bool(reason))
-
-
-def _shards(aside: Path, size: int) -> Iterator[Shard]:
-    """What each rank wrote, from its own file, which goes."""
-    for rank in range(size):
-        part = aside / f"rank-{rank:05d}.json"
-        yield Shard.from_json(json.loads(part.read_text()))
-        part.unlink()
-
-
-def _write_shard(
-    aside: Path, rank: int, parallel: CheckpointedParallel, optimizer_state: OptimizerState
-) -> Shard:
-    parameters = dict(parallel.named_parameters())
-    placements = {name: parallel.placements[name] for name in parameters}
-    tensors: list[tuple[str, str, str | None, Tensor]] = []
-    groups = [list(group) for group in parallel.groups()]
-    for name in (n for group in groups for n in group if n in parameters):
-        placement, tensor = placements[name], parameters[name]
-        assert tuple(tensor.shape) == placement.local_shape, (name, tensor.shape, placement)
-        tensors.append(("parameter", name, None, tensor))
-    assert len(tensors) == len(parameters), "parameters that no group holds"
-    for name, states in optimizer_state.items():
-        assert name in parameters, name
-        tensors += [("optimizer", name, key, tensor) for key, tensor in states.items()]
-    tensors += [("random", name, None, tensor) for name, tensor in random_states().items()]
-
-    entries = [
-        TensorEntry(
-            name="/".join(filter(None, (kind, state, name))),
-            dtype=DTYPES[tensor.dtype],
-            shape=tuple(tensor.shape),
-        )
-        for kind, name, state, tensor in tensors
-    ]
-
-    def buffers() -> Iterator[Any]:
-        for group in groups:
-            with parallel.reading(group):
-                for name in group:
-                    if name in parameters:
-                        yield _bytes(parameters[name])
-        for _, _, _, tensor in tensors[len(parameters) :]:
-            yield _bytes(tensor)
-
-    path = aside / words.shard_file(rank)
-    remaining = buffers()
-    try:
-        sums = write_tensors(path, entries, remaining)
-    finally:
-        list(remaining)  # other ranks gather with this one, whatever its disk does
-    records = [
-        TensorRecord(
-            key=entry.name,
-            kind=kind,
-            name=name,
-            state=state,
-            dtype=entry.dtype,
-            shape=entry.shape,
-            crc32=crc32,
-            placed=kind != "random" and entry.shape == placements[name].local_shape,
-        )
-        for (kind, name, state, _), entry, crc32 in zip(tensors, entries, sums, strict=True)
-    ]
-    shard = Shard(rank=rank, file=path.name, placements=placements, tensors=tuple(records))
-    _forget_cached(path)
-    with words.open_shard(aside, shard):
-        pass
-    return shard
-
-
-def _bytes(tensor: Tensor) -> Any:
-    """The bytes of one tensor, copied to the CPU where they are not there already."""
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    # Not `numpy()`: what that was called on can never be freed again, as ZeRO-3 does.
-    raw: Any = (ctypes.c_uint8 * flat.nbytes).from_address(flat.data_ptr())
-    raw.tensor = flat  # stays as long as its memory is looked at
-    return np.ctypeslib.as_array(raw)
-
-
-def _forget_cached(path: Path) -> None:
-    """Let the next read come from the disk and not from the memory of what was written."""
-    if hasattr(os, "posix_fadvise"):
-        with path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _commit(folder: Path, aside: Path, final: Path, manifest: Manifest) -> None:
-    """Give the finished folder its name, move `latest` there."""
-    target = aside / words.MANIFEST
-    with named(target), target.open("w") as file:
-        file.write(manifest.to_json())
-        file.flush()
-        os.fsync(file.fileno())
-    words.sync_folder(aside)
-    written = words.read_manifest(aside)
-    if written.to_json() != manifest.to_json():
-        raise CheckpointError(f"{target} does not read back as it was written")
-    replaced = folder / f".{final.name}.replaced"
-    shutil.rmtree(replaced, ignore_errors=True)
-    if final.exists():
-        os.rename(final, replaced)
-    os.rename(aside, final)  # (2)
-    words.sync_folder(folder)
-    write_text(folder / words.LATEST, final.name + "\n")
-    words.sync_folder(folder)
-    shutil.rmtree(replaced, ignore_errors=True)
+        raise SaveError(f"step {job.step} was not saved: {why}", mine=bool(reason))
 
 
 # --- reading ---------------------------------------------------------------------------------

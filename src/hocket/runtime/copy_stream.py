@@ -29,6 +29,10 @@ class Copied:
         """Let the current stream wait for them; the host does not."""
         torch.cuda.current_stream().wait_event(self._event)
 
+    def synchronize(self) -> None:
+        """Let the host wait for them."""
+        self._event.synchronize()
+
 
 class CopyStream:
     """A stream for copies. Without CUDA there is none, and every method does nothing."""

@@ -110,6 +110,9 @@ class TrainOptions:
             output head).
         save_every: steps or time between checkpoints, as in 500, 30m or 2h; one more is written at
             the end; 0: none.
+        save_mode: whether training continues while a checkpoint is written: background (from a copy
+            of weights and optimizer state in host memory), blocking (it waits), or auto (background
+            where host memory suffices and the state is large). One of: auto, background, blocking.
         keep_checkpoints: newest checkpoints that are kept.
         keep_every: steps; checkpoints of their multiples are kept for good; 0: none.
         log_interval: steps between reports of loss and gradient norm; a CUDA rank synchronizes with
@@ -179,6 +182,7 @@ class TrainOptions:
     lora_dropout: float = 0.0
     lora_targets: str | None = None
     save_every: int | str = "30m"
+    save_mode: str = "auto"
     keep_checkpoints: int = 2
     keep_every: int = 0
     log_interval: int | None = None

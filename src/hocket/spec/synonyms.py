@@ -79,6 +79,7 @@ VALUES = {
     "bf16": ("dtype", "bf16"),
     "fp8": ("dtype", "fp8"),
     "wandb": ("tracker", "wandb"),
+    "async_save": ("save_mode", "background"),
     "gradient_checkpointing": ("recompute", "full"),
     "recompute_activations": ("recompute", "selective"),
 }

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from hocket.models.saved_names import SavedNames
-    from hocket.runtime.checkpoint import CheckpointedParallel
     from hocket.runtime.mesh import Mesh
+    from hocket.runtime.rank_state import CheckpointedParallel
 
 SHARD_BYTES = 5_000_000_000
 """Largest file of weights; what is larger is spread over several, with an index."""

@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -35,7 +36,7 @@ that is not finite; one bit of one rank's weights; one bit of the newest checkpo
 the newest checkpoint cut short, then SIGKILL; every TCP connection of the rank shut down; a request
 to stop; a matmul that is wrong in one value from then on; `seconds` of sleep in each such phase
 from then on."""
-PHASES = ("build", "step", "input", "forward", "collective", "save", "evaluate", "export")
+PHASES = ("build", "step", "input", "forward", "collective", "save", "write", "evaluate", "export")
 
 
 class Faults:
@@ -45,6 +46,7 @@ class Faults:
         rows: of the job: `kind`, `rank`, `step` (1 is the first), `phase`, `attempts` (1). A row
             with `id` and `log` happens once in all attempts (with `again`, in each), and is written
             to the file `log` as it happens. `place` (0 to 1): where a file or tensor is damaged.
+            `delay`: seconds until a `kill` happens.
         context: of this rank.
         checkpoints: the folder of the run's checkpoints.
     """
@@ -99,7 +101,9 @@ class Faults:
             flip_newest(self._checkpoints, row.get("place"))
         elif kind == "torn":
             _cut_newest(self._checkpoints, row["place"])
-        if kind in ("kill", "damage", "torn"):
+        if kind == "kill" and "delay" in row:
+            threading.Timer(row["delay"], os.kill, (os.getpid(), signal.SIGKILL)).start()
+        elif kind in ("kill", "damage", "torn"):
             os.kill(os.getpid(), signal.SIGKILL)
         elif kind == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)

@@ -30,9 +30,9 @@ from hocket.models.rows import one_sequence_each, packed_rows
 from hocket.runtime.checkpoint import load_checkpoint
 from hocket.runtime.lora import TrainedParameters
 from hocket.spec.checkpoint import config_hash
-from hocket.spec.errors import TrainingError
+from hocket.spec.errors import HocketError, TrainingError
 from hocket.spec.run import RunFolder, write_text
-from hocket.spec.units import parse_bytes, parse_duration
+from hocket.spec.units import parse_bytes
 from hocket.training import attention_file, stop_bound, timeline, trackers
 from hocket.training.adapter import adapter_of_ranks
 from hocket.training.build import RankJob
@@ -49,7 +49,7 @@ from hocket.training.nonfinite import Skips
 from hocket.training.pauses import STOP, Pauses
 from hocket.training.reading import LossReading, Readings, elapsed, interval, mark
 from hocket.training.replicas import ReplicaCheck
-from hocket.training.saving import save_step
+from hocket.training.saving import Saves
 from hocket.training.slow_ranks import SlowRanks
 from hocket.training.token_manifest import TRAIN, VALID, Tokens
 from hocket.training.utilization import flops_per_token, peak_flops
@@ -64,6 +64,8 @@ FIRST_STEP = 60.0
 """Seconds without progress allowed in the first steps, unless torch.compile is at work."""
 LEAST = 4.0
 """Seconds without progress that are always allowed between steps."""
+ENDING = 20.0
+"""Seconds that a run that fails waits for a checkpoint that is being written."""
 SETTLED = 21
 """Steps whose median is a step's time."""
 
@@ -135,9 +137,7 @@ class Loop:
         self._interval = interval(self.options.log_interval, job.mesh.device)
         self._clock: Any = None
         self._load = ExpertLoad(self.parallel, job.skeleton)
-        every = self.options.save_every
-        self._save_steps = every if isinstance(every, int) else 0
-        self._save_seconds = parse_duration(every) if isinstance(every, str) else None
+        self.saves = Saves(context, folder, job, self.inputs.dataset, self.faults)
 
     # --- the run ---------------------------------------------------------------------------
 
@@ -164,6 +164,9 @@ class Loop:
             self._say(event="phase", name="training")
             with self._rows():
                 self._steps(self.done, steps, metrics)
+        except HocketError:
+            self.saves.finish(ENDING)  # a checkpoint to go on from
+            raise
         finally:
             gc.unfreeze()
             if metrics is not None:
@@ -181,7 +184,7 @@ class Loop:
         unread: list[LossReading] = []
         underway: Readings | None = None
         self._clock = mark(self.job.mesh.device)
-        pauses = Pauses(self.context, first, self._save_seconds, cuda=self.cuda)
+        pauses = Pauses(self.context, first, self.saves.seconds, cuda=self.cuda)
         for index in range(first, steps):
             began = time.monotonic()
             step = index + 1
@@ -208,7 +211,7 @@ class Loop:
                 self._gather_memory()
                 if self.leads and self.cuda:
                     attention_file.write(self.folder, self.job, packed=self.inputs.packed)
-            pause = self._evaluates(step) or self._saves(step) or step in recorded
+            pause = self._evaluates(step) or self.saves.due(step) or step in recorded
             unread.append(reading)
             if underway is not None:  # this step's work is queued behind it
                 self._report(underway, metrics)
@@ -230,6 +233,7 @@ class Loop:
                         self.job.optimizer,
                         step_seconds=statistics.median(self._seconds or [time.monotonic() - began]),
                         grace=self.options.grace_seconds,
+                        saves=1 + self.saves.in_background,
                     )
                 )
             if step in recorded:
@@ -237,19 +241,26 @@ class Loop:
             self._seconds.append(time.monotonic() - began)
             ask = pauses.after(step, self._seconds[-1], reading.end)
             every = self.options.replica_check_every
-            if self.replicas.needed and every and (step % every == 0 or self._saves(step) or ask):
+            if (
+                self.replicas.needed
+                and every
+                and (step % every == 0 or self.saves.due(step) or ask)
+            ):
                 self._say_note(self.replicas.compare(step))
-            if self._saves(step) or ask:
+            if self.saves.due(step) or ask:
                 if underway is not None:
                     self._report(underway, metrics)
                 if unread:
                     self._report(Readings(unread, self._load.take()), metrics)
                 underway, unread = None, []
-                self._save(step, last=step == steps or ask == STOP)
+                with self._long():
+                    self.saves.save(step, last=step == steps or ask == STOP)
                 pauses.saved()
+            self.saves.poll()
             if ask == STOP:
                 return
             if counted:
+                self._say_note(self.saves.choose(self._memory.memory.total))
                 # What lives now lives to the end: later collections need not walk it again.
                 gc.collect()
                 gc.freeze()
@@ -291,6 +302,7 @@ class Loop:
             reading.skipped = self.skips.skipped(reading, *reading.values.tolist(), search=True)
         with parallel.recorder.span("compute", "optimizer", "optimizer"):
             if not reading.skipped:
+                self.saves.before_update()
                 self.job.optimizer.step(lr, reading.skip() if self.cuda else None)  # 4
         parallel.begin_unshard()
         if row := self.faults.spoils("flip"):
@@ -372,12 +384,6 @@ class Loop:
         every = self.options.eval_every
         return step == self.options.steps or (every > 0 and step % every == 0)
 
-    def _saves(self, step: int) -> bool:
-        if self.options.save_every == 0:
-            return False
-        every = self._save_steps
-        return step == self.options.steps or (every > 0 and step % every == 0)
-
     def _evaluate(self, step: int) -> float | None:
         with self._long():
             self.faults.at("evaluate")
@@ -414,15 +420,6 @@ class Loop:
             self.context.emit({"event": "memory", "ranks": rows})
 
     # --- checkpoints -----------------------------------------------------------------------
-
-    def _save(self, step: int, *, last: bool) -> None:
-        with self._long():
-            path = save_step(
-                self.context, self.folder, self.spec, self.job, step,
-                last=last, begin=lambda: self.faults.at("save"), dataset=self.inputs.dataset,
-            )  # fmt: skip
-        if path is not None:
-            self._say(event="saved", step=step, path=str(path))
 
     def _resume(self) -> None:
         with self._long():

@@ -33,8 +33,8 @@ from hocket.models.lora import peft_model, plain_name
 from hocket.models.own_loss import shifts_labels, takes_labels
 from hocket.models.plans.router import router_loss
 from hocket.models.source import of_run
-from hocket.runtime.checkpoint import DTYPES
 from hocket.runtime.lora import initial
+from hocket.runtime.rank_state import DTYPES
 from hocket.spec.errors import OptionError
 from hocket.spec.placement import Placement
 from hocket.spec.run import RunSpec, write_text

@@ -33,12 +33,13 @@ def disk_rate(folder: Path) -> float:
     return PROBE / max(time.perf_counter() - began, 1e-6)
 
 
-def bound(num_bytes: int, rate: float, step_seconds: float, steps: int) -> float:
-    """Seconds: the steps until all ranks agree to stop, a write and a read back, and a second.
+def bound(num_bytes: int, rate: float, step_seconds: float, steps: int, saves: int = 1) -> float:
+    """Seconds: the steps until all ranks agree to stop, a write and a read back of `saves` states
+    (the one that is being written may be another), and a second.
 
     Ranks agree at boundaries a quarter of a second apart (`training.pauses`).
     """
-    return max(0.5, steps * step_seconds) + 2 * num_bytes / rate + 1.0
+    return max(0.5, steps * step_seconds) + 2 * saves * num_bytes / rate + 1.0
 
 
 def of_run(
@@ -49,12 +50,14 @@ def of_run(
     *,
     step_seconds: float,
     grace: float | None,
+    saves: int = 1,
 ) -> str | None:
     """What rank 0 prints of it, None on the others. Every rank calls it.
 
     Args:
         folder: where checkpoints are written. trained, optimizer: what they hold.
         step_seconds: of one step. grace: seconds that the system allows, None: not known.
+        saves: states that may have to be written: 2 where saves are written in the background.
 
     Raises:
         OptionError: it takes longer than the system allows.
@@ -70,7 +73,7 @@ def of_run(
         rate = disk_rate(folder)
     except OSError:  # a save will report it
         return None
-    seconds = bound(sum(rows), rate, step_seconds, 6 if context.device_kind == "cuda" else 2)
+    seconds = bound(sum(rows), rate, step_seconds, 6 if context.device_kind == "cuda" else 2, saves)
     size = f"{format_bytes(sum(rows))} at {format_bytes(round(rate))}/s"
     if grace is not None and seconds > grace:
         raise OptionError(
